@@ -17,7 +17,9 @@ class Embed(nn.Module):
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Map `[batch, time]` to `[batch, time, dim]`."""
-        position = self.param("position", nn.initializers.normal(0.02), (tokens.shape[-1], self.dim))
+        position = self.param(
+            "position", nn.initializers.normal(0.02), (tokens.shape[-1], self.dim)
+        )
         return nn.Embed(self.vocab, self.dim)(tokens) + position[None]
 
 
@@ -58,7 +60,13 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 def gpt(
-    num_stages: int, *, dim: int, num_blocks: int, vocab: int = 256, heads: int = 8, **settings: object
+    num_stages: int,
+    *,
+    dim: int,
+    num_blocks: int,
+    vocab: int = 256,
+    heads: int = 8,
+    **settings: object,
 ) -> jaxpipe.PipelineModule:
     """The model, cut so that all stages hold equally many blocks."""
     layers = [
@@ -66,10 +74,14 @@ def gpt(
         *[jaxpipe.LayerSpec(Block, dim, heads) for _ in range(num_blocks)],
         jaxpipe.LayerSpec(Head, vocab),
     ]
-    return jaxpipe.PipelineModule(layers, num_stages, loss_fn=cross_entropy, partition_method="trunk", **settings)
+    return jaxpipe.PipelineModule(
+        layers, num_stages, loss_fn=cross_entropy, partition_method="trunk", **settings
+    )
 
 
-def tokens(num_microbatches: int, batch: int, time: int, vocab: int = 256) -> tuple[np.ndarray, np.ndarray, dict]:
+def tokens(
+    num_microbatches: int, batch: int, time: int, vocab: int = 256
+) -> tuple[np.ndarray, np.ndarray, dict]:
     """A batch of random tokens, `[num_microbatches, batch, time]`."""
     rng = np.random.default_rng(0)
     x, y = rng.integers(0, vocab, (2, num_microbatches, batch, time), dtype=np.int32)

@@ -1,13 +1,17 @@
-"""Pipelines as programs of JAX's ecosystem write them, as small as they can be: the same GPT, loss and SGD step.
+"""Pipelines as programs of JAX's ecosystem write them, as small as they can be.
 
-- `scan_in_shard_map`: GPipe as a scan over ticks in which stages exchange by `ppermute`, differentiated as a whole.
-- `scan_over_vmap`: the same with a dim of stages, mapped over and rolled; XLA's partitioner makes the exchange. MaxText
-  and Praxis have this form.
-- `program_per_stage`: 1F1B driven from Python, a jitted forward and backward for each stage. JaxPP has this form.
+The same GPT, loss and SGD step.
 
-In the scans idle stages compute and drop what they computed, as they do in the originals. Where it is a choice, what is
-faster here is taken: blocks in straight-line code, each block's weights an array of its own, head and loss divided over
-the stages.
+- `scan_in_shard_map`: GPipe as a scan over ticks in which stages exchange by `ppermute`,
+  differentiated as a whole.
+- `scan_over_vmap`: the same with a dim of stages, mapped over and rolled; XLA's partitioner makes
+  the exchange. MaxText and Praxis have this form.
+- `program_per_stage`: 1F1B driven from Python, a jitted forward and backward for each stage. JaxPP
+  has this form.
+
+In the scans idle stages compute and drop what they computed, as they do in the originals. Where it
+is a choice, what is faster here is taken: blocks in straight-line code, each block's weights an
+array of its own, head and loss divided over the stages.
 """
 
 from collections.abc import Callable, Iterator
@@ -75,7 +79,9 @@ class Gpt:
         return cross_entropy(Head(self.vocab).apply({"params": params}, x), y)
 
 
-def scan_in_shard_map(gpt: Gpt, num_stages: int, layers: list[Params], x: np.ndarray, y: np.ndarray) -> Step:
+def scan_in_shard_map(
+    gpt: Gpt, num_stages: int, layers: list[Params], x: np.ndarray, y: np.ndarray
+) -> Step:
     """GPipe: each stage a device in `shard_map`."""
     mesh = jax.make_mesh((num_stages,), ("stage",), devices=jax.devices()[:num_stages])
     count, last = len(x), num_stages - 1
@@ -98,21 +104,34 @@ def scan_in_shard_map(gpt: Gpt, num_stages: int, layers: list[Params], x: np.nda
 
     specs = {"embed": P(), "blocks": P("stage"), "head": P()}
     return _one_program(
-        jax.shard_map(loss_fn, mesh=mesh, in_specs=(specs, P(), P()), out_specs=P()), mesh, layers, x, y
+        jax.shard_map(loss_fn, mesh=mesh, in_specs=(specs, P(), P()), out_specs=P()),
+        mesh,
+        layers,
+        x,
+        y,
     )
 
 
-def scan_over_vmap(gpt: Gpt, num_stages: int, layers: list[Params], x: np.ndarray, y: np.ndarray) -> Step:
+def scan_over_vmap(
+    gpt: Gpt, num_stages: int, layers: list[Params], x: np.ndarray, y: np.ndarray
+) -> Step:
     """GPipe: stages a sharded dim that is mapped over."""
     mesh = jax.make_mesh(
-        (num_stages,), ("stage",), devices=jax.devices()[:num_stages], axis_types=(jax.sharding.AxisType.Auto,)
+        (num_stages,),
+        ("stage",),
+        devices=jax.devices()[:num_stages],
+        axis_types=(jax.sharding.AxisType.Auto,),
     )
     by_stage, last = NamedSharding(mesh, P("stage")), num_stages - 1
 
     def loss_fn(params: Params, x: jax.Array, y: jax.Array) -> jax.Array:
         def tick(state: jax.Array, entering: jax.Array) -> tuple[jax.Array, jax.Array]:
-            state = lax.with_sharding_constraint(jnp.roll(state, 1, axis=0).at[0].set(entering), by_stage)
-            state = jax.vmap(lambda blocks, x: gpt.blocks(blocks, x, prevent_cse=False))(params["blocks"], state)
+            state = lax.with_sharding_constraint(
+                jnp.roll(state, 1, axis=0).at[0].set(entering), by_stage
+            )
+            state = jax.vmap(lambda blocks, x: gpt.blocks(blocks, x, prevent_cse=False))(
+                params["blocks"], state
+            )
             return lax.with_sharding_constraint(state, by_stage), state[-1]
 
         entering = jnp.pad(gpt.embed(params["embed"], x), ((0, last), (0, 0), (0, 0), (0, 0)))
@@ -124,7 +143,11 @@ def scan_over_vmap(gpt: Gpt, num_stages: int, layers: list[Params], x: np.ndarra
 
 
 def _one_program(
-    loss_fn: Callable[..., jax.Array], mesh: jax.sharding.Mesh, layers: list[Params], x: np.ndarray, y: np.ndarray
+    loss_fn: Callable[..., jax.Array],
+    mesh: jax.sharding.Mesh,
+    layers: list[Params],
+    x: np.ndarray,
+    y: np.ndarray,
 ) -> Step:
     """The step of a loss of the whole batch, its parameters on the mesh."""
 
@@ -135,15 +158,24 @@ def _one_program(
     num_stages = mesh.size
     blocks = layers[1:-1]
     per_stage = len(blocks) // num_stages
-    stacked = [jax.tree.map(lambda *leaves: np.stack(leaves), *blocks[i::per_stage]) for i in range(per_stage)]
+    stacked = [
+        jax.tree.map(lambda *leaves: np.stack(leaves), *blocks[i::per_stage])
+        for i in range(per_stage)
+    ]
     params: Params = {"embed": layers[0], "blocks": stacked, "head": layers[-1]}
     specs = {"embed": P(), "blocks": P("stage"), "head": P()}
     shardings = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
     # A copy: the step donates its parameters, and on CPU an array may share the host's memory.
-    held = [jax.tree.map(jnp.copy, {name: jax.device_put(params[name], shardings[name]) for name in params})]
+    held = [
+        jax.tree.map(
+            jnp.copy, {name: jax.device_put(params[name], shardings[name]) for name in params}
+        )
+    ]
     x, y = jax.device_put((x, y), NamedSharding(mesh, P()))
     out_shardings = (jax.tree.map(lambda leaf: leaf.sharding, held[0]), NamedSharding(mesh, P()))
-    compiled = jax.jit(step, donate_argnums=0, out_shardings=out_shardings).lower(held[0], x, y).compile()
+    compiled = (
+        jax.jit(step, donate_argnums=0, out_shardings=out_shardings).lower(held[0], x, y).compile()
+    )
 
     def run() -> float:
         held[0], loss = jax.block_until_ready(compiled(held[0], x, y))
@@ -152,18 +184,28 @@ def _one_program(
     return Step(run, compiled.memory_analysis().temp_size_in_bytes)
 
 
-def program_per_stage(gpt: Gpt, num_stages: int, layers: list[Params], x: np.ndarray, y: np.ndarray) -> Step:
+def program_per_stage(
+    gpt: Gpt, num_stages: int, layers: list[Params], x: np.ndarray, y: np.ndarray
+) -> Step:
     """1F1B: Python starts each forward and backward of each stage, and moves what they exchange."""
     per_stage = (len(layers) - 2) // num_stages
-    parts: list[Params] = [{"blocks": layers[1 + s * per_stage :][:per_stage]} for s in range(num_stages)]
+    parts: list[Params] = [
+        {"blocks": layers[1 + s * per_stage :][:per_stage]} for s in range(num_stages)
+    ]
     parts[0]["embed"] = layers[0]
     parts[-1]["head"] = layers[-1]
-    stages = [_Stage(gpt, part, device, len(x)) for part, device in zip(parts, jax.devices(), strict=False)]
+    stages = [
+        _Stage(gpt, part, device, len(x))
+        for part, device in zip(parts, jax.devices(), strict=False)
+    ]
     xs, ys = jax.device_put(list(x), stages[0].device), jax.device_put(list(y), stages[-1].device)
     order = list(_one_f_one_b(num_stages, len(x)))
 
     def run() -> float:
-        activations, gradients = {(0, m): value for m, value in enumerate(xs)}, dict[tuple[int, int], jax.Array]()
+        activations, gradients = (
+            {(0, m): value for m, value in enumerate(xs)},
+            dict[tuple[int, int], jax.Array](),
+        )
         losses: list[jax.Array] = []
         for s, m, is_forward in order:
             stage, before = stages[s], stages[s - 1]
@@ -178,7 +220,8 @@ def program_per_stage(gpt: Gpt, num_stages: int, layers: list[Params], x: np.nda
                 losses.append(loss)
             if s > 0:
                 gradients[s - 1, m] = jax.device_put(dx, before.device)
-        # The last loss is there before the other stages' last backwards, which nobody else's time may hold.
+        # The last loss is there before the other stages' last backwards, which nobody else's time
+        # may hold.
         jax.block_until_ready([stage.run_update() for stage in stages])
         return float(sum(losses)) / len(x)
 
@@ -190,7 +233,10 @@ def program_per_stage(gpt: Gpt, num_stages: int, layers: list[Params], x: np.nda
 
 
 def _one_f_one_b(num_stages: int, num_microbatches: int) -> Iterator[tuple[int, int, bool]]:
-    """Stage, microbatch and whether it is a forward; the last stage's backwards come with their forwards."""
+    """Stage, microbatch and whether it is a forward.
+
+    The last stage's backwards come with their forwards.
+    """
     last = num_stages - 1
     for half_tick in range(2 * (num_microbatches + last)):
         for s in range(num_stages):
@@ -218,7 +264,9 @@ class _Stage:
             grads, *dx = vjp(dy)
             return jax.tree.map(jnp.add, sums, grads), dx
 
-        def both(sums: Params, params: Params, x: jax.Array, y: jax.Array) -> tuple[Params, jax.Array, jax.Array]:
+        def both(
+            sums: Params, params: Params, x: jax.Array, y: jax.Array
+        ) -> tuple[Params, jax.Array, jax.Array]:
             def loss_fn(params: Params, x: jax.Array) -> jax.Array:
                 return gpt.loss(params["head"], apply(params, x), y)
 
@@ -227,11 +275,16 @@ class _Stage:
 
         def update(params: Params, sums: Params) -> tuple[Params, Params]:
             rate = LEARNING_RATE / num_microbatches
-            return jax.tree.map(lambda p, g: p - rate * g, params, sums), jax.tree.map(jnp.zeros_like, sums)
+            return jax.tree.map(lambda p, g: p - rate * g, params, sums), jax.tree.map(
+                jnp.zeros_like, sums
+            )
 
         self.device = device
         self._forward, self._backward = jax.jit(forward), jax.jit(backward, donate_argnums=0)
-        self._both, self._update = jax.jit(both, donate_argnums=0), jax.jit(update, donate_argnums=(0, 1))
+        self._both, self._update = (
+            jax.jit(both, donate_argnums=0),
+            jax.jit(update, donate_argnums=(0, 1)),
+        )
         self._params = jax.tree.map(jnp.copy, jax.device_put(params, device))
         self._sums = jax.tree.map(jnp.zeros_like, self._params)
         self._vjps: dict[int, Any] = {}
@@ -253,13 +306,23 @@ class _Stage:
         return self._params
 
     def num_bytes(self, value: np.ndarray, num_waiting: int) -> int:
-        """Gradient sums, residuals of the microbatches in flight, and the larger program's temporaries."""
+        """Gradient sums, residuals in flight and the larger program's temporaries.
+
+        Residuals are those of the microbatches in flight.
+        """
         x = jax.device_put(value, self.device)
         out, vjp = self._forward(self._params, x)
         # Weights among the residuals are the parameters themselves.
         weights = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(self._params)}
-        fresh = [leaf.nbytes for leaf in jax.tree.leaves(vjp) if leaf.unsafe_buffer_pointer() not in weights]
-        programs = _temporaries(self._forward, self._params, x), _temporaries(self._backward, self._sums, vjp, out)
+        fresh = [
+            leaf.nbytes
+            for leaf in jax.tree.leaves(vjp)
+            if leaf.unsafe_buffer_pointer() not in weights
+        ]
+        programs = (
+            _temporaries(self._forward, self._params, x),
+            _temporaries(self._backward, self._sums, vjp, out),
+        )
         return self._sum_bytes() + num_waiting * sum(fresh) + max(programs)
 
     def last_bytes(self, x: np.ndarray, y: np.ndarray) -> int:

@@ -17,7 +17,10 @@ from benchmarks._peer_member import MARK, Case
 
 
 class PeerError(Exception):
-    """A peer's process ended or said nothing for too long; the message is the end of what it wrote."""
+    """A peer's process ended or said nothing for too long.
+
+    The message is the end of what it wrote.
+    """
 
 
 class PeerGroup:
@@ -30,7 +33,9 @@ class PeerGroup:
         limit_s: How long one answer may take.
     """
 
-    def __init__(self, command: Sequence[str], cases: Sequence[Case], env: dict[str, str], limit_s: float) -> None:
+    def __init__(
+        self, command: Sequence[str], cases: Sequence[Case], env: dict[str, str], limit_s: float
+    ) -> None:
         self._limit_s = limit_s
         self._errors: list[IO[str]] = []
         self._members: list[subprocess.Popen[str]] = []
@@ -53,7 +58,8 @@ class PeerGroup:
         """Wait for the members' answers.
 
         Returns:
-            `seconds`, per step those of the slowest member, `cpu`, those of all members' threads, and `losses`.
+            `seconds`, per step those of the slowest member, `cpu`, those of all members' threads,
+            and `losses`.
 
         Raises:
             PeerError: A member ended or took too long.
@@ -64,8 +70,12 @@ class PeerGroup:
             answers = [self._answer(rank) for rank in range(len(self._members))]
         finally:
             done.set()
-        known = next((a["losses"] for a in answers if not math.isnan(a["losses"][0])), answers[0]["losses"])
-        seconds, cpu = (list(zip(*(a[name] for a in answers), strict=True)) for name in ("seconds", "cpu"))
+        known = next(
+            (a["losses"] for a in answers if not math.isnan(a["losses"][0])), answers[0]["losses"]
+        )
+        seconds, cpu = (
+            list(zip(*(a[name] for a in answers), strict=True)) for name in ("seconds", "cpu")
+        )
         return {"seconds": list(map(max, seconds)), "cpu": list(map(sum, cpu)), "losses": known}
 
     def run(self, num_steps: int) -> dict[str, list[float]]:
@@ -96,7 +106,9 @@ class PeerGroup:
         """End all members when one has ended or the time is over, so that nobody waits for it."""
         late = time.monotonic() + self._limit_s
         while not done.wait(0.5):
-            if time.monotonic() > late or any(member.poll() is not None for member in self._members):
+            if time.monotonic() > late or any(
+                member.poll() is not None for member in self._members
+            ):
                 self._kill()
                 return
 
@@ -116,14 +128,24 @@ class PeerGroup:
 
 
 KEPT_MEMORY = {"ARENA_MAX": 1, "MMAP_MAX_": 0, "TRIM_THRESHOLD_": 2**40, "TOP_PAD_": 2**26}
-"""Settings of glibc with which freed memory stays with the process, as accelerators' allocators keep it; else every
-step faults in its pages again."""
+"""Settings of glibc with which freed memory stays with the process.
+
+Accelerators' allocators keep it so; else every step faults in its pages again.
+"""
 
 
 def _names_of_rank(rank: int, num_ranks: int, port: str) -> dict[str, str]:
-    """What torch, DeepSpeed and jaxpipe read, one processor thread for each process of torch, and the C library."""
+    """What torch, DeepSpeed, jaxpipe and the C library read.
+
+    Each process of torch has one processor thread.
+    """
     names = {"RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_RANK": rank, "LOCAL_SIZE": num_ranks}
-    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
+    told = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "OMP_NUM_THREADS": "1",
+        "JAX_PLATFORMS": "cpu",
+    }
     memory = {f"MALLOC_{name}": value for name, value in KEPT_MEMORY.items()}
     return {**{name: str(value) for name, value in {**names, **memory}.items()}, **told}
 

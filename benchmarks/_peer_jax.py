@@ -75,7 +75,9 @@ def plain_step(case: Case) -> Callable[[], float]:
 
         zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
         (loss, grads), _ = jax.lax.scan(accumulate, zeros, (x, y))
-        updates, moments = optimizer.update(jax.tree.map(lambda g: g / len(x), grads), moments, params)
+        updates, moments = optimizer.update(
+            jax.tree.map(lambda g: g / len(x), grads), moments, params
+        )
         return (optax.apply_updates(params, updates), moments), loss / len(x)
 
     jitted = jax.jit(step, donate_argnums=0)
@@ -107,7 +109,9 @@ def pipelined_step(case: Case) -> Callable[[], float]:
     }
     optimizer = optax.adam(ADAM["lr"], *ADAM["betas"], eps=ADAM["eps"])
     model = make_model(case, STAGES)
-    engine = jaxpipe.initialize(model=model, config=config, optimizer=optimizer, model_parameters=params)[0]
+    engine = jaxpipe.initialize(
+        model=model, config=config, optimizer=optimizer, model_parameters=params
+    )[0]
     batches = itertools.cycle(list(zip(x, y, strict=True)))
     return lambda: float(engine.train_batch(batches))
 

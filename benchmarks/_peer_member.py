@@ -1,4 +1,7 @@
-"""What the processes of the peers benchmark share: a case on the command line, steps asked for on standard input."""
+"""What the processes of the peers benchmark share.
+
+A case on the command line, steps asked for on standard input.
+"""
 
 import dataclasses
 import json

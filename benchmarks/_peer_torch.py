@@ -1,4 +1,6 @@
-"""Torch's members of the peers benchmark: a plain step in one process, and torch.distributed.pipelining.
+"""Torch's members of the peers benchmark.
+
+A plain step in one process, and torch.distributed.pipelining.
 
 Run by `benchmarks.peers` with the peers' interpreter: python -m benchmarks._peer_torch CASE
 """
@@ -100,18 +102,30 @@ def read_tokens(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
 def layer(case: Case, index: int) -> nn.Module:
     """Layer `index` of the model, with the weights that JAX made."""
     last = case.num_blocks + 1
-    made = Embed(case.dim, case.time) if index == 0 else Head(case.dim) if index == last else Block(case.dim)
+    made = (
+        Embed(case.dim, case.time)
+        if index == 0
+        else Head(case.dim)
+        if index == last
+        else Block(case.dim)
+    )
     with np.load(case.weights) as held:
         paths = [name.split("/") for name in held.files if "/" in name]
         mine = [path for path in paths if path[1].split("_")[0] == str(index)]
-        made.load_state_dict(dict(_translated(NAMES[type(made).__name__], path, held["/".join(path)]) for path in mine))
+        made.load_state_dict(
+            dict(
+                _translated(NAMES[type(made).__name__], path, held["/".join(path)]) for path in mine
+            )
+        )
     return made
 
 
 def layers(case: Case, start: int, stop: int) -> nn.Sequential:
     """Layers `start` to `stop - 1`, blocks recomputed where the case says so."""
     made = [layer(case, i) for i in range(start, stop)]
-    return nn.Sequential(*[Recomputed(one) if case.recompute and isinstance(one, Block) else one for one in made])
+    return nn.Sequential(
+        *[Recomputed(one) if case.recompute and isinstance(one, Block) else one for one in made]
+    )
 
 
 def plain_step(case: Case) -> Callable[[], float]:
@@ -144,11 +158,15 @@ def pipelined_step(case: Case) -> Callable[[], float]:
     is_v = case.schedule == "ScheduleZBVZeroBubble"
     mine = [rank, num_stages - 1 - rank] if is_v else list(range(rank, num_stages, RANKS))
     stages = [
-        pipelining.PipelineStage(layers(case, *_bounds(case, i, num_stages)), i, num_stages, torch.device("cpu"))
+        pipelining.PipelineStage(
+            layers(case, *_bounds(case, i, num_stages)), i, num_stages, torch.device("cpu")
+        )
         for i in mine
     ]
     schedule = getattr(pipelining, case.schedule)(
-        stages if case.num_chunks > 1 else stages[0], n_microbatches=case.num_microbatches, loss_fn=loss_fn
+        stages if case.num_chunks > 1 else stages[0],
+        n_microbatches=case.num_microbatches,
+        loss_fn=loss_fn,
     )
     optimizer = torch.optim.Adam([p for stage in stages for p in stage.submod.parameters()], **ADAM)
     x, y = (part.flatten(0, 1) for part in read_tokens(case))
@@ -172,8 +190,13 @@ def _bounds(case: Case, stage: int, num_stages: int) -> tuple[int, int]:
     return start - (stage == 0), stop + (stage == num_stages - 1)
 
 
-def _translated(names: dict[str, str], path: list[str], value: np.ndarray) -> tuple[str, torch.Tensor]:
-    """A parameter's name and value in torch, from its path `layers/<index>_<class>/<part>/<leaf>` and value in Flax."""
+def _translated(
+    names: dict[str, str], path: list[str], value: np.ndarray
+) -> tuple[str, torch.Tensor]:
+    """A parameter's name and value in torch, from its path and value in Flax.
+
+    The path is `layers/<index>_<class>/<part>/<leaf>`.
+    """
     part, leaf = names[path[2]], path[-1]
     if leaf == "kernel":
         value = np.ascontiguousarray(value.T)

@@ -1,4 +1,7 @@
-"""Pictures of the benchmarks' tables: one horizontal bar a row, with its spread, one panel for each setting."""
+"""Pictures of the benchmarks' tables.
+
+One horizontal bar a row, with its spread, one panel for each setting.
+"""
 
 from dataclasses import dataclass
 from itertools import groupby
@@ -39,14 +42,41 @@ class Picture:
 
 
 PICTURES = (
-    Picture("bubble", "ratio", ("schedule", "chunks"), ("S", "M", "F:I:W"), "Measured step over the formula", 1.05),
-    Picture("peers", "of ideal", ("step",), ("size", "M"), "Fraction of ideal on two processors", mark="bound"),
-    Picture("work", "ratio", ("step",), (), "Processor time over a plain step's", 1.10),
-    Picture("memory", "MiB at M=8S", ("schedule", "recompute"), ("S",), "Temporary memory of a step, MiB"),
     Picture(
-        "compile", "total s", ("schedule", "trunk", "S", "blocks/S", "M"), (), "Seconds to build and compile", spread=""
+        "bubble",
+        "ratio",
+        ("schedule", "chunks"),
+        ("S", "M", "F:I:W"),
+        "Measured step over the formula",
+        1.05,
     ),
-    Picture("gpu", "step ms", ("schedule", "chunks", "idle actions"), (), "Projected step, milliseconds"),
+    Picture(
+        "peers",
+        "of ideal",
+        ("step",),
+        ("size", "M"),
+        "Fraction of ideal on two processors",
+        mark="bound",
+    ),
+    Picture("work", "ratio", ("step",), (), "Processor time over a plain step's", 1.10),
+    Picture(
+        "memory",
+        "MiB at M=8S",
+        ("schedule", "recompute"),
+        ("S",),
+        "Temporary memory of a step, MiB",
+    ),
+    Picture(
+        "compile",
+        "total s",
+        ("schedule", "trunk", "S", "blocks/S", "M"),
+        (),
+        "Seconds to build and compile",
+        spread="",
+    ),
+    Picture(
+        "gpu", "step ms", ("schedule", "chunks", "idle actions"), (), "Projected step, milliseconds"
+    ),
 )
 
 
@@ -70,10 +100,17 @@ def draw(results: dict[str, list[list[Row]]], directory: Path) -> list[str]:
     for picture in PICTURES:
         if picture.benchmark not in results:
             continue
-        tables = [table for table in results[picture.benchmark] if table and picture.columns <= set(table[0])]
+        tables = [
+            table
+            for table in results[picture.benchmark]
+            if table and picture.columns <= set(table[0])
+        ]
         rows = [row for table in tables for row in table if _number(row[picture.value]) is not None]
         if not rows:
-            said.append(f"{picture.benchmark}: no table with the columns {', '.join(sorted(picture.columns))}")
+            said.append(
+                f"{picture.benchmark}: no table with the columns "
+                f"{', '.join(sorted(picture.columns))}"
+            )
             continue
         path = directory / f"{picture.benchmark}.png"
         _draw(picture, rows, path)
@@ -84,14 +121,24 @@ def draw(results: dict[str, list[list[Row]]], directory: Path) -> list[str]:
 def _draw(picture: Picture, rows: list[Row], path: Path) -> None:
     from matplotlib import pyplot
 
-    panels = [(key, list(group)) for key, group in groupby(rows, lambda row: [row[name] for name in picture.panel])]
+    panels = [
+        (key, list(group))
+        for key, group in groupby(rows, lambda row: [row[name] for name in picture.panel])
+    ]
     heights = [len(group) + 1 for _, group in panels]
     figure, grid = pyplot.subplots(
-        len(panels), 1, squeeze=False, sharex=True, figsize=(8, 1 + 0.28 * sum(heights)), height_ratios=heights
+        len(panels),
+        1,
+        squeeze=False,
+        sharex=True,
+        figsize=(8, 1 + 0.28 * sum(heights)),
+        height_ratios=heights,
     )
     for axes, (key, group) in zip(grid[:, 0], panels, strict=True):
         _draw_panel(picture, axes, group)
-        axes.set_title(", ".join(f"{n} = {v}" for n, v in zip(picture.panel, key, strict=True)), fontsize=9)
+        axes.set_title(
+            ", ".join(f"{n} = {v}" for n, v in zip(picture.panel, key, strict=True)), fontsize=9
+        )
     figure.suptitle(picture.title)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
@@ -100,13 +147,18 @@ def _draw(picture: Picture, rows: list[Row], path: Path) -> None:
 
 def _draw_panel(picture: Picture, axes: Any, rows: list[Row]) -> None:
     values = [float(row[picture.value]) for row in rows]
-    ends = [_spread(row.get(picture.spread, ""), value) for row, value in zip(rows, values, strict=True)]
+    ends = [
+        _spread(row.get(picture.spread, ""), value) for row, value in zip(rows, values, strict=True)
+    ]
     errors = [
         [v - low for v, (low, _) in zip(values, ends, strict=True)],
         [h - v for v, (_, h) in zip(values, ends, strict=True)],
     ]
     labels = [" ".join(row[name] for name in picture.label) for row in rows]
-    ours = ["tab:blue" if "jaxpipe" in label or picture.benchmark != "peers" else "tab:gray" for label in labels]
+    ours = [
+        "tab:blue" if "jaxpipe" in label or picture.benchmark != "peers" else "tab:gray"
+        for label in labels
+    ]
     places = range(len(rows))
     axes.barh(places, values, xerr=errors, color=ours, height=0.7, error_kw={"lw": 1})
     axes.set_yticks(places, labels, fontsize=8)
@@ -130,4 +182,6 @@ def _spread(text: str, value: float) -> tuple[float, float]:
     """The smallest and largest, no further in than the value itself."""
     low, _, high = text.partition(" to ")
     ends = _number(low), _number(high)
-    return min(value if ends[0] is None else ends[0], value), max(value if ends[1] is None else ends[1], value)
+    return min(value if ends[0] is None else ends[0], value), max(
+        value if ends[1] is None else ends[1], value
+    )

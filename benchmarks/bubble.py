@@ -1,17 +1,20 @@
 """How long does a pipelined step take beside the closed form of its schedule?
 
-Every layer sleeps in host callbacks, so simulated devices work truly in parallel whatever the number of cores, and the
-makespan of the compiled executor can be measured on a laptop. A layer sleeps F in its forward, and I and W in the input
-and the weight gradient, once for each chunk of the model; the callbacks are counted, so that no action can be left out.
+Every layer sleeps in host callbacks, so simulated devices work truly in parallel whatever the
+number of cores, and the makespan of the compiled executor can be measured on a laptop. A layer
+sleeps F in its forward, and I and W in the input and the weight gradient, once for each chunk of
+the model; the callbacks are counted, so that no action can be left out.
 
-F : I : W is 1 : 1 : 1, then 1 : 1.5 : 1.5. `formula` is `jaxpipe.schedules.closed_form`, for `train` the sum over steps
-of the longest action; `lockstep` is that sum over the formula for all of them, the least to be had. Expected: at most
-1.05 of the formula everywhere, for `zero-bubble` with two chunks at 8x32 at most 1.03; about 3 ms a tick are the
-simulated devices' own.
+F : I : W is 1 : 1 : 1, then 1 : 1.5 : 1.5. `formula` is `jaxpipe.schedules.closed_form`, for
+`train` the sum over steps of the longest action; `lockstep` is that sum over the formula for all of
+them, the least to be had. Expected: at most 1.05 of the formula everywhere, for `zero-bubble` with
+two chunks at 8x32 at most 1.03; about 3 ms a tick are the simulated devices' own.
 
-Steps are measured in several processes at once, when all have compiled: they only sleep. All take about 7 minutes.
+Steps are measured in several processes at once, when all have compiled: they only sleep. All take
+about 7 minutes.
 
-Run: python -m benchmarks.bubble [--action-ms 100] [--sizes 4x16,8x32] [--only zero-bubble] [--steps 3] [--processes 8]
+Run: python -m benchmarks.bubble [--action-ms 100] [--sizes 4x16,8x32] [--only zero-bubble] [--steps
+3] [--processes 8]
 """
 
 import argparse
@@ -33,11 +36,35 @@ from benchmarks._table import print_head, print_row
 from jaxpipe.schedules import closed_form, lower_schedule, makespan, resolve_schedule
 
 SCHEDULES = (
-    *(("1f1b", 1), ("gpipe", 1), ("train", 1), ("1f1b-v", 2), ("interleaved", 2), ("interleaved", 4)),
-    *(("zero-bubble", 1), ("zero-bubble", 2), ("zero-bubble", 4), ("zero-bubble-h1", 1), ("zero-bubble-v", 2)),
+    *(
+        ("1f1b", 1),
+        ("gpipe", 1),
+        ("train", 1),
+        ("1f1b-v", 2),
+        ("interleaved", 2),
+        ("interleaved", 4),
+    ),
+    *(
+        ("zero-bubble", 1),
+        ("zero-bubble", 2),
+        ("zero-bubble", 4),
+        ("zero-bubble-h1", 1),
+        ("zero-bubble-v", 2),
+    ),
     ("dual-pipe-v", 2),
 )
-COLUMNS = ("schedule", "chunks", "S", "M", "F:I:W", "formula s", "lockstep", "step s", "ratio", "spread")
+COLUMNS = (
+    "schedule",
+    "chunks",
+    "S",
+    "M",
+    "F:I:W",
+    "formula s",
+    "lockstep",
+    "step s",
+    "ratio",
+    "spread",
+)
 
 
 @dataclass(frozen=True)
@@ -61,7 +88,14 @@ class Case:
         """The closed form."""
         forward_s, backward_s, weight_s = self.costs
         sizes = self.num_microbatches, self.num_stages
-        return closed_form(self.schedule, *sizes, forward_s, backward_s, weight_s=weight_s, num_chunks=self.num_chunks)
+        return closed_form(
+            self.schedule,
+            *sizes,
+            forward_s,
+            backward_s,
+            weight_s=weight_s,
+            num_chunks=self.num_chunks,
+        )
 
     @property
     def lockstep_s(self) -> float:
@@ -135,8 +169,12 @@ def make_step(case: Case, sleeps: Sleeps) -> Callable[[], float]:
     )
     mesh = make_pipeline_mesh(jaxpipe.PipeDataParallelTopology(num_stages, 1))
     x = np.ones((num_microbatches, 2, 4), np.float32)
-    settings = TrainConfig(pipeline=PipelineConfig(schedule=resolve_schedule(case.schedule, case.num_chunks)))
-    pipeline = jaxpipe.Pipeline(model, optax.sgd(0.1), mesh, (x[0], x[0]), num_microbatches, settings)
+    settings = TrainConfig(
+        pipeline=PipelineConfig(schedule=resolve_schedule(case.schedule, case.num_chunks))
+    )
+    pipeline = jaxpipe.Pipeline(
+        model, optax.sgd(0.1), mesh, (x[0], x[0]), num_microbatches, settings
+    )
     compiled = pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct).compile()
     state, batch = pipeline.init(), pipeline.place_batch((x, x, {}))
     held = [jax.block_until_ready(state)]
@@ -150,7 +188,10 @@ def make_step(case: Case, sleeps: Sleeps) -> Callable[[], float]:
 
 
 def member() -> None:
-    """Compile the cases of one process, and when told run them: a line of seconds and counts for each."""
+    """Compile the cases of one process, and when told run them.
+
+    A line of seconds and counts for each.
+    """
     import jax
 
     jax.config.update("jax_num_cpu_devices", 8)
@@ -179,14 +220,17 @@ def measure(cases: Sequence[Case], num_steps: int, num_processes: int) -> list[l
     command = [sys.executable, "-m", "benchmarks.bubble", "--member"]
     env = {**os.environ, "JAX_PLATFORMS": "cpu"}
     started = [
-        subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in shares
+        subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in shares
     ]
     for process, share in zip(started, shares, strict=True):
         _tell(process, json.dumps([num_steps, [dataclasses.asdict(cases[i]) for i in share]]))
     for process in started:
         assert process.stdout is not None
         if process.stdout.readline().strip() != "READY":
-            raise SystemExit("a process of the benchmark must compile its steps, but it ended: see above.")
+            raise SystemExit(
+                "a process of the benchmark must compile its steps, but it ended: see above."
+            )
     for process in started:
         _tell(process, "go")
     found: dict[int, list[float]] = {}
@@ -196,7 +240,10 @@ def measure(cases: Sequence[Case], num_steps: int, num_processes: int) -> list[l
             found[i] = result["seconds"]
             runs = cases[i].num_stages * cases[i].num_chunks * cases[i].num_microbatches * num_steps
             if result["counts"] != dict.fromkeys("FIW", runs):
-                raise SystemExit(f"each kind of action must run {runs} times, but {cases[i]} ran {result['counts']}.")
+                raise SystemExit(
+                    f"each kind of action must run {runs} times, but {cases[i]} ran "
+                    f"{result['counts']}."
+                )
     return [found[i] for i in range(len(cases))]
 
 
@@ -208,13 +255,19 @@ def _tell(process: subprocess.Popen[str], line: str) -> None:
 
 def main() -> None:
     """Print a line for each schedule and size."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--action-ms", type=float, default=100.0, help="the shortest action, of one chunk")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--action-ms", type=float, default=100.0, help="the shortest action, of one chunk"
+    )
     parser.add_argument("--sizes", default="4x16,8x32", help="stages x microbatches")
     parser.add_argument("--only", default=",".join(dict(SCHEDULES)), help="schedules")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--processes", type=int, default=8)
-    parser.add_argument("--member", action="store_true", help="be one process, told by standard input")
+    parser.add_argument(
+        "--member", action="store_true", help="be one process, told by standard input"
+    )
     options = parser.parse_args()
     if options.member:
         member()
@@ -222,9 +275,17 @@ def main() -> None:
     shortest_s = options.action_ms / 1e3
     names = options.only.split(",")
     cases = [
-        Case(name, chunks, num_stages, num_microbatches, (shortest_s, ratio * shortest_s, ratio * shortest_s))
+        Case(
+            name,
+            chunks,
+            num_stages,
+            num_microbatches,
+            (shortest_s, ratio * shortest_s, ratio * shortest_s),
+        )
         for ratio in (1.0, 1.5)
-        for num_stages, num_microbatches in (map(int, size.split("x")) for size in options.sizes.split(","))
+        for num_stages, num_microbatches in (
+            map(int, size.split("x")) for size in options.sizes.split(",")
+        )
         for name, chunks in SCHEDULES
         if name in names
     ]
@@ -236,7 +297,11 @@ def main() -> None:
         print_row(
             *(case.schedule, case.num_chunks, case.num_stages, case.num_microbatches),
             ":".join(f"{x / shortest_s:g}" for x in case.action_s),
-            *(f"{ideal:.2f}", f"{case.lockstep_s / ideal:.3f}", f"{statistics.median(seconds):.2f}"),
+            *(
+                f"{ideal:.2f}",
+                f"{case.lockstep_s / ideal:.3f}",
+                f"{statistics.median(seconds):.2f}",
+            ),
             *(f"{statistics.median(ratios):.3f}", f"{ratios[0]:.3f} to {ratios[-1]:.3f}"),
         )
 

@@ -1,11 +1,12 @@
 """What does a checkpoint cost: time that training waits, memory of the host, bytes on disk?
 
-A GPT of 96 M parameters with Adam on four stages (simulated devices), 1.2 GB of state, saved in turn in the foreground,
-in the background with nothing else running, and in the background while training goes on. Memory is by how much the
-largest resident size exceeds that of the same steps without a save, in units of the state's bytes. On simulated devices
-nothing is copied when a save in the background begins: the next step writes its results elsewhere, which is the copy,
-and takes longer. Expected: the background save blocks for at most 0.10 of the foreground's time, memory at most 1.3,
-bytes on disk 1.00 of the state's.
+A GPT of 96 M parameters with Adam on four stages (simulated devices), 1.2 GB of state, saved in
+turn in the foreground, in the background with nothing else running, and in the background while
+training goes on. Memory is by how much the largest resident size exceeds that of the same steps
+without a save, in units of the state's bytes. On simulated devices nothing is copied when a save in
+the background begins: the next step writes its results elsewhere, which is the copy, and takes
+longer. Expected: the background save blocks for at most 0.10 of the foreground's time, memory at
+most 1.3, bytes on disk 1.00 of the state's.
 
 Run: python -m benchmarks.checkpoint [--repeats 5] [--directory DIR]
 """
@@ -89,7 +90,9 @@ def timed(action: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def measure(engine: jaxpipe.PipelineEngine, data: Iterator[Any], kind: str, folder: Path) -> dict[str, float]:
+def measure(
+    engine: jaxpipe.PipelineEngine, data: Iterator[Any], kind: str, folder: Path
+) -> dict[str, float]:
     """One save of a kind."""
     writer = CheckpointWriter(keep_last=1)
     run = RunState(engine.global_steps)
@@ -113,7 +116,13 @@ def measure(engine: jaxpipe.PipelineEngine, data: Iterator[Any], kind: str, fold
     on_disk = sum(path.stat().st_size for path in (folder / kind).rglob("*") if path.is_file())
     first = steps[0] if steps else 0.0
     more = memory.extra - alone.extra
-    return {"blocked": blocked, "whole": whole, "memory": more, "disk": on_disk, "first step": first}
+    return {
+        "blocked": blocked,
+        "whole": whole,
+        "memory": more,
+        "disk": on_disk,
+        "first step": first,
+    }
 
 
 def main() -> None:
@@ -124,10 +133,15 @@ def main() -> None:
     arguments = parser.parse_args()
     data = entries()
     engine = build(data)
-    state_bytes = sum(x.nbytes for x in jax.tree.leaves((engine.state.params, engine.state.opt_state)))
+    state_bytes = sum(
+        x.nbytes for x in jax.tree.leaves((engine.state.params, engine.state.opt_state))
+    )
     num_params = sum(x.size for x in jax.tree.leaves(engine.module_state_dict()))
     step = statistics.median(timed(lambda: engine.train_batch(data)) for _ in range(5))
-    print(f"{num_params / 1e6:.1f} M parameters, {state_bytes / 1e9:.3f} GB of state, a step takes {step:.2f} s")
+    print(
+        f"{num_params / 1e6:.1f} M parameters, {state_bytes / 1e9:.3f} GB of state, a step takes "
+        f"{step:.2f} s"
+    )
     found: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
     with tempfile.TemporaryDirectory(dir=arguments.directory) as folder:
         for _ in range(arguments.repeats):
@@ -140,9 +154,10 @@ def main() -> None:
         blocked = sorted(one["blocked"] for one in each)
         middle = {name: statistics.median(one[name] for one in each) for name in each[0]}
         spread = f"{blocked[0]:.2f} to {blocked[-1]:.2f}"
+        memory = max(one["memory"] for one in each) / state_bytes
         print(
-            f"{kind:18}{middle['blocked']:9.2f}{middle['blocked'] / whole:7.3f}{spread:>16}{middle['whole']:11.2f}"
-            f"{max(one['memory'] for one in each) / state_bytes:8.2f}{middle['disk'] / state_bytes:7.3f}"
+            f"{kind:18}{middle['blocked']:9.2f}{middle['blocked'] / whole:7.3f}{spread:>16}"
+            f"{middle['whole']:11.2f}{memory:8.2f}{middle['disk'] / state_bytes:7.3f}"
             f"{middle['first step']:13.2f}"
         )
 

@@ -1,9 +1,11 @@
-"""How long does building, lowering and compiling a step take, against depth, stages, microbatches and schedule?
+"""How long does it take to build, lower and compile a step?
 
-By the clock, medians of runs in turn; `ratio` is the total over that of the first row of its table. Expected: 96 equal
-blocks on 8 stages below 60 s, with the trunk scanned at most 1.3 times as long as 48; independent of the number of
-microbatches; growing with depth where the trunk is unrolled. Schedules with several chunks compile the actions of each:
-up to twice as long as 1f1b for two.
+Against depth, stages, microbatches and schedule.
+
+By the clock, medians of runs in turn; `ratio` is the total over that of the first row of its table.
+Expected: 96 equal blocks on 8 stages below 60 s, with the trunk scanned at most 1.3 times as long
+as 48; independent of the number of microbatches; growing with depth where the trunk is unrolled.
+Schedules with several chunks compile the actions of each: up to twice as long as 1f1b for two.
 
 Run: python -m benchmarks.compile [--repeats 3]
 """
@@ -26,7 +28,19 @@ from benchmarks._table import print_head, print_row  # noqa: E402
 from jaxpipe.config import PipelineConfig, TrainConfig  # noqa: E402
 from jaxpipe.topology import make_pipeline_mesh  # noqa: E402
 
-COLUMNS = ("schedule", "trunk", "S", "blocks/S", "M", "build s", "lower s", "compile s", "total s", "ratio", "spread")
+COLUMNS = (
+    "schedule",
+    "trunk",
+    "S",
+    "blocks/S",
+    "M",
+    "build s",
+    "lower s",
+    "compile s",
+    "total s",
+    "ratio",
+    "spread",
+)
 
 
 @dataclass(frozen=True)
@@ -48,7 +62,14 @@ DEPTHS = [
 SCHEDULES = [
     Case(4, 4, 16, scan=False, schedule=name, num_chunks=chunks)
     for name, chunks in (
-        *(("1f1b", 1), ("gpipe", 1), ("train", 1), ("1f1b-v", 2), ("interleaved", 2), ("interleaved", 4)),
+        *(
+            ("1f1b", 1),
+            ("gpipe", 1),
+            ("train", 1),
+            ("1f1b-v", 2),
+            ("interleaved", 2),
+            ("interleaved", 4),
+        ),
         *(("zero-bubble", 1), ("zero-bubble", 2), ("zero-bubble", 4)),
     )
 ]
@@ -61,9 +82,13 @@ def measure(case: Case) -> tuple[float, float, float]:
     example = jax.tree.map(lambda a: a[0], tokens(1, 2, 32))
     start = time.perf_counter()
     settings = TrainConfig(
-        pipeline=PipelineConfig(scan_trunk=case.scan, schedule=case.schedule, num_chunks=case.num_chunks)
+        pipeline=PipelineConfig(
+            scan_trunk=case.scan, schedule=case.schedule, num_chunks=case.num_chunks
+        )
     )
-    pipeline = jaxpipe.Pipeline(model, optax.adam(1e-3), mesh, example, case.num_microbatches, settings)
+    pipeline = jaxpipe.Pipeline(
+        model, optax.adam(1e-3), mesh, example, case.num_microbatches, settings
+    )
     built = time.perf_counter()
     lowered = pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct)
     traced = time.perf_counter()
@@ -84,14 +109,20 @@ def report(cases: Sequence[Case], repeats: int) -> None:
             "scanned" if case.scan else "unrolled",
             *(case.num_stages, case.blocks_per_stage, case.num_microbatches),
             *(f"{statistics.median(part):.1f}" for part in zip(*found, strict=True)),
-            *(f"{middle:.1f}", f"{middle / first:.2f}", f"{total[0] / first:.2f} to {total[-1] / first:.2f}"),
+            *(
+                f"{middle:.1f}",
+                f"{middle / first:.2f}",
+                f"{total[0] / first:.2f} to {total[-1] / first:.2f}",
+            ),
         )
     print(flush=True)
 
 
 def main() -> None:
     """Print a table of depths, and one of schedules."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=3)
     repeats = parser.parse_args().repeats
     measure(Case(2, 1))

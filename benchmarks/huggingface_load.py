@@ -1,12 +1,13 @@
 """How much host memory does a process need to read its stages out of a model's safetensors files?
 
-A random Llama of 3.4 GB in float32, a shard a block, is read by four processes, each a stage of four blocks on one
-simulated device. Measured in each: the most anonymous memory (`RssAnon`: pages of mapped files are the kernel's, and
-given back when others need them) during `engine.load_huggingface`, above what there was before it, divided by the bytes
-of the largest stage. The parameters that are replaced are in memory all the while; devices are the host here, so that
-the new ones are counted too. Expected: 1.0 to 1.1 (all of a stage's leaves are read before the old ones go, one tensor
-beside them); asked: at most 1.3. Absolute values on all devices and in all files are summed, and the sums must be
-equal.
+A random Llama of 3.4 GB in float32, a shard a block, is read by four processes, each a stage of
+four blocks on one simulated device. Measured in each: the most anonymous memory (`RssAnon`: pages
+of mapped files are the kernel's, and given back when others need them) during
+`engine.load_huggingface`, above what there was before it, divided by the bytes of the largest
+stage. The parameters that are replaced are in memory all the while; devices are the host here, so
+that the new ones are counted too. Expected: 1.0 to 1.1 (all of a stage's leaves are read before the
+old ones go, one tensor beside them); asked: at most 1.3. Absolute values on all devices and in all
+files are summed, and the sums must be equal.
 
 Run: python -m benchmarks.huggingface_load [--blocks 16]
 """
@@ -35,7 +36,12 @@ def write_model(folder: Path, num_blocks: int) -> float:
     """Write random weights by Hugging Face's names, and the config.json; what they are in sum."""
     from jaxpipe.models import LlamaConfig
 
-    sizes = {"vocab_size": VOCAB, "hidden_size": H, "intermediate_size": FFN, "num_attention_heads": HEADS}
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": H,
+        "intermediate_size": FFN,
+        "num_attention_heads": HEADS,
+    }
     config = LlamaConfig(**sizes, num_hidden_layers=num_blocks)
     (folder / "config.json").write_text(json.dumps(config.to_huggingface(128)))
     rng = np.random.default_rng(0)
@@ -44,11 +50,20 @@ def write_model(folder: Path, num_blocks: int) -> float:
     shards: list[dict[str, tuple[int, ...]]] = [
         {
             **{f"model.layers.{i}.{name}.weight": shape for name, shape in products.items()},
-            **{f"model.layers.{i}.{name}_layernorm.weight": (H,) for name in ("input", "post_attention")},
+            **{
+                f"model.layers.{i}.{name}_layernorm.weight": (H,)
+                for name in ("input", "post_attention")
+            },
         }
         for i in range(num_blocks)
     ]
-    shards.append({"model.embed_tokens.weight": (VOCAB, H), "model.norm.weight": (H,), "lm_head.weight": (VOCAB, H)})
+    shards.append(
+        {
+            "model.embed_tokens.weight": (VOCAB, H),
+            "model.norm.weight": (H,),
+            "lm_head.weight": (VOCAB, H),
+        }
+    )
     weight_map: dict[str, str] = {}
     total = 0.0
     for number, shapes in enumerate(shards):
@@ -81,7 +96,9 @@ def member(folder: Path) -> None:
     jaxpipe.init_distributed()
     config = LlamaConfig.from_huggingface(folder)
     tokens = jax.ShapeDtypeStruct((1, 8), jnp.int32)
-    module = jaxpipe.PipelineModule(llama(config), num_stages=STAGES, loss_fn=lambda outputs, labels: outputs.mean())
+    module = jaxpipe.PipelineModule(
+        llama(config), num_stages=STAGES, loss_fn=lambda outputs, labels: outputs.mean()
+    )
     engine, *_ = jaxpipe.initialize(
         model=module,
         example_batch=(tokens, tokens),
@@ -107,7 +124,9 @@ def member(folder: Path) -> None:
     ended.set()
     watcher.join()
     after = anonymous_bytes()
-    total = sum(magnitude(np.asarray(shard.data)) for leaf in leaves() for shard in leaf.addressable_shards)
+    total = sum(
+        magnitude(np.asarray(shard.data)) for leaf in leaves() for shard in leaf.addressable_shards
+    )
     found = {"share": share, "before": before, "most": most, "after": after, "total": total}
     print("RESULT " + json.dumps(found), flush=True)
 
@@ -132,7 +151,9 @@ def run_job(folder: Path) -> list[dict[str, Any]]:
     outputs = [process.communicate()[0] for process in started]
     if any(process.returncode for process in started):
         raise SystemExit("a process failed")
-    lines = [next(line for line in text.splitlines() if line.startswith("RESULT ")) for text in outputs]
+    lines = [
+        next(line for line in text.splitlines() if line.startswith("RESULT ")) for text in outputs
+    ]
     return [json.loads(line.removeprefix("RESULT ")) for line in lines]
 
 
@@ -140,7 +161,9 @@ def main() -> None:
     """Measure, and print a row a process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--blocks", type=int, default=16)
-    parser.add_argument("--member", type=Path, help="be one process of the job, that reads this folder")
+    parser.add_argument(
+        "--member", type=Path, help="be one process of the job, that reads this folder"
+    )
     arguments = parser.parse_args()
     if arguments.member is not None:
         member(arguments.member)
@@ -153,7 +176,9 @@ def main() -> None:
     np.testing.assert_allclose(sum(one["total"] for one in found), total, rtol=1e-9)
     largest = max(one["share"] for one in found)
     print(f"files {size / 1e9:.2f} GB, largest stage {largest / 1e9:.2f} GB")
-    print(f"{'process':>7}{'stage GB':>10}{'before GB':>11}{'most GB':>9}{'after GB':>10}{'ratio':>7}")
+    print(
+        f"{'process':>7}{'stage GB':>10}{'before GB':>11}{'most GB':>9}{'after GB':>10}{'ratio':>7}"
+    )
     for index, one in enumerate(found):
         ratio = (one["most"] - one["before"]) / largest
         told = [one[name] / 1e9 for name in ("share", "before", "most", "after")]

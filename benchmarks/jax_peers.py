@@ -1,15 +1,20 @@
-"""Does jaxpipe take less time than the pipelines that JAX's ecosystem has, written as small as they can be?
+"""Does jaxpipe take less time than the pipelines that JAX's ecosystem has?
 
-The same GPT, float32, parameters, tokens, mean loss and SGD step on simulated devices of one process: jaxpipe's `1f1b`
-beside the forms of `benchmarks._jax_forms`, which names their origins, each with and without every block computed again
-in the backward. Losses are compared step by step and must be equal. Members step in turn; times are medians, ratios
-those of a member's time to that of jaxpipe with the same recompute, turn by turn. `cpu s` is processor time of all
-threads. `MiB` are compiled temporaries on the device with most; for one program a stage also the residuals and gradient
-sums that wait between programs.
+These are written as small as they can be.
 
-Expected: every ratio above 1, those of one program a stage at least 1.05; with recompute no more MiB than GPipe.
+The same GPT, float32, parameters, tokens, mean loss and SGD step on simulated devices of one
+process: jaxpipe's `1f1b` beside the forms of `benchmarks._jax_forms`, which names their origins,
+each with and without every block computed again in the backward. Losses are compared step by step
+and must be equal. Members step in turn; times are medians, ratios those of a member's time to that
+of jaxpipe with the same recompute, turn by turn. `cpu s` is processor time of all threads. `MiB`
+are compiled temporaries on the device with most; for one program a stage also the residuals and
+gradient sums that wait between programs.
 
-Run: python -m benchmarks.jax_peers [--stages 2,4] [--size 256x8x128x4] [--microbatches 8] [--repeats 9] [--smoke]
+Expected: every ratio above 1, those of one program a stage at least 1.05; with recompute no more
+MiB than GPipe.
+
+Run: python -m benchmarks.jax_peers [--stages 2,4] [--size 256x8x128x4] [--microbatches 8]
+[--repeats 9] [--smoke]
 """
 
 import argparse
@@ -40,10 +45,23 @@ FORMS: dict[str, Callable[..., forms.Step]] = {
     "GPipe, scan over vmap": forms.scan_over_vmap,
     "1F1B, one program a stage": forms.program_per_stage,
 }
-COLUMNS = ("S", "recompute", "step", "cpu s", "to jaxpipe", "spread", "step s", "to jaxpipe", "spread", "MiB")
+COLUMNS = (
+    "S",
+    "recompute",
+    "step",
+    "cpu s",
+    "to jaxpipe",
+    "spread",
+    "step s",
+    "to jaxpipe",
+    "spread",
+    "MiB",
+)
 
 
-def jaxpipe_step(num_stages: int, settings: dict[str, int], x: np.ndarray, y: np.ndarray, *, remat: bool) -> forms.Step:
+def jaxpipe_step(
+    num_stages: int, settings: dict[str, int], x: np.ndarray, y: np.ndarray, *, remat: bool
+) -> forms.Step:
     """Ours."""
     mesh = make_pipeline_mesh(jaxpipe.PipeDataParallelTopology(num_stages, 1))
     model = gpt(num_stages, **settings, activation_checkpoint_interval=int(remat))
@@ -60,11 +78,16 @@ def jaxpipe_step(num_stages: int, settings: dict[str, int], x: np.ndarray, y: np
     return forms.Step(run, compiled.memory_analysis().temp_size_in_bytes)
 
 
-def make_steps(num_stages: int, settings: dict[str, int], x: np.ndarray, y: np.ndarray) -> dict[tuple, forms.Step]:
+def make_steps(
+    num_stages: int, settings: dict[str, int], x: np.ndarray, y: np.ndarray
+) -> dict[tuple, forms.Step]:
     """All steps, by whether blocks are recomputed and by name."""
     params = gpt(1, **settings).init(jax.random.key(0), x[0])["layers"]
     # Keys begin with the layer's number.
-    layers = [jax.tree.map(np.asarray, params[key]) for key in sorted(params, key=lambda key: int(key.split("_")[0]))]
+    layers = [
+        jax.tree.map(np.asarray, params[key])
+        for key in sorted(params, key=lambda key: int(key.split("_")[0]))
+    ]
     steps: dict[tuple, forms.Step] = {}
     for remat in (False, True):
         model = forms.Gpt(settings["dim"], settings["heads"], settings["vocab"], remat)
@@ -74,8 +97,13 @@ def make_steps(num_stages: int, settings: dict[str, int], x: np.ndarray, y: np.n
     return steps
 
 
-def measure(steps: dict[tuple, forms.Step], repeats: int) -> dict[tuple, list[tuple[float, float, float]]]:
-    """Loss, processor seconds and seconds of each step, taken in turn after one that is not measured."""
+def measure(
+    steps: dict[tuple, forms.Step], repeats: int
+) -> dict[tuple, list[tuple[float, float, float]]]:
+    """Loss, processor seconds and seconds of each step.
+
+    Steps are taken in turn, after one that is not measured.
+    """
     found: dict[tuple, list[tuple[float, float, float]]] = {name: [] for name in steps}
     for _ in range(repeats + 1):
         for name, step in steps.items():
@@ -95,24 +123,42 @@ def report(num_stages: int, steps: dict[tuple, forms.Step], found: dict[tuple, l
     for (remat, name), step in steps.items():
         losses, *times = map(list, zip(*found[remat, name], strict=True))
         if not np.allclose(losses, reference, rtol=LOSS_TOLERANCE, atol=0.0):
-            raise SystemExit(f"losses of {name} must be those of jaxpipe, but got {losses} and {reference}.")
+            raise SystemExit(
+                f"losses of {name} must be those of jaxpipe, but got {losses} and {reference}."
+            )
         ours = list(zip(*found[remat, "jaxpipe"], strict=True))[1:]
         cells: list[str] = []
         for taken, beside in zip(times, ours, strict=True):
             ratios = sorted(a / b for a, b in zip(taken[1:], beside[1:], strict=True))
             middle = statistics.median(taken[1:])
-            cells += [f"{middle:.3f}", f"{statistics.median(ratios):.3f}", f"{ratios[0]:.2f} to {ratios[-1]:.2f}"]
-        print_row(num_stages, "yes" if remat else "no", name, *cells, f"{step.temporary_bytes / 2**20:.1f}")
+            cells += [
+                f"{middle:.3f}",
+                f"{statistics.median(ratios):.3f}",
+                f"{ratios[0]:.2f} to {ratios[-1]:.2f}",
+            ]
+        print_row(
+            num_stages,
+            "yes" if remat else "no",
+            name,
+            *cells,
+            f"{step.temporary_bytes / 2**20:.1f}",
+        )
 
 
 def main() -> None:
     """Measure all steps for each number of stages."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--stages", default="2,4")
     parser.add_argument("--size", default="256x8x128x4", help="dim x blocks x tokens x microbatch")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--smoke", action="store_true", help="a tiny model, two steps: that all run and losses agree")
+    parser.add_argument(
+        "--smoke",
+        action="store_true",
+        help="a tiny model, two steps: that all run and losses agree",
+    )
     options = parser.parse_args()
     if options.smoke:
         options.stages, options.size, options.microbatches, options.repeats = "2", "16x2x8x2", 4, 1

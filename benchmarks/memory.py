@@ -1,10 +1,13 @@
-"""How many bytes does a step need beside its state, against microbatches, stages, schedule and recompute?
+"""How many bytes does a step need beside its state?
 
-Temporary bytes per device as XLA plans them; inputs and state are not among them. `slots` are those of the ring that
-holds what waits between forward and backward, counted on each chunk, `formula` what the schedule's documentation says
-(v chunks: divide by v for whole stages), `pending` the weight gradients that wait. Expected: slots equal to the
-formula; bytes flat in the number of microbatches for every schedule but gpipe; with recompute little more than the
-stage inputs in flight; `1f1b-v` below `1f1b`, `zero-bubble` above it by what is pending.
+Against microbatches, stages, schedule and recompute.
+
+Temporary bytes per device as XLA plans them; inputs and state are not among them. `slots` are those
+of the ring that holds what waits between forward and backward, counted on each chunk, `formula`
+what the schedule's documentation says (v chunks: divide by v for whole stages), `pending` the
+weight gradients that wait. Expected: slots equal to the formula; bytes flat in the number of
+microbatches for every schedule but gpipe; with recompute little more than the stage inputs in
+flight; `1f1b-v` below `1f1b`, `zero-bubble` above it by what is pending.
 
 Each of 56 compilations takes several seconds.
 
@@ -26,7 +29,14 @@ from jaxpipe.config import PipelineConfig, TrainConfig  # noqa: E402
 from jaxpipe.topology import make_pipeline_mesh  # noqa: E402
 
 SCHEDULES = (
-    *(("1f1b", 1), ("1f1b-v", 2), ("interleaved", 2), ("zero-bubble", 1), ("zero-bubble", 2), ("train", 1)),
+    *(
+        ("1f1b", 1),
+        ("1f1b-v", 2),
+        ("interleaved", 2),
+        ("zero-bubble", 1),
+        ("zero-bubble", 2),
+        ("train", 1),
+    ),
     ("gpipe", 1),
 )
 COLUMNS = ("schedule", "S", "recompute", "slots at M=2S, 8S", "formula", "pending")
@@ -57,12 +67,18 @@ def temporary_bytes(
     pipeline = jaxpipe.Pipeline(model, optax.sgd(0.1), mesh, example, num_microbatches, settings)
     compiled = pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct).compile()
     program = pipeline.program
-    return compiled.memory_analysis().temp_size_in_bytes, program.peak_in_flight, program.depth.pending
+    return (
+        compiled.memory_analysis().temp_size_in_bytes,
+        program.peak_in_flight,
+        program.depth.pending,
+    )
 
 
 def main() -> None:
     """Print a line per setting."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default=",".join(dict(SCHEDULES)), help="schedules")
     parser.add_argument("--stages", default="2,4")
     parser.add_argument("--recompute", default="0,1", help="blocks recomputed together, 0: none")
@@ -78,15 +94,29 @@ def main() -> None:
             wanted = [formula(schedule, num_chunks, num_stages, m) for m in counts]
             label = f"{schedule}, {num_chunks} chunks" if num_chunks > 1 else schedule
             for recompute in map(int, options.recompute.split(",")):
-                found = [temporary_bytes(schedule, num_chunks, num_stages, m, recompute) for m in counts]
+                found = [
+                    temporary_bytes(schedule, num_chunks, num_stages, m, recompute) for m in counts
+                ]
                 sizes, slots, pending = zip(*found, strict=True)
                 differ += [] if list(slots) == wanted else [label]
                 print_row(
-                    *(label, num_stages, recompute, ", ".join(map(str, slots)), ", ".join(map(str, wanted))),
-                    *(pending[1], *(f"{size / 2**20:.1f}" for size in sizes), f"{sizes[1] / sizes[0]:.3f}"),
+                    *(
+                        label,
+                        num_stages,
+                        recompute,
+                        ", ".join(map(str, slots)),
+                        ", ".join(map(str, wanted)),
+                    ),
+                    *(
+                        pending[1],
+                        *(f"{size / 2**20:.1f}" for size in sizes),
+                        f"{sizes[1] / sizes[0]:.3f}",
+                    ),
                 )
     if differ:
-        raise SystemExit(f"slots must equal the formula, but they do not for {', '.join(differ)}: see above.")
+        raise SystemExit(
+            f"slots must equal the formula, but they do not for {', '.join(differ)}: see above."
+        )
 
 
 if __name__ == "__main__":

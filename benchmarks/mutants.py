@@ -1,14 +1,17 @@
-"""Mutation testing: small faults put into the source one at a time, and whether the default tests see them.
+"""Mutation testing.
 
-A mutant is one change of one expression: a sign, a factor, a comparison, an index one off, a condition turned round,
-the branches of a `where` swapped, a sum over devices left out. They are drawn at random, by seed, from the files of
-some rooms. Each is put into a copy of the project, and tests run there until one fails: first those of the mutant's own
-file and room, then those that compare with one device, and last, with `--whole`, all default tests.
+Small faults put into the source one at a time, and whether the default tests see them.
+
+A mutant is one change of one expression: a sign, a factor, a comparison, an index one off, a
+condition turned round, the branches of a `where` swapped, a sum over devices left out. They are
+drawn at random, by seed, from the files of some rooms. Each is put into a copy of the project, and
+tests run there until one fails: first those of the mutant's own file and room, then those that
+compare with one device, and last, with `--whole`, all default tests.
 
 A mutant that no test kills is either equal to the source, or a hole in the tests: write the test.
 
-Run: python -m benchmarks.mutants [--number 200] [--seed 0] [--rooms executor,state,autodiff,schedules] [--whole]
-     [--out mutants.jsonl]
+Run: python -m benchmarks.mutants [--number 200] [--seed 0] [--rooms
+     executor,state,autodiff,schedules] [--whole] [--out mutants.jsonl]
 
 What `--out` holds already is not run again, so that a run may be stopped and continued.
 """
@@ -134,8 +137,15 @@ def _changed(node: ast.expr) -> Iterator[ast.expr]:
 
 
 def _swapped(node: ast.BinOp | ast.Compare | ast.BoolOp) -> Iterator[ast.expr]:
-    """The expression with another operator; texts, which are put together with the same ones, stay."""
-    if isinstance(node, ast.BinOp) and isinstance(node.right, ast.Constant) and not isinstance(node.right.value, int):
+    """The expression with another operator.
+
+    Texts, which are put together with the same ones, stay.
+    """
+    if (
+        isinstance(node, ast.BinOp)
+        and isinstance(node.right, ast.Constant)
+        and not isinstance(node.right.value, int)
+    ):
         return
     operators = node.ops if isinstance(node, ast.Compare) else [node.op]
     if len(operators) == 1 and type(operators[0]) in _SWAPPED:
@@ -160,13 +170,19 @@ def drawn(rooms: Sequence[str], number: int, seed: int) -> list[Mutant]:
 
 
 def killer(mutant: Mutant, project: Path, *, whole: bool) -> str:
-    """Put a mutant into a copy of the project and run tests; gives the tests that killed it, or nothing."""
+    """Put a mutant into a copy of the project and run tests.
+
+    Gives the tests that killed it, or nothing.
+    """
     path = project / mutant.file
     source = path.read_bytes()
     path.write_bytes(source[: mutant.start] + mutant.after.encode() + source[mutant.stop :])
     try:
         room, name = Path(mutant.file).parts[-2:]
-        own = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "tests" / room).glob(f"test_*{name.strip('_')}"))
+        own = sorted(
+            str(p.relative_to(ROOT))
+            for p in (ROOT / "tests" / room).glob(f"test_*{name.strip('_')}")
+        )
         for chosen in (own, [f"tests/{room}"], COMPARED, *([["tests"]] if whole else [])):
             if chosen and not _pass(chosen, project):
                 return " ".join(chosen)
@@ -176,10 +192,23 @@ def killer(mutant: Mutant, project: Path, *, whole: bool) -> str:
 
 
 def _pass(tests: Sequence[str], project: Path) -> bool:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "auto", "-p", "no:cacheprovider", *tests]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-n",
+        "auto",
+        "-p",
+        "no:cacheprovider",
+        *tests,
+    ]
     env = {**os.environ, "PYTHONPATH": str(project)}
     try:
-        done = subprocess.run(command, cwd=project, env=env, capture_output=True, timeout=SECONDS, check=False)
+        done = subprocess.run(
+            command, cwd=project, env=env, capture_output=True, timeout=SECONDS, check=False
+        )
     except subprocess.TimeoutExpired:
         return False
     return done.returncode in (0, 5)  # 5: no test was collected
@@ -187,25 +216,35 @@ def _pass(tests: Sequence[str], project: Path) -> bool:
 
 def main() -> None:
     """Draw mutants, try to kill each, and print which lived."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--number", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rooms", default=ROOMS)
-    parser.add_argument("--whole", action="store_true", help="run all default tests on what the others let live")
-    parser.add_argument("--out", type=Path, default=Path("mutants.jsonl"), help="a line of JSON for each mutant")
+    parser.add_argument(
+        "--whole", action="store_true", help="run all default tests on what the others let live"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("mutants.jsonl"), help="a line of JSON for each mutant"
+    )
     options = parser.parse_args()
     lines = options.out.read_text().splitlines() if options.out.exists() else []
     known = {json.dumps(entry["mutant"]): entry["killed_by"] for entry in map(json.loads, lines)}
     print_head("file", "line", "before", "after", "killed by")
     with tempfile.TemporaryDirectory() as folder:
         project = Path(folder) / "project"
-        shutil.copytree(ROOT, project, ignore=shutil.ignore_patterns(".git", "__pycache__", "*.jsonl"))
+        shutil.copytree(
+            ROOT, project, ignore=shutil.ignore_patterns(".git", "__pycache__", "*.jsonl")
+        )
         for mutant in drawn(options.rooms.split(","), options.number, options.seed):
             key = json.dumps(asdict(mutant))
             if key not in known:
                 known[key] = killer(mutant, project, whole=options.whole)
                 with options.out.open("a") as file:
-                    file.write(json.dumps({"mutant": asdict(mutant), "killed_by": known[key]}) + "\n")
+                    file.write(
+                        json.dumps({"mutant": asdict(mutant), "killed_by": known[key]}) + "\n"
+                    )
             before, after = (" ".join(text.split())[:40] for text in (mutant.before, mutant.after))
             print_row(mutant.file, str(mutant.line), before, after, known[key] or "nobody")
     killed = sum(map(bool, known.values()))

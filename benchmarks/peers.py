@@ -1,21 +1,24 @@
 """Does jaxpipe lose less of two processors than DeepSpeed's and torch's pipelines do?
 
-The same GPT, weights and tokens, trained with Adam in float32 on two stages, each a process on a processor of its own,
-with one thread: jaxpipe, torch.distributed.pipelining and DeepSpeed's PipelineEngine, all through gloo, and all with an
-allocator that keeps what a step has freed for the next one, as those of accelerators do. Beside them one device of JAX
-and one process of torch, each on one processor, so that the speed of the framework is taken out: fraction of ideal =
-single step / (2 x pipeline step). `bound` is what the schedule leaves of it by its formula, with F = I = W. Two single
-steps at once, one a processor, show what sharing the machine costs: there it is single step / both steps. All members
-wait in their processes and step in turn; a step is that of its slowest member, `cpu s` the processor time of all its
-threads; figures are medians, the spread the quartiles of the fractions turn by turn. Losses are compared step by step
-with single-device JAX's.
+The same GPT, weights and tokens, trained with Adam in float32 on two stages, each a process on a
+processor of its own, with one thread: jaxpipe, torch.distributed.pipelining and DeepSpeed's
+PipelineEngine, all through gloo, and all with an allocator that keeps what a step has freed for the
+next one, as those of accelerators do. Beside them one device of JAX and one process of torch, each
+on one processor, so that the speed of the framework is taken out: fraction of ideal = single step /
+(2 x pipeline step). `bound` is what the schedule leaves of it by its formula, with F = I = W. Two
+single steps at once, one a processor, show what sharing the machine costs: there it is single step
+/ both steps. All members wait in their processes and step in turn; a step is that of its slowest
+member, `cpu s` the processor time of all its threads; figures are medians, the spread the quartiles
+of the fractions turn by turn. Losses are compared step by step with single-device JAX's.
 
-Expected: torch's 1F1B .84 and DeepSpeed's .81 at 256x8x128x4 with 8 microbatches; jaxpipe above both.
+Expected: torch's 1F1B .84 and DeepSpeed's .81 at 256x8x128x4 with 8 microbatches; jaxpipe above
+both.
 
-DeepSpeed and torch may live in an environment of their own: --peer-python PATH of its interpreter. What is not
-installed is named and left out. On two processors all of it takes about half an hour; --sizes, --microbatches and
---schedules take a part of it. --processes 1,2 adds jaxpipe with two simulated devices in one process, --recompute the
-same with every block computed again in the backward.
+DeepSpeed and torch may live in an environment of their own: --peer-python PATH of its interpreter.
+What is not installed is named and left out. On two processors all of it takes about half an hour;
+--sizes, --microbatches and --schedules take a part of it. --processes 1,2 adds jaxpipe with two
+simulated devices in one process, --recompute the same with every block computed again in the
+backward.
 
 Run: python -m benchmarks.peers [--peer-python PATH] [--repeats 9] [--sizes 256x8x128x4,512x4x64x2]
      [--microbatches 8,16] [--schedules 1f1b,interleaved,zero-bubble] [--processes 2] [--recompute]
@@ -39,7 +42,18 @@ from benchmarks._table import print_head, print_row
 STAGES = 2
 LIMIT_S = 240.0
 LARGEST_LOSS_APART = 1e-4
-COLUMNS = ("size", "M", "step", "s", "cpu s", "times single", "of ideal", "spread", "bound", "loss apart")
+COLUMNS = (
+    "size",
+    "M",
+    "step",
+    "s",
+    "cpu s",
+    "times single",
+    "of ideal",
+    "spread",
+    "bound",
+    "loss apart",
+)
 TORCH_SCHEDULES = {
     "1f1b": ("Schedule1F1B", 1),
     "interleaved": ("ScheduleInterleaved1F1B", 2),
@@ -83,7 +97,12 @@ def bound(schedule: str, num_chunks: int, num_microbatches: int) -> float:
 
 
 def peers_of(
-    schedules: Sequence[str], processes: Sequence[int], num_microbatches: int, python: str, *, recompute: bool
+    schedules: Sequence[str],
+    processes: Sequence[int],
+    num_microbatches: int,
+    python: str,
+    *,
+    recompute: bool,
 ) -> list[Peer]:
     """Who is measured, the single steps first."""
     jax, torch, deepspeed = (f"benchmarks._peer_{name}" for name in ("jax", "torch", "deepspeed"))
@@ -102,32 +121,64 @@ def peers_of(
         limit = bound(schedule, num_chunks, num_microbatches)
         for count in processes:
             name = f"jaxpipe {schedule}{', one process' if count == 1 else ''}{mark}"
-            found.append(Peer(name, jax, sys.executable, alone["jax"], schedule, num_chunks, count, limit, recompute))
+            found.append(
+                Peer(
+                    name,
+                    jax,
+                    sys.executable,
+                    alone["jax"],
+                    schedule,
+                    num_chunks,
+                    count,
+                    limit,
+                    recompute,
+                )
+            )
         if schedule in TORCH_SCHEDULES:
             theirs, chunks = TORCH_SCHEDULES[schedule]
             name = f"torch {theirs.removeprefix('Schedule')}{mark}"
-            found.append(Peer(name, torch, python, alone["torch"], theirs, chunks, STAGES, limit, recompute))
+            found.append(
+                Peer(name, torch, python, alone["torch"], theirs, chunks, STAGES, limit, recompute)
+            )
         if schedule == "1f1b":
             name = f"DeepSpeed PipelineEngine{mark}"
-            found.append(Peer(name, deepspeed, python, alone["torch"], schedule, 1, STAGES, limit, recompute))
+            found.append(
+                Peer(name, deepspeed, python, alone["torch"], schedule, 1, STAGES, limit, recompute)
+            )
     return found
 
 
 def start(peer: Peer, case: Case, cores: Sequence[int]) -> PeerGroup:
     """Start a peer's processes."""
-    settings = {**vars(case), "recompute": peer.recompute, "schedule": peer.schedule, "num_chunks": peer.num_chunks}
-    shares = [cores[:1]] if not peer.single else [cores] if peer.num_processes == 1 else [[core] for core in cores]
+    settings = {
+        **vars(case),
+        "recompute": peer.recompute,
+        "schedule": peer.schedule,
+        "num_chunks": peer.num_chunks,
+    }
+    shares = (
+        [cores[:1]]
+        if not peer.single
+        else [cores]
+        if peer.num_processes == 1
+        else [[core] for core in cores]
+    )
     devices = len(shares[0])
     env = {"JAX_NUM_CPU_DEVICES": str(devices), "DS_ACCELERATOR": "cpu"}
     command = [peer.interpreter, "-m", peer.module]
-    return PeerGroup(command, [Case(**{**settings, "cores": tuple(share)}) for share in shares], env, LIMIT_S)
+    return PeerGroup(
+        command, [Case(**{**settings, "cores": tuple(share)}) for share in shares], env, LIMIT_S
+    )
 
 
-def measure(case: Case, peers: Sequence[Peer], repeats: int, cores: Sequence[int]) -> dict[str, dict[str, list[float]]]:
+def measure(
+    case: Case, peers: Sequence[Peer], repeats: int, cores: Sequence[int]
+) -> dict[str, dict[str, list[float]]]:
     """Let the peers step in turn; those that fail are named and left out.
 
     Returns:
-        `seconds`, `cpu` and `losses` by the peer's name; the first loss is that of the step before the measured ones.
+        `seconds`, `cpu` and `losses` by the peer's name; the first loss is that of the step before
+        the measured ones.
     """
     groups: dict[str, PeerGroup] = {}
     found: dict[str, dict[str, list[float]]] = {}
@@ -150,7 +201,9 @@ def measure(case: Case, peers: Sequence[Peer], repeats: int, cores: Sequence[int
     return found
 
 
-def report(size: str, case: Case, peers: Sequence[Peer], found: dict[str, dict[str, list[float]]]) -> bool:
+def report(
+    size: str, case: Case, peers: Sequence[Peer], found: dict[str, dict[str, list[float]]]
+) -> bool:
     """Print a line per peer; return whether all losses agree."""
     agree, reference = True, next(iter(found.values()))["losses"]
     for peer in peers:
@@ -182,19 +235,32 @@ def write_weights(case: Case) -> None:
 
 def main() -> None:
     """Print a table of all sizes and peers."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer-python", default=sys.executable, help="interpreter with torch and DeepSpeed")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--peer-python", default=sys.executable, help="interpreter with torch and DeepSpeed"
+    )
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--sizes", default="256x8x128x4,512x4x64x2", help="dim x blocks x tokens x microbatch")
+    parser.add_argument(
+        "--sizes", default="256x8x128x4,512x4x64x2", help="dim x blocks x tokens x microbatch"
+    )
     parser.add_argument("--microbatches", default="8,16")
     parser.add_argument("--schedules", default="1f1b,interleaved,zero-bubble")
     parser.add_argument("--processes", default="2", help="processes of jaxpipe: 1, 2 or 1,2")
-    parser.add_argument("--recompute", action="store_true", help="compute every block again in the backward")
+    parser.add_argument(
+        "--recompute", action="store_true", help="compute every block again in the backward"
+    )
     options = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))[:STAGES]
     if len(cores) < STAGES:
-        parser.error(f"two stages must have {STAGES} processors, but this process may use {len(cores)}.")
-    schedules, processes = options.schedules.split(","), [int(count) for count in options.processes.split(",")]
+        parser.error(
+            f"two stages must have {STAGES} processors, but this process may use {len(cores)}."
+        )
+    schedules, processes = (
+        options.schedules.split(","),
+        [int(count) for count in options.processes.split(",")],
+    )
     print_head(*COLUMNS)
     agree = True
     with tempfile.TemporaryDirectory() as directory:
@@ -205,11 +271,17 @@ def main() -> None:
                 case = Case(weights, dim, num_blocks, time, microbatch_size, num_microbatches)
                 write_weights(case)
                 python, recompute = options.peer_python, options.recompute
-                peers = peers_of(schedules, processes, num_microbatches, python, recompute=recompute)
-                agree = report(size, case, peers, measure(case, peers, options.repeats, cores)) and agree
+                peers = peers_of(
+                    schedules, processes, num_microbatches, python, recompute=recompute
+                )
+                agree = (
+                    report(size, case, peers, measure(case, peers, options.repeats, cores))
+                    and agree
+                )
     if not agree:
         raise SystemExit(
-            f"losses of the peers must agree to {LARGEST_LOSS_APART}, but some do not: see the last column"
+            f"losses of the peers must agree to {LARGEST_LOSS_APART}, but some do not: see the "
+            "last column"
         )
 
 

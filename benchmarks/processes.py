@@ -1,9 +1,10 @@
 """What does a process per device cost, against one process with all devices?
 
-The same GPT on two stages, float32, Adam: one process with two simulated devices, and two processes with one each, in
-turn. Per step: wall time, and the processor time of all processes. `agreement` is what the processes tell each other
-before each step, that all have a batch; `handover` is one exchange of a boundary activation between the stages, which
-between processes goes through a socket. Expected: between 1.0 and 1.3 of the wall time.
+The same GPT on two stages, float32, Adam: one process with two simulated devices, and two processes
+with one each, in turn. Per step: wall time, and the processor time of all processes. `agreement` is
+what the processes tell each other before each step, that all have a batch; `handover` is one
+exchange of a boundary activation between the stages, which between processes goes through a socket.
+Expected: between 1.0 and 1.3 of the wall time.
 
 Run: python -m benchmarks.processes [--repeats 5]
 """
@@ -41,7 +42,10 @@ def member() -> None:
     from jaxpipe.distributed import gather_numbers
 
     jaxpipe.init_distributed()
-    sizes = {"train_micro_batch_size_per_gpu": MICROBATCH, "gradient_accumulation_steps": MICROBATCHES}
+    sizes = {
+        "train_micro_batch_size_per_gpu": MICROBATCH,
+        "gradient_accumulation_steps": MICROBATCHES,
+    }
     config = {**sizes, "optimizer": {"type": "Adam", "params": {"lr": 1e-4}}}
     model = gpt(STAGES, dim=DIM, num_blocks=BLOCKS)
     engine = jaxpipe.initialize(model=model, config=config)[0]
@@ -55,7 +59,9 @@ def member() -> None:
     step_s = timed(step, STEPS)
     cpu_s = (time.process_time() - began) / STEPS
     boundary = jax.sharding.NamedSharding(engine.mesh, jax.sharding.PartitionSpec("stage"))
-    held = jax.jit(lambda: jax.numpy.zeros((STAGES, MICROBATCH, TIME, DIM)), out_shardings=boundary)()
+    held = jax.jit(
+        lambda: jax.numpy.zeros((STAGES, MICROBATCH, TIME, DIM)), out_shardings=boundary
+    )()
     shift = jax.jit(
         jax.shard_map(
             lambda a: jax.lax.ppermute(a, "stage", [(0, 1), (1, 0)]),
@@ -68,7 +74,9 @@ def member() -> None:
     found = {
         "step": step_s,
         "cpu": float(gather_numbers([round(cpu_s * 1e6)]).sum()) / 1e6,
-        "agreement": timed(lambda: gather_numbers([1, 2, 3, 4, 5]), 50) if jax.process_count() > 1 else 0.0,
+        "agreement": timed(lambda: gather_numbers([1, 2, 3, 4, 5]), 50)
+        if jax.process_count() > 1
+        else 0.0,
         "handover": timed(lambda: shift(held), 50),
     }
     if jax.process_index() == 0:
@@ -110,15 +118,19 @@ def main() -> None:
     for _ in range(arguments.repeats):
         for count, results in found.items():
             results.append(run_job(count))
-    print(f"{'processes':>9}{'step s':>8}{'ratio':>7}{'spread':>16}{'cpu s':>7}{'agreement ms':>14}{'handover ms':>13}")
+    print(
+        f"{'processes':>9}{'step s':>8}{'ratio':>7}{'spread':>16}{'cpu s':>7}"
+        f"{'agreement ms':>14}{'handover ms':>13}"
+    )
     plain = [one["step"] for one in found[1]]
     for count, results in found.items():
         middle = {name: statistics.median(one[name] for one in results) for name in results[0]}
         ratios = sorted(a["step"] / b for a, b in zip(results, plain, strict=True))
         spread = f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
         print(
-            f"{count:9}{middle['step']:8.3f}{middle['step'] / statistics.median(plain):7.3f}{spread:>16}"
-            f"{middle['cpu']:7.2f}{1e3 * middle['agreement']:14.2f}{1e3 * middle['handover']:13.2f}"
+            f"{count:9}{middle['step']:8.3f}{middle['step'] / statistics.median(plain):7.3f}"
+            f"{spread:>16}{middle['cpu']:7.2f}{1e3 * middle['agreement']:14.2f}"
+            f"{1e3 * middle['handover']:13.2f}"
         )
 
 

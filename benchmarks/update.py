@@ -1,7 +1,8 @@
 """What do clipping and the loss scale cost in a training step?
 
-The same GPT in float32 on two stages, with neither, with clipping by the global norm, and with clipping and a dynamic
-loss scale. Expected: at most 3 % of a step for both together; the norm, which every step reports, is in all of them.
+The same GPT in float32 on two stages, with neither, with clipping by the global norm, and with
+clipping and a dynamic loss scale. Expected: at most 3 % of a step for both together; the norm,
+which every step reports, is in all of them.
 
 Run: python -m benchmarks.update [--repeats 9]
 """
@@ -69,7 +70,10 @@ def main() -> None:
     for name, seconds in times.items():
         ratios = sorted(a / b for a, b in zip(seconds, plain, strict=True))
         middle = statistics.median(seconds)
-        print(f"{name:10}{middle:8.2f}{middle / statistics.median(plain):8.3f}   {ratios[0]:.3f} to {ratios[-1]:.3f}")
+        print(
+            f"{name:10}{middle:8.2f}{middle / statistics.median(plain):8.3f}   {ratios[0]:.3f} to "
+            f"{ratios[-1]:.3f}"
+        )
 
 
 if __name__ == "__main__":

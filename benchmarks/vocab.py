@@ -1,9 +1,10 @@
 """What does splitting a large embedding and head over the stages save?
 
-A GPT with a vocabulary of 50,304, cut so that all stages hold equally many blocks, with Adam. Per device as XLA plans
-it: bytes of state and inputs, temporary bytes, and operations on the longest path through the program, each loop body
-once; and the processor time of a step, all devices together. Expected at four stages: state 0.55 of that without the
-split (every stage's buffer is as long as the largest), temporary bytes 0.4, operations 0.35, processor time 1.0.
+A GPT with a vocabulary of 50,304, cut so that all stages hold equally many blocks, with Adam. Per
+device as XLA plans it: bytes of state and inputs, temporary bytes, and operations on the longest
+path through the program, each loop body once; and the processor time of a step, all devices
+together. Expected at four stages: state 0.55 of that without the split (every stage's buffer is as
+long as the largest), temporary bytes 0.4, operations 0.35, processor time 1.0.
 
 Run: python -m benchmarks.vocab [--stages 4] [--repeats 3]
 """
@@ -48,8 +49,14 @@ def pipeline(num_stages: int, *, split: bool) -> jaxpipe.Pipeline:
     return jaxpipe.Pipeline(model, optax.adam(1e-4), mesh, example, 2 * num_stages)
 
 
-def measure(num_stages: int, repeats: int, *, split: bool) -> tuple[float, float, float, float, float]:
-    """MiB of arguments, temporary MiB, GFLOP on the longest path, seconds of processor time, and the loss."""
+def measure(
+    num_stages: int, repeats: int, *, split: bool
+) -> tuple[float, float, float, float, float]:
+    """What a step takes.
+
+    MiB of arguments, temporary MiB, GFLOP on the longest path, seconds of processor time, and the
+    loss.
+    """
     built = pipeline(num_stages, split=split)
     compiled = built.step.lower(built.state_struct, built.batch_struct).compile()
     memory, counted = compiled.memory_analysis(), compiled.cost_analysis()
@@ -67,11 +74,17 @@ def measure(num_stages: int, repeats: int, *, split: bool) -> tuple[float, float
 def main() -> None:
     """Print a line without and with the split, and their ratio."""
     args = _parse()
-    print_head("S", "embedding and head", "arguments MiB", "temporary MiB", "GFLOP", "CPU s", "loss")
+    print_head(
+        "S", "embedding and head", "arguments MiB", "temporary MiB", "GFLOP", "CPU s", "loss"
+    )
     found = []
     for split in (False, True):
         found.append(measure(args.stages, args.repeats, split=split))
-        values = [*(f"{x:.1f}" for x in found[-1][:3]), f"{found[-1][3]:.2f}", f"{found[-1][4]:.5f}"]
+        values = [
+            *(f"{x:.1f}" for x in found[-1][:3]),
+            f"{found[-1][3]:.2f}",
+            f"{found[-1][4]:.5f}",
+        ]
         print_row(args.stages, "split" if split else "whole", *values)
     print_row(args.stages, "ratio", *(f"{b / a:.3f}" for a, b in zip(*found, strict=True)))
 

@@ -1,13 +1,17 @@
-"""How much processor time does a pipelined step cost beside plain gradient accumulation, and where does it go?
+"""How much processor time does a pipelined step cost, and where does it go?
 
-Both train the same GPT on the same batch; processor time of all threads, medians of runs in turn. Each ratio is to the
-plain step with the same recompute. Where every block is recomputed, next to nothing waits between forward and backward:
-what a ratio is lower there than without, the rings cost, and what is done to keep them small. For only products wait,
-and element-wise arithmetic is done again; `plain, products kept` is the plain step that does the same. The second
-table says what goes through the rings in a step (for each microbatch once in and once out), and how long copying as
+It is compared with plain gradient accumulation.
+
+Both train the same GPT on the same batch; processor time of all threads, medians of runs in turn.
+Each ratio is to the plain step with the same recompute. Where every block is recomputed, next to
+nothing waits between forward and backward: what a ratio is lower there than without, the rings
+cost, and what is done to keep them small. For only products wait, and element-wise arithmetic is
+done again; `plain, products kept` is the plain step that does the same. The second table says what
+goes through the rings in a step (for each microbatch once in and once out), and how long copying as
 many bytes takes here.
 
-Expected: at most 1.05 at one stage and 1.10 at two and four; with recompute at most 1.05 everywhere.
+Expected: at most 1.05 at one stage and 1.10 at two and four; with recompute at most 1.05
+everywhere.
 
 Run: python -m benchmarks.work [--repeats 9] [--schedule 1f1b]
 """
@@ -39,11 +43,16 @@ STAGES, RECOMPUTED = (1, 2, 4), ", recomputed"
 
 def make_model(num_stages: int, *, recompute: bool) -> jaxpipe.PipelineModule:
     """The GPT, each block recomputed or none."""
-    return gpt(num_stages, dim=DIM, num_blocks=BLOCKS, activation_checkpoint_interval=int(recompute))
+    return gpt(
+        num_stages, dim=DIM, num_blocks=BLOCKS, activation_checkpoint_interval=int(recompute)
+    )
 
 
 def plain_step(*, recompute: bool, products: bool = False) -> Callable[[], float]:
-    """One device, a scan over microbatches that sums gradients, one update; on request only products are kept."""
+    """One device, a scan over microbatches that sums gradients, one update.
+
+    On request only products are kept.
+    """
     model = make_model(1, recompute=recompute)
     optimizer = optax.adam(1e-4)
     x, y, _ = tokens(MICROBATCHES, MICROBATCH, TIME)
@@ -97,9 +106,14 @@ def pipelined_step(pipeline: jaxpipe.Pipeline) -> Callable[[], float]:
 
 
 def ring_bytes(pipeline: jaxpipe.Pipeline) -> int:
-    """Residual bytes of one microbatch on all stages, with those that wait from input to weight gradient."""
+    """Residual bytes of one microbatch on all stages.
+
+    With those that wait from input to weight gradient.
+    """
     parts = pipeline._stages
-    waiting = jax.tree.leaves((parts.residuals, parts.pending if pipeline.program.has_split_backward else ()))
+    waiting = jax.tree.leaves(
+        (parts.residuals, parts.pending if pipeline.program.has_split_backward else ())
+    )
     return len(pipeline.part_stages) * sum(math.prod(x.shape) * x.dtype.itemsize for x in waiting)
 
 
@@ -124,7 +138,10 @@ def make_steps(schedule: str) -> tuple[dict[str, Callable[[], float]], dict[str,
             runs[f"plain{more}"] = plain_step(recompute=True)
         for s in STAGES:
             pipeline = make_pipeline(s, schedule, recompute=recompute)
-            runs[f"S = {s}{more}"], kept[f"S = {s}{more}"] = pipelined_step(pipeline), ring_bytes(pipeline)
+            runs[f"S = {s}{more}"], kept[f"S = {s}{more}"] = (
+                pipelined_step(pipeline),
+                ring_bytes(pipeline),
+            )
     return runs, kept
 
 
@@ -142,7 +159,9 @@ def cpu_time(run: Callable[[], float]) -> float:
 
 def main() -> None:
     """Measure in turn, so that a drifting machine treats all alike, and print ratios of medians."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--schedule", default="1f1b")
     options = parser.parse_args()
@@ -161,11 +180,19 @@ def main() -> None:
         spread = f"{ratios[0]:.3f} to {ratios[-1]:.3f}"
         print_row(name, f"{middle:.2f}", f"{middle / statistics.median(plain):.3f}", spread)
     print()
-    print_head("pipeline", "MB a microbatch", "GB through rings a step", "copying takes s", "of plain step")
+    print_head(
+        "pipeline", "MB a microbatch", "GB through rings a step", "copying takes s", "of plain step"
+    )
     for name, each in kept.items():
         moved = 2 * each * MICROBATCHES
         takes, plain_s = copy_seconds(moved), statistics.median(times[plain_of(name)])
-        print_row(name, f"{each / 1e6:.0f}", f"{moved / 1e9:.2f}", f"{takes:.2f}", f"{takes / plain_s:.3f}")
+        print_row(
+            name,
+            f"{each / 1e6:.0f}",
+            f"{moved / 1e9:.2f}",
+            f"{takes:.2f}",
+            f"{takes / plain_s:.3f}",
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""What is written when the documentation is built: the tables of all keys, the schedules, docstrings' markup."""
+"""What is written when the documentation is built.
+
+The tables of all keys, the schedules, docstrings' markup.
+"""
 
 import inspect
 import re
@@ -64,11 +67,20 @@ def _default(item: Field[Any]) -> str:
 
 def _others() -> Iterator[str]:
     yield from ("## Keys without effect", "")
-    yield from ("Keys of DeepSpeed that change no number. They are accepted, and named in one warning.", "")
+    yield from (
+        "Keys of DeepSpeed that change no number. They are accepted, and named in one warning.",
+        "",
+    )
     yield from ("| key | why |", "|---|---|")
-    yield from (f"| `{key}` | {_markdown(unused.reason)} |" for key, unused in sorted(UNUSED.items()))
+    yield from (
+        f"| `{key}` | {_markdown(unused.reason)} |" for key, unused in sorted(UNUSED.items())
+    )
     yield from ("", "## Keys that are refused", "")
-    yield from ("Keys of DeepSpeed that would change results, or what fits. Values that ask for nothing pass.", "")
+    yield from (
+        "Keys of DeepSpeed that would change results, or what fits. Values that ask for nothing "
+        "pass.",
+        "",
+    )
     yield from ("| key | why | instead |", "|---|---|---|")
     for key, refusal in sorted(REFUSED.items()):
         yield f"| `{key}` | {_markdown(refusal.reason)} | {_markdown(refusal.repair)} |"
@@ -100,18 +112,23 @@ def write_schedules(folder: Path, num_microbatches: int = 8, num_stages: int = 4
         held = ", ".join(f"{stage.num_pipe_buffers() / kind.num_chunks:g}" for stage in stages)
         step_s = makespan(program, 1.0, 2.0)
         idle = 1 - 3 * num_microbatches / step_s
-        rows.append(f"| [`{name}`](#{name}) | {kind.num_chunks} | {step_s:g} | {idle:.1%} | {held} |")
+        rows.append(
+            f"| [`{name}`](#{name}) | {kind.num_chunks} | {step_s:g} | {idle:.1%} | {held} |"
+        )
         text = inspect.cleandoc(kind.__doc__ or "").split("\nArgs:")[0].split("\nAttributes:")[0]
         parts += [f"({name})=", f"## {name}", "", _markdown(text), ""]
         parts += [f"![{picture.title}](_build/{name}.svg)", ""]
     (folder / "schedules.md").write_text("\n".join([*rows, "", *parts]) + "\n", encoding="utf-8")
 
 
-def mark_code(app: object, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
-    """Turn the code spans of a docstring into reStructuredText, where they are names into references.
+def mark_code(
+    app: object, what: str, name: str, obj: object, options: object, lines: list[str]
+) -> None:
+    """Turn a docstring's code spans into reStructuredText, names into references.
 
     Args:
-        app: Not looked at, nor are the next four: these are the arguments of `autodoc-process-docstring`.
+        app: Not looked at, nor are the next four: these are the arguments of
+            `autodoc-process-docstring`.
         what: Kind of object.
         name: Its name.
         obj: The object.
@@ -120,7 +137,9 @@ def mark_code(app: object, what: str, name: str, obj: object, options: object, l
     """
     text = re.sub(r"(?<![`:])`([^`]+)`(?!`)(?=(\w?))", _code, "\n".join(lines))
     # Napoleon takes what stands before the first colon of a result for its type: here it is none.
-    lines[:] = re.sub(r"^( *(?:Returns|Yields):\n +)", r"\1: ", text, flags=re.MULTILINE).split("\n")
+    lines[:] = re.sub(r"^( *(?:Returns|Yields):\n +)", r"\1: ", text, flags=re.MULTILINE).split(
+        "\n"
+    )
 
 
 def _code(span: re.Match[str]) -> str:
@@ -131,8 +150,10 @@ def _code(span: re.Match[str]) -> str:
     return f"``{span[1]}``{end}"
 
 
-def find_in_package(app: Sphinx, env: BuildEnvironment, node: pending_xref, text: Element) -> Element | None:
-    """Find a name that its own room does not have where the package has it, as `PipelineModule.init`.
+def find_in_package(
+    app: Sphinx, env: BuildEnvironment, node: pending_xref, text: Element
+) -> Element | None:
+    """Find a name in the package that its own room lacks, as `PipelineModule.init`.
 
     Args:
         app: The builder's application.
@@ -162,5 +183,10 @@ def hide_arguments(app: object, what: str, name: str, *rest: object) -> tuple[st
     Returns:
         An empty signature for those classes, None for everything else.
     """
-    made = {"jaxpipe.engine.Engine", "jaxpipe.PipelineEngine", "jaxpipe.UnpipelinedEngine", "jaxpipe.Pipeline"}
+    made = {
+        "jaxpipe.engine.Engine",
+        "jaxpipe.PipelineEngine",
+        "jaxpipe.UnpipelinedEngine",
+        "jaxpipe.Pipeline",
+    }
     return ("", None) if name in made else None

@@ -28,7 +28,8 @@ html_favicon = "_static/favicon.svg"
 html_static_path = ["_static"]
 html_css_files = ["jaxpipe.css"]
 
-# Notebooks are run when the site is built. The blocks of other pages are not: tests/docs/test_blocks.py runs them.
+# Notebooks are run when the site is built. The blocks of other pages are not:
+# tests/docs/test_blocks.py runs them.
 nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 240
@@ -38,7 +39,8 @@ myst_heading_anchors = 3
 # Comments and trailing commas are read in configurations, and not by the colouring of JSON.
 suppress_warnings = ["misc.highlighting_failure"]
 
-# The types of many arguments are unions of JAX's and optax's own, longer than the docstring that says them in words.
+# The types of many arguments are unions of JAX's and optax's own, longer than the docstring that
+# says them in words.
 autodoc_typehints = "none"
 autodoc_preserve_defaults = True
 python_maximum_signature_line_length = 88

@@ -2,9 +2,9 @@
 
     python examples/custom_schedule.py
 
-A schedule says what each stage does in each step, and nothing of devices or arrays. This one runs all forwards of the
-batch first, as GPipe does, and then the backwards last in, first out: the last stage turns round on the microbatch it
-has just finished, whose activations are the youngest.
+A schedule says what each stage does in each step, and nothing of devices or arrays. This one runs
+all forwards of the batch first, as GPipe does, and then the backwards last in, first out: the last
+stage turns round on the microbatch it has just finished, whose activations are the youngest.
 """
 
 import argparse
@@ -26,9 +26,10 @@ NUM_STAGES, NUM_MICROBATCHES, NUM_STEPS = 3, 4, 5
 class LastInFirstOut(schedules.TimetableSchedule):
     """All forwards, then all backwards from the last microbatch to the first.
 
-    A timetable says what runs when: (chunk, microbatch), where a stage with one chunk has chunk 0 and a microbatch that
-    does not exist means that the stage idles. Loads, exchanges, buffers and the optimiser step follow from it. One that
-    needs more says every instruction itself: `schedules.PipeSchedule`.
+    A timetable says what runs when: (chunk, microbatch), where a stage with one chunk has chunk 0
+    and a microbatch that does not exist means that the stage idles. Loads, exchanges, buffers and
+    the optimiser step follow from it. One that needs more says every instruction itself:
+    `schedules.PipeSchedule`.
     """
 
     hop = 1
@@ -43,13 +44,19 @@ class LastInFirstOut(schedules.TimetableSchedule):
         return 0, step - self.stage_id
 
     def backward_at(self, step: int) -> tuple[int, int]:
-        """Give the backward of a step: the last stage starts at `M + S - 1`, with the last microbatch."""
+        """Give the backward of a step.
+
+        The last stage starts at `M + S - 1`, with the last microbatch.
+        """
         start = self.num_steps() // 2 + self.hop * (self.stages - 1 - self.stage_id)
         return 0, self.micro_batches - 1 - (step - start)
 
 
 class Impatient(LastInFirstOut):
-    """A mistake: every stage runs its backwards when the last stage does, without waiting for the gradients."""
+    """A mistake.
+
+    Every stage runs its backwards when the last stage does, without waiting for the gradients.
+    """
 
     hop = 0
 
@@ -78,8 +85,12 @@ def train(schedule: str | type[schedules.PipeSchedule], num_steps: int) -> list[
 
 def main() -> None:
     """Print the grid, the checker's verdicts and the losses."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=NUM_STEPS, help=f"optimiser steps (default: {NUM_STEPS})")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--steps", type=int, default=NUM_STEPS, help=f"optimiser steps (default: {NUM_STEPS})"
+    )
     num_steps = parser.parse_args().steps
     jax.config.update("jax_num_cpu_devices", 8)
     print("LastInFirstOut:")

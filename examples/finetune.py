@@ -1,11 +1,12 @@
 """Fine-tune a Llama in Hugging Face's files through a pipeline of stages: whole, or adapters alone.
 
-    python examples/finetune.py --out small
-    python examples/finetune.py --model SmolLM2-135M --text book.txt --length 512 --rate 3e-4 --out tuned
+    python examples/finetune.py --out small python examples/finetune.py --model SmolLM2-135M --text
+    book.txt --length 512 --rate 3e-4 --out tuned
 
-`--model` is a folder with config.json, safetensors files and tokenizer.json: any Llama, Mistral, Qwen or SmolLM.
-Without it a small one with random weights is made, and a tokenizer of the text. Without an accelerator the stages and
-replicas run on simulated CPU devices. What is written to `--out` opens in `transformers`.
+`--model` is a folder with config.json, safetensors files and tokenizer.json: any Llama, Mistral,
+Qwen or SmolLM. Without it a small one with random weights is made, and a tokenizer of the text.
+Without an accelerator the stages and replicas run on simulated CPU devices. What is written to
+`--out` opens in `transformers`.
 """
 
 import argparse
@@ -47,15 +48,25 @@ PROMPT = "The statement"
 
 def settings() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="folder; default: a small model made on the spot")
-    parser.add_argument("--text", type=Path, help="file to train on; default: the standard library's manual")
-    parser.add_argument("--out", type=Path, required=True, help="folder to write, which must not exist")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", type=Path, help="folder; default: a small model made on the spot"
+    )
+    parser.add_argument(
+        "--text", type=Path, help="file to train on; default: the standard library's manual"
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder to write, which must not exist"
+    )
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--length", type=int, default=64, help="tokens of a sample")
-    parser.add_argument("--rank", type=int, help="of the adapters; 0 trains all; default: 8, or 0 without --model")
+    parser.add_argument(
+        "--rank", type=int, help="of the adapters; 0 trains all; default: 8, or 0 without --model"
+    )
     parser.add_argument("--rate", type=float, default=3e-3, help="learning rate")
     args = parser.parse_args()
     if args.rank is None:
@@ -69,7 +80,9 @@ def make_small(folder: Path, text: str) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=SMALL["vocab_size"], initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=SMALL["vocab_size"], initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator([text], trainer)
     folder.mkdir(parents=True)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -77,7 +90,9 @@ def make_small(folder: Path, text: str) -> None:
     config = LlamaConfig.from_huggingface(folder)
     module = jaxpipe.PipelineModule(llama(config), num_stages=1)
     params = module.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))
-    save_file(rename_back(params, llama_names(config)), folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        rename_back(params, llama_names(config)), folder / "model.safetensors", {"format": "pt"}
+    )
 
 
 def plain_params(engine: jaxpipe.PipelineEngine, rank: int) -> Any:
@@ -98,7 +113,10 @@ def complete(module: jaxpipe.PipelineModule, params: Any, tokenizer: Any, count:
 
 
 def batches(ids: np.ndarray, rows: int, length: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Entries for `train_batch`: tokens and the tokens that follow them, from random places of the text."""
+    """Entries for `train_batch`.
+
+    Tokens and the tokens that follow them, from random places of the text.
+    """
     rng = np.random.default_rng(0)
     while True:
         starts = rng.integers(0, len(ids) - length - 1, rows)
@@ -111,12 +129,16 @@ def main() -> None:
     args = settings()
     if args.out.exists():
         raise SystemExit(f"--out={args.out} exists; name a folder that does not.")
-    jax.config.update("jax_num_cpu_devices", args.stages * args.replicas)  # used where there is no accelerator
+    # Used where there is no accelerator.
+    jax.config.update("jax_num_cpu_devices", args.stages * args.replicas)
     text = args.text.read_text() if args.text else "\n\n".join(topics.topics.values())
     folder = args.model or args.out / "base"
     if args.model is None:
         make_small(folder, text)
-    config, tokenizer = LlamaConfig.from_huggingface(folder), Tokenizer.from_file(str(folder / "tokenizer.json"))
+    config, tokenizer = (
+        LlamaConfig.from_huggingface(folder),
+        Tokenizer.from_file(str(folder / "tokenizer.json")),
+    )
     ids = np.asarray(tokenizer.encode(text).ids, np.int32)
 
     layers, trainable = llama(config), None
@@ -131,7 +153,11 @@ def main() -> None:
         model=module,
         optimizer=optax.adamw(args.rate),
         example_batch=(tokens, tokens),
-        config={"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8, "steps_per_print": 10**9},
+        config={
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": 8,
+            "steps_per_print": 10**9,
+        },
     )
     engine.load_huggingface(folder, llama_names(config))  # adapters stay as they were drawn
     plain = jaxpipe.PipelineModule(llama(config), num_stages=1)
@@ -146,7 +172,9 @@ def main() -> None:
     print("after:", complete(plain, tuned, tokenizer))
     engine.save_checkpoint(args.out / "checkpoints")
     alpha = 2.0 * args.rank if args.rank else None
-    save_huggingface(args.out / "checkpoints", args.out, llama_names(config), config=folder, lora_alpha=alpha)
+    save_huggingface(
+        args.out / "checkpoints", args.out, llama_names(config), config=folder, lora_alpha=alpha
+    )
     (args.out / "tokenizer.json").write_text((folder / "tokenizer.json").read_text())
     print(f"wrote {args.out}")
     reopened = rename(load_safetensors(args.out), llama_names(args.out), tuned)

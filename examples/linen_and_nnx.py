@@ -1,10 +1,12 @@
-"""All kinds of layers in one pipeline: Linen and NNX modules, a function, tied layers, and a mask that rides along.
+"""All kinds of layers in one pipeline.
+
+Linen and NNX modules, a function, tied layers, and a mask that rides along.
 
     python examples/linen_and_nnx.py
 
-The model fills gaps: sequences count upwards from a random start, some of their numbers are hidden, and the loss looks
-at those alone. Which are hidden is an integer mask. It travels beside the activations through all stages, so every
-layer takes and returns a pair.
+The model fills gaps: sequences count upwards from a random start, some of their numbers are hidden,
+and the loss looks at those alone. Which are hidden is an integer mask. It travels beside the
+activations through all stages, so every layer takes and returns a pair.
 """
 
 import argparse
@@ -24,7 +26,10 @@ NUM_STAGES, NUM_MICROBATCHES, MICROBATCH_SIZE = 2, 4, 16
 NUM_STEPS, VOCAB_SIZE, LENGTH, DIM = 60, 32, 12, 32
 
 Pair = tuple[jax.Array, jax.Array]
-"""Activations `[batch, LENGTH, DIM]` and the mask int32 `[batch, LENGTH]`, 1 where a number is hidden."""
+"""Activations `[batch, LENGTH, DIM]` and the mask int32 `[batch, LENGTH]`.
+
+The mask is 1 where a number is hidden.
+"""
 
 
 class Attention(nn.Module):
@@ -85,7 +90,9 @@ def batches() -> Iterator[tuple[tuple[np.ndarray, np.ndarray], np.ndarray]]:
     """Entries `((numbers, mask), labels)` without end."""
     rng = np.random.default_rng(0)
     while True:
-        numbers = (rng.integers(0, VOCAB_SIZE, (MICROBATCH_SIZE, 1)) + np.arange(LENGTH)) % VOCAB_SIZE
+        numbers = (
+            rng.integers(0, VOCAB_SIZE, (MICROBATCH_SIZE, 1)) + np.arange(LENGTH)
+        ) % VOCAB_SIZE
         hidden = rng.random((MICROBATCH_SIZE, LENGTH)) < 0.3
         numbers = numbers.astype(np.int32)
         yield (numbers, hidden.astype(np.int32)), numbers
@@ -93,8 +100,12 @@ def batches() -> Iterator[tuple[tuple[np.ndarray, np.ndarray], np.ndarray]]:
 
 def main() -> None:
     """Train, and print losses and parameters."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=NUM_STEPS, help=f"optimiser steps (default: {NUM_STEPS})")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--steps", type=int, default=NUM_STEPS, help=f"optimiser steps (default: {NUM_STEPS})"
+    )
     num_steps = parser.parse_args().steps
     jax.config.update("jax_num_cpu_devices", 8)
     layers = [
@@ -108,7 +119,10 @@ def main() -> None:
     ]
     topology = PipeDataParallelTopology(NUM_STAGES, 1)
     model = jaxpipe.PipelineModule(layers, topology=topology, loss_fn=loss_fn)
-    config = {"train_micro_batch_size_per_gpu": MICROBATCH_SIZE, "gradient_accumulation_steps": NUM_MICROBATCHES}
+    config = {
+        "train_micro_batch_size_per_gpu": MICROBATCH_SIZE,
+        "gradient_accumulation_steps": NUM_MICROBATCHES,
+    }
     data_iter = batches()
     engine, *_ = jaxpipe.initialize(
         model=model, optimizer=optax.adam(1e-2), config=config, example_batch=next(data_iter)
@@ -125,8 +139,14 @@ def main() -> None:
     (numbers, hidden), _ = next(data_iter)
     logits, _ = model.apply(params, (numbers[:1], hidden[:1]))
     print("\nfirst line with gaps, second as filled in on one device:")
-    print(" ".join(" ." if gap else f"{n:2d}" for n, gap in zip(numbers[0], hidden[0], strict=True)))
-    print(" ".join(f"{n:2d}" for n in np.where(hidden[0], np.asarray(logits[0]).argmax(-1), numbers[0])))
+    print(
+        " ".join(" ." if gap else f"{n:2d}" for n, gap in zip(numbers[0], hidden[0], strict=True))
+    )
+    print(
+        " ".join(
+            f"{n:2d}" for n in np.where(hidden[0], np.asarray(logits[0]).argmax(-1), numbers[0])
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -15,8 +15,14 @@ from jaxpipe import LayerSpec
 
 jax.config.update("jax_num_cpu_devices", 4)  # simulated devices, used where there is no accelerator
 
-layers = [LayerSpec(nn.Dense, 64), nn.tanh, LayerSpec(nn.Dense, 64), nn.tanh, LayerSpec(nn.Dense, 1)]
-model = jaxpipe.PipelineModule(layers, num_stages=4, loss_fn=lambda y, labels: ((y - labels) ** 2).mean())
+
+def loss_fn(outputs, labels):
+    return ((outputs - labels) ** 2).mean()
+
+
+hidden = LayerSpec(nn.Dense, 64)
+layers = [hidden, nn.tanh, hidden, nn.tanh, LayerSpec(nn.Dense, 1)]
+model = jaxpipe.PipelineModule(layers, num_stages=4, loss_fn=loss_fn)
 config = {"train_micro_batch_size_per_gpu": 16, "gradient_accumulation_steps": 8}
 engine, *_ = jaxpipe.initialize(model=model, optimizer=optax.adam(3e-3), config=config)
 

@@ -1,18 +1,23 @@
-"""Train a character-level GPT with mixtures of experts, the experts of a layer on different devices of its stage.
+"""Train a character-level GPT with mixtures of experts.
+
+The experts of a layer are on different devices of its stage.
 
     python examples/mixture_of_experts.py
 
-The mesh has the axes `stage`, `data` and `expert`. The last is named in the topology and means what the layers say of
-it, which is three things; XLA finds the exchanges:
+The mesh has the axes `stage`, `data` and `expert`. The last is named in the topology and means what
+the layers say of it, which is three things; XLA finds the exchanges:
 
-- the weights of experts, `[EXPERTS, ...]`, are sharded along their first dim: each device has some of the experts;
-- the residual stream is sharded along the batch: of the other layers, each device does the work for some sequences;
-- what goes to the experts and comes back, `[EXPERTS, batch, room, DIM]`, is sharded along its first dim. Between the
-  one sharding and the other, tokens move by an all-to-all.
+- the weights of experts, `[EXPERTS, ...]`, are sharded along their first dim: each device has some
+  of the experts;
+- the residual stream is sharded along the batch: of the other layers, each device does the work for
+  some sequences;
+- what goes to the experts and comes back, `[EXPERTS, batch, room, DIM]`, is sharded along its first
+  dim. Between the one sharding and the other, tokens move by an all-to-all.
 
-Each token goes to the two experts with the largest gates (Shazeer et al., 2017). An expert takes so many tokens of a
-sequence as it has room for, first choices before second ones, and the others pass it by; a loss that is added to the
-model's keeps experts equally busy (Lepikhin et al., 2021, GShard).
+Each token goes to the two experts with the largest gates (Shazeer et al., 2017). An expert takes so
+many tokens of a sequence as it has room for, first choices before second ones, and the others pass
+it by; a loss that is added to the model's keeps experts equally busy (Lepikhin et al., 2021,
+GShard).
 """
 
 import argparse
@@ -32,8 +37,10 @@ from jaxpipe.topology import ProcessTopology
 
 NUM_STAGES, NUM_REPLICAS, NUM_EXPERT = 2, 2, 2
 NUM_MICROBATCHES, MICROBATCH_SIZE, NUM_STEPS = 4, 8, 60
-VOCAB_SIZE, LENGTH, DIM, HEADS, BLOCKS = 96, 32, 64, 4, 4  # characters from ' ' on; others become the last one
-EXPERTS, CHOICES, ROOM, BALANCE = 4, 2, 1.25, 0.01  # room over what equally busy experts need; weight of the loss
+# The vocabulary is the characters from ' ' on; others become the last one.
+VOCAB_SIZE, LENGTH, DIM, HEADS, BLOCKS = 96, 32, 64, 4, 4
+# Room over what equally busy experts need; weight of the loss that balances them.
+EXPERTS, CHOICES, ROOM, BALANCE = 4, 2, 1.25, 0.01
 
 NORMAL = nn.initializers.normal(0.02)
 LECUN = nn.initializers.lecun_normal(batch_axis=0)  # one expert's kernel at a time
@@ -52,13 +59,14 @@ def route(gates: jax.Array, room: int) -> tuple[jax.Array, jax.Array]:
         room: Slots of an expert for one sequence.
 
     Returns:
-        What each token's output is multiplied with, `[batch, time, EXPERTS, room]`, zero where it is not sent, and the
-        share of choices for which there was no room.
+        What each token's output is multiplied with, `[batch, time, EXPERTS, room]`, zero where it
+        is not sent, and the share of choices for which there was no room.
     """
     best, chosen = jax.lax.top_k(gates, CHOICES)
     choices = jax.nn.one_hot(chosen, EXPERTS, dtype=jnp.int32)  # [batch, time, CHOICES, EXPERTS]
     batch, length, _, _ = choices.shape
-    queue = choices.swapaxes(1, 2).reshape(batch, CHOICES * length, EXPERTS)  # all first choices before all second ones
+    # All first choices before all second ones.
+    queue = choices.swapaxes(1, 2).reshape(batch, CHOICES * length, EXPERTS)
     turns = jnp.cumsum(queue, axis=1).reshape(batch, CHOICES, length, EXPERTS).swapaxes(1, 2)
     turn = jnp.sum(turns * choices, axis=-1) - 1  # [batch, time, CHOICES]
     weights = best / best.sum(-1, keepdims=True)
@@ -115,13 +123,22 @@ class Head(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Project."""
-        return nn.Dense(VOCAB_SIZE, use_bias=False, kernel_init=NORMAL, name="logits")(nn.LayerNorm(name="norm")(x))
+        return nn.Dense(VOCAB_SIZE, use_bias=False, kernel_init=NORMAL, name="logits")(
+            nn.LayerNorm(name="norm")(x)
+        )
 
 
 def entries() -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Random sequences of the English in the standard library's manual, and the same one character on."""
+    """Random sequences of English, and the same one character on.
+
+    The text is the standard library's manual.
+    """
     text = " ".join("\n".join(topics.topics.values()).split())
-    ids = np.clip(np.frombuffer(text.encode("ascii", "replace"), np.uint8).astype(np.int32) - 32, 0, VOCAB_SIZE - 1)
+    ids = np.clip(
+        np.frombuffer(text.encode("ascii", "replace"), np.uint8).astype(np.int32) - 32,
+        0,
+        VOCAB_SIZE - 1,
+    )
     rng = np.random.default_rng(0)
     while True:
         starts = rng.integers(0, len(ids) - LENGTH, MICROBATCH_SIZE * NUM_REPLICAS)
@@ -131,34 +148,58 @@ def entries() -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 def main() -> None:
     """Train, then compare with one device."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=NUM_STEPS, help=f"optimiser steps (default: {NUM_STEPS})")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--steps", type=int, default=NUM_STEPS, help=f"optimiser steps (default: {NUM_STEPS})"
+    )
     num_steps = parser.parse_args().steps
     jax.config.update("jax_num_cpu_devices", NUM_STAGES * NUM_REPLICAS * NUM_EXPERT)
     model = jaxpipe.PipelineModule(
-        [jaxpipe.LayerSpec(Embed), *[jaxpipe.LayerSpec(Block) for _ in range(BLOCKS)], jaxpipe.LayerSpec(Head)],
-        topology=ProcessTopology(["pipe", "data", "expert"], [NUM_STAGES, NUM_REPLICAS, NUM_EXPERT]),
+        [
+            jaxpipe.LayerSpec(Embed),
+            *[jaxpipe.LayerSpec(Block) for _ in range(BLOCKS)],
+            jaxpipe.LayerSpec(Head),
+        ],
+        topology=ProcessTopology(
+            ["pipe", "data", "expert"], [NUM_STAGES, NUM_REPLICAS, NUM_EXPERT]
+        ),
         loss_fn=jaxpipe.losses.cross_entropy,
         partition_method="trunk",
     )
-    config = {"train_micro_batch_size_per_gpu": MICROBATCH_SIZE, "gradient_accumulation_steps": NUM_MICROBATCHES}
+    config = {
+        "train_micro_batch_size_per_gpu": MICROBATCH_SIZE,
+        "gradient_accumulation_steps": NUM_MICROBATCHES,
+    }
     data_iter = entries()
     batch = [next(data_iter) for _ in range(NUM_MICROBATCHES)]
-    engine, *_ = jaxpipe.initialize(model=model, optimizer=optax.adam(3e-3), config=config, example_batch=batch[0])
+    engine, *_ = jaxpipe.initialize(
+        model=model, optimizer=optax.adam(3e-3), config=config, example_batch=batch[0]
+    )
     print(jaxpipe.describe_pipeline(engine.pipeline), "\n")
-    program = engine.lower(tuple(np.stack(arrays) for arrays in zip(*batch, strict=True))).compile().as_text()
+    program = (
+        engine.lower(tuple(np.stack(arrays) for arrays in zip(*batch, strict=True)))
+        .compile()
+        .as_text()
+    )
     print(f"exchanges among experts in the compiled step: {program.count(' all-to-all(')}\n")
     for step in range(num_steps):
         loss = engine.train_batch(data_iter)
         if step % 20 == 0 or step == num_steps - 1:
             print(f"step {step}: loss {float(loss):.3f}")
     params = engine.module_state_dict()
-    one_device = jax.jit(lambda params, inputs, targets: model.loss(model.apply(params, inputs), targets))
+    one_device = jax.jit(
+        lambda params, inputs, targets: model.loss(model.apply(params, inputs), targets)
+    )
     alone = np.mean([one_device(params, *entry) for entry in batch])
     whole = sum(leaf.size for leaf in jax.tree.leaves(params))
     shards = [leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(engine.state.params)]
     print(f"\nparameters: {whole:,} of the model, {sum(shards):,} on the first device")
-    print(f"loss of the first batch: {float(engine.eval_batch(iter(batch))):.6f}, on one device {alone:.6f}")
+    print(
+        f"loss of the first batch: {float(engine.eval_batch(iter(batch))):.6f}, on one device "
+        f"{alone:.6f}"
+    )
 
 
 if __name__ == "__main__":

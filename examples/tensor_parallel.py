@@ -1,22 +1,29 @@
-"""Train a character-level GPT whose layers are split over devices inside each stage: pipeline x tensor x data parallel.
+"""Train a character-level GPT whose layers are split over devices inside each stage.
+
+Pipeline x tensor x data parallel.
 
     python examples/tensor_parallel.py
     python examples/tensor_parallel.py --sequence
 
-The mesh has three axes: `stage`, `data` and `model`. The blocks are those of any Flax model and compute with whole
-arrays. What is split over `model` is said in two ways, and XLA finds the exchanges:
+The mesh has three axes: `stage`, `data` and `model`. The blocks are those of any Flax model and
+compute with whole arrays. What is split over `model` is said in two ways, and XLA finds the
+exchanges:
 
-- `flax.linen.with_partitioning(init, (None, "model"))` says along which dim a weight is sharded: the gradient, the
-  optimiser's moments and the checkpoint's pieces go with it. What says nothing is the same on all devices of the axis;
-- `jax.lax.with_sharding_constraint(x, P(None, None, "model"))` says it of an activation. It names neither `data` nor
-  `stage`: a layer sees the samples of one replica. Where it is said of what lies between two sharded weights, XLA
-  leaves the weights where they are; else it may gather a small weight to save an exchange of activations.
+- `flax.linen.with_partitioning(init, (None, "model"))` says along which dim a weight is sharded:
+  the gradient, the optimiser's moments and the checkpoint's pieces go with it. What says nothing is
+  the same on all devices of the axis;
+- `jax.lax.with_sharding_constraint(x, P(None, None, "model"))` says it of an activation. It names
+  neither `data` nor `stage`: a layer sees the samples of one replica. Where it is said of what lies
+  between two sharded weights, XLA leaves the weights where they are; else it may gather a small
+  weight to save an exchange of activations.
 
-Two layers in a row need one exchange: the first is sharded by columns, so that each device has some features of the
-result, the second by rows, so that each device adds its share to the whole (Shoeybi et al., 2019, Megatron-LM).
+Two layers in a row need one exchange: the first is sharded by columns, so that each device has some
+features of the result, the second by rows, so that each device adds its share to the whole (Shoeybi
+et al., 2019, Megatron-LM).
 
-With `--sequence` the residual stream is sharded along the sequence: norms and sums work on a share of the positions,
-and a share is all that waits for the backward and travels to the next stage (Korthikanti et al., 2022).
+With `--sequence` the residual stream is sharded along the sequence: norms and sums work on a share
+of the positions, and a share is all that waits for the backward and travels to the next stage
+(Korthikanti et al., 2022).
 """
 
 import argparse
@@ -36,16 +43,21 @@ from jaxpipe.topology import PipeModelDataParallelTopology
 
 NUM_STAGES, NUM_MODEL, NUM_REPLICAS = 2, 2, 2
 NUM_MICROBATCHES, MICROBATCH_SIZE, NUM_STEPS = 4, 8, 60
-VOCAB_SIZE, LENGTH, DIM, HEADS, BLOCKS = 96, 32, 64, 4, 4  # characters from ' ' on; others become the last one
+# The vocabulary is the characters from ' ' on; others become the last one.
+VOCAB_SIZE, LENGTH, DIM, HEADS, BLOCKS = 96, 32, 64, 4, 4
 
 NORMAL = nn.initializers.normal(0.02)
 BY_COLUMNS = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
-BY_ROWS = nn.with_partitioning(nn.initializers.variance_scaling(0.5 / BLOCKS, "fan_in", "normal"), ("model", None))
+BY_ROWS = nn.with_partitioning(
+    nn.initializers.variance_scaling(0.5 / BLOCKS, "fan_in", "normal"), ("model", None)
+)
 
 
 def over_model(x: jax.Array, dim: int) -> jax.Array:
     """The same array, sharded over `model` along a dim."""
-    return jax.lax.with_sharding_constraint(x, P(*("model" if d == dim else None for d in range(x.ndim))))
+    return jax.lax.with_sharding_constraint(
+        x, P(*("model" if d == dim else None for d in range(x.ndim)))
+    )
 
 
 class Embed(nn.Module):
@@ -60,7 +72,10 @@ class Embed(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block: each device has some of the heads and some of the MLP's features."""
+    """A pre-norm transformer block.
+
+    Each device has some of the heads and some of the MLP's features.
+    """
 
     sequence: bool = False
 
@@ -76,26 +91,35 @@ class Block(nn.Module):
         q, k, v = (y.reshape(batch, length, HEADS, -1) for y in (q, k, v))
         scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / (DIM // HEADS) ** 0.5
         scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -1e9)
-        h = over_model(jnp.einsum("bhqk,bkhd->bqhd", nn.softmax(scores), v).reshape(batch, length, DIM), dim=2)
+        h = over_model(
+            jnp.einsum("bhqk,bkhd->bqhd", nn.softmax(scores), v).reshape(batch, length, DIM), dim=2
+        )
         x = x + self.summed(nn.Dense(DIM, use_bias=False, kernel_init=BY_ROWS, name="project")(h))
         bias_init = nn.with_partitioning(nn.initializers.zeros, ("model",))
         h = nn.LayerNorm(name="norm_mlp")(x)
-        h = over_model(nn.Dense(4 * DIM, kernel_init=BY_COLUMNS, bias_init=bias_init, name="widen")(h), dim=2)
+        h = over_model(
+            nn.Dense(4 * DIM, kernel_init=BY_COLUMNS, bias_init=bias_init, name="widen")(h), dim=2
+        )
         x = x + self.summed(nn.Dense(DIM, kernel_init=BY_ROWS, name="narrow")(nn.gelu(h)))
         return over_model(x, dim=1) if self.sequence else x
 
     def summed(self, y: jax.Array) -> jax.Array:
-        """A product by rows, of which each device has a share: its sum, whole on each or in shares of the positions.
+        """A product by rows, of which each device has a share.
 
-        It is named, so that recomputing activations does not repeat the sum. Said to be whole first: with the shares
-        alone XLA would gather the gradient of the product twice.
+        Its sum, whole on each or in shares of the positions.
+
+        It is named, so that recomputing activations does not repeat the sum. Said to be whole
+        first: with the shares alone XLA would gather the gradient of the product twice.
         """
         y = jax.lax.with_sharding_constraint(y, P())
         return reduced(over_model(y, dim=1) if self.sequence else y)
 
 
 class Head(nn.Module):
-    """Final norm and projection to logits `[batch, time, VOCAB_SIZE]`, which no device ever holds as a whole."""
+    """Final norm and projection to logits `[batch, time, VOCAB_SIZE]`.
+
+    No device ever holds the logits as a whole.
+    """
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -105,9 +129,16 @@ class Head(nn.Module):
 
 
 def entries() -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Random sequences of the English in the standard library's manual, and the same one character on."""
+    """Random sequences of English, and the same one character on.
+
+    The text is the standard library's manual.
+    """
     text = " ".join("\n".join(topics.topics.values()).split())
-    ids = np.clip(np.frombuffer(text.encode("ascii", "replace"), np.uint8).astype(np.int32) - 32, 0, VOCAB_SIZE - 1)
+    ids = np.clip(
+        np.frombuffer(text.encode("ascii", "replace"), np.uint8).astype(np.int32) - 32,
+        0,
+        VOCAB_SIZE - 1,
+    )
     rng = np.random.default_rng(0)
     while True:
         starts = rng.integers(0, len(ids) - LENGTH, MICROBATCH_SIZE * NUM_REPLICAS)
@@ -117,19 +148,30 @@ def entries() -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 def main() -> None:
     """Train, then compare with one device."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=NUM_STEPS, help=f"optimiser steps (default: {NUM_STEPS})")
-    parser.add_argument("--sequence", action="store_true", help="shard the residual stream along the sequence")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--steps", type=int, default=NUM_STEPS, help=f"optimiser steps (default: {NUM_STEPS})"
+    )
+    parser.add_argument(
+        "--sequence", action="store_true", help="shard the residual stream along the sequence"
+    )
     settings = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", NUM_STAGES * NUM_MODEL * NUM_REPLICAS)
     blocks = [jaxpipe.LayerSpec(Block, sequence=settings.sequence) for _ in range(BLOCKS)]
     model = jaxpipe.PipelineModule(
         [jaxpipe.LayerSpec(Embed), *blocks, jaxpipe.LayerSpec(Head)],
-        topology=PipeModelDataParallelTopology(num_pp=NUM_STAGES, num_mp=NUM_MODEL, num_dp=NUM_REPLICAS),
+        topology=PipeModelDataParallelTopology(
+            num_pp=NUM_STAGES, num_mp=NUM_MODEL, num_dp=NUM_REPLICAS
+        ),
         loss_fn=jaxpipe.losses.cross_entropy,
         partition_method="trunk",
     )
-    config = {"train_micro_batch_size_per_gpu": MICROBATCH_SIZE, "gradient_accumulation_steps": NUM_MICROBATCHES}
+    config = {
+        "train_micro_batch_size_per_gpu": MICROBATCH_SIZE,
+        "gradient_accumulation_steps": NUM_MICROBATCHES,
+    }
     data_iter = entries()
     engine, *_ = jaxpipe.initialize(
         model=model, optimizer=optax.adam(3e-3), config=config, example_batch=next(data_iter)
@@ -141,12 +183,17 @@ def main() -> None:
             print(f"step {step}: loss {float(loss):.3f}")
     held_out = [next(data_iter) for _ in range(NUM_MICROBATCHES)]
     params = engine.module_state_dict()
-    one_device = jax.jit(lambda params, inputs, targets: model.loss(model.apply(params, inputs), targets))
+    one_device = jax.jit(
+        lambda params, inputs, targets: model.loss(model.apply(params, inputs), targets)
+    )
     alone = np.mean([one_device(params, *entry) for entry in held_out])
     whole = sum(leaf.size for leaf in jax.tree.leaves(params))
     shards = [leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(engine.state.params)]
     print(f"\nparameters: {whole:,} of the model, {sum(shards):,} on the first device")
-    print(f"loss of the next batch: {float(engine.eval_batch(iter(held_out))):.6f}, on one device {alone:.6f}")
+    print(
+        f"loss of the next batch: {float(engine.eval_batch(iter(held_out))):.6f}, on one device "
+        f"{alone:.6f}"
+    )
 
 
 if __name__ == "__main__":

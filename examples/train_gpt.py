@@ -4,17 +4,20 @@
     python examples/train_gpt.py --stages 2 --replicas 1 --schedule gpipe --recompute 1 --tied
     python examples/train_gpt.py --text book.txt --steps 1000 --blocks 8 --check
 
-Without an accelerator the stages and replicas run on simulated CPU devices, as many as they need. With accelerators
-they take stages x replicas real ones; JAX_PLATFORMS=cpu goes back to simulated devices.
+Without an accelerator the stages and replicas run on simulated CPU devices, as many as they need.
+With accelerators they take stages x replicas real ones; JAX_PLATFORMS=cpu goes back to simulated
+devices.
 
-The text is by default the English of the standard library's `pydoc_data.topics`. It is cut at blank lines into
-paragraphs; one that repeats an earlier one is dropped, because manuals quote themselves. The rest is gathered in order
-into blocks of about 2,000 characters, and every sixth block is held out. A training paragraph that shares 60 characters
-in a row with the held-out text is dropped too, so that nothing longer than a phrase is in both.
+The text is by default the English of the standard library's `pydoc_data.topics`. It is cut at blank
+lines into paragraphs; one that repeats an earlier one is dropped, because manuals quote themselves.
+The rest is gathered in order into blocks of about 2,000 characters, and every sixth block is held
+out. A training paragraph that shares 60 characters in a row with the held-out text is dropped too,
+so that nothing longer than a phrase is in both.
 
-At the end come some sampled text, the loss on the held-out text beside that of a Kneser-Ney trigram model of the same
-training text, and the share of the sampled words of four letters or more that occur in the held-out text, beside the
-share of the training text's own words that do: what a writer of perfect spelling on the same subject reaches.
+At the end come some sampled text, the loss on the held-out text beside that of a Kneser-Ney trigram
+model of the same training text, and the share of the sampled words of four letters or more that
+occur in the held-out text, beside the share of the training text's own words that do: what a writer
+of perfect spelling on the same subject reaches.
 """
 
 import argparse
@@ -56,7 +59,9 @@ def setting(default: Any, meaning: str) -> Any:
 class Settings:
     """All that can be set, by a flag of the same name."""
 
-    text: str = setting("", "file to train on; default: the English of the standard library's manual")
+    text: str = setting(
+        "", "file to train on; default: the English of the standard library's manual"
+    )
     stages: int = setting(4, "pipeline stages")
     replicas: int = setting(2, "data-parallel replicas of the pipeline")
     microbatches: int = setting(8, "microbatches per step")
@@ -118,7 +123,9 @@ def split_text(text: str) -> tuple[str, str]:
             blocks.append([])
         blocks[-1].append(paragraph)
     heldout = [p for block in blocks[HELDOUT_EVERY - 1 :: HELDOUT_EVERY] for p in block]
-    train = [p for i, block in enumerate(blocks) if i % HELDOUT_EVERY != HELDOUT_EVERY - 1 for p in block]
+    train = [
+        p for i, block in enumerate(blocks) if i % HELDOUT_EVERY != HELDOUT_EVERY - 1 for p in block
+    ]
     known = {passage for paragraph in heldout for passage in _passages(paragraph)}
     train = [paragraph for paragraph in train if known.isdisjoint(_passages(paragraph))]
     return separator.join(train), separator.join(heldout)
@@ -133,7 +140,9 @@ class Vocabulary:
     """The commonest characters of a text, numbered from 1; 0 stands for any other."""
 
     def __init__(self, text: str) -> None:
-        self.characters = sorted(character for character, _ in Counter(text).most_common(MAX_VOCAB - 1))
+        self.characters = sorted(
+            character for character, _ in Counter(text).most_common(MAX_VOCAB - 1)
+        )
         self._ids = {character: i for i, character in enumerate(self.characters, start=1)}
 
     def __len__(self) -> int:
@@ -149,7 +158,10 @@ class Vocabulary:
 
 
 def trigram_loss(train: np.ndarray, heldout: np.ndarray, vocab_size: int) -> float:
-    """Held-out nats per character of a trigram model with Kneser-Ney smoothing, interpolated down to uniform."""
+    """Held-out nats per character of a trigram model.
+
+    It has Kneser-Ney smoothing, interpolated down to uniform.
+    """
     counts = np.zeros((vocab_size,) * 3, np.float32)
     np.add.at(counts, (train[:-2], train[1:-1], train[2:]), 1)
     pairs = (counts > 0).sum(0).astype(np.float32)
@@ -159,8 +171,12 @@ def trigram_loss(train: np.ndarray, heldout: np.ndarray, vocab_size: int) -> flo
         once, twice = (table == 1).sum(), (table == 2).sum()
         discount = np.float32(once / max(once + 2 * twice, 1))
         total = table.sum(-1, keepdims=True)
-        free = np.where(total > 0, discount * (table > 0).sum(-1, keepdims=True), 1).astype(np.float32)
-        probabilities = (np.maximum(table - discount, 0) + free * probabilities) / np.maximum(total, 1)
+        free = np.where(total > 0, discount * (table > 0).sum(-1, keepdims=True), 1).astype(
+            np.float32
+        )
+        probabilities = (np.maximum(table - discount, 0) + free * probabilities) / np.maximum(
+            total, 1
+        )
     scored = probabilities[heldout[:-2], heldout[1:-1], heldout[2:]]
     return float(-np.log(scored, dtype=np.float64).mean())
 
@@ -184,7 +200,10 @@ def word_share(texts: Sequence[str], heldout: str) -> tuple[float, int]:
 
 
 class Embed(nn.Module):
-    """Token plus position embedding: int32 `[batch, time]` to `[batch, time, dim]`; `attend` is its use as a head."""
+    """Token plus position embedding: int32 `[batch, time]` to `[batch, time, dim]`.
+
+    `attend` is its use as a head.
+    """
 
     vocab_size: int
     context: int
@@ -192,8 +211,12 @@ class Embed(nn.Module):
 
     def setup(self) -> None:
         """Make both tables."""
-        self.token = nn.Embed(self.vocab_size, self.dim, embedding_init=nn.initializers.normal(0.02))
-        self.position = nn.Embed(self.context, self.dim, embedding_init=nn.initializers.normal(0.02))
+        self.token = nn.Embed(
+            self.vocab_size, self.dim, embedding_init=nn.initializers.normal(0.02)
+        )
+        self.position = nn.Embed(
+            self.context, self.dim, embedding_init=nn.initializers.normal(0.02)
+        )
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Look the tokens up."""
@@ -235,17 +258,26 @@ class Head(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Project."""
         x = nn.LayerNorm(name="norm")(x)
-        return nn.Dense(self.vocab_size, use_bias=False, kernel_init=nn.initializers.normal(0.02), name="logits")(x)
+        return nn.Dense(
+            self.vocab_size, use_bias=False, kernel_init=nn.initializers.normal(0.02), name="logits"
+        )(x)
 
 
 def make_layers(settings: Settings, vocab_size: int) -> list[jaxpipe.LayerSpec]:
-    """The model as a list: embedding, blocks, head; tied, the head is a norm and the embedding used backwards."""
+    """The model as a list: embedding, blocks, head.
+
+    Tied, the head is a norm and the embedding used backwards.
+    """
     embed = (vocab_size, settings.context, settings.dim)
-    blocks = [jaxpipe.LayerSpec(Block, settings.dim, settings.heads, settings.blocks)] * settings.blocks
+    blocks = [
+        jaxpipe.LayerSpec(Block, settings.dim, settings.heads, settings.blocks)
+    ] * settings.blocks
     if not settings.tied:
         return [jaxpipe.LayerSpec(Embed, *embed), *blocks, jaxpipe.LayerSpec(Head, vocab_size)]
     first = jaxpipe.TiedLayerSpec("embed", Embed, *embed)
-    last = jaxpipe.TiedLayerSpec("embed", Embed, *embed, forward_fn=lambda module, x: module.attend(x))
+    last = jaxpipe.TiedLayerSpec(
+        "embed", Embed, *embed, forward_fn=lambda module, x: module.attend(x)
+    )
     return [first, *blocks, jaxpipe.LayerSpec(nn.LayerNorm), last]
 
 
@@ -261,22 +293,36 @@ def make_engine(settings: Settings, vocab_size: int) -> jaxpipe.PipelineEngine:
     rate = optax.warmup_cosine_decay_schedule(
         0.0, settings.lr, settings.steps // 10, max(settings.steps, 1), 0.05 * settings.lr
     )
-    optimizer = optax.contrib.muon(rate, weight_decay=0.1, adam_weight_decay=0.1, consistent_rms=0.2)
+    optimizer = optax.contrib.muon(
+        rate, weight_decay=0.1, adam_weight_decay=0.1, consistent_rms=0.2
+    )
     config = {
         "train_micro_batch_size_per_gpu": settings.microbatch_size,
         "gradient_accumulation_steps": settings.microbatches,
-        "pipeline": {"schedule": settings.schedule, "activation_checkpoint_interval": settings.recompute},
+        "pipeline": {
+            "schedule": settings.schedule,
+            "activation_checkpoint_interval": settings.recompute,
+        },
     }
-    tokens = jax.ShapeDtypeStruct((settings.microbatch_size * settings.replicas, settings.context), jnp.int32)
-    engine, *_ = jaxpipe.initialize(model=model, optimizer=optimizer, config=config, example_batch=(tokens, tokens))
+    tokens = jax.ShapeDtypeStruct(
+        (settings.microbatch_size * settings.replicas, settings.context), jnp.int32
+    )
+    engine, *_ = jaxpipe.initialize(
+        model=model, optimizer=optimizer, config=config, example_batch=(tokens, tokens)
+    )
     return engine
 
 
 # --- Training and what follows it ---
 
 
-def entries(ids: np.ndarray, starts: np.ndarray, settings: Settings) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Inputs and targets, one microbatch after the other, of the sequences that begin at `starts`."""
+def entries(
+    ids: np.ndarray, starts: np.ndarray, settings: Settings
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Inputs and targets of the sequences that begin at `starts`.
+
+    One microbatch comes after the other.
+    """
     for part in np.split(starts, len(starts) // (settings.microbatch_size * settings.replicas)):
         sequences = ids[part[:, None] + np.arange(settings.context + 1)]
         yield sequences[:, :-1], sequences[:, 1:]
@@ -286,11 +332,18 @@ def random_entries(ids: np.ndarray, settings: Settings) -> Iterator[tuple[np.nda
     """Microbatches of random sequences, without end."""
     rng = np.random.default_rng(settings.seed)
     while True:
-        yield from entries(ids, rng.integers(0, len(ids) - settings.context, settings.sequences), settings)
+        yield from entries(
+            ids, rng.integers(0, len(ids) - settings.context, settings.sequences), settings
+        )
 
 
-def train(engine: jaxpipe.PipelineEngine, ids: np.ndarray, settings: Settings, phases: Phases) -> None:
-    """Train behind a progress bar, which reads the loss of some steps ago: the devices never wait for it."""
+def train(
+    engine: jaxpipe.PipelineEngine, ids: np.ndarray, settings: Settings, phases: Phases
+) -> None:
+    """Train behind a progress bar, which reads the loss of some steps ago.
+
+    The devices never wait for it.
+    """
     data_iter = random_entries(ids, settings)
     losses = [engine.train_batch(data_iter).block_until_ready()]
     phases.end("first step with compiling")
@@ -316,11 +369,18 @@ def evaluate(engine: jaxpipe.PipelineEngine, ids: np.ndarray, settings: Settings
     return float(np.mean([engine.eval_batch(data_iter) for _ in range(num_batches)]))
 
 
-def sample(apply: Callable[[Any, jax.Array], jax.Array], params: Any, prompt: np.ndarray, settings: Settings) -> Any:
-    """Draw ids `[NUM_SAMPLES, SAMPLE_CHARS]` on one device, all sequences at once in one compiled loop.
+def sample(
+    apply: Callable[[Any, jax.Array], jax.Array],
+    params: Any,
+    prompt: np.ndarray,
+    settings: Settings,
+) -> Any:
+    """Draw ids `[NUM_SAMPLES, SAMPLE_CHARS]` on one device.
 
-    The model sees a window of fixed size: the characters so far, filled up on the right (a causal model does not look
-    there), later the last `context` of them.
+    All sequences are drawn at once, in one compiled loop.
+
+    The model sees a window of fixed size: the characters so far, filled up on the right (a causal
+    model does not look there), later the last `context` of them.
     """
     key, context, end = jax.random.key(settings.seed), settings.context, len(prompt) + SAMPLE_CHARS
     text = jnp.zeros((NUM_SAMPLES, end + context), jnp.int32).at[:, : len(prompt)].set(prompt)
@@ -339,7 +399,8 @@ def sample(apply: Callable[[Any, jax.Array], jax.Array], params: Any, prompt: np
 
 def main(settings: Settings) -> int:
     """Run it all; the result is the exit status."""
-    num_devices = max(8, settings.stages * settings.replicas)  # more give simulated ones more threads
+    # More give simulated ones more threads.
+    num_devices = max(8, settings.stages * settings.replicas)
     jax.config.update("jax_num_cpu_devices", num_devices)  # real accelerators go before these
     phases = Phases()
     train_text, heldout_text = split_text(load_text(settings.text))
@@ -348,13 +409,17 @@ def main(settings: Settings) -> int:
     num_train, num_heldout = len(train_ids), len(heldout_ids)
     if min(num_train, num_heldout) <= settings.context:
         sys.exit(
-            f"each part of the text must have more than context={settings.context} characters, but got {num_train} to "
-            f"train on and {num_heldout} held out. Give a longer --text, or a smaller --context."
+            f"each part of the text must have more than context={settings.context} characters, but "
+            f"got {num_train} to train on and {num_heldout} held out. Give a longer --text, or a "
+            "smaller --context."
         )
     baseline = trigram_loss(train_ids, heldout_ids, len(vocabulary))
     phases.end("text")
     engine = make_engine(settings, len(vocabulary))
-    print(f"{num_train:,} characters to train on, {num_heldout:,} held out, {len(vocabulary)} symbols\n")
+    print(
+        f"{num_train:,} characters to train on, {num_heldout:,} held out, {len(vocabulary)} "
+        "symbols\n"
+    )
     print(jaxpipe.describe_pipeline(engine.pipeline), "\n", flush=True)
     phases.end("build")
     train(engine, train_ids, settings, phases)
@@ -368,9 +433,14 @@ def main(settings: Settings) -> int:
     own_share, _ = word_share([train_text], heldout_text)
     print("sample:\n" + "\n-----\n".join(samples[:3]) + "\n")
     print(f"held-out loss: {loss:.3f} nats per character (character trigram: {baseline:.3f})")
-    print(f"words found in the held-out text: {share:.1%} of {num_words} sampled (training text: {own_share:.1%})")
+    print(
+        f"words found in the held-out text: {share:.1%} of {num_words} sampled (training text: "
+        f"{own_share:.1%})"
+    )
     print(f"time: {phases}")
-    missed = [name for name, met in (("loss", loss < baseline), ("words", share >= WORD_GOAL)) if not met]
+    missed = [
+        name for name, met in (("loss", loss < baseline), ("words", share >= WORD_GOAL)) if not met
+    ]
     print(f"goals: {'missed: ' + ', '.join(missed) if missed else 'met'}")
     return int(settings.check and bool(missed))
 
@@ -378,10 +448,15 @@ def main(settings: Settings) -> int:
 def parse(arguments: Sequence[str] | None = None) -> Settings:
     """Settings from the command line."""
     parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        description=(__doc__ or "").partition("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     for item in fields(Settings):
-        kind = {"action": "store_true"} if isinstance(item.default, bool) else {"type": type(item.default)}
+        kind = (
+            {"action": "store_true"}
+            if isinstance(item.default, bool)
+            else {"type": type(item.default)}
+        )
         flag = "--" + item.name.replace("_", "-")
         parser.add_argument(flag, default=item.default, help=item.metadata["help"], **kind)
     return Settings(**vars(parser.parse_args(arguments)))

@@ -94,7 +94,9 @@ def _opened(path: Path, flags: int) -> int:
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        raise OSError(errno.ELOOP, f"{path.name} is a link, through which nothing is written", str(path)) from error
+        raise OSError(
+            errno.ELOOP, f"{path.name} is a link, through which nothing is written", str(path)
+        ) from error
     found = os.fstat(number).st_mode
     if stat.S_ISCHR(found) != is_device or not (is_device or stat.S_ISREG(found)):
         os.close(number)
@@ -104,7 +106,9 @@ def _opened(path: Path, flags: int) -> int:
 
 def _check_mode(mode: int, path: str | os.PathLike[str]) -> None:
     if not stat.S_ISREG(mode):
-        raise OSError(errno.EINVAL, "what is no file but a folder, a pipe or a device", os.fspath(path))
+        raise OSError(
+            errno.EINVAL, "what is no file but a folder, a pipe or a device", os.fspath(path)
+        )
 
 
 def sync(paths: Iterable[Path]) -> None:

@@ -17,30 +17,42 @@ def import_named(text: str, what: str, example: str) -> Any:
     """
     name, colon, attribute = text.partition(":")
     if not (name and colon and attribute):
-        raise ConfigError(f"{what} must be module:name, but got {text!r}. Write for instance {example}.")
+        raise ConfigError(
+            f"{what} must be module:name, but got {text!r}. Write for instance {example}."
+        )
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"{what}'s module must be importable from here, but got {text!r}: {error}. Start where {name} lies, or "
-            "install what it imports."
+            f"{what}'s module must be importable from here, but got {text!r}: {error}. Start where "
+            f"{name} lies, or install what it imports."
         ) from error
     except JaxpipeError:
         raise
     except Exception as error:
         raise ConfigError(
-            f"{what}'s module must be importable from here, but got {text!r}: {raised(error)}. Mend {name}."
+            f"{what}'s module must be importable from here, but got {text!r}: {raised(error)}. "
+            f"Mend {name}."
         ) from error
     if not hasattr(module, attribute):
-        raise ConfigError(f"{what} must name something in {name}, but got {attribute!r}. Define it there.")
+        raise ConfigError(
+            f"{what} must name something in {name}, but got {attribute!r}. Define it there."
+        )
     return getattr(module, attribute)
 
 
 def raised(error: Exception) -> str:
-    """An error of a user's code in one line: its kind, its message, and the line of code that raised it."""
+    """An error of a user's code in one line.
+
+    Its kind, its message, and the line of code that raised it.
+    """
     last = traceback.extract_tb(error.__traceback__)[-1]
     # The message of an error of syntax names file and line, which no frame has run.
-    place = "" if isinstance(error, SyntaxError) else f" ({Path(last.filename).name}, line {last.lineno})"
+    place = (
+        ""
+        if isinstance(error, SyntaxError)
+        else f" ({Path(last.filename).name}, line {last.lineno})"
+    )
     return f"{type(error).__name__}: {error}{place}"

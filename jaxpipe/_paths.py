@@ -15,7 +15,9 @@ from jaxpipe.errors import CheckpointError, ConfigError, shown
 _URL = re.compile(r"\s*(\w[\w+.:-]*):/(?:/([^/]*)(?=/|$))?(.*)", re.DOTALL)
 
 
-def local_path(given: str | PathLike[str], name: str, error: Callable[[str], Exception] = ConfigError) -> Path:
+def local_path(
+    given: str | PathLike[str], name: str, error: Callable[[str], Exception] = ConfigError
+) -> Path:
     """The file or directory that a user means; relative where it was given so.
 
     `~` and `~user` at the beginning are homes; `file://` is the local path that follows,
@@ -26,8 +28,9 @@ def local_path(given: str | PathLike[str], name: str, error: Callable[[str], Exc
     path: Any = os.fspath(given) if isinstance(given, str | PathLike) else None
     if not isinstance(path, str) or not path or "\0" in path:
         raise error(
-            f"{name} must be the path of a directory or a file, a string or a pathlib.Path, but got {name}={given!r}. "
-            "Name one, such as 'checkpoints', or '.' for the working directory."
+            f"{name} must be the path of a directory or a file, a string or a pathlib.Path, but "
+            f"got {name}={given!r}. Name one, such as 'checkpoints', or '.' for the working "
+            "directory."
         )
     url = _URL.match(path)
     if url is not None:
@@ -36,25 +39,28 @@ def local_path(given: str | PathLike[str], name: str, error: Callable[[str], Exc
         found = Path(path).expanduser() if path.startswith("~") else Path(path)
     except RuntimeError as unknown:
         raise error(
-            f"{name} must begin with the name of a user where it begins with '~', but got {name}={shown(path)}. Write "
-            f"the whole path, or {'./' + path!r} for a directory of that name."
+            f"{name} must begin with the name of a user where it begins with '~', but got "
+            f"{name}={shown(path)}. Write the whole path, or {'./' + path!r} for a directory of "
+            "that name."
         ) from unknown
     # A name that was meant as it is, such as `./~`, means the same when it is given on.
     return found.absolute() if str(found).startswith("~") or _URL.match(str(found)) else found
 
 
-def _path_of_url(path: str, scheme: str, host: str, rest: str, *, name: str, error: Callable[[str], Exception]) -> Path:
+def _path_of_url(
+    path: str, scheme: str, host: str, rest: str, *, name: str, error: Callable[[str], Exception]
+) -> Path:
     if scheme.lower() != "file":
         raise error(
-            f"{name} must lie on a file system of this machine, but got {name}={shown(path)}, and {scheme}:// is none. "
-            "Nothing was read or written. Give a directory, such as one where the store is mounted, and copy between "
-            "the two with the store's own tools."
+            f"{name} must lie on a file system of this machine, but got {name}={shown(path)}, and "
+            f"{scheme}:// is none. Nothing was read or written. Give a directory, such as one "
+            "where the store is mounted, and copy between the two with the store's own tools."
         )
     decoded = b"/" + unquote_to_bytes(rest).lstrip(b"/")
     if host.lower() not in ("", "localhost") or not rest or b"\0" in decoded:
         raise error(
-            f"{name} must be file:// and a path from the root, of this machine, but got {name}={shown(path)}. Write "
-            "for instance 'file:///data/run'."
+            f"{name} must be file:// and a path from the root, of this machine, but got "
+            f"{name}={shown(path)}. Write for instance 'file:///data/run'."
         )
     return Path(os.fsdecode(decoded))
 
@@ -66,6 +72,6 @@ def readable(path: Path) -> Generator[None]:
         yield
     except OSError as error:
         raise CheckpointError(
-            f"{path} must be readable, but got {error.strerror or error}. Check the path, its permissions and the file "
-            "system."
+            f"{path} must be readable, but got {error.strerror or error}. Check the path, its "
+            "permissions and the file system."
         ) from error

@@ -28,7 +28,10 @@ def format_table(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = sides * len(widths) if len(sides) == 1 else sides
-    cells = [[f"{text:{side}{width}}" for text, side, width in zip(row, sides, widths, strict=True)] for row in rows]
+    cells = [
+        [f"{text:{side}{width}}" for text, side, width in zip(row, sides, widths, strict=True)]
+        for row in rows
+    ]
     return ["  ".join(row).rstrip() for row in cells]
 
 
@@ -40,7 +43,10 @@ def html_table(heads: Sequence[str], rows: Iterable[Sequence[str]], cell_style: 
     style = f' style="{cell_style}"' if cell_style else ""
 
     def line(kind: str, texts: Iterable[str]) -> str:
-        return f"<tr>{''.join(f'<{kind}{style}>{html.escape(text)}</{kind}>' for text in texts)}</tr>"
+        return (
+            f"<tr>{''.join(f'<{kind}{style}>{html.escape(text)}</{kind}>' for text in texts)}</tr>"
+        )
 
     lines = [*([line("th", heads)] if heads else []), *(line("td", row) for row in rows)]
-    return f'<div style="overflow-x: auto"><table style="margin: 0 0 0.5em 0">{"".join(lines)}</table></div>'
+    table = f'<table style="margin: 0 0 0.5em 0">{"".join(lines)}</table>'
+    return f'<div style="overflow-x: auto">{table}</div>'

@@ -1,7 +1,7 @@
 """Recompute under DeepSpeed's names, and its tracker of random streams.
 
-Here *checkpointing* means DeepSpeed's activation checkpointing: the inner activations of a function are computed again
-in the backward pass instead of kept. Files on disk are another matter.
+Here *checkpointing* means DeepSpeed's activation checkpointing: the inner activations of a function
+are computed again in the backward pass instead of kept. Files on disk are another matter.
 """
 
 from jaxpipe.deepspeed import CheckpointFunction as CheckpointFunction
@@ -9,7 +9,9 @@ from jaxpipe.deepspeed import CudaRNGStatesTracker as CudaRNGStatesTracker
 from jaxpipe.deepspeed import RNGState as RNGState
 from jaxpipe.deepspeed import get_cuda_rng_tracker as get_cuda_rng_tracker
 from jaxpipe.deepspeed import model_parallel_cuda_manual_seed as model_parallel_cuda_manual_seed
-from jaxpipe.deepspeed import model_parallel_reconfigure_tp_seed as model_parallel_reconfigure_tp_seed
+from jaxpipe.deepspeed import (
+    model_parallel_reconfigure_tp_seed as model_parallel_reconfigure_tp_seed,
+)
 from jaxpipe.deepspeed import non_reentrant_checkpoint as non_reentrant_checkpoint
 from jaxpipe.deepspeed import reset as reset
 from jaxpipe.deepspeed import set_num_layers as set_num_layers
@@ -20,7 +22,9 @@ from jaxpipe.recompute import configure as configure
 from jaxpipe.recompute import current_settings as current_settings
 from jaxpipe.recompute import is_configured as is_configured
 from jaxpipe.recompute import keep_kernels as keep_kernels
-from jaxpipe.recompute import partition_activations_in_checkpoint as partition_activations_in_checkpoint
+from jaxpipe.recompute import (
+    partition_activations_in_checkpoint as partition_activations_in_checkpoint,
+)
 from jaxpipe.recompute import reduced as reduced
 from jaxpipe.recompute import save_reduced as save_reduced
 from jaxpipe.recompute import save_whole as save_whole

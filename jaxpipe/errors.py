@@ -1,4 +1,4 @@
-"""Every exception the library raises on purpose, under one base class, and what their messages need."""
+"""Every exception the library raises on purpose, under one base class, and helpers for messages."""
 
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
@@ -12,7 +12,9 @@ class JaxpipeError(Exception):
 
 
 class ConfigError(JaxpipeError, ValueError):
-    """A configuration value is unknown, missing, or contradicts another; or a list of all that is wrong.
+    """A configuration value is unknown, missing, or contradicts another.
+
+    Or a list of all that is wrong.
 
     Args:
         message: What is wrong and what to do about it.
@@ -24,9 +26,13 @@ class ConfigError(JaxpipeError, ValueError):
         errors: As given.
     """
 
-    def __init__(self, message: str, *, paths: Sequence[str] = (), errors: Sequence[JaxpipeError] = ()) -> None:
+    def __init__(
+        self, message: str, *, paths: Sequence[str] = (), errors: Sequence[JaxpipeError] = ()
+    ) -> None:
         super().__init__(message)
-        listed = [path for error in errors if isinstance(error, ConfigError) for path in error.paths]
+        listed = [
+            path for error in errors if isinstance(error, ConfigError) for path in error.paths
+        ]
         self.paths: tuple[str, ...] = tuple(listed) or tuple(paths)
         self.errors: tuple[JaxpipeError, ...] = tuple(errors)
 

@@ -13,7 +13,9 @@ Chosen = dict[str, Any]
 def covering(
     factors: Mapping[str, Sequence[Any]], is_valid: Callable[[Chosen], bool], strength: int = 2
 ) -> list[Chosen]:
-    """Choose few cases that cover all combinations of values of `strength` factors, the same ones each time.
+    """Choose few cases that cover all combinations of values of `strength` factors.
+
+    They are the same ones each time.
 
     Args:
         factors: Names and values.
@@ -37,7 +39,11 @@ def covering(
         if case is not None:
             cases.append(case)
             uses.update(case.items())
-        for values in [first] if case is None else combinations([(name, case[name]) for name in factors], strength):
+        for values in (
+            [first]
+            if case is None
+            else combinations([(name, case[name]) for name in factors], strength)
+        ):
             still_open.pop(values, None)
     return cases
 
@@ -50,13 +56,19 @@ def _complete(
     strength: int,
     uses: Mapping[Any, int],
 ) -> Chosen | None:
-    """Fill in the other factors, each with the value that closes most open combinations, of those the rarest so far."""
+    """Fill in the other factors.
+
+    Each gets the value that closes most open combinations, of those the rarest so far.
+    """
     names = list(factors)
 
     def gain(name: str, value: Any) -> int:
         others = combinations([name for name in names if name in case], strength - 1)
         held = {**case, name: value}
-        return sum(tuple((n, held[n]) for n in names if n in {name, *group}) in still_open for group in others)
+        return sum(
+            tuple((n, held[n]) for n in names if n in {name, *group}) in still_open
+            for group in others
+        )
 
     for name, values in factors.items():
         if name in case:
@@ -64,16 +76,21 @@ def _complete(
         fitting = [value for value in values if is_valid({**case, name: value})]
         if not fitting:
             return None
-        case[name] = max(fitting, key=lambda value, name=name: (gain(name, value), -uses[name, value]))
+        case[name] = max(
+            fitting, key=lambda value, name=name: (gain(name, value), -uses[name, value])
+        )
     return case
 
 
 def first_values_then_pairs(
-    factors: Mapping[str, Sequence[Any]], is_valid: Callable[[Chosen], bool], to_case: Callable[[Chosen], Any]
+    factors: Mapping[str, Sequence[Any]],
+    is_valid: Callable[[Chosen], bool],
+    to_case: Callable[[Chosen], Any],
 ) -> list[Any]:
     """Parameters of a test: cases with every value of every factor, then all pairs of values.
 
-    A third of the first run by default; of the others every fourth is slow, of the pairs every sixteenth.
+    A third of the first run by default; of the others every fourth is slow, of the pairs every
+    sixteenth.
 
     Args:
         factors: As for `covering`.
@@ -83,13 +100,19 @@ def first_values_then_pairs(
     Returns:
         For `pytest.mark.parametrize`; no case twice.
     """
-    values, pairs = ([to_case(x) for x in covering(factors, is_valid, strength)] for strength in (1, 2))
+    values, pairs = (
+        [to_case(x) for x in covering(factors, is_valid, strength)] for strength in (1, 2)
+    )
     rest = [case for case in pairs if case not in values]
     return [*slow_after(len(values) // 3, values), *slow_after(0, rest, soak=True)]
 
 
-def slow_after(count: int, cases: Sequence[Any], *, unpack: bool = False, soak: bool = False) -> list[Any]:
-    """Parameters of a test of which the first few run by default; of the others every fourth is slow, the rest soak.
+def slow_after(
+    count: int, cases: Sequence[Any], *, unpack: bool = False, soak: bool = False
+) -> list[Any]:
+    """Parameters of a test of which the first few run by default.
+
+    Of the others every fourth is slow, the rest soak.
 
     Args:
         count: How many run by default.
@@ -98,7 +121,9 @@ def slow_after(count: int, cases: Sequence[Any], *, unpack: bool = False, soak: 
         soak: Of many cases: every sixteenth is slow.
     """
     every = 16 if soak else 4
-    marks = [pytest.mark.slow if i % every == 0 else pytest.mark.soak for i in range(len(cases) - count)]
+    marks = [
+        pytest.mark.slow if i % every == 0 else pytest.mark.soak for i in range(len(cases) - count)
+    ]
     rest = zip(cases[count:], marks, strict=True)
     return [*cases[:count], *(_marked(case, mark, unpack=unpack) for case, mark in rest)]
 
@@ -111,7 +136,10 @@ def soak_after(count: int, cases: Sequence[Any], *, unpack: bool = False) -> lis
         cases: The values.
         unpack: Whether each is a tuple of values of several arguments.
     """
-    return [*cases[:count], *(_marked(case, pytest.mark.soak, unpack=unpack) for case in cases[count:])]
+    return [
+        *cases[:count],
+        *(_marked(case, pytest.mark.soak, unpack=unpack) for case in cases[count:]),
+    ]
 
 
 def _marked(case: Any, mark: pytest.MarkDecorator, *, unpack: bool) -> Any:

@@ -72,10 +72,18 @@ class Layout:
             "train_micro_batch_size_per_gpu": 2,
             "zero_optimization": {"stage": self.zero},
             "optimizer": {"type": self.optimizer, "params": {"lr": 0.01}},
-            "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 6}},
+            "scheduler": {
+                "type": "WarmupLR",
+                "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 6},
+            },
         }
         if self.precision == "fp16":
-            config["fp16"] = {"enabled": True, "initial_scale_power": 24, "loss_scale_window": 2, "hysteresis": 1}
+            config["fp16"] = {
+                "enabled": True,
+                "initial_scale_power": 24,
+                "loss_scale_window": 2,
+                "hysteresis": 1,
+            }
         elif self.precision:
             config[self.precision] = {"enabled": True}
         return jaxpipe.initialize(model=module, config=config, mesh=mesh, **kwargs)[0]
@@ -106,7 +114,8 @@ def all_leaves(engine: PipelineEngine) -> dict[str, np.ndarray]:
     pipeline = engine.pipeline
     arrays = {name: np.asarray(array) for name, array in state_arrays(engine.state).items()}
     return {
-        key: read_leaf(leaf, lambda name, row: arrays[name][row].reshape(-1)) for key, leaf in pipeline.catalog.items()
+        key: read_leaf(leaf, lambda name, row: arrays[name][row].reshape(-1))
+        for key, leaf in pipeline.catalog.items()
     }
 
 
@@ -120,7 +129,10 @@ def assert_same(actual: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) ->
 
 @functools.cache
 def saved(layout: Layout, root: Path) -> tuple[Path, dict[str, np.ndarray], list[float]]:
-    """A checkpoint after three steps, what it holds, and the losses of the next two steps without it."""
+    """A checkpoint after three steps, and what it holds.
+
+    Also the losses of the next two steps without it.
+    """
     engine = shared_engine(layout)
     if engine.global_steps != 3:
         engine = layout.engine()

@@ -56,7 +56,10 @@ class Head(nn.Module):
 
 
 class Attention(nn.Module):
-    """Its key bias has no gradient; a small share of the residual stream, so that rounding there stays small too."""
+    """Its key bias has no gradient.
+
+    A small share of the residual stream, so that rounding there stays small too.
+    """
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -125,19 +128,25 @@ class Thin(nn.Module):
 class SideBlock(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, *, mask: jax.Array, positions: jax.Array) -> jax.Array:
-        y = nn.Dense(DIM)(x) + jnp.cos(positions[..., None] * jnp.arange(1.0, DIM + 1).reshape(1, 1, DIM))
+        y = nn.Dense(DIM)(x) + jnp.cos(
+            positions[..., None] * jnp.arange(1.0, DIM + 1).reshape(1, 1, DIM)
+        )
         return x + jnp.where(mask[..., None], jnp.tanh(y), 0.0)
 
 
 class NormBlock(nn.Module):
-    """Keeps batch statistics; a small share of the residual stream, so that rounding there stays small too.
+    """Keeps batch statistics.
+
+    A small share of the residual stream, so that rounding there stays small too.
 
     No bias before the norm: its true gradient is zero, and what is computed is rounding alone.
     """
 
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool = False) -> jax.Array:
-        y = nn.BatchNorm(use_running_average=not train, momentum=0.8)(nn.Dense(DIM, use_bias=False)(x))
+        y = nn.BatchNorm(use_running_average=not train, momentum=0.8)(
+            nn.Dense(DIM, use_bias=False)(x)
+        )
         return x + 0.1 * jnp.tanh(y)
 
 
@@ -257,13 +266,25 @@ def specs(kind: type, *args: Any) -> list[LayerSpec]:
 
 def tied_many() -> list[Any]:
     def shared() -> TiedLayerSpec:
-        return TiedLayerSpec("everywhere", nn.Dense, DIM, kernel_init=nn.initializers.orthogonal(0.5))
+        return TiedLayerSpec(
+            "everywhere", nn.Dense, DIM, kernel_init=nn.initializers.orthogonal(0.5)
+        )
 
     def pair() -> TiedLayerSpec:
         return TiedLayerSpec("neighbours", nn.Dense, DIM, tied_weight_attr="kernel")
 
     blocks = specs(Block)
-    return [LayerSpec(Embed), shared(), *blocks[:3], pair(), pair(), shared(), blocks[3], shared(), LayerSpec(Head)]
+    return [
+        LayerSpec(Embed),
+        shared(),
+        *blocks[:3],
+        pair(),
+        pair(),
+        shared(),
+        blocks[3],
+        shared(),
+        LayerSpec(Head),
+    ]
 
 
 MODELS = {
@@ -271,11 +292,26 @@ MODELS = {
     "deep": Model(lambda: [LayerSpec(Embed), *[LayerSpec(Thin)] * 32, LayerSpec(Head)]),
     "nnx": Model(lambda: [LayerSpec(NNXEmbed), *specs(NNXBlock), LayerSpec(NNXHead)]),
     "mixed": Model(
-        lambda: [Embed(), *[LayerSpec(NNXBlock), jnp.tanh, LayerSpec(Block)] * 3, Head(), lambda x: x * 0.5],
+        lambda: [
+            Embed(),
+            *[LayerSpec(NNXBlock), jnp.tanh, LayerSpec(Block)] * 3,
+            Head(),
+            lambda x: x * 0.5,
+        ],
         has_trunk=False,
     ),
     "functions": Model(
-        lambda: [Embed(), Widen(DIM), jnp.sin, jnp.cos, jnp.tanh, jnp.sin, Widen(DIM), jnp.tanh, Head()],
+        lambda: [
+            Embed(),
+            Widen(DIM),
+            jnp.sin,
+            jnp.cos,
+            jnp.tanh,
+            jnp.sin,
+            Widen(DIM),
+            jnp.tanh,
+            Head(),
+        ],
         has_trunk=False,
     ),
     "attention": Model(lambda: [LayerSpec(Embed), *specs(Attention), LayerSpec(Head)]),
@@ -290,7 +326,9 @@ MODELS = {
         lambda: [
             TiedLayerSpec("embed", NormedEmbed, tied_weight_attr=["table.embedding"]),
             *specs(Block),
-            TiedLayerSpec("embed", NormedEmbed, tied_weight_attr="table", forward_fn=NormedEmbed.attend),
+            TiedLayerSpec(
+                "embed", NormedEmbed, tied_weight_attr="table", forward_fn=NormedEmbed.attend
+            ),
         ]
     ),
     "tied_nnx": Model(
@@ -304,30 +342,57 @@ MODELS = {
     "tuple": Model(lambda: [start_masked, *specs(MaskedBlock)], masked_loss),
     "shapes": Model(
         lambda: [
-            *[Embed(), Widen(12), to_waves, from_waves, Widen(6), lambda x: x.reshape(x.shape[0], -1), Widen(20)],
-            *[lambda x: {"a": x, "b": (x[:, :2], x > 0)}, lambda d: jnp.concatenate([d["a"], d["b"][0] * 2.0], -1)],
+            *[
+                Embed(),
+                Widen(12),
+                to_waves,
+                from_waves,
+                Widen(6),
+                lambda x: x.reshape(x.shape[0], -1),
+                Widen(20),
+            ],
+            *[
+                lambda x: {"a": x, "b": (x[:, :2], x > 0)},
+                lambda d: jnp.concatenate([d["a"], d["b"][0] * 2.0], -1),
+            ],
             *[Widen(LENGTH * VOCAB), lambda x: x.reshape(x.shape[0], LENGTH, VOCAB)],
         ],
         has_trunk=False,
     ),
-    "side": Model(lambda: [LayerSpec(Embed), *specs(SideBlock), LayerSpec(Head)], batch=text_with_side),
-    "dropout": Model(lambda: [Embed(), *[LayerSpec(Block, 0.5) for _ in range(BLOCKS)], Head()], is_random=True),
+    "side": Model(
+        lambda: [LayerSpec(Embed), *specs(SideBlock), LayerSpec(Head)], batch=text_with_side
+    ),
+    "dropout": Model(
+        lambda: [Embed(), *[LayerSpec(Block, 0.5) for _ in range(BLOCKS)], Head()], is_random=True
+    ),
     "marked": Model(
         lambda: [
             LayerSpec(Embed),
-            *[LayerSpec(Block, 0.5).remat(jax.checkpoint_policies.dots_saveable) for _ in range(BLOCKS)],
+            *[
+                LayerSpec(Block, 0.5).remat(jax.checkpoint_policies.dots_saveable)
+                for _ in range(BLOCKS)
+            ],
             LayerSpec(Head).remat(),
         ],
         is_random=True,
     ),
     "noise": Model(
-        lambda: [Embed(), noise, *[LayerSpec(NNXBlock, 0.5), noise, LayerSpec(Block, 0.2)] * 3, LayerSpec(NNXHead)],
+        lambda: [
+            Embed(),
+            noise,
+            *[LayerSpec(NNXBlock, 0.5), noise, LayerSpec(Block, 0.2)] * 3,
+            LayerSpec(NNXHead),
+        ],
         has_trunk=False,
         is_random=True,
     ),
     "norm": Model(lambda: [LayerSpec(Embed), *specs(NormBlock), LayerSpec(Head)]),
-    "reports": Model(lambda: [LayerSpec(Embed), *specs(ReportingBlock), LayerSpec(Head)], weighted_loss),
-    "norm_reports": Model(lambda: [LayerSpec(NNXEmbed), *specs(ReportingNorm), LayerSpec(ReportingBlock), Head()]),
+    "reports": Model(
+        lambda: [LayerSpec(Embed), *specs(ReportingBlock), LayerSpec(Head)], weighted_loss
+    ),
+    "norm_reports": Model(
+        lambda: [LayerSpec(NNXEmbed), *specs(ReportingNorm), LayerSpec(ReportingBlock), Head()]
+    ),
     "weighted": Model(lambda: [LayerSpec(Embed), *specs(Block), LayerSpec(Head)], weighted_loss),
     "no_loss": Model(lambda: [LayerSpec(Embed), *specs(Block), LayerSpec(Loss)], loss_fn=None),
 }
@@ -386,7 +451,13 @@ def split_tied(*, split: bool = True) -> list[Any]:
     def table(**kwargs: Any) -> TiedLayerSpec:
         return TiedLayerSpec("table", VocabEmbed, ROWS, DIM, split=split, **kwargs)
 
-    return [table(), lambda x: x * 2.0, *specs(Block), nn.LayerNorm(), table(forward_fn=VocabEmbed.attend)]
+    return [
+        table(),
+        lambda x: x * 2.0,
+        *specs(Block),
+        nn.LayerNorm(),
+        table(forward_fn=VocabEmbed.attend),
+    ]
 
 
 def split_shared() -> list[Any]:
@@ -398,7 +469,11 @@ def split_shared() -> list[Any]:
 
 SPLIT_MODELS = {
     "split": Model(
-        lambda: [SplitEmbed(), *[LayerSpec(Block, 0.2) for _ in range(BLOCKS)], LayerSpec(SplitHead)],
+        lambda: [
+            SplitEmbed(),
+            *[LayerSpec(Block, 0.2) for _ in range(BLOCKS)],
+            LayerSpec(SplitHead),
+        ],
         split_weighted_loss,
         split_text,
         is_random=True,
@@ -406,10 +481,14 @@ SPLIT_MODELS = {
     "split_tied": Model(split_tied, split_loss, split_text),
     "whole_tied": Model(lambda: split_tied(split=False), split_loss, split_text),
     "split_first": Model(
-        lambda: [VocabEmbed(ROWS, DIM), Widen(DIM), *specs(Block), nn.Dense(ROWS)], split_loss, split_text
+        lambda: [VocabEmbed(ROWS, DIM), Widen(DIM), *specs(Block), nn.Dense(ROWS)],
+        split_loss,
+        split_text,
     ),
     "split_last": Model(
-        lambda: [nn.Embed(ROWS, DIM), *specs(Block), nn.LayerNorm(), VocabHead(ROWS)], split_loss, split_text
+        lambda: [nn.Embed(ROWS, DIM), *specs(Block), nn.LayerNorm(), VocabHead(ROWS)],
+        split_loss,
+        split_text,
     ),
     "split_narrow": Model(
         lambda: [VocabEmbed(ROWS, 3), Widen(DIM), *specs(Block), nn.Dense(ROWS)],

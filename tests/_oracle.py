@@ -56,11 +56,14 @@ class Case:
     interval: int = 0
     skip_idle: bool | None = None
     scan_trunk: bool = False
-    optimizer: optax.GradientTransformation = field(default_factory=optax.identity, compare=False, repr=False)
+    optimizer: optax.GradientTransformation = field(
+        default_factory=optax.identity, compare=False, repr=False
+    )
     settings: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def __str__(self) -> str:
-        flags = f"{'skip' if self.skip_idle else 'mask'}-{'scan' if self.scan_trunk else 'unroll'}-{self.interval}"
+        idle = "skip" if self.skip_idle else "mask"
+        flags = f"{idle}-{'scan' if self.scan_trunk else 'unroll'}-{self.interval}"
         sizes = f"{self.stages}x{self.data}x{self.microbatches}"
         return f"{self.model}-{sizes}-{self.schedule}-{self.cut}-{flags}"
 
@@ -70,7 +73,10 @@ class Case:
         return self.stages * resolve_schedule(SCHEDULES[self.schedule]).num_chunks
 
     def module(self) -> PipelineModule:
-        kwargs = {"partition_method": self.boundaries(), "activation_checkpoint_interval": self.interval}
+        kwargs = {
+            "partition_method": self.boundaries(),
+            "activation_checkpoint_interval": self.interval,
+        }
         return ALL_MODELS[self.model].module(self.stages, **kwargs)
 
     def boundaries(self) -> Any:
@@ -95,7 +101,10 @@ class Case:
             example,
             self.microbatches,
             make_settings(
-                schedule=SCHEDULES[self.schedule], skip_idle=self.skip_idle, scan_trunk=self.scan_trunk, **self.settings
+                schedule=SCHEDULES[self.schedule],
+                skip_idle=self.skip_idle,
+                scan_trunk=self.scan_trunk,
+                **self.settings,
             ),
         )
 
@@ -118,8 +127,8 @@ class Sequential:
         module: The model.
         params: Initial parameters.
         collections: Initial collections.
-        gradient: Of `(params, collections, inputs, labels, side, key, aux_weight)`: objective, what else a microbatch
-            gives, and gradients.
+        gradient: Of `(params, collections, inputs, labels, side, key, aux_weight)`: objective, what
+            else a microbatch gives, and gradients.
         terms: Of `(params, collections, inputs, labels, side)`: loss and weight outside training.
     """
 
@@ -169,7 +178,10 @@ def sequential(name: str) -> tuple[Any, Callable[..., Any]]:
 
 @dataclass(frozen=True)
 class Reference:
-    """What a batch gives on one device: loss, mean gradients, collections after it, and what layers report."""
+    """What a batch gives on one device.
+
+    Loss, mean gradients, collections after it, and what layers report.
+    """
 
     loss: Any
     grads: Any
@@ -188,7 +200,10 @@ def whole_reference(
     step: int = 0,
     compute_dtype: str | None = None,
 ) -> Reference:
-    """Loop over microbatches and replicas, each replica with its own collections, summed in float64."""
+    """Loop over microbatches and replicas, summed in float64.
+
+    Each replica has its own collections.
+    """
     model = sequential_model(name, compute_dtype)
     params = model.params if params is None else params
     places = [(m, r) for m in range(microbatches) for r in range(data)]
@@ -212,7 +227,9 @@ def whole_reference(
     if divisor != len(places):
         total, divisor, held = run(divisor / len(places))
     value, grads, _, aux = total
-    mean = jax.tree.map(lambda *xs: np.mean(xs, axis=0, dtype=np.float64).astype(xs[0].dtype), *held)
+    mean = jax.tree.map(
+        lambda *xs: np.mean(xs, axis=0, dtype=np.float64).astype(xs[0].dtype), *held
+    )
     as_float32 = functools.partial(jax.tree.map, np.float32)
     grads = as_float32(jax.tree.map(lambda x: x / divisor, grads))
     reported = as_float32(jax.tree.map(lambda x: x / len(places), aux))
@@ -236,6 +253,8 @@ def evaluation(name: str, batch: Any, microbatches: int, data: int) -> float:
     """Loss outside training."""
     model = sequential_model(name)
     places = [(m, r) for m in range(microbatches) for r in range(data)]
-    terms = [model.terms(model.params, model.collections, *block_of(batch, m, r)) for m, r in places]
+    terms = [
+        model.terms(model.params, model.collections, *block_of(batch, m, r)) for m, r in places
+    ]
     total, weight = np.sum(np.asarray(terms, np.float64), axis=0)
     return float(total / weight)

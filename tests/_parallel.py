@@ -1,4 +1,4 @@
-"""A small model whose weights are sharded over the mesh axis `model`, and what it means on one device."""
+"""A small model with weights sharded over the mesh axis `model`, and its meaning on one device."""
 
 import functools
 from typing import Any
@@ -13,7 +13,14 @@ from _settings import make_settings
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe import LayerSpec, Pipeline, PipelineModule, PipeModelDataParallelTopology, TiedLayerSpec, microbatch_key
+from jaxpipe import (
+    LayerSpec,
+    Pipeline,
+    PipelineModule,
+    PipeModelDataParallelTopology,
+    TiedLayerSpec,
+    microbatch_key,
+)
 from jaxpipe.topology import make_pipeline_mesh
 
 VOCAB, DIM, HIDDEN, LENGTH, MICROBATCH, MICROBATCHES, REPLICAS = 12, 8, 16, 3, 2, 2, 2
@@ -33,7 +40,9 @@ class Embed(nn.Module):
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        table = self.param("table", sharded(nn.initializers.normal(1.0), "model", None), (VOCAB, DIM))
+        table = self.param(
+            "table", sharded(nn.initializers.normal(1.0), "model", None), (VOCAB, DIM)
+        )
         return jax.nn.one_hot(tokens, VOCAB, dtype=table.dtype) @ table
 
     def attend(self, x: jax.Array) -> jax.Array:
@@ -53,7 +62,9 @@ class Block(nn.Module):
         narrow = self.param("narrow", sharded(init, "model", None), (HIDDEN, DIM))
         bias = self.param("bias", nn.initializers.zeros, (DIM,))
         y = jnp.tanh(split(nn.LayerNorm()(x) @ wide + offset.reshape(1, 1, -1)))
-        return x + nn.Dropout(self.rate, deterministic=not train)(y @ narrow + bias.reshape(1, 1, -1))
+        return x + nn.Dropout(self.rate, deterministic=not train)(
+            y @ narrow + bias.reshape(1, 1, -1)
+        )
 
 
 class NNXBlock(nnx.Module):
@@ -68,7 +79,11 @@ class NNXBlock(nnx.Module):
             rngs=rngs,
         )
         self.narrow = nnx.Linear(
-            HIDDEN, DIM, use_bias=False, kernel_init=nnx.with_partitioning(init, ("model", None)), rngs=rngs
+            HIDDEN,
+            DIM,
+            use_bias=False,
+            kernel_init=nnx.with_partitioning(init, ("model", None)),
+            rngs=rngs,
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -80,7 +95,9 @@ class Head(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        kernel = self.param("kernel", sharded(nn.initializers.lecun_normal(), None, "model"), (DIM, VOCAB))
+        kernel = self.param(
+            "kernel", sharded(nn.initializers.lecun_normal(), None, "model"), (DIM, VOCAB)
+        )
         return split(nn.LayerNorm()(x) @ kernel)
 
 
@@ -90,14 +107,22 @@ def tied_layers(rate: float = 0.0) -> list[Any]:
 
 
 MODELS: dict[str, tuple[Any, Any]] = {
-    "linen": (lambda: [LayerSpec(Embed), *[LayerSpec(Block) for _ in range(4)], LayerSpec(Head)], cross_entropy),
-    "nnx": (lambda: [LayerSpec(Embed), *[LayerSpec(NNXBlock) for _ in range(4)], LayerSpec(Head)], cross_entropy),
+    "linen": (
+        lambda: [LayerSpec(Embed), *[LayerSpec(Block) for _ in range(4)], LayerSpec(Head)],
+        cross_entropy,
+    ),
+    "nnx": (
+        lambda: [LayerSpec(Embed), *[LayerSpec(NNXBlock) for _ in range(4)], LayerSpec(Head)],
+        cross_entropy,
+    ),
     "tied": (tied_layers, cross_entropy),
     "dropout": (lambda: tied_layers(0.5), cross_entropy),
 }
 
 
-def make_module(name: str, stages: int = 1, model: int = 1, data: int = 1, **kwargs: Any) -> PipelineModule:
+def make_module(
+    name: str, stages: int = 1, model: int = 1, data: int = 1, **kwargs: Any
+) -> PipelineModule:
     layers, loss_fn = MODELS[name]
     topology = PipeModelDataParallelTopology(num_pp=stages, num_mp=model, num_dp=data)
     return PipelineModule(layers(), topology=topology, loss_fn=loss_fn, **kwargs)
@@ -111,7 +136,12 @@ def make_batch(seed: int = 0, data: int = 1) -> tuple[Any, Any, dict[str, Any]]:
 
 
 def make_pipeline(
-    name: str, stages: int, model: int, data: int, optimizer: optax.GradientTransformation, **settings: Any
+    name: str,
+    stages: int,
+    model: int,
+    data: int,
+    optimizer: optax.GradientTransformation,
+    **settings: Any,
 ) -> Pipeline:
     module = make_module(name, stages, model, data)
     mesh = make_pipeline_mesh(module.topology())
@@ -132,7 +162,9 @@ def sequential(name: str) -> tuple[Any, Any]:
     return jax.device_get(params), jax.jit(jax.value_and_grad(loss))
 
 
-def reference(name: str, batch: Any, data: int, params: Any = None, step: int = 0) -> tuple[float, Any]:
+def reference(
+    name: str, batch: Any, data: int, params: Any = None, step: int = 0
+) -> tuple[float, Any]:
     """Mean loss and mean gradients over microbatches and replicas."""
     initial, gradient = sequential(name)
     found = []
@@ -140,5 +172,12 @@ def reference(name: str, batch: Any, data: int, params: Any = None, step: int = 
         for r in range(data):
             own = slice(r * MICROBATCH, (r + 1) * MICROBATCH)
             key = microbatch_key(jax.random.key(1234), step, m, r)
-            found.append(gradient(initial if params is None else params, batch[0][m, own], batch[1][m, own], key))
-    return jax.tree.map(lambda *xs: np.mean(np.asarray(xs, np.float64), 0).astype(np.float32), *jax.device_get(found))
+            found.append(
+                gradient(
+                    initial if params is None else params, batch[0][m, own], batch[1][m, own], key
+                )
+            )
+    return jax.tree.map(
+        lambda *xs: np.mean(np.asarray(xs, np.float64), 0).astype(np.float32),
+        *jax.device_get(found),
+    )

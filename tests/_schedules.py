@@ -22,7 +22,10 @@ from jaxpipe.schedules import (
 
 
 class TimedSchedule(PipeSchedule):
-    """Built from the times of its actions: sends one step after the computing, one buffer for each unit."""
+    """Built from the times of its actions.
+
+    Sends one step after the computing, one buffer for each unit.
+    """
 
     weight_delay: ClassVar[int | None] = None
 
@@ -39,7 +42,9 @@ class TimedSchedule(PipeSchedule):
         return self.num_chunks * self.micro_batches
 
     def location(self, virtual: int) -> tuple[int, int] | None:
-        places = [(stage, chunk) for stage in range(self.stages) for chunk in range(self.num_chunks)]
+        places = [
+            (stage, chunk) for stage in range(self.stages) for chunk in range(self.num_chunks)
+        ]
         return next((place for place in places if self.virtual_stage(*place) == virtual), None)
 
     def timed_steps(self) -> Iterator[tuple[int, int, list[PipeInstruction]]]:
@@ -68,8 +73,12 @@ class TimedSchedule(PipeSchedule):
                     yield backward, 3, [BackwardPass(**names)]
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        places = [(stage, chunk) for stage in range(self.stages) for chunk in range(self.num_chunks)]
-        last = max(self.backward_time(*place, m) for place in places for m in range(self.micro_batches))
+        places = [
+            (stage, chunk) for stage in range(self.stages) for chunk in range(self.num_chunks)
+        ]
+        last = max(
+            self.backward_time(*place, m) for place in places for m in range(self.micro_batches)
+        )
         end = last + (self.weight_delay or 0)
         listing: list[list[PipeInstruction]] = [[] for _ in range(end + 1)]
         for step, _, commands in sorted(self.timed_steps(), key=lambda timed: timed[:2]):
@@ -164,4 +173,6 @@ class LastInFirstOutSchedule(TimedSchedule):
         return microbatch + stage
 
     def backward_time(self, stage: int, chunk: int, microbatch: int) -> int:
-        return self.micro_batches + 2 * (self.stages - 1) - stage + self.micro_batches - 1 - microbatch
+        return (
+            self.micro_batches + 2 * (self.stages - 1) - stage + self.micro_batches - 1 - microbatch
+        )

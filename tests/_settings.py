@@ -2,7 +2,14 @@
 
 from typing import Any
 
-from jaxpipe.config import BF16Section, DataTypesSection, FP16Section, PipelineConfig, TrainConfig, ZeroSection
+from jaxpipe.config import (
+    BF16Section,
+    DataTypesSection,
+    FP16Section,
+    PipelineConfig,
+    TrainConfig,
+    ZeroSection,
+)
 from jaxpipe.optim import LossScaler
 
 
@@ -15,7 +22,10 @@ def make_settings(
     loss_scaler: LossScaler | None = None,
     **pipeline: Any,
 ) -> TrainConfig:
-    """What a `Pipeline` takes; keywords beside these are keys of the section `pipeline`, None standing for `'auto'`."""
+    """What a `Pipeline` takes.
+
+    Keywords beside these are keys of the section `pipeline`, None standing for `'auto'`.
+    """
     keys = {key: "auto" if value is None else value for key, value in pipeline.items()}
     return TrainConfig(
         pipeline=PipelineConfig(schedule=schedule, **keys),

@@ -9,8 +9,9 @@ T = TypeVar("T")
 
 
 class Sampled(Generic[T]):
-    """As torchdata's `StatefulDataLoader`: another order each round, an array for a generator, and places for the next
-    `iter()`.
+    """As torchdata's `StatefulDataLoader`.
+
+    Another order each round, an array for a generator, and places for the next `iter()`.
     """
 
     def __init__(self, items: list[T], seed: int = 0) -> None:
@@ -59,7 +60,10 @@ class _SampledRound(Generic[T]):
 
 
 class Streamed(Generic[T]):
-    """As Hugging Face's `IterableDataset`: an order by the epoch, and a place for every round of one."""
+    """As Hugging Face's `IterableDataset`.
+
+    An order by the epoch, and a place for every round of one.
+    """
 
     def __init__(self, items: list[T]) -> None:
         self.items, self.epoch = items, 0

@@ -7,13 +7,19 @@ import jax
 import numpy as np
 
 GRADIENT = 1e-5
-"""Error of a leaf, over its largest value or `FLOOR` of the whole tree's largest, whichever is more."""
+"""Error of a leaf, over its largest value or over `FLOOR` of the whole tree's largest.
+
+The larger of the two counts.
+"""
 
 FLOOR = 1e-3
 """Leaves whose true value is zero are judged by this share of the tree's largest value."""
 
 BFLOAT16 = 0.1
-"""The same for layers that compute in bfloat16, against float32; the sequential model itself is off by up to 0.081."""
+"""The same for layers that compute in bfloat16, against float32.
+
+The sequential model itself is off by up to 0.081.
+"""
 
 FLOAT16 = 0.02
 """The same for float16; the sequential model itself is off by up to 0.0094."""

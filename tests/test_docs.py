@@ -13,8 +13,13 @@ NAMES = {Path(name).name for name in FILES}
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
 def test_files_that_are_named_exist(path: Path) -> None:
-    named = set(re.findall(r"(?<![\w/.-])(?:jaxpipe/)?((?:[a-z]+/)*_[a-z_0-9]+\.py)", path.read_text()))
-    named |= {name.removeprefix("jaxpipe/") for name in re.findall(r"jaxpipe/[a-z_/]+\.py", path.read_text())}
+    named = set(
+        re.findall(r"(?<![\w/.-])(?:jaxpipe/)?((?:[a-z]+/)*_[a-z_0-9]+\.py)", path.read_text())
+    )
+    named |= {
+        name.removeprefix("jaxpipe/")
+        for name in re.findall(r"jaxpipe/[a-z_/]+\.py", path.read_text())
+    }
     missing = {name for name in named if name not in FILES and not (ROOT / name).exists()}
     assert not {name for name in missing if "/" in name or name not in NAMES}
 

@@ -14,7 +14,9 @@ MODULES = sorted(module.name for module in pkgutil.walk_packages(jaxpipe.__path_
 WHOLE = [f"jaxpipe.models._{name}" for name in ("bert", "llama", "gpt2")]
 
 
-@pytest.mark.parametrize("name", slow_after(len(MODULES) - len(WHOLE), sorted(MODULES, key=lambda name: name in WHOLE)))
+@pytest.mark.parametrize(
+    "name", slow_after(len(MODULES) - len(WHOLE), sorted(MODULES, key=lambda name: name in WHOLE))
+)
 def test_docstring_examples(name: str) -> None:
     names = {**vars(jaxpipe.schedules), **vars(jaxpipe)}
     assert doctest.testmod(importlib.import_module(name), extraglobs=names).failed == 0

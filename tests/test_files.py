@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jaxpipe._files import check_is_file, new_beside, open_to_append, open_to_change, read_file, write_file
+from jaxpipe._files import (
+    check_is_file,
+    new_beside,
+    open_to_append,
+    open_to_change,
+    read_file,
+    write_file,
+)
 from jaxpipe.config import CSVMonitorSection, load_config
 from jaxpipe.errors import JaxpipeError
 from jaxpipe.monitor import Event
@@ -114,7 +121,9 @@ def test_names_of_files_that_are_not_whole_are_not_known_before(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("opened", [open_to_append, open_to_change])
-def test_nothing_is_opened_through_a_link(opened: Callable[[Path], Any], tmp_path: Path, no_file: Path) -> None:
+def test_nothing_is_opened_through_a_link(
+    opened: Callable[[Path], Any], tmp_path: Path, no_file: Path
+) -> None:
     (tmp_path / "own").write_text("mine")
     (tmp_path / "link").symlink_to(tmp_path / "own")
     with pytest.raises(OSError, match="is a link, through which nothing is written"):
@@ -148,7 +157,11 @@ def test_numbers_of_a_run_are_not_written_through_a_link(tmp_path: Path) -> None
 
 def test_a_folder_of_the_hub_gives_what_transformers_reads(tmp_path: Path) -> None:
     other = {"y": np.ones(2, np.float32)}
-    for name in ("consolidated.safetensors", "adapter_model.safetensors", "model-00001-of-00001.safetensors"):
+    for name in (
+        "consolidated.safetensors",
+        "adapter_model.safetensors",
+        "model-00001-of-00001.safetensors",
+    ):
         save_file(other, tmp_path / name)
     index = tmp_path / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"y": "model-00001-of-00001.safetensors"}}')

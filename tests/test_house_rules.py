@@ -17,7 +17,11 @@ def _name(path: Path) -> str:
 
 @pytest.mark.parametrize("path", FILES, ids=_name)
 def test_user_mistakes_are_no_assertion_errors(path: Path) -> None:
-    raised = [n.exc for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Raise) and n.exc is not None]
+    raised = [
+        n.exc
+        for n in ast.walk(ast.parse(path.read_text()))
+        if isinstance(n, ast.Raise) and n.exc is not None
+    ]
     names = [getattr(getattr(exc, "func", exc), "id", "") for exc in raised]
     assert "AssertionError" not in names
     assert "NotImplementedError" not in names
@@ -32,7 +36,8 @@ def test_nothing_private_of_jax_and_the_environment_in_one_room(path: Path) -> N
 
 
 UNPROMISED = re.compile(
-    r"jax\.extend|jax\.interpreters|\beqn\.(params|effects|ctx|source_info)\b|primitive\.name (==|in) [\"{(]"
+    r"jax\.extend|jax\.interpreters|\beqn\.(params|effects|ctx|source_info)\b|primitive\.name "
+    r"(==|in) [\"{(]"
 )
 """What JAX may change in any release: modules, fields of equations, names of primitives."""
 
@@ -40,7 +45,9 @@ UNPROMISED = re.compile(
 @pytest.mark.parametrize("path", FILES, ids=_name)
 def test_what_jax_does_not_promise_is_read_in_one_room(path: Path) -> None:
     assert path.parent.name == "jaxpr" or not UNPROMISED.search(path.read_text())
-    assert path.name == "_equation.py" or not re.search(r"jax\.extend|jax\.interpreters", path.read_text())
+    assert path.name == "_equation.py" or not re.search(
+        r"jax\.extend|jax\.interpreters", path.read_text()
+    )
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if p.name != "__init__.py"], ids=_name)
@@ -54,7 +61,9 @@ DEEPSPEEDS = {"Engine", "PipelineParallelGrid"}
 
 @pytest.mark.parametrize("path", FILES, ids=_name)
 def test_classes_have_at_most_15_public_methods(path: Path) -> None:
-    classes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
+    classes = [
+        node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)
+    ]
     for node in classes:
         methods = [x for x in node.body if isinstance(x, ast.FunctionDef) and not x.decorator_list]
         public = [x.name for x in methods if not x.name.startswith("_")]
@@ -65,7 +74,9 @@ def test_classes_have_at_most_15_public_methods(path: Path) -> None:
 def test_no_key_is_built_from_strings(path: Path) -> None:
     """What a search cannot find, a rename does not reach."""
     rooms = {"schedules", "executor", "state"}
-    subscripts = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Subscript)]
+    subscripts = [
+        node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Subscript)
+    ]
     built = [ast.unparse(node) for node in subscripts if isinstance(node.slice, ast.JoinedStr)]
     assert not built or path.parent.name not in rooms
 
@@ -75,7 +86,10 @@ CIRCLES = {"forecast": {"_html", "_result"}}
 
 
 def _imported(path: Path) -> Iterator[str]:
-    """The files of its own room that a file imports, at any time: in functions and for types alone too."""
+    """The files of its own room that a file imports, at any time.
+
+    In functions and for types alone too.
+    """
     room = f"jaxpipe.{path.parent.name}"
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
@@ -90,11 +104,15 @@ def _imported(path: Path) -> Iterator[str]:
             yield from (alias.name.removeprefix(f"{room}.") for alias in node.names)
 
 
-@pytest.mark.parametrize("room", sorted({path.parent for path in FILES if path.parent.name != "jaxpipe"}), ids=_name)
+@pytest.mark.parametrize(
+    "room", sorted({path.parent for path in FILES if path.parent.name != "jaxpipe"}), ids=_name
+)
 def test_files_of_a_room_do_not_import_each_other_in_a_circle(room: Path) -> None:
     files = {path.stem: path for path in room.glob("*.py") if path.stem != "__init__"}
     reached = {name: {*_imported(path)} & files.keys() for name, path in files.items()}
     for _ in files:
-        reached = {name: found.union(*(reached[each] for each in found)) for name, found in reached.items()}
+        reached = {
+            name: found.union(*(reached[each] for each in found)) for name, found in reached.items()
+        }
     circle = {name for name, found in reached.items() if name in found}
     assert circle - CIRCLES.get(room.name, set()) == set()

@@ -1,4 +1,7 @@
-"""What a user gives as a path: homes, `file://`, and refused before anything is made what is on no file system."""
+"""What a user gives as a path.
+
+Homes, `file://`, and refused before anything is made what is on no file system.
+"""
 
 import subprocess
 import sys
@@ -25,7 +28,15 @@ from jaxpipe.schedules import draw
 from jaxpipe.transformer import DeepSpeedTransformerConfig
 
 REMOTE = [
-    *("s3://bucket/run", "gs://b", "memory://x", "hf://owner/name", "HDFS:///x", "az+blob://x", " s3://b"),
+    *(
+        "s3://bucket/run",
+        "gs://b",
+        "memory://x",
+        "hf://owner/name",
+        "HDFS:///x",
+        "az+blob://x",
+        " s3://b",
+    ),
     *("simplecache::s3://b/x", "x://", "dbfs:/x", Path("s3://bucket/run")),
 ]
 LOCAL = [
@@ -69,18 +80,27 @@ def test_a_name_that_is_meant_as_it_is(given: str) -> None:
 
 @pytest.mark.parametrize("given", ["file://host/x", "file://x", "file://", "file:///a%00b"])
 def test_urls_of_files_elsewhere(given: str) -> None:
-    with pytest.raises(ConfigError, match=f"must be file:// and a path .* got save_dir='{given}'. Write for instance"):
+    with pytest.raises(
+        ConfigError,
+        match=f"must be file:// and a path .* got save_dir='{given}'. Write for instance",
+    ):
         local_path(given, "save_dir")
 
 
 def test_a_home_of_nobody() -> None:
-    with pytest.raises(ConfigError, match="got save_dir='~no-such-user/x'. Write the whole path, or './~no-such-user/"):
+    with pytest.raises(
+        ConfigError,
+        match="got save_dir='~no-such-user/x'. Write the whole path, or './~no-such-user/",
+    ):
         local_path("~no-such-user/x", "save_dir")
 
 
 @pytest.mark.parametrize("given", ["", None, 3, b"run", "a\0b"], ids=repr)
 def test_what_is_no_path(given: Any) -> None:
-    with pytest.raises(ConfigError, match="save_dir must be the path of a directory or a file, a string or a pathlib"):
+    with pytest.raises(
+        ConfigError,
+        match="save_dir must be the path of a directory or a file, a string or a pathlib",
+    ):
         local_path(given, "save_dir")
 
 
@@ -90,7 +110,9 @@ def mean_square(y: Any, t: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def engine() -> Any:
-    module = jaxpipe.PipelineModule([nn.Dense(2)], topology=jaxpipe.PipeDataParallelTopology(1, 1), loss_fn=mean_square)
+    module = jaxpipe.PipelineModule(
+        [nn.Dense(2)], topology=jaxpipe.PipeDataParallelTopology(1, 1), loss_fn=mean_square
+    )
     x = np.ones((2, 2), np.float32)
     config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
     mesh = jaxpipe.mesh_for(module, jax.devices()[:1])
@@ -115,8 +137,12 @@ TAKERS: dict[str, Callable[[Any, str], Any]] = {
     "committed_tags": lambda engine, url: checkpoint.committed_tags(url),
     "inspect_checkpoint": lambda engine, url: checkpoint.inspect_checkpoint(url),
     "verify_checkpoint": lambda engine, url: checkpoint.verify_checkpoint(url),
-    "export_safetensors": lambda engine, url: checkpoint.export_safetensors(".", f"{url}/x.safetensors"),
-    "export_safetensors_of": lambda engine, url: checkpoint.export_safetensors(url, "x.safetensors"),
+    "export_safetensors": lambda engine, url: checkpoint.export_safetensors(
+        ".", f"{url}/x.safetensors"
+    ),
+    "export_safetensors_of": lambda engine, url: checkpoint.export_safetensors(
+        url, "x.safetensors"
+    ),
     "load_safetensors": lambda engine, url: checkpoint.load_safetensors(f"{url}/x.safetensors"),
     "save_huggingface": lambda engine, url: checkpoint.save_huggingface(".", url, []),
     "save_huggingface_of": lambda engine, url: checkpoint.save_huggingface(url, "out", []),
@@ -135,12 +161,16 @@ def test_nothing_that_takes_a_path_makes_a_folder_named_by_a_url(
     engine: Any, taker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(JaxpipeError, match="must lie on a file system of this machine, .* and s3:// is none"):
+    with pytest.raises(
+        JaxpipeError, match="must lie on a file system of this machine, .* and s3:// is none"
+    ):
         TAKERS[taker](engine, "s3://bucket/run")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_command_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     url = "gs://bucket/x"
     for words in (["--hostfile", url, "x.py"], ["--nproc", "1", "--log-dir", url, "x.py"]):
@@ -181,4 +211,6 @@ def test_checkpoints_at_a_url_of_a_file_and_in_a_home(
     engine.save_checkpoint(f"file://{tmp_path}/my%20run")
     engine.save_checkpoint("~/other")
     assert engine.load_checkpoint("~/my run")[0] == str(tmp_path / "my run" / "global_step0")
-    assert engine.load_checkpoint(f"file://localhost{tmp_path}/other")[0] == str(tmp_path / "other" / "global_step0")
+    assert engine.load_checkpoint(f"file://localhost{tmp_path}/other")[0] == str(
+        tmp_path / "other" / "global_step0"
+    )

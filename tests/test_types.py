@@ -16,7 +16,10 @@ import jaxpipe
 def loss_fn(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.sum(logits), jnp.sum(labels)
 
-layers = [jaxpipe.LayerSpec(jaxpipe.layers.VocabEmbed, 8, 4), jaxpipe.LayerSpec(jaxpipe.layers.VocabHead, 8)]
+layers = [
+    jaxpipe.LayerSpec(jaxpipe.layers.VocabEmbed, 8, 4),
+    jaxpipe.LayerSpec(jaxpipe.layers.VocabHead, 8),
+]
 model = jaxpipe.PipelineModule(layers, num_stages=2, loss_fn=loss_fn)
 
 def train(pipeline: jaxpipe.Pipeline, state: jaxpipe.TrainState) -> jaxpipe.TrainState:
@@ -31,8 +34,18 @@ def train(pipeline: jaxpipe.Pipeline, state: jaxpipe.TrainState) -> jaxpipe.Trai
 def test_a_users_file_is_understood(tmp_path: Path) -> None:
     file = tmp_path / "user.py"
     file.write_text(USER)
-    (tmp_path / "pyrightconfig.json").write_text(f'{{"extraPaths": ["{Path(jaxpipe.__file__).parents[1]}"]}}')
-    command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "--project", str(tmp_path)]
+    (tmp_path / "pyrightconfig.json").write_text(
+        f'{{"extraPaths": ["{Path(jaxpipe.__file__).parents[1]}"]}}'
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "pyright",
+        "--pythonpath",
+        sys.executable,
+        "--project",
+        str(tmp_path),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert "\n0 errors" in done.stdout, done.stdout
     assert "Compiled[(TrainState, Sequence[" in done.stdout, done.stdout

@@ -1,1 +1,4 @@
-"""The program that GPUs would run, compiled without one: its memory, its traffic, and a projected step."""
+"""The program that GPUs would run, compiled without one.
+
+Its memory, its traffic, and a projected step.
+"""

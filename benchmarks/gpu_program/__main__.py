@@ -2,22 +2,24 @@
 
 Each job is compiled for 8 or 64 H200s, and its scheduled HLO is read. Printed are
 
-- memory of a device as XLA plans it, beside what `jaxpipe.plan` counts: by hand are masters and moments (as divided by
-  ZeRO), compute parameters, sums of gradients, the rings of residuals and of pending weight gradients; counted are the
-  temporaries of a tick, too;
+- memory of a device as XLA plans it, beside what `jaxpipe.plan` counts: by hand are masters and
+  moments (as divided by ZeRO), compute parameters, sums of gradients, the rings of residuals and of
+  pending weight gradients; counted are the temporaries of a tick, too;
 - one microbatch of the steady run by category: milliseconds, GB and TFLOP on a stage in the middle;
-- the projected step and its MFU (6 N + 12 L T D, attention's whole square, N without the embedding), M microbatches.
+- the projected step and its MFU (6 N + 12 L T D, attention's whole square, N without the
+  embedding), M microbatches.
 
-Bytes, operations and memory are the program's; **times are a model**, no measurement: each kernel takes the longer of
-its operations at .70 (products) or .50 (attention, the causal half) of 989 TFLOP/s and its bytes at .85 of 4.8 TB/s,
-each conditional 25 us, exchanges .8 of 450 GB/s in a host and 50 GB/s between hosts, and 15 us; stages wait for their
-neighbours as the exchanges say. Without a GPU products compile to Triton, where autotuning might take cuBLAS.
+Bytes, operations and memory are the program's; **times are a model**, no measurement: each kernel
+takes the longer of its operations at .70 (products) or .50 (attention, the causal half) of 989
+TFLOP/s and its bytes at .85 of 4.8 TB/s, each conditional 25 us, exchanges .8 of 450 GB/s in a host
+and 50 GB/s between hosts, and 15 us; stages wait for their neighbours as the exchanges say. Without
+a GPU products compile to Triton, where autotuning might take cuBLAS.
 
 Needs the CUDA plugin, and for cuDNN's attention its library on LD_LIBRARY_PATH:
 `pip install "jax[cuda13-local]" nvidia-cudnn-cu13`.
 
-Run: JAX_PLATFORMS=cpu python -m benchmarks.gpu_program [--only 1f1b,interleaved] [--json FILE] [--text FOLDER]
-     [--smoke]
+Run: JAX_PLATFORMS=cpu python -m benchmarks.gpu_program [--only 1f1b,interleaved] [--json FILE]
+     [--text FOLDER] [--smoke]
 """
 
 import argparse
@@ -54,7 +56,9 @@ def measure(job: Job, text_at: Path | None) -> dict[str, Any]:
     total += memory.output_size_in_bytes - memory.alias_size_in_bytes
     counted, module, block = job.plan().candidates[0], Module(text), type(job.block).__name__
     real, ideal = (
-        Simulation(Costs(module, machine, job.hosts), pipeline.program, job.num_devices, block).run()
+        Simulation(
+            Costs(module, machine, job.hosts), pipeline.program, job.num_devices, block
+        ).run()
         for machine in (HARDWARE["h200"], HARDWARE["h200"].ideal)
     )
     return {
@@ -64,7 +68,9 @@ def measure(job: Job, text_at: Path | None) -> dict[str, Any]:
         "total_gb": total / 1e9,
         "hand_gb": counted.memory.held / 1e9,
         "ratio": total / counted.memory.held,
-        "counted_gb": {name: size / 1e9 for name, size in dataclasses.asdict(counted.memory).items()},
+        "counted_gb": {
+            name: size / 1e9 for name, size in dataclasses.asdict(counted.memory).items()
+        },
         "counted_step_ms": counted.step_s * 1e3,
         "real": _projected(job, real),
         "ideal": _projected(job, ideal),
@@ -88,7 +94,17 @@ def _projected(job: Job, found: Projection) -> dict[str, Any]:
 def report(results: dict[str, dict[str, Any]]) -> None:
     """Print the tables."""
     print("\nMemory of a device, GB\n")
-    print_head("job", "compile s", "arguments", "temporary", "total", "by hand", "ratio", "counted", "ratio")
+    print_head(
+        "job",
+        "compile s",
+        "arguments",
+        "temporary",
+        "total",
+        "by hand",
+        "ratio",
+        "counted",
+        "ratio",
+    )
     for name, found in results.items():
         counted = sum(found["counted_gb"].values())
         sizes = (found["arguments_gb"], found["temporary_gb"], found["total_gb"], found["hand_gb"])
@@ -105,7 +121,14 @@ def report(results: dict[str, dict[str, Any]]) -> None:
             print_row(name, *cells, f"{sum(middle.values()):.{digits}f}", *longest)
     print("\nProjected step\n")
     print_head(
-        *("job", "step ms", "before and after the ticks ms", "MFU", "step ms at peaks", "MFU at peaks"),
+        *(
+            "job",
+            "step ms",
+            "before and after the ticks ms",
+            "MFU",
+            "step ms at peaks",
+            "MFU at peaks",
+        ),
         *("counted step ms", "ratio"),
     )
     for name, found in results.items():
@@ -113,12 +136,21 @@ def report(results: dict[str, dict[str, Any]]) -> None:
         cells = f"{real['step_ms']:.0f}", f"{real['outside_ms']:.1f}", f"{real['mfu']:.3f}"
         counted = found["counted_step_ms"]
         ratio = counted / real["step_ms"]
-        print_row(name, *cells, f"{ideal['step_ms']:.0f}", f"{ideal['mfu']:.3f}", f"{counted:.0f}", f"{ratio:.3f}")
+        print_row(
+            name,
+            *cells,
+            f"{ideal['step_ms']:.0f}",
+            f"{ideal['mfu']:.3f}",
+            f"{counted:.0f}",
+            f"{ratio:.3f}",
+        )
 
 
 def main() -> None:
     """Compile every job and print what is found."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", help=f"jobs among {', '.join(JOBS)}")
     parser.add_argument("--json", type=Path, help="where the figures go")
     parser.add_argument("--text", type=Path, help="folder where each job's HLO goes")
@@ -127,14 +159,18 @@ def main() -> None:
     jobs = SMOKE if options.smoke else JOBS
     names = options.only.split(",") if options.only else list(jobs)
     if unknown := set(names) - set(jobs):
-        parser.error(f"--only must name jobs of {', '.join(jobs)}, but got {', '.join(sorted(unknown))}.")
+        parser.error(
+            f"--only must name jobs of {', '.join(jobs)}, but got {', '.join(sorted(unknown))}."
+        )
     if options.text:
         options.text.mkdir(parents=True, exist_ok=True)
     results: dict[str, dict[str, Any]] = {}
     failed = []
     for name in names:
         try:
-            results[name] = measure(jobs[name], options.text / f"{name}.txt" if options.text else None)
+            results[name] = measure(
+                jobs[name], options.text / f"{name}.txt" if options.text else None
+            )
         except Exception:  # noqa: BLE001 - the other jobs go on; this one's end is told
             traceback.print_exc(limit=-3)
             failed.append(name)

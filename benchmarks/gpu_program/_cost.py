@@ -10,9 +10,22 @@ from jaxpipe.forecast import Hardware, collective_s, kernel_s
 
 from ._hlo import Instruction, Module
 
-CATEGORIES = ("gemm", "attention", "sums", "packed", "ring", "slices", "elementwise", "exchange", "branch")
-"""Matrix products; cuDNN's attention; sums of gradients over microbatches; what moves flat buffers of parameters off
-the trunk; writes to rings; slices and copies; all else; collectives that nothing hides; waits at conditionals."""
+CATEGORIES = (
+    "gemm",
+    "attention",
+    "sums",
+    "packed",
+    "ring",
+    "slices",
+    "elementwise",
+    "exchange",
+    "branch",
+)
+"""Matrix products; cuDNN's attention; sums of gradients over microbatches.
+
+What moves flat buffers of parameters off the trunk; writes to rings; slices and copies; all else;
+collectives that nothing hides; waits at conditionals.
+"""
 
 _MANY = 2**20
 _MOVES = ("slice", "dynamic-slice", "copy", "transpose", "bitcast", "concatenate")
@@ -31,14 +44,20 @@ class Cost:
         """Seconds of all categories."""
         return sum(self.seconds.values())
 
-    def add(self, category: str, seconds: float, num_bytes: float = 0.0, flops: float = 0.0) -> None:
+    def add(
+        self, category: str, seconds: float, num_bytes: float = 0.0, flops: float = 0.0
+    ) -> None:
         """Count one kernel."""
         for table, value in ((self.seconds, seconds), (self.bytes, num_bytes), (self.flops, flops)):
             table[category] = table.get(category, 0.0) + value
 
     def merge(self, other: "Cost", times: float = 1.0) -> None:
         """Count another cost, some times."""
-        for mine, theirs in ((self.seconds, other.seconds), (self.bytes, other.bytes), (self.flops, other.flops)):
+        for mine, theirs in (
+            (self.seconds, other.seconds),
+            (self.bytes, other.bytes),
+            (self.flops, other.flops),
+        ):
             for category, value in theirs.items():
                 mine[category] = mine.get(category, 0.0) + times * value
 
@@ -73,9 +92,18 @@ class Costs:
         if large and all(len(array.dims) == 1 for array in large):
             return "packed"
         if updates := self.module.updates(line):
-            put = [self.module.update_array(line, update) for update in updates] if line.op == "fusion" else line.arrays
-            # Sums are float32 and have the dims of weights; rings hold activations, in float32 only vectors.
-            return "sums" if any(a.dtype == "f32" and sum(n > 1 for n in a.dims) > 1 for a in put) else "ring"
+            put = (
+                [self.module.update_array(line, update) for update in updates]
+                if line.op == "fusion"
+                else line.arrays
+            )
+            # Sums are float32 and have the dims of weights; rings hold activations, in float32 only
+            # vectors.
+            return (
+                "sums"
+                if any(a.dtype == "f32" and sum(n > 1 for n in a.dims) > 1 for a in put)
+                else "ring"
+            )
         if _is_sum(line):
             return "sums"
         inside = self.module.lines(line.called) if line.op == "fusion" else [line]
@@ -90,7 +118,8 @@ class Costs:
         kind = line.op.removesuffix("-start")
         sizes = [array.num_bytes for array in line.arrays]
         if line.op in ("all-gather-start", "reduce-scatter-start"):
-            # Of several arrays that travel at once first all operands, then all results: shares, and whole arrays.
+            # Of several arrays that travel at once first all operands, then all results: shares,
+            # and whole arrays.
             num_bytes = sum(map(max, sizes[: len(sizes) // 2], sizes[len(sizes) // 2 :]))
         elif kind == "collective-permute":
             num_bytes = max(sizes)
@@ -129,12 +158,19 @@ _AROUND_LAYERS = (
 
 
 def _is_sum(line: Instruction) -> bool:
-    """Whether it adds a gradient to the sum over microbatches: float32, and outside of any layer."""
+    """Whether it adds a gradient to the sum over microbatches.
+
+    This is float32, and outside of any layer.
+    """
     inner = re.sub(_AROUND_LAYERS, "", line.scope)
-    return inner == "add" and any(array.dtype == "f32" and sum(array.dims) > 1 for array in line.arrays)
+    return inner == "add" and any(
+        array.dtype == "f32" and sum(array.dims) > 1 for array in line.arrays
+    )
 
 
 def _moves_only(inside: list[Instruction]) -> bool:
     """Whether nothing but places in memory is computed."""
     moves = {*_MOVES, "parameter", "constant", "tuple", "get-tuple-element", "reshape"}
-    return all(line.op in moves or sum(array.num_bytes for array in line.arrays) <= 64 for line in inside)
+    return all(
+        line.op in moves or sum(array.num_bytes for array in line.arrays) <= 64 for line in inside
+    )

@@ -1,8 +1,8 @@
 """Reading scheduled HLO, the text of a compiled program: what each kernel moves and multiplies.
 
-A kernel is one instruction of a computation that is not inside a fusion. It reads its operands and writes its result,
-but for slices: of an operand that a fusion only slices it reads the slices, and an update in place touches what it
-replaces.
+A kernel is one instruction of a computation that is not inside a fusion. It reads its operands and
+writes its result, but for slices: of an operand that a fusion only slices it reads the slices, and
+an update in place touches what it replaces.
 """
 
 import functools
@@ -32,7 +32,14 @@ _FREE = frozenset(
     }
 )
 _SLICES = frozenset({"dynamic-slice", "slice", "gather"})
-COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
+COLLECTIVES = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
 
 
 @dataclass(frozen=True)
@@ -108,7 +115,9 @@ class Instruction:
         """Computations of a conditional, in the order of its index (false before true)."""
         if listed := self._find(r"branch_computations=\{([^}]*)\}"):
             return tuple(name.strip().lstrip("%") for name in listed.split(","))
-        return tuple(self._find(rf"{which}_computation=%?([\w.\-]+)") for which in ("false", "true"))
+        return tuple(
+            self._find(rf"{which}_computation=%?([\w.\-]+)") for which in ("false", "true")
+        )
 
     @property
     def target(self) -> str:
@@ -134,7 +143,9 @@ class Instruction:
         found = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", self.rest)
         if not found:
             return ()
-        shape, dims, order = ([int(n) for n in part.split(",")] if part else [] for part in found.groups())
+        shape, dims, order = (
+            [int(n) for n in part.split(",")] if part else [] for part in found.groups()
+        )
         ids = np.arange(math.prod(dims)).reshape(dims)
         return tuple(int(n) for n in (ids.transpose(order) if order else ids).reshape(shape)[0])
 
@@ -160,7 +171,8 @@ class Module:
             elif found := _LINE.match(line.strip()):
                 root, name, shape, op, rest = found.groups()
                 arrays = tuple(
-                    Array(dtype, tuple(int(n) for n in dims.split(",") if n)) for dtype, dims in _ARRAY.findall(shape)
+                    Array(dtype, tuple(int(n) for n in dims.split(",") if n))
+                    for dtype, dims in _ARRAY.findall(shape)
                 )
                 current[name] = Instruction(name, arrays, op, rest, bool(root))
 
@@ -174,7 +186,11 @@ class Module:
 
     def is_kernel(self, line: Instruction) -> bool:
         """Whether the device runs it as a kernel: no bookkeeping, loop, branch or collective."""
-        return line.op not in _FREE and line.op not in ("while", "conditional") and not self.is_collective(line)
+        return (
+            line.op not in _FREE
+            and line.op not in ("while", "conditional")
+            and not self.is_collective(line)
+        )
 
     def is_collective(self, line: Instruction) -> bool:
         """Whether it is a collective's start or end, or one without."""
@@ -196,17 +212,24 @@ class Module:
             return sum(self.flops(line.called, inner) for inner in self.lines(line.called))
         if line.op == "dot":
             left = self.computations[computation][line.operands[0]].arrays[0].dims
-            contracted = [int(n) for n in line._find(r"lhs_contracting_dims=\{([\d,]+)\}").split(",")]
+            contracted = [
+                int(n) for n in line._find(r"lhs_contracting_dims=\{([\d,]+)\}").split(",")
+            ]
             return 2 * math.prod(line.arrays[0].dims) * math.prod(left[i] for i in contracted)
         if "cublas" in line.target:
-            sides = [self.computations[computation][name].arrays[0].dims for name in line.operands[:2]]
+            sides = [
+                self.computations[computation][name].arrays[0].dims for name in line.operands[:2]
+            ]
             dims = line._find(r'lhs_contracting_dimensions":\s*\[([^\]]*)\]')
             contracted = [int(n) for n in re.findall(r"\d+", dims)]
             return 2 * math.prod(line.arrays[0].dims) * math.prod(sides[0][i] for i in contracted)
         return 0.0
 
     def attention_flops(self, line: Instruction) -> float:
-        """Operations of cuDNN's attention: half of the square where it is causal, 2.5 times for a backward."""
+        """Operations of cuDNN's attention.
+
+        Half of the square where it is causal, 2.5 times for a backward.
+        """
         if "fmha" not in line.target:
             return 0.0
         listed = line._find(r'intermediate_tensor_shape":\s*\{.*?"dimensions":\s*\[([^\]]*)\]')
@@ -231,7 +254,11 @@ class Module:
         if line.op != "fusion":
             return [line] if line.op == "dynamic-update-slice" else []
         inside = self.computations[line.called]
-        return [root for root in map(inside.get, self._roots(line)) if root and root.op == "dynamic-update-slice"]
+        return [
+            root
+            for root in map(inside.get, self._roots(line))
+            if root and root.op == "dynamic-update-slice"
+        ]
 
     def update_array(self, line: Instruction, update: Instruction) -> Array:
         """What an update of a fusion puts in."""
@@ -255,7 +282,9 @@ class Module:
         for inner in inside.values():
             for name in inner.operands:
                 users.setdefault(name, []).append(inner)
-        total = sum(_read_bytes(inner, users) for inner in inside.values() if inner.op == "parameter")
+        total = sum(
+            _read_bytes(inner, users) for inner in inside.values() if inner.op == "parameter"
+        )
         for name in self._roots(line):
             root = inside[name]
             if root.op == "dynamic-update-slice":

@@ -74,7 +74,8 @@ class Job:
     def hosts(self) -> tuple[int, ...]:
         """The host of each device of the program."""
         return tuple(
-            HARDWARE["h200"].host_of(int(place)) for place in _places(self.stages, self.data, self.model, self.across)
+            HARDWARE["h200"].host_of(int(place))
+            for place in _places(self.stages, self.data, self.model, self.across)
         )
 
     @property
@@ -87,10 +88,17 @@ class Job:
 
     @property
     def flops(self) -> float:
-        """Operations of a step: 6 for each weight of a product and token, and 12 L T D for attention's square."""
+        """Operations of a step.
+
+        6 for each weight of a product and token, and 12 L T D for attention's square.
+        """
         each = 12 * self.dim**2
         if self.hidden:
-            each = 2 * self.dim**2 + 2 * self.dim * self.kv_heads * HEAD_DIM + 3 * self.dim * self.hidden
+            each = (
+                2 * self.dim**2
+                + 2 * self.dim * self.kv_heads * HEAD_DIM
+                + 3 * self.dim * self.hidden
+            )
         weights = self.blocks * each + self.vocab * self.dim
         tokens = self.num_microbatches * self.samples * self.data * self.time
         return tokens * (6 * weights + 12 * self.blocks * self.time * self.dim)
@@ -121,7 +129,9 @@ class Job:
         return TrainConfig(
             train_micro_batch_size_per_gpu=self.samples,
             gradient_accumulation_steps=self.num_microbatches,
-            pipeline=PipelineConfig(schedule=self.schedule, num_chunks=chunks, overlap_vocabulary=self.overlap_vocab),
+            pipeline=PipelineConfig(
+                schedule=self.schedule, num_chunks=chunks, overlap_vocabulary=self.overlap_vocab
+            ),
             gradient_clipping=1.0,
             bf16=BF16Section(enabled=True),
             zero_optimization=ZeroSection(stage=self.zero_stage),
@@ -130,10 +140,15 @@ class Job:
     def pipeline(self) -> jaxpipe.Pipeline:
         """Cut the model for its mesh."""
         mesh = _mesh(self.stages, self.data, self.model, self.across)
-        return jaxpipe.Pipeline(self.module, optax.adamw(1e-4), mesh, self.example, self.num_microbatches, self.config)
+        return jaxpipe.Pipeline(
+            self.module, optax.adamw(1e-4), mesh, self.example, self.num_microbatches, self.config
+        )
 
     def plan(self, **kwargs: Any) -> jaxpipe.forecast.StepPlan:
-        """Count it, without any GPU or plugin; its own schedule, cut and recompute where nothing else is asked."""
+        """Count it, without any GPU or plugin.
+
+        Its own schedule, cut and recompute where nothing else is asked.
+        """
         own = {"schedules": [self.schedule], "partition": ["trunk"], "recompute": [self.interval]}
         if self.num_chunks:
             own["num_chunks"] = [self.num_chunks]
@@ -150,7 +165,10 @@ class Job:
 
 @dataclass(frozen=True)
 class FamilyJob(Job):
-    """A model of `jaxpipe.models.llama`, as users make it; its layers choose their attention themselves."""
+    """A model of `jaxpipe.models.llama`, as users make it.
+
+    Its layers choose their attention themselves.
+    """
 
     @property
     def family(self) -> models.LlamaConfig:
@@ -175,7 +193,7 @@ class FamilyJob(Job):
         return jaxpipe.PipelineModule(
             models.llama(self.family),
             self.stages,
-            loss_fn=_next_token_loss,
+            loss_fn=jaxpipe.losses.cross_entropy,
             partition_method="trunk",
             compute_dtype=jnp.bfloat16,
             activation_checkpoint_interval=self.interval,
@@ -188,10 +206,6 @@ class FamilyJob(Job):
         return replace(config, pipeline=replace(config.pipeline, split_vocabulary=self.split_vocab))
 
 
-def _next_token_loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels).mean()
-
-
 @functools.cache
 def _mesh(stages: int, data: int, model: int, across: str) -> Mesh:
     devices = compilable_devices(HARDWARE["h200"], stages * data * model)
@@ -201,9 +215,16 @@ def _mesh(stages: int, data: int, model: int, across: str) -> Mesh:
 
 
 def _places(stages: int, data: int, model: int, across: str) -> np.ndarray:
-    """Where in a row of hosts the device at each place of the mesh is: the axis that crosses hosts is the slowest."""
+    """Where in a row of hosts the device at each place of the mesh is.
+
+    The axis that crosses hosts is the slowest.
+    """
     places = np.arange(stages * data * model)
-    return places if across == "stage" else places.reshape(data, stages, model).swapaxes(0, 1).reshape(-1)
+    return (
+        places
+        if across == "stage"
+        else places.reshape(data, stages, model).swapaxes(0, 1).reshape(-1)
+    )
 
 
 LLAMA_2_7B: dict[str, Any] = {"kv_heads": 32, "vocab": 32000}
@@ -233,7 +254,9 @@ JOBS = {
     "llama-7b-64": FamilyJob("1f1b", **LLAMA_2_7B, data=8, zero_stage=1),
     "llama-7b-64-split": FamilyJob("1f1b", **LLAMA_2_7B, data=8, zero_stage=1, split_vocab=True),
     # Sixteen of its 48 blocks.
-    "gpt2-xl": Job("1f1b", blocks=16, dim=1600, hidden=0, time=1024, samples=8, vocab=50304, stages=4),
+    "gpt2-xl": Job(
+        "1f1b", blocks=16, dim=1600, hidden=0, time=1024, samples=8, vocab=50304, stages=4
+    ),
 }
 """The jobs, by name."""
 

@@ -1,4 +1,7 @@
-"""The models that the jobs train: blocks as large language models have them, between an embedding and a head."""
+"""The models that the jobs train.
+
+Blocks as large language models have them, between an embedding and a head.
+"""
 
 import functools
 from typing import Any
@@ -24,7 +27,9 @@ class RMSNorm(nn.Module):
         """Map an array to the same shape and dtype."""
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
         wide = x.astype(jnp.float32)
-        return (wide * jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-6)).astype(x.dtype) * scale
+        return (wide * jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-6)).astype(
+            x.dtype
+        ) * scale
 
 
 def rotary(x: jax.Array) -> jax.Array:
@@ -146,7 +151,14 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 def language_model(
-    block: nn.Module, num_blocks: int, num_stages: int, *, vocab: int, dim: int, split_vocab: bool, interval: int
+    block: nn.Module,
+    num_blocks: int,
+    num_stages: int,
+    *,
+    vocab: int,
+    dim: int,
+    split_vocab: bool,
+    interval: int,
 ) -> jaxpipe.PipelineModule:
     """Put blocks between an embedding and a head, computing in bfloat16.
 

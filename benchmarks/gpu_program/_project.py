@@ -1,8 +1,11 @@
-"""A step's time from its HLO: every stage runs the loops' kernels, takes its own branches and waits for its neighbours.
+"""A step's time from its HLO.
 
-All devices run one program, so a tick is one list of events alike on all stages: kernels, conditionals, and the starts
-and ends of exchanges. Kernels advance a stage's clock; a conditional by the branch that the schedule's tables say; the
-end of an exchange waits for its start here and on the stage that sends or receives, and for the wire.
+Every stage runs the loops' kernels, takes its own branches and waits for its neighbours.
+
+All devices run one program, so a tick is one list of events alike on all stages: kernels,
+conditionals, and the starts and ends of exchanges. Kernels advance a stage's clock; a conditional
+by the branch that the schedule's tables say; the end of an exchange waits for its start here and on
+the stage that sends or receives, and for the wire.
 """
 
 import re
@@ -15,7 +18,10 @@ from ._cost import Cost, Costs
 from ._hlo import Instruction
 
 Started = dict[str, tuple[list[float], float, Instruction]]
-"""Collectives on their way: the clocks of all stages at their start, seconds on the wire, and the line."""
+"""Collectives on their way.
+
+The clocks of all stages at their start, seconds on the wire, and the line.
+"""
 
 
 @dataclass(frozen=True)
@@ -24,8 +30,8 @@ class Projection:
 
     Attributes:
         step_s: Seconds of the step.
-        outside_s: Seconds of them that are no tick's: casts, the update, and of gathers and reductions over replicas
-            what no tick hides.
+        outside_s: Seconds of them that are no tick's: casts, the update, and of gathers and
+            reductions over replicas what no tick hides.
         middle: Cost of a microbatch, forward and backward, in the steady run, on the median stage.
         longest: The same on the stage where it is longest.
     """
@@ -42,8 +48,10 @@ class Simulation:
     Args:
         costs: Costs of the module's kernels.
         program: The schedule's ticks.
-        num_devices: Devices of the program; its stages lie side by side, with equally many devices each.
-        block: Class name of the model's blocks, which tells branches around whole actions from those of the ends.
+        num_devices: Devices of the program; its stages lie side by side, with equally many devices
+            each.
+        block: Class name of the model's blocks, which tells branches around whole actions from
+            those of the ends.
     """
 
     def __init__(self, costs: Costs, program: TickProgram, num_devices: int, block: str) -> None:
@@ -79,17 +87,26 @@ class Simulation:
             for line in self._module.loops()
             if (ticks := _ticks_of(line)) and re.search(r"ticks_\d+_\d+/while$", line.scope)
         }
-        missing = [run for run in runs.values() if run.stop - run.start > 1 and run not in found.values()]
+        missing = [
+            run for run in runs.values() if run.stop - run.start > 1 and run not in found.values()
+        ]
         if missing:
-            raise ValueError(f"a run of several ticks must have a loop, but got none for {missing[0]}.")
+            raise ValueError(
+                f"a run of several ticks must have a loop, but got none for {missing[0]}."
+            )
         return found
 
     def _runs_without_loop(self) -> dict[tuple[int, int] | None, TickRun]:
         """Runs of one tick by their ticks: XLA puts them into the entry."""
-        return {(run.start, run.stop): run for run in self._program.runs if run.stop - run.start == 1}
+        return {
+            (run.start, run.stop): run for run in self._program.runs if run.stop - run.start == 1
+        }
 
     def _outside(self, entry: str, line: Instruction, started: Started) -> float:
-        """Let all stages run a line of the entry that is no tick's; gives the seconds that it takes of the step."""
+        """Let all stages run a line of the entry that is no tick's.
+
+        Gives the seconds that it takes of the step.
+        """
         cost = Cost()
         if line.op == "conditional":
             branches = [self._costs.straight(name, self._num_devices) for name in line.branches]
@@ -111,22 +128,35 @@ class Simulation:
             self._tick(loop.body, run, tick)
 
     def _steady(self, loops: dict[str, TickRun]) -> list[Cost]:
-        """Costs of a microbatch in the longest run with all kinds of action, by stage, cheapest first."""
+        """Costs of a microbatch in the longest run with all kinds of action.
+
+        By stage, cheapest first.
+        """
         program, saved = self._program, list(self._now)
-        run = max(loops.values(), key=lambda run: (run.has_forward and run.has_backward, run.stop - run.start))
+        run = max(
+            loops.values(),
+            key=lambda run: (run.has_forward and run.has_backward, run.stop - run.start),
+        )
         body = next(line.body for line in self._module.loops() if loops.get(line.name) is run)
         self._tick_costs = [Cost() for _ in self._stages]
         for tick in range(run.start, run.stop):
             self._tick(body, run, tick)
         self._now = saved
         lines = self._module.lines(body)
-        is_branched = any(line.op in ("conditional", "while") and self._is_action(line) for line in lines)
-        kinds = (program.tables.forward, program.tables.backward, program.tables.weight)[: 2 + run.has_weight]
+        is_branched = any(
+            line.op in ("conditional", "while") and self._is_action(line) for line in lines
+        )
+        kinds = (program.tables.forward, program.tables.backward, program.tables.weight)[
+            : 2 + run.has_weight
+        ]
         found = []
         for stage, cost in enumerate(self._tick_costs):
-            # A tick is a forward and a backward of a chunk, also where they are idle and dropped. Where idle actions
-            # are branched around they cost nothing, and a stage has done as much as its actions amount to.
-            actions = sum(chunk >= 0 for kind in kinds for chunk in kind.chunk[stage][run.start : run.stop])
+            # A tick is a forward and a backward of a chunk, also where they are idle and dropped.
+            # Where idle actions are branched around they cost nothing, and a stage has done as much
+            # as its actions amount to.
+            actions = sum(
+                chunk >= 0 for kind in kinds for chunk in kind.chunk[stage][run.start : run.stop]
+            )
             done = actions / len(kinds) if is_branched else run.stop - run.start
             found.append(Cost())
             found[-1].merge(cost, program.num_chunks / done)
@@ -167,7 +197,10 @@ class Simulation:
             self._advance([self._costs.kernel(computation, line)] * len(self._now))
 
     def _branched_actions(self, run: TickRun) -> list[str]:
-        """Kinds of action that a run has, in the order in which a tick runs them, but for those without a branch."""
+        """Kinds of action that a run has, but for those without a branch.
+
+        They come in the order in which a tick runs them.
+        """
         found = []
         for name in ("forward", "backward", "weight"):
             chunks = self._chunks(run, name)
@@ -181,7 +214,10 @@ class Simulation:
         return sorted({chunk for row in rows for chunk in row[run.start : run.stop]})
 
     def _loop_in_tick(self, line: Instruction, stage: int, tick: int) -> Cost:
-        """Cost of a loop in a tick: where it has no known length it goes round once, or not at all."""
+        """Cost of a loop in a tick.
+
+        Where it has no known length it goes round once, or not at all.
+        """
         cost, body = Cost(), Cost()
         rounds = line.trip_count or self._rounds(line, stage, tick)
         if rounds:
@@ -193,10 +229,14 @@ class Simulation:
         return cost
 
     def _rounds(self, line: Instruction, stage: int, tick: int) -> float:
-        """Rounds of a loop of one or none: what it writes is told by its scope and by its kernels."""
+        """Rounds of a loop of one or none.
+
+        What it writes is told by its scope and by its kernels.
+        """
         tables, body = self._program.tables, self._costs.straight(line.body, self._num_devices)
         action = next(
-            (name for name in ("loss", "weight_gradient", "backward") if f"/{name}/" in line.scope), "forward"
+            (name for name in ("loss", "weight_gradient", "backward") if f"/{name}/" in line.scope),
+            "forward",
         )
         seconds = {kind: body.seconds.get(kind, 0.0) for kind in ("packed", "sums", "ring")}
         if action == "loss":
@@ -239,7 +279,8 @@ class Simulation:
             if not others:
                 continue
             until = max(start[other] for other in (*others, stage)) + wire_s
-            # What the wire takes beyond the work above it is the exchange's cost; waiting for a neighbour is idle time.
+            # What the wire takes beyond the work above it is the exchange's cost; waiting for a
+            # neighbour is idle time.
             alone = start[stage] + wire_s
             self._tick_costs[stage].add("exchange", max(0.0, alone - clock))
             self._now[stage] = max(clock, until)
@@ -281,12 +322,23 @@ class Simulation:
                 cost.merge(self._costs.kernel(name, line))
 
     def _is_shared(self, line: Instruction) -> bool:
-        """Whether its branches are the work of vocabulary-parallel layers, which all stages do at once."""
-        return not self._is_action(line) and any("Vocab" in self._module.scopes(name) for name in line.branches)
+        """Whether its branches are the work of vocabulary-parallel layers.
+
+        All stages do this work at once.
+        """
+        return not self._is_action(line) and any(
+            "Vocab" in self._module.scopes(name) for name in line.branches
+        )
 
     def _is_end(self, stage: int, tick: int, action: str) -> bool:
-        """Whether a stage's forward is that of the last part of the model, or its other action that of the first."""
-        chunk, placement = getattr(self._program.tables, action).chunk[stage][tick], self._program.placement
+        """Whether an action is that of an end of the model.
+
+        The forward is that of the last part of the model; the other action is that of the first.
+        """
+        chunk, placement = (
+            getattr(self._program.tables, action).chunk[stage][tick],
+            self._program.placement,
+        )
         part = len(placement.locations) - 1 if action == "forward" else 0
         return chunk >= 0 and placement.virtual[stage][chunk] == part
 
@@ -296,9 +348,17 @@ class Simulation:
             return not line.trip_count and self._block in self._module.scopes(line.body)
         return any(self._block in self._module.scopes(name) for name in line.branches)
 
-    def _action_index(self, line: Instruction, run: TickRun, stage: int, tick: int, action: str) -> int:
-        """Branch that a stage takes around whole actions: zeros, then whole and split ones of each chunk."""
-        tables, chunks = self._program.tables, [chunk for chunk in self._chunks(run, action) if chunk >= 0]
+    def _action_index(
+        self, line: Instruction, run: TickRun, stage: int, tick: int, action: str
+    ) -> int:
+        """Branch that a stage takes around whole actions.
+
+        Zeros, then whole and split ones of each chunk.
+        """
+        tables, chunks = (
+            self._program.tables,
+            [chunk for chunk in self._chunks(run, action) if chunk >= 0],
+        )
         chunk, num_branches = getattr(tables, action).chunk[stage][tick], len(line.branches)
         if chunk < 0:
             return 0
@@ -312,14 +372,19 @@ class Simulation:
         return times.index((max if self._has_end(line, stage, tick) else min)(times))
 
     def _has_end(self, line: Instruction, stage: int, tick: int) -> bool:
-        """Whether a stage runs the model's first or last layers in a tick, which a conditional holds."""
+        """Whether a stage runs the model's first or last layers in a tick.
+
+        A conditional holds them.
+        """
         tables, virtual = self._program.tables, self._program.placement.virtual
         scopes = "\n".join(self._module.scopes(name) for name in line.branches)
         is_backward = "transpose(jvp(" in scopes
         if "Vocab" in scopes:  # run by all stages at once
             if "VocabHead" in scopes:
                 return tables.loss_microbatch[stage][tick] >= 0
-            table = tables.last_input_grad_microbatch if is_backward else tables.next_input_microbatch
+            table = (
+                tables.last_input_grad_microbatch if is_backward else tables.next_input_microbatch
+            )
             return table[stage][tick] >= 0
         if "Head" in scopes:
             now, part = tables.forward, len(self._program.placement.locations) - 1
@@ -332,6 +397,9 @@ class Simulation:
 
 
 def _ticks_of(line: Instruction) -> tuple[int, int] | None:
-    """First tick of the run that a line belongs to, and the tick behind its last; None outside of all runs."""
+    """First tick of the run that a line belongs to, and the tick behind its last.
+
+    None outside of all runs.
+    """
     found = re.search(r"\bticks_(\d+)_(\d+)/", f"{line.scope}/")
     return (int(found.group(1)), int(found.group(2))) if found else None

@@ -1,8 +1,10 @@
-"""Values that one part of a program hands to another: a minimum cut through what the second is computed from.
+"""Values that one part of a program hands to another.
 
-Holding a value costs its bytes, computing it again costs nothing where its equation is cheap and is ruled out where it
-is not. The cheapest set of values from which the goals follow by cheap equations is a minimum vertex cut between what
-must not be computed again and the goals.
+A minimum cut through what the second is computed from.
+
+Holding a value costs its bytes, computing it again costs nothing where its equation is cheap and is
+ruled out where it is not. The cheapest set of values from which the goals follow by cheap equations
+is a minimum vertex cut between what must not be computed again and the goals.
 """
 
 import math
@@ -17,8 +19,9 @@ from jaxpipe.jaxpr import Program, Slice, computed_by, needed_for, operands, var
 
 from ._policy import is_cheap
 
-# Prices of a byte of what B hands to W. A residual is in memory already and is only read again (and held on until W); a
-# value that B computes anyway is written and read; one that B would not compute lengthens B too, which others wait for.
+# Prices of a byte of what B hands to W. A residual is in memory already and is only read again (and
+# held on until W); a value that B computes anyway is written and read; one that B would not compute
+# lengthens B too, which others wait for.
 _RESIDUAL, _COMPUTED, _ADDED = 2, 4, 5
 
 _ENDLESS = math.inf
@@ -54,14 +57,17 @@ def pending_values(
         def price(var: Any, num_bytes: int, at_hand: Set[Any] = at_hand) -> float:
             if var in weight_only and var not in at_hand:
                 return _ENDLESS
-            return num_bytes * (_RESIDUAL if var in residuals else _COMPUTED if var in at_hand else _ADDED)
+            return num_bytes * (
+                _RESIDUAL if var in residuals else _COMPUTED if var in at_hand else _ADDED
+            )
 
         cut, _ = smallest_cut(program, weight_goals, batch_dependent, computed, price)
         pending = [var for var in cut if var not in residuals]
         grown = needed_for(program, [*input_goals, *pending], forced=forced)
         if grown.steps <= part.steps:
             return pending
-        # What B now computes in addition is not to be computed again by W either, which may move the cut: once more.
+        # What B now computes in addition is not to be computed again by W either, which may move
+        # the cut: once more.
         part = Slice(part.variables | grown.variables, part.steps | grown.steps)
 
 
@@ -81,7 +87,8 @@ def smallest_cut(
     The result is `(variables in the program's order, their price)`. Of several sets with one price
     it is the one nearest to the goals, which leaves the least to compute again.
     """
-    # In the program's order, and the cut after it: sets have none, and all processes must lower the same program.
+    # In the program's order, and the cut after it: sets have none, and all processes must lower the
+    # same program.
     num_bytes = {var: _size(var) for var in program.inputs} | dict(_num_bytes(program, 1))
     part = needed_for(program, goals)
     prices = {var: price(var, size) for var, size in num_bytes.items()}
@@ -100,8 +107,13 @@ def smallest_cut(
     return cut, sum(prices[var] for var in cut)
 
 
-def _origins(program: Program, part: Slice, computed: Set[Any]) -> Iterator[tuple[Any, Sequence[Any] | None]]:
-    """Each value of a part with what it is computed from; None where it is not to be computed again."""
+def _origins(
+    program: Program, part: Slice, computed: Set[Any]
+) -> Iterator[tuple[Any, Sequence[Any] | None]]:
+    """Each value of a part with what it is computed from.
+
+    None where it is not to be computed again.
+    """
     for i, eqn in enumerate(program.eqns):
         if id(eqn) not in part.steps:
             continue
@@ -109,7 +121,9 @@ def _origins(program: Program, part: Slice, computed: Set[Any]) -> Iterator[tupl
             scan = program.scans[i]
             # What a step carries in is the first value or the output of the step before.
             yield from ((v, [x]) for x, v in (*scan.fixed, *scan.sliced, *scan.stacked))
-            yield from ((v, [c.initial, c.output]) for c in scan.carried for v in (c.inner, c.result))
+            yield from (
+                (v, [c.initial, c.output]) for c in scan.carried for v in (c.inner, c.result)
+            )
             yield from _origins(scan.body, part, computed)
             continue
         for results, used in operands(eqn):
@@ -132,7 +146,10 @@ def _size(var: Any) -> int:
 
 
 def min_cut(
-    prices: Mapping[Any, float], fixed: Iterable[Any], uses: Iterable[tuple[Any, Any]], goals: Iterable[Any]
+    prices: Mapping[Any, float],
+    fixed: Iterable[Any],
+    uses: Iterable[tuple[Any, Any]],
+    goals: Iterable[Any],
 ) -> set[Any]:
     """The cheapest values that the goals can be computed from; of several sets the nearest to them.
 
@@ -143,11 +160,14 @@ def min_cut(
     if not goals:
         return set()
     values = dict.fromkeys((*fixed, *goals, *(x for pair in uses for x in pair)))
-    node = {value: 2 * i for i, value in enumerate(values)}  # a value before it is held; `node + 1` is the held value
+    # A value before it is held; `node + 1` is the held value.
+    node = {value: 2 * i for i, value in enumerate(values)}
     source, sink = 2 * len(node), 2 * len(node) + 1
-    finite = {value: int(prices[value]) for value in values if prices.get(value, _ENDLESS) < _ENDLESS}
-    # Sizes are multiples of a common one, so this is exact but for sums above 2**29 of it: there a price is rounded up
-    # by at most a part in 2**29 of the sum of all prices.
+    finite = {
+        value: int(prices[value]) for value in values if prices.get(value, _ENDLESS) < _ENDLESS
+    }
+    # Sizes are multiples of a common one, so this is exact but for sums above 2**29 of it: there a
+    # price is rounded up by at most a part in 2**29 of the sum of all prices.
     unit = max(1, math.gcd(*finite.values()), -(-sum(finite.values()) // _LARGEST_FLOW))
     units = {value: -(-price // unit) for value, price in finite.items()}
     endless = sum(units.values()) + 1
@@ -158,7 +178,8 @@ def min_cut(
     starts, ends = np.array(list(capacities), np.int32).T  # the only indices that SciPy 1.14 takes
     shape = (sink + 1, sink + 1)
     graph = csr_array((np.array(list(capacities.values()), np.int32), (starts, ends)), shape)
-    # From these nodes more could flow to the goals: the side of the goals in the cut that is nearest to them.
+    # From these nodes more could flow to the goals: the side of the goals in the cut that is
+    # nearest to them.
     residual = (graph - maximum_flow(graph, source, sink).flow) > 0
     behind = set(breadth_first_order(residual.T, sink, return_predecessors=False).tolist())
     return {value for value, i in node.items() if i + 1 in behind and i not in behind}

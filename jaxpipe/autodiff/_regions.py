@@ -1,6 +1,9 @@
-"""A traced function arranged, before it is differentiated, so that JAX keeps little of it for the backward.
+"""A traced function arranged so that JAX keeps little of it for the backward.
 
-A region is a call of `jax.checkpoint`. JAX differentiates it by its own policy, whatever surrounds it.
+That is done before it is differentiated.
+
+A region is a call of `jax.checkpoint`. JAX differentiates it by its own policy, whatever surrounds
+it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
@@ -31,15 +34,22 @@ from ._policy import is_cheap, is_kept_in_branches, without_complex
 _KEPT_IN_BRANCHES = without_complex(is_kept_in_branches)
 
 _FOLLOWED = primitives.CALLS | primitives.REGIONS | {primitives.SCAN, primitives.COND}
-"""Equations in whose programs regions are looked for. A custom rule is none: JAX differentiates it as a whole."""
+"""Equations in whose programs regions are looked for.
+
+A custom rule is none: JAX differentiates it as a whole.
+"""
 
 
 def find_regions(closed: ClosedJaxpr) -> list[set[int]]:
-    """The regions of a function by kind: ids of equations that do the same; those of arithmetic alone are left out."""
+    """The regions of a function by kind: ids of equations that do the same.
+
+    Those of arithmetic alone are left out.
+    """
     kinds: dict[str, set[int]] = {}
     for eqn in _with_inside(closed.jaxpr.eqns):
         if _is_region(eqn) and not _is_light(eqn):
-            # As printed: layers of one kind decide together, and what tells constants apart does not matter here.
+            # As printed: layers of one kind decide together, and what tells constants apart does
+            # not matter here.
             kinds.setdefault(str(programs_inside(eqn)[0]), set()).add(id(eqn))
     return list(kinds.values())
 
@@ -67,7 +77,8 @@ def _equation(eqn: Any, values: list[Any], regions: Set[int]) -> list[Any]:
     if branches_of(eqn):
         inside = [region_policy(x) for x in _with_inside([eqn]) if id(x) in regions]
         policy = (save_reduced if save_reduced in inside else None) if inside else _KEPT_IN_BRANCHES
-        # No barrier: a branch of the backward is a program of its own, with which XLA merges nothing of the forward.
+        # No barrier: a branch of the backward is a program of its own, with which XLA merges
+        # nothing of the forward.
         return jax.checkpoint(lambda *xs: bind(eqn, xs), policy=policy, prevent_cse=False)(*values)
     if not any(_changes(x, regions) for x in _with_inside([eqn])):
         return bind(eqn, values)
@@ -88,7 +99,9 @@ def _scan(scan: ScanForm, values: list[Any], regions: Set[int]) -> list[Any]:
         results = _run(body.jaxpr, body.consts, [*values[:num_consts], *carry, *xs], regions)
         return results[: len(carry)], results[len(carry) :]
 
-    final, stacked = jax.lax.scan(step, values[num_consts:num_fixed], values[num_fixed:], **scan.settings)
+    final, stacked = jax.lax.scan(
+        step, values[num_consts:num_fixed], values[num_fixed:], **scan.settings
+    )
     return [*final, *stacked]
 
 
@@ -102,7 +115,9 @@ def _is_region(eqn: Any) -> bool:
 
 def _is_light(eqn: Any) -> bool:
     """True if a region does arithmetic and sums alone, and has no policy of a user's own."""
-    return region_policy(eqn) in (None, save_reduced) and _is_arithmetic(programs_inside(eqn)[0].jaxpr)
+    return region_policy(eqn) in (None, save_reduced) and _is_arithmetic(
+        programs_inside(eqn)[0].jaxpr
+    )
 
 
 def _is_arithmetic(jaxpr: Jaxpr) -> bool:

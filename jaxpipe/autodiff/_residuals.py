@@ -1,10 +1,10 @@
 """A function cut into a forward that returns residuals, what its backward needs, and the backward.
 
-Residuals are arrays that depend on the function's inputs: the fewest bytes from which all else that the backward reads
-follows by cheap equations. Everything that follows from the parameters alone (the weights themselves, casts of them,
-causal masks) is computed again from the parameters when the backward runs, so weights are never held per microbatch.
-What a layer does beside computing, such as printing, it does in the forward; the backward repeats it only where it
-recomputes.
+Residuals are arrays that depend on the function's inputs: the fewest bytes from which all else that
+the backward reads follows by cheap equations. Everything that follows from the parameters alone
+(the weights themselves, casts of them, causal masks) is computed again from the parameters when the
+backward runs, so weights are never held per microbatch. What a layer does beside computing, such as
+printing, it does in the forward; the backward repeats it only where it recomputes.
 """
 
 import functools
@@ -39,7 +39,10 @@ from ._min_cut import smallest_cut
 from ._regions import arrange, find_regions
 
 _MANY_KINDS = 6
-"""With more kinds of layers that recompute inside, either all of them do or none does: each try costs a trace."""
+"""With more kinds of layers that recompute inside, either all of them do or none does.
+
+Each try costs a trace.
+"""
 
 
 def differentiable(tree: PyTree) -> list[jax.Array]:
@@ -51,7 +54,9 @@ def replace_differentiable(tree: PyTree, values: Sequence[jax.Array]) -> PyTree:
     """The tree with its differentiable leaves replaced, in order."""
     leaves, treedef = jax.tree.flatten(tree)
     new = iter(values)
-    return jax.tree.unflatten(treedef, [next(new) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in leaves])
+    return jax.tree.unflatten(
+        treedef, [next(new) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in leaves]
+    )
 
 
 class Residuals:
@@ -93,22 +98,32 @@ class Residuals:
         structs = params, inputs, context
         self._cut = _fewest_bytes(
             find_regions(closed),
-            lambda kinds: _Cut(arrange(closed, set().union(*kinds)), self._results, self._frozen, *structs),
+            lambda kinds: _Cut(
+                arrange(closed, set().union(*kinds)), self._results, self._frozen, *structs
+            ),
         )
         self.is_hosted = self._cut.is_hosted
         self._encodings: list[Encoding] = []
         # Traced here once, which also finds out the encodings that a backward decodes with.
         self.structs: list[jax.ShapeDtypeStruct] = jax.eval_shape(self.forward, *structs)[2]
 
-    def forward(self, params: PyTree, inputs: PyTree, context: PyTree) -> tuple[PyTree, PyTree, list[jax.Array]]:
+    def forward(
+        self, params: PyTree, inputs: PyTree, context: PyTree
+    ) -> tuple[PyTree, PyTree, list[jax.Array]]:
         """Compute `(outputs, others, residuals)`."""
         program, cut = self._cut.program, self._cut.variables
         args = dict(zip(program.inputs, jax.tree.leaves((params, inputs, context)), strict=True))
         part = needed_for(program, [*self._cut.outputs, *cut], forced=effects_of(program))
         values, given = evaluate(program, args, part, {}, cut)
-        outputs, others = jax.tree.unflatten(self._results, [value_of(values, x) for x in self._cut.outputs])
+        outputs, others = jax.tree.unflatten(
+            self._results, [value_of(values, x) for x in self._cut.outputs]
+        )
         self._encodings = [Encoding.of(given[x]) for x in cut]
-        return outputs, others, [code.encode(given[x]) for code, x in zip(self._encodings, cut, strict=True)]
+        return (
+            outputs,
+            others,
+            [code.encode(given[x]) for code, x in zip(self._encodings, cut, strict=True)],
+        )
 
     def backward(
         self,
@@ -129,19 +144,36 @@ class Residuals:
         turns: Turns = {}
         if reduce is not None:
             grads = self.param_gradients
-            indices = {x: i for i, x in enumerate(grads) if x is not None and not isinstance(x, Literal)}
+            indices = {
+                x: i for i, x in enumerate(grads) if x is not None and not isinstance(x, Literal)
+            }
             leaving = [[grads[i] for i in group if i not in self._frozen] for group in groups]
-            turns = turns_of(self.program, self._part, leaving, lambda x, grad: reduce(indices[x], grad))
-        values, _ = evaluate(self.program, dict(zip(self.program.inputs, args, strict=True)), self._part, {}, [], turns)
+            turns = turns_of(
+                self.program, self._part, leaving, lambda x, grad: reduce(indices[x], grad)
+            )
+        values, _ = evaluate(
+            self.program,
+            dict(zip(self.program.inputs, args, strict=True)),
+            self._part,
+            {},
+            [],
+            turns,
+        )
         found = [None if x is None else value_of(values, x) for x in self.param_gradients]
         dx = [value_of(values, x) for x in self.input_gradients]
         return jax.tree.unflatten(jax.tree.structure(params), found), dx
 
     @property
     def param_gradients(self) -> list[Any]:
-        """Of the program's outputs the gradient of each leaf of the parameters; None where it is frozen."""
+        """Of the program's outputs the gradient of each leaf of the parameters.
+
+        None where it is frozen.
+        """
         grads = iter(self.program.outputs)
-        return [None if i in self._frozen else next(grads) for i in range(len(jax.tree.leaves(self._params)))]
+        return [
+            None if i in self._frozen else next(grads)
+            for i in range(len(jax.tree.leaves(self._params)))
+        ]
 
     @property
     def input_gradients(self) -> list[Any]:
@@ -157,18 +189,32 @@ class Residuals:
         closed = jax.make_jaxpr(self.forward)(*self._arguments)
         _, given, context = map(jax.tree.leaves, self._arguments)
         outgoing = list(zip(closed.out_avals, output_specs(closed), strict=True))[: len(given)]
-        are_alike = [(out.shape, out.dtype) for out, _ in outgoing] == [(x.shape, x.dtype) for x in given]
+        are_alike = [(out.shape, out.dtype) for out, _ in outgoing] == [
+            (x.shape, x.dtype) for x in given
+        ]
         constraints = [spec for _, spec in outgoing] if are_alike else [P()] * len(given)
-        incoming = [spec if spec != P() else default for spec, default in zip(constraints, inputs, strict=True)]
-        found = propagated_specs(closed, [*params, *incoming, *(P() for _ in context)], mesh, MANUAL_AXES)
+        incoming = [
+            spec if spec != P() else default
+            for spec, default in zip(constraints, inputs, strict=True)
+        ]
+        found = propagated_specs(
+            closed, [*params, *incoming, *(P() for _ in context)], mesh, MANUAL_AXES
+        )
         return found[len(found) - len(self.structs) :]
 
     @functools.cached_property
     def program(self) -> Program:
-        """The backward of parameters, residuals and cotangents; what it computes again of the forward is in it."""
+        """The backward of parameters, residuals and cotangents.
 
-        def pull(params: PyTree, residuals: Sequence[jax.Array], cotangents: Sequence[jax.Array]) -> Any:
-            values = [code.decode(value) for code, value in zip(self._encodings, residuals, strict=True)]
+        What it computes again of the forward is in it.
+        """
+
+        def pull(
+            params: PyTree, residuals: Sequence[jax.Array], cotangents: Sequence[jax.Array]
+        ) -> Any:
+            values = [
+                code.decode(value) for code, value in zip(self._encodings, residuals, strict=True)
+            ]
             return self._cut.pullback(jax.tree.leaves(params), values)(list(cotangents))
 
         return flatten(jax.make_jaxpr(pull)(self._params, self.structs, self._cotangents))
@@ -181,7 +227,9 @@ class Residuals:
     @functools.cached_property
     def batch_dependent(self) -> set[Any]:
         """The program's variables that do not follow from the parameters alone."""
-        return reached_from(self.program, set(self.program.inputs[len(jax.tree.leaves(self._params)) :]))
+        return reached_from(
+            self.program, set(self.program.inputs[len(jax.tree.leaves(self._params)) :])
+        )
 
     @functools.cached_property
     def _part(self) -> Slice:
@@ -189,10 +237,17 @@ class Residuals:
 
 
 def _fewest_bytes(kinds: list[set[int]], cut: Callable[[Sequence[set[int]]], "_Cut"]) -> "_Cut":
-    """The cut that holds the fewest bytes, of those with all kinds of regions, without one after another, and none."""
+    """The cut that holds the fewest bytes.
+
+    It is one of those with all kinds of regions, without one after another, and with none.
+    """
     best = cut(kinds)
     while len(kinds) > 1:
-        without = [kinds[:i] + kinds[i + 1 :] for i in range(len(kinds))] if len(kinds) <= _MANY_KINDS else []
+        without = (
+            [kinds[:i] + kinds[i + 1 :] for i in range(len(kinds))]
+            if len(kinds) <= _MANY_KINDS
+            else []
+        )
         tried = [(cut(fewer), fewer) for fewer in without]
         better, kinds = min(tried, key=lambda pair: pair[0].num_bytes, default=(best, kinds))
         if better.num_bytes >= best.num_bytes:
@@ -229,8 +284,11 @@ class _Cut:
     ) -> None:
         pullbacks: list[tuple[Any, list[Encoding]]] = []
 
-        def trace(params: PyTree, inputs: PyTree, context: PyTree) -> tuple[list[jax.Array], list[jax.Array]]:
-            # Of floating point alone: for integers and keys `jax.vjp` asks for cotangents of type float0.
+        def trace(
+            params: PyTree, inputs: PyTree, context: PyTree
+        ) -> tuple[list[jax.Array], list[jax.Array]]:
+            # Of floating point alone: for integers and keys `jax.vjp` asks for cotangents of type
+            # float0.
             leaves = dict(enumerate(jax.tree.leaves(params)))
             trained = {i: leaf for i, leaf in leaves.items() if i not in frozen}
 
@@ -248,7 +306,9 @@ class _Cut:
             encodings = [Encoding.of(leaf) for leaf in residuals]
             # Beside the result: `jax.make_jaxpr` returns arrays alone.
             pullbacks.append((treedef, encodings))
-            return found, [code.encode(leaf) for code, leaf in zip(encodings, residuals, strict=True)]
+            return found, [
+                code.encode(leaf) for code, leaf in zip(encodings, residuals, strict=True)
+            ]
 
         closed = jax.make_jaxpr(trace)(params, inputs, context)
         self._treedef, self._encodings = pullbacks[-1]
@@ -262,21 +322,29 @@ class _Cut:
         def price(var: Any, size: int) -> int:
             return 0 if var in hosted else size  # host memory is not what runs short
 
-        self.variables, self.num_bytes = smallest_cut(program, self._leaves, batch_dependent, program.variables, price)
+        self.variables, self.num_bytes = smallest_cut(
+            program, self._leaves, batch_dependent, program.variables, price
+        )
         self.is_hosted = [var in hosted for var in self.variables]
 
     def pullback(self, params: Sequence[jax.Array], residuals: Sequence[Any]) -> Callable[..., Any]:
-        """The pullback that `jax.vjp` returned, from the parameters' leaves and the values of `variables`."""
+        """The pullback that `jax.vjp` returned, from parameters and the values of `variables`."""
         given = dict(zip(self.variables, residuals, strict=True))
         part = needed_for(self.program, self._leaves, given=given)
-        # The parameters are the first inputs; the others are needed for nothing, as what depends on them is given.
-        values, _ = evaluate(self.program, dict(zip(self.program.inputs, params, strict=False)), part, given, [])
-        leaves = [code.decode(value_of(values, x)) for code, x in zip(self._encodings, self._leaves, strict=True)]
+        # The parameters are the first inputs; the others are needed for nothing, as what depends on
+        # them is given.
+        values, _ = evaluate(
+            self.program, dict(zip(self.program.inputs, params, strict=False)), part, given, []
+        )
+        leaves = [
+            code.decode(value_of(values, x))
+            for code, x in zip(self._encodings, self._leaves, strict=True)
+        ]
         return jax.tree.unflatten(self._treedef, leaves)
 
 
 class Encoding(NamedTuple):
-    """Form of a value as an array of numbers on the device, the only kind that rings and branches hold.
+    """Form of a value as numbers in a device array, the only kind that rings and branches hold.
 
     Attributes:
         key_impl: The generator that it is a key of; None for other values.
@@ -303,4 +371,6 @@ class Encoding(NamedTuple):
         """The value again."""
         if self.is_hosted:
             return jax.device_put(value, jax.memory.Space.Host)
-        return value if self.key_impl is None else jax.random.wrap_key_data(value, impl=self.key_impl)
+        return (
+            value if self.key_impl is None else jax.random.wrap_key_data(value, impl=self.key_impl)
+        )

@@ -1,8 +1,11 @@
-"""A backward cut in two: B, whose result the stage before waits for, and W, gradients of weights, which can wait.
+"""A backward cut in two.
 
-A product `y = x @ w` has two products in its backward, `dx = dy @ w.T` and `dw = x.T @ dy`. Only the first is needed
-by the layers before it. B (`BackwardInput` in schedules) computes the gradients of the inputs with all they need; W
-(`BackwardWeight`) computes what is left, from residuals, from parameters, and from what B hands over.
+B, whose result the stage before waits for, and W, gradients of weights, which can wait.
+
+A product `y = x @ w` has two products in its backward, `dx = dy @ w.T` and `dw = x.T @ dy`. Only
+the first is needed by the layers before it. B (`BackwardInput` in schedules) computes the gradients
+of the inputs with all they need; W (`BackwardWeight`) computes what is left, from residuals, from
+parameters, and from what B hands over.
 """
 
 import logging
@@ -75,14 +78,23 @@ class SplitBackward:
         can_wait = _with_product(program, needed_by_dx, largest) if self._dx else batch_dependent
         trained = [i for i, x in enumerate(self._grads) if x is not None]
         self.deferred = tuple(
-            i for i in trained if not isinstance(self._grads[i], Literal) and self._grads[i] in can_wait
+            i
+            for i in trained
+            if not isinstance(self._grads[i], Literal) and self._grads[i] in can_wait
         )
         self.immediate = tuple(i for i in trained if i not in self.deferred)
-        self.inseparable = {i: name for i in self.immediate if (name := _shared(program, needed_by_dx, self._grads[i]))}
+        self.inseparable = {
+            i: name
+            for i in self.immediate
+            if (name := _shared(program, needed_by_dx, self._grads[i]))
+        }
 
-        # What has a product and depends on cotangents is work of W: B must not do it to have less to hand over. What
-        # depends on residuals alone is recompute, which B may do for W where both need it.
-        weight_only = can_wait & reached_from(program, set(cotangents)) if self._dx else batch_dependent
+        # What has a product and depends on cotangents is work of W: B must not do it to have less
+        # to hand over. What depends on residuals alone is recompute, which B may do for W where
+        # both need it.
+        weight_only = (
+            can_wait & reached_from(program, set(cotangents)) if self._dx else batch_dependent
+        )
         input_goals = [*self._dx, *(self._grads[i] for i in self.immediate)]
         weight_goals = [self._grads[i] for i in self.deferred]
         self._pending = pending_values(
@@ -96,7 +108,9 @@ class SplitBackward:
         )
         self._input_part = needed_for(program, [*input_goals, *self._pending], forced=effects)
         self._weight_part = needed_for(program, weight_goals, given=set(self._pending))
-        self.weight_reads = tuple(i for i, x in enumerate(inputs) if x in self._weight_part.variables)
+        self.weight_reads = tuple(
+            i for i, x in enumerate(inputs) if x in self._weight_part.variables
+        )
         self._encodings: list[Encoding] = []
         self.pending: list[jax.ShapeDtypeStruct] = jax.eval_shape(
             self.backward_input,
@@ -116,7 +130,9 @@ class SplitBackward:
         if self.inseparable:
             names = ", ".join(sorted(set(self.inseparable.values())))
             return f"{names} gives gradients of weights together with those of the inputs"
-        return "" if self.deferred else "no parameter is the weight of a matrix product or convolution"
+        return (
+            "" if self.deferred else "no parameter is the weight of a matrix product or convolution"
+        )
 
     def backward_input(
         self, params: PyTree, residuals: Sequence[jax.Array], cotangents: Sequence[jax.Array]
@@ -129,9 +145,12 @@ class SplitBackward:
         args = [*jax.tree.leaves(params), *residuals, *cotangents]
         env = dict(zip(self._program.inputs, args, strict=True))
         values, handed = evaluate(self._program, env, self._input_part, {}, self._pending)
-        # Rings and branches hold plain arrays: keys travel as their numbers, and W makes keys of them again.
+        # Rings and branches hold plain arrays: keys travel as their numbers, and W makes keys of
+        # them again.
         self._encodings = [Encoding.of(handed[x]) for x in self._pending]
-        pending = [code.encode(handed[x]) for code, x in zip(self._encodings, self._pending, strict=True)]
+        pending = [
+            code.encode(handed[x]) for code, x in zip(self._encodings, self._pending, strict=True)
+        ]
         return self._tree(self.immediate, values), [value_of(values, x) for x in self._dx], pending
 
     def backward_weight(
@@ -145,7 +164,9 @@ class SplitBackward:
         env = dict(zip(self._program.inputs, [*jax.tree.leaves(params), *residuals], strict=False))
         values = [code.decode(x) for code, x in zip(self._encodings, pending, strict=True)]
         given = dict(zip(self._pending, values, strict=True))
-        return self._tree(self.deferred, evaluate(self._program, env, self._weight_part, given, [])[0])
+        return self._tree(
+            self.deferred, evaluate(self._program, env, self._weight_part, given, [])[0]
+        )
 
     def _tree(self, indices: Sequence[int], values: Values) -> PyTree:
         grads = [value_of(values, x) if i in indices else None for i, x in enumerate(self._grads)]
@@ -163,7 +184,10 @@ def _with_product(program: Program, part: Slice, largest: int) -> set[Any]:
 
 
 def _shared(program: Program, part: Slice, var: Any) -> str:
-    """The primitive that gives a value together with others that a part of the program needs; empty if none does."""
+    """The primitive that gives a value together with others that a part of the program needs.
+
+    Empty if none does.
+    """
     # Backwards through what only changes its form, up to the equation that computes it.
     for i in reversed(range(len(program.eqns))):
         eqn = program.eqns[i]
@@ -175,13 +199,24 @@ def _shared(program: Program, part: Slice, var: Any) -> str:
             return next((_shared(scan.body, part, x) for x, result in pairs if result is var), "")
         if not is_cheap(eqn):
             return eqn.primitive.name if id(eqn) in part.steps and len(eqn.outvars) > 1 else ""
-        var = next((x for x in eqn.invars if not isinstance(x, Literal)), eqn.invars[0] if eqn.invars else None)
+        var = next(
+            (x for x in eqn.invars if not isinstance(x, Literal)),
+            eqn.invars[0] if eqn.invars else None,
+        )
     return ""
 
 
 def split_backward(residuals: Residuals, params: PyTree, layers: str) -> SplitBackward:
-    """Cut a backward in two, and say in the log which of these layers' could not be cut, or not all of it."""
+    """Cut a backward in two.
+
+    The log says where these layers' backward could not be cut, or not all of it.
+    """
     split = SplitBackward(residuals, params)
     if split.reason and split.immediate:
-        log(logging.INFO, "the backward of %s stays whole, or a part of it does: %s", layers, split.reason)
+        log(
+            logging.INFO,
+            "the backward of %s stays whole, or a part of it does: %s",
+            layers,
+            split.reason,
+        )
     return split

@@ -1,4 +1,7 @@
-"""Checkpoints: written by the devices that hold the rows, opened at any number of stages, replicas and processes."""
+"""Checkpoints.
+
+Written by the devices that hold the rows, opened at any number of stages, replicas and processes.
+"""
 
 from jaxpipe.weights import Rename as Rename
 from jaxpipe.weights import Source as Source

@@ -42,52 +42,71 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jaxpipe.checkpoint",
-        description="Look at checkpoints, check them, and write their parameters for other libraries.",
+        description="Look at checkpoints, check them, and write their parameters for other "
+        "libraries.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     inspect = commands.add_parser("inspect", help="what is in a checkpoint, by stage and layer")
     inspect.set_defaults(run=lambda args: inspect_checkpoint(args.path, args.tag))
-    verify = commands.add_parser("verify", help="read all of a checkpoint; the exit status is 1 if it is damaged")
+    verify = commands.add_parser(
+        "verify", help="read all of a checkpoint; the exit status is 1 if it is damaged"
+    )
     verify.set_defaults(run=_verify)
     export = commands.add_parser(
         "export",
         help="write the parameters as safetensors",
-        epilog="With --format huggingface, --renames is the table of names: a list of jaxpipe.weights.Rename, or a "
-        "function that returns one, called with the path of --config if that is given. The models of jaxpipe.models "
-        "have jaxpipe.models:llama_names, gpt2_names and bert_names.",
+        epilog="With --format huggingface, --renames is the table of names: a list of "
+        "jaxpipe.weights.Rename, or a function that returns one, called with the path of --config "
+        "if that is given. The models of jaxpipe.models have jaxpipe.models:llama_names, "
+        "gpt2_names and bert_names.",
     )
     export.set_defaults(run=_export)
     for command in (inspect, verify, export):
-        command.add_argument("path", metavar="PATH", type=_path, help="directory of checkpoints, or of one")
-        command.add_argument("--tag", metavar="T", help="name of the checkpoint; without it, the latest")
+        command.add_argument(
+            "path", metavar="PATH", type=_path, help="directory of checkpoints, or of one"
+        )
+        command.add_argument(
+            "--tag", metavar="T", help="name of the checkpoint; without it, the latest"
+        )
     export.add_argument(
-        "--out", metavar="PATH", required=True, help="file to write, such as model.safetensors; or a folder"
+        "--out",
+        metavar="PATH",
+        required=True,
+        help="file to write, such as model.safetensors; or a folder",
     )
     export.add_argument(
         "--max-shard-bytes",
         metavar="SIZE",
         type=_size,
-        help="largest file, such as 5GB or 4GiB; more are written with an index, as Hugging Face libraries do",
+        help="largest file, such as 5GB or 4GiB; more are written with an index, as Hugging Face "
+        "libraries do",
     )
     export.add_argument(
         "--format",
         choices=("jaxpipe", "huggingface"),
         default="jaxpipe",
-        help="jaxpipe: one file of tensors named by our paths; huggingface: a folder that transformers opens",
+        help="jaxpipe: one file of tensors named by our paths; huggingface: a folder that "
+        "transformers opens",
     )
     theirs = export.add_argument_group("for --format huggingface")
-    theirs.add_argument("--renames", metavar="NAME", help="module:name, such as jaxpipe.models:llama_names")
+    theirs.add_argument(
+        "--renames", metavar="NAME", help="module:name, such as jaxpipe.models:llama_names"
+    )
     theirs.add_argument("--config", metavar="FILE", help="the config.json to write, or its folder")
-    theirs.add_argument("--dtype", help="what floating-point tensors are converted to, such as bfloat16")
-    theirs.add_argument("--lora-alpha", metavar="ALPHA", type=float, help="merge adapters, made with this alpha")
+    theirs.add_argument(
+        "--dtype", help="what floating-point tensors are converted to, such as bfloat16"
+    )
+    theirs.add_argument(
+        "--lora-alpha", metavar="ALPHA", type=float, help="merge adapters, made with this alpha"
+    )
     return parser
 
 
 def _verify(args: argparse.Namespace) -> str:
     found = verify_checkpoint(args.path, args.tag)
     return (
-        f"{found.path} is as it was written: {counted(found.num_rows, 'row')} of {counted(found.num_arrays, 'array')}, "
-        f"{format_bytes(found.num_bytes)}"
+        f"{found.path} is as it was written: {counted(found.num_rows, 'row')} of "
+        f"{counted(found.num_arrays, 'array')}, {format_bytes(found.num_bytes)}"
     )
 
 
@@ -101,8 +120,13 @@ def _export(args: argparse.Namespace) -> str:
     given = [option for option, value in theirs.items() if value is not None]
     if args.format == "jaxpipe":
         if given:
-            raise ConfigError(f"{given[0]} must be used with --format huggingface, but got --format jaxpipe. Add it.")
-        written = export_safetensors(args.path, args.out, args.tag, max_shard_bytes=args.max_shard_bytes)
+            raise ConfigError(
+                f"{given[0]} must be used with --format huggingface, but got --format jaxpipe. Add "
+                "it."
+            )
+        written = export_safetensors(
+            args.path, args.out, args.tag, max_shard_bytes=args.max_shard_bytes
+        )
     else:
         options = {} if args.max_shard_bytes is None else {"max_shard_bytes": args.max_shard_bytes}
         written = save_huggingface(
@@ -121,14 +145,17 @@ def _export(args: argparse.Namespace) -> str:
 def _renames(text: str | None, config: str | None) -> Sequence[Rename]:
     example = "jaxpipe.models:llama_names"
     if text is None:
-        raise ConfigError(f"--format huggingface must have a table of names. Add for instance --renames {example}.")
+        raise ConfigError(
+            "--format huggingface must have a table of names. Add for instance --renames "
+            f"{example}."
+        )
     found = import_named(text, "--renames", example)
     if callable(found):
         found = found() if config is None else found(local_path(config, "--config"))
     if not isinstance(found, Sequence) or not all(isinstance(each, Rename) for each in found):
         raise ConfigError(
-            f"--renames must name a sequence of jaxpipe.weights.Rename, or a function that returns one, but got "
-            f"{text} that gives {shown(found)}. Name for instance {example}."
+            "--renames must name a sequence of jaxpipe.weights.Rename, or a function that returns "
+            f"one, but got {text} that gives {shown(found)}. Name for instance {example}."
         )
     return found
 
@@ -142,7 +169,11 @@ def _size(text: str) -> int:
     """Bytes of a size such as `5GB` or `4GiB`."""
     match = _SIZE.fullmatch(text.strip())
     unit = (match[2] or "").upper() if match else ""
-    size = int(float(match[1]) * (1024 if unit.endswith("I") else 1000) ** _POWERS[unit[:1]]) if match else 0
+    size = (
+        int(float(match[1]) * (1024 if unit.endswith("I") else 1000) ** _POWERS[unit[:1]])
+        if match
+        else 0
+    )
     if size < 1:
         raise argparse.ArgumentTypeError(
             f"must be a size of at least one byte, but got {text!r}. Write for instance 5GB."

@@ -38,7 +38,10 @@ class Comparison:
         parts = [
             ("missing", _by_layer(self.missing, wanted)),
             ("unexpected", _by_layer(self.unexpected, stored)),
-            ("of another shape", [f"{_short(key)} ({text})" for key, text in self.misshapen.items()]),
+            (
+                "of another shape",
+                [f"{_short(key)} ({text})" for key, text in self.misshapen.items()],
+            ),
         ]
         return "; ".join(f"{what}: {_listed(names)}" for what, names in parts if names)
 

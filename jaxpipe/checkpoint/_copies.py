@@ -10,7 +10,7 @@ from jaxpipe.state import Leaf
 _SHOWN = 4
 
 Hashes = Mapping[str, Mapping[str, Sequence[str]]]
-"""Hashes of the copies of each block that a process holds, by the array's name and the block's number."""
+"""Hashes of the copies of each block that a process holds, by array name and block number."""
 
 
 def merge_hashes(
@@ -26,7 +26,9 @@ def merge_hashes(
         for name, blocks in report.items():
             for number, hashes in blocks.items():
                 for sha256 in hashes:
-                    holders.setdefault((name, int(number)), {}).setdefault(sha256, []).append(process)
+                    holders.setdefault((name, int(number)), {}).setdefault(sha256, []).append(
+                        process
+                    )
     differing: dict[str, str] = {}
     for (name, number), having in holders.items():
         if len(having) > 1:
@@ -38,9 +40,10 @@ def merge_hashes(
         lines = [f"{leaf} (in {shares})" for leaf, shares in differing.items()]
         more = f" and {len(lines) - _SHOWN} more leaves" if len(lines) > _SHOWN else ""
         raise CheckpointError(
-            f"all replicas must hold the same values, but got different ones of {', '.join(lines[:_SHOWN])}{more}. "
-            "Nothing was saved, and earlier checkpoints are as they were: load one, which makes replicas equal again. "
-            "Give all processes the same parameters; if they had them, look for a device that computes wrongly."
+            "all replicas must hold the same values, but got different ones of "
+            f"{', '.join(lines[:_SHOWN])}{more}. Nothing was saved, and earlier checkpoints are as "
+            "they were: load one, which makes replicas equal again. Give all processes the same "
+            "parameters; if they had them, look for a device that computes wrongly."
         )
     merged: dict[str, dict[int, str]] = {}
     for (name, number), having in holders.items():
@@ -49,7 +52,10 @@ def merge_hashes(
 
 
 def _leaves_in(leaves: Mapping[str, Leaf], array: str, row: int) -> list[str]:
-    """Keys of the leaves of which a row holds something; the array's name where it is none of the catalog's."""
+    """Keys of the leaves of which a row holds something.
+
+    The array's name where it is none of the catalog's.
+    """
     found = [
         key
         for key, leaf in leaves.items()

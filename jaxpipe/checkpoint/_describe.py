@@ -25,7 +25,8 @@ def describe_layers(pipeline: Pipeline, keys: Collection[str]) -> tuple[StoredLa
             name=named.name,
             kind=named.name.partition("_")[2],
             stage=sum(part <= named.index for part in parts[1:]),
-            signature=f"{format_struct(boundaries[named.index])} -> {format_struct(boundaries[named.index + 1])}",
+            signature=f"{format_struct(boundaries[named.index])} -> "
+            f"{format_struct(boundaries[named.index + 1])}",
             parameters=tuple(
                 key
                 for path in pipeline.trace.paths[named.index].paths.values()
@@ -48,10 +49,15 @@ def library_versions() -> dict[str, str]:
 
 
 def scalar_arrays(pipeline: Pipeline, state: TrainState) -> dict[str, jax.Array]:
-    """Small arrays of a state beside its rows, by name, each on every device; a loss scale only if it moves."""
+    """Small arrays of a state beside its rows, by name, each on every device.
+
+    A loss scale only if it moves.
+    """
     loss_scale = {
         f"loss_scale/{jax.tree_util.keystr(path, simple=True)}": leaf
-        for path, leaf in jax.tree.leaves_with_path(state.loss_scale if _has_moving_scale(pipeline) else ())
+        for path, leaf in jax.tree.leaves_with_path(
+            state.loss_scale if _has_moving_scale(pipeline) else ()
+        )
     }
     rng = {f"rng/{jax.random.key_impl(state.rng)}": jax.random.key_data(state.rng)}
     return {"step": state.step, "skipped_steps": state.skipped_steps, **rng, **loss_scale}
@@ -77,7 +83,9 @@ def _has_moving_scale(pipeline: Pipeline) -> bool:
     return scaler is not None and scaler.enabled and scaler.dynamic
 
 
-def load_scalars(scalars: Mapping[str, Any], pipeline: Pipeline, *, loss_scale: bool) -> dict[str, Any]:
+def load_scalars(
+    scalars: Mapping[str, Any], pipeline: Pipeline, *, loss_scale: bool
+) -> dict[str, Any]:
     """Fields of a state by name, on every device, from what `dump_scalars` returned.
 
     With `loss_scale`, the loss scale is taken too, where it moves in both.
@@ -94,6 +102,9 @@ def load_scalars(scalars: Mapping[str, Any], pipeline: Pipeline, *, loss_scale: 
     paths, treedef = jax.tree.flatten_with_path(pipeline.state_struct.loss_scale)
     names = [jax.tree_util.keystr(path, simple=True) for path, _ in paths]
     if loss_scale and _has_moving_scale(pipeline) and set(names) == set(stored):
-        leaves = [np.asarray(stored[name], leaf.dtype) for name, (_, leaf) in zip(names, paths, strict=True)]
+        leaves = [
+            np.asarray(stored[name], leaf.dtype)
+            for name, (_, leaf) in zip(names, paths, strict=True)
+        ]
         fields["loss_scale"] = jax.tree.unflatten(treedef, leaves)
     return place_everywhere(fields, pipeline.mesh)

@@ -1,13 +1,15 @@
-"""The directory that checkpoints lie in: which tags are committed, which is the latest, what is left over.
+"""The directory that checkpoints lie in.
+
+Which tags are committed, which is the latest, what is left over.
 
     save_dir/latest                    the last committed tag
     save_dir/.lock/                    from a job's first save there to its end
     save_dir/<tag>/commit.json         names the data; a tag without it is no checkpoint
     save_dir/<tag>/data-<n>-<x>/       index.json, and the arrays
 
-A save writes its data first and replaces `commit.json` last, in one step of the file system. So a tag is whole or not
-there at every moment, also while it is being written again. What a link leads to belongs to somebody else: it is read,
-but never changed or removed.
+A save writes its data first and replaces `commit.json` last, in one step of the file system. So a
+tag is whole or not there at every moment, also while it is being written again. What a link leads
+to belongs to somebody else: it is read, but never changed or removed.
 """
 
 import contextlib
@@ -40,7 +42,6 @@ _DATA = re.compile(r"data-[0-9]+-[0-9a-f]+")
 _STEP_TAG = re.compile(r"global_step([0-9]+)")
 _PARTIAL = ".partial"
 _MARK = ".jaxpipe"
-"""Answers of file systems that open no folders, or have nothing to sync, and of folders without permission to read."""
 
 
 @dataclass(frozen=True)
@@ -73,16 +74,25 @@ def check_tag(tag: Any) -> str:
     """Refuse what cannot be the name of a folder."""
     if not isinstance(tag, str) or not _is_name(tag):
         raise CheckpointError(
-            f"tag must be a plain name of a folder, without blanks at its ends, and not {LATEST!r}, {COMMIT!r} or "
-            f"{LOCK!r}, but got tag={tag!r}. Write for instance 'best', or leave it out for 'global_step<N>'."
+            "tag must be a plain name of a folder, without blanks at its ends, and not "
+            f"{LATEST!r}, {COMMIT!r} or {LOCK!r}, but got tag={tag!r}. Write for instance 'best', "
+            "or leave it out for 'global_step<N>'."
         )
     return tag
 
 
 def _is_name(tag: str) -> bool:
     is_text = tag == tag.encode(errors="replace").decode()
-    is_reserved = tag in (".", "..", LATEST, COMMIT) or tag.startswith(LOCK) or tag.endswith(_PARTIAL)
-    return bool(tag) and tag == tag.strip() and is_text and not is_reserved and not {"/", "\\", "\0"} & set(tag)
+    is_reserved = (
+        tag in (".", "..", LATEST, COMMIT) or tag.startswith(LOCK) or tag.endswith(_PARTIAL)
+    )
+    return (
+        bool(tag)
+        and tag == tag.strip()
+        and is_text
+        and not is_reserved
+        and not {"/", "\\", "\0"} & set(tag)
+    )
 
 
 def read_commit(folder: Path) -> Commit | None:
@@ -97,7 +107,8 @@ def read_commit(folder: Path) -> Commit | None:
         return None
     except OSError as error:
         raise CheckpointError(
-            f"{path} must be readable, but got {error.strerror or error}. Check its permissions, or load another tag."
+            f"{path} must be readable, but got {error.strerror or error}. Check its permissions, "
+            "or load another tag."
         ) from error
     try:
         given = parse_json(content)
@@ -106,8 +117,9 @@ def read_commit(folder: Path) -> Commit | None:
         raise _damaged(path, f"{len(content)} bytes that are no commit") from error
     if found[0] != FORMAT or found[1] != VERSION:
         raise CheckpointError(
-            f"{path} must be of format={FORMAT!r}, version={VERSION}, but got format={shown(found[0])}, "
-            f"version={shown(found[1])}. Open it with the release of jaxpipe that wrote it, or with a newer one."
+            f"{path} must be of format={FORMAT!r}, version={VERSION}, but got "
+            f"format={shown(found[0])}, version={shown(found[1])}. Open it with the release of "
+            "jaxpipe that wrote it, or with a newer one."
         )
     try:
         commit = Commit(**given)
@@ -137,8 +149,8 @@ _SOUND: Mapping[str, Callable[[Any], bool]] = {
 
 def _damaged(path: Path, found: str) -> CheckpointError:
     return CheckpointError(
-        f"{path} must be a commit as save_checkpoint writes it, but got {found}: it is damaged. Load another tag, or "
-        "restore the file, or move the folder away."
+        f"{path} must be a commit as save_checkpoint writes it, but got {found}: it is damaged. "
+        "Load another tag, or restore the file, or move the folder away."
     )
 
 
@@ -157,7 +169,8 @@ def committed_tags(save_dir: str | PathLike[str]) -> dict[str, Commit]:
 def sound_tags(save_dir: Path) -> tuple[dict[str, Commit], dict[str, CheckpointError]]:
     """Checkpoints of a directory, the oldest first, and errors of damaged commits; both by tag."""
     commits, damaged = _look_for_tags(save_dir)
-    if not commits:  # the only one may have been replaced between the listing and the reading, never twice
+    # The only one may have been replaced between the listing and the reading, never twice.
+    if not commits:
         commits, damaged = _look_for_tags(save_dir)
     return dict(sorted(commits.items(), key=lambda item: item[1].sequence)), damaged
 
@@ -193,7 +206,8 @@ def read_latest(save_dir: Path) -> str | None:
         return None
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{path} must be a readable text, but got {error}. Remove it: the latest checkpoint is found without it."
+            f"{path} must be a readable text, but got {error}. Remove it: the latest checkpoint is "
+            "found without it."
         ) from error
 
 
@@ -208,7 +222,13 @@ def commit(save_dir: Path, tag: str, content: Commit) -> None:
         try:
             replace_file(save_dir / LATEST, tag.encode())
         except OSError as error:  # the checkpoint is there, and is found without the file
-            log(logging.WARNING, "%s is committed, but %s still names another: %s", tag, save_dir / LATEST, error)
+            log(
+                logging.WARNING,
+                "%s is committed, but %s still names another: %s",
+                tag,
+                save_dir / LATEST,
+                error,
+            )
 
 
 class NotSyncedError(OSError):
@@ -276,7 +296,9 @@ def remove_leftovers(save_dir: Path) -> list[Path]:
     for folder in [path for path in save_dir.iterdir() if path.is_dir() and not path.is_symlink()]:
         try:
             named = read_commit(folder)
-            left = remove_data(folder, None if named is None else named.data) + _remove_partial(folder)
+            left = remove_data(folder, None if named is None else named.data) + _remove_partial(
+                folder
+            )
             if left and not any(folder.iterdir()):
                 folder.rmdir()
             removed += left
@@ -286,7 +308,7 @@ def remove_leftovers(save_dir: Path) -> list[Path]:
 
 
 def make_data(folder: Path, sequence: int) -> Path:
-    """Make a folder for the data of a checkpoint, marked as such, with a name that no attempt before had."""
+    """Make a marked folder for a checkpoint's data, with a name that no attempt before had."""
     data = folder / f"data-{sequence}-{secrets.token_hex(4)}"
     folder.mkdir(parents=True, exist_ok=True)
     data.mkdir()
@@ -308,7 +330,8 @@ def _was_made_here(data: Path) -> bool:
     """True for a folder of data that a save has made; a link never is one."""
     if data.is_symlink() or not data.is_dir():
         return False
-    # A save that failed removes its folder with the mark, and writers that were late make it again without.
+    # A save that failed removes its folder with the mark, and writers that were late make it again
+    # without.
     names = {path.name for path in data.iterdir()}
     return _MARK in names or names <= {ARRAYS}
 
@@ -352,7 +375,9 @@ def remove_old(save_dir: Path, keep_last: int | None, keep_every: int | None) ->
         *list(steps)[-keep_last:],
         *(tag for tag in steps if keep_every and steps[tag] % keep_every == 0),
     }
-    return [tag for tag in steps if tag not in retained and _is_removed(save_dir / tag, _remove_tag)]
+    return [
+        tag for tag in steps if tag not in retained and _is_removed(save_dir / tag, _remove_tag)
+    ]
 
 
 def _is_linked(folder: Path, commit: Commit) -> bool:

@@ -29,8 +29,10 @@ class StoredArray:
     Attributes:
         shape: Its shape, `[num_rows, ...]`.
         dtype: Its dtype, by name.
-        grid: Into how many blocks it is cut along each dim: into rows, and these where devices hold parts of a row.
-        sha256: For each block the hash of its bytes, in hexadecimal; blocks along the last dim are next to each other.
+        grid: Into how many blocks it is cut along each dim: into rows, and these where devices hold
+            parts of a row.
+        sha256: For each block the hash of its bytes, in hexadecimal; blocks along the last dim are
+            next to each other.
     """
 
     shape: tuple[int, ...]
@@ -43,7 +45,10 @@ class StoredArray:
         sizes = [size // count for size, count in zip(self.shape[1:], self.grid[1:], strict=True)]
         first = row * math.prod(self.grid[1:])
         return [
-            (number, tuple(slice(i * size, (i + 1) * size) for i, size in zip(at, sizes, strict=True)))
+            (
+                number,
+                tuple(slice(i * size, (i + 1) * size) for i, size in zip(at, sizes, strict=True)),
+            )
             for number, at in enumerate(np.ndindex(*self.grid[1:]), first)
         ]
 
@@ -122,7 +127,16 @@ def dump_index(index: Index) -> bytes:
 
 
 _PLAIN = (
-    *("global_steps", "global_samples", "mesh", "zero_stage", "scalars", "batch", "data_iterators", "client_state"),
+    *(
+        "global_steps",
+        "global_samples",
+        "mesh",
+        "zero_stage",
+        "scalars",
+        "batch",
+        "data_iterators",
+        "client_state",
+    ),
     *("config", "versions"),
 )
 
@@ -133,17 +147,26 @@ def read_index(path: Path, sha256: str) -> Index:
         content = read_file(path)
     except OSError as error:
         raise CheckpointError(
-            f"{path} must be readable, but got {error.strerror or error}. Load another tag, or restore the file."
+            f"{path} must be readable, but got {error.strerror or error}. Load another tag, or "
+            "restore the file."
         ) from error
     found = hashlib.sha256(content).hexdigest()
     if found != sha256:
         raise CheckpointError(
-            f"{path} must be as it was written, with sha256={sha256[:12]}..., but got {found[:12]}... over "
-            f"{len(content)} bytes: it is damaged. Load another tag, or restore the file."
+            f"{path} must be as it was written, with sha256={sha256[:12]}..., but got "
+            f"{found[:12]}... over {len(content)} bytes: it is damaged. Load another tag, or "
+            "restore the file."
         )
     try:
         return _load_index(parse_json(content))
-    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise CheckpointError(
             f"{path} must be an index as save_checkpoint writes it, but got one that fails with "
             f"{type(error).__name__}: {str(error)[:300]}. Load another tag."
@@ -155,13 +178,19 @@ def _load_index(given: Mapping[str, Any]) -> Index:
     leaves = {key: _load_leaf(key, leaf, arrays) for key, leaf in given["leaves"].items()}
     paths = {tuple(key.split("/")) for key in leaves}
     for path in paths:
-        _check(len(path) > 1 and not any(path[:i] in paths for i in range(1, len(path))), "leaves", "/".join(path))
+        _check(
+            len(path) > 1 and not any(path[:i] in paths for i in range(1, len(path))),
+            "leaves",
+            "/".join(path),
+        )
     if given["batch"] is not None:
         load_struct(given["batch"])
     for name, is_sound in _SOUND.items():
         _check(is_sound(given[name]), name, given[name])
     excluded = given.get("excluded", [])  # which checkpoints of before 0.1 lack
-    is_sound = isinstance(excluded, list) and all(isinstance(key, str) and key not in leaves for key in excluded)
+    is_sound = isinstance(excluded, list) and all(
+        isinstance(key, str) and key not in leaves for key in excluded
+    )
     _check(is_sound, "excluded", excluded)
     return Index(
         **{name: given[name] for name in _PLAIN},
@@ -189,7 +218,9 @@ def _are_scalars(given: Mapping[str, Any]) -> bool:
         and isinstance(words, list)
         and all(_is_count(word, 1 << 32) for word in words)
         and isinstance(scale, dict)
-        and all(type(value) in (bool, int, float) and abs(value) < 1 << 62 for value in scale.values())
+        and all(
+            type(value) in (bool, int, float) and abs(value) < 1 << 62 for value in scale.values()
+        )
     )
 
 
@@ -217,7 +248,11 @@ _SOUND: Mapping[str, Callable[[Any], bool]] = {
 def _load_array(name: str, given: Mapping[str, Any]) -> StoredArray:
     shape, _ = checked_struct(given["shape"], given["dtype"])
     sha256 = given["sha256"]
-    _check(isinstance(sha256, list) and all(isinstance(each, str) for each in sha256), f"sha256 of {name}", sha256)
+    _check(
+        isinstance(sha256, list) and all(isinstance(each, str) for each in sha256),
+        f"sha256 of {name}",
+        sha256,
+    )
     grid = _load_grid(f"grid of {name}", given["grid"], shape)
     if len(shape) == 0 or grid[0] != shape[0] or len(sha256) != math.prod(grid):
         raise ValueError("not every block has a sha256")
@@ -226,15 +261,26 @@ def _load_array(name: str, given: Mapping[str, Any]) -> StoredArray:
 
 def _load_grid(name: str, given: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     is_list = isinstance(given, list) and len(given) == len(shape) and all(map(_is_count, given))
-    _check(is_list and all(count and size % count == 0 for count, size in zip(given, shape, strict=True)), name, given)
+    _check(
+        is_list
+        and all(count and size % count == 0 for count, size in zip(given, shape, strict=True)),
+        name,
+        given,
+    )
     return tuple(given)
 
 
 def _load_layer(given: Mapping[str, Any], leaves: Mapping[str, Leaf]) -> StoredLayer:
     fields: dict[str, Any] = {**given, "parameters": tuple(given["parameters"])}
     layer = StoredLayer(**fields)
-    _check(all(isinstance(text, str) for text in (layer.name, layer.kind, layer.signature)), "a layer", given)
-    _check(_is_count(layer.stage) and all(key in leaves for key in layer.parameters), "a layer", given)
+    _check(
+        all(isinstance(text, str) for text in (layer.name, layer.kind, layer.signature)),
+        "a layer",
+        given,
+    )
+    _check(
+        _is_count(layer.stage) and all(key in leaves for key in layer.parameters), "a layer", given
+    )
     return layer
 
 
@@ -245,7 +291,8 @@ def _dump_leaf(leaf: Leaf) -> dict[str, Any]:
 
 def _load_leaf(key: str, given: Mapping[str, Any], arrays: Mapping[str, StoredArray]) -> Leaf:
     spans = tuple(
-        Span(x["array"], tuple(map(index, x["rows"])), index(x["start"]), index(x["stop"])) for x in given["spans"]
+        Span(x["array"], tuple(map(index, x["rows"])), index(x["start"]), index(x["stop"]))
+        for x in given["spans"]
     )
     shape, _ = checked_struct(given["shape"], given["dtype"])
     grid = _load_grid(f"grid of {key}", given["grid"], shape)
@@ -253,7 +300,9 @@ def _load_leaf(key: str, given: Mapping[str, Any], arrays: Mapping[str, StoredAr
     leaf = Leaf(shape, given["dtype"], grid, (spans,))
     for span in spans:
         num_rows, *row = arrays[span.array].shape
-        is_inside = 0 <= span.start <= span.stop <= math.prod(row) and set(span.rows) <= set(range(num_rows))
+        is_inside = 0 <= span.start <= span.stop <= math.prod(row) and set(span.rows) <= set(
+            range(num_rows)
+        )
         num_elements = len(span.rows) * (span.stop - span.start)
         is_enough = len(span.rows) > 0 and num_elements >= math.prod(leaf.slice_shape())
         if not is_inside or not is_enough or arrays[span.array].dtype != leaf.dtype:

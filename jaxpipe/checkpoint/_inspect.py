@@ -43,7 +43,9 @@ class _Totals:
 
 
 def inspect_checkpoint(path: str | PathLike[str], tag: str | None = None) -> str:
-    """Describe a checkpoint: when and how it was written, its layers by stage, and its size. No array is read.
+    """Describe a checkpoint: when and how it was written, its layers by stage, and its size.
+
+    No array is read.
 
     Args:
         path: What was given to `save_checkpoint`, or a checkpoint's own folder.
@@ -65,16 +67,25 @@ def _facts(checkpoint: Checkpoint) -> list[str]:
     scalars = index.scalars
     topology = " x ".join(counted(n, _AXES.get(axis, axis)) for axis, n in index.mesh.items())
     scale = scalars["loss_scale"].get("scale")
-    places = sum(isinstance(each, dict) and each.get("state") is not None for each in index.data_iterators)
+    places = sum(
+        isinstance(each, dict) and each.get("state") is not None for each in index.data_iterators
+    )
     beside = [f"client state ({', '.join(index.client_state)})"] if index.client_state else []
     beside += [f"the place of {counted(places, 'data iterator')}"] if places else []
-    versions = [f"{name} {version}" for name, version in index.versions.items() if version[:1].isdigit()]
+    versions = [
+        f"{name} {version}" for name, version in index.versions.items() if version[:1].isdigit()
+    ]
     facts = {
         "checkpoint": str(checkpoint.path),
         "tag": checkpoint.tag + ("" if commit.is_latest else " (saved with save_latest=False)"),
         "saved": _moment(commit.saved_at),
-        "trained": f"{counted(index.global_steps, 'step')}, {counted(index.global_samples, 'sample')}"
-        + (f", {counted(scalars['skipped_steps'], 'step')} skipped" if scalars["skipped_steps"] else ""),
+        "trained": f"{counted(index.global_steps, 'step')}, "
+        f"{counted(index.global_samples, 'sample')}"
+        + (
+            f", {counted(scalars['skipped_steps'], 'step')} skipped"
+            if scalars["skipped_steps"]
+            else ""
+        ),
         "topology": f"{topology}, ZeRO stage {index.zero_stage}",
         "loss scale": "" if scale is None else f"{scale:,.12g}",
         "also holds": ", ".join(beside),
@@ -82,7 +93,9 @@ def _facts(checkpoint: Checkpoint) -> list[str]:
         "beside it": _others(checkpoint),
     }
     width = max(len(name) for name in facts) + 2
-    return [line for name, text in facts.items() if text for line in _wrapped(name.ljust(width), text)]
+    return [
+        line for name, text in facts.items() if text for line in _wrapped(name.ljust(width), text)
+    ]
 
 
 def _moment(text: str) -> str:
@@ -99,7 +112,11 @@ def _others(checkpoint: Checkpoint) -> str:
         commits = committed_tags(checkpoint.path.parent)
     except CheckpointError as error:
         return str(error)
-    others = [f"{tag} ({counted(each.global_steps, 'step')})" for tag, each in commits.items() if tag != checkpoint.tag]
+    others = [
+        f"{tag} ({counted(each.global_steps, 'step')})"
+        for tag, each in commits.items()
+        if tag != checkpoint.tag
+    ]
     return ", ".join(others) or "no other checkpoint"
 
 
@@ -112,42 +129,70 @@ def _layers(index: Index) -> list[str]:
         layers = list(members)
         total = _sum(index.leaves, {key for layer in layers for key in layer.parameters})
         rows.append(
-            (str(stage), counted(len(layers), "layer"), f"{total.num_elements:,}", format_bytes(total.num_bytes), "")
+            (
+                str(stage),
+                counted(len(layers), "layer"),
+                f"{total.num_elements:,}",
+                format_bytes(total.num_bytes),
+                "",
+            )
         )
         details.append("")
-        for _, run in groupby(layers, lambda layer: (layer.kind, layer.signature, _shapes(index, layer))):
+        for _, run in groupby(
+            layers, lambda layer: (layer.kind, layer.signature, _shapes(index, layer))
+        ):
             row, detail = _layer_row(index, list(run), shown)
             rows.append(row)
             details.append(detail)
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     lines: list[str] = []
     for (stage, name, number, size, signature), detail in zip(rows, details, strict=True):
-        cells = (stage.rjust(widths[0]), name.ljust(widths[1]), number.rjust(widths[2]), size.rjust(widths[3]), "")
+        cells = (
+            stage.rjust(widths[0]),
+            name.ljust(widths[1]),
+            number.rjust(widths[2]),
+            size.rjust(widths[3]),
+            "",
+        )
         lines += _wrapped("  ".join(cells), signature)
         lines += _wrapped(" " * (widths[0] + 6), detail) if detail else []
     return lines
 
 
 def _layer_row(index: Index, run: Sequence[StoredLayer], shown: dict[str, str]) -> tuple[Row, str]:
-    """A row for equal layers, and the line below it; what was shown for a layer before is not shown again."""
+    """A row for equal layers, and the line below it.
+
+    What was shown for a layer before is not shown again.
+    """
     first, last = run[0], run[-1]
     total = _sum(index.leaves, {key for layer in run for key in layer.parameters})
     name = first.name if first is last else f"{first.name} .. {last.name}"
     shapes = _shapes(index, first)
     like = shown.setdefault(shapes, first.name)
     detail = shapes if like == first.name else f"as {like}"
-    row = ("", f"  {name}", f"{total.num_elements:,}", format_bytes(total.num_bytes), first.signature)
+    row = (
+        "",
+        f"  {name}",
+        f"{total.num_elements:,}",
+        format_bytes(total.num_bytes),
+        first.signature,
+    )
     return row, f"{'each ' if len(run) > 1 else ''}{detail}" if shapes else ""
 
 
 def _shapes(index: Index, layer: StoredLayer) -> str:
-    """The parameters of a layer with their shapes, by dtype; those that are shared with their whole path."""
+    """The parameters of a layer with their shapes, by dtype.
+
+    Those that are shared with their whole path.
+    """
     own = f"params/layers/{layer.name}/"
     by_dtype: dict[str, list[str]] = {}
     for key in layer.parameters:
         leaf = index.leaves[key]
         name = key.removeprefix(own).removeprefix("params/")
-        by_dtype.setdefault(leaf.dtype, []).append(f"{name}{_GLUE}[{', '.join(map(str, leaf.shape))}]")
+        by_dtype.setdefault(leaf.dtype, []).append(
+            f"{name}{_GLUE}[{', '.join(map(str, leaf.shape))}]"
+        )
     return "; ".join(f"{dtype}: {', '.join(names)}" for dtype, names in by_dtype.items())
 
 
@@ -158,12 +203,26 @@ def _totals(checkpoint: Checkpoint) -> list[str]:
     for prefix, name in _PARTS.items():
         total = _sum(leaves, [key for key in leaves if key.startswith(prefix)])
         if total.num_arrays:
-            once = ", shared ones once" if prefix == "params/" and len(uses) > total.num_arrays else ""
+            once = (
+                ", shared ones once" if prefix == "params/" and len(uses) > total.num_arrays else ""
+            )
             rows.append(
-                (name + once, f"{total.num_elements:,}", f"{total.num_arrays:,}", format_bytes(total.num_bytes))
+                (
+                    name + once,
+                    f"{total.num_elements:,}",
+                    f"{total.num_arrays:,}",
+                    format_bytes(total.num_bytes),
+                )
             )
     sizes = list(_file_sizes(checkpoint.path))
-    rows.append((f"on disk, in {counted(len(sizes), 'file')}", "", f"{len(index.arrays):,}", format_bytes(sum(sizes))))
+    rows.append(
+        (
+            f"on disk, in {counted(len(sizes), 'file')}",
+            "",
+            f"{len(index.arrays):,}",
+            format_bytes(sum(sizes)),
+        )
+    )
     return format_table(rows, "<>>>")
 
 
@@ -178,12 +237,17 @@ def _file_sizes(folder: Path) -> Iterator[int]:
 def _sum(leaves: Mapping[str, Leaf], keys: Iterable[str]) -> _Totals:
     found = [leaves[key] for key in keys]
     sizes = [math.prod(leaf.shape) for leaf in found]
-    num_bytes = sum(size * jnp.dtype(leaf.dtype).itemsize for size, leaf in zip(sizes, found, strict=True))
+    num_bytes = sum(
+        size * jnp.dtype(leaf.dtype).itemsize for size, leaf in zip(sizes, found, strict=True)
+    )
     return _Totals(len(found), sum(sizes), num_bytes)
 
 
 def _wrapped(first: str, text: str) -> list[str]:
-    """A text behind a beginning, in lines that go on below the text's own beginning; shapes stay in one piece."""
+    """A text behind a beginning, in lines that go on below the text's own beginning.
+
+    Shapes stay in one piece.
+    """
     glued, depth = "", 0
     for letter in text:
         depth += (letter in "[(") - (letter in "])")

@@ -26,22 +26,23 @@ def check_json(value: Any, where: str, depth: int = 0) -> None:
         depth: How many lists and dictionaries it lies in.
 
     Raises:
-        CheckpointError: Something in it is neither None, a truth value, number or string, nor a list or a dictionary
-            with strings for keys; or it lies too deep, as in a list that holds itself; or has too many digits.
+        CheckpointError: Something in it is neither None, a truth value, number or string, nor a
+            list or a dictionary with strings for keys; or it lies too deep, as in a list that holds
+            itself; or has too many digits.
     """
     if isinstance(value, np.generic):
         value = value.item()
     if depth > _DEEPEST:
         raise CheckpointError(
-            f"{where[:_SHOWN]}... must be nested at most {_DEEPEST} deep, as it is stored as JSON, but got one that is "
-            "nested deeper, or holds itself. Store what it can be made from."
+            f"{where[:_SHOWN]}... must be nested at most {_DEEPEST} deep, as it is stored as JSON, "
+            "but got one that is nested deeper, or holds itself. Store what it can be made from."
         )
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
                 raise CheckpointError(
-                    f"keys of {where} must be strings, as they are stored as JSON, but got key={shown(key)}. "
-                    f"Write {shown(key, lambda given: repr(str(given)))}."
+                    f"keys of {where} must be strings, as they are stored as JSON, but got "
+                    f"key={shown(key)}. Write {shown(key, lambda given: repr(str(given)))}."
                 )
             check_json(item, f"{where}[{shown(key)}]", depth + 1)
     elif isinstance(value, list):
@@ -49,20 +50,22 @@ def check_json(value: Any, where: str, depth: int = 0) -> None:
             check_json(item, f"{where}[{i}]", depth + 1)
     elif type(value) is int and value.bit_length() > _MOST_BITS:
         raise CheckpointError(
-            f"{where} must be a number of at most {_MOST_DIGITS} digits, as it is stored as JSON, but got one of "
-            f"{value.bit_length()} bits. Write hex(value)."
+            f"{where} must be a number of at most {_MOST_DIGITS} digits, as it is stored as JSON, "
+            f"but got one of {value.bit_length()} bits. Write hex(value)."
         )
     elif value is not None and type(value) not in (bool, int, float, str):
         raise CheckpointError(
-            f"{where} must be a number, a string, true, false or None, or a list or dictionary of such, as it is "
-            f"stored as JSON, but got a {type(value).__name__}. {_repair(value)}"
+            f"{where} must be a number, a string, true, false or None, or a list or dictionary of "
+            f"such, as it is stored as JSON, but got a {type(value).__name__}. {_repair(value)}"
         )
 
 
 def _repair(value: Any) -> str:
     if isinstance(value, tuple | set):
         return "Write list(...)."
-    if isinstance(value, np.generic) or (hasattr(value, "item") and getattr(value, "shape", None) == ()):
+    if isinstance(value, np.generic) or (
+        hasattr(value, "item") and getattr(value, "shape", None) == ()
+    ):
         return "Write value.item()."
     if hasattr(value, "tolist"):
         return "Write value.tolist(), or make it a collection of a layer if it is large."
@@ -103,7 +106,10 @@ def encode_state(value: Any, where: str, depth: int = 0) -> Any:
             "is_torch": not isinstance(value, np.ndarray),
         }
     if isinstance(value, Mapping):
-        items = {key: encode_state(item, f"{where}[{shown(key)}]", depth + 1) for key, item in value.items()}
+        items = {
+            key: encode_state(item, f"{where}[{shown(key)}]", depth + 1)
+            for key, item in value.items()
+        }
         if any(type(key) is int for key in items):
             check_json({key: None for key in items if type(key) is not int}, where)
             return {_BYTES: None, "items": [list(each) for each in items.items()]}
@@ -132,7 +138,8 @@ def decode_state(value: Any) -> Any:
     """The inverse of `encode_state`.
 
     Raises:
-        Exception: It is none of its results: any of `KeyError`, `AttributeError`, `TypeError` and `ValueError`.
+        Exception: It is none of its results: any of `KeyError`, `AttributeError`, `TypeError` and
+            `ValueError`.
     """
     if isinstance(value, list):
         return [decode_state(item) for item in value]

@@ -41,35 +41,51 @@ def load_state(
     Args:
         checkpoint: Where from.
         pipeline: What the state belongs to; of the same layers, cut in any way.
-        state: The present one, which gives what is not read. Once everything has been read, what is replaced is
-            deleted, so that devices never hold both. None: everything is read.
-        strict: Refuse parameters and collections that are not exactly the model's. Otherwise what fits is read and a
-            warning names the rest.
+        state: The present one, which gives what is not read. Once everything has been read, what is
+            replaced is deleted, so that devices never hold both. None: everything is read.
+        strict: Refuse parameters and collections that are not exactly the model's. Otherwise what
+            fits is read and a warning names the rest.
         optimizer: Read the optimiser's state and the loss scale.
-        lr_scheduler: Read the hyperparameters that the optimiser keeps, such as the rate, and their schedule's count.
+        lr_scheduler: Read the hyperparameters that the optimiser keeps, such as the rate, and their
+            schedule's count.
         counters: Read the step, which keys dropout, and the run's key.
-        when_read: Called when everything has been read and nothing changed yet; what it raises ends the call.
+        when_read: Called when everything has been read and nothing changed yet; what it raises ends
+            the call.
 
     Returns:
         The new state.
 
     Raises:
-        CheckpointError: Layers or the optimiser's state do not fit, each difference named; or it is damaged.
+        CheckpointError: Layers or the optimiser's state do not fit, each difference named; or it is
+            damaged.
     """
     stored, wanted = checkpoint.index.leaves, pipeline.catalog
     frozen = {join_path(("params", *path)) for path in pipeline.trace.frozen}
-    # Frozen here too, they have the values that they began with, and a checkpoint of what was trained goes on top.
+    # Frozen here too, they have the values that they began with, and a checkpoint of what was
+    # trained goes on top.
     absent = frozen & set(checkpoint.index.excluded)
-    model = compare(stored, wanted, lambda key: not key.startswith(_OPTIMIZER) and key not in absent)
+    model = compare(
+        stored, wanted, lambda key: not key.startswith(_OPTIMIZER) and key not in absent
+    )
     if not model.is_exact:
-        text = f"{checkpoint.path} must hold the layers of the model, but got {model.describe(stored, wanted)}. "
+        text = (
+            f"{checkpoint.path} must hold the layers of the model, but got "
+            f"{model.describe(stored, wanted)}. "
+        )
         if strict:
             raise CheckpointError(
-                f"{text}Build the model from the same layers, or load what fits with load_module_strict=False."
+                f"{text}Build the model from the same layers, or load what fits with "
+                "load_module_strict=False."
             )
-        others = "What is missing or of another shape keeps its values. " if model.missing or model.misshapen else ""
+        others = (
+            "What is missing or of another shape keeps its values. "
+            if model.missing or model.misshapen
+            else ""
+        )
         warnings.warn(f"{text}{others}The rest is loaded.", stacklevel=7)
-    rest = _compare_optimizer(checkpoint, wanted, optimizer, lr_scheduler, strict=strict if model.is_exact else None)
+    rest = _compare_optimizer(
+        checkpoint, wanted, optimizer, lr_scheduler, strict=strict if model.is_exact else None
+    )
     keys = (*model.fitting, *rest)
     # What nobody trains, layers would get in that dtype anyway.
     untrained = frozen if pipeline.trains else {key for key in keys if key.startswith(_PARAMS)}
@@ -77,12 +93,18 @@ def load_state(
     if state is None and (len(keys) < len(wanted) or not counters):
         state = pipeline.init()
     scalars = _load_scalars(checkpoint, pipeline, loss_scale=optimizer) if counters else {}
-    read = read_into(pipeline, state, keys, lambda mine: _cast_leaves(checkpoint, wanted, mine), when_read)
+    read = read_into(
+        pipeline, state, keys, lambda mine: _cast_leaves(checkpoint, wanted, mine), when_read
+    )
     return dataclasses.replace(read, **scalars)
 
 
 def read_into(
-    pipeline: Pipeline, state: TrainState | None, keys: Sequence[str], source: Source, when_read: Callable[[], None]
+    pipeline: Pipeline,
+    state: TrainState | None,
+    keys: Sequence[str],
+    source: Source,
+    when_read: Callable[[], None],
 ) -> TrainState:
     """Replace leaves of a state by what is read; what is replaced is deleted after that.
 
@@ -92,9 +114,20 @@ def read_into(
     wanted, struct = pipeline.catalog, pipeline.state_struct
     arrays = state_arrays(struct if state is None else state)
     touched = {span.array for key in keys for copy in wanted[key].copies for span in copy}
-    partial = {span.array for key in wanted.keys() - set(keys) for copy in wanted[key].copies for span in copy}
+    partial = {
+        span.array
+        for key in wanted.keys() - set(keys)
+        for copy in wanted[key].copies
+        for span in copy
+    }
     like = state_arrays(struct)
-    rows = HostRows({name: arrays[name] if name in partial else like[name] for name in arrays if name in touched})
+    rows = HostRows(
+        {
+            name: arrays[name] if name in partial else like[name]
+            for name in arrays
+            if name in touched
+        }
+    )
     run_on_all(lambda: rows.fill(wanted, keys, source))
     # All is in host memory on every process, and nothing has changed yet.
     run_on_all(when_read)
@@ -107,13 +140,15 @@ def read_into(
     return with_arrays(state, rows.place())
 
 
-def _load_scalars(checkpoint: Checkpoint, pipeline: Pipeline, *, loss_scale: bool) -> dict[str, Any]:
+def _load_scalars(
+    checkpoint: Checkpoint, pipeline: Pipeline, *, loss_scale: bool
+) -> dict[str, Any]:
     try:
         return load_scalars(checkpoint.index.scalars, pipeline, loss_scale=loss_scale)
     except (OverflowError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{checkpoint.path} must hold the step, the key and the loss scale of a run, but got some that fail with "
-            f"{type(error).__name__}: {str(error)[:300]}. Load another tag."
+            f"{checkpoint.path} must hold the step, the key and the loss scale of a run, but got "
+            f"some that fail with {type(error).__name__}: {str(error)[:300]}. Load another tag."
         ) from error
 
 
@@ -125,15 +160,17 @@ def _cast_leaves(
 
 
 def load_params(path: str | Path, tag: str | None = None) -> PyTree:
-    """Read the parameters of a checkpoint: the plain Flax parameters of each layer, on the host, without an engine.
+    """Read the parameters of a checkpoint.
+
+    The plain Flax parameters of each layer, on the host, without an engine.
 
     Args:
         path: What was given to `save_checkpoint`, or a checkpoint's own folder.
         tag: Name of the checkpoint; None: the latest.
 
     Returns:
-        The tree that `PipelineModule.init` returns, for `PipelineModule.apply`: numpy arrays at `layers/<index>_<name>`
-        and `tied/<key>`.
+        The tree that `PipelineModule.init` returns, for `PipelineModule.apply`: numpy arrays at
+        `layers/<index>_<name>` and `tied/<key>`.
 
     Raises:
         CheckpointError: There is no checkpoint, or it is damaged.
@@ -142,7 +179,7 @@ def load_params(path: str | Path, tag: str | None = None) -> PyTree:
 
 
 def load_collections(path: str | Path, tag: str | None = None) -> dict[str, PyTree]:
-    """Read what layers keep beside their parameters, as `PipelineModule.init_collections` returns it.
+    """Read what layers keep beside parameters, as `PipelineModule.init_collections` returns it.
 
     Args:
         path: As for `load_params`.
@@ -168,7 +205,12 @@ def read_leaves(checkpoint: Checkpoint, keys: Sequence[str]) -> Iterator[tuple[s
         keys_of.setdefault(leaf.copies[0][0].array, []).append(key)
     for arrays in read_arrays(checkpoint.arrays, checkpoint.index.arrays, needed):
         for key in [key for name in arrays for key in keys_of.get(name, ())]:
-            yield key, read_leaf(leaves[key], lambda name, row, arrays=arrays: arrays[name][row].reshape(-1))
+            yield (
+                key,
+                read_leaf(
+                    leaves[key], lambda name, row, arrays=arrays: arrays[name][row].reshape(-1)
+                ),
+            )
 
 
 def _load_part(path: str | Path, tag: str | None, part: str) -> dict[str, PyTree]:
@@ -178,13 +220,23 @@ def _load_part(path: str | Path, tag: str | None, part: str) -> dict[str, PyTree
         return dict(read_leaves(checkpoint, keys))
 
     found = reread(path, read)
-    return unflatten_dict({split_path(key.removeprefix(part)): value for key, value in found.items()})
+    return unflatten_dict(
+        {split_path(key.removeprefix(part)): value for key, value in found.items()}
+    )
 
 
 def _compare_optimizer(
-    checkpoint: Checkpoint, wanted: Mapping[str, Leaf], optimizer: bool, lr_scheduler: bool, *, strict: bool | None
+    checkpoint: Checkpoint,
+    wanted: Mapping[str, Leaf],
+    optimizer: bool,
+    lr_scheduler: bool,
+    *,
+    strict: bool | None,
 ) -> tuple[str, ...]:
-    """The keys of the optimiser's state to read; with `strict=None` differences follow from those of the layers."""
+    """The keys of the optimiser's state to read.
+
+    With `strict=None` differences follow from those of the layers.
+    """
     stored = checkpoint.index.leaves
     is_schedule = _schedule_keys({*stored, *wanted})
 
@@ -194,37 +246,54 @@ def _compare_optimizer(
     found: Comparison = compare(stored, wanted, chosen)
     if optimizer and strict is not None and not found.is_exact:
         differing = {*found.missing, *found.unexpected, *found.misshapen}
-        argument = "load_lr_scheduler_states" if all(map(is_schedule, differing)) else "load_optimizer_states"
+        argument = (
+            "load_lr_scheduler_states"
+            if all(map(is_schedule, differing))
+            else "load_optimizer_states"
+        )
         text = (
-            f"{checkpoint.path} must hold the state of the optimizer in use, but got {found.describe(stored, wanted)}."
+            f"{checkpoint.path} must hold the state of the optimizer in use, but got "
+            f"{found.describe(stored, wanted)}."
         )
         if strict:
-            fits = "take what fits of it with load_module_strict=False, or " if found.fitting else ""
-            raise CheckpointError(
-                f"{text} Use the same optimizer, or {fits}begin its state anew with {argument}=False."
+            fits = (
+                "take what fits of it with load_module_strict=False, or " if found.fitting else ""
             )
-        warnings.warn(f"{text} What fits is loaded; {argument}=False loads none of it.", stacklevel=8)
+            raise CheckpointError(
+                f"{text} Use the same optimizer, or {fits}begin its state anew with "
+                f"{argument}=False."
+            )
+        warnings.warn(
+            f"{text} What fits is loaded; {argument}=False loads none of it.", stacklevel=8
+        )
     return found.fitting
 
 
 def _schedule_keys(keys: set[str]) -> Callable[[str], bool]:
     """A test for keys that hold hyperparameters, or count the updates of their schedules."""
     marks = ("hyperparams", "hyperparams_states")
-    owners = {path[:i] for path in map(split_path, keys) for i, at in enumerate(path) if at in marks}
+    owners = {
+        path[:i] for path in map(split_path, keys) for i, at in enumerate(path) if at in marks
+    }
 
     def is_schedule(key: str) -> bool:
         path = split_path(key)
-        return any(path[:i] in owners and (at in marks or path[i:] == ("count",)) for i, at in enumerate(path))
+        return any(
+            path[:i] in owners and (at in marks or path[i:] == ("count",))
+            for i, at in enumerate(path)
+        )
 
     return is_schedule
 
 
-def _warn_of_casts(stored: Mapping[str, Leaf], wanted: Mapping[str, Leaf], keys: Sequence[str]) -> None:
+def _warn_of_casts(
+    stored: Mapping[str, Leaf], wanted: Mapping[str, Leaf], keys: Sequence[str]
+) -> None:
     cast = [key for key in keys if stored[key].dtype != wanted[key].dtype]
     if cast:
         first = cast[0]
         warnings.warn(
-            f"{len(cast)} arrays have another dtype than the checkpoint's and are converted, such as {first} "
-            f"from {stored[first].dtype} to {wanted[first].dtype}.",
+            f"{len(cast)} arrays have another dtype than the checkpoint's and are converted, such "
+            f"as {first} from {stored[first].dtype} to {wanted[first].dtype}.",
             stacklevel=8,
         )

@@ -1,4 +1,6 @@
-"""The lock on a directory of checkpoints: one job at a time saves there, from its first save to its end.
+"""The lock on a directory of checkpoints.
+
+One job at a time saves there, from its first save to its end.
 
     save_dir/.lock/<since>-<pid>-<start>-<place>-<nonce>-<host>
 
@@ -31,7 +33,9 @@ _BEAT_S, _SILENT_S = 5.0, 60.0
 """Between signs of life, and without one until an owner on another machine counts as gone."""
 _POLL_S = 0.25
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST)
-_NAME = re.compile(r"([0-9]{1,11})-([0-9]{1,10})-([0-9]*)-([0-9a-f]{8})-([0-9a-f]{8})-(.+)", re.DOTALL)
+_NAME = re.compile(
+    r"([0-9]{1,11})-([0-9]{1,10})-([0-9]*)-([0-9a-f]{8})-([0-9a-f]{8})-(.+)", re.DOTALL
+)
 _TEMPORARY = re.compile(r"\.lock-[0-9a-f]{8}")
 
 
@@ -42,7 +46,8 @@ class _Owner:
     Attributes:
         since: When it was taken, in seconds of the epoch.
         pid: The process.
-        start: When that process began, in ticks of its machine; empty where the system does not tell.
+        start: When that process began, in ticks of its machine; empty where the system does not
+            tell.
         place: Hash of all that process numbers depend on: machine, its last start, and container;
             and of the directory, so that a copy of it is not held by whoever holds the first.
         nonce: Makes the name its own.
@@ -121,8 +126,13 @@ class DirectoryLock:
         try:
             os.utime(self._file)
         except FileNotFoundError as error:
-            names = " and ".join(_describe(_owner_of(file)) for file in _files(self._file.parent)) or "nobody"
-            raise OSError(f"this job lost its lock on the directory, which is now held by {names}") from error
+            names = (
+                " and ".join(_describe(_owner_of(file)) for file in _files(self._file.parent))
+                or "nobody"
+            )
+            raise OSError(
+                f"this job lost its lock on the directory, which is now held by {names}"
+            ) from error
 
     def release(self) -> None:
         """Give it back; nothing happens where it is lost."""
@@ -137,7 +147,10 @@ class DirectoryLock:
             self._file.parent.rmdir()
 
     def is_at(self, file: Path) -> bool:
-        """True if this process has not forked since, and the file is the lock's own: no copy of it elsewhere."""
+        """True if this process has not forked since, and the file is the lock's own.
+
+        No copy of it elsewhere.
+        """
         return self._owner.pid == str(os.getpid()) and self._file.samefile(file)
 
     def _forget(self, run: int) -> None:
@@ -157,7 +170,10 @@ class DirectoryLock:
 
 _GUARD = threading.Lock()
 _HELD: dict[str, DirectoryLock] = {}
-"""What this process holds, by the names of the files. It is the process that holds a lock, for all of its engines."""
+"""What this process holds, by the names of the files.
+
+It is the process that holds a lock, for all of its engines.
+"""
 
 
 def _take(save_dir: Path, owner: _Owner) -> None:
@@ -173,8 +189,13 @@ def _take(save_dir: Path, owner: _Owner) -> None:
                 folder.rmdir()
     finally:
         _remove(mine)  # after a success it has been renamed
-    with contextlib.suppress(OSError):  # leftovers of killed processes; the lock is taken, removed or not
-        for left in [path for path in save_dir.iterdir() if _TEMPORARY.fullmatch(path.name) and not path.is_symlink()]:
+    # Leftovers of killed processes; the lock is taken, removed or not.
+    with contextlib.suppress(OSError):
+        for left in [
+            path
+            for path in save_dir.iterdir()
+            if _TEMPORARY.fullmatch(path.name) and not path.is_symlink()
+        ]:
             if all(_is_gone(file, owner, folder / owner.name) for file in _files(left) or [left]):
                 _remove(left)
 
@@ -183,7 +204,8 @@ def _renamed(mine: Path, folder: Path, owner: _Owner) -> bool:
     try:
         mine.rename(folder)
     except OSError as error:
-        if (folder / owner.name).exists():  # a network file system asked twice, and reports the second answer
+        # A network file system asked twice, and reports the second answer.
+        if (folder / owner.name).exists():
             return True
         if error.errno in _TAKEN:
             return False
@@ -232,7 +254,8 @@ def _is_gone(file: Path, own: _Owner, clock: Path) -> bool:
 
 def _changed(file: Path) -> float | None:
     try:
-        number = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # network file systems answer from memory otherwise
+        # Network file systems answer from memory otherwise.
+        number = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
         return None
     try:
@@ -242,13 +265,13 @@ def _changed(file: Path) -> float | None:
 
 
 def _is_copy(file: Path) -> bool:
-    """True for a copy of a lock that this process holds, made with the directory that it lies in."""
+    """True for a copy of a lock that this process holds, made with the directory it lies in."""
     held = _HELD.get(file.name)
     return held is not None and not held.is_at(file)
 
 
 def _is_dead(other: _Owner, own: _Owner) -> bool:
-    """True if a process of this place is known to have ended, or this one to have given the lock back.
+    """True if a process of this place is known to have ended, or this one gave the lock back.
 
     A process's number may be another's now.
     """
@@ -271,10 +294,13 @@ def _is_alive(other: _Owner, own: _Owner) -> bool:
 
 
 def _start_of(pid: str) -> str:
-    """When a process of this place began; empty where the system does not tell, `ended` of one that has."""
+    """When a process of this place began.
+
+    Empty where the system does not tell, `ended` of one that has.
+    """
     try:
-        # The second field is the program's name, which may hold blanks and brackets itself: the rest begins at the last
-        # one.
+        # The second field is the program's name, which may hold blanks and brackets itself: the
+        # rest begins at the last one.
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return ""
@@ -285,9 +311,19 @@ def _new_owner(save_dir: Path) -> _Owner:
     host, pid = socket.gethostname(), str(os.getpid())
     facts = [host, str(save_dir.stat().st_ino)]
     with contextlib.suppress(OSError):
-        facts += [Path("/proc/sys/kernel/random/boot_id").read_text(), str(Path("/proc/self/ns/pid").readlink())]
+        facts += [
+            Path("/proc/sys/kernel/random/boot_id").read_text(),
+            str(Path("/proc/self/ns/pid").readlink()),
+        ]
     place = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:8]
-    return _Owner(str(int(time.time())), pid, _start_of(pid), place, secrets.token_hex(4), host.replace("/", "_"))
+    return _Owner(
+        str(int(time.time())),
+        pid,
+        _start_of(pid),
+        place,
+        secrets.token_hex(4),
+        host.replace("/", "_"),
+    )
 
 
 def _describe(other: _Owner) -> str:
@@ -300,6 +336,7 @@ def _describe(other: _Owner) -> str:
 def _held(save_dir: Path, other: _Owner, own: _Owner) -> CheckpointError:
     itself = ", which is this process" if (other.place, other.pid) == (own.place, own.pid) else ""
     return CheckpointError(
-        f"save_dir must be written by one job at a time, but got save_dir={str(save_dir)!r}, which is held by "
-        f"{_describe(other)}{itself}. Save again when that has ended, or give each job a directory of its own."
+        f"save_dir must be written by one job at a time, but got save_dir={str(save_dir)!r}, which "
+        f"is held by {_describe(other)}{itself}. Save again when that has ended, or give each job "
+        "a directory of its own."
     )

@@ -44,7 +44,8 @@ def find_checkpoint(load_dir: str | PathLike[str], tag: str | None = None) -> Ch
     """Open a checkpoint.
 
     Args:
-        load_dir: What was given to `save_checkpoint`, or without a tag also a checkpoint's own folder.
+        load_dir: What was given to `save_checkpoint`, or without a tag also a checkpoint's own
+            folder.
         tag: Its name; None: the last one that was committed with `save_latest`.
 
     Returns:
@@ -65,8 +66,8 @@ def find_checkpoint(load_dir: str | PathLike[str], tag: str | None = None) -> Ch
         raise damaged.get(named or "", next(iter(damaged.values())))
     if named is not None and named not in commits:
         raise CheckpointError(
-            f"{folder / 'latest'} must name a checkpoint that is there, but got {named!r} and {_listed(commits)}. "
-            "Load one of them by its tag, or remove the file."
+            f"{folder / 'latest'} must name a checkpoint that is there, but got {named!r} and "
+            f"{_listed(commits)}. Load one of them by its tag, or remove the file."
         )
     if not found:
         return None
@@ -74,8 +75,8 @@ def find_checkpoint(load_dir: str | PathLike[str], tag: str | None = None) -> Ch
         warnings.warn(f"Passed over: {error}", stacklevel=3)
     if named is not None and named != found[-1]:
         warnings.warn(
-            f"{folder / 'latest'} names {named!r}, but {found[-1]!r} was committed after it and is loaded. "
-            f"To go back, load tag={named!r}.",
+            f"{folder / 'latest'} names {named!r}, but {found[-1]!r} was committed after it and is "
+            f"loaded. To go back, load tag={named!r}.",
             stacklevel=3,
         )
     return open_folder(folder / found[-1], folder)
@@ -99,12 +100,15 @@ def open_checkpoint(path: str | PathLike[str], tag: str | None = None) -> Checkp
     if found is None:
         raise CheckpointError(
             f"path must be a checkpoint, or a directory with one, but got path={str(path)!r} and "
-            f"{_listed(sound_tags(folder)[0])}. Give the directory that save_checkpoint was given, or its tag."
+            f"{_listed(sound_tags(folder)[0])}. Give the directory that save_checkpoint was given, "
+            "or its tag."
         )
     return found
 
 
-def reread(path: str | PathLike[str], read: Callable[[], T], agreed: Callable[[bool], bool] = bool) -> T:
+def reread(
+    path: str | PathLike[str], read: Callable[[], T], agreed: Callable[[bool], bool] = bool
+) -> T:
     """Read a checkpoint, again where a job that saves there replaced or removed it meanwhile.
 
     Args:
@@ -116,7 +120,8 @@ def reread(path: str | PathLike[str], read: Callable[[], T], agreed: Callable[[b
         What the function returned.
 
     Raises:
-        CheckpointError: What the function raised while the directory stayed as it was, or every time.
+        CheckpointError: What the function raised while the directory stayed as it was, or every
+            time.
     """
     folder, num_readings = local_path(path, "path", CheckpointError), 0
     while True:
@@ -131,14 +136,17 @@ def reread(path: str | PathLike[str], read: Callable[[], T], agreed: Callable[[b
                 raise
             if num_readings == _READINGS:
                 raise CheckpointError(
-                    f"checkpoints must stay while they are read, but got path={str(path)!r}, where they were replaced "
-                    f"{_READINGS} times meanwhile; at last: {error} Save less often, or keep more with "
-                    "checkpoint.keep_last."
+                    f"checkpoints must stay while they are read, but got path={str(path)!r}, where "
+                    f"they were replaced {_READINGS} times meanwhile; at last: {error} Save less "
+                    "often, or keep more with checkpoint.keep_last."
                 ) from error
 
 
 def _commits(folder: Path) -> dict[str, Commit | None] | None:
-    """Commits in a directory of checkpoints, or in a checkpoint's own folder, by tag; None: storage fails."""
+    """Commits in a directory of checkpoints, or in a checkpoint's own folder, by tag.
+
+    None: storage fails.
+    """
     found: dict[str, Commit | None] = {}
     try:
         found.update(sound_tags(folder)[0])
@@ -153,10 +161,13 @@ def open_folder(folder: Path, load_dir: Path) -> Checkpoint:
     commit = read_commit(folder)
     if commit is None:
         raise CheckpointError(
-            f"tag must name a checkpoint, but got tag={folder.name!r} in {str(load_dir)!r}, which holds "
-            f"{_listed(sound_tags(load_dir)[0])}. Use one of these tags, or None for the latest."
+            f"tag must name a checkpoint, but got tag={folder.name!r} in {str(load_dir)!r}, which "
+            f"holds {_listed(sound_tags(load_dir)[0])}. Use one of these tags, or None for the "
+            "latest."
         )
-    return Checkpoint(folder, folder.name, commit, read_index(folder / commit.data / INDEX, commit.index_sha256))
+    return Checkpoint(
+        folder, folder.name, commit, read_index(folder / commit.data / INDEX, commit.index_sha256)
+    )
 
 
 def _listed(tags: dict[str, Commit]) -> str:

@@ -1,4 +1,7 @@
-"""What the processes of a job tell process 0 of a save, through its folder: in a thread they share nothing else."""
+"""What the processes of a job tell process 0 of a save, through its folder.
+
+In a thread they share nothing else.
+"""
 
 import contextlib
 import json
@@ -21,7 +24,10 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
 
 @contextlib.contextmanager
 def still_writing(data: Path) -> Generator[None]:
-    """Say every few seconds that this process still writes, so that process 0 waits for it however long that takes."""
+    """Say every few seconds that this process still writes.
+
+    So process 0 waits for it, however long that takes.
+    """
     if jax.process_index() == 0:
         yield
         return
@@ -47,10 +53,10 @@ def still_writing(data: Path) -> Generator[None]:
 
 
 def report(data: Path, error: str | None = None, sha256: Mapping[str, Any] | None = None) -> None:
-    """Tell process 0 that this process's blocks are on disk, with their hashes, or why they are not."""
+    """Tell process 0 that this process's blocks are on disk, with their hashes, or why not."""
     path = _report_path(data, jax.process_index())
-    # It is a message, not a part of the checkpoint: a report that is there but could not be synced would count for
-    # process 0 and as a failure here.
+    # It is a message, not a part of the checkpoint: a report that is there but could not be synced
+    # would count for process 0 and as a failure here.
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps({"error": error, "sha256": sha256 or {}}))
     partial.replace(path)
@@ -65,15 +71,21 @@ def collect(data: Path, check: Callable[[], object]) -> list[Hashes]:
     own = jax.process_index()
     missing = {index: _Silence() for index in range(jax.process_count())}
     pause_s = _SHORTEST_PAUSE_S
-    while missing := {i: silence for i, silence in missing.items() if not _report_path(data, i).exists()}:
+    while missing := {
+        i: silence for i, silence in missing.items() if not _report_path(data, i).exists()
+    }:
         check()
         if own in missing:
             raise FileNotFoundError(f"{data} was removed by somebody else while it was written")
-        silent = [str(i) for i, silence in missing.items() if silence.lasts(_beat_path(data, i), pause_s) > _SILENT_S]
+        silent = [
+            str(i)
+            for i, silence in missing.items()
+            if silence.lasts(_beat_path(data, i), pause_s) > _SILENT_S
+        ]
         if silent:
             raise TimeoutError(
-                f"process {', '.join(silent)} has written nothing to {data} for {_SILENT_S:.0f} s: its storage does "
-                "not answer, or it has ended"
+                f"process {', '.join(silent)} has written nothing to {data} for {_SILENT_S:.0f} s: "
+                "its storage does not answer, or it has ended"
             )
         time.sleep(pause_s)
         pause_s = min(1.1 * pause_s, _LONGEST_PAUSE_S)
@@ -92,7 +104,10 @@ def remove_reports(data: Path) -> None:
 
 
 class _Silence:
-    """How long a process has said nothing, without the time in which this process itself waited for the storage."""
+    """How long a process has said nothing.
+
+    The time in which this process itself waited for the storage does not count.
+    """
 
     def __init__(self) -> None:
         self._last, self._silent_s = "", 0.0

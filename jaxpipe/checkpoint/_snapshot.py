@@ -12,7 +12,9 @@ def snapshot(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     Values and layout stay. Where devices are the host itself nothing is copied yet: as long as
     somebody looks at a buffer, a step that is given it to reuse writes its results elsewhere.
     """
-    return {name: _view(array) if _is_on_host(array) else _copy(array) for name, array in arrays.items()}
+    return {
+        name: _view(array) if _is_on_host(array) else _copy(array) for name, array in arrays.items()
+    }
 
 
 def _is_on_host(array: jax.Array) -> bool:
@@ -21,7 +23,8 @@ def _is_on_host(array: jax.Array) -> bool:
 
 def _view(array: jax.Array) -> jax.Array:
     shards = [
-        jax.device_put(np.asarray(shard.data), shard.device, may_alias=True) for shard in array.addressable_shards
+        jax.device_put(np.asarray(shard.data), shard.device, may_alias=True)
+        for shard in array.addressable_shards
     ]
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
 

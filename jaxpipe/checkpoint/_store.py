@@ -1,7 +1,8 @@
 """Global arrays to and from disk: every call of Orbax is here.
 
-It is imported by the calls, not by this module: that takes longer than the import of all the rest, and it gives the
-root logger a handler, with which a program's own `logging.basicConfig` would do nothing.
+It is imported by the calls, not by this module: that takes longer than the import of all the rest,
+and it gives the root logger a handler, with which a program's own `logging.basicConfig` would do
+nothing.
 """
 
 import functools
@@ -59,7 +60,8 @@ def _orbax_path(path: Path) -> Any:
 
 def _writer() -> Any:
     ocp = _orbax()
-    # Without a store of the arrays' metadata: process 0 makes its folder, and others would wait ten minutes for that.
+    # Without a store of the arrays' metadata: process 0 makes its folder, and others would wait ten
+    # minutes for that.
     handler = ocp.type_handlers.ArrayHandler(array_metadata_store=None)
     impl = ocp.BasePyTreeCheckpointHandler(
         type_handler_registry=ocp.type_handlers.create_type_handler_registry((jax.Array, handler)),
@@ -84,14 +86,17 @@ def read_arrays(
     nonempty = {name: array for name, array in arrays.items() if array.num_bytes}
     for names in _batches(nonempty, {name: None for name in rows if name in nonempty}):
         try:
-            _check_files(path, sum(array.num_bytes for array in nonempty.values()) + _OVERHEAD_BYTES)
+            _check_files(
+                path, sum(array.num_bytes for array in nonempty.values()) + _OVERHEAD_BYTES
+            )
             found = _read(path, {name: nonempty[name] for name in names})
         except Exception as error:  # whatever the libraries below raise for damaged files
             make_bare(error)
             raise CheckpointError(
-                f"{path} must hold the arrays as they were written, but reading {names[0]} and the {len(names) - 1} "
-                f"after it failed with {type(error).__name__}: {_first_line(error)}. The files are damaged or missing: "
-                "load another tag, or restore them."
+                f"{path} must hold the arrays as they were written, but reading {names[0]} and the "
+                f"{len(names) - 1} after it failed with {type(error).__name__}: "
+                f"{_first_line(error)}. The files are damaged or missing: load another tag, or "
+                "restore them."
             ) from error
         read = {name: np.asarray(found[name]) for name in names}
         del found
@@ -99,14 +104,18 @@ def read_arrays(
             for row in sorted(set(rows[name])):
                 if is_damaged(arrays[name], array, row):
                     raise CheckpointError(
-                        f"{path} must hold the arrays as they were written, but row {row} of {name} has another "
-                        "sha256 than the index says: it is damaged. Load another tag, or restore the files."
+                        f"{path} must hold the arrays as they were written, but row {row} of "
+                        f"{name} has another sha256 than the index says: it is damaged. Load "
+                        "another tag, or restore the files."
                     )
         yield read
 
 
 def _check_files(path: Path | str, most_bytes: int) -> None:
-    """Refuse what no reader ends with: a pipe in place of a file, or a file larger than all that was written."""
+    """Refuse what no reader ends with.
+
+    A pipe in place of a file, or a file larger than all that was written.
+    """
     with os.scandir(path) as entries:
         for entry in entries:
             if entry.is_dir():
@@ -139,7 +148,9 @@ def _hashes(copies: Sequence[Any]) -> list[str]:
 
 def grid_of(array: jax.Array) -> tuple[int, ...]:
     """Into how many blocks the devices cut an array along each dim."""
-    return tuple(n // max(size, 1) or 1 for n, size in zip(array.shape, _block_shape(array), strict=True))
+    return tuple(
+        n // max(size, 1) or 1 for n, size in zip(array.shape, _block_shape(array), strict=True)
+    )
 
 
 def is_damaged(stored: StoredArray, array: np.ndarray, row: int) -> bool:
@@ -148,7 +159,9 @@ def is_damaged(stored: StoredArray, array: np.ndarray, row: int) -> bool:
 
 
 def _number(array: jax.Array, index: tuple[slice, ...]) -> int:
-    at = [(i.start or 0) // max(size, 1) for i, size in zip(index, _block_shape(array), strict=True)]
+    at = [
+        (i.start or 0) // max(size, 1) for i, size in zip(index, _block_shape(array), strict=True)
+    ]
     return int(np.ravel_multi_index(at, grid_of(array))) if at else 0
 
 
@@ -161,7 +174,10 @@ def _hash(block: np.ndarray) -> str:
 
 
 def make_bare(error: BaseException) -> None:
-    """Take from an error the hundreds of lines of Orbax that it came through; they are logged for who debugs it."""
+    """Take from an error the hundreds of lines of Orbax that it came through.
+
+    They are logged for who debugs it.
+    """
     _LOGGER.debug("Orbax failed", exc_info=error)
     error.__cause__ = error.__context__ = error.__traceback__ = None
 
@@ -171,8 +187,9 @@ def _orbax() -> Any:
     """Orbax, told to leave errors to us."""
     import orbax.checkpoint as ocp
 
-    # What fails in a thread of Orbax is raised here, and told once. Each thread prints it too, and so do those that it
-    # leaves alone after the first failure: in an outage a thousand lines around the one that says what happened.
+    # What fails in a thread of Orbax is raised here, and told once. Each thread prints it too, and
+    # so do those that it leaves alone after the first failure: in an outage a thousand lines around
+    # the one that says what happened.
     for name in ("absl", "asyncio"):
         logging.getLogger(name).addFilter(_is_news)
     show = sys.unraisablehook
@@ -196,14 +213,16 @@ def _bytes(block: Any) -> np.ndarray:
 def _read(path: Path, arrays: Mapping[str, StoredArray]) -> Mapping[str, np.ndarray]:
     """Read whole arrays, in this process alone.
 
-    By Orbax's handler of trees and not by its `load`, which waits for all processes of the job: each process reads
-    what it needs, some of them nothing, and one may read a checkpoint by itself.
+    By Orbax's handler of trees and not by its `load`, which waits for all processes of the job:
+    each process reads what it needs, some of them nothing, and one may read a checkpoint by itself.
     """
     ocp = _orbax()
     like = {name: _like(array) for name, array in arrays.items()}
     as_numpy = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in arrays}
     args = ocp.args.PyTreeRestore(item=like, restore_args=as_numpy, partial_restore=True)
-    found: Mapping[str, np.ndarray] = ocp.PyTreeCheckpointHandler().restore(_orbax_path(path), args=args)
+    found: Mapping[str, np.ndarray] = ocp.PyTreeCheckpointHandler().restore(
+        _orbax_path(path), args=args
+    )
     for name, array in arrays.items():
         if (found[name].shape, found[name].dtype.name) != (array.shape, array.dtype):
             raise ValueError(f"{name} is {found[name].dtype.name}{list(found[name].shape)}")

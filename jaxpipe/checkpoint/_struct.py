@@ -15,7 +15,10 @@ _MOST_DIMS, _MOST_BYTES = 32, 1 << 62
 
 
 def dump_struct(tree: PyTree) -> Any:
-    """Shapes and dtypes of a tree of dictionaries, lists and tuples as JSON; None where it has other nodes."""
+    """Shapes and dtypes of a tree of dictionaries, lists and tuples as JSON.
+
+    None where it has other nodes.
+    """
     if isinstance(tree, dict):
         inner = {str(key): dump_struct(value) for key, value in tree.items()}
         is_plain = all(isinstance(key, str) for key in tree) and None not in inner.values()
@@ -56,13 +59,23 @@ def checked_struct(shape: Any, dtype: Any) -> tuple[tuple[int, ...], np.dtype]:
 
     Raises ValueError where one is none, or the array would be larger than any memory.
     """
-    is_shape = isinstance(shape, list) and all(type(n) is int and 0 <= n < _MOST_BYTES for n in shape)
-    if not is_shape or len(shape) > _MOST_DIMS or math.prod(n for n in shape if n) >= _MOST_BYTES // 16:
+    is_shape = isinstance(shape, list) and all(
+        type(n) is int and 0 <= n < _MOST_BYTES for n in shape
+    )
+    if (
+        not is_shape
+        or len(shape) > _MOST_DIMS
+        or math.prod(n for n in shape if n) >= _MOST_BYTES // 16
+    ):
         raise ValueError(f"shape={shape!r:.100} is none")
     try:
         found = jnp.dtype(dtype) if isinstance(dtype, str) and _NAME.fullmatch(dtype) else None
     except TypeError:
         found = None
-    if found is None or found.name != dtype or not (jnp.issubdtype(found, jnp.number) or found == jnp.bool):
+    if (
+        found is None
+        or found.name != dtype
+        or not (jnp.issubdtype(found, jnp.number) or found == jnp.bool)
+    ):
         raise ValueError(f"dtype={dtype!r:.100} is none")
     return tuple(shape), found

@@ -33,7 +33,9 @@ class Verification:
 
 
 def verify_checkpoint(path: str | PathLike[str], tag: str | None = None) -> Verification:
-    """Read all of a checkpoint and compare it with the hashes of what was written; one process calls.
+    """Read all of a checkpoint and compare it with the hashes of what was written.
+
+    One process calls.
 
     Args:
         path: What was given to `save_checkpoint`, or a checkpoint's own folder.
@@ -56,8 +58,9 @@ def _verify(checkpoint: Checkpoint) -> Verification:
         more = f", and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
         reason = f" Reading failed with {cause}." if cause else ""
         raise CheckpointError(
-            f"{checkpoint.path} must hold its {len(arrays)} arrays as they were written, but got {len(listed)} "
-            f"damaged: {', '.join(listed[:_SHOWN])}{more}.{reason} Load another tag, or restore the files."
+            f"{checkpoint.path} must hold its {len(arrays)} arrays as they were written, but got "
+            f"{len(listed)} damaged: {', '.join(listed[:_SHOWN])}{more}.{reason} Load another tag, "
+            "or restore the files."
         )
     return Verification(
         path=checkpoint.path,
@@ -76,7 +79,9 @@ def _damaged(checkpoint: Checkpoint) -> tuple[dict[str, str], str]:
     stored = checkpoint.index.arrays
     with contextlib.suppress(CheckpointError):
         for _ in read_arrays(
-            checkpoint.arrays, stored, {name: range(array.shape[0]) for name, array in stored.items()}
+            checkpoint.arrays,
+            stored,
+            {name: range(array.shape[0]) for name, array in stored.items()},
         ):
             pass
         return {}, ""

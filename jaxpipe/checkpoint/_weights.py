@@ -13,7 +13,14 @@ import numpy as np
 from jaxpipe._paths import local_path
 from jaxpipe.distributed import run_on_all
 from jaxpipe.errors import CheckpointError, shown
-from jaxpipe.layers import LORA_PARAMETERS, flatten_dict, join_path, merge_lora, split_path, unflatten_dict
+from jaxpipe.layers import (
+    LORA_PARAMETERS,
+    flatten_dict,
+    join_path,
+    merge_lora,
+    split_path,
+    unflatten_dict,
+)
 from jaxpipe.pipeline import Pipeline
 from jaxpipe.state import Leaf, TrainState
 from jaxpipe.weights import (
@@ -65,9 +72,15 @@ def load_huggingface(
             tensors are missing, left over, of another shape, or of integers for floating-point
             leaves; the state is as it was.
     """
-    keys = [key for key in pipeline.catalog if key.startswith(_PARAMS) and not re.search(LORA_PARAMETERS, key)]
+    keys = [
+        key
+        for key in pipeline.catalog
+        if key.startswith(_PARAMS) and not re.search(LORA_PARAMETERS, key)
+    ]
     leaves = {key.removeprefix(_PARAMS): _struct_of(pipeline.catalog[key]) for key in keys}
-    files = run_on_all(lambda: RenamedFiles(local_path(folder, "folder", CheckpointError), renames, leaves))
+    files = run_on_all(
+        lambda: RenamedFiles(local_path(folder, "folder", CheckpointError), renames, leaves)
+    )
     assert files is not None  # it ran on all processes
 
     def source(keys: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:
@@ -88,7 +101,9 @@ def save_huggingface(
     lora_alpha: float | None = None,
     max_shard_bytes: int | None = _SHARD_BYTES,
 ) -> list[Path]:
-    """Write the parameters of a checkpoint as a folder that Hugging Face's libraries open; one process calls.
+    """Write the parameters of a checkpoint as a folder that Hugging Face's libraries open.
+
+    One process calls.
 
     The files get their names when they are whole. No more than a few of the checkpoint's arrays are
     held in memory, and those leaves of which several are one tensor there. A tokenizer's files are
@@ -125,10 +140,18 @@ def save_huggingface(
 
     def write() -> list[Path]:
         tensors = _Tensors(open_checkpoint(path, tag), renames, to, lora_alpha)
-        beside = {} if contents is None else {CONFIG: dump_config(contents, tensors.structs.values())}
+        beside = (
+            {} if contents is None else {CONFIG: dump_config(contents, tensors.structs.values())}
+        )
         metadata = {"format": "pt"}  # without it `transformers` does not open a file
         return write_safetensors(
-            tensors.path, target, tensors.structs, tensors.values(), metadata, max_shard_bytes, beside
+            tensors.path,
+            target,
+            tensors.structs,
+            tensors.values(),
+            metadata,
+            max_shard_bytes,
+            beside,
         )
 
     return reread(path, write)
@@ -141,8 +164,8 @@ def _floating(dtype: Any) -> jnp.dtype | None:
         found = jnp.dtype(bool)
     if found is not None and not jnp.issubdtype(found, jnp.floating):
         raise CheckpointError(
-            f"dtype must be a floating-point dtype, but got dtype={shown(dtype)}. Write for instance 'bfloat16', or "
-            "leave it out."
+            f"dtype must be a floating-point dtype, but got dtype={shown(dtype)}. Write for "
+            "instance 'bfloat16', or leave it out."
         )
     return found
 
@@ -159,14 +182,22 @@ class _Tensors:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, renames: Sequence[Rename], dtype: jnp.dtype | None, lora_alpha: float | None
+        self,
+        checkpoint: Checkpoint,
+        renames: Sequence[Rename],
+        dtype: jnp.dtype | None,
+        lora_alpha: float | None,
     ) -> None:
         self.path = checkpoint.path
         self._checkpoint, self._alpha = checkpoint, lora_alpha
-        leaves = {key: leaf for key, leaf in checkpoint.index.leaves.items() if key.startswith(_PARAMS)}
+        leaves = {
+            key: leaf for key, leaf in checkpoint.index.leaves.items() if key.startswith(_PARAMS)
+        }
         adapters = [key for key in leaves if re.search(LORA_PARAMETERS, key)]
         _check_whole(checkpoint, adapters, lora_alpha)
-        named = {key.removeprefix(_PARAMS): leaf for key, leaf in leaves.items() if key not in adapters}
+        named = {
+            key.removeprefix(_PARAMS): leaf for key, leaf in leaves.items() if key not in adapters
+        }
         matches = match_renames(renames, {path: leaf.shape for path, leaf in named.items()})
         beside: dict[str, list[str]] = {}
         for key in adapters:
@@ -178,7 +209,9 @@ class _Tensors:
         for match in matches:
             keys = [_PARAMS + path for path in match.ours]
             kernels = [key.rpartition("/")[0] for key in keys if key.endswith("/kernel")]
-            self._needs.append((match, keys + [key for module in kernels for key in beside.get(module, ())]))
+            self._needs.append(
+                (match, keys + [key for module in kernels for key in beside.get(module, ())])
+            )
             own = np.result_type(*(_struct_of(named[path]).dtype for path in match.ours))
             to = dtype if dtype is not None and jnp.issubdtype(own, jnp.floating) else own
             shape = match.transform.their_shape(match.shapes)
@@ -202,7 +235,10 @@ class _Tensors:
                 leaves = {join_path(path): leaf for path, leaf in merged.items()}
             ours = [leaves[path] for path in match.ours]
             for number, names in enumerate(match.theirs):
-                yield names[0], match.transform.write(number, ours).astype(self.structs[names[0]].dtype)
+                yield (
+                    names[0],
+                    match.transform.write(number, ours).astype(self.structs[names[0]].dtype),
+                )
 
 
 def _check_whole(checkpoint: Checkpoint, adapters: Sequence[str], lora_alpha: float | None) -> None:
@@ -210,20 +246,28 @@ def _check_whole(checkpoint: Checkpoint, adapters: Sequence[str], lora_alpha: fl
     index = checkpoint.index
     if index.excluded:
         raise CheckpointError(
-            f"{checkpoint.path} must hold all parameters, but got a checkpoint without {len(index.excluded)} frozen "
-            "ones. Load it into an engine that has them, and save that with exclude_frozen_parameters=False."
+            f"{checkpoint.path} must hold all parameters, but got a checkpoint without "
+            f"{len(index.excluded)} frozen ones. Load it into an engine that has them, and save "
+            "that with exclude_frozen_parameters=False."
         )
-    collections = [key.removeprefix(_COLLECTIONS) for key in index.leaves if key.startswith(_COLLECTIONS)]
+    collections = [
+        key.removeprefix(_COLLECTIONS) for key in index.leaves if key.startswith(_COLLECTIONS)
+    ]
     if collections:
         raise CheckpointError(
-            f"{checkpoint.path} must hold parameters alone, which are what renames names, but got collections such as "
-            f"{collections[0]!r}. Write them with export_safetensors."
+            f"{checkpoint.path} must hold parameters alone, which are what renames names, but got "
+            f"collections such as {collections[0]!r}. Write them with export_safetensors."
         )
     if bool(adapters) != (lora_alpha is not None):
-        repair = "Pass the alpha that lora was given, to merge them" if adapters else "Leave lora_alpha out"
+        repair = (
+            "Pass the alpha that lora was given, to merge them"
+            if adapters
+            else "Leave lora_alpha out"
+        )
         raise CheckpointError(
             "lora_alpha must be given where a checkpoint has adapters, and only there, but got "
-            f"lora_alpha={lora_alpha} and {len(adapters)} leaves of adapters in {checkpoint.path}. {repair}."
+            f"lora_alpha={lora_alpha} and {len(adapters)} leaves of adapters in {checkpoint.path}. "
+            f"{repair}."
         )
 
 
@@ -234,7 +278,9 @@ def export_safetensors(
     *,
     max_shard_bytes: int | None = None,
 ) -> list[Path]:
-    """Write the parameters of a checkpoint, and what layers keep beside them, as safetensors; one process calls.
+    """Write the parameters of a checkpoint, and what layers keep beside them, as safetensors.
+
+    One process calls.
 
     Tensors are named by their path in the model's tree: `layers/<index>_<name>/...`,
     `tied/<key>/...`, and `collections/<index>_<name>/...`; a slash inside a parameter's own name is

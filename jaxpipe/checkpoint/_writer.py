@@ -63,7 +63,8 @@ from ._store import finish_arrays, grid_of, hash_blocks, make_bare, write_arrays
 from ._struct import dump_struct
 
 _CLEANING_S, _QUIET_POLLS, _QUIET_PAUSE_S = 10.0, 50, 0.01
-"""Seconds to go on removing data of a failed save, and how often in a row they must be found gone."""
+"""Seconds to go on removing data of a failed save, and how often in a row they must be found gone.
+"""
 
 
 @dataclass(frozen=True)
@@ -105,8 +106,8 @@ class _Job:
 class CheckpointWriter:
     """Writes the states of one run.
 
-    Only one job may save to a directory, from its first save there until its runs are deleted or its
-    program ends, which a lock sees to. What unfinished saves left there is removed.
+    Only one job may save to a directory, from its first save there until its runs are deleted or
+    its program ends, which a lock sees to. What unfinished saves left there is removed.
 
     Args:
         keep_last: How many checkpoints with tags of the form `global_step<N>` to keep; None: all.
@@ -135,22 +136,26 @@ class CheckpointWriter:
         """Write a checkpoint; all processes call.
 
         Args:
-            save_dir: The directory, made where it is not there; on a file system that all processes see.
+            save_dir: The directory, made where it is not there; on a file system that all processes
+                see.
             pipeline: What the state belongs to.
             state: What to write. Steps may donate it as soon as the call returns.
             run: What else to write.
-            tag: Name of the checkpoint; None: `global_step<N>`. A tag that is there is replaced, whole, at the end.
+            tag: Name of the checkpoint; None: `global_step<N>`. A tag that is there is replaced,
+                whole, at the end.
             save_latest: Whether it is found without its tag.
-            background: Return as soon as the state cannot change any more, and write while training goes on.
-            exclude_frozen: Leave out parameters that are not trained; it opens where they are there already.
+            background: Return as soon as the state cannot change any more, and write while training
+                goes on.
+            exclude_frozen: Leave out parameters that are not trained; it opens where they are there
+                already.
 
         Returns:
             The checkpoint's folder.
 
         Raises:
-            CheckpointError: The tag is no name, or not the same on all processes; `run` holds what JSON does not know;
-                the tag is a link; another job saves there; the directory cannot be written; or the last save in the
-                background failed. No checkpoint has changed.
+            CheckpointError: The tag is no name, or not the same on all processes; `run` holds what
+                JSON does not know; the tag is a link; another job saves there; the directory cannot
+                be written; or the last save in the background failed. No checkpoint has changed.
         """
         folder = local_path(save_dir, "save_dir", CheckpointError)
         self.wait()
@@ -158,14 +163,24 @@ class CheckpointWriter:
         # All that can be refused is, before anything is locked or written.
         run_on_all(lambda: _check_client_state(run.client_state))
         hold = snapshot if background else dict
-        frozen = {join_path(("params", *path)) for path in pipeline.trace.frozen} if exclude_frozen else set[str]()
+        frozen = (
+            {join_path(("params", *path)) for path in pipeline.trace.frozen}
+            if exclude_frozen
+            else set[str]()
+        )
         leaves = {key: leaf for key, leaf in pipeline.catalog.items() if key not in frozen}
         names = {span.array for leaf in leaves.values() for copy in leaf.copies for span in copy}
-        arrays = {name: array for name, array in state_arrays(state).items() if name in names or not frozen}
+        arrays = {
+            name: array
+            for name, array in state_arrays(state).items()
+            if name in names or not frozen
+        }
         iterators = [json.loads(text) for text in gather_texts(json.dumps(run.data_iterator))]
         made = run_on_all(lambda: _prepare(folder, tag), who=[0])
         try:
-            data, sequence = gather_texts("" if made is None else f"{made.data} {made.sequence}")[0].split()
+            data, sequence = gather_texts("" if made is None else f"{made.data} {made.sequence}")[
+                0
+            ].split()
             job = run_on_all(
                 lambda: _Job(
                     lock=None if made is None else made.lock,
@@ -180,7 +195,9 @@ class CheckpointWriter:
                     save_latest=save_latest,
                 )
             )
-            finish = partial(_finish, cast("_Job", job), self._keep_last, self._keep_every, background=background)
+            finish = partial(
+                _finish, cast("_Job", job), self._keep_last, self._keep_every, background=background
+            )
         except BaseException:
             if made is not None:
                 made.lock.end_save(self, is_kept=False)
@@ -193,7 +210,8 @@ class CheckpointWriter:
             thread = threading.Thread(target=self._run, args=(finish, lock), name=f"save {tag}")
             thread.start()
             if (3, 12) <= sys.version_info < (3, 12, 2):
-                # These start no thread once the main one has ended (CPython gh-113964), and Orbax starts some.
+                # These start no thread once the main one has ended (CPython gh-113964), and Orbax
+                # starts some.
                 thread.join()
         else:
             self._run(finish, lock)
@@ -216,13 +234,16 @@ class CheckpointWriter:
         if len(set(tags)) > 1:
             named = ", ".join(f"process {i}: {each!r}" for i, each in enumerate(tags))
             raise CheckpointError(
-                f"tag must be the same on all processes, but got {named}. Nothing was written: make it from what all "
-                "know, such as the step."
+                f"tag must be the same on all processes, but got {named}. Nothing was written: "
+                "make it from what all know, such as the step."
             )
         return tag
 
     def _finish_at_exit(self) -> None:
-        """Let the interpreter wait for saves in the background, however the program ends, and fail where one failed."""
+        """Let the interpreter wait for saves in the background, however the program ends.
+
+        Where one failed, it fails.
+        """
         if self._is_waited_for:
             return
         self._is_waited_for = True
@@ -238,8 +259,9 @@ class CheckpointWriter:
             if writer is not None and writer._error is not None:
                 sys.stdout = _FailingAtTheEnd(sys.stdout, writer._error)
 
-        # Saving needs executors, which refuse work once the main thread has ended, and `atexit` runs after that. Python
-        # has no public hook before it; `concurrent.futures` uses this one too.
+        # Saving needs executors, which refuse work once the main thread has ended, and `atexit`
+        # runs after that. Python has no public hook before it; `concurrent.futures` uses this one
+        # too.
         getattr(threading, "_register_atexit", atexit.register)(wait)
         atexit.register(report)
 
@@ -249,10 +271,12 @@ class CheckpointWriter:
         try:
             finish()
             is_saved = True
-        except Exception as error:  # noqa: BLE001  # whatever it is: a save that is not told of counts as done
+        # Whatever it is: a save that is not told of counts as done.
+        except Exception as error:  # noqa: BLE001
             self._error = error
             if threading.current_thread() is not threading.main_thread():
-                logging.getLogger("jaxpipe").error("%s", error)  # not by `log`, which writes in process 0 alone
+                # Not by `log`, which writes in process 0 alone.
+                logging.getLogger("jaxpipe").error("%s", error)
         finally:
             if lock is not None:
                 lock.end_save(self, is_kept=is_saved)
@@ -260,7 +284,10 @@ class CheckpointWriter:
 
 
 class _FailingAtTheEnd:
-    """A stream that the interpreter cannot flush when it ends, which prints why and makes its exit status 120."""
+    """A stream that the interpreter cannot flush when it ends.
+
+    The interpreter then prints why, and its exit status is 120.
+    """
 
     def __init__(self, stream: Any, error: Exception) -> None:
         self._stream, self._error = stream, error
@@ -278,7 +305,8 @@ class _FailingAtTheEnd:
 def _finish(job: _Job, keep_last: int | None, keep_every: int | None, *, background: bool) -> None:
     """Write the checkpoint; every process runs it."""
     started, is_there = time.perf_counter(), False
-    # In a thread a process has nothing but its files to tell the others that it failed; here all hear of it at once.
+    # In a thread a process has nothing but its files to tell the others that it failed; here all
+    # hear of it at once.
     write = partial(_write, job)
     failed = _caught(write if background else lambda: run_on_all(write))
     if failed is not None and background:
@@ -291,7 +319,12 @@ def _finish(job: _Job, keep_last: int | None, keep_every: int | None, *, backgro
         is_commit = isinstance(failed, NotSyncedError) and Path(failed.filename).name == COMMIT
         is_there = _clean_up(job) or is_commit
     if failed is None:
-        log(logging.INFO, "saved %s in %.1f s", job.save_dir / job.tag, time.perf_counter() - started)
+        log(
+            logging.INFO,
+            "saved %s in %.1f s",
+            job.save_dir / job.tag,
+            time.perf_counter() - started,
+        )
     elif isinstance(failed, KeyboardInterrupt | CheckpointError):
         raise failed
     else:
@@ -303,7 +336,8 @@ def _caught(action: Callable[[], object]) -> BaseException | None:
     """The exception that an action raises; None where it raises none."""
     try:
         action()
-    except BaseException as error:  # noqa: BLE001  # whatever the libraries below raise; the caller reports it
+    # Whatever the libraries below raise; the caller reports it.
+    except BaseException as error:  # noqa: BLE001
         return error
     return None
 
@@ -323,8 +357,9 @@ def _commit(job: _Job, lock: DirectoryLock) -> None:
     reports = collect(job.data, lock.check)
     finish_arrays(job.data / ARRAYS)
     content = dump_index(_index(job, reports))
-    # A commit names only what is on disk: the arrays, the index with their hashes, then the folders' entries, and
-    # last, by `commit`, one small file. Before it the tag is not there, after it the tag is whole.
+    # A commit names only what is on disk: the arrays, the index with their hashes, then the
+    # folders' entries, and last, by `commit`, one small file. Before it the tag is not there, after
+    # it the tag is whole.
     replace_file(job.data / INDEX, content)
     remove_reports(job.data)
     # Of what Orbax writes it syncs the arrays' values alone, and no reader does without the rest.
@@ -338,7 +373,8 @@ def _commit(job: _Job, lock: DirectoryLock) -> None:
         is_latest=job.save_latest or read_latest(job.save_dir) == job.tag,
         saved_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )
-    # Checked last: a job that took this one for dead may have begun to write, and one of two commits is too many.
+    # Checked last: a job that took this one for dead may have begun to write, and one of two
+    # commits is too many.
     lock.check()
     commit(job.save_dir, job.tag, done)
 
@@ -355,15 +391,18 @@ def _make_room(job: _Job, keep_last: int | None, keep_every: int | None) -> None
 def _check_client_state(client_state: Any) -> None:
     if not isinstance(client_state, dict):
         raise CheckpointError(
-            f"client_state must be a dictionary, but got a {type(client_state).__name__}. Pass for instance "
-            "{'epoch': 3}, or leave it out."
+            f"client_state must be a dictionary, but got a {type(client_state).__name__}. Pass for "
+            "instance {'epoch': 3}, or leave it out."
         )
     check_json(client_state, "client_state")
 
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A directory in which a checkpoint may be written: it is locked, and the folder for the data is there."""
+    """A directory in which a checkpoint may be written.
+
+    It is locked, and the folder for the data is there.
+    """
 
     lock: DirectoryLock
     data: str
@@ -378,9 +417,9 @@ def _prepare(save_dir: Path, tag: str) -> _Prepared:
         try:
             if (save_dir / tag).is_symlink():
                 raise CheckpointError(
-                    f"tag must not be a link, which may lead to another run's checkpoint, but got tag={tag!r} in "
-                    f"save_dir={str(save_dir)!r}, a link to {str((save_dir / tag).readlink())!r}. Remove the link, or "
-                    "choose another tag."
+                    "tag must not be a link, which may lead to another run's checkpoint, but got "
+                    f"tag={tag!r} in save_dir={str(save_dir)!r}, a link to "
+                    f"{str((save_dir / tag).readlink())!r}. Remove the link, or choose another tag."
                 )
             for path in remove_leftovers(save_dir):
                 log(logging.INFO, "removed %s, which an unfinished save had left", path)
@@ -396,8 +435,9 @@ def _checked_data(data: Path, save_dir: Path) -> Path:
         if data.is_dir():
             return data
     raise CheckpointError(
-        f"save_dir must be a directory that all processes see, but got save_dir={str(save_dir)!r}, in which process "
-        f"{jax.process_index()} does not find {data} that process 0 made. Give an absolute path on a shared disk."
+        f"save_dir must be a directory that all processes see, but got save_dir={str(save_dir)!r}, "
+        f"in which process {jax.process_index()} does not find {data} that process 0 made. Give an "
+        "absolute path on a shared disk."
     )
 
 
@@ -408,14 +448,19 @@ def _told(save_dir: Path) -> Generator[None]:
         yield
     except OSError as error:
         raise CheckpointError(
-            f"save_dir must be a directory that can be written, but got save_dir={str(save_dir)!r} and "
-            f"{error.strerror or error} at {error.filename}. Check its permissions, or choose another."
+            f"save_dir must be a directory that can be written, but got save_dir={str(save_dir)!r} "
+            f"and {error.strerror or error} at {error.filename}. Check its permissions, or choose "
+            "another."
         ) from error
 
 
-def _content(pipeline: Pipeline, run: RunState, iterators: list[Any], leaves: Mapping[str, Leaf]) -> dict[str, Any]:
+def _content(
+    pipeline: Pipeline, run: RunState, iterators: list[Any], leaves: Mapping[str, Leaf]
+) -> dict[str, Any]:
     """The index without what the devices hold."""
-    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), pipeline.batch_struct)
+    batch = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), pipeline.batch_struct
+    )
     return {
         "global_steps": run.global_steps,
         "global_samples": run.global_samples,
@@ -462,7 +507,12 @@ def _clean_up(job: _Job) -> bool:
         with contextlib.suppress(OSError):  # a tag that was there before has data of its own
             job.data.parent.rmdir()
     except (CheckpointError, OSError) as error:
-        log(logging.WARNING, "%s was not written, and is left for the next save to remove: %s", job.data, error)
+        log(
+            logging.WARNING,
+            "%s was not written, and is left for the next save to remove: %s",
+            job.data,
+            error,
+        )
     return False
 
 
@@ -475,12 +525,12 @@ def _failure(job: _Job, error: BaseException, *, is_there: bool) -> CheckpointEr
     path = job.save_dir / job.tag
     if is_there:
         return CheckpointError(
-            f"{path} was written, but may be lost if the machine's power is: {_first_line(error)}. Check the file "
-            "system, and save again."
+            f"{path} was written, but may be lost if the machine's power is: {_first_line(error)}. "
+            "Check the file system, and save again."
         )
     return CheckpointError(
-        f"{path} could not be written: {_first_line(error)}. Earlier checkpoints are as they were. Make room or check "
-        "the file system, and save again."
+        f"{path} could not be written: {_first_line(error)}. Earlier checkpoints are as they were. "
+        "Make room or check the file system, and save again."
     )
 
 

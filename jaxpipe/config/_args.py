@@ -18,9 +18,10 @@ _DEPRECATED = ("deepscale", "deepscale_config")
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add DeepSpeed's arguments to a script's parser.
 
-    `--deepspeed_config` is the path of the configuration. `--deepspeed` is a flag for the script's own use: nothing
-    here reads it. `--local_rank` and `--local-rank`, which DeepSpeed's launcher and torchrun pass, are understood and
-    not used, because one process drives all devices of its host; a script may have its own, added before or after.
+    `--deepspeed_config` is the path of the configuration. `--deepspeed` is a flag for the script's
+    own use: nothing here reads it. `--local_rank` and `--local-rank`, which DeepSpeed's launcher
+    and torchrun pass, are understood and not used, because one process drives all devices of its
+    host; a script may have its own, added before or after.
 
     Args:
         parser: The script's parser.
@@ -38,21 +39,28 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     """
     group = parser.add_argument_group("DeepSpeed", "configuration")
     group.add_argument("--deepspeed", action="store_true", help="flag for the script's own use")
-    group.add_argument("--deepspeed_config", type=str, default=None, help="path of the JSON configuration")
+    group.add_argument(
+        "--deepspeed_config", type=str, default=None, help="path of the JSON configuration"
+    )
     launcher = parser.add_argument_group("launcher", conflict_handler="error")
     parse = parser.parse_known_args
 
     def parse_with_local_rank(args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         default = parser.get_default("local_rank")
-        options: dict[str, Any] = {"dest": "local_rank", "type": int, "default": -1 if default is None else default}
+        options: dict[str, Any] = {
+            "dest": "local_rank",
+            "type": int,
+            "default": -1 if default is None else default,
+        }
         for name in ("--local_rank", "--local-rank"):
             with contextlib.suppress(argparse.ArgumentError):  # the script has it
                 launcher.add_argument(name, **options, help="passed by launchers; not used")
         return parse(args, namespace)
 
-    # Only when the parser is used is it known whether the script has the option itself: argparse refuses to add one
-    # twice, so one added here would be in the way of a script that adds its own later.
-    setattr(parser, "parse_known_args", parse_with_local_rank)  # noqa: B010  # a method, to type checkers
+    # Only when the parser is used is it known whether the script has the option itself: argparse
+    # refuses to add one twice, so one added here would be in the way of a script that adds its own
+    # later. To type checkers it is a method, hence `setattr`.
+    setattr(parser, "parse_known_args", parse_with_local_rank)  # noqa: B010
     return parser
 
 
@@ -67,8 +75,8 @@ def config_from_args(
     Whether `args.deepspeed` is true does not matter, as in DeepSpeed.
 
     Args:
-        args: A namespace or dictionary whose `deepspeed_config` is the path of the configuration, or anything without
-            one.
+        args: A namespace or dictionary whose `deepspeed_config` is the path of the configuration,
+            or anything without one.
         config: A dictionary, a path, or a configuration.
         config_params: DeepSpeed's older name of `config`.
         errors: As for `load_config`.
@@ -77,8 +85,8 @@ def config_from_args(
         The configuration.
 
     Raises:
-        ConfigError: No place or more than one gives a configuration, `args` uses a name that DeepSpeed gave up, or the
-            configuration is wrong.
+        ConfigError: No place or more than one gives a configuration, `args` uses a name that
+            DeepSpeed gave up, or the configuration is wrong.
     """
     for name in _DEPRECATED:
         value = _argument(args, name)

@@ -7,7 +7,10 @@ from jaxpipe.errors import ConfigError
 from ._values import integer_of_at_least
 
 _SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-_EQUATION = "train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data_parallel_size"
+_EQUATION = (
+    "train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x "
+    "data_parallel_size"
+)
 
 
 @dataclass(frozen=True)
@@ -34,8 +37,9 @@ def resolve_batch_sizes(
 ) -> BatchSizes:
     """Complete the sizes of a batch.
 
-    They obey `train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data_parallel_size`.
-    Any two give the third. One of the first two alone means one accumulation step.
+    They obey `train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x
+    data_parallel_size`. Any two give the third. One of the first two alone means one accumulation
+    step.
 
     Args:
         train_batch_size: Samples per optimizer step, over all replicas.
@@ -47,13 +51,19 @@ def resolve_batch_sizes(
         All three.
 
     Raises:
-        ConfigError: A size is not a positive integer, neither of the first two is given, or the equation cannot hold.
+        ConfigError: A size is not a positive integer, neither of the first two is given, or the
+            equation cannot hold.
 
     Example:
-        >>> resolve_batch_sizes(64, 4, data_parallel_size=2)
-        BatchSizes(train_batch_size=64, train_micro_batch_size_per_gpu=4, gradient_accumulation_steps=8)
+        >>> sizes = resolve_batch_sizes(64, 4, data_parallel_size=2)
+        >>> sizes.gradient_accumulation_steps
+        8
     """
-    batch, micro, steps = train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps
+    batch, micro, steps = (
+        train_batch_size,
+        train_micro_batch_size_per_gpu,
+        gradient_accumulation_steps,
+    )
     given = {
         "train_batch_size": batch,
         "train_micro_batch_size_per_gpu": micro,
@@ -66,8 +76,8 @@ def resolve_batch_sizes(
             positive(value, name)
     if batch is None and micro is None:
         raise ConfigError(
-            f"{_EQUATION} must be given train_batch_size or train_micro_batch_size_per_gpu, but got "
-            f"{_equation(given)}. Add one of the two keys.",
+            f"{_EQUATION} must be given train_batch_size or train_micro_batch_size_per_gpu, but "
+            f"got {_equation(given)}. Add one of the two keys.",
             paths=_SIZES,
         )
     if steps is None and (batch is None or micro is None):
@@ -78,7 +88,9 @@ def resolve_batch_sizes(
     factor = (micro or 1) * (steps or 1) * data_parallel_size
     if batch % factor or (micro and steps and batch != factor):
         repair = _repair(batch, micro, steps, factor)
-        raise ConfigError(f"{_EQUATION} must hold, but got {_equation(given)}. {repair}", paths=_SIZES)
+        raise ConfigError(
+            f"{_EQUATION} must hold, but got {_equation(given)}. {repair}", paths=_SIZES
+        )
     return BatchSizes(batch, micro or batch // factor, steps or batch // factor)
 
 
@@ -90,6 +102,11 @@ def _equation(given: dict[str, int | None]) -> str:
 def _repair(batch: int, micro: int | None, steps: int | None, factor: int) -> str:
     if micro and steps:
         return f"Use train_batch_size={factor}, or leave out one of the three keys."
-    multiples = [size for size in (batch // factor * factor, (batch // factor + 1) * factor) if size]
+    multiples = [
+        size for size in (batch // factor * factor, (batch // factor + 1) * factor) if size
+    ]
     nearest = " or ".join(map(str, multiples))
-    return f"Use a train_batch_size that is a multiple of {factor}: the nearest to {batch} is {nearest}."
+    return (
+        f"Use a train_batch_size that is a multiple of {factor}: the nearest to {batch} is "
+        f"{nearest}."
+    )

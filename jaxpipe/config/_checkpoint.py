@@ -14,17 +14,19 @@ from ._values import integer_of_at_least, optional, read_flag
 class CheckpointSection(Section):
     """The section `checkpoint`.
 
-    The keys are this library's own. Of DeepSpeed's, `tag_validation` has no effect: tags that differ between processes
-    are always an error.
+    The keys are this library's own. Of DeepSpeed's, `tag_validation` has no effect: tags that
+    differ between processes are always an error.
 
     Attributes:
-        async_save: Whether `save_checkpoint` returns before everything is on disk, and training goes on while it is
-            written. Call `wait_for_checkpoint` before the program ends.
-        keep_last: How many checkpoints with tags of the form `global_step<N>` to keep; None keeps all.
+        async_save: Whether `save_checkpoint` returns before everything is on disk, and training
+            goes on while it is written. Call `wait_for_checkpoint` before the program ends.
+        keep_last: How many checkpoints with tags of the form `global_step<N>` to keep; None keeps
+            all.
         keep_every: Keep also those whose N is a multiple of this.
 
     Raises:
-        ConfigError: A value is of the wrong type or out of range, or `keep_every` is given without `keep_last`.
+        ConfigError: A value is of the wrong type or out of range, or `keep_every` is given without
+            `keep_last`.
     """
 
     path: ClassVar[str] = "checkpoint"
@@ -37,7 +39,8 @@ class CheckpointSection(Section):
         """Check that what is kept apart would be removed otherwise."""
         if self.keep_every is not None and self.keep_last is None:
             yield ConfigError(
-                "checkpoint.keep_every must come with checkpoint.keep_last, without which nothing is removed, but got "
-                f"checkpoint.keep_every={self.keep_every} alone. Add for instance checkpoint.keep_last=3.",
+                "checkpoint.keep_every must come with checkpoint.keep_last, without which nothing "
+                f"is removed, but got checkpoint.keep_every={self.keep_every} alone. Add for "
+                "instance checkpoint.keep_last=3.",
                 paths=["checkpoint.keep_every", "checkpoint.keep_last"],
             )

@@ -1,4 +1,4 @@
-"""The configuration as classes to be extended, in the form of DeepSpeed's first reference manual."""
+"""The configuration as classes to extend, in the form of DeepSpeed's first reference manual."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -25,7 +25,8 @@ class BatchConfig(Config):
         data_parallel_size: Number of replicas that `resolve` counts with; an engine counts its own.
 
     Example:
-        >>> BatchConfig(train_batch_size=64, train_micro_batch_size_per_gpu=4).resolve().gradient_accumulation_steps
+        >>> config = BatchConfig(train_batch_size=64, train_micro_batch_size_per_gpu=4)
+        >>> config.resolve().gradient_accumulation_steps
         16
     """
 
@@ -41,7 +42,8 @@ class BatchConfig(Config):
             The configuration itself, which has all sizes now.
 
         Raises:
-            ConfigError: A size is not a positive integer, the sizes do not suffice, or they do not multiply.
+            ConfigError: A size is not a positive integer, the sizes do not suffice, or they do not
+                multiply.
         """
         sizes = resolve_batch_sizes(
             self.train_batch_size,
@@ -57,7 +59,8 @@ class FP16Config(Config):
 
     Attributes:
         enabled: Whether to compute in float16; None does not.
-        clip: Largest global norm of the gradients, `TrainConfig.gradient_clipping`; None does not clip.
+        clip: Largest global norm of the gradients, `TrainConfig.gradient_clipping`; None does not
+            clip.
     """
 
     enabled: bool | None = None
@@ -67,7 +70,8 @@ class FP16Config(Config):
         """Fill in what is not given.
 
         Returns:
-            The configuration itself, in which `enabled` is a truth value now and `clip` a number, 0 for no clipping.
+            The configuration itself, in which `enabled` is a truth value now and `clip` a number, 0
+            for no clipping.
 
         Raises:
             ConfigError: `enabled` is no truth value or `clip` no number of at least 0.
@@ -80,15 +84,17 @@ class FP16Config(Config):
 class TrainingConfig(Config):
     """The whole configuration in this form; `load_config` and `initialize` take it too.
 
-    A subclass may add fields. Those with the name of a key of `TrainConfig` (in a subclass of `FP16Config`: of the
-    section `fp16`) set that key, all others are the script's own.
+    A subclass may add fields. Those with the name of a key of `TrainConfig` (in a subclass of
+    `FP16Config`: of the section `fp16`) set that key, all others are the script's own.
 
     Attributes:
         batch: The sizes of a batch.
         fp16: Computing in float16, and clipping.
 
     Example:
-        >>> config = TrainingConfig(batch={"train_batch_size": 64}, fp16={"enabled": True, "clip": 1.0})
+        >>> config = TrainingConfig(
+        ...     batch={"train_batch_size": 64}, fp16={"enabled": True, "clip": 1.0}
+        ... )
         >>> config.to_train_config().gradient_clipping
         1.0
     """
@@ -97,7 +103,9 @@ class TrainingConfig(Config):
     fp16: FP16Config = FP16Config()
 
     def to_train_config(self) -> TrainConfig:
-        """The configuration that engines read; sizes that are missing stay so, to be completed for its replicas.
+        """The configuration that engines read.
+
+        Sizes that are missing stay so, to be completed for its replicas.
 
         Returns:
             The configuration.
@@ -109,7 +117,10 @@ class TrainingConfig(Config):
         own = _keys_of(TrainConfig, {name: value for name, value in self.items() if name != "fp16"})
         with errors.catch():
             if clip is not None and own.get("gradient_clipping") is not None:
-                given = f"gradient_clipping={shown(own['gradient_clipping'])} and fp16.clip={shown(clip)}"
+                given = (
+                    f"gradient_clipping={shown(own['gradient_clipping'])} and "
+                    f"fp16.clip={shown(clip)}"
+                )
                 raise ConfigError(
                     f"gradient_clipping must be given once, but got {given}. Keep one of them.",
                     paths=["gradient_clipping", "fp16.clip"],
@@ -117,7 +128,9 @@ class TrainingConfig(Config):
             if clip is not None:
                 own["gradient_clipping"] = number_of_at_least(0)(clip, "fp16.clip")
         fp16 = _keys_of(FP16Section, self.fp16)
-        config = read_section(TrainConfig, {**_keys_of(TrainConfig, self.batch), **own, "fp16": fp16}, "", errors)
+        config = read_section(
+            TrainConfig, {**_keys_of(TrainConfig, self.batch), **own, "fp16": fp16}, "", errors
+        )
         errors.raise_all()
         return cast("TrainConfig", config)
 

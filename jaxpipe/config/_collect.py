@@ -9,8 +9,9 @@ from jaxpipe.errors import ConfigError, JaxpipeError
 class Collector:
     """Errors about one configuration, in the order in which they were found.
 
-    Where a value is wrong its default is read on with, so an error that compares several values may follow from that
-    default alone: such errors are dropped where one of their keys is refused already.
+    Where a value is wrong its default is read on with, so an error that compares several values may
+    follow from that default alone: such errors are dropped where one of their keys is refused
+    already.
 
     Attributes:
         source: File that the configuration was read from; None for one that was given in Python.
@@ -33,7 +34,8 @@ class Collector:
         """Keep what a block raises, one by one where it raises a list, and go on after it.
 
         Args:
-            compares: Whether the block compares values that may be defaults in the place of wrong ones.
+            compares: Whether the block compares values that may be defaults in the place of wrong
+                ones.
 
         Yields:
             Nothing.
@@ -63,11 +65,11 @@ class Collector:
         return not self._errors
 
     def mark(self, path: str) -> None:
-        """Count a key as refused that is not named in any error, such as the one that a misspelt key stands for."""
+        """Count a key as refused that no error names, such as the one a misspelt key stands for."""
         self._paths.add(path)
 
     def refuses(self, *paths: str) -> bool:
-        """True if an error is about one of these keys, an object that holds it, or something inside it."""
+        """True if an error is about one of these keys, an object holding it, or something in it."""
         return any(_is_within(a, b) or _is_within(b, a) for a in paths for b in self._paths)
 
     def raise_all(self) -> None:
@@ -83,7 +85,8 @@ class Collector:
             read = "" if self.source is None else f" (read from {self.source})"
             lines = "".join(f"\n  - {error}" for error in self._errors)
             raise ConfigError(
-                f"The configuration{read} must be changed in {len(self._errors)} places:{lines}", errors=self._errors
+                f"The configuration{read} must be changed in {len(self._errors)} places:{lines}",
+                errors=self._errors,
             )
         (error,) = self._errors
         if self.source is None:

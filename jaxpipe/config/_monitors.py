@@ -1,4 +1,4 @@
-"""The sections that say where the numbers of a run are written to, with DeepSpeed's names and defaults."""
+"""The sections that say where a run's numbers are written, with DeepSpeed's names and defaults."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -53,7 +53,9 @@ class CSVMonitorSection(Section):
 
 @dataclass(frozen=True)
 class WandbSection(Section):
-    """The section `wandb`: a run of Weights & Biases; the one that the program has begun, where it has.
+    """The section `wandb`: a run of Weights & Biases.
+
+    The one that the program has begun, where it has.
 
     Attributes:
         enabled: Whether to log there; needs the extra `jaxpipe[wandb]`.
@@ -76,7 +78,9 @@ class WandbSection(Section):
 
 @dataclass(frozen=True)
 class CometSection(Section):
-    """The section `comet`: an experiment of Comet. What is None is Comet's own to find, in its file or environment.
+    """The section `comet`: an experiment of Comet.
+
+    What is None is Comet's own to find, in its file or environment.
 
     Attributes:
         enabled: Whether to log there; needs the extra `jaxpipe[comet]`.

@@ -12,17 +12,21 @@ from ._section import Section, join, required
 from ._values import read_text, wrong_value
 
 _ONE_BIT = (
-    "sends momenta of one bit each, which XLA's collectives cannot; a reduction in full precision gives what it "
-    "approximates",
+    "sends momenta of one bit each, which XLA's collectives cannot; a reduction in full precision "
+    "gives what it approximates",
     {"onebitadam": "Adam", "zerooneadam": "Adam", "onebitlamb": "Lamb"},
 )
 _MUP = (
-    "scales the rates by base shapes that the package mup records on PyTorch modules; for rates by path pass "
-    "optax.multi_transform as optimizer= to initialize",
+    "scales the rates by base shapes that the package mup records on PyTorch modules; for rates by "
+    "path pass optax.multi_transform as optimizer= to initialize",
     {"muadam": "Adam", "muadamw": "AdamW", "musgd": "SGD"},
 )
 _REFUSED_TYPES = MappingProxyType(
-    {name: (reason, instead) for reason, names in (_ONE_BIT, _MUP) for name, instead in names.items()}
+    {
+        name: (reason, instead)
+        for reason, names in (_ONE_BIT, _MUP)
+        for name, instead in names.items()
+    }
 )
 
 
@@ -34,7 +38,9 @@ def read_optimizer_type(value: object, path: str) -> str:
     name = read_text(value, path)
     if name.lower() in _REFUSED_TYPES:
         reason, instead = _REFUSED_TYPES[name.lower()]
-        raise wrong_value(path, "an optimizer that JAX can run", value, f"Use {instead!r}: {name} {reason}")
+        raise wrong_value(
+            path, "an optimizer that JAX can run", value, f"Use {instead!r}: {name} {reason}"
+        )
     return name
 
 
@@ -47,8 +53,8 @@ class OptimizerSection(Section):
         params: Its settings, frozen: lists are tuples. They are checked where optimizers are known.
 
     Raises:
-        ConfigError: A value is of the wrong type, the optimizer is one that only PyTorch has, or `params` asks for
-            clipping.
+        ConfigError: A value is of the wrong type, the optimizer is one that only PyTorch has, or
+            `params` asks for clipping.
     """
 
     path: ClassVar[str] = "optimizer"
@@ -61,7 +67,10 @@ class OptimizerSection(Section):
         yield from infinite_in(self.params, join(self.path, "params"))
         if "max_grad_norm" in self.params:
             norm = self.params["max_grad_norm"]
-            repair = f"Set gradient_clipping={shown(norm)} beside the optimizer: it clips by the norm over all stages"
+            repair = (
+                f"Set gradient_clipping={shown(norm)} beside the optimizer: it clips by the norm "
+                "over all stages"
+            )
             yield wrong_value(join(self.path, "params.max_grad_norm"), "left out", norm, repair)
 
 

@@ -1,7 +1,9 @@
-"""Keys of DeepSpeed's configuration that are no settings here: those without effect, and those that are refused.
+"""Keys of DeepSpeed's configuration that are no settings here.
 
-A key is without effect where results are the same numbers without it, and refused where they are not, or where a run
-would not fit or would store elsewhere.
+Those without effect, and those that are refused.
+
+A key is without effect where results are the same numbers without it, and refused where they are
+not, or where a run would not fit or would store elsewhere.
 """
 
 from collections.abc import Mapping
@@ -69,7 +71,11 @@ def _matches(given: object, off: object) -> bool:
             return False
         entries = cast("Mapping[object, object]", off)
         found = cast("Mapping[object, object]", value)
-        return all(key in found and _matches(found[key], entries[key]) for key in entries) if entries else not found
+        return (
+            all(key in found and _matches(found[key], entries[key]) for key in entries)
+            if entries
+            else not found
+        )
     if isinstance(value, bool) or isinstance(off, bool):
         return value is off
     return isinstance(value, int | float | str) and value == off
@@ -81,16 +87,19 @@ _NEVER: tuple[object, ...] = ()
 _TUNING = "it tunes PyTorch, its kernels or its exchanges, and XLA has no counterpart"
 _OLD_TUNING = f"an old name; {_TUNING}"
 _AVERAGING = (
-    "gradients are averaged over the axis data once a step, in the dtype they are accumulated in, and over fsdp (with "
-    "ZeRO 2 and 3) after every microbatch, in the dtype that layers compute in"
+    "gradients are averaged over the axis data once a step, in the dtype they are accumulated in, "
+    "and over fsdp (with ZeRO 2 and 3) after every microbatch, in the dtype that layers compute in"
 )
 
 _flag = Unused(optional(read_flag), _TUNING)
 _old_flag = _flag._replace(reason=_OLD_TUNING)
-# Sizes are "auto" in files for Hugging Face's Trainer, which computes them; without an effect any will do.
+# Sizes are "auto" in files for Hugging Face's Trainer, which computes them; without an effect any
+# will do.
 _size = Unused(optional(auto_or(number_of_at_least(0))), _TUNING, _NEVER)
 _old_size = _size._replace(reason=_OLD_TUNING)
-_FETCHED = "XLA schedules when weights are gathered; pipeline.gather_weights says how long they are held"
+_FETCHED = (
+    "XLA schedules when weights are gathered; pipeline.gather_weights says how long they are held"
+)
 _FETCHES = (
     "max_live_parameters",
     "max_reuse_distance",
@@ -112,24 +121,34 @@ UNUSED: Mapping[str, Unused] = MappingProxyType(
         "allreduce_always_fp32": _flag._replace(reason=_AVERAGING),
         "checkpoint.parallel_write": _object._replace(off=(*_ENABLED, {"pipeline_stage": False})),
         "checkpoint.tag_validation": Unused(
-            optional(one_of("Ignore", "Warn", "Fail")), "tags that differ between processes are always an error", _NEVER
+            optional(one_of("Ignore", "Warn", "Fail")),
+            "tags that differ between processes are always an error",
+            _NEVER,
         ),
         "checkpoint.writer": _object,
         "comms_logger": _profiler,
         "dataloader_drop_last": Unused(
-            optional(read_flag), "a last batch of training_data that is not full is dropped all the same", (True,)
+            optional(read_flag),
+            "a last batch of training_data that is not full is dropped all the same",
+            (True,),
         ),
         "disable_allgather": _flag,
         "flops_profiler.recompute_fwd_factor": Unused(
-            optional(number_of_at_least(0)), "what is recomputed is counted as the model says", (0.0,)
+            optional(number_of_at_least(0)),
+            "what is recomputed is counted as the model says",
+            (0.0,),
         ),
         "fp16.fused_mode": _flag,
         "fp32_allreduce": _flag._replace(reason=_AVERAGING),
         "gradient_predivide_factor": Unused(optional(read_positive_number), _AVERAGING, (1.0,)),
         "graph_harvesting": _flag,
-        "log_level": Unused(optional(read_text), "set the level of Python's logger 'jaxpipe'", _NEVER),
+        "log_level": Unused(
+            optional(read_text), "set the level of Python's logger 'jaxpipe'", _NEVER
+        ),
         "max_elements_per_comm": _old_size,
-        "monitor_config": _object._replace(reason="use the sections tensorboard, wandb, csv_monitor and comet"),
+        "monitor_config": _object._replace(
+            reason="use the sections tensorboard, wandb, csv_monitor and comet"
+        ),
         "optimizer.legacy_fusion": _flag,
         "pipeline.grad_partitioned": _flag,
         "pipeline.pipe_partitioned": _flag,
@@ -138,14 +157,18 @@ UNUSED: Mapping[str, Unused] = MappingProxyType(
         "sparse_gradients": _flag,
         "timers": _object._replace(off=(*_ENABLED, {"throughput": {"enabled": False}})),
         "vocabulary_size": Unused(optional(integer_of_at_least(1)), _TUNING, _NEVER),
-        "zero_allow_untested_optimizer": _flag._replace(reason="every optimizer that is accepted works with ZeRO"),
+        "zero_allow_untested_optimizer": _flag._replace(
+            reason="every optimizer that is accepted works with ZeRO"
+        ),
         "zero_force_ds_cpu_optimizer": _flag,
         "zero_max_elements_per_comm": _old_size,
         "zero_optimization.allgather_bucket_size": _size,
         "zero_optimization.allgather_partitions": _flag,
         "zero_optimization.allgather_size": _old_size,
         "zero_optimization.contiguous_gradients": _flag,
-        "zero_optimization.elastic_checkpoint": _flag._replace(reason="every checkpoint opens at any layout"),
+        "zero_optimization.elastic_checkpoint": _flag._replace(
+            reason="every checkpoint opens at any layout"
+        ),
         "zero_optimization.enable_sanity_checks": _flag,
         "zero_optimization.find_unused_parameters": _old_flag,
         "zero_optimization.grad_hooks": _flag,
@@ -165,8 +188,16 @@ UNUSED: Mapping[str, Unused] = MappingProxyType(
         "zero_optimization.sub_group_size": _size,
         "zero_optimization.use_multi_rank_bucket_allreduce": _flag,
         "zero_reduce_scatter": _old_flag,
-        **{f"zero_optimization.{prefix}{key}": _fetch for prefix in ("", "stage3_") for key in _FETCHES},
-        **{f"zero_optimization.{prefix}{key}": _fetch_flag for prefix in ("", "stage3_") for key in _FETCH_FLAGS},
+        **{
+            f"zero_optimization.{prefix}{key}": _fetch
+            for prefix in ("", "stage3_")
+            for key in _FETCHES
+        },
+        **{
+            f"zero_optimization.{prefix}{key}": _fetch_flag
+            for prefix in ("", "stage3_")
+            for key in _FETCH_FLAGS
+        },
         "zero_optimization.leaf_module": _object._replace(reason=_FETCHED, off=({},)),
         "zero_optimization.gather_16bit_weights_on_model_save": _gather_on_save,
         "zero_optimization.stage3_gather_16bit_weights_on_model_save": _gather_on_save,
@@ -180,11 +211,16 @@ _FLAG = Refusal("it is not supported", "Remove the key")
 _MASTERS = Refusal("master weights and the optimizer's state are float32", "Remove the key")
 _OFFLOAD = Refusal(
     "nothing is offloaded to the host or to disk, because one compiled step holds the whole update",
-    "Remove the key, and divide the optimizer's state with zero_optimization.stage=1, or the weights too with 3",
+    "Remove the key, and divide the optimizer's state with zero_optimization.stage=1, or the "
+    "weights too with 3",
     (False, {}, {"device": "none"}),
 )
-_MICS = Refusal("it belongs to MiCS, whose groups are not there", "Use a mesh with the axes data and fsdp")
-_ZERO_PP = Refusal("it belongs to ZeRO++, whose groups and quantised exchanges are not there", "Remove the key")
+_MICS = Refusal(
+    "it belongs to MiCS, whose groups are not there", "Use a mesh with the axes data and fsdp"
+)
+_ZERO_PP = Refusal(
+    "it belongs to ZeRO++, whose groups and quantised exchanges are not there", "Remove the key"
+)
 
 
 def _other_name(of: str) -> Refusal:
@@ -192,11 +228,17 @@ def _other_name(of: str) -> Refusal:
 
 
 _CLIPPING = Refusal(
-    "clipping is no setting of the precision or the optimizer", "Use gradient_clipping", (0,), can_idle=False
+    "clipping is no setting of the precision or the optimizer",
+    "Use gradient_clipping",
+    (0,),
+    can_idle=False,
 )
 
 _ZERO: dict[str, Refusal] = {
-    **dict.fromkeys(("cpu_offload", "cpu_offload_param", "cpu_offload_params", "cpu_offload_use_pin_memory"), _OFFLOAD),
+    **dict.fromkeys(
+        ("cpu_offload", "cpu_offload_param", "cpu_offload_params", "cpu_offload_use_pin_memory"),
+        _OFFLOAD,
+    ),
     **dict.fromkeys(("offload_optimizer", "offload_param"), _OFFLOAD),
     "mics_hierarchical_params_gather": _MICS,
     "mics_shard_size": _MICS._replace(off=(-1,)),
@@ -212,17 +254,25 @@ REFUSED: Mapping[str, Refusal] = MappingProxyType(
     {
         "amp": Refusal("NVIDIA Apex is PyTorch's", 'Use "bf16": {"enabled": true}', _ENABLED),
         "autotuning": _FEATURE,
-        "batch": Refusal("it is a section of TrainingConfig in Python alone", "Use its keys without it", ({},)),
+        "batch": Refusal(
+            "it is a section of TrainingConfig in Python alone", "Use its keys without it", ({},)
+        ),
         "bf16.bf16_master_weights_and_grads": _MASTERS,
         "bf16.bf16_optimizer_states": _MASTERS,
         "bf16.check_overflow": _other_name("bf16.check_grad_overflow"),
-        "checkpoint.load_universal": Refusal("every checkpoint opens at any layout", "Remove the key"),
+        "checkpoint.load_universal": Refusal(
+            "every checkpoint opens at any layout", "Remove the key"
+        ),
         "checkpoint.use_node_local_storage": Refusal(
             "all processes write to one directory that all of them see", "Remove the key"
         ),
         "coalesce_grad_reduction": _REDUCTION,
         "communication_data_type": _REDUCTION._replace(off=("fp32",)),
-        "compile": Refusal("every step is compiled by XLA", "Remove the section", (*_ENABLED, {"deepcompile": False})),
+        "compile": Refusal(
+            "every step is compiled by XLA",
+            "Remove the section",
+            (*_ENABLED, {"deepcompile": False}),
+        ),
         "compression_training": _FEATURE._replace(off=({},)),
         "curriculum_learning": _FEATURE,
         "data_efficiency": _FEATURE,
@@ -237,7 +287,9 @@ REFUSED: Mapping[str, Refusal] = MappingProxyType(
         "fp16.initial_loss_scale_power": _other_name("fp16.initial_scale_power"),
         "gradient_allreduce_op": _REDUCTION._replace(off=("mean",)),
         "hybrid_engine": _FEATURE,
-        "load_universal_checkpoint": Refusal("there is only one kind of checkpoint", "Remove the key"),
+        "load_universal_checkpoint": Refusal(
+            "there is only one kind of checkpoint", "Remove the key"
+        ),
         "managed_gradient_accumulation": Refusal(
             "a pipeline's step is one whole batch", "Remove the key, or use true", (True,)
         ),
@@ -254,7 +306,9 @@ REFUSED: Mapping[str, Refusal] = MappingProxyType(
             "Use PipeModelDataParallelTopology",
             (*_ENABLED, {"autotp_size": 0}),
         ),
-        "torch_autocast": Refusal("autocasting is PyTorch's", 'Use "bf16": {"enabled": true}', _ENABLED),
+        "torch_autocast": Refusal(
+            "autocasting is PyTorch's", 'Use "bf16": {"enabled": true}', _ENABLED
+        ),
         "train_step_batch_size": _other_name("train_micro_batch_size_per_gpu"),
         "use_data_before_expert_parallelism": _FLAG,
         "weight_quantization": _FEATURE._replace(off=({"enabled": False},)),

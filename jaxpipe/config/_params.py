@@ -1,4 +1,7 @@
-"""Settings that are passed on to something the configuration does not know: a frozen copy of a JSON object."""
+"""Settings that are passed on to something the configuration does not know.
+
+A frozen copy of a JSON object.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from numbers import Real
@@ -15,7 +18,8 @@ class Params(Mapping[str, Any]):
     """A dictionary that never changes and can be hashed.
 
     Args:
-        values: What it holds; lists are given as tuples and dictionaries as `Params`, see `read_params`.
+        values: What it holds; lists are given as tuples and dictionaries as `Params`, see
+            `read_params`.
     """
 
     __slots__ = ("_values",)
@@ -50,7 +54,8 @@ def read_params(value: object, path: str) -> Params:
         A frozen copy, its lists as tuples.
 
     Raises:
-        ConfigError: The value is no object, keys are no strings, or something inside is no JSON value; all of them.
+        ConfigError: The value is no object, keys are no strings, or something inside is no JSON
+            value; all of them.
     """
     if value is None:
         return Params({})
@@ -61,7 +66,10 @@ def read_params(value: object, path: str) -> Params:
     for key, inner in cast("Mapping[object, object]", value).items():
         with errors.catch():
             if not isinstance(key, str):
-                message = f"A key of {path} must be a string, but got key={shown(key)}. Write it in quotes."
+                message = (
+                    f"A key of {path} must be a string, but got key={shown(key)}. Write it in "
+                    "quotes."
+                )
                 raise ConfigError(message, paths=[f"{path}.{shown(key)}"])
             values[key] = _frozen(inner, f"{path}.{key}")
     errors.raise_all()
@@ -96,5 +104,6 @@ def _frozen(given: object, path: str) -> object:
         path,
         "a JSON value",
         value,
-        "Use a number, a text, true, false, null, a list or an object; pass anything else to initialize as an object",
+        "Use a number, a text, true, false, null, a list or an object; pass anything else to "
+        "initialize as an object",
     )

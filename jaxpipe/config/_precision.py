@@ -31,7 +31,9 @@ def read_dtype(value: object, path: str) -> Dtype | None:
         case "fp16" | "float16" | "half":
             return "float16"
         case _:
-            raise wrong_value(path, "'fp32', 'bf16' or 'fp16'", value, "Use 'fp32', or remove the key")
+            raise wrong_value(
+                path, "'fp32', 'bf16' or 'fp16'", value, "Use 'fp32', or remove the key"
+            )
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,9 @@ class DataTypesSection(Section):
     """The section `data_types`.
 
     Attributes:
-        grad_accum_dtype: Dtype in which the gradients of the microbatches are added up, by its long name; None means
-            float32, or the parameters' dtype where that is wider. DeepSpeed takes the dtype of the model.
+        grad_accum_dtype: Dtype in which the gradients of the microbatches are added up, by its long
+            name; None means float32, or the parameters' dtype where that is wider. DeepSpeed takes
+            the dtype of the model.
 
     Raises:
         ConfigError: The value is no floating dtype of at most 32 bits.

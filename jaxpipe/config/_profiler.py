@@ -9,14 +9,17 @@ from ._values import integer_of_at_least, optional, read_flag, read_path
 
 @dataclass(frozen=True)
 class FlopsProfilerSection(Section):
-    """The section `flops_profiler`: parameters, operations and time of each layer, printed for one step.
+    """The section `flops_profiler`.
+
+    Parameters, operations and time of each layer, printed for one step.
 
     Operations are counted in the traced layers, and time is what a recorded step took.
 
     Attributes:
         enabled: Whether to profile.
         profile_step: The step, counted from 1.
-        module_depth: 0 prints the model alone; any other number its layers, the deepest that is counted.
+        module_depth: 0 prints the model alone; any other number its layers, the deepest that is
+            counted.
         top_modules: How many layers with most operations the summary names.
         detailed: Whether to print all layers.
         output_file: A file to write to instead of printing.

@@ -12,20 +12,22 @@ from ._values import integer_of_at_least, optional, read_flag
 
 @dataclass(frozen=True)
 class ActivationCheckpointingSection(Section):
-    """The section `activation_checkpointing`: where the inputs of a recomputed group of layers are stored.
+    """The section `activation_checkpointing`.
+
+    Where the inputs of a recomputed group of layers are stored.
 
     Attributes:
         partition_activations: Whether they are sharded over the model axis.
         cpu_checkpointing: Whether they lie in host memory.
-        contiguous_memory_optimization: Whether they lie in one buffer; needs `partition_activations` and
-            `number_checkpoints`.
+        contiguous_memory_optimization: Whether they lie in one buffer; needs
+            `partition_activations` and `number_checkpoints`.
         number_checkpoints: Number of groups.
         synchronize_checkpoint_boundary: Whether devices wait for each other at each group.
         profile: Whether each group's time is logged.
 
     Raises:
-        ConfigError: A value is of the wrong type or out of range, or `contiguous_memory_optimization` lacks what it
-            needs.
+        ConfigError: A value is of the wrong type or out of range, or
+            `contiguous_memory_optimization` lacks what it needs.
     """
 
     path: ClassVar[str] = "activation_checkpointing"
@@ -53,5 +55,7 @@ class ActivationCheckpointingSection(Section):
         for key, (value, rule, repair) in needed.items():
             if not value:
                 other = join(self.path, key)
-                message = f"{path} must be false unless {other}{rule}, but got {path}=True. {repair}."
+                message = (
+                    f"{path} must be false unless {other}{rule}, but got {path}=True. {repair}."
+                )
                 yield ConfigError(message, paths=[path, other])

@@ -40,7 +40,8 @@ class Section:
         errors = Collector()
         for item in fields(self):
             value = _read_value(item, getattr(self, item.name), join(self.path, item.name), errors)
-            # The dataclass is frozen, and readers convert: a list becomes a tuple, so that the section can be hashed.
+            # The dataclass is frozen, and readers convert: a list becomes a tuple, so that the
+            # section can be hashed.
             object.__setattr__(self, item.name, value)
         errors.add(self.check())
         errors.raise_all()
@@ -86,10 +87,16 @@ def subsection(cls: type[Section], *, absent: bool = False, instead: Reader | No
         if instead is not None:
             instead(value, path)
         keys = ", ".join(key.name for key in fields(cls))
-        raise wrong_value(path, "a JSON object", value, f"Use an object with any of the keys {keys}")
+        raise wrong_value(
+            path, "a JSON object", value, f"Use an object with any of the keys {keys}"
+        )
 
     metadata = {"reader": read, "section": cls}
-    return field(default=None, metadata=metadata) if absent else field(default_factory=cls, metadata=metadata)
+    return (
+        field(default=None, metadata=metadata)
+        if absent
+        else field(default_factory=cls, metadata=metadata)
+    )
 
 
 def key_meanings(cls: type[Section]) -> dict[str, str]:
@@ -125,7 +132,9 @@ def _inner_keys(cls: type[Section]) -> Iterator[str]:
         yield from _inner_keys(section)
 
 
-def read_section(cls: type[S], mapping: Mapping[object, object], path: str, errors: Collector) -> S | None:
+def read_section(
+    cls: type[S], mapping: Mapping[object, object], path: str, errors: Collector
+) -> S | None:
     """Read one JSON object, with the default in the place of each wrong value.
 
     `errors` gets all that is wrong: keys that are unknown or refused, missing or given under two
@@ -154,11 +163,14 @@ def read_section(cls: type[S], mapping: Mapping[object, object], path: str, erro
             values[name] = _default(item)
             if values[name] is MISSING:
                 where, given = join(path, name), shown(mapping)
-                message = f"{where} must be given, but got {path}={given}. Add the key {name!r} there."
+                message = (
+                    f"{where} must be given, but got {path}={given}. Add the key {name!r} there."
+                )
                 errors.add([ConfigError(message, paths=[where])])
     if any(value is MISSING for value in values.values()):
         return None
-    # Filled in and not called: where a value was wrong, `check` would raise, and the section is still to be compared.
+    # Filled in and not called: where a value was wrong, `check` would raise, and the section is
+    # still to be compared.
     section = object.__new__(cls)
     for name, value in values.items():
         object.__setattr__(section, name, value)
@@ -166,9 +178,13 @@ def read_section(cls: type[S], mapping: Mapping[object, object], path: str, erro
     return section
 
 
-def idle_keys(cls: type[Section], mapping: Mapping[object, object], path: str = "") -> Iterator[tuple[str, str]]:
+def idle_keys(
+    cls: type[Section], mapping: Mapping[object, object], path: str = ""
+) -> Iterator[tuple[str, str]]:
     """Paths of keys in a valid JSON object that ask for something and have no effect, and why."""
-    inner = {item.name: item.metadata["section"] for item in fields(cls) if "section" in item.metadata}
+    inner = {
+        item.name: item.metadata["section"] for item in fields(cls) if "section" in item.metadata
+    }
     off = _is_switched_off(cls, mapping)
     for key, value in mapping.items():
         name = cls.aliases.get(str(key), str(key))
@@ -210,13 +226,20 @@ def _checked_key(key: object, path: str) -> str:
     if isinstance(key, str):
         return key
     raise ConfigError(
-        f"A key of {path or 'the configuration'} must be a string, but got key={shown(key)}. Write it in quotes.",
+        f"A key of {path or 'the configuration'} must be a string, but got key={shown(key)}. Write "
+        "it in quotes.",
         paths=[join(path, shown(key))],
     )
 
 
-def _given_twice(cls: type[Section], mapping: Mapping[object, object], name: str, path: str) -> ConfigError:
-    names = [other for other in mapping if isinstance(other, str) and cls.aliases.get(other, other) == name]
+def _given_twice(
+    cls: type[Section], mapping: Mapping[object, object], name: str, path: str
+) -> ConfigError:
+    names = [
+        other
+        for other in mapping
+        if isinstance(other, str) and cls.aliases.get(other, other) == name
+    ]
     got = " and ".join(f"{join(path, other)}={shown(mapping[other])}" for other in names)
     return ConfigError(
         f"{join(path, name)} must be given under one name, but got {got}. Keep one of them.",
@@ -224,7 +247,9 @@ def _given_twice(cls: type[Section], mapping: Mapping[object, object], name: str
     )
 
 
-def _check_other_key(cls: type[Section], key: str, value: object, path: str, errors: Collector, *, off: bool) -> None:
+def _check_other_key(
+    cls: type[Section], key: str, value: object, path: str, errors: Collector, *, off: bool
+) -> None:
     own, where = join(cls.path, key), join(path, key)
     if own in UNUSED:
         if not is_off(value, UNUSED[own].off):
@@ -234,14 +259,20 @@ def _check_other_key(cls: type[Section], key: str, value: object, path: str, err
         near = _nearest(cls, key)
         if near:
             errors.mark(join(path, near))
-            raise ConfigError(f"{where} is not a known key. Did you mean {join(path, near)}?", paths=[where])
+            raise ConfigError(
+                f"{where} is not a known key. Did you mean {join(path, near)}?", paths=[where]
+            )
         names = ", ".join(join(path, item.name) for item in fields(cls))
-        raise ConfigError(f"{where} is not a known key. Remove it, or use one of {names}.", paths=[where])
+        raise ConfigError(
+            f"{where} is not a known key. Remove it, or use one of {names}.", paths=[where]
+        )
     refusal = REFUSED[own]
     if is_off(value, refusal.off) or (off and refusal.can_idle):
         return
     raise ConfigError(
-        f"{where} must not be set: {refusal.reason}, but got {where}={shown(value)}. {refusal.repair}.", paths=[where]
+        f"{where} must not be set: {refusal.reason}, but got {where}={shown(value)}. "
+        f"{refusal.repair}.",
+        paths=[where],
     )
 
 

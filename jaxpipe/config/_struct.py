@@ -11,17 +11,20 @@ from ._collect import Collector
 
 
 class Config(Mapping[str, Any]):
-    """A struct whose fields are read as attributes and as items, and change only where `resolve` completes them.
+    """A struct whose fields are read as attributes and as items.
 
-    `Config` itself takes any field. A subclass declares its fields as class attributes, whose values are the
-    defaults, and takes no others; a field whose default is a `Config` may be given as a dictionary.
+    They change only where `resolve` completes them.
+
+    `Config` itself takes any field. A subclass declares its fields as class attributes, whose
+    values are the defaults, and takes no others; a field whose default is a `Config` may be given
+    as a dictionary.
 
     Args:
         **kwargs: Values of the fields.
 
     Raises:
-        ConfigError: A field is unknown or has the name of a method, or a field that holds a `Config` is given
-            something else.
+        ConfigError: A field is unknown or has the name of a method, or a field that holds a
+            `Config` is given something else.
 
     Example:
         >>> c = Config(verbose=True)
@@ -38,19 +41,26 @@ class Config(Mapping[str, Any]):
 
     def __init__(self, **kwargs: Any) -> None:
         cls = type(self)
-        # A default that is a `Config` belongs to the class: each struct completes a copy of its own.
-        values = {k: copy.deepcopy(v) if isinstance(v, Config) else v for k, v in _defaults(cls).items()}
+        # A default that is a `Config` belongs to the class: each struct completes a copy of its
+        # own.
+        values = {
+            k: copy.deepcopy(v) if isinstance(v, Config) else v for k, v in _defaults(cls).items()
+        }
         for name, value in (values | kwargs).items():
             if hasattr(Config, name) or name.startswith("_"):
                 raise ConfigError(
-                    f"{name} must not be the name of a field of {cls.__name__}, but got {name}={shown(value)}: it is a "
-                    "method's or a private name. Choose another."
+                    f"{name} must not be the name of a field of {cls.__name__}, but got "
+                    f"{name}={shown(value)}: it is a method's or a private name. Choose another."
                 )
         for name, value in kwargs.items():
             if cls is not Config and name not in values:
-                raise ConfigError(f"{name} is not a field of {cls.__name__}. {_known_field(name, values)}")
+                raise ConfigError(
+                    f"{name} is not a field of {cls.__name__}. {_known_field(name, values)}"
+                )
             default = values.get(name)
-            values[name] = _nested(type(default), name, value) if isinstance(default, Config) else value
+            values[name] = (
+                _nested(type(default), name, value) if isinstance(default, Config) else value
+            )
         self.__dict__.update(values)
 
     @classmethod
@@ -69,7 +79,8 @@ class Config(Mapping[str, Any]):
         for key in cast("Mapping[object, object]", mapping):
             if not isinstance(key, str):
                 raise ConfigError(
-                    f"A field of {cls.__name__} must be a string, but got key={shown(key)}. Write it in quotes."
+                    f"A field of {cls.__name__} must be a string, but got key={shown(key)}. Write "
+                    "it in quotes."
                 )
         return cls(**mapping)
 
@@ -103,7 +114,8 @@ class Config(Mapping[str, Any]):
 
         Returns the configuration itself. Raises together what `resolve` of those inside raises.
         """
-        # Through a new struct, so that completed values are checked like given ones; `__setattr__` refuses all others.
+        # Through a new struct, so that completed values are checked like given ones; `__setattr__`
+        # refuses all others.
         self.__dict__.update(type(self)(**{**self, **values}))
         errors = Collector()
         for value in self.values():
@@ -123,18 +135,24 @@ class Config(Mapping[str, Any]):
         return len(self.__dict__)
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"{name} is not a field of {type(self).__name__}. {_known_field(name, self.__dict__)}")
+        raise AttributeError(
+            f"{name} is not a field of {type(self).__name__}. {_known_field(name, self.__dict__)}"
+        )
 
     def __setattr__(self, name: str, value: object) -> None:
         raise FrozenInstanceError(
-            f"{type(self).__name__} must not change, but got {name}={shown(value)}. Make a new one with that value."
+            f"{type(self).__name__} must not change, but got {name}={shown(value)}. Make a new one "
+            "with that value."
         )
 
     def __delattr__(self, name: str) -> None:
-        raise FrozenInstanceError(f"{type(self).__name__} must not change, but got del {name}. Make a new one.")
+        raise FrozenInstanceError(
+            f"{type(self).__name__} must not change, but got del {name}. Make a new one."
+        )
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.items())})"
+        fields = ", ".join(f"{name}={value!r}" for name, value in self.items())
+        return f"{type(self).__name__}({fields})"
 
 
 def _defaults(cls: type[Config]) -> dict[str, Any]:
@@ -157,8 +175,8 @@ def _nested(cls: type[Config], name: str, value: object) -> Config:
         return cls()
     if not isinstance(value, Mapping) or isinstance(value, Config):
         raise ConfigError(
-            f"{name} must be a dictionary or a {cls.__name__}, but got {name}={shown(cast('object', value))}. "
-            f"Use {cls.__name__}(...)."
+            f"{name} must be a dictionary or a {cls.__name__}, but got "
+            f"{name}={shown(cast('object', value))}. Use {cls.__name__}(...)."
         )
     try:
         return cls.from_dict(cast("Mapping[str, Any]", value))

@@ -35,39 +35,46 @@ class PipelineConfig(Section):
 
     Attributes:
         stages: Number of stages; `'auto'` takes the module's.
-        partition: Name of the partition method, or the layer boundaries; `'best'` takes the module's method.
-        schedule: Name of the training schedule, or (in a dictionary) a `PipeSchedule` class; `'auto'` chooses one.
+        partition: Name of the partition method, or the layer boundaries; `'best'` takes the
+            module's method.
+        schedule: Name of the training schedule, or (in a dictionary) a `PipeSchedule` class;
+            `'auto'` chooses one.
         activation_checkpoint_interval: Number of layers per recomputed group; 0 takes the module's.
-        skip_idle: Whether idle actions are branched around instead of computed and dropped; `'auto'` decides by
-            backend, schedule and mesh.
-        scan_trunk: Whether equal layers of a stage run as one scan, for compile time that does not grow with depth; it
-            costs a copy of the trunk's parameters per step.
-        seed_layers: Whether each layer's random keys depend on its place alone; None takes the module's. DeepSpeed
-            reads the key and does nothing with it.
-        num_chunks: Model chunks on each stage, for schedules that interleave them; `'auto'` takes the schedule's own
-            number, or leaves it to the schedule `'auto'`.
+        skip_idle: Whether idle actions are branched around instead of computed and dropped;
+            `'auto'` decides by backend, schedule and mesh.
+        scan_trunk: Whether equal layers of a stage run as one scan, for compile time that does not
+            grow with depth; it costs a copy of the trunk's parameters per step.
+        seed_layers: Whether each layer's random keys depend on its place alone; None takes the
+            module's. DeepSpeed reads the key and does nothing with it.
+        num_chunks: Model chunks on each stage, for schedules that interleave them; `'auto'` takes
+            the schedule's own number, or leaves it to the schedule `'auto'`.
         max_pending_weights: The most weight gradients, counted on each chunk, that the schedules
-            `'zero-bubble'`, `'zero-bubble-h1'`, `'zero-bubble-v'` and `'dual-pipe-v'` keep pending on a stage; `'auto'`
-            takes the schedule's own number, or as many as fit where `memory_limit_gb` is set. With recompute they are
-            what takes most memory: about 26 GB for a model of 7B parameters on 8 stages (1.85 GB each).
-        memory_limit_gb: What the schedule `'auto'`, the pending weight gradients of the schedules with split backwards
-            and the partition `'profile'` may plan for on a device, in GB of 10^9 bytes, all that training holds
-            included; refused where none is used. `'auto'` takes the device's memory, but leaves the pending weight
-            gradients of a named schedule as they are.
+            `'zero-bubble'`, `'zero-bubble-h1'`, `'zero-bubble-v'` and `'dual-pipe-v'` keep pending
+            on a stage; `'auto'` takes the schedule's own number, or as many as fit where
+            `memory_limit_gb` is set. With recompute they are what takes most memory: about 26 GB
+            for a model of 7B parameters on 8 stages (1.85 GB each).
+        memory_limit_gb: What the schedule `'auto'`, the pending weight gradients of the schedules
+            with split backwards and the partition `'profile'` may plan for on a device, in GB of
+            10^9 bytes, all that training holds included; refused where none is used. `'auto'` takes
+            the device's memory, but leaves the pending weight gradients of a named schedule as they
+            are.
         offload_activations: Whether what waits between forward and backward lies in host memory.
-        gather_weights: When weights that are divided over an axis `fsdp` are gathered. `'step'` gathers them once and
-            holds them to the end of the step. `'tick'` gathers a layer's weights in every action and frees them after
-            it. `'auto'` is `'step'` with `zero_optimization.stage` 2, else `'tick'`.
-        split_vocabulary: Whether the embedding, the layer that makes the logits, and the loss are split over the
-            stages, so that the loss takes an equal share of a tick on every stage. The first layer must be an
-            `nn.Embed` or `nnx.Embed`, the last an `nn.Dense` or `nnx.Linear`, or the embedding again, tied, by
-            `attend`; and the loss must give the logits to `jaxpipe.losses.cross_entropy`. Numbers, names and
-            checkpoints stay. `'auto'` splits where all of this holds and a step is then at least 1 % shorter, by
-            operations and bytes, and says what it decided; `true` refuses layers and losses of another form.
-        overlap_vocabulary: Whether last layers that are split over the stages run with the loss a tick after the
-            forward whose output they take, and the backward with them: what they exchange over the stages then travels
-            under the next forward. A stage holds the residuals of one microbatch more; most schedules take no longer,
-            `'zero-bubble-v'` does. `'auto'` does so on accelerators where stages lie on several hosts and the schedule
+        gather_weights: When weights that are divided over an axis `fsdp` are gathered. `'step'`
+            gathers them once and holds them to the end of the step. `'tick'` gathers a layer's
+            weights in every action and frees them after it. `'auto'` is `'step'` with
+            `zero_optimization.stage` 2, else `'tick'`.
+        split_vocabulary: Whether the embedding, the layer that makes the logits, and the loss are
+            split over the stages, so that the loss takes an equal share of a tick on every stage.
+            The first layer must be an `nn.Embed` or `nnx.Embed`, the last an `nn.Dense` or
+            `nnx.Linear`, or the embedding again, tied, by `attend`; and the loss must give the
+            logits to `jaxpipe.losses.cross_entropy`. Numbers, names and checkpoints stay. `'auto'`
+            splits where all of this holds and a step is then at least 1 % shorter, by operations
+            and bytes, and says what it decided; `true` refuses layers and losses of another form.
+        overlap_vocabulary: Whether last layers that are split over the stages run with the loss a
+            tick after the forward whose output they take, and the backward with them: what they
+            exchange over the stages then travels under the next forward. A stage holds the
+            residuals of one microbatch more; most schedules take no longer, `'zero-bubble-v'` does.
+            `'auto'` does so on accelerators where stages lie on several hosts and the schedule
             takes at most 2 % longer for it; inside a host nothing is gained.
 
     Raises:
@@ -87,7 +94,9 @@ class PipelineConfig(Section):
     max_pending_weights: int | Literal["auto"] = setting("auto", auto_or(integer_of_at_least(1)))
     memory_limit_gb: float | Literal["auto"] = setting("auto", auto_or(read_positive_number))
     offload_activations: bool = setting(False, read_flag)
-    gather_weights: Literal["auto", "step", "tick"] = setting("auto", one_of("auto", "step", "tick"))
+    gather_weights: Literal["auto", "step", "tick"] = setting(
+        "auto", one_of("auto", "step", "tick")
+    )
     split_vocabulary: bool | Literal["auto"] = setting("auto", auto_or(read_flag))
     overlap_vocabulary: bool | Literal["auto"] = setting("auto", auto_or(read_flag))
 
@@ -101,11 +110,12 @@ class TrainConfig(Section):
         train_batch_size: Samples per optimizer step, over all replicas.
         train_micro_batch_size_per_gpu: Samples per microbatch on one replica.
         gradient_accumulation_steps: Microbatches per step.
-        steps_per_print: Steps from one line with loss, rate and speed to the next; None, unlike DeepSpeed's 10, prints
-            none, since each waits for its step.
+        steps_per_print: Steps from one line with loss, rate and speed to the next; None, unlike
+            DeepSpeed's 10, prints none, since each waits for its step.
         pipeline: The section `pipeline`.
-        gradient_clipping: Largest global norm of the gradients over all stages; 0 does not clip. Where the key is
-            absent nothing is clipped, whereas DeepSpeed 0.19 silently clips at 1.0.
+        gradient_clipping: Largest global norm of the gradients over all stages; 0 does not clip.
+            Where the key is absent nothing is clipped, whereas DeepSpeed 0.19 silently clips at
+            1.0.
         fp16: The section `fp16`.
         bf16: The section `bf16`, which may also be written `bfloat16`.
         data_types: The section `data_types`.
@@ -119,14 +129,16 @@ class TrainConfig(Section):
         csv_monitor: The section `csv_monitor`.
         comet: The section `comet`.
         flops_profiler: The section `flops_profiler`.
-        wall_clock_breakdown: Whether a line every `steps_per_print` steps, or every 10 where that is None, says what
-            steps wait for: data, the host, a checkpoint, the devices; and what the last of them, which is recorded,
-            spends in each phase.
-        memory_breakdown: Whether a line after the first step says what the memory of a device holds.
+        wall_clock_breakdown: Whether a line every `steps_per_print` steps, or every 10 where that
+            is None, says what steps wait for: data, the host, a checkpoint, the devices; and what
+            the last of them, which is recorded, spends in each phase.
+        memory_breakdown: Whether a line after the first step says what the memory of a device
+            holds.
         dump_state: Whether the configuration is shown when the engine is made.
 
     Raises:
-        ConfigError: A value is of the wrong type or out of range, or `fp16` and `bf16` are both enabled.
+        ConfigError: A value is of the wrong type or out of range, or `fp16` and `bf16` are both
+            enabled.
     """
 
     aliases: ClassVar[Mapping[str, str]] = MappingProxyType({"bfloat16": "bf16"})
@@ -143,7 +155,9 @@ class TrainConfig(Section):
     zero_optimization: ZeroSection = subsection(ZeroSection, instead=refuse_flag)
     optimizer: OptimizerSection | None = subsection(OptimizerSection, absent=True)
     scheduler: SchedulerSection | None = subsection(SchedulerSection, absent=True)
-    activation_checkpointing: ActivationCheckpointingSection = subsection(ActivationCheckpointingSection)
+    activation_checkpointing: ActivationCheckpointingSection = subsection(
+        ActivationCheckpointingSection
+    )
     checkpoint: CheckpointSection = subsection(CheckpointSection)
     tensorboard: TensorBoardSection = subsection(TensorBoardSection)
     wandb: WandbSection = subsection(WandbSection)
@@ -158,8 +172,8 @@ class TrainConfig(Section):
         """Check that one dtype is computed in."""
         if self.fp16.enabled and self.bf16.enabled:
             yield ConfigError(
-                "fp16.enabled and bf16.enabled must not both be true, but got fp16.enabled=True and "
-                "bf16.enabled=True. Remove one of the two sections.",
+                "fp16.enabled and bf16.enabled must not both be true, but got fp16.enabled=True "
+                "and bf16.enabled=True. Remove one of the two sections.",
                 paths=["fp16.enabled", "bf16.enabled"],
             )
 
@@ -180,8 +194,8 @@ class TrainConfig(Section):
             All three sizes, as `resolve_batch_sizes` finds them.
 
         Raises:
-            ConfigError: Neither `train_batch_size` nor `train_micro_batch_size_per_gpu` is set, or the sizes do not
-                multiply.
+            ConfigError: Neither `train_batch_size` nor `train_micro_batch_size_per_gpu` is set, or
+                the sizes do not multiply.
         """
         return resolve_batch_sizes(
             self.train_batch_size,

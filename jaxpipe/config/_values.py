@@ -1,6 +1,7 @@
 """Readers of single values.
 
-A reader takes a value and its JSON path, and returns what the configuration stores, or raises `ConfigError`.
+A reader takes a value and its JSON path, and returns what the configuration stores, or raises
+`ConfigError`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,16 +35,21 @@ def wrong_value(path: str, rule: str, value: object, repair: str) -> ConfigError
     """
     if isinstance(value, str) and value == "auto":
         repair += "; 'auto' belongs to Hugging Face's Trainer, which writes its own arguments there"
-    return ConfigError(f"{path} must be {rule}, but got {path}={shown(value)}. {repair}.", paths=[path])
+    return ConfigError(
+        f"{path} must be {rule}, but got {path}={shown(value)}. {repair}.", paths=[path]
+    )
 
 
-def integer_of_at_least(minimum: int, below: int | None = None, *, whole_floats: bool = False) -> Reader:
+def integer_of_at_least(
+    minimum: int, below: int | None = None, *, whole_floats: bool = False
+) -> Reader:
     """A reader of integers.
 
     Args:
         minimum: The smallest that is accepted.
         below: Integers from here on are refused, a power of two; None: those of more than 64 bits.
-        whole_floats: Whether a float without a fraction counts as an integer, as `1e3` does in JSON.
+        whole_floats: Whether a float without a fraction counts as an integer, as `1e3` does in
+            JSON.
 
     Returns:
         The reader.
@@ -51,7 +57,11 @@ def integer_of_at_least(minimum: int, below: int | None = None, *, whole_floats:
     limit = below or _LARGEST
 
     def read(value: object, path: str) -> int:
-        whole = int(value) if whole_floats and isinstance(value, float) and value.is_integer() else value
+        whole = (
+            int(value)
+            if whole_floats and isinstance(value, float) and value.is_integer()
+            else value
+        )
         integer = as_integer(whole)
         if integer is None or not minimum <= integer < limit:
             rule = f"an integer of at least {minimum}"
@@ -98,7 +108,11 @@ def number(
 
     def read(value: object, path: str) -> float:
         found = as_number(value)
-        if found is None or (minimum is not None and found < minimum) or (below is not None and found >= below):
+        if (
+            found is None
+            or (minimum is not None and found < minimum)
+            or (below is not None and found >= below)
+        ):
             raise wrong_value(path, rule, value, repair)
         return found
 
@@ -138,7 +152,9 @@ def one_of(*names: str) -> Reader:
     def read(value: object, path: str) -> str:
         known = {name.lower(): name for name in names}
         if not isinstance(value, str) or value.lower() not in known:
-            raise wrong_value(path, f"one of {', '.join(map(repr, names))}", value, f"Use {names[-1]!r}")
+            raise wrong_value(
+                path, f"one of {', '.join(map(repr, names))}", value, f"Use {names[-1]!r}"
+            )
         return known[value.lower()]
 
     return read
@@ -174,7 +190,10 @@ def auto_or(reader: Reader) -> Reader:
         if isinstance(value, str):
             if value != "auto":
                 raise wrong_value(
-                    path, "'auto' or a value without quotes", value, "Use 'auto', or write the value without quotes"
+                    path,
+                    "'auto' or a value without quotes",
+                    value,
+                    "Use 'auto', or write the value without quotes",
                 )
             return value
         return reader(value, path)
@@ -220,7 +239,9 @@ def read_schedule(value: object, path: str) -> str | type:
     """
     if isinstance(value, type) or (isinstance(value, str) and value):
         return value
-    raise wrong_value(path, "the name of a schedule or a PipeSchedule class", value, "Use for instance '1f1b'")
+    raise wrong_value(
+        path, "the name of a schedule or a PipeSchedule class", value, "Use for instance '1f1b'"
+    )
 
 
 def read_partition(value: object, path: str) -> str | tuple[int, ...]:
@@ -232,7 +253,9 @@ def read_partition(value: object, path: str) -> str | tuple[int, ...]:
         boundaries = cast("Sequence[object]", value)
     if not boundaries:
         rule = "the name of a partition method or a list of boundaries"
-        raise wrong_value(path, rule, cast("object", value), "Use 'best', or boundaries such as [0, 3, 6]")
+        raise wrong_value(
+            path, rule, cast("object", value), "Use 'best', or boundaries such as [0, 3, 6]"
+        )
     boundary, errors = integer_of_at_least(0), Collector()
     found: list[int] = []
     for index, item in enumerate(boundaries):

@@ -29,13 +29,15 @@ class ZeroSection(Section):
     """The section `zero_optimization`.
 
     Attributes:
-        stage: 0 keeps the optimizer's state and the float32 weights whole on every replica. 1 shards them over the
-            replicas: weights are gathered and gradients summed once a step. 2 and 3 make of the `data` axis an axis
-            `fsdp`, over which the sums of gradients are sharded too, and so reduced after every microbatch; with 2
-            weights are gathered once a step, with 3 in every tick of the schedule again. Gradients are reduced over
-            `fsdp` in the dtype that layers compute in, such as bfloat16, and summed over microbatches in that of
-            `data_types.grad_accum_dtype`, float32 unless given; who wants one reduction a step uses 1. Places along
-            `fsdp` compute on one microbatch together, so that statistics of a batch are those of all its samples.
+        stage: 0 keeps the optimizer's state and the float32 weights whole on every replica. 1
+            shards them over the replicas: weights are gathered and gradients summed once a step. 2
+            and 3 make of the `data` axis an axis `fsdp`, over which the sums of gradients are
+            sharded too, and so reduced after every microbatch; with 2 weights are gathered once a
+            step, with 3 in every tick of the schedule again. Gradients are reduced over `fsdp` in
+            the dtype that layers compute in, such as bfloat16, and summed over microbatches in that
+            of `data_types.grad_accum_dtype`, float32 unless given; who wants one reduction a step
+            uses 1. Places along `fsdp` compute on one microbatch together, so that statistics of a
+            batch are those of all its samples.
 
     Raises:
         ConfigError: The stage is another.

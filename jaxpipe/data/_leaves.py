@@ -24,7 +24,10 @@ def array_fault(leaf: Any) -> tuple[str, str] | None:
         What it is instead, and the repair; None where nothing is wrong.
     """
     if isinstance(leaf, np.ma.MaskedArray):
-        return f"a masked array of {leaf.dtype}{list(leaf.shape)}", "Fill it, and pass its mask as an array of its own"
+        return (
+            f"a masked array of {leaf.dtype}{list(leaf.shape)}",
+            "Fill it, and pass its mask as an array of its own",
+        )
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return f"the shape {leaf.dtype}{list(leaf.shape)} without values", "Give an array"
     if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer):
@@ -35,7 +38,8 @@ def array_fault(leaf: Any) -> tuple[str, str] | None:
             )
         if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
             return (
-                f"a global array that other processes hold parts of, {leaf.dtype}{list(leaf.shape)}",
+                "a global array that other processes hold parts of, "
+                f"{leaf.dtype}{list(leaf.shape)}",
                 "Give what this process is to feed, as an array of its own",
             )
         dtype: Any = leaf.dtype
@@ -78,7 +82,10 @@ def host_array(leaf: Any, where: str) -> np.ndarray:
     """
     fault = array_fault(leaf)
     if fault is not None:
-        raise DataError(f"A leaf of a batch must be an array of numbers, but got {where} = {fault[0]}. {fault[1]}.")
+        raise DataError(
+            f"A leaf of a batch must be an array of numbers, but got {where} = {fault[0]}. "
+            f"{fault[1]}."
+        )
     # Got from a device by name: `jax.transfer_guard` refuses what comes unsaid.
     array = np.asarray(jax.device_get(leaf) if isinstance(leaf, jax.Array) else leaf)
     if not array.dtype.isnative:
@@ -88,7 +95,8 @@ def host_array(leaf: Any, where: str) -> np.ndarray:
         limits, least, most = np.iinfo(on_device), array.min(), array.max()
         if least < limits.min or most > limits.max:
             raise DataError(
-                f"Integers of a batch must fit into {on_device}, which devices hold them in, but got {where} with "
-                f"values from {least} to {most}. Use smaller numbers, or jax.config.update('jax_enable_x64', True)."
+                f"Integers of a batch must fit into {on_device}, which devices hold them in, but "
+                f"got {where} with values from {least} to {most}. Use smaller numbers, or "
+                "jax.config.update('jax_enable_x64', True)."
             )
     return array

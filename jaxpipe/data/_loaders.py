@@ -108,8 +108,9 @@ class LoaderIterator(Generic[T]):
             self._iterator = itertools.islice(self.loader, self._position, None)
         else:
             raise DataError(
-                f"state must be that of a repeated loader of the same kind, but got state={state!r} and "
-                f"loader=<{type(self.loader).__name__}>. Pass the loader that was trained with."
+                "state must be that of a repeated loader of the same kind, but got "
+                f"state={state!r} and loader=<{type(self.loader).__name__}>. Pass the loader that "
+                "was trained with."
             )
         self._is_over = False
 
@@ -134,8 +135,8 @@ class RepeatingLoader(LoaderIterator[T]):
     each round is told the next epoch. The first round begins with the first item that is asked for.
 
     Args:
-        loader: What to iterate. An iterator or generator can be gone through only once: to repeat, pass something
-            that returns a fresh iterator at each `iter()`.
+        loader: What to iterate. An iterator or generator can be gone through only once: to repeat,
+            pass something that returns a fresh iterator at each `iter()`.
 
     Attributes:
         loader: The loader.
@@ -159,12 +160,13 @@ class RepeatingLoader(LoaderIterator[T]):
         kind = type(self.loader).__name__
         if self._has_yielded:
             raise DataError(
-                f"A repeated loader must yield its items each time it is iterated, but got loader=<{kind}>, which is "
-                "exhausted. Pass a list or a loader rather than an iterator or generator."
+                "A repeated loader must yield its items each time it is iterated, but got "
+                f"loader=<{kind}>, which is exhausted. Pass a list or a loader rather than an "
+                "iterator or generator."
             )
         raise DataError(
-            f"A repeated loader must yield at least one item, but got loader=<{kind}>, which yields none. "
-            "Check that the data set is not empty, and not smaller than a batch."
+            f"A repeated loader must yield at least one item, but got loader=<{kind}>, which "
+            "yields none. Check that the data set is not empty, and not smaller than a batch."
         )
 
     def __bool__(self) -> bool:
@@ -180,22 +182,23 @@ class RepeatingLoader(LoaderIterator[T]):
 class BatchLoader(Generic[T]):
     """Batches of samples, in a new order each epoch.
 
-    Each `iter()` begins an epoch, but for the first one after `set_state`, which goes on within one. An order is a
-    function of the seed and the epoch's number alone, so that it does not depend on what else draws random numbers, and
-    any epoch can be repeated by setting `epoch`.
+    Each `iter()` begins an epoch, but for the first one after `set_state`, which goes on within
+    one. An order is a function of the seed and the epoch's number alone, so that it does not depend
+    on what else draws random numbers, and any epoch can be repeated by setting `epoch`.
 
     Args:
-        dataset: Anything with a length and indexing. Samples are pytrees of arrays and numbers, such as `(x, y)`, all
-            of the same structure, shapes and dtypes.
+        dataset: Anything with a length and indexing. Samples are pytrees of arrays and numbers,
+            such as `(x, y)`, all of the same structure, shapes and dtypes.
         batch_size: Samples per batch.
         seed: A non-negative integer.
-        shuffle: Whether to shuffle; else samples come in the order of the data set, as those that are sorted by length
-            must.
-        collate_fn: Makes a batch of a list of samples. Default: leaves are stacked along a new leading dim.
+        shuffle: Whether to shuffle; else samples come in the order of the data set, as those that
+            are sorted by length must.
+        collate_fn: Makes a batch of a list of samples. Default: leaves are stacked along a new
+            leading dim.
         drop_last: Whether to leave out the last batch of an epoch if it is not full.
-        shard: The part of every batch that this process loads, as `process_shard` tells. A batch of all shards has
-            `batch_size * shard.count` samples, of which shard i takes the i-th `batch_size`; so the order of all
-            samples depends on neither.
+        shard: The part of every batch that this process loads, as `process_shard` tells. A batch of
+            all shards has `batch_size * shard.count` samples, of which shard i takes the i-th
+            `batch_size`; so the order of all samples depends on neither.
 
     Attributes:
         batch_size: Samples per batch.
@@ -203,10 +206,11 @@ class BatchLoader(Generic[T]):
         epoch: Number of the epoch that the next `iter()` begins, from 0; may be set.
 
     Raises:
-        DataError: The data set has no length, no indexing, or fewer samples than a batch; `batch_size` or `seed` is
-            not such an integer, `shuffle` no boolean, or `collate_fn` no function. When iterated: samples do not stack,
-            or one ended with StopIteration.
-        Exception: When iterated: what the data set or `collate_fn` raised, with a note that names the samples.
+        DataError: The data set has no length, no indexing, or fewer samples than a batch;
+            `batch_size` or `seed` is not such an integer, `shuffle` no boolean, or `collate_fn` no
+            function. When iterated: samples do not stack, or one ended with StopIteration.
+        Exception: When iterated: what the data set or `collate_fn` raised, with a note that names
+            the samples.
     """
 
     def __init__(
@@ -222,8 +226,9 @@ class BatchLoader(Generic[T]):
     ) -> None:
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise DataError(
-                f"A data set must have a length and indexing, but got dataset=<{type(dataset).__name__}>. "
-                "Pass a sequence of samples; batches from an iterator go to train_batch directly."
+                "A data set must have a length and indexing, but got "
+                f"dataset=<{type(dataset).__name__}>. Pass a sequence of samples; batches from an "
+                "iterator go to train_batch directly."
             )
         for name, value, minimum in (("batch_size", batch_size, 1), ("seed", seed, 0)):
             if isinstance(value, bool) or not isinstance(value, Integral) or value < minimum:
@@ -232,25 +237,34 @@ class BatchLoader(Generic[T]):
                     f"Pass {minimum} or more."
                 )
         if as_flag(shuffle) is None:
-            raise DataError(f"shuffle must be true or false, but got shuffle={shuffle!r}. Pass True or False.")
+            raise DataError(
+                f"shuffle must be true or false, but got shuffle={shuffle!r}. Pass True or False."
+            )
         if collate_fn is not None and not callable(collate_fn):
             raise DataError(
-                f"collate_fn must be a function of a list of samples, but got collate_fn={collate_fn!r}. Pass None to "
-                "stack their leaves."
+                "collate_fn must be a function of a list of samples, but got "
+                f"collate_fn={collate_fn!r}. Pass None to stack their leaves."
             )
         self._shard, count = (0, 1) if shard is None else (shard.index, shard.count)
         if len(dataset) < batch_size * count:
             among = f" for each of {count} shards" if count > 1 else ""
-            is_columns = isinstance(dataset, tuple) and all(getattr(column, "ndim", 0) for column in dataset)
-            columns = " A tuple of arrays becomes a sequence of samples as list(zip(*arrays))." if is_columns else ""
+            is_columns = isinstance(dataset, tuple) and all(
+                getattr(column, "ndim", 0) for column in dataset
+            )
+            columns = (
+                " A tuple of arrays becomes a sequence of samples as list(zip(*arrays))."
+                if is_columns
+                else ""
+            )
             raise DataError(
                 f"A data set must hold at least one batch, but got len(dataset)={len(dataset)} and "
                 f"batch_size={batch_size}{among}. Add samples, or lower train_batch_size.{columns}"
             )
         if count > 1 and not drop_last:
             raise DataError(
-                f"drop_last must be true where samples are shared out, but got drop_last=False and {count} shards, "
-                "whose last batches could differ. Pad the data set, or leave drop_last out."
+                "drop_last must be true where samples are shared out, but got drop_last=False and "
+                f"{count} shards, whose last batches could differ. Pad the data set, or leave "
+                "drop_last out."
             )
         self.batch_size, self.total_size = int(batch_size), int(batch_size) * count
         self._epoch = 0
@@ -308,7 +322,9 @@ class BatchLoader(Generic[T]):
         return {"seed": self._seed, "num_samples": len(self._dataset), "shuffle": self._shuffle}
 
     def set_state(self, state: Mapping[str, int]) -> None:
-        """Let the next `iter()` go on from where another one stood; from the end of an epoch it begins the next.
+        """Let the next `iter()` go on from where another one stood.
+
+        From the end of an epoch it begins the next.
 
         Args:
             state: What `get_state` returned, of a loader or of an epoch's iterator.
@@ -336,15 +352,18 @@ class BatchLoader(Generic[T]):
             # A `StopIteration` raised here would end the caller's loop as if the epoch were over.
             among = f"{[*own[:_SHOWN]]}{'...' if len(own) > _SHOWN else ''}"
             raise DataError(
-                f"a data set must give every sample of its length, {len(self._dataset)}, but got StopIteration from "
-                f"one of the samples {among}. Let its length be the number of samples that it has."
+                f"a data set must give every sample of its length, {len(self._dataset)}, but got "
+                f"StopIteration from one of the samples {among}. Let its length be the number of "
+                "samples that it has."
             ) from error
 
     def _sample(self, index: int) -> T:
         try:
             return self._dataset[index]
         except Exception as error:
-            error.add_note(f"This came from sample {index} of the data set, of {len(self._dataset)}.")
+            error.add_note(
+                f"This came from sample {index} of the data set, of {len(self._dataset)}."
+            )
             raise
 
     def _stack(self, samples: list[Any]) -> Any:
@@ -397,8 +416,8 @@ class EpochIterator:
             epoch, samples = int(state["epoch"]), int(state["samples"])
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(
-                f"state must have an epoch and a number of samples, but got state={state!r}. Pass what get_state "
-                "returned."
+                f"state must have an epoch and a number of samples, but got state={state!r}. Pass "
+                "what get_state returned."
             ) from error
         size = self._loader.total_size
         position, rest = divmod(samples, size)
@@ -407,12 +426,14 @@ class EpochIterator:
             position, rest = len(self._loader), 0
         if epoch < 0:
             raise DataError(
-                f"state must have an epoch of at least 0, but got epoch={epoch}. Pass what get_state returned."
+                f"state must have an epoch of at least 0, but got epoch={epoch}. Pass what "
+                "get_state returned."
             )
         if rest or not 0 <= position <= len(self._loader):
             raise DataError(
-                f"state must lie between two of the {len(self._loader)} batches of an epoch, but got samples={samples} "
-                f"and batch_size={size}. Use a batch size that divides {samples} and the data set of before."
+                f"state must lie between two of the {len(self._loader)} batches of an epoch, but "
+                f"got samples={samples} and batch_size={size}. Use a batch size that divides "
+                f"{samples} and the data set of before."
             )
         self._epoch, self._position = epoch, position
         self._order = self._loader.order(epoch)
@@ -423,9 +444,9 @@ class EpochIterator:
             before = ", ".join(f"{name}={state[name]}" for name in differing)
             now = ", ".join(f"{name}={facts[name]}" for name in differing)
             warnings.warn(
-                f"epoch {epoch} must go on in the order that it was begun in, but got a loader with "
-                f"{now}, and {samples} samples taken of one with {before}: some samples will come "
-                "twice in this epoch, and others never. Give BatchLoader, or training_data and "
-                "base_seed, those of before; or go on: the epochs after this one are whole.",
+                f"epoch {epoch} must go on in the order that it was begun in, but got a loader "
+                f"with {now}, and {samples} samples taken of one with {before}: some samples will "
+                "come twice in this epoch, and others never. Give BatchLoader, or training_data "
+                "and base_seed, those of before; or go on: the epochs after this one are whole.",
                 stacklevel=3,
             )

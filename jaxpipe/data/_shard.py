@@ -14,13 +14,14 @@ from jaxpipe.topology import FSDP, num_batch_shards
 class Shard:
     """The replicas whose samples this process feeds.
 
-    Processes with the same index hold parts of the same replicas and must feed the same samples. For grain:
-    `grain.sharding.ShardOptions(shard_index=shard.index, shard_count=shard.count)`.
+    Processes with the same index hold parts of the same replicas and must feed the same samples.
+    For grain: `grain.sharding.ShardOptions(shard_index=shard.index, shard_count=shard.count)`.
 
     Attributes:
         index: Its place among the shards, from 0.
         count: Number of shards.
-        replicas: The replicas, one after another: shard i feeds the i-th block of every global microbatch.
+        replicas: The replicas, one after another: shard i feeds the i-th block of every global
+            microbatch.
     """
 
     index: int
@@ -38,7 +39,8 @@ def process_shard(mesh: Mesh) -> Shard:
         The shard; `Shard(0, 1, all replicas)` where one process has devices of all replicas.
 
     Raises:
-        TopologyError: The replicas of two processes overlap without being the same, or do not lie side by side.
+        TopologyError: The replicas of two processes overlap without being the same, or do not lie
+            side by side.
     """
     num_replicas = num_batch_shards(mesh)
     replicas: dict[int, set[int]] = {}
@@ -49,11 +51,13 @@ def process_shard(mesh: Mesh) -> Shard:
     blocks = sorted({tuple(sorted(fed)) for fed in replicas.values()})
     flat = [replica for block in blocks for replica in block]
     if flat != list(range(num_replicas)) or len({len(block) for block in blocks}) > 1:
-        shown = ", ".join(f"process {process}: {sorted(fed)}" for process, fed in sorted(replicas.items()))
+        shown = ", ".join(
+            f"process {process}: {sorted(fed)}" for process, fed in sorted(replicas.items())
+        )
         raise TopologyError(
-            "processes must hold equal blocks of neighbouring replicas, or the same ones, to share out samples, but "
-            f"got {shown} of {num_replicas}. Use jaxpipe.mesh_for(model), or order the mesh's devices by "
-            "process."
+            "processes must hold equal blocks of neighbouring replicas, or the same ones, to share "
+            f"out samples, but got {shown} of {num_replicas}. Use jaxpipe.mesh_for(model), or "
+            "order the mesh's devices by process."
         )
     own = replicas.get(jax.process_index(), {0})
     index = next(i for i, block in enumerate(blocks) if block[0] <= min(own) <= block[-1])

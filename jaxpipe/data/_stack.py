@@ -15,11 +15,14 @@ _REPAIR = "Pad, cut or convert it before it is batched"
 
 
 class Batch(NamedTuple):
-    """The microbatches of one step, or one microbatch: a tuple, and a pytree whose leaves may be arrays or shapes.
+    """The microbatches of one step, or one microbatch.
+
+    A tuple, and a pytree whose leaves may be arrays or shapes.
 
     Attributes:
         inputs: What the first layer takes. Leaves of a step's batch are
-            `[num_microbatches, microbatch_size * replicas, ...]`, those of a microbatch lack the first dim.
+            `[num_microbatches, microbatch_size * replicas, ...]`, those of a microbatch lack the
+            first dim.
         labels: What the loss compares the model's outputs with; `()` where nothing is compared.
         side: Side inputs, by the names of the layers' arguments; often empty.
     """
@@ -32,8 +35,8 @@ class Batch(NamedTuple):
 class MicrobatchStack:
     """The microbatches of one step, each copied into its place as it comes.
 
-    An iterator may yield the same array again with other values: what it does to an entry after it was added is not
-    seen here.
+    An iterator may yield the same array again with other values: what it does to an entry after it
+    was added is not seen here.
 
     Args:
         num_microbatches: How many there will be.
@@ -51,19 +54,20 @@ class MicrobatchStack:
         """Copy the next microbatch.
 
         Args:
-            entry: `(inputs, labels)` or `(inputs, labels, side)`, as a tuple or list; each part any pytree of arrays or
-                numbers, alike in all entries.
+            entry: `(inputs, labels)` or `(inputs, labels, side)`, as a tuple or list; each part any
+                pytree of arrays or numbers, alike in all entries.
 
         Raises:
-            DataError: It is not such a tuple, or structure, shapes or dtypes are not those of the first; the message
-                names leaf and entry.
+            DataError: It is not such a tuple, or structure, shapes or dtypes are not those of the
+                first; the message names leaf and entry.
         """
         split = split_entry(entry, f"entry {self._count}")
         self._num_parts = self._num_parts or len(entry)
         if len(entry) != self._num_parts:
             raise DataError(
-                f"All microbatches of a step must have equally many parts, but got {self._num_parts} in entry 0 and "
-                f"{len(entry)} in entry {self._count}. Yield the side inputs always or never."
+                "All microbatches of a step must have equally many parts, but got "
+                f"{self._num_parts} in entry 0 and {len(entry)} in entry {self._count}. Yield the "
+                "side inputs always or never."
             )
         for part, tree in zip(self._parts, split, strict=True):
             part.add(tree)
@@ -73,7 +77,8 @@ class MicrobatchStack:
         """The stacked microbatches.
 
         Returns:
-            The batch, every leaf a read-only numpy array `[num_microbatches, ...]` of the entries' dtype.
+            The batch, every leaf a read-only numpy array `[num_microbatches, ...]` of the entries'
+            dtype.
         """
         return Batch(*(part.tree() for part in self._parts))
 
@@ -89,18 +94,22 @@ def stack_microbatches(entries: Sequence[Any]) -> tuple[Any, ...]:
     """Stack what an iterator yielded for one step.
 
     Args:
-        entries: One `(inputs, labels)` or `(inputs, labels, side)` per microbatch, as tuples or lists; each part any
-            pytree of arrays or numbers, alike in all entries.
+        entries: One `(inputs, labels)` or `(inputs, labels, side)` per microbatch, as tuples or
+            lists; each part any pytree of arrays or numbers, alike in all entries.
 
     Returns:
-        One tuple of the same parts, every leaf a read-only numpy array `[num_microbatches, ...]` of the entries' dtype.
+        One tuple of the same parts, every leaf a read-only numpy array `[num_microbatches, ...]` of
+        the entries' dtype.
 
     Raises:
-        DataError: There is no entry, an entry is not such a tuple, or structures, shapes or dtypes differ; the message
-            names leaf and entry.
+        DataError: There is no entry, an entry is not such a tuple, or structures, shapes or dtypes
+            differ; the message names leaf and entry.
     """
     if not entries:
-        raise DataError("A step must have at least one microbatch, but got entries=[]. Give one entry per microbatch.")
+        raise DataError(
+            "A step must have at least one microbatch, but got entries=[]. Give one entry per "
+            "microbatch."
+        )
     stack = MicrobatchStack(len(entries))
     for entry in entries:
         stack.add(entry)
@@ -111,7 +120,8 @@ def split_entry(entry: Any, name: str) -> Batch:
     """A microbatch, or a whole batch, from the tuple in which the caller gives it.
 
     Args:
-        entry: `(inputs, labels)` or `(inputs, labels, side)`, as a tuple or list; `side` may be None.
+        entry: `(inputs, labels)` or `(inputs, labels, side)`, as a tuple or list; `side` may be
+            None.
         name: What the entry is called, for messages.
 
     Returns:
@@ -121,10 +131,12 @@ def split_entry(entry: Any, name: str) -> Batch:
         DataError: It is not such a tuple, or `side` is no dictionary with names as keys.
     """
     if not isinstance(entry, tuple | list) or len(entry) not in (2, 3):
-        what = f"{type(entry).__name__}" + (f" of {len(entry)}" if isinstance(entry, tuple | list) else "")
+        what = f"{type(entry).__name__}" + (
+            f" of {len(entry)}" if isinstance(entry, tuple | list) else ""
+        )
         raise DataError(
-            f"A microbatch must be a tuple (inputs, labels) or (inputs, labels, side), but got {name} = a {what}. "
-            "Yield such tuples, or map them with set_batch_fn."
+            "A microbatch must be a tuple (inputs, labels) or (inputs, labels, side), but got "
+            f"{name} = a {what}. Yield such tuples, or map them with set_batch_fn."
         )
     inputs, labels, side = (*entry, None)[:3]
     if side is None:
@@ -132,8 +144,9 @@ def split_entry(entry: Any, name: str) -> Batch:
     if not isinstance(side, Mapping) or not all(isinstance(key, str) for key in side):
         what = f"the keys {[*side]}" if isinstance(side, Mapping) else f"a {type(side).__name__}"
         raise DataError(
-            "The side inputs of a microbatch must be a dictionary, from the names of layers' arguments to arrays, but "
-            f"got side = {what} in {name}. Yield (inputs, labels, {{'mask': mask}}) for a layer with an argument mask."
+            "The side inputs of a microbatch must be a dictionary, from the names of layers' "
+            f"arguments to arrays, but got side = {what} in {name}. Yield (inputs, labels, "
+            "{'mask': mask}) for a layer with an argument mask."
         )
     return Batch(inputs, labels, dict(side))
 
@@ -165,24 +178,30 @@ class _TreeStack:
         if not self._count:
             self._first = jax.tree.map(lambda _: 0, tree)
         elif structure != jax.tree.structure(self._first):
-            raise structures_differ(self._first, tree, self._name, f"{self._item} {self._count}", f"{self._item} 0")
+            raise structures_differ(
+                self._first, tree, self._name, f"{self._item} {self._count}", f"{self._item} 0"
+            )
         for i, (path, leaf) in enumerate(jax.tree.leaves_with_path(tree)):
             where, this = self._name + jax.tree_util.keystr(path), f"{self._item} {self._count}"
             array = host_array(leaf, f"{where} in {this}")
             if not self._count:
                 self._columns.append(np.empty((self._size, *array.shape), array.dtype))
             column = self._columns[i]
-            for what, got, first in (("shape", array.shape, column[0].shape), ("dtype", array.dtype, column.dtype)):
+            for what, got, first in (
+                ("shape", array.shape, column[0].shape),
+                ("dtype", array.dtype, column.dtype),
+            ):
                 if got != first:
                     raise DataError(
-                        f"{where} must have the same {what} everywhere, but got {what}={got} in {this} and "
-                        f"{what}={first} in {self._item} 0. {self._repair}."
+                        f"{where} must have the same {what} everywhere, but got {what}={got} in "
+                        f"{this} and {what}={first} in {self._item} 0. {self._repair}."
                     )
             column[self._count] = array
         self._count += 1
 
     def tree(self) -> Any:
-        for column in self._columns:  # read-only, so that nothing copies them again on their way to the devices
+        # Read-only, so that nothing copies them again on their way to the devices.
+        for column in self._columns:
             column.flags.writeable = False
         return jax.tree.unflatten(jax.tree.structure(self._first), self._columns)
 
@@ -201,7 +220,8 @@ def structures_differ(first: Any, tree: Any, name: str, this: str, other: str) -
         An error that names the first leaf that one of them lacks.
     """
     paths = [
-        {name + jax.tree_util.keystr(path): None for path, _ in jax.tree.leaves_with_path(t)} for t in (first, tree)
+        {name + jax.tree_util.keystr(path): None for path, _ in jax.tree.leaves_with_path(t)}
+        for t in (first, tree)
     ]
     missing = [path for path in paths[0] if path not in paths[1]]
     unexpected = [path for path in paths[1] if path not in paths[0]]
@@ -214,5 +234,6 @@ def structures_differ(first: Any, tree: Any, name: str, this: str, other: str) -
     else:
         problem = f"{jax.tree.structure(tree)} in {this} and {jax.tree.structure(first)} in {other}"
     return DataError(
-        f"{name} must have the same structure everywhere, but got {problem}. Give it the structure it has in {other}."
+        f"{name} must have the same structure everywhere, but got {problem}. Give it the structure "
+        f"it has in {other}."
     )

@@ -1,8 +1,11 @@
-"""DeepSpeed's names without a counterpart in JAX, for programs that are ported from it; no other room needs them.
+"""DeepSpeed's names without a counterpart in JAX, for programs that are ported from it.
 
-Some stay where the library needs them, and the first two are named here too: `PipelineParallelGrid`, the type of
-`engine.grid`; the struct classes of DeepSpeed 0.3, which `load_config` reads; and methods of `PipelineEngine` and
-`PipelineModule` that are refused, with what takes their place.
+No other room needs them.
+
+Some stay where the library needs them, and the first two are named here too:
+`PipelineParallelGrid`, the type of `engine.grid`; the struct classes of DeepSpeed 0.3, which
+`load_config` reads; and methods of `PipelineEngine` and `PipelineModule` that are refused, with
+what takes their place.
 """
 
 from jaxpipe.config import BatchConfig as BatchConfig

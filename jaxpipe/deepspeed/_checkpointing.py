@@ -8,17 +8,20 @@ from jaxpipe.errors import ConfigError, refused
 from jaxpipe.recompute import checkpoint
 
 non_reentrant_checkpoint = checkpoint
-"""DeepSpeed's second name of `checkpoint`: JAX has one kind of recompute, and it is not reentrant."""
+"""DeepSpeed's second name of `checkpoint`: JAX has one kind of recompute, and it is not reentrant.
+"""
 
 
 _AUTOGRAD = (
-    "JAX differentiates functions and has no autograd objects. Use jaxpipe.checkpointing.checkpoint(function, *args), "
-    "and jax.grad or jax.vjp around it."
+    "JAX differentiates functions and has no autograd objects. Use "
+    "jaxpipe.checkpointing.checkpoint(function, *args), and jax.grad or jax.vjp around it."
 )
 
 
 class CheckpointFunction:
-    """DeepSpeed's autograd function: `CheckpointFunction.apply(function, *args)` is `checkpoint(function, *args)`.
+    """DeepSpeed's autograd function.
+
+    `CheckpointFunction.apply(function, *args)` is `checkpoint(function, *args)`.
 
     There is no list of outputs to pass beside it, nothing to construct, and no `forward` or
     `backward` to call: JAX differentiates functions.
@@ -41,7 +44,9 @@ def reset() -> None:
 
 
 def set_num_layers(nlayers: int) -> None:
-    """No effect, with a warning: DeepSpeed sizes its contiguous buffer by it, and there is no such buffer.
+    """No effect, with a warning.
+
+    DeepSpeed sizes its contiguous buffer by it, and there is no such buffer.
 
     Args:
         nlayers: Number of layers.
@@ -51,8 +56,8 @@ def set_num_layers(nlayers: int) -> None:
     """
     _check_num_layers(nlayers)
     warnings.warn(
-        "No effect: num_checkpoints (activation_checkpointing.number_checkpoints): there is no buffer whose size it "
-        "would give.",
+        "No effect: num_checkpoints (activation_checkpointing.number_checkpoints): there is no "
+        "buffer whose size it would give.",
         ConfigWarning,
         stacklevel=2,
     )
@@ -61,6 +66,6 @@ def set_num_layers(nlayers: int) -> None:
 def _check_num_layers(nlayers: object) -> None:
     if as_integer(nlayers, 1) is None:
         raise ConfigError(
-            f"num_checkpoints must be an integer >= 1, but got num_checkpoints={nlayers!r}. Give the number of "
-            "recomputed groups, or leave it out."
+            f"num_checkpoints must be an integer >= 1, but got num_checkpoints={nlayers!r}. Give "
+            "the number of recomputed groups, or leave it out."
         )

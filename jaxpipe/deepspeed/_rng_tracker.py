@@ -36,9 +36,10 @@ class RNGState(NamedTuple):
 class CudaRNGStatesTracker:
     """Named streams of random keys.
 
-    JAX has no hidden random state that `fork` could swap: it yields the key to use. Outside compiled code the stream
-    counts, and each `fork` yields a new key. Inside a function that JAX traces, a count would be frozen into the
-    program, so there the key comes from the caller's own one, which changes from call to call:
+    JAX has no hidden random state that `fork` could swap: it yields the key to use. Outside
+    compiled code the stream counts, and each `fork` yields a new key. Inside a function that JAX
+    traces, a count would be frozen into the program, so there the key comes from the caller's own
+    one, which changes from call to call:
 
         with tracker.fork(key=layer_key) as key:
             mask = jax.random.bernoulli(key, keep, x.shape)
@@ -62,8 +63,8 @@ class CudaRNGStatesTracker:
         """Replace all streams.
 
         Args:
-            states: As `get_states` returned it; a stream may also be a list `[seed, num_forks, over_model]`, as JSON
-                gives it back.
+            states: As `get_states` returned it; a stream may also be a list `[seed, num_forks,
+                over_model]`, as JSON gives it back.
 
         Raises:
             ConfigError: It is no mapping from names to such states.
@@ -76,8 +77,9 @@ class CudaRNGStatesTracker:
         Args:
             name: Its name.
             seed: Its seed, another one than any other stream's.
-            over_model: Whether it is another stream on each place of the `model` axis, with the seed `seed + rank`;
-                by default only `"model-parallel-rng"` is, to which DeepSpeed's callers add the rank themselves.
+            over_model: Whether it is another stream on each place of the `model` axis, with the
+                seed `seed + rank`; by default only `"model-parallel-rng"` is, to which DeepSpeed's
+                callers add the rank themselves.
 
         Raises:
             ConfigError: The name or the seed is taken, or the seed is no integer in `[0, 2**31)`.
@@ -86,35 +88,42 @@ class CudaRNGStatesTracker:
         taken = {state.seed: other for other, state in self._states.items()}
         if name in self._states:
             raise ConfigError(
-                f"name must be new to the tracker, but got name={name!r}, whose seed is {self._states[name].seed}. "
-                "Choose another name, or call reset() first."
+                f"name must be new to the tracker, but got name={name!r}, whose seed is "
+                f"{self._states[name].seed}. Choose another name, or call reset() first."
             )
         if seed in taken:
             raise ConfigError(
-                f"seed must be new to the tracker, but got seed={seed}, which stream {taken[seed]!r} has. Choose "
-                "another seed: equal seeds give equal streams."
+                f"seed must be new to the tracker, but got seed={seed}, which stream "
+                f"{taken[seed]!r} has. Choose another seed: equal seeds give equal streams."
             )
-        self._states[name] = RNGState(seed, 0, name == MODEL_PARALLEL_RNG if over_model is None else over_model)
+        self._states[name] = RNGState(
+            seed, 0, name == MODEL_PARALLEL_RNG if over_model is None else over_model
+        )
 
     @contextmanager
     def fork(
-        self, name: str = MODEL_PARALLEL_RNG, *, key: jax.Array | None = None, model_rank: int | None = None
+        self,
+        name: str = MODEL_PARALLEL_RNG,
+        *,
+        key: jax.Array | None = None,
+        model_rank: int | None = None,
     ) -> Generator[jax.Array]:
         """Take a key from a stream.
 
         With s = the stream's seed, plus the model rank if it is `over_model`:
 
-        - without `key`: `fold_in(jax.random.key(s), n)` for the n-th such call since `add`, n from 0. The stream
-          counts, and `get_states`/`set_states` repeat it. Only outside traced code.
-        - with `key`: `fold_in(key, s)`. The stream does not count: equal keys give equal keys, so give each use in a
-          layer a key of its own. This works anywhere, and under recompute; it differs between steps, microbatches,
-          layers and data replicas just where `key` does, and between model ranks where the stream is `over_model`.
+        - without `key`: `fold_in(jax.random.key(s), n)` for the n-th such call since `add`, n from
+          0. The stream counts, and `get_states`/`set_states` repeat it. Only outside traced code.
+        - with `key`: `fold_in(key, s)`. The stream does not count: equal keys give equal keys, so
+          give each use in a layer a key of its own. This works anywhere, and under recompute; it
+          differs between steps, microbatches, layers and data replicas just where `key` does, and
+          between model ranks where the stream is `over_model`.
 
         Args:
             name: The stream.
             key: The caller's key; a layer's own inside traced code.
-            model_rank: Place on the `model` axis. Default: the place where the code runs, inside a `shard_map` over
-                that axis; else 0.
+            model_rank: Place on the `model` axis. Default: the place where the code runs, inside a
+                `shard_map` over that axis; else 0.
 
         Yields:
             The key.
@@ -126,8 +135,8 @@ class CudaRNGStatesTracker:
         if name not in self._states:
             known = ", ".join(map(repr, self._states)) or "none"
             raise ConfigError(
-                f"name must be a stream of the tracker, but got name={name!r}; its streams: {known}. "
-                "Call model_parallel_cuda_manual_seed(seed), or add(name, seed), first."
+                f"name must be a stream of the tracker, but got name={name!r}; its streams: "
+                f"{known}. Call model_parallel_cuda_manual_seed(seed), or add(name, seed), first."
             )
         state = self._states[name]
         if key is not None:
@@ -136,9 +145,10 @@ class CudaRNGStatesTracker:
         counted = jax.random.fold_in(jax.random.key(_seed_here(state, model_rank)), state.num_forks)
         if isinstance(counted, Tracer):
             raise LayerError(
-                "fork must be given a key inside traced code, where a count would be the same in every call of the "
-                f"program, but got key=None for stream {name!r}. Write fork({name!r}, key=key) with a key that "
-                "the function gets, such as the layer's make_rng('dropout')."
+                "fork must be given a key inside traced code, where a count would be the same in "
+                f"every call of the program, but got key=None for stream {name!r}. Write "
+                f"fork({name!r}, key=key) with a key that the function gets, such as the layer's "
+                "make_rng('dropout')."
             )
         self._states[name] = state._replace(num_forks=state.num_forks + 1)
         yield counted
@@ -147,8 +157,8 @@ class CudaRNGStatesTracker:
 _TRACKER: ContextVar[CudaRNGStatesTracker] = ContextVar("jaxpipe_rng_tracker")
 """The tracker that `get_cuda_rng_tracker` returns.
 
-DeepSpeed's calls name no tracker, so one has to be found from anywhere. A context variable keeps those of different
-threads apart, which a plain global would not.
+DeepSpeed's calls name no tracker, so one has to be found from anywhere. A context variable keeps
+those of different threads apart, which a plain global would not.
 """
 
 
@@ -164,13 +174,13 @@ def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
 def model_parallel_cuda_manual_seed(seed: int) -> None:
     """Start the tracker's two streams anew.
 
-    - `"default-rng"`, seed `seed`: the same on all places of the `model` axis, for dropout of what is replicated
-      there. DeepSpeed keeps this one as CUDA's own state.
-    - `"model-parallel-rng"`, seed `seed + 2718 + model rank`: another one on each place, for dropout of what is
-      sharded there.
+    - `"default-rng"`, seed `seed`: the same on all places of the `model` axis, for dropout of what
+      is replicated there. DeepSpeed keeps this one as CUDA's own state.
+    - `"model-parallel-rng"`, seed `seed + 2718 + model rank`: another one on each place, for
+      dropout of what is sharded there.
 
-    Neither depends on the data replica by itself; with `fork(name, key=key)` both do if the key does, as the keys
-    that layers get from the pipeline.
+    Neither depends on the data replica by itself; with `fork(name, key=key)` both do if the key
+    does, as the keys that layers get from the pipeline.
 
     Args:
         seed: An integer.
@@ -197,7 +207,9 @@ def model_parallel_reconfigure_tp_seed(seed: int) -> None:
     _check_seed(seed, _MAX_SEED - _MODEL_PARALLEL_OFFSET)
     tracker = get_cuda_rng_tracker()
     before = tracker.get_states()
-    tracker.set_states({name: state for name, state in before.items() if name != MODEL_PARALLEL_RNG})
+    tracker.set_states(
+        {name: state for name, state in before.items() if name != MODEL_PARALLEL_RNG}
+    )
     try:
         tracker.add(MODEL_PARALLEL_RNG, seed + _MODEL_PARALLEL_OFFSET, over_model=True)
     except ConfigError:
@@ -220,8 +232,8 @@ def _seed_here(state: RNGState, model_rank: int | None) -> jax.Array | int:
 def _check_seed(seed: Any, limit: int = _MAX_SEED) -> None:
     if as_integer(seed, 0) is None or seed >= limit:
         raise ConfigError(
-            f"seed must be an integer in [0, {limit}), but got seed={seed!r}. Pass a number, not a JAX key: a stream "
-            "makes its own keys."
+            f"seed must be an integer in [0, {limit}), but got seed={seed!r}. Pass a number, not a "
+            "JAX key: a stream makes its own keys."
         )
 
 
@@ -231,15 +243,20 @@ def _checked_states(states: object) -> dict[str, RNGState]:
             f"states must be a mapping from stream names to states, but got states={states!r}. "
             "Pass what get_states() returned."
         )
-    return {name: _checked_state(name, state) for name, state in cast("Mapping[str, object]", states).items()}
+    return {
+        name: _checked_state(name, state)
+        for name, state in cast("Mapping[str, object]", states).items()
+    }
 
 
 def _checked_state(name: str, state: object) -> RNGState:
     fields = list(cast("Sequence[Any]", state)) if isinstance(state, tuple | list) else []
     kinds = (int, int, bool)
-    if len(fields) != len(kinds) or any(type(value) is not kind for value, kind in zip(fields, kinds, strict=True)):
+    if len(fields) != len(kinds) or any(
+        type(value) is not kind for value, kind in zip(fields, kinds, strict=True)
+    ):
         raise ConfigError(
-            f"the state of stream {name!r} must be an RNGState (seed, num_forks, over_model), but got {state!r}. "
-            "Pass what get_states() returned."
+            f"the state of stream {name!r} must be an RNGState (seed, num_forks, over_model), but "
+            f"got {state!r}. Pass what get_states() returned."
         )
     return RNGState(*fields)

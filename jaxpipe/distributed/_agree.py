@@ -20,19 +20,22 @@ _SMALL_BYTES = 1 << 15
 _COLUMNS = (4091, 4093)
 
 
-def check_equal(describe: Callable[[], Mapping[str, Mapping[str, str]]], kind: type[JaxpipeError], repair: str) -> None:
+def check_equal(
+    describe: Callable[[], Mapping[str, Mapping[str, str]]], kind: type[JaxpipeError], repair: str
+) -> None:
     """Refuse what differs between processes; all processes call, with parts of the same names.
 
     One exchange of a hash for each part. Texts are exchanged only where something differs.
 
     Args:
-        describe: Returns, by the part's name, such as "configuration", its values as texts by key. Not called where
-            there is one process.
+        describe: Returns, by the part's name, such as "configuration", its values as texts by key.
+            Not called where there is one process.
         kind: The class of the error.
         repair: What to do about it.
 
     Raises:
-        JaxpipeError: A part differs. The message, the same in all processes, names parts, keys, values and processes.
+        JaxpipeError: A part differs. The message, the same in all processes, names parts, keys,
+            values and processes.
     """
     if jax.process_count() == 1:
         return
@@ -43,7 +46,9 @@ def check_equal(describe: Callable[[], Mapping[str, Mapping[str, str]]], kind: t
     differing = np.flatnonzero((hashes != hashes[0]).any(axis=(0, 2)))
     if not differing.size:
         return
-    found = {list(parts)[i]: [json.loads(text) for text in gather_texts(texts[i])] for i in differing}
+    found = {
+        list(parts)[i]: [json.loads(text) for text in gather_texts(texts[i])] for i in differing
+    }
     raise kind(
         f"all processes must have the same {' and '.join(found)}, but got "
         f"{'; '.join(_differences(values) for values in found.values())}. {repair}"
@@ -60,7 +65,8 @@ def _differences(values: Sequence[Mapping[str, str]]) -> str:
             having.setdefault(each.get(key), []).append(process)
         if len(having) > 1:
             shares = [
-                f"{'nothing' if text is None else shown(text, str)} in {listed(who)}" for text, who in having.items()
+                f"{'nothing' if text is None else shown(text, str)} in {listed(who)}"
+                for text, who in having.items()
             ]
             more = f" and {len(shares) - _SHOWN} other values" if len(shares) > _SHOWN else ""
             lines.append(f"{key}: {', '.join(shares[:_SHOWN])}{more}")
@@ -77,8 +83,8 @@ def listed(processes: Sequence[int]) -> str:
 def checksum(array: Any) -> int:
     """A checksum of an array's bytes and of their order, from 0 to 2**32 - 1.
 
-    Sums of 64-bit words along the columns of two tables, with numpy as fast as memory is read: 13 GB/s for 16 MB and 3
-    for 150 MB where `zlib.crc32` takes 1 GB/s. It finds mistakes, not malice.
+    Sums of 64-bit words along the columns of two tables, with numpy as fast as memory is read: 13
+    GB/s for 16 MB and 3 for 150 MB where `zlib.crc32` takes 1 GB/s. It finds mistakes, not malice.
     """
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     if data.size < _SMALL_BYTES:

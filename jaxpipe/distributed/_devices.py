@@ -1,4 +1,7 @@
-"""JAX's devices: asking for them the first time, and noticing that a node has more than its processes use."""
+"""JAX's devices.
+
+Asking for them the first time, and noticing that a node has more than its processes use.
+"""
 
 import os
 import socket
@@ -23,20 +26,24 @@ def check_devices() -> None:
     """
     try:
         jax.devices()
-    except (RuntimeError, AssertionError) as error:  # the latter where no plugin for the platform is installed
+    # The latter where no plugin for the platform is installed.
+    except (RuntimeError, AssertionError) as error:
         first = (str(error).strip().splitlines() or ["no plugin for it"])[0]
         raise LaunchError(
             "JAX must find devices of the platforms that it is told to use, but got JAX_PLATFORMS="
             f"{jax.config.values['jax_platforms']!r} and: {first}. For NVIDIA GPUs run pip install "
-            "'jaxpipe[cuda13]' or 'jaxpipe[cuda12]' where the driver is there; or set JAX_PLATFORMS=cpu, or remove it."
+            "'jaxpipe[cuda13]' or 'jaxpipe[cuda12]' where the driver is there; or set "
+            "JAX_PLATFORMS=cpu, or remove it."
         ) from error
 
 
 def warn_of_unused_devices() -> None:
-    """Warn where the processes of this node together use fewer GPUs than it has; all processes call.
+    """Warn where the processes of this node together use fewer GPUs than it has.
 
-    Slurm and Open MPI are taken to give each process one GPU, so that one process for a whole node uses one of its
-    GPUs and leaves the others idle.
+    All processes call.
+
+    Slurm and Open MPI are taken to give each process one GPU, so that one process for a whole node
+    uses one of its GPUs and leaves the others idle.
     """
     platform = jax.local_devices()[0].platform
     own = [zlib.crc32(socket.gethostname().encode()), jax.local_device_count()]
@@ -45,9 +52,10 @@ def warn_of_unused_devices() -> None:
     present = count_gpus(Path("/"), os.environ)
     if platform in ("gpu", "cuda", "rocm") and mine[:, 1].sum() < present:
         warnings.warn(
-            f"the node {socket.gethostname()} has {present} GPUs, but its {len(mine)} processes use "
-            f"{mine[:, 1].sum()} together. Start one process for each GPU, or give "
-            f"init_distributed(local_device_ids=range({present})) to use all of them in one process.",
+            f"the node {socket.gethostname()} has {present} GPUs, but its {len(mine)} processes "
+            f"use {mine[:, 1].sum()} together. Start one process for each GPU, or give "
+            f"init_distributed(local_device_ids=range({present})) to use all of them in one "
+            "process.",
             stacklevel=3,
         )
 

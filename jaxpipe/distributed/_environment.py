@@ -25,7 +25,8 @@ class Job:
         coordinator_address: `host:port` of process 0; None: JAX finds it.
         num_processes: How many there are; None: JAX finds it.
         process_id: This one's index; None: JAX finds it.
-        local_device_ids: The accelerators of the node that this process uses; None: all, or what JAX finds.
+        local_device_ids: The accelerators of the node that this process uses; None: all, or what
+            JAX finds.
     """
 
     source: str
@@ -58,7 +59,9 @@ def _from_jax(environ: Mapping[str, str], port: int) -> Job | None:
     if not any(name in environ for name in names[1:]):
         return None
     ids = environ.get("JAX_LOCAL_DEVICE_IDS")
-    local = None if not ids else tuple(_number("JAX_LOCAL_DEVICE_IDS", part) for part in ids.split(","))
+    local = (
+        None if not ids else tuple(_number("JAX_LOCAL_DEVICE_IDS", part) for part in ids.split(","))
+    )
     if environ.get(names[1]) == "1":
         return Job("JAX_NUM_PROCESSES", num_processes=1, process_id=0, local_device_ids=local)
     _check_whole(environ, names, names)
@@ -77,7 +80,9 @@ def _from_torchrun(environ: Mapping[str, str], port: int) -> Job | None:
     if environ.get("LOCAL_WORLD_SIZE", "1") != "1" and "LOCAL_RANK" in environ:
         local = (_number("LOCAL_RANK", environ["LOCAL_RANK"]),)
     address = f"{bracketed(environ['MASTER_ADDR'])}:{port}"
-    return _job("torchrun's MASTER_ADDR, WORLD_SIZE and RANK", address, environ, "WORLD_SIZE", "RANK", local)
+    return _job(
+        "torchrun's MASTER_ADDR, WORLD_SIZE and RANK", address, environ, "WORLD_SIZE", "RANK", local
+    )
 
 
 def _from_skypilot(environ: Mapping[str, str], port: int) -> Job | None:
@@ -93,7 +98,10 @@ def _from_skypilot(environ: Mapping[str, str], port: int) -> Job | None:
 def _from_schedulers(environ: Mapping[str, str], port: int) -> Job | None:
     """A job that JAX detects by itself; None where it would be of one process."""
     slurm = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
-    if all(name in environ for name in slurm) and _number("SLURM_NTASKS", environ["SLURM_NTASKS"]) > 1:
+    if (
+        all(name in environ for name in slurm)
+        and _number("SLURM_NTASKS", environ["SLURM_NTASKS"]) > 1
+    ):
         return Job("Slurm")
     if "OMPI_MCA_orte_hnp_uri" in environ and environ.get("OMPI_COMM_WORLD_SIZE", "1") != "1":
         return Job("Open MPI")
@@ -105,7 +113,12 @@ def _from_schedulers(environ: Mapping[str, str], port: int) -> Job | None:
 
 
 def _job(
-    source: str, address: str, environ: Mapping[str, str], count: str, index: str, local: tuple[int, ...] | None
+    source: str,
+    address: str,
+    environ: Mapping[str, str],
+    count: str,
+    index: str,
+    local: tuple[int, ...] | None,
 ) -> Job:
     num_processes, process_id = _number(count, environ[count]), _number(index, environ[index])
     check_index(process_id, num_processes, index, count)
@@ -113,12 +126,14 @@ def _job(
     return Job(source, address, num_processes, process_id, local)
 
 
-def check_index(process_id: int, num_processes: int, index: str = "process_id", count: str = "num_processes") -> None:
+def check_index(
+    process_id: int, num_processes: int, index: str = "process_id", count: str = "num_processes"
+) -> None:
     """Refuse an index that is not one of the processes."""
     if not 0 <= process_id < num_processes:
         raise LaunchError(
-            f"{index} must be in [0, {count}={num_processes}), but got {index}={process_id}. Processes are counted "
-            "from 0."
+            f"{index} must be in [0, {count}={num_processes}), but got {index}={process_id}. "
+            "Processes are counted from 0."
         )
 
 
@@ -127,20 +142,25 @@ def _check_whole(environ: Mapping[str, str], needed: Sequence[str], shown: Seque
     if missing:
         given = ", ".join(f"{name}={environ[name]}" for name in shown if name in environ)
         raise LaunchError(
-            f"the environment must give {', '.join(needed)} together, but got {given} without {', '.join(missing)}. "
-            "Set what is missing, or remove the others to run one process."
+            f"the environment must give {', '.join(needed)} together, but got {given} without "
+            f"{', '.join(missing)}. Set what is missing, or remove the others to run one process."
         )
 
 
 def _number(name: str, text: str) -> int:
     number = whole_number(text.strip())
     if number is None:
-        raise LaunchError(f"{name} must be a number, but got {name}={shown(text)}. Set it to one, or remove it.")
+        raise LaunchError(
+            f"{name} must be a number, but got {name}={shown(text)}. Set it to one, or remove it."
+        )
     return number
 
 
 def compiler_variables() -> dict[str, str]:
-    """Variables that change what a compiled program computes, without flags that say where a process writes."""
+    """Variables that change what a compiled program computes.
+
+    Flags that say where a process writes are left out.
+    """
     flags = os.environ.get("XLA_FLAGS", "").split()
     common = sorted(flag for flag in flags if not _OWN_FLAG.search(flag.partition("=")[0]))
     return {"XLA_FLAGS": " ".join(common), _TF32: os.environ.get(_TF32, "")}
@@ -149,4 +169,7 @@ def compiler_variables() -> dict[str, str]:
 def asks_for_determinism() -> bool:
     """True if XLA is told by its flags to give the same bits in each run, on GPUs too."""
     flags = os.environ.get("XLA_FLAGS", "").split()
-    return any(flag in ("--xla_gpu_deterministic_ops", "--xla_gpu_deterministic_ops=true") for flag in flags)
+    return any(
+        flag in ("--xla_gpu_deterministic_ops", "--xla_gpu_deterministic_ops=true")
+        for flag in flags
+    )

@@ -25,8 +25,8 @@ def run_on_all(action: Callable[[], T], who: Sequence[int] | None = None) -> T |
         What it returned here; None where it did not run.
 
     Raises:
-        Exception: What it raised here; where it failed elsewhere the same kind of `JaxpipeError`, with the index of
-            the first process that failed and its message.
+        Exception: What it raised here; where it failed elsewhere the same kind of `JaxpipeError`,
+            with the index of the first process that failed and its message.
     """
     result, failure = None, ""
     own: Exception | None = None
@@ -36,7 +36,8 @@ def run_on_all(action: Callable[[], T], who: Sequence[int] | None = None) -> T |
         except Exception as error:  # noqa: BLE001  # raised again below, when all processes know
             own, failure = error, failure_of(error)
     if own is not None and not jax.distributed.is_initialized():
-        raise own  # alone; and to count processes is to ask JAX for its devices, of which it may have none
+        # Alone; and to count processes is to ask JAX for its devices, of which it may have none.
+        raise own
     if jax.process_count() > 1:
         raise_on_all(own, gather_texts(failure))
     elif own is not None:
@@ -48,7 +49,8 @@ def failure_of(error: Exception) -> str:
     """An error as `raise_on_all` takes it."""
     try:
         text = str(error)
-    except Exception:  # noqa: BLE001  # a class of the user's: the others must hear of it all the same
+    # A class of the user's: the others must hear of it all the same.
+    except Exception:  # noqa: BLE001
         text = "(an error whose text cannot be made)"
     return f"{type(error).__name__}\n{text}"
 
@@ -58,8 +60,8 @@ def raise_on_all(own: Exception | None, failures: Sequence[str]) -> None:
 
     Args:
         own: What this process raised.
-        failures: For each process the name of the error's class, a line break and what it says; empty where it did
-            not fail.
+        failures: For each process the name of the error's class, a line break and what it says;
+            empty where it did not fail.
 
     Raises:
         Exception: This process's own, or one that tells of the first of the others.

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 def gather_numbers(values: Sequence[int]) -> np.ndarray:
     """The numbers of each process; all processes call, with equally many.
 
-    Where JAX knows the processors of all processes the exchange runs there, and accelerators go on with what they do.
+    Where JAX knows the processors of all processes the exchange runs there, and accelerators go on
+    with what they do.
 
     Args:
         values: Integers from 0 to 2**32 - 1.
@@ -27,7 +28,9 @@ def gather_numbers(values: Sequence[int]) -> np.ndarray:
     mesh, device, gather = _program()
     local = jax.device_put(own, device)
     shape = (jax.process_count(), own.shape[1])
-    rows = jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh, P("process")), [local])
+    rows = jax.make_array_from_single_device_arrays(
+        shape, NamedSharding(mesh, P("process")), [local]
+    )
     return np.asarray(jax.device_get(gather(rows).addressable_shards[0].data))
 
 
@@ -41,12 +44,15 @@ def gather_texts(text: str) -> list[str]:
     words = -(-int(sizes.max()) // 4)
     padded = np.frombuffer(own.ljust(4 * words, b"\0"), np.uint32)
     rows = gather_numbers(padded.tolist())
-    return [row.tobytes()[:size].decode(errors="surrogatepass") for row, size in zip(rows, sizes, strict=True)]
+    return [
+        row.tobytes()[:size].decode(errors="surrogatepass")
+        for row, size in zip(rows, sizes, strict=True)
+    ]
 
 
 @cache
 def _program() -> tuple[Mesh, Any, Any]:
-    """A mesh with one device of each process, this process's device, and a program that gathers its rows."""
+    """A mesh of one device per process, this process's device, and a program that gathers rows."""
     firsts: dict[int, Any] = {}
     for device in _devices():
         firsts.setdefault(device.process_index, device)
@@ -60,4 +66,8 @@ def _devices() -> Sequence[Any]:
         found = jax.devices("cpu")
     except RuntimeError:
         return jax.devices()
-    return found if len({device.process_index for device in found}) == jax.process_count() else jax.devices()
+    return (
+        found
+        if len({device.process_index for device in found}) == jax.process_count()
+        else jax.devices()
+    )

@@ -25,15 +25,21 @@ def meet(call: str, timeout_s: float) -> None:
     Raises:
         LaunchError: Some did not come in time, or ended.
     """
-    # Asked first: counting processes asks JAX for its devices, which a wrong argument must not wait for.
+    # Asked first: counting processes asks JAX for its devices, which a wrong argument must not wait
+    # for.
     if not jax.distributed.is_initialized() or jax.process_count() == 1:
         return
     found = _run_in_time(lambda: gather_numbers([0]), timeout_s, call)
     if not isinstance(found, np.ndarray):
-        got = f"waited {timeout_s:g} s" if found is None else f"got {_first_line(found)} when it waited"
+        got = (
+            f"waited {timeout_s:g} s"
+            if found is None
+            else f"got {_first_line(found)} when it waited"
+        )
         raise LaunchError(
-            f"all {jax.process_count()} processes must call {call}, but process {jax.process_index()} {got} for the "
-            "others. Look for the process that ended, or that does something else before."
+            f"all {jax.process_count()} processes must call {call}, but process "
+            f"{jax.process_index()} {got} for the others. Look for the process that ended, or that "
+            "does something else before."
         )
 
 
@@ -45,8 +51,8 @@ def handshake(mesh: Mesh, timeout_s: float) -> None:
         timeout_s: Seconds that one axis may take.
 
     Raises:
-        LaunchError: An axis did not answer in time, or gave wrong numbers; the message names the axis and the
-            processes on both sides.
+        LaunchError: An axis did not answer in time, or gave wrong numbers; the message names the
+            axis and the processes on both sides.
 
     Reference:
         DeepSpeed's pipeline engine lets neighbours exchange a tensor when it is built.
@@ -65,29 +71,46 @@ def _try_axis(mesh: Mesh, axis: str, timeout_s: float) -> None:
     def shift(x: jax.Array) -> jax.Array:
         return jax.lax.ppermute(x, axis, [(i, (i + 1) % length) for i in range(length)])
 
-    mapped = jax.jit(jax.shard_map(shift, mesh=mesh, in_specs=sharding.spec, out_specs=sharding.spec, check_vma=False))
-    found = _run_in_time(lambda: jax.block_until_ready(mapped(jnp.asarray(sent))), timeout_s, f"handshake along {axis}")
+    mapped = jax.jit(
+        jax.shard_map(
+            shift, mesh=mesh, in_specs=sharding.spec, out_specs=sharding.spec, check_vma=False
+        )
+    )
+    found = _run_in_time(
+        lambda: jax.block_until_ready(mapped(jnp.asarray(sent))),
+        timeout_s,
+        f"handshake along {axis}",
+    )
     if found is None:
-        raise LaunchError(f"{_links(mesh, at)} must answer, but got nothing for {timeout_s:g} s. {_REPAIR}")
+        raise LaunchError(
+            f"{_links(mesh, at)} must answer, but got nothing for {timeout_s:g} s. {_REPAIR}"
+        )
     if isinstance(found, Exception):
-        raise LaunchError(f"{_links(mesh, at)} must answer, but got {_first_line(found)}. {_REPAIR}")
+        raise LaunchError(
+            f"{_links(mesh, at)} must answer, but got {_first_line(found)}. {_REPAIR}"
+        )
     for shard in found.addressable_shards:
         wanted = (places[shard.index] - 1) % length
         if not np.array_equal(np.asarray(shard.data), wanted):
             raise LaunchError(
-                f"{_links(mesh, at)} must pass on what was sent, but got {np.asarray(shard.data).ravel().tolist()} in "
-                f"place of {wanted.ravel().tolist()}. {_REPAIR}"
+                f"{_links(mesh, at)} must pass on what was sent, but got "
+                f"{np.asarray(shard.data).ravel().tolist()} in place of {wanted.ravel().tolist()}. "
+                f"{_REPAIR}"
             )
 
 
 def _run_in_time(run: Callable[[], Any], timeout_s: float, name: str) -> Any:
-    """What a function returns or raises; None where it takes longer, and goes on in a thread of its own."""
+    """What a function returns or raises.
+
+    None where it takes longer, and goes on in a thread of its own.
+    """
     found: list[Any] = []
 
     def note() -> None:
         try:
             found.append(run())
-        except Exception as error:  # noqa: BLE001  # whatever the backend raises; the caller reports it
+        # Whatever the backend raises; the caller reports it.
+        except Exception as error:  # noqa: BLE001
             found.append(error)
 
     thread = threading.Thread(target=note, daemon=True, name=name)
@@ -101,7 +124,8 @@ def _first_line(error: Exception) -> str:
 
 
 _REPAIR = (
-    "Check that these processes run, and the network between their nodes (NCCL_SOCKET_IFNAME and NCCL_DEBUG=INFO help)."
+    "Check that these processes run, and the network between their nodes (NCCL_SOCKET_IFNAME and "
+    "NCCL_DEBUG=INFO help)."
 )
 
 
@@ -109,6 +133,11 @@ def _links(mesh: Mesh, at: int) -> str:
     """This process's links along an axis, by the processes on the other side."""
     own = jax.process_index()
     owners = np.vectorize(lambda device: device.process_index)(mesh.devices)
-    others = set(np.roll(owners, 1, at)[owners == own].tolist()) | set(np.roll(owners, -1, at)[owners == own].tolist())
+    others = set(np.roll(owners, 1, at)[owners == own].tolist()) | set(
+        np.roll(owners, -1, at)[owners == own].tolist()
+    )
     named = ", ".join(str(process) for process in sorted(others - {own})) or "none other"
-    return f"the links of process {own} along the mesh axis {mesh.axis_names[at]!r}, to process {named},"
+    return (
+        f"the links of process {own} along the mesh axis {mesh.axis_names[at]!r}, to process "
+        f"{named},"
+    )

@@ -9,11 +9,14 @@ from typing import Any
 import jax
 
 HEARTBEAT_FILE = "JAXPIPE_HEARTBEAT_FILE"
-"""The environment variable that names the file whose time of change says when the last step finished."""
+"""The environment variable for the file whose time of change says when the last step finished."""
 
 
 class Heartbeat:
-    """Touches a file whenever a step has finished on the devices; does nothing where the environment names none."""
+    """Touches a file whenever a step has finished on the devices.
+
+    Does nothing where the environment names none.
+    """
 
     def __init__(self) -> None:
         path = os.environ.get(HEARTBEAT_FILE)

@@ -52,15 +52,16 @@ def init_distributed(  # noqa: PLR0913  # DeepSpeed's arguments
 ) -> Job:
     """Join the other processes of the job, through JAX's own coordination service.
 
-    Where they are is taken from the first of these that says so: the arguments; `JAX_COORDINATOR_ADDRESS`,
-    `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`; torchrun's `MASTER_ADDR`, `MASTER_PORT`, `WORLD_SIZE` and `RANK`;
-    SkyPilot's variables; Slurm, Open MPI, other MPIs (through mpi4py) or Kubernetes, as JAX detects them. Without any,
-    or with one process, nothing is done. Call it before anything asks JAX for a device; `initialize` does where the
-    environment names other processes. Later calls do nothing.
+    Where they are is taken from the first of these that says so: the arguments;
+    `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`; torchrun's `MASTER_ADDR`,
+    `MASTER_PORT`, `WORLD_SIZE` and `RANK`; SkyPilot's variables; Slurm, Open MPI, other MPIs
+    (through mpi4py) or Kubernetes, as JAX detects them. Without any, or with one process, nothing
+    is done. Call it before anything asks JAX for a device; `initialize` does where the environment
+    names other processes. Later calls do nothing.
 
     Args:
-        dist_backend: DeepSpeed's name of the collectives: `'gloo'` and `'mpi'` choose those between CPUs; others have
-            no effect, as accelerators have their own.
+        dist_backend: DeepSpeed's name of the collectives: `'gloo'` and `'mpi'` choose those between
+            CPUs; others have no effect, as accelerators have their own.
         auto_mpi_discovery: Whether Slurm, Open MPI and Kubernetes count.
         distributed_port: Port of the coordinator where nothing else gives one.
         verbose: Whether to log what was found.
@@ -73,17 +74,18 @@ def init_distributed(  # noqa: PLR0913  # DeepSpeed's arguments
         coordinator_address: `host:port` of process 0, which must be free there.
         num_processes: Number of processes.
         process_id: Index of this one.
-        local_device_ids: The accelerators of its node that this process uses; None: all, unless the scheduler gives
-            each process its own.
-        heartbeat_timeout_s: Seconds after which a process that died is missed and the others end. JAX's own default is
-            100.
+        local_device_ids: The accelerators of its node that this process uses; None: all, unless the
+            scheduler gives each process its own.
+        heartbeat_timeout_s: Seconds after which a process that died is missed and the others end.
+            JAX's own default is 100.
 
     Returns:
         What was found, with its source.
 
     Raises:
-        LaunchError: The environment is half set, arguments are incomplete or contradict each other, the coordinator
-            does not answer in time, or JAX finds no devices of the platform that it is told to use.
+        LaunchError: The environment is half set, arguments are incomplete or contradict each other,
+            the coordinator does not answer in time, or JAX finds no devices of the platform that it
+            is told to use.
 
     Reference:
         DeepSpeed's `deepspeed.init_distributed`; `jax.distributed.initialize`.
@@ -94,7 +96,9 @@ def init_distributed(  # noqa: PLR0913  # DeepSpeed's arguments
     if jax.distributed.is_initialized():
         return Job("joined before", None, jax.process_count(), jax.process_index())
     address = _address(init_method, coordinator_address)
-    count = _one_of("num_processes", num_processes, "world_size", None if world_size < 0 else world_size)
+    count = _one_of(
+        "num_processes", num_processes, "world_size", None if world_size < 0 else world_size
+    )
     index = _one_of("process_id", process_id, "rank", None if rank < 0 else rank)
     job = _from_arguments(address, count, index) or find_job(os.environ, distributed_port)
     is_detected = job is not None and job.coordinator_address is None and not job.is_alone
@@ -142,7 +146,8 @@ def _address(init_method: str | None, address: str | None) -> str | None:
 def _one_of(name: str, value: int | None, other: str, other_value: int | None) -> int | None:
     if value is not None and other_value is not None and value != other_value:
         raise LaunchError(
-            f"{name} and {other} must say the same, but got {name}={value} and {other}={other_value}. Give one."
+            f"{name} and {other} must say the same, but got {name}={value} and "
+            f"{other}={other_value}. Give one."
         )
     return other_value if value is None else value
 
@@ -155,8 +160,9 @@ def _from_arguments(address: str | None, count: int | None, index: int | None) -
     if missing:
         shown = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
         raise LaunchError(
-            f"coordinator_address, num_processes and process_id must be given together, but got {shown} without "
-            f"{', '.join(missing)}. Give all three, or none and set the environment."
+            "coordinator_address, num_processes and process_id must be given together, but got "
+            f"{shown} without {', '.join(missing)}. Give all three, or none and set the "
+            "environment."
         )
     check_index(index or 0, count or 0)
     return Job("the arguments", address, count, index)
@@ -167,7 +173,9 @@ def _seconds(timeout: float | datetime.timedelta | None) -> int:
         return DEFAULT_TIMEOUT_S
     seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
     if not seconds > 0:
-        raise LaunchError(f"timeout must be above 0 seconds, but got timeout={timeout!r}. Leave it out for 300.")
+        raise LaunchError(
+            f"timeout must be above 0 seconds, but got timeout={timeout!r}. Leave it out for 300."
+        )
     return max(1, round(seconds))
 
 
@@ -176,7 +184,8 @@ def _choose_collectives(backend: str | None) -> None:
         return
     if backend.lower() not in _BACKENDS:
         raise LaunchError(
-            f"dist_backend must be one of {', '.join(_BACKENDS)}, but got dist_backend={backend!r}. Leave it out."
+            f"dist_backend must be one of {', '.join(_BACKENDS)}, but got "
+            f"dist_backend={backend!r}. Leave it out."
         )
     if backend.lower() in ("gloo", "mpi"):
         jax.config.update("jax_cpu_collectives_implementation", backend.lower())
@@ -199,17 +208,20 @@ def _join(job: Job, timeout_s: int, heartbeat_timeout_s: int) -> None:
     except Exception as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise LaunchError(
-            f"all processes must meet at the coordinator, {job.coordinator_address or 'which JAX finds'}, named by "
-            f"{job.source}, but got: {first}. Check that {job.num_processes or 'all'} processes start, that the port "
-            "is free on the first node, and that init_distributed comes before anything asks JAX for a device."
+            "all processes must meet at the coordinator, "
+            f"{job.coordinator_address or 'which JAX finds'}, named by {job.source}, but got: "
+            f"{first}. Check that {job.num_processes or 'all'} processes start, that the port is "
+            "free on the first node, and that init_distributed comes before anything asks JAX for "
+            "a device."
         ) from error
 
 
 def _end_soon_after_an_error() -> None:
     """Let an exception that nobody catches end this process without waiting for the others.
 
-    At its end JAX waits for all processes to come to theirs, as long as a process that is missed: an error in one
-    would be known only then, and by the errors of the others. What else is done at the end gets a few seconds.
+    At its end JAX waits for all processes to come to theirs, as long as a process that is missed:
+    an error in one would be known only then, and by the errors of the others. What else is done at
+    the end gets a few seconds.
     """
     show = sys.excepthook
     failures: list[int] = []
@@ -228,7 +240,8 @@ def _end_soon_after_an_error() -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         show(kind, error, trace)
         is_main = threading.current_thread() is threading.main_thread()
-        # Extensions call this too, for errors that they recover from; in these the frame has a caller.
+        # Extensions call this too, for errors that they recover from; in these the frame has a
+        # caller.
         if is_main and (trace is None or trace.tb_frame.f_back is None) and not failures:
             failures.append(128 + signal.SIGINT if issubclass(kind, KeyboardInterrupt) else 1)
             threading.Thread(target=leave_late, daemon=True, name="end after an error").start()
@@ -254,14 +267,18 @@ def _detection(job: Job) -> str | None:
         return None
     if importlib.util.find_spec("mpi4py") is None:
         raise LaunchError(
-            "a job that mpiexec started must have mpi4py, through which JAX finds the other processes, but got none "
-            "installed. Run pip install mpi4py, or set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID."
+            "a job that mpiexec started must have mpi4py, through which JAX finds the other "
+            "processes, but got none installed. Run pip install mpi4py, or set "
+            "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID."
         )
     return "mpi4py"
 
 
 def _check_reachable(job: Job, timeout_s: int) -> None:
-    """End with a clear message where the coordinator does not answer, which JAX ends the process for."""
+    """End with a clear message where the coordinator does not answer.
+
+    JAX ends the process for that.
+    """
     host, port = read_address(str(job.coordinator_address))
     if job.process_id == 0:
         _check_free(job, host, port)
@@ -273,9 +290,10 @@ def _check_reachable(job: Job, timeout_s: int) -> None:
         except OSError as error:
             if time.monotonic() > deadline:
                 raise LaunchError(
-                    f"the coordinator must answer at {job.coordinator_address}, named by {job.source}, but process "
-                    f"{job.process_id} got {error.strerror or error} for {timeout_s} s. Check that process 0 runs "
-                    "there, and that the port is not closed between the nodes."
+                    f"the coordinator must answer at {job.coordinator_address}, named by "
+                    f"{job.source}, but process {job.process_id} got {error.strerror or error} for "
+                    f"{timeout_s} s. Check that process 0 runs there, and that the port is not "
+                    "closed between the nodes."
                 ) from error
             time.sleep(0.2)
         else:
@@ -290,6 +308,7 @@ def _check_free(job: Job, host: str, port: int) -> None:
             probe.bind(("", port))
         except OSError as error:
             raise LaunchError(
-                f"the coordinator's port must be free on the node of process 0, but got {job.coordinator_address}, "
-                f"named by {job.source}, and {error.strerror or error}. Choose another port, or end what uses it."
+                "the coordinator's port must be free on the node of process 0, but got "
+                f"{job.coordinator_address}, named by {job.source}, and {error.strerror or error}. "
+                "Choose another port, or end what uses it."
             ) from error

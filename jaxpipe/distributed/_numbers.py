@@ -12,7 +12,12 @@ def whole_number(text: str) -> int | None:
         text: Anything.
 
     Returns:
-        The number; None where the text is not digits alone, or is of a number that nothing here can be.
+        The number; None where the text is not digits alone, or is of a number that nothing here can
+        be.
     """
     digits = text.lstrip("0") or text[-1:]
-    return int(digits) if digits.isascii() and digits.isdigit() and len(digits) <= _MOST_DIGITS else None
+    return (
+        int(digits)
+        if digits.isascii() and digits.isdigit() and len(digits) <= _MOST_DIGITS
+        else None
+    )

@@ -3,10 +3,13 @@
 import re
 
 WAITS_AT_ITS_END = "has come to its end and waits for the others, which have not"
-"""Said by a process that ended its program early, as after `sys.exit`; JAX ends them all 30 s later."""
+"""Said by a process that ended its program early, as after `sys.exit`.
 
-# What JAX says when it ends a process with SIGABRT because another is gone (0.10.2). With other words such a process
-# would be taken for one that failed by itself.
+JAX ends them all 30 s later.
+"""
+
+# What JAX says when it ends a process with SIGABRT because another is gone (0.10.2). With other
+# words such a process would be taken for one that failed by itself.
 _ENDED_BY_JAX = b"JAX distributed service detected fatal errors"
 _KEPT_BYTES = 1 << 16
 _TRACEBACK = "Traceback (most recent call last)"
@@ -23,7 +26,8 @@ class Tail:
     """The end of what a process wrote to standard error.
 
     Attributes:
-        trouble_at: When its last traceback began, by the monotonic clock; None where there was none.
+        trouble_at: When its last traceback began, by the monotonic clock; None where there was
+            none.
     """
 
     def __init__(self) -> None:
@@ -57,5 +61,7 @@ class Tail:
         first = max((i for i, line in enumerate(lines) if _TRACEBACK in line), default=None)
         if first is None or len(lines) - first > _RECENT_LINES:
             return [line for line in lines[-_OTHER_LINES:] if line.strip()]
-        frames = next((i for i in range(first + 1, len(lines)) if not lines[i].startswith(" ")), len(lines))
+        frames = next(
+            (i for i in range(first + 1, len(lines)) if not lines[i].startswith(" ")), len(lines)
+        )
         return lines[max(first + 1, frames - _FRAME_LINES) : frames + _ERROR_LINES]

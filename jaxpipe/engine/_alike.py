@@ -37,9 +37,22 @@ _FLAGS = (
     "jax_use_shardy_partitioner",
 )
 """JAX's flags that change what a program computes, or how it is divided."""
-_SETTINGS = ("num_stages", "base_seed", "seed_layers", "partition_method", "activation_checkpoint_interval")
+_SETTINGS = (
+    "num_stages",
+    "base_seed",
+    "seed_layers",
+    "partition_method",
+    "activation_checkpoint_interval",
+)
 # Process 0 alone writes there, and a process may well be told to be silent.
-_OF_PROCESS_0 = ("tensorboard", "wandb", "csv_monitor", "comet", "dump_state", "flops_profiler.output_file")
+_OF_PROCESS_0 = (
+    "tensorboard",
+    "wandb",
+    "csv_monitor",
+    "comet",
+    "dump_state",
+    "flops_profiler.output_file",
+)
 _ADDRESS = re.compile(r"\b0x[0-9a-f]+")
 _AROUND = 60
 
@@ -66,7 +79,9 @@ def describe_start(  # noqa: PLR0913  # one part or value each
         "layers": _texts({**layers, **named}),
         "shapes of data": _texts(data),
         "model_parameters": describe_leaves(model_parameters),
-        "mesh": _texts({"axes": dict(mesh.shape), "devices": [device.id for device in mesh.devices.flat]}),
+        "mesh": _texts(
+            {"axes": dict(mesh.shape), "devices": [device.id for device in mesh.devices.flat]}
+        ),
         "JAX flags": _texts({**flags, **compiler_variables()}),
         "versions": {**library_versions(), "python": ".".join(platform.python_version_tuple()[:2])},
     }
@@ -81,7 +96,7 @@ def describe_state(pipeline: Pipeline) -> dict[str, str]:
 
 
 def describe_leaves(tree: PyTree) -> dict[str, str]:
-    """Shapes and checksums of the leaves of a tree that is in host memory or on the devices of this process."""
+    """Shapes and checksums of a tree's leaves, in host memory or on this process's devices."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): _leaf(leaf)
         for path, leaf in jax.tree.leaves_with_path(tree)
@@ -100,7 +115,9 @@ def check_program(name: str, lowered: jax.stages.Lowered) -> None:
     lines = lowered.as_text().splitlines()
 
     def differs(count: int) -> bool:
-        found = gather_numbers([zlib.crc32("\n".join(lines[:count]).encode()), min(count, len(lines))])
+        found = gather_numbers(
+            [zlib.crc32("\n".join(lines[:count]).encode()), min(count, len(lines))]
+        )
         return bool((found != found[0]).any())
 
     same, other = 0, int(gather_numbers([len(lines)]).max())
@@ -116,9 +133,9 @@ def check_program(name: str, lowered: jax.stages.Lowered) -> None:
         having.setdefault(text[start : start + 2 * _AROUND].strip(), []).append(process)
     shares = "; ".join(f"{text!r} in {listed(who)}" for text, who in having.items())
     raise ConfigError(
-        f"all processes must run the same program for {name}, but got in its line {same + 1}: {shares}. "
-        "A layer, the loss, the optimizer or a schedule is another one there: build them from the same code and "
-        "numbers."
+        f"all processes must run the same program for {name}, but got in its line {same + 1}: "
+        f"{shares}. A layer, the loss, the optimizer or a schedule is another one there: build "
+        "them from the same code and numbers."
     )
 
 

@@ -16,7 +16,10 @@ from ._compile import Reporter
 from ._trainer import Trainer
 
 _EVERY = 10
-"""Steps from one line on times to the next where `steps_per_print` is None; DeepSpeed's default of that."""
+"""Steps from one line on times to the next where `steps_per_print` is None.
+
+DeepSpeed's default of that.
+"""
 
 
 class Breakdown:
@@ -44,7 +47,10 @@ class Breakdown:
         return self._take if profiles or self._is_due(step) else None
 
     def note(self, what: str) -> None:
-        """A part of the host's work has ended; it began with the step, or where the last part ended."""
+        """A part of the host's work has ended.
+
+        It began with the step, or where the last part ended.
+        """
         now = time.perf_counter()
         self._totals[what] = self._totals.get(what, 0.0) + now - self._mark_s
         self._mark_s = now
@@ -53,7 +59,9 @@ class Breakdown:
         """Something outside of steps took this long."""
         self._totals[what] = self._totals.get(what, 0.0) + elapsed_s
 
-    def show(self, pipeline: Pipeline, arguments: tuple[TrainState, Batch] | None) -> Mapping[str, float]:
+    def show(
+        self, pipeline: Pipeline, arguments: tuple[TrainState, Batch] | None
+    ) -> Mapping[str, float]:
         """Show what is due after a step of `pipeline`.
 
         `arguments` are state and batch, or their shapes, of its program; None: it has run in
@@ -97,7 +105,9 @@ class Breakdown:
             parts.append(f"step {1e3 * (now - began_s) / count:.4g} ms")
         self._totals, self._since, self._at_s = {}, step, now
         line = f"time of a step, the mean of {count} up to step {step}: {', '.join(parts)}"
-        shown = ", ".join(f"{name} {1e3 * seconds:.4g} ms" for name, seconds in phases.items() if name != "step")
+        shown = ", ".join(
+            f"{name} {1e3 * seconds:.4g} ms" for name, seconds in phases.items() if name != "step"
+        )
         if shown:
             line += f"; a device in step {step}: {shown}"
         return line

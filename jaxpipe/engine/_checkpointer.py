@@ -67,11 +67,15 @@ class Checkpointer:
     to the steps before.
     """
 
-    def __init__(self, trainer: Trainer, source: MicrobatchSource, when_loaded: Callable[[], None]) -> None:
+    def __init__(
+        self, trainer: Trainer, source: MicrobatchSource, when_loaded: Callable[[], None]
+    ) -> None:
         self._trainer, self._source, self._when_loaded = trainer, source, when_loaded
         self._section = trainer.config.checkpoint
         self._writer = CheckpointWriter(self._section.keep_last, self._section.keep_every)
-        self._preemption: tuple[_PreemptionWatch, Path, Callable[[], Mapping[str, Any]]] | None = None
+        self._preemption: tuple[_PreemptionWatch, Path, Callable[[], Mapping[str, Any]]] | None = (
+            None
+        )
 
     def save(
         self,
@@ -85,7 +89,8 @@ class Checkpointer:
     ) -> None:
         """Write a checkpoint; see `Engine.save_checkpoint`.
 
-        Where it is the last one that there will be, what cannot be stored of the place in the data is left out.
+        Where it is the last one that there will be, what cannot be stored of the place in the data
+        is left out.
         """
         folder = local_path(save_dir, "save_dir", CheckpointError)
         trainer = self._trainer
@@ -144,42 +149,54 @@ class Checkpointer:
             def when_read() -> None:
                 exchange.enter_context(hold_signals())
 
-            trainer.state = load_huggingface(source, renames, trainer.pipeline, trainer.state, when_read)
+            trainer.state = load_huggingface(
+                source, renames, trainer.pipeline, trainer.state, when_read
+            )
             self._when_loaded()
         log(logging.INFO, "loaded parameters from %s", source)
 
-    def _load(self, load_dir: Path, tag: str | None, what: LoadOptions) -> tuple[str | None, dict[str, Any]]:
+    def _load(
+        self, load_dir: Path, tag: str | None, what: LoadOptions
+    ) -> tuple[str | None, dict[str, Any]]:
         found = run_on_all(lambda: find_checkpoint(load_dir, tag))
         # A network file system may show a new checkpoint to some processes later than to others.
         tags = gather_texts(
-            "" if found is None else f"{found.tag} {found.commit.sequence} (index {found.commit.index_sha256[:12]})"
+            ""
+            if found is None
+            else f"{found.tag} {found.commit.sequence} (index {found.commit.index_sha256[:12]})"
         )
         if len(set(tags)) > 1:
             named = ", ".join(f"process {i}: {each or 'none'}" for i, each in enumerate(tags))
             raise CheckpointError(
-                f"all processes must find the same checkpoint in {str(load_dir)!r}, but got {named}. Give them one "
-                "directory on a file system that all of them see."
+                f"all processes must find the same checkpoint in {str(load_dir)!r}, but got "
+                f"{named}. Give them one directory on a file system that all of them see."
             )
         if found is None:
             warnings.warn(
-                f"load_checkpoint found no checkpoint in {str(load_dir)!r}; the engine is as it was.", stacklevel=7
+                f"load_checkpoint found no checkpoint in {str(load_dir)!r}; the engine is as it "
+                "was.",
+                stacklevel=7,
             )
             return None, {}
         trainer = self._trainer
         try:
-            undo = trainer.build_for(load_struct(found.index.batch) if found.index.batch is not None else None)
+            undo = trainer.build_for(
+                load_struct(found.index.batch) if found.index.batch is not None else None
+            )
         except Exception as error:  # whatever a model raises for shapes that are not its own
             layers = ", ".join(layer.name for layer in found.index.layers)
             raise CheckpointError(
-                f"{found.path} must be of the model in use, but holds the layers {layers}, and for the batches they "
-                f"were trained with the model's own failed: {error} Build the model from the same layers, or give "
-                "initialize(example_batch=...) the shapes of its batches."
+                f"{found.path} must be of the model in use, but holds the layers {layers}, and for "
+                f"the batches they were trained with the model's own failed: {error} Build the "
+                "model from the same layers, or give initialize(example_batch=...) the shapes of "
+                "its batches."
             ) from error
         trainer.block_until_ready()
         # Without an optimiser there is a state to fill, but nothing that its numbers would be for.
         optimizer = what.optimizer and not what.module_only and trainer.optimizer is not None
         lr_scheduler = what.lr_scheduler and not what.module_only
-        # Then nothing of the present state is used, and one that has not been made, or is lost, need not be.
+        # Then nothing of the present state is used, and one that has not been made, or is lost,
+        # need not be.
         needs_all = what.strict and optimizer and lr_scheduler and not found.index.excluded
         restore = self._source.snapshot()
         with contextlib.ExitStack() as exchange:
@@ -187,7 +204,8 @@ class Checkpointer:
             def when_read() -> None:
                 if not what.module_only:
                     self._source.set_state(**_data_position(found))
-                # From here on the old state's arrays go and the new ones come; between them an engine has neither.
+                # From here on the old state's arrays go and the new ones come; between them an
+                # engine has neither.
                 exchange.enter_context(hold_signals())
 
             try:
@@ -207,7 +225,10 @@ class Checkpointer:
                 raise
             trainer.state = state
             if not what.module_only:
-                trainer.global_steps, trainer.global_samples = found.index.global_steps, found.index.global_samples
+                trainer.global_steps, trainer.global_samples = (
+                    found.index.global_steps,
+                    found.index.global_samples,
+                )
             self._when_loaded()
         log(logging.INFO, "loaded %s, written after %d steps", found.path, found.index.global_steps)
         return str(found.path), dict(found.index.client_state)
@@ -234,10 +255,19 @@ class Checkpointer:
         # Whatever fails beside the weights: this is the last chance to keep what was trained.
         _what_fits(self.wait, None)
         given = _what_fits(lambda: dict(client_state()), {})
-        state = {key: value for key, value in given.items() if _what_fits(partial(_check_item, key, value), False)}
+        state = {
+            key: value
+            for key, value in given.items()
+            if _what_fits(partial(_check_item, key, value), False)
+        }
         self.save(save_dir, None, state, save_latest=True, is_last=True)
         self.wait()
-        log(logging.WARNING, "asked to end: saved after %d steps in %s", self._trainer.global_steps, save_dir)
+        log(
+            logging.WARNING,
+            "asked to end: saved after %d steps in %s",
+            self._trainer.global_steps,
+            save_dir,
+        )
         raise SystemExit(exit_code)
 
 
@@ -250,8 +280,9 @@ class _PreemptionWatch:
     def __init__(self, signals: Sequence[signal.Signals]) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise CheckpointError(
-                "save_on_preemption must be called in the main thread, which alone may catch signals, but got thread="
-                f"{threading.current_thread().name!r}. Call it where the program begins."
+                "save_on_preemption must be called in the main thread, which alone may catch "
+                f"signals, but got thread={threading.current_thread().name!r}. Call it where the "
+                "program begins."
             )
         self._received = 0
         for each in signals:
@@ -262,10 +293,11 @@ class _PreemptionWatch:
 
         It is 128 plus the signal's number, whichever process got it; None: no signal came.
         """
-        # `jax.experimental.multihost_utils.reached_preemption_sync_point` takes 0.03 ms where this gather takes 4 ms
-        # (JAX 0.10.2, two processes that share two cores), but cannot replace it: it is always False in one process
-        # without jax.distributed, knows SIGTERM alone and not which signal came, is deaf as soon as Python has a
-        # handler of SIGTERM that was set after jax.distributed.initialize, and lets one or two more steps pass.
+        # `jax.experimental.multihost_utils.reached_preemption_sync_point` takes 0.03 ms where this
+        # gather takes 4 ms (JAX 0.10.2, two processes that share two cores), but cannot replace it:
+        # it is always False in one process without jax.distributed, knows SIGTERM alone and not
+        # which signal came, is deaf as soon as Python has a handler of SIGTERM that was set after
+        # jax.distributed.initialize, and lets one or two more steps pass.
         received = int(gather_numbers([self._received]).max())
         return 128 + received if received else None
 
@@ -275,12 +307,14 @@ class _PreemptionWatch:
 
 
 def _what_fits(give: Callable[[], T], otherwise: T) -> T:
-    """What a function gives for the last checkpoint; where it fails, something else, and a warning."""
+    """What a function gives for the last checkpoint; if it fails, something else, and a warning."""
     try:
         return give()
     except Exception as error:  # noqa: BLE001  # of users' code too
         # Not by `log`, which writes in process 0 alone.
-        logging.getLogger("jaxpipe").warning("asked to end, and saving without this: %s", raised(error))
+        logging.getLogger("jaxpipe").warning(
+            "asked to end, and saving without this: %s", raised(error)
+        )
         return otherwise
 
 
@@ -296,8 +330,8 @@ def _data_position(found: Checkpoint) -> dict[str, Any]:
         return _checked_position(found, decode_state(positions[jax.process_index()]))
     if any(each != positions[0] for each in positions):
         warnings.warn(
-            f"{found.path} holds the places of {len(positions)} data iterators, and there are {jax.process_count()} "
-            "processes now: the data begin where the iterators stand.",
+            f"{found.path} holds the places of {len(positions)} data iterators, and there are "
+            f"{jax.process_count()} processes now: the data begin where the iterators stand.",
             stacklevel=3,
         )
         return {"state": None, "is_own": False}
@@ -309,8 +343,8 @@ def _checked_position(found: Checkpoint, position: Any) -> dict[str, Any]:
         return {"state": None, "is_own": False}
     if not isinstance(position, dict) or position.keys() - {"why_none"} != {"state", "is_own"}:
         raise CheckpointError(
-            f"{found.path} must hold the place of a data iterator as an engine writes it, but got {position!r:.100}. "
-            "Load another tag, or load_module_only=True."
+            f"{found.path} must hold the place of a data iterator as an engine writes it, but got "
+            f"{position!r:.100}. Load another tag, or load_module_only=True."
         )
     return position
 

@@ -1,4 +1,7 @@
-"""Compiling programs before their first call, with a line before and one after; lines in other long waits."""
+"""Compiling programs before their first call, with a line before and one after.
+
+Lines in other long waits.
+"""
 
 import contextlib
 import functools
@@ -22,7 +25,10 @@ _EVERY_S = 20.0
 
 
 def print_line(line: str) -> None:
-    """Write a line for the person who watches a run; to stderr, since stdout belongs to the program."""
+    """Write a line for the person who watches a run.
+
+    To stderr, since stdout belongs to the program.
+    """
     print(line, file=sys.stderr, flush=True)  # noqa: T201  # the one place that prints
 
 
@@ -41,7 +47,9 @@ class Compiler:
         if self._reporter is not None and jax.process_index() == 0:
             self._reporter(line)
 
-    def compile(self, function: Any, args: tuple[Any, ...], name: str, describe: Callable[[], str]) -> None:
+    def compile(
+        self, function: Any, args: tuple[Any, ...], name: str, describe: Callable[[], str]
+    ) -> None:
         """Compile a function whose arguments always have one form, unless that is done.
 
         The next call finds the program in JAX's own cache. So the long part is over before a state

@@ -52,18 +52,20 @@ T = TypeVar("T")
 class Engine(ABC):
     """The names that both engines answer to alike; made by `jaxpipe.initialize`.
 
-    It pulls microbatches from iterators and calls the functional step on the one `TrainState` it holds. Every entry of
-    an iterator is `(inputs, labels)` or `(inputs, labels, side)` with leaves `[microbatch_size * replicas, ...]`, of
-    which replica r takes the r-th contiguous block. The replicas are the places along `data`, times those along `fsdp`
-    where the mesh has that axis. Where there are several processes, each feeds the samples of its own replicas,
-    `data_shard`, with leaves `[microbatch_size * len(data_shard.replicas), ...]`. Batches may differ in shape, such as
-    the length of a sequence: each new shape is compiled once, with a line that names it, and the programs of the last
-    8 shapes are kept.
+    It pulls microbatches from iterators and calls the functional step on the one `TrainState` it
+    holds. Every entry of an iterator is `(inputs, labels)` or `(inputs, labels, side)` with leaves
+    `[microbatch_size * replicas, ...]`, of which replica r takes the r-th contiguous block. The
+    replicas are the places along `data`, times those along `fsdp` where the mesh has that axis.
+    Where there are several processes, each feeds the samples of its own replicas, `data_shard`,
+    with leaves `[microbatch_size * len(data_shard.replicas), ...]`. Batches may differ in shape,
+    such as the length of a sequence: each new shape is compiled once, with a line that names it,
+    and the programs of the last 8 shapes are kept.
 
-    One thread at a time may be in its methods; another is refused. Ctrl-C, or another signal whose handler raises,
-    never costs the state: while a step exchanges it the signal waits for the few milliseconds that this takes, and
-    microbatches that were pulled for a batch which then does not run come again with the next from the same iterator.
-    Tracing, compiling and waiting for results are interrupted at once.
+    One thread at a time may be in its methods; another is refused. Ctrl-C, or another signal whose
+    handler raises, never costs the state: while a step exchanges it the signal waits for the few
+    milliseconds that this takes, and microbatches that were pulled for a batch which then does not
+    run come again with the next from the same iterator. Tracing, compiling and waiting for results
+    are interrupted at once.
 
     Args:
         module: The layers and their cut.
@@ -82,14 +84,18 @@ class Engine(ABC):
         lr_scheduler: The schedule in use, where one was given apart from the optimiser.
         config: The configuration.
         mesh: The devices, axes `stage` and `data`.
-        training_dataloader: What `set_dataloader` was given, or else what `train_batch()` reads; None: nothing.
-        data_shard: The replicas whose samples this process feeds; all of them where there is one process.
-        grid: Ranks and groups of the module's topology, for this process's first device. Rank r is the device at
-            the topology's r-th place: `jax.devices()[r]`, unless a mesh was given.
+        training_dataloader: What `set_dataloader` was given, or else what `train_batch()` reads;
+            None: nothing.
+        data_shard: The replicas whose samples this process feeds; all of them where there is one
+            process.
+        grid: Ranks and groups of the module's topology, for this process's first device. Rank r is
+            the device at the topology's r-th place: `jax.devices()[r]`, unless a mesh was given.
 
     Raises:
-        ConfigError: The batch sizes do not fit, or the optimiser couples parameters of different stages.
-        JaxpipeError: What `make_pipeline` raises, if shapes are known; `model_parameters` are checked then too.
+        ConfigError: The batch sizes do not fit, or the optimiser couples parameters of different
+            stages.
+        JaxpipeError: What `make_pipeline` raises, if shapes are known; `model_parameters` are
+            checked then too.
     """
 
     def __init__(  # noqa: PLR0913  # what initialize gathers
@@ -112,7 +118,13 @@ class Engine(ABC):
         self.config, self.mesh = config, mesh
         self.optimizer, self.lr_scheduler = chosen.transformation, chosen.lr_scheduler
         self._trainer = Trainer(
-            module, self.optimizer, config, mesh, tree=tree, model_parameters=model_parameters, reporter=reporter
+            module,
+            self.optimizer,
+            config,
+            mesh,
+            tree=tree,
+            model_parameters=model_parameters,
+            reporter=reporter,
         )
         topology = mesh_topology(mesh, module.given_topology)
         self.grid = PipelineParallelGrid(topology, _first_rank(rank_devices(topology, mesh)))
@@ -135,23 +147,29 @@ class Engine(ABC):
         # Last, so that what is wrong above leaves no files and no runs behind.
         self._telemetry.open()
         if config.dump_state:
-            shown = json.dumps(dataclasses.asdict(without_secrets(config)), default=_plain, indent=2)
+            shown = json.dumps(
+                dataclasses.asdict(without_secrets(config)), default=_plain, indent=2
+            )
             self._trainer.compiler.report(f"configuration: {shown}")
 
     def __repr__(self) -> str:
         shape = mesh_shape(self.mesh)
-        places = "".join(f", {length} places of the axis {axis}" for axis, length in list(shape.items())[2:])
+        places = "".join(
+            f", {length} places of the axis {axis}" for axis, length in list(shape.items())[2:]
+        )
         return (
-            f"<{type(self).__name__}: {len(self.module.layers)} layers on {shape['stage']} stages x {shape['data']} "
-            f"replicas{places}; {self.micro_batches} microbatches of {self.micro_batch_size} samples a replica, "
-            f"schedule {self.config.pipeline.schedule}, compute in {self.config.compute_dtype}; "
-            f"{self.global_steps} steps>"
+            f"<{type(self).__name__}: {len(self.module.layers)} layers on {shape['stage']} stages "
+            f"x {shape['data']} replicas{places}; {self.micro_batches} microbatches of "
+            f"{self.micro_batch_size} samples a replica, schedule {self.config.pipeline.schedule}, "
+            f"compute in {self.config.compute_dtype}; {self.global_steps} steps>"
         )
 
     def _repr_html_(self) -> str:
         """The engine as notebooks show it: the layers by stage, and the schedule as a picture."""
         facts = {
-            "devices": ", ".join(f"{length} along {axis}" for axis, length in mesh_shape(self.mesh).items()),
+            "devices": ", ".join(
+                f"{length} along {axis}" for axis, length in mesh_shape(self.mesh).items()
+            ),
             "microbatches": f"{self.micro_batches} of {self.micro_batch_size} samples a replica",
             "schedule": self.config.pipeline.schedule,
             "compute in": self.config.compute_dtype,
@@ -197,25 +215,28 @@ class Engine(ABC):
         """Train one batch of `gradient_accumulation_steps()` microbatches.
 
         Args:
-            data_iter: Iterator of entries; None: the one given to `set_dataiterator`, or made of `training_data`.
+            data_iter: Iterator of entries; None: the one given to `set_dataiterator`, or made of
+                `training_data`.
 
         Returns:
-            The loss of the batch, the mean over microbatches and replicas: a scalar on all devices, computed while the
-            caller goes on. `float(loss)` waits for it.
+            The loss of the batch, the mean over microbatches and replicas: a scalar on all devices,
+            computed while the caller goes on. `float(loss)` waits for it.
 
         Raises:
-            StopIteration: The iterator ended; nothing has changed. Where it ended within the batch, the log names the
-                microbatches that are lost.
-            PipelineError: There is no optimiser or no iterator, another thread is in the engine, a batch has been begun
-                with `backward`, or gradients overflowed at the smallest loss scale, now or in a batch before.
-            DataError: An entry does not fit its neighbours or the batches before; nothing has changed.
+            StopIteration: The iterator ended; nothing has changed. Where it ended within the batch,
+                the log names the microbatches that are lost.
+            PipelineError: There is no optimiser or no iterator, another thread is in the engine, a
+                batch has been begun with `backward`, or gradients overflowed at the smallest loss
+                scale, now or in a batch before.
+            DataError: An entry does not fit its neighbours or the batches before; nothing has
+                changed.
         """
         self._check_between_batches("train_batch")
         trainer = self._trainer
         if trainer.optimizer is None:
             raise PipelineError(
-                "train_batch must have an optimizer, but got optimizer=None. Give initialize(optimizer=...) an optax "
-                "transformation, or name one in the config."
+                "train_batch must have an optimizer, but got optimizer=None. Give "
+                "initialize(optimizer=...) an optax transformation, or name one in the config."
             )
         # Before data are pulled: a batch that cannot be trained is not to be lost.
         trainer.watch.check()
@@ -224,18 +245,25 @@ class Engine(ABC):
             self._recorder = self._recorder or breakdown.begin()
         sizes = trainer.sizes
         with self._source.transaction():
-            pipeline, batch = self._pull(data_iter, sizes.gradient_accumulation_steps, is_training=True)
+            pipeline, batch = self._pull(
+                data_iter, sizes.gradient_accumulation_steps, is_training=True
+            )
             if breakdown is not None:
                 breakdown.note("data")
             # Before signals are held: compiling takes long and must be interruptible.
             state = trainer.prepare("the training step", pipeline.step, batch)
-            with hold_signals():  # the step donates the old state's arrays, and until it is counted nobody has the new
+            # The step donates the old state's arrays, and until it is counted nobody has the new.
+            with hold_signals():
                 # Profilers tell steps apart by it.
-                with jax.profiler.StepTraceAnnotation("jaxpipe_train_step", step_num=trainer.global_steps):
+                with jax.profiler.StepTraceAnnotation(
+                    "jaxpipe_train_step", step_num=trainer.global_steps
+                ):
                     launch = trainer.launch if self._recorder is None else self._launch_recorded
                     state, metrics = launch(pipeline.step, state, batch)
                 self._reports.count_tokens(batch)
-                self._count_step(state, metrics, sizes.gradient_accumulation_steps, sizes.train_batch_size)
+                self._count_step(
+                    state, metrics, sizes.gradient_accumulation_steps, sizes.train_batch_size
+                )
                 self._source.commit()
         if breakdown is not None:
             breakdown.note("host")
@@ -259,15 +287,15 @@ class Engine(ABC):
             data_iter: Iterator of entries, other than that of the training data.
             return_logits: Return the model's outputs too.
             compute_loss: False: labels are not looked at and may be None, and the loss is None.
-            reduce_output: `"avg"` gives the loss of the batch; None gives that of each microbatch, averaged over
-                replicas, of shape `[num_micro_batches]`.
+            reduce_output: `"avg"` gives the loss of the batch; None gives that of each microbatch,
+                averaged over replicas, of shape `[num_micro_batches]`.
             bcast_loss: False: the loss is None in a process without a device of the last stage.
             num_micro_batches: Entries to pull; None: as many as in training.
 
         Returns:
-            The loss, or with `return_logits` `(loss, outputs)`. Outputs are those of all microbatches, on all stages,
-            with leaves `[num_micro_batches, microbatch_size * replicas, ...]`; DeepSpeed gives the last microbatch's on
-            the last stage alone.
+            The loss, or with `return_logits` `(loss, outputs)`. Outputs are those of all
+            microbatches, on all stages, with leaves `[num_micro_batches, microbatch_size *
+            replicas, ...]`; DeepSpeed gives the last microbatch's on the last stage alone.
 
         Raises:
             StopIteration: The iterator ended.
@@ -292,7 +320,9 @@ class Engine(ABC):
             if return_logits:
                 check_outputs(pipeline)
             if compute_loss and return_logits:
-                metrics, outputs = run("evaluation with outputs", pipeline.evaluate_and_predict, batch)
+                metrics, outputs = run(
+                    "evaluation with outputs", pipeline.evaluate_and_predict, batch
+                )
             elif compute_loss:
                 metrics = run("evaluation", pipeline.evaluate, batch)
             elif return_logits:
@@ -307,8 +337,9 @@ class Engine(ABC):
     def predict(self, inputs: PyTree, *, side: Mapping[str, PyTree] | None = None) -> PyTree:
         """Run the model forward without labels, for any number of samples.
 
-        Samples are cut into microbatches of the configured size, the last one filled up with copies of the last sample,
-        so they must not influence each other outside training. Each number of microbatches is a program of its own.
+        Samples are cut into microbatches of the configured size, the last one filled up with copies
+        of the last sample, so they must not influence each other outside training. Each number of
+        microbatches is a program of its own.
 
         Args:
             inputs: The inputs of all samples: arrays `[num_samples, ...]`.
@@ -318,20 +349,25 @@ class Engine(ABC):
             The model's outputs: arrays `[num_samples, ...]`, on every device.
 
         Raises:
-            DataError: There is no sample, leaves disagree on how many there are, one is no array of numbers, or
-                structure or dtypes are not those of the batches before.
+            DataError: There is no sample, leaves disagree on how many there are, one is no array of
+                numbers, or structure or dtypes are not those of the batches before.
             LayerError: Outputs have no dim of samples.
         """
         trainer = self._trainer
 
         def read() -> tuple[tuple[Pipeline, int], Batch]:
-            batch, num_samples = split_samples(inputs, side, self.micro_batch_size * trainer.num_replicas)
+            batch, num_samples = split_samples(
+                inputs, side, self.micro_batch_size * trainer.num_replicas
+            )
             num_microbatches = jax.tree.leaves(batch)[0].shape[0]
-            pipeline = trainer.programs.for_batch(batch, num_microbatches, has_labels=False, is_whole=True)
+            pipeline = trainer.programs.for_batch(
+                batch, num_microbatches, has_labels=False, is_whole=True
+            )
             check_outputs(pipeline)
             return (pipeline, num_samples), batch
 
-        # Whole on every process, as the caller gave it: each gives all samples, and gets all outputs.
+        # Whole on every process, as the caller gave it: each gives all samples, and gets all
+        # outputs.
         (pipeline, num_samples), batch = self._take("predict", read, is_whole=True)
         outputs = trainer.run("prediction", pipeline.predict, pipeline.place_batch(batch))
         trainer.block_until_ready()  # joining is a program of its own
@@ -341,17 +377,20 @@ class Engine(ABC):
 
     @one_thread
     def lower(self, batch: Entry) -> jax.stages.Lowered:
-        """Lower the training step without running it: for memory analysis, HLO, or compiling ahead of time.
+        """Lower the training step without running it.
+
+        For memory analysis, HLO, or compiling ahead of time.
 
         Args:
-            batch: A whole batch `(inputs, labels)` or `(inputs, labels, side)`, arrays or shapes, leaves
-                `[num_microbatches, microbatch_size * replicas, ...]`.
+            batch: A whole batch `(inputs, labels)` or `(inputs, labels, side)`, arrays or shapes,
+                leaves `[num_microbatches, microbatch_size * replicas, ...]`.
 
         Returns:
             The lowered step.
 
         Raises:
-            DataError: The batch has another number of microbatches or samples, or other dtypes than those before.
+            DataError: The batch has another number of microbatches or samples, or other dtypes than
+                those before.
         """
         whole = split_entry(batch, "the batch")
         pipeline = self._trainer.programs.for_batch(whole, self.micro_batches, is_whole=True)
@@ -370,23 +409,26 @@ class Engine(ABC):
     ) -> None:
         """Write a step of the schedule as a trace for https://ui.perfetto.dev or chrome://tracing.
 
-        A track a stage, with every forward and backward at the time that is planned for it. In notebooks,
-        `jaxpipe.schedules.draw(engine.pipeline.program)` shows the same as a picture.
+        A track a stage, with every forward and backward at the time that is planned for it. In
+        notebooks, `jaxpipe.schedules.draw(engine.pipeline.program)` shows the same as a picture.
 
-        With `measure`, a batch is trained as by `train_batch`, recorded by JAX's profiler, and written beside the plan:
-        on the stages that this process has devices of, one device each, with what their operations took.
+        With `measure`, a batch is trained as by `train_batch`, recorded by JAX's profiler, and
+        written beside the plan: on the stages that this process has devices of, one device each,
+        with what their operations took.
 
         Args:
             path: The file, JSON.
             measure: Whether to train a batch and measure it.
             data_iter: As for `train_batch`.
-            forward_s: Seconds of the forward of one microbatch through a whole stage, all its chunks.
+            forward_s: Seconds of the forward of one microbatch through a whole stage, all its
+                chunks.
             backward_s: Seconds of its whole backward.
-            weight_s: Seconds of the weight gradient of that, where backwards are split. Default: half of it.
+            weight_s: Seconds of the weight gradient of that, where backwards are split. Default:
+                half of it.
 
         Raises:
-            PipelineError: No shapes are known yet; or with `measure`, the operations of the step are not those of the
-                schedule, as where idle actions are computed and dropped.
+            PipelineError: No shapes are known yet; or with `measure`, the operations of the step
+                are not those of the schedule, as where idle actions are computed and dropped.
             ScheduleError: The times are none.
         """
         target = local_path(path, "path")
@@ -405,22 +447,27 @@ class Engine(ABC):
         self._source.set_iterator(iterator)
 
     def set_dataloader(self, loader: Iterable[Entry]) -> None:
-        """Store a loader whose microbatches `train_batch()` reads, from one `iter()` of it; DeepSpeed's name.
+        """Store a loader whose microbatches `train_batch()` reads, from one `iter()` of it.
+
+        DeepSpeed's name.
 
         Raises:
             DataError: It cannot be iterated.
         """
         if not isinstance(loader, Iterable):
             raise DataError(
-                f"set_dataloader must be given something to iterate, but got a {type(loader).__name__}. Pass a loader "
-                "or a list of (inputs, labels), or RepeatingLoader(...) of it to go round without end."
+                "set_dataloader must be given something to iterate, but got a "
+                f"{type(loader).__name__}. Pass a loader or a list of (inputs, labels), or "
+                "RepeatingLoader(...) of it to go round without end."
             )
         iterator = loader if isinstance(loader, Iterator) else LoaderIterator(loader)
         self._source.set_iterator(iterator)
         self.training_dataloader = loader
 
     def set_batch_fn(self, fn: Callable[[Any], Entry] | None) -> None:
-        """Map every entry pulled from an iterator to `(inputs, labels)` or `(inputs, labels, side)`; None maps none.
+        """Map every entry pulled from an iterator.
+
+        The function returns `(inputs, labels)` or `(inputs, labels, side)`; None maps none.
 
         Raises:
             DataError: It is not callable.
@@ -438,28 +485,33 @@ class Engine(ABC):
     ) -> bool:
         """Write a checkpoint to `save_dir/tag`; all processes call.
 
-        It holds parameters, the optimiser's state, the loss scale, collections of the layers, counters, the
-        run's key, the learning rate's state, the state of the training iterator if it has `get_state` and `set_state`,
-        the configuration and a table of layers, and opens at any number of stages and replicas. It is there whole or
-        not at all, at every moment; a tag that is there is replaced at the end. With `checkpoint.async_save` the call
-        returns as soon as training may go on; `wait_for_checkpoint`, or the end of the program, waits for the rest.
+        It holds parameters, the optimiser's state, the loss scale, collections of the layers,
+        counters, the run's key, the learning rate's state, the state of the training iterator if it
+        has `get_state` and `set_state`, the configuration and a table of layers, and opens at any
+        number of stages and replicas. It is there whole or not at all, at every moment; a tag that
+        is there is replaced at the end. With `checkpoint.async_save` the call returns as soon as
+        training may go on; `wait_for_checkpoint`, or the end of the program, waits for the rest.
 
         Args:
             save_dir: A directory that all processes see. Only one run may save there at a time.
             tag: Name of the checkpoint, a folder; None: `global_step<N>`.
-            client_state: A dictionary of numbers, strings, lists and dictionaries, which `load_checkpoint` returns.
-            save_latest: Whether `load_checkpoint` without a tag may find it; the file `latest` then names it.
-            exclude_frozen_parameters: Leave out what `PipelineModule(trainable=...)` freezes. Such a checkpoint opens
-                where this is frozen too, and has its values already, from `model_parameters` or another checkpoint.
+            client_state: A dictionary of numbers, strings, lists and dictionaries, which
+                `load_checkpoint` returns.
+            save_latest: Whether `load_checkpoint` without a tag may find it; the file `latest` then
+                names it.
+            exclude_frozen_parameters: Leave out what `PipelineModule(trainable=...)` freezes. Such
+                a checkpoint opens where this is frozen too, and has its values already, from
+                `model_parameters` or another checkpoint.
 
         Returns:
             True, as in DeepSpeed.
 
         Raises:
-            CheckpointError: `save_dir` is no path, the tag is no name or differs between processes, `client_state`
-                holds something else, the directory cannot be written, or the last save in the background failed.
-                Earlier checkpoints are as they were.
-            PipelineError: No shapes are known yet, or a batch has been begun, whose gradients no checkpoint holds.
+            CheckpointError: `save_dir` is no path, the tag is no name or differs between processes,
+                `client_state` holds something else, the directory cannot be written, or the last
+                save in the background failed. Earlier checkpoints are as they were.
+            PipelineError: No shapes are known yet, or a batch has been begun, whose gradients no
+                checkpoint holds.
 
         Reference:
             DeepSpeed's `save_checkpoint`, whose files are pickles.
@@ -467,15 +519,19 @@ class Engine(ABC):
         self._check_between_batches("save_checkpoint")
         with self._telemetry.timed("save_checkpoint"):
             self._checkpointer.save(
-                save_dir, tag, client_state, save_latest=save_latest, exclude_frozen=exclude_frozen_parameters
+                save_dir,
+                tag,
+                client_state,
+                save_latest=save_latest,
+                exclude_frozen=exclude_frozen_parameters,
             )
         return True
 
     def wait_for_checkpoint(self) -> None:
         """Wait until the last checkpoint is on disk; all processes call.
 
-        A program that ends without it waits too, and where the checkpoint could not be written says so and exits with
-        status 120.
+        A program that ends without it waits too, and where the checkpoint could not be written says
+        so and exits with status 120.
 
         Raises:
             CheckpointError: It could not be written.
@@ -493,52 +549,59 @@ class Engine(ABC):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Go on from a checkpoint, written with any number of stages and replicas, with or without ZeRO.
+        """Go on from a checkpoint of any number of stages and replicas, with or without ZeRO.
 
         Args:
             load_dir: What was given to `save_checkpoint`.
             tag: Name of the checkpoint; None: the last that was committed with `save_latest`.
-            load_module_strict: Refuse layers that are not exactly the model's. Otherwise what fits is loaded and a
-                warning names the rest, which keeps its values.
+            load_module_strict: Refuse layers that are not exactly the model's. Otherwise what fits
+                is loaded and a warning names the rest, which keeps its values.
             load_optimizer_states: Load the optimiser's state and the loss scale; else they stay.
-            load_lr_scheduler_states: Load the hyperparameters that the optimiser keeps, such as the learning rate, and
-                the place in their schedule; else they stay.
-            load_module_only: Load parameters and collections, and nothing else: no counters, no state of the data
-                iterator.
+            load_lr_scheduler_states: Load the hyperparameters that the optimiser keeps, such as the
+                learning rate, and the place in their schedule; else they stay.
+            load_module_only: Load parameters and collections, and nothing else: no counters, no
+                state of the data iterator.
 
         Returns:
-            `(path, client_state)`: the checkpoint's folder, and what `save_checkpoint` was given. `(None, {})` with a
-            warning where the directory holds no checkpoint.
+            `(path, client_state)`: the checkpoint's folder, and what `save_checkpoint` was given.
+            `(None, {})` with a warning where the directory holds no checkpoint.
 
         Raises:
-            CheckpointError: `load_dir` is no path, there is none with that tag, it is damaged, or its layers or the
-                optimiser's state do not fit; the engine is as it was.
-            DataError: The state of the data iterator does not fit the one that is set; the engine is as it was.
+            CheckpointError: `load_dir` is no path, there is none with that tag, it is damaged, or
+                its layers or the optimiser's state do not fit; the engine is as it was.
+            DataError: The state of the data iterator does not fit the one that is set; the engine
+                is as it was.
             PipelineError: No shapes are known yet, and the checkpoint holds none.
 
         Reference:
             DeepSpeed's `load_checkpoint`, which returns `(None, None)` where there is none.
         """
-        what = LoadOptions(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
+        what = LoadOptions(
+            load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only
+        )
         with self._telemetry.timed("load_checkpoint"):
             return self._checkpointer.load(load_dir, tag, what)
 
     @one_thread
     def load_huggingface(self, folder: str | PathLike[str], renames: Sequence[Rename]) -> None:
-        """Take the parameters out of the safetensors files of Hugging Face's libraries; all processes call.
+        """Take the parameters out of the safetensors files of Hugging Face's libraries.
 
-        A process reads the tensors of its own stages alone, one after another, and never more than that lies in its
-        memory. The optimiser's state, counters and collections stay as they are.
+        All processes call.
+
+        A process reads the tensors of its own stages alone, one after another, and never more than
+        that lies in its memory. The optimiser's state, counters and collections stay as they are.
 
         Args:
-            folder: Holds `model.safetensors`, or an index and the shards that it names; all processes see it.
-            renames: The table of names, such as `jaxpipe.models.llama_names(config)`. Adapters of `jaxpipe.layers.lora`
-                keep their values.
+            folder: Holds `model.safetensors`, or an index and the shards that it names; all
+                processes see it.
+            renames: The table of names, such as `jaxpipe.models.llama_names(config)`. Adapters of
+                `jaxpipe.layers.lora` keep their values.
 
         Raises:
-            CheckpointError: A file is missing or damaged; the table does not name every parameter once; tensors are
-                missing, left over, of another shape, or of integers for floating-point parameters; or two names of one
-                tied tensor differ. The engine is as it was.
+            CheckpointError: A file is missing or damaged; the table does not name every parameter
+                once; tensors are missing, left over, of another shape, or of integers for
+                floating-point parameters; or two names of one tied tensor differ. The engine is as
+                it was.
             PipelineError: No shapes are known yet.
         """
         with self._telemetry.timed("load_huggingface"):
@@ -552,9 +615,10 @@ class Engine(ABC):
     ) -> None:
         """From now on, when the process is asked to end, finish the step, save, and exit.
 
-        Schedulers send SIGTERM some time before they take a node away. The next `train_batch` that ends after it, or
-        the `step` that updates, writes a checkpoint with the tag `global_step<N>`, waits until it is committed, and
-        raises `SystemExit` with 128 plus the signal's number, so that `finally` clauses run. All processes call.
+        Schedulers send SIGTERM some time before they take a node away. The next `train_batch` that
+        ends after it, or the `step` that updates, writes a checkpoint with the tag
+        `global_step<N>`, waits until it is committed, and raises `SystemExit` with 128 plus the
+        signal's number, so that `finally` clauses run. All processes call.
 
         Args:
             save_dir: As for `save_checkpoint`.
@@ -568,9 +632,10 @@ class Engine(ABC):
 
     @one_thread
     def module_state_dict(self) -> PyTree:
-        """The present parameters as numpy arrays, in the form of `PipelineModule.init`, or in a plain model's own.
+        """The present parameters as numpy arrays.
 
-        Before the first batch they are `model_parameters` as they were given; where there are none, shapes are needed.
+        Their form is that of `PipelineModule.init`, or a plain model's own. Before the first batch
+        they are `model_parameters` as they were given; where there are none, shapes are needed.
 
         Raises:
             PipelineError: No shapes are known yet, and no parameters.
@@ -584,21 +649,25 @@ class Engine(ABC):
     def module_collections(self) -> dict[str, PyTree]:
         """Mutable collections of the layers, such as batch statistics, as numpy arrays.
 
-        In the form of `PipelineModule.init_collections`, or in a plain model's own, such as `{"batch_stats": ...}`.
+        In the form of `PipelineModule.init_collections`, or in a plain model's own, such as
+        `{"batch_stats": ...}`.
 
         Raises:
             PipelineError: No shapes are known yet.
         """
         trainer = self._trainer
-        return trainer.tree.unwrap_collections(trainer.pipeline.collections_tree(trainer.state.collections))
+        return trainer.tree.unwrap_collections(
+            trainer.pipeline.collections_tree(trainer.state.collections)
+        )
 
     @one_thread
     def opt_state_tree(self) -> PyTree:
-        """The present state of the optimiser as optax has it for the whole model, with numpy arrays for leaves.
+        """The present state of the optimiser as optax has it for the whole model, in numpy arrays.
 
-        The structure is that of `optimizer.init(params)` for the parameters that are trained, at any number of stages:
-        optax's own functions read it, such as `optax.tree.get(state, "ema")` or
-        `optax.contrib.schedule_free_eval_params(state, params)`. All processes call, and each gets all of it.
+        The structure is that of `optimizer.init(params)` for the parameters that are trained, at
+        any number of stages: optax's own functions read it, such as `optax.tree.get(state, "ema")`
+        or `optax.contrib.schedule_free_eval_params(state, params)`. All processes call, and each
+        gets all of it.
 
         Raises:
             PipelineError: No shapes are known yet.
@@ -608,19 +677,24 @@ class Engine(ABC):
 
     @one_thread
     def load_module_state_dict(
-        self, state_dict: PyTree, strict: bool = True, *, collections: Mapping[str, PyTree] | None = None
+        self,
+        state_dict: PyTree,
+        strict: bool = True,
+        *,
+        collections: Mapping[str, PyTree] | None = None,
     ) -> None:
         """Set the parameters; optimiser state and counters stay.
 
         Args:
             state_dict: A tree as `module_state_dict` returns it.
-            strict: Refuse a tree that is not exactly the model's. Otherwise what fits is taken and a warning names
-                the rest.
+            strict: Refuse a tree that is not exactly the model's. Otherwise what fits is taken and
+                a warning names the rest.
             collections: What `module_collections` returned; None: they stay.
 
         Raises:
-            LayerError: Parameters are missing, unexpected or of another shape, and `strict` is true; one is no array of
-                floating-point numbers; or another process gives other values. Nothing changed.
+            LayerError: Parameters are missing, unexpected or of another shape, and `strict` is
+                true; one is no array of floating-point numbers; or another process gives other
+                values. Nothing changed.
             PipelineError: No shapes are known yet.
         """
         trainer, tree = self._trainer, self._trainer.tree
@@ -633,7 +707,10 @@ class Engine(ABC):
 
         params = run_on_all(read)
         check_equal(
-            lambda: {"parameters": describe_leaves(params), "collections": describe_leaves(collections)},
+            lambda: {
+                "parameters": describe_leaves(params),
+                "collections": describe_leaves(collections),
+            },
             LayerError,
             "Give all processes the same trees: nothing changed.",
         )
@@ -644,7 +721,9 @@ class Engine(ABC):
 
     @one_thread
     def add_monitor(self, monitor: Monitor) -> None:
-        """Give a function the numbers of all steps from now on; all processes call, and in process 0 it is called.
+        """Give a function the numbers of all steps from now on.
+
+        All processes call, and in process 0 it is called.
 
         What it is given, when and where is as for `initialize(monitors=...)`.
 
@@ -663,7 +742,9 @@ class Engine(ABC):
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """Metrics of the last trained batch: `loss`, `grad_norm` and the rest of `Pipeline.step`'s metrics.
+        """Metrics of the last trained batch.
+
+        `loss`, `grad_norm` and the rest of `Pipeline.step`'s metrics.
 
         Arrays on the devices, computed while the caller goes on; empty before the first batch.
         """
@@ -673,11 +754,12 @@ class Engine(ABC):
     def get_lr(self) -> list[float]:
         """The learning rate of the next update, in a list as DeepSpeed's groups have it.
 
-        The optimiser computes with it in float32. A number of the configuration, or one that was set, is given as it
-        was written there, any other as the shortest that is the same in float32.
+        The optimiser computes with it in float32. A number of the configuration, or one that was
+        set, is given as it was written there, any other as the shortest that is the same in
+        float32.
 
-        For Muon the second is that of the parameters which Adam updates. A schedule built into a finished optax
-        optimiser is not known here: its rate is that of the last update.
+        For Muon the second is that of the parameters which Adam updates. A schedule built into a
+        finished optax optimiser is not known here: its rate is that of the last update.
 
         Raises:
             PipelineError: The optimiser does not keep it in its state, or there is no optimiser.
@@ -686,9 +768,10 @@ class Engine(ABC):
 
     @one_thread
     def get_mom(self) -> list[float | tuple[float, float]]:
-        """The momentum of the next update, in a list as DeepSpeed's groups have it, as numbers as in `get_lr`.
+        """The momentum of the next update, in a list as DeepSpeed's groups have it.
 
-        `momentum`, or `(b1, b2)`, or `b1` alone where the state does not keep `b2`; for Muon both.
+        It is in numbers, as in `get_lr`: `momentum`, or `(b1, b2)`, or `b1` alone where the state
+        does not keep `b2`; for Muon both.
 
         Raises:
             PipelineError: The optimiser keeps none in its state, or there is no optimiser.
@@ -711,26 +794,33 @@ class Engine(ABC):
     def set_hyperparams(self, **values: float) -> None:
         """Set hyperparameters that the optimiser keeps in its state, for all updates from now on.
 
-        Those of the configuration's optimisers are kept there, and those of `optax.inject_hyperparams`.
+        Those of the configuration's optimisers are kept there, and those of
+        `optax.inject_hyperparams`.
 
         Args:
             **values: Name to number, such as `learning_rate=1e-4`.
 
         Raises:
-            ConfigError: The optimiser keeps none of that name, it follows a schedule, or a value is no finite number or
-                out of the range that the configuration would accept.
+            ConfigError: The optimiser keeps none of that name, it follows a schedule, or a value is
+                no finite number or out of the range that the configuration would accept.
             PipelineError: No shapes are known yet.
         """
         self._reports.set_hyperparams(values)
         self._lockstep.settings |= {name: str(value) for name, value in values.items()}
 
     def get_global_grad_norm(self) -> jax.Array | None:
-        """Norm of the last batch's gradient over all stages, before clipping; None before the first batch."""
+        """Norm of the last batch's gradient over all stages, before clipping.
+
+        None before the first batch.
+        """
         metrics = self._reports.metrics
         return None if metrics is None else metrics["grad_norm"]
 
     def get_additional_losses(self) -> dict[str, jax.Array] | None:
-        """Losses that layers reported in the last trained batch, by `layer/name`; None where none did."""
+        """Losses that layers reported in the last trained batch, by `layer/name`.
+
+        None where none did.
+        """
         metrics = self._reports.metrics
         return None if metrics is None else metrics.get("losses")
 
@@ -774,19 +864,25 @@ class Engine(ABC):
         return self.micro_batches
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """`train_batch_size`, `train_micro_batch_size_per_gpu` and `gradient_accumulation_steps`; DeepSpeed's name."""
+        """`train_batch_size`, `train_micro_batch_size_per_gpu` and `gradient_accumulation_steps`.
+
+        DeepSpeed's name.
+        """
         return self.train_batch_size(), self.micro_batch_size, self.micro_batches
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> NoReturn:
-        """Refused: the samples of a microbatch are what data are cut into and programs are made for.
+        """Refused.
+
+        The samples of a microbatch are what data are cut into and programs are made for.
 
         Raises:
             PipelineError: Always.
         """
         raise PipelineError(
             "train_micro_batch_size_per_gpu must stay as it is while an engine runs, but got "
-            f"micro_batch_size={micro_batch_size!r} in place of {self.micro_batch_size}. Call set_train_batch_size, "
-            "which changes how many microbatches a batch has, or load a checkpoint into an engine of that size."
+            f"micro_batch_size={micro_batch_size!r} in place of {self.micro_batch_size}. Call "
+            "set_train_batch_size, which changes how many microbatches a batch has, or load a "
+            "checkpoint into an engine of that size."
         )
 
     @one_thread
@@ -806,8 +902,9 @@ class Engine(ABC):
             below = 0 if size is None else size // unit * unit
             nearest = " or ".join(str(size) for size in (below, below + unit) if size > 0) or unit
             raise ConfigError(
-                f"train_batch_size must be a multiple of train_micro_batch_size_per_gpu * replicas = {micro} * "
-                f"{replicas} = {unit}, but got train_batch_size={train_batch_size!r}. Use for instance {nearest}."
+                "train_batch_size must be a multiple of train_micro_batch_size_per_gpu * replicas "
+                f"= {micro} * {replicas} = {unit}, but got train_batch_size={train_batch_size!r}. "
+                f"Use for instance {nearest}."
             )
         self._trainer.sizes = BatchSizes(size, micro, size // unit)
         self._lockstep.settings["train_batch_size"] = str(size)
@@ -835,8 +932,9 @@ class Engine(ABC):
         own = [stage for stage in range(self.num_stages) if self._addresses(stage)]
         if len(own) != 1:
             raise PipelineError(
-                "stage_id must be asked for in a process whose devices are all of one stage, but got devices of "
-                f"stages {own}. Use is_first_stage() and is_last_stage(), engine.grid, or engine.mesh for each device."
+                "stage_id must be asked for in a process whose devices are all of one stage, but "
+                f"got devices of stages {own}. Use is_first_stage() and is_last_stage(), "
+                "engine.grid, or engine.mesh for each device."
             )
         return own[0]
 
@@ -860,12 +958,15 @@ class Engine(ABC):
 
     @property
     def world_size(self) -> int:
-        """Number of devices of the mesh, DeepSpeed's ranks; `jax.process_count()` is that of processes."""
+        """Number of devices of the mesh, DeepSpeed's ranks.
+
+        `jax.process_count()` is that of processes.
+        """
         return self.mesh.size
 
     @abstractmethod
     def _check_between_batches(self, call: str) -> None:
-        """Refuse a call while some microbatches of a batch have been trained and others are to come."""
+        """Refuse a call while some microbatches of a batch are trained and others are to come."""
 
     @abstractmethod
     def _begin_batch(self) -> None:
@@ -883,14 +984,22 @@ class Engine(ABC):
 
         def read() -> tuple[Pipeline, Batch]:
             batch = self._source.pull(
-                data_iter, num_microbatches, what=what, has_labels=has_labels, is_training=is_training
+                data_iter,
+                num_microbatches,
+                what=what,
+                has_labels=has_labels,
+                is_training=is_training,
             )
-            return self._trainer.programs.for_batch(batch, num_microbatches, has_labels=has_labels), batch
+            return self._trainer.programs.for_batch(
+                batch, num_microbatches, has_labels=has_labels
+            ), batch
 
         pipeline, batch = self._take("train_batch" if is_training else "eval_batch", read)
         return pipeline, pipeline.place_batch(batch, self.data_shard.replicas)
 
-    def _take(self, call: str, read: Callable[[], tuple[T, Batch]], *, is_whole: bool = False) -> tuple[T, Batch]:
+    def _take(
+        self, call: str, read: Callable[[], tuple[T, Batch]], *, is_whole: bool = False
+    ) -> tuple[T, Batch]:
         """Take a batch together with the other processes."""
         if jax.process_count() > 1:  # the exchange with them is a program too
             self._trainer.block_until_ready()
@@ -904,10 +1013,15 @@ class Engine(ABC):
             self.train_batch(data_iter)
         finally:
             self._recorder = None
-        devices, names = stage_devices(self.mesh.devices), [each.name for each in self.module.layers]
+        devices, names = (
+            stage_devices(self.mesh.devices),
+            [each.name for each in self.module.layers],
+        )
         return measured_slices(self.pipeline.program, recorded, devices, names)
 
-    def _launch_recorded(self, step: Any, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    def _launch_recorded(
+        self, step: Any, state: TrainState, batch: Batch
+    ) -> tuple[TrainState, Metrics]:
         """Run a step that is to be recorded, to its end."""
         recorder, self._recorder = self._recorder, None
         assert recorder is not None, "a step is to be recorded"
@@ -916,7 +1030,9 @@ class Engine(ABC):
         recorder(operations)
         return results
 
-    def _count_step(self, state: TrainState, metrics: Metrics, num_microbatches: int, num_samples: int) -> None:
+    def _count_step(
+        self, state: TrainState, metrics: Metrics, num_microbatches: int, num_samples: int
+    ) -> None:
         """Set the state after an update, and count it; signals are held."""
         trainer = self._trainer
         trainer.state = state
@@ -940,7 +1056,8 @@ class Engine(ABC):
 
     def _when_loaded(self) -> None:
         trainer = self._trainer
-        trainer.watch = OverflowWatch(trainer.scaler)  # the old one holds flags of steps that are no more
+        # The old one holds flags of steps that are no more.
+        trainer.watch = OverflowWatch(trainer.scaler)
         trainer.model_parameters = None
         self._reports.forget()
         self._telemetry.forget()
@@ -948,24 +1065,36 @@ class Engine(ABC):
         self._begin_batch()
 
     def _addresses(self, stage: int) -> bool:
-        return any(device.process_index == jax.process_index() for device in self.mesh.devices[stage].flat)
+        return any(
+            device.process_index == jax.process_index() for device in self.mesh.devices[stage].flat
+        )
 
 
 def _first_rank(devices: Sequence[Any]) -> int:
     """The rank of this process's first device; 0 where it has none."""
-    return next((rank for rank, device in enumerate(devices) if device.process_index == jax.process_index()), 0)
+    return next(
+        (
+            rank
+            for rank, device in enumerate(devices)
+            if device.process_index == jax.process_index()
+        ),
+        0,
+    )
 
 
 def _plain(value: Any) -> Any:
-    """A value that JSON does not know, as it is shown: an object of any content, a class of schedules."""
+    """A value that JSON does not know, as it is shown.
+
+    An object of any content, a class of schedules.
+    """
     return dict(value) if isinstance(value, Mapping) else str(value)
 
 
 def _check_monitor(monitor: Any) -> None:
     if not callable(monitor):
         raise ConfigError(
-            f"a monitor must be a function of a list of events, but got monitor={monitor!r}. Pass for instance "
-            "lambda events: print(*events)."
+            f"a monitor must be a function of a list of events, but got monitor={monitor!r}. Pass "
+            "for instance lambda events: print(*events)."
         )
 
 
@@ -976,8 +1105,8 @@ def _checked_count(reduce_output: Any, num_micro_batches: Any) -> int | None:
     """
     if reduce_output not in ("avg", None):
         raise ConfigError(
-            f"reduce_output must be 'avg' or None, but got reduce_output={reduce_output!r}. Use None for the losses of "
-            "all microbatches, and reduce them."
+            f"reduce_output must be 'avg' or None, but got reduce_output={reduce_output!r}. Use "
+            "None for the losses of all microbatches, and reduce them."
         )
     count = as_integer(num_micro_batches, 1)
     if count is None and num_micro_batches is not None:

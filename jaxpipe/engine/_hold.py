@@ -11,24 +11,28 @@ PRESSES = 3
 """Number of times the same signal must come to be let through at once."""
 
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2")
-_SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))  # not every system has all
+# Not every system has all.
+_SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
 
 
 @contextlib.contextmanager
 def hold_signals() -> Generator[None]:
     """Let handlers of signals run after the body, not within it.
 
-    A step takes the buffers of the old state before it gives the new one. A handler that raises in between, as
-    Python's own does for Ctrl-C, would leave an engine without either. Signals that came are delivered at the end,
-    before the next line of the caller; signals that end the process without a handler do so at once. The third of a
-    kind is let through, so that a body that takes long can be broken off, at the price of the state.
+    A step takes the buffers of the old state before it gives the new one. A handler that raises in
+    between, as Python's own does for Ctrl-C, would leave an engine without either. Signals that
+    came are delivered at the end, before the next line of the caller; signals that end the process
+    without a handler do so at once. The third of a kind is let through, so that a body that takes
+    long can be broken off, at the price of the state.
 
     Python runs handlers in the main thread alone, so in any other nothing is held back.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handlers = {number: handler for number in _SIGNALS if callable(handler := signal.getsignal(number))}
+    handlers = {
+        number: handler for number in _SIGNALS if callable(handler := signal.getsignal(number))
+    }
     received: dict[int, int] = {}
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -37,7 +41,8 @@ def hold_signals() -> Generator[None]:
             del received[number]
             handlers[signal.Signals(number)](number, frame)
 
-    # Each callback runs, whatever those before it raise; SIGINT's runs last, until then it can break nothing off.
+    # Each callback runs, whatever those before it raise; SIGINT's runs last, until then it can
+    # break nothing off.
     with contextlib.ExitStack() as after:
         for number, handler in handlers.items():
             after.callback(_deliver, number, handler, received)

@@ -15,16 +15,24 @@ _MOST_ACTIONS = 4096
 """Actions of a schedule that is drawn; a browser takes seconds for more."""
 
 
-def engine_html(title: str, module: PipelineModule, pipeline: Pipeline | None, facts: Mapping[str, object]) -> str:
+def engine_html(
+    title: str, module: PipelineModule, pipeline: Pipeline | None, facts: Mapping[str, object]
+) -> str:
     """Show an engine: what it is, its layers by stage, and its schedule as a picture.
 
     The HTML is whole in itself, and nothing is asked of the devices. `pipeline` gives the cut and
     the schedule; None: not known yet. `facts` are numbers by name.
     """
-    lines = [f"<div><p><b>{html.escape(title)}</b></p>", html_table((), [(k, str(v)) for k, v in facts.items()], _CELL)]
+    lines = [
+        f"<div><p><b>{html.escape(title)}</b></p>",
+        html_table((), [(k, str(v)) for k, v in facts.items()], _CELL),
+    ]
     names = [named.name for named in module.layers]
     if pipeline is None:
-        lines.append(f"<p>{html.escape(', '.join(names))}; the cut is known with the shapes of a batch.</p></div>")
+        lines.append(
+            f"<p>{html.escape(', '.join(names))}; the cut is known with the shapes of a "
+            "batch.</p></div>"
+        )
         return "\n".join(lines)
     num_params, ends = pipeline.trace.num_own_params(), pipeline.ends.layers
     parts = zip(pipeline.parts, pipeline.parts[1:], pipeline.part_stages, strict=False)

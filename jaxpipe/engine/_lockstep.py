@@ -24,8 +24,8 @@ from jaxpipe.layers import format_struct, struct_of
 T = TypeVar("T")
 
 _ADVICE = (
-    "Give each process the samples of its own replicas and equally many batches, as jaxpipe.data.BatchLoader with "
-    "shard=jaxpipe.data.process_shard(mesh) does."
+    "Give each process the samples of its own replicas and equally many batches, as "
+    "jaxpipe.data.BatchLoader with shard=jaxpipe.data.process_shard(mesh) does."
 )
 
 
@@ -47,7 +47,9 @@ class Lockstep:
         self._is_alone = False
         """True once it is known that no other process feeds the same shard."""
 
-    def take(self, call: str, read: Callable[[], tuple[T, Batch]], *, is_whole: bool = False) -> tuple[T, Batch]:
+    def take(
+        self, call: str, read: Callable[[], tuple[T, Batch]], *, is_whole: bool = False
+    ) -> tuple[T, Batch]:
         """Take a batch, for what `call` names; returns what `read` does. All processes call.
 
         `read` returns something made for this process's part of the batch, and the part. With
@@ -70,9 +72,12 @@ class Lockstep:
         form = "" if found is None else f"{call} of {format_struct(struct_of(found[1]))}"
         shard = 0 if is_whole else self._shard.index
         content = 0 if found is None or (self._is_alone and not is_whole) else _checksum(found[1])
-        # One exchange for all questions, since every step waits for it; texts follow only where something is wrong.
+        # One exchange for all questions, since every step waits for it; texts follow only where
+        # something is wrong.
         settings = zlib.crc32(json.dumps(self.settings, sort_keys=True).encode())
-        gathered = gather_numbers([bool(failure), end is not None, zlib.crc32(form.encode()), content, shard, settings])
+        gathered = gather_numbers(
+            [bool(failure), end is not None, zlib.crc32(form.encode()), content, shard, settings]
+        )
         if gathered[:, 0].any():
             raise_on_all(error, gather_texts(failure))
         if len(set(gathered[:, 5].tolist())) > 1:
@@ -80,7 +85,9 @@ class Lockstep:
             check_equal(lambda: {"settings": self.settings}, ConfigError, repair)
         if end is not None and gathered[:, 1].all():
             raise end
-        _check_batches(gathered, form, "Give all processes the same samples." if is_whole else _ADVICE)
+        _check_batches(
+            gathered, form, "Give all processes the same samples." if is_whole else _ADVICE
+        )
         if not is_whole:
             self._is_alone = np.count_nonzero(gathered[:, 4] == shard) == 1
         if found is None:
@@ -92,17 +99,21 @@ def _check_batches(gathered: np.ndarray, form: str, repair: str) -> None:
     """Raise where the batches of all processes do not go together."""
     if gathered[:, 1].any():
         raise DataError(
-            f"the data of all processes must end after the same batch, but got the end in "
-            f"{_listed(gathered[:, 1])} and another batch in {_listed(gathered[:, 1] == 0)}. {repair}"
+            "the data of all processes must end after the same batch, but got the end in "
+            f"{_listed(gathered[:, 1])} and another batch in {_listed(gathered[:, 1] == 0)}. "
+            f"{repair}"
         )
     if len(set(gathered[:, 2].tolist())) > 1:
         forms = "; ".join(f"process {i}: {text}" for i, text in enumerate(gather_texts(form)))
-        raise DataError(f"the batches of all processes must have one form, but got {forms}. {repair}")
+        raise DataError(
+            f"the batches of all processes must have one form, but got {forms}. {repair}"
+        )
     for shard in sorted(set(gathered[:, 4].tolist())):
         if len(set(gathered[gathered[:, 4] == shard, 3].tolist())) > 1:
             raise DataError(
-                f"processes that hold parts of the same replicas must feed the same samples, but got other ones in "
-                f"{_listed(gathered[:, 4] == shard)}, all of shard {shard}. {repair}"
+                "processes that hold parts of the same replicas must feed the same samples, but "
+                f"got other ones in {_listed(gathered[:, 4] == shard)}, all of shard {shard}. "
+                f"{repair}"
             )
 
 

@@ -12,7 +12,13 @@ import numpy as np
 from jaxpipe._typing import PyTree
 from jaxpipe.data import Batch
 from jaxpipe.errors import PipelineError
-from jaxpipe.executor import Metrics, PartialMetrics, ReportedMetrics, collections_after, loss_divisor
+from jaxpipe.executor import (
+    Metrics,
+    PartialMetrics,
+    ReportedMetrics,
+    collections_after,
+    loss_divisor,
+)
 from jaxpipe.pipeline import Pipeline
 from jaxpipe.state import TrainState
 
@@ -22,14 +28,16 @@ from jaxpipe.state import TrainState
 class GradientAccumulator:
     """Sums over the microbatches of a step that have been trained so far.
 
-    A whole batch divides by the weight of all its microbatches before it differentiates. Here the weights of those to
-    come are not known, so each microbatch is divided by its own, its gradients are multiplied with it again, and
-    `mean` divides the sum by all of them.
+    A whole batch divides by the weight of all its microbatches before it differentiates. Here the
+    weights of those to come are not known, so each microbatch is divided by its own, its gradients
+    are multiplied with it again, and `mean` divides the sum by all of them.
 
     Attributes:
-        gradients: Gradients of `loss` over the number of microbatches in a step, in the form of `TrainState.params`.
+        gradients: Gradients of `loss` over the number of microbatches in a step, in the form of
+            `TrainState.params`.
         loss: Sum of the losses, not yet divided by any weight.
-        weight: How many losses that is the mean of, or the sum of the weights that `loss_fn` returns.
+        weight: How many losses that is the mean of, or the sum of the weights that `loss_fn`
+            returns.
         of_loss: Sums of the metrics that `loss_fn` returns, weighted as the loss.
         reported: What layers reported, summed over microbatches.
         count: Number of microbatches.
@@ -50,7 +58,8 @@ class GradientAccumulator:
         weight = metrics["weight"]
         # 1 for a microbatch that weighs nothing, whose gradients are 0 and stay so.
         divisor = loss_divisor(weight)
-        # The gradients are those of a sum over its weight; the product is that of the sum, which adds up.
+        # The gradients are those of a sum over its weight; the product is that of the sum, which
+        # adds up.
         gradients = jax.tree.map(lambda g: g * divisor.astype(g.real.dtype), gradients)
         reported: ReportedMetrics = {}
         if "losses" in metrics:
@@ -70,7 +79,9 @@ class GradientAccumulator:
         """Metrics and gradients of the step, as those of a whole batch."""
         divisor = loss_divisor(self.weight)
         # Gradients were divided by the number of microbatches, as if they weighed alike.
-        gradients = jax.tree.map(lambda g: g * (self.count / divisor).astype(g.real.dtype), self.gradients)
+        gradients = jax.tree.map(
+            lambda g: g * (self.count / divisor).astype(g.real.dtype), self.gradients
+        )
         reported: ReportedMetrics = jax.tree.map(lambda x: x / self.count, self.reported)
         if self.of_loss:
             of_loss = {name: x / divisor for name, x in self.of_loss.items()}
@@ -97,7 +108,9 @@ def compile_forward(
     def jaxpipe_forward_backward(
         state: TrainState, batch: Batch, index: jax.Array
     ) -> tuple[PyTree, GradientAccumulator, jax.Array]:
-        metrics, gradients, collections = pipeline.partial_gradients(state, batch, index, np.int32(num_microbatches))
+        metrics, gradients, collections = pipeline.partial_gradients(
+            state, batch, index, np.int32(num_microbatches)
+        )
         total = GradientAccumulator.of_microbatch(metrics, gradients, pipeline.loss_metrics)
         return collections, total, metrics["loss"]
 
@@ -120,7 +133,10 @@ def compile_update(
         new = state.collections
         metrics, gradients = total.mean()
         state, more = pipeline.update(state, gradients)
-        return dataclasses.replace(state, collections=collections_after(more, collections, new)), {**metrics, **more}
+        return dataclasses.replace(state, collections=collections_after(more, collections, new)), {
+            **metrics,
+            **more,
+        }
 
     # As the state lay: the next program is compiled for it.
     of_state = jax.tree.map(lambda x: x.sharding, pipeline.state_struct)
@@ -129,13 +145,21 @@ def compile_update(
 
 def _check_aux_losses(pipeline: Pipeline, num_microbatches: int) -> None:
     module, trace = pipeline.module, pipeline.trace
-    names = [f"{named.name}/{name}" for named in module.layers for name in trace.aux[named.index].get("losses", ())]
+    names = [
+        f"{named.name}/{name}"
+        for named in module.layers
+        for name in trace.aux[named.index].get("losses", ())
+    ]
     if (
         names
-        and jax.eval_shape(module.loss_terms, trace.boundaries[-1], pipeline.microbatch_struct.labels)[1] is not None
+        and jax.eval_shape(
+            module.loss_terms, trace.boundaries[-1], pipeline.microbatch_struct.labels
+        )[1]
+        is not None
     ):
         raise PipelineError(
-            "a loss_fn that returns (sum, weight) must be alone in a step of several forward calls, but got "
-            f"gradient_accumulation_steps={num_microbatches} and the layers' loss {names[0]!r}, which all microbatches "
-            "share evenly. Call train_batch(data_iter), or let loss_fn return a mean."
+            "a loss_fn that returns (sum, weight) must be alone in a step of several forward "
+            f"calls, but got gradient_accumulation_steps={num_microbatches} and the layers' loss "
+            f"{names[0]!r}, which all microbatches share evenly. Call train_batch(data_iter), or "
+            "let loss_fn return a mean."
         )

@@ -15,8 +15,8 @@ class ModelTree:
     """The form of the user's parameters and collections.
 
     Attributes:
-        layer: The one layer that is the user's model, whose own tree is used; None: the tree of all layers, as
-            `PipelineModule.init` returns it.
+        layer: The one layer that is the user's model, whose own tree is used; None: the tree of all
+            layers, as `PipelineModule.init` returns it.
     """
 
     layer: str | None = None
@@ -41,8 +41,11 @@ class ModelTree:
         """An optimiser's state with the parameters' trees in it as the user has them."""
         if self.layer is None:
             return state
-        # A part of it in the form of the parameters, such as a moment, is a tree of all layers, of which there is one.
-        return jax.tree.map(lambda x: self.unwrap(x) if _is_of_layers(x) else x, state, is_leaf=_is_of_layers)
+        # A part of it in the form of the parameters, such as a moment, is a tree of all layers, of
+        # which there is one.
+        return jax.tree.map(
+            lambda x: self.unwrap(x) if _is_of_layers(x) else x, state, is_leaf=_is_of_layers
+        )
 
     def check(self, pipeline: Pipeline, params: PyTree) -> None:
         """Compare parameters of all layers with the model's; errors are in the user's words."""
@@ -50,7 +53,9 @@ class ModelTree:
             pipeline.check_params(params)
             return
         wanted = flatten_dict(self.unwrap(pipeline.trace.tree()))
-        check_params(self.unwrap(params), wanted, "Give variables['params'] of the model's own init")
+        check_params(
+            self.unwrap(params), wanted, "Give variables['params'] of the model's own init"
+        )
 
 
 def _is_of_layers(tree: PyTree) -> bool:
@@ -65,13 +70,18 @@ def merge_params(present: PyTree, given: PyTree) -> PyTree:
     """
     now, new = flatten_dict(present), flatten_dict(read_params(given))
     fits = {
-        path: new[path] for path, leaf in now.items() if path in new and tuple(new[path].shape) == tuple(leaf.shape)
+        path: new[path]
+        for path, leaf in now.items()
+        if path in new and tuple(new[path].shape) == tuple(leaf.shape)
     }
-    left = ["/".join(path) for path in (*now, *(p for p in new if p not in now)) if path not in fits]
+    left = [
+        "/".join(path) for path in (*now, *(p for p in new if p not in now)) if path not in fits
+    ]
     if left:
         warnings.warn(
-            f"load_module_state_dict(strict=False) left out {len(left)} parameters that are missing, unexpected or of "
-            f"another shape: {', '.join(left[:8])}{', ...' if len(left) > 8 else ''}",
+            f"load_module_state_dict(strict=False) left out {len(left)} parameters that are "
+            "missing, unexpected or of another shape: "
+            f"{', '.join(left[:8])}{', ...' if len(left) > 8 else ''}",
             stacklevel=6,
         )
     return unflatten_dict({**now, **fits})

@@ -1,4 +1,4 @@
-"""From any number of samples to microbatches, and from the outputs of microbatches back to samples."""
+"""From any number of samples to microbatches, and from their outputs back to samples."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +16,9 @@ from jaxpipe.layers import format_struct
 from jaxpipe.pipeline import Pipeline
 
 
-def split_samples(inputs: PyTree, side: Mapping[str, PyTree] | None, size: int) -> tuple[Batch, int]:
+def split_samples(
+    inputs: PyTree, side: Mapping[str, PyTree] | None, size: int
+) -> tuple[Batch, int]:
     """Cut samples into microbatches of all replicas; copies of the last sample fill the last one.
 
     `inputs` and `side` have leaves `[num_samples, ...]`; `size` is samples per microbatch over all
@@ -26,12 +28,15 @@ def split_samples(inputs: PyTree, side: Mapping[str, PyTree] | None, size: int) 
     """
     if hasattr(inputs, "__next__"):
         raise DataError(
-            f"predict must be given the inputs of all samples as arrays, but got a {type(inputs).__name__}. For "
-            "an iterator call eval_batch(data_iter, return_logits=True, compute_loss=False)."
+            "predict must be given the inputs of all samples as arrays, but got a "
+            f"{type(inputs).__name__}. For an iterator call eval_batch(data_iter, "
+            "return_logits=True, compute_loss=False)."
         )
     given = split_entry((inputs, (), side), "predict")
     named = {
-        name: jax.tree.map_with_path(lambda path, leaf, name=name: host_array(leaf, name + keystr(path)), tree)
+        name: jax.tree.map_with_path(
+            lambda path, leaf, name=name: host_array(leaf, name + keystr(path)), tree
+        )
         for name, tree in (("inputs", given.inputs), ("side", given.side))
     }
     counts = {
@@ -41,20 +46,25 @@ def split_samples(inputs: PyTree, side: Mapping[str, PyTree] | None, size: int) 
     }
     num_samples = next(iter(counts.values()), None)
     if not num_samples or set(counts.values()) != {num_samples}:
-        shown = ", ".join(f"{name}: {'no dim' if count is None else count}" for name, count in counts.items())
+        shown = ", ".join(
+            f"{name}: {'no dim' if count is None else count}" for name, count in counts.items()
+        )
         raise DataError(
-            "all inputs must have the same number of samples as their first dim, and at least one, but got "
-            f"{shown or 'no arrays'}. Add the dim, or cut them to one length."
+            "all inputs must have the same number of samples as their first dim, and at least one, "
+            f"but got {shown or 'no arrays'}. Add the dim, or cut them to one length."
         )
     num_microbatches = -(-num_samples // size)
 
     def split(leaf: np.ndarray) -> np.ndarray:
-        # Copies of a real sample, not zeros, for which a model may divide by 0 or index out of range.
+        # Copies of a real sample, not zeros, for which a model may divide by 0 or index out of
+        # range.
         missing = num_microbatches * size - num_samples
         filled = np.concatenate([leaf, np.repeat(leaf[-1:], missing, axis=0)]) if missing else leaf
         return filled.reshape(num_microbatches, size, *leaf.shape[1:])
 
-    return Batch(jax.tree.map(split, named["inputs"]), (), jax.tree.map(split, named["side"])), num_samples
+    return Batch(
+        jax.tree.map(split, named["inputs"]), (), jax.tree.map(split, named["side"])
+    ), num_samples
 
 
 def join_samples(outputs: PyTree, num_samples: int, mesh: Mesh) -> PyTree:
@@ -63,7 +73,9 @@ def join_samples(outputs: PyTree, num_samples: int, mesh: Mesh) -> PyTree:
     Leaves `[num_microbatches, size, ...]` become `[num_samples, ...]`: only real samples are kept.
     """
     # In a program: rows on the devices of other processes cannot be sliced from the host.
-    return jax.jit(_join, static_argnums=1, out_shardings=NamedSharding(mesh, P()))(outputs, num_samples)
+    return jax.jit(_join, static_argnums=1, out_shardings=NamedSharding(mesh, P()))(
+        outputs, num_samples
+    )
 
 
 def _join(outputs: PyTree, num_samples: int) -> PyTree:
@@ -79,7 +91,7 @@ def check_outputs(pipeline: Pipeline) -> None:
     size = jax.tree.leaves(pipeline.microbatch_struct)[0].shape[0]
     if any(leaf.shape[:1] != (size,) for leaf in jax.tree.leaves(struct)):
         raise LayerError(
-            "the model's outputs must have the samples of a microbatch as their first dim to be returned, "
-            f"{size} here, but got {format_struct(struct)}. Compute what belongs to the whole "
-            "microbatch in loss_fn."
+            "the model's outputs must have the samples of a microbatch as their first dim to be "
+            f"returned, {size} here, but got {format_struct(struct)}. Compute what belongs to the "
+            "whole microbatch in loss_fn."
         )

@@ -1,4 +1,7 @@
-"""`OverflowWatch`: errors where the loss scale can fall no further, without waiting for the devices."""
+"""`OverflowWatch`.
+
+Errors where the loss scale can fall no further, without waiting for the devices.
+"""
 
 from typing import Any
 
@@ -35,12 +38,15 @@ class OverflowWatch:
         Raises PipelineError where gradients overflowed at the smallest loss scale.
         """
         is_alone = jax.process_count() == 1  # else processes could come to different ends
-        while self._pending and (len(self._pending) > 1 or (is_alone and self._pending[0].is_ready())):
+        while self._pending and (
+            len(self._pending) > 1 or (is_alone and self._pending[0].is_ready())
+        ):
             # Waits for the step, unless it has ended.
             self._is_exhausted |= bool(jax.device_get(self._pending.pop(0)))
         if self._is_exhausted and self._scaler is not None:
             raise PipelineError(
                 "gradients must be finite at the smallest loss scale, but got an overflow at "
-                f"fp16.min_loss_scale={self._scaler.min_scale:g}, below which it cannot fall. Look for values that are "
-                "not finite in the batches, lower the learning rate, or use bf16 in place of fp16."
+                f"fp16.min_loss_scale={self._scaler.min_scale:g}, below which it cannot fall. Look "
+                "for values that are not finite in the batches, lower the learning rate, or use "
+                "bf16 in place of fp16."
             )

@@ -8,8 +8,8 @@ from ._engine import Engine
 from ._turn import one_thread
 
 _WHOLE = (
-    "a pipeline interleaves forward, backward and step of many microbatches. Call train_batch(data_iter), or "
-    "eval_batch(data_iter) to evaluate."
+    "a pipeline interleaves forward, backward and step of many microbatches. Call "
+    "train_batch(data_iter), or eval_batch(data_iter) to evaluate."
 )
 
 
@@ -25,7 +25,10 @@ class PipelineEngine(Engine):
     """
 
     def train(self, mode: bool = True) -> None:
-        """Accepted and changes nothing: `train_batch` always trains, `eval_batch` and `predict` never do."""
+        """Accepted and changes nothing.
+
+        `train_batch` always trains, `eval_batch` and `predict` never do.
+        """
 
     def eval(self) -> None:
         """As `train`."""
@@ -36,7 +39,10 @@ class PipelineEngine(Engine):
     __call__ = refused("PipelineEngine.__call__", _WHOLE)
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Always true: gradients have been reduced and applied, as `train_batch` runs whole batches only."""
+        """Always true.
+
+        Gradients have been reduced and applied, as `train_batch` runs whole batches only.
+        """
         return True
 
     @one_thread

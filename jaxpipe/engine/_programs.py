@@ -33,7 +33,7 @@ _PRECISION = "jax_default_matmul_precision"
 
 @dataclass(frozen=True)
 class _Form:
-    """Properties that batches of all shapes share: the cut of the model and the form of its state."""
+    """Properties that batches of all shapes share: the model's cut and the form of its state."""
 
     boundaries: tuple[int, ...]
     cuts: Any
@@ -70,7 +70,9 @@ class ProgramCache:
         self._given = module, config
         self._config, self._recompute = config, settings_for(config, mesh)
         self._replicas, self._num_replicas = replicas, num_batch_shards(mesh)
-        self._microbatch_size = config.batch_sizes(self._num_replicas).train_micro_batch_size_per_gpu
+        self._microbatch_size = config.batch_sizes(
+            self._num_replicas
+        ).train_micro_batch_size_per_gpu
         self._planned_microbatches = planned_microbatches
         self._programs: OrderedDict[Hashable, Pipeline] = OrderedDict()
         self._form: _Form | None = None
@@ -82,7 +84,10 @@ class ProgramCache:
         return len(self._programs)
 
     def for_batch(self, batch: Batch, num_microbatches: int, **options: Any) -> Pipeline:
-        """Pipeline that `get` returns for the microbatches of a batch, leaves `[num_microbatches, samples, ...]`."""
+        """Pipeline that `get` returns for the microbatches of a batch.
+
+        Leaves are `[num_microbatches, samples, ...]`.
+        """
         return self.get(_entry_of(batch), num_microbatches, **options)
 
     def get(
@@ -122,8 +127,11 @@ class ProgramCache:
             self._programs[key] = pipeline
         self._programs.move_to_end(key)
         # After it was built: shapes that were refused do not bind the batches that follow.
-        self._like |= {name: part for name, part in struct._asdict().items() if name != "labels" or has_labels}
-        # `latest` is what parameters and state are read through: one that can train, once there is one.
+        self._like |= {
+            name: part for name, part in struct._asdict().items() if name != "labels" or has_labels
+        }
+        # `latest` is what parameters and state are read through: one that can train, once there is
+        # one.
         if has_labels or not self._latest_has_labels:
             self.latest, self._latest_has_labels = pipeline, has_labels
         return pipeline
@@ -134,23 +142,29 @@ class ProgramCache:
         if is_whole or len(self._replicas) == num_replicas:
             return entry_struct(entry, size, num_replicas)
         part = entry_struct(entry, size, len(self._replicas), "replicas of this process")
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((size * num_replicas, *x.shape[1:]), x.dtype), part)
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((size * num_replicas, *x.shape[1:]), x.dtype), part
+        )
 
     def forget(self) -> None:
         """Drop all programs and what is known of shapes, as before the first batch."""
         self._programs.clear()
         self._form, self._like = None, {}
-        # The cut and the schedule too: those chosen for shapes that were refused need not fit the next ones.
+        # The cut and the schedule too: those chosen for shapes that were refused need not fit the
+        # next ones.
         self.module, self._config = self._given
         self.latest, self._latest_has_labels = None, False
 
     def clear(self) -> None:
         """Drop the programs of all shapes but the latest."""
-        self._programs = OrderedDict((key, each) for key, each in self._programs.items() if each is self.latest)
+        self._programs = OrderedDict(
+            (key, each) for key, each in self._programs.items() if each is self.latest
+        )
 
     def _make(self, struct: Batch, num_microbatches: int, has_labels: bool) -> Pipeline:
         planned = self._planned_microbatches()
-        # What is chosen stays for all shapes, so the first choice must be for training, not for an evaluation.
+        # What is chosen stays for all shapes, so the first choice must be for training, not for an
+        # evaluation.
         if self._form is None and self._is_open and num_microbatches != planned:
             self._make(struct, planned, has_labels)
         # A pipeline needs a loss to be built; this one is 0 for any outputs, and never asked for.
@@ -159,9 +173,18 @@ class ProgramCache:
         config = self._config
         if not has_labels and config.pipeline.split_vocabulary == "auto":
             # Whether the loss can be split is not known yet, and what is chosen here stays.
-            config = dataclasses.replace(config, pipeline=dataclasses.replace(config.pipeline, split_vocabulary=False))
+            config = dataclasses.replace(
+                config, pipeline=dataclasses.replace(config.pipeline, split_vocabulary=False)
+            )
         pipeline = Pipeline(
-            module, self._optimizer, self._mesh, struct, num_microbatches, config, self._recompute, parts
+            module,
+            self._optimizer,
+            self._mesh,
+            struct,
+            num_microbatches,
+            config,
+            self._recompute,
+            parts,
         )
         if self._form is None:
             pipeline.check_recompute()
@@ -171,17 +194,21 @@ class ProgramCache:
             with hold_signals():
                 self._form = form
                 self._config = pipeline.config
-                self.module = self.module.with_cut(pipeline.trace, pipeline.parts, pipeline.part_stages)
+                self.module = self.module.with_cut(
+                    pipeline.trace, pipeline.parts, pipeline.part_stages
+                )
         else:
             _check_form(form, self._form)
         return pipeline
 
     @property
     def _is_open(self) -> bool:
-        """True if the schedule, the cut or the split of the vocabulary is chosen by the costs of the model."""
+        """True if the model's costs choose the schedule, the cut or the split of the vocabulary."""
         section = self._config.pipeline
         is_profiled = profile_source(self.module.partition_method) is not None
-        return self.module.num_stages > 1 and (is_profiled or "auto" in (section.schedule, section.split_vocabulary))
+        return self.module.num_stages > 1 and (
+            is_profiled or "auto" in (section.schedule, section.split_vocabulary)
+        )
 
     def _check_like(self, struct: Batch, has_labels: bool) -> None:
         """Compare structure and dtypes with those of the batches before."""
@@ -191,12 +218,14 @@ class ProgramCache:
                 continue
             if jax.tree.structure(given) != jax.tree.structure(like):
                 raise structures_differ(like, given, name, "this batch", "the batches before")
-            for (path, x), before in zip(jax.tree.leaves_with_path(given), jax.tree.leaves(like), strict=True):
+            for (path, x), before in zip(
+                jax.tree.leaves_with_path(given), jax.tree.leaves(like), strict=True
+            ):
                 if x.dtype != before.dtype:
                     raise DataError(
-                        f"{name}{jax.tree_util.keystr(path)} must have the dtype of the batches before, which had "
-                        f"{format_struct(before)}, but got {format_struct(x)}. Only shapes may change: convert it, or "
-                        "map entries with set_batch_fn."
+                        f"{name}{jax.tree_util.keystr(path)} must have the dtype of the batches "
+                        f"before, which had {format_struct(before)}, but got {format_struct(x)}. "
+                        "Only shapes may change: convert it, or map entries with set_batch_fn."
                     )
 
     def _make_room(self, struct: Batch) -> None:
@@ -206,8 +235,8 @@ class ProgramCache:
         self._programs.popitem(last=False)
         log(
             logging.WARNING,
-            "programs for %d shapes of batches are kept: the one least recently used is dropped for %s. Pad batches to "
-            "fewer lengths.",
+            "programs for %d shapes of batches are kept: the one least recently used is dropped "
+            "for %s. Pad batches to fewer lengths.",
             MAX_PROGRAMS,
             _describe(struct),
         )
@@ -226,7 +255,9 @@ def _entry_of(batch: Batch) -> Batch:
 
 def _describe(struct: Batch) -> str:
     named = struct._asdict().items()
-    return ", ".join(f"{name} {format_struct(part)}" for name, part in named if jax.tree.leaves(part))
+    return ", ".join(
+        f"{name} {format_struct(part)}" for name, part in named if jax.tree.leaves(part)
+    )
 
 
 def _no_loss(outputs: PyTree, labels: PyTree) -> jax.Array:
@@ -240,19 +271,24 @@ def _check_form(new: _Form, first: _Form) -> None:
     repair = "Pad or cut the batches to one shape, or make these layers independent of it."
     for path in {**first.params, **new.params}:
         found, wanted = new.params.get(path), first.params.get(path)
-        if found is None or wanted is None or (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
+        if (
+            found is None
+            or wanted is None
+            or (found.shape, found.dtype) != (wanted.shape, wanted.dtype)
+        ):
             name = "/".join(path)
             raise DataError(
-                f"the shapes of a batch must leave the parameters as they are, but got inputs={new.inputs} with "
-                f"{name}={_shown(found)} where inputs={first.inputs} had {name}={_shown(wanted)}. {repair}"
+                "the shapes of a batch must leave the parameters as they are, but got "
+                f"inputs={new.inputs} with {name}={_shown(found)} where inputs={first.inputs} had "
+                f"{name}={_shown(wanted)}. {repair}"
             )
-    # Cuts too: signatures that differ with the shapes move layers out of the trunk, and their parameters into other
-    # arrays.
+    # Cuts too: signatures that differ with the shapes move layers out of the trunk, and their
+    # parameters into other arrays.
     if new.cuts != first.cuts or not _same(new.state, first.state):
         raise DataError(
             "the shapes of a batch must leave the form of the state as it is, but got "
-            f"inputs={new.inputs} for which other layers are alike, or keep other collections, than for inputs="
-            f"{first.inputs}. {repair}"
+            f"inputs={new.inputs} for which other layers are alike, or keep other collections, "
+            f"than for inputs={first.inputs}. {repair}"
         )
 
 

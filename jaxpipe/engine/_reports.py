@@ -37,7 +37,11 @@ class Reports:
     def __init__(self, trainer: Trainer, schedules: Mapping[str, optax.Schedule]) -> None:
         self._trainer, self._schedules = trainer, schedules
         self._scaler = LossScaler.none() if trainer.scaler is None else trainer.scaler
-        sections = [section.params for section in (trainer.config.optimizer, trainer.config.scheduler) if section]
+        sections = [
+            section.params
+            for section in (trainer.config.optimizer, trainer.config.scheduler)
+            if section
+        ]
         self._written = {np.float32(x): x for x in _numbers(sections)}
         """By the value that the optimiser's state has in float32, a number as the user wrote it."""
         self._access: Hyperparams | None = None
@@ -61,7 +65,9 @@ class Reports:
     def momenta(self) -> list[float | tuple[float, float]]:
         """See `Engine.get_mom`."""
         values = self._next_hyperparams()
-        found: list[float | tuple[float, float]] = [values["momentum"]] if "momentum" in values else []
+        found: list[float | tuple[float, float]] = (
+            [values["momentum"]] if "momentum" in values else []
+        )
         if "b1" in values:
             found.append((values["b1"], values["b2"]) if "b2" in values else values["b1"])
         if not found:
@@ -72,7 +78,9 @@ class Reports:
         """See `Engine.set_hyperparams`."""
         state, access = self._trainer.state, self._hyperparams()
         with hold_signals():  # the write donates the optimiser's state
-            self._trainer.state = dataclasses.replace(state, opt_state=access.write(state.opt_state, values))
+            self._trainer.state = dataclasses.replace(
+                state, opt_state=access.write(state.opt_state, values)
+            )
             self._written |= {np.float32(x): x for x in _numbers(values)}
 
     def loss_scale(self) -> float:
@@ -83,16 +91,21 @@ class Reports:
         return float(jax.device_get(scale.scale))
 
     def count_tokens(self, batch: Batch) -> None:
-        """Add the tokens of what is trained, where all inputs are integers of one shape `[samples, length]`."""
+        """Add the trained tokens if all inputs are integers of one shape `[samples, length]`."""
         leaves = jax.tree.leaves(batch.inputs)
         shapes = {leaf.shape for leaf in leaves}
-        is_text = len(shapes) == 1 and all(jnp.issubdtype(leaf.dtype, jnp.integer) for leaf in leaves)
+        is_text = len(shapes) == 1 and all(
+            jnp.issubdtype(leaf.dtype, jnp.integer) for leaf in leaves
+        )
         if self._num_tokens is not None:
             num_tokens = math.prod(*shapes) if is_text and len(*shapes) == 3 else None
             self._num_tokens = None if num_tokens is None else self._num_tokens + num_tokens
 
     def start_clock(self) -> None:
-        """Begin to measure speed, unless that has begun; the first batch compiles and does not count."""
+        """Begin to measure speed, unless that has begun.
+
+        The first batch compiles and does not count.
+        """
         if self._clock is None:
             self._clock = self._now()
 
@@ -102,7 +115,10 @@ class Reports:
         return self._num_tokens
 
     def start_rates(self) -> dict[str, jax.Array]:
-        """The learning rates of the next update, computed while the caller goes on; `lr` is DeepSpeed's name."""
+        """The learning rates of the next update, computed while the caller goes on.
+
+        `lr` is DeepSpeed's name.
+        """
         if self._trainer.optimizer is None:
             return {}
         # Nothing is waited for: the program exchanges nothing, so that it can wait for no other.
@@ -120,7 +136,9 @@ class Reports:
         parts += [f"lr {rates[_RATE]:.3e}"] if _RATE in rates else []
         parts.append(f"grad norm {float(metrics['grad_norm']):.4f}")
         parts += (
-            [f"loss scale {float(metrics['loss_scale']):g}"] if self._scaler.enabled and "loss_scale" in metrics else []
+            [f"loss scale {float(metrics['loss_scale']):g}"]
+            if self._scaler.enabled and "loss_scale" in metrics
+            else []
         )
         now, since = self._now(), self._clock
         if since is not None and now.num_samples > since.num_samples:
@@ -153,18 +171,22 @@ class Reports:
             values = next_hyperparams(optimizer.init({}), self._schedules) or {}
         else:
             values = self._hyperparams().read(self._trainer.state.opt_state)
-        return {name: self._as_written(x) if isinstance(x, float) else x for name, x in values.items()}
+        return {
+            name: self._as_written(x) if isinstance(x, float) else x for name, x in values.items()
+        }
 
     def _as_written(self, value: float) -> float:
         rounded = np.float32(value)
         return self._written.get(rounded, float(np.format_float_scientific(rounded)))
 
     def _not_kept(self, what: str, call: str, values: Mapping[str, float]) -> PipelineError:
-        names = ", ".join(values) or ("no hyperparameters" if self._trainer.optimizer is not None else "no optimizer")
+        names = ", ".join(values) or (
+            "no hyperparameters" if self._trainer.optimizer is not None else "no optimizer"
+        )
         return PipelineError(
-            f"the {what} must lie in the optimizer's state for {call}, but got one with {names}. Name the optimizer in "
-            "the config, pass optimizer=optax.adamw with lr_scheduler, or build it with "
-            "optax.inject_hyperparams(optax.adamw)(...)."
+            f"the {what} must lie in the optimizer's state for {call}, but got one with {names}. "
+            "Name the optimizer in the config, pass optimizer=optax.adamw with lr_scheduler, or "
+            "build it with optax.inject_hyperparams(optax.adamw)(...)."
         )
 
 

@@ -17,8 +17,8 @@ from jaxpipe.errors import CheckpointError, DataError, PipelineError
 Entry = Sequence[PyTree]
 
 _REPAIR = (
-    "Give set_dataloader or RepeatingLoader a list, a BatchLoader, a StatefulDataLoader of torchdata, "
-    "a grain or an iterable Hugging Face dataset; or begin an iterator of your own at "
+    "Give set_dataloader or RepeatingLoader a list, a BatchLoader, a StatefulDataLoader of "
+    "torchdata, a grain or an iterable Hugging Face dataset; or begin an iterator of your own at "
     "engine.global_steps."
 )
 
@@ -62,7 +62,10 @@ class MicrobatchSource:
         """How many batches in a row it gave."""
         self._has_warned = False
         self._pending: tuple[Any, bool] | None = None
-        """A state that waits for the iterator that training will read, and whether it is that of one that was set."""
+        """A state that waits for the iterator that training will read.
+
+        With it, whether it is the state of an iterator that was set.
+        """
         self._has_moved = False
         """Whether the iterator that is set was sent to another place since the last `snapshot`."""
         self._pulled = _Pulled(None)
@@ -157,13 +160,14 @@ class MicrobatchSource:
         """Map every entry pulled from now on; None maps none."""
         if fn is not None and not callable(fn):
             raise DataError(
-                f"set_batch_fn must be given a function of one entry, but got fn={fn!r}. Pass None for none."
+                f"set_batch_fn must be given a function of one entry, but got fn={fn!r}. Pass None "
+                "for none."
             )
         self._batch_fn = fn
 
     @contextlib.contextmanager
     def transaction(self) -> Generator[None]:
-        """Take back what is pulled within the body if an interrupt ends it before `commit` is called.
+        """Take back what the body pulls if an interrupt ends it before `commit` is called.
 
         An iterator that knows its place goes back to where it stood; of any other the entries are
         kept for the next batch that is pulled from it. An ordinary error is not an interrupt: its
@@ -178,8 +182,9 @@ class MicrobatchSource:
             pulled = self._pulled
             if pulled.entries:
                 interrupt.add_note(
-                    f"A batch was not run for which {len(pulled.entries)} of {pulled.count} microbatches had been "
-                    "pulled; the next batch from the same iterator begins with them."
+                    f"A batch was not run for which {len(pulled.entries)} of {pulled.count} "
+                    "microbatches had been pulled; the next batch from the same iterator begins "
+                    "with them."
                 )
             if pulled.state is None:
                 pulled.detach()
@@ -221,7 +226,8 @@ class MicrobatchSource:
                 "Pass an iterator, or call set_dataiterator."
             )
         if is_training:
-            # Evaluations do not count: the state that a checkpoint stores is that of the training data.
+            # Evaluations do not count: the state that a checkpoint stores is that of the training
+            # data.
             self._num_trained = self._num_trained + 1 if iterator is self._trained else 1
             self._trained = iterator
             self._resume(iterator)
@@ -230,28 +236,37 @@ class MicrobatchSource:
         try:
             for index in range(num_microbatches):
                 if index == len(pulled.entries):
-                    # Python runs no handler of a signal within one call in C, so none can lose an entry on its way.
+                    # Python runs no handler of a signal within one call in C, so none can lose an
+                    # entry on its way.
                     pulled.entries.extend(itertools.islice(iterator, 1))
                 if index == len(pulled.entries):
                     raise StopIteration
                 entry = pulled.entries[index]
-                stack.add(entry if index < pulled.num_mapped else self._mapped(entry, has_labels=has_labels))
+                stack.add(
+                    entry
+                    if index < pulled.num_mapped
+                    else self._mapped(entry, has_labels=has_labels)
+                )
         except Exception as error:
             if not len(stack):
                 if isinstance(error, StopIteration):
                     raise StopIteration(
-                        f"the data ended before {what}: a {_kind(iterator)} has no more entries. For "
-                        "another epoch give a fresh iterator, or RepeatingLoader(...), which goes "
-                        "round without end."
+                        f"the data ended before {what}: a {_kind(iterator)} has no more entries. "
+                        "For another epoch give a fresh iterator, or RepeatingLoader(...), which "
+                        "goes round without end."
                     ) from error
                 raise
-            lost = f"after {len(stack)} of {num_microbatches} microbatches of {what}, which are lost"
+            lost = (
+                f"after {len(stack)} of {num_microbatches} microbatches of {what}, which are lost"
+            )
             if isinstance(error, StopIteration):
                 message = (
-                    f"the data ended {lost}: nothing was computed from them. Give a multiple of {num_microbatches} "
-                    "entries, or RepeatingLoader(...), which goes round without end."
+                    f"the data ended {lost}: nothing was computed from them. Give a multiple of "
+                    f"{num_microbatches} entries, or RepeatingLoader(...), which goes round "
+                    "without end."
                 )
-                # Loops take StopIteration for the end of an epoch, so that its words alone would not be seen.
+                # Loops take StopIteration for the end of an epoch, so that its words alone would
+                # not be seen.
                 log(logging.WARNING, "%s", message)
                 raise StopIteration(message) from error
             error.add_note(f"This came from data_iter {lost}: nothing was computed from them.")
@@ -295,7 +310,8 @@ def _kind(iterator: Any) -> str:
 def _checked_iterator(iterator: Any) -> Iterator[Entry]:
     if not hasattr(iterator, "__next__"):
         raise DataError(
-            f"data_iter must be an iterator, but got a {type(iterator).__name__}. Pass iter(...) of it once, outside "
-            "the training loop, or RepeatingLoader(...) to go round without end."
+            f"data_iter must be an iterator, but got a {type(iterator).__name__}. Pass iter(...) "
+            "of it once, outside the training loop, or RepeatingLoader(...) to go round without "
+            "end."
         )
     return iterator

@@ -29,8 +29,15 @@ class Telemetry:
             takes part in the programs that read the state.
     """
 
-    def __init__(self, trainer: Trainer, reports: Reports, breakdown: Breakdown, monitors: Sequence[Monitor]) -> None:
-        self._trainer, self._reports, self._breakdown, config = trainer, reports, breakdown, trainer.config
+    def __init__(
+        self, trainer: Trainer, reports: Reports, breakdown: Breakdown, monitors: Sequence[Monitor]
+    ) -> None:
+        self._trainer, self._reports, self._breakdown, config = (
+            trainer,
+            reports,
+            breakdown,
+            trainer.config,
+        )
         self._flops: tuple[Pipeline, float] | None = None
         self._log, self._speed = MonitorLog(monitors), _Speed()
         sections = (config.tensorboard, config.wandb, config.csv_monitor, config.comet)
@@ -53,7 +60,11 @@ class Telemetry:
 
     def note_step(self) -> None:
         """A step has been started; called where `is_on` is true."""
-        arrays, samples, num_tokens = self._arrays(), self._trainer.global_samples, self._reports.num_tokens
+        arrays, samples, num_tokens = (
+            self._arrays(),
+            self._trainer.global_samples,
+            self._reports.num_tokens,
+        )
         devices, speed = self._trainer.mesh.local_devices, self._speed
         flops_per_sample = self._flops_per_sample()
         num_devices, peak = self._trainer.mesh.size, peak_flops(devices[0].device_kind)
@@ -66,7 +77,9 @@ class Telemetry:
                 reached = values["samples_per_s"] * flops_per_sample / num_devices
                 values["tflops_per_device"] = reached / 1e12
                 values |= {"mfu": reached / peak} if peak else {}
-            peaks = [stats["peak_bytes_in_use"] for device in devices if (stats := device.memory_stats())]
+            peaks = [
+                stats["peak_bytes_in_use"] for device in devices if (stats := device.memory_stats())
+            ]
             values |= {"peak_memory_gb": max(peaks) / 1e9} if peaks else {}
             return [Event(_PREFIX + name, value, samples) for name, value in values.items()]
 
@@ -74,7 +87,7 @@ class Telemetry:
 
     @contextlib.contextmanager
     def timed(self, what: str) -> Generator[None]:
-        """Log how long a call outside of steps takes, and show that it goes on where it takes long."""
+        """Log how long a call outside of steps takes, and show that it goes on if it takes long."""
         began = time.perf_counter()
         with self._trainer.compiler.waiting(what):
             yield
@@ -86,7 +99,10 @@ class Telemetry:
         """Log how long parts of a step, or calls outside of steps, have taken, in seconds."""
         if times:
             samples = self._trainer.global_samples
-            events = [Event(f"{_PREFIX}elapsed_time_ms_{name}", 1e3 * x, samples) for name, x in times.items()]
+            events = [
+                Event(f"{_PREFIX}elapsed_time_ms_{name}", 1e3 * x, samples)
+                for name, x in times.items()
+            ]
             self._put(lambda: events)
 
     def forget(self) -> None:
@@ -121,7 +137,10 @@ class Telemetry:
 
 
 class _Speed:
-    """Samples and tokens a second, from one step's end to the next; belongs to the thread that waits for steps."""
+    """Samples and tokens a second, from one step's end to the next.
+
+    Belongs to the thread that waits for steps.
+    """
 
     def __init__(self) -> None:
         self._last: tuple[int, int | None, float] | None = None

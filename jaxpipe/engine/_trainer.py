@@ -74,7 +74,8 @@ class Trainer:
         self.watch = OverflowWatch(self.scaler)
         self.global_steps = 0
         self.global_samples = 0
-        # A copy: what the caller does to these arrays until shapes are known must not change the run.
+        # A copy: what the caller does to these arrays until shapes are known must not change the
+        # run.
         given = None if model_parameters is None else tree.wrap(model_parameters)
         self.model_parameters = jax.tree.map(owned, given)
         self._state: TrainState | None = None
@@ -86,10 +87,11 @@ class Trainer:
         if self.programs.latest is None:
             size = self.sizes.train_micro_batch_size_per_gpu * self.num_replicas
             raise PipelineError(
-                "the engine must know the shapes of a batch before this, but none has been seen. Give "
-                f"initialize(example_batch=(inputs, labels)) arrays or jax.ShapeDtypeStructs of {size} samples "
-                f"(train_micro_batch_size_per_gpu * replicas), such as jax.ShapeDtypeStruct(({size}, 128), jnp.int32); "
-                "or training_data=; or train a batch first."
+                "the engine must know the shapes of a batch before this, but none has been seen. "
+                "Give initialize(example_batch=(inputs, labels)) arrays or jax.ShapeDtypeStructs "
+                f"of {size} samples (train_micro_batch_size_per_gpu * replicas), such as "
+                f"jax.ShapeDtypeStruct(({size}, 128), jnp.int32); or training_data=; or train a "
+                "batch first."
             )
         return self.programs.latest
 
@@ -102,17 +104,17 @@ class Trainer:
         if self._state is None:
             pipeline, given = self.pipeline, self.model_parameters
             self.check_parameters()
-            # Made here, not when the engine is: until now a checkpoint could be loaded without paying for initial
-            # weights.
-            # Seeds and initialisers, users' among them, are made of numbers of the host; once.
+            # Made here, not when the engine is: until now a checkpoint could be loaded without
+            # paying for initial weights. Seeds and initialisers, users' among them, are made of
+            # numbers of the host; once.
             with jax.transfer_guard_host_to_device("allow"):
                 self._state = pipeline.init() if given is None else pipeline.init_from(given)
             self.model_parameters = None
         if self.present() is None:
             raise PipelineError(
-                "the engine must have its state for this, but got one whose arrays are gone: a step or a load was "
-                "broken off by force, or pipeline.step was given engine.state. Call load_checkpoint, or initialize "
-                "anew."
+                "the engine must have its state for this, but got one whose arrays are gone: a "
+                "step or a load was broken off by force, or pipeline.step was given engine.state. "
+                "Call load_checkpoint, or initialize anew."
             )
         return self._state
 
@@ -153,9 +155,13 @@ class Trainer:
         return state
 
     def launch(self, function: Callable[..., Any], state: TrainState, *args: Any) -> Any:
-        """Call a program that has been prepared. One that takes the state's buffers: while signals are held."""
+        """Call a program that has been prepared.
+
+        One that takes the state's buffers: while signals are held.
+        """
         results = function(state, *args)
-        self.note_in_flight(jax.tree.leaves(results)[-1])  # never part of the state, whose buffers are donated
+        # The last leaf is never part of the state, whose buffers are donated.
+        self.note_in_flight(jax.tree.leaves(results)[-1])
         return results
 
     def run(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
@@ -170,8 +176,8 @@ class Trainer:
     def block_until_ready(self) -> None:
         """On simulated devices, let the program in flight end before the next starts.
 
-        They share one pool of threads, and a collective holds its thread until all devices have come; two programs in
-        flight could hold all threads and wait for each other.
+        They share one pool of threads, and a collective holds its thread until all devices have
+        come; two programs in flight could hold all threads and wait for each other.
         """
         if self.mesh.devices.flat[0].platform == "cpu":
             jax.block_until_ready(self._in_flight)
@@ -187,9 +193,13 @@ class Trainer:
         if batch is not None:
             batch = split_entry(batch, "the checkpoint's batch")
             size = self.sizes.train_micro_batch_size_per_gpu * len(self.data_shard.replicas)
-            resized = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), batch)
+            resized = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), batch
+            )
             has_labels = self.programs.module.loss_fn is None or bool(jax.tree.leaves(batch.labels))
-            self.programs.get(resized, self.sizes.gradient_accumulation_steps, has_labels=has_labels)
+            self.programs.get(
+                resized, self.sizes.gradient_accumulation_steps, has_labels=has_labels
+            )
         given = self.model_parameters
 
         def undo() -> None:

@@ -11,8 +11,8 @@ from jaxpipe.errors import PipelineError
 class Turn:
     """Lock of an engine: one thread at a time, which may call further methods from within.
 
-    A second thread is refused, not made to wait: where there are several processes their calls must come in one order,
-    which no lock of one process can see to.
+    A second thread is refused, not made to wait: where there are several processes their calls must
+    come in one order, which no lock of one process can see to.
     """
 
     def __init__(self) -> None:
@@ -26,9 +26,9 @@ class Turn:
         if not self._lock.acquire(blocking=False):
             holder, running = self._holder
             raise PipelineError(
-                f"{call} must be called while no other thread is in the engine, but got thread={name!r} while thread "
-                f"{holder!r} is in {running}. Call the engine from one thread, or let both take a threading.Lock of "
-                "your own around each call."
+                f"{call} must be called while no other thread is in the engine, but got "
+                f"thread={name!r} while thread {holder!r} is in {running}. Call the engine from "
+                "one thread, or let both take a threading.Lock of your own around each call."
             )
         # Methods call each other; an error names the one that the user called.
         if not self._depth:
@@ -54,15 +54,17 @@ R = TypeVar("R")
 
 
 def one_thread(method: Callable[Concatenate[Self, P], R]) -> Callable[Concatenate[Self, P], R]:
-    """A method that refuses to begin while another thread is in one like it, for what reads or replaces the state.
+    """A method that refuses to begin while another thread is in one like it.
 
-    Steps take the buffers of the state they are given: a second thread would see a state that is gone, or start a
-    program beside another that uses the same devices.
+    It is for what reads or replaces the state. Steps take the buffers of the state they are given:
+    a second thread would see a state that is gone, or start a program beside another that uses the
+    same devices.
     """
 
     @functools.wraps(method)
     def call(self: Self, *args: P.args, **kwargs: P.kwargs) -> Any:
-        turn = self._turn  # pyright: ignore[reportPrivateUsage]  # what it decorates are methods of the same class
+        # What it decorates are methods of the same class.
+        turn = self._turn  # pyright: ignore[reportPrivateUsage]
         turn.take(method.__name__)
         try:
             return method(self, *args, **kwargs)

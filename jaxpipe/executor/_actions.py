@@ -1,4 +1,7 @@
-"""Running a tick's actions: what a device does where its stage is idle is in the action's plan, and is done here."""
+"""Running a tick's actions.
+
+What a device does where its stage is idle is in the action's plan, and is done here.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -22,12 +25,13 @@ class Action(NamedTuple):
     Attributes:
         plan: How it runs in these ticks.
         now: Its microbatch and chunk, out of a tick's row.
-        functions: What can be computed, one for each kind in the plan, from `(virtual stage, carry, row, values)`; all
-            give trees of one form.
-        write: From `(carry, row, values, result)` the carry after it, and what the tick's other actions take of it.
+        functions: What can be computed, one for each kind in the plan, from `(virtual stage, carry,
+            row, values)`; all give trees of one form.
+        write: From `(carry, row, values, result)` the carry after it, and what the tick's other
+            actions take of it.
         which: Index of the function, out of a tick's row.
-        chunk: Where chunks are no branches, the chunk whose weights are taken; the action's own, or any where it is
-            idle.
+        chunk: Where chunks are no branches, the chunk whose weights are taken; the action's own, or
+            any where it is idle.
     """
 
     plan: ActionPlan
@@ -73,8 +77,9 @@ def run_action(
         return act(carry, row, values)
 
     def one_round(number: jax.Array, before: tuple[Any, PyTree]) -> tuple[Any, PyTree]:
-        # What does not depend on the loop's own state XLA moves in front of it, where idle actions run it too. Of
-        # entries behind a barrier all would be held, tick by tick; a zero is added to those that are read.
+        # What does not depend on the loop's own state XLA moves in front of it, where idle actions
+        # run it too. Of entries behind a barrier all would be held, tick by tick; a zero is added
+        # to those that are read.
         read, zero, _ = jax.lax.optimization_barrier((values, jnp.int32(0), number))
         return act(before[0], jax.tree.map(lambda entry: entry + zero, row), read)
 
@@ -95,7 +100,9 @@ def _branches(
     elif len(chunks) > 1:
         chunks = [jnp.maximum(now.chunk if action.chunk is None else action.chunk(row), 0)]
     return which, [
-        lambda function=function, chunk=chunk: function(VirtualStage(stage, chunk, placement), carry, row, values)
+        lambda function=function, chunk=chunk: function(
+            VirtualStage(stage, chunk, placement), carry, row, values
+        )
         for function in action.functions
         for chunk in chunks
     ]

@@ -45,8 +45,8 @@ class DeviceBatch:
     """A replica's batch on one device.
 
     Attributes:
-        leaves: The batch, leaves `[num_microbatches, microbatch_size, ...]`; of leaves that are sharded over the stages
-            this stage's shard.
+        leaves: The batch, leaves `[num_microbatches, microbatch_size, ...]`; of leaves that are
+            sharded over the stages this stage's shard.
         shard_dims: Per leaf the dim of a microbatch along which it is sharded, or `WHOLE`.
         rng: The run's key.
         step: Number of batches so far.
@@ -61,7 +61,9 @@ class DeviceBatch:
     replica: jax.Array
     first: jax.Array | int = 0
 
-    def microbatch(self, input_index: jax.Array, loss_index: jax.Array, index: jax.Array) -> Microbatch:
+    def microbatch(
+        self, input_index: jax.Array, loss_index: jax.Array, index: jax.Array
+    ) -> Microbatch:
         """Microbatches of a tick's actions; index -1 (idle) gives microbatch 0.
 
         It has the inputs and the labels of two others: those that the first part of the model and
@@ -77,19 +79,27 @@ class DeviceBatch:
 
     def inputs(self, index: jax.Array) -> PyTree:
         """The inputs of a microbatch."""
-        return jax.tree.map(lambda x, dim: _gathered(x, dim, index), self.leaves.inputs, self.shard_dims.inputs)
+        return jax.tree.map(
+            lambda x, dim: _gathered(x, dim, index), self.leaves.inputs, self.shard_dims.inputs
+        )
 
     def labels(self, index: jax.Array) -> PyTree:
         """The labels of a microbatch."""
-        return jax.tree.map(lambda x, dim: _gathered(x, dim, index), self.leaves.labels, self.shard_dims.labels)
+        return jax.tree.map(
+            lambda x, dim: _gathered(x, dim, index), self.leaves.labels, self.shard_dims.labels
+        )
 
 
 def microbatch_key(
-    seed_key: jax.Array, step: jax.Array | int, microbatch: jax.Array | int, replica: jax.Array | int
+    seed_key: jax.Array,
+    step: jax.Array | int,
+    microbatch: jax.Array | int,
+    replica: jax.Array | int,
 ) -> jax.Array:
     """The key of one microbatch on one data replica; each layer folds its own index into it.
 
-    It depends on nothing of the pipeline's layout, so that dropout is the same for any number of stages.
+    It depends on nothing of the pipeline's layout, so that dropout is the same for any number of
+    stages.
 
     Args:
         seed_key: The run's key, `jax.random.key(base_seed)`.
@@ -100,7 +110,9 @@ def microbatch_key(
     Returns:
         A key. Give it to `PipelineModule.apply(..., key=)` to repeat an engine's dropout.
     """
-    return jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(seed_key, step), microbatch), replica)
+    return jax.random.fold_in(
+        jax.random.fold_in(jax.random.fold_in(seed_key, step), microbatch), replica
+    )
 
 
 def batch_shard_dims(struct: Batch, num_microbatches: int, num_stages: int) -> Batch:
@@ -132,16 +144,21 @@ def batch_spec(dim: int) -> P:
 
 
 def samples_spec(leaf: Any, mesh: AbstractMesh) -> P:
-    """Sharding of a microbatch over automatic axes: its samples are divided over `fsdp`, where they can be."""
+    """Sharding of a microbatch over automatic axes.
+
+    Its samples are divided over `fsdp`, where they can be.
+    """
     size = mesh.shape.get(FSDP, 0)
-    # Indices are small, and stay whole: XLA (JAX 0.10) aborts at a lookup in a table that another axis divides where
-    # the indices are divided, too ("Check failed: partition_group_list.num_replica_groups()").
+    # Indices are small, and stay whole: XLA (JAX 0.10) aborts at a lookup in a table that another
+    # axis divides where the indices are divided, too ("Check failed:
+    # partition_group_list.num_replica_groups()").
     is_divided = size and jnp.issubdtype(leaf.dtype, jnp.inexact) and leaf.ndim and leaf.shape[0]
     return P(FSDP) if is_divided and leaf.shape[0] % size == 0 else P()
 
 
 def _gathered(leaf: jax.Array, dim: int, index: jax.Array) -> jax.Array:
-    # Gathered microbatch by microbatch, when it is needed: whole, the batch would fill every device.
+    # Gathered microbatch by microbatch, when it is needed: whole, the batch would fill every
+    # device.
     shard = read_ring(leaf, index)
     whole = shard if dim == WHOLE else jax.lax.all_gather(shard, "stage", axis=dim, tiled=True)
     return constrained(whole, samples_spec(whole, jax.sharding.get_abstract_mesh()))

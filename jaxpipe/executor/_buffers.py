@@ -1,4 +1,8 @@
-"""Rings: buffers of slots, each of which holds a value from the tick that writes it to the last that reads it."""
+"""Rings.
+
+Buffers of slots, each of which holds a value from the tick that writes it to the last that reads
+it.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +15,8 @@ from jaxpipe._typing import PyTree
 
 def make_ring(struct: PyTree, num_slots: int) -> PyTree:
     """Empty slots for trees of one shape, each leaf `[num_slots, ...]`."""
-    # Zeros, not `jnp.empty`: masked actions read slots that were never written, and garbage there may be NaN.
+    # Zeros, not `jnp.empty`: masked actions read slots that were never written, and garbage there
+    # may be NaN.
     return jax.tree.map(lambda x: jnp.zeros((num_slots, *x.shape), x.dtype), struct)
 
 
@@ -28,7 +33,9 @@ def read_ring(ring: PyTree, slot: jax.Array) -> PyTree:
 
 def write_ring(ring: PyTree, value: PyTree, slot: jax.Array) -> PyTree:
     """Overwrite a slot; the caller makes sure that an idle write goes to a slot nobody reads."""
-    return jax.tree.map(lambda leaf, x: jax.lax.dynamic_update_index_in_dim(leaf, x, slot, 0), ring, value)
+    return jax.tree.map(
+        lambda leaf, x: jax.lax.dynamic_update_index_in_dim(leaf, x, slot, 0), ring, value
+    )
 
 
 def write_ring_if(ring: PyTree, value: PyTree, slot: jax.Array) -> PyTree:
@@ -44,13 +51,16 @@ def select(predicate: jax.Array, a: PyTree, b: PyTree) -> PyTree:
 
 
 def run_or_zeros(which: jax.Array, branches: Sequence[Callable[[], PyTree]]) -> PyTree:
-    """Run one of some functions, which return trees of one form, or give zeros where the index is -1."""
+    """Run one of some functions that return trees of one form, or give zeros for the index -1."""
     zeros = zeros_of(jax.eval_shape(branches[0]))
     return jax.lax.switch(which + 1, [lambda: zeros, *branches])
 
 
 def once(predicate: jax.Array, function: Callable[[Any, PyTree], PyTree], value: PyTree) -> PyTree:
-    """`function(0, value)` where the predicate holds, else the value: a loop of one round or none, done in place."""
+    """`function(0, value)` where the predicate holds, else the value.
+
+    A loop of one round or none, done in place.
+    """
     return jax.lax.fori_loop(0, predicate.astype(jnp.int32), function, value)
 
 

@@ -31,7 +31,9 @@ class Epilogue:
         self._segment = Segment(blueprint, self._last, [cut.epilogue for cut in blueprint.cuts])
         self.aux = self._segment.aux
 
-    def outputs(self, storage: PyTree, collections: PyTree, output: PyTree, context: Context) -> PyTree:
+    def outputs(
+        self, storage: PyTree, collections: PyTree, output: PyTree, context: Context
+    ) -> PyTree:
         """The model's output for one microbatch from that of the last trunk, outside training."""
         inputs = self._activations.unpack(self._last, output)
         full_context = (0, *context, self._segment.collections(collections))
@@ -54,18 +56,22 @@ class Epilogue:
         full_context = (0, *batch.context, segment.collections(collections))
         trained, frozen = segment.divided(segment.take(storage))
 
-        def total_loss(trained: dict[str, jax.Array], values: list[jax.Array]) -> tuple[jax.Array, tuple[Any, ...]]:
+        def total_loss(
+            trained: dict[str, jax.Array], values: list[jax.Array]
+        ) -> tuple[jax.Array, tuple[Any, ...]]:
             leaves, inputs_now = {**trained, **frozen}, replace_differentiable(inputs, values)
             outputs, extras = segment.run(leaves, inputs_now, full_context, train=True)
             sums = self._module.loss_terms(outputs, batch.labels).sums()
             aux_loss, reported = self.aux.collect([aux for _, aux in extras], len(self.aux.names))
             new = segment.put(collections, [collection for collection, _ in extras])
             # Scaled before differentiation, not after: see `DevicePrograms._cotangents`.
-            total = sums[0] * cotangents[0] + (aux_loss * cotangents[1] if self.aux.has_losses else 0.0)
+            total = sums[0] * cotangents[0] + (
+                aux_loss * cotangents[1] if self.aux.has_losses else 0.0
+            )
             return total, (sums, new, reported)
 
-        # One function for value and gradient: nothing lies between forward and backward, so logits, the largest
-        # activations of a language model, live only inside it.
+        # One function for value and gradient: nothing lies between forward and backward, so logits,
+        # the largest activations of a language model, live only inside it.
         gradient = jax.grad(total_loss, argnums=(0, 1), has_aux=True)
         (grads, dx), (sums, new, reported) = gradient(trained, differentiable(inputs))
         off_trunk = segment.off_trunk(grads)

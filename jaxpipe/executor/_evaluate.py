@@ -1,4 +1,7 @@
-"""The evaluation loop: a forward-only tick program, from a batch to the model's outputs or their losses."""
+"""The evaluation loop.
+
+A forward-only tick program, from a batch to the model's outputs or their losses.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -45,21 +48,31 @@ class EvaluateLoop(TickLoop):
         # Traced for shapes alone, so it may name a microbatch that there is not.
         def start() -> PyTree:
             nothing, none = self.stage.activations.zeros(), jnp.int32(-1)
-            return self._measure(device, device.batch.microbatch(none, none, none), nothing, measure)
+            return self._measure(
+                device, device.batch.microbatch(none, none, none), nothing, measure
+            )
 
         results = make_ring(jax.eval_shape(start), self.program.num_microbatches)
         carry = EvaluateCarry(activations=self.activations.empty(), results=results)
-        return self.scan(device, lambda run, carry, row: self._tick(device, run, carry, row, measure), carry).results
+        return self.scan(
+            device, lambda run, carry, row: self._tick(device, run, carry, row, measure), carry
+        ).results
 
-    def _tick(self, device: Device, run: TickRun, carry: EvaluateCarry, row: Row, measure: Measure) -> EvaluateCarry:
+    def _tick(
+        self, device: Device, run: TickRun, carry: EvaluateCarry, row: Row, measure: Measure
+    ) -> EvaluateCarry:
         arrived, activations = self.activations.recv(
             carry.activations, run.activation_sends, row.activations, device.stage
         )
         with jax.named_scope("forward"):
-            batch = device.batch.microbatch(row.input_microbatch, row.loss_microbatch, row.forward.microbatch)
+            batch = device.batch.microbatch(
+                row.input_microbatch, row.loss_microbatch, row.forward.microbatch
+            )
             if run.first is not None:
                 inputs = run_on_all_stages(
-                    run.first, row.input_microbatch, lambda: self.entering(device, row.input_microbatch, train=False)
+                    run.first,
+                    row.input_microbatch,
+                    lambda: self.entering(device, row.input_microbatch, train=False),
                 )
                 batch = dataclasses.replace(batch, inputs=inputs)
             batch = batch.without_key()
@@ -68,7 +81,12 @@ class EvaluateLoop(TickLoop):
                 return self.stage.evaluate(at, device.weights, batch, device.collections, arrived)
 
             assert run.forward is not None
-            action = Action(run.forward, lambda row: row.forward, [forward], lambda carry, row, values, y: (carry, y))
+            action = Action(
+                run.forward,
+                lambda row: row.forward,
+                [forward],
+                lambda carry, row, values, y: (carry, y),
+            )
             _, output = self.run_action(device, action, None, row)
         activations = self.activations.send(
             activations, run.next_activation_sends, row.activations, device.stage, output
@@ -78,21 +96,28 @@ class EvaluateLoop(TickLoop):
             return carry
         is_last, index = self.is_last(device, row.forward.chunk), row.loss_microbatch
         if self.stage.vocab_loss is not None:
-            # All stages run these layers at once, and only one of them is in the forward of this microbatch.
+            # All stages run these layers at once, and only one of them is in the forward of this
+            # microbatch.
             batch = dataclasses.replace(batch, context=device.batch.context(index))
         else:
             index = jnp.where(is_last, index, -1)
-        result = run_on_all_stages(run.loss, index, lambda: self._measure(device, batch, output, measure))
+        result = run_on_all_stages(
+            run.loss, index, lambda: self._measure(device, batch, output, measure)
+        )
         # By microbatch, not by tick: a schedule may finish them in any order.
         slot = jnp.where(is_last, row.forward.microbatch, -1)
         return carry._replace(results=write_ring_if(carry.results, result, slot))
 
-    def _measure(self, device: Device, batch: Microbatch, output: PyTree, measure: Measure) -> PyTree:
+    def _measure(
+        self, device: Device, batch: Microbatch, output: PyTree, measure: Measure
+    ) -> PyTree:
         batch = batch.without_key()
         with jax.named_scope("loss"):
             layers, storage = self.stage.vocab_loss, device.weights.storage
             if layers is not None:
                 outputs = layers.outputs(storage, output, batch.context)
             else:
-                outputs = self.stage.epilogue.outputs(storage, device.collections, output, batch.context)
+                outputs = self.stage.epilogue.outputs(
+                    storage, device.collections, output, batch.context
+                )
             return measure(outputs, batch.labels)

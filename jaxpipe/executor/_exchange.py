@@ -41,7 +41,11 @@ class Channel:
         """The buffers before the first tick; those that are not needed hold nothing."""
 
         def ring(num_slots: int) -> PyTree:
-            return self._form.constrain(make_ring(self._form.struct, num_slots), 1) if num_slots else ()
+            return (
+                self._form.constrain(make_ring(self._form.struct, num_slots), 1)
+                if num_slots
+                else ()
+            )
 
         return TransferBuffers(
             recv=ring(self._depth.recv if self._keeps_received else 0),
@@ -50,10 +54,15 @@ class Channel:
         )
 
     def recv(
-        self, buffers: TransferBuffers[PyTree], sends: Sends, row: Transfers[jax.Array], stage: jax.Array
+        self,
+        buffers: TransferBuffers[PyTree],
+        sends: Sends,
+        row: Transfers[jax.Array],
+        stage: jax.Array,
     ) -> tuple[PyTree, TransferBuffers[PyTree]]:
         """Do the exchange of a tick; gives what the tick's action takes, and the buffers."""
-        # What is sent early is exchanged at the end of the tick before: `send` holds what has arrived.
+        # What is sent early is exchanged at the end of the tick before: `send` holds what has
+        # arrived.
         arrived = buffers.send if self._sends_at_once else self._form.zeros()
         if sends and not self._sends_early:
             with jax.named_scope("send"):
@@ -66,8 +75,11 @@ class Channel:
                     buffers = buffers._replace(recv=write_ring_if(buffers.recv, arrived, row.recv))
                 arrived = read_ring(buffers.recv, row.read)
             if self._depth.local:
-                # Between chunks of one stage nothing is sent: such a value has waited in a buffer of its own.
-                arrived = select(row.local_read >= 0, read_ring(buffers.local, row.local_read), arrived)
+                # Between chunks of one stage nothing is sent: such a value has waited in a buffer
+                # of its own.
+                arrived = select(
+                    row.local_read >= 0, read_ring(buffers.local, row.local_read), arrived
+                )
             return self._form.constrain(arrived), buffers
 
     def send(
@@ -82,10 +94,13 @@ class Channel:
         with jax.named_scope("send"):
             value = self._form.constrain(value)
             if self._depth.local:
-                buffers = buffers._replace(local=write_ring_if(buffers.local, value, row.local_write))
+                buffers = buffers._replace(
+                    local=write_ring_if(buffers.local, value, row.local_write)
+                )
             if self._sends_early:
                 value = exchange(value, next_sends, stage, row.next_recv_from, self._num_stages)
-                # Without the barrier XLA moves the exchange into the next tick, right before its use: nothing hides it.
+                # Without the barrier XLA moves the exchange into the next tick, right before its
+                # use: nothing hides it.
                 value = jax.lax.optimization_barrier(value)
             if self._sends_at_once:
                 return buffers._replace(send=value)
@@ -94,12 +109,19 @@ class Channel:
             return buffers
 
 
-def exchange(value: PyTree, sends: Sends, stage: jax.Array, recv_from: jax.Array, num_stages: int) -> PyTree:
+def exchange(
+    value: PyTree, sends: Sends, stage: jax.Array, recv_from: jax.Array, num_stages: int
+) -> PyTree:
     """Send a value on; gives what arrives from stage `recv_from`, or anything where that is -1."""
     arrived = None
     for hop, pairs in sends.items():
-        # One ppermute for each distance: a stage may send one way in a tick and receive the other way.
+        # One ppermute for each distance: a stage may send one way in a tick and receive the other
+        # way.
         other = jax.tree.map(lambda x, pairs=pairs: jax.lax.ppermute(x, "stage", pairs), value)
-        arrived = other if arrived is None else select((recv_from + hop) % num_stages == stage, other, arrived)
+        arrived = (
+            other
+            if arrived is None
+            else select((recv_from + hop) % num_stages == stage, other, arrived)
+        )
     # Where nobody sends, any value of this form will do.
     return value if arrived is None else arrived

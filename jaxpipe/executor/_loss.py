@@ -24,20 +24,24 @@ class Objective:
         metric_names: Names of the metrics that `loss_fn` returns, in order.
     """
 
-    def __init__(self, module: PipelineModule, outputs: PyTree, labels: PyTree, num_terms: int) -> None:
+    def __init__(
+        self, module: PipelineModule, outputs: PyTree, labels: PyTree, num_terms: int
+    ) -> None:
         self._module, self._outputs, self.num_terms = module, outputs, num_terms
         terms = jax.eval_shape(module.loss_terms, outputs, labels)
         self.is_weighted, self.metric_names = terms.weight is not None, tuple(sorted(terms.metrics))
         if self.is_weighted:
-            # The divisor is needed before the first loss, so weights are computed ahead, from labels alone.
+            # The divisor is needed before the first loss, so weights are computed ahead, from
+            # labels alone.
             closed = jax.make_jaxpr(lambda y, t: module.loss_terms(y, t).weight)(outputs, labels)
             num_outputs = len(jax.tree.leaves(outputs))
             bits = [int(i < num_outputs) for i in range(len(closed.jaxpr.invars))]
             if any(output_dependence(closed.jaxpr, bits)):
                 raise LayerError(
-                    "the weight that loss_fn returns must depend on the labels alone, but got one computed from the "
-                    "model's output. Compute it from the labels, such as jnp.sum(labels != padding); to report a "
-                    "metric, return (sum, weight, {name: metric})."
+                    "the weight that loss_fn returns must depend on the labels alone, but got one "
+                    "computed from the model's output. Compute it from the labels, such as "
+                    "jnp.sum(labels != padding); to report a metric, return (sum, weight, {name: "
+                    "metric})."
                 )
 
     def divisor(self, labels: Callable[[jax.Array], PyTree], num_microbatches: int) -> jax.Array:
@@ -47,9 +51,12 @@ class Objective:
         """
         if not self.is_weighted:
             return jnp.float32(self.num_terms)
-        # Outputs of zeros stand in: the weight does not depend on them, so XLA removes what they go into.
+        # Outputs of zeros stand in: the weight does not depend on them, so XLA removes what they go
+        # into.
         nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._outputs)
-        weights = jax.lax.map(lambda m: self.measure(nothing, labels(m))[1], jnp.arange(num_microbatches))
+        weights = jax.lax.map(
+            lambda m: self.measure(nothing, labels(m))[1], jnp.arange(num_microbatches)
+        )
         # Not over the stages: each of them has all labels of its replica.
         return sum_over(jnp.sum(weights), "data")
 
@@ -64,7 +71,7 @@ class Objective:
 
 
 def loss_divisor(weight: jax.Array) -> jax.Array:
-    """The divisor of a sum of losses with this weight: where nothing weighs the loss is 0, not NaN."""
+    """Divisor of a sum of losses with this weight: where nothing weighs the loss is 0, not NaN."""
     return jnp.where(weight == 0, 1.0, weight)
 
 
@@ -80,7 +87,8 @@ def gather_values(
     found: dict[str, dict[str, jax.Array]] = {"losses": {}, "metrics": {}}
     if values.shape[0] == 0:
         return found
-    # Gathered over the stages, as each has layers of its own; summed over the replicas, as all have the same layers.
+    # Gathered over the stages, as each has layers of its own; summed over the replicas, as all have
+    # the same layers.
     everywhere = sum_over(_gather(values), "data") / divisor
     for stage, slots in enumerate(names):
         for i, (kind, name) in enumerate(slots):

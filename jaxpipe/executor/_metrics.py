@@ -1,4 +1,7 @@
-"""Metrics of a step, by name: dictionaries of arrays on the devices, some of whose keys depend on the model."""
+"""Metrics of a step, by name.
+
+Dictionaries of arrays on the devices, some of whose keys depend on the model.
+"""
 
 from typing import NotRequired, TypedDict
 
@@ -6,12 +9,14 @@ import jax
 
 
 class ReportedMetrics(TypedDict, total=False):
-    """Values that layers report, means over microbatches and replicas; a kind that none reports is not there.
+    """Values that layers report, means over microbatches and replicas.
+
+    A kind that none reports is not there.
 
     Attributes:
         losses: The losses that layers add to the main one, by `layer/name`.
-        metrics: The other values, by `layer/name`, and those that `loss_fn` returns by their names, means weighted
-            as the loss is.
+        metrics: The other values, by `layer/name`, and those that `loss_fn` returns by their names,
+            means weighted as the loss is.
     """
 
     losses: dict[str, jax.Array]
@@ -46,7 +51,8 @@ class UpdateMetrics(TypedDict):
     Attributes:
         grad_norm: Global norm of the gradient before clipping.
         loss_scale: The loss scale of the step, if there is one.
-        overflow: True if gradients overflowed and the update was skipped; where there is a loss scale.
+        overflow: True if gradients overflowed and the update was skipped; where there is a loss
+            scale.
     """
 
     grad_norm: jax.Array
@@ -64,7 +70,8 @@ class EvaluationMetrics(TypedDict):
     Attributes:
         loss: The loss of the batch.
         microbatch_losses: That of each microbatch, `[num_microbatches]`.
-        metrics: What `loss_fn` returns besides, means over the batch by name; not there if it returns none.
+        metrics: What `loss_fn` returns besides, means over the batch by name; not there if it
+            returns none.
     """
 
     loss: jax.Array

@@ -1,7 +1,8 @@
 """Trees of different shapes in one common form, so that one program can send or store any of them.
 
-Where all trees are alike the form is the tree itself. Otherwise it is one flat buffer per dtype, as long as the
-longest; with automatic axes, an array for each leaf, which leaves of one shape and sharding share.
+Where all trees are alike the form is the tree itself. Otherwise it is one flat buffer per dtype, as
+long as the longest; with automatic axes, an array for each leaf, which leaves of one shape and
+sharding share.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,14 +32,21 @@ class Packing:
 
     def __init__(self, structs: Sequence[PyTree], specs: Sequence[PyTree] = ()) -> None:
         self.structs = tuple(structs)
-        # The order in which a tree is flattened is the order in the buffers; `Layout` asks for names.
+        # The order in which a tree is flattened is the order in the buffers; `Layout` asks for
+        # names.
         self._leaves = [_by_number(jax.tree.leaves(struct)) for struct in structs]
         self._treedefs = [jax.tree.structure(struct) for struct in structs]
         self.is_identity = len({self.describe(member) for member in range(len(structs))}) <= 1
-        free = [{n: P(*[P.UNCONSTRAINED] * x.ndim) for n, x in leaves.items()} for leaves in self._leaves]
-        # A flat buffer cannot be sharded as its leaves are, so with automatic axes each leaf keeps its dims.
+        free = [
+            {n: P(*[P.UNCONSTRAINED] * x.ndim) for n, x in leaves.items()}
+            for leaves in self._leaves
+        ]
+        # A flat buffer cannot be sharded as its leaves are, so with automatic axes each leaf keeps
+        # its dims.
         members = [] if self.is_identity else self._leaves
-        self._layout = Layout(members, stack=False, specs=free if members and has_automatic_axes() else ())
+        self._layout = Layout(
+            members, stack=False, specs=free if members and has_automatic_axes() else ()
+        )
         first = self.structs[0] if structs else ()
         self.struct: PyTree = first if self.is_identity else self._layout.struct().packed
         self._spec: PyTree = None
@@ -47,7 +55,9 @@ class Packing:
 
     def describe(self, member: int) -> tuple[object, ...]:
         """A value that is equal for members that are packed alike."""
-        return self._treedefs[member], tuple((x.shape, x.dtype) for x in self._leaves[member].values())
+        return self._treedefs[member], tuple(
+            (x.shape, x.dtype) for x in self._leaves[member].values()
+        )
 
     def constrain(self, tree: PyTree, num_lead: int = 0) -> PyTree:
         """A tree in the common form, sharded over automatic axes as its members are.
@@ -56,7 +66,9 @@ class Packing:
         """
         if self._spec is None:
             return tree
-        return jax.tree.map(lambda x, spec: constrained(x, P(*[None] * num_lead, *spec)), tree, self._spec)
+        return jax.tree.map(
+            lambda x, spec: constrained(x, P(*[None] * num_lead, *spec)), tree, self._spec
+        )
 
     def zeros(self) -> PyTree:
         """The common form, filled with zeros."""

@@ -23,11 +23,14 @@ class Plan:
     Attributes:
         config: With the schedule, and whether idle actions are skipped, decided.
         schedule: The training schedule's class.
-        program: The same, lowered, with the stage and chunk of each virtual stage, and the plan of each run of ticks.
+        program: The same, lowered, with the stage and chunk of each virtual stage, and the plan of
+            each run of ticks.
         idle: The policy that these plans follow.
-        signatures: Per layer a value that is equal for alike layers; all None on a single virtual stage.
+        signatures: Per layer a value that is equal for alike layers; all None on a single virtual
+            stage.
         parts: Boundaries of the virtual stages, as layer indices.
-        sends_early: Whether activations leave at the end of the tick that computes them, to travel under its backward.
+        sends_early: Whether activations leave at the end of the tick that computes them, to travel
+            under its backward.
         profile: Costs of the layers, where the cut was made by them.
         choice: Where the schedule was `"auto"`, the table of what it was chosen from.
         notes: Sentences on what the cut costs.
@@ -48,4 +51,6 @@ class Plan:
     def forward_only(self) -> TickProgram:
         """The program of evaluation."""
         sizes = self.program.num_microbatches, self.program.num_stages
-        return with_idle(lower_schedule(forward_schedule(self.schedule), *sizes, training=False), self.idle)
+        return with_idle(
+            lower_schedule(forward_schedule(self.schedule), *sizes, training=False), self.idle
+        )

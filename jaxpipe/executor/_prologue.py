@@ -1,4 +1,7 @@
-"""The prologue: what only some virtual stages have before the trunk, under one switch on the virtual stage."""
+"""The prologue.
+
+What only some virtual stages have before the trunk, under one switch on the virtual stage.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -53,10 +56,17 @@ class Prologue:
     ) -> None:
         self._blueprint, self._arriving, self._leaving = blueprint, arriving, leaving
         cuts, boundaries = blueprint.cuts, blueprint.trace.boundaries
-        # The first virtual stage's input has a gradient only where vocabulary-parallel layers come before it.
+        # The first virtual stage's input has a gradient only where vocabulary-parallel layers come
+        # before it.
         self._before_first = len(cuts) if len(gradients) > len(cuts) else None
-        segments = [Segment(blueprint, v, [cut.prologue for cut in cuts], split=split) for v in range(len(cuts))]
-        self.aux, self.num_reported = [segment.aux for segment in segments], segments[0].num_reported
+        segments = [
+            Segment(blueprint, v, [cut.prologue for cut in cuts], split=split)
+            for v in range(len(cuts))
+        ]
+        self.aux, self.num_reported = (
+            [segment.aux for segment in segments],
+            segments[0].num_reported,
+        )
         self._programs: list[Segment] = []
         self._program_of: list[int] = []
         known: dict[Any, int] = {}
@@ -68,9 +78,14 @@ class Prologue:
             self._program_of.append(known[key])
             self._programs[known[key]].serve(segment.virtual_stage, segment.layers)
         self.has_params = any(program.names for program in self._programs)
-        self.has_deferred = any(program.split and program.split.deferred for program in self._programs)
-        self._has_immediate = any(program.split and program.split.immediate for program in self._programs)
-        # The branches of a switch must return one type: residuals are padded to the largest of each dtype.
+        self.has_deferred = any(
+            program.split and program.split.deferred for program in self._programs
+        )
+        self._has_immediate = any(
+            program.split and program.split.immediate for program in self._programs
+        )
+        # The branches of a switch must return one type: residuals are padded to the largest of each
+        # dtype.
         self._residuals = Packing([program.residuals.structs for program in self._programs])
         self._pending = Packing([program.pending for program in self._programs])
         self.residuals, self.pending = self._residuals.struct, self._pending.struct
@@ -78,15 +93,25 @@ class Prologue:
         if leaving is not arriving:
             self._outgoing = Packing([differentiable(struct) for struct in leaving.structs])
         inputs = Packing([boundaries[cuts[0].prologue.start], *arriving.structs])
-        self._is_empty = len(cuts) > 1 and inputs.is_identity and not any(cut.prologue for cut in cuts)
+        self._is_empty = (
+            len(cuts) > 1 and inputs.is_identity and not any(cut.prologue for cut in cuts)
+        )
 
     def forward(
-        self, at: VirtualStage, storage: PyTree, collections: PyTree, inputs: PyTree, arrived: PyTree, context: Context
+        self,
+        at: VirtualStage,
+        storage: PyTree,
+        collections: PyTree,
+        inputs: PyTree,
+        arrived: PyTree,
+        context: Context,
     ) -> ForwardResult:
         """Forward in training: the trunk's input and the residuals are in common form."""
         if self._is_empty:
             x = self._arrived_or_inputs(at, inputs, arrived)
-            return ForwardResult(x, self._residuals.zeros(), collections, jnp.zeros((0,), jnp.float32))
+            return ForwardResult(
+                x, self._residuals.zeros(), collections, jnp.zeros((0,), jnp.float32)
+            )
 
         def run(number: int, program: Segment) -> ForwardResult:
             x = self._unpacked(program, inputs, arrived)
@@ -110,7 +135,10 @@ class Prologue:
         *,
         split: bool,
     ) -> BackwardResult:
-        """Backward, with all that it gives in common form; a split one leaves to `backward_weight` what can wait."""
+        """Backward, with all that it gives in common form.
+
+        A split one leaves to `backward_weight` what can wait.
+        """
         gives = self._has_immediate or not split
         if self._is_empty:
             off_trunk = self._programs[0].off_trunk({}) if gives else None
@@ -125,21 +153,34 @@ class Prologue:
             member = v - 1 if v else self._before_first
             if member is None:
                 return BackwardResult(off_trunk, self._gradients.zeros(), pending)
-            return BackwardResult(off_trunk, self._gradients.pack(member, result.input_grad), pending)
+            return BackwardResult(
+                off_trunk, self._gradients.pack(member, result.input_grad), pending
+            )
 
         return self._switch(at, run)
 
-    def backward_weight(self, at: VirtualStage, storage: PyTree, residuals: PyTree, pending: PyTree) -> PyTree:
+    def backward_weight(
+        self, at: VirtualStage, storage: PyTree, residuals: PyTree, pending: PyTree
+    ) -> PyTree:
         """Gradients that a split backward has left, in common form, zero where it gave them."""
 
         def run(number: int, program: Segment) -> PyTree:
-            unpacked, left = self._residuals.unpack(number, residuals), self._pending.unpack(number, pending)
+            unpacked, left = (
+                self._residuals.unpack(number, residuals),
+                self._pending.unpack(number, pending),
+            )
             return program.off_trunk(program.backward_weight(program.take(storage), unpacked, left))
 
         return self._switch(at, run)
 
     def evaluate(
-        self, at: VirtualStage, storage: PyTree, collections: PyTree, inputs: PyTree, arrived: PyTree, context: Context
+        self,
+        at: VirtualStage,
+        storage: PyTree,
+        collections: PyTree,
+        inputs: PyTree,
+        arrived: PyTree,
+        context: Context,
     ) -> PyTree:
         """Forward outside training."""
         if self._is_empty:
@@ -165,13 +206,23 @@ class Prologue:
         wanted = {self._program_of[v] for v in at.candidates}
         # A virtual stage that this chunk never is gets any branch: its entry is not looked up.
         table = [i if i in wanted else min(wanted) for i in self._program_of]
-        return switch_table(at.index, table, [functools.partial(run, *each) for each in enumerate(self._programs)])
+        return switch_table(
+            at.index, table, [functools.partial(run, *each) for each in enumerate(self._programs)]
+        )
 
     def _sharing_key(self, segment: Segment) -> Any:
-        """Equal for virtual stages that one branch can serve: equal layers, with parameters in the same slots."""
-        v, stage, layers, blueprint = segment.virtual_stage, segment.stage, segment.layers, self._blueprint
-        # The first takes the model's inputs instead of an activation, and a tied layer's parameters have names of their
-        # own on each stage: neither can share another's branch.
+        """Equal for virtual stages that one branch can serve.
+
+        Equal layers, with parameters in the same slots.
+        """
+        v, stage, layers, blueprint = (
+            segment.virtual_stage,
+            segment.stage,
+            segment.layers,
+            self._blueprint,
+        )
+        # The first takes the model's inputs instead of an activation, and a tied layer's parameters
+        # have names of their own on each stage: neither can share another's branch.
         if v == 0 or any(blueprint.module.layers[i].tied_key is not None for i in layers):
             return ("virtual stage", v)
         slots = tuple(blueprint.params.layout.slot(stage, name) for name in segment.names)

@@ -1,4 +1,7 @@
-"""Values that layers report from inside the model: losses that are added to the main one, and metrics."""
+"""Values that layers report from inside the model.
+
+Losses that are added to the main one, and metrics.
+"""
 
 from collections.abc import Sequence
 
@@ -21,7 +24,9 @@ class ReportedValues:
         has_losses: Whether any slot is added to the loss.
     """
 
-    def __init__(self, layers: Sequence[NamedLayer], trace: ModelTrace, indices: Sequence[int]) -> None:
+    def __init__(
+        self, layers: Sequence[NamedLayer], trace: ModelTrace, indices: Sequence[int]
+    ) -> None:
         self.names = tuple(
             (kind, f"{layers[i].name}/{name}")
             for i in indices
@@ -36,9 +41,18 @@ class ReportedValues:
         `reported` has `{"losses": {...}, "metrics": {...}}` per layer. `size` is at least the
         number of slots.
         """
-        values = [aux[kind][name] for aux in reported for kind in _KINDS for name in sorted(aux.get(kind, {}))]
+        values = [
+            aux[kind][name]
+            for aux in reported
+            for kind in _KINDS
+            for name in sorted(aux.get(kind, {}))
+        ]
         losses = [x for x, (kind, _) in zip(values, self.names, strict=True) if kind == "losses"]
         zero = jnp.zeros((), jnp.float32)
         # `jnp.stack` refuses an empty list.
-        vector = jnp.stack([*values, *[zero] * (size - len(values))]) if size else jnp.zeros((0,), jnp.float32)
+        vector = (
+            jnp.stack([*values, *[zero] * (size - len(values))])
+            if size
+            else jnp.zeros((0,), jnp.float32)
+        )
         return sum(losses, jnp.zeros((), jnp.float32)), jax.lax.stop_gradient(vector)

@@ -1,4 +1,7 @@
-"""Segments: the prologue, the trunk or the epilogue of a virtual stage as one function, with its backward."""
+"""Segments.
+
+The prologue, the trunk or the epilogue of a virtual stage as one function, with its backward.
+"""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -54,14 +57,21 @@ class Segment:
         self._leaves = blueprint.params.stages[self.stage]
         self.names = tuple(self._leaves.names_of(self.layers))
         self.frozen = blueprint.params.frozen & frozenset(self.names)
-        reported = [ReportedValues(blueprint.module.layers, blueprint.trace, each) for each in layers]
-        self.aux, self.num_reported = reported[virtual_stage], max(len(each.names) for each in reported)
+        reported = [
+            ReportedValues(blueprint.module.layers, blueprint.trace, each) for each in layers
+        ]
+        self.aux, self.num_reported = (
+            reported[virtual_stage],
+            max(len(each.names) for each in reported),
+        )
 
     @functools.cached_property
     def struct(self) -> PyTree:
         """Shapes and dtypes of the parameters as `run` takes them."""
         layout = self._blueprint.params.layout
-        return jax.eval_shape(self.prepare, {name: layout.struct_of(self.stage, name) for name in self.names})
+        return jax.eval_shape(
+            self.prepare, {name: layout.struct_of(self.stage, name) for name in self.names}
+        )
 
     @property
     def specs(self) -> PyTree:
@@ -74,9 +84,11 @@ class Segment:
         return self._of_trained(self.struct)
 
     def _of_trained(self, tree: PyTree) -> PyTree:
-        """A tree in the form of the parameters as `run` takes them, with None for what is frozen."""
+        """A tree in the form of the parameters as `run` takes them, None for what is frozen."""
         leaves, treedef = jax.tree.flatten(tree)
-        return jax.tree.unflatten(treedef, [None if i in self._frozen_leaves else x for i, x in enumerate(leaves)])
+        return jax.tree.unflatten(
+            treedef, [None if i in self._frozen_leaves else x for i, x in enumerate(leaves)]
+        )
 
     @functools.cached_property
     def _frozen_leaves(self) -> frozenset[int]:
@@ -89,7 +101,11 @@ class Segment:
     def _specs_in(self, layout: Layout) -> PyTree:
         specs: dict[str, Any] = {name: layout.specs.get(name, P()) for name in self.names}
         # Layers that are scanned are stacked along a new first dim, and have alike shardings.
-        return jax.tree.map(lambda spec: P(None, *spec), self._views(specs)[0]) if self._scan else specs
+        return (
+            jax.tree.map(lambda spec: P(None, *spec), self._views(specs)[0])
+            if self._scan
+            else specs
+        )
 
     @functools.cached_property
     def residuals(self) -> Residuals:
@@ -108,21 +124,32 @@ class Segment:
             return [P() for _ in self.residuals.structs]
         gathered = self._specs_in(self._blueprint.params.gathered)
         params = jax.tree.leaves(gathered)
-        inputs = [samples_spec(x, trace.mesh) for x in jax.tree.leaves(trace.boundaries[self.layers.start])]
+        inputs = [
+            samples_spec(x, trace.mesh)
+            for x in jax.tree.leaves(trace.boundaries[self.layers.start])
+        ]
         return trace.on_mesh(lambda: self.residuals.specs(params, inputs, trace.mesh))
 
     @functools.cached_property
-    def _reduced_in_turns(self) -> tuple[list[list[int]], Callable[[int, jax.Array], jax.Array] | None]:
-        """By layer the parameters, as indices among all leaves, whose gradients are divided again over `fsdp`."""
+    def _reduced_in_turns(
+        self,
+    ) -> tuple[list[list[int]], Callable[[int, jax.Array], jax.Array] | None]:
+        """By layer the parameters whose gradients are divided again over `fsdp`.
+
+        They are indices among all leaves.
+        """
         params = self._blueprint.params
         whole, divided = self._specs_in(params.gathered), self._specs_in(params.grad_layout)
-        # Layers that are scanned have one backward, whose gradients are complete at its end. Those off the trunk run in
-        # branches, and what they have is divided in `off_trunk`.
+        # Layers that are scanned have one backward, whose gradients are complete at its end. Those
+        # off the trunk run in branches, and what they have is divided in `off_trunk`.
         if self._scan or whole == divided or not self._leaves.trunk.keys() >= set(self.names):
             return [], None
         names = sorted(self.names)  # as the leaves of a dictionary are
         reduced = [n for n in names if n not in self.frozen and whole[n] != divided[n]]
-        by_layer = [[names.index(x) for x in self._leaves.names_of([i]) if x in reduced] for i in self.layers]
+        by_layer = [
+            [names.index(x) for x in self._leaves.names_of([i]) if x in reduced]
+            for i in self.layers
+        ]
         return by_layer, lambda i, grad: constrained(grad, divided[names[i]])
 
     @functools.cached_property
@@ -137,27 +164,36 @@ class Segment:
         return [] if self.split is None else self.split.pending
 
     def serve(self, virtual_stage: int, layers: range) -> None:
-        """Let another virtual stage run this program for alike layers of its own, which profiles name too."""
+        """Let another virtual stage run this program for alike layers of its own.
+
+        Profiles name these too.
+        """
         self._serves[virtual_stage] = layers
 
     def take(self, storage: Storage) -> dict[str, jax.Array]:
         """The parameters by name, gathered."""
-        leaves = {name: self._blueprint.params.layout.get(self.stage, name, storage) for name in self.names}
+        leaves = {
+            name: self._blueprint.params.layout.get(self.stage, name, storage)
+            for name in self.names
+        }
         return self.gather(leaves) if not self._scan else leaves
 
     def gather(self, params: PyTree) -> PyTree:
-        """Parameters as `run` takes them, whole along `fsdp`, from the form that lasts through a step."""
+        """Parameters as `run` takes them, whole along `fsdp`, from the form kept through a step."""
         model = self._blueprint.params
         # Not where nothing is divided: the first layer would wait for the weights of the last.
         if self._specs_in(model.layout) == self._specs_in(model.gathered):
             return params
-        # Behind a barrier: what does not change from tick to tick XLA would otherwise gather before the loop, and hold.
+        # Behind a barrier: what does not change from tick to tick XLA would otherwise gather before
+        # the loop, and hold.
         params = jax.lax.optimization_barrier(params)
         return jax.tree.map(constrained, params, self._specs_in(model.gathered))
 
     def prepare(self, leaves: Mapping[str, jax.Array]) -> PyTree:
         """The parameters as `run` takes them, from those by name."""
-        return jax.tree.map(lambda *xs: jnp.stack(xs), *self._views(leaves)) if self._scan else leaves
+        return (
+            jax.tree.map(lambda *xs: jnp.stack(xs), *self._views(leaves)) if self._scan else leaves
+        )
 
     def by_name(self, grads: PyTree) -> Mapping[str, jax.Array]:
         """Gradients by name, from those of what `prepare` gives."""
@@ -165,7 +201,12 @@ class Segment:
             return grads
         stacked = {path: leaf for path, leaf in flatten_dict(grads).items() if leaf is not None}
         paths = [(position, self._leaves.layers[i]) for position, i in enumerate(self.layers)]
-        return {n: stacked[path][position] for position, names in paths for path, n in names.items() if path in stacked}
+        return {
+            n: stacked[path][position]
+            for position, names in paths
+            for path, n in names.items()
+            if path in stacked
+        }
 
     def collections(self, storage: Storage) -> list[PyTree]:
         """The collections of each layer."""
@@ -176,7 +217,7 @@ class Segment:
         return self._blueprint.collections.put(self.stage, self.layers, storage, new)
 
     def offset(self, at: VirtualStage) -> jax.Array:
-        """Distance of the layers' indices from those of a virtual stage that runs the same program."""
+        """Distance of the layers' indices from those of a virtual stage with the same program."""
         # Keys fold in a layer's index in the model, so that dropout is the same for any cut.
         return jnp.asarray(self._starts, jnp.int32)[at.index] - self.layers.start
 
@@ -190,9 +231,12 @@ class Segment:
         module, (offset, key, side, collections) = self._blueprint.module, context
         if not self._scan:
             labels = [self._label(i, i + 1) for i in range(len(self.layers))]
-            run = module.run_layers(self.layers, self._views(params), train=train, offset=offset, labels=labels)
+            run = module.run_layers(
+                self.layers, self._views(params), train=train, offset=offset, labels=labels
+            )
             return run(inputs, key, side, collections)
-        # Recompute works on groups of layers: the scan's body is a group, so that it is recomputed as one.
+        # Recompute works on groups of layers: the scan's body is a group, so that it is recomputed
+        # as one.
         interval = module.activation_checkpoint_interval or 1
         group = interval if len(self.layers) % interval == 0 else 1
 
@@ -200,7 +244,9 @@ class Segment:
             start, views = xs
             each = [jax.tree.map(lambda leaf, j=j: leaf[j], views) for j in range(group)]
             labels = [self._label(j, None, group) for j in range(group)]
-            run = module.run_layers(self.layers[:group], each, train=train, offset=offset + start, labels=labels)
+            run = module.run_layers(
+                self.layers[:group], each, train=train, offset=offset + start, labels=labels
+            )
             return run(x, key, side, collections[:group])[0], None
 
         starts = jnp.arange(0, len(self.layers), group, dtype=jnp.int32)
@@ -222,7 +268,8 @@ class Segment:
         split: bool,
     ) -> BackwardResult:
         """Run their backward, whole or without the weight gradients that can wait."""
-        # Losses that layers report are one more output, so that their gradients need no pass of their own.
+        # Losses that layers report are one more output, so that their gradients need no pass of
+        # their own.
         cotangents = [*gradient, *([reported_cotangent] if self.aux.has_losses else [])]
         if split and self.split is not None:
             return BackwardResult(*self.split.backward_input(params, residuals, cotangents))
@@ -230,39 +277,55 @@ class Segment:
         grads, input_grad = self.residuals.backward(params, residuals, cotangents, groups, reduce)
         return BackwardResult(grads, input_grad, zeros_of(self.pending))
 
-    def divided(self, leaves: Mapping[str, jax.Array]) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    def divided(
+        self, leaves: Mapping[str, jax.Array]
+    ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
         """Parameters by name as those that are trained, and those that are frozen."""
         trained = {name: leaf for name, leaf in leaves.items() if name not in self.frozen}
         return trained, {name: leaf for name, leaf in leaves.items() if name in self.frozen}
 
-    def backward_weight(self, params: PyTree, residuals: list[jax.Array], pending: list[jax.Array]) -> PyTree:
+    def backward_weight(
+        self, params: PyTree, residuals: list[jax.Array], pending: list[jax.Array]
+    ) -> PyTree:
         """Compute the gradients of parameters that a split backward has left."""
         assert self.split is not None
         return self.split.backward_weight(params, residuals, pending)
 
     def off_trunk(self, grads: Mapping[str, jax.Array | None]) -> Storage:
-        """Gradients in the form in which those of a stage off the trunk are summed; zero where none is given.
+        """Gradients in the form in which those of a stage off the trunk are summed.
 
-        Packed ones are in the dtype that their layers compute in, where all of a buffer share one: float32 sums are
-        twice as wide as bfloat16 gradients.
+        Zero where none is given.
+
+        Packed ones are in the dtype that their layers compute in, where all of a buffer share one:
+        float32 sums are twice as wide as bfloat16 gradients.
         """
         params = self._blueprint.params
-        # Whole along `fsdp` first, then divided: from another axis to it XLA would shift slices, here in a branch.
+        # Whole along `fsdp` first, then divided: from another axis to it XLA would shift slices,
+        # here in a branch.
         specs = params.gathered.specs
-        given = {name: constrained(grad, specs.get(name, P())) for name, grad in grads.items() if grad is not None}
+        given = {
+            name: constrained(grad, specs.get(name, P()))
+            for name, grad in grads.items()
+            if grad is not None
+        }
         layout = params.grad_layout
-        # Fresh zeros instead of the running sums: what is carried through a branch is copied in full in every tick.
+        # Fresh zeros instead of the running sums: what is carried through a branch is copied in
+        # full in every tick.
         common = {
-            name: given[name].astype(like.dtype) if name in given else jnp.zeros(like.shape, like.dtype)
+            name: given[name].astype(like.dtype)
+            if name in given
+            else jnp.zeros(like.shape, like.dtype)
             for name, like in layout.stacked.items()
             if name in params.stacked_off_trunk
         }
         return Storage(layout.pack_buffers(self.stage, given, params.grad_dtypes), common)
 
     def _label(self, start: int, stop: int | None, step: int = 1) -> str:
-        """Name in profiles of the layers at these places, in all virtual stages that run this program."""
+        """Name in profiles of the layers at these places, in all virtual stages of this program."""
         layers = self._blueprint.module.layers
-        each = [layers[i].name for of_stage in self._serves.values() for i in of_stage[start:stop:step]]
+        each = [
+            layers[i].name for of_stage in self._serves.values() for i in of_stage[start:stop:step]
+        ]
         return ",".join(dict.fromkeys(each))
 
     def _views(self, leaves: Mapping[str, jax.Array]) -> list[PyTree]:

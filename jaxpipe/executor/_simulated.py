@@ -1,14 +1,15 @@
 """Devices that one CPU simulates: where JAX treats them differently, and what is done about it.
 
-Tests and first tries run on them, several in one process (`jax_num_cpu_devices`). Seen with JAX 0.10.2:
+Tests and first tries run on them, several in one process (`jax_num_cpu_devices`). Seen with JAX
+0.10.2:
 
 - They share the CPU's cores, so that an idle action, if it were computed, would take its whole time
   from the others. A loop of one round or none around it costs nothing; a GPU waits for the host
   twice: `loops_idle`.
 - A `collective-permute` waits for all devices of the program, also for those that take another
-  branch, and so for ever. XLA's partitioner makes one where it moves slices along an automatic axis.
-  Its other collectives go by groups of devices along that axis, all of which take the same branch:
-  `waits_in_branches`, `check_branches`.
+  branch, and so for ever. XLA's partitioner makes one where it moves slices along an automatic
+  axis. Its other collectives go by groups of devices along that axis, all of which take the same
+  branch: `waits_in_branches`, `check_branches`.
 - A program that comes from JAX's cache on disk has lost the order of its collectives. One device is
   then in a reduction with its neighbours while another waits in an exchange with all of them, for
   ever: `compile_program`.
@@ -28,7 +29,9 @@ from jaxpipe.errors import LayerError
 from jaxpipe.topology import automatic_axes
 
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
-_CALLED = re.compile(r"(?:to_apply|calls|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
+_CALLED = re.compile(
+    r"(?:to_apply|calls|body|condition|true_computation|false_computation)=%?([\w.\-]+)"
+)
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _SHIFT = re.compile(r" collective-permute(?:-start)?\(")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
@@ -63,17 +66,26 @@ def check_branches(text: str) -> None:
         name = left.pop()
         if name not in inside and name in computations:
             inside.add(name)
-            left += [called for line in computations[name] for called in (*_CALLED.findall(line), *_branches(line))]
+            left += [
+                called
+                for line in computations[name]
+                for called in (*_CALLED.findall(line), *_branches(line))
+            ]
     shifts = [line for name in sorted(inside) for line in computations[name] if _SHIFT.search(line)]
     if shifts:
         found = _OP_NAME.search(shifts[0])
-        where = found.group(1).rpartition("branch_")[2].partition("/")[2] if found else "an operation without a name"
+        where = (
+            found.group(1).rpartition("branch_")[2].partition("/")[2]
+            if found
+            else "an operation without a name"
+        )
         raise LayerError(
-            "layers that only some stages run must not cut what is sharded at other places than the mesh does, but got "
-            f"{len(shifts)} slices that are moved from device to device, the first for {where}. On simulated CPU "
-            "devices that would wait for ever. Constrain what is cut there with "
-            "jax.lax.with_sharding_constraint so that it is whole along the dim that is cut, or split weights that "
-            "hold several parts, such as query, key and value, into one each."
+            "layers that only some stages run must not cut what is sharded at other places than "
+            f"the mesh does, but got {len(shifts)} slices that are moved from device to device, "
+            f"the first for {where}. On simulated CPU devices that would wait for ever. Constrain "
+            "what is cut there with jax.lax.with_sharding_constraint so that it is whole along the "
+            "dim that is cut, or split weights that hold several parts, such as query, key and "
+            "value, into one each."
         )
 
 
@@ -98,7 +110,9 @@ def _branches(line: str) -> list[str]:
 
 
 def compile_program(
-    function: Any, *args: Any, when_lowered: Callable[[jax.stages.Lowered], object] = lambda lowered: None
+    function: Any,
+    *args: Any,
+    when_lowered: Callable[[jax.stages.Lowered], object] = lambda lowered: None,
 ) -> jax.stages.Compiled:
     """Compile a jitted function, so that its next call finds the program in memory.
 
@@ -122,20 +136,24 @@ def compile_checked(function: Any, mesh: Mesh, *args: Any) -> None:
         check_branches(program.as_text() or "")
 
 
-# The setting is the whole process's. With two threads in here, the first to leave would switch the cache on for the
-# other.
+# The setting is the whole process's. With two threads in here, the first to leave would switch the
+# cache on for the other.
 _ONE_AT_A_TIME = threading.RLock()
 
 
 @contextlib.contextmanager
 def without_cache() -> Generator[None]:
-    """Compile apart from JAX's persistent cache inside; also for devices that are not there, which cannot read it."""
+    """Compile apart from JAX's persistent cache inside.
+
+    Also for devices that are not there, which cannot read it.
+    """
     with _ONE_AT_A_TIME:
         settings: dict[str, Any] = jax.config.values
         if not (settings["jax_enable_compilation_cache"] and settings["jax_compilation_cache_dir"]):
             yield
             return
-        # JAX looks at the setting once and keeps the answer: `reset_cache` makes it look again. Files stay.
+        # JAX looks at the setting once and keeps the answer: `reset_cache` makes it look again.
+        # Files stay.
         try:
             jax.config.update("jax_enable_compilation_cache", False)
             compilation_cache.reset_cache()

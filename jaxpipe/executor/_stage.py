@@ -1,4 +1,4 @@
-"""The computing of a stage's chunks, assembled from prologue, trunk, epilogue and vocabulary-parallel layers."""
+"""The computing of a stage's chunks: prologue, trunk, epilogue and vocabulary-parallel layers."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -63,8 +63,14 @@ class Stage:
         pending: Shapes and dtypes of what a split backward leaves for its weight gradient.
     """
 
-    def __init__(self, module: PipelineModule, trace: ModelTrace, plan: Plan, *, trains: bool = True) -> None:
-        section, boundaries, split = plan.config.pipeline, plan.parts, plan.program.has_split_backward
+    def __init__(
+        self, module: PipelineModule, trace: ModelTrace, plan: Plan, *, trains: bool = True
+    ) -> None:
+        section, boundaries, split = (
+            plan.config.pipeline,
+            plan.parts,
+            plan.program.has_split_backward,
+        )
         self.placement = placement = plan.program.placement
         self._grad_dtype = plan.config.data_types.grad_accum_dtype
         self.last = len(placement.locations) - 1
@@ -86,9 +92,14 @@ class Stage:
         num_outputs = len(stops)
         if self.ends.first:
             stops.append(self.ends.first.stop)
-        outputs, specs = [trace.boundaries[stop] for stop in stops], boundary_specs(module, trace, stops)
+        outputs, specs = (
+            [trace.boundaries[stop] for stop in stops],
+            boundary_specs(module, trace, stops),
+        )
         self.activations = Packing(outputs[:num_outputs], specs[:num_outputs])
-        self.gradients = Packing([differentiable(x) for x in outputs], list(map(_differentiable_specs, outputs, specs)))
+        self.gradients = Packing(
+            [differentiable(x) for x in outputs], list(map(_differentiable_specs, outputs, specs))
+        )
         context = (jax.eval_shape(lambda: jax.random.key(0)), dict(trace.side))
         blueprint = Blueprint(
             module,
@@ -100,14 +111,18 @@ class Stage:
             self.collections,
             context,
         )
-        # Where idle actions are skipped there is a branch for each chunk; else the chunk is an index into all chunks'
-        # weights.
-        self.trunk = Trunk(blueprint, scan=section.scan_trunk, join=not plan.idle.skips, split=split)
+        # Where idle actions are skipped there is a branch for each chunk; else the chunk is an
+        # index into all chunks' weights.
+        self.trunk = Trunk(
+            blueprint, scan=section.scan_trunk, join=not plan.idle.skips, split=split
+        )
         starts = [cut.trunk.start for cut in self.cuts]
         # Without a trunk the prologue's output goes on as it is.
         leaving = self.activations
         if not self.trunk.is_empty:
-            leaving = Packing([trace.boundaries[start] for start in starts], boundary_specs(module, trace, starts))
+            leaving = Packing(
+                [trace.boundaries[start] for start in starts], boundary_specs(module, trace, starts)
+            )
         gradients = self.gradients.structs
         self.prologue = Prologue(blueprint, self.activations, leaving, gradients, split=split)
         self.epilogue = Epilogue(blueprint, self.activations, self.gradients)
@@ -129,23 +144,38 @@ class Stage:
 
     @property
     def aux_names(self) -> list[list[tuple[str, str]]]:
-        """Per stage the kind and name of each value reported: per chunk prologue (padded) and trunk; epilogue."""
+        """Per stage the kind and name of each value reported.
+
+        Per chunk prologue (padded) and trunk; epilogue.
+        """
         names = []
         for s, chunks in enumerate(self.placement.virtual):
             of_stage: list[tuple[str, str]] = []
             for v in chunks:
                 of_prologue = list(self.prologue.aux[v].names)
                 # Padded, as the vector is: all branches of the prologue's switch return one length.
-                of_stage += of_prologue + [("", "")] * (self.prologue.num_reported - len(of_prologue))
+                of_stage += of_prologue + [("", "")] * (
+                    self.prologue.num_reported - len(of_prologue)
+                )
                 of_stage += self.trunk.aux[v].names
-            names.append(of_stage + list(self.epilogue.aux.names if s == self.placement.locations[-1][0] else ()))
+            names.append(
+                of_stage
+                + list(self.epilogue.aux.names if s == self.placement.locations[-1][0] else ())
+            )
         return names
 
     def forward(
-        self, at: VirtualStage, weights: Weights, batch: Microbatch, collections: PyTree, arrived: PyTree
+        self,
+        at: VirtualStage,
+        weights: Weights,
+        batch: Microbatch,
+        collections: PyTree,
+        arrived: PyTree,
     ) -> ForwardResult:
         """Run prologue and trunk on what arrived, and hand over the output, both in common form."""
-        first = self.prologue.forward(at, weights.storage, collections, batch.inputs, arrived, batch.context)
+        first = self.prologue.forward(
+            at, weights.storage, collections, batch.inputs, arrived, batch.context
+        )
         then = self.trunk.forward(at, weights.trunk, first.collections, first.output, batch.context)
         return ForwardResult(
             self.activations.constrain(then.output),
@@ -173,7 +203,9 @@ class Stage:
         if not (self.trunk.is_empty or self.gradients.is_identity):
             # Only the input of the first one is of another form: outputs of trunks are alike.
             gradient = self.gradients.unpack(0, gradient)
-        trunk = self.trunk.backward(at, weights.trunk, of_trunk, gradient, reported_cotangent, split=split)
+        trunk = self.trunk.backward(
+            at, weights.trunk, of_trunk, gradient, reported_cotangent, split=split
+        )
         prologue = self.prologue.backward(
             at, weights.storage, of_prologue, trunk.input_grad, reported_cotangent, split=split
         )
@@ -193,30 +225,43 @@ class Stage:
         return trunk, self.prologue.backward_weight(at, weights.storage, residuals[0], pending[0])
 
     def evaluate(
-        self, at: VirtualStage, weights: Weights, batch: Microbatch, collections: PyTree, arrived: PyTree
+        self,
+        at: VirtualStage,
+        weights: Weights,
+        batch: Microbatch,
+        collections: PyTree,
+        arrived: PyTree,
     ) -> PyTree:
         """Run prologue and trunk outside training."""
-        x = self.prologue.evaluate(at, weights.storage, collections, batch.inputs, arrived, batch.context)
+        x = self.prologue.evaluate(
+            at, weights.storage, collections, batch.inputs, arrived, batch.context
+        )
         return self.trunk.evaluate(at, weights.trunk, collections, x, batch.context)
 
     @property
     def trunk_grad_struct(self) -> PyTree:
         """Shapes and dtypes of the summed gradients of one chunk's trunk."""
-        return jax.tree.map(lambda like: grad_accum_struct(like, self._grad_dtype), self.trunk.trained)
+        return jax.tree.map(
+            lambda like: grad_accum_struct(like, self._grad_dtype), self.trunk.trained
+        )
 
     def pin_trunk_grads(self, grads: PyTree) -> PyTree:
-        """Summed gradients of one chunk's trunk, sharded over automatic axes as its parameters are."""
+        """Summed gradients of a chunk's trunk, sharded over automatic axes like its parameters."""
         return jax.tree.map(constrained, grads, self.trunk.specs)
 
     def pin_off_trunk(self, grads: Storage) -> Storage:
         """The same of the stage's parameters off the trunk."""
         spec = self.params.grad_layout.spec()
-        return jax.tree.map(constrained, grads, Storage(spec.packed, {n: spec.stacked[n] for n in grads.stacked}))
+        return jax.tree.map(
+            constrained, grads, Storage(spec.packed, {n: spec.stacked[n] for n in grads.stacked})
+        )
 
     def zero_off_trunk_grads(self) -> Storage:
         """Zeros in the form of the summed gradients of a stage's parameters off the trunk."""
         zeros = self.params.grad_layout.zeros()
-        return Storage(zeros.packed, {name: zeros.stacked[name] for name in self.params.stacked_off_trunk})
+        return Storage(
+            zeros.packed, {name: zeros.stacked[name] for name in self.params.stacked_off_trunk}
+        )
 
     def zero_vocab_grads(self) -> dict[str, jax.Array]:
         """Zeros in the form of the summed gradients of vocabulary-parallel layers."""
@@ -225,27 +270,40 @@ class Stage:
 
 
 def boundary_specs(module: PipelineModule, trace: ModelTrace, stops: Sequence[int]) -> list[PyTree]:
-    """Shardings of boundaries over automatic axes: as the last layer before each constrains its output.
+    """Shardings of boundaries over automatic axes.
 
-    What no layer constrains is whole, so that it is not sharded one way on one stage and another way on the next; its
-    samples are divided over `fsdp`. A boundary is given as the number of layers before it.
+    As the last layer before each constrains its output.
+
+    What no layer constrains is whole, so that it is not sharded one way on one stage and another
+    way on the next; its samples are divided over `fsdp`. A boundary is given as the number of
+    layers before it.
     """
 
     def specs(stop: int) -> PyTree:
         struct = trace.boundaries[stop]
-        # Before the model's inputs no layer constrains anything, and without automatic axes nothing is sharded.
+        # Before the model's inputs no layer constrains anything, and without automatic axes nothing
+        # is sharded.
         if not stop or not automatic_axes(trace.mesh):
             return jax.tree.map(lambda x: samples_spec(x, trace.mesh), struct)
         index = stop - 1
 
-        def run(params: PyTree, inputs: PyTree, key: jax.Array, side: PyTree, collections: PyTree) -> PyTree:
-            return module.run_layers([index], [params], train=True)(inputs, key, side, [collections])[0]
+        def run(
+            params: PyTree, inputs: PyTree, key: jax.Array, side: PyTree, collections: PyTree
+        ) -> PyTree:
+            return module.run_layers([index], [params], train=True)(
+                inputs, key, side, [collections]
+            )[0]
 
-        params, key = cast_floats(trace.params[index], module.compute_dtype), jax.eval_shape(lambda: jax.random.key(0))
+        params, key = (
+            cast_floats(trace.params[index], module.compute_dtype),
+            jax.eval_shape(lambda: jax.random.key(0)),
+        )
         args = params, trace.boundaries[index], key, dict(trace.side), trace.collections[index]
         leaves, treedef = jax.tree.flatten(struct)
         pairs = zip(leaves, output_specs(jax.make_jaxpr(run)(*args)), strict=True)
-        return jax.tree.unflatten(treedef, [samples_spec(x, trace.mesh) if spec == P() else spec for x, spec in pairs])
+        return jax.tree.unflatten(
+            treedef, [samples_spec(x, trace.mesh) if spec == P() else spec for x, spec in pairs]
+        )
 
     # Each costs a trace of a layer, and virtual stages may share a boundary.
     known = {stop: specs(stop) for stop in set(stops)}

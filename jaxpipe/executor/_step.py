@@ -1,4 +1,7 @@
-"""Programs of each device, inside `shard_map`: a training step, its gradients, its update, and evaluation."""
+"""Programs of each device, inside `shard_map`.
+
+A training step, its gradients, its update, and evaluation.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -66,7 +69,10 @@ class DevicePrograms:
     def init_optimizer(self, params: PyTree) -> PyTree:
         """The optimiser's state for new parameters."""
         return _expand(
-            self._updater.init(self._shard_kind(), select_arrays(self._sharding.trained.shards, self._pinned(params)))
+            self._updater.init(
+                self._shard_kind(),
+                select_arrays(self._sharding.trained.shards, self._pinned(params)),
+            )
         )
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -79,7 +85,10 @@ class DevicePrograms:
         return dataclasses.replace(state, collections=new), {**metrics, **more}
 
     def gradients(self, state: TrainState, batch: Batch) -> tuple[GradientMetrics, PyTree, PyTree]:
-        """Metrics, mean gradients laid out as the trained parameters are, and the collections after the batch."""
+        """Metrics, mean gradients, and the collections after the batch.
+
+        Gradients are laid out as the trained parameters are.
+        """
         partial, grads, collections = self._gradients(state, batch)
         # As `update` finds it: of scaled gradients, and then divided.
         norm = global_norm(self._tied, self._sharding, self._shard_kind(), grads)
@@ -89,9 +98,12 @@ class DevicePrograms:
     def partial_gradients(
         self, state: TrainState, batch: Batch, first: jax.Array | int, num_parts: jax.Array | int
     ) -> tuple[PartialMetrics, PyTree, PyTree]:
-        """The same without the norm for one of `num_parts` parts of a step, from microbatch `first` on.
+        """The same without the norm for one of `num_parts` parts of a step.
 
-        Gradients are those of the part's mean loss over `num_parts`, which is its share of the mean of all parts.
+        The part begins with microbatch `first`.
+
+        Gradients are those of the part's mean loss over `num_parts`, which is its share of the mean
+        of all parts.
         """
         metrics, grads, collections = self._gradients(state, batch, first, num_parts)
         return metrics, _expand(self._unscale(state, grads)), _expand(collections)
@@ -109,32 +121,50 @@ class DevicePrograms:
     def predict(self, state: TrainState, batch: Batch) -> PyTree:
         """Outputs of the model for every microbatch, on every stage."""
         # All stages but the last have zeros.
-        return broadcast_sum(self._results(state, batch, lambda outputs, _: self._whole(outputs)), "stage")
+        return broadcast_sum(
+            self._results(state, batch, lambda outputs, _: self._whole(outputs)), "stage"
+        )
 
-    def evaluate_and_predict(self, state: TrainState, batch: Batch) -> tuple[EvaluationMetrics, PyTree]:
+    def evaluate_and_predict(
+        self, state: TrainState, batch: Batch
+    ) -> tuple[EvaluationMetrics, PyTree]:
         """Losses and outputs, in one run."""
-        terms, outputs = self._results(state, batch, lambda y, t: (self._objective.measure(y, t), self._whole(y)))
+        terms, outputs = self._results(
+            state, batch, lambda y, t: (self._objective.measure(y, t), self._whole(y))
+        )
         return self._means(terms), broadcast_sum(outputs, "stage")
 
     def _means(self, terms: tuple[jax.Array, jax.Array]) -> EvaluationMetrics:
-        """The loss of the batch and of each microbatch, 0 where nothing weighs, from this device's sums and weights."""
+        """The loss of the batch and of each microbatch, from this device's sums and weights.
+
+        It is 0 where nothing weighs.
+        """
         sums, weights = sum_over(terms, ("stage", "data"))
-        loss, of_loss = self._objective.named(jnp.sum(sums, axis=0) / loss_divisor(jnp.sum(weights)))
-        metrics: EvaluationMetrics = {"loss": loss, "microbatch_losses": sums[:, 0] / loss_divisor(weights)}
+        loss, of_loss = self._objective.named(
+            jnp.sum(sums, axis=0) / loss_divisor(jnp.sum(weights))
+        )
+        metrics: EvaluationMetrics = {
+            "loss": loss,
+            "microbatch_losses": sums[:, 0] / loss_divisor(weights),
+        }
         if of_loss:
             metrics["metrics"] = of_loss
         return metrics
 
     def _pinned(self, rows: Storage) -> Storage:
         """This device's row of parameters, sharded over automatic axes as its layout says."""
-        # Also at the door: `shard_map` names manual axes alone, and of the others XLA thinks what it likes inside.
+        # Also at the door: `shard_map` names manual axes alone, and of the others XLA thinks what
+        # it likes inside.
         return self._sharding.master.shards.constrain(_squeeze(rows))
 
     def _shard_kind(self) -> jax.Array:
-        return self._sharding.master.shard_kind(jax.lax.axis_index("stage"), jax.lax.axis_index("data"))
+        return self._sharding.master.shard_kind(
+            jax.lax.axis_index("stage"), jax.lax.axis_index("data")
+        )
 
     def _results(self, state: TrainState, batch: Batch, measure: Measure) -> PyTree:
-        one = LossCotangents(jnp.float32(1), jnp.float32(1))  # not looked at: nothing is differentiated
+        # Not looked at: nothing is differentiated.
+        one = LossCotangents(jnp.float32(1), jnp.float32(1))
         return self._evaluate.run(self._device(state, self._batch(state, batch), one), measure)
 
     def _batch(self, state: TrainState, batch: Batch, first: jax.Array | int = 0) -> DeviceBatch:
@@ -145,9 +175,12 @@ class DevicePrograms:
 
     def _device(self, state: TrainState, batch: DeviceBatch, cotangents: LossCotangents) -> Device:
         stage = jax.lax.axis_index("stage")
-        # Once a step, not in every tick: with ZeRO-1 this is the all-gather, in mixed precision the cast.
+        # Once a step, not in every tick: with ZeRO-1 this is the all-gather, in mixed precision the
+        # cast.
         with jax.named_scope("gather"):
-            storage = self._sharding.gather_params(stage, self._shard_kind(), self._pinned(state.params))
+            storage = self._sharding.gather_params(
+                stage, self._shard_kind(), self._pinned(state.params)
+            )
             storage = self._stage.params.layout.constrain(storage)
         return Device(
             stage=stage,
@@ -158,7 +191,11 @@ class DevicePrograms:
         )
 
     def _gradients(
-        self, state: TrainState, batch: Batch, first: jax.Array | int = 0, num_parts: jax.Array | int = 1
+        self,
+        state: TrainState,
+        batch: Batch,
+        first: jax.Array | int = 0,
+        num_parts: jax.Array | int = 1,
     ) -> tuple[PartialMetrics, PyTree, PyTree]:
         """Metrics, gradients of the row times the loss scale, and collections."""
         device_batch = self._batch(state, batch, first)
@@ -167,10 +204,15 @@ class DevicePrograms:
         device = self._device(state, device_batch, self._cotangents(state, divisor, num_parts))
         sums = self._train.run(device, 1 + len(self._objective.metric_names))
         off_trunk = sums.off_trunk_grads.stacked
-        # A parameter that vocabulary-parallel layers share with others is in both: its gradient is the sum.
-        vocab = {name: g + off_trunk[name] if name in off_trunk else g for name, g in sums.vocab_grads.items()}
+        # A parameter that vocabulary-parallel layers share with others is in both: its gradient is
+        # the sum.
+        vocab = {
+            name: g + off_trunk[name] if name in off_trunk else g
+            for name, g in sums.vocab_grads.items()
+        }
         grads = Storage(
-            sums.off_trunk_grads.packed, {**off_trunk, **vocab, **self._stage.trunk.named(sums.trunk_grads)}
+            sums.off_trunk_grads.packed,
+            {**off_trunk, **vocab, **self._stage.trunk.named(sums.trunk_grads)},
         )
         with jax.named_scope("reduce"):
             grads = self._without_frozen(device.stage, grads)
@@ -178,7 +220,9 @@ class DevicePrograms:
             grads = sum_tied(self._tied, self._stage.params.grad_layout, device.stage, grads)
             grads = self._sharding.reduce_gradients(device.stage, self._shard_kind(), grads)
             grads = self._sharding.trained.shards.constrain(grads)
-        reported = gather_values(sums.all_reported, self._stage.aux_names, self._objective.num_terms)
+        reported = gather_values(
+            sums.all_reported, self._stage.aux_names, self._objective.num_terms
+        )
         # Zero on all stages but the last, so that the sum over them is a broadcast.
         loss, of_loss = self._objective.named(sum_over(sums.loss, ("stage", "data")) / divisor)
         metrics: PartialMetrics = {"loss": sum(reported["losses"].values(), loss), "weight": weight}
@@ -188,16 +232,21 @@ class DevicePrograms:
             metrics["metrics"] = {**reported["metrics"], **of_loss}
         return metrics, grads, mean_over_replicas(sums.collections)
 
-    def _cotangents(self, state: TrainState, divisor: jax.Array, num_parts: jax.Array | int) -> LossCotangents:
+    def _cotangents(
+        self, state: TrainState, divisor: jax.Array, num_parts: jax.Array | int
+    ) -> LossCotangents:
         """Factors of losses before differentiation.
 
-        With them the losses of all microbatches and replicas add up to the loss of the step times the loss
-        scale. So each layer's backward sees the cotangent that `jax.grad` of that loss gives it, in every precision:
-        a backward that is not linear, which clips or rounds, would not forgive a division afterwards.
+        With them the losses of all microbatches and replicas add up to the loss of the step times
+        the loss scale. So each layer's backward sees the cotangent that `jax.grad` of that loss
+        gives it, in every precision: a backward that is not linear, which clips or rounds, would
+        not forgive a division afterwards.
         """
-        # float16 has no numbers below 6e-8, where most cotangents of a mean over a large batch would lie; 1 otherwise.
+        # float16 has no numbers below 6e-8, where most cotangents of a mean over a large batch
+        # would lie; 1 otherwise.
         scale = self._loss_scale(state)
-        # A step of several calls differentiates one part in each, and its loss is the mean over the parts.
+        # A step of several calls differentiates one part in each, and its loss is the mean over the
+        # parts.
         scale = scale / num_parts
         # The main losses count by weight, each of the others as one of microbatches times replicas.
         return LossCotangents(main=scale / divisor, reported=scale / self._objective.num_terms)
@@ -205,33 +254,49 @@ class DevicePrograms:
     def _update(self, state: TrainState, grads: PyTree) -> tuple[TrainState, UpdateMetrics]:
         """Clip and apply gradients that are still multiplied with the loss scale."""
         shard_kind, layout = self._shard_kind(), self._sharding.trained.shards
-        master, opt_state = self._pinned(state.params), self._updater.constrain(_squeeze(state.opt_state))
+        master, opt_state = (
+            self._pinned(state.params),
+            self._updater.constrain(_squeeze(state.opt_state)),
+        )
         params = select_arrays(layout, master)
         scaled_norm = global_norm(self._tied, self._sharding, shard_kind, grads)
         scale = self._loss_scale(state)
-        # The norm is taken of scaled gradients and then divided: an overflow shows in it, and costs no second pass.
+        # The norm is taken of scaled gradients and then divided: an overflow shows in it, and costs
+        # no second pass.
         norm = scaled_norm / scale
         grads = clip_to(self._limit, norm, self._unscale(state, grads))
         new_params, new_opt = self._updater.update(shard_kind, params, grads, opt_state)
         new_params, new_opt = layout.constrain(new_params), self._updater.constrain(new_opt)
-        # Copies of a tied parameter get one stage's update: two programs may round alike sums differently.
+        # Copies of a tied parameter get one stage's update: two programs may round alike sums
+        # differently.
         new_params = broadcast_tied(self._tied, self._sharding.trained, shard_kind, new_params)
         metrics: UpdateMetrics = {"grad_norm": norm}
         changes: dict[str, Any] = {}
         if self._scaler is not None:
-            # Selected, not branched around: the update is elementwise, and a branch would copy all parameters.
+            # Selected, not branched around: the update is elementwise, and a branch would copy all
+            # parameters.
             overflow = ~jnp.isfinite(scaled_norm)
             new_params, new_opt = select(overflow, (params, opt_state), (new_params, new_opt))
             changes["loss_scale"] = self._scaler.update(state.loss_scale, overflow)
             changes["skipped_steps"] = state.skipped_steps + overflow.astype(jnp.int32)
             metrics["loss_scale"], metrics["overflow"] = scale, overflow
-        new_params = Storage({**master.packed, **new_params.packed}, {**master.stacked, **new_params.stacked})
-        # Skipped steps count too, as in DeepSpeed: keys of dropout depend on the number of batches seen.
-        changes |= {"step": state.step + 1, "params": _expand(new_params), "opt_state": _expand(new_opt)}
+        new_params = Storage(
+            {**master.packed, **new_params.packed}, {**master.stacked, **new_params.stacked}
+        )
+        # Skipped steps count too, as in DeepSpeed: keys of dropout depend on the number of batches
+        # seen.
+        changes |= {
+            "step": state.step + 1,
+            "params": _expand(new_params),
+            "opt_state": _expand(new_opt),
+        }
         return dataclasses.replace(state, **changes), metrics
 
     def _without_frozen(self, stage: jax.Array, grads: Storage) -> Storage:
-        """Gradients with zeros for parameters of the trunk that this stage has frozen, and another trains."""
+        """Gradients with zeros for parameters of the trunk that this stage has frozen.
+
+        Another stage trains these.
+        """
         zeroed = {
             name: jnp.where(jnp.asarray(is_frozen)[stage], 0, grads.stacked[name])
             for name, is_frozen in self._stage.params.partly_frozen.items()
@@ -242,14 +307,25 @@ class DevicePrograms:
         return jnp.float32(1) if self._scaler is None else state.loss_scale.scale
 
     def _scale(self, state: TrainState, grads: PyTree) -> PyTree:
-        return grads if self._scaler is None else jax.tree.map(lambda g: g * self._loss_scale(state), grads)
+        return (
+            grads
+            if self._scaler is None
+            else jax.tree.map(lambda g: g * self._loss_scale(state), grads)
+        )
 
     def _unscale(self, state: TrainState, grads: PyTree) -> PyTree:
-        return grads if self._scaler is None else jax.tree.map(lambda g: g / self._loss_scale(state), grads)
+        return (
+            grads
+            if self._scaler is None
+            else jax.tree.map(lambda g: g / self._loss_scale(state), grads)
+        )
 
 
 def collections_after(metrics: UpdateMetrics, old: PyTree, new: PyTree) -> PyTree:
-    """Collections after an update: a step that is skipped leaves batch statistics as they were, too."""
+    """Collections after an update.
+
+    A step that is skipped leaves batch statistics as they were, too.
+    """
     return select(metrics["overflow"], old, new) if "overflow" in metrics else new
 
 

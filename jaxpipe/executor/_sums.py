@@ -1,4 +1,7 @@
-"""Sums of gradients over the microbatches of a batch: where they begin, and how an action's gradients are added."""
+"""Sums of gradients over the microbatches of a batch.
+
+Where they begin, and how an action's gradients are added.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -23,25 +26,34 @@ class GradientSums:
     def zeros(self) -> tuple[tuple[PyTree, ...], Storage]:
         """Sums of no microbatch: of the trunk, and off it."""
         stage = self._stage
-        trunk = [stage.pin_trunk_grads(zeros_of(stage.trunk_grad_struct)) for _ in range(self._num_chunks)]
-        # Without the barrier XLA takes these zeros for those of idle actions in a last tick that is no loop, too, and
-        # holds all of them till then.
+        trunk = [
+            stage.pin_trunk_grads(zeros_of(stage.trunk_grad_struct))
+            for _ in range(self._num_chunks)
+        ]
+        # Without the barrier XLA takes these zeros for those of idle actions in a last tick that is
+        # no loop, too, and holds all of them till then.
         zero = jax.lax.optimization_barrier(jnp.zeros((), jnp.float32))
-        return jax.tree.map(lambda x: x + zero.astype(x.dtype), (tuple(trunk), stage.zero_off_trunk_grads()))
+        return jax.tree.map(
+            lambda x: x + zero.astype(x.dtype), (tuple(trunk), stage.zero_off_trunk_grads())
+        )
 
     def add_trunk(
         self, sums: tuple[PyTree, ...], plan: ActionPlan, chunk: jax.Array, grads: PyTree
     ) -> tuple[PyTree, ...]:
-        """Sums with an action's gradients of its chunk; leaves that are None are not its to give."""
+        """Sums with an action's gradients of its chunk; None leaves are not its to give."""
         if not jax.tree.leaves(grads):
             return sums
         after = list(sums)
         for number in plan.chunks:
-            # What a loop carries is updated in place (XLA of JAX 0.10, GPU and CPU). What goes through a branch is
-            # mostly copied, and of one array `[num_chunks, ...]` the new sum is written to a temporary first: 18 bytes
-            # a parameter instead of 10.
+            # What a loop carries is updated in place (XLA of JAX 0.10, GPU and CPU). What goes
+            # through a branch is mostly copied, and of one array `[num_chunks, ...]` the new sum is
+            # written to a temporary first: 18 bytes a parameter instead of 10.
             if plan.adds_in_loops:
-                after[number] = once(chunk == number, lambda _, before: self._plus_trunk(before, grads), after[number])
+                after[number] = once(
+                    chunk == number,
+                    lambda _, before: self._plus_trunk(before, grads),
+                    after[number],
+                )
             else:
                 after[number] = self._plus_trunk(after[number], grads)
         return tuple(after)
@@ -54,5 +66,10 @@ class GradientSums:
         return self._stage.pin_trunk_grads(jax.tree.unflatten(treedef, added))
 
     def add_off_trunk(self, sums: Storage, grads: Storage) -> Storage:
-        """Sums with gradients of parameters off the trunk; actions that have none to give have given zeros."""
-        return self._stage.pin_off_trunk(jax.tree.map(lambda total, g: total + g.astype(total.dtype), sums, grads))
+        """Sums with gradients of parameters off the trunk.
+
+        Actions that have none to give have given zeros.
+        """
+        return self._stage.pin_off_trunk(
+            jax.tree.map(lambda total, g: total + g.astype(total.dtype), sums, grads)
+        )

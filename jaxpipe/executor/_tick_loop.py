@@ -67,16 +67,19 @@ class TickLoop:
             sends_early=sends_early,
         )
 
-    def scan(self, device: Device, tick: Callable[[TickRun, _Carry, Row], _Carry], carry: _Carry) -> _Carry:
+    def scan(
+        self, device: Device, tick: Callable[[TickRun, _Carry, Row], _Carry], carry: _Carry
+    ) -> _Carry:
         """The carry after all ticks, which run as one loop for each run of equal content."""
-        # A loop for each run, not one for all: a run without backwards has no code for them, and the steady run, where
-        # no stage is ever idle, has no branch.
+        # A loop for each run, not one for all: a run without backwards has no code for them, and
+        # the steady run, where no stage is ever idle, has no branch.
         for run in self.program.runs:
 
             def body(carry: _Carry, row: Row, run: TickRun = run) -> tuple[_Carry, None]:
                 return tick(run, carry, row), None
 
-            # By its name a profile tells a tick's operations from those of the tick after, where a run is no loop.
+            # By its name a profile tells a tick's operations from those of the tick after, where a
+            # run is no loop.
             with jax.named_scope(f"ticks_{run.start}_{run.stop}"):
                 carry, _ = jax.lax.scan(body, carry, self._rows(run, device.stage))
         return carry
@@ -85,23 +88,35 @@ class TickLoop:
         """The ticks of a run, as one stage sees them: leaves `int32[ticks]`."""
 
         def rows(table: Table) -> jax.Array:
-            # Constants of the program, one row of each per device: no communication, and 4 bytes a tick and table.
+            # Constants of the program, one row of each per device: no communication, and 4 bytes a
+            # tick and table.
             return jnp.asarray([row[run.start : run.stop] for row in table], jnp.int32)[stage]
 
         return jax.tree.map(rows, self.program.tables, is_leaf=lambda x: type(x) is tuple)
 
     def run_action(
-        self, device: Device, action: Action, carry: _Carry, row: Row, values: PyTree = None, nothing: PyTree = None
+        self,
+        device: Device,
+        action: Action,
+        carry: _Carry,
+        row: Row,
+        values: PyTree = None,
+        nothing: PyTree = None,
     ) -> tuple[_Carry, Any]:
-        """The carry after a tick's action, and what the tick's other actions take of it; see `_actions`."""
+        """The carry after a tick's action, and what the tick's other actions take of it.
+
+        See `_actions`.
+        """
         return run_action(action, device.stage, self.stage.placement, carry, row, values, nothing)
 
     def entering(self, device: Device, index: jax.Array, *, train: bool) -> PyTree:
-        """What vocabulary-parallel first layers make of a microbatch's inputs, on all stages at once."""
+        """What vocabulary-parallel first layers make of a microbatch, on all stages at once."""
         assert self.stage.vocab_input is not None
         key, side = device.batch.context(index)
         context = key if train else None, side
-        return self.stage.vocab_input.outputs(device.weights.storage, device.batch.inputs(index), context, train=train)
+        return self.stage.vocab_input.outputs(
+            device.weights.storage, device.batch.inputs(index), context, train=train
+        )
 
     def is_last(self, device: Device, chunk: jax.Array) -> jax.Array:
         """True if a chunk of this device is the last part of the model."""

@@ -1,4 +1,7 @@
-"""The training loop: a tick program run by every device, from a batch to summed losses and gradients."""
+"""The training loop.
+
+A tick program run by every device, from a batch to summed losses and gradients.
+"""
 
 import functools
 from typing import Any, NamedTuple
@@ -11,7 +14,16 @@ from jaxpipe.schedules import ActionPlan, Idle, TickProgram, TickRun, TransferBu
 
 from ._actions import Action, Row, run_on_all_stages
 from ._batch import Microbatch
-from ._buffers import make_ring, read_ring, run_or_zeros, select, to_memory, write_ring, write_ring_if, zeros_of
+from ._buffers import (
+    make_ring,
+    read_ring,
+    run_or_zeros,
+    select,
+    to_memory,
+    write_ring,
+    write_ring_if,
+    zeros_of,
+)
 from ._exchange import Channel
 from ._results import ForwardResult, LossResult, StageBackwardResult
 from ._stage import Stage
@@ -21,7 +33,9 @@ from ._virtual_stage import VirtualStage
 
 
 class TrainCarry(NamedTuple):
-    """Carry of a device from tick to tick; after the last one, its sums over the microbatches of a batch.
+    """Carry of a device from tick to tick.
+
+    After the last one, its sums over the microbatches of a batch.
 
     Attributes:
         activations: Activations on their way.
@@ -32,8 +46,8 @@ class TrainCarry(NamedTuple):
         leaving: The gradient of what vocabulary-parallel first layers made, which the tick before
             has left for their backward.
         loss: Sums of what the loss gives (`LossTerms.sums`), on the stage of the last part, else 0.
-        loss_gradients: Gradients of the model's output that wait for their backward, in the slots of
-            the residuals; empty where every loss is followed by its backward in the same tick.
+        loss_gradients: Gradients of the model's output that wait for their backward, in the slots
+            of the residuals; empty where every loss is followed by its backward in the same tick.
         loss_reported: Summed values that the epilogue reports.
         off_trunk_grads: Summed gradients of the stage's parameters off the trunk.
         pending: What split backwards left for their weight gradients, `[slots, ...]`.
@@ -74,20 +88,28 @@ class TrainLoop(TickLoop):
 
     def __init__(self, stage: Stage, program: TickProgram, *, sends_early: bool) -> None:
         super().__init__(stage, program, sends_early=sends_early)
-        # Gradients always leave at the beginning of the next tick, where its forward hides the exchange.
+        # Gradients always leave at the beginning of the next tick, where its forward hides the
+        # exchange.
         depth, unbuffered = program.depth.gradients, program.unbuffered.gradients
-        self._gradients = Channel(stage.gradients, program.num_stages, depth, unbuffered, sends_early=False)
+        self._gradients = Channel(
+            stage.gradients, program.num_stages, depth, unbuffered, sends_early=False
+        )
         self._sums = GradientSums(stage, program.num_chunks)
 
     def run(self, device: Device, num_loss_sums: int) -> TrainCarry:
-        """Run the whole program; gives the carry after its last tick, with so many sums of the loss."""
+        """Run the whole program.
+
+        Gives the carry after its last tick, with so many sums of the loss.
+        """
         stage, program = self.stage, self.program
         loss_slots = 0 if program.fuses_loss else program.residual_slots
         trunk_grads, off_trunk_grads = self._sums.zeros()
         carry = TrainCarry(
             activations=self.activations.empty(),
             gradients=self._gradients.empty(),
-            residuals=self._to_memory(make_ring(stage.residuals, program.residual_slots), jax.memory.Space.Host),
+            residuals=self._to_memory(
+                make_ring(stage.residuals, program.residual_slots), jax.memory.Space.Host
+            ),
             pending=make_ring(stage.pending, program.depth.pending),
             loss_gradients=make_ring(stage.gradients.struct, loss_slots) if loss_slots else (),
             entering=self._first_entering(device),
@@ -101,7 +123,9 @@ class TrainLoop(TickLoop):
             reported=jnp.zeros((program.num_chunks, stage.num_reported), jnp.float32),
             loss_reported=jnp.zeros((len(stage.epilogue.aux.names),), jnp.float32),
         )
-        carry = self.scan(device, lambda run, carry, row: self._tick(device, run, carry, row), carry)
+        carry = self.scan(
+            device, lambda run, carry, row: self._tick(device, run, carry, row), carry
+        )
         if stage.vocab_input is not None and program.ends_at_input:
             first_stage = stage.placement.locations[0][0]
             index = jnp.int32(program.tables.backward.microbatch[first_stage][-1])
@@ -112,12 +136,15 @@ class TrainLoop(TickLoop):
         """What the first tick's forward takes of vocabulary-parallel first layers."""
         if self.stage.vocab_input is None:
             return ()
-        return self.entering(device, jnp.int32(self.program.tables.input_microbatch[0][0]), train=True)
+        return self.entering(
+            device, jnp.int32(self.program.tables.input_microbatch[0][0]), train=True
+        )
 
     def _tick(self, device: Device, run: TickRun, carry: TrainCarry, row: Row) -> TrainCarry:
         inputs = carry.entering
         carry, arrived = self._receive(device, run, carry, row)
-        # Out of all actions: idle stages, too, take part where inputs and labels are gathered from shares.
+        # Out of all actions: idle stages, too, take part where inputs and labels are gathered from
+        # shares.
         labels = device.batch.labels(row.loss_microbatch)
         if self.stage.vocab_input is None:
             inputs = device.batch.inputs(row.input_microbatch)
@@ -129,8 +156,11 @@ class TrainLoop(TickLoop):
         if run.forward is not None:
             action = self._forward(device, run, run.forward, labels, loss_gradient)
             values, nothing = (inputs, *arrived), (loss_gradient, gradient)
-            carry, (loss_gradient, gradient) = self.run_action(device, action, carry, row, values, nothing)
-        # A model of one virtual stage has no backward of its own: its epilogue is the whole model, with the loss.
+            carry, (loss_gradient, gradient) = self.run_action(
+                device, action, carry, row, values, nothing
+            )
+        # A model of one virtual stage has no backward of its own: its epilogue is the whole model,
+        # with the loss.
         if run.backward is not None and self.stage.last:
             with jax.named_scope("backward"):
                 action = self._backward(device, run, run.backward)
@@ -147,17 +177,26 @@ class TrainLoop(TickLoop):
         activation, activations = self.activations.recv(
             carry.activations, run.activation_sends, row.activations, device.stage
         )
-        gradient, gradients = self._gradients.recv(carry.gradients, run.gradient_sends, row.gradients, device.stage)
+        gradient, gradients = self._gradients.recv(
+            carry.gradients, run.gradient_sends, row.gradients, device.stage
+        )
         carry = carry._replace(activations=activations, gradients=gradients)
         if run.receives_first:
             activation, gradient = jax.lax.optimization_barrier((activation, gradient))
         return carry, (activation, gradient)
 
-    def _forward(self, device: Device, run: TickRun, plan: ActionPlan, labels: PyTree, loss_gradient: PyTree) -> Action:
-        """A forward of inputs and what arrived, and the loss after it; gives gradients of the output for backwards."""
+    def _forward(
+        self, device: Device, run: TickRun, plan: ActionPlan, labels: PyTree, loss_gradient: PyTree
+    ) -> Action:
+        """A forward of inputs and what arrived, and the loss after it.
+
+        Gives gradients of the output for backwards.
+        """
         stage = self.stage
 
-        def compute(at: VirtualStage, carry: TrainCarry, row: Row, values: tuple[PyTree, ...]) -> ForwardResult:
+        def compute(
+            at: VirtualStage, carry: TrainCarry, row: Row, values: tuple[PyTree, ...]
+        ) -> ForwardResult:
             inputs, arrived, _ = values
             batch = Microbatch(inputs, None, device.batch.context(row.forward.microbatch))
             with jax.named_scope("forward"):
@@ -168,33 +207,54 @@ class TrainLoop(TickLoop):
         ) -> tuple[TrainCarry, tuple[PyTree, PyTree]]:
             output, gradient = result.output, values[2]
             with jax.named_scope("forward"):
-                # An idle forward may have computed on garbage, or given zeros: neither may replace collections.
-                collections = select(row.forward.microbatch >= 0, result.collections, carry.collections)
-                # Also where the forward was idle: the program names a slot that nothing living uses.
+                # An idle forward may have computed on garbage, or given zeros: neither may replace
+                # collections.
+                collections = select(
+                    row.forward.microbatch >= 0, result.collections, carry.collections
+                )
+                # Also where the forward was idle: the program names a slot that nothing living
+                # uses.
                 hosted = self._to_memory(result.residuals, jax.memory.Space.Host)
                 residuals = write_ring(carry.residuals, hosted, row.residual_write)
                 # Idle ticks report zeros, so chunk -1, which counts from the end, adds nothing.
                 reported = carry.reported.at[row.forward.chunk].add(result.reported)
                 if self.sends_early:
-                    # Without the barrier XLA merges exchanges of gradients and activations in one direction, and
-                    # neither of them lies under an action any more.
+                    # Without the barrier XLA merges exchanges of gradients and activations in one
+                    # direction, and neither of them lies under an action any more.
                     output, gradient = jax.lax.optimization_barrier((output, gradient))
                 activations = self.activations.send(
-                    carry.activations, run.next_activation_sends, row.activations, device.stage, output
+                    carry.activations,
+                    run.next_activation_sends,
+                    row.activations,
+                    device.stage,
+                    output,
                 )
             carry = carry._replace(
-                activations=activations, residuals=residuals, collections=collections, reported=reported
+                activations=activations,
+                residuals=residuals,
+                collections=collections,
+                reported=reported,
             )
             if self.program.delays_loss:
                 return carry._replace(finished=output), (loss_gradient, gradient)
             carry, of_output = self._loss(device, run, carry, row, labels, output)
             return carry, (of_output, gradient)
 
-        chunk = (lambda row: jnp.maximum(row.forward.chunk, row.backward.chunk)) if run.has_one_chunk else None
+        chunk = (
+            (lambda row: jnp.maximum(row.forward.chunk, row.backward.chunk))
+            if run.has_one_chunk
+            else None
+        )
         return Action(plan, lambda row: row.forward, [compute], write, chunk=chunk)
 
     def _loss(
-        self, device: Device, run: TickRun, carry: TrainCarry, row: Row, labels: PyTree, output: PyTree
+        self,
+        device: Device,
+        run: TickRun,
+        carry: TrainCarry,
+        row: Row,
+        labels: PyTree,
+        output: PyTree,
     ) -> tuple[TrainCarry, PyTree]:
         """Run the loss; gives the gradient of the output where the last part is."""
         if run.loss is None:
@@ -208,7 +268,13 @@ class TrainLoop(TickLoop):
         return carry._replace(loss_gradients=ring), gradient
 
     def _epilogue(
-        self, device: Device, idle: Idle, carry: TrainCarry, row: Row, labels: PyTree, output: PyTree
+        self,
+        device: Device,
+        idle: Idle,
+        carry: TrainCarry,
+        row: Row,
+        labels: PyTree,
+        output: PyTree,
     ) -> tuple[TrainCarry, PyTree]:
         """Run the epilogue where the last part is."""
         stage, storage, collections = self.stage, device.weights.storage, carry.collections
@@ -216,9 +282,13 @@ class TrainLoop(TickLoop):
         batch = Microbatch(None, labels, device.batch.context(row.loss_microbatch))
 
         def compute() -> LossResult:
-            return stage.epilogue.loss_and_gradients(storage, collections, output, batch, device.cotangents)
+            return stage.epilogue.loss_and_gradients(
+                storage, collections, output, batch, device.cotangents
+            )
 
-        result = compute() if idle is Idle.NEVER else run_or_zeros(jnp.where(is_last, 0, -1), [compute])
+        result = (
+            compute() if idle is Idle.NEVER else run_or_zeros(jnp.where(is_last, 0, -1), [compute])
+        )
         carry = carry._replace(
             loss_reported=carry.loss_reported + result.reported,
             loss=carry.loss + result.sums,
@@ -228,7 +298,13 @@ class TrainLoop(TickLoop):
         return carry, result.output_grad
 
     def _vocab_loss(
-        self, device: Device, idle: Idle, carry: TrainCarry, row: Row, labels: PyTree, output: PyTree
+        self,
+        device: Device,
+        idle: Idle,
+        carry: TrainCarry,
+        row: Row,
+        labels: PyTree,
+        output: PyTree,
     ) -> tuple[TrainCarry, PyTree]:
         """Run the last layers and the loss on all stages."""
         layers, index = self.stage.vocab_loss, row.loss_microbatch
@@ -245,11 +321,18 @@ class TrainLoop(TickLoop):
         return carry, result.output_grad
 
     def _vocab_input(self, device: Device, run: TickRun, carry: TrainCarry, row: Row) -> TrainCarry:
-        """Run the first layers on all stages: their forward for the next tick, their backward for the last one.
+        """Run the first layers on all stages.
 
-        No action of this tick needs either, so that their collectives over the stages travel under its products.
+        Their forward for the next tick, their backward for the last one.
+
+        No action of this tick needs either, so that their collectives over the stages travel under
+        its products.
         """
-        leaving, last, following = carry.leaving, row.last_input_grad_microbatch, row.next_input_microbatch
+        leaving, last, following = (
+            carry.leaving,
+            row.last_input_grad_microbatch,
+            row.next_input_microbatch,
+        )
         if run.first_backward is not None:
 
             def gradients() -> dict[str, jax.Array]:
@@ -266,16 +349,23 @@ class TrainLoop(TickLoop):
             carry = carry._replace(entering=run_on_all_stages(run.first, following, outputs))
         return carry
 
-    def _vocab_input_gradients(self, device: Device, index: jax.Array, gradient: PyTree) -> dict[str, jax.Array]:
+    def _vocab_input_gradients(
+        self, device: Device, index: jax.Array, gradient: PyTree
+    ) -> dict[str, jax.Array]:
         assert self.stage.vocab_input is not None
         inputs, context = device.batch.inputs(index), device.batch.context(index)
         return self.stage.vocab_input.gradients(device.weights.storage, inputs, context, gradient)
 
     def _backward(self, device: Device, run: TickRun, plan: ActionPlan) -> Action:
-        """A backward, whole or of the input alone, of the gradients that arrived and that the loss gave."""
+        """A backward, whole or of the input alone.
+
+        It is that of the gradients that arrived and that the loss gave.
+        """
         stage, kinds = self.stage, plan.splits
 
-        def compute(at: VirtualStage, carry: TrainCarry, row: Row, values: PyTree, *, split: bool) -> Any:
+        def compute(
+            at: VirtualStage, carry: TrainCarry, row: Row, values: PyTree, *, split: bool
+        ) -> Any:
             arrived, loss_gradient = values
             if not self.program.fuses_loss:
                 loss_gradient = read_ring(carry.loss_gradients, row.residual_read)
@@ -284,19 +374,26 @@ class TrainLoop(TickLoop):
             reported = device.cotangents.reported
             return stage.backward(at, device.weights, residuals, gradient, reported, split=split)
 
-        def write(carry: TrainCarry, row: Row, _: PyTree, result: StageBackwardResult) -> tuple[TrainCarry, None]:
+        def write(
+            carry: TrainCarry, row: Row, _: PyTree, result: StageBackwardResult
+        ) -> tuple[TrainCarry, None]:
             pending, outgoing = carry.pending, result.input_grad
             if True in kinds:
                 is_always_split = kinds == (True,) and plan.idle in (Idle.NEVER, Idle.LOOP)
                 write_slot = write_ring if is_always_split else write_ring_if
                 pending = write_slot(pending, result.pending, row.pending_write)
             # No sends are named: gradients never leave early.
-            gradients = self._gradients.send(carry.gradients, {}, row.gradients, device.stage, outgoing)
+            gradients = self._gradients.send(
+                carry.gradients, {}, row.gradients, device.stage, outgoing
+            )
             carry = carry._replace(pending=pending, gradients=gradients)
             carry = self._plus(plan, carry, row.backward.chunk, result.trunk, result.off_trunk)
             if stage.vocab_input is not None:
-                # All stages run their backward, and its psums add the cotangents up: only one may be other than zero.
-                leaving = select(self.is_first(device, row.backward.chunk), outgoing, zeros_of(outgoing))
+                # All stages run their backward, and its psums add the cotangents up: only one may
+                # be other than zero.
+                leaving = select(
+                    self.is_first(device, row.backward.chunk), outgoing, zeros_of(outgoing)
+                )
                 carry = carry._replace(leaving=leaving)
             return carry, None
 
@@ -305,24 +402,38 @@ class TrainLoop(TickLoop):
             whole, split = functions
 
             def filled(*args: Any) -> StageBackwardResult:
-                # Branches of one switch must return one type: a split backward's missing gradients become zeros.
+                # Branches of one switch must return one type: a split backward's missing gradients
+                # become zeros.
                 return _fill(split(*args), jax.eval_shape(lambda: whole(*args)))
 
             functions = [whole, filled]
-        which = (lambda row: (row.pending_write >= 0).astype(jnp.int32)) if len(functions) > 1 else lambda row: 0
-        chunk = (lambda row: jnp.maximum(row.forward.chunk, row.backward.chunk)) if run.has_one_chunk else None
+        which = (
+            (lambda row: (row.pending_write >= 0).astype(jnp.int32))
+            if len(functions) > 1
+            else lambda row: 0
+        )
+        chunk = (
+            (lambda row: jnp.maximum(row.forward.chunk, row.backward.chunk))
+            if run.has_one_chunk
+            else None
+        )
         return Action(plan, lambda row: row.backward, functions, write, which, chunk)
 
     def _weight(self, device: Device, plan: ActionPlan) -> Action:
         """The weight gradient of a split backward."""
 
-        def compute(at: VirtualStage, carry: TrainCarry, row: Row, _: PyTree) -> tuple[PyTree, PyTree]:
+        def compute(
+            at: VirtualStage, carry: TrainCarry, row: Row, _: PyTree
+        ) -> tuple[PyTree, PyTree]:
             residuals = self._read_residuals(carry.residuals, row.weight_residual_read)
             pending = read_ring(carry.pending, row.pending_read)
-            # Gathered by itself, and only what it reads: a product's weight gradient needs no weight.
+            # Gathered by itself, and only what it reads: a product's weight gradient needs no
+            # weight.
             return self.stage.backward_weight(at, device.weights, residuals, pending)
 
-        def write(carry: TrainCarry, row: Row, _: PyTree, grads: tuple[PyTree, PyTree]) -> tuple[TrainCarry, None]:
+        def write(
+            carry: TrainCarry, row: Row, _: PyTree, grads: tuple[PyTree, PyTree]
+        ) -> tuple[TrainCarry, None]:
             return self._plus(plan, carry, row.weight.chunk, *grads), None
 
         return Action(plan, lambda row: row.weight, [compute], write)
@@ -334,12 +445,21 @@ class TrainLoop(TickLoop):
         return self._to_memory(read_ring(ring, slot), jax.memory.Space.Device)
 
     def _plus(
-        self, plan: ActionPlan, carry: TrainCarry, chunk: jax.Array, trunk: PyTree, off_trunk: PyTree
+        self,
+        plan: ActionPlan,
+        carry: TrainCarry,
+        chunk: jax.Array,
+        trunk: PyTree,
+        off_trunk: PyTree,
     ) -> TrainCarry:
         """The carry with an action's gradients; those of the trunk may be None leaf by leaf."""
-        carry = carry._replace(trunk_grads=self._sums.add_trunk(carry.trunk_grads, plan, chunk, trunk))
+        carry = carry._replace(
+            trunk_grads=self._sums.add_trunk(carry.trunk_grads, plan, chunk, trunk)
+        )
         if off_trunk is not None and self.stage.prologue.has_params:
-            carry = carry._replace(off_trunk_grads=self._sums.add_off_trunk(carry.off_trunk_grads, off_trunk))
+            carry = carry._replace(
+                off_trunk_grads=self._sums.add_off_trunk(carry.off_trunk_grads, off_trunk)
+            )
         return carry
 
 
@@ -350,7 +470,10 @@ def _plus_vocab(carry: TrainCarry, grads: dict[str, jax.Array]) -> TrainCarry:
 
 
 def _fill(split: StageBackwardResult, whole: StageBackwardResult) -> StageBackwardResult:
-    """A split backward's result in the form of a whole one's: zeros for the gradients that it leaves for later."""
+    """A split backward's result in the form of a whole one's.
+
+    Zeros for the gradients that it leaves for later.
+    """
     leaves, treedef = jax.tree.flatten(whole.trunk)
     pairs = zip(treedef.flatten_up_to(split.trunk), leaves, strict=True)
     trunk = jax.tree.unflatten(treedef, [zeros_of(x) if g is None else g for g, x in pairs])

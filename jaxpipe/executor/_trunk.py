@@ -1,4 +1,7 @@
-"""The trunk: the same layers in every virtual stage, run as one straight program without a conditional."""
+"""The trunk.
+
+The same layers in every virtual stage, run as one straight program without a conditional.
+"""
 
 from collections.abc import Sequence
 
@@ -42,14 +45,18 @@ class Trunk:
         trunks = [cut.trunk for cut in blueprint.cuts]
         each = [Segment(blueprint, v, trunks) for v in range(len(trunks))]
         self.aux, self.is_empty = [segment.aux for segment in each], not trunks[0]
-        # A scan stacks what its body returns, so collections and reports of its layers would need names of their own.
+        # A scan stacks what its body returns, so collections and reports of its layers would need
+        # names of their own.
         is_plain = not (self.aux[0].names or blueprint.collections.has_any(trunks[0]))
         are_alike = len(trunks[0]) > 1 and len({blueprint.signatures[i] for i in trunks[0]}) == 1
         # Scanned layers share the arrays of their sums.
         are_alike = are_alike and len({blueprint.params.frozen_in(0, i) for i in trunks[0]}) == 1
-        # All trunks are the same program: it is built once, from the layers of the first virtual stage, and the others
-        # differ in their parameters and in the layer indices that go into random keys.
-        self._program = Segment(blueprint, 0, trunks, scan=scan and are_alike and is_plain, split=split)
+        # All trunks are the same program: it is built once, from the layers of the first virtual
+        # stage, and the others differ in their parameters and in the layer indices that go into
+        # random keys.
+        self._program = Segment(
+            blueprint, 0, trunks, scan=scan and are_alike and is_plain, split=split
+        )
         for v, layers in enumerate(trunks):
             self._program.serve(v, layers)
         self._chunks = [each[v] for v in blueprint.placement.virtual[self._program.stage]]
@@ -68,9 +75,14 @@ class Trunk:
         return [] if self.is_empty else self._program.residual_specs
 
     def prepare(self, stacked: dict[str, jax.Array]) -> PyTree:
-        """The trunk's parameters as its actions use them: by chunk, or all chunks along a first dim."""
+        """The trunk's parameters as its actions use them.
+
+        By chunk, or all chunks along a first dim.
+        """
         each = [
-            self._program.prepare(dict(zip(self._program.names, (stacked[name] for name in chunk.names), strict=True)))
+            self._program.prepare(
+                dict(zip(self._program.names, (stacked[name] for name in chunk.names), strict=True))
+            )
             for chunk in self._chunks
         ]
         # Once a step, outside the loop: inside, XLA would stack them again in every tick.
@@ -82,11 +94,20 @@ class Trunk:
         for chunk, tree in zip(self._chunks, grads, strict=True):
             of_chunk = self._program.by_name(tree)
             pairs = zip(chunk.names, self._program.names, strict=True)
-            found |= {name: of_chunk[common] for name, common in pairs if common not in self._program.frozen}
+            found |= {
+                name: of_chunk[common]
+                for name, common in pairs
+                if common not in self._program.frozen
+            }
         return found
 
     def forward(
-        self, at: VirtualStage, params: PyTree, collections: PyTree, inputs: PyTree, context: Context
+        self,
+        at: VirtualStage,
+        params: PyTree,
+        collections: PyTree,
+        inputs: PyTree,
+        context: Context,
     ) -> ForwardResult:
         """Forward in training; `params` are prepared, `collections` those of the stage."""
         if self.is_empty:
@@ -108,14 +129,27 @@ class Trunk:
         """Backward, of a gradient for each differentiable leaf of the output."""
         if self.is_empty:
             return BackwardResult({}, gradient, [])
-        return self._program.backward(self._take(at, params), residuals, gradient, reported_cotangent, split=split)
+        return self._program.backward(
+            self._take(at, params), residuals, gradient, reported_cotangent, split=split
+        )
 
-    def backward_weight(self, at: VirtualStage, params: PyTree, residuals: PyTree, pending: list[jax.Array]) -> PyTree:
+    def backward_weight(
+        self, at: VirtualStage, params: PyTree, residuals: PyTree, pending: list[jax.Array]
+    ) -> PyTree:
         """Gradients that a split backward has left, None where it gave them."""
-        return {} if self.is_empty else self._program.backward_weight(self._take(at, params), residuals, pending)
+        return (
+            {}
+            if self.is_empty
+            else self._program.backward_weight(self._take(at, params), residuals, pending)
+        )
 
     def evaluate(
-        self, at: VirtualStage, params: PyTree, collections: PyTree, inputs: PyTree, context: Context
+        self,
+        at: VirtualStage,
+        params: PyTree,
+        collections: PyTree,
+        inputs: PyTree,
+        context: Context,
     ) -> PyTree:
         """Forward outside training."""
         if self.is_empty:
@@ -126,8 +160,11 @@ class Trunk:
     def _take(self, at: VirtualStage, params: PyTree) -> PyTree:
         if not self._join:
             return self._program.gather(params[at.chunk])
-        # A copy of the chunk's parameters in every tick; a switch on the chunk would instead cost the overlap on GPU.
-        of_chunk = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, at.chunk, keepdims=False), params)
+        # A copy of the chunk's parameters in every tick; a switch on the chunk would instead cost
+        # the overlap on GPU.
+        of_chunk = jax.tree.map(
+            lambda x: jax.lax.dynamic_index_in_dim(x, at.chunk, keepdims=False), params
+        )
         return self._program.gather(of_chunk)
 
     def _collections_of(self, at: VirtualStage, collections: PyTree) -> list[PyTree]:

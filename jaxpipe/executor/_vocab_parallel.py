@@ -1,8 +1,11 @@
-"""Vocabulary-parallel layers: the ends of a model run by all stages at once, each with its shards of the parameters.
+"""Vocabulary-parallel layers.
 
-With `check_vma=False` the transpose of a `psum` is a `psum`, so a backward gives every stage the gradient of the sum of
-the cotangents of all stages. These therefore are zero on all stages but one: that of the virtual stage which borders on
-the end. The gradients of what is the same on all stages are summed over the stages afterwards.
+The ends of a model run by all stages at once, each with its shards of the parameters.
+
+With `check_vma=False` the transpose of a `psum` is a `psum`, so a backward gives every stage the
+gradient of the sum of the cotangents of all stages. These therefore are zero on all stages but one:
+that of the virtual stage which borders on the end. The gradients of what is the same on all stages
+are summed over the stages afterwards.
 """
 
 import functools
@@ -44,22 +47,26 @@ class VocabInput:
         found = format_struct(_outputs_struct(blueprint, self._segment))
         if wanted != found:
             raise LayerError(
-                f"layer {blueprint.module.layers[layers.stop - 1].name}, which all stages run together, must hand over "
-                f"{wanted} on every stage, but got {found}. Put its slices together with a psum or an all_gather over "
-                "'stage'."
+                f"layer {blueprint.module.layers[layers.stop - 1].name}, which all stages run "
+                f"together, must hand over {wanted} on every stage, but got {found}. Put its "
+                "slices together with a psum or an all_gather over 'stage'."
             )
 
     def outputs(self, storage: PyTree, inputs: PyTree, context: Context, *, train: bool) -> PyTree:
         """Outputs of the layers; `inputs` and `context` must be the same on all stages."""
         return _run(self._segment, self._segment.take(storage), inputs, context, train=train)
 
-    def gradients(self, storage: PyTree, inputs: PyTree, context: Context, gradient: PyTree) -> Leaves:
+    def gradients(
+        self, storage: PyTree, inputs: PyTree, context: Context, gradient: PyTree
+    ) -> Leaves:
         """Gradients by name, from that of the output, which is zero on all stages but the first."""
         given = self._gradients.unpack(self._member, gradient)
         trained, frozen = self._segment.divided(self._segment.take(storage))
 
         def outputs(trained: Leaves) -> list[jax.Array]:
-            return differentiable(_run(self._segment, {**trained, **frozen}, inputs, context, train=True))
+            return differentiable(
+                _run(self._segment, {**trained, **frozen}, inputs, context, train=True)
+            )
 
         # The forward runs again: an embedding's is a lookup, cheaper than a ring of its residuals.
         return jax.vjp(outputs, trained)[1](given)[0]
@@ -78,7 +85,9 @@ class VocabLoss:
     gradients.
     """
 
-    def __init__(self, blueprint: Blueprint, layers: range, activations: Packing, gradients: Packing) -> None:
+    def __init__(
+        self, blueprint: Blueprint, layers: range, activations: Packing, gradients: Packing
+    ) -> None:
         self._activations, self._gradients = activations, gradients
         self._last = len(blueprint.cuts) - 1
         self._module, self._whole = blueprint.module, blueprint.trace.boundaries[-1]
@@ -110,7 +119,11 @@ class VocabLoss:
 
         def one(leaf: Any) -> jax.Array:
             is_split = isinstance(leaf, SplitLogits)
-            return jax.lax.all_gather(leaf.local, _AXIS, axis=leaf.ndim - 1, tiled=True) if is_split else leaf
+            return (
+                jax.lax.all_gather(leaf.local, _AXIS, axis=leaf.ndim - 1, tiled=True)
+                if is_split
+                else leaf
+            )
 
         return jax.tree.map(one, outputs)
 
@@ -130,33 +143,44 @@ class VocabLoss:
         """
         inputs = self._activations.unpack(self._last, output)
 
-        def scaled_loss(unsharded: Leaves, sharded: Leaves, values: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def scaled_loss(
+            unsharded: Leaves, sharded: Leaves, values: list[jax.Array]
+        ) -> tuple[jax.Array, jax.Array]:
             inputs_now = replace_differentiable(inputs, values)
             leaves = {**unsharded, **frozen[0]}, {**sharded, **frozen[1]}
             outputs = self._outputs(*leaves, inputs_now, batch.context, train=True)
-            # Every stage computes the whole loss. One of them starts the backward: with all, psums would add them up.
+            # Every stage computes the whole loss. One of them starts the backward: with all, psums
+            # would add them up.
             sums = jnp.where(is_last, self._module.loss_terms(outputs, batch.labels).sums(), 0.0)
             return sums[0] * cotangent, sums
 
-        parts = [segment.divided(segment.take(storage)) for segment in (self._unsharded, self._sharded)]
+        parts = [
+            segment.divided(segment.take(storage)) for segment in (self._unsharded, self._sharded)
+        ]
         trained, frozen = zip(*parts, strict=True)
         gradient = jax.grad(scaled_loss, argnums=(0, 1, 2), has_aux=True)
         (unsharded, sharded, dx), sums = gradient(*trained, differentiable(inputs))
-        # Elsewhere the layers before the sharded one ran on garbage: selected away, as NaN * 0 would stay NaN.
+        # Elsewhere the layers before the sharded one ran on garbage: selected away, as NaN * 0
+        # would stay NaN.
         unsharded, dx = select(is_last, (unsharded, dx), zeros_of((unsharded, dx)))
         # A parameter tied between layers of the two kinds has a gradient from each.
         both = {name: unsharded[name] + sharded[name] for name in unsharded.keys() & sharded.keys()}
         output_grad = self._gradients.pack(self._last, dx)
         return LossResult(sums, {**unsharded, **sharded, **both}, output_grad)
 
-    def _outputs(self, unsharded: Leaves, sharded: Leaves, inputs: PyTree, context: Context, *, train: bool) -> PyTree:
+    def _outputs(
+        self, unsharded: Leaves, sharded: Leaves, inputs: PyTree, context: Context, *, train: bool
+    ) -> PyTree:
         handed = _run(self._unsharded, unsharded, inputs, context, train=train)
-        # The transpose of this broadcast sends the cotangent back to the last stage. A sum of zeros and what is there
-        # moves twice the bytes of a collective-broadcast, but a program with one of those XLA (JAX 0.10) schedules
-        # without an estimate of what exchanges take, so that fewer of them lie under products.
+        # The transpose of this broadcast sends the cotangent back to the last stage. A sum of zeros
+        # and what is there moves twice the bytes of a collective-broadcast, but a program with one
+        # of those XLA (JAX 0.10) schedules without an estimate of what exchanges take, so that
+        # fewer of them lie under products.
         is_source = jax.lax.axis_index(_AXIS) == self._last_stage
         handed = broadcast_sum(select(is_source, handed, zeros_of(handed)), _AXIS)
-        return with_split_logits(_run(self._sharded, sharded, handed, context, train=train), self._whole)
+        return with_split_logits(
+            _run(self._sharded, sharded, handed, context, train=train), self._whole
+        )
 
 
 def _outputs_struct(blueprint: Blueprint, segment: Segment) -> PyTree:
@@ -167,12 +191,15 @@ def _outputs_struct(blueprint: Blueprint, segment: Segment) -> PyTree:
         return jax.eval_shape(run, segment.struct, inputs, blueprint.context)
     except Exception as error:
         raise LayerError(
-            f"the layers {', '.join(layers[i].name for i in segment.layers)}, which all stages run together, must "
-            f"accept slices of the parameters whose partition metadata names 'stage', but got "
-            f"{format_struct(segment.struct)} and failed with {type(error).__name__}: {error}. Use VocabEmbed and "
-            "VocabHead of jaxpipe.layers, or leave 'stage' out of the metadata."
+            f"the layers {', '.join(layers[i].name for i in segment.layers)}, which all stages run "
+            "together, must accept slices of the parameters whose partition metadata names "
+            f"'stage', but got {format_struct(segment.struct)} and failed with "
+            f"{type(error).__name__}: {error}. Use VocabEmbed and VocabHead of jaxpipe.layers, or "
+            "leave 'stage' out of the metadata."
         ) from error
 
 
-def _run(segment: Segment, leaves: Leaves, inputs: PyTree, context: Context, *, train: bool) -> PyTree:
+def _run(
+    segment: Segment, leaves: Leaves, inputs: PyTree, context: Context, *, train: bool
+) -> PyTree:
     return segment.run(leaves, inputs, (0, *context, [{} for _ in segment.layers]), train=train)[0]

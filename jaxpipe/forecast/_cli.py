@@ -31,7 +31,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpipe.forec
         0; 1 where nothing fits; 2 after wrong use, or where the job itself is wrong.
     """
     args = _parser(prog).parse_args(argv)
-    jax.config.update("jax_platforms", "cpu")  # planning needs no accelerator, and takes none from those who do
+    # Planning needs no accelerator, and takes none from those who do.
+    jax.config.update("jax_platforms", "cpu")
     try:
         to_json, to_html = _file("--json", args.json), _file("--html", args.html)
         given = _job(args.job)
@@ -47,7 +48,9 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpipe.forec
         }
         if args.hardware is not None:
             options["hardware"] = args.hardware
-        found = plan(**{**given, **{name: value for name, value in options.items() if value is not None}})
+        found = plan(
+            **{**given, **{name: value for name, value in options.items() if value is not None}}
+        )
         sys.stdout.write(f"{found}\n")
         if to_json is not None:
             write_file(to_json, found.to_json() + "\n")
@@ -63,20 +66,39 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Memory and time of a training job on GPUs that are not there. Needs none.",
-        epilog="JOB names a function without arguments that returns (model, config, example_batch), with an optimizer "
-        "as a fourth entry if the configuration names none; or a dictionary of the arguments of "
-        "jaxpipe.plan. An example of one replica's microbatch will do for any number of devices.",
+        epilog="JOB names a function without arguments that returns (model, config, "
+        "example_batch), with an optimizer as a fourth entry if the configuration names none; or "
+        "a dictionary of the arguments of jaxpipe.plan. An example of one replica's microbatch "
+        "will do for any number of devices.",
     )
-    parser.add_argument("job", metavar="JOB", help="module:function, such as train:job for job() in train.py")
-    parser.add_argument("--hardware", help=f"NAME:NUMBER, such as h200:64; names: {', '.join(HARDWARE)}")
-    parser.add_argument("--schedules", metavar="LIST", help="such as 1f1b,zero-bubble; without it, all of 'auto'")
+    parser.add_argument(
+        "job", metavar="JOB", help="module:function, such as train:job for job() in train.py"
+    )
+    parser.add_argument(
+        "--hardware", help=f"NAME:NUMBER, such as h200:64; names: {', '.join(HARDWARE)}"
+    )
+    parser.add_argument(
+        "--schedules", metavar="LIST", help="such as 1f1b,zero-bubble; without it, all of 'auto'"
+    )
     parser.add_argument("--num-chunks", metavar="LIST", help="such as 1,2")
-    parser.add_argument("--partition", metavar="LIST", help="partition methods, such as best,uniform")
-    parser.add_argument("--recompute", metavar="LIST", help="layers of recomputed groups, 0 for none, such as 0,1")
-    parser.add_argument("--places", metavar="LIST", help="further axes of the mesh, such as model=8")
-    parser.add_argument("--measured-step", metavar="SECONDS", type=float, help="of a run, to compare with")
-    parser.add_argument("--compile", action="store_true", default=None, help="compile the best candidate, too")
-    parser.add_argument("--target-config", metavar="FILE", help="XLA's description of a GPU, for --compile")
+    parser.add_argument(
+        "--partition", metavar="LIST", help="partition methods, such as best,uniform"
+    )
+    parser.add_argument(
+        "--recompute", metavar="LIST", help="layers of recomputed groups, 0 for none, such as 0,1"
+    )
+    parser.add_argument(
+        "--places", metavar="LIST", help="further axes of the mesh, such as model=8"
+    )
+    parser.add_argument(
+        "--measured-step", metavar="SECONDS", type=float, help="of a run, to compare with"
+    )
+    parser.add_argument(
+        "--compile", action="store_true", default=None, help="compile the best candidate, too"
+    )
+    parser.add_argument(
+        "--target-config", metavar="FILE", help="XLA's description of a GPU, for --compile"
+    )
     parser.add_argument("--json", metavar="FILE", help="where to write all figures")
     parser.add_argument("--html", metavar="FILE", help="where to write a page with pictures")
     return parser
@@ -95,8 +117,8 @@ def _job(text: str) -> dict[str, Any]:
     names = ("model", "config", "example_batch", "optimizer")
     if not isinstance(found, tuple) or len(found) not in (3, 4):
         raise ConfigError(
-            f"{text} must return (model, config, example_batch) or (model, config, example_batch, optimizer), but got "
-            f"{shown(found)}. Return such a tuple."
+            f"{text} must return (model, config, example_batch) or (model, config, example_batch, "
+            f"optimizer), but got {shown(found)}. Return such a tuple."
         )
     return dict(zip(names, found, strict=False))
 
@@ -107,7 +129,8 @@ def _called(text: str, function: Any) -> Any:
         inspect.signature(function).bind()
     except TypeError as error:
         raise ConfigError(
-            f"JOB must name a function without arguments, but got {text}, which has some: {error}. Give them defaults."
+            f"JOB must name a function without arguments, but got {text}, which has some: {error}. "
+            "Give them defaults."
         ) from error
     try:
         return function()
@@ -115,8 +138,8 @@ def _called(text: str, function: Any) -> Any:
         raise
     except Exception as error:
         raise ConfigError(
-            f"{text} must return the job, but got {raised(error)}. Mend it; it is called without arguments, where "
-            "there is no accelerator."
+            f"{text} must return the job, but got {raised(error)}. Mend it; it is called without "
+            "arguments, where there is no accelerator."
         ) from error
 
 
@@ -128,13 +151,14 @@ def _check_names(text: str, given: dict[str, Any]) -> None:
             near = nearest(name, known)
             hint = f"Did you mean {near!r}?" if near else "Remove it."
             raise ConfigError(
-                f"{text} must return arguments of jaxpipe.plan, which are {', '.join(known)}, but got {name!r}. {hint}"
+                f"{text} must return arguments of jaxpipe.plan, which are {', '.join(known)}, but "
+                f"got {name!r}. {hint}"
             )
     for name, parameter in known.items():
         if parameter.default is parameter.empty and name not in given:
             raise ConfigError(
-                f"{text} must return all of model, config and example_batch, but got no {name!r}. Add it to the "
-                "dictionary."
+                f"{text} must return all of model, config and example_batch, but got no {name!r}. "
+                "Add it to the dictionary."
             )
 
 
@@ -142,7 +166,10 @@ def _file(option: str, given: str | None) -> Path | None:
     """A file to write, in a folder that is there: what is wrong is found out before the work."""
     path = None if given is None else local_path(given, option)
     if path is not None and (path.is_dir() or not path.parent.is_dir()):
-        raise ConfigError(f"{option} must be a file in a folder that exists, but got {str(path)!r}. Make the folder.")
+        raise ConfigError(
+            f"{option} must be a file in a folder that exists, but got {str(path)!r}. Make the "
+            "folder."
+        )
     return path
 
 
@@ -154,7 +181,8 @@ def _target(given: str | None) -> str | None:
         return read_file(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"--target-config must be a file of text, but got {str(path)!r}: {error}. Correct the path."
+            f"--target-config must be a file of text, but got {str(path)!r}: {error}. Correct the "
+            "path."
         ) from error
 
 
@@ -166,7 +194,9 @@ def _numbers(option: str, text: str | None) -> list[int] | None:
     try:
         return None if text is None else [int(word) for word in text.split(",")]
     except ValueError as error:
-        raise ConfigError(f"{option} must be integers with commas between, but got {text!r}. Write 0,1.") from error
+        raise ConfigError(
+            f"{option} must be integers with commas between, but got {text!r}. Write 0,1."
+        ) from error
 
 
 def _places(text: str | None) -> dict[str, int] | None:
@@ -176,8 +206,14 @@ def _places(text: str | None) -> dict[str, int] | None:
     for word in text.split(","):
         axis, equals, size = word.partition("=")
         if not equals or not size.strip().isdigit():
-            raise ConfigError(f"--places must be AXIS=LENGTH with commas between, but got {text!r}. Write model=8.")
+            raise ConfigError(
+                f"--places must be AXIS=LENGTH with commas between, but got {text!r}. Write "
+                "model=8."
+            )
         if axis.strip() in found:
-            raise ConfigError(f"--places must name each axis once, but got {text!r}. Leave out one of {axis.strip()}.")
+            raise ConfigError(
+                f"--places must name each axis once, but got {text!r}. Leave out one of "
+                f"{axis.strip()}."
+            )
         found[axis.strip()] = int(size)
     return found

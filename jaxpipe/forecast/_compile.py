@@ -44,9 +44,9 @@ class CompiledStep:
     def __str__(self) -> str:
         ratio = self.counted_bytes / self.total_bytes
         return (
-            f"compiled {self.label} in {self.compile_s:.0f} s: {self.argument_bytes / 1e9:.2f} GB of arguments, "
-            f"{self.temporary_bytes / 1e9:.2f} GB beside them, {self.total_bytes / 1e9:.2f} GB in all; counted were "
-            f"{ratio:.2f} times as many"
+            f"compiled {self.label} in {self.compile_s:.0f} s: {self.argument_bytes / 1e9:.2f} GB "
+            f"of arguments, {self.temporary_bytes / 1e9:.2f} GB beside them, "
+            f"{self.total_bytes / 1e9:.2f} GB in all; counted were {ratio:.2f} times as many"
         )
 
 
@@ -54,19 +54,24 @@ def target_config(hardware: Hardware) -> str:
     """XLA's description of a device to compile for; raises ConfigError where there is none."""
     if hardware.name not in _OF_ITS_KIND:
         raise ConfigError(
-            f"programs can be compiled ahead of time for {' and '.join(_OF_ITS_KIND)}, but got {hardware.name!r}. "
-            "Give target_config=<text of XLA's GpuTargetConfigProto>, or plan without compiling."
+            f"programs can be compiled ahead of time for {' and '.join(_OF_ITS_KIND)}, but got "
+            f"{hardware.name!r}. Give target_config=<text of XLA's GpuTargetConfigProto>, or plan "
+            "without compiling."
         )
     text = _H200.read_text()
     if hardware.name == "h200":
         return text
     text = re.sub(r"memory_bandwidth: \d+", f"memory_bandwidth: {hardware.bytes_per_s:.0f}", text)
-    text = re.sub(r"device_memory_size: \d+", f"device_memory_size: {hardware.memory_bytes:.0f}", text)
+    text = re.sub(
+        r"device_memory_size: \d+", f"device_memory_size: {hardware.memory_bytes:.0f}", text
+    )
     return text.replace("NVIDIA H200", "NVIDIA H100 80GB HBM3")
 
 
 def compilable_devices(hardware: Hardware, count: int, target: str | None = None) -> Sequence[Any]:
-    """Devices that programs can be compiled for, host after host; `target`, or `target_config`, describes them to XLA.
+    """Devices that programs can be compiled for, host after host.
+
+    `target`, or `target_config`, describes them to XLA.
 
     Raises:
         ConfigError: The CUDA plugin is not installed, the devices do not fill their hosts, or there
@@ -75,14 +80,14 @@ def compilable_devices(hardware: Hardware, count: int, target: str | None = None
     text = target_config(hardware) if target is None else target
     if not any(map(importlib.util.find_spec, _PLUGINS)):
         raise ConfigError(
-            "compiling for GPUs needs JAX's CUDA plugin, but got none installed. Run pip install 'jaxpipe[cuda13]', "
-            "which needs no GPU, or plan without compiling."
+            "compiling for GPUs needs JAX's CUDA plugin, but got none installed. Run pip install "
+            "'jaxpipe[cuda13]', which needs no GPU, or plan without compiling."
         )
     hosts = max(1, -(-count // hardware.devices_per_host))
     if count % hosts:
         raise ConfigError(
-            f"devices must fill hosts of {hardware.devices_per_host} to be compiled for, but got {count} devices. Use "
-            f"a multiple of {hardware.devices_per_host}."
+            f"devices must fill hosts of {hardware.devices_per_host} to be compiled for, but got "
+            f"{count} devices. Use a multiple of {hardware.devices_per_host}."
         )
     description = topologies.get_topology_desc(
         platform="cuda", topology=f"1x{hosts}x{count // hosts}", target_config=text
@@ -98,7 +103,9 @@ def compile_step(label: str, counted_bytes: float, build: Any) -> CompiledStep:
         compiled = pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct).compile()
     memory = compiled.memory_analysis()
     if memory is None:
-        raise ConfigError("the backend must tell the memory of programs, but told none. Plan without compiling.")
+        raise ConfigError(
+            "the backend must tell the memory of programs, but told none. Plan without compiling."
+        )
     total = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     total += memory.output_size_in_bytes - memory.alias_size_in_bytes
     return CompiledStep(

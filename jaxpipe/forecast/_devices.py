@@ -1,4 +1,7 @@
-"""Devices that are not there: enough of one for a mesh, on which models are traced and nothing runs."""
+"""Devices that are not there.
+
+Enough of one for a mesh, on which models are traced and nothing runs.
+"""
 
 from dataclasses import dataclass
 from typing import Any

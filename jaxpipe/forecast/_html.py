@@ -1,4 +1,7 @@
-"""A plan as one HTML page that needs nothing else: tables, bars of memory, and the schedule drawn to scale."""
+"""A plan as one HTML page that needs nothing else.
+
+Tables, bars of memory, and the schedule drawn to scale.
+"""
 
 import html
 from collections.abc import Iterable, Sequence
@@ -16,15 +19,20 @@ _COLOURS = ("#5b8ff9", "#5d7092", "#f6bd16", "#5ad8a6", "#c2a5f0", "#e8684a")
 _MOST_BARS = 24
 _BAR, _LEFT, _WIDTH = 22, 330, 620
 _STYLE = """
-body { font: 14px/1.45 system-ui, sans-serif; color: #222; margin: 1.5em auto; max-width: 1120px; padding: 0 1em; }
-table { border-collapse: collapse; font-size: 13px; } th, td { padding: .2em .6em; text-align: right; }
+body { font: 14px/1.45 system-ui, sans-serif; color: #222; }
+body { margin: 1.5em auto; max-width: 1120px; padding: 0 1em; }
+table { border-collapse: collapse; font-size: 13px; }
+th, td { padding: .2em .6em; text-align: right; }
 th { border-bottom: 1px solid #999; } tr:nth-child(even) td { background: #f5f5f5; }
 .advice { background: #fff3d6; padding: .6em 1em; }
 """
 
 
 def page_of(
-    plan: "StepPlan", heads: Sequence[str], rows: Iterable[Sequence[str]], stages: Sequence[Sequence[str]]
+    plan: "StepPlan",
+    heads: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    stages: Sequence[Sequence[str]],
 ) -> str:
     """Write the page, with the table of candidates and the table of stages, heads first."""
     title, *_ = str(plan).splitlines()
@@ -49,14 +57,20 @@ def body_of(
     title: str,
     level: int = 1,
 ) -> str:
-    """The page without its frame, as notebooks show it, whose own headings are above those from `level` on."""
+    """The page without its frame, as notebooks show it.
+
+    Their own headings are above those from `level` on.
+    """
     shown, inner = plan.shown, f"h{level + 1}"
     parts = [f"<h{level}>Plan</h{level}>", f"<p>{html.escape(title)}</p>"]
     if plan.advice:
         parts.append(f'<p class="advice">{html.escape(plan.advice)}</p>')
     if plan.measured_step_s is not None:
         ratio = plan.measured_step_s / shown.step_s
-        parts.append(f"<p>Measured step {plan.measured_step_s * 1e3:,.1f} ms, {ratio:.2f} times the forecast.</p>")
+        parts.append(
+            f"<p>Measured step {plan.measured_step_s * 1e3:,.1f} ms, {ratio:.2f} times the "
+            "forecast.</p>"
+        )
     if plan.compiled is not None:
         parts.append(f"<p>{html.escape(str(plan.compiled))}</p>")
     parts += [
@@ -105,14 +119,19 @@ def _bars(plan: "StepPlan") -> str:
             x += size * scale
         lines.append(f'<text x="{x + 4:.1f}" y="{y + 14}">{one.memory.total / 1e9:.1f}</text>')
     edge = _LEFT + limit * scale
-    lines.append(f'<line x1="{edge:.1f}" x2="{edge:.1f}" y1="24" y2="{height}" stroke="#c00" stroke-dasharray="4 3"/>')
+    lines.append(
+        f'<line x1="{edge:.1f}" x2="{edge:.1f}" y1="24" y2="{height}" stroke="#c00" '
+        'stroke-dasharray="4 3"/>'
+    )
     return "\n".join([*lines, "</svg>"])
 
 
 def _picture(plan: "StepPlan", shown: Forecast) -> str:
     """The ticks of the first microbatches, with the times of the slowest stage."""
     num_stages = plan.axes["stage"]
-    forward, backward = (max(getattr(stage, name) for stage in shown.stages) for name in ("forward_s", "backward_s"))
+    forward, backward = (
+        max(getattr(stage, name) for stage in shown.stages) for name in ("forward_s", "backward_s")
+    )
     if forward + backward <= 0:
         return ""
     return draw(

@@ -58,7 +58,9 @@ def plan(  # noqa: PLR0913  # what to look at, one argument each
     compiles: bool = False,
     target_config: str | None = None,
 ) -> StepPlan:
-    """Count what a training job would hold and take, without a GPU: nothing is allocated, and nothing compiled unasked.
+    """Count what a training job would hold and take, without a GPU.
+
+    Nothing is allocated, and nothing compiled unasked.
 
     Layers are traced, equal ones once. Memory is counted by what for; time by a roofline of the
     named hardware, each kernel the longer of its operations and its bytes; the schedule's ticks are
@@ -115,7 +117,9 @@ def plan(  # noqa: PLR0913  # what to look at, one argument each
     _check_compiling(compiles, target_config)
     errors = Collector()
     settings = load_config(config, errors)
-    setup = _Setup(model, settings, example_batch, chosen_hardware, count, optimizer, _lengths(places), errors)
+    setup = _Setup(
+        model, settings, example_batch, chosen_hardware, count, optimizer, _lengths(places), errors
+    )
     asked = _Asked.read(setup.traced.module, settings, schedules, num_chunks, partition, recompute)
     found, traced = setup.forecasts(asked), setup.traced
     step_plan = StepPlan(
@@ -144,22 +148,26 @@ def _check(model: object, measured_step_s: object, optimizer: object) -> None:
         )
     if optimizer is not None and not isinstance(optimizer, optax.GradientTransformation):
         raise ConfigError(
-            f"optimizer must be an optax transformation, but got optimizer={shown(optimizer)}. Pass for instance "
-            "optax.adamw(3e-4), or leave it out."
+            f"optimizer must be an optax transformation, but got optimizer={shown(optimizer)}. "
+            "Pass for instance optax.adamw(3e-4), or leave it out."
         )
     if measured_step_s is None:
         return
     seconds = as_number(measured_step_s)
     if seconds is None or seconds <= 0:
         raise ConfigError(
-            f"measured_step_s must be a positive number of seconds, but got measured_step_s={measured_step_s!r}. "
-            "Leave it out where there is no run to compare with."
+            "measured_step_s must be a positive number of seconds, but got "
+            f"measured_step_s={measured_step_s!r}. Leave it out where there is no run to compare "
+            "with."
         )
 
 
 def _check_compiling(compiles: object, target_config: object) -> None:
     if as_flag(compiles) is None:
-        raise ConfigError(f"compiles must be True or False, but got compiles={shown(compiles)}. Write one of these.")
+        raise ConfigError(
+            f"compiles must be True or False, but got compiles={shown(compiles)}. Write one of "
+            "these."
+        )
     if target_config is None:
         return
     if not isinstance(target_config, str):
@@ -169,16 +177,17 @@ def _check_compiling(compiles: object, target_config: object) -> None:
         )
     if not compiles:
         raise ConfigError(
-            f"target_config must be left out where nothing is compiled, but got target_config={shown(target_config)}. "
-            "Ask for compiles=True (--compile), or leave it out."
+            "target_config must be left out where nothing is compiled, but got "
+            f"target_config={shown(target_config)}. Ask for compiles=True (--compile), or leave it "
+            "out."
         )
 
 
 def _lengths(places: Mapping[str, int] | None) -> dict[str, int]:
     if places is not None and not isinstance(places, Mapping):
         raise TopologyError(
-            f"places must map names of axes to lengths, but got places={shown(places)}. Write for instance "
-            "places={'model': 8}."
+            f"places must map names of axes to lengths, but got places={shown(places)}. Write for "
+            "instance places={'model': 8}."
         )
     return dict(places or {})
 
@@ -224,11 +233,19 @@ class _Asked:
             given = module.activation_checkpoint_interval
             groups = (given,) if given else (0, 1)
         most = unless_auto(section.max_pending_weights)
-        return _Asked(Asked(tuple(dict.fromkeys(names)), counts, most), tuple(map(_hashable, methods)), groups)
+        return _Asked(
+            Asked(tuple(dict.fromkeys(names)), counts, most), tuple(map(_hashable, methods)), groups
+        )
 
 
 def _hashable(method: Any) -> Any:
-    return method if isinstance(method, str) else tuple(method) if isinstance(method, Sequence) else method
+    return (
+        method
+        if isinstance(method, str)
+        else tuple(method)
+        if isinstance(method, Sequence)
+        else method
+    )
 
 
 def _listed(name: str, given: Any) -> list[Any] | None:
@@ -237,8 +254,8 @@ def _listed(name: str, given: Any) -> list[Any] | None:
         return None
     if isinstance(values, str) or not isinstance(values, Sequence) or not values:
         raise ConfigError(
-            f"{name} must be a list with at least one entry, but got {name}={shown(values)}. Write [...] around it, or "
-            "leave it out."
+            f"{name} must be a list with at least one entry, but got {name}={shown(values)}. Write "
+            "[...] around it, or leave it out."
         )
     return list(values)
 
@@ -282,13 +299,20 @@ class _Setup:
         leaves = jax.tree.leaves(example_batch)
         is_of_one = all(getattr(leaf, "shape", ())[:1] == (size,) for leaf in leaves)
         entry = entry_struct(example_batch, size, 1 if is_of_one else replicas)
-        entry = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size * replicas, *x.shape[1:]), x.dtype), entry)
+        entry = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((size * replicas, *x.shape[1:]), x.dtype), entry
+        )
         assert chosen.transformation is not None
         self._settings = settings_for(config, given)
         self._tracing = functools.partial(use_settings, self._settings, given)
         with self._tracing():
             self.traced = traced = trace_model(
-                self._module, given, entry, config, sizes.gradient_accumulation_steps, chosen.transformation
+                self._module,
+                given,
+                entry,
+                config,
+                sizes.gradient_accumulation_steps,
+                chosen.transformation,
             )
             # With the split of the vocabulary decided.
             module, trace, self.config = traced.module, traced.trace, traced.config
@@ -328,7 +352,10 @@ class _Setup:
         return ranked(list(found.values()))
 
     def _counted(self, interval: int, plain: Counted | None) -> Counted:
-        module, labels = self._recomputing(self.traced.module, interval), self.traced.microbatch.labels
+        module, labels = (
+            self._recomputing(self.traced.module, interval),
+            self.traced.microbatch.labels,
+        )
         return Counted(module, self.traced.trace, labels, self._signatures, plain=plain)
 
     def _recomputing(self, module: PipelineModule, interval: int) -> PipelineModule:
@@ -338,7 +365,9 @@ class _Setup:
         traced = self.traced
         module = self._recomputing(traced.module, interval).replace(partition_method=method)
         sizes = self.num_microbatches, self.config, self._optimizer
-        return Job(module, traced.trace, traced.mesh, counted, *sizes, self.hardware, self.limit_bytes)
+        return Job(
+            module, traced.trace, traced.mesh, counted, *sizes, self.hardware, self.limit_bytes
+        )
 
     def compile(self, one: Forecast, target: str | None) -> CompiledStep:
         """Compile a candidate's step for devices that are not there."""
@@ -386,24 +415,28 @@ def _topology(model: PipelineModule, count: int, places: Mapping[str, int]) -> P
             or size < 1
         ):
             raise TopologyError(
-                "places must map names of axes beside 'stage' and 'data' to positive lengths, but got "
-                f"places={dict(places)}. Write for instance places={{'model': 8}}; replicas take what is left."
+                "places must map names of axes beside 'stage' and 'data' to positive lengths, but "
+                f"got places={dict(places)}. Write for instance places={{'model': 8}}; replicas "
+                "take what is left."
             )
     if model.given_topology is not None and places:
         raise TopologyError(
-            f"places must be left out where the model has a topology ({model.given_topology.describe()}), but got "
-            f"places={dict(places)}. Put the axes into the topology."
+            "places must be left out where the model has a topology "
+            f"({model.given_topology.describe()}), but got places={dict(places)}. Put the axes "
+            "into the topology."
         )
     if not places:
         return topology_for(model.num_stages, model.given_topology, count)
     product = model.num_stages * math.prod(places.values())
     if count % product:
         raise TopologyError(
-            f"stages and places must divide the devices, but got num_stages={model.num_stages} and places="
-            f"{dict(places)}, {product} together, for {count} devices. Use a multiple of {product} devices, such as "
-            f"{max(1, round(count / product)) * product}."
+            f"stages and places must divide the devices, but got num_stages={model.num_stages} and "
+            f"places={dict(places)}, {product} together, for {count} devices. Use a multiple of "
+            f"{product} devices, such as {max(1, round(count / product)) * product}."
         )
-    return ProcessTopology(["pipe", "data", *places], [model.num_stages, count // product, *places.values()])
+    return ProcessTopology(
+        ["pipe", "data", *places], [model.num_stages, count // product, *places.values()]
+    )
 
 
 def _advice(setup: _Setup, asked: _Asked, found: Sequence[Forecast]) -> str:
@@ -421,26 +454,45 @@ def _advice(setup: _Setup, asked: _Asked, found: Sequence[Forecast]) -> str:
     if fitting:
         return f"{begin}. Use {fitting[0].label} ({fitting[0].memory.total / 1e9:.1f} GB)."
     least = min(large, key=lambda one: one.memory.total)
-    begin = f"Nothing fits {limit / 1e9:.0f} GB: {least.label} needs the least, {least.memory.total / 1e9:.1f} GB"
+    begin = (
+        f"Nothing fits {limit / 1e9:.0f} GB: {least.label} needs the least, "
+        f"{least.memory.total / 1e9:.1f} GB"
+    )
     tried: list[tuple[str, _Setup, _Asked]] = []
     if not any(one.recompute for one in found):
         again = dataclasses.replace(asked, recompute=(1,))
-        tried.append(("pipeline.activation_checkpoint_interval=1 (recompute each layer)", setup, again))
+        tried.append(
+            ("pipeline.activation_checkpoint_interval=1 (recompute each layer)", setup, again)
+        )
     stage = setup.config.zero_optimization.stage
-    if math.prod(traced.mesh.shape[axis] for axis in ("data", "fsdp") if axis in traced.mesh.shape) > 1:
+    if (
+        math.prod(traced.mesh.shape[axis] for axis in ("data", "fsdp") if axis in traced.mesh.shape)
+        > 1
+    ):
         recomputed = dataclasses.replace(asked, recompute=(1,))
         words = "with activation_checkpoint_interval=1"
-        tried += [(f"zero_optimization.stage={n} {words}", setup.with_zero(n), recomputed) for n in (1, 3) if n > stage]
+        tried += [
+            (f"zero_optimization.stage={n} {words}", setup.with_zero(n), recomputed)
+            for n in (1, 3)
+            if n > stage
+        ]
     for words, changed, wanted in tried:
         smallest = min(changed.forecasts(wanted), key=lambda one: one.memory.total)
         if smallest.fits:
-            return f"{begin}. Set {words}: {smallest.label} then needs {smallest.memory.total / 1e9:.1f} GB."
+            return (
+                f"{begin}. Set {words}: {smallest.label} then needs "
+                f"{smallest.memory.total / 1e9:.1f} GB."
+            )
     without_rings = least.memory.weights + least.memory.masters + least.memory.gradient_sums
     factor = math.ceil(least.memory.total / limit)
-    more = f"Use about {factor * traced.module.num_stages} stages on {factor * traced.mesh.devices.size} devices"
+    more = (
+        f"Use about {factor * traced.module.num_stages} stages on "
+        f"{factor * traced.mesh.devices.size} devices"
+    )
     if without_rings <= limit and traced.microbatch_size > 1:
         more = (
-            f"Use smaller microbatches (train_micro_batch_size_per_gpu below {traced.microbatch_size}), or {more[4:]}"
+            "Use smaller microbatches (train_micro_batch_size_per_gpu below "
+            f"{traced.microbatch_size}), or {more[4:]}"
         )
     elif without_rings > limit:
         more += f": weights, masters, moments and sums alone take {without_rings / 1e9:.1f} GB"
@@ -450,17 +502,23 @@ def _advice(setup: _Setup, asked: _Asked, found: Sequence[Forecast]) -> str:
 def _assumptions(setup: _Setup) -> tuple[str, ...]:
     hardware = setup.hardware
     found = [
-        f"{hardware.name}: {hardware.flops_per_s / 1e12:.0f} TFLOP/s of bfloat16 products, of which products reach "
-        f"{hardware.gemm_share:.0%} and attention {hardware.attention_share:.0%}; {hardware.bytes_per_s / 1e12:.2f} "
-        f"TB/s, of which {hardware.traffic_share:.0%} are reached; {hardware.wire_bytes_per_s / 1e9:.0f} GB/s in a "
-        f"host of {hardware.devices_per_host}, of which {hardware.wire_share:.0%}, and "
+        f"{hardware.name}: {hardware.flops_per_s / 1e12:.0f} TFLOP/s of bfloat16 products, of "
+        f"which products reach {hardware.gemm_share:.0%} and attention "
+        f"{hardware.attention_share:.0%}; {hardware.bytes_per_s / 1e12:.2f} TB/s, of which "
+        f"{hardware.traffic_share:.0%} are reached; {hardware.wire_bytes_per_s / 1e9:.0f} GB/s in "
+        f"a host of {hardware.devices_per_host}, of which {hardware.wire_share:.0%}, and "
         f"{hardware.network_bytes_per_s / 1e9:.0f} GB/s between hosts",
         "all devices run one program, so that every stage holds as much as is shown",
-        "devices of one host lie side by side in the mesh; stages wait for those they exchange with",
-        "attention by jaxpipe.attention runs as one fused kernel; attention written out moves its scores",
-        f"programs may take {hardware.usable_share:.0%} of the memory, which XLA_PYTHON_CLIENT_MEM_FRACTION must allow",
-        "temporaries are an estimate: what a chunk leaves, gradients off the trunk, and logits or a backward's work",
-        "collectives inside a stage have nothing beside them; MFU counts three times the forward's operations",
+        "devices of one host lie side by side in the mesh; stages wait for those they exchange "
+        "with",
+        "attention by jaxpipe.attention runs as one fused kernel; attention written out moves its "
+        "scores",
+        f"programs may take {hardware.usable_share:.0%} of the memory, which "
+        "XLA_PYTHON_CLIENT_MEM_FRACTION must allow",
+        "temporaries are an estimate: what a chunk leaves, gradients off the trunk, and logits or "
+        "a backward's work",
+        "collectives inside a stage have nothing beside them; MFU counts three times the forward's "
+        "operations",
     ]
     if setup.traced.split_note:
         found.append(setup.traced.split_note)
@@ -469,5 +527,8 @@ def _assumptions(setup: _Setup) -> tuple[str, ...]:
     if setup.traced.mesh.shape.get("fsdp", 1) > 1:
         found.append("gathers of weights over fsdp travel under products as far as these last")
     if setup.config.pipeline.offload_activations:
-        found.append("what forwards leave lies in host memory, and its copies travel under ticks, of whatever size")
+        found.append(
+            "what forwards leave lies in host memory, and its copies travel under ticks, of "
+            "whatever size"
+        )
     return tuple(found)

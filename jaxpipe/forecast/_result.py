@@ -1,4 +1,7 @@
-"""The result of a plan: candidates with their memory and their step, as data, as a table and as JSON."""
+"""The result of a plan.
+
+Candidates with their memory and their step, as data, as a table and as JSON.
+"""
 
 import dataclasses
 import json
@@ -57,29 +60,40 @@ class StepPlan:
         axes = " x ".join(f"{name} {size}" for name, size in self.axes.items())
         hardware = self.hardware
         lines = [
-            f"{self.num_params / 1e9:.3g} G parameters on {self.num_devices} x {hardware.name} ({axes}), "
-            f"{self.num_microbatches} microbatches of {self.microbatch_size} samples a replica; "
-            f"{hardware.usable_bytes / 1e9:.0f} of {hardware.memory_bytes / 1e9:.0f} GB usable on each device",
+            f"{self.num_params / 1e9:.3g} G parameters on {self.num_devices} x {hardware.name} "
+            f"({axes}), {self.num_microbatches} microbatches of {self.microbatch_size} samples a "
+            f"replica; {hardware.usable_bytes / 1e9:.0f} of {hardware.memory_bytes / 1e9:.0f} GB "
+            "usable on each device",
             "",
             *candidate_table(self.candidates),
         ]
         shown = self.shown
-        lines += ["", f"stages of {shown.label}:", *format_table([_STAGE_HEADS, *_stage_rows(shown)], ">")]
+        lines += [
+            "",
+            f"stages of {shown.label}:",
+            *format_table([_STAGE_HEADS, *_stage_rows(shown)], ">"),
+        ]
         if self.advice:
             lines += ["", self.advice]
         if self.measured_step_s is not None:
             ratio = self.measured_step_s / shown.step_s
-            lines += ["", f"measured step {milliseconds(self.measured_step_s)} ms, {ratio:.2f} times the forecast"]
+            lines += [
+                "",
+                f"measured step {milliseconds(self.measured_step_s)} ms, {ratio:.2f} times the "
+                "forecast",
+            ]
         if self.compiled is not None:
             lines += ["", str(self.compiled)]
-        return "\n".join([*lines, "", "Assumed, not measured:", *(f"- {each}" for each in self.assumptions)])
+        return "\n".join(
+            [*lines, "", "Assumed, not measured:", *(f"- {each}" for each in self.assumptions)]
+        )
 
     def to_json(self) -> str:
         """All of it as JSON: bytes and seconds."""
         return json.dumps(dataclasses.asdict(self), indent=1)
 
     def to_html(self, path: str | PathLike[str]) -> None:
-        """Write one page that needs nothing else, with bars of memory and the schedule drawn to scale.
+        """Write one page that needs nothing else: bars of memory, the schedule drawn to scale.
 
         Args:
             path: The file.
@@ -94,7 +108,15 @@ class StepPlan:
         return body_of(self, heads, rows, stages, str(self).partition("\n")[0], level=4)
 
 
-_STAGE_HEADS = ("stage", "layers", "parameters M", "in flight", "forward ms", "backward ms", "microbatch ms")
+_STAGE_HEADS = (
+    "stage",
+    "layers",
+    "parameters M",
+    "in flight",
+    "forward ms",
+    "backward ms",
+    "microbatch ms",
+)
 
 
 def _stage_rows(one: Forecast) -> list[list[str]]:

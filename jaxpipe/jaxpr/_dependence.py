@@ -47,10 +47,15 @@ def _equation(eqn: Any, sets: list[int]) -> list[int]:
 
 def _scan(scan: ScanForm, sets: list[int]) -> list[int]:
     num_consts, num_carry = scan.num_consts, scan.num_carry
-    consts, carry, sliced = sets[:num_consts], sets[num_consts:][:num_carry], sets[num_consts + num_carry :]
+    consts, carry, sliced = (
+        sets[:num_consts],
+        sets[num_consts:][:num_carry],
+        sets[num_consts + num_carry :],
+    )
     while True:
         outputs = output_dependence(scan.body.jaxpr, [*consts, *carry, *sliced])
-        # What a step reads of the carry may come from any step before it, so sets grow until they stay.
+        # What a step reads of the carry may come from any step before it, so sets grow until they
+        # stay.
         grown = [a | b for a, b in zip(carry, outputs[:num_carry], strict=True)]
         if grown == carry:
             return outputs

@@ -1,7 +1,10 @@
-"""What this library reads of a traced program beside its variables: every field that JAX does not promise to keep.
+"""What this library reads of a traced program beside its variables.
 
-`jax.extend` and the parameters of equations "offer no compatibility guarantee". They are read here and nowhere else, by
-functions that say what they give, so that a release of JAX is followed in this file and in `_primitives.py`.
+Every field that JAX does not promise to keep.
+
+`jax.extend` and the parameters of equations "offer no compatibility guarantee". They are read here
+and nowhere else, by functions that say what they give, so that a release of JAX is followed in this
+file and in `_primitives.py`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,10 +20,24 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from ._primitives import BARRIER, CALLS, COND, CONSTRAINT, CUSTOM_RULES, NAMED, REGIONS, SCAN, TRANSPOSE, is_known
+from ._primitives import (
+    BARRIER,
+    CALLS,
+    COND,
+    CONSTRAINT,
+    CUSTOM_RULES,
+    NAMED,
+    REGIONS,
+    SCAN,
+    TRANSPOSE,
+    is_known,
+)
 
 _AXIS_EFFECT = "NamedAxisEffect"
-"""Type of an effect that only says which mesh axis an equation needs; collectives and `axis_index` have it."""
+"""Type of an effect that only says which mesh axis an equation needs.
+
+Collectives and `axis_index` have it.
+"""
 
 
 class ScanForm(NamedTuple):
@@ -46,8 +63,9 @@ class ScanForm(NamedTuple):
 def name_of(eqn: Any) -> str:
     """The name by which the sets of `primitives` know an equation.
 
-    That of its primitive. A primitive that none of them knows, as a new release of JAX may bring, and that works
-    element by element counts as `mul` does, which is in the same sets as the rest of the arithmetic.
+    That of its primitive. A primitive that none of them knows, as a new release of JAX may bring,
+    and that works element by element counts as `mul` does, which is in the same sets as the rest of
+    the arithmetic.
     """
     name = eqn.primitive.name
     return "mul" if not is_known(name) and _is_elementwise(eqn) else name
@@ -59,10 +77,16 @@ def unknown_primitives(jaxpr: Jaxpr) -> set[str]:
 
 
 def _is_elementwise(eqn: Any) -> bool:
-    """True if an equation has operands and a result of one shape, and its primitive takes scalars as well."""
+    """True if operands and result have one shape, and the primitive takes scalars as well."""
     atoms = [*eqn.invars, *eqn.outvars]
     shapes = {getattr(x.aval, "shape", None) for x in atoms}
-    if eqn.primitive.multiple_results or len(shapes) != 1 or None in shapes or eqn.effects or programs_inside(eqn):
+    if (
+        eqn.primitive.multiple_results
+        or len(shapes) != 1
+        or None in shapes
+        or eqn.effects
+        or programs_inside(eqn)
+    ):
         return False
     scalars = [jax.ShapeDtypeStruct((), x.aval.dtype) for x in eqn.invars]
     try:
@@ -78,35 +102,49 @@ def scan_form(eqn: Any) -> ScanForm | None:
     if eqn.primitive.name != SCAN:
         return None
     body = eqn.params["jaxpr"]
-    # By dims, as JAX's parameters for it change: what is sliced or stacked has one more than it has inside.
-    num_whole = sum(x.aval.ndim == aval.ndim for x, aval in zip(eqn.invars, body.in_avals, strict=True))
-    num_carry = sum(x.aval.ndim == aval.ndim for x, aval in zip(eqn.outvars, body.out_avals, strict=True))
+    # By dims, as JAX's parameters for it change: what is sliced or stacked has one more than it has
+    # inside.
+    num_whole = sum(
+        x.aval.ndim == aval.ndim for x, aval in zip(eqn.invars, body.in_avals, strict=True)
+    )
+    num_carry = sum(
+        x.aval.ndim == aval.ndim for x, aval in zip(eqn.outvars, body.out_avals, strict=True)
+    )
     settings = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
     return ScanForm(body, num_whole - num_carry, num_carry, settings["length"], settings)
 
 
 def branches_of(eqn: Any) -> tuple[ClosedJaxpr, ...]:
-    """The programs that a `cond` or `switch` chooses from, whose inputs follow its index; empty for other equations."""
+    """The programs that a `cond` or `switch` chooses from, whose inputs follow its index.
+
+    Empty for other equations.
+    """
     return tuple(eqn.params["branches"]) if eqn.primitive.name == COND else ()
 
 
 def is_barrier(eqn: Any) -> bool:
-    """True if an equation hands on each of its operands by itself, and only forbids the compiler to look through."""
+    """True if an equation hands on each of its operands by itself.
+
+    It only forbids the compiler to look through.
+    """
     return eqn.primitive.name == BARRIER
 
 
 def is_call(eqn: Any) -> bool:
-    """True if an equation does no more than run its program, whatever that says of the derivative."""
+    """True if an equation only runs its program, whatever that says of the derivative."""
     return eqn.primitive.name in CALLS | REGIONS | CUSTOM_RULES
 
 
 def programs_inside(eqn: Any) -> list[ClosedJaxpr]:
-    """The programs that an equation calls, repeats or chooses from, in the order of its parameters."""
-    # By type, not by name: each primitive has its own name for the parameter that holds its program.
+    """The programs that an equation calls, repeats or chooses from, in its parameters' order."""
+    # By type, not by name: each primitive has its own name for the parameter that holds its
+    # program.
     return [program for value in eqn.params.values() for program in _programs(value)]
 
 
-def all_equations(eqns: Iterable[Any], follow: Callable[[Any], bool] = lambda eqn: True) -> Iterator[Any]:
+def all_equations(
+    eqns: Iterable[Any], follow: Callable[[Any], bool] = lambda eqn: True
+) -> Iterator[Any]:
     """Equations, each before those of the programs inside it.
 
     Args:
@@ -121,7 +159,10 @@ def all_equations(eqns: Iterable[Any], follow: Callable[[Any], bool] = lambda eq
 
 
 def called_program(eqn: Any) -> ClosedJaxpr | None:
-    """The program that a call runs, its inputs and outputs those of the equation; None for other equations."""
+    """The program that a call runs, its inputs and outputs those of the equation.
+
+    None for other equations.
+    """
     return programs_inside(eqn)[0] if is_call(eqn) else None
 
 
@@ -131,7 +172,10 @@ def region_policy(eqn: Any) -> Any:
 
 
 def recomputes_behind_barrier(eqn: Any) -> tuple[bool, ...]:
-    """For each operand of a call in a derivative whether `jax.checkpoint` put a barrier before it; else empty."""
+    """For each operand of a call in a derivative whether `jax.checkpoint` put a barrier before it.
+
+    Else empty.
+    """
     mark = eqn.params.get("prevent_cse", False)
     # One mark for all operands, or one for each.
     marks = mark if isinstance(mark, tuple) else (mark,) * len(eqn.invars)
@@ -179,7 +223,10 @@ def is_causal(eqn: Any) -> bool:
 
 
 def is_named(primitive: Any, params: Any, names: Iterable[str]) -> bool:
-    """True if a policy of `jax.checkpoint` is asked about a value that `checkpoint_name` gave one of these names."""
+    """True if a policy of `jax.checkpoint` is asked about a value with one of these names.
+
+    `checkpoint_name` gives them.
+    """
     return primitive.name == NAMED and params["name"] in names
 
 
@@ -190,7 +237,10 @@ def constraint_is_whole(primitive: Any, params: Any) -> bool:
 
 
 def exponent_of(eqn: Any) -> Any:
-    """The exponent of an integer power, the one factor of arithmetic that stands in a parameter; else None."""
+    """The exponent of an integer power, the one factor of arithmetic that stands in a parameter.
+
+    Else None.
+    """
     return eqn.params.get("y")
 
 
@@ -223,9 +273,10 @@ def bind_here(eqn: Any, values: Sequence[Any]) -> list[Any]:
 
 
 def refuses_sharding(error: Exception) -> bool:
-    """True if JAX's rules for explicit axes have none for an equation with operands that are sharded so."""
-    # The first two by name, as JAX does not export them. A ValueError says that a value of the program lies on the mesh
-    # of automatic axes. What else is raised, such as for a parameter that has another name, is no refusal.
+    """True if JAX's rules for explicit axes have none for an equation with operands sharded so."""
+    # The first two by name, as JAX does not export them. A ValueError says that a value of the
+    # program lies on the mesh of automatic axes. What else is raised, such as for a parameter that
+    # has another name, is no refusal.
     names = {"ShardingTypeError", "ReshapeExplicitError"}
     return type(error).__name__ in names or isinstance(error, (NotImplementedError, ValueError))
 
@@ -243,14 +294,21 @@ def replaced(eqn: Any, *, context: Any, operands: Sequence[Any]) -> Any:
 
 
 def unsharded(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """A program whose equations say nothing of shardings: derivatives carry those of the mesh they were traced on."""
+    """A program whose equations say nothing of shardings.
+
+    Derivatives carry those of the mesh they were traced on.
+    """
     names = ("sharding", "out_sharding")
 
     def one(eqn: Any) -> Any:
         is_asked = eqn.primitive.name == CONSTRAINT
-        return eqn.replace(params={k: None if k in names and not is_asked else x for k, x in eqn.params.items()})
+        return eqn.replace(
+            params={k: None if k in names and not is_asked else x for k, x in eqn.params.items()}
+        )
 
-    return ClosedJaxpr(closed.jaxpr.replace(eqns=[one(eqn) for eqn in closed.jaxpr.eqns]), closed.consts)
+    return ClosedJaxpr(
+        closed.jaxpr.replace(eqns=[one(eqn) for eqn in closed.jaxpr.eqns]), closed.consts
+    )
 
 
 def with_consts(closed: ClosedJaxpr, consts: Sequence[Any]) -> Any:
@@ -259,7 +317,7 @@ def with_consts(closed: ClosedJaxpr, consts: Sequence[Any]) -> Any:
 
 
 def used_operands(jaxpr: Jaxpr) -> list[bool]:
-    """For each input of a program whether its outputs need it, seen inside calls, loops and branches too."""
+    """Whether a program's outputs need each input, seen inside calls, loops and branches too."""
     return list(dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1])
 
 

@@ -1,4 +1,7 @@
-"""Kernels of a traced program: what XLA's fusion makes of it, each with operations and bytes, for one device."""
+"""Kernels of a traced program.
+
+What XLA's fusion makes of it, each with operations and bytes, for one device.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -55,9 +58,11 @@ from ._sharding import followed_specs, spec_axes
 from ._slice import evaluate, needed_for
 
 ATTENTION_SCOPE = "attention_kernel"
-"""Named scope of attention that is written in plain JAX and counts as the one kernel that it stands for."""
+"""Named scope of attention in plain JAX that counts as the one kernel that it stands for."""
 
-_FUSED = ARITHMETIC | COMPARISONS | FORMS | RANDOM_KEYS | {SUM_OF_COTANGENTS, NAMED, DRAWN, ROUNDING}
+_FUSED = (
+    ARITHMETIC | COMPARISONS | FORMS | RANDOM_KEYS | {SUM_OF_COTANGENTS, NAMED, DRAWN, ROUNDING}
+)
 """What XLA computes inside of the kernel that reads or writes it."""
 
 _SUMS = ("add", SUM_OF_COTANGENTS)
@@ -71,7 +76,8 @@ class Kernel(NamedTuple):
     """One kernel, or a collective.
 
     Attributes:
-        kind: A matrix product or convolution; attention as a whole; what else moves bytes; a collective over `axis`.
+        kind: A matrix product or convolution; attention as a whole; what else moves bytes; a
+            collective over `axis`.
         flops: Operations of products.
         num_bytes: Bytes that it reads and writes, or that a collective leaves on a device.
         is_narrow: Whether a product's operands have at most 16 bits.
@@ -98,8 +104,9 @@ def count_kernels(
 ) -> list[Kernel]:
     """Count the kernels that the outputs of a function of arguments of these shapes need.
 
-    Element-wise arithmetic is part of the kernel that reads its results, but that what a product reads is written
-    first, by a kernel that reads what it is made of. A product over a dim that is sharded is followed by a reduction.
+    Element-wise arithmetic is part of the kernel that reads its results, but that what a product
+    reads is written first, by a kernel that reads what it is made of. A product over a dim that is
+    sharded is followed by a reduction.
 
     Args:
         function: The function.
@@ -127,11 +134,15 @@ def num_flops(kernels: Iterable[Kernel]) -> int:
 
 
 def live_program(function: Callable[..., Any], *args: PyTree) -> ClosedJaxpr:
-    """The program of a function of arguments of these shapes, without calls and without what no output needs."""
+    """The program of a function of arguments of these shapes.
+
+    Calls, and what no output needs, are not in it.
+    """
     program = flatten(jax.make_jaxpr(function)(*args))
     part = needed_for(program, program.outputs)
 
-    # Traced again from the needed equations alone, which also drops from loops and branches what no output needs.
+    # Traced again from the needed equations alone, which also drops from loops and branches what no
+    # output needs.
     def run(*inputs: jax.Array) -> list[Any]:
         values, _ = evaluate(program, dict(zip(program.inputs, inputs, strict=True)), part, {}, [])
         return [values[x] for x in program.outputs if not isinstance(x, Constant)]
@@ -141,9 +152,16 @@ def live_program(function: Callable[..., Any], *args: PyTree) -> ClosedJaxpr:
 
 
 def result_specs(
-    function: Callable[..., Any], args: Sequence[PyTree], specs: Sequence[P], mesh: AbstractMesh, manual: Sequence[str]
+    function: Callable[..., Any],
+    args: Sequence[PyTree],
+    specs: Sequence[P],
+    mesh: AbstractMesh,
+    manual: Sequence[str],
 ) -> list[P]:
-    """Shardings of the leaves of a function's results over automatic axes; arguments as for `count_kernels`."""
+    """Shardings of the leaves of a function's results over automatic axes.
+
+    Arguments as for `count_kernels`.
+    """
     closed = live_program(function, *args)
     found = followed_specs(unsharded(closed), specs, mesh, manual, ATTENTION_SCOPE)
     return [P() if isinstance(x, Constant) else found[x] for x in closed.jaxpr.outvars]
@@ -183,7 +201,10 @@ class _Fusion:
 
     def reduced(self, eqn: Any) -> Iterator[Kernel]:
         """Reductions that an equation needs before it."""
-        name, taken = eqn.primitive.name, {self._root(x) for x in eqn.invars if not isinstance(x, Constant)}
+        name, taken = (
+            eqn.primitive.name,
+            {self._root(x) for x in eqn.invars if not isinstance(x, Constant)},
+        )
         # A change of form can wait for the reduction, which is then that of what it was made of.
         if name in FORMS and len(eqn.invars) == 1:
             return
@@ -195,7 +216,10 @@ class _Fusion:
             yield self.partial.pop(x)
 
     def ended(self, values: Sequence[Any]) -> Iterator[Kernel]:
-        """The kernel so far, which also writes these values; those that are partial are reduced first."""
+        """The kernel so far, which also writes these values.
+
+        Those that are partial are reduced first.
+        """
         for x in dict.fromkeys(self._root(x) for x in values if not isinstance(x, Constant)):
             if x in self.partial:
                 yield self.partial.pop(x)
@@ -204,7 +228,9 @@ class _Fusion:
                 self._read |= self._sources.pop(x)
         if self._written:
             # What the kernel writes itself it need not read.
-            yield Kernel("other", 0, self._num_bytes([*self._written, *(self._read - self._written)]))
+            yield Kernel(
+                "other", 0, self._num_bytes([*self._written, *(self._read - self._written)])
+            )
         self._written, self._read = set(), set()
 
     def _root(self, x: Any) -> Any:
@@ -255,7 +281,9 @@ class _Counter:
         elif name == COND:
             # The branch that does most: which one runs is not known.
             branches = [list(self.kernels(program.jaxpr)) for program in inner]
-            yield from max(branches, key=lambda kernels: sum(each.flops + each.num_bytes for each in kernels))
+            yield from max(
+                branches, key=lambda kernels: sum(each.flops + each.num_bytes for each in kernels)
+            )
         elif is_call(eqn) or name in (SCAN, WHILE, SHARD_MAP):
             # Rounds of a `while` are not known before it runs: it counts once.
             scan = scan_form(eqn)
@@ -272,18 +300,25 @@ class _Counter:
                 yield Kernel("other", 0, num_bytes)
                 return
             summed, axes = self._contracted(eqn)
-            # A device makes its share of the outputs, and where the dim that is summed is sharded, of each sum.
-            outputs = math.prod(self._shape(eqn.outvars[0])) / max(1, math.prod(eqn.outvars[0].aval.shape))
+            # A device makes its share of the outputs, and where the dim that is summed is sharded,
+            # of each sum.
+            outputs = math.prod(self._shape(eqn.outvars[0])) / max(
+                1, math.prod(eqn.outvars[0].aval.shape)
+            )
             is_narrow = all(x.aval.dtype.itemsize <= 2 for x in eqn.invars[:2])
             made = self._bytes(eqn.outvars)
             yield Kernel(
-                "product", round(_product_flops(eqn) * outputs * summed), num_bytes, is_narrow, result_bytes=made
+                "product",
+                round(_product_flops(eqn) * outputs * summed),
+                num_bytes,
+                is_narrow,
+                result_bytes=made,
             )
             for axis in axes:
                 yield Kernel("reduce", 0, self._bytes(eqn.outvars), axis=axis)
 
     def _contracted(self, eqn: Any) -> tuple[float, list[str]]:
-        """The share of a product's sums that a device makes, and the axes over which these are reduced."""
+        """The share of a product's sums that a device makes, and the axes to reduce them over."""
         left = eqn.invars[0]
         if eqn.primitive.name != DOT or isinstance(left, Constant):
             return 1.0, []
@@ -301,16 +336,25 @@ class _Counter:
     def _attention(self, eqns: Sequence[Any], jaxpr: Jaxpr) -> Iterator[Kernel]:
         """Equations of the scope as one kernel: what goes in and comes out moves, scores do not."""
         made = {out for eqn in eqns for out in eqn.outvars}
-        read = {x for eqn in eqns for x in eqn.invars if not isinstance(x, Constant) and x not in made}
+        read = {
+            x for eqn in eqns for x in eqn.invars if not isinstance(x, Constant) and x not in made
+        }
         inside = set(map(id, eqns))
         used = {
-            x for eqn in jaxpr.eqns if id(eqn) not in inside for x in eqn.invars if not isinstance(x, Constant)
+            x
+            for eqn in jaxpr.eqns
+            if id(eqn) not in inside
+            for x in eqn.invars
+            if not isinstance(x, Constant)
         }.union(x for x in jaxpr.outvars if not isinstance(x, Constant))
         flops = sum(each.flops * each.times for eqn in eqns for each in self._kernel_inside(eqn))
         if not flops:
             return  # arrays laid out for the kernel
-        # Divided as the operand that is divided most, by samples and heads. Small ones, such as lengths, say nothing.
-        heads = min((self._share(x) for x in (*read, *made) if self._bytes([x]) >= _SMALL), default=1.0)
+        # Divided as the operand that is divided most, by samples and heads. Small ones, such as
+        # lengths, say nothing.
+        heads = min(
+            (self._share(x) for x in (*read, *made) if self._bytes([x]) >= _SMALL), default=1.0
+        )
         num_bytes, given = self._bytes([*read, *(made & used)]), self._bytes([*(made & used)])
         yield Kernel("attention", round(flops * heads), num_bytes, result_bytes=given)
 
@@ -327,7 +371,9 @@ class _Counter:
         return NamedSharding(self._mesh, self._specs.get(x, P())).shard_shape(shape)
 
     def _bytes(self, values: Sequence[Any]) -> int:
-        return sum(math.prod(self._shape(x)) * _itemsize(x) for x in values if not isinstance(x, Constant))
+        return sum(
+            math.prod(self._shape(x)) * _itemsize(x) for x in values if not isinstance(x, Constant)
+        )
 
 
 def _in_attention(eqn: Any) -> bool:
@@ -359,7 +405,10 @@ def _moved_bytes(eqn: Any) -> int:
 
 
 def _product_flops(eqn: Any) -> int:
-    """Operations of a product, convolution or fused attention; two for each multiplication and addition."""
+    """Operations of a product, convolution or fused attention.
+
+    Two for each multiplication and addition.
+    """
     name = eqn.primitive.name
     out = sum(math.prod(x.aval.shape) for x in eqn.outvars)
     if name == DOT:

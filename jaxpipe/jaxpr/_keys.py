@@ -14,11 +14,13 @@ from ._primitives import CUSTOM_RULES
 
 
 def program_key(closed: ClosedJaxpr) -> Hashable:
-    """The identity of a traced program: its equations, shapes, constants and the functions it calls back.
+    """The identity of a traced program.
 
-    Constants are compared by value, also those that an inner `jax.jit` closes over, which the printed form of a
-    program leaves out. Python functions are compared by identity. Custom derivative rules do not count: differentiate
-    first where the derivative matters.
+    Its equations, shapes, constants and the functions it calls back.
+
+    Constants are compared by value, also those that an inner `jax.jit` closes over, which the
+    printed form of a program leaves out. Python functions are compared by identity. Custom
+    derivative rules do not count: differentiate first where the derivative matters.
 
     Args:
         closed: The trace.
@@ -30,7 +32,8 @@ def program_key(closed: ClosedJaxpr) -> Hashable:
 
 
 def _closed_key(jaxpr: Jaxpr, consts: Sequence[Any]) -> Hashable:
-    # Variables count in the order in which they first occur: their names and identities differ from trace to trace.
+    # Variables count in the order in which they first occur: their names and identities differ from
+    # trace to trace.
     numbers: dict[Any, int] = {}
 
     def atom(var: Any) -> Hashable:
@@ -48,12 +51,18 @@ def _closed_key(jaxpr: Jaxpr, consts: Sequence[Any]) -> Hashable:
         )
         for eqn in jaxpr.eqns
     )
-    return inputs, equations, tuple(atom(var) for var in jaxpr.outvars), tuple(value_key(c) for c in consts)
+    return (
+        inputs,
+        equations,
+        tuple(atom(var) for var in jaxpr.outvars),
+        tuple(value_key(c) for c in consts),
+    )
 
 
 def params_key(primitive: str, params: Mapping[str, Any]) -> Hashable:
     """A value that is equal for parameters of an equation that mean the same."""
-    if primitive in CUSTOM_RULES:  # the rest are the rules, which the trace of the gradient holds applied
+    # The rest are the rules, which the trace of the gradient holds applied.
+    if primitive in CUSTOM_RULES:
         return value_key(params["call_jaxpr"])
     return value_key(params)
 
@@ -69,8 +78,11 @@ def value_key(value: Any) -> Hashable:
     if isinstance(value, (tuple, list)):
         return type(value), tuple(value_key(item) for item in value)
     if isinstance(value, (bool, int, float, complex)):
-        return type(value), repr(value)  # told apart: 1 and True, 0.0 and -0.0; the same: nan and nan
-    if isinstance(value, jax.Array) or (hasattr(value, "__array__") and not isinstance(value, type)):
+        # Told apart: 1 and True, 0.0 and -0.0; the same: nan and nan.
+        return type(value), repr(value)
+    if isinstance(value, jax.Array) or (
+        hasattr(value, "__array__") and not isinstance(value, type)
+    ):
         return _array_key(value)
     try:
         hash(value)
@@ -84,7 +96,8 @@ def _array_key(array: Any) -> Hashable:
         return Same(array)
     impl = None
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        # This may run while a function is being traced: the numbers are wanted now, not as part of that trace.
+        # This may run while a function is being traced: the numbers are wanted now, not as part of
+        # that trace.
         with jax.ensure_compile_time_eval():
             impl, array = str(jax.random.key_impl(array)), jax.random.key_data(array)
     host = np.asarray(array)

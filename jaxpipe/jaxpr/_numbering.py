@@ -10,7 +10,9 @@ from ._keys import params_key, value_key
 def value_numbers(
     closed: ClosedJaxpr, inputs: Sequence[Hashable], table: dict[Hashable, int] | None = None
 ) -> list[int]:
-    """Number the results of a traced program, equal where they are computed alike from inputs that count as equal.
+    """Number the results of a traced program.
+
+    Numbers are equal where results are computed alike from inputs that count as equal.
 
     Calls and conditionals are followed inside; other inner programs, such as the body of a loop,
     are compared as a whole.
@@ -18,13 +20,17 @@ def value_numbers(
     Args:
         closed: The trace.
         inputs: What each input counts as.
-        table: The numbers given so far, which grows: programs numbered with one table can be compared. None: a new one.
+        table: The numbers given so far, which grows: programs numbered with one table can be
+            compared. None: a new one.
 
     Returns:
         A number per output.
     """
     table = {} if table is None else table
-    given = [_number(table, "input", var.aval, x) for var, x in zip(closed.jaxpr.invars, inputs, strict=True)]
+    given = [
+        _number(table, "input", var.aval, x)
+        for var, x in zip(closed.jaxpr.invars, inputs, strict=True)
+    ]
     return _results(closed.jaxpr, closed.consts, given, table)
 
 
@@ -32,20 +38,32 @@ def _number(table: dict[Hashable, int], *key: Hashable) -> int:
     return table.setdefault(key, len(table))
 
 
-def _results(jaxpr: Jaxpr, consts: Sequence[Any], given: Sequence[int], table: dict[Hashable, int]) -> list[int]:
+def _results(
+    jaxpr: Jaxpr, consts: Sequence[Any], given: Sequence[int], table: dict[Hashable, int]
+) -> list[int]:
     env: dict[Any, int] = dict(zip(jaxpr.invars, given, strict=True))
     for var, const in zip(jaxpr.constvars, consts, strict=True):
         env[var] = _number(table, "const", var.aval, value_key(const))
 
     def read(var: Any) -> int:
-        return _number(table, "literal", var.aval, value_key(var.val)) if isinstance(var, Literal) else env[var]
+        return (
+            _number(table, "literal", var.aval, value_key(var.val))
+            if isinstance(var, Literal)
+            else env[var]
+        )
 
     for eqn in jaxpr.eqns:
         operands = [read(var) for var in eqn.invars]
         program = called_program(eqn)
         if program is not None:
             # Inside, so that a call and the same equations without one have the same numbers.
-            env.update(zip(eqn.outvars, _results(program.jaxpr, program.consts, operands, table), strict=True))
+            env.update(
+                zip(
+                    eqn.outvars,
+                    _results(program.jaxpr, program.consts, operands, table),
+                    strict=True,
+                )
+            )
             continue
         branches, order = branches_of(eqn), permutation_of(eqn)
         if branches:
@@ -58,8 +76,11 @@ def _results(jaxpr: Jaxpr, consts: Sequence[Any], given: Sequence[int], table: d
         if order is not None:
             env[eqn.outvars[0]] = _transposed(table, operands[0], order)
             continue
-        # All results of an equation from one number: how it is computed is looked up once, its results are told apart.
-        computed = _number(table, eqn.primitive.name, params_key(eqn.primitive.name, eqn.params), tuple(operands))
+        # All results of an equation from one number: how it is computed is looked up once, its
+        # results are told apart.
+        computed = _number(
+            table, eqn.primitive.name, params_key(eqn.primitive.name, eqn.params), tuple(operands)
+        )
         for place, var in enumerate(eqn.outvars):
             env[var] = _number(table, "output", computed, place)
     return [read(var) for var in jaxpr.outvars]

@@ -1,8 +1,8 @@
 """Names of JAX's primitives by meaning.
 
-All that this library knows of primitives by name stands here, for every version of JAX that it runs on.
-`tests/jaxpr/test_primitives.py` fails with the name of one that the installed JAX does not have, and with the name of
-one that JAX has and no set here does.
+All that this library knows of primitives by name stands here, for every version of JAX that it runs
+on. `tests/jaxpr/test_primitives.py` fails with the name of one that the installed JAX does not
+have, and with the name of one that JAX has and no set here does.
 """
 
 SCAN, COND, WHILE = "scan", "cond", "while"
@@ -60,9 +60,50 @@ CUSTOM_RULES = frozenset({CUSTOM_JVP, "custom_vjp_call"})
 """Run their program; its derivative is another one."""
 
 ARITHMETIC = frozenset(
-    {"abs", "add", "clamp", "complex", "conj", "div", "imag", "integer_pow", "max", "min", "mul", "neg", "pow", "real"}
-    | {"rem", "round", "sign", "sub", "cos", "erf", "erfc", "exp", "exp2", "expm1", "log", "log1p", "log2"}
-    | {"logistic", "one_minus_square", "polynomial", "rsqrt", "sin", "sqrt", "square", "tanh", "and", "not", "or"}
+    {
+        "abs",
+        "add",
+        "clamp",
+        "complex",
+        "conj",
+        "div",
+        "imag",
+        "integer_pow",
+        "max",
+        "min",
+        "mul",
+        "neg",
+        "pow",
+        "real",
+    }
+    | {
+        "rem",
+        "round",
+        "sign",
+        "sub",
+        "cos",
+        "erf",
+        "erfc",
+        "exp",
+        "exp2",
+        "expm1",
+        "log",
+        "log1p",
+        "log2",
+    }
+    | {
+        "logistic",
+        "one_minus_square",
+        "polynomial",
+        "rsqrt",
+        "sin",
+        "sqrt",
+        "square",
+        "tanh",
+        "and",
+        "not",
+        "or",
+    }
     | {"xor", "shift_left", "shift_right_arithmetic", "shift_right_logical", "select_n"}
 )
 """Each element of the result from the same element of the operands."""
@@ -74,8 +115,29 @@ ELEMENTWISE = ARITHMETIC | COMPARISONS | {"cbrt", "ceil", "floor", "nextafter"}
 """All that is element-wise, also what is too rare to have been measured as cheap."""
 
 FORMS = frozenset(
-    {"bitcast_convert_type", FILL, "concatenate", "convert_element_type", "copy", MOVE, "iota", BARRIER, "pad"}
-    | {"reshape", "rev", "slice", "split", "squeeze", "stack", "stop_gradient", "tile", TRANSPOSE, "unstack"}
+    {
+        "bitcast_convert_type",
+        FILL,
+        "concatenate",
+        "convert_element_type",
+        "copy",
+        MOVE,
+        "iota",
+        BARRIER,
+        "pad",
+    }
+    | {
+        "reshape",
+        "rev",
+        "slice",
+        "split",
+        "squeeze",
+        "stack",
+        "stop_gradient",
+        "tile",
+        TRANSPOSE,
+        "unstack",
+    }
 )
 """Change shape, type or memory; XLA computes them inside of what reads them."""
 
@@ -85,7 +147,9 @@ CASTS = frozenset({"convert_element_type", "copy", "stop_gradient"})
 FILLS = frozenset({FILL, "convert_element_type", "reshape", "squeeze"})
 """Give a number the shape and dtype in which it is used."""
 
-RANDOM_KEYS = frozenset({"random_fold_in", "random_seed", "random_split", "random_unwrap", "random_wrap"})
+RANDOM_KEYS = frozenset(
+    {"random_fold_in", "random_seed", "random_split", "random_unwrap", "random_wrap"}
+)
 """Make keys of keys: a few integers."""
 
 DRAWN = "random_bits"
@@ -95,7 +159,8 @@ RANDOM_BITS = frozenset({DRAWN, "threefry2x32"})
 """Draw numbers from a key."""
 
 DEVICE_RANDOM_BITS = frozenset({"rng_bit_generator", "rng_uniform"})
-"""Draw numbers with a generator of the device, whose numbers depend on how the result is sharded."""
+"""Draw numbers with a generator of the device, whose numbers depend on how the result is sharded.
+"""
 
 CALLBACKS = frozenset({"pure_callback", "io_callback", "debug_callback"})
 """Call Python back while the program runs."""
@@ -104,12 +169,22 @@ MAKING_COMPLEX = frozenset({"complex", "eig", "fft"})
 """Make complex numbers of real ones."""
 
 REDUCTIONS = frozenset(
-    {"reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum", "reduce_xor"}
+    {
+        "reduce_and",
+        "reduce_max",
+        "reduce_min",
+        "reduce_or",
+        "reduce_prod",
+        "reduce_sum",
+        "reduce_xor",
+    }
     | {"reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum"}
 )
 """Sums, products, extremes along dims or in windows."""
 
-SCATTERS = frozenset({"scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"})
+SCATTERS = frozenset(
+    {"scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"}
+)
 """Write into an array at indices."""
 
 COMBINING = SCATTERS | {"reduce", "reduce_window"}
@@ -119,7 +194,8 @@ KERNELS = frozenset({"ffi_call", "pallas_call"})
 """Programs of unknown content."""
 
 CUDNN_ATTENTION = "dot_product_attention_fwd"
-"""Begins the names of cuDNN's attention kernels; no set, as JAX has them only where there is cuDNN."""
+"""Begins the names of cuDNN's attention kernels; no set, as JAX has them only where there is cuDNN.
+"""
 
 CUDNN_ATTENTION_BACKWARD = "dot_product_attention_bwd"
 """Begins the names of their backwards."""
@@ -132,22 +208,101 @@ PRODUCTS = KERNELS | PLAIN_PRODUCTS | {"scaled_dot", "scaled_matmul_wrapper"}
 
 
 OTHERS = frozenset(
-    {"acos", "acosh", "after_all", "all_gather", "all_to_all", "approx_top_k", "argmax", "argmin", "asin", "asinh"}
-    | {"atan", "atan2", "atanh", "axis_index", "bessel_i0e", "bessel_i1e", "call", "cholesky", "clz", "cosh"}
-    | {"create_token", "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "custom_lin", "custom_linear_solve"}
-    | {"dce_sink", "digamma", "eigh", "empty2", "eq_to", "erf_inv", "get", "hessenberg", "householder_product"}
-    | {"igamma", "igamma_grad_a", "igammac", "le_to", "lgamma", "lt_to", "lu", "mulhi", "pmax", "pmin", "polygamma"}
+    {
+        "acos",
+        "acosh",
+        "after_all",
+        "all_gather",
+        "all_to_all",
+        "approx_top_k",
+        "argmax",
+        "argmin",
+        "asin",
+        "asinh",
+    }
+    | {
+        "atan",
+        "atan2",
+        "atanh",
+        "axis_index",
+        "bessel_i0e",
+        "bessel_i1e",
+        "call",
+        "cholesky",
+        "clz",
+        "cosh",
+    }
+    | {
+        "create_token",
+        "cumlogsumexp",
+        "cummax",
+        "cummin",
+        "cumprod",
+        "cumsum",
+        "custom_lin",
+        "custom_linear_solve",
+    }
+    | {
+        "dce_sink",
+        "digamma",
+        "eigh",
+        "empty2",
+        "eq_to",
+        "erf_inv",
+        "get",
+        "hessenberg",
+        "householder_product",
+    }
+    | {
+        "igamma",
+        "igamma_grad_a",
+        "igammac",
+        "le_to",
+        "lgamma",
+        "lt_to",
+        "lu",
+        "mulhi",
+        "pmax",
+        "pmin",
+        "polygamma",
+    }
     | {"population_count", "ppermute", "psum", "qr", "ragged_all_to_all", "random_gamma"}
     | {"regularized_incomplete_beta", "schur", "select_and_gather_add", "select_and_scatter"}
-    | {"select_and_scatter_add", "sinh", "sort", "stage", "svd", "swap", "tan", "top_k", "triangular_solve"}
+    | {
+        "select_and_scatter_add",
+        "sinh",
+        "sort",
+        "stage",
+        "svd",
+        "swap",
+        "tan",
+        "top_k",
+        "triangular_solve",
+    }
     | {"tridiagonal", "tridiagonal_solve", "zeta"}
 )
-"""Known, and in no set above on purpose: too rare, too dear to run again, or looked for by its effect."""
+"""Known, and in no set above on purpose.
+
+Too rare, too dear to run again, or looked for by its effect.
+"""
 
 NOT_IN_EVERY_JAX = frozenset(
-    {"call", "closed_call", "dce_sink", "eval_jaxpr", "log2", "one_minus_square", "polynomial", "stack", "unstack"}
+    {
+        "call",
+        "closed_call",
+        "dce_sink",
+        "eval_jaxpr",
+        "log2",
+        "one_minus_square",
+        "polynomial",
+        "stack",
+        "unstack",
+    }
 )
-"""Names that one of the versions of JAX which this library runs on lacks; patch releases bring and take them, too."""
+"""Names that one of the versions of JAX which this library runs on lacks.
+
+Patch releases bring and take them, too.
+"""
 
 KNOWN = (
     CALLS

@@ -1,7 +1,8 @@
 """A traced function without calls, as what can be run in part.
 
-`jit`, custom rules and recompute are replaced by what they call. The bodies of scans are held beside the equations, so
-that a scan too can be run in part. Every other equation with an inner program stays one thing.
+`jit`, custom rules and recompute are replaced by what they call. The bodies of scans are held
+beside the equations, so that a scan too can be run in part. Every other equation with an inner
+program stays one thing.
 """
 
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -77,7 +78,8 @@ class Program:
         eqns: Its equations.
         consts: Arrays that it closes over.
         scans: The scans among its equations, by index.
-        variables: Its inputs and all that its equations give, those of the bodies of its scans included.
+        variables: Its inputs and all that its equations give, those of the bodies of its scans
+            included.
     """
 
     inputs: Sequence[Any]
@@ -93,15 +95,20 @@ def flatten(closed: ClosedJaxpr, *, moves: bool = False) -> Program:
 
     Args:
         closed: The function.
-        moves: Keep its moves between memories. Without them what waited in host memory is on the device when the
-            program starts.
+        moves: Keep its moves between memories. Without them what waited in host memory is on the
+            device when the program starts.
     """
     shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in closed.jaxpr.invars]
-    # Traced anew instead of edited: a program that is called twice gets variables of its own at each call.
+    # Traced anew instead of edited: a program that is called twice gets variables of its own at
+    # each call.
     flat = jax.make_jaxpr(lambda *args: _inline(closed.jaxpr, closed.consts, args, moves))(*shapes)
     warn_of_unknown(unknown_primitives(flat.jaxpr))
     eqns = flat.jaxpr.eqns
-    scans = {i: _scan(eqn, form, moves) for i, eqn in enumerate(eqns) if (form := scan_form(eqn)) is not None}
+    scans = {
+        i: _scan(eqn, form, moves)
+        for i, eqn in enumerate(eqns)
+        if (form := scan_form(eqn)) is not None
+    }
     found = {var for eqn in eqns for var in eqn.outvars}.union(
         flat.jaxpr.invars, *(x.body.variables for x in scans.values())
     )
@@ -110,7 +117,9 @@ def flatten(closed: ClosedJaxpr, *, moves: bool = False) -> Program:
 
 
 def without_mesh(program: Program) -> Program:
-    """The program as it runs on one device: without sharding constraints, and in the scope of no mesh.
+    """The program as it runs on one device.
+
+    Without sharding constraints, and in the scope of no mesh.
 
     What runs on another mesh than it was traced on must not remember that.
     """
@@ -160,8 +169,12 @@ def _scan(eqn: Any, form: ScanForm, moves: bool) -> Scan:
     into = list(zip(eqn.invars, body.inputs, strict=True))
     out = list(zip(body.outputs, eqn.outvars, strict=True))
     carry = zip(into[num_consts : num_consts + num_carry], out[:num_carry], strict=True)
-    carried = [Carry(initial, inner, output, result) for (initial, inner), (output, result) in carry]
-    return Scan(body, form, into[:num_consts], carried, into[num_consts + num_carry :], out[num_carry:])
+    carried = [
+        Carry(initial, inner, output, result) for (initial, inner), (output, result) in carry
+    ]
+    return Scan(
+        body, form, into[:num_consts], carried, into[num_consts + num_carry :], out[num_carry:]
+    )
 
 
 def _inline(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], moves: bool) -> list[Any]:
@@ -176,7 +189,9 @@ def _inline(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], moves: boo
             results = bind(eqn, values)
         else:
             with jax.named_scope(scope_of(eqn)):
-                results = _inline(program.jaxpr, program.consts, _behind_barrier(eqn, values), moves)
+                results = _inline(
+                    program.jaxpr, program.consts, _behind_barrier(eqn, values), moves
+                )
         env.update(zip(eqn.outvars, results, strict=True))
     return [read(env, x) for x in jaxpr.outvars]
 
@@ -187,9 +202,10 @@ def _moves_memory(eqn: Any) -> bool:
 
 
 def _keeps_all_bits(eqn: Any) -> bool:
-    """True if an equation rounds to the precision that its operand has anyway, as `jax.checkpoint` adds it.
+    """True if an equation rounds to the precision that its operand has anyway.
 
-    Numbers of 16 bits are left out: XLA carries them with more, and there the rounding counts.
+    `jax.checkpoint` adds such equations. Numbers of 16 bits are left out: XLA carries them with
+    more, and there the rounding counts.
     """
     if eqn.primitive.name != ROUNDING or eqn.outvars[0].aval.dtype.itemsize < 4:
         return False
@@ -198,9 +214,14 @@ def _keeps_all_bits(eqn: Any) -> bool:
 
 
 def _behind_barrier(eqn: Any, values: list[Any]) -> list[Any]:
-    """The operands of recompute behind a barrier: else XLA merges it with the first computation, and all is held."""
+    """The operands of recompute behind a barrier.
+
+    Else XLA merges it with the first computation, and all is held.
+    """
     marks = recomputes_behind_barrier(eqn)
     if not marks:
         return values
-    barred = iter(jax.lax.optimization_barrier([x for x, m in zip(values, marks, strict=True) if m]))
+    barred = iter(
+        jax.lax.optimization_barrier([x for x, m in zip(values, marks, strict=True) if m])
+    )
     return [next(barred) if m else x for x, m in zip(values, marks, strict=True)]

@@ -1,4 +1,4 @@
-"""The shardings over automatic axes that a traced program asks for its results, and those that follow."""
+"""Shardings over automatic axes that a traced program asks for results, and those that follow."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -33,14 +33,14 @@ def output_specs(closed: ClosedJaxpr) -> list[P]:
     """Find the constraints that a program ends with.
 
     Returns:
-        For each result the spec of the `jax.lax.with_sharding_constraint` that it is handed out from, as it is or
-        through casts and calls; an empty one where there is none.
+        For each result the spec of the `jax.lax.with_sharding_constraint` that it is handed out
+        from, as it is or through casts and calls; an empty one where there is none.
     """
     return [_spec_of(closed.jaxpr, variable) for variable in closed.jaxpr.outvars]
 
 
 def constrained_axes(closed: ClosedJaxpr) -> set[str]:
-    """The mesh axes that a program's sharding constraints name, inside calls, loops and branches too."""
+    """Mesh axes that a program's sharding constraints name, in calls, loops and branches too."""
     specs = map(constraint_spec, all_equations(closed.jaxpr.eqns))
     return {axis for spec in specs for names in spec or () for axis in spec_axes(names)}
 
@@ -59,14 +59,17 @@ def _spec_of(jaxpr: Jaxpr, variable: Any) -> P:
     return P() if inside is None else _spec_of(inside.jaxpr, inside.jaxpr.outvars[position])
 
 
-def propagated_specs(closed: ClosedJaxpr, specs: Sequence[P], mesh: AbstractMesh, manual: Sequence[str]) -> list[P]:
-    """Follow shardings through a program, from operands to results, by JAX's own rules for explicit axes.
+def propagated_specs(
+    closed: ClosedJaxpr, specs: Sequence[P], mesh: AbstractMesh, manual: Sequence[str]
+) -> list[P]:
+    """Follow shardings from operands to results of a program, by JAX's rules for explicit axes.
 
-    XLA's partitioner decides only when it compiles, and looks from results to operands, too: it may divide more. What
-    the rules leave open, as a product over a sharded dim, is taken as not sharded over that axis.
+    XLA's partitioner decides only when it compiles, and looks from results to operands, too: it may
+    divide more. What the rules leave open, as a product over a sharded dim, is taken as not sharded
+    over that axis.
 
-    The program was traced on the mesh with all axes automatic but the `manual` ones; `specs` are its operands' over
-    these.
+    The program was traced on the mesh with all axes automatic but the `manual` ones; `specs` are
+    its operands' over these.
     """
     seen = followed_specs(closed, specs, mesh, manual)
     return [P() if isinstance(x, Literal) else seen[x] for x in closed.jaxpr.outvars]
@@ -81,10 +84,12 @@ def followed_specs(
 ) -> dict[Any, P]:
     """The same for all variables of a program, those of the bodies of its calls and loops included.
 
-    Equations of the named scope `kernel_scope`, where one is given, stand for one kernel: what one of them gives is
-    sharded as what it takes of the same shape.
+    Equations of the named scope `kernel_scope`, where one is given, stand for one kernel: what one
+    of them gives is sharded as what it takes of the same shape.
     """
-    types = tuple(AxisType.Auto if name in manual else AxisType.Explicit for name in mesh.axis_names)
+    types = tuple(
+        AxisType.Auto if name in manual else AxisType.Explicit for name in mesh.axis_names
+    )
     explicit = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=types)
     found: dict[Any, P] = {}
 
@@ -93,9 +98,13 @@ def followed_specs(
         _follow(closed.jaxpr, placed, found, kernel_scope)
         return ()
 
-    mapped = jax.shard_map(run, mesh=explicit, in_specs=P(), out_specs=P(), axis_names=set(manual), check_vma=False)
+    mapped = jax.shard_map(
+        run, mesh=explicit, in_specs=P(), out_specs=P(), axis_names=set(manual), check_vma=False
+    )
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # a user's own mesh may be around
-        jax.eval_shape(mapped, *(jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in closed.jaxpr.invars))
+        jax.eval_shape(
+            mapped, *(jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in closed.jaxpr.invars)
+        )
     return found
 
 
@@ -114,10 +123,14 @@ def _follow(
         if kernel_scope is not None and kernel_scope in scope_of(eqn):
             given = [env[x] for x in eqn.invars if not isinstance(x, Literal)]
             known = {x.shape: x for x in given if any(_spec(x))}
-            if known and (scan_form(eqn) is not None or any(_blank(out).shape in known for out in eqn.outvars)):
+            if known and (
+                scan_form(eqn) is not None or any(_blank(out).shape in known for out in eqn.outvars)
+            ):
                 for out in eqn.outvars:
                     blank = _blank(out)
-                    env[out] = _placed(blank, _spec(known[blank.shape])) if blank.shape in known else blank
+                    env[out] = (
+                        _placed(blank, _spec(known[blank.shape])) if blank.shape in known else blank
+                    )
                 continue
         env.update(zip(eqn.outvars, _results(eqn, list(map(value, eqn.invars)), seen), strict=True))
     seen.update((var, _spec(known)) for var, known in env.items())
@@ -125,7 +138,12 @@ def _follow(
 
 
 def _results(eqn: Any, values: list[jax.Array], seen: dict[Any, P]) -> list[jax.Array]:
-    inside, asked, branches, scan = called_program(eqn), constraint_spec(eqn), branches_of(eqn), scan_form(eqn)
+    inside, asked, branches, scan = (
+        called_program(eqn),
+        constraint_spec(eqn),
+        branches_of(eqn),
+        scan_form(eqn),
+    )
     if inside is not None:
         return _follow(inside.jaxpr, values, seen)
     if asked is not None:
@@ -134,7 +152,10 @@ def _results(eqn: Any, values: list[jax.Array], seen: dict[Any, P]) -> list[jax.
         # The first branch speaks for all: which one runs is not known.
         return _follow(branches[0].jaxpr, values[1:], seen)
     if eqn.primitive.name == SHARD_MAP:
-        return [_placed(_blank(x), spec) for x, spec in zip(eqn.outvars, mapped_out_specs(eqn), strict=True)]
+        return [
+            _placed(_blank(x), spec)
+            for x, spec in zip(eqn.outvars, mapped_out_specs(eqn), strict=True)
+        ]
     if scan is not None:
         num_fixed = scan.num_consts + scan.num_carry
         sliced = [jax.lax.index_in_dim(x, 0, keepdims=False) for x in values[num_fixed:]]
@@ -142,15 +163,26 @@ def _results(eqn: Any, values: list[jax.Array], seen: dict[Any, P]) -> list[jax.
         found = _follow(scan.body.jaxpr, [*values[:num_fixed], *sliced], seen)
         final, steps = found[: scan.num_carry], found[scan.num_carry :]
         stacked = eqn.outvars[scan.num_carry :]
-        return [*final, *(_placed(_blank(x), P(None, *_spec(y))) for x, y in zip(stacked, steps, strict=True))]
-    axes = dict.fromkeys(axis for value in values for names in _spec(value) for axis in spec_axes(names))
-    # JAX's rules refuse what its partitioner would settle, such as operands that disagree or a sharded dim that is
-    # summed. One axis is then given up, and if that does not do, all: less is known, but nothing wrong.
+        return [
+            *final,
+            *(_placed(_blank(x), P(None, *_spec(y))) for x, y in zip(stacked, steps, strict=True)),
+        ]
+    axes = dict.fromkeys(
+        axis for value in values for names in _spec(value) for axis in spec_axes(names)
+    )
+    # JAX's rules refuse what its partitioner would settle, such as operands that disagree or a
+    # sharded dim that is summed. One axis is then given up, and if that does not do, all: less is
+    # known, but nothing wrong.
     for without in ((), *((axis,) for axis in axes), tuple(axes)):
         given = [_placed(value, _spec(value), without) if axes else value for value in values]
         try:
-            # A sum of cotangents has no rule of its own: it takes for granted that both are sharded alike.
-            return [jax.lax.add(*given)] if eqn.primitive.name == SUM_OF_COTANGENTS else bind_here(eqn, given)
+            # A sum of cotangents has no rule of its own: it takes for granted that both are sharded
+            # alike.
+            return (
+                [jax.lax.add(*given)]
+                if eqn.primitive.name == SUM_OF_COTANGENTS
+                else bind_here(eqn, given)
+            )
         except Exception as error:
             if not refuses_sharding(error):
                 raise
@@ -158,7 +190,10 @@ def _results(eqn: Any, values: list[jax.Array], seen: dict[Any, P]) -> list[jax.
 
 
 def _blank(x: Any) -> jax.Array:
-    """An array of a variable's shape and dtype, sharded over no axis; for a key one of any generator."""
+    """An array of a variable's shape and dtype, sharded over no axis.
+
+    For a key one of any generator.
+    """
     if jnp.issubdtype(x.aval.dtype, jax.dtypes.prng_key):
         return jnp.broadcast_to(jax.random.key(0), x.aval.shape)
     return jnp.zeros(x.aval.shape, x.aval.dtype)

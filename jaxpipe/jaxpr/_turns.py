@@ -10,18 +10,24 @@ from ._program import Program, Values, variables
 from ._slice import Slice
 
 Turns = dict[int, Callable[[Values], Values]]
-"""By the index of an equation what is done when it has run: from all values known to those that change."""
+"""By the index of an equation what is done when it has run.
+
+From all values known to those that change.
+"""
 
 
 def turns_of(
-    program: Program, part: Slice, groups: Sequence[Sequence[Any]], hand_over: Callable[[Any, jax.Array], jax.Array]
+    program: Program,
+    part: Slice,
+    groups: Sequence[Sequence[Any]],
+    hand_over: Callable[[Any, jax.Array], jax.Array],
 ) -> Turns:
-    """Hand over each group of results as soon as it is complete, and wait for it before the next but one.
+    """Hand over each group of results once it is complete, and wait for it before the next but one.
 
-    XLA's scheduler (as of JAX 0.10) leaves collectives on results that nothing else reads for the end, one after
-    another and under no computation, and holds the results of all until then. Here what is computed after a group is
-    complete waits until the group before it has been handed over: a group travels under the computing of the next one,
-    and two of them are held at most.
+    XLA's scheduler (as of JAX 0.10) leaves collectives on results that nothing else reads for the
+    end, one after another and under no computation, and holds the results of all until then. Here
+    what is computed after a group is complete waits until the group before it has been handed over:
+    a group travels under the computing of the next one, and two of them are held at most.
 
     Args:
         program: The function.
@@ -33,12 +39,25 @@ def turns_of(
         For `evaluate`.
     """
     given, last_read = _lifetimes(program, part)
-    complete = [(max((given[x] for x in group), default=-1), group) for group in _computed(groups, given)]
+    complete = [
+        (max((given[x] for x in group), default=-1), group) for group in _computed(groups, given)
+    ]
     turns: Turns = {}
     previous: list[Any] = []
-    for at, group in sorted(((at, group) for at, group in complete if group), key=lambda pair: pair[0]):
-        live = [x for x in given if given[x] <= at < last_read.get(x, -1) and x not in group and x not in previous]
-        turns[at] = _turn(group, [x for x in live if jnp.issubdtype(x.aval.dtype, jnp.inexact)], previous, hand_over)
+    for at, group in sorted(
+        ((at, group) for at, group in complete if group), key=lambda pair: pair[0]
+    ):
+        live = [
+            x
+            for x in given
+            if given[x] <= at < last_read.get(x, -1) and x not in group and x not in previous
+        ]
+        turns[at] = _turn(
+            group,
+            [x for x in live if jnp.issubdtype(x.aval.dtype, jnp.inexact)],
+            previous,
+            hand_over,
+        )
         previous = group
     return turns
 
@@ -59,13 +78,18 @@ def _lifetimes(program: Program, part: Slice) -> tuple[dict[Any, int], dict[Any,
 
 
 def _turn(
-    group: Sequence[Any], live: Sequence[Any], previous: Sequence[Any], hand_over: Callable[[Any, jax.Array], jax.Array]
+    group: Sequence[Any],
+    live: Sequence[Any],
+    previous: Sequence[Any],
+    hand_over: Callable[[Any, jax.Array], jax.Array],
 ) -> Callable[[Values], Values]:
     def settle(values: Values) -> Values:
         changed = {x: hand_over(x, values[x]) for x in group}
         if not previous:
             return changed
         waiting = [*live, *previous]
-        return changed | dict(zip(waiting, jax.lax.optimization_barrier([values[x] for x in waiting]), strict=True))
+        return changed | dict(
+            zip(waiting, jax.lax.optimization_barrier([values[x] for x in waiting]), strict=True)
+        )
 
     return settle

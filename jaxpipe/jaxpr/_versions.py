@@ -11,7 +11,7 @@ NEWEST_TESTED = (0, 12)
 """Minor version of the newest JAX that the tests have passed on."""
 
 _UPGRADES = ("jax_remat3", "jax_custom_jvp3", "jax_custom_vjp3", "jax_scan3")
-"""Flags under which JAX traces recompute, custom derivatives and loops to equations that hide their programs."""
+"""Flags under which JAX hides the programs of recompute, custom derivatives and loops."""
 
 
 def check_jax() -> None:
@@ -25,28 +25,34 @@ def check_jax() -> None:
     on = [name for name in _UPGRADES if getattr(jax.config, name, False)]
     if on:
         raise ConfigError(
-            f"JAX's upgrade flags must be off, as jaxpipe reads the programs that they hide, but got "
-            f"{', '.join(f'{name}=True' for name in on)}. Unset {', '.join(name.upper() for name in on)}, or call "
-            f"jax.config.update({on[0]!r}, False)."
+            "JAX's upgrade flags must be off, as jaxpipe reads the programs that they hide, but "
+            f"got {', '.join(f'{name}=True' for name in on)}. Unset "
+            f"{', '.join(name.upper() for name in on)}, or call jax.config.update({on[0]!r}, "
+            "False)."
         )
     if jax.__version_info__[:2] > NEWEST_TESTED:
         tested = ".".join(map(str, NEWEST_TESTED))
         warnings.warn(
-            f"JAX {jax.__version__} is newer than {tested}, the last that this jaxpipe is tested with. Numbers stay "
-            "right; more may be held for the backward than before. Update jaxpipe, or install an older JAX.",
+            f"JAX {jax.__version__} is newer than {tested}, the last that this jaxpipe is tested "
+            "with. Numbers stay right; more may be held for the backward than before. Update "
+            "jaxpipe, or install an older JAX.",
             UserWarning,
             stacklevel=2,
         )
 
 
 def warn_of_unknown(names: Collection[str]) -> None:
-    """Warn of primitives of which this library does not know what they do; Python shows each warning once."""
+    """Warn of primitives of which this library does not know what they do.
+
+    Python shows each warning once.
+    """
     if names:
+        noun = "primitive" if len(names) == 1 else "primitives"
         warnings.warn(
-            f"jaxpipe {'does not know the primitive' if len(names) == 1 else 'does not know the primitives'} "
-            f"{', '.join(sorted(names))} of JAX {jax.__version__}. Numbers stay right: the results are held for the "
-            "backward instead of computed again, and plans count no operations for them. Update jaxpipe if there is a "
-            "newer release.",
+            f"jaxpipe does not know the {noun} "
+            f"{', '.join(sorted(names))} of JAX {jax.__version__}. Numbers stay right: the results "
+            "are held for the backward instead of computed again, and plans count no operations "
+            "for them. Update jaxpipe if there is a newer release.",
             UserWarning,
             stacklevel=2,
         )

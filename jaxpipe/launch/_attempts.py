@@ -30,30 +30,41 @@ def run_attempts(
     the launcher's own lines. Returns the exit code of the last attempt.
     """
     before = restarts_before()
-    with StopRequests(control) as requests, Output(log_dir, append=before > 0, own_label=label) as output:
+    with (
+        StopRequests(control) as requests,
+        Output(log_dir, append=before > 0, own_label=label) as output,
+    ):
         exit_code = _run_all(commands, limits, before, requests, output)
         asked = len(requests.received())
 
         def must_end(is_stuck: bool) -> bool:
-            # After a success the launcher waits for whoever reads its output, such as a pager, as any program does.
-            # After a failure it ends, so that its exit code is seen.
+            # After a success the launcher waits for whoever reads its output, such as a pager, as
+            # any program does. After a failure it ends, so that its exit code is seen.
             return len(requests.received()) > asked or (is_stuck and (exit_code != 0 or asked > 0))
 
         output.drain(must_end)
         return exit_code
 
 
-def _run_all(commands: MakeCommands, limits: Limits, before: int, requests: StopRequests, output: Output) -> int:
+def _run_all(
+    commands: MakeCommands, limits: Limits, before: int, requests: StopRequests, output: Output
+) -> int:
     done = 0
     while True:
         attempt = before + done
         with _heartbeat_dir(limits) as heartbeat_dir:
             outcome = run_group(commands(attempt, heartbeat_dir), limits, requests, output)
         done += 1
-        if not limits.max_restarts or not outcome.may_restart or (outcome.exit_code == 0 and done == 1):
+        if (
+            not limits.max_restarts
+            or not outcome.may_restart
+            or (outcome.exit_code == 0 and done == 1)
+        ):
             return outcome.exit_code
         is_over = outcome.exit_code == 0 or done > limits.max_restarts or bool(requests.received())
-        ended = f"Attempt {done} of {limits.max_restarts + 1} ended with exit code {outcome.exit_code}."
+        ended = (
+            f"Attempt {done} of {limits.max_restarts + 1} ended with exit code {outcome.exit_code}."
+        )
         output.say(ended if is_over else f"{ended} Starting again.")
         if is_over:
             return outcome.exit_code

@@ -35,12 +35,18 @@ def launch(argv: Sequence[str], prog: str) -> int:
         prog: What the user typed before them.
 
     Returns:
-        0; the exit code of the first process that failed, 128 and the signal's number where one ended it; 124 after a
-        stall; 128 and the signal's number where the launcher itself was asked to end; 2 after wrong use.
+        0; the exit code of the first process that failed, 128 and the signal's number where one
+        ended it; 124 after a stall; 128 and the signal's number where the launcher itself was asked
+        to end; 2 after wrong use.
     """
     try:
         args = read_options(list(argv), prog)
-        run = {"--nproc": _run_here, "--hostfile": _run_on_nodes, "--node-rank": _run_as_node, "--write": _write}
+        run = {
+            "--nproc": _run_here,
+            "--hostfile": _run_on_nodes,
+            "--node-rank": _run_as_node,
+            "--write": _write,
+        }
         return run[args.kind](args)
     except LaunchError as error:
         sys.stderr.write(f"{prog}: {error}\n")
@@ -51,7 +57,8 @@ def _run_here(args: argparse.Namespace) -> int:
     if args.cpu_devices is not None and args.devices_per_process is not None:
         raise LaunchError(
             "processes must have either simulated or real devices, but got --cpu-devices "
-            f"{args.cpu_devices} and --devices-per-process {args.devices_per_process}. Leave one of them out."
+            f"{args.cpu_devices} and --devices-per-process {args.devices_per_process}. Leave one "
+            "of them out."
         )
     layout = equal_nodes(["localhost"], args.nproc * (args.devices_per_process or 1), args.nproc)
     binds_devices = args.nproc > 1 or args.devices_per_process is not None
@@ -82,15 +89,17 @@ def _run_alone(args: argparse.Namespace, layout: Layout, *, binds_devices: bool 
     if args.dry_run:
         return _print(job.shell_lines(coordinator()))
     return run_attempts(
-        lambda attempt, folder: job.commands(coordinator(), attempt, folder), _limits(args), log_dir=args.log_dir
+        lambda attempt, folder: job.commands(coordinator(), attempt, folder),
+        _limits(args),
+        log_dir=args.log_dir,
     )
 
 
 def _run_as_node(args: argparse.Namespace) -> int:
     if args.coordinator is None:
         raise LaunchError(
-            "--node-rank must come with the coordinator's address, but got no --coordinator. Give every node the same, "
-            f"--coordinator HOST:{DEFAULT_PORT} with the host of node 0."
+            "--node-rank must come with the coordinator's address, but got no --coordinator. Give "
+            f"every node the same, --coordinator HOST:{DEFAULT_PORT} with the host of node 0."
         )
     _, port = read_address(args.coordinator, "--coordinator")
     layout = _layout_of_node(args)
@@ -122,10 +131,13 @@ def _layout_of_node(args: argparse.Namespace) -> Layout:
     if args.layout is not None and counts == (None, None):
         return read_layout(args.layout, args.processes_per_node)
     if args.layout is None and None not in counts:
-        return equal_nodes([f"node-{i}" for i in range(args.num_nodes)], args.num_gpus, args.processes_per_node)
+        return equal_nodes(
+            [f"node-{i}" for i in range(args.num_nodes)], args.num_gpus, args.processes_per_node
+        )
     raise LaunchError(
         "--node-rank must come with either --layout or both --num_nodes and --num_gpus, but got "
-        f"--layout {args.layout}, --num_nodes {args.num_nodes}, --num_gpus {args.num_gpus}. Give all nodes the same."
+        f"--layout {args.layout}, --num_nodes {args.num_nodes}, --num_gpus {args.num_gpus}. Give "
+        "all nodes the same."
     )
 
 
@@ -135,8 +147,8 @@ def _node_rank(text: str, layout: Layout) -> int:
     value = variable(text[1:])
     if value is None:
         raise LaunchError(
-            f"--node-rank {text} must name a variable of the environment, but {text[1:]} is not set. "
-            "Start it where the scheduler sets it, or give the node's number."
+            f"--node-rank {text} must name a variable of the environment, but {text[1:]} is not "
+            "set. Start it where the scheduler sets it, or give the node's number."
         )
     return layout.rank_of(value, f"{text[1:]}, which --node-rank names,")
 
@@ -155,8 +167,8 @@ def _run_on_nodes(args: argparse.Namespace) -> int:
         return _run_alone(args, layout)
     if args.port is not None and args.coordinator is not None:
         raise LaunchError(
-            f"the coordinator's port must be given once, but got --port {args.port} and --coordinator "
-            f"{args.coordinator}. Leave --port out."
+            f"the coordinator's port must be given once, but got --port {args.port} and "
+            f"--coordinator {args.coordinator}. Leave --port out."
         )
     if args.coordinator is not None:
         read_address(args.coordinator, "--coordinator")
@@ -167,7 +179,10 @@ def _run_on_nodes(args: argparse.Namespace) -> int:
         python=args.python or sys.executable,
         options=_options_of_node(args),
         program=_program(args).options(),
-        variables={**forwarded(), **{name: value for name, value in exports.items() if is_forwarded(name)}},
+        variables={
+            **forwarded(),
+            **{name: value for name, value in exports.items() if is_forwarded(name)},
+        },
         exports={name: value for name, value in exports.items() if not is_forwarded(name)},
         ssh=SSH if args.ssh_command is None else _words(args.ssh_command, "--ssh-command"),
         launcher_args=_words(args.launcher_args or "", "--launcher-args"),
@@ -176,12 +191,15 @@ def _run_on_nodes(args: argparse.Namespace) -> int:
     first = bracketed(chosen[0].name)
 
     def coordinator(attempt: int) -> str:
-        # Without --port each attempt takes another, as processes of the last attempt may still hold theirs.
+        # Without --port each attempt takes another, as processes of the last attempt may still hold
+        # theirs.
         return args.coordinator or f"{first}:{args.port or DEFAULT_PORT + attempt}"
 
     if args.dry_run:
         return _print([shlex.join(words) for words in job.words(coordinator(0))])
-    return run_attempts(lambda attempt, _: job.commands(coordinator(attempt), attempt), _limits(args, watches=False))
+    return run_attempts(
+        lambda attempt, _: job.commands(coordinator(attempt), attempt), _limits(args, watches=False)
+    )
 
 
 def _options_of_node(args: argparse.Namespace) -> list[str]:
@@ -199,7 +217,10 @@ def _options_of_node(args: argparse.Namespace) -> list[str]:
     for name in names:
         value = getattr(args, name)
         if value is not None:
-            options += [f"--{name.replace('_', '-')}", f"{value:g}" if isinstance(value, float) else str(value)]
+            options += [
+                f"--{name.replace('_', '-')}",
+                f"{value:g}" if isinstance(value, float) else str(value),
+            ]
     return options
 
 
@@ -227,7 +248,9 @@ def _write(args: argparse.Namespace) -> int:
         cpus_per_process=args.cpus_per_process,
         volume=args.volume,
     )
-    make = {"slurm": slurm_script, "kubernetes": kubernetes_manifest, "jobset": jobset_manifest}[args.write]
+    make = {"slurm": slurm_script, "kubernetes": kubernetes_manifest, "jobset": jobset_manifest}[
+        args.write
+    ]
     sys.stdout.write(make(job))
     return 0
 
@@ -254,7 +277,8 @@ def _words(text: str, option: str) -> list[str]:
         return shlex.split(text)
     except ValueError as error:
         raise LaunchError(
-            f"{option} must be words as a shell takes them, but got {text!r}: {error}. Close the quotation."
+            f"{option} must be words as a shell takes them, but got {text!r}: {error}. Close the "
+            "quotation."
         ) from error
 
 

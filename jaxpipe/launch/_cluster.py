@@ -38,8 +38,8 @@ class ClusterJob:
         volume: `CLAIM:PATH`, a Kubernetes volume claim for checkpoints and where it is seen.
 
     Raises:
-        LaunchError: A value is not of its form, holds a zero byte, or the GPUs cannot be dealt to the processes
-            equally.
+        LaunchError: A value is not of its form, holds a zero byte, or the GPUs cannot be dealt to
+            the processes equally.
     """
 
     program: Program
@@ -62,16 +62,19 @@ class ClusterJob:
         for name in ("num_nodes", "gpus_per_node"):
             if getattr(self, name) < 1:
                 raise LaunchError(
-                    f"{name} must be at least 1, but got {name}={getattr(self, name)}. Ask for one or more."
+                    f"{name} must be at least 1, but got {name}={getattr(self, name)}. Ask for one "
+                    "or more."
                 )
         for text in self.texts:
             if "\0" in text:
-                raise LaunchError(f"what a job is given must hold no zero byte, but got {text!r}. Leave it out.")
+                raise LaunchError(
+                    f"what a job is given must hold no zero byte, but got {text!r}. Leave it out."
+                )
         equal_nodes(["each node"], self.gpus_per_node, self.processes_per_node)
         if not _NAME.fullmatch(self.name):
             raise LaunchError(
-                "the job's name must be up to 40 lower-case letters, digits and hyphens, a letter first, but got "
-                f"name={self.name!r}. Write for instance 'train-gpt'."
+                "the job's name must be up to 40 lower-case letters, digits and hyphens, a letter "
+                f"first, but got name={self.name!r}. Write for instance 'train-gpt'."
             )
         if self.time_limit is not None and not _TIME.fullmatch(self.time_limit):
             raise LaunchError(
@@ -80,18 +83,27 @@ class ClusterJob:
             )
         if self.volume is not None and not _VOLUME.fullmatch(self.volume):
             raise LaunchError(
-                f"the volume must be CLAIM:PATH, but got volume={self.volume!r}. Write for instance checkpoints:/data."
+                f"the volume must be CLAIM:PATH, but got volume={self.volume!r}. Write for "
+                "instance checkpoints:/data."
             )
 
     @property
     def layout(self) -> Layout:
         """The nodes, by number."""
-        return equal_nodes(list(map(str, range(self.num_nodes))), self.gpus_per_node, self.processes_per_node)
+        return equal_nodes(
+            list(map(str, range(self.num_nodes))), self.gpus_per_node, self.processes_per_node
+        )
 
     @property
     def texts(self) -> tuple[str, ...]:
         """All that the user may choose freely."""
-        return (*self.program.options(), *self.variables.values(), self.python, self.image or "", self.volume or "")
+        return (
+            *self.program.options(),
+            *self.variables.values(),
+            self.python,
+            self.image or "",
+            self.volume or "",
+        )
 
     @property
     def processes_on_node(self) -> int:
@@ -144,12 +156,19 @@ class ClusterJob:
     def summary(self) -> str:
         """The job in a few words."""
         nodes, gpus, each = self.num_nodes, self.gpus_per_node, self.processes_on_node
-        of_each = "one process per GPU" if each == gpus else f"{each} process{'es' if each > 1 else ''} per node"
-        return f"{nodes} node{'s' if nodes > 1 else ''} with {gpus} GPU{'s' if gpus > 1 else ''} each, {of_each}"
+        of_each = (
+            "one process per GPU"
+            if each == gpus
+            else f"{each} process{'es' if each > 1 else ''} per node"
+        )
+        return (
+            f"{nodes} node{'s' if nodes > 1 else ''} with "
+            f"{gpus} GPU{'s' if gpus > 1 else ''} each, {of_each}"
+        )
 
     @property
     def options(self) -> str:
-        """Options with which `jaxpipe launch --write KIND` gives this job, on one line as bash takes it."""
+        """Options with which `jaxpipe launch --write KIND` gives this job, on one line for bash."""
         usual = {each.name: each.default for each in fields(self)}
         values = {
             "--num_nodes": self.num_nodes,
@@ -161,11 +180,22 @@ class ClusterJob:
             "--python": None if self.python == usual["python"] else self.python,
             "--port": self.port,
             "--grace": None if self.grace_s == usual["grace_s"] else f"{self.grace_s:g}",
-            "--stall-timeout": None if self.stall_timeout_s is None else f"{self.stall_timeout_s:g}",
+            "--stall-timeout": None
+            if self.stall_timeout_s is None
+            else f"{self.stall_timeout_s:g}",
             "--max-restarts": self.max_restarts or None,
             "--cpus-per-process": self.cpus_per_process,
             "--volume": self.volume,
         }
-        given = [word for option, value in values.items() if value is not None for word in (option, str(value))]
-        exports = [word for name, value in self.variables.items() for word in ("--export", f"{name}={value}")]
+        given = [
+            word
+            for option, value in values.items()
+            if value is not None
+            for word in (option, str(value))
+        ]
+        exports = [
+            word
+            for name, value in self.variables.items()
+            for word in ("--export", f"{name}={value}")
+        ]
         return joined([*given, *exports, *self.program.options()])

@@ -14,8 +14,9 @@ STALLED = 124
 """Exit code after a stall, as `timeout` has it."""
 
 _POLL_S = 0.02
-# From the first failure that is seen to the judgement: a scheduler that signals every process signals this one too, and
-# a process that JAX ends for the loss of another can be gone before that other one.
+# From the first failure that is seen to the judgement: a scheduler that signals every process
+# signals this one too, and a process that JAX ends for the loss of another can be gone before that
+# other one.
 _SETTLE_S = 0.5
 _NODE_MARGIN_S = 10.0
 
@@ -51,7 +52,9 @@ class Outcome:
     failed: Member | None = None
 
 
-def run_group(commands: Sequence[Command], limits: Limits, requests: StopRequests, output: Output) -> Outcome:
+def run_group(
+    commands: Sequence[Command], limits: Limits, requests: StopRequests, output: Output
+) -> Outcome:
     """Start processes, wait for all, and end the others when one fails.
 
     When this returns or raises, every process that was started has ended, with all of its process
@@ -77,7 +80,9 @@ def run_group(commands: Sequence[Command], limits: Limits, requests: StopRequest
     return outcome
 
 
-def _watch(members: Sequence[Member], limits: Limits, requests: StopRequests, output: Output) -> Outcome:
+def _watch(
+    members: Sequence[Member], limits: Limits, requests: StopRequests, output: Output
+) -> Outcome:
     stalls = StallWatch(members, limits.stall_timeout_s, limits.start_timeout_s)
     judged_at: float | None = None
     while True:
@@ -85,7 +90,9 @@ def _watch(members: Sequence[Member], limits: Limits, requests: StopRequests, ou
         stop, late = next(iter(requests.received()), None), stalls.late()
         if stop is not None:
             _end(members, stop, limits, requests, output)
-            return Outcome(0 if stop.is_remote else 128 + stop.number, stop.reason, may_restart=False)
+            return Outcome(
+                0 if stop.is_remote else 128 + stop.number, stop.reason, may_restart=False
+            )
         if any(codes):
             judged_at = judged_at or time.monotonic() + _SETTLE_S
             if time.monotonic() > judged_at:
@@ -98,23 +105,31 @@ def _watch(members: Sequence[Member], limits: Limits, requests: StopRequests, ou
         time.sleep(_POLL_S)
 
 
-def _end_after_failure(members: Sequence[Member], limits: Limits, requests: StopRequests, output: Output) -> Outcome:
+def _end_after_failure(
+    members: Sequence[Member], limits: Limits, requests: StopRequests, output: Output
+) -> Outcome:
     failed = [member for member in members if member.exit_code()]
     reason = _failure(min(failed, key=Member.failure))
     _end(members, Stop(signal.SIGTERM, limits.kill_grace_s, reason), limits, requests, output)
-    # Launchers on other nodes take their time to end theirs, so that the node of the cause may come last. One that
-    # was asked to end exits with 0, unless it had seen a failure itself.
-    others = [member for member in members if member.exit_code() and member.command.reach != "process"]
+    # Launchers on other nodes take their time to end theirs, so that the node of the cause may come
+    # last. One that was asked to end exits with 0, unless it had seen a failure itself.
+    others = [
+        member for member in members if member.exit_code() and member.command.reach != "process"
+    ]
     first = min(others or failed, key=Member.failure)
     is_here = first.command.reach == "process"  # else its own launcher has said what its error was
-    return Outcome(_exit_status(first.exit_code() or 0), _failure(first), failed=first if is_here else None)
+    return Outcome(
+        _exit_status(first.exit_code() or 0), _failure(first), failed=first if is_here else None
+    )
 
 
 def _failure(member: Member) -> str:
     return f"{member} {_how(member.exit_code() or 0)}."
 
 
-def _end(members: Sequence[Member], stop: Stop, limits: Limits, requests: StopRequests, output: Output) -> None:
+def _end(
+    members: Sequence[Member], stop: Stop, limits: Limits, requests: StopRequests, output: Output
+) -> None:
     """Ask all that still run to end, and wait as long as they may take."""
     running = [member for member in members if member.exit_code() is None]
     grace_s = stop.grace_s
@@ -124,7 +139,9 @@ def _end(members: Sequence[Member], stop: Stop, limits: Limits, requests: StopRe
         member.stop(stop.number, grace_s)
     output.release()
     output.say(stop.reason + _ending(len(running), len(members), grace_s))
-    margin_s = _NODE_MARGIN_S if any(member.command.reach != "process" for member in running) else 0.0
+    margin_s = (
+        _NODE_MARGIN_S if any(member.command.reach != "process" for member in running) else 0.0
+    )
     deadline = time.monotonic() + grace_s + margin_s
     known = 1 if requests.received()[:1] == (stop,) else 0
     shortened = False
@@ -134,7 +151,8 @@ def _end(members: Sequence[Member], stop: Stop, limits: Limits, requests: StopRe
             return
         as_asked = (None, 0, 128 + stop.number)
         if not shortened and any(member.exit_code() not in as_asked for member in running):
-            # The step that a failed process takes part in cannot finish: the others need less time to end.
+            # The step that a failed process takes part in cannot finish: the others need less time
+            # to end.
             shortened = True
             deadline = min(deadline, time.monotonic() + limits.kill_grace_s + margin_s)
         running = [member for member in running if member.exit_code() is None]
@@ -157,5 +175,11 @@ def _how(code: int) -> str:
 def _ending(num_running: int, num_members: int, grace_s: float) -> str:
     if not num_running:
         return ""
-    what = "all" if num_running == num_members > 1 else f"the other {num_running}" if num_running > 1 else "the other"
+    what = (
+        "all"
+        if num_running == num_members > 1
+        else f"the other {num_running}"
+        if num_running > 1
+        else "the other"
+    )
     return f" Ending {'it' if num_members == 1 else what}, in {grace_s:g} s at most."

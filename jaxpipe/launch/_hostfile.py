@@ -30,8 +30,8 @@ def read_hostfile(path: Path) -> tuple[Node, ...]:
         lines = _read(path).decode("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(
-            f"--hostfile must be a text file that can be read, but got {path}: {error}. Give the path of a file with "
-            "lines such as 'worker-0 slots=8'."
+            f"--hostfile must be a text file that can be read, but got {path}: {error}. Give the "
+            "path of a file with lines such as 'worker-0 slots=8'."
         ) from error
     nodes: dict[str, Node] = {}
     first_seen: dict[str, int] = {}
@@ -44,13 +44,13 @@ def read_hostfile(path: Path) -> tuple[Node, ...]:
         slots = whole_number(match[2]) or 0 if match else 0
         if name is None or not 0 < slots <= _MAX_SLOTS:
             raise LaunchError(
-                f"{path}, line {number} must be 'name slots=N' with N in [1, {_MAX_SLOTS}], but got {shown(text)}. "
-                "Write for instance 'worker-0 slots=8'."
+                f"{path}, line {number} must be 'name slots=N' with N in [1, {_MAX_SLOTS}], but "
+                f"got {shown(text)}. Write for instance 'worker-0 slots=8'."
             )
         if name in nodes:
             raise LaunchError(
-                f"{path}, line {number} must name a new node, but got {name!r}, which line {first_seen[name]} names. "
-                "Keep one of the two lines."
+                f"{path}, line {number} must name a new node, but got {name!r}, which line "
+                f"{first_seen[name]} names. Keep one of the two lines."
             )
         first_seen[name] = number
         nodes[name] = Node(name, tuple(range(slots)))
@@ -63,7 +63,7 @@ def read_hostfile(path: Path) -> tuple[Node, ...]:
 
 
 def _read(path: Path) -> bytes:
-    """Read a file, or a pipe as `<(command)` gives it, without waiting for a pipe that nobody writes to."""
+    """Read a file, or a pipe of `<(command)`, without waiting for a pipe that nobody writes to."""
     data = b""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
@@ -98,19 +98,26 @@ def choose_nodes(
         DeepSpeed's `--include`, `--exclude`, `--num_nodes` and `--num_gpus`.
     """
     counted = num_nodes is not None or num_gpus is not None
-    given = {"--include": include is not None, "--exclude": exclude is not None, "--num_nodes or --num_gpus": counted}
+    given = {
+        "--include": include is not None,
+        "--exclude": exclude is not None,
+        "--num_nodes or --num_gpus": counted,
+    }
     used = [name for name, is_given in given.items() if is_given]
     if len(used) > 1:
         raise LaunchError(
-            f"Nodes must be chosen in one way, but got {' and '.join(used)}. Keep one of them; slots may be written as "
-            "--include NODE:0,1."
+            f"Nodes must be chosen in one way, but got {' and '.join(used)}. Keep one of them; "
+            "slots may be written as --include NODE:0,1."
         )
     if include is not None:
         named = _known(nodes, include, "--include")
         return tuple(Node(node.name, named[node.name]) for node in nodes if node.name in named)
     if exclude is not None:
         named = _known(nodes, exclude, "--exclude")
-        remaining = [Node(n.name, tuple(slot for slot in n.slots if slot not in named.get(n.name, ()))) for n in nodes]
+        remaining = [
+            Node(n.name, tuple(slot for slot in n.slots if slot not in named.get(n.name, ())))
+            for n in nodes
+        ]
         left = tuple(node for node in remaining if node.slots)
         if not left:
             raise LaunchError(
@@ -121,11 +128,13 @@ def choose_nodes(
     return _first(nodes, num_nodes, num_gpus)
 
 
-def _first(nodes: tuple[Node, ...], num_nodes: int | None, num_gpus: int | None) -> tuple[Node, ...]:
+def _first(
+    nodes: tuple[Node, ...], num_nodes: int | None, num_gpus: int | None
+) -> tuple[Node, ...]:
     if num_nodes is not None and num_nodes > len(nodes):
         raise LaunchError(
-            f"--num_nodes must be at most the {len(nodes)} nodes of the hostfile, but got --num_nodes {num_nodes}. "
-            f"It has {_listed(nodes)}."
+            f"--num_nodes must be at most the {len(nodes)} nodes of the hostfile, but got "
+            f"--num_nodes {num_nodes}. It has {_listed(nodes)}."
         )
     taken = nodes[:num_nodes]
     if num_gpus is None:
@@ -133,8 +142,9 @@ def _first(nodes: tuple[Node, ...], num_nodes: int | None, num_gpus: int | None)
     for node in taken:
         if num_gpus > len(node.slots):
             raise LaunchError(
-                f"--num_gpus must be at most the slots of every node, but got --num_gpus {num_gpus} and {node.name} "
-                f"has slots={len(node.slots)}. Ask for fewer, or leave the node out with --exclude {node.name}."
+                "--num_gpus must be at most the slots of every node, but got --num_gpus "
+                f"{num_gpus} and {node.name} has slots={len(node.slots)}. Ask for fewer, or leave "
+                f"the node out with --exclude {node.name}."
             )
     return tuple(Node(node.name, node.slots[:num_gpus]) for node in taken)
 
@@ -152,8 +162,8 @@ def _known(nodes: tuple[Node, ...], text: str, option: str) -> dict[str, tuple[i
         unknown = [slot for slot in slots or () if slot not in all_slots[name]]
         if unknown:
             raise LaunchError(
-                f"{option} must name slots that {name} has, but got slot {unknown[0]} in {option} {text!r}. "
-                f"It has slots 0 to {len(all_slots[name]) - 1}."
+                f"{option} must name slots that {name} has, but got slot {unknown[0]} in {option} "
+                f"{text!r}. It has slots 0 to {len(all_slots[name]) - 1}."
             )
         found[name] = tuple(sorted(slots)) if slots is not None else all_slots[name]
     return found

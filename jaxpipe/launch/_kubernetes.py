@@ -17,8 +17,8 @@ _LAST_SECONDS = 10.0
 def kubernetes_manifest(job: ClusterJob) -> str:
     """Write an Indexed Job with a headless Service.
 
-    One pod a node, in which the launcher starts the processes; the pods find the first by its name. A pod that fails
-    ends the Job.
+    One pod a node, in which the launcher starts the processes; the pods find the first by its name.
+    A pod that fails ends the Job.
 
     Args:
         job: The job.
@@ -32,22 +32,33 @@ def kubernetes_manifest(job: ClusterJob) -> str:
     _check(job)
     if job.max_restarts:
         raise LaunchError(
-            "an Indexed Job must not restart, as it would start single pods again and not all, but got max_restarts="
-            f"{job.max_restarts}. Write a JobSet, which starts all again."
+            "an Indexed Job must not restart, as it would start single pods again and not all, but "
+            f"got max_restarts={job.max_restarts}. Write a JobSet, which starts all again."
         )
     service = {
         "apiVersion": "v1",
         "kind": "Service",
         "metadata": {"name": job.name},
-        "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"job-name": job.name}},
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {"job-name": job.name},
+        },
     }
     pod = _pod(job, f"{job.name}-0.{job.name}:{job.fixed_port}")
     pod["subdomain"] = job.name
     documents = [
         service,
-        {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": job.name}, "spec": _job_spec(job, pod)},
+        {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "metadata": {"name": job.name},
+            "spec": _job_spec(job, pod),
+        },
     ]
-    return _header(job, "kubernetes", "A pod that fails ends the Job") + "---\n".join(map(_document, documents))
+    return _header(job, "kubernetes", "A pod that fails ends the Job") + "---\n".join(
+        map(_document, documents)
+    )
 
 
 def jobset_manifest(job: ClusterJob) -> str:
@@ -73,7 +84,9 @@ def jobset_manifest(job: ClusterJob) -> str:
         "spec": {
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
             "failurePolicy": {"maxRestarts": job.max_restarts},
-            "replicatedJobs": [{"name": "workers", "replicas": 1, "template": {"spec": _job_spec(job, pod)}}],
+            "replicatedJobs": [
+                {"name": "workers", "replicas": 1, "template": {"spec": _job_spec(job, pod)}}
+            ],
         },
     }
     what = f"All pods start again when one fails, {job.max_restarts} times at most"
@@ -93,7 +106,7 @@ def _document(value: Any) -> str:
 
 
 def _literal(text: str) -> str:
-    """A word or value that Kubernetes gives as it is: it would put variables in place of `$(NAME)`."""
+    """A word or value that Kubernetes keeps as it is, without variables in place of `$(NAME)`."""
     return text.replace("$", "$$")
 
 
@@ -103,7 +116,8 @@ def _check(job: ClusterJob) -> None:
             text.encode()
         except UnicodeEncodeError as error:
             raise LaunchError(
-                f"what a job for Kubernetes is given must be Unicode text, but got {text!r}. Use other names."
+                f"what a job for Kubernetes is given must be Unicode text, but got {text!r}. Use "
+                "other names."
             ) from error
     if job.image is None:
         raise LaunchError(
@@ -114,11 +128,10 @@ def _check(job: ClusterJob) -> None:
 
 def _header(job: ClusterJob, kind: str, what: str) -> str:
     return (
-        f"# {job.summary[0].upper()}{job.summary[1:]}; one pod per node. Start with: kubectl apply -f FILE\n"
-        f"# {what}.\n"
-        "# The program loads the last checkpoint (engine.load_checkpoint), and saves at SIGTERM if it calls\n"
-        "# engine.save_on_preemption.\n"
-        f"# Written by: jaxpipe launch --write {kind} {job.options}\n"
+        f"# {job.summary[0].upper()}{job.summary[1:]}; one pod per node. Start with: kubectl apply "
+        f"-f FILE\n# {what}.\n# The program loads the last checkpoint (engine.load_checkpoint), "
+        "and saves at SIGTERM if it calls\n# engine.save_on_preemption.\n# Written by: jaxpipe "
+        f"launch --write {kind} {job.options}\n"
     )
 
 
@@ -146,7 +159,9 @@ def _pod(job: ClusterJob, coordinator: str, restarts: str | None = None) -> dict
         claim, path = job.claim_and_path
         mounts.append({"name": "checkpoints", "mountPath": path})
         volumes.append({"name": "checkpoints", "persistentVolumeClaim": {"claimName": claim}})
-    env: list[dict[str, Any]] = [{"name": name, "value": _literal(value)} for name, value in job.variables.items()]
+    env: list[dict[str, Any]] = [
+        {"name": name, "value": _literal(value)} for name, value in job.variables.items()
+    ]
     if restarts is not None:
         env.append({"name": RESTART, "valueFrom": {"fieldRef": {"fieldPath": restarts}}})
     container: dict[str, Any] = {

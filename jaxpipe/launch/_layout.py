@@ -52,8 +52,9 @@ class Layout:
         for node in self.nodes:
             if per_node is not None and len(node.slots) % per_node:
                 raise LaunchError(
-                    f"--processes-per-node must divide the slots of every node, but got {per_node} and {node.name} has "
-                    f"slots={len(node.slots)}. Use {_nearest_divisor(len(node.slots), per_node)}, or other slots."
+                    f"--processes-per-node must divide the slots of every node, but got {per_node} "
+                    f"and {node.name} has slots={len(node.slots)}. Use "
+                    f"{_nearest_divisor(len(node.slots), per_node)}, or other slots."
                 )
 
     @property
@@ -67,7 +68,9 @@ class Layout:
         count = self._on(node)
         first = sum(map(self._on, self.nodes[:node_rank]))
         each = len(node.slots) // count
-        return tuple(ProcessSlot(first + i, node.slots[i * each : (i + 1) * each]) for i in range(count))
+        return tuple(
+            ProcessSlot(first + i, node.slots[i * each : (i + 1) * each]) for i in range(count)
+        )
 
     def rank_of(self, text: str, source: str) -> int:
         """Index of a node from its index or its name; `source` is where it was read, for errors."""
@@ -78,8 +81,8 @@ class Layout:
         if rank is not None and rank < len(names):
             return rank
         raise LaunchError(
-            f"{source} must be a number in [0, {len(names)}) or the name of a node, but got {shown(text)}. "
-            f"The nodes are {', '.join(names)}."
+            f"{source} must be a number in [0, {len(names)}) or the name of a node, but got "
+            f"{shown(text)}. The nodes are {', '.join(names)}."
         )
 
     def __str__(self) -> str:
@@ -136,8 +139,8 @@ def equal_nodes(names: Sequence[str], num_slots: int, processes_per_node: int | 
 
 def _wrong(option: str, text: str, why: str) -> LaunchError:
     return LaunchError(
-        f"{option} must be NODE or NODE:SLOT,SLOT, joined by @, but got {option} {shown(text)}, in which {why}. "
-        "Write for instance worker-0@worker-1:0,2."
+        f"{option} must be NODE or NODE:SLOT,SLOT, joined by @, but got {option} {shown(text)}, in "
+        f"which {why}. Write for instance worker-0@worker-1:0,2."
     )
 
 

@@ -73,8 +73,8 @@ except OSError as error:
         environment, words = dict(command.environment), command.words
         if shutil.which(words[0], path=environment.get("PATH", os.defpath)) is None:
             raise LaunchError(
-                f"{command.name} must run a program that is there, but got {words[0]!r}, which is none. "
-                "Install it, or correct its name."
+                f"{command.name} must run a program that is there, but got {words[0]!r}, which is "
+                "none. Install it, or correct its name."
             )
         try:
             self._process = subprocess.Popen(
@@ -88,13 +88,15 @@ except OSError as error:
             )
         except (OSError, ValueError) as error:
             raise LaunchError(
-                f"{command.name} must be started, but got {words[0]!r}: {error}. Shorten its arguments, or end other "
-                "processes."
+                f"{command.name} must be started, but got {words[0]!r}: {error}. Shorten its "
+                "arguments, or end other processes."
             ) from error
         guard.add(self.pid)
         stdin, stdout, stderr = self._process.stdin, self._process.stdout, self._process.stderr
         assert stdin is not None and stdout is not None and stderr is not None  # noqa: PT018
-        self.tail = output.add(stdout, stderr, command.label, f"{command.name.replace(' ', '-')}.log")
+        self.tail = output.add(
+            stdout, stderr, command.label, f"{command.name.replace(' ', '-')}.log"
+        )
         self._send(b"\n" + command.first_input)
         if command.reach != "messaged":
             stdin.close()
@@ -113,7 +115,9 @@ except OSError as error:
             state = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if state is not None:
                 self._ended_at = time.monotonic()
-                self._exit_code = state.si_status if state.si_code == os.CLD_EXITED else -state.si_status
+                self._exit_code = (
+                    state.si_status if state.si_code == os.CLD_EXITED else -state.si_status
+                )
         return self._exit_code
 
     def failure(self) -> tuple[int, float]:
@@ -124,7 +128,8 @@ except OSError as error:
         likely others are the cause, then when it failed.
         """
         trouble_at = self.tail.trouble_at
-        if trouble_at is None or trouble_at < self._ended_at - _RECENT_S:  # it recovered from that error
+        # It recovered from an error longer ago.
+        if trouble_at is None or trouble_at < self._ended_at - _RECENT_S:
             trouble_at = math.inf
         if self.tail.was_ended_by_jax:
             return 2, trouble_at
@@ -147,7 +152,10 @@ except OSError as error:
         self._signal(signal.SIGCONT)
 
     def let_go(self) -> None:
-        """Close what launchers on other nodes listen to, so that they end what they started; `end` waits for that."""
+        """Close what launchers on other nodes listen to, so that they end what they started.
+
+        `end` waits for that.
+        """
         if self._process.stdin is not None:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
@@ -159,7 +167,8 @@ except OSError as error:
                 self._process.wait(_REAP_S)
                 return
         self._signal(signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # one that waits for a dead disk cannot be ended
+        # One that waits for a dead disk cannot be ended.
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_REAP_S)
 
     def _send(self, data: bytes) -> None:
@@ -205,7 +214,9 @@ kill -s KILL -- $groups
                 start_new_session=True,
             )
         except OSError as error:
-            raise LaunchError(f"/bin/sh must be started, but got {error}. End other processes.") from error
+            raise LaunchError(
+                f"/bin/sh must be started, but got {error}. End other processes."
+            ) from error
 
     def add(self, group: int) -> None:
         """Guard one more group, by its number."""

@@ -42,13 +42,18 @@ class NodeJob:
     binds_devices: bool = True
     is_alone: bool = False
 
-    def commands(self, coordinator: str, attempt: int, heartbeat_dir: Path | None) -> tuple[Command, ...]:
+    def commands(
+        self, coordinator: str, attempt: int, heartbeat_dir: Path | None
+    ) -> tuple[Command, ...]:
         """Commands of this node's processes, one each.
 
         `coordinator` is `host:port`; `attempt` is the number of restarts so far. Heartbeat files
         are made here, in `heartbeat_dir`; None: there are none.
         """
-        return tuple(self._command(slot, coordinator, attempt, heartbeat_dir) for slot in self._process_slots())
+        return tuple(
+            self._command(slot, coordinator, attempt, heartbeat_dir)
+            for slot in self._process_slots()
+        )
 
     def shell_lines(self, coordinator: str) -> tuple[str, ...]:
         """The commands for a shell, with the variables that this node sets; one line a process.
@@ -56,7 +61,13 @@ class NodeJob:
         `coordinator` is `host:port`.
         """
         return tuple(
-            shlex.join(["env", *(f"{k}={v}" for k, v in self._variables(slot, coordinator, 0).items()), *self._words()])
+            shlex.join(
+                [
+                    "env",
+                    *(f"{k}={v}" for k, v in self._variables(slot, coordinator, 0).items()),
+                    *self._words(),
+                ]
+            )
             for slot in self._process_slots()
         )
 
@@ -66,7 +77,9 @@ class NodeJob:
     def _words(self) -> tuple[str, ...]:
         return self.program.words(self.python)
 
-    def _command(self, slot: ProcessSlot, coordinator: str, attempt: int, heartbeat_dir: Path | None) -> Command:
+    def _command(
+        self, slot: ProcessSlot, coordinator: str, attempt: int, heartbeat_dir: Path | None
+    ) -> Command:
         variables = self._variables(slot, coordinator, attempt)
         heartbeat = None
         if heartbeat_dir is not None:

@@ -13,11 +13,14 @@ from ._remote import CONTROL_OPTION
 
 _MOST = 65536
 
-_USAGE = """jaxpipe launch --nproc N [options] SCRIPT [arguments]
-       jaxpipe launch --hostfile FILE [options] SCRIPT [arguments]
-       jaxpipe launch --write slurm|kubernetes|jobset --num_nodes N --num_gpus N [options] SCRIPT [arguments]
-
-`python -m jaxpipe.launch` is the same as `jaxpipe launch`."""
+_USAGE = (
+    "jaxpipe launch --nproc N [options] SCRIPT [arguments]\n"
+    "       jaxpipe launch --hostfile FILE [options] SCRIPT [arguments]\n"
+    "       jaxpipe launch --write slurm|kubernetes|jobset --num_nodes N --num_gpus N "
+    "[options] SCRIPT [arguments]\n"
+    "\n"
+    "`python -m jaxpipe.launch` is the same as `jaxpipe launch`."
+)
 
 # Which kinds of launch an option belongs to; those not named here belong to all.
 _BELONGS = {
@@ -48,7 +51,12 @@ _BELONGS = {
     "cpus_per_process": ("--write",),
     "volume": ("--write",),
 }
-_KINDS = {"write": "--write", "node_rank": "--node-rank", "hostfile": "--hostfile", "nproc": "--nproc"}
+_KINDS = {
+    "write": "--write",
+    "node_rank": "--node-rank",
+    "hostfile": "--hostfile",
+    "nproc": "--nproc",
+}
 
 
 def read_options(argv: list[str], prog: str) -> argparse.Namespace:
@@ -62,17 +70,19 @@ def read_options(argv: list[str], prog: str) -> argparse.Namespace:
     given = [option for name, option in _KINDS.items() if getattr(args, name) is not None]
     if not given:
         raise LaunchError(
-            "the launcher must be told where to start processes, but got neither --nproc nor --hostfile. "
-            "Write --nproc 2 for two on this machine, or --hostfile FILE."
+            "the launcher must be told where to start processes, but got neither --nproc nor "
+            "--hostfile. Write --nproc 2 for two on this machine, or --hostfile FILE."
         )
     args.kind = given[0]
     for name, kinds in _BELONGS.items():
         value = getattr(args, name)
         if value is not None and args.kind not in kinds:
-            option = f"--{name}" if name in ("num_nodes", "num_gpus") else f"--{name.replace('_', '-')}"
+            option = (
+                f"--{name}" if name in ("num_nodes", "num_gpus") else f"--{name.replace('_', '-')}"
+            )
             raise LaunchError(
-                f"{option} must not be given with {args.kind}, but got {option} {value}. It belongs to "
-                f"{' and '.join(kinds)}; leave one of them out."
+                f"{option} must not be given with {args.kind}, but got {option} {value}. It "
+                f"belongs to {' and '.join(kinds)}; leave one of them out."
             )
     return args
 
@@ -81,7 +91,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=prog,
         usage=_USAGE,
-        description="Start the processes of a job, copy what they write, and end all when one fails.",
+        description="Start the processes of a job, copy what they write, and end all when one "
+        "fails.",
         allow_abbrev=False,
     )
     _add_program(parser)
@@ -95,10 +106,16 @@ def _add_program(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("program")
     kinds = group.add_mutually_exclusive_group()
     kinds.add_argument("--module", action="store_true", help="SCRIPT is a module, as for python -m")
-    kinds.add_argument("--no-python", "--no_python", action="store_true", help="SCRIPT is a command")
+    kinds.add_argument(
+        "--no-python", "--no_python", action="store_true", help="SCRIPT is a command"
+    )
     group.add_argument("--python", metavar="PATH", help="interpreter on the nodes; this one")
     group.add_argument(
-        "--export", action="append", default=[], metavar="NAME[=VALUE]", help="environment variable of the processes"
+        "--export",
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
+        help="environment variable of the processes",
     )
     group.add_argument("script", metavar="SCRIPT")
     group.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGUMENTS")
@@ -108,51 +125,105 @@ def _add_places(parser: argparse.ArgumentParser) -> None:
     here = parser.add_argument_group("on this machine")
     here.add_argument("--nproc", type=_count, metavar="N", help="processes")
     here.add_argument(
-        "--devices-per-process", type=_count, metavar="K", help="GPUs of each; 1, or all for a single process"
+        "--devices-per-process",
+        type=_count,
+        metavar="K",
+        help="GPUs of each; 1, or all for a single process",
     )
     hosts = parser.add_argument_group("on several nodes")
-    hosts.add_argument("-H", "--hostfile", type=_path("--hostfile"), metavar="FILE", help="lines 'name slots=N'")
-    hosts.add_argument("-i", "--include", metavar="NODES", help="only these, such as worker-0@worker-1:0,2")
-    hosts.add_argument("-e", "--exclude", metavar="NODES", help="all but these")
-    hosts.add_argument("--num_nodes", "--num-nodes", type=_count, metavar="N", help="the first N nodes")
-    hosts.add_argument("--num_gpus", "--num-gpus", type=_count, metavar="N", help="the first N slots of each")
-    hosts.add_argument("--processes-per-node", type=_count, metavar="P", help="they share the node's slots; one a slot")
     hosts.add_argument(
-        "--one-process-per-node", dest="processes_per_node", action="store_const", const=1, help="for all its slots"
+        "-H", "--hostfile", type=_path("--hostfile"), metavar="FILE", help="lines 'name slots=N'"
     )
-    hosts.add_argument("--launcher", choices=("ssh", "srun", "mpirun"), help="what reaches the nodes; ssh")
-    hosts.add_argument("--ssh-command", metavar="COMMAND", help="instead of ssh; is given a node and a shell line")
+    hosts.add_argument(
+        "-i", "--include", metavar="NODES", help="only these, such as worker-0@worker-1:0,2"
+    )
+    hosts.add_argument("-e", "--exclude", metavar="NODES", help="all but these")
+    hosts.add_argument(
+        "--num_nodes", "--num-nodes", type=_count, metavar="N", help="the first N nodes"
+    )
+    hosts.add_argument(
+        "--num_gpus", "--num-gpus", type=_count, metavar="N", help="the first N slots of each"
+    )
+    hosts.add_argument(
+        "--processes-per-node",
+        type=_count,
+        metavar="P",
+        help="they share the node's slots; one a slot",
+    )
+    hosts.add_argument(
+        "--one-process-per-node",
+        dest="processes_per_node",
+        action="store_const",
+        const=1,
+        help="for all its slots",
+    )
+    hosts.add_argument(
+        "--launcher", choices=("ssh", "srun", "mpirun"), help="what reaches the nodes; ssh"
+    )
+    hosts.add_argument(
+        "--ssh-command", metavar="COMMAND", help="instead of ssh; is given a node and a shell line"
+    )
     hosts.add_argument("--launcher-args", metavar="WORDS", help="further options of srun or mpirun")
     hosts.add_argument("--coordinator", metavar="HOST:PORT", help="the first node and port 29500")
-    hosts.add_argument("--node-rank", metavar="RANK", help="be the launcher of this node: its index, or @VARIABLE")
-    hosts.add_argument("--layout", metavar="NODES", help="with --node-rank: all nodes with their slots")
+    hosts.add_argument(
+        "--node-rank", metavar="RANK", help="be the launcher of this node: its index, or @VARIABLE"
+    )
+    hosts.add_argument(
+        "--layout", metavar="NODES", help="with --node-rank: all nodes with their slots"
+    )
     both = parser.add_argument_group("on either")
-    both.add_argument("--cpu-devices", type=_count, metavar="K", help="simulated CPU devices of each process")
-    both.add_argument("--port", "--master_port", type=_port, metavar="PORT", help="the coordinator's")
-    both.add_argument("--dry-run", action="store_true", default=None, help="print the commands, run nothing")
+    both.add_argument(
+        "--cpu-devices", type=_count, metavar="K", help="simulated CPU devices of each process"
+    )
+    both.add_argument(
+        "--port", "--master_port", type=_port, metavar="PORT", help="the coordinator's"
+    )
+    both.add_argument(
+        "--dry-run", action="store_true", default=None, help="print the commands, run nothing"
+    )
     parser.add_argument(CONTROL_OPTION, choices=("stdin", "signal"), help=argparse.SUPPRESS)
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("supervision")
     group.add_argument(
-        "--log-dir", type=_path("--log-dir"), metavar="DIR", help="what each process writes, in a file of its own too"
+        "--log-dir",
+        type=_path("--log-dir"),
+        metavar="DIR",
+        help="what each process writes, in a file of its own too",
     )
-    group.add_argument("--max-restarts", type=_whole, metavar="K", help="start the group again after a failure; 0")
-    group.add_argument("--stall-timeout", type=_seconds, metavar="SECONDS", help="end the job where no step finishes")
-    group.add_argument("--start-timeout", type=_seconds, metavar="SECONDS", help="the same before the first step")
-    group.add_argument("--grace", type=_seconds, metavar="SECONDS", help="from a SIGTERM passed on to SIGKILL; 30")
-    group.add_argument("--kill-grace", type=_seconds, metavar="SECONDS", help="the same after a failure; 5")
+    group.add_argument(
+        "--max-restarts", type=_whole, metavar="K", help="start the group again after a failure; 0"
+    )
+    group.add_argument(
+        "--stall-timeout",
+        type=_seconds,
+        metavar="SECONDS",
+        help="end the job where no step finishes",
+    )
+    group.add_argument(
+        "--start-timeout", type=_seconds, metavar="SECONDS", help="the same before the first step"
+    )
+    group.add_argument(
+        "--grace", type=_seconds, metavar="SECONDS", help="from a SIGTERM passed on to SIGKILL; 30"
+    )
+    group.add_argument(
+        "--kill-grace", type=_seconds, metavar="SECONDS", help="the same after a failure; 5"
+    )
 
 
 def _add_files(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("files for schedulers")
-    group.add_argument("--write", choices=("slurm", "kubernetes", "jobset"), help="print a file, run nothing")
+    group.add_argument(
+        "--write", choices=("slurm", "kubernetes", "jobset"), help="print a file, run nothing"
+    )
     group.add_argument("--job-name", metavar="NAME", help="jaxpipe")
     group.add_argument("--image", metavar="IMAGE", help="container image")
     group.add_argument("--time", metavar="[D-]HH:MM:SS", help="longest run")
     group.add_argument("--cpus-per-process", type=_count, metavar="N", help="processor cores")
-    group.add_argument("--volume", metavar="CLAIM:PATH", help="Kubernetes volume claim for checkpoints")
+    group.add_argument(
+        "--volume", metavar="CLAIM:PATH", help="Kubernetes volume claim for checkpoints"
+    )
 
 
 def _whole(text: str) -> int:
@@ -174,7 +245,9 @@ def _port(text: str) -> int:
 def _integer(text: str, least: float, most: float, what: str) -> int:
     number = whole_number(text)
     if number is None or not least <= number <= most:
-        raise argparse.ArgumentTypeError(f"must be {what}, but got {shown(text)}. Write for instance 2.")
+        raise argparse.ArgumentTypeError(
+            f"must be {what}, but got {shown(text)}. Write for instance 2."
+        )
     return number
 
 
@@ -184,5 +257,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be seconds, at least 0, but got {shown(text)}. Write for instance 30.")
+        raise argparse.ArgumentTypeError(
+            f"must be seconds, at least 0, but got {shown(text)}. Write for instance 30."
+        )
     return value

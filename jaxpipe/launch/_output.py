@@ -18,7 +18,8 @@ from jaxpipe.errors import LaunchError
 
 from ._target import Target, is_same
 
-# A carriage return ends a line too, as progress bars write them. One at the very end may be half of "\r\n".
+# A carriage return ends a line too, as progress bars write them. One at the very end may be half of
+# "\r\n".
 _END = re.compile(rb"\r\n|\n|\r(?=[^\n])")
 _CHUNK = 65536
 _LONGEST = 1 << 20
@@ -43,7 +44,8 @@ class _Source:
         """The whole lines that are there after some more bytes, each behind the prefix."""
         text = self.pending + data
         out, begin = [], 0
-        for match in _END.finditer(text, max(len(self.pending) - 1, 0)):  # earlier bytes were searched
+        # Earlier bytes were searched.
+        for match in _END.finditer(text, max(len(self.pending) - 1, 0)):
             line, begin = text[begin : match.start()], match.end()
             if line or match[0] != b"\r":
                 out.append(self.prefix + line + b"\n")
@@ -59,7 +61,10 @@ class _Source:
 
 
 class _Log:
-    """A process's file in `log_dir`; one that cannot be written stops nothing, and is spoken of once."""
+    """A process's file in `log_dir`.
+
+    One that cannot be written stops nothing, and is spoken of once.
+    """
 
     def __init__(self, path: Path, append: bool, say: Callable[[str], None]) -> None:
         self._path = path
@@ -87,7 +92,9 @@ class _Log:
     def _tell(self, error: OSError) -> None:
         if not self._has_failed:
             self._has_failed = True
-            self._say(f"{self._path} cannot be written: {error.strerror}. It lacks lines from here on.")
+            self._say(
+                f"{self._path} cannot be written: {error.strerror}. It lacks lines from here on."
+            )
 
 
 class Output:
@@ -104,7 +111,9 @@ class Output:
     launcher's own lines.
     """
 
-    def __init__(self, log_dir: Path | None = None, *, append: bool = False, own_label: str = "launch") -> None:
+    def __init__(
+        self, log_dir: Path | None = None, *, append: bool = False, own_label: str = "launch"
+    ) -> None:
         self._log_dir = log_dir
         self._append = append
         self._own_label = own_label
@@ -117,8 +126,8 @@ class Output:
                 log_dir.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise LaunchError(
-                    f"--log-dir must be a folder that can be made, but got {log_dir}: {error.strerror}. "
-                    "Give the path of another."
+                    f"--log-dir must be a folder that can be made, but got {log_dir}: "
+                    f"{error.strerror}. Give the path of another."
                 ) from error
         # Two names of one terminal or pipe have one writer, which keeps the order of what was read.
         self._out = Target(sys.stdout)
@@ -137,10 +146,17 @@ class Output:
         `label` is in brackets before each line, unless it is empty; `file_name` is the process's
         file in `log_dir`. Returns the end of what it writes to standard error.
         """
-        log = None if self._log_dir is None else _Log(self._log_dir / file_name, self._append, self.say)
+        log = (
+            None
+            if self._log_dir is None
+            else _Log(self._log_dir / file_name, self._append, self.say)
+        )
         prefix = f"[{label}] ".encode() if label else b""
         tail = Tail()
-        self._sources += [_Source(stdout, prefix, self._out, log), _Source(stderr, prefix, self._err, log, tail)]
+        self._sources += [
+            _Source(stdout, prefix, self._out, log),
+            _Source(stderr, prefix, self._err, log, tail),
+        ]
         return tail
 
     def start(self) -> None:
@@ -159,13 +175,20 @@ class Output:
         self._is_ending = True
 
     def close(self) -> None:
-        """Wait until all that the processes wrote is read; what still is to be written waits in memory."""
+        """Wait until all that the processes wrote is read.
+
+        What still is to be written waits in memory.
+        """
         self._is_ending = True
         self._give_up_at = time.monotonic() + _CLOSING_S
         if self._thread is not None:
             self._thread.join(_STUCK_S)
-        if self._thread is not None and self._thread.is_alive():  # a file of `log_dir` on a dead disk
-            self.say(f"Copying what the processes wrote took longer than {_STUCK_S:g} s; the rest is lost.")
+        # As with a file of `log_dir` on a dead disk.
+        if self._thread is not None and self._thread.is_alive():
+            self.say(
+                f"Copying what the processes wrote took longer than {_STUCK_S:g} s; the rest is "
+                "lost."
+            )
         else:
             for source in self._sources:
                 source.pipe.close()
@@ -196,7 +219,11 @@ class Output:
     def _copy(self) -> None:
         sources = {source.pipe.fileno(): source for source in self._sources}
         while sources:
-            wanted = [pipe for pipe, source in sources.items() if self._is_ending or source.target.has_room()]
+            wanted = [
+                pipe
+                for pipe, source in sources.items()
+                if self._is_ending or source.target.has_room()
+            ]
             answered = wait(wanted, _POLL_S if len(wanted) == len(sources) else _POLL_S / 10)
             ready = [pipe for pipe in wanted if pipe in answered]
             now = time.monotonic()

@@ -6,7 +6,8 @@ import socket
 
 from jaxpipe.errors import LaunchError
 
-# Below what systems hand out by themselves, so that no connection takes the port before the coordinator does.
+# Below what systems hand out by themselves, so that no connection takes the port before the
+# coordinator does.
 _FIRST, _LAST = 20000, 32000
 _TRIES = 100
 

@@ -29,7 +29,9 @@ class Program:
         Returns:
             Its words.
         """
-        before = {"script": (python, "-u"), "module": (python, "-u", "-m"), "command": ()}[self.kind]
+        before = {"script": (python, "-u"), "module": (python, "-u", "-m"), "command": ()}[
+            self.kind
+        ]
         return (*before, self.name, *self.args)
 
     def options(self) -> tuple[str, ...]:
@@ -49,6 +51,7 @@ class Program:
         """
         if self.kind == "script" and not Path(self.name).is_file():
             raise LaunchError(
-                f"the script must be a file, but got {self.name!r} in {Path.cwd()}. Give its path, or write "
-                f"--module {self.name} or --no-python {self.name} if it is a module or a command."
+                f"the script must be a file, but got {self.name!r} in {Path.cwd()}. Give its path, "
+                f"or write --module {self.name} or --no-python {self.name} if it is a module or a "
+                "command."
             )

@@ -43,19 +43,28 @@ class RemoteJob:
         `coordinator` is `host:port`; `attempt` is the number of restarts so far. Raises LaunchError
         where the exported variables are too long.
         """
-        control = "signal" if self.launcher == "mpirun" else "stdin"  # mpirun gives its own to one node alone
-        names = [f"node {node.name}" for node in self.layout.nodes] if self.launcher == "ssh" else [self.launcher]
+        # mpirun gives its own stdin to one node alone.
+        control = "signal" if self.launcher == "mpirun" else "stdin"
+        names = (
+            [f"node {node.name}" for node in self.layout.nodes]
+            if self.launcher == "ssh"
+            else [self.launcher]
+        )
         words = self.words(coordinator, attempt, control)
         environment = inherited()
         if control == "signal":
-            return (Command(names[0], words[0], {**environment, **self.exports}, reach="signalled"),)
+            return (
+                Command(names[0], words[0], {**environment, **self.exports}, reach="signalled"),
+            )
         variables = dump_variables(self.exports)
         return tuple(
             Command(name, one, environment, reach="messaged", first_input=variables)
             for name, one in zip(names, words, strict=True)
         )
 
-    def words(self, coordinator: str, attempt: int = 0, control: str | None = None) -> tuple[tuple[str, ...], ...]:
+    def words(
+        self, coordinator: str, attempt: int = 0, control: str | None = None
+    ) -> tuple[tuple[str, ...], ...]:
         """The words of the commands.
 
         `coordinator` is `host:port`; `attempt` is the number of restarts so far. `control` is how
@@ -65,13 +74,22 @@ class RemoteJob:
         folder = str(Path.cwd())
         names = [node.name for node in self.layout.nodes]
         if self.launcher == "srun":  # counts the nodes in an order of its own
-            return ((*self._srun(folder), *self._on_node("@SLURMD_NODENAME", coordinator, attempt, control)),)
-        inner = [self._on_node(str(rank), coordinator, attempt, control) for rank in range(len(names))]
+            return (
+                (
+                    *self._srun(folder),
+                    *self._on_node("@SLURMD_NODENAME", coordinator, attempt, control),
+                ),
+            )
+        inner = [
+            self._on_node(str(rank), coordinator, attempt, control) for rank in range(len(names))
+        ]
         if self.launcher == "ssh":
             where = shlex.join(["cd", folder])
             lines = [f"{where} && exec {shlex.join(words)}" for words in inner]
             return tuple((*self.ssh, name, line) for name, line in zip(names, lines, strict=True))
-        taken = [] if control is None else [word for export in self.exports for word in ("-x", export)]
+        taken = (
+            [] if control is None else [word for export in self.exports for word in ("-x", export)]
+        )
         parts = [
             ("-np", "1", "-host", name, "-wdir", folder, *taken, *words)
             for name, words in zip(names, inner, strict=True)
@@ -93,10 +111,14 @@ class RemoteJob:
             *self.launcher_args,
         )
 
-    def _on_node(self, node_rank: str, coordinator: str, attempt: int, control: str | None) -> tuple[str, ...]:
+    def _on_node(
+        self, node_rank: str, coordinator: str, attempt: int, control: str | None
+    ) -> tuple[str, ...]:
         restart = {RESTART: str(attempt)} if attempt else {}
         by_hand = self.exports if control is None else {}
-        variables = [f"{name}={value}" for name, value in {**self.variables, **by_hand, **restart}.items()]
+        variables = [
+            f"{name}={value}" for name, value in {**self.variables, **by_hand, **restart}.items()
+        ]
         return (
             *(["env", *variables] if variables else []),
             *(self.python, "-u", "-m", "jaxpipe.launch"),

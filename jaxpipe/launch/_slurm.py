@@ -11,9 +11,9 @@ _CONTINUED = " \\\n  "
 def slurm_script(job: ClusterJob) -> str:
     """Write a file for `sbatch`.
 
-    One task a process, which finds the others by `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`.
-    With a stall timeout, one task a node: the launcher, which starts the processes there and watches them. Before the
-    time limit the tasks get SIGTERM, `grace_s` early.
+    One task a process, which finds the others by `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and
+    `JAX_PROCESS_ID`. With a stall timeout, one task a node: the launcher, which starts the
+    processes there and watches them. Before the time limit the tasks get SIGTERM, `grace_s` early.
 
     Args:
         job: The job.
@@ -32,14 +32,15 @@ def slurm_script(job: ClusterJob) -> str:
     """
     if job.max_restarts:
         raise LaunchError(
-            "a job file for Slurm must ask for no restarts, as Slurm itself starts a job again where a node fails, but "
-            f"got max_restarts={job.max_restarts}. Leave it out; to go on after an error, submit it several times "
-            "with sbatch --dependency=singleton."
+            "a job file for Slurm must ask for no restarts, as Slurm itself starts a job again "
+            f"where a node fails, but got max_restarts={job.max_restarts}. Leave it out; to go on "
+            "after an error, submit it several times with sbatch --dependency=singleton."
         )
     if job.volume is not None:
         raise LaunchError(
-            f"a job file for Slurm must have no volume claim, which is for Kubernetes, but got volume={job.volume!r}. "
-            "Leave it out, and keep checkpoints in a folder that all nodes see."
+            "a job file for Slurm must have no volume claim, which is for Kubernetes, but got "
+            f"volume={job.volume!r}. Leave it out, and keep checkpoints in a folder that all nodes "
+            "see."
         )
     tasks = 1 if job.stall_timeout_s is not None else job.processes_on_node
     parts = [
@@ -51,7 +52,8 @@ def slurm_script(job: ClusterJob) -> str:
         "",
         *_checks(job, tasks),
         *_variables(job),
-        "# A task that fails ends the others. Every task sees all GPUs of its node, and takes those that it is told.",
+        "# A task that fails ends the others. Every task sees all GPUs of its node, and takes "
+        "those that it is told.",
         *_step(job),
     ]
     return "\n".join(parts) + "\n"
@@ -60,9 +62,12 @@ def slurm_script(job: ClusterJob) -> str:
 def _header(job: ClusterJob) -> list[str]:
     return [
         f"# {job.summary[0].upper()}{job.summary[1:]}. Submit with: sbatch FILE",
-        "# Slurm starts the job again from its last checkpoint when a node fails or the job is preempted; the program",
-        "# loads it (engine.load_checkpoint), and saves at SIGTERM if it calls engine.save_on_preemption.",
-        "# To go on after the time limit, submit the file several times with: sbatch --dependency=singleton FILE",
+        "# Slurm starts the job again from its last checkpoint when a node fails or the job is "
+        "preempted; the program",
+        "# loads it (engine.load_checkpoint), and saves at SIGTERM if it calls "
+        "engine.save_on_preemption.",
+        "# To go on after the time limit, submit the file several times with: sbatch "
+        "--dependency=singleton FILE",
         f"# Written by: jaxpipe launch --write slurm {job.options}",
     ]
 
@@ -89,8 +94,8 @@ def _checks(job: ClusterJob, tasks: int) -> list[str]:
     lines = [
         'if [ "${SLURM_JOB_NUM_NODES:-0}" -ne '
         + f'{job.num_nodes} ] || [ "${{SLURM_NTASKS:-0}}" -ne {expected} ]; then',
-        f'  echo "This file must be submitted with sbatch for {job.num_nodes} nodes and {expected} tasks, but got '
-        + '${SLURM_JOB_NUM_NODES:-no} nodes and ${SLURM_NTASKS:-no} tasks." >&2',
+        f'  echo "This file must be submitted with sbatch for {job.num_nodes} nodes and {expected} '
+        "tasks, but got " + '${SLURM_JOB_NUM_NODES:-no} nodes and ${SLURM_NTASKS:-no} tasks." >&2',
         "  exit 2",
         "fi",
     ]
@@ -135,7 +140,9 @@ def _step(job: ClusterJob) -> list[str]:
         return [_CONTINUED.join([" ".join([*options, "--cpu-bind=none"]), " ".join(shown)])]
     each = job.gpus_per_node // job.processes_on_node
     first = "SLURM_LOCALID" if each == 1 else f"SLURM_LOCALID * {each}"
-    devices = '"$SLURM_LOCALID"' if each == 1 else f'"$(seq -s, $(({first})) $(({first} + {each - 1})))"'
+    devices = (
+        '"$SLURM_LOCALID"' if each == 1 else f'"$(seq -s, $(({first})) $(({first} + {each - 1})))"'
+    )
     task = f'JAX_PROCESS_ID="$SLURM_PROCID" JAX_LOCAL_DEVICE_IDS={devices} exec "$@"'
     program = joined(job.program.words(job.python))
     return [

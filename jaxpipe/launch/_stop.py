@@ -55,11 +55,13 @@ class StopRequests:
     def __enter__(self) -> "StopRequests":
         if threading.current_thread() is not threading.main_thread():
             raise LaunchError(
-                "the launcher must run in the main thread, which alone may catch signals, but got thread="
-                f"{threading.current_thread().name!r}. Call it there, or start it as a program."
+                "the launcher must run in the main thread, which alone may catch signals, but got "
+                f"thread={threading.current_thread().name!r}. Call it there, or start it as a "
+                "program."
             )
         for number in _SIGNALS:
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            # SIGHUP stays ignored where it is, as under nohup.
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._note)
         return self
 
@@ -77,7 +79,9 @@ class StopRequests:
         passed_on = signal.SIGTERM if number in _AS_TERM else number
         reason = f"Got {signal.Signals(number).name}."
         is_remote = self._is_signalled and number == signal.SIGUSR1
-        self._received.append(Stop(passed_on, None, reason, is_urgent=number == signal.SIGINT, is_remote=is_remote))
+        self._received.append(
+            Stop(passed_on, None, reason, is_urgent=number == signal.SIGINT, is_remote=is_remote)
+        )
 
     def _read_control(self) -> None:
         while self._control is not None and select.select([self._control], [], [], 0)[0]:

@@ -67,10 +67,15 @@ class Target:
             return time.monotonic() - self._last_taken_at if self._waiting else None
 
     def missing(self) -> str:
-        """Clause on lines not written so far, and why; empty where all were, or where the reader left."""
+        """Clause on lines not written so far, and why.
+
+        Empty where all were, or where the reader left.
+        """
         with self._changed:
             if self._waiting:
-                return f"lacks its last {self._lost_bytes + self._num_bytes} bytes, which nobody read"
+                return (
+                    f"lacks its last {self._lost_bytes + self._num_bytes} bytes, which nobody read"
+                )
             return f"lacks {self._lost_bytes} bytes: {self._why_lost}" if self._lost_bytes else ""
 
     def close(self) -> None:
@@ -124,6 +129,10 @@ class Target:
 def is_same(one: TextIO | None, other: TextIO | None) -> bool:
     """True if two streams write to one file, pipe or terminal, as far as can be known."""
     try:
-        return one is not None and other is not None and os.path.sameopenfile(one.fileno(), other.fileno())
+        return (
+            one is not None
+            and other is not None
+            and os.path.sameopenfile(one.fileno(), other.fileno())
+        )
     except (OSError, ValueError, AttributeError):
         return one is other

@@ -19,7 +19,9 @@ HEARTBEAT_FILE = "JAXPIPE_HEARTBEAT_FILE"
 RESTART = "JAXPIPE_RESTART"
 
 # What says where a process stands among the others: each launcher says it anew.
-_OWN = frozenset({COORDINATOR, COORDINATOR_BIND, NUM_PROCESSES, PROCESS_ID, HEARTBEAT_FILE, RESTART})
+_OWN = frozenset(
+    {COORDINATOR, COORDINATOR_BIND, NUM_PROCESSES, PROCESS_ID, HEARTBEAT_FILE, RESTART}
+)
 _FORWARDED = ("JAX_", "XLA_", "NCCL_")
 _MOST_BYTES = 60000
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -64,8 +66,8 @@ def dump_variables(variables: Mapping[str, str]) -> bytes:
     if len(line) > _MOST_BYTES:
         longest = max(variables, key=lambda name: len(variables[name]))
         raise LaunchError(
-            f"the values of --export must be at most {_MOST_BYTES} bytes together, but got {len(line)}, of which "
-            f"{longest} has most. Put them into a file that all nodes see."
+            f"the values of --export must be at most {_MOST_BYTES} bytes together, but got "
+            f"{len(line)}, of which {longest} has most. Put them into a file that all nodes see."
         )
     return line
 
@@ -80,8 +82,9 @@ def receive_variables(descriptor: int) -> Mapping[str, str]:
         byte = os.read(descriptor, 1)
         if not byte:
             raise LaunchError(
-                "the launcher that started this node must send its variables, but got none: it is gone, or standard "
-                "input is closed. Start this node through it, or without --control."
+                "the launcher that started this node must send its variables, but got none: it is "
+                "gone, or standard input is closed. Start this node through it, or without "
+                "--control."
             )
         line += byte
     return json.loads(line)
@@ -97,14 +100,15 @@ def read_exports(exports: Sequence[str]) -> Mapping[str, str]:
         name, given, value = entry.partition("=")
         if not _NAME.fullmatch(name):
             raise LaunchError(
-                f"--export must be NAME or NAME=VALUE, but got --export {entry!r}. Write for instance A=1."
+                f"--export must be NAME or NAME=VALUE, but got --export {entry!r}. Write for "
+                "instance A=1."
             )
         if not given:
             here = variable(name)
             if here is None:
                 raise LaunchError(
-                    f"--export must name a variable that is set here, but got --export {name}, which is not. "
-                    f"Set it, or write --export {name}=VALUE."
+                    f"--export must name a variable that is set here, but got --export {name}, "
+                    f"which is not. Set it, or write --export {name}=VALUE."
                 )
             value = here
         found[name] = value

@@ -26,12 +26,21 @@ class StallWatch:
     first change, when it has run for `start_timeout_s`. None sets no limit.
     """
 
-    def __init__(self, members: Sequence[Member], stall_timeout_s: float | None, start_timeout_s: float | None) -> None:
+    def __init__(
+        self,
+        members: Sequence[Member],
+        stall_timeout_s: float | None,
+        start_timeout_s: float | None,
+    ) -> None:
         self._stall_timeout_s = stall_timeout_s
         self._start_timeout_s = start_timeout_s
         now = time.monotonic()
         files = [(member, member.command.heartbeat) for member in members]
-        self._all = [_Seen(member, path, _changed_ns(path), now) for member, path in files if path is not None]
+        self._all = [
+            _Seen(member, path, _changed_ns(path), now)
+            for member, path in files
+            if path is not None
+        ]
 
     def late(self) -> str | None:
         """Look at the files: a sentence about the process that has been late for longest.
@@ -51,13 +60,17 @@ class StallWatch:
             return None
         stopped, waited_s, seen = max(late, key=lambda one: one[:2])
         others = f" {len(late) - 1} more are late." if len(late) > 1 else ""
-        return self._sentence(seen, waited_s) + (" It is stopped by a signal." if stopped else "") + others
+        return (
+            self._sentence(seen, waited_s)
+            + (" It is stopped by a signal." if stopped else "")
+            + others
+        )
 
     def _sentence(self, seen: _Seen, waited_s: float) -> str:
         if not seen.has_begun:
             return (
-                f"{seen.member} finished no first step in {waited_s:.1f} s, longer than --start-timeout "
-                f"{self._start_timeout_s:g}."
+                f"{seen.member} finished no first step in {waited_s:.1f} s, longer than "
+                f"--start-timeout {self._start_timeout_s:g}."
             )
         last = time.strftime("%H:%M:%S", time.localtime(seen.changed_ns / 1e9))
         return (

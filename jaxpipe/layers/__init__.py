@@ -1,4 +1,7 @@
-"""The model as layers: specs, the protocol that all kinds of layers share, and the sequential model."""
+"""The model as layers.
+
+Specs, the protocol that all kinds of layers share, and the sequential model.
+"""
 
 # For users.
 from ._lora import LORA_PARAMETERS as LORA_PARAMETERS

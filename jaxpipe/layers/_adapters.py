@@ -40,9 +40,13 @@ class Adapters:
 
     def unmatched(self, names: Sequence[str]) -> list[str]:
         """The patterns that find none of these."""
-        return [each.pattern for each in self._targets if not any(each.search(name) for name in names)]
+        return [
+            each.pattern for each in self._targets if not any(each.search(name) for name in names)
+        ]
 
-    def shapes(self, kernel: tuple[int, ...], num_inputs: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def shapes(
+        self, kernel: tuple[int, ...], num_inputs: int
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shapes of A and B for a kernel that contracts its first dims."""
         return (*kernel[:num_inputs], self.rank), (self.rank, *kernel[num_inputs:])
 
@@ -50,7 +54,9 @@ class Adapters:
         """A."""
         return jax.random.normal(key, shape, dtype) * math.prod(shape[:-1]) ** -0.5
 
-    def added(self, y: jax.Array, x: jax.Array, a: jax.Array, b: jax.Array, axes: Sequence[int]) -> jax.Array:
+    def added(
+        self, y: jax.Array, x: jax.Array, a: jax.Array, b: jax.Array, axes: Sequence[int]
+    ) -> jax.Array:
         """A module's output with that of its adapter, which contracts these axes of its input."""
         a, b = a.astype(y.dtype), b.astype(y.dtype)
         inner = jnp.tensordot(x.astype(y.dtype), a, (tuple(axes), tuple(range(len(axes)))))
@@ -75,8 +81,8 @@ class LoraMark:
         if len(found) > 1:
             name = "/".join((*self.prefix, *map(str, path), "kernel"))
             raise LayerError(
-                f"a kernel must have one adapter, but got targets of {len(found)} calls of lora that find {name!r}. "
-                "Let one of them name it."
+                f"a kernel must have one adapter, but got targets of {len(found)} calls of lora "
+                f"that find {name!r}. Let one of them name it."
             )
         return found[0] if found else None
 
@@ -91,8 +97,12 @@ def adapted_call(call: Callable[..., Any], mark: LoraMark) -> Callable[..., Any]
         if adapters is None:
             return y
         (x,) = args[:1] or (kwargs["inputs"],)
-        equation = kwargs.get("einsum_str") or (args[1] if len(args) > 1 else getattr(module, "einsum_str", None))
-        axes = _contracted(module, x, equation, getattr(module, "axis", -1), getattr(module, "batch_dims", ()))
+        equation = kwargs.get("einsum_str") or (
+            args[1] if len(args) > 1 else getattr(module, "einsum_str", None)
+        )
+        axes = _contracted(
+            module, x, equation, getattr(module, "axis", -1), getattr(module, "batch_dims", ())
+        )
         scope: Any = module.scope
         kernel = scope.get_variable("params", "kernel")
         # Not `module.param`, which belongs into the module's own code.
@@ -147,16 +157,24 @@ class _AdaptedProjection(nnx.Module):
         said: tuple[dict[str, Any], ...] = {}, {}
         if names:
             whole = (*names, *[None] * (kernel.ndim - len(names)))
-            said = tuple({"out_sharding": _names(whole, num_inputs, is_first=is_a)} for is_a in (True, False))
+            said = tuple(
+                {"out_sharding": _names(whole, num_inputs, is_first=is_a)} for is_a in (True, False)
+            )
         self.lora_a, self.lora_b = nnx.Param(a, **said[0]), nnx.Param(b, **said[1])
 
     def __call__(self, inputs: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
         projection = self.projection
         y = projection(inputs, *args, **kwargs)
-        equation = kwargs.get("einsum_str") or (args[0] if args and isinstance(args[0], str) else None)
+        equation = kwargs.get("einsum_str") or (
+            args[0] if args and isinstance(args[0], str) else None
+        )
         equation = equation or getattr(projection, "einsum_str", None)
         axes = _contracted(
-            projection, inputs, equation, getattr(projection, "axis", -1), getattr(projection, "batch_axis", ())
+            projection,
+            inputs,
+            equation,
+            getattr(projection, "axis", -1),
+            getattr(projection, "batch_axis", ()),
         )
         return self.adapters.added(y, inputs, self.lora_a[...], self.lora_b[...], axes)
 
@@ -192,7 +210,9 @@ def _names(names: tuple[Any, ...], num_inputs: int, *, is_first: bool) -> tuple[
     return (*names[:num_inputs], None) if is_first else (None, *names[num_inputs:])
 
 
-def _contracted(module: Any, x: jax.Array, equation: str | None, axis: Any, batch: Any) -> tuple[int, ...]:
+def _contracted(
+    module: Any, x: jax.Array, equation: str | None, axis: Any, batch: Any
+) -> tuple[int, ...]:
     """Axes of the input that a module's kernel contracts, in the order of the kernel's first dims.
 
     Raises LayerError if the kernel does not begin with them.
@@ -206,7 +226,11 @@ def _contracted(module: Any, x: jax.Array, equation: str | None, axis: Any, batc
     letters = inputs.replace("...", "")
     contracted = [letter for letter in kernel if letter not in outputs]
     features = kernel[len(contracted) :]
-    is_plain = kernel.startswith("".join(contracted)) and not set(features) & set(inputs) and outputs.endswith(features)
+    is_plain = (
+        kernel.startswith("".join(contracted))
+        and not set(features) & set(inputs)
+        and outputs.endswith(features)
+    )
     uncontracted = "".join(letter for letter in inputs if letter not in contracted)
     if not contracted or not is_plain or outputs != uncontracted + features:
         raise _refused(module, f"the equation {equation!r}")
@@ -215,6 +239,7 @@ def _contracted(module: Any, x: jax.Array, equation: str | None, axis: Any, batc
 
 def _refused(module: Any, what: str) -> LayerError:
     return LayerError(
-        f"lora's targets must contract the first dims of their kernel and add all others at the end, but got a "
-        f"{type(module).__name__} with {what}. Leave it out of targets, or write it as '...d,dnh->...nh'."
+        "lora's targets must contract the first dims of their kernel and add all others at the "
+        f"end, but got a {type(module).__name__} with {what}. Leave it out of targets, or write it "
+        "as '...d,dnh->...nh'."
     )

@@ -17,11 +17,14 @@ def checked_stages(given: Any, topology: ProcessTopology | None) -> int:
     num_stages = as_integer(given, 1)
     if given is None and topology is None:
         raise TopologyError(
-            "PipelineModule must know the number of stages, but got num_stages=None and topology=None. "
-            "Give num_stages=, or a topology with a 'pipe' axis."
+            "PipelineModule must know the number of stages, but got num_stages=None and "
+            "topology=None. Give num_stages=, or a topology with a 'pipe' axis."
         )
     if given is not None and num_stages is None:
-        raise TopologyError(f"num_stages must be an integer >= 1, but got num_stages={given!r}. Use 1 for no pipeline.")
+        raise TopologyError(
+            f"num_stages must be an integer >= 1, but got num_stages={given!r}. Use 1 for no "
+            "pipeline."
+        )
     if topology is None:
         return num_stages or 1
     if not isinstance(topology, ProcessTopology):
@@ -37,8 +40,9 @@ def checked_stages(given: Any, topology: ProcessTopology | None) -> int:
         )
     if num_stages is not None and num_stages != pipe:
         raise TopologyError(
-            f"num_stages and the topology's 'pipe' axis must agree, but got num_stages={num_stages} and pipe={pipe}. "
-            "Leave num_stages out, or change the topology."
+            "num_stages and the topology's 'pipe' axis must agree, but got "
+            f"num_stages={num_stages} and pipe={pipe}. Leave num_stages out, or change the "
+            "topology."
         )
     return pipe
 
@@ -46,7 +50,9 @@ def checked_stages(given: Any, topology: ProcessTopology | None) -> int:
 def checked_callable(name: str, value: Any) -> Any:
     """A function, or None."""
     if value is not None and not callable(value):
-        raise LayerError(f"{name} must be callable or None, but got {name}={value!r}. Pass the function itself.")
+        raise LayerError(
+            f"{name} must be callable or None, but got {name}={value!r}. Pass the function itself."
+        )
     return value
 
 
@@ -80,8 +86,8 @@ def checked_class_names(names: Any, layers: Sequence[str]) -> tuple[str, ...] | 
     classes = list(dict.fromkeys(layers))
     if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
         raise LayerError(
-            f"checkpointable_layers must be a list of class names, but got checkpointable_layers={names!r}. Write for "
-            f"instance {classes[:1]}."
+            "checkpointable_layers must be a list of class names, but got "
+            f"checkpointable_layers={names!r}. Write for instance {classes[:1]}."
         )
     if names and not set(names) & set(classes):
         raise LayerError(
@@ -101,8 +107,8 @@ def checked_dtype(dtype: Any) -> Any:
         known = None
     if known is None or not jnp.issubdtype(known, jnp.floating):
         raise LayerError(
-            f"compute_dtype must be a floating-point dtype, but got compute_dtype={dtype!r}. Use 'bfloat16', "
-            "'float16', or None for the dtypes that the layers have."
+            f"compute_dtype must be a floating-point dtype, but got compute_dtype={dtype!r}. Use "
+            "'bfloat16', 'float16', or None for the dtypes that the layers have."
         )
     return known
 
@@ -121,9 +127,13 @@ class LossTerms(NamedTuple):
     metrics: Mapping[str, jax.Array]
 
     def sums(self) -> jax.Array:
-        """`float32[1 + metrics]`: the loss, then each metric times the weight, in the order of their names."""
+        """`float32[1 + metrics]`.
+
+        The loss, then each metric times the weight, in the order of their names.
+        """
         values = [jax.lax.stop_gradient(self.metrics[name]) for name in sorted(self.metrics)]
-        # Where nothing weighs a mean is 0 / 0, and NaN * 0 would stay NaN in the sum of all microbatches.
+        # Where nothing weighs a mean is 0 / 0, and NaN * 0 would stay NaN in the sum of all
+        # microbatches.
         weight = jnp.float32(1) if self.weight is None else self.weight
         weighted = [jnp.where(weight == 0, 0, value * weight) for value in values]
         return jnp.stack([x.astype(jnp.float32) for x in (self.total, *weighted)])
@@ -134,21 +144,35 @@ def checked_loss(result: Any, *, has_loss_fn: bool) -> LossTerms:
 
     It must be a scalar, `(sum, weight)` or `(sum, weight, metrics)`, all of scalars.
     """
-    result, metrics = (result[:2], result[2]) if isinstance(result, tuple) and len(result) == 3 else (result, {})
+    result, metrics = (
+        (result[:2], result[2]) if isinstance(result, tuple) and len(result) == 3 else (result, {})
+    )
     terms: tuple[Any, ...] = result if isinstance(result, tuple) and len(result) == 2 else (result,)
-    # A loss of numpy labels may be numpy's, and a weight such as `labels.size` is a number of Python's.
+    # A loss of numpy labels may be numpy's, and a weight such as `labels.size` is a number of
+    # Python's.
     known = [(np.ndarray, np.generic), (np.ndarray, np.generic, int, float)]
-    terms = tuple(jnp.asarray(x) if isinstance(x, kinds) else x for x, kinds in zip(terms, known, strict=False))
+    terms = tuple(
+        jnp.asarray(x) if isinstance(x, kinds) else x
+        for x, kinds in zip(terms, known, strict=False)
+    )
     if not all(isinstance(x, jax.Array) and x.shape == () for x in terms) or not jnp.issubdtype(
         terms[0].dtype, jnp.floating
     ):
         subject = "loss_fn's result" if has_loss_fn else "the last layer's output"
-        shown = [f"{x.dtype.name}{list(x.shape)}" if hasattr(x, "shape") else repr(type(x).__name__) for x in terms]
-        without = "" if has_loss_fn else "Without loss_fn it is the loss; for the output itself call predict(inputs). "
+        shown = [
+            f"{x.dtype.name}{list(x.shape)}" if hasattr(x, "shape") else repr(type(x).__name__)
+            for x in terms
+        ]
+        without = (
+            ""
+            if has_loss_fn
+            else "Without loss_fn it is the loss; for the output itself call predict(inputs). "
+        )
         raise LayerError(
-            f"{subject} must be a floating-point scalar, but got {', '.join(shown)}. {without}Return the mean over the "
-            "microbatch, such as jnp.mean(losses), or (sum, weight), such as (jnp.sum(losses * mask), jnp.sum(mask)), "
-            "or (sum, weight, {name: metric})."
+            f"{subject} must be a floating-point scalar, but got {', '.join(shown)}. "
+            f"{without}Return the mean over the microbatch, such as jnp.mean(losses), or (sum, "
+            "weight), such as (jnp.sum(losses * mask), jnp.sum(mask)), or (sum, weight, {name: "
+            "metric})."
         )
     weight = jax.lax.stop_gradient(terms[1].astype(jnp.float32)) if len(terms) == 2 else None
     return LossTerms(terms[0], weight, _checked_metrics(metrics))
@@ -157,19 +181,29 @@ def checked_loss(result: Any, *, has_loss_fn: bool) -> LossTerms:
 def _checked_metrics(metrics: Any) -> dict[str, jax.Array]:
     given = {} if not isinstance(metrics, Mapping) else metrics
     values = {
-        name: jnp.asarray(x) for name, x in given.items() if isinstance(x, jax.Array | np.ndarray | np.generic | float)
+        name: jnp.asarray(x)
+        for name, x in given.items()
+        if isinstance(x, jax.Array | np.ndarray | np.generic | float)
     }
     # A name with a slash is that of a value which a layer reports.
     fits = [isinstance(name, str) and "/" not in name and name in values for name in given]
     if given is not metrics or not all(fits) or any(_is_no_number(x) for x in values.values()):
-        shown = {n: f"{x.dtype.name}{list(x.shape)}" if hasattr(x, "shape") else repr(x) for n, x in given.items()}
+        shown = {
+            n: f"{x.dtype.name}{list(x.shape)}" if hasattr(x, "shape") else repr(x)
+            for n, x in given.items()
+        }
         raise LayerError(
-            "the third value that loss_fn returns must be a dictionary of real scalars by names without '/', but got "
-            f"{shown if given is metrics else type(metrics).__name__}. Return each metric's mean over the microbatch, "
-            "such as {'accuracy': jnp.mean(outputs.argmax(-1) == labels)}."
+            "the third value that loss_fn returns must be a dictionary of real scalars by names "
+            f"without '/', but got {shown if given is metrics else type(metrics).__name__}. Return "
+            "each metric's mean over the microbatch, such as {'accuracy': "
+            "jnp.mean(outputs.argmax(-1) == labels)}."
         )
     return values
 
 
 def _is_no_number(x: jax.Array) -> bool:
-    return x.shape != () or not (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool) or jnp.iscomplexobj(x)
+    return (
+        x.shape != ()
+        or not (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool)
+        or jnp.iscomplexobj(x)
+    )

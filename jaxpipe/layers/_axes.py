@@ -1,7 +1,8 @@
 """The mesh axes around layers while they are traced, made and run.
 
-`stage` and `data` are manual: layers see one stage's and one replica's share, and may use collectives over `data`. All
-other axes are automatic: layers see whole arrays, and XLA splits them as weights' metadata and constraints say.
+`stage` and `data` are manual: layers see one stage's and one replica's share, and may use
+collectives over `data`. All other axes are automatic: layers see whole arrays, and XLA splits them
+as weights' metadata and constraints say.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +31,10 @@ def bound_axis(name: str) -> int:
 
 
 def is_unbound_axis(error: BaseException) -> bool:
-    """True if an error says that there is no axis of some name; Python's own errors of names tell which."""
+    """True if an error says that there is no axis of some name.
+
+    Python's own errors of names tell which.
+    """
     return type(error) is NameError and error.name is None
 
 
@@ -43,8 +47,8 @@ def on_mesh(mesh: AbstractMesh, trace: Callable[[], T]) -> T:
     """Trace layers as they run on a mesh, `stage` and `data` manual and all other axes automatic.
 
     Args:
-        mesh: The mesh. What is traced can be evaluated on a mesh of devices if this is its `abstract_mesh`. One that is
-            around this code already stays as it is.
+        mesh: The mesh. What is traced can be evaluated on a mesh of devices if this is its
+            `abstract_mesh`. One that is around this code already stays as it is.
         trace: A function that traces layers abstractly and returns no traced values.
 
     Returns:
@@ -61,7 +65,12 @@ def on_mesh(mesh: AbstractMesh, trace: Callable[[], T]) -> T:
 
     whole = PartitionSpec()
     mapped = jax.shard_map(
-        run, mesh=mesh, in_specs=whole, out_specs=whole, axis_names=set(MANUAL_AXES), check_vma=False
+        run,
+        mesh=mesh,
+        in_specs=whole,
+        out_specs=whole,
+        axis_names=set(MANUAL_AXES),
+        check_vma=False,
     )
     with jax.sharding.use_abstract_mesh(NO_MESH):  # a user's own mesh may be around
         jax.eval_shape(mapped, jax.ShapeDtypeStruct((), jnp.float32))
@@ -69,13 +78,16 @@ def on_mesh(mesh: AbstractMesh, trace: Callable[[], T]) -> T:
 
 
 def call_on_one(axes: Sequence[str], function: Callable[..., PyTree], *args: PyTree) -> PyTree:
-    """Call layers on one device, where sharding constraints mean nothing and all samples are on one replica.
+    """Call layers on one device, without sharding constraints.
+
+    All samples are on one replica, and constraints mean nothing there.
 
     Args:
-        axes: Automatic axes, one wide, that constraints may name. Where there are none, nothing is compiled. A mesh
-            that is around this code already stays as it is.
-        function: A function of trees of arrays. The axis `data` is there, one wide, if it asks for it. What it closes
-            over is not mapped over that, so that random bits stay the same; `all_to_all` wants mapped arrays.
+        axes: Automatic axes, one wide, that constraints may name. Where there are none, nothing is
+            compiled. A mesh that is around this code already stays as it is.
+        function: A function of trees of arrays. The axis `data` is there, one wide, if it asks for
+            it. What it closes over is not mapped over that, so that random bits stay the same;
+            `all_to_all` wants mapped arrays.
         *args: Its arguments.
 
     Returns:
@@ -89,9 +101,12 @@ def call_on_one(axes: Sequence[str], function: Callable[..., PyTree], *args: PyT
         except NameError as error:
             if not is_unbound_axis(error) or bound_axis(DATA):
                 raise
-        # Only now: not everything that a layer may call can be mapped, such as a callback to the host.
+        # Only now: not everything that a layer may call can be mapped, such as a callback to the
+        # host.
         mapped = jax.vmap(function, axis_name=DATA, axis_size=1)
-        return jax.tree.map(lambda x: x[0], mapped(*jax.tree.map(lambda x: jnp.asarray(x)[None], args)))
+        return jax.tree.map(
+            lambda x: x[0], mapped(*jax.tree.map(lambda x: jnp.asarray(x)[None], args))
+        )
 
     def run_on_mesh(*args: PyTree) -> PyTree:
         with jax.sharding.use_abstract_mesh(one_device_mesh(axes)):
@@ -121,16 +136,20 @@ def axis_fault(subject: str, error: BaseException, automatic: Sequence[str]) -> 
     named = next((axis for axis in automatic if what.endswith(f" {axis}")), None)
     if named is not None:
         return LayerError(
-            f"{subject} must use no collectives over the axis {named!r}, which XLA splits, but got: {what}. Say "
-            f"with partition metadata and jax.lax.with_sharding_constraint what is split over {named!r}, or open "
-            f"jax.shard_map(..., axis_names={{{named!r}}}) around the collective."
+            f"{subject} must use no collectives over the axis {named!r}, which XLA splits, but "
+            f"got: {what}. Say with partition metadata and jax.lax.with_sharding_constraint what "
+            f"is split over {named!r}, or open jax.shard_map(..., axis_names={{{named!r}}}) around "
+            "the collective."
         )
     return LayerError(
-        f"{subject} must use collectives over the axis 'data', the replicas, alone, but got: {what}. Name 'data' to "
-        "compute over the samples of all replicas, as nn.BatchNorm(axis_name='data') does, or name no axis, to compute "
-        "over each replica's own; over a further axis of the topology, open jax.shard_map(..., axis_names=...)."
+        f"{subject} must use collectives over the axis 'data', the replicas, alone, but got: "
+        f"{what}. Name 'data' to compute over the samples of all replicas, as "
+        "nn.BatchNorm(axis_name='data') does, or name no axis, to compute over each replica's own; "
+        "over a further axis of the topology, open jax.shard_map(..., axis_names=...)."
     )
 
 
 def _auto_mesh(lengths: dict[str, int]) -> AbstractMesh:
-    return AbstractMesh(tuple(lengths.values()), tuple(lengths), axis_types=(AxisType.Auto,) * len(lengths))
+    return AbstractMesh(
+        tuple(lengths.values()), tuple(lengths), axis_types=(AxisType.Auto,) * len(lengths)
+    )

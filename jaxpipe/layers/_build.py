@@ -68,15 +68,20 @@ def as_layers(items: Iterable[Any] | nn.Sequential) -> tuple[NamedLayer, ...]:
     """
     if isinstance(items, nn.Sequential):
         items = items.layers
-    if not isinstance(items, Iterable) or isinstance(items, (str, bytes, Mapping, Set, nn.Module, nnx.Module)):
+    if not isinstance(items, Iterable) or isinstance(
+        items, (str, bytes, Mapping, Set, nn.Module, nnx.Module)
+    ):
         shown = type(items).__name__ if isinstance(items, (nn.Module, nnx.Module)) else repr(items)
         raise LayerError(
-            f"layers must be an ordered iterable of layers or a Linen Sequential, but got layers={shown}. "
-            "Write the model as a list, such as [LayerSpec(...), ...]."
+            "layers must be an ordered iterable of layers or a Linen Sequential, but got "
+            f"layers={shown}. Write the model as a list, such as [LayerSpec(...), ...]."
         )
     items = list(items)
     if not items:
-        raise LayerError("layers must hold at least one layer, but got layers=[]. Give the model's layers in order.")
+        raise LayerError(
+            "layers must hold at least one layer, but got layers=[]. Give the model's layers in "
+            "order."
+        )
     return tuple(_name(index, item) for index, item in enumerate(items))
 
 
@@ -87,15 +92,18 @@ def _name(index: int, item: Any) -> NamedLayer:
         if not layer.takes_flag(flag):
             known = ", ".join(layer.arguments.names) or "it has no arguments beside its inputs"
             raise LayerError(
-                f"train_flag must name an argument, field or attribute of layer {name}, but got train_flag({flag!r}). "
-                f"Name one of those of its call ({known}), a boolean field, or a boolean attribute."
+                f"train_flag must name an argument, field or attribute of layer {name}, but got "
+                f"train_flag({flag!r}). Name one of those of its call ({known}), a boolean field, "
+                "or a boolean attribute."
             )
     instances = tuple(_instances(layer.module)) if isinstance(layer, LinenLayer) else ()
     mark, lora = (item.remat_mark, item.lora_mark) if isinstance(item, LayerSpec) else (None, None)
     if mark is not None:
         layer = remat_layer(layer, mark)
     tie = (item.key, item.tied_weight_attr) if isinstance(item, TiedLayerSpec) else (None, None)
-    return NamedLayer(index, name, layer, *tie, is_marked=mark is not None, instances=instances, lora=lora)
+    return NamedLayer(
+        index, name, layer, *tie, is_marked=mark is not None, instances=instances, lora=lora
+    )
 
 
 def _instances(module: nn.Module, path: Path = ()) -> Iterator[tuple[Path, nn.Module]]:
@@ -105,9 +113,13 @@ def _instances(module: nn.Module, path: Path = ()) -> Iterator[tuple[Path, nn.Mo
         if field.name == "parent":
             continue
         value = getattr(module, field.name, None)
-        for keys, leaf in jax.tree.leaves_with_path(value, is_leaf=lambda x: isinstance(x, nn.Module)):
+        for keys, leaf in jax.tree.leaves_with_path(
+            value, is_leaf=lambda x: isinstance(x, nn.Module)
+        ):
             if isinstance(leaf, nn.Module):
-                name = "_".join((field.name, *(jax.tree_util.keystr((key,), simple=True) for key in keys)))
+                name = "_".join(
+                    (field.name, *(jax.tree_util.keystr((key,), simple=True) for key in keys))
+                )
                 yield from _instances(leaf, (*path, leaf.name or name))
 
 
@@ -121,13 +133,16 @@ def check_instances(layers: Sequence[NamedLayer], variables: Sequence[Sequence[P
     for named, paths in zip(layers, variables, strict=True):
         for at, module in named.instances:
             owner = owners.setdefault(id(module), named)
-            is_tied = owner is named or (named.tied_key is not None and owner.tied_key == named.tied_key)
+            is_tied = owner is named or (
+                named.tied_key is not None and owner.tied_key == named.tied_key
+            )
             if not is_tied and any(path[: len(at)] == at for path in paths):
                 kind = type(module).__name__
                 raise LayerError(
-                    f"layer {named.name} must have a module instance of its own, but got the {kind} instance of layer "
-                    f"{owner.name} again, whose weights Flax would share. Write LayerSpec({kind}, ...) at each place "
-                    f"for weights of their own, or TiedLayerSpec('key', {kind}, ...) to share them."
+                    f"layer {named.name} must have a module instance of its own, but got the "
+                    f"{kind} instance of layer {owner.name} again, whose weights Flax would share. "
+                    f"Write LayerSpec({kind}, ...) at each place for weights of their own, or "
+                    f"TiedLayerSpec('key', {kind}, ...) to share them."
                 )
 
 
@@ -142,37 +157,47 @@ def _adapt_spec(index: int, spec: LayerSpec) -> Layer:
     if isinstance(kind, type) and issubclass(kind, nnx.Module):
         return _checked(index, spec, lambda: NNXLayer(spec, forward_fn))
     if isinstance(kind, type) and is_equinox(kind):
-        from ._equinox import EquinoxLayer  # an optional dependency, which is there where a class of it is
+        # An optional dependency, which is there where a class of it is.
+        from ._equinox import EquinoxLayer
 
         return _checked(index, spec, lambda: EquinoxLayer(spec, forward_fn))
     flags, module = {**TRAIN_FLAGS, **spec.train_flags}, _checked(index, spec, spec.build)
     if not isinstance(module, nn.Module):
         return _adapt_function(index, module, forward_fn, flags)
     if spec.lora_mark is not None:
-        forward_fn = adapted_call(call_of(type(module)) if forward_fn is None else forward_fn, spec.lora_mark)
+        forward_fn = adapted_call(
+            call_of(type(module)) if forward_fn is None else forward_fn, spec.lora_mark
+        )
     return LinenLayer(module, forward_fn, flags, spec.given_names())
 
 
 def _adapt_function(
-    index: int, item: Any, forward_fn: Callable[..., Any] | None = None, flags: Mapping[str, bool] = TRAIN_FLAGS
+    index: int,
+    item: Any,
+    forward_fn: Callable[..., Any] | None = None,
+    flags: Mapping[str, bool] = TRAIN_FLAGS,
 ) -> Layer:
     kind = type(item).__name__
     if isinstance(item, nnx.Module) or is_equinox(type(item)):
         made_by = "NNX" if isinstance(item, nnx.Module) else "Equinox"
         raise LayerError(
-            f"layer {index} must be given as LayerSpec({kind}, ...), but got a built {made_by} module. "
-            "A built one already holds the parameters of every stage on one device."
+            f"layer {index} must be given as LayerSpec({kind}, ...), but got a built {made_by} "
+            "module. A built one already holds the parameters of every stage on one device."
         )
     if forward_fn is not None:
         raise LayerError(
-            f"forward_fn must stand beside a Linen, NNX or Equinox module, but layer {index} is {item!r}. "
-            "Put the function into the list itself."
+            f"forward_fn must stand beside a Linen, NNX or Equinox module, but layer {index} is "
+            f"{item!r}. Put the function into the list itself."
         )
     if isinstance(item, DeepSpeedNames):
-        raise LayerError(f"layer {index} must not be a PipelineModule, but got {kind}. Put its layers into the list.")
+        raise LayerError(
+            f"layer {index} must not be a PipelineModule, but got {kind}. Put its layers into the "
+            "list."
+        )
     if isinstance(item, type) and (issubclass(item, (nn.Module, nnx.Module)) or is_equinox(item)):
         raise LayerError(
-            f"layer {index} must be a layer, but got the class {item.__name__}. Write LayerSpec({item.__name__}, ...)."
+            f"layer {index} must be a layer, but got the class {item.__name__}. Write "
+            f"LayerSpec({item.__name__}, ...)."
         )
     if not callable(item):
         raise LayerError(

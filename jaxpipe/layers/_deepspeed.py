@@ -1,4 +1,4 @@
-"""Names of DeepSpeed's `PipelineModule` that have no meaning here: each says what takes its place."""
+"""Names of DeepSpeed's `PipelineModule` without a meaning here: each says what takes its place."""
 
 from collections.abc import Callable
 from typing import NoReturn
@@ -12,10 +12,13 @@ def _refused(name: str, instead: str) -> Callable[..., NoReturn]:
 
 _CALL = "use apply(params, inputs), with the parameters that init(key, inputs) returns"
 _PARAMETERS = (
-    "init(key, inputs) makes them, initialize(model_parameters=...) takes them, and the engine's module_state_dict() "
-    "gives the present ones"
+    "init(key, inputs) makes them, initialize(model_parameters=...) takes them, and the engine's "
+    "module_state_dict() gives the present ones"
 )
-_STATE = "use the engine's module_state_dict(), a tree by layer that is the same for any number of stages"
+_STATE = (
+    "use the engine's module_state_dict(), a tree by layer that is the same for any number of "
+    "stages"
+)
 _LOAD = "use the engine's load_module_state_dict(tree)"
 _WEIGHTS = "the shared parameters are those under 'tied' of the parameter tree"
 _SUM = "train_batch sums the gradients of tied layers inside the step"
@@ -23,7 +26,7 @@ _GRID = "use topology(), or PipelineParallelGrid(topology, rank) for ranks and g
 
 
 class DeepSpeedNames:
-    """Base of `PipelineModule` that answers to DeepSpeed's per-process methods with a pointer to ours."""
+    """Base of `PipelineModule` that answers DeepSpeed's per-process methods by pointing to ours."""
 
     forward = _refused("forward", _CALL)
     __call__ = _refused("__call__", _CALL)

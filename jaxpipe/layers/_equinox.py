@@ -1,4 +1,7 @@
-"""Equinox modules as layers. Of jaxpipe's files this one alone imports `equinox`, when such a layer is built."""
+"""Equinox modules as layers.
+
+Of jaxpipe's files this one alone imports `equinox`, when such a layer is built.
+"""
 
 import functools
 import inspect
@@ -11,7 +14,16 @@ import jax
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.errors import LayerError
 
-from ._protocol import TRAIN_FLAGS, Applied, CallArguments, Layer, Rngs, call_of, equal_or_same, identity_of
+from ._protocol import (
+    TRAIN_FLAGS,
+    Applied,
+    CallArguments,
+    Layer,
+    Rngs,
+    call_of,
+    equal_or_same,
+    identity_of,
+)
 from ._spec import LayerSpec
 from ._tree import flatten_dict, unflatten_dict
 
@@ -35,12 +47,15 @@ class EquinoxLayer(Layer):
         self._spec, self.forward_fn = spec, forward_fn
         if "key" in spec.module_kwargs:
             raise LayerError(
-                f"LayerSpec({self.class_name}, ...) must leave key to the pipeline, but got key="
-                f"{type(spec.module_kwargs['key']).__name__}. Leave it out: each layer is built with a key of its own."
+                f"LayerSpec({self.class_name}, ...) must leave key to the pipeline, but got "
+                f"key={type(spec.module_kwargs['key']).__name__}. Leave it out: each layer is "
+                "built with a key of its own."
             )
         flags = {**TRAIN_FLAGS, **spec.train_flags}
         parameters = inspect.signature(spec.typename).parameters
-        self._takes_key = "key" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        self._takes_key = "key" in parameters or any(
+            p.kind is p.VAR_KEYWORD for p in parameters.values()
+        )
         arguments = (spec.module_args, tuple(spec.module_kwargs.items()))
         made_by = identity_of(spec.typename, *arguments, forward_fn, tuple(flags.items()))
         leaves, treedef = jax.tree.flatten(self._structure)
@@ -51,9 +66,14 @@ class EquinoxLayer(Layer):
         self._check()
 
     def init(
-        self, key: jax.Array, inputs: PyTree, *, side: Mapping[str, PyTree], given: PyTree | None = None
+        self,
+        key: jax.Array,
+        inputs: PyTree,
+        *,
+        side: Mapping[str, PyTree],
+        given: PyTree | None = None,
     ) -> tuple[PyTree, dict[str, Any], dict[str, Any]]:
-        """See `Layer.init`; a module makes all its parameters itself, whichever of them are given."""
+        """See `Layer.init`; a module makes all its parameters itself, whichever are given."""
         arrays = self._arrays_of(self._build(key))
         params = {path: leaf for path, leaf in arrays.items() if eqx.is_inexact_array(leaf)}
         others = {path: leaf for path, leaf in arrays.items() if path not in params}
@@ -74,7 +94,9 @@ class EquinoxLayer(Layer):
         """See `Layer.apply`."""
         values = {**flatten_dict(params), **flatten_dict(collections.get("arrays", {}))}
         leaves, treedef = jax.tree.flatten_with_path(self._structure)
-        module = jax.tree.unflatten(treedef, [values.get(_path(keys), leaf) for keys, leaf in leaves])
+        module = jax.tree.unflatten(
+            treedef, [values.get(_path(keys), leaf) for keys, leaf in leaves]
+        )
         if not train:
             module = eqx.nn.inference_mode(module)
         key = rngs["dropout"] if train and rngs is not None and "dropout" in rngs else None
@@ -102,7 +124,11 @@ class EquinoxLayer(Layer):
 
     def _arrays_of(self, module: Any) -> dict[Path, Any]:
         leaves = jax.tree.leaves_with_path(module)
-        return {_path(keys): leaf for keys, leaf in leaves if eqx.is_array_like(leaf) and hasattr(leaf, "dtype")}
+        return {
+            _path(keys): leaf
+            for keys, leaf in leaves
+            if eqx.is_array_like(leaf) and hasattr(leaf, "dtype")
+        }
 
     def _check(self) -> None:
         is_state = lambda leaf: isinstance(leaf, eqx.nn.StateIndex)  # noqa: E731
@@ -110,15 +136,16 @@ class EquinoxLayer(Layer):
             if is_state(leaf):
                 raise LayerError(
                     f"layer {self.class_name} must hold no equinox.nn.State, but got one at "
-                    f"{'.'.join(_path(keys))!r}. Use a module without state, such as equinox.nn.LayerNorm or "
-                    "equinox.nn.GroupNorm, or a Linen or NNX module, whose collections are kept."
+                    f"{'.'.join(_path(keys))!r}. Use a module without state, such as "
+                    "equinox.nn.LayerNorm or equinox.nn.GroupNorm, or a Linen or NNX module, whose "
+                    "collections are kept."
                 )
         paths = [_path(keys) for keys, _ in jax.tree.leaves_with_path(self._structure)]
         twice = [".".join(path) for path in set(paths) if paths.count(path) > 1]
         if twice:
             raise LayerError(
-                f"layer {self.class_name} must have a path of its own for each array, but got two at {twice[0]!r}. "
-                "Rename one of the keys of its dictionaries."
+                f"layer {self.class_name} must have a path of its own for each array, but got two "
+                f"at {twice[0]!r}. Rename one of the keys of its dictionaries."
             )
 
 

@@ -18,7 +18,9 @@ class FunctionLayer(Layer):
     names that say whether this is training, with their values in training.
     """
 
-    def __init__(self, function: Callable[..., Any], flags: Mapping[str, bool] = TRAIN_FLAGS) -> None:
+    def __init__(
+        self, function: Callable[..., Any], flags: Mapping[str, bool] = TRAIN_FLAGS
+    ) -> None:
         named = function.func if isinstance(function, functools.partial) else function
         name = getattr(named, "__name__", type(named).__name__)
         self.class_name = "lambda" if name == "<lambda>" else name
@@ -27,7 +29,12 @@ class FunctionLayer(Layer):
         self.arguments = CallArguments(function, 1, f"layer {self.class_name}", flags)
 
     def init(
-        self, key: jax.Array, inputs: PyTree, *, side: Mapping[str, PyTree], given: PyTree | None = None
+        self,
+        key: jax.Array,
+        inputs: PyTree,
+        *,
+        side: Mapping[str, PyTree],
+        given: PyTree | None = None,
     ) -> tuple[PyTree, dict[str, Any], dict[str, Any]]:
         """See `Layer.init`; there are no variables."""
         outputs, _, _ = self.apply({}, {}, inputs, rngs=None, train=False, side=side)

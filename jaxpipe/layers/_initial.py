@@ -32,7 +32,9 @@ def init_layer(
     if named.tied_key is not None:
         owners, leaves = trace.owners(), flatten_dict(trace.params[named.index])
         paths = trace.paths[named.index].paths
-        given = {local: leaves[local] for local, at in paths.items() if owners[at][0] != named.index}
+        given = {
+            local: leaves[local] for local, at in paths.items() if owners[at][0] != named.index
+        }
     inputs, side = init_inputs((trace.boundaries[named.index], dict(trace.side)), compute_dtype)
     structs = (inputs, side, unflatten_dict(given))
 
@@ -52,7 +54,9 @@ def init_layer(
 
 
 def init_params(
-    make: Callable[[int, ModelTrace, jax.Array], PyTree], trace: ModelTrace, key_of: Callable[[int], jax.Array]
+    make: Callable[[int, ModelTrace, jax.Array], PyTree],
+    trace: ModelTrace,
+    key_of: Callable[[int], jax.Array],
 ) -> PyTree:
     """Make a whole model's parameters; layers of equal code and shapes share one compiled program.
 
@@ -77,6 +81,7 @@ def seeded_key(seed_fn: Callable[[int], jax.Array], seed: int) -> jax.Array:
         key: Any = seed_fn(seed)
     if not isinstance(key, jax.Array):
         raise LayerError(
-            f"seed_fn must return a JAX key, but got {key!r}. Return jax.random.key(seed), or leave it out."
+            f"seed_fn must return a JAX key, but got {key!r}. Return jax.random.key(seed), or "
+            "leave it out."
         )
     return key

@@ -53,13 +53,18 @@ class LinenLayer(Layer):
             )
         self.module, self.forward_fn = module, forward_fn
         self._call = call_of(type(module)) if forward_fn is None else forward_fn
-        fields = {f.name: (getattr(module, f.name, None), f.default) for f in dataclasses.fields(module)}
+        fields = {
+            f.name: (getattr(module, f.name, None), f.default) for f in dataclasses.fields(module)
+        }
         flag_fields = [name for name, (value, _) in fields.items() if isinstance(value, bool)]
         self._fields = {
             name: in_training
             for name, in_training in flags.items()
             if name in flag_fields
-            and (name not in TRAIN_FLAGS or (name not in given and fields[name][0] == fields[name][1]))
+            and (
+                name not in TRAIN_FLAGS
+                or (name not in given and fields[name][0] == fields[name][1])
+            )
         }
         """The fields that are set in each call."""
         skip = [name for name in (*flags, "rngs") if fields.get(name, (None,))[0] is not None]
@@ -72,16 +77,25 @@ class LinenLayer(Layer):
         return name in self._fields or super().takes_flag(name)
 
     def init(
-        self, key: jax.Array, inputs: PyTree, *, side: Mapping[str, PyTree], given: PyTree | None = None
+        self,
+        key: jax.Array,
+        inputs: PyTree,
+        *,
+        side: Mapping[str, PyTree],
+        given: PyTree | None = None,
     ) -> tuple[PyTree, dict[str, Any], dict[str, Any]]:
         """See `Layer.init`; variables keep the partition metadata that the module gives them."""
         args, kwargs = self.arguments.select(rngs=None, train=False, side=side)
         module = self._with_flags(train=False)
         if given:
             call = nn.apply(self._call, module, mutable=DenyList(["intermediates"]))
-            call = functools.partial(call, {"params": given}, inputs, *args, rngs=layer_rngs(key), **kwargs)
+            call = functools.partial(
+                call, {"params": given}, inputs, *args, rngs=layer_rngs(key), **kwargs
+            )
         else:
-            call = functools.partial(nn.init_with_output(self._call, module), layer_rngs(key), inputs, *args, **kwargs)
+            call = functools.partial(
+                nn.init_with_output(self._call, module), layer_rngs(key), inputs, *args, **kwargs
+            )
         with nn.intercept_methods(_without_mesh_in_dense_general):
             outputs, variables = call()
         variables = dict(variables)
@@ -107,9 +121,15 @@ class LinenLayer(Layer):
         mutable = [*collections, *_REPORTED] if train else []
         run = nn.apply(self._call, self._with_flags(train=train), mutable=mutable)
         with nn.intercept_methods(_without_mesh_in_dense_general):
-            outputs, updated = run({"params": params, **collections}, inputs, *args, rngs=rngs, **kwargs)
+            outputs, updated = run(
+                {"params": params, **collections}, inputs, *args, rngs=rngs, **kwargs
+            )
         changed = dict(unbox(updated))
-        reported = {name: named_scalars(self.class_name, changed.pop(name)) for name in _REPORTED if name in changed}
+        reported = {
+            name: named_scalars(self.class_name, changed.pop(name))
+            for name in _REPORTED
+            if name in changed
+        }
         return outputs, {**collections, **changed}, reported
 
     def _with_flags(self, *, train: bool) -> nn.Module:
@@ -118,14 +138,19 @@ class LinenLayer(Layer):
         return self.module.clone(**values) if values else self.module
 
 
-def _without_mesh_in_dense_general(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+def _without_mesh_in_dense_general(
+    call: Callable[..., Any], args: Any, kwargs: Any, context: Any
+) -> Any:
     """Call a method; `nn.DenseGeneral`, which attention is made of, without a mesh around it.
 
-    In each call it traces its initialiser too, in which it applies the kernel's metadata as a constraint, to a kernel
-    that is flat yet: with a mesh, names for more dims than two, or of no automatic axis, fail (Flax 0.12).
+    In each call it traces its initialiser too, in which it applies the kernel's metadata as a
+    constraint, to a kernel that is flat yet: with a mesh, names for more dims than two, or of no
+    automatic axis, fail (Flax 0.12).
     """
     is_meant = isinstance(context.module, nn.DenseGeneral) and context.method_name == "__call__"
-    if not is_meant or jax.sharding.get_abstract_mesh().explicit_axes:  # of a user's mesh, on which arrays have types
+    if (
+        not is_meant or jax.sharding.get_abstract_mesh().explicit_axes
+    ):  # of a user's mesh, on which arrays have types
         return call(*args, **kwargs)
     with jax.sharding.use_abstract_mesh(NO_MESH):
         return call(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Low-rank adapters beside the kernels of existing layers, and the plain weights that they amount to."""
+"""Low-rank adapters beside the kernels of existing layers, and the plain weights they amount to."""
 
 import copy
 import difflib
@@ -25,7 +25,9 @@ LORA_PARAMETERS = r"(^|/)lora_[ab]$"
 _T = TypeVar("_T")
 
 
-def lora(layers: Iterable[_T] | nn.Sequential, rank: int, alpha: float, targets: str | Sequence[str]) -> list[_T | Any]:
+def lora(
+    layers: Iterable[_T] | nn.Sequential, rank: int, alpha: float, targets: str | Sequence[str]
+) -> list[_T | Any]:
     """Layers whose kernels have adapters: `y + alpha / rank * (x A) B` in place of `y = x W + b`.
 
     `A` is drawn with variance 1 / inputs, `B` is zero, so that the model begins as it was. They are
@@ -56,28 +58,37 @@ def lora(layers: Iterable[_T] | nn.Sequential, rank: int, alpha: float, targets:
     """
     size = as_integer(rank, 1)
     if size is None:
-        raise LayerError(f"lora's rank must be an integer >= 1, but got rank={rank!r}. Common ranks are 8 to 64.")
+        raise LayerError(
+            f"lora's rank must be an integer >= 1, but got rank={rank!r}. Common ranks are 8 to 64."
+        )
     scale = _checked_alpha(alpha) / size
     patterns = [targets] if isinstance(targets, str) else targets
-    if not isinstance(patterns, (list, tuple)) or not patterns or not all(isinstance(p, str) for p in patterns):
+    if (
+        not isinstance(patterns, (list, tuple))
+        or not patterns
+        or not all(isinstance(p, str) for p in patterns)
+    ):
         raise LayerError(
-            f"lora's targets must be a pattern or a list of patterns, but got targets={targets!r}. Write for instance "
-            "targets=['query', 'value']."
+            f"lora's targets must be a pattern or a list of patterns, but got targets={targets!r}. "
+            "Write for instance targets=['query', 'value']."
         )
     adapters = Adapters(size, scale, [re.compile(pattern) for pattern in patterns])
     items = list(layers.layers if isinstance(layers, nn.Sequential) else layers)
     adapted = [_adapted(index, item, adapters) for index, item in enumerate(items)]
     if all(new is old for new, old in zip(adapted, items, strict=True)):
         raise LayerError(
-            f"lora's targets must find kernels of the layers, but got targets={targets!r}, which find none in "
-            f"{len(items)} layers. Paths of kernels are written layers/3_Block/attention/query/kernel."
+            f"lora's targets must find kernels of the layers, but got targets={targets!r}, which "
+            f"find none in {len(items)} layers. Paths of kernels are written "
+            "layers/3_Block/attention/query/kernel."
         )
     return adapted
 
 
 def check_targets(layers: Iterable[NamedLayer], paths: Iterable[Path]) -> None:
     """Refuse a pattern given to `lora` that finds no kernel; `paths` are the model's parameters."""
-    found = dict.fromkeys(each for named in layers if named.lora is not None for each in named.lora.adapters)
+    found = dict.fromkeys(
+        each for named in layers if named.lora is not None for each in named.lora.adapters
+    )
     if not found:
         return
     paths = list(paths)
@@ -87,13 +98,14 @@ def check_targets(layers: Iterable[NamedLayer], paths: Iterable[Path]) -> None:
         for pattern in adapters.unmatched(adapted):
             nearest = difflib.get_close_matches(pattern, kernels, n=3, cutoff=0.0)
             raise LayerError(
-                f"lora's targets must each find a kernel that can have an adapter, but got {pattern!r}, which finds "
-                f"none of {len(kernels)}. The nearest are: {', '.join(nearest) or 'none'}."
+                "lora's targets must each find a kernel that can have an adapter, but got "
+                f"{pattern!r}, which finds none of {len(kernels)}. The nearest are: "
+                f"{', '.join(nearest) or 'none'}."
             )
 
 
 def merge_lora(params: PyTree, alpha: float, dtype: Any = None) -> dict[str, PyTree]:
-    """The plain parameters that a tree with adapters amounts to, such as `jaxpipe.checkpoint` exports.
+    """The plain parameters a tree with adapters amounts to, as `jaxpipe.checkpoint` exports them.
 
     Args:
         params: A model's tree, as `engine.module_state_dict()` returns it.
@@ -118,16 +130,18 @@ def merge_lora(params: PyTree, alpha: float, dtype: Any = None) -> dict[str, PyT
         at, b = (*path[:-1], "kernel"), leaves.get((*path[:-1], LORA_B))
         if at not in plain or b is None:
             raise LayerError(
-                f"merge_lora must find a kernel and {LORA_B} beside {'/'.join(path)}, but got neither or one of them. "
-                "Load the checkpoint of adapters into an engine that has the model's weights, and merge its "
-                "module_state_dict()."
+                f"merge_lora must find a kernel and {LORA_B} beside {'/'.join(path)}, but got "
+                "neither or one of them. Load the checkpoint of adapters into an engine that has "
+                "the model's weights, and merge its module_state_dict()."
             )
         kernel, rank = plain[at], a.shape[-1]
         # Dims that all three have in front, one for each `nn.scan` around the module.
         stacked = kernel.shape[: a.ndim + b.ndim - 2 - kernel.ndim]
         # A product of bfloat16 would round before it is added.
         wide = np.promote_types(kernel.dtype, np.float32)
-        delta = a.reshape(*stacked, -1, rank).astype(wide) @ b.reshape(*stacked, rank, -1).astype(wide)
+        delta = a.reshape(*stacked, -1, rank).astype(wide) @ b.reshape(*stacked, rank, -1).astype(
+            wide
+        )
         merged = kernel.astype(wide) + (alpha / rank) * delta.reshape(kernel.shape)
         plain[at] = merged.astype(kernel.dtype if dtype is None else dtype)
     return unflatten_dict(plain)
@@ -165,5 +179,8 @@ def _kind_of(item: Any) -> type | None:
 def _checked_alpha(alpha: Any) -> float:
     number = as_number(alpha)
     if number is None:
-        raise LayerError(f"lora's alpha must be a number, but got alpha={alpha!r}. A common one is twice the rank.")
+        raise LayerError(
+            f"lora's alpha must be a number, but got alpha={alpha!r}. A common one is twice the "
+            "rank."
+        )
     return number

@@ -32,16 +32,19 @@ class ModelTrace:
         params: Parameters of each layer, with the paths inside the layer.
         paths: Where each layer's parameters lie in the model's tree.
         side: Side inputs by name.
-        firsts: For each layer the first one of equal code, arguments and input shapes; tied layers stand alone.
+        firsts: For each layer the first one of equal code, arguments and input shapes; tied layers
+            stand alone.
         collections: What each layer keeps beside its parameters, such as batch statistics.
-        aux: What each layer reports in training, `{"losses": {...}, "metrics": {...}}`, each a scalar.
-        param_specs: For each layer how parameters are sharded over the mesh's automatic axes, by path: an entry for
-            each dim. Those that are not sharded are left out.
+        aux: What each layer reports in training, `{"losses": {...}, "metrics": {...}}`, each a
+            scalar.
+        param_specs: For each layer how parameters are sharded over the mesh's automatic axes, by
+            path: an entry for each dim. Those that are not sharded are left out.
         collection_specs: The same of collections.
-        stage_dims: For each layer the dims along which a pipeline splits parameters over the `stage` axis, by path.
+        stage_dims: For each layer the dims along which a pipeline splits parameters over the
+            `stage` axis, by path.
         programs: Each layer's call in training; equal layers have one.
-        mesh: The mesh that the layers were traced on. Shapes are whole over its automatic axes, and one place's share
-            over `stage` and `data`.
+        mesh: The mesh that the layers were traced on. Shapes are whole over its automatic axes, and
+            one place's share over `stage` and `data`.
         rules: The rules by which logical names were translated.
         frozen: Parameters that are not trained, by path in the model's tree.
     """
@@ -71,13 +74,19 @@ class ModelTrace:
         return on_mesh(self.mesh, ruled)
 
     def num_params(self) -> tuple[int, ...]:
-        """Numbers of parameters, per layer, that an optimiser updates; shared ones count in each layer."""
+        """Numbers of parameters, per layer, that an optimiser updates.
+
+        Shared ones count in each layer.
+        """
         return tuple(sum(math.prod(x.shape) for x in jax.tree.leaves(p)) for p in self.params)
 
     def num_own_params(self) -> tuple[int, ...]:
-        """The same without those that are split over the `stage` axis, of which every stage has as many."""
+        """The same without those split over the `stage` axis, of which every stage has as many."""
         layers = zip(map(flatten_dict, self.params), self.stage_dims, strict=True)
-        return tuple(sum(math.prod(x.shape) for p, x in leaves.items() if p not in dims) for leaves, dims in layers)
+        return tuple(
+            sum(math.prod(x.shape) for p, x in leaves.items() if p not in dims)
+            for leaves, dims in layers
+        )
 
     def ties(self) -> tuple[Tie, ...]:
         """Ties: parameters that several layers share, in groups of one key and the same layers."""
@@ -97,10 +106,15 @@ class ModelTrace:
 
     def frozen_in(self, index: int) -> frozenset[Path]:
         """Parameters of a layer that are not trained, by path inside the layer."""
-        return frozenset(local for local, at in self.paths[index].paths.items() if at in self.frozen)
+        return frozenset(
+            local for local, at in self.paths[index].paths.items() if at in self.frozen
+        )
 
     def owners(self) -> dict[Path, tuple[int, Path]]:
-        """For each path in the model's tree the first layer that holds it, which makes it, and its path in there."""
+        """For each path in the model's tree the layer that makes it, and its path in that layer.
+
+        The layer that makes it is the first that holds it.
+        """
         found: dict[Path, tuple[int, Path]] = {}
         for index, paths in enumerate(self.paths):
             for local, at in paths.paths.items():
@@ -108,7 +122,10 @@ class ModelTrace:
         return found
 
     def tree_specs(self) -> dict[Path, PartitionSpec]:
-        """Shardings of parameters by path in the model's tree; of a shared one its first layer decides."""
+        """Shardings of parameters by path in the model's tree.
+
+        Of a shared one its first layer decides.
+        """
         return {
             at: self.param_specs[index][local]
             for at, (index, local) in self.owners().items()
@@ -116,7 +133,7 @@ class ModelTrace:
         }
 
     def split_dims(self) -> dict[Path, int]:
-        """The dims of parameters that are split over the `stage` axis by path in the model's tree."""
+        """Dims of the parameters split over the `stage` axis, by path in the model's tree."""
         found: dict[Path, int] = {}
         for paths, dims in zip(self.paths, self.stage_dims, strict=True):
             found |= {paths.paths[local]: dim for local, dim in dims.items()}

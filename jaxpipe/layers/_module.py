@@ -29,40 +29,47 @@ from ._trainable import Trainable
 class PipelineModule(SequentialModel, DeepSpeedNames):
     """A model written as a sequence of layers, to be cut into pipeline stages.
 
-    Without an engine it is the sequential model on one device: `init` makes the parameters, `apply` runs all layers.
-    The parameter tree is the same for every number of stages: `layers/<index>_<name>/...` for what one layer owns and
-    `tied/<key>/...` for what several share. Any pytree of arrays may flow between layers; integers and booleans are
-    carried along without gradient.
+    Without an engine it is the sequential model on one device: `init` makes the parameters, `apply`
+    runs all layers. The parameter tree is the same for every number of stages:
+    `layers/<index>_<name>/...` for what one layer owns and `tied/<key>/...` for what several share.
+    Any pytree of arrays may flow between layers; integers and booleans are carried along without
+    gradient.
 
     Args:
-        layers: Linen modules, `LayerSpec`, `TiedLayerSpec` and plain functions in order, or a Linen `Sequential`.
+        layers: Linen modules, `LayerSpec`, `TiedLayerSpec` and plain functions in order, or a Linen
+            `Sequential`.
         num_stages: Number of pipeline stages. May be left out where `topology` is given.
-        topology: A `ProcessTopology` with at least the axes `pipe` and `data`. Over all others, such as `model`, XLA
-            splits the inside of a stage: weights as their Flax partition metadata says, activations by
-            `jax.lax.with_sharding_constraint` or `flax.linen.with_logical_constraint` in the layers. Layers see whole
-            arrays; for a collective over such an axis a layer opens `jax.shard_map(..., axis_names={"model"})`. On one
-            device the axes are there as well, one wide. Without any, metadata and logical constraints mean nothing.
-            See `examples/tensor_parallel.py`.
-        loss_fn: `loss_fn(outputs, labels)`, a scalar mean over the samples it gets, or `(sum, weight)`: the loss is
-            then the sum of all microbatches' and replicas' sums over that of their weights. Or `(sum, weight,
-            metrics)`: a dictionary of scalars, each a mean over what the weight counts; the step's metrics have their
-            means over the batch, weighted as the loss is. None: the last layer's output is the loss.
-        seed_layers: Key the initial weights of layer i from `base_seed + i` alone, whatever key `init` is given.
+        topology: A `ProcessTopology` with at least the axes `pipe` and `data`. Over all others,
+            such as `model`, XLA splits the inside of a stage: weights as their Flax partition
+            metadata says, activations by `jax.lax.with_sharding_constraint` or
+            `flax.linen.with_logical_constraint` in the layers. Layers see whole arrays; for a
+            collective over such an axis a layer opens `jax.shard_map(..., axis_names={"model"})`.
+            On one device the axes are there as well, one wide. Without any, metadata and logical
+            constraints mean nothing. See `examples/tensor_parallel.py`.
+        loss_fn: `loss_fn(outputs, labels)`, a scalar mean over the samples it gets, or `(sum,
+            weight)`: the loss is then the sum of all microbatches' and replicas' sums over that of
+            their weights. Or `(sum, weight, metrics)`: a dictionary of scalars, each a mean over
+            what the weight counts; the step's metrics have their means over the batch, weighted as
+            the loss is. None: the last layer's output is the loss.
+        seed_layers: Key the initial weights of layer i from `base_seed + i` alone, whatever key
+            `init` is given.
         seed_fn: With `seed_layers`, makes a JAX key from that integer; `jax.random.key` if None.
         base_seed: Seed of the engine's initial weights and of its dropout.
-        partition_method: `"best"` (the shortest tick: the slowest stage by operations and bytes counted in traces, and
-            what layers outside the repeated run cost), `"parameters"` (smallest possible largest stage by parameter
-            count, DeepSpeed's default), `"profile"` (fastest possible slowest stage by times that are measured when an
-            engine is built, `"profile:flops"` by counted operations and bytes), `"uniform"`, `"type:regex"`, `"trunk"`,
-            or explicit boundaries such as `[0, 3, 6]`.
-        activation_checkpoint_interval: Recompute in groups of this many layers; 0 keeps all activations.
-        activation_checkpoint_func: Recomputes a group: a function of `jax.checkpoint`'s form, such as
-            `functools.partial(jax.checkpoint, policy=...)`, or of DeepSpeed's `checkpoint(function, *args)`. None:
-            `jaxpipe.checkpointing.checkpoint`.
-        checkpointable_layers: Class names: a group is recomputed if the classes of all its layers are among them. None:
-            every group is.
-        dynamic_shape: Either value: shapes may change from one batch to the next, for which a program each is compiled,
-            and the microbatches of a batch have one shape.
+        partition_method: `"best"` (the shortest tick: the slowest stage by operations and bytes
+            counted in traces, and what layers outside the repeated run cost), `"parameters"`
+            (smallest possible largest stage by parameter count, DeepSpeed's default), `"profile"`
+            (fastest possible slowest stage by times that are measured when an engine is built,
+            `"profile:flops"` by counted operations and bytes), `"uniform"`, `"type:regex"`,
+            `"trunk"`, or explicit boundaries such as `[0, 3, 6]`.
+        activation_checkpoint_interval: Recompute in groups of this many layers; 0 keeps all
+            activations.
+        activation_checkpoint_func: Recomputes a group: a function of `jax.checkpoint`'s form, such
+            as `functools.partial(jax.checkpoint, policy=...)`, or of DeepSpeed's
+            `checkpoint(function, *args)`. None: `jaxpipe.checkpointing.checkpoint`.
+        checkpointable_layers: Class names: a group is recomputed if the classes of all its layers
+            are among them. None: every group is.
+        dynamic_shape: Either value: shapes may change from one batch to the next, for which a
+            program each is compiled, and the microbatches of a batch have one shape.
         compute_dtype: What floating-point parameters are cast to, such as `"bfloat16"`; None casts
             nothing. Inputs, side inputs and what layers return stay as they are: a layer computes
             in the dtype that it names, or in what its parameters and inputs promote to. The last
@@ -70,26 +77,29 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
             and `fp16`.
         auto_cast: Whether the first layer gets floating-point inputs in `compute_dtype` too; side
             inputs stay. An engine sets it from the config's `fp16.auto_cast`.
-        sharding_rules: What logical names in partition metadata and logical constraints stand for, in Flax's format:
-            pairs of a name and a mesh axis, a tuple of axes or None, such as `(("mlp", "model"), ("embed", None))`;
-            the first that fits wins. The axes `stage` and `data` count as None: over these the pipeline places weights
-            and samples itself.
-        trainable: What an engine trains; None: all parameters. A pattern or a list of them, found by `re.search` in
-            paths such as `layers/3_Block/mlp/kernel`; a predicate of such a path; or a tree of booleans, each for all
-            below it. The others are frozen, as by DeepSpeed users' `requires_grad = False`: they are kept in the dtype
-            that layers compute in, without gradients, masters and optimiser state, and count in no norm.
+        sharding_rules: What logical names in partition metadata and logical constraints stand for,
+            in Flax's format: pairs of a name and a mesh axis, a tuple of axes or None, such as
+            `(("mlp", "model"), ("embed", None))`; the first that fits wins. The axes `stage` and
+            `data` count as None: over these the pipeline places weights and samples itself.
+        trainable: What an engine trains; None: all parameters. A pattern or a list of them, found
+            by `re.search` in paths such as `layers/3_Block/mlp/kernel`; a predicate of such a path;
+            or a tree of booleans, each for all below it. The others are frozen, as by DeepSpeed
+            users' `requires_grad = False`: they are kept in the dtype that layers compute in,
+            without gradients, masters and optimiser state, and count in no norm.
 
     Raises:
-        LayerError: An entry of `layers` cannot be a layer, a function given is not callable, `checkpointable_layers`
-            names no layer, or `sharding_rules` or `trainable` are of another form.
+        LayerError: An entry of `layers` cannot be a layer, a function given is not callable,
+            `checkpointable_layers` names no layer, or `sharding_rules` or `trainable` are of
+            another form.
         TopologyError: Neither `num_stages` nor `topology` is given, or they disagree.
-        PartitionError: There are more stages than layers, the partition method cannot cut them, or the interval is
-            negative.
+        PartitionError: There are more stages than layers, the partition method cannot cut them, or
+            the interval is negative.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp
         >>> from jaxpipe.layers import LayerSpec
-        >>> model = PipelineModule([LayerSpec(nn.Dense, 8), jnp.tanh, LayerSpec(nn.Dense, 2)], num_stages=2)
+        >>> layers = [LayerSpec(nn.Dense, 8), jnp.tanh, LayerSpec(nn.Dense, 2)]
+        >>> model = PipelineModule(layers, num_stages=2)
         >>> params = model.init(jax.random.key(0), jnp.ones((4, 3)))
         >>> sorted(params["layers"])
         ['0_Dense', '2_Dense']
@@ -97,8 +107,8 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         (4, 2)
 
     Reference:
-        DeepSpeed's `deepspeed.pipe.PipelineModule`. Unlike there, initial weights do not depend on the number of
-        stages, and no stage builds another's layers.
+        DeepSpeed's `deepspeed.pipe.PipelineModule`. Unlike there, initial weights do not depend on
+        the number of stages, and no stage builds another's layers.
     """
 
     def __init__(  # noqa: PLR0913  # DeepSpeed's arguments
@@ -123,8 +133,8 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
     ) -> None:
         if as_flag(dynamic_shape) is None:
             raise LayerError(
-                f"dynamic_shape must be True or False, but got dynamic_shape={dynamic_shape!r}. Leave it out: shapes "
-                "may always change from one batch to the next."
+                f"dynamic_shape must be True or False, but got dynamic_shape={dynamic_shape!r}. "
+                "Leave it out: shapes may always change from one batch to the next."
             )
         self.layers = as_layers(layers)
         self.num_stages = checked_stages(num_stages, topology)
@@ -181,8 +191,8 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         unknown = sorted(set(changes) - set(known))
         if unknown:
             raise LayerError(
-                f"replace must be given settings of a PipelineModule, but got {unknown[0]}={changes[unknown[0]]!r}. "
-                f"Use {', '.join(known)}."
+                "replace must be given settings of a PipelineModule, but got "
+                f"{unknown[0]}={changes[unknown[0]]!r}. Use {', '.join(known)}."
             )
         other = copy.copy(self)
         other._use(replace(self._settings, **changes))
@@ -206,8 +216,9 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         elif self.num_stages > len(self.layers):
             names = ", ".join(named.name for named in self.layers)
             raise PartitionError(
-                f"num_stages must not exceed the number of layers, but got num_stages={self.num_stages} for "
-                f"{len(self.layers)} layers: {names}. Ask for fewer stages, or cut the model into more layers."
+                "num_stages must not exceed the number of layers, but got "
+                f"num_stages={self.num_stages} for {len(self.layers)} layers: {names}. Ask for "
+                "fewer stages, or cut the model into more layers."
             )
 
     def num_pipeline_stages(self) -> int:
@@ -215,10 +226,15 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         return self.num_stages
 
     def topology(self) -> ProcessTopology:
-        """The topology given, or that of all visible devices: `pipe` stages times as many replicas as fit."""
+        """The topology given, or that of all visible devices.
+
+        `pipe` stages times as many replicas as fit.
+        """
         if self._topology is not None:
             return self._topology
-        return PipeDataParallelTopology(self.num_stages, max(1, jax.device_count() // self.num_stages))
+        return PipeDataParallelTopology(
+            self.num_stages, max(1, jax.device_count() // self.num_stages)
+        )
 
     def partition(
         self,
@@ -232,16 +248,19 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
 
         Args:
             trace: The model's shapes.
-            num_parts: Number of parts to cut into, `num_stages * num_chunks` for a schedule with several chunks on
-                each stage. None: one part a stage, or as many as `partition_method` makes where it is boundaries.
+            num_parts: Number of parts to cut into, `num_stages * num_chunks` for a schedule with
+                several chunks on each stage. None: one part a stage, or as many as
+                `partition_method` makes where it is boundaries.
             profile: Costs of the layers, which `"best"` and `"profile"` need.
-            signatures: Per layer a value that is equal for alike layers; None finds them where the method asks for it.
+            signatures: Per layer a value that is equal for alike layers; None finds them where the
+                method asks for it.
 
         Returns:
             `num_parts + 1` layer indices: part p holds the layers `[parts[p], parts[p + 1])`.
 
         Raises:
-            PartitionError: The method cannot cut these layers, or `num_parts` is no multiple of `num_stages`.
+            PartitionError: The method cannot cut these layers, or `num_parts` is no multiple of
+                `num_stages`.
         """
         return self._partition(trace, num_parts, profile, signatures)
 
@@ -257,7 +276,10 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         """
         other = copy.copy(self)
         other._parts, other._part_stages = tuple(parts), None if stages is None else tuple(stages)
-        other._num_params = trace.num_params(), sum(math.prod(x.shape) for x in jax.tree.leaves(trace.tree()))
+        other._num_params = (
+            trace.num_params(),
+            sum(math.prod(x.shape) for x in jax.tree.leaves(trace.tree())),
+        )
         return other
 
     @property
@@ -265,7 +287,8 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         """Boundaries of the stages, or of their chunks, as layer indices.
 
         Raises:
-            PartitionError: The method needs shapes or times, and this is not the module of an engine that has them.
+            PartitionError: The method needs shapes or times, and this is not the module of an
+                engine that has them.
         """
         if self._parts is None:
             method = self.partition_method
@@ -273,8 +296,9 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
             what = "needs costs and none are known" if has_costs else "needs the model's shapes"
             alone = "Ask" if has_costs else "Call partition(trace(inputs)), or ask"
             raise PartitionError(
-                f"parts must be asked for where the shapes are known, but partition_method={method!r} "
-                f"{what}. {alone} engine.module of an engine that has seen a batch or an example of one."
+                "parts must be asked for where the shapes are known, but "
+                f"partition_method={method!r} {what}. {alone} engine.module of an engine that has "
+                "seen a batch or an example of one."
             )
         return self._parts
 
@@ -294,7 +318,8 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         """
         if not 0 <= layer_idx < len(self.layers):
             raise PartitionError(
-                f"layer_idx must be in [0, {len(self.layers)}), but got layer_idx={layer_idx}. Layers count from 0."
+                f"layer_idx must be in [0, {len(self.layers)}), but got layer_idx={layer_idx}. "
+                "Layers count from 0."
             )
         part = bisect_right(self.parts, layer_idx) - 1
         return part % self.num_stages if self._part_stages is None else self._part_stages[part]
@@ -329,7 +354,12 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         signatures: Sequence[Hashable] | None = None,
     ) -> tuple[int, ...]:
         method, is_cut = self.partition_method, (num_parts or self.num_stages) > 1
-        if signatures is None and trace is not None and is_method(method, "best", "trunk") and is_cut:
+        if (
+            signatures is None
+            and trace is not None
+            and is_method(method, "best", "trunk")
+            and is_cut
+        ):
             signatures = layer_signatures(self.layers, trace, self.compute_dtype)
         return partition_layers(
             method,

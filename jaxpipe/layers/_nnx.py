@@ -1,4 +1,7 @@
-"""Flax NNX modules as layers: the structure is made abstractly, the variables on the stage that owns them."""
+"""Flax NNX modules as layers.
+
+The structure is made abstractly, the variables on the stage that owns them.
+"""
 
 import functools
 import inspect
@@ -34,11 +37,17 @@ from ._spec import LayerSpec
 
 
 class AuxLoss(nnx.Intermediate[Any]):
-    """Term that a module adds to the loss: `self.sow(AuxLoss, "balance", value)` in its call, a scalar."""
+    """Term that a module adds to the loss.
+
+    `self.sow(AuxLoss, "balance", value)` in its call, a scalar.
+    """
 
 
 class Metric(nnx.Intermediate[Any]):
-    """Value that a module reports without adding it to the loss: `self.sow(Metric, "entropy", value)`, a scalar."""
+    """Value that a module reports without adding it to the loss.
+
+    `self.sow(Metric, "entropy", value)`, a scalar.
+    """
 
 
 _KINDS = (nnx.Param, nnx.RngState, ...)
@@ -60,16 +69,23 @@ class NNXLayer(Layer):
         flags = {**TRAIN_FLAGS, **spec.train_flags}
         self._cls: Any = spec.typename
         parameters = inspect.signature(self._cls.__init__).parameters
-        self._takes_rngs = "rngs" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        self._takes_rngs = "rngs" in parameters or any(
+            p.kind is p.VAR_KEYWORD for p in parameters.values()
+        )
         self._call = call_of(self._cls) if forward_fn is None else forward_fn
         self._flags = flags
         self._writes_nothing = {True: False, False: False}
         """By whether it is training: whether a call was seen to write no parameter."""
         self.arguments = CallArguments(self._call, 2, f"layer {self.class_name}", flags)
         try:
-            on_mesh(one_device_mesh(()), lambda: self._structure)  # where a class may ask for the axis of the replicas
+            # There a class may ask for the axis of the replicas.
+            on_mesh(one_device_mesh(()), lambda: self._structure)
         except NameError as error:
-            raise (axis_fault(f"layer {self.class_name}", error, ()) if is_unbound_axis(error) else error) from error
+            raise (
+                axis_fault(f"layer {self.class_name}", error, ())
+                if is_unbound_axis(error)
+                else error
+            ) from error
         arguments = (spec.module_args, tuple(spec.module_kwargs.items()))
         made_by = identity_of(spec.typename, *arguments, forward_fn, tuple(flags.items()))
         self.identity = made_by, equal_or_same(self._structure[0])
@@ -90,12 +106,22 @@ class NNXLayer(Layer):
         return bool(_holders(self.module, name)) or super().takes_flag(name)
 
     def init(
-        self, key: jax.Array, inputs: PyTree, *, side: Mapping[str, PyTree], given: PyTree | None = None
+        self,
+        key: jax.Array,
+        inputs: PyTree,
+        *,
+        side: Mapping[str, PyTree],
+        given: PyTree | None = None,
     ) -> tuple[PyTree, dict[str, Any], dict[str, Any]]:
-        """See `Layer.init`; a module makes all its parameters itself, whichever of them are given."""
+        """See `Layer.init`; a module makes all its parameters itself, whichever are given."""
         _, params, _, rest = nnx.split(self._build(key), *_KINDS)
         outputs, _, _ = self.apply(
-            _to_tree(params), _collections(_to_tree(rest)), inputs, rngs=None, train=False, side=side
+            _to_tree(params),
+            _collections(_to_tree(rest)),
+            inputs,
+            rngs=None,
+            train=False,
+            side=side,
         )
         return outputs, _to_boxes(params), _collections(_to_boxes(rest))
 
@@ -117,8 +143,8 @@ class NNXLayer(Layer):
         graph, params_like, streams_like, rest_like = self._structure
         if train and rngs is None and jax.tree.leaves(streams_like):
             raise LayerError(
-                f"layer {self.class_name} must get a key in training, since it holds random streams, but got key=None. "
-                "Pass apply(..., train=True, key=key)."
+                f"layer {self.class_name} must get a key in training, since it holds random "
+                "streams, but got key=None. Pass apply(..., train=True, key=key)."
             )
         key = jax.random.key(0) if rngs is None else rngs["params"]
 
@@ -138,18 +164,28 @@ class NNXLayer(Layer):
             streams = nnx.Rngs(rngs["dropout"]) if rngs is not None and "dropout" in rngs else None
             args, kwargs = self.arguments.select(rngs=streams, train=train, side=side)
             # Not the class's function, if the module was wrapped in another.
-            call = (lambda module, *args, **kwargs: module(*args, **kwargs)) if self.forward_fn is None else self._call
+            call = (
+                (lambda module, *args, **kwargs: module(*args, **kwargs))
+                if self.forward_fn is None
+                else self._call
+            )
             run = nnx.capture(lambda module: call(module, inputs, *args, **kwargs), AuxLoss, Metric)
             results = cast("tuple[Any, nnx.State[Any, Any], nnx.State[Any, Any]]", run(module))
             return results, module, before, _by_name(nnx.state(module, nnx.Param))
 
         (outputs, losses, metrics), module, before, after = call(params)
         if not self._writes_nothing[train]:
-            self._check_written(before, after, lambda: jax.make_jaxpr(lambda params: call(params)[2:])(params))
+            self._check_written(
+                before, after, lambda: jax.make_jaxpr(lambda params: call(params)[2:])(params)
+            )
             self._writes_nothing[train] = True
         _, _, _, rest = nnx.split(module, *_KINDS)
         reported = {"losses": _to_tree(losses), "metrics": _to_tree(metrics)} if train else {}
-        aux = {name: named_scalars(self.class_name, tree) for name, tree in reported.items() if jax.tree.leaves(tree)}
+        aux = {
+            name: named_scalars(self.class_name, tree)
+            for name, tree in reported.items()
+            if jax.tree.leaves(tree)
+        }
         return outputs, _collections(_to_tree(rest)), aux
 
     def _check_written(
@@ -158,24 +194,30 @@ class NNXLayer(Layer):
         """Refuse a call that leaves other parameters than it was given: no step would keep them."""
         written = [name for name, value in after.items() if value is not before.get(name)]
         if written and before.keys() == after.keys():
-            # A transformation such as nnx.jit gives all variables new values, which may be the old ones.
+            # A transformation such as nnx.jit gives all variables new values, which may be the old
+            # ones.
             program = trace()
             numbers = value_numbers(program, range(len(program.jaxpr.invars)))
             changes = map(operator.ne, numbers[: len(before)], numbers[len(before) :])
             written = list(itertools.compress(sorted(before), changes))
         if written:
             raise LayerError(
-                f"layer {self.class_name} must leave its parameters to the optimizer, but got a call that writes "
-                f"{written[0]!r}. Compute with the new value without assigning it, or make it an nnx.Variable of "
-                "another type than nnx.Param, which is kept from call to call."
+                f"layer {self.class_name} must leave its parameters to the optimizer, but got a "
+                f"call that writes {written[0]!r}. Compute with the new value without assigning "
+                "it, or make it an nnx.Variable of another type than nnx.Param, which is kept from "
+                "call to call."
             )
 
     @functools.cached_property
-    def _structure(self) -> tuple[Any, nnx.State[Any, Any], nnx.State[Any, Any], nnx.State[Any, Any]]:
+    def _structure(
+        self,
+    ) -> tuple[Any, nnx.State[Any, Any], nnx.State[Any, Any], nnx.State[Any, Any]]:
         """The module without values: its graph, parameters, random streams and the rest."""
         # Split inside the trace: of containers NNX takes along arrays, not their shapes.
         made = jax.eval_shape(lambda key: nnx.split(self._build(key), *_KINDS), jax.random.key(0))
-        return cast("tuple[Any, nnx.State[Any, Any], nnx.State[Any, Any], nnx.State[Any, Any]]", made)
+        return cast(
+            "tuple[Any, nnx.State[Any, Any], nnx.State[Any, Any], nnx.State[Any, Any]]", made
+        )
 
     def _build(self, key: jax.Array) -> Any:
         with nnx.use_eager_sharding(False):
@@ -187,17 +229,19 @@ class NNXLayer(Layer):
             name = ".".join(map(str, path))
             if isinstance(node, Tracer):
                 raise LayerError(
-                    f"layer {self.class_name} must keep its arrays in nnx.Variable objects, but got a plain array as "
-                    f"{self.class_name}.{name}. Make it an nnx.Param if it is trained, else compute it in the call."
+                    f"layer {self.class_name} must keep its arrays in nnx.Variable objects, but "
+                    f"got a plain array as {self.class_name}.{name}. Make it an nnx.Param if it is "
+                    "trained, else compute it in the call."
                 )
             is_param = isinstance(node, nnx.Param)
             value = node.get_value() if isinstance(node, nnx.Variable) else 0.0
             is_one = hasattr(value, "dtype") or isinstance(value, (bool, int, float, complex))
             if not is_one and (is_param or isinstance(value, (Mapping, list, tuple))):
                 raise LayerError(
-                    f"{'parameter' if is_param else 'variable'} {name!r} of layer {self.class_name} must be one array, "
-                    f"but got a {type(value).__name__}: {value!r:.60}. Make a {type(node).__name__} of each array, "
-                    "and keep what is no number in a plain attribute."
+                    f"{'parameter' if is_param else 'variable'} {name!r} of layer "
+                    f"{self.class_name} must be one array, but got a {type(value).__name__}: "
+                    f"{value!r:.60}. Make a {type(node).__name__} of each array, and keep what is "
+                    "no number in a plain attribute."
                 )
         return module
 
@@ -209,23 +253,28 @@ def _holders(module: Any, name: str) -> list[nnx.Module]:
     """
     nodes = [node for _, node in nnx.iter_modules(module)]
     values = [vars(node).get(name, getattr(type(node), name, ...)) for node in nodes]
-    return [node for node, value in zip(nodes, values, strict=True) if value is None or isinstance(value, bool)]
+    return [
+        node
+        for node, value in zip(nodes, values, strict=True)
+        if value is None or isinstance(value, bool)
+    ]
 
 
 def _check_spec(spec: LayerSpec) -> None:
     name, kwargs = getattr(spec.typename, "__name__", "Module"), spec.module_kwargs
     if "rngs" in kwargs:
         raise LayerError(
-            f"LayerSpec({name}, ...) must leave rngs to the pipeline, but got rngs={type(kwargs['rngs']).__name__}. "
-            "Leave it out: each layer is built with a key of its own."
+            f"LayerSpec({name}, ...) must leave rngs to the pipeline, but got "
+            f"rngs={type(kwargs['rngs']).__name__}. Leave it out: each layer is built with a key "
+            "of its own."
         )
     arguments = (*spec.module_args, *kwargs.values())
     leaves = jax.tree.leaves(arguments, is_leaf=lambda x: isinstance(x, nnx.Module))
     built = [leaf for leaf in leaves if isinstance(leaf, nnx.Module)]
     if built:
         raise LayerError(
-            f"LayerSpec({name}, ...) must be given no built NNX module, but got a {type(built[0]).__name__} among its "
-            "arguments. Build it inside the class, from rngs."
+            f"LayerSpec({name}, ...) must be given no built NNX module, but got a "
+            f"{type(built[0]).__name__} among its arguments. Build it inside the class, from rngs."
         )
 
 
@@ -263,7 +312,11 @@ def _fill(state: nnx.State[Any, Any], tree: PyTree) -> nnx.State[Any, Any]:
     """The state with its values taken from a tree that `_to_tree` could have made of it."""
 
     def restore(like: Any, node: Any) -> Any:
-        return {k: restore(v, node[str(k)]) for k, v in like.items()} if isinstance(like, dict) else node
+        return (
+            {k: restore(v, node[str(k)]) for k, v in like.items()}
+            if isinstance(like, dict)
+            else node
+        )
 
     filled = jax.tree.map(lambda leaf: leaf, state)
     nnx.replace_by_pure_dict(filled, restore(nnx.to_pure_dict(state), tree))
@@ -276,8 +329,12 @@ def _fresh_streams(state: nnx.State[Any, Any], key: jax.Array) -> PyTree:
     is_key = [jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves]
     # Streams that were split, for a scan or a vmap inside the module, are arrays of keys.
     keys = [
-        jax.random.split(jax.random.fold_in(key, i), leaf.shape) if leaf.shape else jax.random.fold_in(key, i)
+        jax.random.split(jax.random.fold_in(key, i), leaf.shape)
+        if leaf.shape
+        else jax.random.fold_in(key, i)
         for i, leaf in enumerate(leaves)
     ]
     counts = [jax.numpy.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
-    return jax.tree.unflatten(treedef, [k if is_k else c for k, c, is_k in zip(keys, counts, is_key, strict=True)])
+    return jax.tree.unflatten(
+        treedef, [k if is_k else c for k, c, is_k in zip(keys, counts, is_key, strict=True)]
+    )

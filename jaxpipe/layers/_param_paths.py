@@ -32,11 +32,13 @@ class ParamPaths:
             if not any(path[: len(wanted)] == wanted for path in local):
                 known = ", ".join(".".join(path) for path in local) or "none"
                 raise LayerError(
-                    f"tied_weight_attr must name a parameter of layer {named.name}, but got {attr!r}. "
-                    f"Name one of its parameters: {known}."
+                    f"tied_weight_attr must name a parameter of layer {named.name}, but got "
+                    f"{attr!r}. Name one of its parameters: {known}."
                 )
         tied, untied = ("tied", str(named.tied_key)), ("layers", named.name)
-        self.paths: dict[Path, Path] = {path: (*(tied if named.shares(path) else untied), *path) for path in local}
+        self.paths: dict[Path, Path] = {
+            path: (*(tied if named.shares(path) else untied), *path) for path in local
+        }
 
 
 def layer_view(named: NamedLayer, tree: Mapping[str, Any]) -> PyTree:
@@ -49,12 +51,18 @@ def layer_view(named: NamedLayer, tree: Mapping[str, Any]) -> PyTree:
         return unshared
     shared = flatten_dict(tree.get("tied", {}).get(named.tied_key, {}))
     return unflatten_dict(
-        {**flatten_dict(unshared), **{path: leaf for path, leaf in shared.items() if named.shares(path)}}
+        {
+            **flatten_dict(unshared),
+            **{path: leaf for path, leaf in shared.items() if named.shares(path)},
+        }
     )
 
 
 def merge_layers(all_paths: Sequence[ParamPaths], all_params: Sequence[PyTree]) -> PyTree:
-    """One tree from the parameters of single layers; where layers share, the first one's values stand."""
+    """One tree from the parameters of single layers.
+
+    Where layers share, the first one's values stand.
+    """
     flat: dict[Path, Any] = {}
     for paths, params in zip(all_paths, all_params, strict=True):
         leaves = flatten_dict(params)

@@ -37,8 +37,8 @@ STANDARD_ARGUMENTS = (*TRAIN_FLAGS, "rngs")
 class Layer(abc.ABC):
     """One step of the sequential model, of whatever kind the user wrote it in.
 
-    Variables come in two parts: `params` (what an optimiser updates) and `collections` (state that the layer itself
-    changes, such as batch statistics), both nested dictionaries with string keys.
+    Variables come in two parts: `params` (what an optimiser updates) and `collections` (state that
+    the layer itself changes, such as batch statistics), both nested dictionaries with string keys.
     """
 
     class_name: str
@@ -49,7 +49,7 @@ class Layer(abc.ABC):
 
     @property
     def holds_streams(self) -> bool:
-        """True if it holds random streams of its own, for which it makes keys where it is given none."""
+        """True if it holds random streams of its own, and makes keys for those it is not given."""
         return False
 
     def takes_flag(self, name: str) -> bool:
@@ -64,7 +64,12 @@ class Layer(abc.ABC):
 
     @abc.abstractmethod
     def init(
-        self, key: jax.Array, inputs: PyTree, *, side: Mapping[str, PyTree], given: PyTree | None = None
+        self,
+        key: jax.Array,
+        inputs: PyTree,
+        *,
+        side: Mapping[str, PyTree],
+        given: PyTree | None = None,
     ) -> tuple[PyTree, dict[str, Any], dict[str, Any]]:
         """Make the variables.
 
@@ -75,8 +80,8 @@ class Layer(abc.ABC):
             given: Parameters that another layer of the same tied key has made already.
 
         Returns:
-            `(outputs, params, collections)`; variables may be in boxes of `flax.core.meta` that hold their partition
-            metadata.
+            `(outputs, params, collections)`; variables may be in boxes of `flax.core.meta` that
+            hold their partition metadata.
         """
 
     @abc.abstractmethod
@@ -96,14 +101,15 @@ class Layer(abc.ABC):
             params: As made by `init`.
             collections: As made by `init`.
             inputs: What the layer before hands over.
-            rngs: Random keys by stream, from `layer_rngs`; None where nothing random may happen. With `"params"`
-                alone, the streams that a layer holds are keyed from it, and its call gets no keys.
+            rngs: Random keys by stream, from `layer_rngs`; None where nothing random may happen.
+                With `"params"` alone, the streams that a layer holds are keyed from it, and its
+                call gets no keys.
             train: Whether this is training.
             side: Side inputs by name.
 
         Returns:
-            `(outputs, collections, aux)`: the collections after the call, and what the layer reports, at most
-            `{"losses": {name: scalar}, "metrics": {name: scalar}}`.
+            `(outputs, collections, aux)`: the collections after the call, and what the layer
+            reports, at most `{"losses": {name: scalar}, "metrics": {name: scalar}}`.
         """
 
 
@@ -119,15 +125,18 @@ def named_scalars(label: str, tree: PyTree) -> dict[str, jax.Array]:
         for value in values if isinstance(values, tuple) else (values,):
             if jnp.shape(value) != ():
                 raise LayerError(
-                    f"layer {label} must report scalars, but got {name} of shape {list(jnp.shape(value))}. "
-                    "Report its mean."
+                    f"layer {label} must report scalars, but got {name} of shape "
+                    f"{list(jnp.shape(value))}. Report its mean."
                 )
             found[name] = found.get(name, 0.0) + jnp.asarray(value, jnp.float32)
     return found
 
 
 def layer_rngs(key: jax.Array | None) -> Rngs | None:
-    """Split a layer's key into the streams that layers ask for; a Linen layer derives any other from `"params"`."""
+    """Split a layer's key into the streams that layers ask for.
+
+    A Linen layer derives any other from `"params"`.
+    """
     if key is None:
         return None
     return {"params": jax.random.fold_in(key, 0), "dropout": jax.random.fold_in(key, 1)}
@@ -141,8 +150,8 @@ def flag_values(flags: Mapping[str, bool], *, train: bool) -> dict[str, Any]:
 def identity_of(*parts: Any) -> Hashable:
     """Key that tells layers apart without tracing them.
 
-    Not by `==` and `repr`, which need not show every attribute: what cannot change counts as equal where all its
-    contents are, anything else where it is the same object.
+    Not by `==` and `repr`, which need not show every attribute: what cannot change counts as equal
+    where all its contents are, anything else where it is the same object.
     """
     return tuple(map(_identity, parts))
 
@@ -156,7 +165,9 @@ def _identity(value: Any) -> Hashable:
         return FrozenDict, identity_of(*value.items())
     is_frozen = getattr(getattr(type(value), "__dataclass_params__", None), "frozen", False)
     if isinstance(value, nn.Module) or (is_frozen and not hasattr(value, "__dict__")):
-        attributes = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+        attributes = {
+            field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)
+        }
     elif is_frozen:
         attributes = vars(value)
     else:
@@ -165,7 +176,9 @@ def _identity(value: Any) -> Hashable:
 
 
 def equal_or_same(structure: Hashable) -> Hashable:
-    """The structure of a built module as a part of its key; by identity where an attribute has no hash.
+    """The structure of a built module as a part of its key.
+
+    By identity where an attribute has no hash.
 
     Layers of the same arguments may differ in it: a constructor may count the layers.
     """
@@ -182,13 +195,13 @@ def call_of(cls: type) -> Callable[..., Any]:
         if "__call__" in vars(base):
             return cls.__call__
     raise LayerError(
-        f"a layer's class must have a method __call__(self, inputs), but got {cls.__name__}, which has none. "
-        "Define it, or give LayerSpec a forward_fn that calls another method."
+        f"a layer's class must have a method __call__(self, inputs), but got {cls.__name__}, which "
+        "has none. Define it, or give LayerSpec a forward_fn that calls another method."
     )
 
 
-# Flax's norms call `mask` what they average over. A side input of that name is a mask of attention or of the loss, and
-# gives NaN in a norm wherever it hides all features of a position.
+# Flax's norms call `mask` what they average over. A side input of that name is a mask of attention
+# or of the loss, and gives NaN in a norm wherever it hides all features of a position.
 _NORMS = ("flax.linen.normalization", "flax.nnx.nn.normalization")
 
 
@@ -238,7 +251,11 @@ class CallArguments:
     def open_switches(self, side: Collection[str]) -> dict[str, bool]:
         """The boolean arguments that nothing sets, with their defaults."""
         known = {*self._flags, *self._skip, *self._fixed, *side}
-        return {p.name: p.default for p in self._parameters if isinstance(p.default, bool) and p.name not in known}
+        return {
+            p.name: p.default
+            for p in self._parameters
+            if isinstance(p.default, bool) and p.name not in known
+        }
 
     def fix(self, name: str, value: bool) -> "CallArguments":
         """The same with an argument that has one value from now on."""
@@ -246,7 +263,9 @@ class CallArguments:
         changed._fixed = {**self._fixed, name: value}
         return changed
 
-    def select(self, *, rngs: Any, train: bool, side: Mapping[str, PyTree]) -> tuple[list[Any], dict[str, Any]]:
+    def select(
+        self, *, rngs: Any, train: bool, side: Mapping[str, PyTree]
+    ) -> tuple[list[Any], dict[str, Any]]:
         """Pick what the signature names: further positional arguments, and keyword arguments.
 
         Raises LayerError for a parameter without default that is neither a standard argument nor a
@@ -273,7 +292,8 @@ class CallArguments:
 
     def _missing(self, name: str, side: Mapping[str, PyTree]) -> LayerError:
         return LayerError(
-            f"{self._label} must find its argument {name!r} among the side inputs, but got side={sorted(side)}. "
-            f"Give the batch a third entry {{{name!r}: array}}, or the argument a default; if it says whether this is "
-            f"training, write LayerSpec(...).train_flag({name!r})."
+            f"{self._label} must find its argument {name!r} among the side inputs, but got "
+            f"side={sorted(side)}. Give the batch a third entry {{{name!r}: array}}, or the "
+            "argument a default; if it says whether this is training, write "
+            f"LayerSpec(...).train_flag({name!r})."
         )

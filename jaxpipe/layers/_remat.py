@@ -1,4 +1,7 @@
-"""Recompute: groups of layers, and single marked layers, whose inner activations are not kept for the backward."""
+"""Recompute.
+
+Groups of layers, and single marked layers, whose inner activations are not kept for the backward.
+"""
 
 import functools
 import inspect
@@ -71,17 +74,27 @@ class _Policy:
         return hash(self._key)
 
     def __repr__(self) -> str:
-        return getattr(self._function, "__qualname__", repr(self._function)).partition(".<locals>")[0]
+        return getattr(self._function, "__qualname__", repr(self._function)).partition(".<locals>")[
+            0
+        ]
 
 
 def _content_key(value: Any) -> Hashable:
     if isinstance(value, types.FunctionType):
         closure = tuple(_content_key(cell.cell_contents) for cell in value.__closure__ or ())
-        defaults = (_content_key(value.__defaults__ or ()), _content_key(value.__kwdefaults__ or {}))
+        defaults = (
+            _content_key(value.__defaults__ or ()),
+            _content_key(value.__kwdefaults__ or {}),
+        )
         # The globals too: the same code in two modules may read other values by one name.
         return value.__code__, closure, defaults, id(value.__globals__)
     if isinstance(value, functools.partial):
-        return functools.partial, _content_key(value.func), _content_key(value.args), _content_key(value.keywords)
+        return (
+            functools.partial,
+            _content_key(value.func),
+            _content_key(value.args),
+            _content_key(value.keywords),
+        )
     if isinstance(value, (set, frozenset)):
         return type(value), frozenset(map(_content_key, value))
     if isinstance(value, (tuple, list)):
@@ -120,7 +133,12 @@ class _RematLayer(Layer):
         return _RematLayer(self._layer.with_argument(name, value), self._mark)
 
     def init(
-        self, key: jax.Array, inputs: PyTree, *, side: Mapping[str, PyTree], given: PyTree | None = None
+        self,
+        key: jax.Array,
+        inputs: PyTree,
+        *,
+        side: Mapping[str, PyTree],
+        given: PyTree | None = None,
     ) -> tuple[PyTree, dict[str, Any], dict[str, Any]]:
         return self._layer.init(key, inputs, side=side, given=given)
 
@@ -134,12 +152,17 @@ class _RematLayer(Layer):
         train: bool,
         side: Mapping[str, PyTree],
     ) -> Applied:
-        call = functools.partial(self._layer.apply, params, collections, rngs=rngs, train=train, side=side)
+        call = functools.partial(
+            self._layer.apply, params, collections, rngs=rngs, train=train, side=side
+        )
         return self._mark.call(lambda x: call(x), inputs) if train else call(inputs)
 
 
 def group_layers(items: Sequence[T], interval: int) -> list[Sequence[T]]:
-    """Cut a run of layers into groups of `interval` consecutive ones; one group of all where it is 0."""
+    """Cut a run of layers into groups of `interval` consecutive ones.
+
+    One group of all where it is 0.
+    """
     if interval == 0:
         return [items] if items else []
     return [items[i : i + interval] for i in range(0, len(items), interval)]
@@ -208,5 +231,7 @@ def _calls_at_once(remat: Callable[..., Any]) -> bool:
     except (TypeError, ValueError):
         return False
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    required = [p for p in parameters if p.kind in positional and p.default is inspect.Parameter.empty]
+    required = [
+        p for p in parameters if p.kind in positional and p.default is inspect.Parameter.empty
+    ]
     return len(required) > 1 or any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters)

@@ -15,9 +15,14 @@ from ._sharding import Rules, rules_in_force
 from ._structs import as_arrays
 
 Extras = tuple[tuple[PyTree, PyTree], ...]
-"""Per layer its collections after the call, and what it reported: `{"losses": {...}, "metrics": {...}}`."""
+"""Per layer its collections after the call, and what it reported.
 
-Runner = Callable[[PyTree, jax.Array | None, Mapping[str, PyTree], Sequence[PyTree]], tuple[PyTree, Extras]]
+`{"losses": {...}, "metrics": {...}}`.
+"""
+
+Runner = Callable[
+    [PyTree, jax.Array | None, Mapping[str, PyTree], Sequence[PyTree]], tuple[PyTree, Extras]
+]
 """A function of `(inputs, key, side, collections of each layer)`, giving `(outputs, extras)`."""
 
 
@@ -42,21 +47,39 @@ def compose_layers(  # noqa: PLR0913  # one setting each
     """
 
     def run(
-        inputs: PyTree, key: jax.Array | None, side: Mapping[str, PyTree], collections: Sequence[PyTree]
+        inputs: PyTree,
+        key: jax.Array | None,
+        side: Mapping[str, PyTree],
+        collections: Sequence[PyTree],
     ) -> tuple[PyTree, Extras]:
         def call(
-            named: NamedLayer, label: str, view: PyTree, collections: PyTree, carried: tuple[PyTree, Extras]
+            named: NamedLayer,
+            label: str,
+            view: PyTree,
+            collections: PyTree,
+            carried: tuple[PyTree, Extras],
         ) -> tuple[Any, ...]:
             x, extras = carried
             with jax.named_scope(label):
-                rngs = None if key is None else layer_rngs(jax.random.fold_in(key, named.index + offset))
-                outputs, collections, aux = named.layer.apply(view, collections, x, rngs=rngs, train=train, side=side)
+                rngs = (
+                    None
+                    if key is None
+                    else layer_rngs(jax.random.fold_in(key, named.index + offset))
+                )
+                outputs, collections, aux = named.layer.apply(
+                    view, collections, x, rngs=rngs, train=train, side=side
+                )
             return as_arrays(outputs), (*extras, (as_arrays(collections), aux))
 
         names = [named.name for named in layers] if labels is None else labels
-        calls = [functools.partial(call, *each) for each in zip(layers, names, views, collections, strict=True)]
+        calls = [
+            functools.partial(call, *each)
+            for each in zip(layers, names, views, collections, strict=True)
+        ]
         marked = [named.is_marked for named in layers]
-        may = [checkpointable is None or named.layer.class_name in checkpointable for named in layers]
+        may = [
+            checkpointable is None or named.layer.class_name in checkpointable for named in layers
+        ]
         with rules_in_force(rules):
             return chain(calls, interval if train else 0, remat, marked, may)((inputs, ()))
 

@@ -48,19 +48,23 @@ class SequentialModel:
     _warned: set[str]
 
     def trace(
-        self, inputs: PyTree, side: Mapping[str, PyTree] | None = None, mesh: AbstractMesh | None = None
+        self,
+        inputs: PyTree,
+        side: Mapping[str, PyTree] | None = None,
+        mesh: AbstractMesh | None = None,
     ) -> ModelTrace:
         """Shapes of all boundaries and parameters for inputs of these shapes; see `trace_layers`.
 
         Args:
             inputs: What the first layer gets on one replica, or its shapes and dtypes.
             side: Side inputs by name.
-            mesh: The mesh that the layers are to run on; None: one device, with the topology's automatic axes.
+            mesh: The mesh that the layers are to run on; None: one device, with the topology's
+                automatic axes.
 
         Raises:
             ConfigError: A flag of JAX is on under which traced programs cannot be read.
-            LayerError: Two neighbouring layers do not fit, a weight cannot be sharded as its metadata says, or
-                `trainable` matches no parameter or leaves none to train.
+            LayerError: Two neighbouring layers do not fit, a weight cannot be sharded as its
+                metadata says, or `trainable` matches no parameter or leaves none to train.
         """
         check_jax()
         trace = trace_layers(
@@ -74,7 +78,9 @@ class SequentialModel:
         )
         return dataclasses.replace(trace, frozen=frozen_paths(self.trainable, list(trace.owners())))
 
-    def init(self, key: jax.Array, inputs: PyTree, *, side: Mapping[str, PyTree] | None = None) -> PyTree:
+    def init(
+        self, key: jax.Array, inputs: PyTree, *, side: Mapping[str, PyTree] | None = None
+    ) -> PyTree:
         """Make the parameters of the whole model on the default device.
 
         Args:
@@ -94,7 +100,9 @@ class SequentialModel:
     def init_collections(
         self, key: jax.Array, inputs: PyTree, *, side: Mapping[str, PyTree] | None = None
     ) -> dict[str, PyTree]:
-        """Make what layers keep beside their parameters, such as batch statistics, as `init` makes those.
+        """Make what layers keep beside their parameters, such as batch statistics.
+
+        `init` makes the same.
 
         Returns:
             The collections of every layer that has any, by the layer's name.
@@ -105,7 +113,10 @@ class SequentialModel:
         trace = self.trace(inputs, side)
         holders = [named for named in self.layers if trace.collections[named.index]]
         keys = {named.index: self.layer_key(key, named.index) for named in holders}
-        return {named.name: self.init_layer(named.index, trace, keys[named.index])[1] for named in holders}
+        return {
+            named.name: self.init_layer(named.index, trace, keys[named.index])[1]
+            for named in holders
+        }
 
     def layer_key(self, key: jax.Array, index: int) -> jax.Array:
         """The key of a layer's initial values, from the model's.
@@ -113,7 +124,11 @@ class SequentialModel:
         Raises:
             LayerError: `seed_fn` makes no key.
         """
-        return seeded_key(self.seed_fn, self.base_seed + index) if self.seed_layers else jax.random.fold_in(key, index)
+        return (
+            seeded_key(self.seed_fn, self.base_seed + index)
+            if self.seed_layers
+            else jax.random.fold_in(key, index)
+        )
 
     def init_layer(self, index: int, trace: ModelTrace, key: jax.Array) -> tuple[PyTree, PyTree]:
         """Make one layer's parameters and collections, with the paths inside the layer; traceable.
@@ -143,16 +158,17 @@ class SequentialModel:
             params: The parameter tree that `init` returns.
             inputs: A microbatch.
             train: Whether layers behave as in training.
-            key: The microbatch's key, from which each layer's dropout is folded; `jaxpipe.microbatch_key` gives the
-                one an engine uses. None where nothing random may happen.
+            key: The microbatch's key, from which each layer's dropout is folded;
+                `jaxpipe.microbatch_key` gives the one an engine uses. None where nothing random may
+                happen.
             side: Side inputs by name.
 
         Returns:
             The last layer's output.
 
         Raises:
-            LayerError: Two neighbouring layers do not fit, parameters are missing, or a layer keeps collections; use
-                `call` for such a model.
+            LayerError: Two neighbouring layers do not fit, parameters are missing, or a layer keeps
+                collections; use `call` for such a model.
         """
         outputs, _, _ = self.call(params, {}, inputs, train=train, key=key, side=side)
         return outputs
@@ -173,16 +189,19 @@ class SequentialModel:
             params: The parameter tree that `init` returns.
             collections: What `init_collections` returns.
             inputs: A microbatch.
-            train: Whether layers behave as in training; only then do they change their collections and report.
+            train: Whether layers behave as in training; only then do they change their collections
+                and report.
             key: As for `apply`.
             side: Side inputs by name.
 
         Returns:
-            `(outputs, collections, aux)`: `aux["losses"]` and `aux["metrics"]` are the scalars that layers report,
-            named `layer/name`. The loss to minimise is `loss(outputs, labels)` plus all of `aux["losses"]`.
+            `(outputs, collections, aux)`: `aux["losses"]` and `aux["metrics"]` are the scalars that
+            layers report, named `layer/name`. The loss to minimise is `loss(outputs, labels)` plus
+            all of `aux["losses"]`.
 
         Raises:
-            LayerError: Two neighbouring layers do not fit, or parameters or collections are missing.
+            LayerError: Two neighbouring layers do not fit, or parameters or collections are
+                missing.
         """
         try:
             params = cast_floats(params, self.compute_dtype)
@@ -192,15 +211,21 @@ class SequentialModel:
 
             def run(views: Sequence[PyTree], *args: PyTree) -> tuple[PyTree, Extras]:
                 inputs, extra_inputs, by_layer = args
-                return self.run_layers(range(len(self.layers)), views, train=train)(inputs, key, extra_inputs, by_layer)
+                return self.run_layers(range(len(self.layers)), views, train=train)(
+                    inputs, key, extra_inputs, by_layer
+                )
 
-            outputs, extras = call_on_one(self.automatic_axes, run, views, inputs, extra_inputs, by_layer)
+            outputs, extras = call_on_one(
+                self.automatic_axes, run, views, inputs, extra_inputs, by_layer
+            )
         except JaxpipeError:
             raise
         except Exception:
             self._name_fault(params, collections, inputs, side)
             raise
-        updated = {named.name: new for named, (new, _) in zip(self.layers, extras, strict=True) if new}
+        updated = {
+            named.name: new for named, (new, _) in zip(self.layers, extras, strict=True) if new
+        }
         aux: dict[str, dict[str, jax.Array]] = {"losses": {}, "metrics": {}}
         for named, (_, reported) in zip(self.layers, extras, strict=True):
             for kind, values in reported.items():
@@ -208,22 +233,28 @@ class SequentialModel:
         return outputs, updated, aux
 
     def _name_fault(
-        self, params: PyTree, collections: Mapping[str, PyTree], inputs: PyTree, side: Mapping[str, PyTree] | None
+        self,
+        params: PyTree,
+        collections: Mapping[str, PyTree],
+        inputs: PyTree,
+        side: Mapping[str, PyTree] | None,
     ) -> None:
-        """Find by tracing what made a run fail, where it is a misfit of layers, parameters or collections."""
+        """Find what made a run fail, by tracing: layers, parameters or collections that misfit."""
         given, trace = flatten_dict(params), self.trace(inputs, side)
         missing = ["/".join(path) for path in flatten_dict(trace.tree()) if path not in given]
         if missing:
             raise LayerError(
-                f"params must hold every parameter of the model, but got none for {', '.join(missing)}. "
-                "Pass what init or an engine's module_state_dict() returns for this list of layers."
+                "params must hold every parameter of the model, but got none for "
+                f"{', '.join(missing)}. Pass what init or an engine's module_state_dict() returns "
+                "for this list of layers."
             )
         keepers = [named.name for named in self.layers if trace.collections[named.index]]
         absent = [name for name in keepers if name not in collections]
         if absent:
             raise LayerError(
-                f"collections must hold those of every layer that keeps any, but got none for {', '.join(absent)}. "
-                "Use call(params, collections, inputs), with what init_collections returns."
+                "collections must hold those of every layer that keeps any, but got none for "
+                f"{', '.join(absent)}. Use call(params, collections, inputs), with what "
+                "init_collections returns."
             )
 
     def cast_inputs(self, inputs: PyTree) -> PyTree:
@@ -243,18 +274,22 @@ class SequentialModel:
         offset: jax.Array | int = 0,
         labels: Sequence[str] | None = None,
     ) -> Runner:
-        """The composition of some layers, recomputed in groups as the module says; for the executor.
+        """The composition of some layers, recomputed in groups as the module says.
+
+        For the executor.
 
         Args:
             indices: The layers, in order.
             views: Their parameters, with the paths inside each layer.
             train: Whether layers behave as in training.
-            offset: Added to the indices wherever randomness is keyed by layer, so that one compiled program serves
-                alike layers of other stages.
-            labels: Names of the layers in profiles, where they stand for those of other stages too; None: their own.
+            offset: Added to the indices wherever randomness is keyed by layer, so that one compiled
+                program serves alike layers of other stages.
+            labels: Names of the layers in profiles, where they stand for those of other stages too;
+                None: their own.
 
         Returns:
-            A function of `(inputs, key, side, collections)`, giving `(outputs, extras)`; see `compose_layers`.
+            A function of `(inputs, key, side, collections)`, giving `(outputs, extras)`; see
+            `compose_layers`.
         """
         return compose_layers(
             [self.layers[i] for i in indices],
@@ -269,7 +304,9 @@ class SequentialModel:
         )
 
     def loss(self, outputs: PyTree, labels: PyTree) -> jax.Array:
-        """The loss of one microbatch: `loss_fn(outputs, labels)`, or the output itself without a `loss_fn`.
+        """The loss of one microbatch.
+
+        `loss_fn(outputs, labels)`, or the output itself without a `loss_fn`.
 
         Raises:
             LayerError: As for `loss_terms`.
@@ -283,8 +320,8 @@ class SequentialModel:
         In float32 where the model casts.
 
         Raises:
-            LayerError: It is neither a scalar, nor `(sum, weight)`, nor `(sum, weight, metrics)`; or `loss_fn` fails
-                with these outputs and labels.
+            LayerError: It is neither a scalar, nor `(sum, weight)`, nor `(sum, weight, metrics)`;
+                or `loss_fn` fails with these outputs and labels.
         """
         if self.compute_dtype is not None:
             outputs = cast_floats(outputs, "float32")
@@ -298,17 +335,20 @@ class SequentialModel:
             result = (
                 outputs
                 if loss_fn is None
-                else call_on_one(self.automatic_axes, functools.partial(ruled, loss_fn), outputs, labels)
+                else call_on_one(
+                    self.automatic_axes, functools.partial(ruled, loss_fn), outputs, labels
+                )
             )
         except (JaxpipeError, FloatingPointError):  # the latter is what jax_debug_nans looks for
             raise
         except Exception as error:
             if is_unbound_axis(error):
                 raise axis_fault("loss_fn", error, self.automatic_axes) from error
-            given = f"outputs {format_struct(struct_of(outputs))}, labels {format_struct(struct_of(labels))}"
-            failure = f"{type(error).__name__} while tracing loss_fn with {given}: {str(error).rstrip('.')}"
+            out, wanted = format_struct(struct_of(outputs)), format_struct(struct_of(labels))
+            given, fault = f"outputs {out}, labels {wanted}", str(error).rstrip(".")
+            failure = f"{type(error).__name__} while tracing loss_fn with {given}: {fault}"
             raise LayerError(
-                f"loss_fn must take the model's outputs and the labels of a microbatch, but got {failure}. Let the "
-                "data yield such labels as loss_fn expects, or change loss_fn."
+                "loss_fn must take the model's outputs and the labels of a microbatch, but got "
+                f"{failure}. Let the data yield such labels as loss_fn expects, or change loss_fn."
             ) from error
         return checked_loss(result, has_loss_fn=loss_fn is not None)

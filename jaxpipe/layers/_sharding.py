@@ -19,7 +19,7 @@ from jaxpipe.topology import FSDP, MANUAL_AXES, automatic_axes
 Rules = tuple[tuple[str, str | tuple[str, ...] | None], ...]
 
 _PLACED = (*MANUAL_AXES, "pipe")
-"""Axes, by a mesh's names and a topology's, over which the pipeline itself places weights and samples."""
+"""Axes over which the pipeline places weights and samples, as meshes and topologies name them."""
 
 
 def checked_rules(rules: Any) -> Rules:
@@ -33,8 +33,9 @@ def checked_rules(rules: Any) -> Rules:
         each = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
         if not isinstance(name, str) or not all(isinstance(axis, str) for axis in each):
             raise LayerError(
-                "sharding_rules must be a sequence of (logical name, mesh axis), an axis being a name, a tuple of "
-                f'names or None, but got {rule!r}. Write for instance sharding_rules=(("mlp", "model"),).'
+                "sharding_rules must be a sequence of (logical name, mesh axis), an axis being a "
+                "name, a tuple of names or None, but got "
+                f'{rule!r}. Write for instance sharding_rules=(("mlp", "model"),).'
             )
         found.append((name, axes))
     return tuple(found)
@@ -42,7 +43,7 @@ def checked_rules(rules: Any) -> Rules:
 
 @contextlib.contextmanager
 def rules_in_force(rules: Rules) -> Generator[None]:
-    """Translate the logical names of Flax's constraints by the rules, on the mesh around this code."""
+    """Translate logical names of Flax's constraints by the rules, on the mesh around this code."""
     with nn.logical_axis_rules(rules_on(jax.sharding.get_abstract_mesh(), rules)):
         yield
 
@@ -61,7 +62,9 @@ def rules_on(mesh: AbstractMesh, rules: Rules) -> Rules:
     return tuple((name, automatic_of(axes)) for name, axes in rules)
 
 
-def unused_rules(mesh: AbstractMesh, rules: Rules, names: set[str], axes: set[str]) -> dict[str, str | None]:
+def unused_rules(
+    mesh: AbstractMesh, rules: Rules, names: set[str], axes: set[str]
+) -> dict[str, str | None]:
     """Rules that no layer uses, each with the name of a weight that it may be meant for.
 
     A program does not show which names a constraint had, only the axes that they became. So a rule
@@ -73,8 +76,14 @@ def unused_rules(mesh: AbstractMesh, rules: Rules, names: set[str], axes: set[st
     for name, to in rules_on(mesh, rules):
         axes_of.setdefault(name, set()).update(spec_axes(to))
     unruled = names - set(axes_of) - set(mesh.axis_names)
-    meant = {name: nearest(name, unruled, 0.65) for name, to in axes_of.items() if to and name not in names}
-    return {name: near for name, near in meant.items() if near is not None or not axes & axes_of[name]}
+    meant = {
+        name: nearest(name, unruled, 0.65)
+        for name, to in axes_of.items()
+        if to and name not in names
+    }
+    return {
+        name: near for name, near in meant.items() if near is not None or not axes & axes_of[name]
+    }
 
 
 def metadata_names(tree: PyTree) -> set[str]:
@@ -89,8 +98,9 @@ def check_rules(mesh: AbstractMesh, rules: Rules) -> None:
         for axis in spec_axes(axes):
             if axis not in mesh.axis_names and axis not in _PLACED:
                 raise LayerError(
-                    f"sharding_rules must map to axes of the mesh, but got {(name, axes)!r} for a mesh with the axes "
-                    f"{_listed(mesh.axis_names)}. Name {axis!r} in the topology, or map {name!r} to None."
+                    f"sharding_rules must map to axes of the mesh, but got {(name, axes)!r} for a "
+                    f"mesh with the axes {_listed(mesh.axis_names)}. Name {axis!r} in the "
+                    f"topology, or map {name!r} to None."
                 )
 
 
@@ -113,7 +123,11 @@ def stage_dims(label: str, tree: PyTree) -> Mapping[Path, int]:
     """
     found = {}
     for path, leaf in _boxes(tree):
-        dims = [dim for dim, names in enumerate(leaf.get_partition_spec()) if "stage" in spec_axes(names)]
+        dims = [
+            dim
+            for dim, names in enumerate(leaf.get_partition_spec())
+            if "stage" in spec_axes(names)
+        ]
         if len(dims) > 1:
             raise _twice(label, path, "stage", leaf)
         if dims:
@@ -121,7 +135,9 @@ def stage_dims(label: str, tree: PyTree) -> Mapping[Path, int]:
     return found
 
 
-def partition_specs(label: str, tree: PyTree, mesh: AbstractMesh, rules: Rules) -> Mapping[Path, PartitionSpec]:
+def partition_specs(
+    label: str, tree: PyTree, mesh: AbstractMesh, rules: Rules
+) -> Mapping[Path, PartitionSpec]:
     """Shardings of variables over the mesh's automatic axes, by Flax's partition metadata.
 
     A variable that is sharded has an entry for each of its dims. Where the mesh has no automatic
@@ -140,9 +156,10 @@ def partition_specs(label: str, tree: PyTree, mesh: AbstractMesh, rules: Rules) 
 
 
 def paths_over_data(label: str, tree: PyTree, mesh: AbstractMesh, rules: Rules) -> list[str]:
-    """Variables whose metadata names the axis `data` itself, in words, where the mesh has automatic axes.
+    """Variables whose metadata names the axis `data` itself, in words.
 
-    Logical names that a rule maps to it are not meant: such rules serve activations too.
+    There are some only where the mesh has automatic axes. Logical names that a rule maps to it are
+    not meant: such rules serve activations too.
     """
     if not automatic_axes(mesh) or "data" in {name for name, _ in rules}:
         return []
@@ -155,7 +172,10 @@ def paths_over_data(label: str, tree: PyTree, mesh: AbstractMesh, rules: Rules) 
 
 
 def with_fsdp(
-    params: Mapping[Path, Any], specs: Mapping[Path, PartitionSpec], taken: Mapping[Path, int], mesh: AbstractMesh
+    params: Mapping[Path, Any],
+    specs: Mapping[Path, PartitionSpec],
+    taken: Mapping[Path, int],
+    mesh: AbstractMesh,
 ) -> Mapping[Path, PartitionSpec]:
     """Shardings with weights divided over the axis `fsdp`, along the largest dim that it divides.
 
@@ -169,17 +189,28 @@ def with_fsdp(
         if len(leaf.shape) < 2 or any(FSDP in spec_axes(entry) for entry in spec):
             continue
 
-        def size(dim: int, leaf: Any = leaf, spec: PartitionSpec = spec, path: Path = path) -> tuple[int, bool]:
-            """Length of a place's share of a dim, 0 where it cannot be divided further; of two alike the whole one."""
-            shard_size = leaf.shape[dim] // math.prod(mesh.shape[axis] for axis in spec_axes(spec[dim]))
-            return shard_size if shard_size % length == 0 and taken.get(path) != dim else 0, spec[dim] is None
+        def size(
+            dim: int, leaf: Any = leaf, spec: PartitionSpec = spec, path: Path = path
+        ) -> tuple[int, bool]:
+            """Length of a place's share of a dim, 0 where it cannot be divided further.
+
+            Of two alike the whole one.
+            """
+            shard_size = leaf.shape[dim] // math.prod(
+                mesh.shape[axis] for axis in spec_axes(spec[dim])
+            )
+            return shard_size if shard_size % length == 0 and taken.get(path) != dim else 0, spec[
+                dim
+            ] is None
 
         dim = max(range(len(leaf.shape)), key=size)
         if size(dim)[0]:
             # Behind the other axes of the dim, so that each place divides what it holds already.
             axes = (*spec_axes(spec[dim]), FSDP)
             entry = axes if len(axes) > 1 else FSDP
-            found[path] = PartitionSpec(*(entry if d == dim else names for d, names in enumerate(spec)))
+            found[path] = PartitionSpec(
+                *(entry if d == dim else names for d, names in enumerate(spec))
+            )
     return found
 
 
@@ -196,25 +227,30 @@ def _resolve(label: str, path: Path, leaf: Any, mesh: AbstractMesh, rules: Rules
     unknown = [name for name in names if name not in (*ruled, *mesh.axis_names, *_PLACED)]
     if unknown and not is_logical:
         raise LayerError(
-            f"{'.'.join(path)!r} of layer {label} must be sharded over axes of the mesh, but got {unknown[0]!r} in its "
-            f"partition metadata {entries} for a mesh with the axes {_listed(mesh.axis_names)}. Name the axis in the "
-            f"topology, or map the name to one: sharding_rules=(({unknown[0]!r}, None),)."
+            f"{'.'.join(path)!r} of layer {label} must be sharded over axes of the mesh, but got "
+            f"{unknown[0]!r} in its partition metadata {entries} for a mesh with the axes "
+            f"{_listed(mesh.axis_names)}. Name the axis in the topology, or map the name to one: "
+            f"sharding_rules=(({unknown[0]!r}, None),)."
         )
     if len(entries) > ndim:
         raise LayerError(
-            f"{'.'.join(path)!r} of layer {label} must have a name for each of its {ndim} dims in its partition "
-            f"metadata, but got {entries}. Leave out what is too much."
+            f"{'.'.join(path)!r} of layer {label} must have a name for each of its {ndim} dims in "
+            f"its partition metadata, but got {entries}. Leave out what is too much."
         )
     if len(set(names)) < len(names):
         raise _twice(label, path, next(name for name in names if names.count(name) > 1), leaf)
     # A mesh axis stands for itself where no rule says otherwise; other logical names mean None.
     every_rule = (*rules, *((name, name) for name in automatic_axes(mesh) if name not in ruled))
-    alone = spmd.logical_to_mesh(PartitionSpec(*(x if isinstance(x, str) else None for x in entries)), every_rule)
+    alone = spmd.logical_to_mesh(
+        PartitionSpec(*(x if isinstance(x, str) else None for x in entries)), every_rule
+    )
     spec: list[Any] = [None] * ndim
     for dim, (entry, axes) in enumerate(zip(entries, map(spec_axes, alone), strict=True)):
         if isinstance(entry, tuple):
             axes = tuple(
-                a for name in entry for a in spec_axes(spmd.logical_to_mesh(PartitionSpec(name), every_rule)[0])
+                a
+                for name in entry
+                for a in spec_axes(spmd.logical_to_mesh(PartitionSpec(name), every_rule)[0])
             )
         spec[dim] = axes if len(axes) > 1 else axes[0] if axes else None
     used = [axis for axes in spec for axis in spec_axes(axes)]
@@ -223,7 +259,9 @@ def _resolve(label: str, path: Path, leaf: Any, mesh: AbstractMesh, rules: Rules
     return PartitionSpec(*spec)
 
 
-def _check_divides(label: str, path: Path, leaf: Any, spec: PartitionSpec, mesh: AbstractMesh) -> None:
+def _check_divides(
+    label: str, path: Path, leaf: Any, spec: PartitionSpec, mesh: AbstractMesh
+) -> None:
     for dim, names in enumerate(spec):
         lengths, size = {axis: mesh.shape[axis] for axis in spec_axes(names)}, leaf.shape[dim]
         length = math.prod(lengths.values())
@@ -232,16 +270,17 @@ def _check_divides(label: str, path: Path, leaf: Any, spec: PartitionSpec, mesh:
             below, above = size // length * length, -(-size // length) * length
             nearest = f"{below} or {above}" if below else f"{above}"
             raise LayerError(
-                f"{'.'.join(path)!r} of layer {label} must be sharded along dims that the mesh divides, but got size "
-                f"{size} at dim {dim} over {axes}. Make it {nearest}, or leave the axis out of its partition metadata "
-                "or of sharding_rules."
+                f"{'.'.join(path)!r} of layer {label} must be sharded along dims that the mesh "
+                f"divides, but got size {size} at dim {dim} over {axes}. Make it {nearest}, or "
+                "leave the axis out of its partition metadata or of sharding_rules."
             )
 
 
 def _twice(label: str, path: Path, name: str, leaf: Any) -> LayerError:
     return LayerError(
-        f"{'.'.join(path)!r} of layer {label} must be sharded over an axis along one dim, but got {name!r} at two in "
-        f"its partition metadata {tuple(leaf.get_partition_spec())}. Leave {name!r} at one dim."
+        f"{'.'.join(path)!r} of layer {label} must be sharded over an axis along one dim, but got "
+        f"{name!r} at two in its partition metadata {tuple(leaf.get_partition_spec())}. Leave "
+        f"{name!r} at one dim."
     )
 
 

@@ -1,4 +1,4 @@
-"""When two layers are the same program: equal traces of call and gradient, never equal class names."""
+"""When two layers are the same program: equal traces of call and gradient, never class names."""
 
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -24,17 +24,32 @@ def layer_signature(named: NamedLayer, trace: ModelTrace, compute_dtype: Any = N
     and have the same gradient. The traces hold the layer's derivative, so custom derivative rules
     are compared by what they compute. Raises LayerError if the layer cannot be differentiated.
     """
-    params, inputs = cast_floats(trace.params[named.index], compute_dtype), trace.boundaries[named.index]
+    params, inputs = (
+        cast_floats(trace.params[named.index], compute_dtype),
+        trace.boundaries[named.index],
+    )
 
     def forward(
-        params: PyTree, inputs: PyTree, key: jax.Array, side: PyTree, collections: PyTree, train: bool = False
+        params: PyTree,
+        inputs: PyTree,
+        key: jax.Array,
+        side: PyTree,
+        collections: PyTree,
+        train: bool = False,
     ) -> Any:
         rngs = layer_rngs(key)
-        outputs, collections, aux = named.layer.apply(params, collections, inputs, rngs=rngs, train=train, side=side)
+        outputs, collections, aux = named.layer.apply(
+            params, collections, inputs, rngs=rngs, train=train, side=side
+        )
         return (outputs, aux.get("losses", {})), (collections, aux)
 
     def forward_and_backward(
-        params: PyTree, inputs: PyTree, key: jax.Array, side: PyTree, collections: PyTree, scale: jax.Array
+        params: PyTree,
+        inputs: PyTree,
+        key: jax.Array,
+        side: PyTree,
+        collections: PyTree,
+        scale: jax.Array,
     ) -> PyTree:
         leaves, treedef = jax.tree.flatten((params, inputs))
         inexact = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
@@ -49,23 +64,40 @@ def layer_signature(named: NamedLayer, trace: ModelTrace, compute_dtype: Any = N
         outputs, pullback, others = jax.vjp(of_inexact, [leaves[i] for i in inexact], has_aux=True)
         return outputs, others, pullback(jax.tree.map(lambda y: _cotangent(y, scale), outputs))
 
-    args = (params, inputs, jax.eval_shape(lambda: jax.random.key(0)), dict(trace.side), trace.collections[named.index])
+    args = (
+        params,
+        inputs,
+        jax.eval_shape(lambda: jax.random.key(0)),
+        dict(trace.side),
+        trace.collections[named.index],
+    )
     try:
-        training = jax.make_jaxpr(forward_and_backward)(*args, jax.ShapeDtypeStruct((), jnp.float32))
+        training = jax.make_jaxpr(forward_and_backward)(
+            *args, jax.ShapeDtypeStruct((), jnp.float32)
+        )
     except JaxpipeError:
         raise
     except Exception as error:
         raise LayerError(
-            f"layer {named.name} must be differentiable in training, but got {type(error).__name__}: {error}. "
-            "Give what has no derivative one, with jax.custom_vjp or jax.lax.stop_gradient."
+            f"layer {named.name} must be differentiable in training, but got "
+            f"{type(error).__name__}: {error}. Give what has no derivative one, with "
+            "jax.custom_vjp or jax.lax.stop_gradient."
         ) from error
     evaluation = jax.make_jaxpr(forward)(*args)
-    facts = (params, inputs, trace.boundaries[named.index + 1], trace.collections[named.index], trace.aux[named.index])
+    facts = (
+        params,
+        inputs,
+        trace.boundaries[named.index + 1],
+        trace.collections[named.index],
+        trace.aux[named.index],
+    )
     # Traces know leaves alone: their names must be the same, too.
     structures = tuple(jax.tree.structure(tree) for tree in facts)
-    # Programs with equal traces differ for the partitioner where their weights are sharded otherwise.
+    # Programs with equal traces differ for the partitioner where their weights are sharded
+    # otherwise.
     dims = tuple(
-        frozenset(each[named.index].items()) for each in (trace.param_specs, trace.collection_specs, trace.stage_dims)
+        frozenset(each[named.index].items())
+        for each in (trace.param_specs, trace.collection_specs, trace.stage_dims)
     )
     return program_key(training), program_key(evaluation), structures, dims
 

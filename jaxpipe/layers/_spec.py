@@ -17,33 +17,42 @@ from ._remat import RematMark
 
 
 def is_equinox(kind: type) -> bool:
-    """True if a class is an Equinox module; found by names, so that the library is not imported for it."""
-    return any(base.__name__ == "Module" and base.__module__.startswith("equinox.") for base in kind.__mro__)
+    """True if a class is an Equinox module.
+
+    Found by names, so that the library is not imported for it.
+    """
+    return any(
+        base.__name__ == "Module" and base.__module__.startswith("equinox.")
+        for base in kind.__mro__
+    )
 
 
 class LayerSpec:
     """A layer to be built later, from its class and arguments.
 
-    DeepSpeed's name. The class may be a Flax Linen module, a Flax NNX module (built with `rngs=`), an Equinox module
-    (built with `key=`, called per sample), or any callable that returns a Linen module or a plain function.
+    DeepSpeed's name. The class may be a Flax Linen module, a Flax NNX module (built with `rngs=`),
+    an Equinox module (built with `key=`, called per sample), or any callable that returns a Linen
+    module or a plain function.
 
     Args:
         typename: The class, a callable that makes the layer, or a built Linen module.
         *module_args: Positional arguments of the class.
-        forward_fn: `forward_fn(module, inputs)` in place of the layer's own call, for a block that takes or returns
-            more than a pipeline hands over; `module` is the bound Linen module, the NNX or the Equinox object. It too
-            receives `train`, `deterministic`, `rngs` or a side input if it names them.
+        forward_fn: `forward_fn(module, inputs)` in place of the layer's own call, for a block that
+            takes or returns more than a pipeline hands over; `module` is the bound Linen module,
+            the NNX or the Equinox object. It too receives `train`, `deterministic`, `rngs` or a
+            side input if it names them.
         **module_kwargs: Keyword arguments of the class.
 
     Raises:
-        LayerError: `typename` is not callable, is a built NNX or Equinox module where its class belongs, or a built
-            Linen module with arguments; or `forward_fn` is not callable.
+        LayerError: `typename` is not callable, is a built NNX or Equinox module where its class
+            belongs, or a built Linen module with arguments; or `forward_fn` is not callable.
 
     Example:
         >>> import flax.linen as nn
         >>> LayerSpec(nn.Dense, 4, use_bias=False)
         Dense(4, use_bias=False)
-        >>> LayerSpec(nn.MultiHeadDotProductAttention, 4, forward_fn=lambda block, x, mask: x + block(x, mask=mask))
+        >>> attention = nn.MultiHeadDotProductAttention
+        >>> LayerSpec(attention, 4, forward_fn=lambda block, x, mask: x + block(x, mask=mask))
         MultiHeadDotProductAttention(4, forward_fn=<lambda>)
     """
 
@@ -58,14 +67,16 @@ class LayerSpec:
         takes_built = isinstance(typename, nn.Module) and not module_args and not module_kwargs
         if not takes_built and (is_built or not callable(typename)):
             raise LayerError(
-                "LayerSpec must be given a class or a callable that makes a layer, but got typename="
-                f"{type(typename).__name__ + ' instance' if is_built else repr(typename)}. "
-                "Write LayerSpec(Class, arguments...); only a Linen module may be a built one, without arguments."
+                "LayerSpec must be given a class or a callable that makes a layer, but got "
+                "typename="
+                f"{type(typename).__name__ + ' instance' if is_built else repr(typename)}. Write "
+                "LayerSpec(Class, arguments...); only a Linen module may be a built one, without "
+                "arguments."
             )
         if forward_fn is not None and not callable(forward_fn):
             raise LayerError(
-                f"forward_fn must be callable as forward_fn(module, inputs), but got forward_fn={forward_fn!r}. "
-                "Leave it out to call the layer itself."
+                "forward_fn must be callable as forward_fn(module, inputs), but got "
+                f"forward_fn={forward_fn!r}. Leave it out to call the layer itself."
             )
         self.typename = typename
         self.forward_fn = forward_fn
@@ -79,13 +90,15 @@ class LayerSpec:
     def remat(self, policy: Callable[..., Any] | None = None) -> Self:
         """The same layer, marked to be recomputed in training whatever the module's interval is.
 
-        A marked layer stands outside the groups of `activation_checkpoint_interval`. A `jax.checkpoint` that the user
-        writes around it puts its own policy in the place of this one.
+        A marked layer stands outside the groups of `activation_checkpoint_interval`. A
+        `jax.checkpoint` that the user writes around it puts its own policy in the place of this
+        one.
 
         Args:
-            policy: A `jax.checkpoint` policy, such as `jax.checkpoint_policies.dots_saveable`, that says which inner
-                values are kept all the same. None keeps the layer's inputs, as `jaxpipe.checkpointing.configure` asks,
-                and where the layer is sharded inside a stage what it names; see `jaxpipe.checkpointing.save_reduced`.
+            policy: A `jax.checkpoint` policy, such as `jax.checkpoint_policies.dots_saveable`, that
+                says which inner values are kept all the same. None keeps the layer's inputs, as
+                `jaxpipe.checkpointing.configure` asks, and where the layer is sharded inside a
+                stage what it names; see `jaxpipe.checkpointing.save_reduced`.
 
         Returns:
             A copy; this spec stays as it is.
@@ -105,19 +118,21 @@ class LayerSpec:
     def train_flag(self, name: str, *, in_training: bool = True) -> Self:
         """The same layer, told under this name whether this is training.
 
-        The names that the ecosystem uses are known without it: `train`, `training`, `is_training`, `is_train`,
-        `train_mode`, and with the opposite value `deterministic`, `inference` and `use_running_average`.
+        The names that the ecosystem uses are known without it: `train`, `training`, `is_training`,
+        `is_train`, `train_mode`, and with the opposite value `deterministic`, `inference` and
+        `use_running_average`.
 
         Args:
-            name: An argument of the layer's call (or of `forward_fn`), a boolean field of a Linen module, or a boolean
-                attribute of an NNX module or a module in it.
+            name: An argument of the layer's call (or of `forward_fn`), a boolean field of a Linen
+                module, or a boolean attribute of an NNX module or a module in it.
             in_training: Its value in training; it has the opposite one in evaluation.
 
         Returns:
             A copy; this spec stays as it is.
 
         Raises:
-            LayerError: It is no name. `PipelineModule` raises it where the layer has nothing of this name.
+            LayerError: It is no name. `PipelineModule` raises it where the layer has nothing of
+                this name.
 
         Example:
             >>> import flax.linen as nn
@@ -126,17 +141,24 @@ class LayerSpec:
         """
         if not isinstance(name, str) or not name.isidentifier():
             raise LayerError(
-                f"train_flag must be given the name of an argument, but got name={name!r}. Write for instance "
-                "LayerSpec(...).train_flag('add_noise')."
+                f"train_flag must be given the name of an argument, but got name={name!r}. Write "
+                "for instance LayerSpec(...).train_flag('add_noise')."
             )
         marked = copy.copy(self)
         marked.train_flags = {**self.train_flags, name: bool(in_training)}
         return marked
 
     def given_names(self) -> tuple[str, ...]:
-        """Names of the arguments of the class that this spec gives; those by keyword where it has no signature."""
+        """Names of the arguments of the class that this spec gives.
+
+        Those by keyword where it has no signature.
+        """
         try:
-            given = inspect.signature(self.typename).bind_partial(*self.module_args, **self.module_kwargs).arguments
+            given = (
+                inspect.signature(self.typename)
+                .bind_partial(*self.module_args, **self.module_kwargs)
+                .arguments
+            )
         except (TypeError, ValueError):
             given = self.module_kwargs
         return tuple(given)
@@ -158,7 +180,9 @@ class LayerSpec:
         return self.typename(*self.module_args, **self.module_kwargs, **more)
 
     def __repr__(self) -> str:
-        args = [repr(a) for a in self.module_args] + [f"{k}={v!r}" for k, v in self.module_kwargs.items()]
+        args = [repr(a) for a in self.module_args] + [
+            f"{k}={v!r}" for k, v in self.module_kwargs.items()
+        ]
         if self.forward_fn is not None:
             args.append(f"forward_fn={getattr(self.forward_fn, '__name__', repr(self.forward_fn))}")
         marks = "" if self.remat_mark is None else f".{self.remat_mark!r}"
@@ -173,21 +197,23 @@ class LayerSpec:
 class TiedLayerSpec(LayerSpec):
     """A layer that shares parameters with every other layer of the same key.
 
-    The shared parameters exist once, under `tied/<key>` of the parameter tree, and their gradients are summed over
-    all uses. Unlike DeepSpeed's, the default shares the whole parameter tree of the layer, not one attribute.
+    The shared parameters exist once, under `tied/<key>` of the parameter tree, and their gradients
+    are summed over all uses. Unlike DeepSpeed's, the default shares the whole parameter tree of the
+    layer, not one attribute.
 
     Args:
         key: Layers with equal keys share.
         typename: As in `LayerSpec`.
         *module_args: Positional arguments of the class.
         forward_fn: As in `LayerSpec`.
-        tied_weight_attr: Dotted path, or paths, of the parameters to share, such as `"embedding"` or
-            `"token.embedding"`; a path that names a subtree shares all of it. None shares everything.
+        tied_weight_attr: Dotted path, or paths, of the parameters to share, such as `"embedding"`
+            or `"token.embedding"`; a path that names a subtree shares all of it. None shares
+            everything.
         **module_kwargs: Keyword arguments of the class.
 
     Raises:
-        LayerError: As in `LayerSpec`; or the key is not a non-empty string without a slash, or `tied_weight_attr` holds
-            anything but non-empty strings.
+        LayerError: As in `LayerSpec`; or the key is not a non-empty string without a slash, or
+            `tied_weight_attr` holds anything but non-empty strings.
     """
 
     def __init__(
@@ -202,15 +228,20 @@ class TiedLayerSpec(LayerSpec):
         super().__init__(typename, *module_args, forward_fn=forward_fn, **module_kwargs)
         if not isinstance(key, str) or not key or "/" in key:
             raise LayerError(
-                f"TiedLayerSpec must have a non-empty string without '/' as its key, but got key={key!r}. "
-                "The key names the shared parameters, as in tied/<key>."
+                "TiedLayerSpec must have a non-empty string without '/' as its key, but got "
+                f"key={key!r}. The key names the shared parameters, as in tied/<key>."
             )
         self.key = key
         attrs = (tied_weight_attr,) if isinstance(tied_weight_attr, str) else tied_weight_attr
-        is_paths = isinstance(attrs, Sequence) and len(attrs) and all(isinstance(a, str) and a for a in attrs)
+        is_paths = (
+            isinstance(attrs, Sequence)
+            and len(attrs)
+            and all(isinstance(a, str) and a for a in attrs)
+        )
         if attrs is not None and not is_paths:
             raise LayerError(
                 "tied_weight_attr must be a dotted path or a non-empty list of them, but got "
-                f"tied_weight_attr={tied_weight_attr!r}. Leave it out to share all parameters of the layer."
+                f"tied_weight_attr={tied_weight_attr!r}. Leave it out to share all parameters of "
+                "the layer."
             )
         self.tied_weight_attr = None if attrs is None else tuple(attrs)

@@ -1,4 +1,7 @@
-"""An ordinary embedding and head, split over the stages as `VocabEmbed` and `VocabHead` are, and their loss."""
+"""An ordinary embedding, head and loss, split over the stages.
+
+They are split as `VocabEmbed` and `VocabHead` are.
+"""
 
 import copy
 import dataclasses
@@ -24,7 +27,7 @@ from ._vocab import STAGE, VocabEmbed, VocabHead
 
 
 class _SplitLayer(Layer):
-    """A layer whose variables are another's, split over the stages, and which computes as a layer of this room does.
+    """A layer with another's variables, split over the stages, that computes as one of this room.
 
     Args:
         layer: The user's layer: names, initial values and arguments are its own.
@@ -32,17 +35,27 @@ class _SplitLayer(Layer):
         specs: Names of the axes of its parameters.
     """
 
-    def __init__(self, layer: Layer, split: Layer, specs: Mapping[str, tuple[str | None, ...]]) -> None:
+    def __init__(
+        self, layer: Layer, split: Layer, specs: Mapping[str, tuple[str | None, ...]]
+    ) -> None:
         self._layer, self._split, self._specs = layer, split, specs
         self.class_name, self.arguments = layer.class_name, layer.arguments
         self.identity = "split", layer.identity
 
     def init(
-        self, key: jax.Array, inputs: PyTree, *, side: Mapping[str, PyTree], given: PyTree | None = None
+        self,
+        key: jax.Array,
+        inputs: PyTree,
+        *,
+        side: Mapping[str, PyTree],
+        given: PyTree | None = None,
     ) -> tuple[PyTree, dict[str, Any], dict[str, Any]]:
         """See `Layer.init`; the parameters are marked as split."""
         outputs, params, collections = self._layer.init(key, inputs, side=side, given=given)
-        params = {name: meta.Partitioned(unbox(value), self._specs[name]) for name, value in params.items()}
+        params = {
+            name: meta.Partitioned(unbox(value), self._specs[name])
+            for name, value in params.items()
+        }
         return outputs, params, collections
 
     def apply(
@@ -60,11 +73,14 @@ class _SplitLayer(Layer):
 
 
 def split_layers(layers: Sequence[NamedLayer]) -> tuple[tuple[NamedLayer, ...], int]:
-    """The layers with the first and the last one split over the stages; names and initial values stay.
+    """The layers with the first and the last one split over the stages.
+
+    Names and initial values stay.
 
     Args:
-        layers: A model's: the first is an `nn.Embed` or `nnx.Embed`, the last an `nn.Dense` or `nnx.Linear`, or it uses
-            the embedding's table through a `forward_fn` that calls `attend`.
+        layers: A model's: the first is an `nn.Embed` or `nnx.Embed`, the last an `nn.Dense` or
+            `nnx.Linear`, or it uses the embedding's table through a `forward_fn` that calls
+            `attend`.
 
     Returns:
         `(layers, size of the vocabulary)`.
@@ -80,15 +96,22 @@ def split_layers(layers: Sequence[NamedLayer]) -> tuple[tuple[NamedLayer, ...], 
         head, num_logits = _split_head(last)
     if size != num_logits:
         raise LayerError(
-            f"pipeline.split_vocabulary must find one vocabulary, but got {size} rows in layer {first.name} and "
-            f"{num_logits} logits of layer {last.name}. Make both as large, padded where one is smaller."
+            f"pipeline.split_vocabulary must find one vocabulary, but got {size} rows in layer "
+            f"{first.name} and {num_logits} logits of layer {last.name}. Make both as large, "
+            "padded where one is smaller."
         )
     middle = layers[1:-1]
-    return (dataclasses.replace(first, layer=embed), *middle, dataclasses.replace(last, layer=head)), size
+    return (
+        dataclasses.replace(first, layer=embed),
+        *middle,
+        dataclasses.replace(last, layer=head),
+    ), size
 
 
 def _split_embed(named: NamedLayer) -> tuple[Layer, int]:
-    module, call = _module_of(named, (nn.Embed, nnx.Embed), "the first layer", "nn.Embed or nnx.Embed")
+    module, call = _module_of(
+        named, (nn.Embed, nnx.Embed), "the first layer", "nn.Embed or nnx.Embed"
+    )
     args = module.num_embeddings, module.features, module.dtype, module.param_dtype
     split = LinenLayer(VocabEmbed(*args), _on_table(named, call))
     return _SplitLayer(named.layer, split, {"embedding": (STAGE, None)}), args[0]
@@ -104,24 +127,32 @@ def _on_table(named: NamedLayer, call: Callable[..., Any] | None) -> Callable[..
         try:
             return call(module, *args, **kwargs)
         except AttributeError as error:
-            raise _refused(named, "the last layer", "a forward_fn that calls attend", f"{error}") from error
+            raise _refused(
+                named, "the last layer", "a forward_fn that calls attend", f"{error}"
+            ) from error
 
     return attend
 
 
 def _split_head(named: NamedLayer) -> tuple[Layer, int]:
-    wanted = "nn.Dense, nnx.Linear, or the first one again, tied, with a forward_fn that calls attend"
+    wanted = (
+        "nn.Dense, nnx.Linear, or the first one again, tied, with a forward_fn that calls attend"
+    )
     module, call = _module_of(named, (nn.Dense, nnx.Linear), "the last layer", wanted)
     if call is not None:
         raise _refused(named, "the last layer", "called as it is", "a forward_fn")
     if module.precision is not None:
-        raise _refused(named, "the last layer", "of default precision", f"precision={module.precision!r}")
+        raise _refused(
+            named, "the last layer", "of default precision", f"precision={module.precision!r}"
+        )
     size = module.features if isinstance(module, nn.Dense) else module.out_features
     split = LinenLayer(VocabHead(size, module.use_bias, module.dtype, module.param_dtype))
     return _SplitLayer(named.layer, split, {"kernel": (None, STAGE), "bias": (STAGE,)}), size
 
 
-def _module_of(named: NamedLayer, kinds: tuple[type, ...], place: str, wanted: str) -> tuple[Any, Any]:
+def _module_of(
+    named: NamedLayer, kinds: tuple[type, ...], place: str, wanted: str
+) -> tuple[Any, Any]:
     """A layer's module and the `forward_fn` of its spec."""
     layer = named.layer
     if isinstance(layer, (LinenLayer, NNXLayer)) and type(layer.module) in kinds:
@@ -132,8 +163,9 @@ def _module_of(named: NamedLayer, kinds: tuple[type, ...], place: str, wanted: s
 
 def _refused(named: NamedLayer, place: str, wanted: str, found: str) -> LayerError:
     return LayerError(
-        f"pipeline.split_vocabulary needs {place} to be {wanted}, but got {found} for layer {named.name}. Make it one, "
-        "with what else it does in a layer of its own, or use VocabEmbed and VocabHead."
+        f"pipeline.split_vocabulary needs {place} to be {wanted}, but got {found} for layer "
+        f"{named.name}. Make it one, with what else it does in a layer of its own, or use "
+        "VocabEmbed and VocabHead."
     )
 
 
@@ -147,14 +179,15 @@ def split_vocabulary(module: Any) -> Any:
         return module
     if module.loss_fn is None:
         raise LayerError(
-            "pipeline.split_vocabulary needs a loss_fn, but got loss_fn=None. Give PipelineModule a loss_fn, such as "
-            "jaxpipe.losses.cross_entropy."
+            "pipeline.split_vocabulary needs a loss_fn, but got loss_fn=None. Give PipelineModule "
+            "a loss_fn, such as jaxpipe.losses.cross_entropy."
         )
     layers, size = split_layers(module.layers)
     if size % module.num_stages:
         raise LayerError(
-            f"pipeline.split_vocabulary needs a vocabulary that num_stages divides, but got {size} for "
-            f"num_stages={module.num_stages}. Pad it to {-(-size // module.num_stages) * module.num_stages}."
+            f"pipeline.split_vocabulary needs a vocabulary that num_stages divides, but got {size} "
+            f"for num_stages={module.num_stages}. Pad it to "
+            f"{-(-size // module.num_stages) * module.num_stages}."
         )
     other = copy.copy(module)
     other.layers = layers
@@ -175,8 +208,9 @@ def with_split_logits(outputs: PyTree, whole: PyTree) -> PyTree:
             return leaf
         if leaf.shape[:-1] != like.shape[:-1]:
             raise LayerError(
-                f"an output of the model that is split over the stages must be so along its last dim, but got "
-                f"{list(leaf.shape)} on a stage for {list(like.shape)}. Transpose it in the last layer."
+                "an output of the model that is split over the stages must be so along its last "
+                f"dim, but got {list(leaf.shape)} on a stage for {list(like.shape)}. Transpose it "
+                "in the last layer."
             )
         return SplitLogits(leaf, like.shape[-1])
 
@@ -193,12 +227,15 @@ def check_split_loss(module: Any, local: PyTree, whole: PyTree, labels: PyTree) 
             `jaxpipe.losses`.
     """
     try:
-        jax.eval_shape(lambda y, t: module.loss_terms(with_split_logits(y, whole), t), local, labels)
+        jax.eval_shape(
+            lambda y, t: module.loss_terms(with_split_logits(y, whole), t), local, labels
+        )
     except Exception as error:
         cause = error.__cause__ or error  # `loss_terms` has words of its own around it
         raise LayerError(
-            "loss_fn must leave logits that are split over the stages to jaxpipe.losses.cross_entropy or "
-            f"vocab_cross_entropy, but got {getattr(module.loss_fn, '__name__', module.loss_fn)!r}, which failed on "
-            f"them with {type(cause).__name__}: {cause}. Call one of these in loss_fn, without jax.jit around it, or "
-            "leave the head whole (pipeline.split_vocabulary=false, or no VocabHead)."
+            "loss_fn must leave logits that are split over the stages to "
+            "jaxpipe.losses.cross_entropy or vocab_cross_entropy, but got "
+            f"{getattr(module.loss_fn, '__name__', module.loss_fn)!r}, which failed on them with "
+            f"{type(cause).__name__}: {cause}. Call one of these in loss_fn, without jax.jit "
+            "around it, or leave the head whole (pipeline.split_vocabulary=false, or no VocabHead)."
         ) from error

@@ -29,18 +29,24 @@ def struct_of(tree: PyTree, name: str = "") -> PyTree:
         if dtype is None:
             if not isinstance(leaf, (bool, int, float, complex)):
                 raise LayerError(
-                    f"every leaf of a batch must be an array or a number, but got {name}{jax.tree_util.keystr(path)} = "
-                    f"{type(leaf).__name__} {leaf!r}. Convert it, or leave it out of the batch."
+                    "every leaf of a batch must be an array or a number, but got "
+                    f"{name}{jax.tree_util.keystr(path)} = {type(leaf).__name__} {leaf!r}. Convert "
+                    "it, or leave it out of the batch."
                 )
             dtype = jnp.result_type(leaf)
         is_extended = jnp.issubdtype(dtype, jax.dtypes.extended)
-        return jax.ShapeDtypeStruct(np.shape(leaf), dtype if is_extended else jax.dtypes.canonicalize_dtype(dtype))
+        return jax.ShapeDtypeStruct(
+            np.shape(leaf), dtype if is_extended else jax.dtypes.canonicalize_dtype(dtype)
+        )
 
     return jax.tree.map_with_path(one, tree)
 
 
 def as_arrays(tree: PyTree) -> PyTree:
-    """Leaves as JAX arrays that no longer promote as Python numbers do, as those that cross a stage boundary."""
+    """Leaves as JAX arrays, like those that cross a stage boundary.
+
+    They no longer promote as Python numbers do.
+    """
 
     def one(leaf: Any) -> jax.Array:
         array = jnp.asarray(leaf)
@@ -67,7 +73,9 @@ def num_bytes(tree: PyTree) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def device_bytes(tree: PyTree, mesh: Mesh | AbstractMesh | None = None, specs: PyTree = None) -> int:
+def device_bytes(
+    tree: PyTree, mesh: Mesh | AbstractMesh | None = None, specs: PyTree = None
+) -> int:
     """Bytes on each device of all arrays of a tree, or of arrays of its shapes and dtypes.
 
     Args:
@@ -77,6 +85,11 @@ def device_bytes(tree: PyTree, mesh: Mesh | AbstractMesh | None = None, specs: P
     """
     leaves: list[Any] = jax.tree.leaves(tree)
     shardings = (
-        [x.sharding for x in leaves] if mesh is None else [NamedSharding(mesh, s) for s in jax.tree.leaves(specs)]
+        [x.sharding for x in leaves]
+        if mesh is None
+        else [NamedSharding(mesh, s) for s in jax.tree.leaves(specs)]
     )
-    return sum(math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize for x, s in zip(leaves, shardings, strict=True))
+    return sum(
+        math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize
+        for x, s in zip(leaves, shardings, strict=True)
+    )

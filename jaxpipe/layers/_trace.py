@@ -56,7 +56,9 @@ def trace_layers(  # noqa: PLR0913  # one setting each
     check_rules(mesh, rules)
     warned = set() if warned is None else warned
     seen = Seen()
-    trace, switches = on_mesh(mesh, lambda: _trace_layers(layers, inputs, side or {}, mesh, rules, compute_dtype, seen))
+    trace, switches = on_mesh(
+        mesh, lambda: _trace_layers(layers, inputs, side or {}, mesh, rules, compute_dtype, seen)
+    )
     check_targets(layers, trace.owners())
     warn_of_side(layers, side or {}, warned)
     warn_of_data(seen.over_data, warned)
@@ -87,17 +89,35 @@ def _trace_layers(  # noqa: PLR0913  # one setting each
     firsts: list[int] = []
     switches: dict[int, dict[str, bool]] = {}
     for named in layers:
-        # A layer of the class, settings and inputs of an earlier one is traced once for both. Not a tied one, whose
-        # parameters depend on what the layers before it have made.
-        kind = named.index if named.tied_key is not None else (named.layer.identity, struct_key(boundaries[-1]))
+        # A layer of the class, settings and inputs of an earlier one is traced once for both. Not a
+        # tied one, whose parameters depend on what the layers before it have made.
+        kind = (
+            named.index
+            if named.tied_key is not None
+            else (named.layer.identity, struct_key(boundaries[-1]))
+        )
         first = known.setdefault(kind, named.index)
         if first < named.index:
             outputs, params, program = boundaries[first + 1], all_params[first], programs[first]
-            collections, aux, shardings = all_collections[first], all_aux[first], all_shardings[first]
+            collections, aux, shardings = (
+                all_collections[first],
+                all_aux[first],
+                all_shardings[first],
+            )
         else:
-            before = f"the output of layer {layers[named.index - 1].name}" if named.index else "the model's inputs"
-            given = {at[2:]: x for at, (_, x) in shared.items() if at[1] == named.tied_key and named.shares(at[2:])}
-            call = Call(named, before, boundaries[-1], side_struct, compute_dtype, mesh, rules, seen)
+            before = (
+                f"the output of layer {layers[named.index - 1].name}"
+                if named.index
+                else "the model's inputs"
+            )
+            given = {
+                at[2:]: x
+                for at, (_, x) in shared.items()
+                if at[1] == named.tied_key and named.shares(at[2:])
+            }
+            call = Call(
+                named, before, boundaries[-1], side_struct, compute_dtype, mesh, rules, seen
+            )
             params, collections, shardings = call.variables(unflatten_dict(given))
             with rules_in_force(rules):
                 program, outputs, aux = call.results(params, collections)
@@ -116,7 +136,10 @@ def _trace_layers(  # noqa: PLR0913  # one setting each
         all_paths.append(paths)
         firsts.append(first)
     kept = ([path[1:] for path in flatten_dict(each)] for each in all_collections)
-    check_instances(layers, [[*flatten_dict(each), *paths] for each, paths in zip(all_params, kept, strict=True)])
+    check_instances(
+        layers,
+        [[*flatten_dict(each), *paths] for each, paths in zip(all_params, kept, strict=True)],
+    )
     trace = ModelTrace(
         tuple(boundaries),
         tuple(all_params),
@@ -135,8 +158,8 @@ def _side_struct(side: Mapping[str, PyTree]) -> dict[str, PyTree]:
     reserved = [name for name in STANDARD_ARGUMENTS if name in side]
     if reserved:
         raise LayerError(
-            f"a side input must not be named {reserved[0]!r}, which layers get from the pipeline, but got "
-            f"side={sorted(side)}. Rename it."
+            f"a side input must not be named {reserved[0]!r}, which layers get from the pipeline, "
+            f"but got side={sorted(side)}. Rename it."
         )
     return struct_of(dict(side))
 
@@ -146,17 +169,23 @@ def _check_params(named: NamedLayer, params: PyTree) -> None:
         where = f"parameter {'.'.join(path)!r} of layer {named.name}"
         if not isinstance(leaf, jax.ShapeDtypeStruct):
             raise LayerError(
-                f"{where} must be one array, but got a {type(leaf).__name__}. Make a parameter of each of its arrays."
+                f"{where} must be one array, but got a {type(leaf).__name__}. Make a parameter of "
+                "each of its arrays."
             )
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise LayerError(
-                f"{where} must be floating point, but got {format_struct(leaf)}, which no optimiser can update. "
-                "Make it a constant inside the call."
+                f"{where} must be floating point, but got {format_struct(leaf)}, which no "
+                "optimiser can update. Make it a constant inside the call."
             )
 
 
-def _with_shared(paths: ParamPaths, values: Mapping[Path, T], shared: dict[Path, T | None]) -> Mapping[Path, T]:
-    """A layer's values by parameter; of parameters that it shares, those of the first layer with the key."""
+def _with_shared(
+    paths: ParamPaths, values: Mapping[Path, T], shared: dict[Path, T | None]
+) -> Mapping[Path, T]:
+    """A layer's values by parameter.
+
+    Of parameters that it shares, those of the first layer with the key.
+    """
     found: dict[Path, T | None] = {}
     for path, at in paths.paths.items():
         value = values.get(path)
@@ -164,7 +193,9 @@ def _with_shared(paths: ParamPaths, values: Mapping[Path, T], shared: dict[Path,
     return {path: value for path, value in found.items() if value is not None}
 
 
-def _check_shared(named: NamedLayer, paths: ParamPaths, params: PyTree, shared: dict[Path, tuple[str, Any]]) -> None:
+def _check_shared(
+    named: NamedLayer, paths: ParamPaths, params: PyTree, shared: dict[Path, tuple[str, Any]]
+) -> None:
     leaves = flatten_dict(params)
     for path, at in paths.paths.items():
         if at[0] != "tied":
@@ -172,7 +203,8 @@ def _check_shared(named: NamedLayer, paths: ParamPaths, params: PyTree, shared: 
         owner, first = shared.setdefault(at, (named.name, leaves[path]))
         if (first.shape, first.dtype) != (leaves[path].shape, leaves[path].dtype):
             raise LayerError(
-                f"tied parameter {'/'.join(at)} must have one shape, but got {format_struct(first)} in layer {owner} "
-                f"and {format_struct(leaves[path])} in layer {named.name}. Build both with equal sizes, or tie fewer "
-                "parameters with tied_weight_attr."
+                f"tied parameter {'/'.join(at)} must have one shape, but got "
+                f"{format_struct(first)} in layer {owner} and {format_struct(leaves[path])} in "
+                f"layer {named.name}. Build both with equal sizes, or tie fewer parameters with "
+                "tied_weight_attr."
             )

@@ -65,19 +65,22 @@ class Call:
     seen: Seen
 
     def variables(self, given: PyTree) -> tuple[PyTree, PyTree, tuple[Mapping[Path, Any], ...]]:
-        """Shapes of parameters and collections, how each is sharded, and the dims of those split over stages."""
+        """Shapes and shardings of parameters and collections, and dims split over the stages."""
 
         def make(x: PyTree, s: PyTree, given: PyTree) -> tuple[PyTree, PyTree]:
             with rules_in_force(()):
-                _, params, collections = self.named.layer.init(jax.random.key(0), x, side=s, given=given)
+                _, params, collections = self.named.layer.init(
+                    jax.random.key(0), x, side=s, given=given
+                )
             _check_leaves(self.named, params)
             return as_arrays(params), as_arrays(collections)
 
         def made_alone_or_given() -> tuple[PyTree, PyTree]:
             inputs = init_inputs((self.inputs, self.side), self.dtype)
             try:
-                # First as it makes its variables by itself, so that shapes which do not fit those it shares show; a
-                # layer that only reads what is shared, such as a tied head, is given it.
+                # First as it makes its variables by itself, so that shapes which do not fit those
+                # it shares show; a layer that only reads what is shared, such as a tied head, is
+                # given it.
                 return jax.eval_shape(make, *inputs, {})
             except Exception:
                 if not given:
@@ -85,9 +88,10 @@ class Call:
                 return jax.eval_shape(make, *inputs, given)
 
         def without_mesh_or_with() -> tuple[PyTree, PyTree]:
-            # With a mesh Flax applies the metadata of each new variable as a constraint, which a manual axis, a name
-            # that only rules know, or a variable that is made in another shape (nn.DenseGeneral) would make fail.
-            # Without one, constraints by names of axes in the layer's call fail, so then it is made with one.
+            # With a mesh Flax applies the metadata of each new variable as a constraint, which a
+            # manual axis, a name that only rules know, or a variable that is made in another shape
+            # (nn.DenseGeneral) would make fail. Without one, constraints by names of axes in the
+            # layer's call fail, so then it is made with one.
             try:
                 with jax.sharding.use_abstract_mesh(NO_MESH):
                     return made_alone_or_given()
@@ -108,60 +112,80 @@ class Call:
         return params, collections, (of_params, of_collections, dims)
 
     def results(self, params: PyTree, collections: PyTree) -> tuple[ClosedJaxpr, PyTree, PyTree]:
-        """The layer's call in training, and the shapes of what it hands over and of what it reports."""
+        """The layer's call in training, and the shapes of what it hands over and reports."""
         run = functools.partial(_train, self.named.layer)
         args = self._arguments(params, collections)
-        program, (outputs, updated, aux) = self._naming_faults(lambda: jax.make_jaxpr(run, return_shape=True)(*args))
+        program, (outputs, updated, aux) = self._naming_faults(
+            lambda: jax.make_jaxpr(run, return_shape=True)(*args)
+        )
         self._check_axes(program)
         if outputs is None:
             raise LayerError(
-                f"layer {self.named.name} must return what the next layer or loss_fn gets, but got None. Add the "
-                "return statement."
+                f"layer {self.named.name} must return what the next layer or loss_fn gets, but got "
+                "None. Add the return statement."
             )
         if struct_key(updated) != struct_key(collections):
             raise LayerError(
-                f"layer {self.named.name} must keep collections of one shape, but got {format_struct(collections)} "
-                f"before a call and {format_struct(updated)} after it. Make all of them when the layer is initialised."
+                f"layer {self.named.name} must keep collections of one shape, but got "
+                f"{format_struct(collections)} before a call and {format_struct(updated)} after "
+                "it. Make all of them when the layer is initialised."
             )
         return program, _without_sharding(outputs), _without_sharding(aux)
 
     def _check_axes(self, program: ClosedJaxpr) -> None:
-        """Refuse what JAX takes without a word and XLA cannot compile, or compiles to something else."""
-        # JAX checks a constraint's axes against the mesh that it names, which may call all of its axes automatic.
+        """Refuse what JAX takes without a word, but XLA cannot compile or compiles wrongly."""
+        # JAX checks a constraint's axes against the mesh that it names, which may call all of its
+        # axes automatic.
         manual = sorted(constrained_axes(program) & set(MANUAL_AXES))
         if manual:
             raise self._constraint_fault(f"a constraint over {', '.join(map(repr, manual))}")
         lengths = self.mesh.shape
         over_data = "data" in effect_axes(program.jaxpr)
-        if over_data and math.prod(lengths[axis] for axis in MANUAL_AXES) == 1 < math.prod(lengths.values()):
+        if over_data and math.prod(lengths[axis] for axis in MANUAL_AXES) == 1 < math.prod(
+            lengths.values()
+        ):
             raise LayerError(
-                f"layer {self.named.name} must use no collective over 'data' where the mesh has one stage and one "
-                f"replica and XLA splits further axes, which XLA cannot compile, but got one on a mesh of "
-                f"{' x '.join(f'{axis}={length}' for axis, length in lengths.items())}. Leave the axis name out, which "
-                "changes no number with one replica, or use two stages or replicas."
+                f"layer {self.named.name} must use no collective over 'data' where the mesh has "
+                "one stage and one replica and XLA splits further axes, which XLA cannot compile, "
+                "but got one on a mesh of "
+                f"{' x '.join(f'{axis}={length}' for axis, length in lengths.items())}. Leave the "
+                "axis name out, which changes no number with one replica, or use two stages or "
+                "replicas."
             )
 
     def check_evaluation(self, params: PyTree, collections: PyTree) -> None:
-        """Refuse a layer that cannot be evaluated, which would be found at the first evaluation only."""
+        """Refuse a layer that cannot be evaluated; else only the first evaluation would show it."""
         layer, fault = self.named.layer, "random numbers from its streams"
 
-        def run(params: PyTree, collections: PyTree, x: PyTree, side: PyTree, key: jax.Array) -> PyTree:
+        def run(
+            params: PyTree, collections: PyTree, x: PyTree, side: PyTree, key: jax.Array
+        ) -> PyTree:
             rngs = {"params": key} if layer.holds_streams else None
-            return as_arrays(layer.apply(params, collections, x, rngs=rngs, train=False, side=side)[0])
+            return as_arrays(
+                layer.apply(params, collections, x, rngs=rngs, train=False, side=side)[0]
+            )
 
         args = self._arguments(params, collections)
         try:
-            if not self._naming_faults(lambda: used_inputs(run, *args)[-1], " in evaluation", _ONLY_IN_TRAINING):
+            if not self._naming_faults(
+                lambda: used_inputs(run, *args)[-1], " in evaluation", _ONLY_IN_TRAINING
+            ):
                 return
         except _ONLY_IN_TRAINING as error:
             fault = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        calls = [train_flag(name, value) for name, value in layer.arguments.open_switches(self.side).items()]
-        left = f"; if an argument at its default says so, write {' or '.join(calls)}" if calls else ""
+        calls = [
+            train_flag(name, value)
+            for name, value in layer.arguments.open_switches(self.side).items()
+        ]
+        left = (
+            f"; if an argument at its default says so, write {' or '.join(calls)}" if calls else ""
+        )
         raise LayerError(
-            f"layer {self.named.name} must neither draw random numbers nor change its collections in evaluation, but "
-            f"got {fault}. Let it do so in training alone, as nn.Dropout(rate)(x, deterministic=not train) and "
-            "nn.BatchNorm(use_running_average=not train)(x) do with an argument train of its call, and leave such "
-            f"settings out of its own arguments{left}."
+            f"layer {self.named.name} must neither draw random numbers nor change its collections "
+            f"in evaluation, but got {fault}. Let it do so in training alone, as "
+            "nn.Dropout(rate)(x, deterministic=not train) and nn.BatchNorm(use_running_average=not "
+            "train)(x) do with an argument train of its call, and leave such settings out of its "
+            f"own arguments{left}."
         )
 
     def open_switches(self, params: PyTree, collections: PyTree) -> dict[str, bool]:
@@ -176,13 +200,21 @@ class Call:
         before = self._effects(layer, params, collections)
         found = {}
         for name, default in defaults.items():
-            with contextlib.suppress(Exception):  # whatever a layer raises that is not meant to be called so
-                if self._effects(layer.with_argument(name, not default), params, collections) - before:
+            with contextlib.suppress(
+                Exception
+            ):  # whatever a layer raises that is not meant to be called so
+                if (
+                    self._effects(layer.with_argument(name, not default), params, collections)
+                    - before
+                ):
                     found[name] = not default
         return found
 
     def _effects(self, layer: Layer, params: PyTree, collections: PyTree) -> set[str]:
-        """Effects of a layer in training: it `"draws"` random numbers, or `"moves"` collections by its inputs."""
+        """Effects of a layer in training.
+
+        It `"draws"` random numbers, or `"moves"` collections by its inputs.
+        """
         args = self._arguments(params, collections)
         draws = used_inputs(functools.partial(_train, layer), *args)[-1]
         moves = used_inputs(lambda *args: _train(layer, *args)[1], *args)[2]
@@ -192,15 +224,20 @@ class Call:
         key = jax.eval_shape(lambda: jax.random.key(0))
         return cast_floats(params, self.dtype), collections, self.inputs, self.side, key
 
-    def _naming_faults(self, trace: Callable[[], T], when: str = "", passing: tuple[type[Exception], ...] = ()) -> T:
+    def _naming_faults(
+        self, trace: Callable[[], T], when: str = "", passing: tuple[type[Exception], ...] = ()
+    ) -> T:
         try:
             return trace()
         except (JaxpipeError, *passing):
             raise
         except Exception as error:
             if is_unbound_axis(error):
-                raise axis_fault(f"layer {self.named.name}", error, automatic_axes(self.mesh)) from error
-            # JAX (0.10) has no class for either of these errors: their words are all that tells them.
+                raise axis_fault(
+                    f"layer {self.named.name}", error, automatic_axes(self.mesh)
+                ) from error
+            # JAX (0.10) has no class for either of these errors: their words are all that tells
+            # them.
             if any(words in str(error) for words in ("with_sharding_constraint", "Resource axis:")):
                 raise self._constraint_fault(str(error).partition(". ")[0].rstrip(".")) from error
             if "mesh passed to shard_map" in str(error):
@@ -210,25 +247,27 @@ class Call:
     def _constraint_fault(self, what: str) -> LayerError:
         axes = ", ".join(map(repr, automatic_axes(self.mesh))) or "none"
         return LayerError(
-            f"layer {self.named.name} must name in its sharding constraints automatic axes of the mesh, of which it "
-            f"has {axes}, and no more of them than an array has dims, but got: {what}. Leave out 'stage' and 'data', "
-            "and give the PipelineModule a topology with every other axis, such as "
-            "PipeModelDataParallelTopology(num_pp, num_mp, num_dp) for 'model'."
+            f"layer {self.named.name} must name in its sharding constraints automatic axes of the "
+            f"mesh, of which it has {axes}, and no more of them than an array has dims, but got: "
+            f"{what}. Leave out 'stage' and 'data', and give the PipelineModule a topology with "
+            "every other axis, such as PipeModelDataParallelTopology(num_pp, num_mp, num_dp) for "
+            "'model'."
         )
 
     def _nested_mesh_fault(self) -> LayerError:
         axes = automatic_axes(self.mesh)
         return LayerError(
-            f"layer {self.named.name} must open jax.shard_map on the mesh around it, whose axes 'stage' and 'data' are "
-            "the pipeline's, but got a mesh of its own. Leave mesh= out and name the axes to be split by hand: "
-            f"jax.shard_map(..., axis_names={{{', '.join(map(repr, axes)) or '...'}}})."
+            f"layer {self.named.name} must open jax.shard_map on the mesh around it, whose axes "
+            "'stage' and 'data' are the pipeline's, but got a mesh of its own. Leave mesh= out and "
+            "name the axes to be split by hand: jax.shard_map(..., "
+            f"axis_names={{{', '.join(map(repr, axes)) or '...'}}})."
         )
 
     def _misfit(self, error: Exception, when: str) -> LayerError:
         return LayerError(
-            f"layer {self.named.name} must accept {self.before}{when}, but got inputs={format_struct(self.inputs)} and "
-            f"failed with {type(error).__name__}: {str(error).rstrip('.')}. Make the two layers agree, or put a "
-            "function between them."
+            f"layer {self.named.name} must accept {self.before}{when}, but got "
+            f"inputs={format_struct(self.inputs)} and failed with {type(error).__name__}: "
+            f"{str(error).rstrip('.')}. Make the two layers agree, or put a function between them."
         )
 
 
@@ -236,22 +275,30 @@ def _check_leaves(named: NamedLayer, params: PyTree) -> None:
     for path, leaf in jax.tree.leaves_with_path(unbox(params)):
         if not hasattr(leaf, "dtype") and not isinstance(leaf, (bool, int, float, complex)):
             raise LayerError(
-                f"parameter {jax.tree_util.keystr(path, simple=True, separator='.')!r} of layer {named.name} must be "
-                f"one array, but got a {type(leaf).__name__}: {leaf!r:.60}. Return an array from its initialiser, and "
-                "keep what is no number in a field of the class."
+                f"parameter {jax.tree_util.keystr(path, simple=True, separator='.')!r} of layer "
+                f"{named.name} must be one array, but got a {type(leaf).__name__}: {leaf!r:.60}. "
+                "Return an array from its initialiser, and keep what is no number in a field of "
+                "the class."
             )
 
 
 def _without_sharding(tree: PyTree) -> PyTree:
-    """Shapes without what tracing on a mesh says of their sharding, which differs between inputs and results."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "dtype") else x, tree)
+    """Shapes without the sharding that tracing on a mesh adds.
+
+    It differs between inputs and results.
+    """
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "dtype") else x, tree
+    )
 
 
 def _train(
     layer: Layer, params: PyTree, collections: PyTree, inputs: PyTree, side: PyTree, key: jax.Array
 ) -> tuple[PyTree, PyTree, PyTree]:
     rngs = layer_rngs(key)
-    outputs, updated, aux = layer.apply(params, collections, inputs, rngs=rngs, train=True, side=side)
+    outputs, updated, aux = layer.apply(
+        params, collections, inputs, rngs=rngs, train=True, side=side
+    )
     return as_arrays(outputs), as_arrays(updated), aux
 
 

@@ -23,24 +23,32 @@ def warn_of_rules(names: Mapping[str, str | None], warned: set[str]) -> None:
     found = [name for name in names if f"rule {name}" not in warned]
     if found:
         warned.update(f"rule {name}" for name in found)
-        listed = [f"{name!r} (did you mean {names[name]!r}?)" if names[name] else repr(name) for name in found]
+        listed = [
+            f"{name!r} (did you mean {names[name]!r}?)" if names[name] else repr(name)
+            for name in found
+        ]
         warnings.warn(
-            f"sharding_rules has rules for {', '.join(listed)}, but no weight and no constraint of a layer has such a "
-            "logical name. Correct the name, or leave the rule out.",
+            f"sharding_rules has rules for {', '.join(listed)}, but no weight and no constraint of "
+            "a layer has such a logical name. Correct the name, or leave the rule out.",
             stacklevel=4,
         )
 
 
-def warn_of_side(layers: Sequence[NamedLayer], side: Mapping[str, PyTree], warned: set[str]) -> None:
+def warn_of_side(
+    layers: Sequence[NamedLayer], side: Mapping[str, PyTree], warned: set[str]
+) -> None:
     """Warn of side inputs that no layer gets, once each."""
     for name in side:
         if f"side {name}" in warned or any(named.layer.arguments.takes(name) for named in layers):
             continue
         warned.add(f"side {name}")
-        meant = nearest(name, {each for named in layers for each in named.layer.arguments.names} - set(side))
+        meant = nearest(
+            name, {each for named in layers for each in named.layer.arguments.names} - set(side)
+        )
         warnings.warn(
-            f"side input {name!r} must be named by the call of a layer, but got none that does, so that nothing uses "
-            f"it. {f'Did you mean {meant!r}? Otherwise leave' if meant else 'Leave'} it out.",
+            f"side input {name!r} must be named by the call of a layer, but got none that does, so "
+            "that nothing uses it. "
+            f"{f'Did you mean {meant!r}? Otherwise leave' if meant else 'Leave'} it out.",
             stacklevel=4,
         )
 
@@ -50,9 +58,10 @@ def warn_of_data(paths: Sequence[str], warned: set[str]) -> None:
     if paths and "over data" not in warned:
         warned.add("over data")
         warnings.warn(
-            f"{paths[0]}{f' and {len(paths) - 1} further weights' if len(paths) > 1 else ''} must be whole on each "
-            "replica, but got 'data' in the partition metadata, which a pipeline does not heed. To share weights out "
-            'over replicas give the topology an axis fsdp and map the name to it, sharding_rules=(("data", "fsdp"),); '
+            f"{paths[0]}{f' and {len(paths) - 1} further weights' if len(paths) > 1 else ''} must "
+            "be whole on each replica, but got 'data' in the partition metadata, which a pipeline "
+            "does not heed. To share weights out over replicas give the topology an axis fsdp and "
+            'map the name to it, sharding_rules=(("data", "fsdp"),); '
             'otherwise write sharding_rules=(("data", None),).',
             stacklevel=4,
         )
@@ -85,11 +94,15 @@ def warn_of_switches(switches: Mapping[str, Mapping[str, bool]], warned: set[str
     found = {layer: names for layer, names in switches.items() if names and layer not in warned}
     if found:
         warned.update(found)
-        calls = {train_flag(name, value): None for names in found.values() for name, value in names.items()}
+        calls = {
+            train_flag(name, value): None
+            for names in found.values()
+            for name, value in names.items()
+        }
         listed = ", ".join(f"{layer} ({', '.join(names)})" for layer, names in found.items())
         warnings.warn(
-            "boolean arguments of the calls of these layers are at their defaults, with which training draws no random "
-            f"numbers, or leaves collections as they are: {listed}. If they say whether this is training, write "
-            f"{' or '.join(calls)}.",
+            "boolean arguments of the calls of these layers are at their defaults, with which "
+            f"training draws no random numbers, or leaves collections as they are: {listed}. If "
+            f"they say whether this is training, write {' or '.join(calls)}.",
             stacklevel=4,
         )

@@ -13,8 +13,11 @@ from jaxpipe.errors import LayerError
 from ._tree import flatten_dict
 
 Trainable = str | Sequence[str] | Callable[[str], bool] | Mapping[str, Any]
-"""A pattern or several, found in paths by `re.search`; a predicate of paths; or a tree of booleans, each for all below.
-Paths are written `layers/3_Block/mlp/kernel` and `tied/embed/embedding`."""
+"""A pattern or several, found in paths by `re.search`; a predicate of paths.
+
+Or a tree of booleans, each for all below. Paths are written `layers/3_Block/mlp/kernel` and
+`tied/embed/embedding`.
+"""
 
 
 def checked_trainable(trainable: Any) -> Any:
@@ -26,26 +29,35 @@ def checked_trainable(trainable: Any) -> Any:
         return trainable
     patterns: Any = [trainable] if isinstance(trainable, str) else trainable
     if isinstance(patterns, Mapping):
-        wrong = [path for path, leaf in flatten_dict(patterns).items() if not isinstance(leaf, (bool, np.bool_))]
+        wrong = [
+            path
+            for path, leaf in flatten_dict(patterns).items()
+            if not isinstance(leaf, (bool, np.bool_))
+        ]
         if wrong:
             raise LayerError(
                 "trainable as a tree must have True or False as its leaves, but got "
-                f"{type(flatten_dict(patterns)[wrong[0]]).__name__} at {'/'.join(wrong[0])}. Write True for what is "
-                "trained."
+                f"{type(flatten_dict(patterns)[wrong[0]]).__name__} at {'/'.join(wrong[0])}. Write "
+                "True for what is trained."
             )
         return patterns
-    if not isinstance(patterns, (list, tuple)) or not patterns or not all(isinstance(p, str) for p in patterns):
+    if (
+        not isinstance(patterns, (list, tuple))
+        or not patterns
+        or not all(isinstance(p, str) for p in patterns)
+    ):
         raise LayerError(
-            "trainable must be a pattern, a list of patterns, a predicate of paths, a tree of booleans or None, but "
-            f"got trainable={trainable!r}. Write for instance trainable=r'/lora_[ab]$' or trainable=['norm', '/bias$']."
+            "trainable must be a pattern, a list of patterns, a predicate of paths, a tree of "
+            f"booleans or None, but got trainable={trainable!r}. Write for instance "
+            "trainable=r'/lora_[ab]$' or trainable=['norm', '/bias$']."
         )
     for pattern in patterns:
         try:
             re.compile(pattern)
         except re.error as error:
             raise LayerError(
-                f"trainable must be regular expressions, but got {pattern!r}: {error}. Escape what is meant literally, "
-                "with re.escape."
+                f"trainable must be regular expressions, but got {pattern!r}: {error}. Escape what "
+                "is meant literally, with re.escape."
             ) from error
     return tuple(patterns)
 
@@ -65,15 +77,18 @@ def frozen_paths(trainable: Trainable | None, paths: Sequence[Path]) -> frozense
         trained = {path for path, name in names.items() if trainable(name)}
     else:
         patterns = [trainable] if isinstance(trainable, str) else trainable
-        found = [{path for path, name in names.items() if re.search(pattern, name)} for pattern in patterns]
+        found = [
+            {path for path, name in names.items() if re.search(pattern, name)}
+            for pattern in patterns
+        ]
         for pattern, matches in zip(patterns, found, strict=True):
             if not matches:
                 raise _unmatched(f"pattern {pattern!r}", pattern, names)
         trained = set[Path]().union(*found)
     if not trained:
         raise LayerError(
-            f"trainable must leave something to train, but got all {len(names)} parameters frozen. Let it be true of "
-            f"some, such as {next(iter(names.values()))}."
+            f"trainable must leave something to train, but got all {len(names)} parameters frozen. "
+            f"Let it be true of some, such as {next(iter(names.values()))}."
         )
     return frozenset(path for path in paths if path not in trained)
 
@@ -88,8 +103,9 @@ def _trained_by_tree(tree: Mapping[str, Any], names: Mapping[Path, str]) -> set[
     left = [name for path, name in names.items() if path not in values]
     if left:
         raise LayerError(
-            f"trainable as a tree must say of every parameter whether it is trained, but got nothing for {left[0]}"
-            f"{f' and {len(left) - 1} more' if len(left) > 1 else ''}. A boolean may stand for all below a path."
+            "trainable as a tree must say of every parameter whether it is trained, but got "
+            f"nothing for {left[0]}{f' and {len(left) - 1} more' if len(left) > 1 else ''}. A "
+            "boolean may stand for all below a path."
         )
     return {path for path, value in values.items() if value}
 
@@ -97,6 +113,6 @@ def _trained_by_tree(tree: Mapping[str, Any], names: Mapping[Path, str]) -> set[
 def _unmatched(what: str, text: str, names: Mapping[Path, str]) -> LayerError:
     nearest = difflib.get_close_matches(text, names.values(), n=3, cutoff=0.0)
     return LayerError(
-        f"trainable must match parameters of the model, but got the {what}, which matches none of {len(names)}. The "
-        f"nearest are: {', '.join(nearest)}."
+        f"trainable must match parameters of the model, but got the {what}, which matches none of "
+        f"{len(names)}. The nearest are: {', '.join(nearest)}."
     )

@@ -23,7 +23,10 @@ def flatten_dict(tree: Any, prefix: Path = ()) -> dict[Path, Any]:
 
 
 def join_path(path: Path) -> str:
-    """A path as one key, its names apart by slashes; a slash inside a name is `%2F`, a percent sign `%25`."""
+    """A path as one key, its names apart by slashes.
+
+    A slash inside a name is `%2F`, a percent sign `%25`.
+    """
     return "/".join(name.replace("%", "%25").replace("/", "%2F") for name in path)
 
 

@@ -17,4 +17,6 @@ def used_inputs(function: Callable[..., PyTree], *args: PyTree) -> tuple[bool, .
     leaves = used_operands(jax.make_jaxpr(function)(*args).jaxpr)
     counts = [len(jax.tree.leaves(arg)) for arg in args]
     starts = [sum(counts[:i]) for i in range(len(counts))]
-    return tuple(any(leaves[start : start + count]) for start, count in zip(starts, counts, strict=True))
+    return tuple(
+        any(leaves[start : start + count]) for start, count in zip(starts, counts, strict=True)
+    )

@@ -1,8 +1,8 @@
 """Embedding and head of a large vocabulary, which a pipeline splits over its stages.
 
-A parameter whose partition metadata names the axis `stage` is split along that dim: every stage holds one slice, and
-runs the layer together with all others. The layers here tell by the shape they are given whether a parameter is whole,
-as on one device, or a slice.
+A parameter whose partition metadata names the axis `stage` is split along that dim: every stage
+holds one slice, and runs the layer together with all others. The layers here tell by the shape they
+are given whether a parameter is whole, as on one device, or a slice.
 """
 
 from collections.abc import Callable
@@ -23,9 +23,9 @@ STAGE = "stage"
 class VocabEmbed(nn.Module):
     """An embedding whose table a pipeline of several stages splits by rows.
 
-    On one device it is `flax.linen.Embed`: the same parameter `embedding`, with the same initial values. In a pipeline
-    it must be among the layers before the first repeated one. Each stage looks up the tokens whose rows it holds, and
-    the results are summed over the stages.
+    On one device it is `flax.linen.Embed`: the same parameter `embedding`, with the same initial
+    values. In a pipeline it must be among the layers before the first repeated one. Each stage
+    looks up the tokens whose rows it holds, and the results are summed over the stages.
 
     Args:
         num_embeddings: Rows of the table; `num_stages` must divide it.
@@ -33,7 +33,8 @@ class VocabEmbed(nn.Module):
         dtype: What the result is cast to; None: the table's own.
         param_dtype: What the table is made in.
         embedding_init: Makes the table.
-        split: Whether a pipeline splits the table; otherwise it lies whole on the stages that use it.
+        split: Whether a pipeline splits the table; otherwise it lies whole on the stages that use
+            it.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -76,7 +77,7 @@ class VocabEmbed(nn.Module):
 
     @nn.compact
     def attend(self, x: jax.Array) -> jax.Array:
-        """Logits from the same table, for a head that is tied to the embedding through `forward_fn`.
+        """Logits from the same table, for a head tied to the embedding through `forward_fn`.
 
         Args:
             x: `[..., features]`.
@@ -97,9 +98,10 @@ class VocabEmbed(nn.Module):
 class VocabHead(nn.Module):
     """A linear layer to logits whose columns a pipeline of several stages splits.
 
-    On one device it is `flax.linen.Dense`: the same parameters `kernel` and `bias`, with the same initial values. In a
-    pipeline it must be among the layers after the last repeated one; its result is then a slice of the logits, which
-    the loss receives as `jaxpipe.losses.SplitLogits`. `predict` puts the slices together.
+    On one device it is `flax.linen.Dense`: the same parameters `kernel` and `bias`, with the same
+    initial values. In a pipeline it must be among the layers after the last repeated one; its
+    result is then a slice of the logits, which the loss receives as `jaxpipe.losses.SplitLogits`.
+    `predict` puts the slices together.
 
     Args:
         num_embeddings: Number of logits; `num_stages` must divide it.
@@ -108,7 +110,8 @@ class VocabHead(nn.Module):
         param_dtype: What the parameters are made in.
         kernel_init: Makes the kernel.
         bias_init: Makes the bias.
-        split: Whether a pipeline splits them; otherwise they lie whole on the stage that runs the layer.
+        split: Whether a pipeline splits them; otherwise they lie whole on the stage that runs the
+            layer.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -136,7 +139,9 @@ class VocabHead(nn.Module):
         Returns:
             `[..., num_embeddings]`, or a slice of the last dim.
         """
-        kernel = _split_param(self, "kernel", self.kernel_init, (None, STAGE), (x.shape[-1], self.num_embeddings))
+        kernel = _split_param(
+            self, "kernel", self.kernel_init, (None, STAGE), (x.shape[-1], self.num_embeddings)
+        )
         dtype = jnp.result_type(x, kernel) if self.dtype is None else self.dtype
         logits = jnp.asarray(x, dtype) @ jnp.asarray(kernel, dtype)
         if self.use_bias:

@@ -24,24 +24,31 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> tuple[jax.Array, jax.Array]:
-    """Cross entropy of a language model, summed over the positions that count, and how many these are.
+    """Cross entropy of a language model, summed over the positions that count, and their number.
 
-    It can be a `loss_fn` as it is; the loss of a batch is then the mean over all positions that count, however they
-    are spread over microbatches and replicas. A `loss_fn` that calls it lets `pipeline.split_vocabulary` split the
-    model's head over the stages. The per-position loss is
+    It can be a `loss_fn` as it is; the loss of a batch is then the mean over all positions that
+    count, however they are spread over microbatches and replicas. A `loss_fn` that calls it lets
+    `pipeline.split_vocabulary` split the model's head over the stages. The per-position loss is
 
-        (1 - label_smoothing) * -log p[label] + label_smoothing * mean(-log p) + z_loss * log(sum(exp(logits)))**2
+        (1 - label_smoothing) * -log p[label] + label_smoothing * mean(-log p) + z_loss *
+        log(sum(exp(logits)))**2
 
     Args:
-        logits: `[..., vocab_size]`, whole or split over the stages. Computed with in float32, or wider.
-        labels: Integers in `[0, vocab_size)`, or `ignore_index`, of the leading shape `[...]`. Others give NaN.
-        weights: What each position counts, `[...]`, numbers or booleans; None: 1. Labels of weight 0 may be anything.
+        logits: `[..., vocab_size]`, whole or split over the stages. Computed with in float32, or
+            wider.
+        labels: Integers in `[0, vocab_size)`, or `ignore_index`, of the leading shape `[...]`.
+            Others give NaN.
+        weights: What each position counts, `[...]`, numbers or booleans; None: 1. Labels of weight
+            0 may be anything.
         ignore_index: A label that marks positions which do not count.
-        label_smoothing: Share of the target probability that is spread evenly over the vocabulary, in `[0, 1]`.
-        z_loss: Factor of the squared log of the softmax's normaliser, which keeps logits from drifting; PaLM uses 1e-4.
+        label_smoothing: Share of the target probability that is spread evenly over the vocabulary,
+            in `[0, 1]`.
+        z_loss: Factor of the squared log of the softmax's normaliser, which keeps logits from
+            drifting; PaLM uses 1e-4.
 
     Returns:
-        `(sum, weight)`, `float32[]` each: the weighted sum over the positions, and the sum of their weights.
+        `(sum, weight)`, `float32[]` each: the weighted sum over the positions, and the sum of their
+        weights.
 
     Raises:
         LayerError: Labels are not integers, shapes do not fit, or a factor is out of range.
@@ -53,8 +60,9 @@ def cross_entropy(
         (True, 2.0)
 
     Reference:
-        Names as in `torch.nn.functional.cross_entropy`; label smoothing: Szegedy et al. (2016), section 7; z-loss:
-        Chowdhery et al., PaLM (2022), section 5; the split: Shoeybi et al., Megatron-LM (2019), section 3.
+        Names as in `torch.nn.functional.cross_entropy`; label smoothing: Szegedy et al. (2016),
+        section 7; z-loss: Chowdhery et al., PaLM (2022), section 5; the split: Shoeybi et al.,
+        Megatron-LM (2019), section 3.
     """
     _check(logits, labels, weights, label_smoothing, z_loss)
     labels = signed(jnp.asarray(labels))
@@ -63,7 +71,9 @@ def cross_entropy(
         counted &= weights != 0
     is_class = (labels >= 0) & (labels < logits.shape[-1])
     terms = _reduced(logits, jnp.where(is_class, labels, 0), needs_mean=label_smoothing > 0)
-    losses = terms.log_normaliser - (1 - label_smoothing) * terms.of_label - label_smoothing * terms.mean
+    losses = (
+        terms.log_normaliser - (1 - label_smoothing) * terms.of_label - label_smoothing * terms.mean
+    )
     losses += z_loss * terms.log_normaliser**2
     # Not 0: a label that is wrong by mistake must not pass for one that is ignored.
     losses = jnp.where(counted, jnp.where(is_class, losses, jnp.nan), 0.0)
@@ -73,17 +83,22 @@ def cross_entropy(
     return (losses * factors).sum(), factors.sum()
 
 
-def vocab_cross_entropy(logits: Logits, labels: jax.Array, num_embeddings: int | None = None) -> jax.Array:
+def vocab_cross_entropy(
+    logits: Logits, labels: jax.Array, num_embeddings: int | None = None
+) -> jax.Array:
     """Cross entropy of each position, for losses of one's own, from whole or split logits.
 
-    With split logits, the largest logit, the sum of exponentials and the label's logit are reduced over the stages; the
-    logits themselves never are. A `loss_fn` takes the mean, or returns a weighted sum and the sum of weights.
+    With split logits, the largest logit, the sum of exponentials and the label's logit are reduced
+    over the stages; the logits themselves never are. A `loss_fn` takes the mean, or returns a
+    weighted sum and the sum of weights.
 
     Args:
-        logits: `[..., num_embeddings]`, whole or split over the stages. Computed with in float32, or wider.
-        labels: Integers in `[0, num_embeddings)`, of the leading shape; what lies outside must be masked by the caller.
-        num_embeddings: Number of all logits, where an array may be this stage's slice of them, as in a `shard_map` of
-            one's own; None: an array is whole.
+        logits: `[..., num_embeddings]`, whole or split over the stages. Computed with in float32,
+            or wider.
+        labels: Integers in `[0, num_embeddings)`, of the leading shape; what lies outside must be
+            masked by the caller.
+        num_embeddings: Number of all logits, where an array may be this stage's slice of them, as
+            in a `shard_map` of one's own; None: an array is whole.
 
     Returns:
         `[...]`, the same on every stage.
@@ -132,37 +147,46 @@ def _reduced(logits: Logits, labels: jax.Array, *, needs_mean: bool) -> _Reduced
     total = over_stages(sum_over, jnp.exp(local - highest[..., None]).sum(-1))
     found = jnp.take_along_axis(local, indices[..., None], axis=-1)[..., 0]
     of_label = over_stages(sum_over, jnp.where(is_here, found, 0.0))
-    mean = over_stages(sum_over, local.sum(-1)) / vocab_size if needs_mean else jnp.zeros_like(of_label)
+    mean = (
+        over_stages(sum_over, local.sum(-1)) / vocab_size
+        if needs_mean
+        else jnp.zeros_like(of_label)
+    )
     return _Reduced(jnp.log(total) + highest, of_label, mean)
 
 
 def _check(logits: Any, labels: Any, weights: Any, label_smoothing: Any, z_loss: Any) -> None:
     if not isinstance(logits, SplitLogits | jax.Array | np.ndarray) or not logits.ndim:
         raise LayerError(
-            f"logits must be an array [..., vocab_size], but got {shown(logits)}. Pass the model's output, or the "
-            "entry of it that holds the logits."
+            f"logits must be an array [..., vocab_size], but got {shown(logits)}. Pass the model's "
+            "output, or the entry of it that holds the logits."
         )
     if not hasattr(labels, "dtype") or not jnp.issubdtype(labels.dtype, jnp.integer):
         found = getattr(labels, "dtype", type(labels).__name__)
         raise LayerError(
-            f"labels must be integers, the number of a class for each position, but got {found}. Pass jnp.argmax of "
-            "one-hot labels, or optax.softmax_cross_entropy where labels are probabilities."
+            f"labels must be integers, the number of a class for each position, but got {found}. "
+            "Pass jnp.argmax of one-hot labels, or optax.softmax_cross_entropy where labels are "
+            "probabilities."
         )
     shape = logits.shape[:-1]
     if labels.shape != shape:
         raise LayerError(
-            f"labels must have the shape of the logits without their last dim, {list(shape)}, but got "
-            f"{list(labels.shape)}. Shift labels in the data, or index both alike: logits[:, :-1] and labels[:, 1:]."
+            f"labels must have the shape of the logits without their last dim, {list(shape)}, but "
+            f"got {list(labels.shape)}. Shift labels in the data, or index both alike: logits[:, "
+            ":-1] and labels[:, 1:]."
         )
     if weights is not None and getattr(weights, "shape", None) != shape:
+        found = list(getattr(weights, "shape", ())) if hasattr(weights, "shape") else shown(weights)
         raise LayerError(
-            f"weights must be an array of the shape of the labels, {list(shape)}, but got "
-            f"{list(getattr(weights, 'shape', ())) if hasattr(weights, 'shape') else shown(weights)}. Broadcast them "
-            "with jnp.broadcast_to."
+            f"weights must be an array of the shape of the labels, {list(shape)}, but got {found}. "
+            "Broadcast them with jnp.broadcast_to."
         )
     if not 0 <= label_smoothing <= 1:
         raise LayerError(
-            f"label_smoothing must be in [0, 1], but got label_smoothing={label_smoothing!r}. Use for instance 0.1."
+            f"label_smoothing must be in [0, 1], but got label_smoothing={label_smoothing!r}. Use "
+            "for instance 0.1."
         )
     if not z_loss >= 0:
-        raise LayerError(f"z_loss must be at least 0, but got z_loss={z_loss!r}. Use for instance 1e-4.")
+        raise LayerError(
+            f"z_loss must be at least 0, but got z_loss={z_loss!r}. Use for instance 1e-4."
+        )

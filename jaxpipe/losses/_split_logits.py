@@ -13,11 +13,11 @@ STAGE = "stage"
 
 
 class SplitLogits:
-    """Logits that are split over the stages, as a loss receives them when the model's head is split.
+    """Logits that are split over the stages, as a loss gets them when the model's head is split.
 
-    Pass them to `cross_entropy` or `vocab_cross_entropy`. Leading dims may be indexed and reshaped, and
-    the dtype changed. Everything else fails, because it would see one slice of the vocabulary for all
-    of it: this is no array, and `jax.jit` does not accept it.
+    Pass them to `cross_entropy` or `vocab_cross_entropy`. Leading dims may be indexed and reshaped,
+    and the dtype changed. Everything else fails, because it would see one slice of the vocabulary
+    for all of it: this is no array, and `jax.jit` does not accept it.
 
     Args:
         local: This stage's slice, `[..., vocab_size / num_stages]`.
@@ -59,10 +59,13 @@ class SplitLogits:
             LayerError: The index reaches the dim of the vocabulary, or could.
         """
         entries = index if isinstance(index, tuple) else (index,)
-        if len(entries) >= self.ndim or any(x is None or isinstance(x, EllipsisType) for x in entries):
+        if len(entries) >= self.ndim or any(
+            x is None or isinstance(x, EllipsisType) for x in entries
+        ):
             raise LayerError(
-                f"an index of split logits must leave out their last dim, which is split over the stages, but got "
-                f"{index!r} for shape {list(self.shape)}. Index the dims before it, such as logits[:, :-1]."
+                "an index of split logits must leave out their last dim, which is split over the "
+                f"stages, but got {index!r} for shape {list(self.shape)}. Index the dims before "
+                "it, such as logits[:, :-1]."
             )
         return SplitLogits(self.local[index], self.shape[-1])
 
@@ -75,13 +78,15 @@ class SplitLogits:
         sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
         if not sizes or sizes[-1] != self.shape[-1]:
             raise LayerError(
-                f"a reshape of split logits must keep their last dim, {self.shape[-1]}, but got {list(sizes)}. Write "
-                f"for instance logits.reshape(-1, {self.shape[-1]})."
+                f"a reshape of split logits must keep their last dim, {self.shape[-1]}, but got "
+                f"{list(sizes)}. Write for instance logits.reshape(-1, {self.shape[-1]})."
             )
         return SplitLogits(self.local.reshape(*sizes[:-1], self.local.shape[-1]), self.shape[-1])
 
 
-def local_indices(indices: jax.Array, local_size: int, whole_size: int) -> tuple[jax.Array, jax.Array]:
+def local_indices(
+    indices: jax.Array, local_size: int, whole_size: int
+) -> tuple[jax.Array, jax.Array]:
     """Indices into this stage's slice of a dim, or into the whole, and which of them point into it.
 
     Indices that point elsewhere are 0.
@@ -91,8 +96,9 @@ def local_indices(indices: jax.Array, local_size: int, whole_size: int) -> tuple
         num_stages = _num_stages()
         if local_size * num_stages != whole_size:
             raise LayerError(
-                f"a dim of num_embeddings={whole_size} must be given whole, or in equal slices to all stages, but "
-                f"got {local_size} on {num_stages or 'no'} stages. Give num_embeddings as the layers have it."
+                f"a dim of num_embeddings={whole_size} must be given whole, or in equal slices to "
+                f"all stages, but got {local_size} on {num_stages or 'no'} stages. Give "
+                "num_embeddings as the layers have it."
             )
         local = indices - local_size * jax.lax.axis_index(STAGE).astype(indices.dtype)
     is_here = (local >= 0) & (local < local_size)

@@ -27,7 +27,11 @@ _SIZES = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
     *("max_position_embeddings", "type_vocab_size"),
 )
-_COMPUTED = {"is_decoder": (False,), "position_embedding_type": ("absolute",), "tie_word_embeddings": (True,)}
+_COMPUTED = {
+    "is_decoder": (False,),
+    "position_embedding_type": ("absolute",),
+    "tie_word_embeddings": (True,),
+}
 
 
 @dataclass(frozen=True)
@@ -41,13 +45,15 @@ class BertConfig:
         num_attention_heads: Heads of attention.
         intermediate_size: Width of the feed-forward part.
         hidden_act: Its activation: `"gelu"`, `"gelu_new"`, `"relu"` or `"silu"`.
-        hidden_dropout_prob: Share of embeddings and of what is added to the residual stream that training drops.
+        hidden_dropout_prob: Share of embeddings and of what is added to the residual stream that
+            training drops.
         attention_probs_dropout_prob: The same of attention's probabilities; cuDNN cannot.
         max_position_embeddings: The longest sequence.
         type_vocab_size: Number of token types.
         initializer_range: Standard deviation of initial weights.
         layer_norm_eps: Added to norms' variances.
-        dtype: What layers compute in. None: the dtype of weights and inputs, which a pipeline's `compute_dtype` sets.
+        dtype: What layers compute in. None: the dtype of weights and inputs, which a pipeline's
+            `compute_dtype` sets.
 
     Raises:
         ConfigError: A value is of a wrong type or range.
@@ -81,12 +87,12 @@ class BertConfig:
         """Read a `config.json` of BERT.
 
         Args:
-            source: The folder that holds it, the file, or its contents. What a key has no value for is as
-                `transformers` has it.
+            source: The folder that holds it, the file, or its contents. What a key has no value for
+                is as `transformers` has it.
 
         Raises:
-            ConfigError: A key has a value that these layers do not compute. Keys that are not known are named in a
-                warning.
+            ConfigError: A key has a value that these layers do not compute. Keys that are not known
+                are named in a warning.
         """
         keys = ConfigKeys(source, {"bert": _COMPUTED})
         config = cls(**read_fields(keys, cls))
@@ -94,7 +100,9 @@ class BertConfig:
         return config
 
     def to_huggingface(self, head: BertHead = "masked_lm") -> dict[str, Any]:
-        """The contents of a `config.json`, which `from_huggingface` reads back; for `save_huggingface`.
+        """The contents of a `config.json`, which `from_huggingface` reads back.
+
+        For `save_huggingface`.
 
         Args:
             head: As for `bert`; it decides which class of `transformers` opens the files.
@@ -154,8 +162,9 @@ class BertEmbeddings(nn.Module):
         config, length = self.config, x.shape[1]
         if length > config.max_position_embeddings:
             raise LayerError(
-                f"a sequence must have at most max_position_embeddings={config.max_position_embeddings} positions, but "
-                f"got {length}. Cut it into shorter ones."
+                "a sequence must have at most "
+                f"max_position_embeddings={config.max_position_embeddings} positions, but got "
+                f"{length}. Cut it into shorter ones."
             )
         types = jnp.zeros((1, length), jnp.int32) if token_type_ids is None else token_type_ids
         positions = positions_of(length, segment_ids) if positions is None else positions
@@ -187,21 +196,27 @@ class BertLogits(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Map `[B, T, H]` to `[B, T, V]`."""
         config = self.config
-        init, shape = nn.initializers.normal(config.initializer_range), (config.vocab_size, config.hidden_size)
+        init, shape = (
+            nn.initializers.normal(config.initializer_range),
+            (config.vocab_size, config.hidden_size),
+        )
         bias = self.param("bias", nn.initializers.zeros, shape[:1])
-        x, table, bias = promote_dtype(x, self.param("embedding", init, shape), bias, dtype=config.dtype)
+        x, table, bias = promote_dtype(
+            x, self.param("embedding", init, shape), bias, dtype=config.dtype
+        )
         return x @ table.T + bias.reshape(1, 1, -1)
 
 
 def bert(config: BertConfig, head: BertHead = "masked_lm") -> list[LayerSpec]:
     """BERT as layers for `PipelineModule`.
 
-    Layers take side inputs `attention_mask` (`[B, T]`, true where a token is seen) or `lengths`, `token_type_ids`,
-    `positions` and `segment_ids` where the batch has them.
+    Layers take side inputs `attention_mask` (`[B, T]`, true where a token is seen) or `lengths`,
+    `token_type_ids`, `positions` and `segment_ids` where the batch has them.
 
     Args:
         config: Sizes and switches.
-        head: `"masked_lm"`: tokens `[B, T]` to logits `[B, T, V]`, with the embedding's table. None: to `[B, T, H]`.
+        head: `"masked_lm"`: tokens `[B, T]` to logits `[B, T, V]`, with the embedding's table.
+            None: to `[B, T, H]`.
 
     Returns:
         Embedding, positions and types, `num_hidden_layers` layers; transform and logits.
@@ -212,9 +227,8 @@ def bert(config: BertConfig, head: BertHead = "masked_lm") -> list[LayerSpec]:
     Example:
         >>> import jax, jax.numpy as jnp, jaxpipe
         >>> from jaxpipe.models import BertConfig, bert
-        >>> config = BertConfig(
-        ...     vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
-        ... )
+        >>> sizes = dict(vocab_size=64, hidden_size=16, intermediate_size=32)
+        >>> config = BertConfig(**sizes, num_hidden_layers=2, num_attention_heads=2)
         >>> model = jaxpipe.PipelineModule(bert(config, head=None), num_stages=1)
         >>> tokens = jnp.zeros((1, 5), int)
         >>> model.apply(model.init(jax.random.key(0), tokens), tokens).shape
@@ -225,13 +239,17 @@ def bert(config: BertConfig, head: BertHead = "masked_lm") -> list[LayerSpec]:
     """
     if head not in (*get_args(get_args(BertHead)[0]), None):
         raise ConfigError(
-            f"head must be 'masked_lm' or None, but got head={head!r}. Add layers of your own after None."
+            f"head must be 'masked_lm' or None, but got head={head!r}. Add layers of your own "
+            "after None."
         )
     init = nn.initializers.normal(config.initializer_range)
     sizes = (config.vocab_size, config.hidden_size, config.dtype)
     layers = [
         LayerSpec(BertEmbeddings, config),
-        *[LayerSpec(DeepSpeedTransformerLayer, config.layer()) for _ in range(config.num_hidden_layers)],
+        *[
+            LayerSpec(DeepSpeedTransformerLayer, config.layer())
+            for _ in range(config.num_hidden_layers)
+        ],
     ]
     if head is None:
         return [LayerSpec(nn.Embed, *sizes, embedding_init=init), *layers]
@@ -242,7 +260,9 @@ def bert(config: BertConfig, head: BertHead = "masked_lm") -> list[LayerSpec]:
 
 
 def bert_names(config: BertConfig | Source, head: BertHead = "masked_lm") -> tuple[Rename, ...]:
-    """Hugging Face's names of the weights of `bert(config, head)`; files of the bare model lack `bert.`.
+    """Hugging Face's names of the weights of `bert(config, head)`.
+
+    Files of the bare model lack `bert.`.
 
     Args:
         config: Sizes and switches, or where `from_huggingface` reads them.
@@ -275,7 +295,11 @@ def bert_names(config: BertConfig | Source, head: BertHead = "masked_lm") -> tup
         "norm_w": ("output.LayerNorm.weight", None),
         "norm_b": ("output.LayerNorm.bias", None),
     }
-    table, at, last = "embeddings.word_embeddings.weight", "cls.predictions", config.num_hidden_layers + 2
+    table, at, last = (
+        "embeddings.word_embeddings.weight",
+        "cls.predictions",
+        config.num_hidden_layers + 2,
+    )
     decoder = f"{at}.decoder"
     tied = Rename((f"bert.{table}", table, f"{decoder}.weight"), "tied/embedding/embedding")
     transform, norm = f"{at}.transform.dense", f"{at}.transform.LayerNorm"
@@ -291,7 +315,11 @@ def bert_names(config: BertConfig | Source, head: BertHead = "masked_lm") -> tup
     passed = [*others, *(f"bert.{name}" for name in others)]
     heads = ("cls.seq_relationship", "classifier", "qa_outputs")
     passed += [f"{name}.{part}" for name in heads for part in ("weight", "bias")]
-    passed += [] if head else [name for rename in of_head[1:] for name in rename.their_names] + [f"{decoder}.weight"]
+    passed += (
+        []
+        if head
+        else [name for rename in of_head[1:] for name in rename.their_names] + [f"{decoder}.weight"]
+    )
     return (
         *(of_head if head else [entry(table, "0/embedding")]),
         entry("embeddings.position_embeddings.weight", "1/position/embedding"),
@@ -311,7 +339,10 @@ def _with_old(*names: str) -> tuple[str, ...]:
     old = [
         name.removesuffix(new) + before
         for name in names
-        for new, before in (("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta"))
+        for new, before in (
+            ("LayerNorm.weight", "LayerNorm.gamma"),
+            ("LayerNorm.bias", "LayerNorm.beta"),
+        )
         if name.endswith(new)
     ]
     return (*names, *old)

@@ -1,4 +1,7 @@
-"""Mixture of experts: a feed-forward part of which each token passes some of several, as in Mixtral and Qwen's MoE."""
+"""Mixture of experts.
+
+A feed-forward part of which each token passes some of several, as in Mixtral and Qwen's MoE.
+"""
 
 import math
 from collections.abc import Iterator
@@ -28,18 +31,21 @@ class ExpertsConfig:
         num_experts_per_tok: How many of them a token passes.
         intermediate_size: Width I of each.
         norm_topk_prob: Whether the gates of a token's experts are divided by their sum.
-        shared_size: Width of an expert that every token passes, beside the others, with a gate of its own; 0 for none.
+        shared_size: Width of an expert that every token passes, beside the others, with a gate of
+            its own; 0 for none.
         dense_layers: Blocks, counted from 0, that have an ordinary feed-forward part.
-        capacity_factor: An expert takes so many times what equally busy ones would get of a sequence, first choices
-            before second ones; others pass it by. None: every expert computes every token, and what was not chosen
-            counts nothing. That is exact, as `transformers` has it, and E / `num_experts_per_tok` times the work.
+        capacity_factor: An expert takes so many times what equally busy ones would get of a
+            sequence, first choices before second ones; others pass it by. None: every expert
+            computes every token, and what was not chosen counts nothing. That is exact, as
+            `transformers` has it, and E / `num_experts_per_tok` times the work.
         balance: Weight of the loss that keeps the experts of a layer equally busy.
 
     Raises:
         ConfigError: A value is of a wrong type or range.
 
     Reference:
-        Shazeer et al. (2017); Lepikhin et al., "GShard" (2021); Jiang et al., "Mixtral of Experts" (2024).
+        Shazeer et al. (2017); Lepikhin et al., "GShard" (2021); Jiang et al., "Mixtral of Experts"
+        (2024).
     """
 
     num_experts: int
@@ -57,12 +63,20 @@ class ExpertsConfig:
     def _rules(self) -> Iterator[Rule]:
         yield from are_sizes(self, ("num_experts", "num_experts_per_tok", "intermediate_size"))
         yield from are_sizes(self, ("shared_size",), least=0)
-        is_less, rule = self.num_experts_per_tok <= self.num_experts, f"at most num_experts={self.num_experts}"
+        is_less, rule = (
+            self.num_experts_per_tok <= self.num_experts,
+            f"at most num_experts={self.num_experts}",
+        )
         yield "num_experts_per_tok", is_less, rule, "A token passes each expert once."
         yield from are_flags(self, ("norm_topk_prob",))
         dense = self.dense_layers
         are_layers = isinstance(dense, tuple) and all(is_size(layer, 0) for layer in dense)
-        yield "dense_layers", are_layers, "a tuple of numbers of layers", "Layers are counted from 0."
+        yield (
+            "dense_layers",
+            are_layers,
+            "a tuple of numbers of layers",
+            "Layers are counted from 0.",
+        )
         room = as_number(self.capacity_factor)
         is_room = self.capacity_factor is None or (room is not None and room > 0)
         yield "capacity_factor", is_room, "> 0 or None", "Use 1.25, or None for the exact mixture."
@@ -72,7 +86,8 @@ class ExpertsConfig:
 class Experts(nn.Module):
     """The experts of a layer, each `down(silu(gate(x)) * up(x))`, and the router.
 
-    Weights of experts are `[E, ...]`, divided over a mesh axis `expert`, and their features over `model`.
+    Weights of experts are `[E, ...]`, divided over a mesh axis `expert`, and their features over
+    `model`.
 
     Args:
         config: Sizes and switches.
@@ -88,20 +103,24 @@ class Experts(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Map `[B, T, H]` to the same shape.
 
-        It reports the loss `balance`, where that has a weight, and with a capacity the metric `passed_by`, the share of
-        choices for which there was no room.
+        It reports the loss `balance`, where that has a weight, and with a capacity the metric
+        `passed_by`, the share of choices for which there was no room.
         """
         config, normal = self.config, nn.initializers.normal(self.initializer_range)
         size, width = x.shape[-1], config.intermediate_size
 
-        def weight(name: str, shape: tuple[int, int], axes: tuple[str | None, str | None]) -> jax.Array:
+        def weight(
+            name: str, shape: tuple[int, int], axes: tuple[str | None, str | None]
+        ) -> jax.Array:
             value = self.param(name, Divided(normal, (EXPERT, *axes)), (config.num_experts, *shape))
             return value.astype(self.dtype or jnp.result_type(x, value))
 
         gate, up = (weight(name, (size, width), (None, MODEL)) for name in ("gate", "up"))
         down = weight("down", (width, size), (MODEL, None))
         x = x.astype(gate.dtype)
-        logits = nn.Dense(config.num_experts, use_bias=False, dtype=self.dtype, kernel_init=normal, name="router")(x)
+        logits = nn.Dense(
+            config.num_experts, use_bias=False, dtype=self.dtype, kernel_init=normal, name="router"
+        )(x)
         probabilities = nn.softmax(logits.astype(np.promote_types(logits.dtype, np.float32)))
         best, chosen = jax.lax.top_k(probabilities, config.num_experts_per_tok)
         gates = best / best.sum(-1, keepdims=True) if config.norm_topk_prob else best
@@ -113,18 +132,24 @@ class Experts(nn.Module):
 
         def wide(sent: jax.Array, equation: str) -> jax.Array:
             h = nn.silu(jnp.einsum(equation, sent, gate)) * jnp.einsum(equation, sent, up)
-            return constrained(h, dividing(EXPERT, config.num_experts), None, None, dividing(MODEL, width))
+            return constrained(
+                h, dividing(EXPERT, config.num_experts), None, None, dividing(MODEL, width)
+            )
 
         if config.capacity_factor is None:
             weights = jnp.einsum("btce,btc->ebt", chosen, gates.astype(x.dtype))
             return jnp.einsum("ebti,eih->bth", wide(x, "bth,ehi->ebti") * weights[..., None], down)
-        room = math.ceil(config.capacity_factor * config.num_experts_per_tok * x.shape[1] / config.num_experts)
+        room = math.ceil(
+            config.capacity_factor * config.num_experts_per_tok * x.shape[1] / config.num_experts
+        )
         combine, passed_by = route(chosen, gates.astype(x.dtype), room)
         self.sow("metrics", "passed_by", passed_by)
         sent = jnp.einsum("bter,bth->ebrh", (combine > 0).astype(x.dtype), x)
         sent = constrained(sent, dividing(EXPERT, config.num_experts))
         made = jnp.einsum("ebri,eih->ebrh", wide(sent, "ebrh,ehi->ebri"), down)
-        return jnp.einsum("bter,ebrh->bth", combine, constrained(made, dividing(EXPERT, config.num_experts)))
+        return jnp.einsum(
+            "bter,ebrh->bth", combine, constrained(made, dividing(EXPERT, config.num_experts))
+        )
 
 
 def route(chosen: jax.Array, gates: jax.Array, room: int) -> tuple[jax.Array, jax.Array]:
@@ -136,7 +161,8 @@ def route(chosen: jax.Array, gates: jax.Array, room: int) -> tuple[jax.Array, ja
     choices for which there was no room.
     """
     batch, length, choices, experts = chosen.shape
-    # All first choices stand before all second ones. Counted in integers, which bfloat16 holds up to 256 only.
+    # All first choices stand before all second ones. Counted in integers, which bfloat16 holds up
+    # to 256 only.
     queue = chosen.astype(jnp.int32).swapaxes(1, 2).reshape(batch, choices * length, experts)
     turns = jnp.cumsum(queue, axis=1).reshape(batch, choices, length, experts).swapaxes(1, 2)
     turn = jnp.sum(turns * chosen.astype(jnp.int32), axis=-1) - 1

@@ -43,7 +43,10 @@ class Mixture:
             self.size: experts.intermediate_size,
         }
         if self.has_dense_layers:
-            found |= {"norm_topk_prob": experts.norm_topk_prob, "mlp_only_layers": list(experts.dense_layers)}
+            found |= {
+                "norm_topk_prob": experts.norm_topk_prob,
+                "mlp_only_layers": list(experts.dense_layers),
+            }
         return found | ({} if self.shared_size is None else {self.shared_size: experts.shared_size})
 
 
@@ -89,27 +92,40 @@ class Family:
     ignored: tuple[str, ...] = ()
 
 
-def _of_layers(theirs: str, ours: str | tuple[str, ...], transform: Transform | None = None) -> Rename:
+def _of_layers(
+    theirs: str, ours: str | tuple[str, ...], transform: Transform | None = None
+) -> Rename:
     paths = (ours,) if isinstance(ours, str) else ours
     return Rename("model.layers.{i}." + theirs, tuple("{i+1}/" + path for path in paths), transform)
 
 
 def _products(names: Mapping[str, str]) -> tuple[Rename, ...]:
-    kernels = (_of_layers(f"{theirs}.weight", f"{ours}/kernel", transpose) for ours, theirs in names.items())
-    return *kernels, *(_of_layers(f"{theirs}.bias", f"{ours}/bias") for ours, theirs in names.items())
+    kernels = (
+        _of_layers(f"{theirs}.weight", f"{ours}/kernel", transpose)
+        for ours, theirs in names.items()
+    )
+    return *kernels, *(
+        _of_layers(f"{theirs}.bias", f"{ours}/bias") for ours, theirs in names.items()
+    )
 
 
 def _experts(module: str, gate: str, up: str, down: str) -> tuple[Rename, ...]:
     each = {"gate": gate, "up": up, "down": down}
     return _products({"feed_forward/experts/router": f"{module}.gate"}) + tuple(
-        _of_layers(f"{module}.experts.{{e}}.{theirs}.weight", f"feed_forward/experts/{ours}", stack(transpose))
+        _of_layers(
+            f"{module}.experts.{{e}}.{theirs}.weight",
+            f"feed_forward/experts/{ours}",
+            stack(transpose),
+        )
         for ours, theirs in each.items()
     )
 
 
 def _fused(theirs: str, module: str, *parts: str) -> Rename:
     """One product of theirs that is several here."""
-    return _of_layers(f"{theirs}.weight", tuple(f"{module}/{part}/kernel" for part in parts), split(0, transpose))
+    return _of_layers(
+        f"{theirs}.weight", tuple(f"{module}/{part}/kernel" for part in parts), split(0, transpose)
+    )
 
 
 _NORMS = tuple(
@@ -122,10 +138,15 @@ _NORMS = tuple(
     }.items()
 )
 _OUT, _DOWN = {"attention/out": "self_attn.o_proj"}, {"feed_forward/down": "mlp.down_proj"}
-_ATTENTION = {f"attention/{name}": f"self_attn.{name[0]}_proj" for name in ("query", "key", "value")} | _OUT
+_ATTENTION = {
+    f"attention/{name}": f"self_attn.{name[0]}_proj" for name in ("query", "key", "value")
+} | _OUT
 _FEED_FORWARD = {f"feed_forward/{name}": f"mlp.{name}_proj" for name in ("gate", "up")} | _DOWN
 _DENSE = _products(_ATTENTION | _FEED_FORWARD) + _NORMS
-_SHARED = {f"feed_forward/shared/{name}": f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")}
+_SHARED = {
+    f"feed_forward/shared/{name}": f"mlp.shared_expert.{name}_proj"
+    for name in ("gate", "up", "down")
+}
 _QWEN_MOE = _DENSE + _experts("mlp", "gate_proj", "up_proj", "down_proj")
 
 FAMILIES: Mapping[str, Family] = {
@@ -159,13 +180,22 @@ FAMILIES: Mapping[str, Family] = {
         computed=dict.fromkeys(("embd_pdrop", "resid_pdrop"), (0.0,)),
         ignored=("original_max_position_embeddings",),  # read with a scaling
     ),
-    "qwen2": Family("Qwen2", _DENSE, num_key_value_heads=32, qkv_bias=True, windows="by_layer", sliding_window=4096),
+    "qwen2": Family(
+        "Qwen2",
+        _DENSE,
+        num_key_value_heads=32,
+        qkv_bias=True,
+        windows="by_layer",
+        sliding_window=4096,
+    ),
     "qwen2_moe": Family(
         "Qwen2Moe",
         _QWEN_MOE + _products(_SHARED | {"feed_forward/shared_gate": "mlp.shared_expert_gate"}),
         num_key_value_heads=16,
         qkv_bias=("qkv_bias", True),
-        mixture=Mixture("num_experts", 4, "moe_intermediate_size", shared_size="shared_expert_intermediate_size"),
+        mixture=Mixture(
+            "num_experts", 4, "moe_intermediate_size", shared_size="shared_expert_intermediate_size"
+        ),
         ignored=("sliding_window",),  # which `use_sliding_window` alone turns on
     ),
     "qwen3": Family(

@@ -14,7 +14,15 @@ from jaxpipe.weights import Rename, Source, Transform, conv1d, merge, transpose
 
 from ._huggingface import ConfigKeys, read_fields, shared_fields
 from ._positions import positions_of
-from ._rules import Rule, are_deviations, are_flags, are_positive, are_shares, are_sizes, check_fields
+from ._rules import (
+    Rule,
+    are_deviations,
+    are_flags,
+    are_positive,
+    are_shares,
+    are_sizes,
+    check_fields,
+)
 
 _SIZES = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
 
@@ -36,8 +44,8 @@ class GPT2Config:
     """Sizes and switches of GPT-2, by Hugging Face's names where it has them.
 
     Attributes:
-        vocab_size: Number V of tokens. `pipeline.split_vocabulary` wants one that the stages divide: 50257 padded to
-            50304.
+        vocab_size: Number V of tokens. `pipeline.split_vocabulary` wants one that the stages
+            divide: 50257 padded to 50304.
         n_positions: The longest sequence.
         n_embd: Width H of the residual stream.
         n_layer: Number of blocks.
@@ -47,9 +55,11 @@ class GPT2Config:
         embd_pdrop: The same of embeddings.
         attn_pdrop: The same of attention's probabilities; cuDNN cannot.
         layer_norm_epsilon: Added to norms' variances.
-        initializer_range: Standard deviation of initial weights; less for what is added to the residual stream.
+        initializer_range: Standard deviation of initial weights; less for what is added to the
+            residual stream.
         tie_word_embeddings: Whether the head is the embedding's table.
-        dtype: What layers compute in. None: the dtype of weights and inputs, which a pipeline's `compute_dtype` sets.
+        dtype: What layers compute in. None: the dtype of weights and inputs, which a pipeline's
+            `compute_dtype` sets.
 
     Raises:
         ConfigError: A value is of a wrong type or range.
@@ -83,12 +93,12 @@ class GPT2Config:
         """Read a `config.json` of GPT-2.
 
         Args:
-            source: The folder that holds it, the file, or its contents. What a key has no value for is as
-                `transformers` has it.
+            source: The folder that holds it, the file, or its contents. What a key has no value for
+                is as `transformers` has it.
 
         Raises:
-            ConfigError: A key has a value that these layers do not compute. Keys that are not known are named in a
-                warning.
+            ConfigError: A key has a value that these layers do not compute. Keys that are not known
+                are named in a warning.
         """
         keys = ConfigKeys(source, {"gpt2": _COMPUTED})
         config = cls(**read_fields(keys, cls))
@@ -98,9 +108,16 @@ class GPT2Config:
         return config
 
     def to_huggingface(self) -> dict[str, Any]:
-        """The contents of a `config.json`, which `from_huggingface` reads back; for `save_huggingface`."""
+        """The contents of a `config.json`, which `from_huggingface` reads back.
+
+        For `save_huggingface`.
+        """
         return {
-            **{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "activation_function": "gelu_new"},
+            **{
+                "model_type": "gpt2",
+                "architectures": ["GPT2LMHeadModel"],
+                "activation_function": "gelu_new",
+            },
             **{name: getattr(self, name) for name in shared_fields(self)},
         }
 
@@ -157,21 +174,24 @@ class Positions(nn.Module):
         length = x.shape[1]
         if length > self.num_positions:
             raise LayerError(
-                f"a sequence must have at most num_positions={self.num_positions} positions, but got {length}. Cut it "
-                "into shorter ones."
+                f"a sequence must have at most num_positions={self.num_positions} positions, but "
+                f"got {length}. Cut it into shorter ones."
             )
         if positions is None:
             positions = positions_of(length, segment_ids)
         init = nn.initializers.normal(self.initializer_range)
-        x = x + nn.Embed(self.num_positions, x.shape[-1], self.dtype, embedding_init=init, name="position")(positions)
+        x = x + nn.Embed(
+            self.num_positions, x.shape[-1], self.dtype, embedding_init=init, name="position"
+        )(positions)
         return nn.Dropout(self.dropout_rate, deterministic=not train)(x)
 
 
 def gpt2(config: GPT2Config) -> list[LayerSpec]:
     """GPT-2 as layers for `PipelineModule`: tokens `[B, T]` to logits `[B, T, V]`.
 
-    The first layer is an `nn.Embed`, the last the same again or an `nn.Dense`: with `pipeline.split_vocabulary` each
-    stage holds a share of them. Layers take side inputs `positions` and `segment_ids` where the batch has them.
+    The first layer is an `nn.Embed`, the last the same again or an `nn.Dense`: with
+    `pipeline.split_vocabulary` each stage holds a share of them. Layers take side inputs
+    `positions` and `segment_ids` where the batch has them.
 
     Args:
         config: Sizes and switches.
@@ -189,25 +209,33 @@ def gpt2(config: GPT2Config) -> list[LayerSpec]:
         (1, 5, 64)
 
     Reference:
-        Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), and `GPT2LMHeadModel` of Hugging
-        Face's `transformers`.
+        Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), and
+        `GPT2LMHeadModel` of Hugging Face's `transformers`.
     """
     init = nn.initializers.normal(config.initializer_range)
     sizes = (config.vocab_size, config.n_embd, config.dtype)
     blocks = [LayerSpec(DeepSpeedTransformerLayer, config.block()) for _ in range(config.n_layer)]
-    positions = LayerSpec(Positions, config.n_positions, config.embd_pdrop, config.initializer_range, config.dtype)
+    positions = LayerSpec(
+        Positions, config.n_positions, config.embd_pdrop, config.initializer_range, config.dtype
+    )
     norm = LayerSpec(nn.LayerNorm, config.layer_norm_epsilon, config.dtype, use_fast_variance=False)
     if config.tie_word_embeddings:
         first = TiedLayerSpec("embedding", nn.Embed, *sizes, embedding_init=init)
-        head = TiedLayerSpec("embedding", nn.Embed, *sizes, embedding_init=init, forward_fn=nn.Embed.attend)
+        head = TiedLayerSpec(
+            "embedding", nn.Embed, *sizes, embedding_init=init, forward_fn=nn.Embed.attend
+        )
     else:
         first = LayerSpec(nn.Embed, *sizes, embedding_init=init)
-        head = LayerSpec(nn.Dense, config.vocab_size, use_bias=False, dtype=config.dtype, kernel_init=init)
+        head = LayerSpec(
+            nn.Dense, config.vocab_size, use_bias=False, dtype=config.dtype, kernel_init=init
+        )
     return [first, positions, *blocks, norm, head]
 
 
 def gpt2_names(config: GPT2Config | Source) -> tuple[Rename, ...]:
-    """Hugging Face's names of the weights of `gpt2(config)`; the first files of GPT-2 lack `transformer.`.
+    """Hugging Face's names of the weights of `gpt2(config)`.
+
+    The first files of GPT-2 lack `transformer.`.
 
     Args:
         config: Sizes and switches, or where `from_huggingface` reads them.
@@ -241,7 +269,10 @@ def gpt2_names(config: GPT2Config | Source) -> tuple[Rename, ...]:
     return (
         *([tied] if config.tie_word_embeddings else ends),
         entry("wpe.weight", "1/position/embedding"),
-        *(entry("h.{i}." + theirs, "{i+2}/" + ours, transform) for ours, (theirs, transform) in layers.items()),
+        *(
+            entry("h.{i}." + theirs, "{i+2}/" + ours, transform)
+            for ours, (theirs, transform) in layers.items()
+        ),
         entry("ln_f.weight", f"{last}/scale"),
         entry("ln_f.bias", f"{last}/bias"),
         # Masks that old files hold.

@@ -12,21 +12,40 @@ from jaxpipe.weights import Source, read_config_json
 from ._rules import is_size
 
 Computed = Mapping[str, tuple[Any, ...]]
-"""Keys that change what a model computes, each with the values with which it computes what the layers here do."""
+"""Keys that change what a model computes, each with the values that the layers here compute."""
 
 _COMPUTED: Computed = {
-    **dict.fromkeys(("attention_multiplier", "attn_logit_softcapping", "clip_qkv", "compression_config"), ()),
     **dict.fromkeys(
-        ("final_logit_softcapping", "quantization_config", "query_pre_attn_scalar", "scale_depth", "sliding_window"), ()
+        ("attention_multiplier", "attn_logit_softcapping", "clip_qkv", "compression_config"), ()
     ),
-    **dict.fromkeys(("embedding_multiplier", "logit_scale", "logits_scaling", "partial_rotary_factor"), (1.0,)),
+    **dict.fromkeys(
+        (
+            "final_logit_softcapping",
+            "quantization_config",
+            "query_pre_attn_scalar",
+            "scale_depth",
+            "sliding_window",
+        ),
+        (),
+    ),
+    **dict.fromkeys(
+        ("embedding_multiplier", "logit_scale", "logits_scaling", "partial_rotary_factor"), (1.0,)
+    ),
     **dict.fromkeys(("residual_multiplier", "rotary_pct", "scale_emb"), (1.0,)),
     **dict.fromkeys(("n_routed_experts", "num_experts", "num_local_experts"), (0,)),
     **dict.fromkeys(
-        ("add_cross_attention", "alibi", "rope_interleaved", "scale_embedding", "use_sliding_window"), (False,)
+        (
+            "add_cross_attention",
+            "alibi",
+            "rope_interleaved",
+            "scale_embedding",
+            "use_sliding_window",
+        ),
+        (False,),
     ),
     **dict.fromkeys(
-        ("no_rope_layers", "per_layer_config", "pruned_heads", "rope_parameters", "rope_scaling"), ({}, [])
+        ("no_rope_layers", "per_layer_config", "pruned_heads", "rope_parameters", "rope_scaling"),
+        ({}, []),
     ),
 }
 """Those of all families; a key without a value, or with null, is allowed always."""
@@ -34,27 +53,106 @@ _COMPUTED: Computed = {
 _NO_NUMBERS = frozenset(
     (
         # Of the file, and of the weights' dtype, which the tensors have.
-        *("architectures", "dtype", "torch_dtype", "model_type", "transformers_version", "transformers.js_config"),
+        *(
+            "architectures",
+            "dtype",
+            "torch_dtype",
+            "model_type",
+            "transformers_version",
+            "transformers.js_config",
+        ),
         *("unsloth_version", "is_llama_config", "use_bfloat16", "torchscript", "tf_legacy_loss"),
         # Of tokens.
-        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id", "prefix"),
-        *("tokenizer_class", "max_length", "max_sequence_length", "max_position_embeddings", "max_window_layers"),
+        *(
+            "bos_token_id",
+            "eos_token_id",
+            "pad_token_id",
+            "sep_token_id",
+            "decoder_start_token_id",
+            "prefix",
+        ),
+        *(
+            "tokenizer_class",
+            "max_length",
+            "max_sequence_length",
+            "max_position_embeddings",
+            "max_window_layers",
+        ),
         # Of a call, and of the way in which it is computed.
-        *("use_cache", "return_dict", "output_attentions", "output_hidden_states", "output_past", "output_scores"),
-        *("chunk_size_feed_forward", "gradient_checkpointing", "pretraining_tp", "attn_implementation"),
+        *(
+            "use_cache",
+            "return_dict",
+            "output_attentions",
+            "output_hidden_states",
+            "output_past",
+            "output_scores",
+        ),
+        *(
+            "chunk_size_feed_forward",
+            "gradient_checkpointing",
+            "pretraining_tp",
+            "attn_implementation",
+        ),
         # Of heads that are not here, and of encoders beside decoders.
-        *("id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params"),
-        *("classifier_dropout", "directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_type"),
-        *("pooler_num_fc_layers", "pooler_size_per_head", "summary_activation", "summary_first_dropout"),
-        *("summary_proj_to_labels", "summary_type", "summary_use_proj", "n_special", "predict_special_tokens"),
+        *(
+            "id2label",
+            "label2id",
+            "num_labels",
+            "problem_type",
+            "finetuning_task",
+            "task_specific_params",
+        ),
+        *(
+            "classifier_dropout",
+            "directionality",
+            "pooler_fc_size",
+            "pooler_num_attention_heads",
+            "pooler_type",
+        ),
+        *(
+            "pooler_num_fc_layers",
+            "pooler_size_per_head",
+            "summary_activation",
+            "summary_first_dropout",
+        ),
+        *(
+            "summary_proj_to_labels",
+            "summary_type",
+            "summary_use_proj",
+            "n_special",
+            "predict_special_tokens",
+        ),
         *("is_decoder", "is_encoder_decoder", "tie_encoder_decoder", "cross_attention_hidden_size"),
         *("tie_last_hidden_states", "router_aux_loss_coef"),
         # Of texts that are generated.
-        *("bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "do_sample", "early_stopping"),
-        *("encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "forced_bos_token_id"),
-        *("forced_eos_token_id", "length_penalty", "min_length", "no_repeat_ngram_size", "num_beam_groups"),
+        *(
+            "bad_words_ids",
+            "begin_suppress_tokens",
+            "diversity_penalty",
+            "do_sample",
+            "early_stopping",
+        ),
+        *(
+            "encoder_no_repeat_ngram_size",
+            "exponential_decay_length_penalty",
+            "forced_bos_token_id",
+        ),
+        *(
+            "forced_eos_token_id",
+            "length_penalty",
+            "min_length",
+            "no_repeat_ngram_size",
+            "num_beam_groups",
+        ),
         *("num_beams", "num_return_sequences", "remove_invalid_values", "repetition_penalty"),
-        *("return_dict_in_generate", "suppress_tokens", "temperature", "top_k", "top_p", "typical_p"),
+        *(
+            "return_dict_in_generate",
+            "suppress_tokens",
+            "temperature",
+            "top_k",
+            "top_p",
+            "typical_p",
+        ),
     )
 )
 """Keys that say nothing of what a model computes in training, or are read with another key."""
@@ -75,8 +173,9 @@ class ConfigKeys:
         self.model_type: str = self.get("model_type", None)
         if not isinstance(self.model_type, str) or self.model_type not in families:
             raise ConfigError(
-                f"model_type must be one of {', '.join(families)}, but got model_type={shown(self.model_type)}. Use "
-                "the configuration of that family in jaxpipe.models, if there is one.",
+                f"model_type must be one of {', '.join(families)}, but got "
+                f"model_type={shown(self.model_type)}. Use the configuration of that family in "
+                "jaxpipe.models, if there is one.",
                 paths=["model_type"],
             )
         self._computed = {**_COMPUTED, **families[self.model_type]}
@@ -90,7 +189,9 @@ class ConfigKeys:
         """A value that must be there."""
         value = self.get(key, None)
         if value is None:
-            raise ConfigError(f"{key} must be given, but got {key}=None. Add it to config.json.", paths=[key])
+            raise ConfigError(
+                f"{key} must be given, but got {key}=None. Add it to config.json.", paths=[key]
+            )
         return value
 
     def size(self, key: str, default: int | None = None, least: int = 1) -> int:
@@ -132,28 +233,35 @@ class ConfigKeys:
         unknown = [
             key
             for key, value in self._values.items()
-            if value is not None and key not in self._asked | _NO_NUMBERS and not str(key).startswith("_")
+            if value is not None
+            and key not in self._asked | _NO_NUMBERS
+            and not str(key).startswith("_")
         ]
         if not unknown:
             return
         absent = {key for key in self._asked | set(self._computed) if key not in self._values}
         meant = {key: nearest(str(key), absent, 0.8) for key in unknown[:_SHOWN]}
         listed = ", ".join(
-            f"{key}={shown(self._values[key])}" + (f" (did you mean {meant[key]}?)" if meant[key] else "")
+            f"{key}={shown(self._values[key])}"
+            + (f" (did you mean {meant[key]}?)" if meant[key] else "")
             for key in unknown[:_SHOWN]
         )
         more = f" and {len(unknown) - _SHOWN} more" if len(unknown) > _SHOWN else ""
         warnings.warn(
-            f"config.json has keys that are not known with model_type={self.model_type!r} and are passed over: {listed}"
-            f"{more}. If one of them changes what the model computes, use a model of your own; otherwise pass the "
-            "file's contents without them to silence this warning.",
+            f"config.json has keys that are not known with model_type={self.model_type!r} and are "
+            f"passed over: {listed}{more}. If one of them changes what the model computes, use a "
+            "model of your own; otherwise pass the file's contents without them to silence this "
+            "warning.",
             ConfigWarning,
             stacklevel=3,
         )
 
 
 def shared_fields(config: Any) -> list[str]:
-    """The fields of a configuration that have Hugging Face's names: all but the dtype that layers compute in."""
+    """The fields of a configuration that have Hugging Face's names.
+
+    All but the dtype that layers compute in.
+    """
     return [field.name for field in fields(config) if field.name != "dtype"]
 
 
@@ -165,12 +273,19 @@ def read_fields(keys: ConfigKeys, kind: Any) -> dict[str, Any]:
 def check_value(key: str, value: Any, *allowed: Any) -> None:
     """Refuse all but some values of a key; None is always allowed."""
     # To Python 1 is True, and 0 is False.
-    if value is None or any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in allowed):
+    if value is None or any(
+        value == each and isinstance(value, bool) == isinstance(each, bool) for each in allowed
+    ):
         return
-    repair = "The layers here compute nothing else: use a model of your own, or weights that were made so"
+    repair = (
+        "The layers here compute nothing else: use a model of your own, or weights that were made "
+        "so"
+    )
     raise wrong(key, " or ".join(map(shown, allowed)) or "left out", value, repair)
 
 
 def wrong(key: str, rule: str, value: Any, repair: str) -> ConfigError:
     """The error for a value of a key that breaks a rule."""
-    return ConfigError(f"{key} must be {rule}, but got {key}={shown(value)}. {repair}.", paths=[key])
+    return ConfigError(
+        f"{key} must be {rule}, but got {key}={shown(value)}. {repair}.", paths=[key]
+    )

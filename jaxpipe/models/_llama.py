@@ -1,8 +1,10 @@
-"""Llama 2 and 3, Mistral, Mixtral, Phi-3, Qwen 2, 2.5 and 3 and their mixtures of experts, SmolLM: one decoder.
+"""Llama 2 and 3, Mistral, Mixtral, Phi-3, Qwen 2, 2.5 and 3 and their mixtures of experts, SmolLM.
 
-Inside a stage, heads and features are divided over a mesh axis `model`: products that widen by columns, those that
-narrow by rows, with one sum over the axis after each of the two parts of a block. Without such an axis that means
-nothing.
+One decoder.
+
+Inside a stage, heads and features are divided over a mesh axis `model`: products that widen by
+columns, those that narrow by rows, with one sum over the axis after each of the two parts of a
+block. Without such an axis that means nothing.
 """
 
 from typing import Any, cast
@@ -23,7 +25,9 @@ from ._rotary import rotary, rotate
 
 
 class LlamaBlock(nn.Module):
-    """One block: attention and a feed-forward part, each after a norm and added to the residual stream.
+    """One block.
+
+    Attention and a feed-forward part, each after a norm and added to the residual stream.
 
     `[B, T, H]` to the same shape.
 
@@ -50,10 +54,10 @@ class LlamaBlock(nn.Module):
 
         Args:
             x: `[B, T, H]`.
-            positions: Integers `[B, T]` that queries and keys are turned by; None: 0 to T - 1, or in each segment from
-                0. In a pipeline a side input of that name.
-            segment_ids: Integers `[B, T]`: only positions of the same number are seen, for several texts packed into
-                one sequence. In a pipeline a side input of that name.
+            positions: Integers `[B, T]` that queries and keys are turned by; None: 0 to T - 1, or
+                in each segment from 0. In a pipeline a side input of that name.
+            segment_ids: Integers `[B, T]`: only positions of the same number are seen, for several
+                texts packed into one sequence. In a pipeline a side input of that name.
             train: Whether dropout is on.
 
         Returns:
@@ -64,16 +68,21 @@ class LlamaBlock(nn.Module):
         """
         config = self.config
         attend = LlamaAttention(config, self.window, name="attention")
-        x = x + self._added(attend(_norm(config, "attention_norm")(x), positions, segment_ids, train=train))
+        x = x + self._added(
+            attend(_norm(config, "attention_norm")(x), positions, segment_ids, train=train)
+        )
         h = _norm(config, "feed_forward_norm")(x)
         mixture = LlamaMixture if self.is_mixture else LlamaFeedForward
         x = x + self._added(mixture(config, name="feed_forward")(h))
         return constrained(x, *self._axes(x)) if config.shard_sequence else x
 
     def _added(self, y: jax.Array) -> jax.Array:
-        """Results of products by rows, summed over `model` and named, so that recomputing does not repeat the sum.
+        """Results of products by rows, summed over `model` and named.
 
-        Said to be whole first: with the shares of positions alone XLA would gather the gradient of the product twice.
+        Because of the name recomputing does not repeat the sum.
+
+        Said to be whole first: with the shares of positions alone XLA would gather the gradient of
+        the product twice.
         """
         samples, length = self._axes(y)
         y = constrained(y, samples)
@@ -94,7 +103,12 @@ class LlamaAttention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, positions: jax.Array | None, segment_ids: jax.Array | None, *, train: bool
+        self,
+        x: jax.Array,
+        positions: jax.Array | None,
+        segment_ids: jax.Array | None,
+        *,
+        train: bool,
     ) -> jax.Array:
         """Map `[B, T, H]` to the same shape; see `LlamaBlock`."""
         config = self.config
@@ -103,7 +117,9 @@ class LlamaAttention(nn.Module):
         def heads(name: str, num_heads: int) -> jax.Array:
             y = _columns(config, num_heads * config.head_dim, name, use_bias=config.qkv_bias)(x)
             samples, over = dividing_axes(batch, num_heads)
-            return constrained(y.reshape(batch, length, num_heads, config.head_dim), samples, None, over)
+            return constrained(
+                y.reshape(batch, length, num_heads, config.head_dim), samples, None, over
+            )
 
         q = heads("query", config.num_attention_heads)
         k, v = (heads(name, config.num_key_value_heads) for name in ("key", "value"))
@@ -112,9 +128,11 @@ class LlamaAttention(nn.Module):
         scaling = config.rope_scaling
         if segment_ids is not None and scaling is not None and scaling.is_stretched(length):
             raise LayerError(
-                "packed texts must be no longer together than the context that rope_type='dynamic' begins to stretch "
-                f"at, since each text's own length decides its angles, but got segment_ids for {length} positions and "
-                f"original_max_position_embeddings={scaling.original_max_position_embeddings}. Pack fewer texts."
+                "packed texts must be no longer together than the context that rope_type='dynamic' "
+                "begins to stretch at, since each text's own length decides its angles, but got "
+                f"segment_ids for {length} positions and "
+                f"original_max_position_embeddings={scaling.original_max_position_embeddings}. "
+                "Pack fewer texts."
             )
         positions = positions_of(length, segment_ids) if positions is None else positions
         cos, sin = rotary(positions, config.head_dim, config.rope_theta, scaling)
@@ -166,16 +184,18 @@ class LlamaMixture(nn.Module):
         y = Experts(experts, config.initializer_range, config.dtype, name="experts")(x)
         if experts.shared_size:
             gate = _dense(config, 1, (None, None), "shared_gate", use_bias=False)(x)
-            y = y + nn.sigmoid(gate) * LlamaFeedForward(config, experts.shared_size, name="shared")(x)
+            y = y + nn.sigmoid(gate) * LlamaFeedForward(config, experts.shared_size, name="shared")(
+                x
+            )
         return y
 
 
 def llama(config: LlamaConfig) -> list[LayerSpec]:
     """The decoder as layers for `PipelineModule`: tokens `[B, T]` to logits `[B, T, V]`.
 
-    The first layer is an `nn.Embed` and the last an `nn.Dense`, or the embedding again where it is tied: with
-    `pipeline.split_vocabulary` each stage holds a share of them. Blocks take side inputs `positions` and `segment_ids`
-    where the batch has them.
+    The first layer is an `nn.Embed` and the last an `nn.Dense`, or the embedding again where it is
+    tied: with `pipeline.split_vocabulary` each stage holds a share of them. Blocks take side inputs
+    `positions` and `segment_ids` where the batch has them.
 
     Args:
         config: Sizes and switches.
@@ -187,7 +207,8 @@ def llama(config: LlamaConfig) -> list[LayerSpec]:
         >>> import jax, jax.numpy as jnp, jaxpipe
         >>> from jaxpipe.models import LlamaConfig, llama
         >>> sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
-        >>> model = jaxpipe.PipelineModule(llama(LlamaConfig(**sizes, num_attention_heads=4)), num_stages=1)
+        >>> config = LlamaConfig(**sizes, num_attention_heads=4)
+        >>> model = jaxpipe.PipelineModule(llama(config), num_stages=1)
         >>> tokens = jnp.zeros((1, 5), int)
         >>> model.apply(model.init(jax.random.key(0), tokens), tokens).shape
         (1, 5, 64)
@@ -207,9 +228,16 @@ def llama(config: LlamaConfig) -> list[LayerSpec]:
     norm = LayerSpec(nn.RMSNorm, config.rms_norm_eps, dtype=config.dtype)
     if config.tie_word_embeddings:
         first = TiedLayerSpec("embedding", nn.Embed, **table)
-        return [first, *blocks, norm, TiedLayerSpec("embedding", nn.Embed, **table, forward_fn=nn.Embed.attend)]
+        return [
+            first,
+            *blocks,
+            norm,
+            TiedLayerSpec("embedding", nn.Embed, **table, forward_fn=nn.Embed.attend),
+        ]
     kernel_init = Divided(normal, (None, MODEL), is_vocabulary=True)
-    head = LayerSpec(nn.Dense, config.vocab_size, use_bias=False, dtype=config.dtype, kernel_init=kernel_init)
+    head = LayerSpec(
+        nn.Dense, config.vocab_size, use_bias=False, dtype=config.dtype, kernel_init=kernel_init
+    )
     return [LayerSpec(nn.Embed, **table), *blocks, norm, head]
 
 
@@ -227,10 +255,15 @@ def llama_names(config: LlamaConfig | Source) -> tuple[Rename, ...]:
     table, head, last = "model.embed_tokens.weight", "lm_head.weight", config.num_hidden_layers + 1
     ends = (Rename(table, "0/embedding"), Rename(head, f"{last + 1}/kernel", transpose))
     return (
-        *((Rename((table, head), "tied/embedding/embedding"),) if config.tie_word_embeddings else ends),
+        *(
+            (Rename((table, head), "tied/embedding/embedding"),)
+            if config.tie_word_embeddings
+            else ends
+        ),
         *config.names,
         Rename("model.norm.weight", f"{last}/scale"),
-        Rename("model.layers.{i}.self_attn.rotary_emb.inv_freq", None),  # a constant that old files hold
+        # A constant that old files hold.
+        Rename("model.layers.{i}.self_attn.rotary_emb.inv_freq", None),
     )
 
 
@@ -249,7 +282,12 @@ def _rows(config: LlamaConfig, name: str, *, use_bias: bool) -> nn.Dense:
 
 
 def _dense(
-    config: LlamaConfig, features: int, axes: tuple[str | None, str | None], name: str, *, use_bias: bool
+    config: LlamaConfig,
+    features: int,
+    axes: tuple[str | None, str | None],
+    name: str,
+    *,
+    use_bias: bool,
 ) -> nn.Dense:
     return nn.Dense(
         features,

@@ -1,4 +1,7 @@
-"""Sizes and switches of the Llama decoder, and how they are read from Hugging Face's `config.json`."""
+"""Sizes and switches of the Llama decoder, and how they are read from Hugging Face.
+
+There they are in `config.json`.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
@@ -14,7 +17,16 @@ from ._families import FAMILIES, FULL, SLIDING, Family
 from ._huggingface import ConfigKeys
 from ._llama_keys import SIZES, read_llama
 from ._rotary import RotaryScaling
-from ._rules import Rule, are_deviations, are_flags, are_positive, are_shares, are_sizes, check_fields, is_size
+from ._rules import (
+    Rule,
+    are_deviations,
+    are_flags,
+    are_positive,
+    are_shares,
+    are_sizes,
+    check_fields,
+    is_size,
+)
 
 
 @dataclass(frozen=True)
@@ -90,7 +102,10 @@ class LlamaConfig:
     def __post_init__(self) -> None:
         can_divide = is_size(self.hidden_size) and is_size(self.num_attention_heads)
         size = self.hidden_size // self.num_attention_heads if can_divide else None
-        for name, default in {"num_key_value_heads": self.num_attention_heads, "head_dim": size}.items():
+        for name, default in {
+            "num_key_value_heads": self.num_attention_heads,
+            "head_dim": size,
+        }.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, default)
         if isinstance(self.layer_types, list):
@@ -109,13 +124,17 @@ class LlamaConfig:
             ConfigError: A key has a value that these layers do not compute. Keys that are not known
                 are named in a warning.
         """
-        keys = ConfigKeys(source, {name: {**_COMPUTED, **family.computed} for name, family in FAMILIES.items()})
+        keys = ConfigKeys(
+            source, {name: {**_COMPUTED, **family.computed} for name, family in FAMILIES.items()}
+        )
         config = cls(**read_llama(keys, FAMILIES[keys.model_type]), family=keys.model_type)
         keys.finish()
         return config
 
     def to_huggingface(self, max_position_embeddings: int) -> dict[str, Any]:
-        """The contents of a `config.json`, which `from_huggingface` reads back; for `save_huggingface`.
+        """The contents of a `config.json`, which `from_huggingface` reads back.
+
+        For `save_huggingface`.
 
         The family is `family`; without it the first whose model computes what this does.
 
@@ -129,9 +148,9 @@ class LlamaConfig:
         if lost:
             listed = ", ".join(f"{key}={value!r}" for key, value in lost.items())
             raise ConfigError(
-                f"a configuration must be that of a family of transformers, but got {listed}, which "
-                f"{name if self.family else name + ', the nearest,'} has not. Write the weights with "
-                "export_safetensors, for layers of your own."
+                f"a configuration must be that of a family of transformers, but got {listed}, "
+                f"which {name if self.family else name + ', the nearest,'} has not. Write the "
+                "weights with export_safetensors, for layers of your own."
             )
         return self._as_family(name, max_position_embeddings)
 
@@ -162,7 +181,11 @@ class LlamaConfig:
         """A `config.json` of a family; what it has no key for is left out."""
         family, scaling = FAMILIES[name], self.rope_scaling
         found: dict[str, Any] = {
-            **{"model_type": name, "architectures": [f"{family.classes}ForCausalLM"], "hidden_act": "silu"},
+            **{
+                "model_type": name,
+                "architectures": [f"{family.classes}ForCausalLM"],
+                "hidden_act": "silu",
+            },
             **{key: getattr(self, key) for key in _SHARED},
             "max_position_embeddings": max_position_embeddings,
             **({} if scaling is None else {"rope_scaling": scaling.to_dict()}),
@@ -176,7 +199,10 @@ class LlamaConfig:
         if family.windows != "none":
             found["sliding_window"] = self.sliding_window if any(windows) else None
         if family.windows == "by_layer" and any(windows):
-            found |= {"use_sliding_window": True, "layer_types": [SLIDING if window else FULL for window in windows]}
+            found |= {
+                "use_sliding_window": True,
+                "layer_types": [SLIDING if window else FULL for window in windows],
+            }
         if family.mixture is not None and self.experts is not None:
             found |= family.mixture.to_dict(self.experts)
         return found
@@ -209,33 +235,69 @@ class LlamaConfig:
         yield from are_sizes(self, (*SIZES, "num_key_value_heads", "head_dim"))
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         yield (
-            *("num_key_value_heads", heads % kv_heads == 0, f"a divisor of num_attention_heads={heads}"),
+            *(
+                "num_key_value_heads",
+                heads % kv_heads == 0,
+                f"a divisor of num_attention_heads={heads}",
+            ),
             "Each of these heads serves an equal number of heads of queries.",
         )
         yield "head_dim", self.head_dim % 2 == 0, "even", "Positions turn pairs of dims."
         is_scaling = self.rope_scaling is None or isinstance(self.rope_scaling, RotaryScaling)
-        yield "rope_scaling", is_scaling, "a RotaryScaling or None", "Make one with RotaryScaling.from_dict."
+        yield (
+            "rope_scaling",
+            is_scaling,
+            "a RotaryScaling or None",
+            "Make one with RotaryScaling.from_dict.",
+        )
         is_dynamic = self.rope_scaling is not None and self.rope_scaling.rope_type == "dynamic"
-        yield "head_dim", self.head_dim > 2 or not is_dynamic, "> 2 with rope_type='dynamic'", "It is divided by D - 2."
+        yield (
+            "head_dim",
+            self.head_dim > 2 or not is_dynamic,
+            "> 2 with rope_type='dynamic'",
+            "It is divided by D - 2.",
+        )
         window = self.sliding_window
-        yield "sliding_window", window is None or is_size(window), "an integer >= 1 or None", "It counts positions."
+        yield (
+            "sliding_window",
+            window is None or is_size(window),
+            "an integer >= 1 or None",
+            "It counts positions.",
+        )
         yield from are_positive(self, ("rms_norm_eps",))
         yield from are_positive(self, ("rope_theta",), above=1.0)
         yield from are_deviations(self, ("initializer_range",))
         yield from are_shares(self, ("attention_dropout",))
-        flags = ("qkv_bias", "out_bias", "mlp_bias", "qk_norm", "tie_word_embeddings", "shard_sequence")
+        flags = (
+            "qkv_bias",
+            "out_bias",
+            "mlp_bias",
+            "qk_norm",
+            "tie_word_embeddings",
+            "shard_sequence",
+        )
         yield from are_flags(self, flags)
         dense = () if self.experts is None else self.experts.dense_layers
         are_there = all(layer < self.num_hidden_layers for layer in dense)
         rule = f"a mixture with dense_layers below num_hidden_layers={self.num_hidden_layers}"
         yield "experts", are_there, rule, "Layers are counted from 0."
         kinds = self.layer_types
-        is_listed = kinds is None or (isinstance(kinds, tuple) and len(kinds) == self.num_hidden_layers)
-        rule = f"None or one of {FULL!r} and {SLIDING!r} for each of num_hidden_layers={self.num_hidden_layers}"
+        is_listed = kinds is None or (
+            isinstance(kinds, tuple) and len(kinds) == self.num_hidden_layers
+        )
+        rule = (
+            f"None or one of {FULL!r} and {SLIDING!r} for each of "
+            f"num_hidden_layers={self.num_hidden_layers}"
+        )
         are_known = is_listed and all(kind in (FULL, SLIDING) for kind in kinds or ())
         yield "layer_types", are_known, rule, "Layers of other types are not known here."
         needs = SLIDING in (kinds or ())
-        yield "sliding_window", window is not None or not needs, f"given for layers of {SLIDING!r}", "Pass it."
+        yield (
+            "sliding_window",
+            window is not None or not needs,
+            f"given for layers of {SLIDING!r}",
+            "Pass it.",
+        )
         is_float = self.dtype is None or jnp.issubdtype(self.dtype, jnp.floating)
         yield "dtype", is_float, "a floating-point dtype or None", "Leave it out."
         is_known = self.family is None or self.family in FAMILIES
@@ -250,7 +312,14 @@ _COMPUTED = {
 
 _SHARED = (
     *SIZES,
-    *("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "tie_word_embeddings", "attention_dropout"),
+    *(
+        "num_key_value_heads",
+        "head_dim",
+        "rms_norm_eps",
+        "rope_theta",
+        "tie_word_embeddings",
+        "attention_dropout",
+    ),
     "initializer_range",
 )
 """Fields that every family has by their names."""

@@ -8,7 +8,13 @@ from ._huggingface import ConfigKeys, check_value, wrong
 from ._rotary import RotaryScaling
 from ._rules import is_size
 
-SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
 
 
 def read_llama(keys: ConfigKeys, family: Family) -> dict[str, Any]:
@@ -48,9 +54,17 @@ def _rotary(keys: ConfigKeys, default: float) -> tuple[float, RotaryScaling | No
     """Base and scaling, of today's `rope_parameters` or of `rope_theta` and `rope_scaling`."""
     names = ("rope_parameters", "rope_scaling")
     given = {name: values for name in names if (values := keys.mapping(name))}
-    found = [_rotary_of(keys, default, name, values) for name, values in (given or {names[0]: {}}).items()]
+    found = [
+        _rotary_of(keys, default, name, values)
+        for name, values in (given or {names[0]: {}}).items()
+    ]
     if found[0] != found[-1]:
-        raise wrong(names[1], "left out beside rope_parameters that differ", given[names[1]], "Remove one of them")
+        raise wrong(
+            names[1],
+            "left out beside rope_parameters that differ",
+            given[names[1]],
+            "Remove one of them",
+        )
     return found[0]
 
 
@@ -61,7 +75,12 @@ def _rotary_of(
     kinds = [values.pop(key) for key in ("rope_type", "type") if key in values] or ["default"]
     if kinds[0] is None or kinds[0] != kinds[-1]:
         got = kinds[0] if len(kinds) == 1 else kinds
-        raise wrong(f"{name}.rope_type", "the name of one kind", got, "Correct it, or leave it out for no scaling")
+        raise wrong(
+            f"{name}.rope_type",
+            "the name of one kind",
+            got,
+            "Correct it, or leave it out for no scaling",
+        )
     values = {key: value for key, value in values.items() if value is not None}
     theta = keys.get("rope_theta", None)
     if "rope_theta" in values:
@@ -75,7 +94,10 @@ def _rotary_of(
             key = next(iter(values))
             rule = "left out, as angles without scaling do not depend on it"
             raise wrong(
-                f"{name}.{key}", rule, values[key], "Correct its name, or give the rope_type that it belongs to"
+                f"{name}.{key}",
+                rule,
+                values[key],
+                "Correct its name, or give the rope_type that it belongs to",
             )
         return theta, None
     own, context = "original_max_position_embeddings", keys.get("max_position_embeddings", 0)
@@ -84,7 +106,9 @@ def _rotary_of(
         context = values.pop(own, context if outer is None else outer)
         check_value(own, outer, context)
     else:
-        check_value(f"{name}.{own}", values.pop(own, None), *([context] if kinds[0] == "dynamic" else []))
+        check_value(
+            f"{name}.{own}", values.pop(own, None), *([context] if kinds[0] == "dynamic" else [])
+        )
     if kinds[0] != "linear":
         values[own] = context
     return theta, RotaryScaling.from_dict({"rope_type": kinds[0], **values})
@@ -101,7 +125,10 @@ def _windows(keys: ConfigKeys, family: Family) -> dict[str, Any]:
         keys.check("use_sliding_window", window is not None)
         _check_kinds(keys, FULL if window is None else SLIDING, num_layers)
         return {"sliding_window": window}
-    is_used, first = keys.flag("use_sliding_window", False), keys.size("max_window_layers", 28, least=0)
+    is_used, first = (
+        keys.flag("use_sliding_window", False),
+        keys.size("max_window_layers", 28, least=0),
+    )
     if not is_used or window is None:
         _check_kinds(keys, FULL, num_layers)
         return {}
@@ -114,10 +141,19 @@ def _windows(keys: ConfigKeys, family: Family) -> dict[str, Any]:
 def _check_kinds(keys: ConfigKeys, kind: str, num_layers: int) -> None:
     """Refuse layers of other kinds than the one that all are of here."""
     kinds = keys.get("layer_types", None)
-    are_right = isinstance(kinds, list | tuple) and len(kinds) == num_layers and all(each == kind for each in kinds)
+    are_right = (
+        isinstance(kinds, list | tuple)
+        and len(kinds) == num_layers
+        and all(each == kind for each in kinds)
+    )
     if kinds is not None and not are_right:
-        repair = "The layers here compute nothing else with the other keys: correct these, or use a model of your own"
-        raise wrong("layer_types", f"{kind!r} for each of num_hidden_layers={num_layers}", kinds, repair)
+        repair = (
+            "The layers here compute nothing else with the other keys: correct these, or use a "
+            "model of your own"
+        )
+        raise wrong(
+            "layer_types", f"{kind!r} for each of num_hidden_layers={num_layers}", kinds, repair
+        )
 
 
 def _experts(keys: ConfigKeys, mixture: Mixture) -> ExpertsConfig:
@@ -125,19 +161,31 @@ def _experts(keys: ConfigKeys, mixture: Mixture) -> ExpertsConfig:
     local = keys.get("num_local_experts", None)
     number = keys.size("num_experts" if local is None else "num_local_experts")
     keys.check("num_experts", number)
-    per_token, size = keys.size("num_experts_per_tok", mixture.num_experts_per_tok), keys.size(mixture.size)
+    per_token, size = (
+        keys.size("num_experts_per_tok", mixture.num_experts_per_tok),
+        keys.size(mixture.size),
+    )
     if not mixture.has_dense_layers:
         return ExpertsConfig(number, per_token, size)
     step, num_layers = keys.size("decoder_sparse_step", 1), keys.size("num_hidden_layers")
     dense = keys.get("mlp_only_layers", None)
     dense = [] if dense is None else dense
-    if not isinstance(dense, list | tuple) or not all(is_size(layer, 0) and layer < num_layers for layer in dense):
-        raise wrong("mlp_only_layers", f"numbers of layers below num_hidden_layers={num_layers}", dense, "Correct it")
+    if not isinstance(dense, list | tuple) or not all(
+        is_size(layer, 0) and layer < num_layers for layer in dense
+    ):
+        raise wrong(
+            "mlp_only_layers",
+            f"numbers of layers below num_hidden_layers={num_layers}",
+            dense,
+            "Correct it",
+        )
     return ExpertsConfig(
         number,
         per_token,
         size,
         norm_topk_prob=keys.flag("norm_topk_prob", False),
         shared_size=0 if mixture.shared_size is None else keys.size(mixture.shared_size, least=0),
-        dense_layers=tuple(layer for layer in range(num_layers) if layer in dense or (layer + 1) % step),
+        dense_layers=tuple(
+            layer for layer in range(num_layers) if layer in dense or (layer + 1) % step
+        ),
     )

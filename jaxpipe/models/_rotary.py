@@ -1,4 +1,4 @@
-"""Rotary position embedding, and how its angles are slowed for contexts longer than those trained on."""
+"""Rotary position embedding, and how its angles are slowed for contexts longer than in training."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -22,22 +22,28 @@ _REQUIRED = {
 }
 """What each kind of scaling needs."""
 
-_OPTIONAL = {"yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")}
+_OPTIONAL = {
+    "yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
+}
 """What each kind may have beside."""
 
 
 @dataclass(frozen=True)
 class RotaryScaling:
-    """The change by which a model sees further than in its training; names of Hugging Face's `rope_parameters`.
+    """The change by which a model sees further than in its training.
+
+    Names of Hugging Face's `rope_parameters`.
 
     Attributes:
-        rope_type: `"linear"`: all angles are divided by `factor`. `"dynamic"`: the base grows with what a sequence has
-            more than `original_max_position_embeddings` (its length decides, not its positions, so that a sample's
-            angles depend on no other). `"llama3"`: waves longer than the original context are divided by `factor`,
-            with a ramp between the two other factors. `"yarn"`: the same with a ramp over dims, and scores scaled.
+        rope_type: `"linear"`: all angles are divided by `factor`. `"dynamic"`: the base grows with
+            what a sequence has more than `original_max_position_embeddings` (its length decides,
+            not its positions, so that a sample's angles depend on no other). `"llama3"`: waves
+            longer than the original context are divided by `factor`, with a ramp between the two
+            other factors. `"yarn"`: the same with a ramp over dims, and scores scaled.
         factor: How many times longer the context is.
         original_max_position_embeddings: The context before.
-        low_freq_factor: Waves longer than the original context over this are slowed down by `factor`.
+        low_freq_factor: Waves longer than the original context over this are slowed down by
+            `factor`.
         high_freq_factor: Waves shorter than the original context over this stay.
         beta_fast: From so many turns in the original context on, a dim stays.
         beta_slow: Up to so many turns, a dim is slowed down by `factor`.
@@ -68,14 +74,15 @@ class RotaryScaling:
     def __post_init__(self) -> None:
         if not isinstance(self.rope_type, str) or self.rope_type not in _REQUIRED:
             raise ConfigError(
-                f"rope_parameters.rope_type must be one of default, {', '.join(_REQUIRED)}, but got "
-                f"rope_type={shown(self.rope_type)}. Angles of other kinds are not known here: use another model."
+                f"rope_parameters.rope_type must be one of default, {', '.join(_REQUIRED)}, but "
+                f"got rope_type={shown(self.rope_type)}. Angles of other kinds are not known here: "
+                "use another model."
             )
         for name, holds, rule, repair in self._rules():
             if not holds:
                 raise ConfigError(
-                    f"rope_parameters.{name} must be {rule} with rope_type={self.rope_type!r}, but got "
-                    f"{name}={shown(getattr(self, name))}. {repair}"
+                    f"rope_parameters.{name} must be {rule} with rope_type={self.rope_type!r}, but "
+                    f"got {name}={shown(getattr(self, name))}. {repair}"
                 )
 
     def _rules(self) -> Iterator[Rule]:
@@ -85,18 +92,35 @@ class RotaryScaling:
             is_default = value == field.default and not isinstance(value, bool)
             if name in ("rope_type", "truncate") or (is_default and name not in required):
                 continue
-            yield name, name in (*required, *optional), "left out", "Angles of that kind do not depend on it."
+            yield (
+                name,
+                name in (*required, *optional),
+                "left out",
+                "Angles of that kind do not depend on it.",
+            )
             number = as_number(value)
             is_right = (
-                is_size(value) if name == "original_max_position_embeddings" else number is not None and number > 0
+                is_size(value)
+                if name == "original_max_position_embeddings"
+                else number is not None and number > 0
             )
             rule = "given and > 0" if name in required else "> 0"
             yield name, is_right, rule, "Copy it from the model's config.json."
         is_read = "truncate" in optional or self.truncate is True
-        yield "truncate", isinstance(self.truncate, bool) and is_read, "left out", "Yarn alone has it: True or False."
+        yield (
+            "truncate",
+            isinstance(self.truncate, bool) and is_read,
+            "left out",
+            "Yarn alone has it: True or False.",
+        )
         if self.rope_type == "llama3":
             is_ramp = self.low_freq_factor < self.high_freq_factor
-            yield "high_freq_factor", is_ramp, f"> low_freq_factor={self.low_freq_factor}", "Copy both."
+            yield (
+                "high_freq_factor",
+                is_ramp,
+                f"> low_freq_factor={self.low_freq_factor}",
+                "Copy both.",
+            )
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "RotaryScaling":
@@ -110,7 +134,9 @@ class RotaryScaling:
             if name not in known:
                 guess = nearest(str(name), known)
                 hint = f"Did you mean {guess}?" if guess else f"Known are {', '.join(known)}."
-                raise ConfigError(f"rope_parameters.{name}={shown(value)} is not a known key. {hint}")
+                raise ConfigError(
+                    f"rope_parameters.{name}={shown(value)} is not a known key. {hint}"
+                )
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
@@ -137,9 +163,16 @@ class RotaryScaling:
             return freq / np.float32(self.factor)
         if self.rope_type == "llama3":
             turns = self.original_max_position_embeddings * freq / (2 * math.pi)
-            unscaled = np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0, 1)
+            unscaled = np.clip(
+                (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor),
+                0,
+                1,
+            )
         else:
-            low, high = (self._dim_with_turns(turns, theta, dim) for turns in (self.beta_fast, self.beta_slow))
+            low, high = (
+                self._dim_with_turns(turns, theta, dim)
+                for turns in (self.beta_fast, self.beta_slow)
+            )
             if self.truncate:
                 low, high = math.floor(low), math.ceil(high)
             low, high = max(low, 0), min(high, dim - 1)
@@ -163,7 +196,11 @@ class RotaryScaling:
 
     def _dim_with_turns(self, turns: float, theta: float, dim: int) -> float:
         """The dim that makes so many turns in the original context."""
-        return dim * math.log(self.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        return (
+            dim
+            * math.log(self.original_max_position_embeddings / (turns * 2 * math.pi))
+            / (2 * math.log(theta))
+        )
 
 
 def rotary(
@@ -174,18 +211,32 @@ def rotary(
     `positions` are integers `[B or 1, T]`, `dim` is the size D of a head, and `theta` the base of
     the wavelengths.
     """
-    # By numpy, as constants: XLA's powers differ from it in the last digits, which long positions multiply.
-    freq = _plain(theta, dim) if scaling is None else scaling.frequencies(theta, dim, positions.shape[1])
-    angles = positions.astype(jnp.float32)[:, :, None, None] * jnp.asarray(freq).reshape(1, 1, 1, -1)
+    # By numpy, as constants: XLA's powers differ from it in the last digits, which long positions
+    # multiply.
+    freq = (
+        _plain(theta, dim)
+        if scaling is None
+        else scaling.frequencies(theta, dim, positions.shape[1])
+    )
+    angles = positions.astype(jnp.float32)[:, :, None, None] * jnp.asarray(freq).reshape(
+        1, 1, 1, -1
+    )
     magnitude = 1.0 if scaling is None else scaling.magnitude()
     return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Turn pairs of dims of `[B, T, N, D]`, the i-th of the first half with the i-th of the second."""
+    """Turn pairs of dims of `[B, T, N, D]`.
+
+    A pair is the i-th dim of the first half and the i-th of the second.
+    """
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    return jnp.concatenate(
+        [first * cos - second * sin, second * cos + first * sin], axis=-1
+    ).astype(x.dtype)
 
 
 def _plain(theta: float, dim: int) -> np.ndarray:
-    return (np.float32(theta) ** -(np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim))).astype(np.float32)
+    return (
+        np.float32(theta) ** -(np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim))
+    ).astype(np.float32)

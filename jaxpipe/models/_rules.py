@@ -24,7 +24,9 @@ def check_fields(config: Any, rules: Iterable[Rule]) -> None:
     for name, holds, rule, repair in rules:
         if not holds:
             value = shown(getattr(config, name))
-            raise ConfigError(f"{name} must be {rule}, but got {name}={value}. {repair}", paths=[name])
+            raise ConfigError(
+                f"{name} must be {rule}, but got {name}={value}. {repair}", paths=[name]
+            )
 
 
 def is_size(value: Any, least: int = 1) -> bool:
@@ -36,14 +38,24 @@ def is_size(value: Any, least: int = 1) -> bool:
 def are_sizes(config: object, names: Iterable[str], least: int = 1) -> Iterator[Rule]:
     """The rule that some fields are integers, and not less."""
     for name in names:
-        yield name, is_size(getattr(config, name), least), f"an integer >= {least} and below 2**31", "Pass one."
+        yield (
+            name,
+            is_size(getattr(config, name), least),
+            f"an integer >= {least} and below 2**31",
+            "Pass one.",
+        )
 
 
 def are_positive(config: object, names: Iterable[str], above: float = 0.0) -> Iterator[Rule]:
     """The rule that some fields are finite numbers, and more."""
     for name in names:
         number = as_number(getattr(config, name))
-        yield name, number is not None and number > above, f"a finite number > {above:g}", "Pass one."
+        yield (
+            name,
+            number is not None and number > above,
+            f"a finite number > {above:g}",
+            "Pass one.",
+        )
 
 
 def are_shares(config: object, names: Iterable[str]) -> Iterator[Rule]:
@@ -57,7 +69,12 @@ def are_deviations(config: object, names: Iterable[str]) -> Iterator[Rule]:
     """The rule that some fields are standard deviations."""
     for name in names:
         number = as_number(getattr(config, name))
-        yield name, number is not None and number >= 0, "a finite number >= 0", "Use for instance 0.02."
+        yield (
+            name,
+            number is not None and number >= 0,
+            "a finite number >= 0",
+            "Use for instance 0.02.",
+        )
 
 
 def are_flags(config: object, names: Iterable[str]) -> Iterator[Rule]:

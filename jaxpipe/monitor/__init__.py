@@ -1,4 +1,7 @@
-"""Writers of the numbers of a run: TensorBoard, Weights & Biases, Comet, CSV files, and users' functions."""
+"""Writers of the numbers of a run.
+
+TensorBoard, Weights & Biases, Comet, CSV files, and users' functions.
+"""
 
 from ._event import Event as Event
 from ._event import Monitor as Monitor

@@ -14,7 +14,8 @@ class CometMonitor:
     """Logs into an experiment of Comet, each name once in `samples_log_interval` samples."""
 
     def __init__(self, section: CometSection) -> None:
-        comet: Any = importlib.import_module("comet_ml")  # an optional library, which types need not find
+        # An optional library, which types need not find.
+        comet: Any = importlib.import_module("comet_ml")
         self._experiment: Any = comet.start(
             api_key=section.api_key,
             workspace=section.workspace,
@@ -31,7 +32,9 @@ class CometMonitor:
     def __call__(self, events: Sequence[Event]) -> None:
         due = [event for event in events if self._is_due(event)]
         if due:
-            self._experiment.log_metrics({event.name: event.value for event in due}, step=due[0].samples)
+            self._experiment.log_metrics(
+                {event.name: event.value for event in due}, step=due[0].samples
+            )
 
     def close(self) -> None:
         """End the experiment."""

@@ -19,4 +19,7 @@ class Event(NamedTuple):
 
 
 Monitor = Callable[[Sequence[Event]], None]
-"""Takes the events of a step, all with the same `samples`; where it has a method `close`, that is called at the end."""
+"""Takes the events of a step, all with the same `samples`.
+
+Where it has a method `close`, that is called at the end.
+"""

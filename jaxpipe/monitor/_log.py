@@ -16,7 +16,10 @@ Record = Callable[[], Sequence[Event]]
 """Makes events of arrays on the devices, and may wait for them."""
 
 _MOST_WAITING = 4096
-"""Records that may wait, arrays of a few bytes each: training does not wait for a monitor that hangs."""
+"""Records that may wait, arrays of a few bytes each.
+
+Training does not wait for a monitor that hangs.
+"""
 
 _LAST_WAIT_S = 30.0
 """Seconds that the end of the program waits for what is still to be written."""
@@ -25,8 +28,8 @@ _LAST_WAIT_S = 30.0
 class MonitorLog:
     """Gives events to monitors in the order of their steps, without making anybody wait.
 
-    A monitor that raises, because its disk is full or its server is gone, is switched off with one warning in the log;
-    the others go on. What waits when the program ends is written then.
+    A monitor that raises, because its disk is full or its server is gone, is switched off with one
+    warning in the log; the others go on. What waits when the program ends is written then.
 
     Args:
         monitors: Who takes the events.
@@ -64,7 +67,9 @@ class _Worker:
     def __init__(self) -> None:
         self.monitors: list[Monitor] = []
         # Each record with who is to have it: one that is added later gets none of those that wait.
-        self.waiting: queue.Queue[tuple[Record, Sequence[Monitor]] | None] = queue.Queue(_MOST_WAITING)
+        self.waiting: queue.Queue[tuple[Record, Sequence[Monitor]] | None] = queue.Queue(
+            _MOST_WAITING
+        )
         self._thread: threading.Thread | None = None
         self._has_warned = False
 
@@ -72,7 +77,8 @@ class _Worker:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, daemon=True, name="monitors")
             self._thread.start()
-            # Registered after JAX's own, and so called before it: later there are no devices to read from.
+            # Registered after JAX's own, and so called before it: later there are no devices to
+            # read from.
             atexit.register(self._end_and_wait)
         try:
             self.waiting.put_nowait((record, tuple(self.monitors)))
@@ -81,8 +87,8 @@ class _Worker:
                 self._has_warned = True
                 log(
                     logging.WARNING,
-                    "monitors must keep up with training, but %d steps wait to be written; until there is room, what "
-                    "comes is not logged",
+                    "monitors must keep up with training, but %d steps wait to be written; until "
+                    "there is room, what comes is not logged",
                     _MOST_WAITING,
                 )
 
@@ -115,14 +121,16 @@ class _Worker:
     def _write(self, record: Record, monitors: Sequence[Monitor]) -> None:
         try:
             events = record()
-        except Exception:  # noqa: BLE001  # the step failed on the devices: who waits for its loss is told so
+        # The step failed on the devices: who waits for its loss is told so.
+        except Exception:  # noqa: BLE001
             return
         for monitor in monitors:
             if monitor not in self.monitors:
                 continue  # it failed meanwhile
             try:
                 monitor(events)
-            except Exception as error:  # noqa: BLE001  # whatever a library or a user's function raises
+            # Whatever a library or a user's function raises.
+            except Exception as error:  # noqa: BLE001
                 self.monitors.remove(monitor)
                 _warn(monitor, error)
 

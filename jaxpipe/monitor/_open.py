@@ -32,8 +32,9 @@ def check_monitors(config: TrainConfig) -> None:
     for section, library in _LIBRARIES.items():
         if wanted[section] and importlib.util.find_spec(library) is None:
             raise ConfigError(
-                f"{section}.enabled must be false unless the package {library} is installed, but got "
-                f"{section}.enabled=True. Run pip install 'jaxpipe[{section}]', or remove the section.",
+                f"{section}.enabled must be false unless the package {library} is installed, but "
+                f"got {section}.enabled=True. Run pip install 'jaxpipe[{section}]', or remove the "
+                "section.",
                 paths=[f"{section}.enabled"],
             )
 
@@ -41,7 +42,8 @@ def check_monitors(config: TrainConfig) -> None:
 def open_monitors(config: TrainConfig) -> list[Monitor]:
     """Begin to write what the configuration asks for.
 
-    A monitor that cannot begin, because there is no disk or no server, is left out with a warning in the log.
+    A monitor that cannot begin, because there is no disk or no server, is left out with a warning
+    in the log.
 
     Args:
         config: The configuration, its libraries checked by `check_monitors`.

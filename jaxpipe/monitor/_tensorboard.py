@@ -21,7 +21,8 @@ class TensorBoardMonitor:
     def __call__(self, events: Sequence[Event]) -> None:
         for event in events:
             self._writer.add_scalar(event.name, event.value, event.samples)
-        # Its own thread writes once in two minutes; an error of that thread is raised by the next call here.
+        # Its own thread writes once in two minutes; an error of that thread is raised by the next
+        # call here.
         self._writer.flush()
 
     def close(self) -> None:

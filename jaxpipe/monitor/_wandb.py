@@ -16,7 +16,9 @@ class WandbMonitor:
         import wandb
 
         self._is_own = wandb.run is None
-        self._run: Any = wandb.run or wandb.init(project=section.project, group=section.group, entity=section.team)
+        self._run: Any = wandb.run or wandb.init(
+            project=section.project, group=section.group, entity=section.team
+        )
 
     def __call__(self, events: Sequence[Event]) -> None:
         self._run.log({event.name: event.value for event in events}, step=events[0].samples)

@@ -1,4 +1,4 @@
-"""Optimisers and learning-rate schedules by name, what lies in their state, and the loss scale of float16."""
+"""Optimisers and learning-rate schedules by name, their state, and the loss scale of float16."""
 
 from ._base import LRSchedule as LRSchedule
 from ._hyperparams import next_hyperparams as next_hyperparams

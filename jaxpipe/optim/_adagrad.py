@@ -26,7 +26,9 @@ class SquaresState(NamedTuple):
     total: PyTree
 
 
-def scale_by_total_squares(initial: float, eps: float, lr_decay: float) -> optax.GradientTransformation:
+def scale_by_total_squares(
+    initial: float, eps: float, lr_decay: float
+) -> optax.GradientTransformation:
     """Adagrad's direction, `g / (sqrt(sum of g * g) + eps) / (1 + count * lr_decay)`.
 
     The sum starts from `initial`; `count` is the updates before this one.
@@ -35,9 +37,13 @@ def scale_by_total_squares(initial: float, eps: float, lr_decay: float) -> optax
     def init(params: PyTree) -> SquaresState:
         return SquaresState(jnp.zeros([], jnp.int32), optax.tree.full_like(params, initial))
 
-    def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, SquaresState]:
+    def update(
+        updates: PyTree, state: Any, params: PyTree | None = None
+    ) -> tuple[PyTree, SquaresState]:
         del params
-        total = jax.tree.map(lambda g, s: (s + g * jnp.conj(g)).astype(s.dtype), updates, state.total)
+        total = jax.tree.map(
+            lambda g, s: (s + g * jnp.conj(g)).astype(s.dtype), updates, state.total
+        )
         # With the updates before this one, as in PyTorch: the first is not shrunk.
         shrink = 1 + state.step.astype(jnp.float32) * lr_decay
         direction = jax.tree.map(lambda g, s: g / (jnp.sqrt(s) + eps) / shrink, updates, total)
@@ -68,7 +74,9 @@ def _build(values: Mapping[str, Any]) -> tuple[Factory, Hyperparams]:
             *maximized(values["maximize"]),
             # Before the sums, which take it in with the gradient, as in PyTorch.
             optax.add_decayed_weights(weight_decay),
-            scale_by_total_squares(values["initial_accumulator_value"], values["eps"], values["lr_decay"]),
+            scale_by_total_squares(
+                values["initial_accumulator_value"], values["eps"], values["lr_decay"]
+            ),
             optax.scale_by_learning_rate(learning_rate),
         )
 

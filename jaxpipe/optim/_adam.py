@@ -49,24 +49,35 @@ def scale_by_moments(
 
     def init(params: PyTree) -> MomentsState:
         mu, nu = optax.tree.zeros_like(params), optax.tree.zeros_like(params)
-        return MomentsState(jnp.zeros([], jnp.int32), mu, nu, optax.tree.zeros_like(params) if amsgrad else ())
+        return MomentsState(
+            jnp.zeros([], jnp.int32), mu, nu, optax.tree.zeros_like(params) if amsgrad else ()
+        )
 
-    def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, MomentsState]:
+    def update(
+        updates: PyTree, state: Any, params: PyTree | None = None
+    ) -> tuple[PyTree, MomentsState]:
         del params
         count = jnp.asarray(optax.safe_increment(state.step))
-        # Cast back: a decay rate that lies in the state is a float32 array, and would widen moments of bfloat16.
+        # Cast back: a decay rate that lies in the state is a float32 array, and would widen moments
+        # of bfloat16.
         mu = jax.tree.map(lambda g, m: (b1 * m + (1 - b1) * g).astype(m.dtype), updates, state.mu)
         # The conjugate, so that a complex gradient is squared to its magnitude.
-        nu = jax.tree.map(lambda g, v: (b2 * v + (1 - b2) * g * jnp.conj(g)).astype(v.dtype), updates, state.nu)
+        nu = jax.tree.map(
+            lambda g, v: (b2 * v + (1 - b2) * g * jnp.conj(g)).astype(v.dtype), updates, state.nu
+        )
         largest = jax.tree.map(jnp.maximum, state.nu_max, nu) if amsgrad else nu
-        weights = [average_weight(b, count) if bias_correction else jnp.float32(1) for b in (b1, b2)]
+        weights = [
+            average_weight(b, count) if bias_correction else jnp.float32(1) for b in (b1, b2)
+        ]
 
         def direction(m: jax.Array, v: jax.Array) -> jax.Array:
             corrected = v / weights[1]
             root = jnp.sqrt(corrected + eps) if eps_inside_sqrt else jnp.sqrt(corrected) + eps
             return m / weights[0] / root
 
-        return jax.tree.map(direction, mu, largest), MomentsState(count, mu, nu, largest if amsgrad else ())
+        return jax.tree.map(direction, mu, largest), MomentsState(
+            count, mu, nu, largest if amsgrad else ()
+        )
 
     return optax.GradientTransformation(init, update)
 
@@ -109,8 +120,8 @@ def _build_adamw(values: Mapping[str, Any]) -> tuple[Factory, Hyperparams]:
     if not values["adam_w_mode"]:
         path = f"{SECTION}.adam_w_mode"
         raise ConfigError(
-            f"{path} must be true with optimizer.type='AdamW', but got {path}=False. Use optimizer.type='Adam' for "
-            "weight decay that is added to the gradient.",
+            f"{path} must be true with optimizer.type='AdamW', but got {path}=False. Use "
+            "optimizer.type='Adam' for weight decay that is added to the gradient.",
             paths=[path],
         )
     return _build_adam(values)
@@ -119,18 +130,27 @@ def _build_adamw(values: Mapping[str, Any]) -> tuple[Factory, Hyperparams]:
 def _build_adam(values: Mapping[str, Any]) -> tuple[Factory, Hyperparams]:
     decay = values["weight_decay"]
     if decay is None:
-        # `torch_adam` is PyTorch's own AdamW, which decays by 0.01 unless told otherwise; DeepSpeed's kernels do not.
+        # `torch_adam` is PyTorch's own AdamW, which decays by 0.01 unless told otherwise;
+        # DeepSpeed's kernels do not.
         decay = 0.01 if values["torch_adam"] and values["adam_w_mode"] else 0.0
 
-    def factory(learning_rate: Any, b1: Any, b2: Any, weight_decay: Any) -> optax.GradientTransformation:
+    def factory(
+        learning_rate: Any, b1: Any, b2: Any, weight_decay: Any
+    ) -> optax.GradientTransformation:
         direction = scale_by_moments(
-            b1, b2, values["eps"], bias_correction=values["bias_correction"], amsgrad=values["amsgrad"]
+            b1,
+            b2,
+            values["eps"],
+            bias_correction=values["bias_correction"],
+            amsgrad=values["amsgrad"],
         )
         decayed = optax.add_decayed_weights(weight_decay)
-        # AdamW decays the parameter beside Adam's direction; Adam's decay is part of the gradient that the moments
-        # average.
+        # AdamW decays the parameter beside Adam's direction; Adam's decay is part of the gradient
+        # that the moments average.
         parts = [direction, decayed] if values["adam_w_mode"] else [decayed, direction]
-        return optax.chain(*maximized(values["maximize"]), *parts, optax.scale_by_learning_rate(learning_rate))
+        return optax.chain(
+            *maximized(values["maximize"]), *parts, optax.scale_by_learning_rate(learning_rate)
+        )
 
     b1, b2 = values["betas"]
     return factory, {"learning_rate": values["lr"], "b1": b1, "b2": b2, "weight_decay": decay}

@@ -20,12 +20,14 @@ SECTION = "scheduler.params"
 class LRSchedule(ABC):
     """A learning rate as a function of the number of updates applied before.
 
-    A subclass is a frozen dataclass whose fields are the parameters of DeepSpeed's schedule of that name, and an optax
-    schedule: call it with a count, traced or not, and it gives the rate of the next update.
+    A subclass is a frozen dataclass whose fields are the parameters of DeepSpeed's schedule of that
+    name, and an optax schedule: call it with a count, traced or not, and it gives the rate of the
+    next update.
 
-    DeepSpeed sets the start rate when it makes a schedule and steps the schedule after each update, so an update has
-    the rate of iteration `last_batch_iteration + count`, where `last_batch_iteration` is -1 unless the run goes on
-    where another stopped. Iteration -1 has the start rate; iteration 0 of a warm-up has it once more.
+    DeepSpeed sets the start rate when it makes a schedule and steps the schedule after each update,
+    so an update has the rate of iteration `last_batch_iteration + count`, where
+    `last_batch_iteration` is -1 unless the run goes on where another stopped. Iteration -1 has the
+    start rate; iteration 0 of a warm-up has it once more.
 
     Raises:
         ConfigError: A parameter is of the wrong type or out of range.
@@ -59,10 +61,12 @@ class LRSchedule(ABC):
             The schedule.
 
         Raises:
-            ConfigError: Parameters are unknown, missing, of the wrong type or out of range; all of them.
+            ConfigError: Parameters are unknown, missing, of the wrong type or out of range; all of
+                them.
         """
         known = {item.name: item for item in fields(cls) if not item.metadata["hidden"]}
-        # Read here and once more in the constructor, which stops at the first error: this names all of them.
+        # Read here and once more in the constructor, which stops at the first error: this names all
+        # of them.
         errors = Collector()
         values = dict(extra)
         for name, value in params.items():
@@ -70,7 +74,9 @@ class LRSchedule(ABC):
                 if name not in known:
                     raise unknown_param(SECTION, name, known)
                 values[name] = known[name].metadata["reader"](value, f"{SECTION}.{name}")
-        missing = [name for name, item in known.items() if item.default is MISSING and name not in values]
+        missing = [
+            name for name, item in known.items() if item.default is MISSING and name not in values
+        ]
         errors.add(missing_param(SECTION, name, cls.__name__) for name in missing)
         if not missing:
             with errors.catch(compares=True):

@@ -1,4 +1,7 @@
-"""Readers that schedules and optimisers have beside those of the configuration, and errors for unknown names."""
+"""Readers for schedules and optimisers beside those of the configuration.
+
+Also the errors for unknown names.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -16,7 +19,9 @@ def unknown_name(path: str, name: object, known: Iterable[str]) -> ConfigError:
     rule = f"one of {', '.join(names)}"
     near = nearest(name, names, cutoff=0.5) if isinstance(name, str) else None
     repair = f"Did you mean {near!r}?" if near else "Use one of these names."
-    return ConfigError(f"{path} must be {rule}, but got {path}={shown(name)}. {repair}", paths=[path])
+    return ConfigError(
+        f"{path} must be {rule}, but got {path}={shown(name)}. {repair}", paths=[path]
+    )
 
 
 def unknown_param(section: str, name: object, known: Iterable[str]) -> ConfigError:
@@ -26,11 +31,19 @@ def unknown_param(section: str, name: object, known: Iterable[str]) -> ConfigErr
     """
     names = list(known)
     if not isinstance(name, str):
-        message = f"A name in {section} must be a string, but got name={name!r}. Write it in quotes."
+        message = (
+            f"A name in {section} must be a string, but got name={name!r}. Write it in quotes."
+        )
         return ConfigError(message, paths=[section])
     near = nearest(name, names, cutoff=0.5)
-    repair = f"Did you mean {section}.{near}?" if near else f"Remove it, or use one of {', '.join(names)}."
-    return ConfigError(f"{section}.{name} is not a known parameter. {repair}", paths=[f"{section}.{name}"])
+    repair = (
+        f"Did you mean {section}.{near}?"
+        if near
+        else f"Remove it, or use one of {', '.join(names)}."
+    )
+    return ConfigError(
+        f"{section}.{name} is not a known parameter. {repair}", paths=[f"{section}.{name}"]
+    )
 
 
 def missing_param(section: str, param: str, name: str) -> ConfigError:
@@ -63,5 +76,7 @@ def betas(value: Any, path: str) -> tuple[float, float]:
     """Read the two decay rates of Adam and its relatives, each at least 0 and below 1."""
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
         raise wrong_value(path, "a list of two numbers", value, "Use for instance [0.9, 0.999]")
-    first, second = (number(0.0, below=1.0)(item, f"{path}[{index}]") for index, item in enumerate(value))
+    first, second = (
+        number(0.0, below=1.0)(item, f"{path}[{index}]") for index, item in enumerate(value)
+    )
     return first, second

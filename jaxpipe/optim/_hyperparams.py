@@ -23,10 +23,12 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 def read_hyperparams(opt_state: PyTree) -> dict[str, Any] | None:
-    """The hyperparameters in an optimiser's state: those of the last update, or what they were set to since.
+    """The hyperparameters in an optimiser's state.
 
-    A state may have leading dims, such as one row per stage, and may occur several times, such as once per group of
-    parameters; all copies are taken to be equal, and the first is read.
+    Those of the last update, or what they were set to since.
+
+    A state may have leading dims, such as one row per stage, and may occur several times, such as
+    once per group of parameters; all copies are taken to be equal, and the first is read.
 
     Args:
         opt_state: The state, anywhere in it states of `optax.inject_hyperparams`.
@@ -47,13 +49,15 @@ def read_hyperparams(opt_state: PyTree) -> dict[str, Any] | None:
     return found if states else None
 
 
-def next_hyperparams(opt_state: PyTree, schedules: Mapping[str, optax.Schedule]) -> dict[str, Any] | None:
+def next_hyperparams(
+    opt_state: PyTree, schedules: Mapping[str, optax.Schedule]
+) -> dict[str, Any] | None:
     """The hyperparameters of the next update, as DeepSpeed's `get_lr()` and `get_mom()` give them.
 
     Args:
         opt_state: The state.
-        schedules: The schedules of those that follow one, as `hyperparam_schedules` gives them. One that is not here
-            has the value of the last update.
+        schedules: The schedules of those that follow one, as `hyperparam_schedules` gives them. One
+            that is not here has the value of the last update.
 
     Returns:
         Name to value, scalars as Python numbers; None if the state keeps no hyperparameters.
@@ -61,8 +65,10 @@ def next_hyperparams(opt_state: PyTree, schedules: Mapping[str, optax.Schedule])
     Example:
         >>> optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=lambda count: 0.5**count)
         >>> state = optimizer.update({"w": jnp.ones(2)}, optimizer.init({"w": jnp.ones(2)}))[1]
-        >>> read_hyperparams(state), next_hyperparams(state, {"learning_rate": lambda count: 0.5**count})
-        ({'learning_rate': 1.0}, {'learning_rate': 0.5})
+        >>> read_hyperparams(state)
+        {'learning_rate': 1.0}
+        >>> next_hyperparams(state, {"learning_rate": lambda count: 0.5**count})
+        {'learning_rate': 0.5}
     """
     values = read_hyperparams(opt_state)
     if values is None:
@@ -85,20 +91,23 @@ def set_hyperparams(opt_state: PyTree, **values: float) -> PyTree:
         The state with the numbers in all copies, in the shapes, dtypes and shardings that they had.
 
     Raises:
-        ConfigError: The state keeps no hyperparameters, or none of that name, or one that follows a schedule; or a
-            value is not a finite number, or out of the range that the configuration would accept.
+        ConfigError: The state keeps no hyperparameters, or none of that name, or one that follows a
+            schedule; or a value is not a finite number, or out of the range that the configuration
+            would accept.
 
     Example:
         >>> optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
-        >>> read_hyperparams(set_hyperparams(optimizer.init({"w": jnp.ones(2)}), learning_rate=0.25))
+        >>> state = optimizer.init({"w": jnp.ones(2)})
+        >>> read_hyperparams(set_hyperparams(state, learning_rate=0.25))
         {'learning_rate': 0.25}
     """
     states = list(_states(opt_state))
     if not states:
         named = ", ".join(f"{name}={shown(value)}" for name, value in values.items())
         raise ConfigError(
-            f"Hyperparameters must lie in the optimizer's state to be set, but got {named} and a state without any. "
-            "Make the optimizer from the configuration, or with optax.inject_hyperparams(optax.adamw)(...)."
+            f"Hyperparameters must lie in the optimizer's state to be set, but got {named} and a "
+            "state without any. Make the optimizer from the configuration, or with "
+            "optax.inject_hyperparams(optax.adamw)(...)."
         )
     known = {name for state in states for name in state.hyperparams}
     scheduled = set[str]().union(*(_scheduled(state) for state in states))
@@ -107,12 +116,15 @@ def set_hyperparams(opt_state: PyTree, **values: float) -> PyTree:
             raise unknown_name("hyperparameter", name, known)
         if name in scheduled:
             raise ConfigError(
-                f"{name} must not follow a schedule to be set, but got {name}={shown(value)} where a schedule decides "
-                "it. Leave the schedule out, or change it instead."
+                f"{name} must not follow a schedule to be set, but got {name}={shown(value)} where "
+                "a schedule decides it. Leave the schedule out, or change it instead."
             )
         real = _real(value)
         if not abs(real) <= _LARGEST:
-            raise ConfigError(f"{name} must be a finite number, but got {name}={shown(value)}. Use for instance 0.001.")
+            raise ConfigError(
+                f"{name} must be a finite number, but got {name}={shown(value)}. Use for instance "
+                "0.001."
+            )
         _reader(name)(real, name)
     return replace_hyperparams(opt_state, values)
 
@@ -124,7 +136,11 @@ def replace_hyperparams(opt_state: PyTree, values: Mapping[str, Any]) -> PyTree:
 
 def _real(value: Any) -> float:
     """A scalar as a float; NaN where it is none."""
-    if isinstance(value, np.ndarray | jax.Array) and not np.ndim(value) and jnp.issubdtype(value.dtype, jnp.number):
+    if (
+        isinstance(value, np.ndarray | jax.Array)
+        and not np.ndim(value)
+        and jnp.issubdtype(value.dtype, jnp.number)
+    ):
         value = np.asarray(value).item()
     if isinstance(value, bool) or not isinstance(value, Real):
         return math.nan
@@ -138,7 +154,9 @@ def _reader(name: str) -> Reader:
     """Reader of the configuration for a hyperparameter of this name."""
     if name in ("b1", "b2"):
         return number(0.0, below=1.0)
-    return number(0.0 if name in ("momentum", "weight_decay") or name.endswith("learning_rate") else None)
+    return number(
+        0.0 if name in ("momentum", "weight_decay") or name.endswith("learning_rate") else None
+    )
 
 
 def _is_state(node: Any) -> bool:
@@ -172,7 +190,8 @@ def _replace_states(tree: PyTree, change: Callable[[Any], Any]) -> PyTree:
 
 def _with_values(state: Any, values: Mapping[str, Any]) -> Any:
     hyperparams = {
-        name: _filled(old, values[name]) if name in values else old for name, old in state.hyperparams.items()
+        name: _filled(old, values[name]) if name in values else old
+        for name, old in state.hyperparams.items()
     }
     return _copy(state, hyperparams=hyperparams)
 
@@ -188,7 +207,8 @@ def _filled(old: Any, value: Any) -> Any:
     if isinstance(old, Tracer):
         return jnp.full(jnp.shape(old), value, jnp.result_type(old))
     filled = np.full(np.shape(old), value, jnp.result_type(old))
-    # With the old one's sharding: an array on one device is no row of a mesh that several processes share.
+    # With the old one's sharding: an array on one device is no row of a mesh that several processes
+    # share.
     return jax.device_put(filled, old.sharding) if isinstance(old, jax.Array) else filled
 
 

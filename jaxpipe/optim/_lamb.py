@@ -24,13 +24,18 @@ def scale_by_lamb_coefficient(min_coeff: float, max_coeff: float) -> optax.Gradi
     """
 
     def scaled(update: jax.Array, param: jax.Array) -> jax.Array:
-        # In float32 whatever the dtype of the leaf: a bfloat16 sum stops growing after some hundred equal squares.
-        norms = [jnp.sqrt(jnp.sum(jnp.square(jnp.abs(x).astype(jnp.float32)))) for x in (param, update)]
+        # In float32 whatever the dtype of the leaf: a bfloat16 sum stops growing after some hundred
+        # equal squares.
+        norms = [
+            jnp.sqrt(jnp.sum(jnp.square(jnp.abs(x).astype(jnp.float32)))) for x in (param, update)
+        ]
         usable = (norms[0] != 0) & (norms[1] != 0)
-        # The divisor is replaced, not only the quotient: `jnp.where` computes both sides, and jax_debug_nans stops at 0
-        # / 0.
+        # The divisor is replaced, not only the quotient: `jnp.where` computes both sides, and
+        # jax_debug_nans stops at 0 / 0.
         ratio = norms[0] / jnp.where(usable, norms[1], 1)
-        return update * jnp.where(usable, jnp.clip(ratio, min_coeff, max_coeff), 1).astype(update.dtype)
+        return update * jnp.where(usable, jnp.clip(ratio, min_coeff, max_coeff), 1).astype(
+            update.dtype
+        )
 
     def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Any]:
         return jax.tree.map(scaled, updates, params), state
@@ -41,8 +46,8 @@ def scale_by_lamb_coefficient(min_coeff: float, max_coeff: float) -> optax.Gradi
 def lamb_recipe() -> Recipe:
     """The recipe of `Lamb`.
 
-    The bias correction is applied to the two averages, as in the paper and in DeepSpeed's later releases; DeepSpeed up
-    to 0.19.8 multiplied the step by it after the norms had been taken.
+    The bias correction is applied to the two averages, as in the paper and in DeepSpeed's later
+    releases; DeepSpeed up to 0.19.8 multiplied the step by it after the norms had been taken.
     """
     return Recipe(
         params={
@@ -68,7 +73,9 @@ def _build(values: Mapping[str, Any]) -> tuple[Factory, Hyperparams]:
         message = f"{path} must be at most max_coeff={high}, but got {path}={low}. Swap the two."
         raise ConfigError(message, paths=[path])
 
-    def factory(learning_rate: Any, b1: Any, b2: Any, weight_decay: Any) -> optax.GradientTransformation:
+    def factory(
+        learning_rate: Any, b1: Any, b2: Any, weight_decay: Any
+    ) -> optax.GradientTransformation:
         return optax.chain(
             scale_by_moments(
                 b1,
@@ -84,4 +91,9 @@ def _build(values: Mapping[str, Any]) -> tuple[Factory, Hyperparams]:
         )
 
     b1, b2 = values["betas"]
-    return factory, {"learning_rate": values["lr"], "b1": b1, "b2": b2, "weight_decay": values["weight_decay"]}
+    return factory, {
+        "learning_rate": values["lr"],
+        "b1": b1,
+        "b2": b2,
+        "weight_decay": values["weight_decay"],
+    }

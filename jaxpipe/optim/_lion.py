@@ -14,8 +14,8 @@ from ._recipe import Factory, Hyperparams, Recipe, clipping_refused
 def lion_recipe() -> Recipe:
     """The recipe of `Lion`.
 
-    Where the interpolated gradient is exactly 0 a parameter stays, as in the paper; DeepSpeed's kernel adds the
-    learning rate to it.
+    Where the interpolated gradient is exactly 0 a parameter stays, as in the paper; DeepSpeed's
+    kernel adds the learning rate to it.
     """
     return Recipe(
         params={
@@ -30,7 +30,9 @@ def lion_recipe() -> Recipe:
 
 
 def _build(values: Mapping[str, Any]) -> tuple[Factory, Hyperparams]:
-    def factory(learning_rate: Any, b1: Any, b2: Any, weight_decay: Any) -> optax.GradientTransformation:
+    def factory(
+        learning_rate: Any, b1: Any, b2: Any, weight_decay: Any
+    ) -> optax.GradientTransformation:
         return optax.chain(
             optax.scale_by_lion(b1, b2),
             optax.add_decayed_weights(weight_decay),
@@ -38,4 +40,9 @@ def _build(values: Mapping[str, Any]) -> tuple[Factory, Hyperparams]:
         )
 
     b1, b2 = values["betas"]
-    return factory, {"learning_rate": values["lr"], "b1": b1, "b2": b2, "weight_decay": values["weight_decay"]}
+    return factory, {
+        "learning_rate": values["lr"],
+        "b1": b1,
+        "b2": b2,
+        "weight_decay": values["weight_decay"],
+    }

@@ -39,13 +39,15 @@ class LossScaleState:
 class LossScaler:
     """Rule by which the loss scale moves from update to update.
 
-    A dynamic scale is halved by an overflow and doubled after every `window` updates without one. The first overflows
-    only use up the hysteresis: with `hysteresis=2` it is the second that halves the scale. The hysteresis is restored
-    when the scale grows, or with `consecutive_hysteresis` by every update without an overflow. Update by update this
-    is DeepSpeed's scaler under ZeRO, which its scaler without ZeRO differs from by ignoring the hysteresis.
+    A dynamic scale is halved by an overflow and doubled after every `window` updates without one.
+    The first overflows only use up the hysteresis: with `hysteresis=2` it is the second that halves
+    the scale. The hysteresis is restored when the scale grows, or with `consecutive_hysteresis` by
+    every update without an overflow. Update by update this is DeepSpeed's scaler under ZeRO, which
+    its scaler without ZeRO differs from by ignoring the hysteresis.
 
-    An overflow at the smallest scale, which stops DeepSpeed with an exception, sets the state's `exhausted` for good,
-    and the scale stays: compiled code cannot raise, so whoever runs it must look at `exhausted`.
+    An overflow at the smallest scale, which stops DeepSpeed with an exception, sets the state's
+    `exhausted` for good, and the scale stays: compiled code cannot raise, so whoever runs it must
+    look at `exhausted`.
 
     Args:
         initial_scale: The scale to start from; a static scaler keeps it.
@@ -77,7 +79,12 @@ class LossScaler:
         key = "fp16.initial_scale_power" if self.dynamic else "fp16.loss_scale"
         scale = number(0.0)(self.initial_scale, key)
         if scale <= 0 or scale > float(np.finfo(np.float32).max):
-            raise wrong_value(key, "a scale above 0 within float32", self.initial_scale, "Use a scale such as 65536")
+            raise wrong_value(
+                key,
+                "a scale above 0 within float32",
+                self.initial_scale,
+                "Use a scale such as 65536",
+            )
         read_flag(self.consecutive_hysteresis, "fp16.consecutive_hysteresis")
         if not self.dynamic:
             return
@@ -87,8 +94,8 @@ class LossScaler:
         if not 0 < smallest <= scale:
             path = "fp16.min_loss_scale"
             raise ConfigError(
-                f"{path} must be above 0 and at most the initial scale of {scale:g}, but got {path}={smallest:g}. "
-                "Lower it, or raise fp16.initial_scale_power.",
+                f"{path} must be above 0 and at most the initial scale of {scale:g}, but got "
+                f"{path}={smallest:g}. Lower it, or raise fp16.initial_scale_power.",
                 paths=[path, "fp16.initial_scale_power"],
             )
 
@@ -106,8 +113,9 @@ class LossScaler:
         """The scaler that the configuration's `fp16` describes.
 
         Args:
-            fp16: Anything with the attributes `enabled`, `loss_scale` (0: dynamic), `initial_scale_power`,
-                `loss_scale_window`, `hysteresis`, `consecutive_hysteresis` and `min_loss_scale`.
+            fp16: Anything with the attributes `enabled`, `loss_scale` (0: dynamic),
+                `initial_scale_power`, `loss_scale_window`, `hysteresis`, `consecutive_hysteresis`
+                and `min_loss_scale`.
 
         Returns:
             The scaler; `none()` where `enabled` is false.
@@ -168,7 +176,8 @@ class LossScaler:
 
         Args:
             state: The state before it.
-            overflow: Whether a gradient was not finite, so that the update was skipped. bool scalar.
+            overflow: Whether a gradient was not finite, so that the update was skipped. bool
+                scalar.
 
         Returns:
             The state for the next update.
@@ -185,18 +194,23 @@ class LossScaler:
         )
         return self._moved(state, counted, overflow) if self.dynamic else counted
 
-    def _moved(self, state: LossScaleState, counted: LossScaleState, overflow: jax.Array) -> LossScaleState:
+    def _moved(
+        self, state: LossScaleState, counted: LossScaleState, overflow: jax.Array
+    ) -> LossScaleState:
         spent = state.hysteresis <= 1
         lower = overflow & spent
-        # Compared before it is lowered: reaching the smallest scale is allowed, overflowing there is not.
+        # Compared before it is lowered: reaching the smallest scale is allowed, overflowing there
+        # is not.
         stuck = lower & (state.scale == self.min_scale)
-        # DeepSpeed's count, which leaves the present update out: the scale first grows at update `window + 1`.
+        # DeepSpeed's count, which leaves the present update out: the scale first grows at update
+        # `window + 1`.
         good = state.iteration - state.last_overflow - 1
         higher = ~overflow & (good > 0) & (good % self.window == 0)
         restored = ~overflow if self.consecutive_hysteresis else higher
         lowered = jnp.maximum(state.scale / _FACTOR, self.min_scale)
         scale = jnp.where(lower, lowered, jnp.where(higher, state.scale * _FACTOR, state.scale))
-        # Once it is down to 1 it stays there: until it is restored, every further overflow lowers the scale.
+        # Once it is down to 1 it stays there: until it is restored, every further overflow lowers
+        # the scale.
         left = jnp.where(overflow & ~spent, state.hysteresis - 1, state.hysteresis)
         return LossScaleState(
             scale=scale,

@@ -14,10 +14,10 @@ from ._check import integer
 
 @dataclass(frozen=True)
 class LRRangeTest(LRSchedule):
-    """Rise in a line without end, or in stairs, to find the largest rate at which a model still trains.
+    """Rise without end, in a line or in stairs, to find the largest rate that still trains.
 
-    At iteration `i` the rate is `min_lr * (1 + step_rate * (i + 1) / step_size)`, with the quotient rounded down if
-    `lr_range_test_staircase`.
+    At iteration `i` the rate is `min_lr * (1 + step_rate * (i + 1) / step_size)`, with the quotient
+    rounded down if `lr_range_test_staircase`.
 
     Args:
         lr_range_test_min_lr: The rate of the first update.

@@ -14,7 +14,8 @@ from ._adam import scale_by_moments
 from ._check import betas, one_of
 from ._recipe import Factory, Hyperparams, Recipe, clipping_refused
 
-# Of the quintic iteration, chosen for its slope at 0: small singular values grow fast, and none settles at 1 exactly.
+# Of the quintic iteration, chosen for its slope at 0: small singular values grow fast, and none
+# settles at 1 exactly.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _NUM_ITERATIONS = 5
 _NORM_EPS = 1e-7
@@ -41,14 +42,17 @@ def scale_by_orthogonal_momentum(momentum: Any) -> optax.GradientTransformation:
     def init(params: PyTree) -> MuonState:
         return MuonState(optax.tree.zeros_like(params))
 
-    def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, MuonState]:
+    def update(
+        updates: PyTree, state: Any, params: PyTree | None = None
+    ) -> tuple[PyTree, MuonState]:
         del params
 
         def average(gradient: jax.Array, before: jax.Array) -> jax.Array:
             return (momentum * before + (1 - momentum) * gradient).astype(before.dtype)
 
         means = jax.tree.map(average, updates, state.momentum)
-        # Nesterov's look ahead: the gradient goes into the average once more, and only the first average is stored.
+        # Nesterov's look ahead: the gradient goes into the average once more, and only the first
+        # average is stored.
         ahead = jax.tree.map(average, updates, means)
         return jax.tree.map(_scaled_orthogonal, ahead), MuonState(means)
 
@@ -57,7 +61,8 @@ def scale_by_orthogonal_momentum(momentum: Any) -> optax.GradientTransformation:
 
 def _scaled_orthogonal(matrix: jax.Array) -> jax.Array:
     inputs, outputs = matrix.shape
-    # With more outputs than inputs the columns of an orthogonal matrix are shorter than 1; the scale makes up for that.
+    # With more outputs than inputs the columns of an orthogonal matrix are shorter than 1; the
+    # scale makes up for that.
     return orthogonalize(matrix) * max(1.0, outputs / inputs) ** 0.5
 
 
@@ -67,10 +72,12 @@ def orthogonalize(matrix: jax.Array) -> jax.Array:
     The singular vectors stay; the singular values are about 0.7 to 1.2.
     """
     a, b, c = _COEFFICIENTS
-    # The short side is multiplied out: `x @ x.T` and the products with it are then the smaller ones.
+    # The short side is multiplied out: `x @ x.T` and the products with it are then the smaller
+    # ones.
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix
-    # The Frobenius norm is no smaller than the largest singular value, and the iteration needs them all within 1.
+    # The Frobenius norm is no smaller than the largest singular value, and the iteration needs them
+    # all within 1.
     x = x / (jnp.sqrt(jnp.sum(x * x)) + _NORM_EPS)
     for _ in range(_NUM_ITERATIONS):
         square = x @ x.T
@@ -86,8 +93,8 @@ def muon_labels(params: PyTree) -> PyTree:
 
     def label(path: tuple[Any, ...], leaf: Any) -> str:
         name = jax.tree_util.keystr(path, simple=True, separator="/").lower()
-        # By path and number of dims alone: a device that holds a part of the tree gives each leaf the label of the
-        # whole.
+        # By path and number of dims alone: a device that holds a part of the tree gives each leaf
+        # the label of the whole.
         is_for_adam = "embed" in name or "lm_head" in name or name.rpartition("/")[2] == "bias"
         return "muon" if jnp.ndim(leaf) == 2 and not is_for_adam else "adam"
 
@@ -97,9 +104,10 @@ def muon_labels(params: PyTree) -> PyTree:
 def muon_recipe() -> Recipe:
     """The recipe of `Muon`.
 
-    Orthogonalised are parameters of two dims that have neither `embed` nor `lm_head` in their path and are not called
-    `bias`. DeepSpeed also takes parameters of more dims, which in Flax can be read as matrices in several ways: those
-    are Adam's. Both `ns_method`s are the same iteration, which DeepSpeed runs in half precision and we do not.
+    Orthogonalised are parameters of two dims that have neither `embed` nor `lm_head` in their path
+    and are not called `bias`. DeepSpeed also takes parameters of more dims, which in Flax can be
+    read as matrices in several ways: those are Adam's. Both `ns_method`s are the same iteration,
+    which DeepSpeed runs in half precision and we do not.
     """
     heads = ("the heads in a matrix are not known", "Remove the key")
     return Recipe(
@@ -123,18 +131,28 @@ def muon_recipe() -> Recipe:
 def muon_rates(values: Mapping[str, Any]) -> tuple[float, float]:
     """Learning rates of matrices and of all else."""
     pairs = (("muon_lr", 0.02), ("adam_lr", 3e-4))
-    rates = [next(r for r in (values[name], values["lr"], default) if r is not None) for name, default in pairs]
+    rates = [
+        next(r for r in (values[name], values["lr"], default) if r is not None)
+        for name, default in pairs
+    ]
     return rates[0], rates[1]
 
 
 def _build(values: Mapping[str, Any]) -> tuple[Factory, Hyperparams]:
     def factory(
-        learning_rate: Any, adam_learning_rate: Any, momentum: Any, b1: Any, b2: Any, weight_decay: Any
+        learning_rate: Any,
+        adam_learning_rate: Any,
+        momentum: Any,
+        b1: Any,
+        b2: Any,
+        weight_decay: Any,
     ) -> optax.GradientTransformation:
         decayed = optax.add_decayed_weights(weight_decay)
         direction = scale_by_moments(b1, b2, values["eps"])
         matrices = optax.chain(
-            scale_by_orthogonal_momentum(momentum), decayed, optax.scale_by_learning_rate(learning_rate)
+            scale_by_orthogonal_momentum(momentum),
+            decayed,
+            optax.scale_by_learning_rate(learning_rate),
         )
         parts = [direction, decayed] if values["adam_w_mode"] else [decayed, direction]
         rest = optax.chain(*parts, optax.scale_by_learning_rate(adam_learning_rate))
@@ -142,5 +160,10 @@ def _build(values: Mapping[str, Any]) -> tuple[Factory, Hyperparams]:
 
     rate, adam_rate = muon_rates(values)
     b1, b2 = values["betas"]
-    hyperparams = {"momentum": values["momentum"], "b1": b1, "b2": b2, "weight_decay": values["weight_decay"]}
+    hyperparams = {
+        "momentum": values["momentum"],
+        "b1": b1,
+        "b2": b2,
+        "weight_decay": values["weight_decay"],
+    }
     return factory, {"learning_rate": rate, "adam_learning_rate": adam_rate, **hyperparams}

@@ -15,15 +15,19 @@ from ._check import integer
 
 @dataclass(frozen=True)
 class OneCycle(LRSchedule):
-    """Rise from `cycle_min_lr` to `cycle_max_lr` and back in two lines, then decay; the momentum goes the other way.
+    """Rise from `cycle_min_lr` to `cycle_max_lr` and back in two lines, then decay.
 
-    With `k` iterations gone after the cycle the rate is `cycle_min_lr / (1 + decay_lr_rate * k / decay_step_size)`, and
-    the momentum `cycle_max_mom * (1 + decay_mom_rate * k / decay_step_size)`, which nothing keeps below 1. A stair
-    count of n holds the values constant on n stairs of that half.
+    The momentum goes the other way.
 
-    Two of DeepSpeed's ways are kept, so that runs can be compared update by update: the very first update has
-    `cycle_min_mom`, though the cycle begins at `cycle_max_mom`; and while `b1` cycles, `b2` is `cycled_b2` unless
-    `optimizer.params.betas` says otherwise (DeepSpeed overrides even that).
+    With `k` iterations gone after the cycle the rate is `cycle_min_lr / (1 + decay_lr_rate * k /
+    decay_step_size)`, and the momentum `cycle_max_mom * (1 + decay_mom_rate * k /
+    decay_step_size)`, which nothing keeps below 1. A stair count of n holds the values constant on
+    n stairs of that half.
+
+    Two of DeepSpeed's ways are kept, so that runs can be compared update by update: the very first
+    update has `cycle_min_mom`, though the cycle begins at `cycle_max_mom`; and while `b1` cycles,
+    `b2` is `cycled_b2` unless `optimizer.params.betas` says otherwise (DeepSpeed overrides even
+    that).
 
     Args:
         cycle_min_lr: The lowest rate of the cycle.
@@ -34,8 +38,9 @@ class OneCycle(LRSchedule):
         cycle_first_stair_count: Stairs of the rising half; 0: a line.
         cycle_second_stair_count: Stairs of the falling half; None: as many.
         decay_step_size: Updates per step of the decay; 0: no decay.
-        cycle_momentum: Whether the momentum cycles too, where the optimiser has one: the first of `betas`, or SGD's
-            `momentum` if that is not 0 (which DeepSpeed leaves constant; false does so here).
+        cycle_momentum: Whether the momentum cycles too, where the optimiser has one: the first of
+            `betas`, or SGD's `momentum` if that is not 0 (which DeepSpeed leaves constant; false
+            does so here).
         cycle_min_mom: The lowest momentum.
         cycle_max_mom: The highest.
         decay_mom_rate: How fast the momentum grows after the cycle; 0: not at all.
@@ -75,7 +80,9 @@ class OneCycle(LRSchedule):
             # `_climb` multiplies the two in int32.
             if size * stairs >= 2**31:
                 rule = f"below 2**31 / cycle_{half}_step_size={size}"
-                raise wrong_value(f"{SECTION}.cycle_{half}_stair_count", rule, stairs, "Use fewer stairs, or 0")
+                raise wrong_value(
+                    f"{SECTION}.cycle_{half}_stair_count", rule, stairs, "Use fewer stairs, or 0"
+                )
 
     @property
     def _halves(self) -> tuple[int, int]:
@@ -85,12 +92,17 @@ class OneCycle(LRSchedule):
     @property
     def _stairs(self) -> tuple[int, int]:
         second = self.cycle_second_stair_count
-        return self.cycle_first_stair_count, self.cycle_first_stair_count if second is None else second
+        return (
+            self.cycle_first_stair_count,
+            self.cycle_first_stair_count if second is None else second,
+        )
 
     def __call__(self, count: ArrayLike) -> jax.Array:
         """The learning rate after `count` updates."""
         iteration = iteration_of(count, self.last_batch_iteration)
-        cycling = self.cycle_min_lr + (self.cycle_max_lr - self.cycle_min_lr) * self._height(iteration)
+        cycling = self.cycle_min_lr + (self.cycle_max_lr - self.cycle_min_lr) * self._height(
+            iteration
+        )
         decaying = self.cycle_min_lr / (1 + self.decay_lr_rate * self._decay_steps(iteration))
         return jnp.where(iteration < sum(self._halves), cycling, decaying)
 
@@ -104,10 +116,13 @@ class OneCycle(LRSchedule):
             A float32 scalar.
         """
         iteration = iteration_of(count, self.last_batch_iteration)
-        cycling = self.cycle_max_mom - (self.cycle_max_mom - self.cycle_min_mom) * self._height(iteration)
+        cycling = self.cycle_max_mom - (self.cycle_max_mom - self.cycle_min_mom) * self._height(
+            iteration
+        )
         growing = self.cycle_max_mom * (1 + self.decay_mom_rate * self._decay_steps(iteration))
         momentum = jnp.where(iteration < sum(self._halves), cycling, growing)
-        # The update before iteration 0 has what DeepSpeed writes into the optimiser when it makes the schedule.
+        # The update before iteration 0 has what DeepSpeed writes into the optimiser when it makes
+        # the schedule.
         return jnp.where(iteration < 0, jnp.float32(self.cycle_min_mom), momentum)
 
     def _height(self, iteration: jax.Array) -> jax.Array:

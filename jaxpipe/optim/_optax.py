@@ -12,17 +12,30 @@ from jaxpipe.errors import ConfigError, shown
 
 from ._check import missing_param, unknown_param
 
-REJECTIONS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, AssertionError, NotImplementedError)
+REJECTIONS = (
+    TypeError,
+    ValueError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    AssertionError,
+    NotImplementedError,
+)
 """Exceptions of optax and JAX for arguments that they cannot use."""
 
 
 def optax_schedules() -> dict[str, Callable[..., Any]]:
     """Optax's schedules that take numbers, by name."""
-    found = {name: getattr(optax.schedules, name) for name in dir(optax.schedules) if not name.startswith("_")}
+    found = {
+        name: getattr(optax.schedules, name)
+        for name in dir(optax.schedules)
+        if not name.startswith("_")
+    }
     return {
         name: function
         for name, function in found.items()
-        if inspect.isfunction(function) and (name.endswith("_schedule") or name == "exponential_decay")
+        if inspect.isfunction(function)
+        and (name.endswith("_schedule") or name == "exponential_decay")
     }
 
 
@@ -41,7 +54,9 @@ def optax_optimizers() -> dict[str, Callable[..., Any]]:
     return found
 
 
-def check_arguments(section: str, name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+def check_arguments(
+    section: str, name: str, function: Callable[..., Any], arguments: Mapping[str, Any]
+) -> None:
     """Compare arguments with a function's parameters.
 
     Raises ConfigError for all that are unknown, or have no default and are missing. `section` is
@@ -49,21 +64,28 @@ def check_arguments(section: str, name: str, function: Callable[..., Any], argum
     """
     parameters = inspect.signature(function).parameters
     errors = Collector()
-    errors.add(unknown_param(section, argument, parameters) for argument in arguments if argument not in parameters)
+    errors.add(
+        unknown_param(section, argument, parameters)
+        for argument in arguments
+        if argument not in parameters
+    )
     for parameter in parameters.values():
         if parameter.default is inspect.Parameter.empty and parameter.name not in arguments:
             errors.add([missing_param(section, parameter.name, name)])
     errors.raise_all()
 
 
-def rejected(section: str, name: str, arguments: Mapping[str, Any], error: Exception) -> ConfigError:
+def rejected(
+    section: str, name: str, arguments: Mapping[str, Any], error: Exception
+) -> ConfigError:
     """Error for arguments whose names are right but which optax cannot use.
 
     `section` is their JSON path; `error` is what optax raised.
     """
     first = (str(error).splitlines() or [type(error).__name__])[0]
     return ConfigError(
-        f"{section} must be arguments that optax's {name} accepts, but got {section}={shown(dict(arguments))}, which "
-        f"fails with: {first} Correct the values as the documentation of optax's {name} asks.",
+        f"{section} must be arguments that optax's {name} accepts, but got "
+        f"{section}={shown(dict(arguments))}, which fails with: {first} Correct the values as the "
+        f"documentation of optax's {name} asks.",
         paths=[section],
     )

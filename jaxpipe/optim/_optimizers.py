@@ -47,23 +47,24 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """Make the optimiser that the configuration's `optimizer` describes.
 
-    DeepSpeed's own names are found whatever their case, take DeepSpeed's parameters and defaults, and mean what they
-    mean there; `"Adam"` is AdamW unless `adam_w_mode` is false. Any other name is a function of optax or of
-    `optax.contrib`, with its arguments for parameters. Learning rate, momenta and weight decay lie in the optimiser's
-    state, as `optax.inject_hyperparams` puts them there.
+    DeepSpeed's own names are found whatever their case, take DeepSpeed's parameters and defaults,
+    and mean what they mean there; `"Adam"` is AdamW unless `adam_w_mode` is false. Any other name
+    is a function of optax or of `optax.contrib`, with its arguments for parameters. Learning rate,
+    momenta and weight decay lie in the optimiser's state, as `optax.inject_hyperparams` puts them
+    there.
 
     Args:
         name: `optimizer.type`.
         params: `optimizer.params`.
-        schedule: The learning rate, which then is not read from `params`. `OneCycle` cycles the momentum too, as it
-            describes.
+        schedule: The learning rate, which then is not read from `params`. `OneCycle` cycles the
+            momentum too, as it describes.
 
     Returns:
         The transformation.
 
     Raises:
-        ConfigError: The name or a parameter is unknown or refused, or a parameter is missing, of the wrong type or out
-            of range.
+        ConfigError: The name or a parameter is unknown or refused, or a parameter is missing, of
+            the wrong type or out of range.
 
     Warns:
         UserWarning: A parameter tunes PyTorch and has no effect.
@@ -80,17 +81,19 @@ def make_optimizer(
     factory, hyperparams = recipe.build(read_params(recipe, params))
     warn_of_tuning(params)
     hyperparams |= _followed(recipe, params, hyperparams, schedule)
-    # Else optax gives them the widest dtype of the parameters in the tree: bfloat16 would round a rate, and on a device
-    # that holds other parameters it may be another dtype.
-    # Else optax gives them the dtype of the first parameter in the tree, which may round a rate, and is another one on
-    # a device with other parameters.
+    # Else optax gives them the widest dtype of the parameters in the tree: bfloat16 would round a
+    # rate, and on a device that holds other parameters it may be another dtype. Else optax gives
+    # them the dtype of the first parameter in the tree, which may round a rate, and is another one
+    # on a device with other parameters.
     return optax.inject_hyperparams(factory, hyperparam_dtype=jnp.float32)(**hyperparams)
 
 
 def hyperparam_schedules(
     name: str, params: Mapping[str, Any] | None, schedule: optax.Schedule | None
 ) -> dict[str, optax.Schedule]:
-    """Hyperparameters that follow a schedule in the optimiser that `make_optimizer` makes from the same arguments.
+    """Hyperparameters that follow a schedule in the optimiser that `make_optimizer` makes.
+
+    It takes the same arguments.
 
     Args:
         name: `optimizer.type`.
@@ -120,8 +123,8 @@ def optimizer_lr(name: str, params: Mapping[str, Any] | None = None) -> float | 
         params: `optimizer.params`.
 
     Returns:
-        The rate, DeepSpeed's default where `params` leaves it out; for Muon that of matrices. None for an optimiser of
-        optax that is given none, or a schedule.
+        The rate, DeepSpeed's default where `params` leaves it out; for Muon that of matrices. None
+        for an optimiser of optax that is given none, or a schedule.
 
     Raises:
         ConfigError: As `make_optimizer` raises it.
@@ -163,7 +166,9 @@ def with_schedule(
 def factory_schedules(
     factory: Callable[..., optax.GradientTransformation], schedule: optax.Schedule | None
 ) -> dict[str, optax.Schedule]:
-    """Hyperparameters that follow a schedule in the optimiser that `with_schedule` makes from the same arguments.
+    """Hyperparameters that follow a schedule in the optimiser that `with_schedule` makes.
+
+    It takes the same arguments.
 
     Args:
         factory: The constructor.
@@ -191,21 +196,29 @@ def _find(name: str) -> Recipe | None:
         return lowered[name.lower()]
     theirs = optax_optimizers()
     if name not in theirs:
-        raise unknown_name(path, name, [*ours, *(other for other in theirs if other not in lowered)])
+        raise unknown_name(
+            path, name, [*ours, *(other for other in theirs if other not in lowered)]
+        )
     return None
 
 
 def _followed(
-    recipe: Recipe, params: Mapping[str, Any], hyperparams: Hyperparams, schedule: optax.Schedule | None
+    recipe: Recipe,
+    params: Mapping[str, Any],
+    hyperparams: Hyperparams,
+    schedule: optax.Schedule | None,
 ) -> Hyperparams:
     """The hyperparameters that a schedule decides, with what it makes of them."""
     if schedule is None:
         return {}
     followed: Hyperparams = {_RATE: schedule}
     if _ADAM_RATE in hyperparams:
-        # These are relative to the optimiser's own rate, of which Muon has two; others give one rate to both groups.
+        # These are relative to the optimiser's own rate, of which Muon has two; others give one
+        # rate to both groups.
         relative = isinstance(schedule, WarmupLR | WarmupCosineLR)
-        followed[_ADAM_RATE] = replace(schedule, lr=hyperparams[_ADAM_RATE]) if relative else schedule
+        followed[_ADAM_RATE] = (
+            replace(schedule, lr=hyperparams[_ADAM_RATE]) if relative else schedule
+        )
     if isinstance(schedule, OneCycle) and schedule.cycle_momentum and recipe.cycled in hyperparams:
         followed[recipe.cycled] = schedule.momentum
         if recipe.cycled == "b1" and "betas" not in params:
@@ -221,11 +234,14 @@ def _make_optax_optimizer(
     name: str, params: Mapping[str, Any], schedule: optax.Schedule | None
 ) -> optax.GradientTransformation:
     factory, arguments = _optax_factory(name), dict(params)
-    check_arguments(SECTION, name, factory, arguments if schedule is None else {**arguments, _RATE: schedule})
+    check_arguments(
+        SECTION, name, factory, arguments if schedule is None else {**arguments, _RATE: schedule}
+    )
     try:
         arguments |= factory_schedules(functools.partial(factory, **arguments), schedule)
         optimizer = _inject(factory, arguments)
-        # Schedules and masks, which only Python can give, may be made for the model's tree and fail on this one.
+        # Schedules and masks, which only Python can give, may be made for the model's tree and fail
+        # on this one.
         if not any(callable(value) or isinstance(value, Mapping) for value in params.values()):
             _try_out(optimizer)
     except REJECTIONS as error:
@@ -234,7 +250,10 @@ def _make_optax_optimizer(
 
 
 def _try_out(optimizer: optax.GradientTransformation) -> None:
-    """Trace an update of a matrix, as the engine will ask for: without the loss or other extra arguments."""
+    """Trace an update of a matrix, as the engine will ask for.
+
+    Without the loss or other extra arguments.
+    """
     tree = {"w": jax.ShapeDtypeStruct((4, 4), jnp.float32)}
     state = jax.eval_shape(optimizer.init, tree)
     jax.eval_shape(optimizer.update, tree, state, tree)
@@ -243,23 +262,30 @@ def _try_out(optimizer: optax.GradientTransformation) -> None:
 def _inject(
     factory: Callable[..., optax.GradientTransformation], arguments: Mapping[str, Any]
 ) -> optax.GradientTransformation:
-    """Call a factory so that its learning rate and its momentum lie in the state; all else is constant."""
+    """Call a factory so that its learning rate and its momentum lie in the state.
+
+    All else is constant.
+    """
     parameters = _parameters(factory)
-    # Optax would hold every number in the state, where those that Python code compares become tracers.
+    # Optax would hold every number in the state, where those that Python code compares become
+    # tracers.
     free = {_RATE, _momentum_of(parameters)}
     static = [name for name in parameters if name not in free]
     return optax.inject_hyperparams(factory, static, jnp.float32)(**arguments)
 
 
-def _parameters(factory: Callable[..., optax.GradientTransformation]) -> Mapping[str, inspect.Parameter]:
+def _parameters(
+    factory: Callable[..., optax.GradientTransformation],
+) -> Mapping[str, inspect.Parameter]:
     try:
         parameters = inspect.signature(factory).parameters
     except (TypeError, ValueError):
         parameters = {}
     if _RATE not in parameters:
         raise ConfigError(
-            f"An optimizer with a schedule must be made by a function of learning_rate, but got "
-            f"optimizer={shown(factory)}. Pass for instance optax.adamw, or functools.partial(optax.sgd, momentum=0.9)."
+            "An optimizer with a schedule must be made by a function of learning_rate, but got "
+            f"optimizer={shown(factory)}. Pass for instance optax.adamw, or "
+            "functools.partial(optax.sgd, momentum=0.9)."
         )
     return parameters
 

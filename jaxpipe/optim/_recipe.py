@@ -53,7 +53,8 @@ def read_params(recipe: Recipe, params: Mapping[str, Any]) -> dict[str, Any]:
         All its parameters, defaults filled in.
 
     Raises:
-        ConfigError: Parameters are unknown or refused, of the wrong type or out of range; all of them.
+        ConfigError: Parameters are unknown or refused, of the wrong type or out of range; all of
+            them.
     """
     errors = Collector()
     values = {name: default for name, (default, _) in recipe.params.items()}
@@ -65,7 +66,9 @@ def read_params(recipe: Recipe, params: Mapping[str, Any]) -> dict[str, Any]:
                 raise wrong_value(path, f"left out, because {reason}", value, repair)
             if name in tuning_params():
                 if value not in (None, True, False):
-                    raise wrong_value(path, "true, false or null", value, "Remove the key: it has no effect here")
+                    raise wrong_value(
+                        path, "true, false or null", value, "Remove the key: it has no effect here"
+                    )
             elif name in recipe.params:
                 values[name] = recipe.params[name][1](value, path)
             else:
@@ -79,7 +82,9 @@ def warn_of_tuning(params: Mapping[str, Any]) -> None:
     idle = sorted(name for name in tuning_params() if params.get(name))
     if idle:
         names = ", ".join(f"{SECTION}.{name}" for name in idle)
-        warnings.warn(f"{names} tunes PyTorch and has no effect here. Remove it.", UserWarning, stacklevel=3)
+        warnings.warn(
+            f"{names} tunes PyTorch and has no effect here. Remove it.", UserWarning, stacklevel=3
+        )
 
 
 def clipping_refused() -> dict[str, tuple[str, str]]:

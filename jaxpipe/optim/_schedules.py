@@ -24,7 +24,10 @@ _PIECEWISE = "boundaries_and_scales"
 
 def deepspeed_schedules() -> dict[str, type[LRSchedule]]:
     """DeepSpeed's schedules, by name."""
-    return {cls.__name__: cls for cls in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)}
+    return {
+        cls.__name__: cls
+        for cls in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
+    }
 
 
 def make_schedule(
@@ -33,19 +36,22 @@ def make_schedule(
     """Make the schedule that the configuration's `scheduler` describes.
 
     Args:
-        name: `scheduler.type`: one of DeepSpeed's five, or a schedule of optax such as `cosine_decay_schedule`.
+        name: `scheduler.type`: one of DeepSpeed's five, or a schedule of optax such as
+            `cosine_decay_schedule`.
         params: `scheduler.params`; for optax the function's arguments by name.
-        base_lr: The optimiser's own rate, as `optimizer_lr` gives it. `WarmupCosineLR` is a ratio of it, and
-            `WarmupLR` rises to it unless told otherwise.
+        base_lr: The optimiser's own rate, as `optimizer_lr` gives it. `WarmupCosineLR` is a ratio
+            of it, and `WarmupLR` rises to it unless told otherwise.
 
     Returns:
         A function of the number of updates applied before, giving a float32 rate.
 
     Raises:
-        ConfigError: The name or a parameter is unknown, or a parameter is missing, of the wrong type or out of range.
+        ConfigError: The name or a parameter is unknown, or a parameter is missing, of the wrong
+            type or out of range.
 
     Example:
-        >>> schedule = make_schedule("WarmupLR", {"warmup_num_steps": 4, "warmup_type": "linear"}, base_lr=0.4)
+        >>> params = {"warmup_num_steps": 4, "warmup_type": "linear"}
+        >>> schedule = make_schedule("WarmupLR", params, base_lr=0.4)
         >>> [round(float(schedule(count)), 3) for count in range(6)]
         [0.0, 0.0, 0.1, 0.2, 0.3, 0.4]
     """
@@ -59,13 +65,17 @@ def make_schedule(
     return _make_optax_schedule(name, theirs[name], params)
 
 
-def _make_optax_schedule(name: str, function: Callable[..., Any], params: Mapping[str, Any]) -> optax.Schedule:
+def _make_optax_schedule(
+    name: str, function: Callable[..., Any], params: Mapping[str, Any]
+) -> optax.Schedule:
     check_arguments(SECTION, name, function, params)
     arguments = dict(params)
     try:
         if isinstance(arguments.get(_PIECEWISE), Mapping):
             # JSON has only strings as keys.
-            arguments[_PIECEWISE] = {int(step): scale for step, scale in arguments[_PIECEWISE].items()}
+            arguments[_PIECEWISE] = {
+                int(step): scale for step, scale in arguments[_PIECEWISE].items()
+            }
         schedule = function(**arguments)
 
         def learning_rate(count: ArrayLike) -> jax.Array:
@@ -76,8 +86,8 @@ def _make_optax_schedule(name: str, function: Callable[..., Any], params: Mappin
         raise rejected(SECTION, name, params, error) from error
     if shape != ():
         raise ConfigError(
-            f"{SECTION} must give one rate per update, but got rates of shape={shape} from {name}. Use numbers, not "
-            "lists, for the rates.",
+            f"{SECTION} must give one rate per update, but got rates of shape={shape} from {name}. "
+            "Use numbers, not lists, for the rates.",
             paths=[SECTION],
         )
     return learning_rate

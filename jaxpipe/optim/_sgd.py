@@ -27,7 +27,9 @@ class MomentumState(NamedTuple):
     momentum: PyTree
 
 
-def scale_by_momentum(momentum: Any, dampening: float, *, nesterov: bool) -> optax.GradientTransformation:
+def scale_by_momentum(
+    momentum: Any, dampening: float, *, nesterov: bool
+) -> optax.GradientTransformation:
     """PyTorch's momentum, `m = momentum * m + (1 - dampening) * g`.
 
     The first `m` is `g` undampened. With `nesterov` the direction is `g + momentum * m` instead of
@@ -37,12 +39,19 @@ def scale_by_momentum(momentum: Any, dampening: float, *, nesterov: bool) -> opt
     def init(params: PyTree) -> MomentumState:
         return MomentumState(jnp.zeros([], jnp.int32), optax.tree.zeros_like(params))
 
-    def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, MomentumState]:
+    def update(
+        updates: PyTree, state: Any, params: PyTree | None = None
+    ) -> tuple[PyTree, MomentumState]:
         del params
-        # PyTorch begins the sum with the first gradient itself, not with 0 and a dampened share of it.
+        # PyTorch begins the sum with the first gradient itself, not with 0 and a dampened share of
+        # it.
         share = jnp.where(state.step == 0, 1.0, 1.0 - dampening)
-        total = jax.tree.map(lambda g, m: (momentum * m + share * g).astype(m.dtype), updates, state.momentum)
-        direction = jax.tree.map(lambda g, m: g + momentum * m, updates, total) if nesterov else total
+        total = jax.tree.map(
+            lambda g, m: (momentum * m + share * g).astype(m.dtype), updates, state.momentum
+        )
+        direction = (
+            jax.tree.map(lambda g, m: g + momentum * m, updates, total) if nesterov else total
+        )
         return direction, MomentumState(jnp.asarray(optax.safe_increment(state.step)), total)
 
     return optax.GradientTransformation(init, update)
@@ -71,16 +80,23 @@ def _build(values: Mapping[str, Any]) -> tuple[Factory, Hyperparams]:
         path = f"{SECTION}.nesterov"
         raise ConfigError(
             f"{path} must be false without a momentum or with a dampening, but got {path}=True, "
-            f"momentum={values['momentum']:g} and dampening={dampening:g}. Set {SECTION}.momentum to for instance 0.9, "
-            "and leave dampening out.",
+            f"momentum={values['momentum']:g} and dampening={dampening:g}. Set {SECTION}.momentum "
+            "to for instance 0.9, and leave dampening out.",
             paths=[path],
         )
 
     def plain(learning_rate: Any, weight_decay: Any) -> optax.GradientTransformation:
         return _chain(values, learning_rate, weight_decay, optax.identity())
 
-    def with_momentum(learning_rate: Any, momentum: Any, weight_decay: Any) -> optax.GradientTransformation:
-        return _chain(values, learning_rate, weight_decay, scale_by_momentum(momentum, dampening, nesterov=nesterov))
+    def with_momentum(
+        learning_rate: Any, momentum: Any, weight_decay: Any
+    ) -> optax.GradientTransformation:
+        return _chain(
+            values,
+            learning_rate,
+            weight_decay,
+            scale_by_momentum(momentum, dampening, nesterov=nesterov),
+        )
 
     hyperparams = {"learning_rate": values["lr"], "weight_decay": values["weight_decay"]}
     if values["momentum"] == 0:
@@ -89,7 +105,10 @@ def _build(values: Mapping[str, Any]) -> tuple[Factory, Hyperparams]:
 
 
 def _chain(
-    values: Mapping[str, Any], learning_rate: Any, weight_decay: Any, momentum: optax.GradientTransformation
+    values: Mapping[str, Any],
+    learning_rate: Any,
+    weight_decay: Any,
+    momentum: optax.GradientTransformation,
 ) -> optax.GradientTransformation:
     return optax.chain(
         *maximized(values["maximize"]),

@@ -35,7 +35,9 @@ class OptimizerTrace:
 
     def state_dtypes(self) -> dict[Path, Any]:
         """The dtype of every leaf of the state."""
-        return {path: aval.dtype for path, aval in zip(self.state, self.init.out_avals, strict=True)}
+        return {
+            path: aval.dtype for path, aval in zip(self.state, self.init.out_avals, strict=True)
+        }
 
     def number_results(
         self, label: Callable[[str, Path], Hashable], table: dict[Hashable, int] | None = None
@@ -47,7 +49,9 @@ class OptimizerTrace:
         equal. `table` has the expressions numbered so far, to compare with those of other traces.
         """
         table = {} if table is None else table
-        params, grads = ([label(kind, path) for path in self.params] for kind in ("parameter", "gradient"))
+        params, grads = (
+            [label(kind, path) for path in self.params] for kind in ("parameter", "gradient")
+        )
         state = [label("state", path) for path in self.state]
         first = value_numbers(self.init, params, table)
         after = value_numbers(self.update, [*grads, *state, *params], table)
@@ -59,7 +63,9 @@ class OptimizerTrace:
         return dict(zip(names, (*first, *after), strict=True))
 
 
-def trace_optimizer(optimizer: optax.GradientTransformation, tree: PyTree, *, is_part: bool = False) -> OptimizerTrace:
+def trace_optimizer(
+    optimizer: optax.GradientTransformation, tree: PyTree, *, is_part: bool = False
+) -> OptimizerTrace:
     """Trace an optimiser.
 
     Args:
@@ -71,8 +77,8 @@ def trace_optimizer(optimizer: optax.GradientTransformation, tree: PyTree, *, is
         The trace.
 
     Raises:
-        ConfigError: It asks for more than gradients, state and parameters, or fails with them; or it takes the whole
-            model's tree only.
+        ConfigError: It asks for more than gradients, state and parameters, or fails with them; or
+            it takes the whole model's tree only.
     """
     # Where the model's tree is accepted it is no parameter by itself that a part is refused for.
     refused = (lambda: None) if is_part else functools.partial(_refused_param, optimizer, tree)
@@ -121,8 +127,8 @@ def leaf_paths(tree: PyTree) -> list[Path]:
 def find_param(state_path: Path, known: Collection[Path]) -> tuple[int, int] | None:
     """Begin and end of a parameter's path in that of a leaf of the state.
 
-    optax wraps trees of parameters in states of its own, so the path of a moment is that of its parameter between keys
-    of the optimiser's.
+    optax wraps trees of parameters in states of its own, so the path of a moment is that of its
+    parameter between keys of the optimiser's.
     """
     size = len(state_path)
     runs = ((i, j) for i in range(size) for j in range(i + 1, size + 1) if state_path[i:j] in known)

@@ -16,15 +16,15 @@ from ._warmup import effective_steps, warmup_fraction, warmup_type_reader
 
 @dataclass(frozen=True)
 class WarmupCosineLR(LRSchedule):
-    """Rise to the optimiser's own rate, then fall to `cos_min_ratio` of it along half a cosine, and stay.
+    """Rise to the optimiser's rate, fall to `cos_min_ratio` of it along half a cosine, and stay.
 
-    The parameters are ratios of `lr`. During a warm-up of `n` steps the ratio rises from `warmup_min_ratio` to 1 as in
-    `WarmupLR`; at iteration `i` of `T` after it, it is `r + (1 - r) * (1 + cos(pi * p)) / 2` with `r = cos_min_ratio`
-    and `p = min(1, (i - n + 1) / max(1, T - n))`.
+    The parameters are ratios of `lr`. During a warm-up of `n` steps the ratio rises from
+    `warmup_min_ratio` to 1 as in `WarmupLR`; at iteration `i` of `T` after it, it is `r + (1 - r) *
+    (1 + cos(pi * p)) / 2` with `r = cos_min_ratio` and `p = min(1, (i - n + 1) / max(1, T - n))`.
 
-    The very first update has the rate 0 whatever `warmup_min_ratio` is, and the second `warmup_min_ratio * lr`: so
-    DeepSpeed does, and a run can be compared with it update by update. Where the run continues another
-    (`last_batch_iteration` of at least 0) there is no such update.
+    The very first update has the rate 0 whatever `warmup_min_ratio` is, and the second
+    `warmup_min_ratio * lr`: so DeepSpeed does, and a run can be compared with it update by update.
+    Where the run continues another (`last_batch_iteration` of at least 0) there is no such update.
 
     Args:
         total_num_steps: Updates in the run.
@@ -39,7 +39,8 @@ class WarmupCosineLR(LRSchedule):
         ConfigError: A parameter is of the wrong type or out of range.
 
     Example:
-        >>> schedule = WarmupCosineLR(6, warmup_num_steps=2, cos_min_ratio=0.0, warmup_type="linear", lr=1.0)
+        >>> warmup = dict(warmup_num_steps=2, warmup_type="linear")
+        >>> schedule = WarmupCosineLR(6, **warmup, cos_min_ratio=0.0, lr=1.0)
         >>> [round(float(schedule(count)), 3) for count in range(8)]
         [0.0, 0.0, 0.5, 0.854, 0.5, 0.146, 0.0, 0.0]
     """
@@ -61,6 +62,8 @@ class WarmupCosineLR(LRSchedule):
         )
         gone = jnp.maximum(iteration - steps + 1, 0).astype(jnp.float32)
         progress = jnp.minimum(gone / max(1, self.total_num_steps - steps), 1)
-        falling = self.cos_min_ratio + (1 - self.cos_min_ratio) * (1 + jnp.cos(math.pi * progress)) / 2
+        falling = (
+            self.cos_min_ratio + (1 - self.cos_min_ratio) * (1 + jnp.cos(math.pi * progress)) / 2
+        )
         ratio = jnp.where(iteration < steps, rising, falling)
         return self.lr * jnp.where(iteration < 0, jnp.float32(0), ratio)

@@ -15,14 +15,16 @@ from ._warmup import effective_steps, warmup_fraction, warmup_type_reader
 
 @dataclass(frozen=True)
 class WarmupDecayLR(LRSchedule):
-    """Rise as `WarmupLR` does, then fall in a line to `warmup_min_lr` at iteration `total_num_steps`, and stay.
+    """Rise as `WarmupLR` does, then fall in a line to `warmup_min_lr`, and stay.
+
+    The line ends at iteration `total_num_steps`.
 
     After a warm-up of `n` steps, at iteration `i` of `T`, the rate is
     `min + (max - min) * max(0, (T - i) / max(1, T - n))`.
 
     Args:
-        total_num_steps: Updates in the run. Where it is below `warmup_num_steps`, the rate falls to the minimum as
-            soon as the warm-up is over.
+        total_num_steps: Updates in the run. Where it is below `warmup_num_steps`, the rate falls to
+            the minimum as soon as the warm-up is over.
         warmup_min_lr: The rate to start from and to end with.
         warmup_max_lr: The rate to reach.
         warmup_num_steps: Length of the warm-up; 0 and 1 count as 2.
@@ -51,5 +53,7 @@ class WarmupDecayLR(LRSchedule):
         iteration = iteration_of(count, self.last_batch_iteration)
         left = jnp.maximum(self.total_num_steps - iteration, 0).astype(jnp.float32)
         falling = left / max(1, self.total_num_steps - steps)
-        share = jnp.where(iteration < steps, warmup_fraction(iteration, steps, self.warmup_type), falling)
+        share = jnp.where(
+            iteration < steps, warmup_fraction(iteration, steps, self.warmup_type), falling
+        )
         return self.warmup_min_lr + (self.warmup_max_lr - self.warmup_min_lr) * share

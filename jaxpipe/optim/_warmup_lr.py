@@ -18,8 +18,9 @@ from ._warmup import effective_steps, warmup_fraction, warmup_type_reader
 class WarmupLR(LRSchedule):
     """Rise from `warmup_min_lr` to `warmup_max_lr` over `warmup_num_steps`, then stay.
 
-    At iteration `i` of a warm-up of `n` steps the rate is `min + (max - min) * log(i + 1) / log(n)`, or with
-    `warmup_type="linear"` `min + (max - min) * i / n`. The first two updates have `warmup_min_lr`.
+    At iteration `i` of a warm-up of `n` steps the rate is `min + (max - min) * log(i + 1) /
+    log(n)`, or with `warmup_type="linear"` `min + (max - min) * i / n`. The first two updates have
+    `warmup_min_lr`.
 
     An unknown `warmup_type` is an error; DeepSpeed takes it for `"log"`.
 
@@ -52,8 +53,8 @@ class WarmupLR(LRSchedule):
         if self.warmup_max_lr is None and self.lr is None:
             path = f"{SECTION}.warmup_max_lr"
             raise ConfigError(
-                f"{path} must be a number where the optimizer has no lr of its own, but got {path}=None. Set "
-                "warmup_max_lr, or optimizer.params.lr.",
+                f"{path} must be a number where the optimizer has no lr of its own, but got "
+                f"{path}=None. Set warmup_max_lr, or optimizer.params.lr.",
                 paths=[path],
             )
 
@@ -62,5 +63,7 @@ class WarmupLR(LRSchedule):
         top = self.warmup_max_lr if self.warmup_max_lr is not None else self.lr
         steps = effective_steps(self.warmup_num_steps)
         iteration = iteration_of(count, self.last_batch_iteration)
-        risen = jnp.where(iteration < steps, warmup_fraction(iteration, steps, self.warmup_type), jnp.float32(1))
+        risen = jnp.where(
+            iteration < steps, warmup_fraction(iteration, steps, self.warmup_type), jnp.float32(1)
+        )
         return self.warmup_min_lr + ((top or 0.0) - self.warmup_min_lr) * risen

@@ -11,14 +11,15 @@ from ._checks import checked_parts, exact_weights
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
     """Cut a sequence of weights into contiguous parts so that the heaviest is as light as possible.
 
-    Of all cuts into `num_parts` non-empty parts it returns the one with, in this order: the smallest largest part
-    sum (a pipeline runs at the pace of its slowest stage); the smallest spread, largest minus smallest part sum; the
-    smallest largest number of items in a part; the largest smallest number of items; and the lexicographically
-    smallest boundaries, so that what is still equal leaves fewer layers to the early stages, which keep the most
-    microbatches in flight. Sums are compared exactly: floats are taken at the value they hold, without rounding.
+    Of all cuts into `num_parts` non-empty parts it returns the one with, in this order: the
+    smallest largest part sum (a pipeline runs at the pace of its slowest stage); the smallest
+    spread, largest minus smallest part sum; the smallest largest number of items in a part; the
+    largest smallest number of items; and the lexicographically smallest boundaries, so that what is
+    still equal leaves fewer layers to the early stages, which keep the most microbatches in flight.
+    Sums are compared exactly: floats are taken at the value they hold, without rounding.
 
-    Differs from DeepSpeed's function of this name, which minimises the spread alone, not always exactly, and which
-    returns empty parts where there are fewer weights than parts.
+    Differs from DeepSpeed's function of this name, which minimises the spread alone, not always
+    exactly, and which returns empty parts where there are fewer weights than parts.
 
     Args:
         weights: One non-negative number per item.
@@ -28,8 +29,8 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
         The boundaries: `num_parts + 1` indices, first 0, last `len(weights)`, strictly increasing.
 
     Raises:
-        PartitionError: A weight is negative, not finite, or not a number; `num_parts` is not a positive integer, or is
-            larger than the number of weights.
+        PartitionError: A weight is negative, not finite, or not a number; `num_parts` is not a
+            positive integer, or is larger than the number of weights.
 
     Example:
         >>> partition_balanced([1, 1, 10, 8, 5, 3, 1], 4)
@@ -49,10 +50,15 @@ def best_cut(
     where no cut is allowed.
     """
     num_items = len(weights)
-    # The sum of any part is the difference of two prefixes, so the optimum is among these, and bisection ends there.
+    # The sum of any part is the difference of two prefixes, so the optimum is among these, and
+    # bisection ends there.
     prefix = list(accumulate(weights, initial=0))
-    sums = sorted({end - start for index, start in enumerate(prefix) for end in prefix[index + 1 :]})
-    limits = _Limits(prefix, num_parts, allowed, min_sum=0, max_sum=sums[-1], min_size=1, max_size=num_items)
+    sums = sorted(
+        {end - start for index, start in enumerate(prefix) for end in prefix[index + 1 :]}
+    )
+    limits = _Limits(
+        prefix, num_parts, allowed, min_sum=0, max_sum=sums[-1], min_size=1, max_size=num_items
+    )
     if _suffixes(limits, _windows(limits)) is None:
         return None
     # One limit after the other, each kept while the next is tightened: the order of the criteria.
@@ -94,7 +100,7 @@ def _tighten(limits: _Limits, name: str, candidates: Sequence[int]) -> _Limits:
 
 
 def _windows(limits: _Limits) -> list[int]:
-    """For every start of a part, the set of ends that keep to the limits, as the bits of an integer."""
+    """For every start of a part, the ends that keep to the limits, as the bits of an integer."""
     prefix, num_items = limits.prefix, len(limits.prefix) - 1
     windows: list[int] = []
     # Prefixes increase, so both bounds only move on: linear in the items.
@@ -111,7 +117,10 @@ def _windows(limits: _Limits) -> list[int]:
 
 
 def _suffixes(limits: _Limits, windows: list[int]) -> list[int] | None:
-    """The starts from which the rest can be cut into k parts, as bits, for k = 0 .. num_parts; None if 0 is not one."""
+    """The starts from which the rest can be cut into k parts, as bits, for k = 0 ..
+
+    num_parts; None if 0 is not one.
+    """
     num_items = len(windows)
     suffixes = [1 << num_items]
     for part in range(limits.num_parts - 1, -1, -1):
@@ -138,6 +147,7 @@ def _first_cut(limits: _Limits) -> list[int]:
     boundaries = [0]
     for part, ends in enumerate(suffixes[-2::-1]):
         possible = _windows_of(limits, windows, part)[boundaries[-1]] & ends
-        # The lowest bit is the earliest end, and from each the rest can be cut: greedy is lexicographic.
+        # The lowest bit is the earliest end, and from each the rest can be cut: greedy is
+        # lexicographic.
         boundaries.append((possible & -possible).bit_length() - 1)
     return boundaries

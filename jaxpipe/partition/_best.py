@@ -1,4 +1,7 @@
-"""The cut with the shortest tick: the slowest part, and what layers outside the trunk cost on all stages."""
+"""The cut with the shortest tick.
+
+The slowest part, and what layers outside the trunk cost on all stages.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,11 +13,17 @@ from ._costs import Profile
 from ._stage_cut import cut_stages
 
 _OFF_TRUNK_BYTES = 8
-"""Bytes that every stage moves in a tick for each parameter outside the trunk, as many as the stage with the most has:
-two gradients of zeros in float32. They are added to the sums so far on the stages alone that give some."""
+"""Bytes that every stage moves in a tick for each parameter outside the trunk.
+
+They are two gradients of zeros in float32, for as many parameters as the stage with the most has.
+Only the stages that give some gradients add them to the sums so far.
+"""
 
 _NEAR = 1.03
-"""Cuts whose ticks differ by less are told apart by their trunks: more of the program is the same on all stages."""
+"""Cuts whose ticks differ by less are told apart by their trunks.
+
+More of the program is the same on all stages.
+"""
 
 
 _LIGHTER = 0.9
@@ -57,33 +66,39 @@ def tick_of(profile: Profile, boundaries: Sequence[int]) -> Tick:
     if len(cuts) == 1:
         return Tick(slowest, 0, len(num_params), 0.0)
     off_trunk = max(sum(num_params[i] for i in (*cut.prologue, *cut.epilogue)) for cut in cuts)
-    return Tick(slowest, off_trunk, len(cuts[0].trunk), off_trunk * _OFF_TRUNK_BYTES / profile.bytes_per_s)
+    return Tick(
+        slowest, off_trunk, len(cuts[0].trunk), off_trunk * _OFF_TRUNK_BYTES / profile.bytes_per_s
+    )
 
 
 def partition_best(profile: Profile, num_parts: int) -> list[int]:
     """Cut so that a tick is as short as possible.
 
-    All stages wait in each tick for the slowest, so its time counts. Layers that not all parts have alike run outside
-    the trunk, behind a switch, and their gradients are filled and summed on every stage. Among cuts whose ticks are
-    about equally long, the one with the fewest parameters outside the trunk is taken.
+    All stages wait in each tick for the slowest, so its time counts. Layers that not all parts have
+    alike run outside the trunk, behind a switch, and their gradients are filled and summed on every
+    stage. Among cuts whose ticks are about equally long, the one with the fewest parameters outside
+    the trunk is taken.
 
-    The search looks at the cut with the smallest largest part, at the fastest cut, and at slower ones whose largest
-    parts have ever fewer parameters; and so again for each kind of repeated layer, and each number of them that all
-    parts can have, among the cuts that end their parts behind such layers.
+    The search looks at the cut with the smallest largest part, at the fastest cut, and at slower
+    ones whose largest parts have ever fewer parameters; and so again for each kind of repeated
+    layer, and each number of them that all parts can have, among the cuts that end their parts
+    behind such layers.
 
     Args:
         profile: Times and parameters of the layers; with its signatures, alike layers are known.
         num_parts: Number of parts.
 
     Returns:
-        The boundaries: `num_parts + 1` indices, first 0, last the number of layers, strictly increasing.
+        The boundaries: `num_parts + 1` indices, first 0, last the number of layers, strictly
+        increasing.
 
     Raises:
         PartitionError: There are more parts than layers, or a time is negative or not finite.
 
     Example:
         >>> from jaxpipe.partition import LayerCost, Profile
-        >>> costs = [LayerCost(0.0, 0.0, num_params=8), *[LayerCost(1.0, 2.0, num_params=4)] * 4, LayerCost(1.0, 2.0)]
+        >>> first, block = LayerCost(0.0, 0.0, num_params=8), LayerCost(1.0, 2.0, num_params=4)
+        >>> costs = [first, *[block] * 4, LayerCost(1.0, 2.0)]
         >>> partition_best(Profile(tuple(costs), signatures=(0, 1, 1, 1, 1, 2)), 2)
         [0, 3, 6]
     """
@@ -100,20 +115,31 @@ def partition_best(profile: Profile, num_parts: int) -> list[int]:
             if min(tick.seconds for tick, _ in cuts) <= fastest_s * _NEAR:
                 break  # a smaller trunk could make no tick shorter by enough
     shortest = min(tick.seconds for tick, _ in cuts)
-    return min((tick.off_trunk, tick.seconds, cut) for tick, cut in cuts if tick.seconds <= shortest * _NEAR)[2]
+    return min(
+        (tick.off_trunk, tick.seconds, cut)
+        for tick, cut in cuts
+        if tick.seconds <= shortest * _NEAR
+    )[2]
 
 
 def _ever_lighter(
     profile: Profile, weights: Sequence[int], num_parts: int, of_kind: Sequence[int], each: int
 ) -> list[tuple[Tick, list[int]]]:
-    """Cuts whose parts all have `each` layers of a kind: the fastest, and slower ones whose largest part is smaller."""
+    """Cuts whose parts all have `each` layers of a kind.
+
+    The fastest, and slower ones whose largest part is smaller.
+    """
     num_params = _unsharded_params(profile)
     most, found = sum(num_params), list[tuple[Tick, list[int]]]()
     while True:
         ends = [_ends(num_params, of_kind, start, each, most) for start in range(len(num_params))]
         cut = best_cut(weights, num_parts, [ends] * num_parts)
         tick = None if cut is None else tick_of(profile, cut)
-        if cut is None or tick is None or (found and tick.slowest_s >= min(tick.seconds for tick, _ in found)):
+        if (
+            cut is None
+            or tick is None
+            or (found and tick.slowest_s >= min(tick.seconds for tick, _ in found))
+        ):
             return found
         found.append((tick, cut))
         largest = max(sum(num_params[first:end]) for first, end in pairwise(cut))
@@ -125,8 +151,13 @@ def _unsharded_params(profile: Profile) -> list[int]:
     return [0 if layer.is_stage_sharded else layer.num_params for layer in profile.layers]
 
 
-def _ends(num_params: Sequence[int], of_kind: Sequence[int], start: int, each: int, most: int) -> int:
-    """Ends that a part may have which begins at `start`, as bits: behind a layer of the kind, or of the model."""
+def _ends(
+    num_params: Sequence[int], of_kind: Sequence[int], start: int, each: int, most: int
+) -> int:
+    """Ends that a part may have which begins at `start`, as bits.
+
+    Behind a layer of the kind, or of the model.
+    """
     ends = count = size = 0
     for index in range(start, len(num_params)):
         count, size = count + of_kind[index], size + num_params[index]

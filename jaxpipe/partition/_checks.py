@@ -11,7 +11,9 @@ from jaxpipe.errors import PartitionError
 def checked_count(value: object, name: str) -> int:
     """The value as an `int`; PartitionError where it is no positive integer, or a bool."""
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1:
-        raise PartitionError(f"{name} must be a positive integer, but got {name}={value!r}. Pass 1 or more.")
+        raise PartitionError(
+            f"{name} must be a positive integer, but got {name}={value!r}. Pass 1 or more."
+        )
     return int(value)
 
 
@@ -23,8 +25,9 @@ def checked_parts(num_items: int, num_parts: object, items: str) -> int:
     parts = checked_count(num_parts, "num_parts")
     if parts > num_items:
         raise PartitionError(
-            f"num_parts must be at most the number of {items} ({num_items}), so that no part is empty, but got "
-            f"num_parts={parts}. Ask for at most {num_items} parts, or give more {items}."
+            f"num_parts must be at most the number of {items} ({num_items}), so that no part is "
+            f"empty, but got num_parts={parts}. Ask for at most {num_items} parts, or give more "
+            f"{items}."
         )
     return parts
 

@@ -1,4 +1,7 @@
-"""Costs of layers in time and memory, measured or estimated: plain numbers, for cuts and for tables."""
+"""Costs of layers in time and memory, measured or estimated.
+
+Plain numbers, for cuts and for tables.
+"""
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,19 +21,22 @@ class LayerCost:
     Attributes:
         forward_s: Seconds of its forward.
         backward_s: Seconds of its whole backward, with what that recomputes.
-        weight_s: The part of `backward_s` that makes the gradients of its parameters; the rest makes those of its
-            inputs. Known only where the split backward was looked at.
-        num_params: Parameters that an optimiser updates; shared ones count in each layer that holds them.
-        residual_bytes: Bytes of its residuals, which wait from forward to backward, if it stands alone. Where the
-            model recomputes: its inputs, if it begins a recomputed group.
-        shared_bytes: How many of these it does not add where the layer before it stands in the same part: what that
-            keeps in any case, or what both need.
-        recomputed_bytes: Bytes that a backward has to make again before it begins; 0 where nothing is recomputed.
+        weight_s: The part of `backward_s` that makes the gradients of its parameters; the rest
+            makes those of its inputs. Known only where the split backward was looked at.
+        num_params: Parameters that an optimiser updates; shared ones count in each layer that holds
+            them.
+        residual_bytes: Bytes of its residuals, which wait from forward to backward, if it stands
+            alone. Where the model recomputes: its inputs, if it begins a recomputed group.
+        shared_bytes: How many of these it does not add where the layer before it stands in the same
+            part: what that keeps in any case, or what both need.
+        recomputed_bytes: Bytes that a backward has to make again before it begins; 0 where nothing
+            is recomputed.
         is_marked: Whether it recomputes itself, outside the groups.
-        pending_bytes: Bytes that wait beside the residuals, from its input gradient to its weight gradient, where its
-            backward is split; known only where that was looked at.
-        is_stage_sharded: Whether its parameters are sharded over the stages, which then all run it: `num_params` is
-            each stage's share, which every stage holds, whichever part the layer is in.
+        pending_bytes: Bytes that wait beside the residuals, from its input gradient to its weight
+            gradient, where its backward is split; known only where that was looked at.
+        is_stage_sharded: Whether its parameters are sharded over the stages, which then all run it:
+            `num_params` is each stage's share, which every stage holds, whichever part the layer is
+            in.
         output_bytes: Bytes of its outputs.
         flops: Operations of its forward's products.
     """
@@ -66,15 +72,17 @@ NO_COST = LayerCost(0.0, 0.0)
 class StageMemory:
     """Memory of a stage as far as it is known before the cut.
 
-    A part that holds some layers is taken to need `bytes_per_param` for each of their parameters, what these layers
-    keep for each microbatch in flight, and what is recomputed at once. Temporary memory inside a layer is not known.
+    A part that holds some layers is taken to need `bytes_per_param` for each of their parameters,
+    what these layers keep for each microbatch in flight, and what is recomputed at once. Temporary
+    memory inside a layer is not known.
 
     Attributes:
-        in_flight: For each part for how many microbatches it has room to wait for their backward, such as
-            `min(M, 2 * S - 1)` on all of S stages for M microbatches and `"1f1b"`, whose devices hold equal rings.
+        in_flight: For each part for how many microbatches it has room to wait for their backward,
+            such as `min(M, 2 * S - 1)` on all of S stages for M microbatches and `"1f1b"`, whose
+            devices hold equal rings.
         stages: The stage that holds each part; None: part p is on stage `p % num_stages`.
-        bytes_per_param: Bytes of a parameter, its gradient and the optimiser's numbers for it. 16: all of them
-            float32, with the two moments of Adam.
+        bytes_per_param: Bytes of a parameter, its gradient and the optimiser's numbers for it. 16:
+            all of them float32, with the two moments of Adam.
         limit_bytes: Bytes that a stage may need; None: any.
 
     Raises:
@@ -94,8 +102,9 @@ class StageMemory:
             checked_count(self.limit_bytes, "limit_bytes")
         if self.bytes_per_param < 0:
             raise PartitionError(
-                f"bytes_per_param must be at least 0, but got bytes_per_param={self.bytes_per_param!r}. Use 16 for "
-                "float32 parameters under Adam."
+                "bytes_per_param must be at least 0, but got "
+                f"bytes_per_param={self.bytes_per_param!r}. Use 16 for float32 parameters under "
+                "Adam."
             )
 
     def stage_of(self, part: int, num_stages: int) -> int:
@@ -135,7 +144,9 @@ class Profile:
 
         The loss counts with the last layer. What all stages share takes no time of one of them.
         """
-        each = [(0.0, 0.0) if x.is_stage_sharded else (x.forward_s, x.backward_s) for x in self.layers]
+        each = [
+            (0.0, 0.0) if x.is_stage_sharded else (x.forward_s, x.backward_s) for x in self.layers
+        ]
         if not self.layers[-1].is_stage_sharded:
             forward_s, backward_s = each[-1]
             each[-1] = forward_s + self.loss.forward_s, backward_s + self.loss.backward_s
@@ -146,7 +157,7 @@ class Profile:
         return [forward_s + backward_s for forward_s, backward_s in self.times()]
 
     def needed_bytes(self, part: int, first: int) -> Iterator[int]:
-        """Bytes that a part needs if it holds the layers `[first, end)`, for each end from `first + 1` on.
+        """Bytes that a part needs for the layers `[first, end)`, for each end from `first + 1` on.
 
         Args:
             part: The part; that of its stage decides how many microbatches are in flight.
@@ -157,7 +168,11 @@ class Profile:
         """
         memory = self.memory or StageMemory((1,) * (part + 1))
         for num_params, residual_bytes, largest in self._sizes(first):
-            yield round(memory.bytes_per_param * num_params) + memory.in_flight[part] * residual_bytes + largest
+            yield (
+                round(memory.bytes_per_param * num_params)
+                + memory.in_flight[part] * residual_bytes
+                + largest
+            )
 
     def part_bytes(self, boundaries: Sequence[int]) -> list[int]:
         """Bytes that each part of a cut needs, without parameters that every stage holds."""
@@ -165,15 +180,16 @@ class Profile:
         return [_nth(self.needed_bytes(part, first), end - first) for part, (first, end) in cuts]
 
     def part_sizes(self, boundaries: Sequence[int]) -> list[tuple[int, int, int]]:
-        """For each part of a cut its parameters, residual bytes of each microbatch in flight, and bytes recomputed.
+        """For each part of a cut its parameters, residual bytes, and bytes recomputed.
 
-        Parameters that every stage holds are not among them.
+        Residual bytes are those of each microbatch in flight. Parameters that every stage holds
+        are left out.
         """
         cuts = zip(boundaries[:-1], boundaries[1:], strict=True)
         return [_nth(self._sizes(first), end - first) for first, end in cuts]
 
     def _sizes(self, first: int) -> Iterator[tuple[int, int, int]]:
-        """Entries of `part_sizes` for the layers `[first, end)`, for each end from `first + 1` on."""
+        """Entries of `part_sizes` for layers `[first, end)`, with each end from `first + 1` on."""
         num_params = residual_bytes = group = largest = 0
         for index in range(first, len(self.layers)):
             layer = self.layers[index]
@@ -182,14 +198,16 @@ class Profile:
                 continue
             num_params += layer.num_params
             if self._begins_group(first, index):
-                residual_bytes += layer.residual_bytes - (layer.shared_bytes if index > first else 0)
+                residual_bytes += layer.residual_bytes - (
+                    layer.shared_bytes if index > first else 0
+                )
                 group = 0
             group += layer.recomputed_bytes
             largest = max(largest, group)
             yield num_params, residual_bytes, largest
 
     def _begins_group(self, first: int, index: int) -> bool:
-        """True if a layer's inputs wait for the backward, in a part that begins with layer `first`."""
+        """True if a layer's inputs wait for the backward, in a part that begins with `first`."""
         if self.interval == 0 or (index - first) % self.interval == 0:
             return True
         return self.layers[index].is_marked or self.layers[index - 1].is_marked

@@ -43,12 +43,12 @@ class _Layers:
 
 
 def is_method(method: object, *names: str) -> bool:
-    """True if a partition method is one of these names, in any case of letters, and not boundaries."""
+    """True if a partition method is one of these names, in any case, and not boundaries."""
     return isinstance(method, str) and method.lower() in names
 
 
 def needs_shapes(method: str | Sequence[int]) -> bool:
-    """True if a partition method cannot do without the shapes of the model, but needs nothing measured."""
+    """True if a partition method needs the shapes of the model, but nothing measured."""
     return is_method(method, "best", "parameters", "trunk")
 
 
@@ -63,19 +63,22 @@ def partition_layers(
     signatures: Sequence[Hashable] | None = None,
     profile: Profile | None = None,
 ) -> tuple[int, ...]:
-    r"""Cut a list of layers into stages, or into the chunks of stages, by one of the methods of `PipelineModule`.
+    r"""Cut a list of layers into stages, or into their chunks, by a method of `PipelineModule`.
 
-    - `'best'`: the shortest tick, by times that are counted from the layers' operations and bytes, and by what layers
-      outside the trunk cost (`partition_best`).
+    - `'best'`: the shortest tick, by times that are counted from the layers' operations and bytes,
+      and by what layers outside the trunk cost (`partition_best`).
     - `'uniform'`: equal numbers of layers (`partition_uniform`).
-    - `'parameters'`: the lightest possible heaviest stage by number of parameters (`partition_balanced`).
-    - `'type:REGEX'`: the same with weight 1 for each layer whose class name the regular expression matches anywhere,
-      whatever the case of letters, and weight 0 for the others. All that follows the first colon is the expression,
-      taken as it is (DeepSpeed drops what follows a second colon, and turns `\S` into `\s`).
-    - `'profile'`: the fastest possible slowest part by measured times, within a limit on memory if there is one
-      (`partition_profile`); `'profile:flops'` takes times that are counted from operations and bytes.
-    - `'trunk'`: equally many of the repeated layer in each part, what stands before it in the first part and what
-      follows in the last; this suits the executor best.
+    - `'parameters'`: the lightest possible heaviest stage by number of parameters
+      (`partition_balanced`).
+    - `'type:REGEX'`: the same with weight 1 for each layer whose class name the regular expression
+      matches anywhere, whatever the case of letters, and weight 0 for the others. All that follows
+      the first colon is the expression, taken as it is (DeepSpeed drops what follows a second
+      colon, and turns `\S` into `\s`).
+    - `'profile'`: the fastest possible slowest part by measured times, within a limit on memory if
+      there is one (`partition_profile`); `'profile:flops'` takes times that are counted from
+      operations and bytes.
+    - `'trunk'`: equally many of the repeated layer in each part, what stands before it in the first
+      part and what follows in the last; this suits the executor best.
     - A sequence of `num_parts + 1` boundaries, such as `[0, 3, 6, 9]`.
 
     Names of methods may be written in any case of letters.
@@ -83,27 +86,32 @@ def partition_layers(
     Args:
         method: Name of the method, or boundaries.
         num_stages: Number of stages.
-        num_parts: Number of parts to cut into, at most the number of layers: `num_stages` times the schedule's
-            `num_chunks`. None: one part a stage, or as many of every stage as the boundaries given make.
+        num_parts: Number of parts to cut into, at most the number of layers: `num_stages` times the
+            schedule's `num_chunks`. None: one part a stage, or as many of every stage as the
+            boundaries given make.
         names: One name per layer, for messages.
         class_names: One class name per layer, for `'type:'`.
-        num_params: Number of parameters per layer that an optimiser updates; `'parameters'` needs it, else it only
-            makes messages fuller.
+        num_params: Number of parameters per layer that an optimiser updates; `'parameters'` needs
+            it, else it only makes messages fuller.
         signatures: Per layer a value that is equal for alike layers; `'trunk'` needs it.
         profile: Costs of the layers; `'profile'` and `'best'` need it, the latter with signatures.
 
     Returns:
-        The boundaries: `num_parts + 1` layer indices, first 0, last the number of layers, strictly increasing.
+        The boundaries: `num_parts + 1` layer indices, first 0, last the number of layers, strictly
+            increasing.
 
     Raises:
-        PartitionError: There are more parts than layers, `num_parts` is no multiple of `num_stages`, the method is
-            unknown or not available, the expression is not valid or matches nothing, the boundaries do not fit,
-            `'trunk'` finds no run that divides by the number of parts, no cut keeps to the profile's limit on memory,
-            or an argument that the method needs is missing or of the wrong length.
+        PartitionError: There are more parts than layers, `num_parts` is no multiple of
+            `num_stages`, the method is unknown or not available, the expression is not valid or
+            matches nothing, the boundaries do not fit, `'trunk'` finds no run that divides by the
+            number of parts, no cut keeps to the profile's limit on memory, or an argument that the
+            method needs is missing or of the wrong length.
     """
     num_stages = checked_count(num_stages, "num_stages")
     num_parts = _num_parts(method, num_stages, num_parts)
-    layers = _checked(_Layers(num_stages, num_parts, names, class_names, num_params, signatures, profile))
+    layers = _checked(
+        _Layers(num_stages, num_parts, names, class_names, num_params, signatures, profile)
+    )
     if not isinstance(method, str):
         return _explicit(method, layers)
     return tuple(_method(method, layers)(method, layers))
@@ -112,13 +120,17 @@ def partition_layers(
 def _num_parts(method: object, num_stages: int, num_parts: int | None) -> int:
     """The number of parts to cut into; boundaries that were given may decide it."""
     if num_parts is None:
-        given = len(method) - 1 if isinstance(method, Sized) and not isinstance(method, str) else num_stages
+        given = (
+            len(method) - 1
+            if isinstance(method, Sized) and not isinstance(method, str)
+            else num_stages
+        )
         return given if given > 0 and given % num_stages == 0 else num_stages
     num_parts = checked_count(num_parts, "num_parts")
     if num_parts % num_stages:
         raise PartitionError(
-            f"num_parts must be a multiple of num_stages, one part for each chunk of a stage, but got "
-            f"num_parts={num_parts} and num_stages={num_stages}. Pass num_stages * num_chunks."
+            "num_parts must be a multiple of num_stages, one part for each chunk of a stage, but "
+            f"got num_parts={num_parts} and num_stages={num_stages}. Pass num_stages * num_chunks."
         )
     return num_parts
 
@@ -129,16 +141,19 @@ def _checked(layers: _Layers) -> _Layers:
         value: Sequence[object] | None = getattr(layers, name)
         if value is not None and len(value) != num_layers:
             raise PartitionError(
-                f"{name} must have one entry per layer ({num_layers}), but got len({name})={len(value)}. "
-                "Give one entry for each of names."
+                f"{name} must have one entry per layer ({num_layers}), but got "
+                f"len({name})={len(value)}. Give one entry for each of names."
             )
     if layers.num_parts > num_layers:
         has_chunks = layers.num_parts > layers.num_stages
-        what, empty = ("num_stages * num_chunks", "chunk") if has_chunks else ("num_stages", "stage")
+        what, empty = (
+            ("num_stages * num_chunks", "chunk") if has_chunks else ("num_stages", "stage")
+        )
         most = "fewer stages or chunks" if has_chunks else f"at most {num_layers} stages"
         raise PartitionError(
-            f"{what} must be at most the number of layers ({num_layers}), so that no {empty} is empty, but got "
-            f"{layers.asked()}. Use {most}, or cut the model into more layers. The layers:{layers.listing()}"
+            f"{what} must be at most the number of layers ({num_layers}), so that no {empty} is "
+            f"empty, but got {layers.asked()}. Use {most}, or cut the model into more layers. The "
+            f"layers:{layers.listing()}"
         )
     return layers
 
@@ -161,8 +176,9 @@ def _method(method: str, layers: _Layers) -> Callable[[str, _Layers], Sequence[i
     known = "'best', 'uniform', 'parameters', 'profile', 'type:REGEX', 'trunk', or boundaries"
     hint = "'type:REGEX'" if near == "type" else f"{near!r}"
     raise PartitionError(
-        f"partition_method must be one of {known} such as {_example(layers)}, but got partition_method={method!r}. "
-        f"{f'Did you mean {hint}?' if near else 'Use one of these.'} The layers:{layers.listing()}"
+        f"partition_method must be one of {known} such as {_example(layers)}, but got "
+        f"partition_method={method!r}. {f'Did you mean {hint}?' if near else 'Use one of these.'} "
+        f"The layers:{layers.listing()}"
     )
 
 
@@ -184,7 +200,9 @@ def _parameters(method: str, layers: _Layers) -> Sequence[int]:
 def _trunk(method: str, layers: _Layers) -> Sequence[int]:
     if layers.signatures is None:
         raise _missing(method, "signatures")
-    return partition_trunk(layers.signatures, layers.num_parts, layers.names, layers.listing(), layers.asked())
+    return partition_trunk(
+        layers.signatures, layers.num_parts, layers.names, layers.listing(), layers.asked()
+    )
 
 
 def _best(method: str, layers: _Layers) -> Sequence[int]:
@@ -198,20 +216,22 @@ def _profile(method: str, layers: _Layers) -> Sequence[int]:
 def _known_profile(method: str, layers: _Layers) -> Profile:
     if layers.profile is None:
         raise PartitionError(
-            f"partition_method={method!r} must be given the costs of the layers, but got profile=None. An engine or a "
-            "Pipeline finds them when it is built; elsewhere pass a Profile with one LayerCost per layer."
+            f"partition_method={method!r} must be given the costs of the layers, but got "
+            "profile=None. An engine or a Pipeline finds them when it is built; elsewhere pass a "
+            "Profile with one LayerCost per layer."
         )
     if len(layers.profile.layers) != len(layers.names):
         raise PartitionError(
-            f"profile must have one cost per layer ({len(layers.names)}), but got {len(layers.profile.layers)}. "
-            "Measure this list of layers."
+            f"profile must have one cost per layer ({len(layers.names)}), but got "
+            f"{len(layers.profile.layers)}. Measure this list of layers."
         )
     return layers.profile
 
 
 def _missing(method: str, name: str) -> PartitionError:
     return PartitionError(
-        f"partition_method={method!r} must be given {name}, but got {name}=None. Pass one entry per layer."
+        f"partition_method={method!r} must be given {name}, but got {name}=None. Pass one entry "
+        "per layer."
     )
 
 
@@ -221,15 +241,16 @@ def _type(method: str, layers: _Layers) -> Sequence[int]:
         regex = re.compile(pattern, re.IGNORECASE)
     except re.error as error:
         raise PartitionError(
-            f"partition_method='type:REGEX' must hold a valid regular expression, but got {pattern!r}: {error}. "
-            f"Correct the expression after 'type:'. The layers:{layers.listing()}"
+            "partition_method='type:REGEX' must hold a valid regular expression, but got "
+            f"{pattern!r}: {error}. Correct the expression after 'type:'. The "
+            f"layers:{layers.listing()}"
         ) from error
     weights = [int(bool(pattern) and regex.search(name) is not None) for name in layers.class_names]
     if not any(weights):
         classes = ", ".join(dict.fromkeys(layers.class_names))
         raise PartitionError(
-            f"partition_method='type:REGEX' must match the class name of at least one layer, but got {pattern!r}. "
-            f"The classes are {classes}. The layers:{layers.listing()}"
+            "partition_method='type:REGEX' must match the class name of at least one layer, but "
+            f"got {pattern!r}. The classes are {classes}. The layers:{layers.listing()}"
         )
     return partition_balanced(weights, layers.num_parts)
 
@@ -247,8 +268,8 @@ def _explicit(boundaries: Sequence[int], layers: _Layers) -> tuple[int, ...]:
         problem = "must increase from boundary to boundary, so that no part is empty"
     if problem:
         raise PartitionError(
-            f"partition_method {problem}, but got partition_method={list(values)}. Use for instance "
-            f"{_example(layers)}. The layers:{layers.listing()}"
+            f"partition_method {problem}, but got partition_method={list(values)}. Use for "
+            f"instance {_example(layers)}. The layers:{layers.listing()}"
         )
     return values
 
@@ -259,7 +280,8 @@ def _integers(boundaries: object, layers: _Layers) -> tuple[int, ...]:
     integers = tuple(int(v) for v in values if not isinstance(v, bool) and isinstance(v, Integral))
     if not values or len(integers) != len(values):
         raise PartitionError(
-            f"partition_method must be a name or a sequence of integers, but got partition_method={boundaries!r}. "
-            f"Use for instance 'parameters' or {_example(layers)}. The layers:{layers.listing()}"
+            "partition_method must be a name or a sequence of integers, but got "
+            f"partition_method={boundaries!r}. Use for instance 'parameters' or "
+            f"{_example(layers)}. The layers:{layers.listing()}"
         )
     return integers

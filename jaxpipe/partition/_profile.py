@@ -14,7 +14,10 @@ from ._checks import checked_parts, exact_weights
 from ._costs import LayerCost, Profile, StageMemory
 
 _TRIES = 200
-"""Cuts that the search looks at before it gives up; each is an exact optimum of its own, which takes time."""
+"""Cuts that the search looks at before it gives up.
+
+Each is an exact optimum of its own, which takes time.
+"""
 
 
 def profile_source(method: str | Sequence[int]) -> Literal["times", "counts"] | None:
@@ -24,8 +27,9 @@ def profile_source(method: str | Sequence[int]) -> Literal["times", "counts"] | 
         method: As for `partition_layers`.
 
     Returns:
-        `"times"` for `'profile'`, which measures them, `"counts"` for `'profile:flops'`, which estimates them from
-        numbers of operations and bytes, and None for methods that need no costs.
+        `"times"` for `'profile'`, which measures them, `"counts"` for `'profile:flops'`, which
+        estimates them from numbers of operations and bytes, and None for methods that need no
+        costs.
 
     Raises:
         PartitionError: The name begins with `profile:` and goes on otherwise.
@@ -39,18 +43,19 @@ def profile_source(method: str | Sequence[int]) -> Literal["times", "counts"] | 
         return "times"
     if source != "flops":
         raise PartitionError(
-            f"partition_method must be 'profile' or 'profile:flops', but got partition_method={method!r}. Use "
-            "'profile' for measured times, or 'profile:flops' for counted operations and bytes."
+            "partition_method must be 'profile' or 'profile:flops', but got "
+            f"partition_method={method!r}. Use 'profile' for measured times, or 'profile:flops' "
+            "for counted operations and bytes."
         )
     return "counts"
 
 
 def partition_profile(profile: Profile, num_stages: int, num_parts: int | None = None) -> list[int]:
-    """Cut so that the slowest part is as fast as possible, and no stage needs more memory than it may.
+    """Cut so that the slowest part is as fast as it can be, and no stage exceeds its memory.
 
-    The result is the optimum of `partition_balanced` for the times, among all cuts that keep to the limit. Where
-    stages hold several parts the limit couples parts that lie apart; if the search then takes too long, it ends with
-    the cut whose largest part needs the least memory.
+    The result is the optimum of `partition_balanced` for the times, among all cuts that keep to the
+    limit. Where stages hold several parts the limit couples parts that lie apart; if the search
+    then takes too long, it ends with the cut whose largest part needs the least memory.
 
     Args:
         profile: Costs of the layers, and in `profile.memory` what is known of memory.
@@ -58,20 +63,25 @@ def partition_profile(profile: Profile, num_stages: int, num_parts: int | None =
         num_parts: Number of parts, a multiple of it; None: one part a stage.
 
     Returns:
-        The boundaries: `num_parts + 1` indices, first 0, last the number of layers, strictly increasing.
+        The boundaries: `num_parts + 1` indices, first 0, last the number of layers, strictly
+        increasing.
 
     Raises:
-        PartitionError: There are more parts than layers, a time is negative or not finite, the memory is not
-            described part by part, or no cut was found that keeps to the limit; the message says what would do.
+        PartitionError: There are more parts than layers, a time is negative or not finite, the
+            memory is not described part by part, or no cut was found that keeps to the limit; the
+            message says what would do.
 
     Example:
         >>> from jaxpipe.partition import LayerCost, Profile
-        >>> costs = [LayerCost(1.0, 2.0), LayerCost(1.0, 2.0), LayerCost(3.0, 6.0), LayerCost(1.0, 2.0)]
+        >>> short, long = LayerCost(1.0, 2.0), LayerCost(3.0, 6.0)
+        >>> costs = [short, short, long, short]
         >>> partition_profile(Profile(tuple(costs)), 2)
         [0, 2, 4]
     """
     weights = exact_weights(profile.seconds())
-    num_parts = checked_parts(len(weights), num_stages if num_parts is None else num_parts, "layers")
+    num_parts = checked_parts(
+        len(weights), num_stages if num_parts is None else num_parts, "layers"
+    )
     memory = profile.memory
     if memory is not None:
         _check_parts(memory, num_stages, num_parts)
@@ -86,11 +96,14 @@ def partition_profile(profile: Profile, num_stages: int, num_parts: int | None =
     return found
 
 
-def _search(profile: Profile, weights: Sequence[int], num_stages: int, num_parts: int, limit: int) -> list[int] | None:
+def _search(
+    profile: Profile, weights: Sequence[int], num_stages: int, num_parts: int, limit: int
+) -> list[int] | None:
     """The fastest cut that keeps to a limit, or None where there is none or it is not found soon.
 
-    Best first: of all caps on single parts tried so far those with the fastest cut come next. Where a stage of that
-    cut needs too much, one of its parts has to become smaller, and each is tried in turn.
+    Best first: of all caps on single parts tried so far those with the fastest cut come next. Where
+    a stage of that cut needs too much, one of its parts has to become smaller, and each is tried in
+    turn.
     """
     queue: list[tuple[int, tuple[int, ...], list[int]]] = []
     seen: set[tuple[int, ...]] = set()
@@ -111,13 +124,16 @@ def _search(profile: Profile, weights: Sequence[int], num_stages: int, num_parts
             return cut
         for part, size in enumerate(sizes):
             if profile.memory is not None and profile.memory.stage_of(part, num_stages) == fullest:
-                # One byte less than it needs now: only cuts in which this part needs as much are ruled out.
+                # One byte less than it needs now: only cuts in which this part needs as much are
+                # ruled out.
                 add((*caps[:part], size - 1, *caps[part + 1 :]))
     return None
 
 
 def stage_bytes(profile: Profile, boundaries: Sequence[int], num_stages: int) -> list[int]:
-    """Bytes that each stage of a cut needs: all its parts, and the parameters that every stage holds.
+    """Bytes that each stage of a cut needs.
+
+    All its parts, and the parameters that every stage holds.
 
     Args:
         profile: Costs of the layers, with what is known of memory.
@@ -135,15 +151,18 @@ def stage_bytes(profile: Profile, boundaries: Sequence[int], num_stages: int) ->
 
 
 def _ends_within(profile: Profile, caps: Sequence[int]) -> list[list[int]]:
-    """Per part and first layer the ends with which the part keeps to its cap, as the bits of an integer."""
+    """Per part and first layer the ends that keep the part to its cap, as bits of an integer."""
     firsts = range(len(profile.layers))
     return [
-        [(1 << (_last_end(profile, part, first, cap) + 1)) - 1 for first in firsts] for part, cap in enumerate(caps)
+        [(1 << (_last_end(profile, part, first, cap) + 1)) - 1 for first in firsts]
+        for part, cap in enumerate(caps)
     ]
 
 
 def _last_end(profile: Profile, part: int, first: int, cap: int) -> int:
-    return first + sum(1 for _ in takewhile(lambda size: size <= cap, profile.needed_bytes(part, first)))
+    return first + sum(
+        1 for _ in takewhile(lambda size: size <= cap, profile.needed_bytes(part, first))
+    )
 
 
 def _least_memory(profile: Profile, num_parts: int) -> list[int]:
@@ -164,21 +183,27 @@ def _least_memory(profile: Profile, num_parts: int) -> list[int]:
     return ends(bisect_left(range(most), True, key=suffices))
 
 
-def _too_small(profile: Profile, num_stages: int, least: Sequence[int], limit: int) -> PartitionError:
+def _too_small(
+    profile: Profile, num_stages: int, least: Sequence[int], limit: int
+) -> PartitionError:
     num_parts, enough = len(least) - 1, max(stage_bytes(profile, least, num_stages))
-    parts = f"{num_stages} stages" if num_parts == num_stages else f"{num_parts} parts on {num_stages} stages"
+    parts = (
+        f"{num_stages} stages"
+        if num_parts == num_stages
+        else f"{num_parts} parts on {num_stages} stages"
+    )
     repair = "recompute (activation_checkpoint_interval), use smaller microbatches, or more stages."
     bare = dataclasses.replace(profile, layers=tuple(_bare(layer) for layer in profile.layers))
     fixed = max(stage_bytes(bare, _least_memory(bare, num_parts), num_stages))
     if fixed > limit:
         repair = (
-            f"or use more stages. Parameters, gradients and optimiser state alone need {fixed:,}, so that neither "
-            "recompute nor smaller microbatches would do."
+            f"or use more stages. Parameters, gradients and optimiser state alone need {fixed:,}, "
+            "so that neither recompute nor smaller microbatches would do."
         )
     return PartitionError(
-        "limit_bytes (pipeline.memory_limit_gb where it is set, else the device's memory) must leave room for every "
-        f"stage of some cut into {parts}, but got limit_bytes={limit:,}, and the smallest that a cut was found for is "
-        f"{enough:,}. Raise the limit, {repair}"
+        "limit_bytes (pipeline.memory_limit_gb where it is set, else the device's memory) must "
+        f"leave room for every stage of some cut into {parts}, but got limit_bytes={limit:,}, and "
+        f"the smallest that a cut was found for is {enough:,}. Raise the limit, {repair}"
     )
 
 
@@ -192,11 +217,12 @@ def _check_parts(memory: StageMemory, num_stages: int, num_parts: int) -> None:
         given = getattr(memory, name)
         if given is not None and len(given) != num_parts:
             raise PartitionError(
-                f"{name} must have one number per part ({num_parts}), but got len({name})={len(given)}. Give one for "
-                "each chunk of each stage, in the order of the layers."
+                f"{name} must have one number per part ({num_parts}), but got "
+                f"len({name})={len(given)}. Give one for each chunk of each stage, in the order of "
+                "the layers."
             )
     if memory.stages is not None and not all(stage in range(num_stages) for stage in memory.stages):
         raise PartitionError(
-            f"stages must be numbers in [0, num_stages={num_stages}), but got stages={memory.stages}. Stages are "
-            "counted from 0."
+            f"stages must be numbers in [0, num_stages={num_stages}), but got "
+            f"stages={memory.stages}. Stages are counted from 0."
         )

@@ -1,7 +1,8 @@
 """Cutting each stage into prologue, trunk and epilogue.
 
-The trunk is what every stage has alike; it runs as one straight program on all of them. The prologue is what only
-some stages have before it, the epilogue what the last stage has after it, up to the loss.
+The trunk is what every stage has alike; it runs as one straight program on all of them. The
+prologue is what only some stages have before it, the epilogue what the last stage has after it, up
+to the loss.
 """
 
 from collections.abc import Hashable, Sequence
@@ -24,13 +25,16 @@ class StageCut:
 
 
 def cut_stages(signatures: Sequence[Hashable], boundaries: Sequence[int]) -> tuple[StageCut, ...]:
-    """Find the trunk: the longest run of layers that ends every stage but the last and occurs in the last.
+    """Find the trunk.
 
-    Without such a run the last layer alone is the epilogue, and on a single stage all layers are: one fused value
-    and gradient then keeps nothing between forward and backward.
+    The longest run of layers that ends every stage but the last and occurs in the last.
+
+    Without such a run the last layer alone is the epilogue, and on a single stage all layers are:
+    one fused value and gradient then keeps nothing between forward and backward.
 
     Args:
-        signatures: Per layer a value that is equal for alike layers; see `jaxpipe.layers.layer_signatures`.
+        signatures: Per layer a value that is equal for alike layers; see
+            `jaxpipe.layers.layer_signatures`.
         boundaries: Boundaries of the virtual stages.
 
     Returns:
@@ -46,13 +50,17 @@ def cut_stages(signatures: Sequence[Hashable], boundaries: Sequence[int]) -> tup
         size -= 1
     cuts = [
         StageCut(
-            range(boundaries[s], boundaries[s + 1] - size), range(boundaries[s + 1] - size, boundaries[s + 1]), range(0)
+            range(boundaries[s], boundaries[s + 1] - size),
+            range(boundaries[s + 1] - size, boundaries[s + 1]),
+            range(0),
         )
         for s in range(num_stages - 1)
     ]
     first, last = boundaries[-2], boundaries[-1]
     start = last - 1 if offset is None else first + offset
-    cuts.append(StageCut(range(first, start), range(start, start + size), range(start + size, last)))
+    cuts.append(
+        StageCut(range(first, start), range(start, start + size), range(start + size, last))
+    )
     return tuple(cuts)
 
 
@@ -64,5 +72,7 @@ def _common_suffix(stages: Sequence[Sequence[Hashable]]) -> int:
 
 
 def _find_last(stage: Sequence[Hashable], run: Sequence[Hashable]) -> int | None:
-    starts = [i for i in range(len(stage) - len(run) + 1) if list(stage[i : i + len(run)]) == list(run)]
+    starts = [
+        i for i in range(len(stage) - len(run) + 1) if list(stage[i : i + len(run)]) == list(run)
+    ]
     return starts[-1] if starts else None

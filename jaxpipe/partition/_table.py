@@ -40,7 +40,8 @@ def format_layers(names: Sequence[str], num_params: Sequence[int] | None) -> str
     left out.
     """
     lines = [
-        f"\n  {index}: {name}" + ("" if num_params is None else f" ({counted(num_params[index], 'parameter')})")
+        f"\n  {index}: {name}"
+        + ("" if num_params is None else f" ({counted(num_params[index], 'parameter')})")
         for index, name in enumerate(names)
     ]
     if len(lines) > _LISTED:
@@ -63,19 +64,24 @@ def format_partition(
     Args:
         boundaries: `num_parts + 1` layer indices, first 0, last `len(names)`.
         names: One name per layer.
-        num_params: Parameters per layer, shared ones in each layer; None leaves out the two columns that need them.
+        num_params: Parameters per layer, shared ones in each layer; None leaves out the two columns
+            that need them.
         stages: The stage that holds each part, where stages hold several; None: part p is stage p.
-        profile: Costs of the layers, which add columns of times, and of memory where it is known; None: none.
-        ties: What layers share. It counts once in each part that holds it, marked with a star, and once in the total.
+        profile: Costs of the layers, which add columns of times, and of memory where it is known;
+            None: none.
+        ties: What layers share. It counts once in each part that holds it, marked with a star, and
+            once in the total.
 
     Returns:
-        Lines of equal width: stage, layers `[first, end)`, their names (equal neighbours counted), the stage's
-        parameters, these as a share of the largest stage's, milliseconds per microbatch, these as a share of the
-        slowest stage's, and bytes; then a line of totals, what is shared, where the times come from, and what
-        every stage holds beside. No newline at the end.
+        Lines of equal width: stage, layers `[first, end)`, their names (equal neighbours counted),
+        the stage's parameters, these as a share of the largest stage's, milliseconds per
+        microbatch, these as a share of the slowest stage's, and bytes; then a line of totals, what
+        is shared, where the times come from, and what every stage holds beside. No newline at the
+        end.
 
     Example:
-        >>> print(format_partition([0, 2, 4], ["Embed", "Block", "Block", "Head"], [50, 200, 200, 0]))
+        >>> names = ["Embed", "Block", "Block", "Head"]
+        >>> print(format_partition([0, 2, 4], names, [50, 200, 200, 0]))
         stage  layers  names         parameters  of largest
             0  [0, 2)  Embed, Block         250       100 %
             1  [2, 4)  Block, Head          200        80 %
@@ -92,8 +98,13 @@ def format_partition(
     if num_params is not None:
         spans = [*cuts, (0, len(names))]
         sums = [sum(num_params[a:b]) - sum(tie.repeated(a, b) for tie in ties) for a, b in spans]
-        stars = ["*" if any(a <= i < b for tie in ties for i in tie.layers) else " " * bool(ties) for a, b in cuts]
-        counts = [f"{value:,}{star}" for value, star in zip(sums, [*stars, " " * bool(ties)], strict=True)]
+        stars = [
+            "*" if any(a <= i < b for tie in ties for i in tie.layers) else " " * bool(ties)
+            for a, b in cuts
+        ]
+        counts = [
+            f"{value:,}{star}" for value, star in zip(sums, [*stars, " " * bool(ties)], strict=True)
+        ]
         columns += [["parameters", *counts], ["of largest", *_shares(sums[:-1]), ""]]
     if profile is not None:
         columns += _cost_columns(profile, boundaries, cuts)
@@ -108,13 +119,20 @@ def format_partition(
     if profile is not None:
         lines.append(f"times: {profile.source}")
         if profile.stage_sharded_params:
-            lines.append(f"every stage also holds {counted(profile.stage_sharded_params, 'parameter')} of split layers")
+            lines.append(
+                f"every stage also holds {counted(profile.stage_sharded_params, 'parameter')} of "
+                "split layers"
+            )
     return "\n".join(lines)
 
 
-def _cost_columns(profile: Profile, boundaries: Sequence[int], cuts: Sequence[tuple[int, int]]) -> list[list[str]]:
+def _cost_columns(
+    profile: Profile, boundaries: Sequence[int], cuts: Sequence[tuple[int, int]]
+) -> list[list[str]]:
     times = profile.times()
-    forward, backward = ([sum(each[which] for each in times[a:b]) for a, b in cuts] for which in (0, 1))
+    forward, backward = (
+        [sum(each[which] for each in times[a:b]) for a, b in cuts] for which in (0, 1)
+    )
     both = [f + b for f, b in zip(forward, backward, strict=True)]
     columns = [
         ["forward ms", *(f"{1e3 * value:,.3f}" for value in (*forward, sum(forward)))],

@@ -24,8 +24,9 @@ def partition_trunk(
     counts = Counter(signatures).most_common(2)
     if counts[0][1] == 1:
         raise PartitionError(
-            "partition_method='trunk' must find a layer that the model repeats, but got no two layers that are alike. "
-            f"Use partition_method='parameters' or explicit boundaries. The layers:{listing}"
+            "partition_method='trunk' must find a layer that the model repeats, but got no two "
+            "layers that are alike. Use partition_method='parameters' or explicit boundaries. The "
+            f"layers:{listing}"
         )
     signature, count = counts[0]
     first = signatures.index(signature)
@@ -33,21 +34,23 @@ def partition_trunk(
     if len(counts) > 1 and counts[1][1] == count:
         other = names[signatures.index(counts[1][0])]
         raise PartitionError(
-            f"partition_method='trunk' must find one most repeated layer, but got {count} x {name} and {count} x "
-            f"{other}. Use partition_method='parameters' or explicit boundaries. The layers:{listing}"
+            f"partition_method='trunk' must find one most repeated layer, but got {count} x {name} "
+            f"and {count} x {other}. Use partition_method='parameters' or explicit boundaries. The "
+            f"layers:{listing}"
         )
     end = first + count
     if any(other != signature for other in signatures[first:end]):
         raise PartitionError(
-            f"partition_method='trunk' must find the repeated layer in one contiguous run, but got {count} x {name} "
-            "with other layers between them. Move those before or after the run, or use partition_method='parameters' "
-            f"or explicit boundaries. The layers:{listing}"
+            "partition_method='trunk' must find the repeated layer in one contiguous run, but got "
+            f"{count} x {name} with other layers between them. Move those before or after the run, "
+            f"or use partition_method='parameters' or explicit boundaries. The layers:{listing}"
         )
     if count % num_parts:
         each = "chunk" if "num_chunks" in asked else "stage"
         raise PartitionError(
-            f"partition_method='trunk' must put equally many of the {count} repeated layers ({name}) on every {each}, "
-            f"but got {asked}. {_repair(count, num_parts, each)} The layers:{listing}"
+            f"partition_method='trunk' must put equally many of the {count} repeated layers "
+            f"({name}) on every {each}, but got {asked}. {_repair(count, num_parts, each)} The "
+            f"layers:{listing}"
         )
     return [0, *range(first + count // num_parts, end, count // num_parts), len(signatures)]
 
@@ -58,7 +61,8 @@ def _repair(count: int, num_parts: int, each: str) -> str:
     parts = f"{fewer}" if more is None else f"{fewer} or {more}"
     layers = [multiple for multiple in (count // num_parts * num_parts,) if multiple]
     layers.append((count // num_parts + 1) * num_parts)
-    return f"Use {parts} {each}s{' in all' * (each == 'chunk')}, or repeat the layer {_or(layers)} times."
+    wanted = f"Use {parts} {each}s{' in all' * (each == 'chunk')}"
+    return f"{wanted}, or repeat the layer {_or(layers)} times."
 
 
 def _or(numbers: Sequence[int]) -> str:

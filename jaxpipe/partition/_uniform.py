@@ -6,9 +6,10 @@ from ._checks import checked_parts
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
     """Cut a number of items into parts whose lengths differ by at most one.
 
-    Every part gets `num_items // num_parts` items, and the first `num_items % num_parts` parts one more. DeepSpeed's
-    function of this name does the same, but where there are fewer items than parts it returns empty parts at the
-    end; a pipeline stage without a layer has no meaning, so here that is an error.
+    Every part gets `num_items // num_parts` items, and the first `num_items % num_parts` parts one
+    more. DeepSpeed's function of this name does the same, but where there are fewer items than
+    parts it returns empty parts at the end; a pipeline stage without a layer has no meaning, so
+    here that is an error.
 
     Args:
         num_items: Number of items, at least `num_parts`.

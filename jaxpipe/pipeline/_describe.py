@@ -18,12 +18,15 @@ def describe_pipeline(pipeline: Pipeline, max_width: int = 120) -> str:
         max_width: Characters a line of the schedule may have.
 
     Returns:
-        The partition as a table, the schedule as a grid of stages and steps, and a line for the rest.
+        The partition as a table, the schedule as a grid of stages and steps, and a line for the
+        rest.
     """
     layers = pipeline.module.layers
     names = [named.name for named in layers]
     stages, replicas = pipeline.module.num_stages, pipeline.num_replicas
-    others = [(name, size) for name, size in pipeline.mesh.shape.items() if name not in ("stage", "data")]
+    others = [
+        (name, size) for name, size in pipeline.mesh.shape.items() if name not in ("stage", "data")
+    ]
     ranks = "".join(f" x {counted(size, f'{name} rank')}" for name, size in others)
     on_device, on_host = pipeline.residual_bytes
     hosted = f" on the device, {format_bytes(on_host)} in host memory" if on_host else ""
@@ -40,14 +43,18 @@ def describe_pipeline(pipeline: Pipeline, max_width: int = 120) -> str:
         *(["", pipeline.plan.choice] if pipeline.plan.choice else []),
         "",
         f"{pipeline.program.name}: {counted(pipeline.num_microbatches, 'microbatch', 'es')} of "
-        f"{counted(pipeline.microbatch_size, 'sample')} on {counted(stages, 'stage')} x {counted(replicas, 'replica')}"
-        f"{ranks}, at most {pipeline.program.peak_in_flight} in flight",
-        format_grid(pipeline.schedule, pipeline.num_microbatches, stages, max_width=max_width, max_rows=8),
+        f"{counted(pipeline.microbatch_size, 'sample')} on {counted(stages, 'stage')} x "
+        f"{counted(replicas, 'replica')}{ranks}, at most {pipeline.program.peak_in_flight} in "
+        "flight",
+        format_grid(
+            pipeline.schedule, pipeline.num_microbatches, stages, max_width=max_width, max_rows=8
+        ),
         describe_idle(pipeline.program),
         "",
-        f"trunk of every stage: {counted(len(pipeline.cuts[0].trunk), 'layer')}; parameters per device: "
-        f"{format_bytes(device_bytes(pipeline.state_struct.params))}",
-        f"residuals of each microbatch: {format_bytes(on_device)}{hosted}; slots: {pipeline.program.residual_slots}",
+        f"trunk of every stage: {counted(len(pipeline.cuts[0].trunk), 'layer')}; parameters per "
+        f"device: {format_bytes(device_bytes(pipeline.state_struct.params))}",
+        f"residuals of each microbatch: {format_bytes(on_device)}{hosted}; slots: "
+        f"{pipeline.program.residual_slots}",
     ]
     fsdp, gathered = pipeline.mesh.shape.get(FSDP, 1), format_bytes(pipeline.gathered_bytes)
     if fsdp > 1:
@@ -59,10 +66,14 @@ def describe_pipeline(pipeline: Pipeline, max_width: int = 120) -> str:
         if pipeline.config.pipeline.gather_weights == "step":
             more = format_bytes(pipeline.whole_sums_bytes)
             reduced += (
-                f" (once a step over 'data' with zero_optimization.stage=1, whose sums take at least {more} more)"
+                " (once a step over 'data' with zero_optimization.stage=1, whose sums take at "
+                f"least {more} more)"
             )
         lines.append(f"weights divided over fsdp={fsdp}: {gathered} are {when}; {reduced}")
     if pipeline.ends.layers:
         later = "; the loss runs a tick after its forward" if pipeline.program.delays_loss else ""
-        lines.append(f"vocabulary-parallel, on all stages: {', '.join(names[i] for i in pipeline.ends.layers)}{later}")
+        lines.append(
+            "vocabulary-parallel, on all stages: "
+            f"{', '.join(names[i] for i in pipeline.ends.layers)}{later}"
+        )
     return "\n".join(lines)

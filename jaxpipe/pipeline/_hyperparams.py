@@ -17,9 +17,12 @@ from jaxpipe.state import Updater, ZeroSharding, place_everywhere, switch_stages
 
 
 class Hyperparams:
-    """Reads and sets what `optax.inject_hyperparams` keeps in the optimiser's state; made by `Pipeline.hyperparams`.
+    """Reads and sets what `optax.inject_hyperparams` keeps in the optimiser's state.
 
-    The state is not moved: two small programs run on its own devices. Where there are several processes, all must call.
+    Made by `Pipeline.hyperparams`.
+
+    The state is not moved: two small programs run on its own devices. Where there are several
+    processes, all must call.
 
     Args:
         mesh: The devices.
@@ -51,7 +54,9 @@ class Hyperparams:
         )
         self._read = jax.jit(mapped(self._values, in_specs=(rows,)))
         # The state must lie as it did: the next step is compiled for it.
-        self._write = jax.jit(mapped(self._changed, in_specs=(rows, P())), out_shardings=shardings, donate_argnums=0)
+        self._write = jax.jit(
+            mapped(self._changed, in_specs=(rows, P())), out_shardings=shardings, donate_argnums=0
+        )
 
     def read(self, opt_state: PyTree) -> dict[str, float]:
         """The hyperparameters of the next update.
@@ -60,7 +65,8 @@ class Hyperparams:
             opt_state: The state's `opt_state`.
 
         Returns:
-            Name to number. One that follows a schedule which is not known has the value of the last update.
+            Name to number. One that follows a schedule which is not known has the value of the last
+            update.
         """
         # Each shard's state has them all, with equal values: one row that lies here will do.
         found = self.start_read(opt_state)
@@ -89,8 +95,8 @@ class Hyperparams:
             The new `opt_state`.
 
         Raises:
-            ConfigError: The state keeps no hyperparameter of that name, or one that follows a schedule; or a value is
-                no finite number. Nothing is donated then.
+            ConfigError: The state keeps no hyperparameter of that name, or one that follows a
+                schedule; or a value is no finite number. Nothing is donated then.
         """
         # On zeros first, for its errors alone: the state is donated to the program that writes.
         set_hyperparams(self._blank(0), **values)
@@ -106,18 +112,26 @@ class Hyperparams:
 
     def _changed(self, opt_state: PyTree, values: Mapping[str, jax.Array]) -> PyTree:
         def change(shard_kind: int, shard: PyTree, values: Mapping[str, jax.Array]) -> PyTree:
-            return self._updater.storage(shard_kind, replace_hyperparams(self._updater.tree(shard_kind, shard), values))
+            return self._updater.storage(
+                shard_kind, replace_hyperparams(self._updater.tree(shard_kind, shard), values)
+            )
 
         return self._on_shards(change, opt_state, values)
 
     def _on_shards(self, function: Callable[..., PyTree], opt_state: PyTree, *args: Any) -> PyTree:
         """Run a function of the kind of a shard and the shard on this device's."""
-        shard_kind = self._sharding.shard_kind(jax.lax.axis_index("stage"), jax.lax.axis_index("data"))
+        shard_kind = self._sharding.shard_kind(
+            jax.lax.axis_index("stage"), jax.lax.axis_index("data")
+        )
         shard = jax.tree.map(lambda x: x[0], opt_state)
-        changed = switch_stages(shard_kind, range(self._sharding.shards.num_stages), function, shard, *args)
+        changed = switch_stages(
+            shard_kind, range(self._sharding.shards.num_stages), function, shard, *args
+        )
         return jax.tree.map(lambda x: x[None], changed)
 
     def _blank(self, shard_kind: int) -> PyTree:
         """A state of a kind of shards, all zeros that take no memory."""
-        struct = jax.eval_shape(lambda shard: self._updater.tree(shard_kind, shard), self._updater.struct())
+        struct = jax.eval_shape(
+            lambda shard: self._updater.tree(shard_kind, shard), self._updater.struct()
+        )
         return jax.tree.map(lambda x: np.broadcast_to(np.zeros((), x.dtype), x.shape), struct)

@@ -40,22 +40,27 @@ def make_pipeline(
 
     Args:
         model: The layers and their cut.
-        optimizer: An optax transformation that treats every parameter by itself; or a constructor with an argument
-            `learning_rate`, such as `optax.adamw`, which gets the schedule. None: that of the configuration.
+        optimizer: An optax transformation that treats every parameter by itself; or a constructor
+            with an argument `learning_rate`, such as `optax.adamw`, which gets the schedule. None:
+            that of the configuration.
         config: DeepSpeed's configuration, as a dictionary, a path or a `TrainConfig`.
-        mesh: A mesh with the axes `stage` and `data`, `model` where layers use it, and `fsdp` where weights are to be
-            divided; None: all devices, see `mesh_for`. With `zero_optimization.stage` 2 and 3 its replicas become
-            places along `fsdp`, unless it has that axis.
-        example_batch: One entry as a data iterator yields it, `(inputs, labels)` or `(inputs, labels, side)`, leaves
-            `[microbatch_size * replicas, ...]`, arrays or shapes; places along `fsdp` count as places along `data`.
-        lr_scheduler: The learning rate as a function of the number of updates; None: that of the configuration.
+        mesh: A mesh with the axes `stage` and `data`, `model` where layers use it, and `fsdp` where
+            weights are to be divided; None: all devices, see `mesh_for`. With
+            `zero_optimization.stage` 2 and 3 its replicas become places along `fsdp`, unless it has
+            that axis.
+        example_batch: One entry as a data iterator yields it, `(inputs, labels)` or `(inputs,
+            labels, side)`, leaves `[microbatch_size * replicas, ...]`, arrays or shapes; places
+            along `fsdp` count as places along `data`.
+        lr_scheduler: The learning rate as a function of the number of updates; None: that of the
+            configuration.
 
     Returns:
-        The pipeline; `pipeline.init()` makes the state and `pipeline.step(state, batch)` is the step.
+        The pipeline; `pipeline.init()` makes the state and `pipeline.step(state, batch)` is the
+        step.
 
     Raises:
-        ConfigError: The configuration is wrong, or contradicts the model or the other arguments; or there is no
-            optimiser.
+        ConfigError: The configuration is wrong, or contradicts the model or the other arguments; or
+            there is no optimiser.
         TopologyError: Devices, mesh and stages do not fit.
         DataError: A leaf of the example has the wrong leading size.
         LayerError: Layers do not fit together.
@@ -65,10 +70,12 @@ def make_pipeline(
     Example:
         >>> import flax.linen as nn, jax.numpy as jnp, optax
         >>> from jaxpipe.layers import LayerSpec
-        >>> model = PipelineModule([LayerSpec(nn.Dense, 1)], num_stages=1, loss_fn=lambda y, t: jnp.mean((y - t) ** 2))
+        >>> layers, loss_fn = [LayerSpec(nn.Dense, 1)], lambda y, t: jnp.mean((y - t) ** 2)
+        >>> model = PipelineModule(layers, num_stages=1, loss_fn=loss_fn)
         >>> mesh = mesh_for(model, jax.devices()[:1])
         >>> x, y = jnp.ones((4, 3)), jnp.zeros((4, 1))
-        >>> pipeline = make_pipeline(model, optax.sgd(0.1), {"train_micro_batch_size_per_gpu": 4}, mesh, (x, y))
+        >>> config = {"train_micro_batch_size_per_gpu": 4}
+        >>> pipeline = make_pipeline(model, optax.sgd(0.1), config, mesh, (x, y))
         >>> state, metrics = pipeline.step(pipeline.init(), (x[None], y[None], {}))
         >>> int(state.step)
         1
@@ -78,12 +85,15 @@ def make_pipeline(
     model, chosen, mesh, sizes = prepare(model, config, optimizer, lr_scheduler, mesh, errors)
     if chosen.transformation is None:
         raise ConfigError(
-            "a pipeline must have an optimizer, but got optimizer=None and a configuration without the section "
-            "optimizer. Pass for instance optax.adamw(3e-4), or optax.identity() to evaluate only."
+            "a pipeline must have an optimizer, but got optimizer=None and a configuration without "
+            "the section optimizer. Pass for instance optax.adamw(3e-4), or optax.identity() to "
+            "evaluate only."
         )
     entry_struct(example_batch, sizes.train_micro_batch_size_per_gpu, num_batch_shards(mesh))
     num_microbatches, recompute = sizes.gradient_accumulation_steps, settings_for(config, mesh)
-    pipeline = Pipeline(model, chosen.transformation, mesh, example_batch, num_microbatches, config, recompute)
+    pipeline = Pipeline(
+        model, chosen.transformation, mesh, example_batch, num_microbatches, config, recompute
+    )
     pipeline.check_recompute()
     return pipeline
 
@@ -126,10 +136,11 @@ def prepare(
         What to build a pipeline from.
 
     Raises:
-        JaxpipeError: What does not fit, together with `errors`: a `ConfigError` that lists it where it is more than
-            one thing.
+        JaxpipeError: What does not fit, together with `errors`: a `ConfigError` that lists it where
+            it is more than one thing.
     """
-    # All are tried, whatever failed before, so that a user sees at once all that is to be changed; these stand in.
+    # All are tried, whatever failed before, so that a user sees at once all that is to be changed;
+    # these stand in.
     chosen, sizes = ChosenOptimizer(None), BatchSizes(1, 1, 1)
     with errors.catch(compares=True):
         chosen = choose_optimizer(config, optimizer, lr_scheduler)
@@ -140,7 +151,8 @@ def prepare(
         with errors.catch(compares=True):
             schedule_of(section)
     with errors.catch(compares=True):
-        # Made for its errors alone, as the schedule above is: what is wrong with it shows before anything is traced.
+        # Made for its errors alone, as the schedule above is: what is wrong with it shows before
+        # anything is traced.
         LossScaler.from_config(config)
     with errors.catch(compares=True):
         mesh = mesh_for(model) if mesh is None else adopt_mesh(mesh)
@@ -164,10 +176,13 @@ def mesh_for(model: PipelineModule, devices: Sequence[Any] | None = None) -> Mes
         LaunchError: JAX finds no devices of the platform that it is told to use.
     """
     if devices is None:
-        # For its error, which says what to install; `jax.device_count` below would fail with JAX's own.
+        # For its error, which says what to install; `jax.device_count` below would fail with JAX's
+        # own.
         check_devices()
     num_devices = jax.device_count() if devices is None else len(devices)
-    return make_pipeline_mesh(topology_for(model.num_stages, model.given_topology, num_devices), devices)
+    return make_pipeline_mesh(
+        topology_for(model.num_stages, model.given_topology, num_devices), devices
+    )
 
 
 def configure_model(model: PipelineModule, config: TrainConfig) -> PipelineModule:
@@ -181,27 +196,44 @@ def configure_model(model: PipelineModule, config: TrainConfig) -> PipelineModul
         A model of the same layers.
 
     Raises:
-        ConfigError: The configuration and the constructor say different things, or a limit on memory is set that
-            nothing keeps to; all of it.
+        ConfigError: The configuration and the constructor say different things, or a limit on
+            memory is set that nothing keeps to; all of it.
     """
     section, errors = config.pipeline, Collector()
     if section.stages not in ("auto", model.num_stages):
         message = (
-            f"pipeline.stages must be the module's num_stages, but got pipeline.stages={section.stages} and "
-            f"num_stages={model.num_stages}. Change one of them, or leave pipeline.stages at 'auto'."
+            "pipeline.stages must be the module's num_stages, but got "
+            f"pipeline.stages={section.stages} and num_stages={model.num_stages}. Change one of "
+            "them, or leave pipeline.stages at 'auto'."
         )
         errors.add([ConfigError(message, paths=["pipeline.stages"])])
     changes: dict[str, Any] = {}
     interval = section.activation_checkpoint_interval
     precision = "bf16.enabled" if config.bf16.enabled else "fp16.enabled"
     dtype = None if config.compute_dtype == "float32" else config.compute_dtype
-    # The key, what it asks for (None: nothing), the argument of the module, and the default that this has.
+    # The key, what it asks for (None: nothing), the argument of the module, and the default that
+    # this has.
     for key, asked, name, default in (
-        ("pipeline.partition", None if section.partition == "best" else section.partition, "partition_method", "best"),
-        ("pipeline.activation_checkpoint_interval", interval or None, "activation_checkpoint_interval", 0),
+        (
+            "pipeline.partition",
+            None if section.partition == "best" else section.partition,
+            "partition_method",
+            "best",
+        ),
+        (
+            "pipeline.activation_checkpoint_interval",
+            interval or None,
+            "activation_checkpoint_interval",
+            0,
+        ),
         ("pipeline.seed_layers", section.seed_layers, "seed_layers", False),
         (precision, dtype, "compute_dtype", None),
-        ("fp16.auto_cast", (config.fp16.enabled and config.fp16.auto_cast) or None, "auto_cast", False),
+        (
+            "fp16.auto_cast",
+            (config.fp16.enabled and config.fp16.auto_cast) or None,
+            "auto_cast",
+            False,
+        ),
     ):
         if asked is not None:
             changes[name] = asked
@@ -221,21 +253,25 @@ def _check_agreement(path: str, asked: Any, model: PipelineModule, name: str, de
     if given not in (default, asked):
         key = f"the dtype of {path}=True" if name == "compute_dtype" else path
         raise ConfigError(
-            f"{key} must not contradict the module, but got {key}={asked!r} and {name}={given!r}. Say it in one place.",
+            f"{key} must not contradict the module, but got {key}={asked!r} and {name}={given!r}. "
+            "Say it in one place.",
             paths=[path],
         )
 
 
 def _check_memory_limit(config: TrainConfig, model: PipelineModule) -> None:
     section = config.pipeline
-    if "auto" in (section.memory_limit_gb, section.schedule) or profile_source(model.partition_method):
+    if "auto" in (section.memory_limit_gb, section.schedule) or profile_source(
+        model.partition_method
+    ):
         return
     if limits_pending(section):
         return
     raise ConfigError(
-        "pipeline.memory_limit_gb must be set only where a choice keeps to it, which the schedule 'auto', the pending "
-        "weight gradients of 'zero-bubble' and the partition 'profile' do, but got "
-        f"pipeline.memory_limit_gb={section.memory_limit_gb!r}, pipeline.schedule={section.schedule!r} and "
-        f"partition_method={model.partition_method!r}. Remove it, or use one of these.",
+        "pipeline.memory_limit_gb must be set only where a choice keeps to it, which the schedule "
+        "'auto', the pending weight gradients of 'zero-bubble' and the partition 'profile' do, but "
+        f"got pipeline.memory_limit_gb={section.memory_limit_gb!r}, "
+        f"pipeline.schedule={section.schedule!r} and partition_method={model.partition_method!r}. "
+        "Remove it, or use one of these.",
         paths=["pipeline.memory_limit_gb", "pipeline.schedule", "pipeline.partition"],
     )

@@ -1,4 +1,4 @@
-"""The optimiser and the learning-rate schedule of a run, from the call or from the configuration."""
+"""The optimiser and learning-rate schedule of a run, from the call or from the configuration."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -21,7 +21,10 @@ from jaxpipe.optim import (
     with_schedule,
 )
 
-_CONSTRUCTOR = "Pass the constructor, such as optimizer=optax.adamw or functools.partial(optax.sgd, momentum=0.9)"
+_CONSTRUCTOR = (
+    "Pass the constructor, such as optimizer=optax.adamw or functools.partial(optax.sgd, "
+    "momentum=0.9)"
+)
 
 
 @dataclass(frozen=True)
@@ -42,23 +45,27 @@ class ChosenOptimizer:
 
 def choose_optimizer(
     config: TrainConfig,
-    optimizer: optax.GradientTransformation | Callable[..., optax.GradientTransformation] | None = None,
+    optimizer: optax.GradientTransformation
+    | Callable[..., optax.GradientTransformation]
+    | None = None,
     lr_scheduler: optax.Schedule | None = None,
 ) -> ChosenOptimizer:
     """Find the one optimiser and the one schedule that are given, and put them together.
 
     Args:
         config: Its sections `optimizer` and `scheduler` count.
-        optimizer: An optax transformation; or a constructor with an argument `learning_rate`, for use with a schedule.
-        lr_scheduler: An optax schedule, or one of `jaxpipe.optim`: the rate as a function of the number of updates.
+        optimizer: An optax transformation; or a constructor with an argument `learning_rate`, for
+            use with a schedule.
+        lr_scheduler: An optax schedule, or one of `jaxpipe.optim`: the rate as a function of the
+            number of updates.
 
     Returns:
         What to use.
 
     Raises:
-        ConfigError: The optimiser or the schedule is given in two places, is none, or has wrong parameters; a schedule
-            is given for an optimiser that is built already, or for none; or a constructor without a schedule. All that
-            is wrong in one error.
+        ConfigError: The optimiser or the schedule is given in two places, is none, or has wrong
+            parameters; a schedule is given for an optimiser that is built already, or for none; or
+            a constructor without a schedule. All that is wrong in one error.
     """
     named, section = config.optimizer, config.scheduler
     is_constructor = callable(optimizer)
@@ -70,7 +77,9 @@ def choose_optimizer(
     if lr_scheduler is not None:
         with errors.catch():
             _check_schedule(lr_scheduler)
-    rate: float | None = 0.0  # stands in for that of a wrong optimizer, so that the schedule is checked all the same
+    rate: float | None = (
+        0.0  # stands in for that of a wrong optimizer, so that the schedule is checked all the same
+    )
     with errors.catch():
         if named is not None:
             rate = optimizer_lr(named.type, named.params)
@@ -96,58 +105,69 @@ def choose_optimizer(
 
 def _named_optimizer(section: OptimizerSection, schedule: optax.Schedule | None) -> ChosenOptimizer:
     transformation = make_optimizer(section.type, section.params, schedule)
-    return ChosenOptimizer(transformation, schedule, hyperparam_schedules(section.type, section.params, schedule))
+    return ChosenOptimizer(
+        transformation, schedule, hyperparam_schedules(section.type, section.params, schedule)
+    )
 
 
 def _constructed(optimizer: Any, schedule: optax.Schedule | None) -> ChosenOptimizer:
     if schedule is None:
         raise ConfigError(
             "optimizer must be built unless a schedule gives its learning rate, but got "
-            f"optimizer={shown(optimizer)} and no schedule. Call it, as in optax.adamw(3e-4), or give "
-            "lr_scheduler or the section scheduler.",
+            f"optimizer={shown(optimizer)} and no schedule. Call it, as in optax.adamw(3e-4), or "
+            "give lr_scheduler or the section scheduler.",
             paths=["scheduler"],
         )
-    return ChosenOptimizer(with_schedule(optimizer, schedule), schedule, factory_schedules(optimizer, schedule))
+    return ChosenOptimizer(
+        with_schedule(optimizer, schedule), schedule, factory_schedules(optimizer, schedule)
+    )
 
 
 def _check_finished(config: TrainConfig, optimizer: Any, lr_scheduler: Any) -> None:
     # No `GradientTransformation` itself: the next error would advise to build what is built.
     if isinstance(optimizer, optax.MultiSteps):
         raise ConfigError(
-            "optimizer must update the parameters at every step, but got optimizer=optax.MultiSteps, which adds up "
-            "gradients itself. Pass the optimizer inside it, and set gradient_accumulation_steps in the config.",
+            "optimizer must update the parameters at every step, but got "
+            "optimizer=optax.MultiSteps, which adds up gradients itself. Pass the optimizer inside "
+            "it, and set gradient_accumulation_steps in the config.",
             paths=["optimizer"],
         )
     if not (optimizer is None or isinstance(optimizer, optax.GradientTransformation)):
         raise ConfigError(
-            "optimizer must be an optax transformation, or a constructor of one with an argument learning_rate, but "
-            f"got optimizer={shown(optimizer)}. Pass for instance optax.adamw(3e-4)."
+            "optimizer must be an optax transformation, or a constructor of one with an argument "
+            f"learning_rate, but got optimizer={shown(optimizer)}. Pass for instance "
+            "optax.adamw(3e-4)."
         )
     section = config.scheduler
     if lr_scheduler is None and section is None:
         return
-    given = f"scheduler.type={section.type!r}" if section is not None else f"lr_scheduler={shown(lr_scheduler)}"
+    given = (
+        f"scheduler.type={section.type!r}"
+        if section is not None
+        else f"lr_scheduler={shown(lr_scheduler)}"
+    )
     if optimizer is None:
         raise ConfigError(
-            f"a learning-rate schedule must have an optimizer to act on, but got {given} and optimizer=None. "
-            f"{_CONSTRUCTOR}, or name one in the section optimizer.",
+            f"a learning-rate schedule must have an optimizer to act on, but got {given} and "
+            f"optimizer=None. {_CONSTRUCTOR}, or name one in the section optimizer.",
             paths=["scheduler", "optimizer"],
         )
     raise ConfigError(
-        "a learning-rate schedule must be given to an optimizer whose learning rate is open, but got "
-        f"{given} and the finished optimizer={shown(optimizer)}. {_CONSTRUCTOR}.",
+        "a learning-rate schedule must be given to an optimizer whose learning rate is open, but "
+        f"got {given} and the finished optimizer={shown(optimizer)}. {_CONSTRUCTOR}.",
         paths=["scheduler"],
     )
 
 
 def _default_rate(factory: Any) -> float | None:
-    """The learning rate that a constructor has of its own, such as one bound by `functools.partial`."""
+    """A constructor's own learning rate, such as one bound by `functools.partial`."""
     try:
         parameter = inspect.signature(factory).parameters.get("learning_rate")
     except (TypeError, ValueError):
         return None
     rate = None if parameter is None else parameter.default
-    # Without a default it is `Parameter.empty`, or a schedule that was bound; True would count as the integer 1.
+    # Without a default it is `Parameter.empty`, or a schedule that was bound; True would count as
+    # the integer 1.
     return as_number(rate)
 
 
@@ -156,7 +176,8 @@ def _check_schedule(schedule: Any) -> None:
     if callable(schedule):
         try:
             rate = jax.eval_shape(
-                lambda count: jnp.asarray(schedule(count), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
+                lambda count: jnp.asarray(schedule(count), jnp.float32),
+                jax.ShapeDtypeStruct((), jnp.int32),
             )
         except Exception as error:  # noqa: BLE001  # whatever the user's function raises
             found = f"one that fails with: {(str(error).splitlines() or [type(error).__name__])[0]}"
@@ -166,15 +187,15 @@ def _check_schedule(schedule: Any) -> None:
             found = f"one that gives rates of shape={rate.shape}"
     raise ConfigError(
         "lr_scheduler must be a function of the number of updates that gives one rate, but got "
-        f"lr_scheduler={shown(schedule)}, {found}. Pass for instance optax.cosine_decay_schedule(3e-4, 1000) or "
-        "jaxpipe.optim.WarmupLR(warmup_max_lr=3e-4)."
+        f"lr_scheduler={shown(schedule)}, {found}. Pass for instance "
+        "optax.cosine_decay_schedule(3e-4, 1000) or jaxpipe.optim.WarmupLR(warmup_max_lr=3e-4)."
     )
 
 
 def _given_twice(name: str, value: Any, named: str, key: str | None = None) -> ConfigError:
     key = key or name
     return ConfigError(
-        f"{name} must be given in one place, but got {name}={shown(value)} and {key}.type={named!r} in the "
-        f"configuration. Remove one of them.",
+        f"{name} must be given in one place, but got {name}={shown(value)} and "
+        f"{key}.type={named!r} in the configuration. Remove one of them.",
         paths=[key],
     )

@@ -83,41 +83,47 @@ _BatchLike = Sequence[PyTree]  # a `Batch`, or a tuple (inputs, labels) or (inpu
 class Pipeline:
     """A model cut into stages and compiled for a mesh.
 
-    It holds no parameters: `init` makes a `TrainState`, `step` maps a state and a batch to the next state. A batch is
-    a `jaxpipe.data.Batch` or a plain tuple `(inputs, labels, side)`, with leaves
-    `[num_microbatches, microbatch_size * replicas, ...]`; replica r, one of the places along `data` and `fsdp`, takes
-    the r-th contiguous block of dim 1. `side` is a dictionary of side inputs, often empty; it may be left out.
+    It holds no parameters: `init` makes a `TrainState`, `step` maps a state and a batch to the next
+    state. A batch is a `jaxpipe.data.Batch` or a plain tuple `(inputs, labels, side)`, with leaves
+    `[num_microbatches, microbatch_size * replicas, ...]`; replica r, one of the places along `data`
+    and `fsdp`, takes the r-th contiguous block of dim 1. `side` is a dictionary of side inputs,
+    often empty; it may be left out.
 
     Args:
         module: The model.
         optimizer: An optax transformation that treats every parameter by itself. None: nothing is
             trained, and parameters are kept in the dtype that layers get them in.
-        mesh: A mesh with the axes `stage` and `data`, and any others, over which layers are sharded as their metadata
-            says.
-        example: One microbatch of all replicas, `(inputs, labels)` or `(inputs, labels, side)`, arrays or shapes with
-            leaves `[microbatch_size * replicas, ...]`.
+        mesh: A mesh with the axes `stage` and `data`, and any others, over which layers are sharded
+            as their metadata says.
+        example: One microbatch of all replicas, `(inputs, labels)` or `(inputs, labels, side)`,
+            arrays or shapes with leaves `[microbatch_size * replicas, ...]`.
         num_microbatches: Microbatches per step.
-        config: How it runs and updates; batch sizes and the sections for model and optimiser are not looked at.
+        config: How it runs and updates; batch sizes and the sections for model and optimiser are
+            not looked at.
         recompute: What its programs are traced with; None: the settings that hold here.
-        parts: Boundaries to keep to, those of another pipeline of the model; None: by its partition method.
+        parts: Boundaries to keep to, those of another pipeline of the model; None: by its partition
+            method.
 
     Attributes:
-        step: `step(state, batch) -> (state, metrics)`, jitted, the state donated. `metrics["loss"]` is the loss of the
-            batch, what layers add to it included; `metrics["grad_norm"]` the global norm of its gradient before
-            clipping; `metrics["losses"]` and `metrics["metrics"]` what layers and `loss_fn` report, if they do;
-            with a loss scale also `metrics["loss_scale"]` and `metrics["overflow"]`.
-        gradients: `gradients(state, batch) -> (metrics, storage, collections)`, jitted: mean gradients in the form of
-            `state.params`, without what is frozen, which `params_tree` turns into the model's tree, and the
-            collections after the batch. `metrics["grad_norm"]` is as in `step`, and
-            `metrics["weight"]` is what the losses of the batch were divided by: their number, or the sum of weights.
+        step: `step(state, batch) -> (state, metrics)`, jitted, the state donated. `metrics["loss"]`
+            is the loss of the batch, what layers add to it included; `metrics["grad_norm"]` the
+            global norm of its gradient before clipping; `metrics["losses"]` and
+            `metrics["metrics"]` what layers and `loss_fn` report, if they do; with a loss scale
+            also `metrics["loss_scale"]` and `metrics["overflow"]`.
+        gradients: `gradients(state, batch) -> (metrics, storage, collections)`, jitted: mean
+            gradients in the form of `state.params`, without what is frozen, which `params_tree`
+            turns into the model's tree, and the collections after the batch. `metrics["grad_norm"]`
+            is as in `step`, and `metrics["weight"]` is what the losses of the batch were divided
+            by: their number, or the sum of weights.
         partial_gradients: `partial_gradients(state, batch, first, num_parts)`, the same without the
             norm for one of `num_parts` parts of a step, which begins with microbatch `first` of the
             step and is keyed so. Its gradients are the part's share of those of the mean over all
             parts: already divided by `num_parts`.
-        update: `update(state, storage) -> (state, metrics)`, jitted: clips and applies such gradients.
+        update: `update(state, storage) -> (state, metrics)`, jitted: clips and applies such
+            gradients.
         evaluate: `evaluate(state, batch) -> metrics`, jitted, forward only: `metrics["loss"]`, and
-            `metrics["microbatch_losses"]` of shape `[num_microbatches]`, and `metrics["metrics"]`, what `loss_fn`
-            reports, if it does.
+            `metrics["microbatch_losses"]` of shape `[num_microbatches]`, and `metrics["metrics"]`,
+            what `loss_fn` reports, if it does.
         predict: `predict(state, batch) -> outputs`, jitted, leaves
             `[num_microbatches, microbatch_size * replicas, ...]`.
         evaluate_and_predict: Both, in one run.
@@ -125,25 +131,28 @@ class Pipeline:
         plan: What was decided before the pipeline was built: schedule, placement and cut.
         loss_metrics: Names of the metrics that `loss_fn` returns.
         trains: Whether there is an optimizer.
-        microbatch_struct: Shapes and dtypes of a microbatch as layers see it, that of one place along `data`: leaves
-            `[microbatch_size * places along fsdp, ...]`.
+        microbatch_struct: Shapes and dtypes of a microbatch as layers see it, that of one place
+            along `data`: leaves `[microbatch_size * places along fsdp, ...]`.
 
     Raises:
-        TopologyError: The mesh's `stage` axis is not `num_stages` long, or another axis not as the topology says.
+        TopologyError: The mesh's `stage` axis is not `num_stages` long, or another axis not as the
+            topology says.
         DataError: A leaf of the example is not `microbatch_size * replicas` samples long.
-        LayerError: Two layers do not fit, `trainable` matches no parameter or leaves none, the loss is not a scalar, a
-            variable's partition metadata does not fit it or the mesh, a variable is one that its gradient replaces, or
-            a parameter cannot be split over the stages.
+        LayerError: Two layers do not fit, `trainable` matches no parameter or leaves none, the loss
+            is not a scalar, a variable's partition metadata does not fit it or the mesh, a variable
+            is one that its gradient replaces, or a parameter cannot be split over the stages.
         PartitionError: The layers cannot be cut as asked.
         ScheduleError: The schedule is unsound, or cannot have so many chunks.
-        ConfigError: The optimiser couples parameters of different stages, treats them by what else is in their tree,
-            asks for more than gradients, state and parameters, or looks at whole arrays where a parameter is split over
-            the stages.
+        ConfigError: The optimiser couples parameters of different stages, treats them by what else
+            is in their tree, asks for more than gradients, state and parameters, or looks at whole
+            arrays where a parameter is split over the stages.
     """
 
     step: Compiled[[TrainState, _BatchLike], tuple[TrainState, Metrics]]
     gradients: Compiled[[TrainState, _BatchLike], tuple[GradientMetrics, Storage, Storage]]
-    partial_gradients: Compiled[[TrainState, _BatchLike, jax.Array, np.int32], tuple[PartialMetrics, Storage, Storage]]
+    partial_gradients: Compiled[
+        [TrainState, _BatchLike, jax.Array, np.int32], tuple[PartialMetrics, Storage, Storage]
+    ]
     update: Compiled[[TrainState, Storage], tuple[TrainState, UpdateMetrics]]
     evaluate: Compiled[[TrainState, _BatchLike], EvaluationMetrics]
     predict: Compiled[[TrainState, _BatchLike], PyTree]
@@ -161,8 +170,9 @@ class Pipeline:
         parts: Sequence[int] | None = None,
     ) -> None:
         check_jit()
-        # The one place that gives the settings to calls of `checkpoint` inside layers: all of a pipeline's tracing goes
-        # through it, here and when a program is first called, and these calls have no argument for them.
+        # The one place that gives the settings to calls of `checkpoint` inside layers: all of a
+        # pipeline's tracing goes through it, here and when a program is first called, and these
+        # calls have no argument for them.
         mesh, settings = adopt_mesh(mesh), current_settings() if recompute is None else recompute
         self._tracing = functools.partial(use_settings, settings, mesh)
         self.trains = optimizer is not None
@@ -170,28 +180,52 @@ class Pipeline:
         self.num_microbatches = num_microbatches
         with self._tracing() as scope:
             traced = trace_model(module, mesh, example, config, num_microbatches, optimizer)
-            self.module, self.mesh, self.trace, config = traced.module, traced.mesh, traced.trace, traced.config
+            self.module, self.mesh, self.trace, config = (
+                traced.module,
+                traced.mesh,
+                traced.trace,
+                traced.config,
+            )
             self.num_replicas, self.microbatch_size = traced.num_replicas, traced.microbatch_size
             self._entry, self.microbatch_struct = traced.entry, traced.microbatch
-            module, labels, shape = self.module, self.microbatch_struct.labels, mesh_shape(self.mesh)
+            module, labels, shape = (
+                self.module,
+                self.microbatch_struct.labels,
+                mesh_shape(self.mesh),
+            )
             self.plan = plan = make_plan(traced, num_microbatches, optimizer, parts)
             self.config, self.loss_scaler = plan.config, LossScaler.from_config(config)
-            # Without the places along `fsdp`: these compute on one microbatch together, and its loss is one term.
+            # Without the places along `fsdp`: these compute on one microbatch together, and its
+            # loss is one term.
             outputs, num_terms = self.trace.boundaries[-1], num_microbatches * shape["data"]
             objective = self.trace.on_mesh(lambda: Objective(module, outputs, labels, num_terms))
             self.loss_metrics = objective.metric_names
-            shard_dims = batch_shard_dims(self.microbatch_struct, num_microbatches, module.num_stages)
+            shard_dims = batch_shard_dims(
+                self.microbatch_struct, num_microbatches, module.num_stages
+            )
             self._batch_specs = jax.tree.map(batch_spec, shard_dims)
-            # On the mesh, here and above: a layer's constraint names axes, and fails where there is no mesh.
-            self._stages = self.trace.on_mesh(lambda: _computing(module, self.trace, plan, labels, trains=self.trains))
+            # On the mesh, here and above: a layer's constraint names axes, and fails where there is
+            # no mesh.
+            self._stages = self.trace.on_mesh(
+                lambda: _computing(module, self.trace, plan, labels, trains=self.trains)
+            )
             self._params = self._stages.params
-            # With ZeRO 2 and 3 `data` is one long by now, unless the mesh came with an axis `fsdp`: then ZeRO-1
-            # goes over `data` besides.
+            # With ZeRO 2 and 3 `data` is one long by now, unless the mesh came with an axis `fsdp`:
+            # then ZeRO-1 goes over `data` besides.
             num_shards = shape["data"] if config.zero_optimization.stage else 1
-            self._sharding, self._updater = _division(optimizer, self.trace, self._params, num_shards, shape)
+            self._sharding, self._updater = _division(
+                optimizer, self.trace, self._params, num_shards, shape
+            )
             train, evaluate = _loops(self._stages, plan)
             self._programs = DevicePrograms(
-                self._stages, self._sharding, self._updater, train, evaluate, objective, config, shard_dims
+                self._stages,
+                self._sharding,
+                self._updater,
+                train,
+                evaluate,
+                objective,
+                config,
+                shard_dims,
             )
             self._compile()
         self._unfollowed = None if scope.is_followed else recompute
@@ -204,9 +238,10 @@ class Pipeline:
     def __repr__(self) -> str:
         num_params = sum(self.trace.num_own_params())
         return (
-            f"<Pipeline: {len(self.module.layers)} layers of {num_params:,} parameters on {self.module.num_stages} "
-            f"stages x {self.num_replicas} replicas, cut at {self.parts}; schedule {self.program.name}, "
-            f"{self.num_microbatches} microbatches of {self.microbatch_size} samples a replica>"
+            f"<Pipeline: {len(self.module.layers)} layers of {num_params:,} parameters on "
+            f"{self.module.num_stages} stages x {self.num_replicas} replicas, cut at {self.parts}; "
+            f"schedule {self.program.name}, {self.num_microbatches} microbatches of "
+            f"{self.microbatch_size} samples a replica>"
         )
 
     @property
@@ -241,25 +276,30 @@ class Pipeline:
 
     @property
     def residual_bytes(self) -> tuple[int, int]:
-        """Bytes of the residuals of one microbatch and one chunk, for each device: on it, and in host memory.
+        """Bytes of the residuals of one microbatch and one chunk, for each device.
 
-        Where they are sharded inside a stage they are at most so many: XLA may divide what no annotation reaches.
+        On it, and in host memory.
+
+        Where they are sharded inside a stage they are at most so many: XLA may divide what no
+        annotation reaches.
         """
         sizes, stages = [0, 0], self._stages
         off_trunk = [P() for _ in jax.tree.leaves(stages.prologue.residuals)]
         leaves = map(jax.tree.leaves, (stages.residuals, stages.is_hosted))
-        for leaf, is_hosted, spec in zip(*leaves, [*off_trunk, *stages.trunk.residual_specs], strict=True):
+        for leaf, is_hosted, spec in zip(
+            *leaves, [*off_trunk, *stages.trunk.residual_specs], strict=True
+        ):
             sizes[is_hosted] += device_bytes(leaf, self.mesh, spec)
         return sizes[0], sizes[1]
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes of the weights of a stage, in the dtype they compute in, that a device gathers over `fsdp`."""
+        """Bytes of a stage's weights that a device gathers over `fsdp`, in the compute dtype."""
         return self._bytes_beside(self._params.gathered, self._params.at_rest)
 
     @property
     def whole_sums_bytes(self) -> int:
-        """Bytes that a device would need more for sums of gradients if they were whole along `fsdp`."""
+        """Bytes a device would need more if sums of gradients were whole along `fsdp`."""
         divided = self._params.grad_layout
         return self._bytes_beside(divided.cast(lambda leaf: leaf, whole_along=FSDP), divided)
 
@@ -271,7 +311,11 @@ class Pipeline:
     @property
     def state_struct(self) -> TrainState:
         """Shapes, dtypes and shardings of a state."""
-        sharding, scaler, collections = self._sharding, self.loss_scaler, self._stages.collections.layout
+        sharding, scaler, collections = (
+            self._sharding,
+            self.loss_scaler,
+            self._stages.collections.layout,
+        )
         number: Any = jax.ShapeDtypeStruct((), jnp.int32)
         struct = TrainState(
             step=number,
@@ -291,7 +335,10 @@ class Pipeline:
         return jax.tree.map(placed, struct)
 
     def _rows(self, struct: PyTree, spec: PyTree, *, by_replica: bool = True) -> PyTree:
-        """Shapes, dtypes and shardings of global arrays, from those of a row; each replica may have rows of its own."""
+        """Shapes, dtypes and shardings of global arrays, from those of a row.
+
+        Each replica may have rows of its own.
+        """
         rows, num_rows = self._sharding.row_spec, self._sharding.num_rows
         if not by_replica:
             # Collections are the mean over the replicas, which hold equal copies.
@@ -314,12 +361,17 @@ class Pipeline:
 
         def sharded(x: Any, spec: P) -> Any:
             sharding = self._batch_sharding(spec)
-            return jax.ShapeDtypeStruct((self.num_microbatches, *x.shape), x.dtype, sharding=sharding)
+            return jax.ShapeDtypeStruct(
+                (self.num_microbatches, *x.shape), x.dtype, sharding=sharding
+            )
 
         return jax.tree.map(sharded, self._entry, self._batch_specs)
 
     def _batch_sharding(self, spec: P) -> NamedSharding:
-        """Sharding of a leaf of a batch from that over manual axes: samples are divided over `fsdp` too."""
+        """Sharding of a leaf of a batch from that over manual axes.
+
+        Samples are divided over `fsdp` too.
+        """
         if FSDP in self.mesh.axis_names and spec == P(None, "data"):
             spec = P(None, ("data", FSDP))
         return NamedSharding(self.mesh, spec)
@@ -328,14 +380,15 @@ class Pipeline:
         """Make an initial state, each stage's arrays on its own devices.
 
         Args:
-            key: Key of the weights, as for `PipelineModule.init`; None: `jax.random.key(base_seed)`, which is also the
-                run's key for dropout.
+            key: Key of the weights, as for `PipelineModule.init`; None:
+                `jax.random.key(base_seed)`, which is also the run's key for dropout.
 
         Returns:
             The state.
         """
         check_jit()
-        # Values are made as placing asks for them, one stage after another: host memory never holds the whole model.
+        # Values are made as placing asks for them, one stage after another: host memory never holds
+        # the whole model.
         made = StageInit(self.module, self.trace, self._key if key is None else key)
         return self._state(self._draw("params", made) | self._draw("collections", made))
 
@@ -344,19 +397,23 @@ class Pipeline:
 
         Args:
             tree: As `PipelineModule.init` returns it.
-            collections: As `PipelineModule.init_collections` returns them; None: made anew from `base_seed`.
+            collections: As `PipelineModule.init_collections` returns them; None: made anew from
+                `base_seed`.
 
         Returns:
             The state.
 
         Raises:
-            LayerError: A parameter is missing, unexpected, of another shape, or no array of floating-point numbers.
+            LayerError: A parameter is missing, unexpected, of another shape, or no array of
+                floating-point numbers.
         """
         arrays = self._place("params", _from_tree("params", self.check_params(tree)))
         if collections is None:
             made = StageInit(self.module, self.trace, self._key)
             return self._state(arrays | self._draw("collections", made))
-        return self._state(arrays | self._place("collections", _from_tree("collections", collections)))
+        return self._state(
+            arrays | self._place("collections", _from_tree("collections", collections))
+        )
 
     def check_params(self, tree: PyTree) -> PyTree:
         """Compare a parameter tree with the model's.
@@ -365,7 +422,8 @@ class Pipeline:
             The tree without Flax's partition metadata.
 
         Raises:
-            LayerError: A parameter is missing, unexpected, of another shape, or no array of floating-point numbers.
+            LayerError: A parameter is missing, unexpected, of another shape, or no array of
+                floating-point numbers.
         """
         return check_params(tree, flatten_dict(self.trace.tree()))
 
@@ -373,34 +431,49 @@ class Pipeline:
         """The state with other parameters; everything else stays.
 
         Raises:
-            LayerError: A parameter is missing, unexpected, of another shape, or no array of floating-point numbers.
+            LayerError: A parameter is missing, unexpected, of another shape, or no array of
+                floating-point numbers.
         """
-        return with_arrays(state, self._place("params", _from_tree("params", self.check_params(tree))))
+        return with_arrays(
+            state, self._place("params", _from_tree("params", self.check_params(tree)))
+        )
 
     def replace_collections(self, state: TrainState, tree: PyTree) -> TrainState:
-        """The state with other collections, in the form of `PipelineModule.init_collections`; everything else stays."""
+        """The state with other collections, in the form of `PipelineModule.init_collections`.
+
+        Everything else stays.
+        """
         return with_arrays(state, self._place("collections", _from_tree("collections", tree)))
 
     def params_tree(self, storage: Storage) -> PyTree:
-        """The model's parameter tree as numpy arrays, from `state.params` or from gradients in that form.
+        """The model's parameter tree as numpy arrays, from `state.params` or gradients like it.
 
         Of gradients it has what is trained alone.
         """
         # Gradients lack what is frozen: the number of arrays tells the two forms apart.
-        has_all = len(jax.tree.leaves(storage)) == len(jax.tree.leaves(self._sharding.master.shards.struct()))
-        return self._tree("params", storage, self._params.struct if has_all else self._params.trained)
+        has_all = len(jax.tree.leaves(storage)) == len(
+            jax.tree.leaves(self._sharding.master.shards.struct())
+        )
+        return self._tree(
+            "params", storage, self._params.struct if has_all else self._params.trained
+        )
 
     def opt_state_tree(self, opt_state: PyTree) -> PyTree:
-        """The optimiser's state for the whole model as the optimiser makes it, from `state.opt_state`.
+        """The optimiser's state for the whole model, as it makes it, from `state.opt_state`.
 
-        What `optimizer.init` gives for the model's trained parameters, so that functions of optax read it.
+        What `optimizer.init` gives for the model's trained parameters, so that functions of optax
+        read it.
 
         Returns:
-            The state, with numpy arrays for leaves, and keys of random numbers as JAX's arrays of keys.
+            The state, with numpy arrays for leaves, and keys of random numbers as JAX's arrays of
+            keys.
         """
         struct = self._updater.whole_struct()
         leaves = read_leaves(self.catalog, "opt_state", opt_state, opt_state_keys(struct))
-        values = [from_words(like, words) for like, words in zip(jax.tree.leaves(struct), leaves.values(), strict=True)]
+        values = [
+            from_words(like, words)
+            for like, words in zip(jax.tree.leaves(struct), leaves.values(), strict=True)
+        ]
         return jax.tree.unflatten(jax.tree.structure(struct), values)
 
     def collections_tree(self, storage: Storage) -> dict[str, PyTree]:
@@ -412,7 +485,8 @@ class Pipeline:
 
         Args:
             batch: The batch, or with `replicas` the part of it that this process feeds.
-            replicas: The replicas whose samples the part holds, as `jaxpipe.data.process_shard` tells; None: all.
+            replicas: The replicas whose samples the part holds, as `jaxpipe.data.process_shard`
+                tells; None: all.
 
         Returns:
             The batch as global arrays.
@@ -422,13 +496,16 @@ class Pipeline:
         """
         batch = batch if isinstance(batch, Batch) else split_entry(batch, "the batch")
         replicas = range(self.num_replicas) if replicas is None else replicas
-        # A part is checked as the whole batch that it belongs to, so that one check, and its errors, do for both.
+        # A part is checked as the whole batch that it belongs to, so that one check, and its
+        # errors, do for both.
         whole = struct_of(batch)
         if len(replicas) != self.num_replicas:
             whole = jax.tree.map(lambda x: _scaled(x, self.num_replicas, len(replicas)), whole)
         check_batch(whole, self.batch_struct, self.microbatch_size, self.num_replicas)
         return jax.tree.map(
-            lambda x, like: place_samples(x, like, replicas, self.num_replicas), batch, self.batch_struct
+            lambda x, like: place_samples(x, like, replicas, self.num_replicas),
+            batch,
+            self.batch_struct,
         )
 
     def check_batch(self, batch: _BatchLike) -> None:
@@ -461,7 +538,9 @@ class Pipeline:
         return self._place_some(self._keys_of(field), source)
 
     def _place_some(self, keys: Sequence[str], source: Source) -> dict[str, jax.Array]:
-        return place_leaves(self.catalog, state_arrays(self.state_struct), keys, source, self.module.num_stages)
+        return place_leaves(
+            self.catalog, state_arrays(self.state_struct), keys, source, self.module.num_stages
+        )
 
     def _keys_of(self, field: str) -> list[str]:
         return [key for key in self.catalog if key.startswith(f"{field}/")]
@@ -469,12 +548,19 @@ class Pipeline:
     def _draw(self, field: str, made: StageInit) -> dict[str, jax.Array]:
         """Initial arrays of a field."""
         if field == "params":
-            field_leaves = made_params(self._params, self.trace, self._sharding.master, self._sharding.row_spec)
+            field_leaves = made_params(
+                self._params, self.trace, self._sharding.master, self._sharding.row_spec
+            )
         else:
             field_leaves = made_collections(self._stages.collections, self.module)
         arrays = state_arrays(self.state_struct)
         structs = {name: like for name, like in arrays.items() if name.startswith(f"{field}/")}
-        return made.draw(field_leaves, structs, lambda keys: self._place_some(keys, made.source), self._keys_of(field))
+        return made.draw(
+            field_leaves,
+            structs,
+            lambda keys: self._place_some(keys, made.source),
+            self._keys_of(field),
+        )
 
     def _tree(self, field: str, storage: Storage, paths: Iterable[Path]) -> dict[str, PyTree]:
         keys = {path: join_path((field, *path)) for path in paths}
@@ -486,7 +572,12 @@ class Pipeline:
         scaler = self.loss_scaler
         number = np.zeros((), np.int32)
         loss_scale = () if scaler is None else scaler.init()
-        fields = {"step": number, "loss_scale": loss_scale, "skipped_steps": number, "rng": self._key}
+        fields = {
+            "step": number,
+            "loss_scale": loss_scale,
+            "skipped_steps": number,
+            "rng": self._key,
+        }
         return place_everywhere(fields, self.mesh)
 
     def _state(self, arrays: Mapping[str, jax.Array]) -> TrainState:
@@ -504,7 +595,8 @@ class Pipeline:
         of_state, of_batch = jax.tree.map(lambda x: x.sharding, (state, self.batch_struct))
         everywhere, of_outputs = NamedSharding(self.mesh, P()), self._batch_sharding(over_data)
         if all(spec == over_data for spec in jax.tree.leaves(self._batch_specs)):
-            # One for all leaves: a batch of another structure then meets `check_batch`, not an error of jit's.
+            # One for all leaves: a batch of another structure then meets `check_batch`, not an
+            # error of jit's.
             of_batch = of_outputs
 
         def compiled(
@@ -519,38 +611,53 @@ class Pipeline:
             mapped = on_each_device(function, self.mesh, in_specs, out_specs)
 
             def checked(state: TrainState, batch: Batch, *rest: jax.Array) -> Any:
-                # Runs when JAX traces: batches that were placed by hand are checked once, and no step pays for it.
+                # Runs when JAX traces: batches that were placed by hand are checked once, and no
+                # step pays for it.
                 self.check_batch(batch)
                 with self._tracing():
                     return mapped(state, batch, *rest)
 
             checked.__name__ = f"jaxpipe_{name}"  # in profiles and in HLO
-            # What comes out lies as what goes in: left to itself, XLA may choose another sharding over automatic axes.
+            # What comes out lies as what goes in: left to itself, XLA may choose another sharding
+            # over automatic axes.
             given = (of_state, of_batch, *others)
-            jitted = jax.jit(checked, in_shardings=given, out_shardings=out_shardings, donate_argnums=donate)
+            jitted = jax.jit(
+                checked, in_shardings=given, out_shardings=out_shardings, donate_argnums=donate
+            )
             return ProgramOfBatch(Program(jitted, self.mesh))
 
-        # Donated: old and new state need not fit side by side. Gradients and evaluations give no new state and leave
-        # it.
-        self.step = compiled("train_step", programs.step, (specs, P()), (of_state, everywhere), donate=(0,))
+        # Donated: old and new state need not fit side by side. Gradients and evaluations give no
+        # new state and leave it.
+        self.step = compiled(
+            "train_step", programs.step, (specs, P()), (of_state, everywhere), donate=(0,)
+        )
         of_trained = select_arrays(self._sharding.trained.shards, of_state.params)
         of_gradients = (P(), rows, P("stage")), (everywhere, of_trained, of_state.collections)
         self.gradients = compiled("gradients", programs.gradients, *of_gradients)
         self.evaluate = compiled("evaluate", programs.evaluate, P(), everywhere)
         self.predict = compiled("predict", programs.predict, over_data, of_outputs)
         self.evaluate_and_predict = compiled(
-            "evaluate_and_predict", programs.evaluate_and_predict, (P(), over_data), (everywhere, of_outputs)
+            "evaluate_and_predict",
+            programs.evaluate_and_predict,
+            (P(), over_data),
+            (everywhere, of_outputs),
         )
         self.partial_gradients = compiled(
-            "partial_gradients", programs.partial_gradients, *of_gradients, others=(everywhere, everywhere)
+            "partial_gradients",
+            programs.partial_gradients,
+            *of_gradients,
+            others=(everywhere, everywhere),
         )
-        # Of no batch, so nothing is checked; the gradients come from `gradients`, in the state's form.
+        # Of no batch, so nothing is checked; the gradients come from `gradients`, in the state's
+        # form.
         update = on_each_device(programs.update, self.mesh, (specs, rows), (specs, P()))
         jitted = jax.jit(update, out_shardings=(of_state, everywhere), donate_argnums=(0,))
         self.update = Program(jitted, self.mesh)
 
 
-def _computing(module: PipelineModule, trace: ModelTrace, plan: Plan, labels: PyTree, *, trains: bool) -> Stage:
+def _computing(
+    module: PipelineModule, trace: ModelTrace, plan: Plan, labels: PyTree, *, trains: bool
+) -> Stage:
     """What the stages of a model compute, whose loss suits its last layers."""
     stage = Stage(module, trace, plan, trains=trains)
     if stage.vocab_loss is not None:
@@ -584,6 +691,9 @@ def _from_tree(field: str, tree: PyTree) -> Source:
 
 
 def _scaled(x: Any, num_replicas: int, num_given: int) -> Any:
-    """The shape of a whole batch from that of the part of some replicas; one that is no such part stays."""
+    """The shape of a whole batch from that of the part of some replicas.
+
+    One that is no such part stays.
+    """
     size, rest = divmod(x.shape[1] * num_replicas, num_given) if len(x.shape) > 1 else (0, 1)
     return x if rest else jax.ShapeDtypeStruct((x.shape[0], size, *x.shape[2:]), x.dtype)

@@ -32,7 +32,9 @@ class Compiled(Protocol[_Arguments, _Result]):
 
 
 class Program(Generic[_Result]):
-    """A jitted function of a state. On simulated devices its first call looks whether they would wait for ever.
+    """A jitted function of a state.
+
+    On simulated devices its first call looks whether they would wait for ever.
 
     Args:
         jitted: The function.
@@ -60,7 +62,8 @@ class ProgramOfBatch(Generic[_Result]):
     def __init__(self, program: Program[_Result]) -> None:
         self._program = program
 
-    # One structure for every call: JAX compiles anew for another one, and its shardings fit `Batch` alone.
+    # One structure for every call: JAX compiles anew for another one, and its shardings fit `Batch`
+    # alone.
     def __call__(self, state: TrainState, batch: Sequence[PyTree], *rest: Any) -> _Result:
         batch = batch if isinstance(batch, Batch) else split_entry(batch, "the batch")
         return self._program(state, batch, *rest)
@@ -69,13 +72,21 @@ class ProgramOfBatch(Generic[_Result]):
         return self._program.lower(state, split_entry(batch, "the batch"), *rest)
 
 
-def on_each_device(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+def on_each_device(
+    function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
     """A function of one device as one of global arrays."""
-    # With check_vma=True a gradient through a branch on the device is wrong without a word (jax-ml/jax#40823).
-    # Every axis but these two is left to XLA's partitioner, which follows the shardings of weights and activations.
+    # With check_vma=True a gradient through a branch on the device is wrong without a word
+    # (jax-ml/jax#40823). Every axis but these two is left to XLA's partitioner, which follows the
+    # shardings of weights and activations.
     axes = {"stage", "data"}
     mapped = jax.shard_map(
-        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False
+        function,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=axes,
+        check_vma=False,
     )
 
     @functools.wraps(function)

@@ -25,14 +25,17 @@ def trace_model(
     num_microbatches: int,
     optimizer: optax.GradientTransformation,
 ) -> Traced:
-    """Check a model against its mesh, trace it with one microbatch, and decide whether its vocabulary is split.
+    """Check a model against its mesh, trace it with one microbatch, and decide on its vocabulary.
+
+    The decision is whether the vocabulary is split.
 
     `mesh` is as the user has it, `example` a microbatch of all replicas, arrays or shapes.
 
     Raises:
         TopologyError: The mesh is not as the model's topology says.
         DataError: A leaf of the example is of another length than the replicas divide.
-        LayerError: Layers do not fit together, cannot be traced or split, or keep what gradients replace.
+        LayerError: Layers do not fit together, cannot be traced or split, or keep what gradients
+            replace.
     """
     # As it was given: what ZeRO 2 and 3 make of the axes next is in no topology of the user's.
     check_mesh(module, mesh)
@@ -40,7 +43,9 @@ def trace_model(
     num_replicas = num_batch_shards(mesh)
     shapes = [leaf.shape for leaf in jax.tree.leaves(struct_of(tuple(example)))]
     # 0 where there is nothing to read it from: `entry_struct` says what is wrong with which leaf.
-    entry = entry_struct(example, shapes[0][0] // num_replicas if shapes and shapes[0] else 0, num_replicas)
+    entry = entry_struct(
+        example, shapes[0][0] // num_replicas if shapes and shapes[0] else 0, num_replicas
+    )
     # Replicas that are places of an automatic axis compute on one microbatch together.
     size = jax.tree.leaves(entry)[0].shape[0] // mesh.shape["data"]
     microbatch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), entry)
@@ -54,7 +59,9 @@ def trace_model(
     if wanted is True:
         return traced(split_vocabulary(module))
     whole = traced(module)
-    is_open = module.num_stages > 1 and module.loss_fn is not None and not any(whole.trace.stage_dims)
+    is_open = (
+        module.num_stages > 1 and module.loss_fn is not None and not any(whole.trace.stage_dims)
+    )
     if wanted != "auto" or not is_open:
         return whole.with_split(False)
     return _split_if_shorter(whole, traced, num_microbatches, optimizer)
@@ -66,12 +73,17 @@ def _split_if_shorter(
     num_microbatches: int,
     optimizer: optax.GradientTransformation,
 ) -> Traced:
-    """The model, split over the stages if its layers and its loss can be, and if the step is then clearly shorter."""
+    """The model, split over the stages if that makes the step clearly shorter.
+
+    Its layers and its loss must allow it.
+    """
     labels = whole.microbatch.labels
     try:
         split = traced(split_vocabulary(whole.module))
         logits = whole.trace.boundaries[-1]
-        local = jax.ShapeDtypeStruct((*logits.shape[:-1], logits.shape[-1] // whole.module.num_stages), logits.dtype)
+        local = jax.ShapeDtypeStruct(
+            (*logits.shape[:-1], logits.shape[-1] // whole.module.num_stages), logits.dtype
+        )
         split.trace.on_mesh(lambda: check_split_loss(split.module, local, logits, labels))
     except LayerError as error:
         return whole.with_split(False, f"The vocabulary is not split over the stages: {error}")
@@ -80,7 +92,8 @@ def _split_if_shorter(
         return whole.with_split(False)
     verb = "are split" if choice.pays else "are not split"
     note = (
-        f"the first and last layers and the loss {verb} over the stages (pipeline.split_vocabulary): a step would take "
-        f"{choice.step_share:.2f} times as long as with all of them whole, by operations and bytes"
+        f"the first and last layers and the loss {verb} over the stages "
+        f"(pipeline.split_vocabulary): a step would take {choice.step_share:.2f} times as long as "
+        "with all of them whole, by operations and bytes"
     )
     return split.with_split(True, note) if choice.pays else whole.with_split(False, note)

@@ -1,4 +1,7 @@
-"""Checks of what a pipeline is given: batches, parameter trees, and optimisers where devices hold slices of arrays."""
+"""Checks of what a pipeline is given.
+
+Batches, parameter trees, and optimisers where devices hold slices of arrays.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +15,15 @@ from jax.sharding import Mesh
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.data import Batch, array_fault, split_entry
 from jaxpipe.errors import ConfigError, DataError, LayerError, PipelineError, TopologyError
-from jaxpipe.layers import ModelTrace, PipelineModule, flatten_dict, format_struct, struct_of, unbox, unflatten_dict
+from jaxpipe.layers import (
+    ModelTrace,
+    PipelineModule,
+    flatten_dict,
+    format_struct,
+    struct_of,
+    unbox,
+    unflatten_dict,
+)
 from jaxpipe.optim import is_elementwise
 from jaxpipe.state import ModelParams
 from jaxpipe.topology import mesh_shape, mesh_topology
@@ -23,11 +34,14 @@ _MOST_LISTED = 8
 _DISABLE_JIT = "jax_disable_jit"
 
 
-def entry_struct(entry: Sequence[PyTree], microbatch_size: int, num_replicas: int, replicas: str = "replicas") -> Batch:
+def entry_struct(
+    entry: Sequence[PyTree], microbatch_size: int, num_replicas: int, replicas: str = "replicas"
+) -> Batch:
     """Shapes of one entry of a data iterator.
 
     Args:
-        entry: `(inputs, labels)` or `(inputs, labels, side)`, leaves `[microbatch_size * num_replicas, ...]`.
+        entry: `(inputs, labels)` or `(inputs, labels, side)`, leaves `[microbatch_size *
+            num_replicas, ...]`.
         microbatch_size: Samples per microbatch and replica.
         num_replicas: How many replicas the entry is for.
         replicas: What these are called, for the error.
@@ -36,26 +50,28 @@ def entry_struct(entry: Sequence[PyTree], microbatch_size: int, num_replicas: in
         Shapes and dtypes; `side` is empty where it is not given.
 
     Raises:
-        DataError: The entry is not such a tuple, its side inputs are no dictionary, its inputs hold no array, or a leaf
-            has another leading size; the leaf is named.
+        DataError: The entry is not such a tuple, its side inputs are no dictionary, its inputs hold
+            no array, or a leaf has another leading size; the leaf is named.
         LayerError: A leaf is neither an array nor a number.
     """
     named = zip(Batch._fields, split_entry(entry, "the entry"), strict=True)
     struct = Batch(*(struct_of(tree, name) for name, tree in named))
     if not jax.tree.leaves(struct.inputs):
         raise DataError(
-            f"the inputs of a microbatch must hold at least one array, but got inputs={struct.inputs!r}. Yield "
-            "(inputs, labels) with the arrays that the first layer takes."
+            "the inputs of a microbatch must hold at least one array, but got "
+            f"inputs={struct.inputs!r}. Yield (inputs, labels) with the arrays that the first "
+            "layer takes."
         )
     wanted = microbatch_size * num_replicas
     for name, tree in zip(Batch._fields, struct, strict=True):
         for path, leaf in jax.tree.leaves_with_path(tree):
             if leaf.shape[:1] != (wanted,):
                 raise DataError(
-                    f"every leaf of a microbatch must have train_micro_batch_size_per_gpu * {replicas} = "
-                    f"{microbatch_size} * {num_replicas} = {wanted} samples as its first dim, but got "
-                    f"{name}{jax.tree_util.keystr(path)} = {format_struct(leaf)}. Yield {wanted} samples per entry, or "
-                    f"change the batch sizes in the config.{'' if leaf.shape else _LISTS}"
+                    "every leaf of a microbatch must have train_micro_batch_size_per_gpu * "
+                    f"{replicas} = {microbatch_size} * {num_replicas} = {wanted} samples as its "
+                    f"first dim, but got {name}{jax.tree_util.keystr(path)} = "
+                    f"{format_struct(leaf)}. Yield {wanted} samples per entry, or change the batch "
+                    f"sizes in the config.{'' if leaf.shape else _LISTS}"
                 )
     return struct
 
@@ -65,16 +81,19 @@ def check_batch(batch: Batch, wanted: Batch, microbatch_size: int, num_replicas:
     for name, given, like in zip(Batch._fields, batch, wanted, strict=True):
         if jax.tree.structure(given) != jax.tree.structure(like):
             raise DataError(
-                f"the batch's {name} must have the structure {format_struct(like)}, but got {format_struct(given)}. "
-                "Give every batch the structure of the example batch."
+                f"the batch's {name} must have the structure {format_struct(like)}, but got "
+                f"{format_struct(given)}. Give every batch the structure of the example batch."
             )
-        for (path, x), leaf in zip(jax.tree.leaves_with_path(given), jax.tree.leaves(like), strict=True):
+        for (path, x), leaf in zip(
+            jax.tree.leaves_with_path(given), jax.tree.leaves(like), strict=True
+        ):
             if (x.shape, x.dtype) != (leaf.shape, leaf.dtype):
                 raise DataError(
                     f"the batch's {name}{jax.tree_util.keystr(path)} must be {format_struct(leaf)} "
-                    f"([num_microbatches={leaf.shape[0]}, microbatch_size * replicas={microbatch_size} * "
-                    f"{num_replicas}, ...]), but got {format_struct(x)}. Give every batch the shapes and dtypes of the "
-                    "example batch."
+                    f"([num_microbatches={leaf.shape[0]}, microbatch_size * "
+                    f"replicas={microbatch_size} * {num_replicas}, ...]), but got "
+                    f"{format_struct(x)}. Give every batch the shapes and dtypes of the example "
+                    "batch."
                 )
 
 
@@ -88,21 +107,22 @@ def read_params(tree: PyTree) -> PyTree:
         The tree; its leaves are the same arrays.
 
     Raises:
-        LayerError: It is no dictionary, or leaves are no arrays of floating-point numbers; each is named.
+        LayerError: It is no dictionary, or leaves are no arrays of floating-point numbers; each is
+            named.
     """
     if not isinstance(tree, Mapping):
         raise LayerError(
-            f"the parameters must be a tree of dictionaries, but got a {type(tree).__name__}. Give a tree as "
-            "PipelineModule.init returns it, or Flax's variables['params'] for a plain model; without one, initial "
-            "parameters are made from base_seed."
+            f"the parameters must be a tree of dictionaries, but got a {type(tree).__name__}. Give "
+            "a tree as PipelineModule.init returns it, or Flax's variables['params'] for a plain "
+            "model; without one, initial parameters are made from base_seed."
         )
     tree = unbox(tree)
     faults = {_name(path): _fault(leaf) for path, leaf in flatten_dict(tree).items()}
     wrong = [f"{name} = {fault}" for name, fault in faults.items() if fault]
     if wrong:
         raise LayerError(
-            f"every parameter must be an array of floating-point numbers, but got {_listed(wrong)}. Convert them, as "
-            "in numpy.asarray(value, numpy.float32)."
+            "every parameter must be an array of floating-point numbers, but got "
+            f"{_listed(wrong)}. Convert them, as in numpy.asarray(value, numpy.float32)."
         )
     return tree
 
@@ -123,8 +143,8 @@ def check_params(
         What `read_params` makes of the tree.
 
     Raises:
-        LayerError: Leaves are no arrays of floating-point numbers, or parameters are missing, unexpected, of another
-            shape, or complex where the model's are real; each is named.
+        LayerError: Leaves are no arrays of floating-point numbers, or parameters are missing,
+            unexpected, of another shape, or complex where the model's are real; each is named.
     """
     tree = read_params(tree)
     given = flatten_dict(tree)
@@ -150,24 +170,30 @@ def check_mesh(module: PipelineModule, mesh: Mesh) -> None:
     Raises:
         TopologyError: The mesh has other lengths, or no device of some process.
     """
-    # Such a process could run none of the mesh's programs, and the others would wait for it wherever processes agree.
-    idle = sorted(set(range(jax.process_count())) - {device.process_index for device in mesh.devices.flat})
+    # Such a process could run none of the mesh's programs, and the others would wait for it
+    # wherever processes agree.
+    idle = sorted(
+        set(range(jax.process_count())) - {device.process_index for device in mesh.devices.flat}
+    )
     if idle:
         raise TopologyError(
-            f"every process must have a device of the mesh, but got {mesh.devices.size} devices without one of process "
-            f"{', '.join(map(str, idle))}. Let the topology have as many places as all processes have devices "
-            f"({jax.device_count()}), or start fewer processes."
+            f"every process must have a device of the mesh, but got {mesh.devices.size} devices "
+            f"without one of process {', '.join(map(str, idle))}. Let the topology have as many "
+            f"places as all processes have devices ({jax.device_count()}), or start fewer "
+            "processes."
         )
     num_stages = mesh_shape(mesh)["stage"]
     if num_stages != module.num_stages:
         raise TopologyError(
-            f"the mesh's stage axis must be num_stages={module.num_stages} long, but got stage={num_stages}. "
-            "Make the mesh from the module's topology, or change num_stages."
+            f"the mesh's stage axis must be num_stages={module.num_stages} long, but got "
+            f"stage={num_stages}. Make the mesh from the module's topology, or change num_stages."
         )
     mesh_topology(mesh, module.given_topology)
 
 
-def check_sharded(optimizer: optax.GradientTransformation, trace: ModelTrace, params: ModelParams) -> None:
+def check_sharded(
+    optimizer: optax.GradientTransformation, trace: ModelTrace, params: ModelParams
+) -> None:
     """Refuse an optimiser that must see whole arrays, where each stage holds a slice.
 
     Its update of a sliced parameter must be element by element.
@@ -183,7 +209,9 @@ def check_sharded(optimizer: optax.GradientTransformation, trace: ModelTrace, pa
     ]
 
     def fits(paths: Sequence[Path]) -> bool:
-        return is_elementwise(optimizer, *(unflatten_dict({path: tree[path] for path in paths}) for tree in trees))
+        return is_elementwise(
+            optimizer, *(unflatten_dict({path: tree[path] for path in paths}) for tree in trees)
+        )
 
     # All at once first: nearly every optimiser fits, and each question costs a trace of its update.
     if not trees[0] or fits(list(trees[0])):
@@ -191,16 +219,19 @@ def check_sharded(optimizer: optax.GradientTransformation, trace: ModelTrace, pa
     # One that fails by itself; where they fail together only, any of them.
     path = next((path for path in trees[0] if not fits([path])), next(iter(trees[0])))
     raise ConfigError(
-        "the optimizer must treat every element by itself where a parameter is split over the stages, but got one "
-        f"that looks at more of {'/'.join(path)}, of which a stage holds {format_struct(trees[1][path])} of "
-        f"{format_struct(trees[0][path])}. Use one such as Adam, AdamW, Lion or SGD for it; optax.multi_transform "
-        "gives other parameters another one."
+        "the optimizer must treat every element by itself where a parameter is split over the "
+        f"stages, but got one that looks at more of {'/'.join(path)}, of which a stage holds "
+        f"{format_struct(trees[1][path])} of {format_struct(trees[0][path])}. Use one such as "
+        "Adam, AdamW, Lion or SGD for it; optax.multi_transform gives other parameters another one."
     )
 
 
 def _fits(leaf: Any, like: jax.ShapeDtypeStruct) -> bool:
-    # Other dtypes are cast; of a complex one NumPy would drop the imaginary part with a mere warning.
-    loses_part = jnp.iscomplexobj(np.zeros(0, _dtype(leaf))) and not jnp.iscomplexobj(np.zeros(0, like.dtype))
+    # Other dtypes are cast; of a complex one NumPy would drop the imaginary part with a mere
+    # warning.
+    loses_part = jnp.iscomplexobj(np.zeros(0, _dtype(leaf))) and not jnp.iscomplexobj(
+        np.zeros(0, like.dtype)
+    )
     return tuple(leaf.shape) == tuple(like.shape) and not loses_part
 
 

@@ -1,4 +1,7 @@
-"""What is decided before a pipeline is built, on one cost model: schedule, cut, memory and time of candidates."""
+"""What is decided before a pipeline is built, on one cost model.
+
+Schedule, cut, memory and time of candidates.
+"""
 
 from ._candidate import Job as Job
 from ._choose import Asked as Asked

@@ -21,19 +21,28 @@ _WIDTH, _COPIED, _ROUNDS = 1024, 2**26, 64
 
 
 def reference_hardware(mesh: Mesh) -> Hardware:
-    """What a mesh's devices are by their name, else an accelerator: the same for each run and on every machine."""
+    """What a mesh's devices are by their name, else an accelerator.
+
+    The same for each run and on every machine.
+    """
     return named_hardware(mesh.devices.flat[0].device_kind) or HARDWARE[_REFERENCE]
 
 
 def hardware_of(mesh: Mesh) -> Hardware:
-    """What a mesh's devices are by their name, else as measured on those that are here; all processes call."""
+    """What a mesh's devices are by their name, else as measured on those that are here.
+
+    All processes call.
+    """
     devices = runnable_devices(mesh)
     named = named_hardware(mesh.devices.flat[0].device_kind)
     return named or (_calibrated(tuple(devices)) if devices else HARDWARE[_REFERENCE])
 
 
 def limit_of(section: PipelineConfig, mesh: Mesh) -> float | None:
-    """Bytes that training may hold on a device: those of the settings, or the device's; None where it tells none."""
+    """Bytes that training may hold on a device: those of the settings, or the device's.
+
+    None where it tells none.
+    """
     if section.memory_limit_gb != "auto":
         return section.memory_limit_gb * 1e9
     devices = runnable_devices(mesh)
@@ -46,7 +55,7 @@ def limit_of(section: PipelineConfig, mesh: Mesh) -> float | None:
 # Kept for the process: each pipeline that is built here is weighed on the same numbers.
 @functools.cache
 def _calibrated(devices: tuple[Any, ...]) -> Hardware:
-    """Speeds of devices, as process 0 measures them: of a product, a copy, and a tick without work."""
+    """Speeds of devices as process 0 measures them: of a product, a copy, and an empty tick."""
     with jax.default_device(devices[0]):
         square = jnp.ones((_WIDTH, _WIDTH), jnp.float32)
         product_s = _seconds(jax.jit(jnp.dot), square, square)
@@ -89,7 +98,9 @@ def _ticks(devices: tuple[Any, ...]) -> Callable[[], jax.Array]:
         return jax.lax.scan(tick, jnp.zeros(1024), start)[0]
 
     mesh = Mesh(np.array(devices), ("stage",))
-    return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(), out_specs=P("stage"), check_vma=False))
+    return jax.jit(
+        jax.shard_map(run, mesh=mesh, in_specs=(), out_specs=P("stage"), check_vma=False)
+    )
 
 
 def _seconds(function: Callable[..., Any], *args: jax.Array) -> float:

@@ -110,8 +110,10 @@ class Candidate:
         self._vocab, self._cuts = find_vocab_layers(job.module.layers, job.trace, cuts, num_stages)
         self._axes = axes_inside(job.trace, job.hardware)
 
-    def forecast(self, name: str, schedule: type[PipeSchedule], max_pending: int | None) -> Forecast:
-        """Count one schedule; with `max_pending` it has at most so many pending weight gradients."""
+    def forecast(
+        self, name: str, schedule: type[PipeSchedule], max_pending: int | None
+    ) -> Forecast:
+        """Count one schedule, with at most `max_pending` pending weight gradients, if given."""
         job = self._job
         steps = ShortSteps.of(schedule, job.num_microbatches, job.module.num_stages)
         plan = self._plan(schedule, steps.long)
@@ -212,7 +214,9 @@ class Candidate:
         trunk_names = set(params.trunk_names)
         struct, spec = params.at_rest.struct().stacked, params.at_rest.spec().stacked
         trunk_params = sum(
-            math.prod(_shard(mesh, spec[name], struct[name].shape)) for name in struct if name in trunk_names
+            math.prod(_shard(mesh, spec[name], struct[name].shape))
+            for name in struct
+            if name in trunk_names
         )
         itemsize = max((struct[name].dtype.itemsize for name in struct), default=4)
         # A gradient is read, and a sum of float32 read and written.
@@ -220,12 +224,17 @@ class Candidate:
         found: list[PartTime] = []
         loss = self._job.costs.loss
         for cut in self._cuts:
-            trunk, first, last = ([layers[i] for i in some] for some in (cut.trunk, cut.prologue, cut.epilogue))
+            trunk, first, last = (
+                [layers[i] for i in some] for some in (cut.trunk, cut.prologue, cut.epilogue)
+            )
             ring_s = bytes_s(hardware, 2 * self._ring(cut.trunk))
             pending_s = bytes_s(hardware, 2 * sum(x.pending_bytes for x in trunk))
             has_loss = cut is self._cuts[-1] and not self._vocab.last
             first_sums_s, last_sums_s = (
-                bytes_s(hardware, (itemsize + 4 + 4) * sum(self._trace.num_own_params()[i] for i in some))
+                bytes_s(
+                    hardware,
+                    (itemsize + 4 + 4) * sum(self._trace.num_own_params()[i] for i in some),
+                )
                 for some in (cut.prologue, cut.epilogue)
             )
             found.append(
@@ -247,22 +256,37 @@ class Candidate:
         if num_stages == 1:
             return Wire(0.0)
         fsdp = trace.mesh.shape.get(FSDP, 1)
-        stream = max((num_bytes(trace.boundaries[b]) for b in self._boundaries[1:-1]), default=0) / fsdp
+        stream = (
+            max((num_bytes(trace.boundaries[b]) for b in self._boundaries[1:-1]), default=0) / fsdp
+        )
         inside = not stages_cross_hosts(self._job.mesh)
         layers, loss = self._job.costs.layers, self._job.costs.loss
-        ends_work_s = sum(layers[i].both_s for i in self._vocab.layers) + loss.both_s * bool(self._vocab.last)
+        ends_work_s = sum(layers[i].both_s for i in self._vocab.layers) + loss.both_s * bool(
+            self._vocab.last
+        )
         # The embedding's sum, the trunk's output told to all, and the transpose of both. Under a
         # tick's products lie those of the first and, where losses run a tick later, of the second;
         # but one exchange travels at a time, and reductions inside layers leave no time for these.
         is_free = not self._axes
         is_last_free = is_free and plan.program.delays_loss
-        bare = [bool(self._vocab.first) and not is_free, bool(self._vocab.last) and not is_last_free]
-        ends = 2 * sum(bare) * collective_s(hardware, "all-reduce", stream, num_stages, inside_host=inside)
+        bare = [
+            bool(self._vocab.first) and not is_free,
+            bool(self._vocab.last) and not is_last_free,
+        ]
+        ends = (
+            2
+            * sum(bare)
+            * collective_s(hardware, "all-reduce", stream, num_stages, inside_host=inside)
+        )
         gather_s = 0.0
         if fsdp > 1 and plan.config.pipeline.gather_weights == "tick":
-            more = layout_bytes(params.gathered, trace.mesh) - layout_bytes(params.at_rest, trace.mesh)
+            more = layout_bytes(params.gathered, trace.mesh) - layout_bytes(
+                params.at_rest, trace.mesh
+            )
             size, inside_host = self._axes[FSDP]
-            gather_s = collective_s(hardware, "all-gather", more * size / (size - 1), size, inside_host=inside_host)
+            gather_s = collective_s(
+                hardware, "all-gather", more * size / (size - 1), size, inside_host=inside_host
+            )
         hop = collective_s(hardware, "collective-permute", stream, num_stages, inside_host=inside)
         # Gathers travel under products: what is longer than these shows.
         longest = max(sum(layers[i].forward_s for i in cut.trunk) for cut in self._cuts)
@@ -279,13 +303,27 @@ class Candidate:
         seconds = bytes_s(hardware, masters + weights + 2 * sums + 2 * (masters + moments))
         replicas = self._job.mesh.shape["data"]
         if replicas > 1:
-            inside = replicas * math.prod(size for size, _ in self._axes.values()) <= hardware.devices_per_host
-            kinds = [("all-reduce", sums)] if self._zero == 1 else [("reduce-scatter", sums), ("all-gather", weights)]
-            seconds += sum(collective_s(hardware, kind, size, replicas, inside_host=inside) for kind, size in kinds)
+            inside = (
+                replicas * math.prod(size for size, _ in self._axes.values())
+                <= hardware.devices_per_host
+            )
+            kinds = (
+                [("all-reduce", sums)]
+                if self._zero == 1
+                else [("reduce-scatter", sums), ("all-gather", weights)]
+            )
+            seconds += sum(
+                collective_s(hardware, kind, size, replicas, inside_host=inside)
+                for kind, size in kinds
+            )
         return seconds
 
     def _stages(self, program: TickProgram, parts: Sequence[PartTime]) -> tuple[StageForecast, ...]:
-        bounds, virtual, num_params = self._boundaries, program.placement.virtual, self._trace.num_params()
+        bounds, virtual, num_params = (
+            self._boundaries,
+            program.placement.virtual,
+            self._trace.num_params(),
+        )
         found: list[StageForecast] = []
         for stage in range(program.num_stages):
             mine = [v for v in virtual[stage] if v >= 0]
@@ -295,7 +333,9 @@ class Candidate:
                     num_params=sum(sum(num_params[bounds[v] : bounds[v + 1]]) for v in mine),
                     in_flight=program.in_flight(stage),
                     forward_s=sum(parts[v].forward + parts[v].first for v in mine),
-                    backward_s=sum(parts[v].backward + parts[v].first_backward + parts[v].last for v in mine),
+                    backward_s=sum(
+                        parts[v].backward + parts[v].first_backward + parts[v].last for v in mine
+                    ),
                 )
             )
         return tuple(found)

@@ -1,4 +1,7 @@
-"""The candidates of a job, the best first: what `"auto"` chooses from, and what `jaxpipe plan` shows."""
+"""The candidates of a job, the best first.
+
+What `"auto"` chooses from, and what `jaxpipe plan` shows.
+"""
 
 import functools
 from collections.abc import Sequence
@@ -52,7 +55,10 @@ def auto_schedules() -> tuple[str, ...]:
 
 
 def limits_pending(section: PipelineConfig) -> bool:
-    """True if the pending weight gradients of a named schedule are to be as many as a given limit on memory allows."""
+    """True if a given limit on memory decides how many weight gradients may be pending.
+
+    The schedule is a named one.
+    """
     kind = schedule_names().get(section.schedule) if isinstance(section.schedule, str) else None
     is_open = section.max_pending_weights == "auto" and section.memory_limit_gb != "auto"
     return is_open and kind is not None and kind.min_pending is not None
@@ -74,7 +80,10 @@ def candidates(job: Job, asked: Asked) -> list[Forecast]:
     @functools.cache
     def cut(num_parts: int, memory: StageMemory | None) -> Candidate:
         return Candidate(
-            job, cut_parts(job.module, job.trace, job.cut_costs, num_parts, job.counted.signatures, memory)
+            job,
+            cut_parts(
+                job.module, job.trace, job.cut_costs, num_parts, job.counted.signatures, memory
+            ),
         )
 
     for name in asked.schedules:
@@ -90,7 +99,9 @@ def candidates(job: Job, asked: Asked) -> list[Forecast]:
             found.append(one)
             fewer = _fitting_pending(job, one)
             if fewer:
-                found.append(candidate.forecast(name, resolve_schedule(name, num_chunks, fewer), fewer))
+                found.append(
+                    candidate.forecast(name, resolve_schedule(name, num_chunks, fewer), fewer)
+                )
     if not found:
         raise errors[0] if errors else _no_chunks(asked)
     return found
@@ -104,7 +115,9 @@ def ranked(found: Sequence[Forecast]) -> list[Forecast]:
     """
     by_step = sorted(found, key=lambda one: (not one.fits, one.step_s))
     if by_step[0].fits:
-        best = next(one for one in found if one.fits and one.step_s <= by_step[0].step_s * (1 + CLEAR_GAIN))
+        best = next(
+            one for one in found if one.fits and one.step_s <= by_step[0].step_s * (1 + CLEAR_GAIN)
+        )
     else:
         best = min(by_step, key=lambda one: (one.memory.total, one.step_s))
     return [best, *(one for one in by_step if one is not best)]
@@ -141,6 +154,6 @@ def _fitting_pending(job: Job, one: Forecast) -> int:
 def _no_chunks(asked: Asked) -> ScheduleError:
     names, counts = ", ".join(map(repr, asked.schedules)), asked.num_chunks
     return ScheduleError(
-        f"num_chunks must suit one of the schedules {names}, but got num_chunks={list(counts or ())}. Leave it out, or "
-        "add 'interleaved' to the schedules."
+        f"num_chunks must suit one of the schedules {names}, but got "
+        f"num_chunks={list(counts or ())}. Leave it out, or add 'interleaved' to the schedules."
     )

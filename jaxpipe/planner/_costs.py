@@ -1,4 +1,7 @@
-"""Costs of a model's layers: what each computes and leaves, counted once for equal ones, and priced on a device."""
+"""Costs of a model's layers.
+
+What each computes and leaves, counted once for equal ones, and priced on a device.
+"""
 
 import dataclasses
 import functools
@@ -53,7 +56,9 @@ class LayerWork:
     @property
     def cotangents(self) -> Sequence[Any]:
         """Shapes and dtypes of the gradients that its backward begins with."""
-        return differentiable(jax.eval_shape(self.residuals.forward, self.params, self.inputs, self.context)[0])
+        return differentiable(
+            jax.eval_shape(self.residuals.forward, self.params, self.inputs, self.context)[0]
+        )
 
 
 def layer_work(module: PipelineModule, trace: ModelTrace, *indices: int) -> LayerWork:
@@ -61,7 +66,9 @@ def layer_work(module: PipelineModule, trace: ModelTrace, *indices: int) -> Laye
 
     def function(params: PyTree, inputs: PyTree, context: PyTree) -> PyTree:
         key, (side, collections) = context
-        outputs, extras = module.run_layers(indices, params, train=True)(inputs, key, side, collections)
+        outputs, extras = module.run_layers(indices, params, train=True)(
+            inputs, key, side, collections
+        )
         losses = [aux.get("losses", {}) for _, aux in extras]
         return (outputs, losses), [(new, aux.get("metrics", {})) for new, aux in extras]
 
@@ -69,7 +76,8 @@ def layer_work(module: PipelineModule, trace: ModelTrace, *indices: int) -> Laye
     key = jax.eval_shape(lambda: jax.random.key(0))
     context = key, (dict(trace.side), [trace.collections[i] for i in indices])
     is_frozen = [
-        unflatten_dict({path: path in trace.frozen_in(i) for path in flatten_dict(trace.params[i])}) for i in indices
+        unflatten_dict({path: path in trace.frozen_in(i) for path in flatten_dict(trace.params[i])})
+        for i in indices
     ]
     frozen = [number for number, leaf in enumerate(jax.tree.leaves(is_frozen)) if leaf]
     return _work(function, params, trace.boundaries[indices[0]], context, trace, frozen)
@@ -94,7 +102,9 @@ def _work(
     frozen: Sequence[int] = (),
 ) -> LayerWork:
     on_one = functools.partial(call_on_one, automatic_axes(trace.mesh), function)
-    return LayerWork(Residuals(on_one, params, inputs, context, frozen=frozen), params, inputs, context)
+    return LayerWork(
+        Residuals(on_one, params, inputs, context, frozen=frozen), params, inputs, context
+    )
 
 
 @dataclass(frozen=True)
@@ -115,12 +125,18 @@ class LayerCount:
 
     def priced(self, hardware: Hardware, axes: Mapping[str, tuple[int, bool]]) -> LayerCost:
         """Its cost on some hardware."""
-        forward, backward, weight = (time_of(hardware, x, axes) for x in (self.forward, self.backward, self.weight))
+        forward, backward, weight = (
+            time_of(hardware, x, axes) for x in (self.forward, self.backward, self.weight)
+        )
         # The parts of a split backward together read more than the whole; what the input's adds is
         # not looked at.
         weight_s = min(weight.seconds, backward.seconds)
         return dataclasses.replace(
-            self.cost, forward_s=forward.seconds, backward_s=backward.seconds, weight_s=weight_s, flops=forward.flops
+            self.cost,
+            forward_s=forward.seconds,
+            backward_s=backward.seconds,
+            weight_s=weight_s,
+            flops=forward.flops,
         )
 
 
@@ -143,10 +159,17 @@ class Counted:
         whole: bool = True,
         plain: "Counted | None" = None,
     ) -> None:
-        self._module, self._trace, self.signatures, self._whole = module, trace, tuple(signatures), whole
+        self._module, self._trace, self.signatures, self._whole = (
+            module,
+            trace,
+            tuple(signatures),
+            whole,
+        )
         self._plain = plain
         if whole and plain is None and module.activation_checkpoint_interval:
-            self._plain = Counted(module.replace(activation_checkpoint_interval=0), trace, labels, signatures)
+            self._plain = Counted(
+                module.replace(activation_checkpoint_interval=0), trace, labels, signatures
+            )
         self.keys = layer_keys(module, trace, signatures)
         # On the mesh: layers' constraints name its axes.
         self._layers = trace.on_mesh(lambda: look_once(self.keys, self._layer))
@@ -196,11 +219,15 @@ class Counted:
             return found
         if self._plain is not None:
             again = self._plain._layers[index].cost.residual_bytes
-            found = dataclasses.replace(found, cost=dataclasses.replace(cost, recomputed_bytes=again))
+            found = dataclasses.replace(
+                found, cost=dataclasses.replace(cost, recomputed_bytes=again)
+            )
         elif cost.is_marked:
             # It recomputes by itself what its products give.
             again = sum(each.result_bytes * each.times for each in found.forward)
-            found = dataclasses.replace(found, cost=dataclasses.replace(cost, recomputed_bytes=again))
+            found = dataclasses.replace(
+                found, cost=dataclasses.replace(cost, recomputed_bytes=again)
+            )
         split = SplitBackward(work.residuals, work.params)
         if split.is_whole:
             return found
@@ -220,17 +247,22 @@ class Counted:
     def _counted(
         self, work: LayerWork, specs: Sequence[P], residuals: Sequence[P], cost: LayerCost = NO_COST
     ) -> LayerCount:
-        """Forward and backward; `specs` and `residuals` are how parameters and residuals are sharded."""
+        """Forward and backward.
+
+        `specs` and `residuals` are how parameters and residuals are sharded.
+        """
         cotangents = work.cotangents
         backward = work.params, work.residuals.structs, cotangents
         return LayerCount(
             self._kernels(work.residuals.forward, *self._forward(work, specs)),
-            self._kernels(work.residuals.backward, backward, [*specs, *residuals, *self._samples(cotangents)]),
+            self._kernels(
+                work.residuals.backward, backward, [*specs, *residuals, *self._samples(cotangents)]
+            ),
             cost=cost,
         )
 
     def _shared_bytes(self) -> list[int]:
-        """How many bytes of each layer's residuals the layer before keeps anyway on the same stage."""
+        """Bytes of each layer's residuals that the layer before keeps anyway on the same stage."""
         # Recomputed groups keep their inputs, each another one.
         if self._module.activation_checkpoint_interval:
             return [0] * len(self._layers)
@@ -263,7 +295,9 @@ class Counted:
         return (work.params, work.inputs, work.context), [*specs, *inputs, *context]
 
     def _residual_specs(self, work: LayerWork, specs: Sequence[P]) -> list[P]:
-        return self._last_specs(len(work.residuals.structs), work.residuals.forward, *self._forward(work, specs))
+        return self._last_specs(
+            len(work.residuals.structs), work.residuals.forward, *self._forward(work, specs)
+        )
 
     def _pending_specs(
         self, work: LayerWork, split: SplitBackward, specs: Sequence[P], residuals: Sequence[P]
@@ -290,14 +324,18 @@ class Counted:
     def _bytes(self, x: Any, spec: P) -> int:
         return device_bytes(x, self._trace.mesh, spec)
 
-    def _kernels(self, function: Callable[..., Any], args: Sequence[PyTree], specs: Sequence[P]) -> list[Kernel]:
+    def _kernels(
+        self, function: Callable[..., Any], args: Sequence[PyTree], specs: Sequence[P]
+    ) -> list[Kernel]:
         mesh = self._trace.mesh
         if not automatic_axes(mesh):
             return count_kernels(function, args)
         return count_kernels(function, args, specs, mesh, MANUAL_AXES)
 
 
-def layer_keys(module: PipelineModule, trace: ModelTrace, signatures: Sequence[Hashable]) -> list[Hashable]:
+def layer_keys(
+    module: PipelineModule, trace: ModelTrace, signatures: Sequence[Hashable]
+) -> list[Hashable]:
     """Per layer a value that is equal for layers of equal costs."""
     return [
         (signature, named.is_marked, trace.frozen_in(named.index))

@@ -18,7 +18,11 @@ from ._measure import measured_costs
 
 
 def costs_for_cut(
-    module: PipelineModule, trace: ModelTrace, mesh: Mesh, labels: PyTree, signatures: Sequence[Hashable]
+    module: PipelineModule,
+    trace: ModelTrace,
+    mesh: Mesh,
+    labels: PyTree,
+    signatures: Sequence[Hashable],
 ) -> Profile:
     """Costs of layers that a cut goes by; all processes call.
 
@@ -27,7 +31,9 @@ def costs_for_cut(
     PartitionError where the mesh's devices cannot be measured on.
     """
     source = profile_source(module.partition_method)
-    costs = Counted(module, trace, labels, signatures, whole=source is not None).costs(reference_hardware(mesh))
+    costs = Counted(module, trace, labels, signatures, whole=source is not None).costs(
+        reference_hardware(mesh)
+    )
     return measured_costs(module, trace, mesh, labels, costs) if source == "times" else costs
 
 
@@ -49,10 +55,14 @@ def stage_memory(program: TickProgram, bytes_per_param: float, limit: float | No
     # Every device has a ring as long as the fullest stage needs, so a part needs no less where
     # fewer are in flight.
     in_flight, stages = -(-program.residual_slots // program.num_chunks), program.placement.stages
-    return StageMemory((in_flight,) * len(stages), stages, bytes_per_param, None if limit is None else round(limit))
+    return StageMemory(
+        (in_flight,) * len(stages), stages, bytes_per_param, None if limit is None else round(limit)
+    )
 
 
-def log_cut(module: PipelineModule, trace: ModelTrace, profile: Profile, parts: Sequence[int]) -> None:
+def log_cut(
+    module: PipelineModule, trace: ModelTrace, profile: Profile, parts: Sequence[int]
+) -> None:
     """Write the table of a cut."""
     table = format_partition(
         parts,

@@ -87,7 +87,17 @@ class Forecast:
 
 
 _HEADS = (
-    *("", "schedule", "chunks", "cut", "recompute", "weights GB", "masters, moments", "sums", "in flight"),
+    *(
+        "",
+        "schedule",
+        "chunks",
+        "cut",
+        "recompute",
+        "weights GB",
+        "masters, moments",
+        "sums",
+        "in flight",
+    ),
     *("temporary", "total GB", "step ms", "bubble", "exposed ms", "tokens/s", "MFU"),
 )
 
@@ -97,11 +107,18 @@ def candidate_rows(candidates: Sequence[Forecast]) -> list[list[str]]:
     rows = [list(_HEADS)]
     for number, one in enumerate(candidates):
         memory = one.memory
-        sizes = (memory.weights, memory.masters, memory.gradient_sums, memory.residuals + memory.pending)
+        sizes = (
+            memory.weights,
+            memory.masters,
+            memory.gradient_sums,
+            memory.residuals + memory.pending,
+        )
         rows.append(
             [
                 "too large" if not one.fits else "best" if number == 0 else "",
-                one.schedule if one.max_pending is None else f"{one.schedule}, {one.max_pending} pending",
+                one.schedule
+                if one.max_pending is None
+                else f"{one.schedule}, {one.max_pending} pending",
                 str(one.num_chunks),
                 one.partition,
                 str(one.recompute),

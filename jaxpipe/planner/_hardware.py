@@ -1,4 +1,7 @@
-"""Accelerators by name: peaks, memory and wires, and what share of them programs are taken to reach."""
+"""Accelerators by name.
+
+Peaks, memory and wires, and what share of them programs are taken to reach.
+"""
 
 import re
 from dataclasses import dataclass, fields, replace
@@ -56,24 +59,33 @@ class Hardware:
             if field.name == "name":
                 continue
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            lowest = 0.0 if field.name.endswith("_s") and not field.name.endswith("_per_s") else 1e-300
+            lowest = (
+                0.0 if field.name.endswith("_s") and not field.name.endswith("_per_s") else 1e-300
+            )
             if not is_number or not lowest <= value < float("inf"):
                 rule = "at least 0" if lowest == 0.0 else "a positive number"
                 raise ConfigError(
-                    f"{field.name} of hardware {self.name!r} must be {rule}, but got {field.name}={value!r}. Give it "
-                    "in bytes, operations and seconds, such as Hardware('mine', 989e12, 141e9, 4.8e12, 450e9)."
+                    f"{field.name} of hardware {self.name!r} must be {rule}, but got "
+                    f"{field.name}={value!r}. Give it in bytes, operations and seconds, such as "
+                    "Hardware('mine', 989e12, 141e9, 4.8e12, 450e9)."
                 )
             if field.name.endswith("_share") and value > 1:
                 raise ConfigError(
-                    f"{field.name} of hardware {self.name!r} must be a share of the peak, at most 1, but got "
-                    f"{field.name}={value!r}. Divide percentages by 100."
+                    f"{field.name} of hardware {self.name!r} must be a share of the peak, at most "
+                    f"1, but got {field.name}={value!r}. Divide percentages by 100."
                 )
 
     @property
     def ideal(self) -> "Hardware":
         """The same, reaching its peaks."""
         return replace(
-            self, gemm_share=1.0, attention_share=1.0, traffic_share=1.0, wire_share=1.0, latency_s=0.0, branch_s=0.0
+            self,
+            gemm_share=1.0,
+            attention_share=1.0,
+            traffic_share=1.0,
+            wire_share=1.0,
+            latency_s=0.0,
+            branch_s=0.0,
         )
 
     @property
@@ -100,30 +112,48 @@ HARDWARE: dict[str, Hardware] = {
     "b200": Hardware("b200", 2250e12, 180e9, 7.7e12, 900e9),
     "mi300x": Hardware("mi300x", 1307e12, 192e9, 5.3e12, 448e9),
 }
-"""Known accelerators, SXM or OAM modules, by the vendors' data sheets; add one's own by `HARDWARE["name"] = ...`."""
+"""Known accelerators, SXM or OAM modules, by the vendors' data sheets.
+
+Add one's own by `HARDWARE["name"] = ...`.
+"""
 
 
 def named_hardware(kind: str) -> Hardware | None:
-    """The known accelerator that a device is, by the name that it gives itself; None: it is none of them."""
+    """The known accelerator that a device is, by the name that it gives itself.
+
+    None: it is none of them.
+    """
     kind = kind.lower().replace(" ", "")
-    return next((HARDWARE[name] for name in sorted(HARDWARE, key=len, reverse=True) if name.lower() in kind), None)
+    return next(
+        (
+            HARDWARE[name]
+            for name in sorted(HARDWARE, key=len, reverse=True)
+            if name.lower() in kind
+        ),
+        None,
+    )
 
 
 def read_hardware(text: str | tuple[Hardware, int]) -> tuple[Hardware, int]:
     """Accelerators and their number, from `"h200:64"` or a pair of a `Hardware` and the number."""
     if isinstance(text, tuple):
         hardware, count = (*text, None, None)[:2]
-        if len(text) != 2 or not isinstance(hardware, Hardware) or type(count) is not int or count < 1:
+        if (
+            len(text) != 2
+            or not isinstance(hardware, Hardware)
+            or type(count) is not int
+            or count < 1
+        ):
             raise ConfigError(
-                f"hardware must be a pair of a Hardware and a positive number of devices, but got hardware={text!r}. "
-                "Write for instance (HARDWARE['h200'], 64)."
+                "hardware must be a pair of a Hardware and a positive number of devices, but got "
+                f"hardware={text!r}. Write for instance (HARDWARE['h200'], 64)."
             )
         return hardware, count
     found = re.fullmatch(r"\s*([\w.-]+)\s*:\s*(\d+)\s*", text) if isinstance(text, str) else None
     if found is None or int(found[2]) < 1:
         raise ConfigError(
-            f"hardware must be a name and a positive number of devices, 'NAME:NUMBER', but got hardware={text!r}. "
-            "Write for instance 'h200:64'."
+            "hardware must be a name and a positive number of devices, 'NAME:NUMBER', but got "
+            f"hardware={text!r}. Write for instance 'h200:64'."
         )
     name = found[1].lower()
     if name not in HARDWARE:
@@ -132,7 +162,8 @@ def read_hardware(text: str | tuple[Hardware, int]) -> tuple[Hardware, int]:
         memory = {key: f"{each.memory_bytes / 1e9:.0f} GB" for key, each in HARDWARE.items()}
         known = ", ".join(f"{key} ({size})" for key, size in memory.items())
         raise ConfigError(
-            f"hardware must be one of {known}, but got {found[1]!r}. {hint}, plan for another memory "
-            f"or GPU with jaxpipe.forecast.HARDWARE[{name!r}] = Hardware(...) in the job's file."
+            f"hardware must be one of {known}, but got {found[1]!r}. {hint}, plan for another "
+            f"memory or GPU with jaxpipe.forecast.HARDWARE[{name!r}] = Hardware(...) in the job's "
+            "file."
         )
     return HARDWARE[name], int(found[2])

@@ -69,10 +69,14 @@ def make_plan(
         memory = None
         if is_profiled:
             program = lower_schedule(schedule, num_microbatches, module.num_stages)
-            memory = stage_memory(program, bytes_per_param(module, trace, config, optimizer), limit_of(section, mesh))
+            memory = stage_memory(
+                program, bytes_per_param(module, trace, config, optimizer), limit_of(section, mesh)
+            )
             profile = dataclasses.replace(costs, memory=memory)
         if parts is None:
-            parts = cut_parts(module, trace, costs, module.num_stages * schedule.num_chunks, signatures, memory)
+            parts = cut_parts(
+                module, trace, costs, module.num_stages * schedule.num_chunks, signatures, memory
+            )
         if profile is not None:
             log_cut(module, trace, profile, parts)
         notes = notes_on_cut(module, trace, costs, parts, traced.split_note) if is_cut else ()
@@ -95,9 +99,22 @@ def _job(
     trace, mesh, labels, config = traced.trace, traced.mesh, traced.microbatch.labels, traced.config
     counted, measured = Counted(module, trace, labels, signatures), None
     if profile_source(module.partition_method) == "times" and runnable_devices(mesh):
-        measured = measured_costs(module, trace, mesh, labels, counted.costs(reference_hardware(mesh)))
+        measured = measured_costs(
+            module, trace, mesh, labels, counted.costs(reference_hardware(mesh))
+        )
     limit = limit_of(config.pipeline, mesh)
-    return Job(module, trace, mesh, counted, num_microbatches, config, optimizer, hardware_of(mesh), limit, measured)
+    return Job(
+        module,
+        trace,
+        mesh,
+        counted,
+        num_microbatches,
+        config,
+        optimizer,
+        hardware_of(mesh),
+        limit,
+        measured,
+    )
 
 
 def _said(job: Job, found: Sequence[Forecast]) -> str:
@@ -109,11 +126,22 @@ def _said(job: Job, found: Sequence[Forecast]) -> str:
         level = logging.WARNING
         memory = best.memory
         without_rings = memory.weights + memory.masters + memory.gradient_sums
-        less = "." if without_rings > (limit or 0) else "; or recompute activations, or use smaller microbatches."
+        less = (
+            "."
+            if without_rings > (limit or 0)
+            else "; or recompute activations, or use smaller microbatches."
+        )
         reason = (
-            f"{best.schedule}: Nothing fits; this holds the least. Parameters, gradients and optimiser state take "
-            f"{without_rings:,.0f} of {limit:,.0f} bytes. Use more stages, or raise pipeline.memory_limit_gb{less}"
+            f"{best.schedule}: Nothing fits; this holds the least. Parameters, gradients and "
+            f"optimiser state take {without_rings:,.0f} of {limit:,.0f} bytes. Use more stages, or "
+            f"raise pipeline.memory_limit_gb{less}"
         )
     table = "\n".join([*candidate_table(found), reason])
-    log(level, "schedule=%r, with layers %s:\n%s", job.config.pipeline.schedule, job.costs.source, table)
+    log(
+        level,
+        "schedule=%r, with layers %s:\n%s",
+        job.config.pipeline.schedule,
+        job.costs.source,
+        table,
+    )
     return table

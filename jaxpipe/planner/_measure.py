@@ -29,7 +29,9 @@ Times = tuple[float, float, float]
 """Seconds of a forward, a whole backward, and its weight gradient."""
 
 
-def measured_costs(module: PipelineModule, trace: ModelTrace, mesh: Mesh, labels: PyTree, costs: Profile) -> Profile:
+def measured_costs(
+    module: PipelineModule, trace: ModelTrace, mesh: Mesh, labels: PyTree, costs: Profile
+) -> Profile:
     """Costs with times that process 0 measures on its first device of the mesh; all processes call.
 
     Layers that are sharded over automatic axes are computed for all their devices at once and count
@@ -46,14 +48,16 @@ def measured_costs(module: PipelineModule, trace: ModelTrace, mesh: Mesh, labels
         devices = runnable_devices(mesh)
         if not devices:
             raise PartitionError(
-                "partition_method='profile' must measure on a device of process 0, but got a mesh of "
-                f"{mesh.devices.flat[0].device_kind} devices that process 0 cannot run on. Use 'profile:flops', or "
-                "explicit boundaries."
+                "partition_method='profile' must measure on a device of process 0, but got a mesh "
+                f"of {mesh.devices.flat[0].device_kind} devices that process 0 cannot run on. Use "
+                "'profile:flops', or explicit boundaries."
             )
         with jax.default_device(devices[0]):
             keys = layer_keys(module, trace, costs.signatures)
             is_shared = [each.is_stage_sharded for each in costs.layers]
-            found = look_once(keys, lambda i: [0.0] * 3 if is_shared[i] else times(layer_work(module, trace, i)))
+            found = look_once(
+                keys, lambda i: [0.0] * 3 if is_shared[i] else times(layer_work(module, trace, i))
+            )
             has_loss = labels is not None and module.loss_fn is not None and not is_shared[-1]
             return [*found, times(loss_work(module, trace, labels)) if has_loss else [0.0] * 3]
 
@@ -61,27 +65,41 @@ def measured_costs(module: PipelineModule, trace: ModelTrace, mesh: Mesh, labels
     *layers, loss = agreed(run_on_all(measured, who=[0]))
     source = f"measured on {mesh.devices.flat[0].device_kind}"
     return dataclasses.replace(
-        costs, layers=tuple(map(_timed, costs.layers, layers)), loss=_timed(costs.loss, loss), source=source
+        costs,
+        layers=tuple(map(_timed, costs.layers, layers)),
+        loss=_timed(costs.loss, loss),
+        source=source,
     )
 
 
 def _timed(cost: LayerCost, times: list[float]) -> LayerCost:
     forward_s, backward_s, weight_s = times
     # Measured, this part may take longer than the whole by noise.
-    return dataclasses.replace(cost, forward_s=forward_s, backward_s=backward_s, weight_s=min(weight_s, backward_s))
+    return dataclasses.replace(
+        cost, forward_s=forward_s, backward_s=backward_s, weight_s=min(weight_s, backward_s)
+    )
 
 
 def _times_of(work: LayerWork) -> Times:
     forward_s = measured_s(work.residuals.forward, work.params, work.inputs, work.context)
-    backward_s = measured_s(work.residuals.backward, work.params, work.residuals.structs, work.cotangents)
+    backward_s = measured_s(
+        work.residuals.backward, work.params, work.residuals.structs, work.cotangents
+    )
     split = SplitBackward(work.residuals, work.params)
     if split.is_whole:
         return forward_s, backward_s, 0.0
-    return forward_s, backward_s, measured_s(split.backward_weight, work.params, work.residuals.structs, split.pending)
+    return (
+        forward_s,
+        backward_s,
+        measured_s(split.backward_weight, work.params, work.residuals.structs, split.pending),
+    )
 
 
 def measured_s(function: Callable[..., Any], *structs: PyTree, rounds: int = 5) -> float:
-    """Measured seconds of a call, the median of some rounds; at least as long as it takes to start a program."""
+    """Measured seconds of a call, the median of some rounds.
+
+    At least as long as it takes to start a program.
+    """
     jitted, args = jax.jit(function), _filled(structs)
     jax.block_until_ready(jitted(*args))  # compiles, and is not counted
 
@@ -114,13 +132,15 @@ def _filled(struct: PyTree) -> PyTree:
 
 
 def runnable_devices(mesh: Mesh) -> list[Any]:
-    """This process's devices of a mesh on which programs can be run, and not only be compiled for them."""
+    """This process's devices of a mesh that can run programs, not only have them compiled."""
     own = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
     return [device for device in own if device in device.client.local_devices()]
 
 
 def agreed(value: Any, pick: Callable[[list[Any]], Any] = lambda found: found[0]) -> Any:
-    """A value on which all processes agree, picked from those of each, by default that of process 0; all call.
+    """A value on which all processes agree, picked from those of each; all call.
+
+    By default it is that of process 0.
 
     It is one that JSON can write: a float comes back with every digit.
     """

@@ -1,4 +1,7 @@
-"""Bytes that a device holds during a step, by what for. One program runs on all devices, so all hold alike."""
+"""Bytes that a device holds during a step, by what for.
+
+One program runs on all devices, so all hold alike.
+"""
 
 import math
 from dataclasses import dataclass, fields
@@ -62,9 +65,13 @@ def layout_bytes(layout: Layout, mesh: Any) -> float:
     return device_bytes(layout.struct(), mesh, layout.spec())
 
 
-def optimizer_share(optimizer: optax.GradientTransformation, trace: ModelTrace, compute_dtype: object) -> float:
+def optimizer_share(
+    optimizer: optax.GradientTransformation, trace: ModelTrace, compute_dtype: object
+) -> float:
     """Bytes of an optimiser's numbers for each byte of the master weights that are trained."""
-    trained = {path: x for path, x in flatten_dict(trace.tree()).items() if path not in trace.frozen}
+    trained = {
+        path: x for path, x in flatten_dict(trace.tree()).items() if path not in trace.frozen
+    }
     tree = unflatten_dict(trained if compute_dtype is None else cast_floats(trained, "float32"))
     return num_bytes(state_struct(optimizer, tree)) / max(1, num_bytes(tree))
 
@@ -93,7 +100,10 @@ class Working:
 
 
 _STREAMS = 7
-"""Activations and gradients between stages that a tick has at a time: received, computed, sent, and the loss's."""
+"""Activations and gradients between stages that a tick has at a time.
+
+Received, computed, sent, and the loss's.
+"""
 
 
 def working_bytes(
@@ -127,7 +137,10 @@ def working_bytes(
 
 
 def ring_bytes(costs: Profile, layers: range) -> tuple[int, int]:
-    """Bytes of the residuals of one microbatch of some successive layers, and what a backward of them makes again."""
+    """Bytes of the residuals of one microbatch of some successive layers.
+
+    The second number is what a backward of them makes again.
+    """
     if not layers:
         return 0, 0
     profile = Profile(costs.layers[layers.start : layers.stop], interval=costs.interval)
@@ -138,7 +151,9 @@ def ring_bytes(costs: Profile, layers: range) -> tuple[int, int]:
 def _gathered_bytes(trace: ModelTrace, index: int) -> float:
     """Bytes of a layer's weights in 16 bits, whole along `fsdp`."""
     specs, leaves = trace.param_specs[index], flatten_dict(trace.params[index])
-    whole = {path: NamedSharding(trace.mesh, spec_without(specs.get(path, P()), FSDP)) for path in leaves}
+    whole = {
+        path: NamedSharding(trace.mesh, spec_without(specs.get(path, P()), FSDP)) for path in leaves
+    }
     return 2 * sum(math.prod(whole[path].shard_shape(leaf.shape)) for path, leaf in leaves.items())
 
 
@@ -148,7 +163,10 @@ def stacked_bytes(layout: Layout, mesh: Any) -> float:
 
 
 def bytes_per_param(
-    module: PipelineModule, trace: ModelTrace, config: TrainConfig, optimizer: optax.GradientTransformation
+    module: PipelineModule,
+    trace: ModelTrace,
+    config: TrainConfig,
+    optimizer: optax.GradientTransformation,
 ) -> float:
     """Bytes that a device holds during a step per parameter of its stage, the mean over the model.
 
@@ -165,15 +183,23 @@ def bytes_per_param(
     if not num_params:
         return 0.0
     computed = flatten_dict(cast_floats(trace.tree(), compute_dtype))
-    trained, frozen = ([path for path in made if (path in trace.frozen) == is_it] for is_it in (False, True))
-    masters = [made[path] if compute_dtype is None else cast_floats(made[path], "float32") for path in trained]
+    trained, frozen = (
+        [path for path in made if (path in trace.frozen) == is_it] for is_it in (False, True)
+    )
+    masters = [
+        made[path] if compute_dtype is None else cast_floats(made[path], "float32")
+        for path in trained
+    ]
     sums = [grad_accum_struct(computed[path], grad_dtype) for path in trained]
     divided = num_bytes(masters) * (1 + optimizer_share(optimizer, trace, compute_dtype))
     divided += num_bytes([computed[path] for path in frozen])
     is_copied = compute_dtype is not None or num_shards > 1
     # Over automatic axes a weight and all that goes with it are divided alike.
     specs = trace.tree_specs()
-    shards = [NamedSharding(trace.mesh, specs.get(path, P())).shard_shape(x.shape) for path, x in made.items()]
+    shards = [
+        NamedSharding(trace.mesh, specs.get(path, P())).shard_shape(x.shape)
+        for path, x in made.items()
+    ]
     fraction = sum(map(math.prod, shards)) / num_params
     whole = divided / num_shards + is_copied * num_bytes(list(computed.values())) + num_bytes(sums)
     return fraction * whole / num_params

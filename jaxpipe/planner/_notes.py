@@ -6,14 +6,25 @@ from itertools import pairwise
 
 from jaxpipe.distributed import log
 from jaxpipe.layers import ModelTrace, PipelineModule
-from jaxpipe.partition import Profile, cut_stages, is_method, partition_balanced, partition_best, tick_of
+from jaxpipe.partition import (
+    Profile,
+    cut_stages,
+    is_method,
+    partition_balanced,
+    partition_best,
+    tick_of,
+)
 
 _WORTH_SAYING = 0.1
 """Share of a tick from which the layers after the trunk are spoken of."""
 
 
 def notes_on_cut(
-    module: PipelineModule, trace: ModelTrace, profile: Profile, parts: Sequence[int], split_note: str
+    module: PipelineModule,
+    trace: ModelTrace,
+    profile: Profile,
+    parts: Sequence[int],
+    split_note: str,
 ) -> tuple[str, ...]:
     """Compare a cut with another one, and say what the last layers and the loss take; logged, too.
 
@@ -22,13 +33,18 @@ def notes_on_cut(
     """
     if not tick_of(profile, parts).seconds:
         return ()
-    notes = (_on_alternative(module, trace, profile, parts), *_on_loss(module, profile, parts, split_note))
+    notes = (
+        _on_alternative(module, trace, profile, parts),
+        *_on_loss(module, profile, parts, split_note),
+    )
     log(logging.INFO, "%s", "; ".join(notes))
     _warn_of_small_trunk(module, trace, profile, parts)
     return notes
 
 
-def _on_alternative(module: PipelineModule, trace: ModelTrace, profile: Profile, parts: Sequence[int]) -> str:
+def _on_alternative(
+    module: PipelineModule, trace: ModelTrace, profile: Profile, parts: Sequence[int]
+) -> str:
     method, num_parts = module.partition_method, len(parts) - 1
     tick, cut = tick_of(profile, parts), f"partition_method={method!r} cuts at {list(parts)}"
     other_method, other = "best", partition_best(profile, num_parts)
@@ -37,26 +53,39 @@ def _on_alternative(module: PipelineModule, trace: ModelTrace, profile: Profile,
     if other == list(parts):
         return f"{cut}, as {other_method!r} would"
     ratio = tick_of(profile, other).seconds / tick.seconds
-    return f"{cut}; {other_method!r} would at {other}, for a tick {ratio:.2f} times as long by operations and bytes"
+    choice = f"{cut}; {other_method!r} would at {other}"
+    return f"{choice}, for a tick {ratio:.2f} times as long by operations and bytes"
 
 
-def _on_loss(module: PipelineModule, profile: Profile, parts: Sequence[int], split_note: str) -> list[str]:
+def _on_loss(
+    module: PipelineModule, profile: Profile, parts: Sequence[int], split_note: str
+) -> list[str]:
     if profile.layers[-1].is_stage_sharded:
         return [split_note] if split_note else []
     seconds, epilogue = profile.seconds(), cut_stages(profile.signatures, parts)[-1].epilogue
     slowest = tick_of(profile, parts).slowest_s
-    share, is_slowest = sum(seconds[i] for i in epilogue) / slowest, sum(seconds[parts[-2] :]) >= slowest
+    share, is_slowest = (
+        sum(seconds[i] for i in epilogue) / slowest,
+        sum(seconds[parts[-2] :]) >= slowest,
+    )
     if share < _WORTH_SAYING or not is_slowest:
         return []
-    what = "the loss" if not epilogue else f"{', '.join(module.layers[i].name for i in epilogue)} and the loss"
+    what = (
+        "the loss"
+        if not epilogue
+        else f"{', '.join(module.layers[i].name for i in epilogue)} and the loss"
+    )
     found = (
-        f"{what} take {share:.2f} of a tick on the last stage, for which all others wait; split over the stages "
-        f"(pipeline.split_vocabulary) they would take {share / module.num_stages:.2f}"
+        f"{what} take {share:.2f} of a tick on the last stage, for which all others wait; split "
+        "over the stages (pipeline.split_vocabulary) they would take "
+        f"{share / module.num_stages:.2f}"
     )
     return [found, *([split_note] if split_note else [])]
 
 
-def _warn_of_small_trunk(module: PipelineModule, trace: ModelTrace, profile: Profile, parts: Sequence[int]) -> None:
+def _warn_of_small_trunk(
+    module: PipelineModule, trace: ModelTrace, profile: Profile, parts: Sequence[int]
+) -> None:
     if not is_method(module.partition_method, "parameters"):
         return
     num_params, cuts = trace.num_own_params(), cut_stages(profile.signatures, parts)
@@ -68,9 +97,9 @@ def _warn_of_small_trunk(module: PipelineModule, trace: ModelTrace, profile: Pro
     if 2 * trunk < sizes[largest] and ratio > 1:
         log(
             logging.WARNING,
-            "partition_method='parameters' leaves %d of the %d parameters of its largest part in the trunk; the others "
-            "run behind a switch, and all stages add up their gradients: partition_method='best' cuts at %s, for a "
-            "tick %.2f times as short",
+            "partition_method='parameters' leaves %d of the %d parameters of its largest part in "
+            "the trunk; the others run behind a switch, and all stages add up their gradients: "
+            "partition_method='best' cuts at %s, for a tick %.2f times as short",
             trunk,
             sizes[largest],
             best,

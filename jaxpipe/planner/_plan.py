@@ -25,7 +25,10 @@ from jaxpipe.state import VocabLayers, find_vocab_layers
 from jaxpipe.topology import FSDP, automatic_axes, mesh_shape, stages_cross_hosts
 
 _OVERLAP_COST = 1.02
-"""How much longer a schedule may take for losses that run a tick later: less than their exchanges between hosts."""
+"""How much longer a schedule may take for losses that run a tick later.
+
+Less than their exchanges between hosts.
+"""
 
 
 def plan_cut(
@@ -46,18 +49,24 @@ def plan_cut(
     axis divides them, or asks for losses a tick later and no last layer is split.
     """
     schedule = schedule_of(section)
-    vocab, _ = find_vocab_layers(module.layers, trace, cut_stages(signatures, parts), module.num_stages)
+    vocab, _ = find_vocab_layers(
+        module.layers, trace, cut_stages(signatures, parts), module.num_stages
+    )
     program = lower_training(schedule, num_microbatches, section, module, vocab, mesh)
     if section.skip_idle == "auto":
         section = dataclasses.replace(section, skip_idle=skips_idle(program, mesh))
     section = _with_gathers(section, config.zero_optimization.stage, mesh)
     skips, is_cpu = section.skip_idle is True, mesh.devices.flat[0].platform == "cpu"
     # On CPU, where collectives wait, not unless a program as for accelerators is asked for.
-    has_ends_apart = mesh_shape(mesh)["data"] > 1 and (not is_cpu or config.pipeline.skip_idle is False)
+    has_ends_apart = mesh_shape(mesh)["data"] > 1 and (
+        not is_cpu or config.pipeline.skip_idle is False
+    )
     if has_ends_apart:
-        # Gathers of weights then go on under the first tick, and reductions of gradients under the last.
+        # Gathers of weights then go on under the first tick, and reductions of gradients under the
+        # last.
         program = with_ends_apart(program)
-    # Exchanges of accelerators run beside their computing; on CPU a stage that skips its forward would wait for others.
+    # Exchanges of accelerators run beside their computing; on CPU a stage that skips its forward
+    # would wait for others.
     sends_early = not (skips and (is_cpu or _waits_amid_ticks(program)))
     # All stages must take part in exchanges, and in what vocabulary-parallel layers sum.
     has_exchanges = sends_early or bool(vocab.layers)
@@ -75,7 +84,9 @@ def plan_cut(
 
 def schedule_of(section: PipelineConfig) -> type[PipeSchedule]:
     """The class of the schedule that is named, with its chunks and pending weight gradients."""
-    return resolve_schedule(section.schedule, unless_auto(section.num_chunks), unless_auto(section.max_pending_weights))
+    return resolve_schedule(
+        section.schedule, unless_auto(section.num_chunks), unless_auto(section.max_pending_weights)
+    )
 
 
 def _with_gathers(section: PipelineConfig, zero_stage: int, mesh: Mesh) -> PipelineConfig:
@@ -83,10 +94,10 @@ def _with_gathers(section: PipelineConfig, zero_stage: int, mesh: Mesh) -> Pipel
     is_divided = FSDP in mesh.axis_names
     if section.gather_weights != "auto" and not is_divided:
         raise ConfigError(
-            "pipeline.gather_weights must be set only where weights are divided over an axis 'fsdp', but got "
-            f"pipeline.gather_weights={section.gather_weights!r} for a mesh with the axes "
-            f"{', '.join(map(repr, mesh.axis_names))}. Remove it, add the axis to the topology, or use "
-            "zero_optimization.stage=2 or 3.",
+            "pipeline.gather_weights must be set only where weights are divided over an axis "
+            f"'fsdp', but got pipeline.gather_weights={section.gather_weights!r} for a mesh with "
+            f"the axes {', '.join(map(repr, mesh.axis_names))}. Remove it, add the axis to the "
+            "topology, or use zero_optimization.stage=2 or 3.",
             paths=["pipeline.gather_weights"],
         )
     if section.gather_weights == "auto" and is_divided:
@@ -111,9 +122,10 @@ def lower_training(
     wanted, num_stages = unless_auto(section.overlap_vocabulary), module.num_stages
     if wanted and not vocab.last and num_stages > 1:
         raise ConfigError(
-            "pipeline.overlap_vocabulary must be true only where the last layers are split over the stages, but got "
-            f"pipeline.overlap_vocabulary=True for last layer {module.layers[-1].name}, of which no parameter is. Set "
-            "pipeline.split_vocabulary too, use VocabHead, or leave it out.",
+            "pipeline.overlap_vocabulary must be true only where the last layers are split over "
+            "the stages, but got pipeline.overlap_vocabulary=True for last layer "
+            f"{module.layers[-1].name}, of which no parameter is. Set pipeline.split_vocabulary "
+            "too, use VocabHead, or leave it out.",
             paths=["pipeline.overlap_vocabulary"],
         )
     program = lower_schedule(schedule, num_microbatches, num_stages)
@@ -139,7 +151,9 @@ def skips_idle(program: TickProgram, mesh: Mesh) -> bool:
 
 
 def _waits_amid_ticks(program: TickProgram) -> bool:
-    """True if stages that skip idle actions would wait for each other's forwards in an exchange amid a tick.
+    """True if stages that skip idle actions would wait for each other's forwards amid a tick.
+
+    They would wait in an exchange.
 
     XLA (JAX 0.10) lets one exchange travel at a time: where activations go both ways one of the two
     is waited for. A stage that has a backward alone would begin it when its neighbour's forward has
@@ -148,14 +162,17 @@ def _waits_amid_ticks(program: TickProgram) -> bool:
     forward, backward = program.tables.forward.chunk, program.tables.backward.chunk
     ticks = zip(zip(*forward, strict=True), zip(*backward, strict=True), strict=True)
     mixed = sum(
-        any(f >= 0 > b for f, b in zip(*tick, strict=True)) and any(b >= 0 > f for f, b in zip(*tick, strict=True))
+        any(f >= 0 > b for f, b in zip(*tick, strict=True))
+        and any(b >= 0 > f for f, b in zip(*tick, strict=True))
         for tick in ticks
     )
-    return 2 * mixed > program.num_ticks and any(len(run.activation_sends) > 1 for run in program.runs)
+    return 2 * mixed > program.num_ticks and any(
+        len(run.activation_sends) > 1 for run in program.runs
+    )
 
 
 def _has_cheap_branches(program: TickProgram, mesh: Mesh) -> bool:
-    """True if actions of several chunks are better branched on the chunk than given its weights as a copy.
+    """True if actions of several chunks had better branch on the chunk than copy its weights.
 
     The copies take 3 % of a tick of a 7B model on H200, a branch 0.1 %. But XLA (JAX 0.10) lets one
     exchange travel at a time, under one branch: those of schedules that send both ways need

@@ -23,7 +23,10 @@ class Time(NamedTuple):
 
 
 def kernel_s(hardware: Hardware, flops: float, attention: float, num_bytes: float) -> float:
-    """Seconds of a kernel with these operations of matrix products and of fused attention, and these bytes moved."""
+    """Seconds of a kernel by its operations and the bytes it moves.
+
+    The operations are those of matrix products, and those of fused attention.
+    """
     arithmetic_s = flops / (hardware.flops_per_s * hardware.gemm_share)
     arithmetic_s += attention / (hardware.flops_per_s * hardware.attention_share)
     return max(arithmetic_s, bytes_s(hardware, num_bytes))
@@ -34,19 +37,29 @@ def bytes_s(hardware: Hardware, num_bytes: float) -> float:
     return num_bytes / (hardware.bytes_per_s * hardware.traffic_share)
 
 
-def collective_s(hardware: Hardware, kind: str, num_bytes: float, size: int, *, inside_host: bool) -> float:
-    """Seconds of a collective of `size` devices alone, by HLO's name for it and the bytes of the whole array."""
+def collective_s(
+    hardware: Hardware, kind: str, num_bytes: float, size: int, *, inside_host: bool
+) -> float:
+    """Seconds of a collective of `size` devices alone.
+
+    They follow from HLO's name for it and the bytes of the whole array.
+    """
     if size < 2:
         return 0.0
-    share = {"collective-permute": 1.0, "all-reduce": 2 * (size - 1) / size}.get(kind, (size - 1) / size)
+    share = {"collective-permute": 1.0, "all-reduce": 2 * (size - 1) / size}.get(
+        kind, (size - 1) / size
+    )
     return hardware.wire_s(share * num_bytes, inside_host=inside_host)
 
 
-def time_of(hardware: Hardware, kernels: Iterable[Kernel], axes: Mapping[str, tuple[int, bool]]) -> Time:
+def time_of(
+    hardware: Hardware, kernels: Iterable[Kernel], axes: Mapping[str, tuple[int, bool]]
+) -> Time:
     """Time of kernels, one after another; `axes` as `axes_inside` gives them."""
     computing_s = moving_s = exposed_s = hidden_s = total_flops = 0.0
     for each in kernels:
-        flops = each.flops * (1 if each.is_narrow else 2)  # products of 32 bits run at half of the peak, as TF32
+        # Products of 32 bits run at half of the peak, as TF32.
+        flops = each.flops * (1 if each.is_narrow else 2)
         total_flops += each.times * flops
         if each.kind == "product":
             computing_s += each.times * kernel_s(hardware, flops, 0.0, each.num_bytes)
@@ -60,7 +73,9 @@ def time_of(hardware: Hardware, kernels: Iterable[Kernel], axes: Mapping[str, tu
             # keeps its share, and which travel under the products of the layer before.
             is_hidden = each.axis == FSDP
             kind = "all-reduce" if each.kind == "reduce" and not is_hidden else "all-gather"
-            seconds = each.times * collective_s(hardware, kind, each.num_bytes, size, inside_host=inside_host)
+            seconds = each.times * collective_s(
+                hardware, kind, each.num_bytes, size, inside_host=inside_host
+            )
             hidden_s += seconds * is_hidden
             exposed_s += seconds * (not is_hidden)
     exposed_s += max(0.0, hidden_s - computing_s)

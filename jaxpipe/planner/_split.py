@@ -42,7 +42,9 @@ def choose_split(
         signatures = layer_signatures(module.layers, trace, module.compute_dtype)
         counted = Counted(module, trace, traced.microbatch.labels, signatures)
         hardware, limit = reference_hardware(mesh), limit_of(section, mesh)
-        job = Job(module, trace, mesh, counted, num_microbatches, whole.config, optimizer, hardware, limit)
+        job = Job(
+            module, trace, mesh, counted, num_microbatches, whole.config, optimizer, hardware, limit
+        )
         try:
             found.append(ranked(candidates(job, Asked.of(section)))[0])
         except JaxpipeError:  # said where the plan is made

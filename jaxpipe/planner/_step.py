@@ -7,7 +7,7 @@ from typing import NamedTuple
 from jaxpipe.schedules import Idle, PipeSchedule, TickProgram, TickRun
 
 _BRANCHES_OF_ENDS = 3
-"""Conditionals of a tick around the first layers, their backward, and the last layers with the loss."""
+"""Conditionals of a tick around the first layers, their backward, and the last layers and loss."""
 
 
 _STEADY = 3
@@ -21,7 +21,8 @@ class ShortSteps(NamedTuple):
 
     Attributes:
         long: Microbatches of the longer one.
-        short: Microbatches of the other, a group of S less; as many where nothing is left to extrapolate.
+        short: Microbatches of the other, a group of S less; as many where nothing is left to
+            extrapolate.
         rounds: Groups of S that the whole step has beyond the longer one.
     """
 
@@ -32,8 +33,8 @@ class ShortSteps(NamedTuple):
     @staticmethod
     def of(schedule: type[PipeSchedule], num_microbatches: int, num_stages: int) -> "ShortSteps":
         """Those of a schedule; the whole step where it is not steady, or no longer than these."""
-        # The remainder is kept, as it changes the tables, and over so many groups that, as in the whole step, none gets
-        # more than one microbatch of it.
+        # The remainder is kept, as it changes the tables, and over so many groups that, as in the
+        # whole step, none gets more than one microbatch of it.
         remainder = num_microbatches % num_stages
         long = max(_STEADY, remainder + 1) * num_stages + remainder
         if not schedule.is_steady or long >= num_microbatches:
@@ -113,7 +114,11 @@ def span_of(program: TickProgram, parts: Sequence[PartTime], wire: Wire, branch_
         branches = (_BRANCHES_OF_ENDS if has_ends else 0) + sum(plan.has_branches for plan in plans)
         for tick in range(run.start, run.stop):
             actions = _Actions(program, parts, wire, run, tick)
-            ends = wire.ends if any(program.tables.loss_microbatch[s][tick] >= 0 for s in stages) else 0.0
+            ends = (
+                wire.ends
+                if any(program.tables.loss_microbatch[s][tick] >= 0 for s in stages)
+                else 0.0
+            )
             ready = [max(now[other] for other in partners[s]) for s in stages]
             for stage in stages:
                 useful, idle = actions.seconds(stage)
@@ -126,14 +131,19 @@ def span_of(program: TickProgram, parts: Sequence[PartTime], wire: Wire, branch_
                 work[stage] += useful
                 exposed[stage] += bare
                 now[stage] = ready[stage] + cost + bare
-    return Span(max(now, default=0.0), max(work, default=0.0), max(exposed, default=0.0), program.num_ticks)
+    return Span(
+        max(now, default=0.0), max(work, default=0.0), max(exposed, default=0.0), program.num_ticks
+    )
 
 
 def _partners(run: TickRun, num_stages: int) -> list[set[int]]:
     """For each stage those that it exchanges with in a tick of a run, and itself."""
     sends = [*run.activation_sends.values(), *run.gradient_sends.values()]
     pairs = {pair for each in sends for pair in each}
-    return [{s} | {b for a, b in pairs if a == s} | {a for a, b in pairs if b == s} for s in range(num_stages)]
+    return [
+        {s} | {b for a, b in pairs if a == s} | {a for a, b in pairs if b == s}
+        for s in range(num_stages)
+    ]
 
 
 @dataclass(frozen=True)
@@ -152,7 +162,8 @@ class _Actions:
         any_part = self.parts[self.program.placement.virtual[stage][0]]
         useful = idle = 0.0
         forward, backward, weight = (
-            self._part(stage, kind.chunk[stage][tick]) for kind in (tables.forward, tables.backward, tables.weight)
+            self._part(stage, kind.chunk[stage][tick])
+            for kind in (tables.forward, tables.backward, tables.weight)
         )
         if forward is not None:
             useful += forward.forward + forward.first + forward.last + gather
@@ -160,7 +171,11 @@ class _Actions:
             idle += any_part.forward + gather
         if backward is not None:
             is_split = tables.pending_write[stage][tick] >= 0
-            useful += (backward.input if is_split else backward.backward) + backward.first_backward + gather
+            useful += (
+                (backward.input if is_split else backward.backward)
+                + backward.first_backward
+                + gather
+            )
         elif self.run.backward is not None and self.run.backward.idle is Idle.MASK:
             idle += any_part.backward + gather
         if weight is not None:

@@ -23,7 +23,8 @@ class Traced:
         entry: Shapes of one microbatch of all replicas.
         microbatch: Shapes of one microbatch as layers see it, that of one place along `data`.
         config: The settings, with `pipeline.split_vocabulary` decided.
-        split_note: What was decided about the vocabulary and why, in a sentence; empty where nothing was open.
+        split_note: What was decided about the vocabulary and why, in a sentence; empty where
+            nothing was open.
     """
 
     module: PipelineModule
@@ -42,7 +43,9 @@ class Traced:
     def with_split(self, is_split: bool, note: str = "") -> "Traced":
         """The same, with what was decided about the vocabulary."""
         section = dataclasses.replace(self.config.pipeline, split_vocabulary=is_split)
-        return dataclasses.replace(self, config=dataclasses.replace(self.config, pipeline=section), split_note=note)
+        return dataclasses.replace(
+            self, config=dataclasses.replace(self.config, pipeline=section), split_note=note
+        )
 
     @property
     def microbatch_size(self) -> int:

@@ -15,7 +15,10 @@ from jaxpipe.planner import named_hardware
 from ._recorded import Operation
 
 _BACKWARD_PRODUCTS = 2
-"""A backward makes two products of each of the forward's: gradients of the inputs and of the weights."""
+"""A backward makes two products of each of the forward's.
+
+Gradients of the inputs and of the weights.
+"""
 
 
 @dataclass(frozen=True)
@@ -28,8 +31,9 @@ class LayerProfile:
         num_params: Its parameters.
         forward_flops: Operations of products in its forward for one microbatch of one replica.
         flops: Operations of forward and backward in the whole step, on all replicas.
-        busy_s: Seconds that a device of its stage spent on it in the step; None: not recorded. Layers at one place in
-            the parts of one stage are one program, and share their time evenly.
+        busy_s: Seconds that a device of its stage spent on it in the step; None: not recorded.
+            Layers at one place in the parts of one stage are one program, and share their time
+            evenly.
     """
 
     name: str
@@ -46,13 +50,18 @@ def model_flops(pipeline: Pipeline) -> int:
 
 
 def peak_flops(kind: str) -> float | None:
-    """Peak operations a second of a device, dense in bfloat16, by the name that it gives itself; None: not known."""
+    """Peak operations a second of a device, dense in bfloat16, by the name that it gives itself.
+
+    None: not known.
+    """
     hardware = named_hardware(kind)
     return None if hardware is None else hardware.flops_per_s
 
 
 def layer_profiles(
-    pipeline: Pipeline, operations: Sequence[Operation] = (), devices: Mapping[int, int] | None = None
+    pipeline: Pipeline,
+    operations: Sequence[Operation] = (),
+    devices: Mapping[int, int] | None = None,
 ) -> list[LayerProfile]:
     """Count the layers of a pipeline, and find their time in a recorded step.
 
@@ -64,36 +73,57 @@ def layer_profiles(
     Returns:
         Its layers in order, then the loss.
     """
-    trace, module, times = pipeline.trace, pipeline.module, pipeline.num_microbatches * pipeline.num_replicas
-    # The loss of vocabulary-parallel layers has collectives, and is traced inside the executor alone.
+    trace, module, times = (
+        pipeline.trace,
+        pipeline.module,
+        pipeline.num_microbatches * pipeline.num_replicas,
+    )
+    # The loss of vocabulary-parallel layers has collectives, and is traced inside the executor
+    # alone.
     has_loss = module.loss_fn is not None and not pipeline.ends.layers
-    counted = {first: num_flops(program_kernels(trace.programs[first])) for first in set(trace.firsts)}
+    counted = {
+        first: num_flops(program_kernels(trace.programs[first])) for first in set(trace.firsts)
+    }
     parts = list(zip(pipeline.parts, pipeline.parts[1:], pipeline.part_stages, strict=False))
     busy_s = _busy_s(pipeline, operations, devices or {})
     found: list[LayerProfile] = []
     for index, named in enumerate(module.layers):
         on_all = index in pipeline.ends.layers
-        stage = None if on_all else next(stage for start, stop, stage in parts if start <= index < stop)
+        stage = (
+            None if on_all else next(stage for start, stop, stage in parts if start <= index < stop)
+        )
         forward, num_params = counted[trace.firsts[index]], trace.num_own_params()[index]
         flops = (1 + _BACKWARD_PRODUCTS) * forward * times
-        found.append(LayerProfile(named.name, stage, num_params, forward, flops, busy_s.get(named.name)))
+        found.append(
+            LayerProfile(named.name, stage, num_params, forward, flops, busy_s.get(named.name))
+        )
     if has_loss:
         forward = _loss_flops(pipeline)
         flops = (1 + _BACKWARD_PRODUCTS) * forward * times
-        found.append(LayerProfile("loss", pipeline.part_stages[-1], 0, forward, flops, busy_s.get("loss")))
+        found.append(
+            LayerProfile("loss", pipeline.part_stages[-1], 0, forward, flops, busy_s.get("loss"))
+        )
     return found
 
 
 def _loss_flops(pipeline: Pipeline) -> int:
     def loss() -> int:
         traced = jax.make_jaxpr(lambda *args: pipeline.module.loss_terms(*args)[0])
-        return num_flops(program_kernels(traced(pipeline.trace.boundaries[-1], pipeline.microbatch_struct.labels)))
+        return num_flops(
+            program_kernels(
+                traced(pipeline.trace.boundaries[-1], pipeline.microbatch_struct.labels)
+            )
+        )
 
     return pipeline.trace.on_mesh(loss)
 
 
 def format_profile(
-    pipeline: Pipeline, layers: Sequence[LayerProfile], section: FlopsProfilerSection, step: int, step_s: float | None
+    pipeline: Pipeline,
+    layers: Sequence[LayerProfile],
+    section: FlopsProfilerSection,
+    step: int,
+    step_s: float | None,
 ) -> str:
     """Write a profile as the section asks for it.
 
@@ -107,20 +137,30 @@ def format_profile(
     Returns:
         Lines.
     """
-    total, forward = sum(layer.flops for layer in layers), sum(layer.forward_flops for layer in layers)
+    total, forward = (
+        sum(layer.flops for layer in layers),
+        sum(layer.forward_flops for layer in layers),
+    )
     device = pipeline.mesh.devices.flat[0]
     lines = [
-        f"profile of step {step}: {sum(layer.num_params for layer in layers):,} parameters, {_si(forward)}FLOP in the "
-        f"forward of a microbatch, {_si(total)}FLOP in a step on {pipeline.mesh.size} devices"
+        f"profile of step {step}: {sum(layer.num_params for layer in layers):,} parameters, "
+        f"{_si(forward)}FLOP in the forward of a microbatch, {_si(total)}FLOP in a step on "
+        f"{pipeline.mesh.size} devices"
     ]
     if step_s:
         reached = total / step_s / pipeline.mesh.size
         peak = peak_flops(device.device_kind)
         share = f", {reached / peak:.1%} of the peak" if peak else ""
-        lines.append(f"the step took {step_s * 1e3:.4g} ms on the devices: {_si(reached)}FLOP/s a device{share}")
+        lines.append(
+            f"the step took {step_s * 1e3:.4g} ms on the devices: {_si(reached)}FLOP/s a "
+            f"device{share}"
+        )
     if section.module_depth and section.top_modules:
         top = sorted(layers, key=lambda layer: -layer.flops)[: section.top_modules]
-        lines.append("most operations: " + ", ".join(f"{x.name} ({x.flops / max(total, 1):.1%})" for x in top))
+        lines.append(
+            "most operations: "
+            + ", ".join(f"{x.name} ({x.flops / max(total, 1):.1%})" for x in top)
+        )
     if section.module_depth and section.detailed:
         heads = ("layer", "stage", "parameters", "FLOP, forward", "share", "time", "FLOP/s")
         rows = [heads, *(_row(pipeline, layer, total) for layer in layers)]
@@ -131,7 +171,9 @@ def format_profile(
 def _row(pipeline: Pipeline, layer: LayerProfile, total: int) -> tuple[str, ...]:
     # A device does a replica's share, and with axes inside a stage a part of that.
     shares = (
-        pipeline.mesh.size // pipeline.module.num_stages * (pipeline.module.num_stages if layer.stage is None else 1)
+        pipeline.mesh.size
+        // pipeline.module.num_stages
+        * (pipeline.module.num_stages if layer.stage is None else 1)
     )
     speed = f"{_si(layer.flops / shares / layer.busy_s)}FLOP/s" if layer.busy_s else "-"
     return (
@@ -145,14 +187,18 @@ def _row(pipeline: Pipeline, layer: LayerProfile, total: int) -> tuple[str, ...]
     )
 
 
-def _busy_s(pipeline: Pipeline, operations: Sequence[Operation], devices: Mapping[int, int]) -> dict[str, float]:
+def _busy_s(
+    pipeline: Pipeline, operations: Sequence[Operation], devices: Mapping[int, int]
+) -> dict[str, float]:
     """Seconds of each layer, and of the loss, on the device of its stage."""
     found: dict[str, float] = {}
     parts = list(zip(pipeline.parts, pipeline.parts[1:], pipeline.part_stages, strict=False))
     names = [named.name for named in pipeline.module.layers]
     everywhere = {names[i] for i in pipeline.ends.layers}
     for stage, device in devices.items():
-        own = {names[i] for start, stop, at in parts if at == stage for i in range(start, stop)} | everywhere
+        own = {
+            names[i] for start, stop, at in parts if at == stage for i in range(start, stop)
+        } | everywhere
         for each in operations:
             if each.device != device:
                 continue
@@ -162,7 +208,10 @@ def _busy_s(pipeline: Pipeline, operations: Sequence[Operation], devices: Mappin
             for name in named:
                 found[name] = found.get(name, 0.0) + (each.end_s - each.start_s) / len(named)
     # Those that all stages run have been added up over the stages.
-    return {name: seconds / (len(devices) if name in everywhere else 1) for name, seconds in found.items()}
+    return {
+        name: seconds / (len(devices) if name in everywhere else 1)
+        for name, seconds in found.items()
+    }
 
 
 def _si(number: float) -> str:
@@ -189,6 +238,10 @@ def memory_line(pipeline: Pipeline, compiled: jax.stages.Compiled) -> str:
         parts.append(f"temporaries of the step {_si(analysis.temp_size_in_bytes)}B")
     device = next(iter(pipeline.mesh.local_devices))
     stats = device.memory_stats() or {}
-    used = [("in use", "bytes_in_use"), ("at most so far", "peak_bytes_in_use"), ("limit", "bytes_limit")]
+    used = [
+        ("in use", "bytes_in_use"),
+        ("at most so far", "peak_bytes_in_use"),
+        ("limit", "bytes_limit"),
+    ]
     parts += [f"{name} {_si(stats[key])}B" for name, key in used if key in stats]
     return f"memory of a device ({device.device_kind}): {', '.join(parts)}"

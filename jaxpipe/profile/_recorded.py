@@ -14,7 +14,17 @@ from jaxpipe.distributed import log
 
 T = TypeVar("T")
 
-PHASES = ("forward", "backward", "weight_gradient", "loss", "send", "receive", "gather", "reduce", "update")
+PHASES = (
+    "forward",
+    "backward",
+    "weight_gradient",
+    "loss",
+    "send",
+    "receive",
+    "gather",
+    "reduce",
+    "update",
+)
 """Scopes that the executor's operations are in, in the order of a step; the outermost counts."""
 
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = ")
@@ -34,7 +44,8 @@ class Operation(NamedTuple):
         name: Its name in the compiled program.
         phase: The scope of the executor that it is in; empty for what is in none.
         depth: Loops that it is in, that over ticks included.
-        ticks: First tick of the run that it belongs to, and the tick behind the last; equal where it is in none.
+        ticks: First tick of the run that it belongs to, and the tick behind the last; equal where
+            it is in none.
         words: Names of scopes that it is in, those of layers among them.
         start_s: Seconds from the first operation.
         end_s: Seconds likewise.
@@ -66,7 +77,9 @@ def record(run: Callable[[], T], text: str) -> tuple[T, list[Operation]]:
     scopes = dict(_scopes(text))
     module = text.split(None, 2)[1].rstrip(",")
     options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # every call of Python would be recorded too, which takes longer than a step
+    options.python_tracer_level = (
+        0  # every call of Python would be recorded too, which takes longer than a step
+    )
     with tempfile.TemporaryDirectory() as folder:
         jax.profiler.start_trace(folder, profiler_options=options)
         try:
@@ -74,7 +87,9 @@ def record(run: Callable[[], T], text: str) -> tuple[T, list[Operation]]:
         finally:
             found = _stopped(folder, module, scopes)
     begin = min((each.start_s for each in found), default=0.0)
-    moved = [each._replace(start_s=each.start_s - begin, end_s=each.end_s - begin) for each in found]
+    moved = [
+        each._replace(start_s=each.start_s - begin, end_s=each.end_s - begin) for each in found
+    ]
     return result, sorted(moved, key=lambda each: each.start_s)
 
 
@@ -84,16 +99,27 @@ def _stopped(folder: str, module: str, scopes: Mapping[str, _Scope]) -> list[Ope
         jax.profiler.stop_trace()
         files = sorted(Path(folder).rglob("*.xplane.pb"))
         with warnings.catch_warnings():
-            # Python 3.12 and newer warn of jaxlib 0.10's types; where warnings are errors that aborts the process.
-            warnings.filterwarnings("ignore", r"builtin type \w+ has no __module__", DeprecationWarning)
+            # Python 3.12 and newer warn of jaxlib 0.10's types; where warnings are errors that
+            # aborts the process.
+            warnings.filterwarnings(
+                "ignore", r"builtin type \w+ has no __module__", DeprecationWarning
+            )
             return [each for file in files for each in _operations(file, module, scopes)]
     except Exception as error:  # noqa: BLE001  # whatever the profiler raises
-        log(logging.WARNING, "the recorded profile of a step could not be read: %s: %s", type(error).__name__, error)
+        log(
+            logging.WARNING,
+            "the recorded profile of a step could not be read: %s: %s",
+            type(error).__name__,
+            error,
+        )
         return []
 
 
 def _scopes(text: str) -> Iterator[tuple[str, _Scope]]:
-    """By the name of an instruction its phase, depth and ticks, and the words of its path; containers have none."""
+    """By the name of an instruction its phase, depth and ticks, and the words of its path.
+
+    Containers have none.
+    """
     for line in text.splitlines():
         named = _INSTRUCTION.match(line)
         if named is None or _CONTAINER.search(line):
@@ -116,7 +142,10 @@ def _operations(file: Path, module: str, scopes: Mapping[str, _Scope]) -> Iterat
                 name = str(stats.get("hlo_op"))
                 if stats.get("hlo_module") != module or name not in scopes:
                     continue
-                # Simulated devices are told apart by a number of the event, others by the plane it is in.
+                # Simulated devices are told apart by a number of the event, others by the plane it
+                # is in.
                 device = int(of_plane.group(1)) if of_plane else int(stats.get("device_ordinal", 0))
                 start_s = event.start_ns * 1e-9
-                yield Operation(device, name, *scopes[name], start_s, start_s + event.duration_ns * 1e-9)
+                yield Operation(
+                    device, name, *scopes[name], start_s, start_s + event.duration_ns * 1e-9
+                )

@@ -16,13 +16,17 @@ _PHASES: Mapping[Kind, str] = {
 
 
 def measured_slices(
-    program: TickProgram, operations: Sequence[Operation], devices: Mapping[int, int], layers: Sequence[str]
+    program: TickProgram,
+    operations: Sequence[Operation],
+    devices: Mapping[int, int],
+    layers: Sequence[str],
 ) -> tuple[Slice, ...]:
     """Find the actions of a step among its operations.
 
-    An action is what a device runs of one phase between two exchanges, or until one of its operations comes again, or
-    the next run of ticks begins; only operations of layers count, so that an idle action is none. A stage that holds
-    nothing but last layers, whose forward and backward are one with the loss, has only forwards, which hold all of it.
+    An action is what a device runs of one phase between two exchanges, or until one of its
+    operations comes again, or the next run of ticks begins; only operations of layers count, so
+    that an idle action is none. A stage that holds nothing but last layers, whose forward and
+    backward are one with the loss, has only forwards, which hold all of it.
 
     Args:
         program: The schedule that was run; idle actions skipped.
@@ -34,7 +38,8 @@ def measured_slices(
         The actions that the program has on these stages, with their times.
 
     Raises:
-        PipelineError: The operations are not those of the program, as where idle actions are computed.
+        PipelineError: The operations are not those of the program, as where idle actions are
+            computed.
     """
     planned = timeline(program, 1.0, 2.0)
     names, found = set(layers), list[Slice]()
@@ -43,30 +48,39 @@ def measured_slices(
         # The last layers run with the loss, as one forward and backward.
         is_fused = not any(each.phase == "forward" and names & each.words for each in own)
         for phase in ("loss",) if is_fused else dict.fromkeys(_PHASES.values()):
-            kinds = [kind for kind, of_kind in _PHASES.items() if of_kind == ("forward" if is_fused else phase)]
+            kinds = [
+                kind
+                for kind, of_kind in _PHASES.items()
+                if of_kind == ("forward" if is_fused else phase)
+            ]
             wanted = [one for one in planned if one.stage == stage and one.kind in kinds]
             spans = _actions(own, phase, names)
             if len(spans) != len(wanted):
                 raise PipelineError(
-                    f"the recorded step must have {len(wanted)} actions of the kind {kinds[0]!r} on stage {stage}, but "
-                    f"got {len(spans)}. Set pipeline.skip_idle=true, so that idle actions are not computed, and see "
-                    "that the model's layers are more than one part."
+                    f"the recorded step must have {len(wanted)} actions of the kind {kinds[0]!r} "
+                    f"on stage {stage}, but got {len(spans)}. Set pipeline.skip_idle=true, so that "
+                    "idle actions are not computed, and see that the model's layers are more than "
+                    "one part."
                 )
             found += [
-                one._replace(start_s=start_s, end_s=end_s) for one, (start_s, end_s) in zip(wanted, spans, strict=True)
+                one._replace(start_s=start_s, end_s=end_s)
+                for one, (start_s, end_s) in zip(wanted, spans, strict=True)
             ]
     begin = min((one.start_s for one in found), default=0.0)
     moved = [one._replace(start_s=one.start_s - begin, end_s=one.end_s - begin) for one in found]
     return tuple(sorted(moved, key=lambda one: (one.tick, one.stage, one.start_s)))
 
 
-def _actions(operations: Sequence[Operation], phase: str, layers: set[str]) -> list[tuple[float, float]]:
+def _actions(
+    operations: Sequence[Operation], phase: str, layers: set[str]
+) -> list[tuple[float, float]]:
     """Beginning and end of each action of a phase on a device, in order."""
     spans: list[tuple[float, float]] = []
     for ticks in sorted({each.ticks for each in operations}):
         seen: set[str] = set()
         is_open, opened, is_one = False, False, ticks[1] - ticks[0] == 1
-        # By the run they belong to: where runs are one tick long, and no loops, their operations may be interleaved.
+        # By the run they belong to: where runs are one tick long, and no loops, their operations
+        # may be interleaved.
         for each in operations:
             if each.ticks != ticks:
                 continue

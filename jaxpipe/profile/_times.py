@@ -14,9 +14,10 @@ def phase_times(operations: Sequence[Operation]) -> Mapping[str, float]:
         operations: What `record` returned.
 
     Returns:
-        Seconds of `forward`, `backward`, `weight_gradient`, `loss`, `gather`, `reduce` and `update`, those that occur;
-        `exchange`, what sends and receives take beside them, waiting for the other stage included; `other`, what is in
-        no phase; `idle`, the rest; and `step`, from the first operation to the last.
+        Seconds of `forward`, `backward`, `weight_gradient`, `loss`, `gather`, `reduce` and
+        `update`, those that occur; `exchange`, what sends and receives take beside them, waiting
+        for the other stage included; `other`, what is in no phase; `idle`, the rest; and `step`,
+        from the first operation to the last.
     """
     devices = sorted({each.device for each in operations})
     if not devices:

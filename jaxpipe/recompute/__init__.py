@@ -1,4 +1,4 @@
-"""Activation checkpointing: inner activations computed again in the backward pass instead of kept."""
+"""Activation checkpointing: inner activations computed again in the backward instead of kept."""
 
 from jaxpipe.jaxpr import REDUCED as REDUCED
 from jaxpipe.jaxpr import reduced as reduced

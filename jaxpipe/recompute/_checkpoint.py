@@ -18,22 +18,25 @@ from ._stored import call_with_stored_inputs, model_axis_size
 
 
 def checkpoint(function: Callable[..., PyTree], *args: Any) -> PyTree:
-    """Call a function, keeping its inputs alone for the backward pass, which computes the rest again.
+    """Call a function and keep its inputs alone for the backward, which computes the rest again.
 
-    It is `jax.checkpoint(function)(*args)` until `configure` asks for more: then the inputs are kept sharded over
-    the `model` axis, or in host memory. These two have no forward-mode derivative, and in host memory no second one.
-    Values and gradients are those of `function(*args)`; random keys are inputs like any other, so dropout is the same
-    in both runs. On a mesh with axes other than `stage`, `data` and `fsdp` what the function names by `reduced(x)` is
-    kept, too, so that the backward pass does not reduce it over these axes again; see `save_reduced`.
+    It is `jax.checkpoint(function)(*args)` until `configure` asks for more: then the inputs are
+    kept sharded over the `model` axis, or in host memory. These two have no forward-mode
+    derivative, and in host memory no second one. Values and gradients are those of
+    `function(*args)`; random keys are inputs like any other, so dropout is the same in both runs.
+    On a mesh with axes other than `stage`, `data` and `fsdp` what the function names by
+    `reduced(x)` is kept, too, so that the backward pass does not reduce it over these axes again;
+    see `save_reduced`.
 
-    Only floating-point arrays among `args` are kept in another way; what the function closes over, its parameters
-    usually, stays where it is. Python values among `args` (flags, numbers, strings) reach the function as they are.
-    A function that changes Flax variables (batch statistics, an NNX module with dropout) needs `flax.linen.remat`,
-    `flax.nnx.remat` or, around a whole layer, `LayerSpec(...).remat()`.
+    Only floating-point arrays among `args` are kept in another way; what the function closes over,
+    its parameters usually, stays where it is. Python values among `args` (flags, numbers, strings)
+    reach the function as they are. A function that changes Flax variables (batch statistics, an NNX
+    module with dropout) needs `flax.linen.remat`, `flax.nnx.remat` or, around a whole layer,
+    `LayerSpec(...).remat()`.
 
     Args:
-        function: Any traceable function. A bound Linen module or one of its methods may be given, or a lambda around
-            them; while the model is initialised it is called plainly.
+        function: Any traceable function. A bound Linen module or one of its methods may be given,
+            or a lambda around them; while the model is initialised it is called plainly.
         *args: Pytrees of arrays and Python values.
 
     Returns:
@@ -49,12 +52,13 @@ def checkpoint(function: Callable[..., PyTree], *args: Any) -> PyTree:
         Array(1., dtype=float32, weak_type=True)
 
     Reference:
-        DeepSpeed's `deepspeed.checkpointing.checkpoint`. Unlike there, no argument has to require a gradient.
+        DeepSpeed's `deepspeed.checkpointing.checkpoint`. Unlike there, no argument has to require a
+        gradient.
     """
     if not callable(function):
         raise LayerError(
-            f"checkpoint must be given a function and its arguments, but got function={function!r}. "
-            "Write checkpoint(function, x)."
+            "checkpoint must be given a function and its arguments, but got "
+            f"function={function!r}. Write checkpoint(function, x)."
         )
     if any(module.is_initializing() for module in _linen_modules(function)):
         return function(*args)
@@ -64,7 +68,9 @@ def checkpoint(function: Callable[..., PyTree], *args: Any) -> PyTree:
 
     def run(*values: jax.Array) -> PyTree:
         given = iter(values)
-        merged = jax.tree.unflatten(treedef, [next(given) if _is_array(leaf) else leaf for leaf in leaves])
+        merged = jax.tree.unflatten(
+            treedef, [next(given) if _is_array(leaf) else leaf for leaf in leaves]
+        )
         if not settings.profile:
             return function(*merged)
         with jax.named_scope(f"checkpoint/{_name(function)}"):
@@ -77,7 +83,10 @@ def checkpoint(function: Callable[..., PyTree], *args: Any) -> PyTree:
 
 
 def _is_sharded_inside() -> bool:
-    """True if the mesh around this code has automatic axes along which layers reduce: along `fsdp` they are whole."""
+    """True if the mesh around this code has automatic axes along which layers reduce.
+
+    Along `fsdp` they are whole.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     return any(mesh.shape[axis] > 1 for axis in automatic_axes(mesh) if axis != FSDP)
 
@@ -94,7 +103,9 @@ def _name(function: Callable[..., Any]) -> str:
 def _linen_modules(function: Any) -> list[nn.Module]:
     """Bound Linen modules that a call of the function can reach at once."""
     inner = function.func if isinstance(function, functools.partial) else function
-    closure = [cell.cell_contents for cell in getattr(inner, "__closure__", None) or () if _is_filled(cell)]
+    closure = [
+        cell.cell_contents for cell in getattr(inner, "__closure__", None) or () if _is_filled(cell)
+    ]
     found = [inner, getattr(inner, "__self__", None), *getattr(function, "args", ()), *closure]
     return [value for value in found if isinstance(value, nn.Module) and value.scope is not None]
 

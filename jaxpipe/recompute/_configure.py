@@ -35,20 +35,24 @@ class _Argument:
 _ARGUMENTS = {
     "partition_activations": _Argument(
         "partition_activations",
-        "the mesh has no axis 'model' of more than one device to share them; use PipeModelDataParallelTopology",
+        "the mesh has no axis 'model' of more than one device to share them; use "
+        "PipeModelDataParallelTopology",
     ),
     "contiguous_checkpointing": _Argument(
         "contiguous_memory_optimization",
         "XLA lays out all of a program's memory before it runs, so nothing fragments",
     ),
-    "num_checkpoints": _Argument("number_checkpoints", "there is no buffer whose size it would give"),
+    "num_checkpoints": _Argument(
+        "number_checkpoints", "there is no buffer whose size it would give"
+    ),
     "checkpoint_in_cpu": _Argument(
-        "cpu_checkpointing", "the devices are CPUs, whose own memory is the host's; leave it to GPUs and TPUs"
+        "cpu_checkpointing",
+        "the devices are CPUs, whose own memory is the host's; leave it to GPUs and TPUs",
     ),
     "synchronize": _Argument(
         "synchronize_checkpoint_boundary",
-        "a compiled program orders its own operations; to time one, use jax.profiler, or jax.block_until_ready around "
-        "the whole step",
+        "a compiled program orders its own operations; to time one, use jax.profiler, or "
+        "jax.block_until_ready around the whole step",
     ),
     "profile": _Argument("profile"),
 }
@@ -144,7 +148,9 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
         ConfigError: It is no boolean.
     """
     _check_types({"partition_activations": partition_activation}, optional=False)
-    set_settings(dataclasses.replace(current_settings(), partition_activations=partition_activation))
+    set_settings(
+        dataclasses.replace(current_settings(), partition_activations=partition_activation)
+    )
 
 
 def check_host_memory(platform: str, default: str, kinds: Collection[str]) -> None:
@@ -155,14 +161,15 @@ def check_host_memory(platform: str, default: str, kinds: Collection[str]) -> No
     if "pinned_host" in kinds and default != "pinned_host":
         return
     raise ConfigError(
-        "activation_checkpointing.cpu_checkpointing must run on a backend with host memory apart from the device's, "
-        f"but got backend={platform!r} with memories {sorted(kinds)} (default {default!r}). Leave cpu_checkpointing "
-        "(checkpoint_in_cpu) out; partition_activations or fewer layers between recomputed groups also save memory."
+        "activation_checkpointing.cpu_checkpointing must run on a backend with host memory apart "
+        f"from the device's, but got backend={platform!r} with memories {sorted(kinds)} (default "
+        f"{default!r}). Leave cpu_checkpointing (checkpoint_in_cpu) out; partition_activations or "
+        "fewer layers between recomputed groups also save memory."
     )
 
 
 def _resolve(unit: Any, config: ConfigLike, explicit: Mapping[str, Any]) -> RecomputeSettings:
-    """The settings of a configuration and of arguments, with a warning where some have no effect."""
+    """The settings of a configuration and of arguments; warns where some have no effect."""
     section = load_config(config).activation_checkpointing
     values = {name: getattr(section, argument.key) for name, argument in _ARGUMENTS.items()}
     values |= {name: value for name, value in explicit.items() if value is not None}
@@ -174,9 +181,10 @@ def _resolve(unit: Any, config: ConfigLike, explicit: Mapping[str, Any]) -> Reco
         )
     if values["contiguous_checkpointing"] and values["num_checkpoints"] is None:
         raise ConfigError(
-            "contiguous_checkpointing must stand beside num_checkpoints, the number of recomputed groups, but got "
-            "num_checkpoints=None. Give num_checkpoints (activation_checkpointing.number_checkpoints), or leave both "
-            "out: XLA lays out memory by itself."
+            "contiguous_checkpointing must stand beside num_checkpoints, the number of recomputed "
+            "groups, but got num_checkpoints=None. Give num_checkpoints "
+            "(activation_checkpointing.number_checkpoints), or leave both out: XLA lays out memory "
+            "by itself."
         )
     device = unit.devices.flat[0] if isinstance(unit, Mesh) else jax.local_devices()[0]
     if values["checkpoint_in_cpu"]:
@@ -186,7 +194,11 @@ def _resolve(unit: Any, config: ConfigLike, explicit: Mapping[str, Any]) -> Reco
         "partition_activations": not isinstance(unit, Mesh) or unit.shape.get("model", 1) > 1,
         "checkpoint_in_cpu": device.platform != "cpu",
     }
-    asked = {name: argument for name, argument in _ARGUMENTS.items() if values[name] and argument.no_effect}
+    asked = {
+        name: argument
+        for name, argument in _ARGUMENTS.items()
+        if values[name] and argument.no_effect
+    }
     reasons = [
         f"{name} (activation_checkpointing.{argument.key}): {argument.no_effect}"
         for name, argument in asked.items()
@@ -209,11 +221,13 @@ def _check_types(arguments: Mapping[str, Any], *, optional: bool = True) -> None
         if name == "num_checkpoints":
             if as_integer(value, 1) is None:
                 raise ConfigError(
-                    f"{name} must be an integer >= 1, but got {name}={value!r}. Give the number of recomputed groups, "
-                    "or leave it out."
+                    f"{name} must be an integer >= 1, but got {name}={value!r}. Give the number of "
+                    "recomputed groups, or leave it out."
                 )
         elif as_flag(value) is None:
-            raise ConfigError(f"{name} must be True or False, but got {name}={value!r}. Pass a boolean.")
+            raise ConfigError(
+                f"{name} must be True or False, but got {name}={value!r}. Pass a boolean."
+            )
 
 
 def _check_unit(unit: Any) -> None:
@@ -221,6 +235,7 @@ def _check_unit(unit: Any) -> None:
     if unit is None or isinstance(unit, Mesh) or all(hasattr(unit, name) for name in methods):
         return
     raise ConfigError(
-        "mpu_ must be None, a mesh, or an object with DeepSpeed's methods such as a PipelineParallelGrid, but got a "
-        f"{type(unit).__name__}. Pass a configuration as deepspeed_config=."
+        "mpu_ must be None, a mesh, or an object with DeepSpeed's methods such as a "
+        f"PipelineParallelGrid, but got a {type(unit).__name__}. Pass a configuration as "
+        "deepspeed_config=."
     )

@@ -1,4 +1,7 @@
-"""Settings of recompute: how kept inputs are kept, and how a call of `checkpoint` finds what holds for it."""
+"""Settings of recompute.
+
+How kept inputs are kept, and how a call of `checkpoint` finds what holds for it.
+"""
 
 import dataclasses
 import warnings
@@ -17,7 +20,8 @@ class RecomputeSettings:
     """Form in which `checkpoint` stores inputs for the backward pass.
 
     Attributes:
-        partition_activations: Each device of the `model` axis keeps its own share of a function's inputs.
+        partition_activations: Each device of the `model` axis keeps its own share of a function's
+            inputs.
         checkpoint_in_cpu: The inputs are kept in host memory.
         profile: Name the function in profiles.
         configured: Whether `configure` made these settings.
@@ -49,15 +53,18 @@ class Scope:
 _SCOPE: ContextVar[Scope] = ContextVar("jaxpipe_recompute_scope")
 """The settings that hold here.
 
-DeepSpeed's `checkpoint(function, *args)` has no argument for them, and it is called deep in layers of the user's own,
-so they have to be found there. A context variable is the least that does this: it is separate per thread and task, and
-a program that is traced under `use_settings` leaves nothing behind. Down to the pipeline that traces, settings are
-arguments.
+DeepSpeed's `checkpoint(function, *args)` has no argument for them, and it is called deep in layers
+of the user's own, so they have to be found there. A context variable is the least that does this:
+it is separate per thread and task, and a program that is traced under `use_settings` leaves nothing
+behind. Down to the pipeline that traces, settings are arguments.
 """
 
 
 def current_settings() -> RecomputeSettings:
-    """The settings that `checkpoint` follows here: those of the innermost `use_settings`, or of `configure`."""
+    """The settings that `checkpoint` follows here.
+
+    Those of the innermost `use_settings`, or of `configure`.
+    """
     return _SCOPE.get(Scope()).settings
 
 
@@ -69,7 +76,7 @@ def follow_settings() -> RecomputeSettings:
 
 
 def set_settings(settings: RecomputeSettings) -> None:
-    """Make settings hold from now on in this thread, or up to the end of the surrounding `use_settings`."""
+    """Make settings hold in this thread from now on, or to the end of the `use_settings` around."""
     _SCOPE.set(dataclasses.replace(_SCOPE.get(Scope()), settings=settings, is_followed=False))
 
 
@@ -82,7 +89,10 @@ def traced_mesh() -> Mesh | None:
 
 
 def is_first(note: str) -> bool:
-    """True if a note of a layer has not been made before in this trace of a model; always, outside a pipeline."""
+    """True if a note of a layer has not been made before in this trace of a model.
+
+    Always, outside a pipeline.
+    """
     notes = _SCOPE.get(Scope()).notes
     is_new = note not in notes
     notes.add(note)
@@ -94,7 +104,8 @@ def use_settings(settings: RecomputeSettings, mesh: Mesh | None = None) -> Gener
     """Make settings hold inside a `with` block; those from before hold again after it.
 
     Args:
-        settings: What `checkpoint` follows inside the block. A program that is traced there keeps to them for good.
+        settings: What `checkpoint` follows inside the block. A program that is traced there keeps
+            to them for good.
         mesh: What it will run on; None where that is JAX's default device.
 
     Yields:
@@ -109,7 +120,7 @@ def use_settings(settings: RecomputeSettings, mesh: Mesh | None = None) -> Gener
 
 
 def warn_unfollowed(settings: RecomputeSettings) -> None:
-    """Warn of settings of a configuration that a whole model was traced with and nothing in it followed.
+    """Warn of settings of a configuration that nothing in a whole traced model followed.
 
     Args:
         settings: The settings; those of `configure` may be meant for another model.
@@ -123,8 +134,9 @@ def warn_unfollowed(settings: RecomputeSettings) -> None:
     if asked and not settings.configured:
         warnings.warn(
             f"No effect: {' and '.join(asked)}, because no layer is recomputed. Set "
-            "pipeline.activation_checkpoint_interval to the number of layers in a recomputed group, mark layers with "
-            "LayerSpec(...).remat(), or call jaxpipe.checkpointing.checkpoint in a layer.",
+            "pipeline.activation_checkpoint_interval to the number of layers in a recomputed "
+            "group, mark layers with LayerSpec(...).remat(), or call "
+            "jaxpipe.checkpointing.checkpoint in a layer.",
             ConfigWarning,
             stacklevel=3,
         )

@@ -35,15 +35,19 @@ def call_with_stored_inputs(
     """
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arrays)
     used = {var for eqn in closed.jaxpr.eqns for var in eqn.invars if not isinstance(var, Literal)}
-    stores = [_store_for(x, var in used, settings) for x, var in zip(arrays, closed.jaxpr.invars, strict=True)]
+    stores = [
+        _store_for(x, var in used, settings)
+        for x, var in zip(arrays, closed.jaxpr.invars, strict=True)
+    ]
 
     def run(consts: Sequence[Any], values: Sequence[jax.Array]) -> list[jax.Array]:
         return with_consts(closed, consts)(*values)
 
     @jax.custom_vjp
     def call(consts: Sequence[Any], values: Sequence[jax.Array]) -> list[jax.Array]:
-        # Traced where nothing is differentiated yet, as costs are counted and residuals are cut: they read from the
-        # program that it recomputes. `forward` needs no mark, its rule says what is stored.
+        # Traced where nothing is differentiated yet, as costs are counted and residuals are cut:
+        # they read from the program that it recomputes. `forward` needs no mark, its rule says what
+        # is stored.
         return jax.checkpoint(run, policy=policy)(consts, values)
 
     pullbacks: list[tuple[Any, list[int | None]]] = []
@@ -58,22 +62,34 @@ def call_with_stored_inputs(
         at = [next((i for i, value in enumerate(values) if leaf is value), None) for leaf in leaves]
         # Beside the result, which holds arrays alone.
         pullbacks.append((treedef, at))
-        return outputs, (consts, stored, [leaf for leaf, i in zip(leaves, at, strict=True) if i is None])
+        return outputs, (
+            consts,
+            stored,
+            [leaf for leaf, i in zip(leaves, at, strict=True) if i is None],
+        )
 
     def backward(residuals: Any, cotangents: list[jax.Array]) -> tuple[Any, Any]:
         consts, stored, saved = residuals
         with jax.named_scope("rematted_computation"):
-            # Without the barrier XLA merges what `forward` computed from equal values with this, and so keeps it.
-            values = [lax.optimization_barrier(store.get(value)) for store, value in zip(stores, stored, strict=True)]
+            # Without the barrier XLA merges what `forward` computed from equal values with this,
+            # and so keeps it.
+            values = [
+                lax.optimization_barrier(store.get(value))
+                for store, value in zip(stores, stored, strict=True)
+            ]
             if policy is None:
                 of_inexact, given = _of_inexact(run, consts, values)
                 _, pullback = jax.vjp(of_inexact, given)
             else:
                 (treedef, at), others = pullbacks[-1], iter(saved)
-                pullback = jax.tree.unflatten(treedef, [next(others) if i is None else values[i] for i in at])
+                pullback = jax.tree.unflatten(
+                    treedef, [next(others) if i is None else values[i] for i in at]
+                )
         found = iter(pullback(cotangents)[0])
         # None: integers and keys have no gradient
-        return jax.tree.map(lambda leaf: next(found) if _is_inexact(leaf) else None, (consts, values))
+        return jax.tree.map(
+            lambda leaf: next(found) if _is_inexact(leaf) else None, (consts, values)
+        )
 
     call.defvjp(forward, backward)
     outputs = call([jnp.asarray(const) for const in closed.consts], list(arrays))
@@ -88,7 +104,11 @@ def _of_inexact(
 
     def of_inexact(given: Sequence[jax.Array]) -> list[jax.Array]:
         new = iter(given)
-        return run(*jax.tree.unflatten(treedef, [next(new) if _is_inexact(leaf) else leaf for leaf in leaves]))
+        return run(
+            *jax.tree.unflatten(
+                treedef, [next(new) if _is_inexact(leaf) else leaf for leaf in leaves]
+            )
+        )
 
     return of_inexact, [leaf for leaf in leaves if _is_inexact(leaf)]
 
@@ -145,7 +165,9 @@ class _SharedStore(_Store):
 
     def __init__(self, dim: int, ndim: int) -> None:
         # The other dims stay as the partitioner has them: samples may be sharded over further axes.
-        self._spec = PartitionSpec(*(MODEL_AXIS if d == dim else PartitionSpec.UNCONSTRAINED for d in range(ndim)))
+        self._spec = PartitionSpec(
+            *(MODEL_AXIS if d == dim else PartitionSpec.UNCONSTRAINED for d in range(ndim))
+        )
 
     def put(self, value: jax.Array) -> jax.Array:
         return lax.with_sharding_constraint(value, self._spec)
@@ -165,7 +187,10 @@ def _store_for(array: jax.Array, is_used: bool, settings: RecomputeSettings) -> 
 
 
 def _varying_axes(value: jax.Array) -> frozenset[str]:
-    """Mesh axes along which a value is known to vary; none where the surrounding `shard_map` does not track it."""
+    """Mesh axes along which a value is known to vary.
+
+    None where the surrounding `shard_map` does not track it.
+    """
     aval = jax.typeof(value)
     tracked = getattr(aval, "manual_axis_type", None)  # newer; older versions of JAX have `vma`
     return frozenset(getattr(aval, "vma", ()) if tracked is None else tracked.varying)

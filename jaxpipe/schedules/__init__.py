@@ -1,4 +1,7 @@
-"""Pipeline schedules as data: instructions, a checker, a printer, and the lowering to tick programs. Plain Python."""
+"""Pipeline schedules as data.
+
+Instructions, a checker, a printer, and the lowering to tick programs. Plain Python.
+"""
 
 from jaxpipe.schedules._base import PipeSchedule as PipeSchedule
 from jaxpipe.schedules._check import check_schedule as check_schedule

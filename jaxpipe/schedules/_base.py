@@ -13,12 +13,14 @@ from ._instructions import PipeInstruction
 class PipeSchedule(ABC):
     """Instructions of one stage for one batch, step by step.
 
-    A schedule is pure data: it holds no devices and may be printed, checked and simulated. All stages take the same
-    number of steps, and a barrier may stand between any two steps. In a step the exchanges come first and move only
-    values of earlier steps, then the stage computes in the listed order; a send and its receive stand in the same
-    step. Subclasses give `steps` and should give `num_pipe_buffers`. Schedules that put several model chunks on a
-    stage set `num_chunks` and, if the chunks do not lie on a ring, override `virtual_stage`. A schedule that promises a
-    step time gives the formula in `promised_s`. One that is to have a name is entered in `schedule_names`.
+    A schedule is pure data: it holds no devices and may be printed, checked and simulated. All
+    stages take the same number of steps, and a barrier may stand between any two steps. In a step
+    the exchanges come first and move only values of earlier steps, then the stage computes in the
+    listed order; a send and its receive stand in the same step. Subclasses give `steps` and should
+    give `num_pipe_buffers`. Schedules that put several model chunks on a stage set `num_chunks`
+    and, if the chunks do not lie on a ring, override `virtual_stage`. A schedule that promises a
+    step time gives the formula in `promised_s`. One that is to have a name is entered in
+    `schedule_names`.
 
     Args:
         micro_batches: Number of microbatches in a batch.
@@ -51,8 +53,10 @@ class PipeSchedule(ABC):
     """The fewest chunks, where their number may be chosen; None: it is always `num_chunks`."""
 
     max_pending: ClassVar[int | None] = None
-    """The most pending weight gradients, counted on each chunk, that a stage keeps; None: the schedule's own
-    number."""
+    """The most pending weight gradients, counted on each chunk, that a stage keeps.
+
+    None: the schedule's own number.
+    """
 
     min_pending: ClassVar[int | None] = None
     """The least that `max_pending` may be set to, where it may be chosen; None: it may not."""
@@ -61,7 +65,10 @@ class PipeSchedule(ABC):
     """True if `"auto"` looks at it, once it has a name."""
 
     is_steady: ClassVar[bool] = True
-    """True if, beyond the first, each further group of S microbatches adds the same ticks and none holds more."""
+    """True if each further group of S microbatches adds the same ticks, and none holds more.
+
+    This is said of the groups beyond the first.
+    """
 
     def __init__(self, micro_batches: int, stages: int, stage_id: int) -> None:
         self.micro_batches = _size("micro_batches", micro_batches, "microbatches in a batch")
@@ -69,7 +76,8 @@ class PipeSchedule(ABC):
         self.stage_id = _whole("stage_id", stage_id)
         if not 0 <= self.stage_id < self.stages:
             raise ScheduleError(
-                f"stage_id must be in [0, stages={stages}), but got stage_id={stage_id}. Stages are counted from 0."
+                f"stage_id must be in [0, stages={stages}), but got stage_id={stage_id}. Stages "
+                "are counted from 0."
             )
 
     @abstractmethod
@@ -96,7 +104,8 @@ class PipeSchedule(ABC):
             chunk: A chunk of that stage, in `[0, num_chunks)`.
 
         Returns:
-            The virtual stage, in `[0, num_stages * num_chunks)`: by default the ring `chunk * stages + stage`.
+            The virtual stage, in `[0, num_stages * num_chunks)`: by default the ring `chunk *
+            stages + stage`.
         """
         return chunk * self.stages + stage
 
@@ -110,13 +119,16 @@ class PipeSchedule(ABC):
         Returns:
             True for `num_chunks` itself, and from `min_chunks` on where the number may be chosen.
         """
-        return num_chunks == cls.num_chunks if cls.min_chunks is None else num_chunks >= cls.min_chunks
+        return (
+            num_chunks == cls.num_chunks if cls.min_chunks is None else num_chunks >= cls.min_chunks
+        )
 
     def promised_s(self, forward_s: float, backward_s: float, weight_s: float) -> float | None:
         """Give the closed form of the step time.
 
         Args:
-            forward_s: Seconds of the forward of one microbatch through a whole stage, all its chunks.
+            forward_s: Seconds of the forward of one microbatch through a whole stage, all its
+                chunks.
             backward_s: Seconds of its whole backward.
             weight_s: Seconds of the weight gradient of that.
 
@@ -158,11 +170,15 @@ def _whole(name: str, value: SupportsIndex) -> int:
     try:
         return operator.index(value)  # integers of numpy too
     except TypeError:
-        raise ScheduleError(f"{name} must be a whole number, but got {name}={value!r}. Pass an int.") from None
+        raise ScheduleError(
+            f"{name} must be a whole number, but got {name}={value!r}. Pass an int."
+        ) from None
 
 
 def _size(name: str, value: SupportsIndex, what: str) -> int:
     size = _whole(name, value)
     if size < 1:
-        raise ScheduleError(f"{name} must be at least 1, but got {name}={size}. Pass the number of {what}.")
+        raise ScheduleError(
+            f"{name} must be at least 1, but got {name}={size}. Pass the number of {what}."
+        )
     return size

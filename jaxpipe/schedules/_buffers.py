@@ -20,8 +20,9 @@ class BufferTracker:
         # Not `isinstance`: True would count as one buffer.
         if type(count) is not int or count < 1:
             raise ScheduleError(
-                f"num_pipe_buffers() must be a whole number of at least 1, but got num_pipe_buffers()={count!r} on "
-                f"stage={schedule.stage_id}. Return how many microbatches the stage holds at once."
+                "num_pipe_buffers() must be a whole number of at least 1, but got "
+                f"num_pipe_buffers()={count!r} on stage={schedule.stage_id}. Return how many "
+                "microbatches the stage holds at once."
             )
         self._living = dict.fromkeys(range(count), IDLE)
         self._flags = flags
@@ -60,7 +61,8 @@ class BufferTracker:
             self._require_buffer(op, step)
         elif current >= 0:
             flags = self._flags[current]
-            # The unit inside is meant until its forward has run, or this event has happened; then a new one enters.
+            # The unit inside is meant until its forward has run, or this event has happened; then a
+            # new one enters.
             if not flags & (event | FORWARD):
                 if op.micro_batch_id is not None or op.chunk_id is not None:
                     self._require_agreement(op, step, current)
@@ -70,8 +72,10 @@ class BufferTracker:
             if lacking:
                 raise Location(op, self._stage, step).refuse(
                     "not overwrite a live buffer",
-                    f"micro_batch_id={microbatch} in it, which still needs {first_lacking(lacking, local=False)},",
-                    "Use another buffer and let num_pipe_buffers() count it, or finish with the old one first.",
+                    f"micro_batch_id={microbatch} in it, which still needs "
+                    f"{first_lacking(lacking, local=False)},",
+                    "Use another buffer and let num_pipe_buffers() count it, or finish with the "
+                    "old one first.",
                 )
         unit = self._new_unit(op, step)
         self._living[op.buffer_id] = unit
@@ -98,10 +102,13 @@ class BufferTracker:
         unit = chunk * self._microbatches + microbatch
         if self._entered[unit]:
             raise Location(op, self._stage, step).refuse(
-                "run each microbatch once", f"micro_batch_id={microbatch} a second time", "Take one of the two out."
+                "run each microbatch once",
+                f"micro_batch_id={microbatch} a second time",
+                "Take one of the two out.",
             )
         self._entered[unit] = 1
-        # First in, first out: an instruction that names no microbatch means the one after the last that entered.
+        # First in, first out: an instruction that names no microbatch means the one after the last
+        # that entered.
         self._following[chunk] = microbatch + 1
         return unit
 
@@ -119,5 +126,6 @@ class BufferTracker:
             raise Location(op, self._stage, step).refuse(
                 "mean the microbatch that lives in its buffer",
                 f"micro_batch_id={microbatch}, chunk_id={chunk} there",
-                "Name the buffer of the microbatch that is meant, or leave micro_batch_id and chunk_id out.",
+                "Name the buffer of the microbatch that is meant, or leave micro_batch_id and "
+                "chunk_id out.",
             )

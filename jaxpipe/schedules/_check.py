@@ -38,8 +38,8 @@ class _Link:
     downstream: bool
 
 
-# Looked at from both sides: a send without its receive and a receive without its send are different mistakes, and the
-# error names the one that stands alone.
+# Looked at from both sides: a send without its receive and a receive without its send are different
+# mistakes, and the error names the one that stands alone.
 _LINKS = (
     _Link("SendActivation", "act_send", "RecvActivation", "act_recv", downstream=True),
     _Link("RecvActivation", "act_recv", "SendActivation", "act_send", downstream=False),
@@ -57,23 +57,28 @@ def check_schedule(
 ) -> None:
     """Prove that a schedule computes what it should and can be executed.
 
-    Shown for every stage: all stages take equally many steps; each microbatch runs its forward and (in training) its
-    backward once on each chunk, whole or as `BackwardInput` and `BackwardWeight`; every value is there before it is
-    used; the ends of the pipeline load their samples before the forward; a send moves a value of an earlier step and
-    meets its receive in the same step on the neighbouring stage, so a barrier between steps never deadlocks; no buffer
-    is overwritten while something in it is needed; a step holds at most one instruction of a kind; the reductions come
+    Shown for every stage: all stages take equally many steps; each microbatch runs its forward and
+    (in training) its backward once on each chunk, whole or as `BackwardInput` and `BackwardWeight`;
+    every value is there before it is used; the ends of the pipeline load their samples before the
+    forward; a send moves a value of an earlier step and meets its receive in the same step on the
+    neighbouring stage, so a barrier between steps never deadlocks; no buffer is overwritten while
+    something in it is needed; a step holds at most one instruction of a kind; the reductions come
     after the last backward, and one optimizer step ends the last step of every stage.
 
-    Microbatches that instructions do not name are found first in, first out: see `BufferOpInstruction`.
+    Microbatches that instructions do not name are found first in, first out: see
+    `BufferOpInstruction`.
 
     Args:
-        schedule: A name, a schedule class, the object of one stage, or the objects of all stages in order.
+        schedule: A name, a schedule class, the object of one stage, or the objects of all stages in
+            order.
         num_microbatches: Microbatches in a batch; needed with a name or class.
         num_stages: Pipeline stages; needed with a name or class.
-        training: False for a schedule of forwards only, which must hold neither backwards nor an optimizer step.
+        training: False for a schedule of forwards only, which must hold neither backwards nor an
+            optimizer step.
 
     Raises:
-        ScheduleError: The schedule is not sound. The message says where, and shows the grid with the cell in brackets.
+        ScheduleError: The schedule is not sound. The message says where, and shows the grid with
+            the cell in brackets.
 
     Example:
         >>> check_schedule(OneFOneBSchedule, num_microbatches=8, num_stages=4)
@@ -88,7 +93,10 @@ def checked_schedule(
     *,
     training: bool = True,
 ) -> CheckedSchedule:
-    """Prove that a schedule is sound, as `check_schedule`, and give it with the microbatch of every instruction."""
+    """Prove that a schedule is sound, as `check_schedule`.
+
+    The result tells the microbatch of every instruction too.
+    """
     schedules = stage_schedules(schedule, num_microbatches, num_stages)
     placement = placement_of(schedules)
     stages: list[StageActions] = []
@@ -111,8 +119,8 @@ def _require_equal_steps(checked: CheckedSchedule) -> None:
         if count != counts[0]:
             raise schedule_fault(
                 checked.schedules,
-                f"All stages must take equally many steps, but got {counts[0]} steps on stage=0 and {count} on "
-                f"stage={stage}. Fill the shorter one with empty steps.",
+                f"All stages must take equally many steps, but got {counts[0]} steps on stage=0 "
+                f"and {count} on stage={stage}. Fill the shorter one with empty steps.",
             )
 
 
@@ -120,7 +128,9 @@ def _require_partners(checked: CheckedSchedule, link: _Link) -> None:
     microbatches = checked.schedules[0].micro_batches
     for stage, actions in enumerate(checked.stages):
         neighbours = [
-            checked.placement.after(stage, chunk) if link.downstream else checked.placement.before(stage, chunk)
+            checked.placement.after(stage, chunk)
+            if link.downstream
+            else checked.placement.before(stage, chunk)
             for chunk in range(checked.placement.num_chunks)
         ]
         for step, unit in enumerate(actions.rows[link.row]):
@@ -131,8 +141,9 @@ def _require_partners(checked: CheckedSchedule, link: _Link) -> None:
             if neighbour is None or neighbour[0] == stage:
                 raise schedule_fault(
                     checked.schedules,
-                    f"{link.name} must have a partner on another stage, but got stage={stage}, step={step}, "
-                    f"micro_batch_id={microbatch}, chunk_id={chunk}, where no other stage takes part. Take it out.",
+                    f"{link.name} must have a partner on another stage, but got stage={stage}, "
+                    f"step={step}, micro_batch_id={microbatch}, chunk_id={chunk}, where no other "
+                    "stage takes part. Take it out.",
                     stage,
                     step,
                 )
@@ -141,9 +152,10 @@ def _require_partners(checked: CheckedSchedule, link: _Link) -> None:
                 got = "none" if found < 0 else f"that of micro_batch_id={found % microbatches}"
                 raise schedule_fault(
                     checked.schedules,
-                    f"{link.name} of micro_batch_id={microbatch} on stage={stage} must meet its {link.partner} in the "
-                    f"same step, but got {got} on stage={neighbour[0]} at step={step}. Put {link.partner} of "
-                    f"micro_batch_id={microbatch}, chunk_id={neighbour[1]} into step {step} of stage {neighbour[0]}.",
+                    f"{link.name} of micro_batch_id={microbatch} on stage={stage} must meet its "
+                    f"{link.partner} in the same step, but got {got} on stage={neighbour[0]} at "
+                    f"step={step}. Put {link.partner} of micro_batch_id={microbatch}, "
+                    f"chunk_id={neighbour[1]} into step {step} of stage {neighbour[0]}.",
                     stage,
                     step,
                 )
@@ -155,8 +167,9 @@ def _require_one_tied_reduction(checked: CheckedSchedule) -> None:
         if step != steps[0]:
             raise schedule_fault(
                 checked.schedules,
-                f"ReduceTiedGrads must stand in the same step on all stages, which wait for each other there, but got "
-                f"step={steps[0]} on stage=0 and step={step} on stage={stage}. Move it to the last step everywhere.",
+                "ReduceTiedGrads must stand in the same step on all stages, which wait for each "
+                f"other there, but got step={steps[0]} on stage=0 and step={step} on "
+                f"stage={stage}. Move it to the last step everywhere.",
                 stage,
                 step,
             )

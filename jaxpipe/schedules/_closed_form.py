@@ -16,7 +16,9 @@ def closed_form(
     weight_s: float | None = None,
     num_chunks: int | None = None,
 ) -> float:
-    """Give the step time that a schedule promises: the work of one stage, `M(F + B)`, and the bubble's formula.
+    """Give the step time that a schedule promises.
+
+    The work of one stage, `M(F + B)`, and the bubble's formula.
 
     Bubble times:
 
@@ -24,20 +26,23 @@ def closed_form(
     - `"interleaved"`: `(S - 1)(F + B)/v`;
     - `"interleaved"`, `M < S`: `(S - M + (M - 1)/v)(F + B)`;
     - `"zero-bubble"`, `v(M - S) >= S - 2`: `(S - 1)(F + I - W)/v`;
-    - `"zero-bubble"`, fewer microbatches, v = 1 or M = S: `((S - 1)(F + I) - max(0, v(M - S) + 1) W)/v`;
+    - `"zero-bubble"`, fewer microbatches, v = 1 or M = S: `((S - 1)(F + I) - max(0, v(M - S) + 1)
+      W)/v`;
     - `"zero-bubble-h1"`, `M >= S > 1`: `(S - 1)(F + I - W) + (M - 1) abs(F - I)`;
     - `"zero-bubble-v"`, `M >= S > 1`: `(S - 1)(F + I - W)/2 + (M - (S + 1)/2) abs(F - I)`;
     - `"dual-pipe-v"`, `M >= S`: `(S - 1)(F + I)`;
     - others: that of `makespan`, the sum over steps of the longest action.
 
-    What a program takes in lockstep is `makespan`. It is longer than this for the zero-bubble schedules with
-    `W > min(F, I)` or a small `max_pending`, and for `"zero-bubble"` with several chunks and M below 2S, other than S.
+    What a program takes in lockstep is `makespan`. It is longer than this for the zero-bubble
+    schedules with `W > min(F, I)` or a small `max_pending`, and for `"zero-bubble"` with several
+    chunks and M below 2S, other than S.
 
     Args:
         schedule: A name, or a schedule class.
         num_microbatches: M.
         num_stages: S.
-        forward_s: Seconds of the forward of one microbatch through a whole stage, all its chunks: F.
+        forward_s: Seconds of the forward of one microbatch through a whole stage, all its chunks:
+            F.
         backward_s: Seconds of its whole backward: B = I + W.
         weight_s: Seconds of the weight gradient W. Default: half of `backward_s`.
         num_chunks: Chunks a stage. Default: the schedule's own number.
@@ -46,7 +51,8 @@ def closed_form(
         Seconds.
 
     Raises:
-        ScheduleError: The schedule is not known or cannot have so many chunks, or a size is out of range.
+        ScheduleError: The schedule is not known or cannot have so many chunks, or a size is out of
+            range.
 
     Example:
         >>> closed_form("interleaved", 8, 4, forward_s=1.0, backward_s=2.0)

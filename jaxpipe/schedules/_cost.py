@@ -43,18 +43,18 @@ def makespan(
 ) -> float:
     """Give the time from the first to the last tick, exchanges costing nothing.
 
-    In lockstep a tick takes as long as its busiest stage. Otherwise each stage goes through its actions in order and
-    waits only for the values it needs.
+    In lockstep a tick takes as long as its busiest stage. Otherwise each stage goes through its
+    actions in order and waits only for the values it needs.
 
     Args:
         program: The program.
         forward_s: Seconds of the forward of one microbatch through a whole stage, all its chunks.
         backward_s: Seconds of its whole backward.
-        weight_s: Seconds of the weight gradient, if backwards are split; the input gradient takes the rest of
-            `backward_s`. Default: half of it.
+        weight_s: Seconds of the weight gradient, if backwards are split; the input gradient takes
+            the rest of `backward_s`. Default: half of it.
         lockstep: Whether stages wait for each other after each tick.
-        skip_idle: Whether idle actions take no time. Otherwise, in lockstep, each tick runs every kind of action that
-            its run holds.
+        skip_idle: Whether idle actions take no time. Otherwise, in lockstep, each tick runs every
+            kind of action that its run holds.
 
     Returns:
         Seconds.
@@ -63,7 +63,11 @@ def makespan(
         ScheduleError: A time is negative, or the weight gradient is longer than the backward.
     """
     costs = _Costs(program, forward_s, backward_s, weight_s)
-    return costs.lockstep(skip_idle=skip_idle) if lockstep else max(one.end_s for one in costs.slices(lockstep=False))
+    return (
+        costs.lockstep(skip_idle=skip_idle)
+        if lockstep
+        else max(one.end_s for one in costs.slices(lockstep=False))
+    )
 
 
 def timeline(
@@ -107,33 +111,41 @@ def bubble_fraction(
         program: The program.
         forward_s: Seconds of the forward of one microbatch through a whole stage.
         backward_s: Seconds of its whole backward; not counted in a program without backwards.
-        weight_s: Seconds of the weight gradient, if backwards are split. Default: half of `backward_s`.
+        weight_s: Seconds of the weight gradient, if backwards are split. Default: half of
+            `backward_s`.
         lockstep: Whether stages wait for each other after each tick.
-        skip_idle: Whether idle actions take no time. Otherwise, in lockstep, each tick runs every kind of action that
-            its run holds.
+        skip_idle: Whether idle actions take no time. Otherwise, in lockstep, each tick runs every
+            kind of action that its run holds.
 
     Returns:
         A fraction in [0, 1).
 
     Raises:
-        ScheduleError: A time is negative, nothing takes any time, or the weight gradient is longer than the backward.
+        ScheduleError: A time is negative, nothing takes any time, or the weight gradient is longer
+            than the backward.
     """
     work = program.num_microbatches * (forward_s + (backward_s if program.training else 0.0))
-    span = makespan(program, forward_s, backward_s, weight_s=weight_s, lockstep=lockstep, skip_idle=skip_idle)
+    span = makespan(
+        program, forward_s, backward_s, weight_s=weight_s, lockstep=lockstep, skip_idle=skip_idle
+    )
     if work <= 0:
         raise ScheduleError(
-            f"Some action must take time, but got forward_s={forward_s}, backward_s={backward_s}. Pass seconds above 0."
+            f"Some action must take time, but got forward_s={forward_s}, backward_s={backward_s}. "
+            "Pass seconds above 0."
         )
     return 1.0 - work / span
 
 
 class _Costs:
-    def __init__(self, program: TickProgram, forward_s: float, backward_s: float, weight_s: float | None) -> None:
+    def __init__(
+        self, program: TickProgram, forward_s: float, backward_s: float, weight_s: float | None
+    ) -> None:
         weight = backward_s / 2 if weight_s is None else weight_s
         if min(forward_s, backward_s, weight) < 0 or weight > backward_s:
             raise ScheduleError(
-                f"Times must not be negative, nor weight_s exceed backward_s, but got forward_s={forward_s}, "
-                f"backward_s={backward_s}, weight_s={weight_s}. Pass seconds; backward_s is the whole backward."
+                "Times must not be negative, nor weight_s exceed backward_s, but got "
+                f"forward_s={forward_s}, backward_s={backward_s}, weight_s={weight_s}. Pass "
+                "seconds; backward_s is the whole backward."
             )
         self._program = program
         self._forward = forward_s / program.num_chunks
@@ -150,10 +162,13 @@ class _Costs:
             tables.weight.microbatch,
         )
         columns = [list(zip(*table, strict=True)) for table in actions]
-        ticks = [[self._times(*each) for each in zip(*column, strict=True)] for column in zip(*columns, strict=True)]
+        ticks = [
+            [self._times(*each) for each in zip(*column, strict=True)]
+            for column in zip(*columns, strict=True)
+        ]
         if skip_idle:
-            # Within a tick a stage runs its actions one after another, and all stages wait for the one that takes
-            # longest.
+            # Within a tick a stage runs its actions one after another, and all stages wait for the
+            # one that takes longest.
             return sum(max(map(sum, stages)) for stages in ticks)
         # Nothing is skipped: every device runs each kind of action of the run in each of its ticks.
         total = 0.0
@@ -169,12 +184,23 @@ class _Costs:
         now = [0.0] * program.num_stages
         found: list[Slice] = []
 
-        def run(stage: int, tick: int, kind: Kind, actions: Actions[Table], cost: float, after: int | None) -> None:
+        def run(
+            stage: int,
+            tick: int,
+            kind: Kind,
+            actions: Actions[Table],
+            cost: float,
+            after: int | None,
+        ) -> None:
             microbatch = actions.microbatch[stage][tick]
             if microbatch < 0:
                 return
-            part, is_forward = program.placement.virtual[stage][actions.chunk[stage][tick]], kind == "forward"
-            # Part 0 takes the batch, which is always there, the last part its loss, a weight gradient its own stage's.
+            part, is_forward = (
+                program.placement.virtual[stage][actions.chunk[stage][tick]],
+                kind == "forward",
+            )
+            # Part 0 takes the batch, which is always there, the last part its loss, a weight
+            # gradient its own stage's.
             ready = 0.0 if after is None else done.get((is_forward, part + after, microbatch), 0.0)
             start = max(now[stage], ready)
             now[stage] = start + cost
@@ -182,7 +208,8 @@ class _Costs:
                 done[is_forward, part, microbatch] = now[stage]
             found.append(Slice(stage, tick, kind, part, microbatch, start, now[stage]))
 
-        # What a stage waits for was computed in an earlier tick, so the order of the stages within one does not matter.
+        # What a stage waits for was computed in an earlier tick, so the order of the stages within
+        # one does not matter.
         for tick in range(program.num_ticks):
             for stage in range(program.num_stages):
                 is_split = tables.pending_write[stage][tick] >= 0
@@ -196,7 +223,9 @@ class _Costs:
                 now = [max(now)] * program.num_stages
         return found
 
-    def _times(self, forward: int, backward: int, pending: int, weight: int) -> tuple[float, float, float]:
+    def _times(
+        self, forward: int, backward: int, pending: int, weight: int
+    ) -> tuple[float, float, float]:
         """Times of a stage's forward, backward and weight gradient in a tick."""
         whole = self._half if pending >= 0 else self._whole
         times = ((forward, self._forward), (backward, whole), (weight, self._weight))

@@ -3,7 +3,14 @@
 from collections.abc import Iterator
 
 from ._base import PipeSchedule
-from ._instructions import BackwardPass, ForwardPass, LoadMicroBatch, OptimizerStep, PipeInstruction, ReduceGrads
+from ._instructions import (
+    BackwardPass,
+    ForwardPass,
+    LoadMicroBatch,
+    OptimizerStep,
+    PipeInstruction,
+    ReduceGrads,
+)
 
 
 class DataParallelSchedule(PipeSchedule):

@@ -1,4 +1,7 @@
-"""1F1B on combined ticks with the chunks folded and the backward split: S microbatches in flight for any F and I."""
+"""1F1B on combined ticks with the chunks folded and the backward split.
+
+S microbatches in flight for any F and I.
+"""
 
 from typing import ClassVar
 
@@ -10,21 +13,24 @@ from ._timetable import Action
 class DualPipeVSchedule(FilledTimetable, FoldedTimetable):
     """DualPipeV: `"1f1b-v"` with the backward split into I and W: `"dual-pipe-v"`.
 
-    Forwards and input gradients run as in `"1f1b-v"`: part p runs the forward of microbatch m at step `2m + p` and its
-    input gradient at step `2m + 4S - 2 - p`, so that a step in which a stage runs both costs their sum, whatever each
-    of them costs. Weight gradients follow within a few steps, put where they cost least (`fill_weights`).
+    Forwards and input gradients run as in `"1f1b-v"`: part p runs the forward of microbatch m at
+    step `2m + p` and its input gradient at step `2m + 4S - 2 - p`, so that a step in which a stage
+    runs both costs their sum, whatever each of them costs. Weight gradients follow within a few
+    steps, put where they cost least (`fill_weights`).
 
-    - Makespan: `M(F + B) + (S - 1)(F + I)` for `M >= S`, `(S - 1)W` less than `"1f1b-v"`, whatever F, I and W cost.
-      Where F = I, `"zero-bubble-v"` is faster with as much in flight; where I is longer, as with recompute, this one
-      is, for many microbatches.
+    - Makespan: `M(F + B) + (S - 1)(F + I)` for `M >= S`, `(S - 1)W` less than `"1f1b-v"`, whatever
+      F, I and W cost. Where F = I, `"zero-bubble-v"` is faster with as much in flight; where I is
+      longer, as with recompute, this one is, for many microbatches.
     - In flight on stage s: at most `2S` microbatches counted on each chunk, so S whole stages.
-    - Pending, from I to W: one, counted on each chunk. `max_pending` K above 1 hides more weight gradients, with S of
-      them `(S - 1)W`, and up to K - 1 microbatches more are in flight, counted on each chunk.
+    - Pending, from I to W: one, counted on each chunk. `max_pending` K above 1 hides more weight
+      gradients, with S of them `(S - 1)W`, and up to K - 1 microbatches more are in flight, counted
+      on each chunk.
     - Use it where `"zero-bubble"` does not fit and recompute makes I longer than F.
 
     Reference:
-        DeepSeek-AI (2025), DualPipe, and Qi et al. (2025), "DualPipe could be better without the Dual", which folds it;
-        here re-timed so that stages keep step, and with no more pending than costs no memory.
+        DeepSeek-AI (2025), DualPipe, and Qi et al. (2025), "DualPipe could be better without the
+        Dual", which folds it; here re-timed so that stages keep step, and with no more pending than
+        costs no memory.
     """
 
     max_pending: ClassVar[int | None] = 1

@@ -1,6 +1,7 @@
 """Events in the life of a microbatch on a stage, and the error for a misplaced instruction.
 
-A **unit** is one microbatch on one chunk of a stage, numbered `chunk * num_microbatches + microbatch`.
+A **unit** is one microbatch on one chunk of a stage, numbered `chunk * num_microbatches +
+microbatch`.
 """
 
 from dataclasses import dataclass
@@ -11,8 +12,11 @@ from ._instructions import PipeInstruction
 
 IDLE = -1
 
-# In the order of a unit's life, so that the lowest bit that is missing names the first instruction that is.
-LOADED, ARRIVED, FORWARD, SENT, GRAD_ARRIVED, INPUT, WEIGHT, GRAD_SENT = (1 << bit for bit in range(8))
+# In the order of a unit's life, so that the lowest bit that is missing names the first instruction
+# that is.
+LOADED, ARRIVED, FORWARD, SENT, GRAD_ARRIVED, INPUT, WEIGHT, GRAD_SENT = (
+    1 << bit for bit in range(8)
+)
 
 ROWS = ("load", "act_recv", "forward", "act_send", "grad_recv", "backward", "weight", "grad_send")
 
@@ -82,7 +86,9 @@ class Location:
         `rule` is what must hold, in words that follow "must"; `got` is what was found instead.
         """
         return WalkError(
-            f"{self.op!r} must {rule}, but got {got} on stage={self.stage} at step={self.step}. {repair}", self.step
+            f"{self.op!r} must {rule}, but got {got} on stage={self.stage} at step={self.step}. "
+            f"{repair}",
+            self.step,
         )
 
 

@@ -10,7 +10,10 @@ from ._stages import listed_steps
 
 
 def schedule_fault(
-    schedules: Sequence[PipeSchedule], message: str, stage: int | None = None, step: int | None = None
+    schedules: Sequence[PipeSchedule],
+    message: str,
+    stage: int | None = None,
+    step: int | None = None,
 ) -> ScheduleError:
     """The error for an unsound schedule, to be raised, with the grid and the bad cell marked.
 
@@ -24,7 +27,11 @@ def schedule_fault(
         listed = listed_steps(schedules[stage])
         if step < len(listed):
             commands = listed[step]
-            shown = ", ".join(map(repr, commands)) if isinstance(commands, (list, tuple)) else repr(commands)
+            shown = (
+                ", ".join(map(repr, commands))
+                if isinstance(commands, (list, tuple))
+                else repr(commands)
+            )
             lines.append(f"Stage {stage} at step {step} holds: {shown or 'nothing'}.")
     lines.append(format_grid(schedules, max_width=112, max_rows=16, mark=mark))
     return ScheduleError("\n".join(lines))

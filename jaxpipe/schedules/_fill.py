@@ -1,4 +1,7 @@
-"""Putting the weight gradients of split backwards into a timetable, so that lockstep loses as little as it can."""
+"""Putting the weight gradients of split backwards into a timetable.
+
+Lockstep is to lose as little by it as it can.
+"""
 
 from collections.abc import Sequence
 
@@ -8,7 +11,9 @@ Row = Sequence[bool]
 """For each step, True if a stage runs something."""
 
 
-def fill_weights(forwards: Sequence[Row], backwards: Sequence[Row], max_pending: int) -> tuple[tuple[int, ...], ...]:
+def fill_weights(
+    forwards: Sequence[Row], backwards: Sequence[Row], max_pending: int
+) -> tuple[tuple[int, ...], ...]:
     """Say in which step each stage runs which weight gradient, first in, first out.
 
     A step costs what its busiest stage runs. So a weight gradient costs nothing where a stage runs
@@ -27,19 +32,25 @@ def fill_weights(forwards: Sequence[Row], backwards: Sequence[Row], max_pending:
     """
     stages = range(len(forwards))
     num_steps = len(forwards[0])
-    counts = [list(map(sum, zip(*rows, strict=True))) for rows in zip(forwards, backwards, strict=True)]
-    # Lockstep: every stage waits for the one that runs the most, so what a stage runs less is free time there.
+    counts = [
+        list(map(sum, zip(*rows, strict=True))) for rows in zip(forwards, backwards, strict=True)
+    ]
+    # Lockstep: every stage waits for the one that runs the most, so what a stage runs less is free
+    # time there.
     has_room = [[count < max(each) for count in each] for each in zip(*counts, strict=True)]
     reserves = [_reserve([room[stage] for room in has_room], backwards[stage]) for stage in stages]
     pending: list[list[int]] = [[] for _ in stages]
     filled: list[list[int]] = [[] for _ in stages]
     for step in range(num_steps):
-        # First, because a tick runs weight gradients last: one may follow its input gradient in the same step.
+        # First, because a tick runs weight gradients last: one may follow its input gradient in the
+        # same step.
         for stage in stages:
             if backwards[stage][step]:
                 pending[stage].append(step)
         gets = has_room[step]
-        is_due = not any(gets) and all(len(pending[stage]) > reserves[stage][step] for stage in stages)
+        is_due = not any(gets) and all(
+            len(pending[stage]) > reserves[stage][step] for stage in stages
+        )
         # Where it must make the step longer, it does so once for all stages.
         if is_due or _is_full(step, gets, pending, backwards, max_pending):
             gets = [True] * len(gets)
@@ -50,7 +61,7 @@ def fill_weights(forwards: Sequence[Row], backwards: Sequence[Row], max_pending:
 
 
 def _reserve(has_room: Row, backwards: Row) -> list[int]:
-    """For each step how many a stage must keep pending after it, to have one wherever it has free time later."""
+    """For each step how many a stage must keep pending after it, to fill its free time later."""
     reserve = 0
     reserves: list[int] = []
     for room, runs in zip(reversed(has_room), reversed(backwards), strict=True):
@@ -59,8 +70,13 @@ def _reserve(has_room: Row, backwards: Row) -> list[int]:
     return reserves[::-1]
 
 
-def _is_full(step: int, gets: list[bool], pending: list[list[int]], backwards: Sequence[Row], limit: int) -> bool:
-    """True if a stage that gets no weight gradient in this step has no room for the input gradient of the next."""
+def _is_full(
+    step: int, gets: list[bool], pending: list[list[int]], backwards: Sequence[Row], limit: int
+) -> bool:
+    """True if a stage has no room for the input gradient of the next step.
+
+    This is asked of stages that get no weight gradient in this step.
+    """
     following = step + 1
     return any(
         not runs and len(waiting) >= limit and following < len(row) and row[following]

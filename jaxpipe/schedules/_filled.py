@@ -1,4 +1,4 @@
-"""Timetables of forwards and input gradients, completed by weight gradients where these cost least."""
+"""Timetables of forwards and input gradients, with weight gradients added where they cost least."""
 
 import functools
 from abc import abstractmethod
@@ -9,10 +9,12 @@ from ._timetable import NOTHING, Action, TimetableSchedule
 
 
 class FilledTimetable(TimetableSchedule):
-    """Split backwards: a subclass says when forwards and input gradients run, `fill_weights` when weight gradients.
+    """Split backwards.
 
-    `max_pending` bounds the weight gradients that a stage keeps pending, counted on each chunk; by default `2S - 1`,
-    beyond which nothing more can be hidden.
+    A subclass says when forwards and input gradients run, `fill_weights` when weight gradients.
+
+    `max_pending` bounds the weight gradients that a stage keeps pending, counted on each chunk; by
+    default `2S - 1`, beyond which nothing more can be hidden.
     """
 
     min_pending: ClassVar[int | None] = 1
@@ -37,7 +39,9 @@ class FilledTimetable(TimetableSchedule):
 
 
 @functools.lru_cache(maxsize=4)
-def _filled(kind: type[FilledTimetable], num_microbatches: int, num_stages: int) -> tuple[tuple[int, ...], ...]:
+def _filled(
+    kind: type[FilledTimetable], num_microbatches: int, num_stages: int
+) -> tuple[tuple[int, ...], ...]:
     """Fill the steps of all stages together; each stage's object asks for the same."""
     stages = [kind(num_microbatches, num_stages, stage) for stage in range(num_stages)]
     steps = range(stages[0].num_unfilled_steps())

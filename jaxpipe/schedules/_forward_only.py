@@ -5,7 +5,13 @@ from collections.abc import Iterator
 
 from ._base import PipeSchedule
 from ._inference import InferenceSchedule
-from ._instructions import ForwardPass, LoadMicroBatch, PipeInstruction, RecvActivation, SendActivation
+from ._instructions import (
+    ForwardPass,
+    LoadMicroBatch,
+    PipeInstruction,
+    RecvActivation,
+    SendActivation,
+)
 from ._stages import listed_steps, stage_schedules
 
 _FORWARD = (ForwardPass, LoadMicroBatch, RecvActivation, SendActivation)
@@ -14,9 +20,9 @@ _FORWARD = (ForwardPass, LoadMicroBatch, RecvActivation, SendActivation)
 def forward_schedule(schedule: type[PipeSchedule]) -> type[PipeSchedule]:
     """Give a forward-only schedule whose chunks lie where those of a training schedule lie.
 
-    With one chunk a stage, in order, this is `InferenceSchedule`. Otherwise it is the training schedule's own
-    forwards, without the steps in which no stage has one to run or to move: `vM + S - 1` steps for `"interleaved"` and
-    M of at least S, `2M + 2S - 2` for `"1f1b-v"`.
+    With one chunk a stage, in order, this is `InferenceSchedule`. Otherwise it is the training
+    schedule's own forwards, without the steps in which no stage has one to run or to move: `vM + S
+    - 1` steps for `"interleaved"` and M of at least S, `2M + 2S - 2` for `"1f1b-v"`.
 
     Args:
         schedule: A training schedule class.
@@ -40,14 +46,19 @@ def forward_schedule(schedule: type[PipeSchedule]) -> type[PipeSchedule]:
     return ForwardSchedule
 
 
-# The objects of all stages ask for the same listing one after another; the next schedule does not need it.
+# The objects of all stages ask for the same listing one after another; the next schedule does not
+# need it.
 @functools.lru_cache(maxsize=1)
 def _forward_steps(
     schedule: type[PipeSchedule], num_microbatches: int, num_stages: int
 ) -> tuple[tuple[tuple[PipeInstruction, ...], ...], ...]:
-    """List what belongs to forwards, by step and stage, without the steps that are empty on all stages."""
+    """List what belongs to forwards, by step and stage, without steps empty on all stages."""
     listed = [listed_steps(one) for one in stage_schedules(schedule, num_microbatches, num_stages)]
     steps = zip(
-        *([tuple(op for op in ops if isinstance(op, _FORWARD)) for ops in steps] for steps in listed), strict=True
+        *(
+            [tuple(op for op in ops if isinstance(op, _FORWARD)) for ops in steps]
+            for steps in listed
+        ),
+        strict=True,
     )
     return tuple(commands for commands in steps if any(commands))

@@ -8,15 +8,16 @@ from ._timetable import Action, TimetableSchedule
 class GPipeSchedule(TimetableSchedule):
     """All forwards of the batch, then all its backwards: `"gpipe"`.
 
-    Stage s runs the forward of microbatch m at step `m + s` and its backward at step `(M + S - 1) + m + (S - 1 - s)`:
-    `2(M + S - 1)` steps, the first half forwards only, the second backwards only.
+    Stage s runs the forward of microbatch m at step `m + s` and its backward at step `(M + S - 1) +
+    m + (S - 1 - s)`: `2(M + S - 1)` steps, the first half forwards only, the second backwards only.
 
     - Makespan: `(M + S - 1)(F + B)`; bubble time `(S - 1)(F + B)`, as `"1f1b"`.
     - In flight on every stage: `M` microbatches.
     - Use it for few microbatches, or to compare: no step mixes forwards and backwards.
 
     Reference:
-        Huang et al. (2019), "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism".
+        Huang et al. (2019), "GPipe: Efficient Training of Giant Neural Networks using Pipeline
+        Parallelism".
     """
 
     is_auto_candidate: ClassVar[bool] = False

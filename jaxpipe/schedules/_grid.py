@@ -30,16 +30,20 @@ def format_grid(
 ) -> str:
     """Draw which microbatch each stage works on in each step.
 
-    Rows are stages, columns steps. `F3` is the forward of microbatch 3, `B3` its backward, `I3` and `W3` the input and
-    the weight gradient of a split backward, `F3B1` both in one step, `.` an idle step. With several chunks a stage the
-    number in front is the part of the model, counted from the input: `5F3+2B1`. The schedule need not be sound.
+    Rows are stages, columns steps. `F3` is the forward of microbatch 3, `B3` its backward, `I3` and
+    `W3` the input and the weight gradient of a split backward, `F3B1` both in one step, `.` an idle
+    step. With several chunks a stage the number in front is the part of the model, counted from the
+    input: `5F3+2B1`. The schedule need not be sound.
 
     Args:
-        schedule: A name, a schedule class, the object of one stage, or the objects of all stages in order.
+        schedule: A name, a schedule class, the object of one stage, or the objects of all stages in
+            order.
         num_microbatches: Microbatches in a batch; needed with a name or class.
         num_stages: Pipeline stages; needed with a name or class.
-        max_width: Characters a line may have; steps in the middle, or far from `mark`, are left out. Default: all.
-        max_rows: Stages to show; those in the middle, or far from `mark`, are left out. Default: all.
+        max_width: Characters a line may have; steps in the middle, or far from `mark`, are left
+            out. Default: all.
+        max_rows: Stages to show; those in the middle, or far from `mark`, are left out. Default:
+            all.
         mark: Stage and step of a cell to put in brackets; one outside the grid is passed over.
 
     Returns:
@@ -66,7 +70,9 @@ def format_grid(
     label_width = max(map(len, names))
     room = None if max_width is None else max_width - label_width
     # 2 and 5: a column and the dots for what is left out, each with the two spaces before it.
-    steps = _visible([width + 2 for width in widths], room, None if mark is None else mark[1], gap=5)
+    steps = _visible(
+        [width + 2 for width in widths], room, None if mark is None else mark[1], gap=5
+    )
     rows = _visible([1] * len(cells), max_rows, None if mark is None else mark[0], gap=1)
     lines = [_line("step", label_width, steps, widths, str)]
     for stage in rows:
@@ -78,15 +84,24 @@ def format_grid(
 
 
 def _line(
-    label: str, label_width: int, steps: Sequence[int | None], widths: Sequence[int], text: Callable[[int], str]
+    label: str,
+    label_width: int,
+    steps: Sequence[int | None],
+    widths: Sequence[int],
+    text: Callable[[int], str],
 ) -> str:
     parts = [label.ljust(label_width)]
     parts += ["..." if step is None else text(step).ljust(widths[step]) for step in steps]
     return "  ".join(parts).rstrip()
 
 
-def _visible(sizes: Sequence[int], room: int | None, centre: int | None, *, gap: int) -> list[int | None]:
-    """Choose what fits into `room`: around `centre`, or from both ends; None stands for what is left out."""
+def _visible(
+    sizes: Sequence[int], room: int | None, centre: int | None, *, gap: int
+) -> list[int | None]:
+    """Choose what fits into `room`: around `centre`, or from both ends.
+
+    None stands for what is left out.
+    """
     count = len(sizes)
     if room is None or sum(sizes) <= room:
         return list(range(count))
@@ -123,8 +138,8 @@ def _stage_cells(schedule: PipeSchedule) -> list[str]:
         for op in _buffer_ops(commands):
             buffer = op.buffer_id
             enters = isinstance(op, (LoadMicroBatch, RecvActivation, ForwardPass))
-            # An unsound schedule is to be shown as well: numbers follow from the order in which buffers are filled, and
-            # nothing is refused.
+            # An unsound schedule is to be shown as well: numbers follow from the order in which
+            # buffers are filled, and nothing is refused.
             if enters and buffer not in entered:
                 chunk, microbatch = op.chunk_id, op.micro_batch_id
                 if microbatch is None:

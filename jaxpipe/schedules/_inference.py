@@ -3,14 +3,20 @@
 from collections.abc import Iterator
 
 from ._base import PipeSchedule
-from ._instructions import ForwardPass, LoadMicroBatch, PipeInstruction, RecvActivation, SendActivation
+from ._instructions import (
+    ForwardPass,
+    LoadMicroBatch,
+    PipeInstruction,
+    RecvActivation,
+    SendActivation,
+)
 
 
 class InferenceSchedule(PipeSchedule):
     """Forward only, for evaluation and prediction; instruction for instruction as DeepSpeed's.
 
-    Stage s runs microbatch m at step `m + s`: `M + S - 1` steps. A stage receives into one buffer what it works on
-    and sends from the other what it made in the step before.
+    Stage s runs microbatch m at step `m + s`: `M + S - 1` steps. A stage receives into one buffer
+    what it works on and sends from the other what it made in the step before.
 
     - Makespan: `(M + S - 1) F`; bubble `(S - 1) F`.
     - Memory: two buffers, no residuals.
@@ -31,7 +37,8 @@ class InferenceSchedule(PipeSchedule):
                 exchange.append(SendActivation(1 - here))
             if runs and not self.is_first_stage:
                 exchange.append(RecvActivation(here))
-            # DeepSpeed's sends block: of two neighbours one must send first while the other receives.
+            # DeepSpeed's sends block: of two neighbours one must send first while the other
+            # receives.
             if self.stage_id % 2 == 1:
                 exchange.reverse()
             commands: list[PipeInstruction] = []

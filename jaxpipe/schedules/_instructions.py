@@ -6,8 +6,9 @@ from typing import Any
 class PipeInstruction:
     """One thing a stage does in one step of a schedule.
 
-    Keyword arguments become attributes. Instructions are values: two of the same class with the same arguments are
-    equal and hash alike, and may be shared between steps; do not change one after it is made.
+    Keyword arguments become attributes. Instructions are values: two of the same class with the
+    same arguments are equal and hash alike, and may be shared between steps; do not change one
+    after it is made.
 
     Args:
         **kwargs: Whatever the instruction needs to know, kept as attributes.
@@ -46,7 +47,10 @@ class PipeInstruction:
 
 
 class OptimizerStep(PipeInstruction):
-    """Update the stage's parameters and clear its gradients: the last instruction of a batch on every stage."""
+    """Update the stage's parameters and clear its gradients.
+
+    The last instruction of a batch on every stage.
+    """
 
 
 class ReduceGrads(PipeInstruction):
@@ -63,14 +67,15 @@ class ReduceTiedGrads(PipeInstruction):
 class BufferOpInstruction(PipeInstruction):
     """An instruction that works on one buffer, that is on the microbatch living in it.
 
-    A microbatch enters a buffer with its first `LoadMicroBatch`, `RecvActivation` or `ForwardPass` and leaves it when
-    nothing of it is needed on this stage any more.
+    A microbatch enters a buffer with its first `LoadMicroBatch`, `RecvActivation` or `ForwardPass`
+    and leaves it when nothing of it is needed on this stage any more.
 
     Args:
         buffer_id: The buffer, in `[0, num_pipe_buffers())`.
-        **kwargs: `micro_batch_id` and `chunk_id` name the microbatch and the model chunk. Without them the
-            microbatches enter in order of their numbers, and later instructions on the buffer mean the one inside.
-            With several chunks a stage, the instruction that enters a buffer must name its chunk.
+        **kwargs: `micro_batch_id` and `chunk_id` name the microbatch and the model chunk. Without
+            them the microbatches enter in order of their numbers, and later instructions on the
+            buffer mean the one inside. With several chunks a stage, the instruction that enters a
+            buffer must name its chunk.
     """
 
     buffer_id: int
@@ -84,7 +89,9 @@ class BufferOpInstruction(PipeInstruction):
 
 
 class LoadMicroBatch(BufferOpInstruction):
-    """Put the next microbatch of the batch into a buffer: inputs on the first stage, labels on the last.
+    """Put the next microbatch of the batch into a buffer.
+
+    Inputs on the first stage, labels on the last.
 
     Roughly:
         inputs[buffer_id] = next(data_iter)
@@ -100,19 +107,22 @@ class ForwardPass(BufferOpInstruction):
 
 
 class BackwardPass(BufferOpInstruction):
-    """Run the whole backward of a buffer: the gradient of its input, and the weights' gradient added up.
+    """Run the whole backward of a buffer.
 
-    Roughly:
-        weight_grad, input_grads[buffer_id] = backward(residuals[buffer_id], output_grads[buffer_id])
-        grads += weight_grad
+    The gradient of its input, and the weights' gradient added up.
+
+    Roughly: weight_grad, input_grads[buffer_id] = backward(residuals[buffer_id],
+        output_grads[buffer_id]) grads += weight_grad
     """
 
 
 class BackwardInput(BufferOpInstruction):
-    """Run the input gradient, which the previous stage waits for; `BackwardWeight` completes the backward.
+    """Run the input gradient, which the previous stage waits for.
 
-    Roughly:
-        input_grads[buffer_id], pending[buffer_id] = backward_input(residuals[buffer_id], output_grads[buffer_id])
+    `BackwardWeight` completes the backward.
+
+    Roughly: input_grads[buffer_id], pending[buffer_id] = backward_input(residuals[buffer_id],
+        output_grads[buffer_id])
     """
 
 
@@ -125,7 +135,7 @@ class BackwardWeight(BufferOpInstruction):
 
 
 class SendActivation(BufferOpInstruction):
-    """Send a buffer's output, computed in an earlier step, to the stage that runs the following layers.
+    """Send a buffer's output, computed in an earlier step, to the stage of the following layers.
 
     Roughly:
         send(outputs[buffer_id])
@@ -145,12 +155,15 @@ class RecvActivation(BufferOpInstruction):
 
 
 class SendGrad(BufferOpInstruction):
-    """Send the gradient of a buffer's input, computed in an earlier step, to the stage the input came from.
+    """Send the gradient of a buffer's input to the stage the input came from.
+
+    It was computed in an earlier step.
 
     Roughly:
         send(input_grads[buffer_id])
 
-    The matching `RecvGrad` stands in the same step. Integer and boolean leaves have no gradient and do not travel.
+    The matching `RecvGrad` stands in the same step. Integer and boolean leaves have no gradient and
+    do not travel.
     """
 
 

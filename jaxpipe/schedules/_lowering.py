@@ -6,7 +6,17 @@ from collections.abc import Sequence
 from ._check import CheckedSchedule, checked_schedule
 from ._events import IDLE, StageActions
 from ._placement import ChunkLocation, Placement
-from ._program import Actions, Buffers, Row, Table, Tables, TickProgram, TransferBuffers, Transfers, map_fields
+from ._program import (
+    Actions,
+    Buffers,
+    Row,
+    Table,
+    Tables,
+    TickProgram,
+    TransferBuffers,
+    Transfers,
+    map_fields,
+)
 from ._runs import tick_runs
 from ._slots import Slots, assign_slots
 from ._stages import AnySchedule
@@ -22,17 +32,20 @@ def lower_schedule(
 ) -> TickProgram:
     """Check a schedule and turn it into a tick program.
 
-    Slots go to values by lifetime, lowest first, so each buffer is exactly as deep as the most values alive at once.
-    What is received is held from the receive to the use, what is sent from the computing to the send, residuals from
-    the forward to the end of the backward (the weight gradient, if it is split).
+    Slots go to values by lifetime, lowest first, so each buffer is exactly as deep as the most
+    values alive at once. What is received is held from the receive to the use, what is sent from
+    the computing to the send, residuals from the forward to the end of the backward (the weight
+    gradient, if it is split).
 
     Args:
-        schedule: A name, a schedule class, the object of one stage, or the objects of all stages in order.
+        schedule: A name, a schedule class, the object of one stage, or the objects of all stages in
+            order.
         num_microbatches: Microbatches in a batch; needed with a name or class.
         num_stages: Pipeline stages; needed with a name or class.
         training: False for a schedule of forwards only.
-        delays_loss: Run each loss a tick after the forward whose output it takes, and all backwards a tick later: one
-            tick more in all. What the loss needs of other stages then travels under that tick's forward.
+        delays_loss: Run each loss a tick after the forward whose output it takes, and all backwards
+            a tick later: one tick more in all. What the loss needs of other stages then travels
+            under that tick's forward.
 
     Returns:
         The program.
@@ -47,7 +60,9 @@ def lower_schedule(
     """
     checked = checked_schedule(schedule, num_microbatches, num_stages, training=training)
     if delays_loss:
-        checked = dataclasses.replace(checked, stages=tuple(map(_with_later_backwards, checked.stages)))
+        checked = dataclasses.replace(
+            checked, stages=tuple(map(_with_later_backwards, checked.stages))
+        )
     one = checked.schedules[0]
     stages = [_StageTables(checked, stage) for stage in range(one.stages)]
     tables: Tables[Table] = map_fields(lambda *rows: rows, *(stage.tables for stage in stages))
@@ -57,11 +72,14 @@ def lower_schedule(
     # All devices run one program: a buffer is as deep on each as the stage with most needs it.
     depth: Buffers[int] = map_fields(max, stage_depth)
     runs = tick_runs(checked.stages[0].num_steps, tables)
-    # Only now that the runs are known: a masked forward computes in ticks whose run holds forwards, and nowhere else.
+    # Only now that the runs are known: a masked forward computes in ticks whose run holds forwards,
+    # and nowhere else.
     if training:
         forward_ticks = [run.has_forward for run in runs for _ in range(run.start, run.stop)]
         rows = zip(tables.residual_write, slots, strict=True)
-        vacant = tuple(_with_vacant(row, each.residuals.vacant, forward_ticks) for row, each in rows)
+        vacant = tuple(
+            _with_vacant(row, each.residuals.vacant, forward_ticks) for row, each in rows
+        )
         tables = tables._replace(residual_write=vacant)
     return TickProgram(
         name=type(one).__name__,
@@ -101,9 +119,13 @@ class _StageTables:
         activations, act_slots = self._transfers(stage, forward, received, sent, (before, after))
         received, sent = rows["grad_recv"], rows["grad_send"]
         gradients, grad_slots = self._transfers(stage, backward, received, sent, (after, before))
-        # A backward is split if its unit has a weight gradient; a schedule may split some and leave others whole.
+        # A backward is split if its unit has a weight gradient; a schedule may split some and leave
+        # others whole.
         split = self._only(backward, self._units_of(weight))
-        whole = [-1 if split_unit >= 0 else unit for unit, split_unit in zip(backward, split, strict=True)]
+        whole = [
+            -1 if split_unit >= 0 else unit
+            for unit, split_unit in zip(backward, split, strict=True)
+        ]
         stored = forward if checked.training else [-1] * len(forward)
         # A split backward gives its residuals back only when its weight gradient has run.
         residuals = assign_slots(self._num_units, stored, [whole, weight])
@@ -129,7 +151,9 @@ class _StageTables:
 
     def _actions(self, units: Sequence[int]) -> Actions[Row]:
         chunks = tuple([unit // self._microbatches if unit >= 0 else -1 for unit in units])
-        return Actions(tuple([unit % self._microbatches if unit >= 0 else -1 for unit in units]), chunks)
+        return Actions(
+            tuple([unit % self._microbatches if unit >= 0 else -1 for unit in units]), chunks
+        )
 
     def _transfers(
         self,
@@ -144,18 +168,24 @@ class _StageTables:
         The rows have units, tick by tick. `neighbours` has by chunk where its values come from, and
         where they go.
         """
-        # At the ends of the model there is no neighbour; the stage itself stands in, and no row asks for it.
-        sources, targets = ([stage if one is None else one[0] for one in each] for each in neighbours)
+        # At the ends of the model there is no neighbour; the stage itself stands in, and no row
+        # asks for it.
+        sources, targets = (
+            [stage if one is None else one[0] for one in each] for each in neighbours
+        )
         to_local = [one[1] if one is not None and one[0] == stage else -1 for one in neighbours[1]]
-        # Only what is really sent takes a slot: the last part's output and the first part's gradient go nowhere.
+        # Only what is really sent takes a slot: the last part's output and the first part's
+        # gradient go nowhere.
         outgoing = self._only(computed, self._units_of(sent))
         incoming = self._only(computed, self._units_of(received))
-        # Between two chunks of one stage a value keeps its microbatch and changes its chunk, hence its unit.
+        # Between two chunks of one stage a value keeps its microbatch and changes its chunk, hence
+        # its unit.
         handed = [self._handed(unit, to_local) for unit in computed]
         taken = self._only(computed, self._units_of(handed))
         slots = TransferBuffers(
             recv=assign_slots(self._num_units, received, [incoming]),
-            # The exchange is the first phase of a tick: what it sends has left its slot when the next value is written.
+            # The exchange is the first phase of a tick: what it sends has left its slot when the
+            # next value is written.
             send=assign_slots(self._num_units, outgoing, [sent], frees_first=True),
             local=assign_slots(self._num_units, handed, [taken]),
         )
@@ -165,7 +195,8 @@ class _StageTables:
             send_to=self._stages_of(sent, targets),
             recv=slots.recv.row(received),
             recv_from=recv_from,
-            # For what is sent at the end of the tick that computes it: it arrives by the exchange of the tick after.
+            # For what is sent at the end of the tick that computes it: it arrives by the exchange
+            # of the tick after.
             next_recv_from=(*recv_from[1:], -1),
             read=slots.recv.row(incoming),
             write=slots.send.row(outgoing),
@@ -178,14 +209,20 @@ class _StageTables:
         return tuple([stages[unit // self._microbatches] if unit >= 0 else -1 for unit in units])
 
     def _handed(self, unit: int, to_local: list[int]) -> int:
-        """Give the unit, on another chunk of this stage, that a computed value is for; -1 if it goes elsewhere."""
+        """Give the unit, on another chunk of this stage, that a computed value is for.
+
+        -1 if it goes elsewhere.
+        """
         if unit < 0:
             return -1
         chunk, microbatch = divmod(unit, self._microbatches)
         return -1 if to_local[chunk] < 0 else to_local[chunk] * self._microbatches + microbatch
 
     def _units_of(self, row: Sequence[int]) -> bytearray:
-        """Mark the units of a row; the entry behind the last unit, which idle actions index, stays 0."""
+        """Mark the units of a row.
+
+        The entry behind the last unit, which idle actions index, stays 0.
+        """
         marks = bytearray(self._num_units + 1)
         for unit in row:
             marks[unit] = 1
@@ -199,33 +236,46 @@ class _StageTables:
 def _with_later_backwards(actions: StageActions) -> StageActions:
     """A stage's actions with every backward, and all that follows from it, a tick later."""
     later = {"backward", "weight", "grad_recv", "grad_send"}
-    rows = {name: [IDLE, *row] if name in later else [*row, IDLE] for name, row in actions.rows.items()}
+    rows = {
+        name: [IDLE, *row] if name in later else [*row, IDLE] for name, row in actions.rows.items()
+    }
     return dataclasses.replace(actions, rows=rows, num_steps=actions.num_steps + 1)
 
 
-def _with_model_ends(tables: Tables[Table], placement: Placement, *, delays_loss: bool) -> Tables[Table]:
-    """Tell all stages which microbatch is at the model's input, at its loss, and back at its input."""
+def _with_model_ends(
+    tables: Tables[Table], placement: Placement, *, delays_loss: bool
+) -> Tables[Table]:
+    """Tell all stages which microbatch is at the model's input, its loss, and back at its input."""
 
     def of_part(actions: Actions[Table], part: int) -> Row:
         stage, chunk = placement.locations[part]
         at = zip(actions.microbatch[stage], actions.chunk[stage], strict=True)
         return tuple([microbatch if found == chunk else -1 for microbatch, found in at])
 
-    # All stages, and not only the one that runs it: inputs and labels may be sharded over the stages and are gathered
-    # by all of them at once, and so are vocabulary-parallel layers.
+    # All stages, and not only the one that runs it: inputs and labels may be sharded over the
+    # stages and are gathered by all of them at once, and so are vocabulary-parallel layers.
     def told(row: Row) -> Table:
         return (row,) * placement.num_stages
 
-    entering, loss, last_stage = of_part(tables.forward, 0), of_part(tables.forward, -1), placement.locations[-1][0]
+    entering, loss, last_stage = (
+        of_part(tables.forward, 0),
+        of_part(tables.forward, -1),
+        placement.locations[-1][0],
+    )
     pairs = zip(tables.residual_write[last_stage], loss, strict=True)
-    written, none = tuple([slot if microbatch >= 0 else -1 for slot, microbatch in pairs]), (-1,) * len(loss)
+    written, none = (
+        tuple([slot if microbatch >= 0 else -1 for slot, microbatch in pairs]),
+        (-1,) * len(loss),
+    )
     if delays_loss:
         loss, written = _a_tick_later(loss), _a_tick_later(written)
     return tables._replace(
         input_microbatch=told(entering),
         next_input_microbatch=told((*entering[1:], -1)),
         loss_microbatch=told(loss),
-        loss_gradient_write=tuple([written if stage == last_stage else none for stage in range(placement.num_stages)]),
+        loss_gradient_write=tuple(
+            [written if stage == last_stage else none for stage in range(placement.num_stages)]
+        ),
         last_input_grad_microbatch=told(_a_tick_later(of_part(tables.backward, 0))),
     )
 
@@ -236,11 +286,16 @@ def _a_tick_later(row: Row) -> Row:
 
 def _unbuffered(tables: Tables[Table]) -> Buffers[bool]:
     def of(transfers: Transfers[Table]) -> TransferBuffers[bool]:
-        # Sent in the tick after it was made, always: then one value at a time waits, and needs no slot.
+        # Sent in the tick after it was made, always: then one value at a time waits, and needs no
+        # slot.
         made, sent = _marks(transfers.write), _marks(transfers.send)
-        is_next_tick = all([False, *one] == [*other, False] for one, other in zip(made, sent, strict=True))
+        is_next_tick = all(
+            [False, *one] == [*other, False] for one, other in zip(made, sent, strict=True)
+        )
         return TransferBuffers(
-            recv=transfers.read == transfers.recv, send=is_next_tick and any(map(any, sent)), local=False
+            recv=transfers.read == transfers.recv,
+            send=is_next_tick and any(map(any, sent)),
+            local=False,
         )
 
     # Equal tables: what is written in a tick is read from the same slot in the same tick.
@@ -253,4 +308,9 @@ def _marks(table: Table) -> list[list[bool]]:
 
 
 def _with_vacant(row: Sequence[int], vacant: Sequence[int], wanted: Sequence[bool]) -> Row:
-    return tuple([free if want and slot < 0 else slot for slot, free, want in zip(row, vacant, wanted, strict=True)])
+    return tuple(
+        [
+            free if want and slot < 0 else slot
+            for slot, free, want in zip(row, vacant, wanted, strict=True)
+        ]
+    )

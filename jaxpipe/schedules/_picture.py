@@ -31,7 +31,9 @@ _LETTER = 7
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture of a step: stages downwards, time to the right, microbatches as numbers. Notebooks show it.
+    """A picture of a step: stages downwards, time to the right, microbatches as numbers.
+
+    Notebooks show it.
 
     Attributes:
         title: What stands above it.
@@ -70,7 +72,8 @@ class Picture:
         for stage in range(self.num_stages):
             y = _TOP + stage * _ROW
             lines.append(f'<text x="8" y="{y + 17}" fill="#222">stage {stage}</text>')
-            lines.append(f'<rect x="{_LEFT}" y="{y + 2}" width="{_WIDTH}" height="{_ROW - 4}" fill="#eeeeee"/>')
+            size = f'width="{_WIDTH}" height="{_ROW - 4}"'
+            lines.append(f'<rect x="{_LEFT}" y="{y + 2}" {size} fill="#eeeeee"/>')
         lines += [line for one in self.slices for line in self._slice(one, scale)]
         return "\n".join([*lines, "</svg>", ""])
 
@@ -78,7 +81,8 @@ class Picture:
         """Write the picture to a file.
 
         Args:
-            path: A name that ends with `.svg`, or with `.png`, for which matplotlib is needed (`jaxpipe[plots]`).
+            path: A name that ends with `.svg`, or with `.png`, for which matplotlib is needed
+                (`jaxpipe[plots]`).
 
         Raises:
             ScheduleError: The name ends otherwise, or matplotlib is not installed.
@@ -90,7 +94,8 @@ class Picture:
             self._save_png(target)
         else:
             raise ScheduleError(
-                f"A picture must be saved under a name ending with .svg or .png, but got path={str(path)!r}. Add one."
+                "A picture must be saved under a name ending with .svg or .png, but got "
+                f"path={str(path)!r}. Add one."
             )
 
     def _repr_svg_(self) -> str:
@@ -109,11 +114,15 @@ class Picture:
     def _slice(self, one: Slice, scale: float) -> list[str]:
         x, width = _LEFT + one.start_s * scale, (one.end_s - one.start_s) * scale
         y, text = _TOP + one.stage * _ROW, str(one.microbatch)
-        about = f"{one.kind} of microbatch {one.microbatch} on stage {one.stage}, part {one.part}, tick {one.tick}"
+        about = (
+            f"{one.kind} of microbatch {one.microbatch} on stage {one.stage}, part {one.part}, "
+            f"tick {one.tick}"
+        )
         times = f"{one.start_s:g} to {one.end_s:g} s"
         lines = [
-            f'<rect x="{x:.2f}" y="{y + 2}" width="{width:.2f}" height="{_ROW - 4}" fill="{_COLOURS[one.kind]}" '
-            f'fill-opacity="{self._opacity(one):g}" stroke="#ffffff" stroke-width=".5"><title>{about}, {times}</title>'
+            f'<rect x="{x:.2f}" y="{y + 2}" width="{width:.2f}" height="{_ROW - 4}" '
+            f'fill="{_COLOURS[one.kind]}" fill-opacity="{self._opacity(one):g}" '
+            f'stroke="#ffffff" stroke-width=".5"><title>{about}, {times}</title>'
             "</rect>"
         ]
         if width > _LETTER * len(text) + 2:
@@ -126,8 +135,8 @@ class Picture:
             make: Any = importlib.import_module("matplotlib.figure").Figure
         except ImportError as error:
             raise ScheduleError(
-                f"matplotlib must be installed to draw a PNG, but got path={str(path)!r} without it. Run pip install "
-                "'jaxpipe[plots]', or save an .svg."
+                f"matplotlib must be installed to draw a PNG, but got path={str(path)!r} without "
+                "it. Run pip install 'jaxpipe[plots]', or save an .svg."
             ) from error
         figure = make(figsize=(12, 1 + 0.32 * self.num_stages), layout="constrained")
         axes = figure.subplots()
@@ -137,13 +146,30 @@ class Picture:
                 if one.kind == kind:
                     width = one.end_s - one.start_s
                     colour, shade = _COLOURS[kind], self._opacity(one)
-                    axes.barh(one.stage, width, left=one.start_s, color=colour, alpha=shade, edgecolor="w", label=named)
+                    axes.barh(
+                        one.stage,
+                        width,
+                        left=one.start_s,
+                        color=colour,
+                        alpha=shade,
+                        edgecolor="w",
+                        label=named,
+                    )
                     named = ""
                     if width > 0.012 * self.span_s:
                         middle = (one.start_s + one.end_s) / 2
-                        axes.text(middle, one.stage, str(one.microbatch), ha="center", va="center", fontsize=7)
+                        axes.text(
+                            middle,
+                            one.stage,
+                            str(one.microbatch),
+                            ha="center",
+                            va="center",
+                            fontsize=7,
+                        )
         axes.set_title(self.title, loc="left", fontsize=10)
-        axes.set_yticks(range(self.num_stages), [f"stage {stage}" for stage in range(self.num_stages)])
+        axes.set_yticks(
+            range(self.num_stages), [f"stage {stage}" for stage in range(self.num_stages)]
+        )
         axes.invert_yaxis()
         axes.set_xlim(0, self.span_s or 1.0)
         axes.set_xlabel("s")
@@ -167,13 +193,14 @@ def draw(
     """Draw a schedule to scale: what each stage does when, if its actions take the times given.
 
     Args:
-        schedule: A name, a schedule class, the object of one stage, the objects of all stages in order, or a lowered
-            program.
+        schedule: A name, a schedule class, the object of one stage, the objects of all stages in
+            order, or a lowered program.
         num_microbatches: Microbatches in a batch; needed with a name or class.
         num_stages: Pipeline stages; needed with a name or class.
         forward_s: Seconds of the forward of one microbatch through a whole stage, all its chunks.
         backward_s: Seconds of its whole backward.
-        weight_s: Seconds of the weight gradient of that, where backwards are split. Default: half of it.
+        weight_s: Seconds of the weight gradient of that, where backwards are split. Default: half
+            of it.
         lockstep: Whether stages wait for each other after each tick, as those of the executor do.
         training: False for a schedule of forwards only.
 
@@ -197,7 +224,11 @@ def draw(
 
 def picture_of(program: TickProgram, slices: Sequence[Slice]) -> Picture:
     """Draw actions of a program, as planned or as measured."""
-    work, span = sum(one.end_s - one.start_s for one in slices), max((one.end_s for one in slices), default=0.0)
+    work, span = (
+        sum(one.end_s - one.start_s for one in slices),
+        max((one.end_s for one in slices), default=0.0),
+    )
     idle = f", {1 - work / (span * program.num_stages):.1%} idle" if span > 0 else ""
-    title = f"{program.name}: {program.num_microbatches} microbatches on {program.num_stages} stages{idle}"
+    sizes = f"{program.num_microbatches} microbatches on {program.num_stages} stages"
+    title = f"{program.name}: {sizes}{idle}"
     return Picture(title, tuple(slices), program.num_stages, program.num_chunks)

@@ -18,7 +18,8 @@ class Placement:
     Attributes:
         num_stages: Pipeline stages.
         num_chunks: Chunks a stage.
-        virtual: `virtual[stage][chunk]`: the virtual stage that the chunk is, counted from the input.
+        virtual: `virtual[stage][chunk]`: the virtual stage that the chunk is, counted from the
+            input.
         locations: `locations[virtual]`: the stage and chunk that a virtual stage is.
     """
 
@@ -51,14 +52,17 @@ def placement_of(schedules: Sequence[PipeSchedule]) -> Placement:
     """
     one = schedules[0]
     stages, chunks = one.stages, one.num_chunks
-    virtual = tuple(tuple(one.virtual_stage(stage, chunk) for chunk in range(chunks)) for stage in range(stages))
+    virtual = tuple(
+        tuple(one.virtual_stage(stage, chunk) for chunk in range(chunks)) for stage in range(stages)
+    )
     locations: dict[int, ChunkLocation] = {}
     for stage, row in enumerate(virtual):
         for chunk, index in enumerate(row):
             if index not in range(stages * chunks) or index in locations:
                 raise ScheduleError(
-                    f"virtual_stage must give every chunk a place of its own in [0, {stages * chunks}), but got "
-                    f"virtual_stage(stage={stage}, chunk={chunk})={index}. Return each place exactly once."
+                    "virtual_stage must give every chunk a place of its own in [0, "
+                    f"{stages * chunks}), but got virtual_stage(stage={stage}, "
+                    f"chunk={chunk})={index}. Return each place exactly once."
                 )
             locations[index] = (stage, chunk)
     # An exchange of the executor moves values by one stage, up or down the ring.
@@ -66,8 +70,10 @@ def placement_of(schedules: Sequence[PipeSchedule]) -> Placement:
         source, target = locations[index - 1][0], locations[index][0]
         if (target - source) % stages not in (0, 1, stages - 1):
             raise ScheduleError(
-                f"Parts of the model that follow each other must lie on one stage or on neighbours, but got "
-                f"virtual stage {index - 1} on stage={source} and {index} on stage={target}. "
-                "Change virtual_stage so that each hop is at most one stage."
+                "Parts of the model that follow each other must lie on one stage or on neighbours, "
+                f"but got virtual stage {index - 1} on stage={source} and {index} on "
+                f"stage={target}. Change virtual_stage so that each hop is at most one stage."
             )
-    return Placement(stages, chunks, virtual, tuple(locations[index] for index in range(stages * chunks)))
+    return Placement(
+        stages, chunks, virtual, tuple(locations[index] for index in range(stages * chunks))
+    )

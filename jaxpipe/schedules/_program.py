@@ -32,7 +32,9 @@ class Actions(NamedTuple, Generic[T]):
 
 
 class Transfers(NamedTuple, Generic[T]):
-    """Way of one kind of value, activations or gradients, from the action that computes it to the one that takes it.
+    """Way of one kind of value from the action that computes it to the one that takes it.
+
+    The kinds are activations and gradients.
 
     Attributes:
         send: Slot of the send buffer that is sent in a tick's exchange.
@@ -42,8 +44,10 @@ class Transfers(NamedTuple, Generic[T]):
         next_recv_from: `recv_from` of the tick after.
         read: Slot of the receive buffer that the tick's action takes.
         write: Slot of the send buffer that its result goes to.
-        local_read: Slot of the local buffer that the action takes, if the chunk before lies on the same stage.
-        local_write: Slot of the local buffer that its result goes to, if the chunk after lies on the same stage.
+        local_read: Slot of the local buffer that the action takes, if the chunk before lies on the
+            same stage.
+        local_write: Slot of the local buffer that its result goes to, if the chunk after lies on
+            the same stage.
     """
 
     send: T
@@ -60,7 +64,8 @@ class Transfers(NamedTuple, Generic[T]):
 class Tables(NamedTuple, Generic[T]):
     """Tables of a tick program.
 
-    `Tables[Table]` is the whole program; the executor cuts one device's `Tables[jax.Array]` of one tick out of it.
+    `Tables[Table]` is the whole program; the executor cuts one device's `Tables[jax.Array]` of one
+    tick out of it.
 
     Attributes:
         forward: What forwards work on.
@@ -71,15 +76,17 @@ class Tables(NamedTuple, Generic[T]):
         residual_write: Slot for the residuals of the tick's forward.
         residual_read: Slot of the residuals that its backward takes.
         weight_residual_read: Slot of the residuals that its weight gradient takes.
-        pending_write: Slot for what a split backward leaves for its weight gradient; -1 where the backward is whole.
+        pending_write: Slot for what a split backward leaves for its weight gradient; -1 where the
+            backward is whole.
         pending_read: Slot of what the weight gradient takes.
-        input_microbatch: The microbatch whose forward on the model's first part is in this tick, told to all stages.
+        input_microbatch: The microbatch whose forward on the model's first part is in this tick,
+            told to all stages.
         next_input_microbatch: The same of the tick after.
-        loss_microbatch: The microbatch whose loss is in this tick, told to all stages: that of the forward on the last
-            part, or where losses are delayed of the forward a tick before.
+        loss_microbatch: The microbatch whose loss is in this tick, told to all stages: that of the
+            forward on the last part, or where losses are delayed of the forward a tick before.
         loss_gradient_write: On the stage of the last part the slot of that forward's residuals.
-        last_input_grad_microbatch: The microbatch whose backward on the first part was in the tick before, told to all
-            stages.
+        last_input_grad_microbatch: The microbatch whose backward on the first part was in the tick
+            before, told to all stages.
     """
 
     forward: Actions[T]
@@ -133,7 +140,10 @@ _STRUCTURES: tuple[Callable[..., Any], ...] = (Tables, Transfers, Actions, Buffe
 
 
 def map_fields(function: Callable[..., Any], *structures: Any) -> Any:
-    """Call a function with the corresponding fields of structures of this module, and put the results in their form."""
+    """Call a function with corresponding fields of structures; the results have their form.
+
+    The structures are those of this module.
+    """
     make: Callable[..., Any] = type(structures[0])  # pyright: ignore[reportUnknownVariableType]
     if make in _STRUCTURES:
         return make(*(map_fields(function, *each) for each in zip(*structures, strict=True)))
@@ -141,7 +151,10 @@ def map_fields(function: Callable[..., Any], *structures: Any) -> Any:
 
 
 class Idle(Enum):
-    """What a device does in a tick in which it has no action of a kind; each value as it is printed."""
+    """What a device does in a tick in which it has no action of a kind.
+
+    Each value as it is printed.
+    """
 
     NEVER = "never idle"
     """No stage is idle in the run, so there is nothing to do."""
@@ -166,11 +179,12 @@ class ActionPlan:
     Attributes:
         idle: What a stage does without an action of this kind.
         chunks: Chunks that the actions are of, on any stage.
-        splits: Of backwards whether they are whole (False) or of the input alone (True), in this order where both
-            occur; empty for other kinds.
-        branches_on_chunk: Several chunks are branches of one switch; otherwise the tick's chunk is an index into the
-            weights of all.
-        adds_in_loops: Gradients are added to the sums of their chunk in a loop of one round or none for each chunk.
+        splits: Of backwards whether they are whole (False) or of the input alone (True), in this
+            order where both occur; empty for other kinds.
+        branches_on_chunk: Several chunks are branches of one switch; otherwise the tick's chunk is
+            an index into the weights of all.
+        adds_in_loops: Gradients are added to the sums of their chunk in a loop of one round or none
+            for each chunk.
     """
 
     idle: Idle
@@ -194,16 +208,16 @@ class TickRun:
         start: First tick.
         stop: Tick behind the last.
         activation_sends: Who sends activations to whom in the exchanges of these ticks.
-        next_activation_sends: The same of the ticks `start + 1` to `stop`: what this run's own forwards hand on where
-            nothing waits to be sent.
+        next_activation_sends: The same of the ticks `start + 1` to `stop`: what this run's own
+            forwards hand on where nothing waits to be sent.
         gradient_sends: Who sends gradients to whom.
         has_one_chunk: Forward and backward of each tick, where a stage has both, are of one chunk.
         forward: How forwards run; None: no stage has one in these ticks. Likewise of what follows.
         backward: Backwards, whole or of the input alone.
         weight: Weight gradients of split backwards.
         loss: What stages do in ticks without a loss, or without a part in it.
-        first: What they do, where all stages run the model's first layers, in ticks that need none of these: in
-            training for the forward of the tick after.
+        first: What they do, where all stages run the model's first layers, in ticks that need none
+            of these: in training for the forward of the tick after.
         first_backward: What they do in ticks without a backward of these layers.
         receives_first: The exchanges of a tick end before its forward begins.
     """
@@ -242,24 +256,26 @@ class TickRun:
 class TickProgram:
     """Actions of every stage in every tick, and the slot of each value.
 
-    A tick is a step of the schedule. It has four phases, in this order (`a` stands for `tables.activations`, `g` for
-    `tables.gradients`):
+    A tick is a step of the schedule. It has four phases, in this order (`a` stands for
+    `tables.activations`, `g` for `tables.gradients`):
 
-    1. exchange: slot `a.send` of the activations' send buffer goes to stage `a.send_to`, where it lands in slot
-       `a.recv` of the receive buffer; gradients likewise, by `g`;
-    2. forward: of chunk `forward.chunk`, microbatch `forward.microbatch` (-1: idle). Its input is slot `a.read` of the
-       receive buffer, or slot `a.local_read` of the local one if the chunk before lies on the same stage, or the batch
-       if both are -1 (the first part of the model). Its output goes to slot `a.write` of the send buffer or
-       `a.local_write` of the local one, or nowhere (the last part); its residuals go to slot `residual_write`;
-    3. backward, whole or (where `pending_write` is not -1) of the input alone: of `backward.chunk` and
-       `backward.microbatch`, from the residuals in slot `residual_read` and the gradient in slot `g.read` or
-       `g.local_read` (both -1: the loss). Its result goes to `g.write` or `g.local_write`; a split one leaves the rest
-       of its work in slot `pending_write`;
+    1. exchange: slot `a.send` of the activations' send buffer goes to stage `a.send_to`, where it
+       lands in slot `a.recv` of the receive buffer; gradients likewise, by `g`;
+    2. forward: of chunk `forward.chunk`, microbatch `forward.microbatch` (-1: idle). Its input is
+       slot `a.read` of the receive buffer, or slot `a.local_read` of the local one if the chunk
+       before lies on the same stage, or the batch if both are -1 (the first part of the model). Its
+       output goes to slot `a.write` of the send buffer or `a.local_write` of the local one, or
+       nowhere (the last part); its residuals go to slot `residual_write`;
+    3. backward, whole or (where `pending_write` is not -1) of the input alone: of `backward.chunk`
+       and `backward.microbatch`, from the residuals in slot `residual_read` and the gradient in
+       slot `g.read` or `g.local_read` (both -1: the loss). Its result goes to `g.write` or
+       `g.local_write`; a split one leaves the rest of its work in slot `pending_write`;
     4. weight: the rest, of `weight.chunk` and `weight.microbatch`, from slots `pending_read` and
        `weight_residual_read`.
 
-    Idle forwards of training runs that hold forwards have a `residual_write` too: a slot that nothing living uses in
-    that tick, so that a masked forward may store its garbage there. Everywhere else -1 marks idleness.
+    Idle forwards of training runs that hold forwards have a `residual_write` too: a slot that
+    nothing living uses in that tick, so that a masked forward may store its garbage there.
+    Everywhere else -1 marks idleness.
 
     Attributes:
         name: The schedule's class name.
@@ -272,14 +288,15 @@ class TickProgram:
         tables: The tables.
         stage_depth: The slots of each buffer that each stage needs.
         depth: The slots that every device must hold: the maximum over stages.
-        unbuffered: Whether no value waits in a buffer: what arrives is taken in the same tick (`recv`), what is sent
-            was computed in the tick before (`send`), a split backward is completed in the same tick (`pending`). A
-            `recv` or `pending` that is never used counts as such, a `send` that is never used does not.
-        needs_spill: Whether some idle forward finds no free slot for residuals; it writes to slot `depth.residuals`,
-            one more than the living need.
+        unbuffered: Whether no value waits in a buffer: what arrives is taken in the same tick
+            (`recv`), what is sent was computed in the tick before (`send`), a split backward is
+            completed in the same tick (`pending`). A `recv` or `pending` that is never used counts
+            as such, a `send` that is never used does not.
+        needs_spill: Whether some idle forward finds no free slot for residuals; it writes to slot
+            `depth.residuals`, one more than the living need.
         delays_loss: Whether each loss runs a tick after the forward whose output it takes.
-        runs: The ticks in runs of equal content, at most `MAX_RUNS`, however many microbatches there are; two more
-            where the first tick and the last are runs of their own.
+        runs: The ticks in runs of equal content, at most `MAX_RUNS`, however many microbatches
+            there are; two more where the first tick and the last are runs of their own.
     """
 
     name: str
@@ -320,10 +337,15 @@ class TickProgram:
 
     @property
     def fuses_loss(self) -> bool:
-        """True if every loss is followed by its backward in the same tick, so that its gradient need not wait."""
+        """True if every loss is followed by its backward in the same tick.
+
+        Its gradient need not wait then.
+        """
         last_stage, last_chunk = self.placement.locations[-1]
         losses, backward = self.tables.loss_microbatch[0], self.tables.backward
-        ticks = zip(losses, backward.microbatch[last_stage], backward.chunk[last_stage], strict=True)
+        ticks = zip(
+            losses, backward.microbatch[last_stage], backward.chunk[last_stage], strict=True
+        )
         return all(loss == microbatch for loss, microbatch, chunk in ticks if chunk == last_chunk)
 
     @property

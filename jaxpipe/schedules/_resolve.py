@@ -37,22 +37,24 @@ def schedule_names() -> dict[str, type[PipeSchedule]]:
 
 
 def resolve_schedule(
-    schedule: str | type[PipeSchedule], num_chunks: int | None = None, max_pending: int | None = None
+    schedule: str | type[PipeSchedule],
+    num_chunks: int | None = None,
+    max_pending: int | None = None,
 ) -> type[PipeSchedule]:
     """Find the schedule class that a name or a class stands for.
 
     Args:
         schedule: A name of `schedule_names`, such as `"1f1b"`, or a `PipeSchedule` subclass.
         num_chunks: Model chunks on each stage. Default: the schedule's own number.
-        max_pending: The most weight gradients that a stage keeps pending, where backwards are split. Default: the
-            schedule's own number.
+        max_pending: The most weight gradients that a stage keeps pending, where backwards are
+            split. Default: the schedule's own number.
 
     Returns:
         The class, or a subclass of it with these numbers; equal requests give the same one.
 
     Raises:
-        ScheduleError: The name is not known, the class is not a concrete `PipeSchedule`, the schedule cannot have so
-            many chunks, or its backwards are not split.
+        ScheduleError: The name is not known, the class is not a concrete `PipeSchedule`, the
+            schedule cannot have so many chunks, or its backwards are not split.
 
     Example:
         >>> resolve_schedule("interleaved", num_chunks=4).num_chunks
@@ -70,20 +72,23 @@ def resolve_schedule(
 # Cached, so that equal requests give one class: rows and listings are cached by it.
 @functools.cache
 def _variant(kind: type[PipeSchedule], **changes: int) -> type[PipeSchedule]:
-    return type(kind.__name__, (kind,), {"__doc__": kind.__doc__, "__module__": kind.__module__, **changes})
+    return type(
+        kind.__name__, (kind,), {"__doc__": kind.__doc__, "__module__": kind.__module__, **changes}
+    )
 
 
 def _chunks_of(kind: type[PipeSchedule], num_chunks: int) -> int:
     if kind.min_chunks is None:
         raise ScheduleError(
-            f"num_chunks must be {kind.num_chunks} for {kind.__name__}, but got num_chunks={num_chunks!r}. "
-            "Leave num_chunks out, or use a schedule whose chunks can be chosen, such as 'interleaved'."
+            f"num_chunks must be {kind.num_chunks} for {kind.__name__}, but got "
+            f"num_chunks={num_chunks!r}. Leave num_chunks out, or use a schedule whose chunks can "
+            "be chosen, such as 'interleaved'."
         )
     if type(num_chunks) is not int or num_chunks < kind.min_chunks:
         other = ", or '1f1b' for one" if kind.min_chunks > 1 else ""
         raise ScheduleError(
-            f"num_chunks must be at least {kind.min_chunks} for {kind.__name__}, but got num_chunks={num_chunks!r}. "
-            f"Use {kind.min_chunks} or more{other}."
+            f"num_chunks must be at least {kind.min_chunks} for {kind.__name__}, but got "
+            f"num_chunks={num_chunks!r}. Use {kind.min_chunks} or more{other}."
         )
     return num_chunks
 
@@ -91,13 +96,13 @@ def _chunks_of(kind: type[PipeSchedule], num_chunks: int) -> int:
 def _pending_of(kind: type[PipeSchedule], max_pending: int) -> int:
     if kind.min_pending is None:
         raise ScheduleError(
-            f"max_pending must be left out for {kind.__name__}, which keeps nothing pending, but got "
-            f"max_pending={max_pending!r}. Leave it out, or use 'zero-bubble'."
+            f"max_pending must be left out for {kind.__name__}, which keeps nothing pending, but "
+            f"got max_pending={max_pending!r}. Leave it out, or use 'zero-bubble'."
         )
     if type(max_pending) is not int or max_pending < kind.min_pending:
         raise ScheduleError(
-            f"max_pending must be at least {kind.min_pending}, but got max_pending={max_pending!r}. "
-            f"Use {kind.min_pending} or more."
+            f"max_pending must be at least {kind.min_pending}, but got "
+            f"max_pending={max_pending!r}. Use {kind.min_pending} or more."
         )
     return max_pending
 
@@ -128,7 +133,8 @@ def _concrete(schedule: object) -> type[PipeSchedule]:
     if inspect.isabstract(schedule):
         missing = ", ".join(sorted(schedule.__abstractmethods__))
         raise ScheduleError(
-            f"A schedule class must define every abstract method, but got schedule={schedule.__name__} without "
-            f"{missing}. Define {missing} in a subclass and pass that."
+            "A schedule class must define every abstract method, but got "
+            f"schedule={schedule.__name__} without {missing}. Define {missing} in a subclass and "
+            "pass that."
         )
     return schedule

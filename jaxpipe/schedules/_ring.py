@@ -4,14 +4,14 @@ from ._timetable import NOTHING, Action, TimetableSchedule
 
 
 class RingTimetable(TimetableSchedule):
-    """Forwards and backwards on combined ticks, the model cut into `V = vS` parts, part `cS + s` on stage s.
+    """Forwards and backwards on combined ticks, with part `cS + s` of `V = vS` parts on stage s.
 
-    The microbatches go round the ring in `max(1, M // S)` groups, as equal as they can be, of S microbatches where S
-    divides M, else of more, up to g. A stage has a turn for each chunk and microbatch: it takes a group through its
-    first chunk, then through its second, and so on, then the next group. Stage s takes turn n of its forwards at step
-    `n + s` and turn n of its backwards, which go through the chunks from the last one, at step
-    `n + (v - 1)g + 2(S - 1) - s`. What comes round the ring waits on its stage for the group to end. With one
-    chunk this is 1F1B.
+    The microbatches go round the ring in `max(1, M // S)` groups, as equal as they can be, of S
+    microbatches where S divides M, else of more, up to g. A stage has a turn for each chunk and
+    microbatch: it takes a group through its first chunk, then through its second, and so on, then
+    the next group. Stage s takes turn n of its forwards at step `n + s` and turn n of its
+    backwards, which go through the chunks from the last one, at step `n + (v - 1)g + 2(S - 1) - s`.
+    What comes round the ring waits on its stage for the group to end. With one chunk this is 1F1B.
     """
 
     def num_steps(self) -> int:
@@ -32,7 +32,9 @@ class RingTimetable(TimetableSchedule):
 
     def backward_at(self, step: int) -> Action:
         """Turn `step - (v - 1)g - 2(S - 1) + s`, the last chunk first."""
-        chunk, microbatch = self._turn(step - (self._backward_lag() + self.stages - 1 - self.stage_id))
+        chunk, microbatch = self._turn(
+            step - (self._backward_lag() + self.stages - 1 - self.stage_id)
+        )
         return self.num_chunks - 1 - chunk, microbatch
 
     def activation_at(self, step: int) -> Action:
@@ -55,15 +57,17 @@ class RingTimetable(TimetableSchedule):
         return (chunk, microbatch) if 0 <= chunk < self.num_chunks else NOTHING
 
     def _backward_lag(self) -> int:
-        # On the last stage: the first turn of the last chunk, where a group's first backward follows its forward. All
-        # groups wait as long as the largest must, so that turns keep their order.
+        # On the last stage: the first turn of the last chunk, where a group's first backward
+        # follows its forward. All groups wait as long as the largest must, so that turns keep their
+        # order.
         size, num_larger = self._groups()
         return (self.num_chunks - 1) * (size + (num_larger > 0)) + self.stages - 1
 
     def _groups(self) -> tuple[int, int]:
         """Microbatches of a group, and how many groups, the first ones, have one more."""
         if self.micro_batches < self.stages:
-            # With turns for microbatches that are not there: what goes round the ring is not back earlier.
+            # With turns for microbatches that are not there: what goes round the ring is not back
+            # earlier.
             return self.stages, 0
         return divmod(self.micro_batches, self.micro_batches // self.stages)
 

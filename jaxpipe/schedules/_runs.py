@@ -29,9 +29,13 @@ def tick_runs(num_ticks: int, tables: Tables[Table]) -> tuple[TickRun, ...]:
     """
     columns = _columns(tables)
     content = _content(columns)
-    is_steady = _steady([kind for kind in columns if max(map(max, kind)) >= 0], tables.forward.chunk)
+    is_steady = _steady(
+        [kind for kind in columns if max(map(max, kind)) >= 0], tables.forward.chunk
+    )
     pieces: list[_Piece] = []
-    for (has, _), ticks in groupby(range(num_ticks), key=lambda tick: (content[tick], is_steady[tick])):
+    for (has, _), ticks in groupby(
+        range(num_ticks), key=lambda tick: (content[tick], is_steady[tick])
+    ):
         listed = list(ticks)
         pieces.append((listed[0], listed[-1] + 1, has))
     if len(pieces) > MAX_RUNS:
@@ -45,8 +49,8 @@ def tick_runs(num_ticks: int, tables: Tables[Table]) -> tuple[TickRun, ...]:
 def with_ends_apart(program: TickProgram) -> TickProgram:
     """Take the first tick and the last out of their runs.
 
-    A run of one tick is no loop: what comes before the first tick and after the last, such as the gathers of weights
-    and the reductions of gradients, may then go on beside its computing.
+    A run of one tick is no loop: what comes before the first tick and after the last, such as the
+    gathers of weights and the reductions of gradients, may then go on beside its computing.
 
     Args:
         program: The program.
@@ -56,19 +60,30 @@ def with_ends_apart(program: TickProgram) -> TickProgram:
     """
     last, content = program.num_ticks - 1, _content(_columns(program.tables))
     inner = [(max(run.start, 1), min(run.stop, last), run) for run in program.runs]
-    pieces = [(start, stop, (run.has_forward, run.has_backward, run.has_weight)) for start, stop, run in inner]
+    pieces = [
+        (start, stop, (run.has_forward, run.has_backward, run.has_weight))
+        for start, stop, run in inner
+    ]
     runs = [_run(piece, program.tables) for piece in pieces if piece[0] < piece[1]]
-    ends = [_run((tick, tick + 1, content[tick]), program.tables) for tick in dict.fromkeys((0, last))]
+    ends = [
+        _run((tick, tick + 1, content[tick]), program.tables) for tick in dict.fromkeys((0, last))
+    ]
     return replace(program, runs=(ends[0], *runs, *ends[1:]))
 
 
 def _columns(tables: Tables[Table]) -> list[list[tuple[int, ...]]]:
     """By kind and tick the microbatches of all stages."""
-    return [list(zip(*kind.microbatch, strict=True)) for kind in (tables.forward, tables.backward, tables.weight)]
+    return [
+        list(zip(*kind.microbatch, strict=True))
+        for kind in (tables.forward, tables.backward, tables.weight)
+    ]
 
 
 def _content(columns: Sequence[Sequence[Sequence[int]]]) -> list[tuple[bool, bool, bool]]:
-    """By tick which kinds occur: one device program runs on all stages, so content is that of any stage."""
+    """By tick which kinds occur.
+
+    One device program runs on all stages, so content is that of any stage.
+    """
     forward, backward, weight = ([max(column) >= 0 for column in kind] for kind in columns)
     return list(zip(forward, backward, weight, strict=True))
 
@@ -76,15 +91,19 @@ def _content(columns: Sequence[Sequence[Sequence[int]]]) -> list[tuple[bool, boo
 def _run(piece: _Piece, tables: Tables[Table]) -> TickRun:
     start, stop, (has_forward, has_backward, has_weight) = piece
     forward, backward, weight = (
-        [row[start:stop] for row in kind.chunk] for kind in (tables.forward, tables.backward, tables.weight)
+        [row[start:stop] for row in kind.chunk]
+        for kind in (tables.forward, tables.backward, tables.weight)
     )
     pending = [row[start:stop] for row in tables.pending_write]
-    both = [pair for rows in zip(forward, backward, strict=True) for pair in zip(*rows, strict=True)]
+    both = [
+        pair for rows in zip(forward, backward, strict=True) for pair in zip(*rows, strict=True)
+    ]
     return TickRun(
         start,
         stop,
         activation_sends=_sends(tables.activations.send_to, start, stop),
-        # A result that never waits is sent in the exchange of the tick after: these are the run's ticks, one later.
+        # A result that never waits is sent in the exchange of the tick after: these are the run's
+        # ticks, one later.
         next_activation_sends=_sends(tables.activations.send_to, start + 1, stop + 1),
         gradient_sends=_sends(tables.gradients.send_to, start, stop),
         has_one_chunk=all(one == other or min(one, other) < 0 for one, other in both),
@@ -95,18 +114,34 @@ def _run(piece: _Piece, tables: Tables[Table]) -> TickRun:
 
 
 def _action(chunks: Sequence[Row], pending: Sequence[Row] = ()) -> ActionPlan:
-    """What actions of one kind are, by their chunks in some ticks; of backwards with the slots of what they leave."""
+    """What actions of one kind are, by their chunks in some ticks.
+
+    Of backwards with the slots of what they leave.
+    """
     found = {chunk for row in chunks for chunk in row}
-    at = [each for rows in zip(chunks, pending, strict=True) for each in zip(*rows, strict=True)] if pending else []
+    at = (
+        [each for rows in zip(chunks, pending, strict=True) for each in zip(*rows, strict=True)]
+        if pending
+        else []
+    )
     splits = tuple(sorted({slot >= 0 for chunk, slot in at if chunk >= 0}))
-    return ActionPlan(Idle.BRANCH if -1 in found else Idle.NEVER, tuple(sorted(found - {-1})), splits)
+    return ActionPlan(
+        Idle.BRANCH if -1 in found else Idle.NEVER, tuple(sorted(found - {-1})), splits
+    )
 
 
 def _steady(kinds: Sequence[Sequence[Sequence[int]]], forward_chunk: Table) -> list[bool]:
-    """For each tick whether it lies in a long stretch in which every stage runs all kinds of actions that occur."""
-    # With several chunks an action is branched on its chunk anyway, so that a run without idle actions saves no branch.
+    """For each tick whether it lies in a long stretch without idle actions.
+
+    In such a stretch every stage runs all kinds of actions that occur.
+    """
+    # With several chunks an action is branched on its chunk anyway, so that a run without idle
+    # actions saves no branch.
     has_chunks = any(chunk > 0 for row in forward_chunk for chunk in row)
-    marks = [len(kinds) > 1 and not has_chunks and min(map(min, column)) >= 0 for column in zip(*kinds, strict=True)]
+    marks = [
+        len(kinds) > 1 and not has_chunks and min(map(min, column)) >= 0
+        for column in zip(*kinds, strict=True)
+    ]
     steady: list[bool] = []
     for mark, group in groupby(marks):
         length = len(list(group))
@@ -123,12 +158,17 @@ def _joined_short(pieces: list[_Piece]) -> list[_Piece]:
 
 
 def _joined(pieces: list[_Piece]) -> _Piece:
-    forward, backward, weight = (any(column) for column in zip(*(has for *_, has in pieces), strict=True))
+    forward, backward, weight = (
+        any(column) for column in zip(*(has for *_, has in pieces), strict=True)
+    )
     return pieces[0][0], pieces[-1][1], (forward, backward, weight)
 
 
 def _sends(send_to: Table, start: int, stop: int) -> Sends:
-    """Who sends to whom in the exchanges of some ticks; those behind the program's end count for nothing."""
+    """Who sends to whom in the exchanges of some ticks.
+
+    Those behind the program's end count for nothing.
+    """
     found: dict[int, set[tuple[int, int]]] = {}
     for source, row in enumerate(send_to):
         for target in row[start:stop]:

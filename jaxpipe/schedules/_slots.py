@@ -10,7 +10,8 @@ class Slots:
     """Slots of the values of one buffer of one stage.
 
     Attributes:
-        slot_of: For each unit its slot, -1 if it never enters; one more -1 at the end, so that index -1 (idle) is -1.
+        slot_of: For each unit its slot, -1 if it never enters; one more -1 at the end, so that
+            index -1 (idle) is -1.
         depth: Number of slots.
         vacant: For each tick the lowest slot that no value uses in that tick; `depth` or less.
     """
@@ -26,7 +27,11 @@ class Slots:
 
 
 def assign_slots(
-    num_units: int, starts: Sequence[int], ends: Sequence[Sequence[int]], *, frees_first: bool = False
+    num_units: int,
+    starts: Sequence[int],
+    ends: Sequence[Sequence[int]],
+    *,
+    frees_first: bool = False,
 ) -> Slots:
     """Give each value the lowest slot that is free while it lives.
 
@@ -54,7 +59,8 @@ def assign_slots(
             else:
                 slot_of[start] = depth
                 depth += 1
-        # The lowest free slot, so that garbage goes where a value would go next; `depth` is the spill slot.
+        # The lowest free slot, so that garbage goes where a value would go next; `depth` is the
+        # spill slot.
         vacant.append(free[0] if free else depth)
         if not frees_first:
             for unit in ending:

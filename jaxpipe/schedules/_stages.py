@@ -29,8 +29,9 @@ def stage_schedules(
         kind = resolve_schedule(schedule)
         if num_microbatches is None or num_stages is None:
             raise ScheduleError(
-                f"A schedule class must come with its sizes, but got num_microbatches={num_microbatches}, "
-                f"num_stages={num_stages}. Pass both, or pass the schedule object of every stage."
+                "A schedule class must come with its sizes, but got "
+                f"num_microbatches={num_microbatches}, num_stages={num_stages}. Pass both, or pass "
+                "the schedule object of every stage."
             )
         schedules = _of_all_stages(kind, num_microbatches, num_stages)
     else:
@@ -39,8 +40,11 @@ def stage_schedules(
     return schedules
 
 
-def _of_all_stages(kind: type[PipeSchedule], num_microbatches: int, num_stages: int) -> tuple[PipeSchedule, ...]:
-    # The first object refuses sizes that are no numbers; the others are counted by what it made of them.
+def _of_all_stages(
+    kind: type[PipeSchedule], num_microbatches: int, num_stages: int
+) -> tuple[PipeSchedule, ...]:
+    # The first object refuses sizes that are no numbers; the others are counted by what it made of
+    # them.
     first = kind(num_microbatches, num_stages, 0)
     return (first, *(kind(num_microbatches, num_stages, stage) for stage in range(1, first.stages)))
 
@@ -48,18 +52,23 @@ def _of_all_stages(kind: type[PipeSchedule], num_microbatches: int, num_stages: 
 def _listed_objects(schedule: object) -> tuple[PipeSchedule, ...]:
     if not isinstance(schedule, Iterable):
         raise ScheduleError(
-            "A schedule must be a name, a PipeSchedule subclass, the object of one stage or those of all stages, but "
-            f"got schedule={shown(schedule)}. Pass a name such as '1f1b'."
+            "A schedule must be a name, a PipeSchedule subclass, the object of one stage or those "
+            f"of all stages, but got schedule={shown(schedule)}. Pass a name such as '1f1b'."
         )
     listed = tuple(cast("Iterable[object]", schedule))
     if not listed:
-        raise ScheduleError("A schedule must have at least one stage, but got stages=0. Pass one object a stage.")
+        raise ScheduleError(
+            "A schedule must have at least one stage, but got stages=0. Pass one object a stage."
+        )
     objects = tuple(one for one in listed if isinstance(one, PipeSchedule))
     if len(objects) < len(listed):
-        stage, wrong = next((at, one) for at, one in enumerate(listed) if not isinstance(one, PipeSchedule))
+        stage, wrong = next(
+            (at, one) for at, one in enumerate(listed) if not isinstance(one, PipeSchedule)
+        )
         raise ScheduleError(
-            f"A schedule in a list must be the PipeSchedule object of a stage, but got schedule[{stage}]="
-            f"{shown(wrong)}. Build it with micro_batches, stages and stage_id={stage}, or pass a name alone."
+            "A schedule in a list must be the PipeSchedule object of a stage, but got "
+            f"schedule[{stage}]={shown(wrong)}. Build it with micro_batches, stages and "
+            f"stage_id={stage}, or pass a name alone."
         )
     return objects
 
@@ -73,27 +82,35 @@ def listed_steps(schedule: PipeSchedule) -> list[Sequence[PipeInstruction]]:
     if len(listed) > limit:
         raise ScheduleError(
             f"steps() must end, but got more than {limit} steps on stage={schedule.stage_id} with "
-            f"micro_batches={schedule.micro_batches}, stages={schedule.stages}. Stop after the OptimizerStep."
+            f"micro_batches={schedule.micro_batches}, stages={schedule.stages}. Stop after the "
+            "OptimizerStep."
         )
     return listed
 
 
-def _require_alike(schedules: tuple[PipeSchedule, ...], num_microbatches: int | None, num_stages: int | None) -> None:
+def _require_alike(
+    schedules: tuple[PipeSchedule, ...], num_microbatches: int | None, num_stages: int | None
+) -> None:
     chunks = schedules[0].num_chunks
     if type(chunks) is not int or chunks < 1:
-        raise ScheduleError(f"num_chunks must be at least 1, but got num_chunks={chunks!r}. Set it to 1 or more.")
+        raise ScheduleError(
+            f"num_chunks must be at least 1, but got num_chunks={chunks!r}. Set it to 1 or more."
+        )
     microbatches = schedules[0].micro_batches if num_microbatches is None else num_microbatches
     stages = len(schedules) if num_stages is None else num_stages
     for stage, one in enumerate(schedules):
         found = (one.micro_batches, one.stages, one.stage_id, one.num_chunks)
         wanted = (microbatches, stages, stage, chunks)
-        for name, got, want in zip(("micro_batches", "stages", "stage_id", "num_chunks"), found, wanted, strict=True):
+        for name, got, want in zip(
+            ("micro_batches", "stages", "stage_id", "num_chunks"), found, wanted, strict=True
+        ):
             if got != want:
                 raise ScheduleError(
-                    f"The schedules of one batch must agree, but got {name}={got} at place {stage} of "
-                    f"{len(schedules)}. Build that one with {name}={want}."
+                    f"The schedules of one batch must agree, but got {name}={got} at place {stage} "
+                    f"of {len(schedules)}. Build that one with {name}={want}."
                 )
     if len(schedules) != stages:
         raise ScheduleError(
-            f"There must be one schedule a stage, but got {len(schedules)} for stages={stages}. Pass all {stages}."
+            f"There must be one schedule a stage, but got {len(schedules)} for stages={stages}. "
+            f"Pass all {stages}."
         )

@@ -31,16 +31,17 @@ NOTHING: Action = (0, -1)
 class TimetableSchedule(PipeSchedule):
     """A training schedule that needs only its times: the instructions follow from them.
 
-    Each hop takes one step: what a part of the model computes is with the following part, or the preceding one if it is
-    a gradient, in the step after. It is used there at once; where it waits, `activation_at` and `gradient_at` say when
-    it arrives. A step then lists its exchanges (`SendGrad`, `RecvActivation`, `RecvGrad`, `SendActivation`),
-    `LoadMicroBatch` on the first and the last part, the forward, the backward and the weight gradient; the last step
-    ends with the reductions and the optimizer step. Values that stay on the stage, from one of its chunks to the next,
-    are not sent.
+    Each hop takes one step: what a part of the model computes is with the following part, or the
+    preceding one if it is a gradient, in the step after. It is used there at once; where it waits,
+    `activation_at` and `gradient_at` say when it arrives. A step then lists its exchanges
+    (`SendGrad`, `RecvActivation`, `RecvGrad`, `SendActivation`), `LoadMicroBatch` on the first and
+    the last part, the forward, the backward and the weight gradient; the last step ends with the
+    reductions and the optimizer step. Values that stay on the stage, from one of its chunks to the
+    next, are not sent.
     """
 
     split_backward: ClassVar[bool] = False
-    """True if `backward_at` gives input gradients, completed by the weight gradients of `weight_at`."""
+    """True if `backward_at` gives input gradients alone, and `weight_at` the weight gradients."""
 
     @abstractmethod
     def num_steps(self) -> int:
@@ -109,34 +110,43 @@ class TimetableSchedule(PipeSchedule):
         """Give the number of buffers: the most that are needed at once.
 
         Returns:
-            The most microbatches in flight, counted on each chunk from the arrival of its activation; one more where a
-            gradient waits for the next step to be taken by another chunk of this stage.
+            The most microbatches in flight, counted on each chunk from the arrival of its
+            activation; one more where a gradient waits for the next step to be taken by another
+            chunk of this stage.
         """
         ends = self._ends()
         flying = peak = 0
         for step in range(self.num_steps()):
-            # Before what this step frees: a step receives and runs its forward first, and what ends uses its buffer.
+            # Before what this step frees: a step receives and runs its forward first, and what ends
+            # uses its buffer.
             flying += len(self._begun(step, ends))
             peak = max(peak, flying)
             flying -= len(self._freed(step, ends))
         return peak
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """Yield the instructions of each step, as the times and the placement of the chunks require."""
+        """Yield the instructions of each step, from the times and the placement of the chunks."""
         num_steps = self.num_steps()
         buffers = _Buffers(self.num_pipe_buffers(), named=self.num_chunks > 1)
         ends = self._ends()
         send_grad: list[PipeInstruction] = []
         send_act: list[PipeInstruction] = []
         for step in range(num_steps):
-            forward, backward, weight = self.forward_at(step), self.backward_at(step), self.weight_at(step)
-            # What a step computes is sent in the next one. Exchanges stand in DeepSpeed's order: both of two neighbours
-            # list the gradient, then the activation, so that blocking transfers would meet too.
+            forward, backward, weight = (
+                self.forward_at(step),
+                self.backward_at(step),
+                self.weight_at(step),
+            )
+            # What a step computes is sent in the next one. Exchanges stand in DeepSpeed's order:
+            # both of two neighbours list the gradient, then the activation, so that blocking
+            # transfers would meet too.
             exchanges, last_exchange, computing = send_grad, send_act, list[PipeInstruction]()
             send_grad, send_act = [], []
             for action in self._begun(step, ends):
                 buffer, names = buffers.take(action)
-                exchanges = exchanges + [RecvActivation(buffer, **names)] * ends[action[0]].from_stage
+                exchanges = (
+                    exchanges + [RecvActivation(buffer, **names)] * ends[action[0]].from_stage
+                )
             gradient = self.gradient_at(step)
             if self._runs(gradient) and ends[gradient[0]].to_stage:
                 buffer, names = buffers.find(gradient)
@@ -144,7 +154,10 @@ class TimetableSchedule(PipeSchedule):
             if self._runs(forward):
                 end = ends[forward[0]]
                 buffer, names = buffers.find(forward)
-                computing += [*[LoadMicroBatch(buffer, **names)] * end.loads, ForwardPass(buffer, **names)]
+                computing += [
+                    *[LoadMicroBatch(buffer, **names)] * end.loads,
+                    ForwardPass(buffer, **names),
+                ]
                 send_act = [SendActivation(buffer, **names)] * end.to_stage
             if self._runs(backward):
                 end = ends[backward[0]]
@@ -165,21 +178,41 @@ class TimetableSchedule(PipeSchedule):
         return 0 <= action[1] < self.micro_batches
 
     def _begun(self, step: int, ends: list["_Ends"]) -> list[Action]:
-        """The actions that take a buffer at a step: it brings their activation, or needs none and runs them."""
+        """The actions that take a buffer at a step.
+
+        It brings their activation, or needs none and runs them.
+        """
         begun = (self.activation_at(step), True), (self.forward_at(step), False)
-        return [action for action, arrives in begun if self._runs(action) and ends[action[0]].from_stage == arrives]
+        return [
+            action
+            for action, arrives in begun
+            if self._runs(action) and ends[action[0]].from_stage == arrives
+        ]
 
     def _freed(self, step: int, ends: list["_Ends"]) -> list[Action]:
-        """The actions whose buffers are free after a step; a gradient kept on this stage is taken one step later."""
+        """The actions whose buffers are free after a step.
+
+        A gradient kept on this stage is taken one step later.
+        """
         last_of = self.weight_at if self.split_backward else self.backward_at
         done = (last_of(step), False), (last_of(step - 1), True)
-        return [action for action, waits in done if self._runs(action) and ends[action[0]].from_chunk == waits]
+        return [
+            action
+            for action, waits in done
+            if self._runs(action) and ends[action[0]].from_chunk == waits
+        ]
 
     def _ends(self) -> list["_Ends"]:
         chunks = range(self.num_chunks)
-        stage_of = {self.virtual_stage(stage, chunk): stage for stage in range(self.stages) for chunk in chunks}
+        stage_of = {
+            self.virtual_stage(stage, chunk): stage
+            for stage in range(self.stages)
+            for chunk in chunks
+        }
         parts = [self.virtual_stage(self.stage_id, chunk) for chunk in chunks]
-        return [_Ends(self.stage_id, stage_of.get(part - 1), stage_of.get(part + 1)) for part in parts]
+        return [
+            _Ends(self.stage_id, stage_of.get(part - 1), stage_of.get(part + 1)) for part in parts
+        ]
 
 
 class _Ends:

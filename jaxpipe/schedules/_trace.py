@@ -13,8 +13,8 @@ def trace_of(steps: Mapping[str, Sequence[Slice]]) -> dict[str, Any]:
         steps: Actions by the name of the step, such as `"planned"` and `"measured"`.
 
     Returns:
-        An object to be written as JSON, for https://ui.perfetto.dev or chrome://tracing. The category of an event is
-        its kind.
+        An object to be written as JSON, for https://ui.perfetto.dev or chrome://tracing. The
+        category of an event is its kind.
 
     Example:
         >>> from jaxpipe.schedules import lower_schedule, timeline
@@ -25,7 +25,10 @@ def trace_of(steps: Mapping[str, Sequence[Slice]]) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
     for process, (title, slices) in enumerate(steps.items(), 1):
         events.append(_named("process_name", process, 0, title))
-        events.extend(_named("thread_name", process, s, f"stage {s}") for s in sorted({one.stage for one in slices}))
+        events.extend(
+            _named("thread_name", process, s, f"stage {s}")
+            for s in sorted({one.stage for one in slices})
+        )
         events.extend(
             {
                 "name": f"{one.kind} {one.microbatch}",

@@ -19,19 +19,23 @@ from ._instructions import (
 
 
 class TrainSchedule(PipeSchedule):
-    """1F1B with a forward or a backward, never both, in a step; instruction for instruction as DeepSpeed's.
+    """1F1B with a forward or a backward, never both, in a step.
 
-    With M microbatches on S stages, stage s runs the forward of microbatch i at step `s + 2i` and its backward at
-    step `2(S + i) - s - 1`: `2(M + S - 1)` steps.
+    Instruction for instruction as DeepSpeed's.
 
-    - Makespan: `(M + S - 1)(F + B)` where stages run freely. Run in lockstep, as here, almost every step holds a
-      forward on one stage and a backward on another and costs the longer of the two: `2(M - 1) max(F, B)` and more.
+    With M microbatches on S stages, stage s runs the forward of microbatch i at step `s + 2i` and
+    its backward at step `2(S + i) - s - 1`: `2(M + S - 1)` steps.
+
+    - Makespan: `(M + S - 1)(F + B)` where stages run freely. Run in lockstep, as here, almost every
+      step holds a forward on one stage and a backward on another and costs the longer of the two:
+      `2(M - 1) max(F, B)` and more.
     - In flight on stage s: `min(M, S - s)` microbatches.
-    - Use it for the smallest memory, or to reproduce DeepSpeed's order; `"1f1b"` is faster wherever B is not F.
+    - Use it for the smallest memory, or to reproduce DeepSpeed's order; `"1f1b"` is faster wherever
+      B is not F.
 
     Reference:
-        Narayanan et al. (2021), "Memory-Efficient Pipeline-Parallel DNN Training", PipeDream-flush. DeepSpeed's
-        `TrainSchedule`.
+        Narayanan et al. (2021), "Memory-Efficient Pipeline-Parallel DNN Training", PipeDream-flush.
+        DeepSpeed's `TrainSchedule`.
     """
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
@@ -39,7 +43,8 @@ class TrainSchedule(PipeSchedule):
         num_steps = 2 * (self.micro_batches + self.stages - 1)
         num_buffers = self.num_pipe_buffers()
         for step in range(num_steps):
-            # Forward m is at half tick 2m + s, its backward at 2(S + m) - s - 1, an odd number later: never both.
+            # Forward m is at half tick 2m + s, its backward at 2(S + m) - s - 1, an odd number
+            # later: never both.
             if (step - self.stage_id) % 2 == 0:
                 commands = self._forward_step(step, num_buffers)
             else:
@@ -49,7 +54,10 @@ class TrainSchedule(PipeSchedule):
             yield commands
 
     def num_pipe_buffers(self) -> int:
-        """`max(2, min(S - s, M))`: the microbatches in flight, and at least two, as DeepSpeed has them."""
+        """`max(2, min(S - s, M))`.
+
+        The microbatches in flight, and at least two, as DeepSpeed has them.
+        """
         return max(2, min(self.stages - self.stage_id, self.micro_batches))
 
     def _forward_at(self, step: int) -> int:

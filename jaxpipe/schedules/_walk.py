@@ -1,4 +1,7 @@
-"""Following one stage's instructions: which microbatch each of them means, and whether it may stand there."""
+"""Following one stage's instructions.
+
+Which microbatch each of them means, and whether it may stand there.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -51,7 +54,9 @@ class _Rule:
     event: int
     needs: list[int]  # by chunk
     enters: bool = False
-    source: list[int] | None = None  # the row that must not compute the sent value in the very same step
+    source: list[int] | None = (
+        None  # the row that must not compute the sent value in the very same step
+    )
 
 
 class StageWalk:
@@ -71,7 +76,8 @@ class StageWalk:
         self._after = [placement.after(self._stage, chunk) for chunk in chunks]
         self._folded = any(self._is_local(neighbour) for neighbour in self._after)
         self._flags = [0] * (len(chunks) * self._microbatches)
-        # What must have happened to a unit before its buffer is free. The ends of the model send one thing less.
+        # What must have happened to a unit before its buffer is free. The ends of the model send
+        # one thing less.
         self._done = [
             FORWARD
             | (SENT if self._after[chunk] is not None else 0)
@@ -95,7 +101,8 @@ class StageWalk:
         for self._step, commands in enumerate(steps):
             for op in commands:
                 rule = rules.get(type(op))
-                # A user's subclass of an instruction obeys the rule of its base; the exact class is the common case.
+                # A user's subclass of an instruction obeys the rule of its base; the exact class is
+                # the common case.
                 if rule is None:
                     rule = next((rules[base] for base in type(op).__mro__ if base in rules), None)
                 if rule is not None and isinstance(op, BufferOpInstruction):
@@ -110,8 +117,9 @@ class StageWalk:
         for commands in listed_steps(self._schedule):
             if not isinstance(commands, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise WalkError(
-                    f"A step must be a list of instructions, but got steps()[{len(steps)}]={commands!r} on "
-                    f"stage={self._stage}. Yield a list; an idle step is [].",
+                    "A step must be a list of instructions, but got "
+                    f"steps()[{len(steps)}]={commands!r} on stage={self._stage}. Yield a list; an "
+                    "idle step is [].",
                     len(steps),
                 )
             steps.append(list(commands))
@@ -121,7 +129,8 @@ class StageWalk:
         none, forward, split = ([bits] * len(self._done) for bits in (0, FORWARD, INPUT))
         fed = [
             # The last part needs its labels as the first does its inputs.
-            (LOADED if before is None or after is None else 0) | (ARRIVED if before is not None else 0)
+            (LOADED if before is None or after is None else 0)
+            | (ARRIVED if before is not None else 0)
             for before, after in zip(self._before, self._after, strict=True)
         ]
         back = [FORWARD | (GRAD_ARRIVED if after is not None else 0) for after in self._after]
@@ -143,12 +152,17 @@ class StageWalk:
 
     def _apply(self, op: BufferOpInstruction, rule: _Rule) -> None:
         step = self._step
-        unit = self._buffers.entering(op, step, rule.event) if rule.enters else self._buffers.living(op, step)
+        unit = (
+            self._buffers.entering(op, step, rule.event)
+            if rule.enters
+            else self._buffers.living(op, step)
+        )
         flags = self._flags[unit]
         needs = rule.needs[unit // self._microbatches]
         if needs & ~flags or rule.event & flags or rule.row[step] != IDLE:
             raise self._misplaced(op, rule, unit)
-        # The exchange is the first phase of a step: what is computed in the step does not exist yet.
+        # The exchange is the first phase of a step: what is computed in the step does not exist
+        # yet.
         if rule.source is not None and rule.source[step] == unit:
             raise Location(op, self._stage, step).refuse(
                 "send a value of an earlier step",
@@ -166,10 +180,12 @@ class StageWalk:
         flags = self._flags[unit]
         lacking = rule.needs[chunk] & ~flags
         if lacking:
-            # Of the bits that lack the lowest, which comes first in a unit's life; between chunks of one stage no
-            # receive sets it.
+            # Of the bits that lack the lowest, which comes first in a unit's life; between chunks
+            # of one stage no receive sets it.
             local = (lacking & -lacking) == ARRIVED and self._is_local(self._before[chunk])
-            local = local or ((lacking & -lacking) == GRAD_ARRIVED and self._is_local(self._after[chunk]))
+            local = local or (
+                (lacking & -lacking) == GRAD_ARRIVED and self._is_local(self._after[chunk])
+            )
             wanted = first_lacking(lacking, local=local)
             return location.refuse(
                 f"come after {wanted}",
@@ -202,12 +218,26 @@ class StageWalk:
             if neighbour is not None and neighbour[0] == self._stage:
                 self._flags[neighbour[1] * self._microbatches + microbatch] |= bit
 
-    def _close(self, op: PipeInstruction, commands: list[PipeInstruction], actions: StageActions) -> None:
-        """Take a reduction or the optimizer step; refuse what is no instruction of this kind of schedule."""
+    def _close(
+        self, op: PipeInstruction, commands: list[PipeInstruction], actions: StageActions
+    ) -> None:
+        """Take a reduction or the optimizer step.
+
+        Refuse what is no instruction of this kind of schedule.
+        """
         location = Location(op, self._stage, self._step)
-        kind = next((base for base in (ReduceGrads, ReduceTiedGrads, OptimizerStep) if isinstance(op, base)), None)
+        kind = next(
+            (
+                base
+                for base in (ReduceGrads, ReduceTiedGrads, OptimizerStep)
+                if isinstance(op, base)
+            ),
+            None,
+        )
         if not self._training and (kind or isinstance(op, _OF_BACKWARD)):
-            raise location.refuse("stand in a training schedule only", "training=False", "Take it out.")
+            raise location.refuse(
+                "stand in a training schedule only", "training=False", "Take it out."
+            )
         if kind is None:
             raise location.refuse(
                 "be an instruction that can be executed",
@@ -215,7 +245,9 @@ class StageWalk:
                 "Build schedules from the instruction classes of jaxpipe.schedules.",
             )
         if kind in self._reductions:
-            raise location.refuse("stand once on each stage", "a second one", "Take one of the two out.")
+            raise location.refuse(
+                "stand once on each stage", "a second one", "Take one of the two out."
+            )
         if not all(flags & WEIGHT for flags in self._flags):
             late = next(unit for unit, flags in enumerate(self._flags) if not flags & WEIGHT)
             lacking = first_lacking((INPUT | WEIGHT) & ~self._flags[late], local=False)
@@ -230,17 +262,27 @@ class StageWalk:
         if kind is OptimizerStep:
             self._require_last(location, commands, actions.num_steps)
 
-    def _require_last(self, location: Location, commands: list[PipeInstruction], num_steps: int) -> None:
+    def _require_last(
+        self, location: Location, commands: list[PipeInstruction], num_steps: int
+    ) -> None:
         # One stage has nobody to share a tied parameter with.
         wanted = {ReduceGrads} if self._schedule.stages == 1 else {ReduceGrads, ReduceTiedGrads}
         for kind in sorted(wanted - self._reductions, key=lambda kind: kind.__name__):
             raise location.refuse(
-                f"come after {kind.__name__}", f"no {kind.__name__}", f"Put {kind.__name__}() before it."
+                f"come after {kind.__name__}",
+                f"no {kind.__name__}",
+                f"Put {kind.__name__}() before it.",
             )
         if location.step != num_steps - 1 or location.op is not commands[-1]:
-            after = "instructions behind it" if location.op is not commands[-1] else f"{num_steps} steps"
+            after = (
+                "instructions behind it"
+                if location.op is not commands[-1]
+                else f"{num_steps} steps"
+            )
             raise location.refuse(
-                "be the last instruction of the last step", after, "Move it to the end of the stage's last step."
+                "be the last instruction of the last step",
+                after,
+                "Move it to the end of the stage's last step.",
             )
 
     def _finish(self) -> None:
@@ -249,16 +291,22 @@ class StageWalk:
             lacking = self._done[chunk] & ~flags
             if lacking:
                 bit = lacking & -lacking  # the lowest: bits stand in the order of a unit's life
-                end = self._after[chunk] if bit == SENT else self._before[chunk] if bit == GRAD_SENT else None
+                end = (
+                    self._after[chunk]
+                    if bit == SENT
+                    else self._before[chunk]
+                    if bit == GRAD_SENT
+                    else None
+                )
                 wanted = first_lacking(lacking, local=self._is_local(end))
                 raise WalkError(
-                    f"Stage {self._stage} must finish every microbatch, but got micro_batch_id={microbatch}, "
-                    f"chunk_id={chunk} without {wanted}. Add it.",
+                    f"Stage {self._stage} must finish every microbatch, but got "
+                    f"micro_batch_id={microbatch}, chunk_id={chunk} without {wanted}. Add it.",
                     None,
                 )
         if self._training and OptimizerStep not in self._reductions:
             raise WalkError(
-                f"Stage {self._stage} must end with an OptimizerStep, but got none. "
-                "Put ReduceTiedGrads(), ReduceGrads(), OptimizerStep() at the end of its last step.",
+                f"Stage {self._stage} must end with an OptimizerStep, but got none. Put "
+                "ReduceTiedGrads(), ReduceGrads(), OptimizerStep() at the end of its last step.",
                 None,
             )

@@ -1,4 +1,7 @@
-"""Zero-bubble with the shortest warm-up: split backwards, S microbatches in flight on one chunk a stage."""
+"""Zero-bubble with the shortest warm-up.
+
+Split backwards, S microbatches in flight on one chunk a stage.
+"""
 
 from ._filled import FilledTimetable
 from ._timetable import Action
@@ -7,22 +10,23 @@ from ._timetable import Action
 class ZeroBubbleH1Schedule(FilledTimetable):
     """ZB-H1: the order of `TrainSchedule` with the backward split into I and W: `"zero-bubble-h1"`.
 
-    Stage s runs the forward of microbatch m at step `2m + s` and its input gradient at step `2(S + m) - s - 1`. Weight
-    gradients go where they cost least (`fill_weights`): into the steps in which a stage drains and has nothing else,
-    and on all stages together, one for two of the other steps.
+    Stage s runs the forward of microbatch m at step `2m + s` and its input gradient at step `2(S +
+    m) - s - 1`. Weight gradients go where they cost least (`fill_weights`): into the steps in which
+    a stage drains and has nothing else, and on all stages together, one for two of the other steps.
 
-    - Makespan: `M(F + B) + (S - 1)(F + I - W) + (M - 1) abs(F - I)` for `W <= min(F, I)` and `M >= S > 1`. As a step
-      holds forwards on some stages and input gradients on others, it costs the longer: where these differ, as with
-      recompute, `"zero-bubble"` is faster.
-    - In flight on every stage: `min(M, S)` microbatches, a residual being kept until its weight gradient, where
-      `"zero-bubble"` holds up to `2S - 1`.
-    - Pending, from I to W: `s + 1` on stage s, at most `min(M, S)`, where `"zero-bubble"` has up to `2S - 2`. Each one
-      less that `max_pending` allows costs up to W.
-    - Use it where the bubble matters and neither the activations of `"zero-bubble"` fit nor two chunks a stage, which
-      `"zero-bubble-v"` needs for half the bubble.
+    - Makespan: `M(F + B) + (S - 1)(F + I - W) + (M - 1) abs(F - I)` for `W <= min(F, I)` and `M >=
+      S > 1`. As a step holds forwards on some stages and input gradients on others, it costs the
+      longer: where these differ, as with recompute, `"zero-bubble"` is faster.
+    - In flight on every stage: `min(M, S)` microbatches, a residual being kept until its weight
+      gradient, where `"zero-bubble"` holds up to `2S - 1`.
+    - Pending, from I to W: `s + 1` on stage s, at most `min(M, S)`, where `"zero-bubble"` has up to
+      `2S - 2`. Each one less that `max_pending` allows costs up to W.
+    - Use it where the bubble matters and neither the activations of `"zero-bubble"` fit nor two
+      chunks a stage, which `"zero-bubble-v"` needs for half the bubble.
 
     Reference:
-        Qi et al. (2023), "Zero Bubble Pipeline Parallelism", ZB-H1, re-timed so that stages keep step.
+        Qi et al. (2023), "Zero Bubble Pipeline Parallelism", ZB-H1, re-timed so that stages keep
+        step.
     """
 
     def num_unfilled_steps(self) -> int:
@@ -38,7 +42,7 @@ class ZeroBubbleH1Schedule(FilledTimetable):
         return self._turn(step - (2 * self.stages - self.stage_id - 1))
 
     def promised_s(self, forward_s: float, backward_s: float, weight_s: float) -> float | None:
-        """`M(F + B) + (S - 1)(F + I - W) + (M - 1) abs(F - I)`; None for fewer than S microbatches."""
+        """`M(F + B) + (S - 1)(F + I - W) + (M - 1) abs(F - I)`; None if `M < S`."""
         input_s, work_s = backward_s - weight_s, self.micro_batches * (forward_s + backward_s)
         if self.micro_batches < self.stages:
             return None

@@ -1,4 +1,7 @@
-"""Layout of parameters, optimiser state and collections on the mesh, and their way to the host and back."""
+"""Layout of parameters, optimiser state and collections on the mesh.
+
+Also their way to the host and back.
+"""
 
 from ._catalog import Catalog as Catalog
 from ._catalog import Leaf as Leaf

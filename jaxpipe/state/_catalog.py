@@ -1,7 +1,9 @@
-"""Catalog of a state's leaves: where each lies in the global arrays, in a form that knows no stage and no replica.
+"""Catalog of a state's leaves.
 
-Two pipelines of one model and optimiser have catalogs with the same keys and shapes, however they are cut, so a state
-goes from one to the other leaf by leaf.
+Where each lies in the global arrays, in a form that knows no stage and no replica.
+
+Two pipelines of one model and optimiser have catalogs with the same keys and shapes, however they
+are cut, so a state goes from one to the other leaf by leaf.
 """
 
 import math
@@ -24,7 +26,9 @@ from ._zero import ZeroSharding
 
 @dataclass(frozen=True)
 class Span:
-    """Elements of some rows of one global array; row after row they are the elements of a slice, then padding.
+    """Elements of some rows of one global array.
+
+    Row after row they are the elements of a slice, then padding.
 
     Attributes:
         array: Name of the array, such as `params/stacked/trunk/0/kernel`.
@@ -47,8 +51,9 @@ class Leaf:
         shape: Its shape.
         dtype: Its dtype, by name.
         grid: Into how many slices it is cut along each dim.
-        copies: Where it lies, each copy by the span of each of its slices, those along the last dim next to each other.
-            Each copy is whole, and all are equal: tied layers lie on several stages.
+        copies: Where it lies, each copy by the span of each of its slices, those along the last dim
+            next to each other. Each copy is whole, and all are equal: tied layers lie on several
+            stages.
     """
 
     shape: tuple[int, ...]
@@ -82,7 +87,8 @@ def read_leaf(leaf: Leaf, row: Callable[[str, int], np.ndarray]) -> np.ndarray:
     shape, slices = leaf.slice_shape(), []
     # One copy stands for all: `broadcast_tied` keeps those of a parameter equal to the bit.
     for span in leaf.copies[0]:
-        # With ZeRO-1 a slice is cut by elements over the rows of the replicas, and the last row is padded.
+        # With ZeRO-1 a slice is cut by elements over the rows of the replicas, and the last row is
+        # padded.
         pieces = [row(span.array, index)[span.start : span.stop] for index in span.rows]
         flat = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
         slices.append(flat[: math.prod(shape)].reshape(shape))
@@ -94,7 +100,9 @@ def read_leaf(leaf: Leaf, row: Callable[[str, int], np.ndarray]) -> np.ndarray:
     return whole
 
 
-def write_leaf(leaf: Leaf, value: np.ndarray, rows: MutableMapping[tuple[str, int], np.ndarray]) -> None:
+def write_leaf(
+    leaf: Leaf, value: np.ndarray, rows: MutableMapping[tuple[str, int], np.ndarray]
+) -> None:
     """Put a leaf into all its copies.
 
     `rows` has flattened rows by array and index; those that it lacks are left out.
@@ -105,7 +113,8 @@ def write_leaf(leaf: Leaf, value: np.ndarray, rows: MutableMapping[tuple[str, in
             one = value[at]
             size, flat = span.stop - span.start, one.reshape(-1)
             for i, index in enumerate(span.rows):
-                piece = flat[i * size : (i + 1) * size]  # the last one may be short; what follows it is padding
+                # The last one may be short; what follows it is padding.
+                piece = flat[i * size : (i + 1) * size]
                 if (span.array, index) in rows:
                     rows[span.array, index][span.start : span.start + piece.size] = piece
 
@@ -126,19 +135,32 @@ def make_catalog(
     names = [{path: name for name, path in leaves.paths.items()} for leaves in params.stages]
     drafts: dict[str, _Draft] = {}
 
-    def add(key: str, struct: Any, stage: int, spans: Sequence[Span], path: Path | None, blocks: Grid = ()) -> None:
+    def add(
+        key: str,
+        struct: Any,
+        stage: int,
+        spans: Sequence[Span],
+        path: Path | None,
+        blocks: Grid = (),
+    ) -> None:
         stage_dim = None if path is None else params.stage_dims.get(path)
-        # NumPy and files know no keys of random numbers: these are catalogued as the words they are made of.
+        # NumPy and files know no keys of random numbers: these are catalogued as the words they are
+        # made of.
         words = as_words(struct)
-        # A leaf comes once for each stage that holds it: a tied one as a copy, a sliced one as a slice.
-        draft = drafts.setdefault(key, _Draft(words, stage_dim, blocks or (1,) * len(words.shape), []))
+        # A leaf comes once for each stage that holds it: a tied one as a copy, a sliced one as a
+        # slice.
+        draft = drafts.setdefault(
+            key, _Draft(words, stage_dim, blocks or (1,) * len(words.shape), [])
+        )
         draft.add(stage, spans)
 
     for stage, leaves in enumerate(params.stages):
         for name, path in leaves.paths.items():
             shard_kind = master.shard_kind_of(stage, name)
             blocks = master.block_counts(name)
-            spans = _spans("params", master.shards, shard_kind, name, master.rows_of(shard_kind), blocks)
+            spans = _spans(
+                "params", master.shards, shard_kind, name, master.rows_of(shard_kind), blocks
+            )
             add(join_path(("params", *path)), params.struct[path], stage, spans, path, blocks)
     state = updater.whole_struct()
     whole = dict(zip(opt_state_keys(state), jax.tree.leaves(state), strict=True))
@@ -146,7 +168,8 @@ def make_catalog(
         for group, layout, name, label, path in updater.leaves(shard_kind):
             key = f"opt_state/{label}"
             struct, field, rows = whole[key], f"opt_state/{group}", master.rows_of(shard_kind)
-            # What has its parameter's shape, such as a moment, is cut as that is: the shards hold pieces of one copy.
+            # What has its parameter's shape, such as a moment, is cut as that is: the shards hold
+            # pieces of one copy.
             if path is not None and struct.shape == params.struct[path].shape:
                 blocks = master.block_counts(names[stage][path])
                 spans = _spans(field, layout, shard_kind, name, rows, blocks)
@@ -178,23 +201,32 @@ class _Draft:
     given: list[tuple[int, Sequence[Span]]]
 
     def add(self, stage: int, spans: Sequence[Span]) -> None:
-        """Take in what a stage holds of the leaf: all of it, unless it is sliced over the stages."""
+        """Take in what a stage holds of the leaf: all of it, unless stages hold slices of it."""
         self.given.append((stage, spans))
 
     def finished(self) -> Leaf:
         dtype = np.dtype(self.struct.dtype).name
         if self.stage_dim is None:
             # A stage that holds a tied parameter too has a copy of its own.
-            return Leaf(tuple(self.struct.shape), dtype, self.blocks, tuple(tuple(spans) for _, spans in self.given))
+            return Leaf(
+                tuple(self.struct.shape),
+                dtype,
+                self.blocks,
+                tuple(tuple(spans) for _, spans in self.given),
+            )
         dim, count = self.stage_dim, len(self.given)
         grid, shape = (
-            tuple(n * count if d == dim else n for d, n in enumerate(each)) for each in (self.blocks, self.struct.shape)
+            tuple(n * count if d == dim else n for d, n in enumerate(each))
+            for each in (self.blocks, self.struct.shape)
         )
         found = {}
         for stage, spans in self.given:
             for at, span in zip(np.ndindex(*self.blocks), spans, strict=True):
-                # Stage s has the s-th slice along the dim. Blocks, one for each place of automatic axes, lie inside it.
-                found[tuple(i + stage * self.blocks[dim] if d == dim else i for d, i in enumerate(at))] = span
+                # Stage s has the s-th slice along the dim. Blocks, one for each place of automatic
+                # axes, lie inside it.
+                found[
+                    tuple(i + stage * self.blocks[dim] if d == dim else i for d, i in enumerate(at))
+                ] = span
         return Leaf(shape, dtype, grid, (tuple(found[at] for at in sorted(found)),))
 
 
@@ -206,4 +238,7 @@ def _spans(
     # Blocks of a piece lie one after another in its row (`ByElements`), all of one size.
     count = math.prod(blocks)
     size = (stop - start) // count
-    return [Span(f"{field}/{array}", tuple(rows), start + i * size, start + (i + 1) * size) for i in range(count)]
+    return [
+        Span(f"{field}/{array}", tuple(rows), start + i * size, start + (i + 1) * size)
+        for i in range(count)
+    ]

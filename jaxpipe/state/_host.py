@@ -32,11 +32,18 @@ def state_arrays(state: TrainState) -> dict[str, Any]:
     Names are like `params/stacked/trunk/0/kernel`. Keys of random numbers come as the words they
     are. The state may be shapes and dtypes.
     """
-    return {name: leaf for field in _FIELDS for name, leaf in _named(field, getattr(state, field)).items()}
+    return {
+        name: leaf
+        for field in _FIELDS
+        for name, leaf in _named(field, getattr(state, field)).items()
+    }
 
 
 def from_words(like: Any, words: Any) -> Any:
-    """An array as `state_arrays` and catalogs give it, in the dtype of `like`: keys from the words they are."""
+    """An array as `state_arrays` and catalogs give it, in the dtype of `like`.
+
+    Keys from the words they are.
+    """
     if not is_key(like.dtype):
         return words
     return jax.random.wrap_key_data(words, impl=jax.random.key_impl(jnp.zeros((), like.dtype)))
@@ -52,7 +59,9 @@ def with_arrays(state: TrainState, arrays: Mapping[str, jax.Array]) -> TrainStat
     return jax.tree.map_with_path(replaced, state)
 
 
-def read_leaves(catalog: Catalog, field: str, storage: PyTree, keys: Iterable[str]) -> dict[str, np.ndarray]:
+def read_leaves(
+    catalog: Catalog, field: str, storage: PyTree, keys: Iterable[str]
+) -> dict[str, np.ndarray]:
     """Leaves on the host, of a field of a state or of arrays in the form of one, like gradients.
 
     All processes must call, and each gets all leaves. `field` is `params`, `opt_state` or
@@ -61,11 +70,16 @@ def read_leaves(catalog: Catalog, field: str, storage: PyTree, keys: Iterable[st
     if all(leaf.is_fully_addressable for leaf in jax.tree.leaves(storage)):
         storage = jax.device_get(storage)
     else:
-        # A process sees the rows of its own devices alone. All of them are gathered, whatever leaves are asked for: a
-        # collective must be called alike by all processes.
-        storage = jax.tree.map(lambda x: np.asarray(multihost_utils.process_allgather(x, tiled=True)), storage)
+        # A process sees the rows of its own devices alone. All of them are gathered, whatever
+        # leaves are asked for: a collective must be called alike by all processes.
+        storage = jax.tree.map(
+            lambda x: np.asarray(multihost_utils.process_allgather(x, tiled=True)), storage
+        )
     arrays = _named(field, storage)
-    return {key: read_leaf(catalog[key], lambda name, row: arrays[name][row].reshape(-1)) for key in keys}
+    return {
+        key: read_leaf(catalog[key], lambda name, row: arrays[name][row].reshape(-1))
+        for key in keys
+    }
 
 
 def place_leaves(
@@ -101,12 +115,16 @@ class HostRows(dict[tuple[str, int], np.ndarray]):
         self._arrays = dict(arrays)
         self._devices: dict[str, list[tuple[Any, Index]]] = {}
         for name, like in arrays.items():
-            # The rows of a stage follow one another (`ShardLayout.rows_of`), so a row's quotient is its stage.
+            # The rows of a stage follow one another (`ShardLayout.rows_of`), so a row's quotient is
+            # its stage.
             num_rows = like.shape[0] // num_stages
             indices = like.sharding.addressable_devices_indices_map(like.shape)
-            self._devices[name] = [(device, at) for device, at in indices.items() if _row(at) // num_rows == stage]
+            self._devices[name] = [
+                (device, at) for device, at in indices.items() if _row(at) // num_rows == stage
+            ]
             for row in {_row(at) for _, at in self._devices[name]}:
-                # Not `np.empty`: no leaf covers the padding of a row, and the optimiser runs over it as over the rest.
+                # Not `np.empty`: no leaf covers the padding of a row, and the optimiser runs over
+                # it as over the rest.
                 self[name, row] = np.zeros(math.prod(like.shape[1:]), like.dtype)
             for shard in like.addressable_shards if _has_values(like) else ():
                 if (name, _row(shard.index)) in self:
@@ -122,15 +140,18 @@ class HostRows(dict[tuple[str, int], np.ndarray]):
             write_leaf(catalog[key], np.asarray(value), self)
 
     def _holds(self, leaf: Leaf) -> bool:
-        return any((span.array, row) in self for copy in leaf.copies for span in copy for row in span.rows)
+        return any(
+            (span.array, row) in self for copy in leaf.copies for span in copy for row in span.rows
+        )
 
     def place(self) -> dict[str, jax.Array]:
-        """Put the rows onto their devices, one array after another; they are gone from here then."""
+        """Put the rows onto their devices, one array after another; here they are gone then."""
         return {name: _whole(like, self.to_devices(name)) for name, like in self._arrays.items()}
 
     def to_devices(self, name: str) -> list[jax.Array]:
         """Put the rows of one array onto each of their devices; they are gone from here then."""
-        # One host array per block of a row, whatever the number of replicas: on CPU their arrays share its memory.
+        # One host array per block of a row, whatever the number of replicas: on CPU their arrays
+        # share its memory.
         blocks: dict[str, np.ndarray] = {}
         placed = []
         for device, index in self._devices[name]:
@@ -156,7 +177,9 @@ def place_everywhere(tree: PyTree, mesh: Mesh) -> PyTree:
     def place(leaf: Any) -> jax.Array:
         if isinstance(leaf, jax.Array) and is_key(leaf.dtype):
             # NumPy has no arrays of keys.
-            return jax.random.wrap_key_data(place(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
+            return jax.random.wrap_key_data(
+                place(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf)
+            )
         value = np.asarray(leaf)
         return _from_blocks(value.shape, sharding, [value] * len(sharding.addressable_devices))
 
@@ -204,7 +227,10 @@ def owned(leaf: Any) -> Any:
 
 
 def _named(field: str, tree: PyTree) -> dict[str, Any]:
-    return {f"{field}/{_path_name(path)}": _as_words(leaf) for path, leaf in jax.tree.leaves_with_path(tree)}
+    return {
+        f"{field}/{_path_name(path)}": _as_words(leaf)
+        for path, leaf in jax.tree.leaves_with_path(tree)
+    }
 
 
 def _path_name(path: Any) -> str:
@@ -215,8 +241,10 @@ def _whole(like: Any, shards: Sequence[jax.Array]) -> jax.Array:
     return jax.make_array_from_single_device_arrays(like.shape, like.sharding, shards)
 
 
-def _from_blocks(shape: tuple[int, ...], sharding: NamedSharding, blocks: list[np.ndarray]) -> jax.Array:
-    """A global array of host values, from the block that each device of this process holds, in their order."""
+def _from_blocks(
+    shape: tuple[int, ...], sharding: NamedSharding, blocks: list[np.ndarray]
+) -> jax.Array:
+    """A global array of host values, from the blocks of this process's devices, in their order."""
     # Not `jax.make_array_from_callback`, whose transfers `jax.transfer_guard` refuses as implicit.
     placed = jax.device_put(blocks, list(sharding.addressable_devices_indices_map(shape)))
     return jax.make_array_from_single_device_arrays(shape, sharding, placed)

@@ -1,4 +1,7 @@
-"""Initial parameters and collections: drawn on the devices that keep them, so that no host holds them."""
+"""Initial parameters and collections.
+
+Drawn on the devices that keep them, so that no host holds them.
+"""
 
 import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -103,7 +106,10 @@ class StageInit:
         return arrays
 
     def source(self, keys: Sequence[str]) -> Iterator[tuple[str, Any]]:
-        """Leaves in host memory, by their keys in the catalog; those of a layer are made together, once a call."""
+        """Leaves in host memory, by their keys in the catalog.
+
+        Those of a layer are made together, once a call.
+        """
         made: dict[int, dict[tuple[str, Path], Any]] = {}
         for key in keys:
             index, name = self._maker(key)
@@ -124,7 +130,14 @@ class StageInit:
         if names:
             fault = self._recipe(indices[0]).fault
             more = f" and {len(names) - 1} more layers" if len(names) > 1 else ""
-            log(logging.INFO, "%s of %s%s are made in host memory: the initialiser %s", field, names[0], more, fault)
+            log(
+                logging.INFO,
+                "%s of %s%s are made in host memory: the initialiser %s",
+                field,
+                names[0],
+                more,
+                fault,
+            )
 
     def _recipe(self, index: int) -> Recipe:
         first = self._trace.firsts[index]
@@ -141,20 +154,34 @@ class StageInit:
             program = without_mesh(flatten(closed))
             leaves = dict(zip(names, program.outputs, strict=True))
             part = needed_for(program, program.outputs)
-            number = self._numbers.setdefault((program_key(closed), tuple(names)), len(self._numbers))
+            number = self._numbers.setdefault(
+                (program_key(closed), tuple(names)), len(self._numbers)
+            )
             self._recipes[first] = Recipe(number, program, leaves, fault_of(program, part))
         return self._recipes[first]
 
     def _make(self, index: int, key: jax.Array) -> dict[tuple[str, Path], Any]:
-        made = zip(("params", "collections"), self._module.init_layer(index, self._trace, key), strict=True)
-        return {(field, path): leaf for field, tree in made for path, leaf in flatten_dict(tree or {}).items()}
+        made = zip(
+            ("params", "collections"), self._module.init_layer(index, self._trace, key), strict=True
+        )
+        return {
+            (field, path): leaf
+            for field, tree in made
+            for path, leaf in flatten_dict(tree or {}).items()
+        }
 
     def _make_on_host(self, index: int) -> dict[tuple[str, Path], Any]:
         first = self._trace.firsts[index]
         with jax.default_device(_host()):
-            run = self._on_host.setdefault(first, jax.jit(lambda key: list(self._make(first, key).values())))
+            run = self._on_host.setdefault(
+                first, jax.jit(lambda key: list(self._make(first, key).values()))
+            )
             return dict(
-                zip(self._recipe(index).leaves, run(jax.device_put(self._layer_key(index), _host())), strict=True)
+                zip(
+                    self._recipe(index).leaves,
+                    run(jax.device_put(self._layer_key(index), _host())),
+                    strict=True,
+                )
             )
 
     def _layer_key(self, index: int) -> jax.Array:
@@ -171,13 +198,15 @@ class StageInit:
                     by_layer.setdefault(leaf.index, []).append(leaf)
             numbers: dict[Hashable, int] = {}
             for index, group in by_layer.items():
-                arrays, offsets, _, are_flat = zip(*(layout.span(shard_kind, leaf.name) for leaf in group), strict=True)
+                arrays, offsets, _, are_flat = zip(
+                    *(layout.span(shard_kind, leaf.name) for leaf in group), strict=True
+                )
                 targets = tuple(dict.fromkeys(f"{made.field}/{array}" for array in arrays))
                 at = [targets.index(f"{made.field}/{array}") for array in arrays]
                 slots = tuple(map(_Slot, group, at, are_flat))
                 kind = self._recipe(index).number, tuple(leaf.local for leaf in group), arrays
-                # The n-th layer of this kind on each device: stages draw side by side, so that drawing all layers takes
-                # as long as those of one stage.
+                # The n-th layer of this kind on each device: stages draw side by side, so that
+                # drawing all layers takes as long as those of one stage.
                 number = numbers[kind] = numbers.get(kind, -1) + 1
                 one = rounds.setdefault((kind, number), _Round(slots, targets, {}))
                 one.layers[shard_kind] = index, list(offsets)
@@ -203,14 +232,17 @@ class StageInit:
             whole = np.asarray(values, dtype)
             return jax.make_array_from_callback(whole.shape, at_rows, lambda at: whole[at])
 
-        # A row for every device, also where there is nothing to draw: which do is data, and one program does for all.
+        # A row for every device, also where there is nothing to draw: which do is data, and one
+        # program does for all.
         is_here = by_row([shard_kind in one.layers for shard_kind in rows])
         offsets = by_row([one.layers.get(shard_kind, none)[1] for shard_kind in rows], np.int32)
         recipe = self._recipe(one.layers[some][0])
         impl = jax.random.key_impl(keys[some]) if is_key(keys[some].dtype) else None
         draw = self._drawing(recipe, one.slots, made, cast("Mesh", at_rows.mesh), impl)
         leaves = draw(by_row([words.get(shard_kind, nothing) for shard_kind in rows]), is_here)
-        put = self._putting(recipe, one.slots, made, [cast("NamedSharding", x.sharding) for x in targets])
+        put = self._putting(
+            recipe, one.slots, made, [cast("NamedSharding", x.sharding) for x in targets]
+        )
         arrays.update(zip(one.targets, put(targets, leaves, is_here, offsets), strict=True))
 
     def _drawing(
@@ -221,8 +253,13 @@ class StageInit:
 
         def draw(words: jax.Array, is_here: jax.Array) -> list[jax.Array]:
             def drawn() -> list[jax.Array]:
-                leaves = recipe.run(words[0] if impl is None else jax.random.wrap_key_data(words[0], impl=impl), names)
-                return [jax.random.key_data(leaf) if is_key(leaf.dtype) else leaf for leaf in leaves]
+                leaves = recipe.run(
+                    words[0] if impl is None else jax.random.wrap_key_data(words[0], impl=impl),
+                    names,
+                )
+                return [
+                    jax.random.key_data(leaf) if is_key(leaf.dtype) else leaf for leaf in leaves
+                ]
 
             def zeros() -> list[jax.Array]:
                 return [jnp.zeros(like.shape, like.dtype) for like in jax.eval_shape(drawn)]
@@ -230,15 +267,21 @@ class StageInit:
             # One program on all devices, of which only those that keep some of the layer draw it.
             return [leaf[None] for leaf in jax.lax.cond(is_here[0], drawn, zeros)]
 
-        # Every axis is manual and nothing is cut here: each device runs what one device runs. Where XLA divides the
-        # work, or fuses it with what reads it, it multiplies constants in another order, and last bits differ (JAX
-        # 0.10, CPU).
+        # Every axis is manual and nothing is cut here: each device runs what one device runs. Where
+        # XLA divides the work, or fuses it with what reads it, it multiplies constants in another
+        # order, and last bits differ (JAX 0.10, CPU).
         rows = made.rows
-        mapped = jax.shard_map(draw, mesh=mesh, in_specs=rows, out_specs=P(mesh.axis_names), check_vma=False)
+        mapped = jax.shard_map(
+            draw, mesh=mesh, in_specs=rows, out_specs=P(mesh.axis_names), check_vma=False
+        )
         return self._programs.setdefault((recipe.number, tuple(names)), jax.jit(mapped))
 
     def _putting(
-        self, recipe: Recipe, slots: Sequence[_Slot], made: MadeField, shardings: list[NamedSharding]
+        self,
+        recipe: Recipe,
+        slots: Sequence[_Slot],
+        made: MadeField,
+        shardings: list[NamedSharding],
     ) -> Callable[..., list[jax.Array]]:
         """The jitted program that writes what each device keeps of drawn leaves into its arrays.
 
@@ -249,7 +292,9 @@ class StageInit:
         def cut(slot: _Slot, leaf: jax.Array, target: jax.Array) -> jax.Array:
             stage, dim = jax.lax.axis_index("stage"), slot.leaf.stage_dim
             leaf = leaf if dim is None else _block(leaf, dim, stage, sharding.gathered.num_stages)
-            piece = sharding.piece_of(slot.leaf.name, leaf, jax.lax.axis_index("data")).astype(target.dtype)
+            piece = sharding.piece_of(slot.leaf.name, leaf, jax.lax.axis_index("data")).astype(
+                target.dtype
+            )
             if slot.is_flat:
                 return piece.reshape(-1, *target.shape[1:])
             for dim, axes in enumerate(specs[slot.target][1:]):
@@ -258,7 +303,10 @@ class StageInit:
             return piece
 
         def put(
-            targets: list[jax.Array], leaves: list[jax.Array], is_here: jax.Array, offsets: jax.Array
+            targets: list[jax.Array],
+            leaves: list[jax.Array],
+            is_here: jax.Array,
+            offsets: jax.Array,
         ) -> list[jax.Array]:
             def write(_: Any, arrays: list[jax.Array]) -> list[jax.Array]:
                 written = list(arrays)
@@ -270,12 +318,21 @@ class StageInit:
                     written[slot.target] = piece
                 return written
 
-            # A loop of one round or none: what it carries is written in place, and elsewhere left alone.
-            filled = jax.lax.fori_loop(0, is_here[0].astype(jnp.int32), write, [target[0] for target in targets])
+            # A loop of one round or none: what it carries is written in place, and elsewhere left
+            # alone.
+            filled = jax.lax.fori_loop(
+                0, is_here[0].astype(jnp.int32), write, [target[0] for target in targets]
+            )
             return [array[None] for array in filled]
 
         described = [
-            (slot.leaf.local, slot.leaf.stage_dim, slot.target, slot.is_flat, sharding.block_counts(slot.leaf.name))
+            (
+                slot.leaf.local,
+                slot.leaf.stage_dim,
+                slot.target,
+                slot.is_flat,
+                sharding.block_counts(slot.leaf.name),
+            )
             for slot in slots
         ]
         mesh, rows = shardings[0].mesh, made.rows
@@ -283,7 +340,9 @@ class StageInit:
         mapped = jax.shard_map(put, mesh=mesh, in_specs=in_specs, out_specs=specs, check_vma=False)
         # Donated, so that the arrays are never twice in memory while they are filled.
         jitted = jax.jit(mapped, out_shardings=shardings, donate_argnums=(0,))
-        return self._programs.setdefault((recipe.number, tuple(described), tuple(shardings)), jitted)
+        return self._programs.setdefault(
+            (recipe.number, tuple(described), tuple(shardings)), jitted
+        )
 
 
 def _shard_kinds_of_rows(sharding: ShardLayout, stage: int) -> list[int]:

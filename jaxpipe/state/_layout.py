@@ -1,13 +1,13 @@
-"""Layout of the leaves of all stages in one pytree of global arrays, each with the stage as its first dim.
+"""Layout of the leaves of all stages in one pytree of global arrays, the stage as first dim.
 
-A leaf that every stage has alike is an array `[num_stages, ...]` of its own. What only some stages have lies in one
-buffer `[num_stages, size]` per dtype, padded to the stage that needs most: `shard_map` runs one program, so all
-devices hold arrays of the same shapes. Both are sharded over the `stage` axis, so a stage's arrays are on its own
-devices alone.
+A leaf that every stage has alike is an array `[num_stages, ...]` of its own. What only some stages
+have lies in one buffer `[num_stages, size]` per dtype, padded to the stage that needs most:
+`shard_map` runs one program, so all devices hold arrays of the same shapes. Both are sharded over
+the `stage` axis, so a stage's arrays are on its own devices alone.
 
-A leaf that is sharded over automatic axes too, such as `model`, keeps its dims, for a flat buffer cannot be sharded as
-it is. Where only some stages have it, its array is one that leaves of the same shape and sharding share, one on each
-stage.
+A leaf that is sharded over automatic axes too, such as `model`, keeps its dims, for a flat buffer
+cannot be sharded as it is. Where only some stages have it, its array is one that leaves of the same
+shape and sharding share, one on each stage.
 """
 
 import math
@@ -23,7 +23,10 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe.jaxpr import spec_without
 
 Specs = Mapping[str, P]
-"""Shardings over automatic axes of the leaves that have one, by name; a spec has an entry for each dim."""
+"""Shardings over automatic axes of the leaves that have one, by name.
+
+A spec has an entry for each dim.
+"""
 
 
 @jax.tree_util.register_dataclass
@@ -108,7 +111,8 @@ class Layout:
                 continue
             kind = like.dtype.name if spec is None else _kind(like, spec)
             kind = f"frozen.{kind}" if name in self.frozen else kind
-            # In a flat buffer counted in elements; of sharded leaves, which have an array each, in arrays.
+            # In a flat buffer counted in elements; of sharded leaves, which have an array each, in
+            # arrays.
             start = used.get(kind, 0)
             used[kind] = end = start + (math.prod(shape) if spec is None else 1)
             if spec is None:
@@ -123,7 +127,11 @@ class Layout:
         return slots
 
     def cast(
-        self, change: Callable[[Any], Any] = lambda leaf: leaf, *, whole_along: str | None = None, frozen: bool = True
+        self,
+        change: Callable[[Any], Any] = lambda leaf: leaf,
+        *,
+        whole_along: str | None = None,
+        frozen: bool = True,
     ) -> "Layout":
         """The layout of the same leaves in other dtypes.
 
@@ -138,7 +146,11 @@ class Layout:
         ]
         # A leaf that had a sharding keeps its dims, also where no axis is left.
         specs = [
-            {name: spec_without(spec, whole_along) for name, spec in of_stage.items() if name not in left_out}
+            {
+                name: spec_without(spec, whole_along)
+                for name, spec in of_stage.items()
+                if name not in left_out
+            }
             for of_stage in self._specs
         ]
         return Layout(stages, specs=specs, frozen=self.frozen - left_out)
@@ -179,8 +191,8 @@ class Layout:
     def constrain(self, storage: Storage) -> Storage:
         """A storage, each of whose arrays is sharded as the layout says.
 
-        To be called where arrays are made inside a program: zeros have no sharding, and what XLA then chooses for what
-        is added to them may be to hold it whole.
+        To be called where arrays are made inside a program: zeros have no sharding, and what XLA
+        then chooses for what is added to them may be to hold it whole.
         """
         return jax.tree.map(constrained, storage, self.spec())
 
@@ -193,7 +205,7 @@ class Layout:
         return name if name in self.stacked else self._slots[stage][name]
 
     def span(self, stage: int, name: str) -> tuple[str, int, int, bool]:
-        """Array that a leaf lies in, where in a row of it the leaf begins and ends, and if that is a flat buffer."""
+        """Array a leaf lies in, where in a row it begins and ends, and if that is a flat buffer."""
         if name in self.stacked:
             return f"stacked/{name}", 0, math.prod(as_words(self.stacked[name]).shape), False
         slot = self._slots[stage][name]
@@ -205,9 +217,13 @@ class Layout:
             return storage.stacked[name]
         slot = self._slots[stage][name]
         buffer = storage.packed[slot.buffer]
-        # Pinned on both sides of every cut through a flat buffer: where the leaf's neighbours are sharded XLA would
-        # shard the buffer, too, and shift elements from place to place.
-        return _whole(_whole(buffer)[slot.offset : slot.end]).reshape(slot.shape) if slot.is_flat else buffer
+        # Pinned on both sides of every cut through a flat buffer: where the leaf's neighbours are
+        # sharded XLA would shard the buffer, too, and shift elements from place to place.
+        return (
+            _whole(_whole(buffer)[slot.offset : slot.end]).reshape(slot.shape)
+            if slot.is_flat
+            else buffer
+        )
 
     def unpack(self, stage: int, storage: Storage) -> dict[str, jax.Array]:
         """All leaves of a stage by name."""
@@ -216,27 +232,41 @@ class Layout:
     def pack_buffers(
         self, stage: int, leaves: Mapping[str, jax.Array], dtypes: Mapping[str, Any] | None = None
     ) -> dict[str, jax.Array]:
-        """A stage's packed buffers, by default in their own dtypes; leaves that are not given are zero."""
+        """A stage's packed buffers, by default in their own dtypes.
+
+        Leaves that are not given are zero.
+        """
         buffers = {}
         for buffer, own in self.buffers.items():
             like = jax.ShapeDtypeStruct(own.shape, (dtypes or {}).get(buffer, own.dtype))
             given = {
-                name: slot for name, slot in self._slots[stage].items() if slot.buffer == buffer and name in leaves
+                name: slot
+                for name, slot in self._slots[stage].items()
+                if slot.buffer == buffer and name in leaves
             }
             if buffer in self._buffer_specs:
-                found = [_as(leaves[name], like.dtype) for name in given] or [jnp.zeros(like.shape, like.dtype)]
+                found = [_as(leaves[name], like.dtype) for name in given] or [
+                    jnp.zeros(like.shape, like.dtype)
+                ]
                 buffers[buffer] = constrained(found[0], self._buffer_specs[buffer])
                 continue
             pieces, end = [], 0
-            # By their offsets, in the order in which `_place` dealt these out: what lies between two is not given.
+            # By their offsets, in the order in which `_place` dealt these out: what lies between
+            # two is not given.
             for name, slot in given.items():
                 pieces += [jnp.zeros((slot.offset - end,), like.dtype)] if slot.offset > end else []
                 pieces.append(_whole(_as(leaves[name], like.dtype)).reshape(-1))
                 end = slot.end
-            whole = jnp.concatenate(pieces) if len(pieces) > 1 else (pieces or [jnp.zeros((0,), like.dtype)])[0]
+            whole = (
+                jnp.concatenate(pieces)
+                if len(pieces) > 1
+                else (pieces or [jnp.zeros((0,), like.dtype)])[0]
+            )
             missing = like.shape[0] - end
             buffers[buffer] = _whole(
-                jax.lax.pad(whole, jnp.zeros((), like.dtype), [(0, missing, 0)]) if missing else whole
+                jax.lax.pad(whole, jnp.zeros((), like.dtype), [(0, missing, 0)])
+                if missing
+                else whole
             )
         return buffers
 
@@ -254,10 +284,12 @@ class Layout:
             else:
                 slot = self._slots[stage][name]
                 flat = packed[slot.buffer]
-                # Not by `at`: of a slice that is the whole it makes a scatter with indices of no size, over which JAX
-                # 0.11.2 dies in the compiler.
+                # Not by `at`: of a slice that is the whole it makes a scatter with indices of no
+                # size, over which JAX 0.11.2 dies in the compiler.
                 if slot.is_flat:
-                    value = jax.lax.dynamic_update_slice(flat, _whole(value).reshape(-1), (slot.offset,))
+                    value = jax.lax.dynamic_update_slice(
+                        flat, _whole(value).reshape(-1), (slot.offset,)
+                    )
                 packed[slot.buffer] = value
         return Storage(packed, stacked)
 
@@ -279,10 +311,13 @@ def as_words(struct: Any) -> Any:
 
 
 def constrained(leaf: jax.Array, spec: P) -> jax.Array:
-    """An array inside a program, sharded over automatic axes as a spec says, and whole along dims without an entry.
+    """An array inside a program, sharded over automatic axes as a spec says.
 
-    Not only where it is sharded: what is left to XLA may be sharded because its neighbours are, and bringing it back
-    costs collectives, which among the branches of a conditional may even wait for devices that do not come.
+    It is whole along dims without an entry.
+
+    Not only where it is sharded: what is left to XLA may be sharded because its neighbours are, and
+    bringing it back costs collectives, which among the branches of a conditional may even wait for
+    devices that do not come.
     """
     return jax.lax.with_sharding_constraint(leaf, spec) if has_automatic_axes() else leaf
 
@@ -297,8 +332,14 @@ def _whole(leaf: jax.Array) -> jax.Array:
 
 
 def _kind(like: jax.ShapeDtypeStruct, spec: P) -> str:
-    """The name that sharded leaves share which can lie in one array; also a part of names of arrays in checkpoints."""
-    axes = ["+".join(axis) if isinstance(axis, tuple) else axis if isinstance(axis, str) else "_" for axis in spec]
+    """The name that sharded leaves share which can lie in one array.
+
+    Also a part of names of arrays in checkpoints.
+    """
+    axes = [
+        "+".join(axis) if isinstance(axis, tuple) else axis if isinstance(axis, str) else "_"
+        for axis in spec
+    ]
     return f"{like.dtype.name}.{'x'.join(map(str, like.shape))}.{'-'.join(axes)}"
 
 

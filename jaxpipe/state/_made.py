@@ -56,7 +56,9 @@ def made_params(params: ModelParams, trace: ModelTrace, master: ShardLayout, row
     for shard_kind, stage in enumerate(master.stages_of_shard_kinds):
         paths = params.stages[stage].paths
         names = ((name, paths[name]) for name in master.shards.names(shard_kind))
-        shard_kinds.append(tuple(MadeLeaf(name, *owners[path], dims.get(path)) for name, path in names))
+        shard_kinds.append(
+            tuple(MadeLeaf(name, *owners[path], dims.get(path)) for name, path in names)
+        )
     return MadeField("params", master, rows, tuple(shard_kinds))
 
 
@@ -66,4 +68,6 @@ def made_collections(collections: ModelCollections, module: PipelineModule) -> M
     shard_kinds: list[list[MadeLeaf]] = [[] for _ in range(collections.layout.num_stages)]
     for stage, name, (layer, *local) in collections.leaves():
         shard_kinds[stage].append(MadeLeaf(name, indices[layer], tuple(local)))
-    return MadeField("collections", Replicated(collections.layout), P("stage"), tuple(map(tuple, shard_kinds)))
+    return MadeField(
+        "collections", Replicated(collections.layout), P("stage"), tuple(map(tuple, shard_kinds))
+    )

@@ -1,4 +1,7 @@
-"""The leaves of all stages: names and layouts of parameters, and of the collections that layers keep beside them."""
+"""The leaves of all stages.
+
+Names and layouts of parameters, and of the collections that layers keep beside them.
+"""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +15,15 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.errors import LayerError
-from jaxpipe.layers import ModelTrace, NamedLayer, cast_floats, flatten_dict, join_path, split_path, unflatten_dict
+from jaxpipe.layers import (
+    ModelTrace,
+    NamedLayer,
+    cast_floats,
+    flatten_dict,
+    join_path,
+    split_path,
+    unflatten_dict,
+)
 from jaxpipe.schedules import Placement
 from jaxpipe.topology import FSDP, axes_length, sum_over
 
@@ -25,9 +36,10 @@ class StageLeaves:
     """Names of one stage's leaves in storage, each with its path in the model's tree.
 
     Attributes:
-        off_trunk: Leaves of prologues and epilogue, and of vocabulary-parallel layers; the name is the path,
-            so that a tied parameter has one name on all stages.
-        trunk: Leaves of the trunk of every chunk; the names are the same on every stage, the paths differ.
+        off_trunk: Leaves of prologues and epilogue, and of vocabulary-parallel layers; the name is
+            the path, so that a tied parameter has one name on all stages.
+        trunk: Leaves of the trunk of every chunk; the names are the same on every stage, the paths
+            differ.
         layers: For each layer of the stage: paths inside the layer, to names.
     """
 
@@ -100,14 +112,17 @@ class ModelParams:
         paths = [paths.paths for paths in trace.paths]
         self.stages: tuple[StageLeaves, ...] = name_leaves(paths, cuts, placement, vocab.layers)
         self.stage_dims = vocab.dims
-        # Updates are small beside the weights: added in bfloat16, with 8 bits of precision, most would round to
-        # nothing.
+        # Updates are small beside the weights: added in bfloat16, with 8 bits of precision, most
+        # would round to nothing.
         master_dtype = jnp.float32 if trains and dtype is not None else dtype
         self.frozen = _frozen_names(self.stages, trace.frozen)
-        is_kept = {path: name in self.frozen for stage in self.stages for name, path in stage.paths.items()}
+        is_kept = {
+            path: name in self.frozen for stage in self.stages for name, path in stage.paths.items()
+        }
         struct = {
             path: cast_floats(
-                slice_struct(leaf, vocab.dims.get(path), placement.num_stages), dtype if is_kept[path] else master_dtype
+                slice_struct(leaf, vocab.dims.get(path), placement.num_stages),
+                dtype if is_kept[path] else master_dtype,
             )
             for path, leaf in flatten_dict(trace.tree()).items()
         }
@@ -118,12 +133,16 @@ class ModelParams:
         self.partly_frozen: Mapping[str, tuple[bool, ...]] = {
             name: tuple(stage.trunk[name] in trace.frozen for stage in self.stages)
             for name in self.stages[0].trunk
-            if name not in self.frozen and any(stage.trunk[name] in trace.frozen for stage in self.stages)
+            if name not in self.frozen
+            and any(stage.trunk[name] in trace.frozen for stage in self.stages)
         }
         self.trained_paths: tuple[Mapping[str, Path], ...] = tuple(
-            {name: path for name, path in stage.paths.items() if path not in trace.frozen} for stage in self.stages
+            {name: path for name, path in stage.paths.items() if path not in trace.frozen}
+            for stage in self.stages
         )
-        structs = [{name: struct[path] for name, path in stage.paths.items()} for stage in self.stages]
+        structs = [
+            {name: struct[path] for name, path in stage.paths.items()} for stage in self.stages
+        ]
         specs = trace.tree_specs()
         self.master_layout = Layout(
             structs, specs=[specs_of(stage, specs) for stage in self.stages], frozen=self.frozen
@@ -131,18 +150,27 @@ class ModelParams:
         self.at_rest = self.master_layout.cast(lambda leaf: cast_floats(leaf, dtype))
         self.gathered = self.at_rest.cast(lambda leaf: leaf, whole_along=FSDP)
         self.layout = self.gathered if gather else self.at_rest
-        self.grad_layout = self.at_rest.cast(lambda leaf: grad_accum_struct(leaf, grad_dtype), frozen=False)
+        self.grad_layout = self.at_rest.cast(
+            lambda leaf: grad_accum_struct(leaf, grad_dtype), frozen=False
+        )
         self.grad_dtypes = _packed_dtypes(self.grad_layout, self.gathered)
         self.trunk_names = tuple(self.stages[0].trunk)
         """Parameters of the trunk of all chunks, chunk after chunk, in the same order in each."""
-        self.vocab_names = tuple(n for n in self.stages[0].names_of(vocab.layers) if n not in self.frozen)
+        self.vocab_names = tuple(
+            n for n in self.stages[0].names_of(vocab.layers) if n not in self.frozen
+        )
         others = {
-            n for stage in self.stages for n in stage.names_of([i for i in stage.layers if i not in vocab.layers])
+            n
+            for stage in self.stages
+            for n in stage.names_of([i for i in stage.layers if i not in vocab.layers])
         }
         self.stacked_off_trunk = tuple(
             n for n in self.grad_layout.stacked if n in others and n not in self.stages[0].trunk
         )
-        """Trained parameters of prologues and epilogue that every stage holds, such as those of a layer tied on all."""
+        """Trained parameters of prologues and epilogue that every stage holds.
+
+        Such are those of a layer that is tied on all stages.
+        """
         holders: dict[str, list[int]] = {}
         for s, stage in enumerate(self.stages):
             for name, path in stage.off_trunk.items():
@@ -153,7 +181,9 @@ class ModelParams:
 
     def frozen_in(self, stage: int, index: int) -> frozenset[Path]:
         """Paths inside a layer of a stage of the leaves that are frozen on all stages."""
-        return frozenset(path for path, name in self.stages[stage].layers[index].items() if name in self.frozen)
+        return frozenset(
+            path for path, name in self.stages[stage].layers[index].items() if name in self.frozen
+        )
 
 
 class ModelCollections:
@@ -166,12 +196,22 @@ class ModelCollections:
     """
 
     def __init__(
-        self, layers: Sequence[NamedLayer], trace: ModelTrace, cuts: Sequence[StageCut], placement: Placement
+        self,
+        layers: Sequence[NamedLayer],
+        trace: ModelTrace,
+        cuts: Sequence[StageCut],
+        placement: Placement,
     ) -> None:
         flat = [flatten_dict(tree) if tree else {} for tree in trace.collections]
         paths = [{local: (named.name, *local) for local in flat[named.index]} for named in layers]
-        self.struct: Mapping[Path, Any] = {p[at]: flat[i][at] for i, p in enumerate(paths) for at in p}
-        specs = {p[at]: spec for i, p in enumerate(paths) for at, spec in trace.collection_specs[i].items()}
+        self.struct: Mapping[Path, Any] = {
+            p[at]: flat[i][at] for i, p in enumerate(paths) for at in p
+        }
+        specs = {
+            p[at]: spec
+            for i, p in enumerate(paths)
+            for at, spec in trace.collection_specs[i].items()
+        }
         self._stages = name_leaves(paths, cuts, placement)
         self.layout = Layout(
             [{n: self.struct[path] for n, path in stage.paths.items()} for stage in self._stages],
@@ -190,7 +230,9 @@ class ModelCollections:
 
     def slots(self, stage: int, indices: Sequence[int]) -> tuple[object, ...]:
         """Slots of the collections of some layers; equal where one program can serve both."""
-        return tuple(self.layout.slot(stage, name) for name in self._stages[stage].names_of(indices))
+        return tuple(
+            self.layout.slot(stage, name) for name in self._stages[stage].names_of(indices)
+        )
 
     def views(self, stage: int, indices: Sequence[int], storage: Storage) -> list[PyTree]:
         """The collections of some layers of a stage, each as the layer knows them."""
@@ -198,28 +240,37 @@ class ModelCollections:
         leaves = {name: self.layout.get(stage, name, storage) for name in names}
         return [self._stages[stage].view(i, leaves) for i in indices]
 
-    def put(self, stage: int, indices: Sequence[int], storage: Storage, views: Sequence[PyTree]) -> Storage:
+    def put(
+        self, stage: int, indices: Sequence[int], storage: Storage, views: Sequence[PyTree]
+    ) -> Storage:
         """The storage with the collections of some layers replaced."""
         changed = {}
         for index, view in zip(indices, views, strict=True):
             leaves = flatten_dict(view) if view else {}
-            changed |= {name: leaves[path] for path, name in self._stages[stage].layers[index].items()}
+            changed |= {
+                name: leaves[path] for path, name in self._stages[stage].layers[index].items()
+            }
         return self.layout.put(stage, storage, changed)
 
 
 def _frozen_names(stages: Sequence[StageLeaves], frozen: Collection[Path]) -> frozenset[str]:
-    """Names that no stage trains, and of the trunk no chunk either, since all chunks run one program."""
+    """Names that no stage trains, and of the trunk no chunk either: all chunks run one program."""
 
     def leaf_of(name: str, stage: StageLeaves) -> object:
         return split_path(name)[2:] if name in stage.trunk else name
 
-    leaves = [(leaf_of(name, stage), name, path) for stage in stages for name, path in stage.paths.items()]
+    leaves = [
+        (leaf_of(name, stage), name, path) for stage in stages for name, path in stage.paths.items()
+    ]
     trained = {leaf for leaf, _, path in leaves if path not in frozen}
     return frozenset(name for leaf, name, _ in leaves if leaf not in trained)
 
 
 def _packed_dtypes(layout: Layout, other: Layout) -> Mapping[str, Any]:
-    """By packed buffer of a layout the dtype of its leaves in another one; the buffer's own where these differ."""
+    """By packed buffer of a layout the dtype of its leaves in another one.
+
+    The buffer's own where these differ.
+    """
     found: dict[str, set[Any]] = {}
     for stage in range(layout.num_stages):
         for name in layout.names(stage):
@@ -238,7 +289,10 @@ def specs_of(stage: StageLeaves, specs: Mapping[Path, P]) -> Specs:
 
 
 def grad_accum_struct(leaf: Any, grad_dtype: Any = None) -> Any:
-    """Shape and dtype of the sum of a parameter's gradients; None: float32, or the parameter's where that is wider."""
+    """Shape and dtype of the sum of a parameter's gradients.
+
+    None: float32, or the parameter's where that is wider.
+    """
     if grad_dtype is None and jnp.issubdtype(leaf.dtype, jnp.floating):
         grad_dtype = np.promote_types(leaf.dtype, np.float32)
     return cast_floats(leaf, grad_dtype)
@@ -252,9 +306,10 @@ def check_collections(layers: Sequence[NamedLayer], trace: ModelTrace) -> None:
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise LayerError(
-                f"layer {named.name} must keep only what its call itself changes, but got {names[0]!r}{more}, which "
-                "flax.training replaces with its gradient. A pipeline takes gradients of parameters alone, so FP8 "
-                "scales would stay at 1 and clip without a word. Leave out dot_general=Fp8..., and train in bf16."
+                f"layer {named.name} must keep only what its call itself changes, but got "
+                f"{names[0]!r}{more}, which flax.training replaces with its gradient. A pipeline "
+                "takes gradients of parameters alone, so FP8 scales would stay at 1 and clip "
+                "without a word. Leave out dot_general=Fp8..., and train in bf16."
             )
 
 
@@ -276,7 +331,10 @@ def mean_over_replicas(storage: Storage) -> Storage:
 
 
 def name_leaves(
-    paths: Sequence[Mapping[Path, Path]], cuts: Sequence[StageCut], placement: Placement, everywhere: Sequence[int] = ()
+    paths: Sequence[Mapping[Path, Path]],
+    cuts: Sequence[StageCut],
+    placement: Placement,
+    everywhere: Sequence[int] = (),
 ) -> tuple[StageLeaves, ...]:
     """Name the leaves of every stage.
 
@@ -297,14 +355,18 @@ def name_leaves(
 
 
 def _name_layers(
-    paths: Sequence[Mapping[Path, Path]], indices: Sequence[int], trunk: range, chunk: int, stage: StageLeaves
+    paths: Sequence[Mapping[Path, Path]],
+    indices: Sequence[int],
+    trunk: range,
+    chunk: int,
+    stage: StageLeaves,
 ) -> None:
     for index in indices:
         names = stage.layers[index] = {}
         for local, path in paths[index].items():
             if index in trunk:
-                # By the index in the trunk, not in the model: leaves of equal layers then have one name on all stages,
-                # and are stacked.
+                # By the index in the trunk, not in the model: leaves of equal layers then have one
+                # name on all stages, and are stacked.
                 names[local] = join_path(("trunk", str(chunk), str(index - trunk.start), *local))
                 stage.trunk[names[local]] = path
             else:

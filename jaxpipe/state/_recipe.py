@@ -1,4 +1,4 @@
-"""The program that makes a layer's initial leaves, and whether it can run on the devices that keep them."""
+"""The program that makes a layer's initial leaves, and whether it can run where they are kept."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe._typing import Path
-from jaxpipe.jaxpr import Literal, Program, Slice, all_equations, effects_of, evaluate, needed_for, primitives, read
+from jaxpipe.jaxpr import (
+    Literal,
+    Program,
+    Slice,
+    all_equations,
+    effects_of,
+    evaluate,
+    needed_for,
+    primitives,
+    read,
+)
 
 from ._layout import is_key
 
@@ -36,7 +46,9 @@ class Recipe:
         """Some of the leaves."""
         atoms = [self.leaves[name] for name in wanted]
         part = needed_for(self.program, atoms)
-        values, _ = evaluate(self.program, dict(zip(self.program.inputs, [key], strict=True)), part, {}, ())
+        values, _ = evaluate(
+            self.program, dict(zip(self.program.inputs, [key], strict=True)), part, {}, ()
+        )
         return [jnp.asarray(read(values, atom)) for atom in atoms]
 
 

@@ -16,15 +16,18 @@ from ._layout import Storage
 class TrainState:
     """State of a training run: everything a step reads and replaces.
 
-    A row of its arrays is the shard of one device: without ZeRO all that its stage holds, the same on every replica,
-    and then there is one row per stage; with ZeRO-1 a replica's own, and then there is one row per stage and replica.
-    Rows are whole along automatic axes, over which leaves are sharded as their metadata says.
+    A row of its arrays is the shard of one device: without ZeRO all that its stage holds, the same
+    on every replica, and then there is one row per stage; with ZeRO-1 a replica's own, and then
+    there is one row per stage and replica. Rows are whole along automatic axes, over which leaves
+    are sharded as their metadata says.
 
     Attributes:
         step: Number of batches so far, those whose update was skipped included, `int32[]`.
-        params: Parameters, in float32 where training is in mixed precision: arrays `[num_rows, ...]`.
+        params: Parameters, in float32 where training is in mixed precision: arrays `[num_rows,
+            ...]`.
         opt_state: The optimiser's state, likewise.
-        collections: What layers keep beside parameters, such as batch statistics: arrays `[num_stages, ...]`.
+        collections: What layers keep beside parameters, such as batch statistics: arrays
+            `[num_stages, ...]`.
         loss_scale: State of the loss scale; empty unless training is in float16.
         skipped_steps: Number of updates skipped because gradients overflowed, `int32[]`.
         rng: The run's key, from which dropout is keyed.
@@ -41,7 +44,8 @@ class TrainState:
 
 def state_specs(rows: P, collections: P) -> TrainState:
     """Partition specs of a state, each for all arrays of a field."""
-    # `shard_map` takes a spec for all that is under a field, where the field's type asks for arrays.
+    # `shard_map` takes a spec for all that is under a field, where the field's type asks for
+    # arrays.
     everywhere, by_row, by_stage = cast("tuple[Any, ...]", (P(), rows, collections))
     return TrainState(
         step=everywhere,

@@ -1,4 +1,4 @@
-"""A conditional on the stage, or on what else a device is numbered by, with one branch per distinct program."""
+"""A conditional on the stage, or on another number of a device, with one branch per program."""
 
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -10,15 +10,18 @@ import jax.numpy as jnp
 from jaxpipe.jaxpr import program_key
 
 
-def switch_stages(stage: jax.Array, numbers: Sequence[int], function: Callable[..., Any], *args: Any) -> Any:
+def switch_stages(
+    stage: jax.Array, numbers: Sequence[int], function: Callable[..., Any], *args: Any
+) -> Any:
     """Run `function(numbers[stage], *args)`, traced for each number.
 
     Traces that are equal share one branch, and where all are equal there is no conditional: XLA
     schedules nothing across one, and every branch is compiled on every device. `stage` may be
     another index.
     """
-    # Compared as traces, not by what the numbers stand for: a conditional is saved wherever stages differ in nothing
-    # that the program shows, such as names. With one number there is nothing to compare, and no trace to pay for.
+    # Compared as traces, not by what the numbers stand for: a conditional is saved wherever stages
+    # differ in nothing that the program shows, such as names. With one number there is nothing to
+    # compare, and no trace to pay for.
     branches = {number: functools.partial(function, number) for number in numbers}
     known: dict[Hashable, int] = {}
     shared = {
@@ -47,6 +50,6 @@ def switch_table(
 
 
 def traced_key(function: Callable[..., Any], *args: Any) -> Hashable:
-    """A value that is equal for functions that are the same program and return trees of the same structure."""
+    """A value that is equal for functions of the same program and the same structure of results."""
     closed, outputs = jax.make_jaxpr(function, return_shape=True)(*args)
     return program_key(closed), jax.tree.structure(outputs)

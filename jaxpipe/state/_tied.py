@@ -1,8 +1,8 @@
 """Tied parameters, which several stages hold: one gradient, one update, equal copies, counted once.
 
-The first of the stages that hold a parameter owns it. Every holder starts from the same values and gets the sum of all
-holders' gradients, so all of them compute the same update; the owner's result is then given to all, because programs
-that differ elsewhere may round differently.
+The first of the stages that hold a parameter owns it. Every holder starts from the same values and
+gets the sum of all holders' gradients, so all of them compute the same update; the owner's result
+is then given to all, because programs that differ elsewhere may round differently.
 """
 
 import dataclasses
@@ -26,18 +26,30 @@ def sum_tied(tied: Tied, layout: Layout, stage: jax.Array, grads: Storage) -> St
     return _exchange(tied, layout, range(layout.num_stages), stage, grads, is_sum=True)
 
 
-def broadcast_tied(tied: Tied, sharding: ShardLayout, shard_kind: jax.Array, shard: Storage) -> Storage:
+def broadcast_tied(
+    tied: Tied, sharding: ShardLayout, shard_kind: jax.Array, shard: Storage
+) -> Storage:
     """Give every holder of a tied parameter the owner's value: copies stay equal to the bit."""
-    return _exchange(tied, sharding.shards, sharding.stages_of_shard_kinds, shard_kind, shard, is_sum=False)
+    return _exchange(
+        tied, sharding.shards, sharding.stages_of_shard_kinds, shard_kind, shard, is_sum=False
+    )
 
 
-def drop_copies(tied: Tied, sharding: ShardLayout, shard_kind: jax.Array, shard: Storage) -> Storage:
-    """Put zeros for a tied parameter everywhere but on its owner, so that a sum over the stages counts it once."""
+def drop_copies(
+    tied: Tied, sharding: ShardLayout, shard_kind: jax.Array, shard: Storage
+) -> Storage:
+    """Put zeros for a tied parameter everywhere but on its owner.
+
+    A sum over the stages counts it once then.
+    """
     layout, stages = sharding.shards, sharding.stages_of_shard_kinds
     stacked, tied = _by_storage(tied, layout)
     if stacked:
         stage = jnp.asarray(stages)[shard_kind]
-        owned = {name: jnp.where(stage == owner, shard.stacked[name], 0) for name, (owner, *_) in stacked.items()}
+        owned = {
+            name: jnp.where(stage == owner, shard.stacked[name], 0)
+            for name, (owner, *_) in stacked.items()
+        }
         shard = dataclasses.replace(shard, stacked={**shard.stacked, **owned})
     if not tied:
         return shard
@@ -45,13 +57,21 @@ def drop_copies(tied: Tied, sharding: ShardLayout, shard_kind: jax.Array, shard:
     def drop(f: int, shard: Storage) -> Storage:
         copies = [name for name in tied if name in layout.names(f) and tied[name][0] != stages[f]]
         structs = {name: layout.struct_of(f, name) for name in copies}
-        return layout.put(f, shard, {name: jnp.zeros(x.shape, x.dtype) for name, x in structs.items()})
+        return layout.put(
+            f, shard, {name: jnp.zeros(x.shape, x.dtype) for name, x in structs.items()}
+        )
 
     return switch_stages(shard_kind, range(layout.num_stages), drop, shard)
 
 
 def _exchange(
-    tied: Tied, layout: Layout, stages: Sequence[int], shard_kind: jax.Array, storage: Storage, *, is_sum: bool
+    tied: Tied,
+    layout: Layout,
+    stages: Sequence[int],
+    shard_kind: jax.Array,
+    storage: Storage,
+    *,
+    is_sum: bool,
 ) -> Storage:
     """Give all holders of tied leaves their sum over the stages, or the owner's value.
 
@@ -62,31 +82,42 @@ def _exchange(
         given = {name: storage.stacked[name] for name in stacked}
         if not is_sum:
             stage = jnp.asarray(stages)[shard_kind]
-            # A broadcast as a sum with zeros, which is exact, and one collective for all leaves whatever their owners.
-            given = {name: jnp.where(stage == stacked[name][0], leaf, 0) for name, leaf in given.items()}
+            # A broadcast as a sum with zeros, which is exact, and one collective for all leaves
+            # whatever their owners.
+            given = {
+                name: jnp.where(stage == stacked[name][0], leaf, 0) for name, leaf in given.items()
+            }
         totals = sum_over(given, "stage")
         storage = dataclasses.replace(storage, stacked={**storage.stacked, **totals})
     if not tied:
         return storage
     shard_kinds = range(layout.num_stages)
-    likes = {name: next(layout.struct_of(f, name) for f in shard_kinds if name in layout.names(f)) for name in tied}
+    likes = {
+        name: next(layout.struct_of(f, name) for f in shard_kinds if name in layout.names(f))
+        for name in tied
+    }
 
     def give(f: int, storage: Storage) -> dict[str, jax.Array]:
         given = {}
         for name, like in likes.items():
             is_giver = name in layout.names(f) and (is_sum or tied[name][0] == stages[f])
-            given[name] = layout.get(f, name, storage) if is_giver else jnp.zeros(like.shape, like.dtype)
+            given[name] = (
+                layout.get(f, name, storage) if is_giver else jnp.zeros(like.shape, like.dtype)
+            )
         return given
 
     def take(f: int, storage: Storage, total: dict[str, jax.Array]) -> Storage:
-        return layout.put(f, storage, {name: total[name] for name in tied if name in layout.names(f)})
+        return layout.put(
+            f, storage, {name: total[name] for name in tied if name in layout.names(f)}
+        )
 
-    # The collective lies between two conditionals: inside one, not all devices would take part in it.
+    # The collective lies between two conditionals: inside one, not all devices would take part in
+    # it.
     given = switch_stages(shard_kind, shard_kinds, give, storage)
     return switch_stages(shard_kind, shard_kinds, take, storage, sum_over(given, "stage"))
 
 
 def _by_storage(tied: Tied, layout: Layout) -> tuple[Tied, Tied]:
-    """Leaves that are stacked on every stage, which need no conditional, and those in packed buffers."""
+    """Leaves stacked on every stage, which need no conditional, and those in packed buffers."""
     stacked = {name: stages for name, stages in tied.items() if name in layout.stacked}
     return stacked, {name: stages for name, stages in tied.items() if name not in stacked}

@@ -43,42 +43,56 @@ class Updater:
     more than one shard are coupled, or treated by what else is in their tree.
     """
 
-    def __init__(self, params: ModelParams, sharding: ShardLayout, optimizer: optax.GradientTransformation) -> None:
+    def __init__(
+        self, params: ModelParams, sharding: ShardLayout, optimizer: optax.GradientTransformation
+    ) -> None:
         self._sharding, self._params, self._optimizer = sharding, params, optimizer
         shards = sharding.shards
         shard_kinds = range(shards.num_stages)
-        # A trunk that is not stacked, as where whole leaves are dealt out to replicas, is updated with the others.
+        # A trunk that is not stacked, as where whole leaves are dealt out to replicas, is updated
+        # with the others.
         self._trunk_names = tuple(name for name in params.trunk_names if name in shards.stacked)
         trace = trace_optimizer(optimizer, unflatten_dict(params.trained))
         is_apart = len(shard_kinds) > 1 or 0 < len(self._trunk_names) < len(params.trained)
         if is_apart:
-            # Several programs update the model, each with some of its parameters: none may ask for the others.
+            # Several programs update the model, each with some of its parameters: none may ask for
+            # the others.
             check_leafwise(trace)
-        trunks = [{paths[name]: name for name in self._trunk_names if name in paths} for paths in params.trained_paths]
+        trunks = [
+            {paths[name]: name for name in self._trunk_names if name in paths}
+            for paths in params.trained_paths
+        ]
         is_uniform = len(shard_kinds) == 1 or (
-            len({tuple(names.values()) for names in trunks}) == 1 and is_uniform_over_stages(trace, trunks)
+            len({tuple(names.values()) for names in trunks}) == 1
+            and is_uniform_over_stages(trace, trunks)
         )
         others: dict[int, _Group] = {}
         trunk: dict[int, _Group] = {}
         for shard_kind in shard_kinds:
             paths = params.trained_paths[sharding.stage_of(shard_kind)]
             trained = {name: paths[name] for name in shards.names(shard_kind) if name in paths}
-            off_trunk = {name: path for name, path in trained.items() if name not in self._trunk_names}
+            off_trunk = {
+                name: path for name, path in trained.items() if name not in self._trunk_names
+            }
             of_trunk = {name: path for name, path in trained.items() if name not in off_trunk}
             # Not every optimiser takes a tree without parameters. One of the two groups is always
             # updated, if only for what the state holds beside parameters, such as a learning rate
             # that is read from any shard.
             of_others = optimizer if off_trunk or not of_trunk else _NOTHING
-            others[shard_kind] = _Group(shards, shard_kind, off_trunk, of_others, params.vocab_names)
+            others[shard_kind] = _Group(
+                shards, shard_kind, off_trunk, of_others, params.vocab_names
+            )
             # Where trunks are treated alike the program of kind 0 updates all of them.
             if shard_kind == 0 or not is_uniform:
-                trunk[shard_kind] = _Group(shards, shard_kind, of_trunk, optimizer if of_trunk else _NOTHING)
+                trunk[shard_kind] = _Group(
+                    shards, shard_kind, of_trunk, optimizer if of_trunk else _NOTHING
+                )
         if is_apart:
             groups = (*trunk.values(), *others.values())
             parts = [group.paths.values() for group in groups if group.optimizer is optimizer]
             check_separable(optimizer, trace, params.trained, parts)
-        # By kind of shard the one whose program updates the group. The keys are part of the names of arrays in
-        # checkpoints, also "own", which is what lies off the trunk.
+        # By kind of shard the one whose program updates the group. The keys are part of the names
+        # of arrays in checkpoints, also "own", which is what lies off the trunk.
         self._programs = {
             "trunk": [0] * len(shard_kinds) if is_uniform else list(shard_kinds),
             "own": list(shard_kinds),
@@ -88,7 +102,10 @@ class Updater:
             "own": list(others.values()),
         }
         self._layouts = {
-            name: Layout([group.state_leaves for group in groups], specs=[group.state_specs for group in groups])
+            name: Layout(
+                [group.state_leaves for group in groups],
+                specs=[group.state_specs for group in groups],
+            )
             for name, groups in self._groups.items()
         }
 
@@ -101,7 +118,10 @@ class Updater:
         return {name: layout.spec() for name, layout in self._layouts.items()}
 
     def constrain(self, state: PyTree) -> PyTree:
-        """One shard's optimiser state inside a program, sharded over automatic axes as it lies between steps."""
+        """One shard's optimiser state inside a program, sharded as it lies between steps.
+
+        The sharding is that over automatic axes.
+        """
         return {name: layout.constrain(state[name]) for name, layout in self._layouts.items()}
 
     def leaves(self, shard_kind: int) -> Iterator[tuple[str, Layout, str, str, Path | None]]:
@@ -116,7 +136,7 @@ class Updater:
                 yield group, self._layouts[group], name, label, path
 
     def whole_struct(self) -> PyTree:
-        """Shapes and dtypes of the optimiser's state for the whole model, as the optimiser makes it."""
+        """Shapes and dtypes of the whole model's optimiser state, as the optimiser makes it."""
         return state_struct(self._optimizer, unflatten_dict(self._params.trained))
 
     def init(self, shard_kind: jax.Array, shard: Storage) -> PyTree:
@@ -133,17 +153,22 @@ class Updater:
         """One shard's optimiser state as the optimiser made it, for each group."""
         groups = {name: groups[shard_kind] for name, groups in self._groups.items()}
         return {
-            name: group.state(self._layouts[name].unpack(shard_kind, state[name])) for name, group in groups.items()
+            name: group.state(self._layouts[name].unpack(shard_kind, state[name]))
+            for name, group in groups.items()
         }
 
     def storage(self, shard_kind: int, trees: Mapping[str, PyTree]) -> PyTree:
         """The inverse of `tree`."""
         packed = {}
         for name, tree in trees.items():
-            packed[name] = self._layouts[name].pack(shard_kind, self._groups[name][shard_kind].by_name(tree))
+            packed[name] = self._layouts[name].pack(
+                shard_kind, self._groups[name][shard_kind].by_name(tree)
+            )
         return packed
 
-    def update(self, shard_kind: jax.Array, shard: Storage, grads: Storage, state: PyTree) -> tuple[Storage, PyTree]:
+    def update(
+        self, shard_kind: jax.Array, shard: Storage, grads: Storage, state: PyTree
+    ) -> tuple[Storage, PyTree]:
         """One update of this device's shard: `(parameters, optimiser state)`.
 
         `grads` are mean gradients, in the shard's layout.
@@ -154,7 +179,9 @@ class Updater:
             has_packed = name == "own"  # all that lies in packed buffers is off the trunk
             taken = [_take(tree, names, with_packed=has_packed) for tree in (shard, grads)]
             function = functools.partial(self._update, name)
-            changed, new_state[name] = switch_stages(shard_kind, self._programs[name], function, *taken, state[name])
+            changed, new_state[name] = switch_stages(
+                shard_kind, self._programs[name], function, *taken, state[name]
+            )
             stacked |= changed.stacked
             packed = changed.packed if has_packed else packed
         return Storage(packed, stacked), new_state
@@ -162,16 +189,24 @@ class Updater:
     def _update(
         self, name: str, shard_kind: int, params: Storage, grads: Storage, state: Storage
     ) -> tuple[Storage, Storage]:
-        group, layout, shards = self._groups[name][shard_kind], self._layouts[name], self._sharding.shards
+        group, layout, shards = (
+            self._groups[name][shard_kind],
+            self._layouts[name],
+            self._sharding.shards,
+        )
         changed, leaves = group.update(params, grads, layout.unpack(shard_kind, state))
         packed = {}
         if params.packed:
             # What this stage has frozen of a trunk that lies in buffers stays.
-            still = [n for n in shards.names(shard_kind) if n not in shards.stacked and n not in changed]
-            packed = shards.pack_buffers(shard_kind, changed | {n: shards.get(shard_kind, n, params) for n in still})
-        return Storage(packed, {n: changed.get(n, old) for n, old in params.stacked.items()}), layout.pack(
-            shard_kind, leaves
-        )
+            still = [
+                n for n in shards.names(shard_kind) if n not in shards.stacked and n not in changed
+            ]
+            packed = shards.pack_buffers(
+                shard_kind, changed | {n: shards.get(shard_kind, n, params) for n in still}
+            )
+        return Storage(
+            packed, {n: changed.get(n, old) for n, old in params.stacked.items()}
+        ), layout.pack(shard_kind, leaves)
 
 
 _NOTHING = optax.identity()  # for a group without parameters beside one that has some
@@ -192,13 +227,23 @@ class _Group:
         optimizer: optax.GradientTransformation,
         shared_names: Collection[str] = (),
     ) -> None:
-        self._layout, self._shard_kind, self.paths, self.optimizer = layout, shard_kind, paths, optimizer
-        self.struct = unflatten_dict({path: layout.struct_of(shard_kind, name) for name, path in paths.items()})
+        self._layout, self._shard_kind, self.paths, self.optimizer = (
+            layout,
+            shard_kind,
+            paths,
+            optimizer,
+        )
+        self.struct = unflatten_dict(
+            {path: layout.struct_of(shard_kind, name) for name, path in paths.items()}
+        )
         state = state_struct(optimizer, self.struct)
         leaves, self._treedef = jax.tree.flatten(state)
         self._state_paths = leaf_paths(state)
         named = {path for name, path in paths.items() if name in shared_names}
-        names = [join_path(at) if find_param(at, named) else str(i) for i, at in enumerate(self._state_paths)]
+        names = [
+            join_path(at) if find_param(at, named) else str(i)
+            for i, at in enumerate(self._state_paths)
+        ]
         self.state_leaves = dict(zip(names, leaves, strict=True))
         # What has its parameter's shape, such as a moment, is sharded as the parameter is.
         by_path = {path: name for name, path in paths.items()}
@@ -210,7 +255,10 @@ class _Group:
                 self.state_specs[name] = layout.specs[param]
 
     def labels(self, real: Paths) -> dict[str, tuple[str, Path | None]]:
-        """For each leaf of the state its path with the real paths of parameters, and the parameter it belongs to."""
+        """For each leaf of the state its path, and the parameter it belongs to.
+
+        The path has the real paths of parameters in it.
+        """
         known = {path: real[name] for name, path in self.paths.items()}
         found: dict[str, tuple[str, Path | None]] = {}
         for leaf, at in zip(self.state_leaves, self._state_paths, strict=True):
@@ -224,7 +272,10 @@ class _Group:
         return self.by_name(state)
 
     def by_name(self, state: PyTree) -> dict[str, jax.Array]:
-        return {name: jnp.asarray(leaf) for name, leaf in zip(self.state_leaves, jax.tree.leaves(state), strict=True)}
+        return {
+            name: jnp.asarray(leaf)
+            for name, leaf in zip(self.state_leaves, jax.tree.leaves(state), strict=True)
+        }
 
     def state(self, leaves: Mapping[str, Any]) -> PyTree:
         return jax.tree.unflatten(self._treedef, [leaves[name] for name in self.state_leaves])
@@ -240,7 +291,10 @@ class _Group:
 
     def _tree(self, shard: Storage) -> PyTree:
         return unflatten_dict(
-            {path: self._layout.get(self._shard_kind, name, shard) for name, path in self.paths.items()}
+            {
+                path: self._layout.get(self._shard_kind, name, shard)
+                for name, path in self.paths.items()
+            }
         )
 
 

@@ -1,9 +1,9 @@
 """The vocabulary-parallel layers that all stages share.
 
-Vocabulary-parallel layers are ends of the model whose partition metadata names the axis `stage`, such as an embedding
-and a head with the loss: every stage holds a slice of their parameters. All stages run them together, with collectives
-over the axis, for the microbatch that enters or leaves the model in a tick. What is not sliced of these layers lies on
-every stage, like a tied parameter.
+Vocabulary-parallel layers are ends of the model whose partition metadata names the axis `stage`,
+such as an embedding and a head with the loss: every stage holds a slice of their parameters. All
+stages run them together, with collectives over the axis, for the microbatch that enters or leaves
+the model in a tick. What is not sliced of these layers lies on every stage, like a tied parameter.
 """
 
 import dataclasses
@@ -29,7 +29,8 @@ class VocabLayers:
     Attributes:
         first: The first layers of the model, up to the last one that is sliced.
         last: The layers after the trunk, up to the loss.
-        dims: The dims along which their parameters are sliced over the stages, by path in the model's tree.
+        dims: The dims along which their parameters are sliced over the stages, by path in the
+            model's tree.
     """
 
     first: range = range(0)
@@ -59,7 +60,8 @@ def find_vocab_layers(
     head, tail = cuts[0].prologue, cuts[-1].epilogue
     vocab = VocabLayers(
         first=range(max((i + 1 for i in marked if i in head), default=0)),
-        # All of the tail: what stands between trunk and head feeds it, and what stands behind it takes its slices.
+        # All of the tail: what stands between trunk and head feeds it, and what stands behind it
+        # takes its slices.
         last=tail if any(i in tail for i in marked) else range(tail.stop, tail.stop),
         dims=trace.split_dims(),
     )
@@ -84,32 +86,41 @@ def _check_layer(named: NamedLayer, trace: ModelTrace, vocab: VocabLayers, num_s
     i = named.index
     if i not in vocab.layers and _STAGE in effect_axes(trace.programs[i].jaxpr):
         raise LayerError(
-            f"layer {named.name} must use no collective over 'stage', whose places work on different microbatches, but "
-            "got one. Leave it out; only first and last layers of which a parameter is split over 'stage', as "
-            "VocabEmbed and VocabHead are, run on all stages at once."
+            f"layer {named.name} must use no collective over 'stage', whose places work on "
+            "different microbatches, but got one. Leave it out; only first and last layers of "
+            "which a parameter is split over 'stage', as VocabEmbed and VocabHead are, run on all "
+            "stages at once."
         )
     if i in vocab.layers:
-        for fault, found in (("keep collections", trace.collections[i]), ("report values", trace.aux[i])):
+        for fault, found in (
+            ("keep collections", trace.collections[i]),
+            ("report values", trace.aux[i]),
+        ):
             if jax.tree.leaves(found):
                 raise LayerError(
                     f"layer {named.name}, which all stages run together, must not {fault}, but got "
-                    f"{format_struct(found)}. Leave them out, or the name 'stage' out of the partition metadata of "
-                    "the first and last layers."
+                    f"{format_struct(found)}. Leave them out, or the name 'stage' out of the "
+                    "partition metadata of the first and last layers."
                 )
     paths = trace.paths[i].paths
-    leaves = {path: leaf for path, leaf in flatten_dict(trace.params[i]).items() if paths[path] in vocab.dims}
+    leaves = {
+        path: leaf
+        for path, leaf in flatten_dict(trace.params[i]).items()
+        if paths[path] in vocab.dims
+    }
     for path, leaf in leaves.items():
         label, dim = f"parameter {'.'.join(path)!r} of layer {named.name}", vocab.dims[paths[path]]
         if i not in vocab.layers:
             raise LayerError(
-                f"{label} is split over the 'stage' axis and must belong to the layers before the first or after the "
-                f"last repeated one, but got layer {i} of {len(trace.params)}. Move it to the model's ends, or leave "
-                "'stage' out of its partition metadata."
+                f"{label} is split over the 'stage' axis and must belong to the layers before the "
+                f"first or after the last repeated one, but got layer {i} of {len(trace.params)}. "
+                "Move it to the model's ends, or leave 'stage' out of its partition metadata."
             )
         size = leaf.shape[dim] if dim < len(leaf.shape) else 0
         if not size or size % num_stages:
             more = -(-max(size, 1) // num_stages) * num_stages
             raise LayerError(
                 f"{label} must be split along a dim that num_stages={num_stages} divides, but got "
-                f"{format_struct(leaf)} with dim {dim} over 'stage'. Pad that dim to {more}, or change num_stages."
+                f"{format_struct(leaf)} with dim {dim} over 'stage'. Pad that dim to {more}, or "
+                "change num_stages."
             )

@@ -1,8 +1,12 @@
-"""ZeRO-1: what each replica keeps of its stage's parameters between steps, and the way to all of them and back.
+"""ZeRO-1.
 
-A stage's gathered storage is what its layers compute with. A shard is the part of it that one device keeps between
-steps, together with the optimiser's state for that part. `gather` puts the storage together from the shards of all
-replicas; `reduce` sums gradients over the replicas and leaves each its shard of the sum.
+What each replica keeps of its stage's parameters between steps, and the way to all of them and
+back.
+
+A stage's gathered storage is what its layers compute with. A shard is the part of it that one
+device keeps between steps, together with the optimiser's state for that part. `gather` puts the
+storage together from the shards of all replicas; `reduce` sums gradients over the replicas and
+leaves each its shard of the sum.
 """
 
 import abc
@@ -32,14 +36,15 @@ Buffers = dict[str, jax.Array]
 class ShardLayout(abc.ABC):
     """Cut of all stages' storage into shards, one for each replica or one for all of them.
 
-    Shards are numbered by their kind: devices whose shards have the same leaves in the same places run one program.
-    A kind of shard belongs to one stage.
+    Shards are numbered by their kind: devices whose shards have the same leaves in the same places
+    run one program. A kind of shard belongs to one stage.
 
     Attributes:
         gathered: Layout of the whole storage, stage by stage.
         shards: Layout of the shards, kind by kind.
         num_shards: Shards of a stage; 1 where every replica keeps all of its parameters.
-        is_uniform: All shards of a stage are of one kind, so that kinds are stages; else each shard has its own.
+        is_uniform: All shards of a stage are of one kind, so that kinds are stages; else each shard
+            has its own.
     """
 
     gathered: Layout
@@ -48,7 +53,7 @@ class ShardLayout(abc.ABC):
     is_uniform: bool
 
     def shard_kind(self, stage: Any, replica: Any) -> Any:
-        """Form of a device's shard, from its indices along the axes `stage` and `data`; traceable."""
+        """Form of a device's shard, by its indices along the axes `stage` and `data`; traceable."""
         return stage if self.is_uniform else stage * self.num_shards + replica
 
     def stage_of(self, shard_kind: int) -> int:
@@ -57,14 +62,25 @@ class ShardLayout(abc.ABC):
 
     def shard_kinds(self, stage: int) -> list[int]:
         """The kinds of a stage's shards."""
-        return [shard_kind for shard_kind in range(self.shards.num_stages) if self.stage_of(shard_kind) == stage]
+        return [
+            shard_kind
+            for shard_kind in range(self.shards.num_stages)
+            if self.stage_of(shard_kind) == stage
+        ]
 
     def shard_kind_of(self, stage: int, name: str) -> int:
         """The kind of the shards of a stage that a leaf lies in."""
-        return next(shard_kind for shard_kind in self.shard_kinds(stage) if name in self.shards.names(shard_kind))
+        return next(
+            shard_kind
+            for shard_kind in self.shard_kinds(stage)
+            if name in self.shards.names(shard_kind)
+        )
 
     def rows_of(self, shard_kind: int) -> tuple[int, ...]:
-        """The rows of the global arrays that are shards of a kind: stage after stage, in each by replica."""
+        """The rows of the global arrays that are shards of a kind.
+
+        Stage after stage, in each by replica.
+        """
         return (
             tuple(range(shard_kind * self.num_shards, (shard_kind + 1) * self.num_shards))
             if self.is_uniform
@@ -72,7 +88,10 @@ class ShardLayout(abc.ABC):
         )
 
     def block_counts(self, name: str) -> tuple[int, ...]:
-        """Into how many blocks a leaf is cut along each dim before each block is cut into shards; empty: none."""
+        """Into how many blocks a leaf is cut along each dim before each block is cut into shards.
+
+        Empty: none.
+        """
         return ()
 
     def piece_of(self, name: str, leaf: jax.Array, replica: jax.Array) -> jax.Array:
@@ -120,7 +139,8 @@ class _Sharded(ShardLayout):
 
     def reduce(self, stage: jax.Array, storage: Storage) -> Storage:
         """Cut every leaf, then sum and scatter the cuts."""
-        # One reduce-scatter, and with the gather of the next step it sends what one all-reduce would.
+        # One reduce-scatter, and with the gather of the next step it sends what one all-reduce
+        # would.
         return scatter_sum(self._cut(stage, storage), "data")
 
     @abc.abstractmethod
@@ -148,13 +168,18 @@ class ByElements(_Sharded):
         self.gathered, self.num_shards = gathered, num_shards
         self._blocks = {name: _block_counts(spec, mesh) for name, spec in gathered.specs.items()}
         structs = [
-            {name: gathered.struct_of(s, name) for name in gathered.names(s)} for s in range(gathered.num_stages)
+            {name: gathered.struct_of(s, name) for name in gathered.names(s)}
+            for s in range(gathered.num_stages)
         ]
         specs = {
-            name: P(*[None] * (len(spec) - 1), tuple(axis for axes in spec for axis in spec_axes(axes)))
+            name: P(
+                *[None] * (len(spec) - 1), tuple(axis for axes in spec for axis in spec_axes(axes))
+            )
             for name, spec in gathered.specs.items()
         }
-        pieces = [{name: self._piece(name, like) for name, like in struct.items()} for struct in structs]
+        pieces = [
+            {name: self._piece(name, like) for name, like in struct.items()} for struct in structs
+        ]
         self.shards = Layout(
             pieces,
             specs=[{name: specs[name] for name in each if name in specs} for each in pieces],
@@ -162,7 +187,10 @@ class ByElements(_Sharded):
         )
 
     def block_counts(self, name: str) -> tuple[int, ...]:
-        """See `ShardLayout.block_counts`: one for each place of the axes that the leaf is sharded over."""
+        """See `ShardLayout.block_counts`.
+
+        One for each place of the axes that the leaf is sharded over.
+        """
         return self._blocks.get(name, ())
 
     def piece_of(self, name: str, leaf: jax.Array, replica: jax.Array) -> jax.Array:
@@ -171,7 +199,8 @@ class ByElements(_Sharded):
 
     def _piece(self, name: str, like: Any) -> jax.ShapeDtypeStruct:
         num_blocks = math.prod(self._blocks.get(name, ()))
-        # Rounded up block by block: `all_gather` and `psum_scatter` take pieces of one size from all replicas.
+        # Rounded up block by block: `all_gather` and `psum_scatter` take pieces of one size from
+        # all replicas.
         size = -(-math.prod(like.shape) // num_blocks // self.num_shards) * num_blocks
         return jax.ShapeDtypeStruct((1,) * (len(like.shape) - 1) + (size,), like.dtype)
 
@@ -189,7 +218,9 @@ class ByElements(_Sharded):
         counts = self._blocks.get(name, (1,) * len(shape))
         num_blocks = math.prod(counts)
         pieces = self._constrained(name, pieces)
-        blocks = jnp.swapaxes(pieces.reshape(self.num_shards, num_blocks, -1), 0, 1).reshape(num_blocks, -1)
+        blocks = jnp.swapaxes(pieces.reshape(self.num_shards, num_blocks, -1), 0, 1).reshape(
+            num_blocks, -1
+        )
         leaf = _from_blocks(blocks[:, : math.prod(shape) // num_blocks], counts, shape)
         return constrained(leaf, self.gathered.specs.get(name, P()))
 
@@ -198,9 +229,14 @@ class ByElements(_Sharded):
 
     def _cut(self, stage: jax.Array, storage: Storage) -> Storage:
         def cut(s: int, packed: Buffers) -> Buffers:
-            leaves = {name: self.gathered.get(s, name, Storage(packed)) for name in _packed_names(self.gathered, s)}
+            leaves = {
+                name: self.gathered.get(s, name, Storage(packed))
+                for name in _packed_names(self.gathered, s)
+            }
             pieces = {name: self._to_pieces(name, leaf) for name, leaf in leaves.items()}
-            return jax.vmap(lambda piece: self.shards.pack_buffers(s, piece), axis_size=self.num_shards)(pieces)
+            return jax.vmap(
+                lambda piece: self.shards.pack_buffers(s, piece), axis_size=self.num_shards
+            )(pieces)
 
         stacked = {name: self._to_pieces(name, leaf) for name, leaf in storage.stacked.items()}
         return Storage(self._switch(stage, cut, storage.packed), stacked)
@@ -209,7 +245,9 @@ class ByElements(_Sharded):
         def merge(s: int, packed: Buffers) -> Buffers:
             leaves = {}
             for name in _packed_names(self.gathered, s):
-                pieces = jax.vmap(lambda one, name=name: self.shards.get(s, name, Storage(one)))(packed)
+                pieces = jax.vmap(lambda one, name=name: self.shards.get(s, name, Storage(one)))(
+                    packed
+                )
                 leaves[name] = self._to_leaf(s, name, pieces)
             return self.gathered.pack_buffers(s, leaves)
 
@@ -217,8 +255,14 @@ class ByElements(_Sharded):
         stacked = {name: self._to_leaf(0, name, pieces) for name, pieces in shards.stacked.items()}
         return Storage(self._switch(stage, merge, shards.packed), stacked)
 
-    def _switch(self, stage: jax.Array, function: Callable[[int, Buffers], Buffers], packed: Buffers) -> Buffers:
-        return switch_stages(stage, range(self.gathered.num_stages), function, packed) if packed else {}
+    def _switch(
+        self, stage: jax.Array, function: Callable[[int, Buffers], Buffers], packed: Buffers
+    ) -> Buffers:
+        return (
+            switch_stages(stage, range(self.gathered.num_stages), function, packed)
+            if packed
+            else {}
+        )
 
 
 class ByLeaves(_Sharded):
@@ -234,13 +278,21 @@ class ByLeaves(_Sharded):
     def __init__(self, gathered: Layout, num_shards: int, tied: Sequence[str]) -> None:
         self.gathered, self.num_shards = gathered, num_shards
         owners = [self._assign(s, tied) for s in range(gathered.num_stages)]
-        # Not stacked: what all stages hold alike lies in the shards of other replicas here and there.
+        # Not stacked: what all stages hold alike lies in the shards of other replicas here and
+        # there.
         shards = [
-            {name: gathered.struct_of(s, name) for name in gathered.names(s) if owners[s][name] == replica}
+            {
+                name: gathered.struct_of(s, name)
+                for name in gathered.names(s)
+                if owners[s][name] == replica
+            }
             for s in range(gathered.num_stages)
             for replica in range(num_shards)
         ]
-        specs = [{name: gathered.specs[name] for name in shard if name in gathered.specs} for shard in shards]
+        specs = [
+            {name: gathered.specs[name] for name in shard if name in gathered.specs}
+            for shard in shards
+        ]
         self.shards = Layout(shards, stack=False, specs=specs, frozen=gathered.frozen)
 
     def _assign(self, stage: int, tied: Sequence[str]) -> dict[str, int]:
@@ -250,9 +302,12 @@ class ByLeaves(_Sharded):
         owner = {name: i % self.num_shards for i, name in enumerate(tied)}
         sizes = {name: math.prod(self.gathered.struct_of(stage, name).shape) for name in names}
         frozen = self.gathered.frozen
-        # Tied leaves before all others: their replicas are given, and the rest is dealt out around what they take. What
-        # is frozen last: without it, as in gradients, the others are dealt out alike.
-        for name in sorted(names, key=lambda n: (n not in owner, n in frozen, -sizes[n], names.index(n))):
+        # Tied leaves before all others: their replicas are given, and the rest is dealt out around
+        # what they take. What is frozen last: without it, as in gradients, the others are dealt out
+        # alike.
+        for name in sorted(
+            names, key=lambda n: (n not in owner, n in frozen, -sizes[n], names.index(n))
+        ):
             replica = owner.setdefault(name, used.index(min(used)))
             used[replica] += sizes[name]
         return {name: owner[name] for name in names}
@@ -269,7 +324,9 @@ class ByLeaves(_Sharded):
         def merge(s: int, shards: Storage) -> Storage:
             leaves: dict[str, jax.Array] = {}
             for replica, shard_kind in enumerate(self.shard_kinds(s)):
-                leaves |= self.shards.unpack(shard_kind, jax.tree.map(lambda x, r=replica: x[r], shards))
+                leaves |= self.shards.unpack(
+                    shard_kind, jax.tree.map(lambda x, r=replica: x[r], shards)
+                )
             return self.gathered.pack(s, leaves)
 
         return switch_stages(stage, range(self.gathered.num_stages), merge, shards)
@@ -280,7 +337,8 @@ class ZeroSharding:
     """A model's parameters in three dtypes, all cut into shards in one way.
 
     Attributes:
-        master: Parameters between steps, in float32 in mixed precision, or as they are computed with where frozen.
+        master: Parameters between steps, in float32 in mixed precision, or as they are computed
+            with where frozen.
         trained: Those of them that the optimiser updates; their mean gradients lie so, too.
         compute: Parameters in the dtype the layers compute in.
         grad_accum: Gradients in the dtype they are summed in.
@@ -309,27 +367,49 @@ class ZeroSharding:
     def gather_params(self, stage: jax.Array, shard_kind: jax.Array, shard: Storage) -> Storage:
         """Compute parameters of a stage, from the master shard of each of its replicas."""
         # Cast before the gather: the replicas then send half the bytes in mixed precision.
-        return self.compute.gather(stage, _cast(self.master.shards, self.compute.shards, shard_kind, shard))
+        return self.compute.gather(
+            stage, _cast(self.master.shards, self.compute.shards, shard_kind, shard)
+        )
 
-    def reduce_gradients(self, stage: jax.Array, shard_kind: jax.Array, storage: Storage) -> Storage:
-        """The shard of the sum over all replicas of a stage's gradients, laid out as trained parameters are."""
-        # Summed in the accumulation dtype, which may be wider than that of the master parameters, and cast once.
-        return _cast(self.grad_accum.shards, self.trained.shards, shard_kind, self.grad_accum.reduce(stage, storage))
+    def reduce_gradients(
+        self, stage: jax.Array, shard_kind: jax.Array, storage: Storage
+    ) -> Storage:
+        """The shard of a stage's gradients, summed over all replicas.
+
+        It is laid out as trained parameters are.
+        """
+        # Summed in the accumulation dtype, which may be wider than that of the master parameters,
+        # and cast once.
+        return _cast(
+            self.grad_accum.shards,
+            self.trained.shards,
+            shard_kind,
+            self.grad_accum.reduce(stage, storage),
+        )
 
 
 def zero_sharding(
-    params: ModelParams, optimizer: optax.GradientTransformation, num_shards: int, mesh: Mapping[str, int]
+    params: ModelParams,
+    optimizer: optax.GradientTransformation,
+    num_shards: int,
+    mesh: Mapping[str, int],
 ) -> ZeroSharding:
     """Choose how a model's parameters are cut into shards.
 
     `num_shards` is 1, or with ZeRO-1 the length of the `data` axis. Whole leaves are dealt out
     where the optimiser does not update element by element.
     """
-    layouts = (params.master_layout, params.master_layout.cast(frozen=False), params.layout, params.grad_layout)
+    layouts = (
+        params.master_layout,
+        params.master_layout.cast(frozen=False),
+        params.layout,
+        params.grad_layout,
+    )
     if num_shards == 1:
         return ZeroSharding(*(Replicated(layout) for layout in layouts))
     shards = [ByElements(layout, num_shards, mesh) for layout in layouts]
-    # Asked of the layout that is updated for all: they differ in dtypes alone, and in what is frozen.
+    # Asked of the layout that is updated for all: they differ in dtypes alone, and in what is
+    # frozen.
     if not all(_is_elementwise(params, shards[1], s, optimizer) for s in range(len(params.stages))):
         return ZeroSharding(*(ByLeaves(x, num_shards, tuple(params.tied)) for x in layouts))
     return ZeroSharding(*shards)
@@ -352,18 +432,28 @@ def _packed_names(layout: Layout, stage: int) -> list[str]:
 
 def _cast(source: Layout, target: Layout, shard_kind: jax.Array, storage: Storage) -> Storage:
     """The same leaves in the dtypes of another layout."""
-    stacked = {name: storage.stacked[name].astype(like.dtype) for name, like in target.stacked.items()}
+    stacked = {
+        name: storage.stacked[name].astype(like.dtype) for name, like in target.stacked.items()
+    }
     names = source.renamed_buffers(target)
     if names is not None:
         # Alike but for dtypes: no need to take them apart.
         return Storage(
-            {new: storage.packed[old].astype(target.buffers[new].dtype) for old, new in names.items()}, stacked
+            {
+                new: storage.packed[old].astype(target.buffers[new].dtype)
+                for old, new in names.items()
+            },
+            stacked,
         )
 
     def cast(f: int, packed: Buffers) -> Buffers:
-        return target.pack_buffers(f, {name: source.get(f, name, Storage(packed)) for name in _packed_names(target, f)})
+        return target.pack_buffers(
+            f, {name: source.get(f, name, Storage(packed)) for name in _packed_names(target, f)}
+        )
 
-    return Storage(switch_stages(shard_kind, range(target.num_stages), cast, storage.packed), stacked)
+    return Storage(
+        switch_stages(shard_kind, range(target.num_stages), cast, storage.packed), stacked
+    )
 
 
 def _block_counts(spec: P, mesh: Mapping[str, int]) -> tuple[int, ...]:
@@ -373,13 +463,21 @@ def _block_counts(spec: P, mesh: Mapping[str, int]) -> tuple[int, ...]:
 
 def _to_blocks(leaf: jax.Array, counts: Sequence[int]) -> jax.Array:
     """A leaf as its blocks, flattened: `[num_blocks, size]`."""
-    split = leaf.reshape([n for size, count in zip(leaf.shape, counts, strict=True) for n in (count, size // count)])
+    split = leaf.reshape(
+        [n for size, count in zip(leaf.shape, counts, strict=True) for n in (count, size // count)]
+    )
     order = (*range(0, split.ndim, 2), *range(1, split.ndim, 2))
     return split.transpose(order).reshape(math.prod(counts), -1)
 
 
 def _from_blocks(blocks: jax.Array, counts: Sequence[int], shape: Sequence[int]) -> jax.Array:
     """The inverse of `_to_blocks`."""
-    split = blocks.reshape([*counts, *(size // count for size, count in zip(shape, counts, strict=True))])
-    order = [i for pair in zip(range(len(shape)), range(len(shape), 2 * len(shape)), strict=True) for i in pair]
+    split = blocks.reshape(
+        [*counts, *(size // count for size, count in zip(shape, counts, strict=True))]
+    )
+    order = [
+        i
+        for pair in zip(range(len(shape)), range(len(shape), 2 * len(shape)), strict=True)
+        for i in pair
+    ]
     return split.transpose(order).reshape(shape)

@@ -8,11 +8,13 @@ from ._process import ProcessTopology
 class PipelineParallelGrid:
     """Who one rank is in a topology, and with whom it works.
 
-    The rank is an argument: one process of JAX usually addresses many devices, so there is no "own" rank to ask for.
-    Communication groups are no objects here; what DeepSpeed calls a group is the list of its ranks.
+    The rank is an argument: one process of JAX usually addresses many devices, so there is no "own"
+    rank to ask for. Communication groups are no objects here; what DeepSpeed calls a group is the
+    list of its ranks.
 
-    Mind DeepSpeed's words: *model parallel* means all ranks that together hold one copy of the model, that is all axes
-    but `data`; *slice parallel* and *tensor model parallel* mean the `model` axis alone.
+    Mind DeepSpeed's words: *model parallel* means all ranks that together hold one copy of the
+    model, that is all axes but `data`; *slice parallel* and *tensor model parallel* mean the
+    `model` axis alone.
 
     Args:
         topology: A topology with axes `pipe` and `data`, and possibly more.
@@ -35,7 +37,8 @@ class PipelineParallelGrid:
         pipe_groups: `pp_group` of all pipelines.
         dp_groups: `dp_group` of all stages.
         slice_groups: `slice_group` of all stages and replicas.
-        p2p_groups: For each rank, it and the rank of the next stage; the stage after the last is the first.
+        p2p_groups: For each rank, it and the rank of the next stage; the stage after the last is
+            the first.
 
     Raises:
         TopologyError: The topology has no axis `pipe` or `data`, or the rank is not in it.
@@ -45,8 +48,8 @@ class PipelineParallelGrid:
         missing = [axis for axis in ("pipe", "data") if not topology.get_dim(axis)]
         if missing:
             raise TopologyError(
-                f"A pipeline's topology must have the axes 'pipe' and 'data', but got {topology.describe()}. "
-                f"Add {missing[0]!r}, of length 1 if it is not split."
+                "A pipeline's topology must have the axes 'pipe' and 'data', but got "
+                f"{topology.describe()}. Add {missing[0]!r}, of length 1 if it is not split."
             )
         coord = topology.get_coord(rank)
         self._topology = topology
@@ -62,11 +65,15 @@ class PipelineParallelGrid:
 
         self.pipe_groups = topology.get_axis_comm_lists("pipe")
         self.dp_groups = topology.get_axis_comm_lists("data")
-        self.slice_groups = topology.get_axis_comm_lists("model") or [[r] for r in range(self.world_size)]
+        self.slice_groups = topology.get_axis_comm_lists("model") or [
+            [r] for r in range(self.world_size)
+        ]
         self.pp_group = self._group_of(self.pipe_groups)
         self.dp_group = self._group_of(self.dp_groups)
         self.slice_group = self._group_of(self.slice_groups)
-        following = {group[i - 1]: group[i] for group in self.pipe_groups for i in range(len(group))}
+        following = {
+            group[i - 1]: group[i] for group in self.pipe_groups for i in range(len(group))
+        }
         self.p2p_groups = [[r, following[r]] for r in range(self.world_size)]
         self._model_parallel_group = topology.get_axis_list("data", self.data_parallel_id)
 

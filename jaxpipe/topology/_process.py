@@ -12,19 +12,20 @@ from jaxpipe.errors import TopologyError
 class ProcessTopology:
     """A numbering of places by named coordinates.
 
-    Ranks count the places in row-major order, so that ranks which differ by one are neighbours along the last axis.
-    A rank is the place of one device in the order of devices. Topologies never change; two are equal if they have
-    the same axes of the same lengths in the same order.
+    Ranks count the places in row-major order, so that ranks which differ by one are neighbours
+    along the last axis. A rank is the place of one device in the order of devices. Topologies never
+    change; two are equal if they have the same axes of the same lengths in the same order.
 
     Args:
-        axes: Names of the axes, each a distinct identifier. A pipeline needs `pipe` and `data`; over every further
-            axis, such as `model`, `expert` or `sequence`, XLA splits the inside of a stage as the layers' annotations
-            say. Listed last, an axis has its places nearest to each other.
+        axes: Names of the axes, each a distinct identifier. A pipeline needs `pipe` and `data`;
+            over every further axis, such as `model`, `expert` or `sequence`, XLA splits the inside
+            of a stage as the layers' annotations say. Listed last, an axis has its places nearest
+            to each other.
         dims: Length of each axis, at least 1.
 
     Raises:
-        TopologyError: The names are not distinct identifiers, a length is not a positive integer, or there are not
-            as many lengths as names.
+        TopologyError: The names are not distinct identifiers, a length is not a positive integer,
+            or there are not as many lengths as names.
 
     Example:
         >>> topology = ProcessTopology(["pipe", "data"], [2, 4])
@@ -40,7 +41,9 @@ class ProcessTopology:
         # The axes are known only now, so their types cannot be.
         self.ProcessCoord: Any = namedtuple("ProcessCoord", self.axes)  # pyright: ignore[reportUntypedNamedTuple]
         coords = product(*(range(dim) for dim in self.dims))
-        self.mapping: dict[Any, int] = {self.ProcessCoord(*coord): rank for rank, coord in enumerate(coords)}
+        self.mapping: dict[Any, int] = {
+            self.ProcessCoord(*coord): rank for rank, coord in enumerate(coords)
+        }
         self._coords = list(self.mapping)
 
     def get_rank(self, **coords: int) -> int:
@@ -57,14 +60,15 @@ class ProcessTopology:
         """
         if set(coords) != set(self.axes):
             raise TopologyError(
-                f"get_rank must be given one index for each of the axes {self._axes_text()}, but got {_pairs(coords)}. "
-                "Use filter_match() for all ranks that share some coordinates."
+                f"get_rank must be given one index for each of the axes {self._axes_text()}, but "
+                f"got {_pairs(coords)}. Use filter_match() for all ranks that share some "
+                "coordinates."
             )
         coord = self.ProcessCoord(**coords)
         if coord not in self.mapping:
             raise TopologyError(
-                f"A coordinate must lie in the topology ({self.describe()}), but got {_pairs(coords)}. "
-                "Count each axis from 0."
+                f"A coordinate must lie in the topology ({self.describe()}), but got "
+                f"{_pairs(coords)}. Count each axis from 0."
             )
         return self.mapping[coord]
 
@@ -80,10 +84,14 @@ class ProcessTopology:
         Raises:
             TopologyError: The rank is not in the topology.
         """
-        if isinstance(rank, bool) or not isinstance(rank, Integral) or not 0 <= rank < len(self._coords):
+        if (
+            isinstance(rank, bool)
+            or not isinstance(rank, Integral)
+            or not 0 <= rank < len(self._coords)
+        ):
             raise TopologyError(
-                f"rank must be in [0, {self.world_size()}) for a topology of {self.describe()}, but got rank={rank!r}. "
-                "Ranks are counted from 0."
+                f"rank must be in [0, {self.world_size()}) for a topology of {self.describe()}, "
+                f"but got rank={rank!r}. Ranks are counted from 0."
             )
         return self._coords[int(rank)]
 
@@ -113,8 +121,8 @@ class ProcessTopology:
             axis: Name of the axis.
 
         Returns:
-            One list of ranks for each combination of the other coordinates, ordered along the axis; no lists if there
-            is no such axis.
+            One list of ranks for each combination of the other coordinates, ordered along the axis;
+            no lists if there is no such axis.
         """
         if axis not in self.axes:
             return []
@@ -153,7 +161,8 @@ class ProcessTopology:
         unknown = [axis for axis in coords if axis not in self.axes]
         if unknown:
             raise TopologyError(
-                f"An axis must be one of {self._axes_text()}, but got axis={unknown[0]!r}. Use one of these names."
+                f"An axis must be one of {self._axes_text()}, but got axis={unknown[0]!r}. Use one "
+                "of these names."
             )
         return [
             rank
@@ -184,7 +193,9 @@ class ProcessTopology:
         """
         omitted = frozenset(omit_axes)
         coord = zip(self.axes, self.get_coord(rank), strict=True)
-        return outer_sep.join(f"{axis}{inner_sep}{index:02d}" for axis, index in coord if axis not in omitted)
+        return outer_sep.join(
+            f"{axis}{inner_sep}{index:02d}" for axis, index in coord if axis not in omitted
+        )
 
     def world_size(self) -> int:
         """The number of places.
@@ -221,7 +232,9 @@ class ProcessTopology:
 
 
 class PipeDataParallelTopology(ProcessTopology):
-    """Pipeline and data parallel: axes `pipe`, `data`; the replicas of one stage have adjacent ranks.
+    """Pipeline and data parallel: axes `pipe`, `data`.
+
+    The replicas of one stage have adjacent ranks.
 
     Args:
         num_pp: Number of stages.
@@ -236,7 +249,9 @@ class PipeDataParallelTopology(ProcessTopology):
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """Pipeline, data and model parallel: axes `pipe`, `data`, `model`; the shards of one layer have adjacent ranks.
+    """Pipeline, data and model parallel: axes `pipe`, `data`, `model`.
+
+    The shards of one layer have adjacent ranks.
 
     Args:
         num_pp: Number of stages.
@@ -253,7 +268,10 @@ class PipeModelDataParallelTopology(ProcessTopology):
 
 def _checked_axes(axes: Sequence[str]) -> tuple[str, ...]:
     if isinstance(axes, str) or not axes:
-        raise TopologyError(f"axes must be a list of names, but got axes={axes!r}. Use names such as ['pipe', 'data'].")
+        raise TopologyError(
+            f"axes must be a list of names, but got axes={axes!r}. Use names such as ['pipe', "
+            "'data']."
+        )
     names = tuple(axes)
     try:
         namedtuple("ProcessCoord", names)  # pyright: ignore[reportUntypedNamedTuple]
@@ -268,14 +286,14 @@ def _checked_axes(axes: Sequence[str]) -> tuple[str, ...]:
 def _checked_dims(axes: tuple[str, ...], dims: Sequence[int]) -> tuple[int, ...]:
     if len(dims) != len(axes):
         raise TopologyError(
-            f"dims must have one length for each of the {len(axes)} axes {list(axes)}, but got dims={list(dims)}. "
-            f"Give {len(axes)} lengths."
+            f"dims must have one length for each of the {len(axes)} axes {list(axes)}, but got "
+            f"dims={list(dims)}. Give {len(axes)} lengths."
         )
     for axis, dim in zip(axes, dims, strict=True):
         if isinstance(dim, bool) or not isinstance(dim, Integral) or dim < 1:
             raise TopologyError(
-                f"The length of an axis must be a positive integer, but got {axis}={dim!r}. Use 1 for an axis that is "
-                "not split."
+                f"The length of an axis must be a positive integer, but got {axis}={dim!r}. Use 1 "
+                "for an axis that is not split."
             )
     return tuple(int(dim) for dim in dims)
 

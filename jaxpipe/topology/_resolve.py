@@ -12,33 +12,44 @@ def topology_for(
 ) -> ProcessTopology:
     """The topology that `num_stages` or an explicit topology asks for.
 
-    With `num_stages` alone, the replicas take all devices: `num_data = num_devices // (num_stages * num_model)`. An
-    explicit topology is taken as it is; it may use fewer devices than there are.
+    With `num_stages` alone, the replicas take all devices: `num_data = num_devices // (num_stages *
+    num_model)`. An explicit topology is taken as it is; it may use fewer devices than there are.
 
     Args:
         num_stages: Number of stages; None where `topology` is given.
-        topology: A topology with axes `pipe` and `data`, and possibly more; None where `num_stages` is given.
+        topology: A topology with axes `pipe` and `data`, and possibly more; None where `num_stages`
+            is given.
         num_devices: Number of devices at hand.
-        num_model: Number of devices over which the layers of a stage are split. With an explicit topology either 1 or
-            the length of its `model` axis.
+        num_model: Number of devices over which the layers of a stage are split. With an explicit
+            topology either 1 or the length of its `model` axis.
 
     Returns:
-        The explicit topology, or one over all devices: axes `pipe`, `data`, and `model` if `num_model` is above 1.
+        The explicit topology, or one over all devices: axes `pipe`, `data`, and `model` if
+        `num_model` is above 1.
 
     Raises:
-        TopologyError: Neither is given; they disagree; the stages do not divide the devices; the topology has no axis
-            `pipe` or `data`, one named `stage`, or more places than there are devices; a number is not a positive
-            integer.
+        TopologyError: Neither is given; they disagree; the stages do not divide the devices; the
+            topology has no axis `pipe` or `data`, one named `stage`, or more places than there are
+            devices; a number is not a positive integer.
     """
-    for name, value in (("num_stages", num_stages), ("num_devices", num_devices), ("num_model", num_model)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, Integral) or value < 1):
-            raise TopologyError(f"{name} must be a positive integer, but got {name}={value!r}. Pass 1 or more.")
+    for name, value in (
+        ("num_stages", num_stages),
+        ("num_devices", num_devices),
+        ("num_model", num_model),
+    ):
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, Integral) or value < 1
+        ):
+            raise TopologyError(
+                f"{name} must be a positive integer, but got {name}={value!r}. Pass 1 or more."
+            )
     if topology is not None:
         return _explicit(topology, num_stages, num_devices, num_model)
     if num_stages is None:
         raise TopologyError(
-            "A pipeline must be told its stages, but got num_stages=None and topology=None. "
-            "Pass num_stages=<number of stages>, or a topology such as PipeDataParallelTopology(num_pp=4, num_dp=2)."
+            "A pipeline must be told its stages, but got num_stages=None and topology=None. Pass "
+            "num_stages=<number of stages>, or a topology such as "
+            "PipeDataParallelTopology(num_pp=4, num_dp=2)."
         )
     num_data, remainder = divmod(num_devices, num_stages * num_model)
     if remainder or not num_data:
@@ -56,10 +67,12 @@ def pipeline_dims(topology: ProcessTopology) -> dict[str, int]:
     """
     missing = [axis for axis in ("pipe", "data") if axis not in topology.axes]
     if missing or "stage" in topology.axes:
-        repair = f"Add {missing[0]!r}, of length 1 if it is not split" if missing else "Rename 'stage'"
+        repair = (
+            f"Add {missing[0]!r}, of length 1 if it is not split" if missing else "Rename 'stage'"
+        )
         raise TopologyError(
-            "A pipeline's topology must have the axes 'pipe' and 'data', and further ones not named 'stage', but got "
-            f"{topology.describe()}. {repair}."
+            "A pipeline's topology must have the axes 'pipe' and 'data', and further ones not "
+            f"named 'stage', but got {topology.describe()}. {repair}."
         )
     return {axis: topology.get_dim(axis) for axis in ("pipe", "data", *further_axes(topology))}
 
@@ -77,22 +90,26 @@ def check_places(topology: ProcessTopology, num_devices: int, source: str) -> No
     places = topology.world_size()
     if places > num_devices:
         raise TopologyError(
-            f"The topology has {places} places ({topology.describe()}), but {source}={num_devices}. Ask for a topology "
-            f"whose axes multiply to {num_devices} or less, or {_start_with(places)}"
+            f"The topology has {places} places ({topology.describe()}), but "
+            f"{source}={num_devices}. Ask for a topology whose axes multiply to {num_devices} or "
+            f"less, or {_start_with(places)}"
         )
 
 
-def _explicit(topology: ProcessTopology, num_stages: int | None, num_devices: int, num_model: int) -> ProcessTopology:
+def _explicit(
+    topology: ProcessTopology, num_stages: int | None, num_devices: int, num_model: int
+) -> ProcessTopology:
     dims = pipeline_dims(topology)
     if num_stages is not None and num_stages != dims["pipe"]:
         raise TopologyError(
-            f"num_stages must agree with the topology ({topology.describe()}), but got num_stages={num_stages}. "
-            f"Leave num_stages out, or pass num_stages={dims['pipe']}."
+            f"num_stages must agree with the topology ({topology.describe()}), but got "
+            f"num_stages={num_stages}. Leave num_stages out, or pass num_stages={dims['pipe']}."
         )
     if num_model not in (1, dims.get("model", 1)):
         raise TopologyError(
-            f"num_model must agree with the topology ({topology.describe()}), but got num_model={num_model}. "
-            f"Leave num_model out, or use PipeModelDataParallelTopology(num_pp={dims['pipe']}, num_mp={num_model}, "
+            f"num_model must agree with the topology ({topology.describe()}), but got "
+            f"num_model={num_model}. Leave num_model out, or use "
+            f"PipeModelDataParallelTopology(num_pp={dims['pipe']}, num_mp={num_model}, "
             f"num_dp={dims['data']})."
         )
     check_places(topology, num_devices, "jax.device_count()")
@@ -106,20 +123,24 @@ def _uneven(num_stages: int, num_devices: int, num_model: int) -> str:
     values = f"num_stages={num_stages}" + (f", num_model={num_model}" if num_model > 1 else "")
     subject = "num_stages" if num_model == 1 else "num_stages x num_model"
     needed = num_stages * num_model
-    counts = " or ".join(map(str, fewer + more)) + (" stage" if (fewer + more) == [1] else " stages")
+    counts = " or ".join(map(str, fewer + more)) + (
+        " stage" if (fewer + more) == [1] else " stages"
+    )
     if not fitting:
         repair = f"Use a num_model that divides {num_devices}."
     elif needed > num_devices:
         repair = f"Use {counts}, or {_start_with(needed)}"
     else:
         repair = f"Use {counts}, or pass topology= to use fewer devices."
-    return f"{subject} must divide the number of devices ({num_devices}), but got {values}. {repair}"
+    return (
+        f"{subject} must divide the number of devices ({num_devices}), but got {values}. {repair}"
+    )
 
 
 def _start_with(num_devices: int) -> str:
     """Ways to have so many devices, as the end of a message."""
     return (
-        f"start with {num_devices} devices: on CPU write jax.config.update('jax_num_cpu_devices', {num_devices}) "
-        "before anything asks JAX for a device; on accelerators ask for more of them, or for more processes with "
-        "jaxpipe launch."
+        f"start with {num_devices} devices: on CPU write jax.config.update('jax_num_cpu_devices', "
+        f"{num_devices}) before anything asks JAX for a device; on accelerators ask for more of "
+        "them, or for more processes with jaxpipe launch."
     )

@@ -21,7 +21,10 @@ Implementation = Literal["auto", "blocked", "cudnn", "xla"]
 """How attention is computed."""
 
 _MASKS_SINCE = (0, 11, 1)
-"""The first JAX whose cuDNN kernel computes no gradient of a boolean mask, which costs as much as the scores."""
+"""The first JAX whose cuDNN kernel computes no gradient of a boolean mask.
+
+That gradient costs as much as the scores.
+"""
 
 Segments = jax.Array | tuple[jax.Array, jax.Array] | None
 
@@ -41,39 +44,47 @@ def attention(  # noqa: PLR0913  # what may hide a key, one argument each
     scale: float | None = None,
     implementation: Implementation = "auto",
 ) -> jax.Array:
-    """Attention of queries to keys, `softmax(scale * q @ k.T) @ v` per head, with nothing of shape `[T, S]` kept.
+    """Attention of queries to keys, with nothing of shape `[T, S]` kept.
 
-    What hides keys adds up: a query sees those that all of `causal`, `mask`, `lengths`, `segment_ids` and `window`
-    leave. A query that sees none gets zero (with `implementation="xla"` the mean of `v`). For the backward are kept q,
-    k, v, the output and one number per row, which `checkpointing.keep_kernels` keeps in layers that recompute.
+    Per head it is `softmax(scale * q @ k.T) @ v`.
+
+    What hides keys adds up: a query sees those that all of `causal`, `mask`, `lengths`,
+    `segment_ids` and `window` leave. A query that sees none gets zero (with `implementation="xla"`
+    the mean of `v`). For the backward are kept q, k, v, the output and one number per row, which
+    `checkpointing.keep_kernels` keeps in layers that recompute.
 
     Args:
         q: Queries `[B, T, N, D]`.
-        k: Keys `[B, S, K, D]`. `K` divides `N`: each head of keys serves `N / K` neighbouring heads of queries.
+        k: Keys `[B, S, K, D]`. `K` divides `N`: each head of keys serves `N / K` neighbouring heads
+            of queries.
         v: Values, as the keys.
         causal: Query i sees keys up to i.
-        mask: `[B or 1, N or 1, T or 1, S or 1]`; booleans, true where a query sees a key, or numbers added to the
-            scaled scores. No gradient flows to it.
+        mask: `[B or 1, N or 1, T or 1, S or 1]`; booleans, true where a query sees a key, or
+            numbers added to the scaled scores. No gradient flows to it.
         lengths: Integers `[B]`: only the first so many keys of a sample are seen.
-        segment_ids: Integers `[B, T]`, or a pair for queries and keys: only keys of the query's number are seen.
+        segment_ids: Integers `[B, T]`, or a pair for queries and keys: only keys of the query's
+            number are seen.
         window: Query i sees keys less than this many positions away, itself included.
-        dropout_rate: Share of the probabilities that are set to zero; the others are divided by the rest.
+        dropout_rate: Share of the probabilities that are set to zero; the others are divided by the
+            rest.
         key: For dropout: the same key drops the same, also where the backward computes it again.
         scale: Factor of the scores. None: `D ** -0.5`.
-        implementation: `"auto"`: cuDNN's kernel where the devices are NVIDIA GPUs with cuDNN, the dtype has 16 bits,
-            the head size fits, nothing is dropped, no `mask` of numbers and no `window` on both sides hides keys, and,
-            before JAX 0.11.1, no `mask` and no `segment_ids` at all; else `"blocked"`. The kernel takes a mask, and
-            segments as one, as a number a query and key in the dtype of `q`, made anew in the backward. In a pipeline
-            the devices are those of its mesh, elsewhere JAX's default ones. The logger
-            `jaxpipe` says which was chosen and why. `"blocked"`: in blocks of queries and keys, in plain JAX: any
-            backend and dtype, and all of the above. `"cudnn"`: that or an error. `"xla"`: JAX's, which makes all scores
-            at once; without dropout.
+        implementation: `"auto"`: cuDNN's kernel where the devices are NVIDIA GPUs with cuDNN, the
+            dtype has 16 bits, the head size fits, nothing is dropped, no `mask` of numbers and no
+            `window` on both sides hides keys, and, before JAX 0.11.1, no `mask` and no
+            `segment_ids` at all; else `"blocked"`. The kernel takes a mask, and segments as one, as
+            a number a query and key in the dtype of `q`, made anew in the backward. In a pipeline
+            the devices are those of its mesh, elsewhere JAX's default ones. The logger `jaxpipe`
+            says which was chosen and why. `"blocked"`: in blocks of queries and keys, in plain JAX:
+            any backend and dtype, and all of the above. `"cudnn"`: that or an error. `"xla"`:
+            JAX's, which makes all scores at once; without dropout.
 
     Returns:
         `[B, T, N, D]`, in the dtype of `q`.
 
     Raises:
-        LayerError: Shapes, dtypes or arguments do not fit together, or an implementation was asked for that cannot.
+        LayerError: Shapes, dtypes or arguments do not fit together, or an implementation was asked
+            for that cannot.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpipe
@@ -87,17 +98,24 @@ def attention(  # noqa: PLR0913  # what may hide a key, one argument each
     _check_arrays(q, k, v)
     if implementation not in get_args(Implementation):
         raise LayerError(
-            f"implementation must be one of {', '.join(get_args(Implementation))}, but got {implementation!r}. "
+            f"implementation must be one of {', '.join(get_args(Implementation))}, but got "
+            f"{implementation!r}. "
             'Leave it out for "auto".'
         )
     if not 0.0 <= dropout_rate < 1.0 or (dropout_rate and key is None):
         raise LayerError(
-            f"attention's dropout_rate must be in [0, 1) and stand beside a key, but got dropout_rate={dropout_rate} "
-            f"and key={key}. Pass key=self.make_rng('dropout'), or dropout_rate=0.0 outside of training."
+            "attention's dropout_rate must be in [0, 1) and stand beside a key, but got "
+            f"dropout_rate={dropout_rate} and key={key}. Pass key=self.make_rng('dropout'), or "
+            "dropout_rate=0.0 outside of training."
         )
     if window is not None and as_integer(window, 1) is None:
-        raise LayerError(f"window must be an integer >= 1 or None, but got window={window!r}. It counts positions.")
-    pattern = Pattern(causal, as_integer(window), q.shape[-1] ** -0.5 if scale is None else scale, dropout_rate)
+        raise LayerError(
+            f"window must be an integer >= 1 or None, but got window={window!r}. It counts "
+            "positions."
+        )
+    pattern = Pattern(
+        causal, as_integer(window), q.shape[-1] ** -0.5 if scale is None else scale, dropout_rate
+    )
     visibility = _visibility(q, k, mask, lengths, segment_ids)
     visibility = visibility._replace(key=key if dropout_rate else None)
     if implementation == "auto":
@@ -118,7 +136,9 @@ def _chosen(
     pattern: Pattern, q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility
 ) -> Literal["blocked", "cudnn"]:
     refusal = _platform_refusal() or _cudnn_refusal(pattern, q, k, v, visibility)
-    chosen, why = ("blocked", refusal) if refusal else ("cudnn", "the devices, dtype and head size allow it")
+    chosen, why = (
+        ("blocked", refusal) if refusal else ("cudnn", "the devices, dtype and head size allow it")
+    )
     shape = f"q {q.dtype}{list(q.shape)}, k {list(k.shape)}"
     if is_first(f"attention {shape} {chosen} {why}"):
         log(logging.INFO, "attention of %s: %s, because %s", shape, chosen, why)
@@ -128,18 +148,27 @@ def _chosen(
 def _platform_refusal() -> str | None:
     mesh = traced_mesh()
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-    return None if platform in ("gpu", "cuda") else f"the devices are of platform {platform!r}, not NVIDIA GPUs"
+    return (
+        None
+        if platform in ("gpu", "cuda")
+        else f"the devices are of platform {platform!r}, not NVIDIA GPUs"
+    )
 
 
-def _cudnn_refusal(pattern: Pattern, q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility) -> str | None:
+def _cudnn_refusal(
+    pattern: Pattern, q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility
+) -> str | None:
     """Why cuDNN's kernels cannot compute this; None if they can."""
     hides_pairs = visibility.mask is not None or visibility.query_segments is not None
     since = ".".join(map(str, _MASKS_SINCE))
     found = {
         f"the dtype is {q.dtype}, and its kernels take float16 and bfloat16": q.dtype
         not in (jnp.float16, jnp.bfloat16),
-        "probabilities are dropped, which it can do by a constant seed alone": pattern.dropout_rate > 0,
-        "there is a mask of numbers, whose gradient it would compute": not _is_boolean(visibility.mask),
+        "probabilities are dropped, which it can do by a constant seed alone": pattern.dropout_rate
+        > 0,
+        "there is a mask of numbers, whose gradient it would compute": not _is_boolean(
+            visibility.mask
+        ),
         f"there is a mask or segment_ids, whose gradient it would compute before JAX {since}": (
             hides_pairs and jax.__version_info__ < _MASKS_SINCE
         ),
@@ -152,7 +181,8 @@ def _cudnn_refusal(pattern: Pattern, q: jax.Array, k: jax.Array, v: jax.Array, v
     def train(q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility) -> jax.Array:
         return jax.vjp(lambda q, k, v: _cudnn(pattern, q, k, v, visibility), q, k, v)[0]
 
-    # JAX knows the rest: head sizes by version and device, and whether there is a cuDNN. It says so while tracing.
+    # JAX knows the rest: head sizes by version and device, and whether there is a cuDNN. It says so
+    # while tracing.
     try:
         jax.eval_shape(train, q, k, v, visibility)
     except (NotImplementedError, RuntimeError, ValueError) as error:
@@ -160,7 +190,9 @@ def _cudnn_refusal(pattern: Pattern, q: jax.Array, k: jax.Array, v: jax.Array, v
     return None
 
 
-def _cudnn(pattern: Pattern, q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility) -> jax.Array:
+def _cudnn(
+    pattern: Pattern, q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility
+) -> jax.Array:
     mask = _boolean_mask(visibility)
     if mask is not None:
         mask = jnp.broadcast_to(mask, (*mask.shape[:2], q.shape[1], k.shape[1]))
@@ -171,23 +203,36 @@ def _cudnn(pattern: Pattern, q: jax.Array, k: jax.Array, v: jax.Array, visibilit
         out = attend(q, k, v, mask=hides.mask, key_value_seq_lengths=hides.lengths)
         if hides.mask is None:
             return out
-        # Hidden scores are large negative numbers to the kernel: where all are, it gives a mean of `v`.
+        # Hidden scores are large negative numbers to the kernel: where all are, it gives a mean of
+        # `v`.
         return jnp.where(_sees_any(pattern, hides.mask, hides.lengths), out, 0)
 
     mesh = jax.sharding.get_abstract_mesh()
-    axes = {axis for axis in mesh.auto_axes if mesh.shape[axis] > 1} if mesh.manual_axes else set[str]()
+    axes = (
+        {axis for axis in mesh.auto_axes if mesh.shape[axis] > 1}
+        if mesh.manual_axes
+        else set[str]()
+    )
     if not axes:
         return call(q, k, v, hides)
-    # JAX (0.10) cannot partition the kernel where other axes are manual: each device calls it for its own heads.
+    # JAX (0.10) cannot partition the kernel where other axes are manual: each device calls it for
+    # its own heads.
     samples, heads = dividing_axes(q.shape[0], k.shape[2])
     each = P(samples, None, heads)
 
     def spec_of(x: jax.Array) -> P:
         """That of the mask, whose dims may be 1, or of the lengths."""
-        return P(*(axis if size > 1 else None for axis, size in zip((samples, heads), x.shape, strict=False)))
+        return P(
+            *(
+                axis if size > 1 else None
+                for axis, size in zip((samples, heads), x.shape, strict=False)
+            )
+        )
 
     specs = (each, each, each, jax.tree.map(spec_of, hides))
-    return jax.shard_map(call, in_specs=specs, out_specs=each, axis_names=axes, check_vma=False)(q, k, v, hides)
+    return jax.shard_map(call, in_specs=specs, out_specs=each, axis_names=axes, check_vma=False)(
+        q, k, v, hides
+    )
 
 
 def _is_boolean(mask: jax.Array | None) -> bool:
@@ -195,7 +240,10 @@ def _is_boolean(mask: jax.Array | None) -> bool:
 
 
 def _boolean_mask(visibility: Visibility) -> jax.Array | None:
-    """What a mask of booleans and segments leave, `[B or 1, N or 1, T or 1, S or 1]`; None where there is neither."""
+    """What a mask of booleans and segments leave, `[B or 1, N or 1, T or 1, S or 1]`.
+
+    None where there is neither.
+    """
     mask = visibility.mask if _is_boolean(visibility.mask) else None
     if visibility.query_segments is None or visibility.key_segments is None:
         return mask
@@ -204,7 +252,10 @@ def _boolean_mask(visibility: Visibility) -> jax.Array | None:
 
 
 def _sees_any(pattern: Pattern, mask: jax.Array, lengths: jax.Array | None) -> jax.Array:
-    """Whether a query sees a key at all, `[B or 1, T, N or 1, 1]`, of a mask `[B or 1, N or 1, T, S]`."""
+    """Whether a query sees a key at all, `[B or 1, T, N or 1, 1]`.
+
+    The mask is `[B or 1, N or 1, T, S]`.
+    """
     queries, keys = jnp.arange(mask.shape[2])[:, None], jnp.arange(mask.shape[3])[None]
     seen = jnp.ones((mask.shape[2], mask.shape[3]), bool)
     if pattern.causal:
@@ -217,13 +268,19 @@ def _sees_any(pattern: Pattern, mask: jax.Array, lengths: jax.Array | None) -> j
     return mask.any(-1).swapaxes(1, 2)[..., None]
 
 
-def _xla(pattern: Pattern, q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility) -> jax.Array:
+def _xla(
+    pattern: Pattern, q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility
+) -> jax.Array:
     if pattern.dropout_rate:
         raise LayerError(
-            f'implementation="xla" must be without dropout, but got dropout_rate={pattern.dropout_rate}. '
+            'implementation="xla" must be without dropout, but got '
+            f"dropout_rate={pattern.dropout_rate}. "
             'Say implementation="blocked", or leave it out.'
         )
-    bias, mask = None if _is_boolean(visibility.mask) else visibility.mask, _boolean_mask(visibility)
+    bias, mask = (
+        None if _is_boolean(visibility.mask) else visibility.mask,
+        _boolean_mask(visibility),
+    )
     if bias is not None:
         # As wide as the scores: in the dtype of `q` float32's lowest number would be an infinity.
         bias = jax.lax.stop_gradient(bias.astype(np.promote_types(q.dtype, np.float32)))
@@ -231,8 +288,14 @@ def _xla(pattern: Pattern, q: jax.Array, k: jax.Array, v: jax.Array, visibility:
     return call(q, k, v, bias, mask, key_value_seq_lengths=visibility.lengths)
 
 
-def _jax_attention(pattern: Pattern, implementation: Literal["cudnn", "xla"]) -> functools.partial[jax.Array]:
-    sides = None if pattern.window is None else (pattern.window - 1, 0 if pattern.causal else pattern.window - 1)
+def _jax_attention(
+    pattern: Pattern, implementation: Literal["cudnn", "xla"]
+) -> functools.partial[jax.Array]:
+    sides = (
+        None
+        if pattern.window is None
+        else (pattern.window - 1, 0 if pattern.causal else pattern.window - 1)
+    )
     return functools.partial(
         jax.nn.dot_product_attention,
         scale=pattern.scale,
@@ -246,43 +309,67 @@ def _check_arrays(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
     shapes = [tuple(jnp.shape(x)) for x in (q, k, v)]
     if any(len(shape) != 4 for shape in shapes) or shapes[1] != shapes[2]:
         raise _misfit("q must be [B, T, N, D] and k and v [B, S, K, D]", q, k, v)
-    if (shapes[0][0], shapes[0][3]) != (shapes[1][0], shapes[1][3]) or shapes[0][2] % max(shapes[1][2], 1):
-        raise _misfit("q, k and v must have equal B and D, and heads of keys that divide those of queries", q, k, v)
+    if (shapes[0][0], shapes[0][3]) != (shapes[1][0], shapes[1][3]) or shapes[0][2] % max(
+        shapes[1][2], 1
+    ):
+        raise _misfit(
+            "q, k and v must have equal B and D, and heads of keys that divide those of queries",
+            q,
+            k,
+            v,
+        )
     if len({x.dtype for x in (q, k, v)}) > 1 or not jnp.issubdtype(q.dtype, jnp.floating):
         raise _misfit("q, k and v must have one floating-point dtype", q, k, v)
 
 
 def _visibility(
-    q: jax.Array, k: jax.Array, mask: jax.Array | None, lengths: jax.Array | None, segment_ids: Segments
+    q: jax.Array,
+    k: jax.Array,
+    mask: jax.Array | None,
+    lengths: jax.Array | None,
+    segment_ids: Segments,
 ) -> Visibility:
     batch, num_queries, heads, num_keys = q.shape[0], q.shape[1], q.shape[2], k.shape[1]
     full = (batch, heads, num_queries, num_keys)
     if mask is not None:
         mask = jnp.asarray(mask)
-        fits = mask.ndim == 4 and all(size in (1, of) for size, of in zip(mask.shape, full, strict=True))
+        fits = mask.ndim == 4 and all(
+            size in (1, of) for size, of in zip(mask.shape, full, strict=True)
+        )
         if not fits or not (mask.dtype == jnp.bool_ or jnp.issubdtype(mask.dtype, jnp.floating)):
             raise LayerError(
-                f"mask must hold booleans or floats of shape [B or 1, N or 1, T or 1, S or 1] with [B, N, T, S]="
-                f"{list(full)}, but got {mask.dtype}{list(mask.shape)}. Give dims of 1 to what it has none for."
+                "mask must hold booleans or floats of shape [B or 1, N or 1, T or 1, S or 1] with "
+                f"[B, N, T, S]={list(full)}, but got {mask.dtype}{list(mask.shape)}. Give dims of "
+                "1 to what it has none for."
             )
     lengths = None if lengths is None else _integers("lengths", lengths, batch)
     if segment_ids is None:
         return Visibility(mask, lengths)
-    of_queries, of_keys = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
+    of_queries, of_keys = (
+        segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
+    )
     of_queries = _integers("segment_ids of queries", of_queries, batch, num_queries)
-    return Visibility(mask, lengths, of_queries, _integers("segment_ids of keys", of_keys, batch, num_keys))
+    return Visibility(
+        mask, lengths, of_queries, _integers("segment_ids of keys", of_keys, batch, num_keys)
+    )
 
 
 def _integers(name: str, value: jax.Array, *shape: int) -> jax.Array:
     value = jnp.asarray(value)
     if value.shape != shape or not jnp.issubdtype(value.dtype, jnp.integer):
         raise LayerError(
-            f"{name} must hold integers of shape {list(shape)}, but got {value.dtype}{list(value.shape)}. "
-            "Give one per sample for lengths, one per position for segment_ids."
+            f"{name} must hold integers of shape {list(shape)}, but got "
+            f"{value.dtype}{list(value.shape)}. Give one per sample for lengths, one per position "
+            "for segment_ids."
         )
     return value.astype(jnp.int32)
 
 
 def _misfit(rule: str, q: jax.Array, k: jax.Array, v: jax.Array) -> LayerError:
-    given = ", ".join(f"{name} {x.dtype}{list(jnp.shape(x))}" for name, x in (("q", q), ("k", k), ("v", v)))
-    return LayerError(f"{rule}, but got {given}. Positions come before heads: reshape [B, T, N * D] to [B, T, N, D].")
+    given = ", ".join(
+        f"{name} {x.dtype}{list(jnp.shape(x))}" for name, x in (("q", q), ("k", k), ("v", v))
+    )
+    return LayerError(
+        f"{rule}, but got {given}. Positions come before heads: reshape [B, T, N * D] to [B, T, N, "
+        "D]."
+    )

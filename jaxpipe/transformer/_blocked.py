@@ -1,11 +1,12 @@
 """Attention in blocks of queries and keys, in plain JAX, with a derivative of its own.
 
-The softmax is computed with a running maximum and sum, so that no array has a dim of queries and one of keys longer
-than a block. The backward computes the scores of a block again from what is kept: q, k, v, the output, and the
-logarithm of each row's sum.
+The softmax is computed with a running maximum and sum, so that no array has a dim of queries and
+one of keys longer than a block. The backward computes the scores of a block again from what is
+kept: q, k, v, the output, and the logarithm of each row's sum.
 
 Reference:
-    Rabe and Staats, "Self-attention Does Not Need O(n^2) Memory" (2021); Dao, "FlashAttention-2" (2023), section 3.1.
+    Rabe and Staats, "Self-attention Does Not Need O(n^2) Memory" (2021); Dao, "FlashAttention-2"
+    (2023), section 3.1.
 """
 
 import functools
@@ -48,9 +49,11 @@ class Visibility(NamedTuple):
     """Arrays that hide keys from queries: all None where nothing but the pattern hides keys.
 
     Attributes:
-        mask: `[B or 1, N or 1, T or 1, S or 1]`; booleans, true where a query sees a key, or numbers that are added.
+        mask: `[B or 1, N or 1, T or 1, S or 1]`; booleans, true where a query sees a key, or
+            numbers that are added.
         lengths: int32 `[B]`, keys from there on are hidden.
-        query_segments: int32 `[B, T]`, and `key_segments` `[B, S]`: only keys of equal number are seen.
+        query_segments: int32 `[B, T]`, and `key_segments` `[B, S]`: only keys of equal number are
+            seen.
         key: For the dropout of probabilities.
     """
 
@@ -62,13 +65,20 @@ class Visibility(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def blocked_attention(pattern: Pattern, q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility) -> jax.Array:
-    """Attention of `q` `[B, T, N, D]` to `k` and `v` `[B, S, K, D]`, `[B, T, N, D]`; zero in rows that see nothing."""
+def blocked_attention(
+    pattern: Pattern, q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility
+) -> jax.Array:
+    """Attention of `q` `[B, T, N, D]` to `k` and `v` `[B, S, K, D]`, `[B, T, N, D]`.
+
+    Zero in rows that see nothing.
+    """
     return _forward(pattern, q, k, v, visibility)[0]
 
 
 @jax.named_scope(ATTENTION_SCOPE)
-def _forward(pattern: Pattern, q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility) -> tuple[Any, Any]:
+def _forward(
+    pattern: Pattern, q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility
+) -> tuple[Any, Any]:
     blocks = _Blocks(pattern, q, k, visibility)
     queries, keys, values = blocks.queries(q), blocks.keys(k), blocks.keys(v)
 
@@ -77,14 +87,20 @@ def _forward(pattern: Pattern, q: jax.Array, k: jax.Array, v: jax.Array, visibil
         scores = blocks.scores(queries, keys, i, j)
         higher = jnp.maximum(high, scores.max(-1, keepdims=True))
         shrink, weights = jnp.exp(high - higher), jnp.exp(scores - higher)
-        new = blocks.product("bkgts,bksd->bkgtd", blocks.dropped(weights, i, j), blocks.key_block(values, j))
+        new = blocks.product(
+            "bkgts,bksd->bkgtd", blocks.dropped(weights, i, j), blocks.key_block(values, j)
+        )
         found = higher, total * shrink + weights.sum(-1, keepdims=True), acc * shrink + new
         return tuple(blocks.put_queries(x, y, i) for x, y in zip(carry, found, strict=True))
 
     column = jnp.zeros((*queries.shape[:-1], 1), blocks.dtype)
-    high, total, acc = blocks.loop(step, (column + _LOWEST, column, jnp.zeros(queries.shape, blocks.dtype)))
+    high, total, acc = blocks.loop(
+        step, (column + _LOWEST, column, jnp.zeros(queries.shape, blocks.dtype))
+    )
     sees = total > 0
-    out = blocks.from_queries(jnp.where(sees, acc / jnp.where(sees, total, 1.0), 0.0)).astype(q.dtype)
+    out = blocks.from_queries(jnp.where(sees, acc / jnp.where(sees, total, 1.0), 0.0)).astype(
+        q.dtype
+    )
     log_sum = jnp.where(sees, high + jnp.log(jnp.where(sees, total, 1.0)), 0.0)
     # Named, so that a policy can keep both: then recompute does not run this again.
     out, log_sum = checkpoint_name(out, KERNEL), checkpoint_name(log_sum[..., 0], KERNEL)
@@ -95,8 +111,14 @@ def _forward(pattern: Pattern, q: jax.Array, k: jax.Array, v: jax.Array, visibil
 def _backward(pattern: Pattern, residuals: Any, grad: jax.Array) -> tuple[Any, ...]:
     q, k, v, visibility, out, log_sum = residuals
     blocks = _Blocks(pattern, q, k, visibility)
-    queries, keys, values, grads = blocks.queries(q), blocks.keys(k), blocks.keys(v), blocks.queries(grad)
-    # The sum over keys of probability times its gradient, without either: FlashAttention-2, equation 4.
+    queries, keys, values, grads = (
+        blocks.queries(q),
+        blocks.keys(k),
+        blocks.keys(v),
+        blocks.queries(grad),
+    )
+    # The sum over keys of probability times its gradient, without either: FlashAttention-2,
+    # equation 4.
     wide = blocks.queries(out).astype(blocks.dtype)
     inner = (grads.astype(blocks.dtype) * wide).sum(-1, keepdims=True)
     log_sum = log_sum[..., None]
@@ -117,7 +139,9 @@ def _backward(pattern: Pattern, residuals: Any, grad: jax.Array) -> tuple[Any, .
             blocks.put_keys(dv, blocks.key_block(dv, j) + to_values, j),
         )
 
-    dq, dk, dv = blocks.loop(step, tuple(jnp.zeros(x.shape, blocks.dtype) for x in (queries, keys, values)))
+    dq, dk, dv = blocks.loop(
+        step, tuple(jnp.zeros(x.shape, blocks.dtype) for x in (queries, keys, values))
+    )
     found = blocks.from_queries(dq), blocks.from_keys(dk), blocks.from_keys(dv)
     # None: masks, lengths, segments and keys have no gradient.
     return *(x.astype(like.dtype) for x, like in zip(found, (q, k, v), strict=True)), None
@@ -129,11 +153,13 @@ blocked_attention.defvjp(_forward, _backward)
 class _Blocks:
     """The pairs of blocks of which queries see keys, and arrays laid out for them.
 
-    Queries are `[B, K, G, T, D]`, keys and values `[B, K, S, D]`: `K` heads of keys, each for `G` of queries. Both are
-    filled up to whole blocks.
+    Queries are `[B, K, G, T, D]`, keys and values `[B, K, S, D]`: `K` heads of keys, each for `G`
+    of queries. Both are filled up to whole blocks.
     """
 
-    def __init__(self, pattern: Pattern, q: jax.Array, k: jax.Array, visibility: Visibility) -> None:
+    def __init__(
+        self, pattern: Pattern, q: jax.Array, k: jax.Array, visibility: Visibility
+    ) -> None:
         self._pattern, self._visibility = pattern, visibility
         self.num_queries, self.num_keys, self._heads = q.shape[1], k.shape[1], k.shape[2]
         self._rows, self._cols = min(BLOCK, self.num_queries), min(BLOCK, self.num_keys)
@@ -141,9 +167,11 @@ class _Blocks:
         self._mask = None if visibility.mask is None else self._grouped(visibility.mask)
 
     def loop(self, step: Callable[..., Any], carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """Run `step(carry, query block, key block)` for all pairs that the pattern does not hide as a whole."""
+        """Run `step(carry, query block, key block)` for all pairs not hidden as a whole."""
         pairs = np.asarray(self._pairs(), np.int32).reshape(-1, 2)
-        return lax.scan(lambda carry, pair: (step(carry, pair[0], pair[1]), None), carry, jnp.asarray(pairs))[0]
+        return lax.scan(
+            lambda carry, pair: (step(carry, pair[0], pair[1]), None), carry, jnp.asarray(pairs)
+        )[0]
 
     def _pairs(self) -> list[tuple[int, int]]:
         num_rows, num_cols = -(-self.num_queries // self._rows), -(-self.num_keys // self._cols)
@@ -189,7 +217,9 @@ class _Blocks:
 
     def product(self, dims: str, weights: jax.Array, block: jax.Array) -> jax.Array:
         """A product in the dtype of q, k and v, summed in float32 at least."""
-        return jnp.einsum(dims, weights.astype(block.dtype), block, preferred_element_type=self.dtype)
+        return jnp.einsum(
+            dims, weights.astype(block.dtype), block, preferred_element_type=self.dtype
+        )
 
     def scores(self, queries: jax.Array, keys: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
         """`[B, K, G, rows, cols]` of a pair, minus infinity where a key is hidden."""
@@ -206,7 +236,10 @@ class _Blocks:
             visible.append(jnp.abs(rows - cols) < self._pattern.window)
         if self._visibility.lengths is not None:
             visible.append(cols < self._visibility.lengths.reshape(-1, 1, 1, 1, 1))
-        if self._visibility.query_segments is not None and self._visibility.key_segments is not None:
+        if (
+            self._visibility.query_segments is not None
+            and self._visibility.key_segments is not None
+        ):
             of_rows = self._segments(self._visibility.query_segments, i, self._rows)
             of_cols = self._segments(self._visibility.key_segments, j, self._cols)
             visible.append(of_rows[:, None, None, :, None] == of_cols[:, None, None, None, :])
@@ -221,7 +254,10 @@ class _Blocks:
         return jnp.where(functools.reduce(jnp.logical_and, visible), scores, -jnp.inf)
 
     def dropped(self, weights: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
-        """Probabilities of a pair, or their gradients, after dropout: the same in the forward and the backward."""
+        """Probabilities of a pair, or their gradients, after dropout.
+
+        The same in the forward and the backward.
+        """
         rate, key = self._pattern.dropout_rate, self._visibility.key
         if not rate or key is None:
             return weights
@@ -240,7 +276,9 @@ class _Blocks:
     def _mask_block(self, mask: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
         for dim, place, size in ((3, i, self._rows), (4, j, self._cols)):
             if mask.shape[dim] > 1:
-                mask = lax.dynamic_slice_in_dim(_filled(mask, dim, size), place * size, size, axis=dim)
+                mask = lax.dynamic_slice_in_dim(
+                    _filled(mask, dim, size), place * size, size, axis=dim
+                )
         return mask
 
 

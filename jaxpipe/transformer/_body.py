@@ -1,4 +1,4 @@
-"""The computation of a transformer layer, and the one policy that says what of it is kept for the backward."""
+"""The computation of a transformer layer, and the one policy of what is kept for the backward."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -24,8 +24,8 @@ _NORM, _GELU, _KEPT = "transformer_norm", "transformer_gelu", "transformer_produ
 class KeepNamed:
     """The `jax.checkpoint` policy that keeps what has one of some names.
 
-    Equal to another of the same names, as layers are compared, policies and all. What JAX's own policy for this makes
-    is a new function each time.
+    Equal to another of the same names, as layers are compared, policies and all. What JAX's own
+    policy for this makes is a new function each time.
     """
 
     names: frozenset[str]
@@ -39,12 +39,14 @@ class KeepKernels(KeepNamed):
     """`keep_kernels`, and what has one of some names."""
 
     def __call__(self, primitive: Any, *inputs: Any, **params: Any) -> bool:
-        return keep_kernels(primitive, *inputs, **params) or super().__call__(primitive, *inputs, **params)
+        return keep_kernels(primitive, *inputs, **params) or super().__call__(
+            primitive, *inputs, **params
+        )
 
 
 @dataclass(frozen=True)
 class Body:
-    """The layer as a function of its weights, its input, what hides positions, and a key for dropout.
+    """The layer as a function of weights, input, what hides positions, and a key for dropout.
 
     Attributes:
         config: Sizes and switches.
@@ -86,7 +88,10 @@ class Body:
         `mask` is as `attention` takes it, `lengths` are `[B]`, and `segment_ids` `[B, T]`. `key` is
         for dropout; None where nothing is dropped.
         """
-        config, params = self.config, {name: value.astype(self.dtype) for name, value in params.items()}
+        config, params = (
+            self.config,
+            {name: value.astype(self.dtype) for name, value in params.items()},
+        )
         if key is not None:
             key = self._own(key)
         h = self._norm(params, "norm_", x) if config.pre_layer_norm else x
@@ -110,7 +115,9 @@ class Body:
     ) -> jax.Array:
         config = self.config
         samples, heads = dividing_axes(h.shape[0], config.heads)
-        qkv = jnp.einsum("bth,hcnd->btcnd", h, params["attn_qkvw"]) + params["attn_qkvb"][None, None]
+        qkv = (
+            jnp.einsum("bth,hcnd->btcnd", h, params["attn_qkvw"]) + params["attn_qkvb"][None, None]
+        )
         qkv = checkpoint_name(constrained(qkv, samples, None, None, heads), _KEPT)
         context = attention(
             *(qkv[:, :, part] for part in range(3)),
@@ -134,7 +141,8 @@ class Body:
 
     def _norm(self, params: Mapping[str, jax.Array], name: str, x: jax.Array) -> jax.Array:
         x = x if self.config.stochastic_mode else x.astype(np.promote_types(self.dtype, np.float32))
-        # In two passes: the mean of squares less the square of the mean loses digits where the mean is large.
+        # In two passes: the mean of squares less the square of the mean loses digits where the mean
+        # is large.
         x = x - x.mean(-1, keepdims=True)
         x = x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + self.config.layer_norm_eps)
         scales = (params[f"{name}{suffix}"].reshape(1, 1, -1) for suffix in "wb")
@@ -153,5 +161,6 @@ class Body:
         key = key if self.config.seed < 0 else jax.random.fold_in(key, self.config.seed)
         if not self.config.stochastic_mode:
             return key
-        # The device's own generator: several times faster than threefry, other bits on other devices and shardings.
+        # The device's own generator: several times faster than threefry, other bits on other
+        # devices and shardings.
         return jax.random.wrap_key_data(jnp.resize(jax.random.key_data(key), (4,)), impl="rbg")

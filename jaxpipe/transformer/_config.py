@@ -23,48 +23,69 @@ from ._attention import Implementation
 Recompute = Literal["kernels", "all"] | Callable[..., Any] | None
 
 _INTEGERS = (
-    *("batch_size", "hidden_size", "intermediate_size", "heads", "num_hidden_layers", "local_rank", "seed"),
+    *(
+        "batch_size",
+        "hidden_size",
+        "intermediate_size",
+        "heads",
+        "num_hidden_layers",
+        "local_rank",
+        "seed",
+    ),
     "max_seq_length",
 )
 _NUMBERS = ("attn_dropout_ratio", "hidden_dropout_ratio", "initializer_range", "layer_norm_eps")
 _FLAGS = (
-    *("fp16", "pre_layer_norm", "normalize_invertible", "gelu_checkpoint", "adjust_init_range", "causal"),
+    *(
+        "fp16",
+        "pre_layer_norm",
+        "normalize_invertible",
+        "gelu_checkpoint",
+        "adjust_init_range",
+        "causal",
+    ),
     *("attn_dropout_checkpoint", "stochastic_mode", "huggingface", "training"),
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class DeepSpeedTransformerConfig:
-    """Sizes and switches of a `DeepSpeedTransformerLayer`, by DeepSpeed's names; -1 means that a field is not given.
+    """Sizes and switches of a `DeepSpeedTransformerLayer`, by DeepSpeed's names.
 
-    The memory switches `normalize_invertible`, `gelu_checkpoint` and `attn_dropout_checkpoint` make the layer's body
-    one recomputed function, which keeps results of products, norms, the activation function and attention's kernel, but
-    for what is switched off; none of them ever adds to what is kept. In a pipeline the first two change nothing, with a
-    warning: what follows by arithmetic alone is never kept there.
+    -1 means that a field is not given.
+
+    The memory switches `normalize_invertible`, `gelu_checkpoint` and `attn_dropout_checkpoint` make
+    the layer's body one recomputed function, which keeps results of products, norms, the activation
+    function and attention's kernel, but for what is switched off; none of them ever adds to what is
+    kept. In a pipeline the first two change nothing, with a warning: what follows by arithmetic
+    alone is never kept there.
 
     Attributes:
         batch_size: The most samples that a call may have; -1 for any number.
         hidden_size: Width H of the residual stream. Required.
         intermediate_size: Width of the feed-forward part; 4 H where it is not given.
-        heads: Number N of attention heads, which divides H. Required. A mesh axis `model` must divide it.
-        attn_dropout_ratio: Share of the attention's probabilities that training drops; cuDNN cannot.
+        heads: Number N of attention heads, which divides H. Required. A mesh axis `model` must
+            divide it.
+        attn_dropout_ratio: Share of the attention's probabilities that training drops; cuDNN
+            cannot.
         hidden_dropout_ratio: The same of the two outputs that are added to the residual stream.
         num_hidden_layers: Layers in the model, for `adjust_init_range`, which requires it.
         initializer_range: Standard deviation of initial weights; 0.02 where it is not given.
         local_rank: No effect, with a warning: a mesh says which devices compute.
         seed: Folded into the layer's key for dropout; -1 leaves the key as it is.
         fp16: Compute in float16, whatever comes in, but bfloat16, which is refused.
-        pre_layer_norm: Normalise the input of attention (`norm_w`) and of the feed-forward part (`attn_nw`), rather
-            than the sums after them (`attn_nw`, then `norm_w`).
-        normalize_invertible: Keep no results of norms. Their inputs are kept, so that nothing is divided by a weight.
+        pre_layer_norm: Normalise the input of attention (`norm_w`) and of the feed-forward part
+            (`attn_nw`), rather than the sums after them (`attn_nw`, then `norm_w`).
+        normalize_invertible: Keep no results of norms. Their inputs are kept, so that nothing is
+            divided by a weight.
         gelu_checkpoint: Keep no result of the activation function, only its input.
-        adjust_init_range: Initial weights of the two output projections have `initializer_range / sqrt(2
-            num_hidden_layers)`.
-        attn_dropout_checkpoint: Keep no probabilities. No effect, with a warning, unless `attention="xla"`, since else
-            none are kept.
-        stochastic_mode: Faster and not reproducible from one layout or device to another: dropout by the device's own
-            generator, norms' statistics in the dtype of the layer. Refused where XLA is asked for determinism; a
-            warning where it changes nothing.
+        adjust_init_range: Initial weights of the two output projections have `initializer_range /
+            sqrt(2 num_hidden_layers)`.
+        attn_dropout_checkpoint: Keep no probabilities. No effect, with a warning, unless
+            `attention="xla"`, since else none are kept.
+        stochastic_mode: Faster and not reproducible from one layout or device to another: dropout
+            by the device's own generator, norms' statistics in the dtype of the layer. Refused
+            where XLA is asked for determinism; a warning where it changes nothing.
         huggingface: Return a tuple of one. One is accepted as input in any case.
         training: False: no dropout in training either.
         max_seq_length: The most positions that a call may have; -1 for any number.
@@ -73,21 +94,22 @@ class DeepSpeedTransformerConfig:
         dtype: What the layer computes in; None: the dtype of its input.
         activation: Of the feed-forward part; by default GELU by tanh.
         attention: `implementation` of `jaxpipe.attention`.
-        recompute: What the body keeps instead: `"kernels"` as `checkpointing.keep_kernels`, `"all"` nothing, or a
-            `jax.checkpoint` policy.
+        recompute: What the body keeps instead: `"kernels"` as `checkpointing.keep_kernels`, `"all"`
+            nothing, or a `jax.checkpoint` policy.
 
     Raises:
         ConfigError: A value is of a wrong type or range, or contradicts another.
 
     Example:
         >>> import jaxpipe
-        >>> config = jaxpipe.DeepSpeedTransformerConfig(hidden_size=64, heads=4, num_hidden_layers=12)
+        >>> sizes = dict(hidden_size=64, heads=4, num_hidden_layers=12)
+        >>> config = jaxpipe.DeepSpeedTransformerConfig(**sizes)
         >>> config.intermediate_size
         256
 
     Reference:
-        DeepSpeed's `deepspeed.DeepSpeedTransformerConfig`. Keywords from `max_seq_length` on may not be positional;
-        from `causal` on they are not DeepSpeed's.
+        DeepSpeed's `deepspeed.DeepSpeedTransformerConfig`. Keywords from `max_seq_length` on may
+        not be positional; from `causal` on they are not DeepSpeed's.
     """
 
     batch_size: int = -1
@@ -125,16 +147,22 @@ class DeepSpeedTransformerConfig:
         for name, holds, rule, repair in self._rules():
             if not holds:
                 got = f"{name}={getattr(self, name)!r}"
-                raise ConfigError(f"DeepSpeedTransformerConfig.{name} must be {rule}, but got {got}. {repair}")
+                raise ConfigError(
+                    f"DeepSpeedTransformerConfig.{name} must be {rule}, but got {got}. {repair}"
+                )
         defaults = {"intermediate_size": 4 * self.hidden_size, "initializer_range": 0.02}
         defaults |= {"attn_dropout_ratio": 0.0, "hidden_dropout_ratio": 0.0}
         for name, default in defaults.items():
-            if getattr(self, name) < 0 or (name == "intermediate_size" and self.intermediate_size == 0):
+            if getattr(self, name) < 0 or (
+                name == "intermediate_size" and self.intermediate_size == 0
+            ):
                 object.__setattr__(self, name, default)
         if self.local_rank >= 0:
             self._warn(f"local_rank={self.local_rank}", "the mesh says which devices compute")
         if self.attn_dropout_checkpoint and self.attention != "xla":
-            self._warn("attn_dropout_checkpoint", f"attention={self.attention!r} keeps no probabilities")
+            self._warn(
+                "attn_dropout_checkpoint", f"attention={self.attention!r} keeps no probabilities"
+            )
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "DeepSpeedTransformerConfig":
@@ -162,15 +190,21 @@ class DeepSpeedTransformerConfig:
         try:
             values = json.loads(read_file(file))
         except (OSError, ValueError, RecursionError) as error:
-            raise ConfigError(f"path must be a file of JSON, but got {str(file)!r}: {error}. Name another.") from error
+            raise ConfigError(
+                f"path must be a file of JSON, but got {str(file)!r}: {error}. Name another."
+            ) from error
         if not isinstance(values, dict):
-            raise ConfigError(f"{file} must hold an object, but got {shown(values)}. Write {{...}} there.")
+            raise ConfigError(
+                f"{file} must hold an object, but got {shown(values)}. Write {{...}} there."
+            )
         return cls.from_dict(values)
 
     @property
     def output_range(self) -> float:
         """Standard deviation of the output projections' initial weights."""
-        return self.initializer_range / (math.sqrt(2.0 * self.num_hidden_layers) if self.adjust_init_range else 1.0)
+        return self.initializer_range / (
+            math.sqrt(2.0 * self.num_hidden_layers) if self.adjust_init_range else 1.0
+        )
 
     @property
     def drops(self) -> bool:
@@ -183,37 +217,79 @@ class DeepSpeedTransformerConfig:
         return self.normalize_invertible or self.gelu_checkpoint or self.attn_dropout_checkpoint
 
     def _rules(self) -> Iterator[tuple[str, bool, str, str]]:
-        """For fields whether a rule holds, the rule, and the repair; later ones count on earlier ones."""
+        """For fields whether a rule holds, the rule, and the repair.
+
+        Later ones count on earlier ones.
+        """
         for name in _INTEGERS:
             value = getattr(self, name)
-            yield name, isinstance(value, int) and not isinstance(value, bool), "an integer", "Pass one."
+            yield (
+                name,
+                isinstance(value, int) and not isinstance(value, bool),
+                "an integer",
+                "Pass one.",
+            )
         for name in _NUMBERS:
             value = getattr(self, name)
-            yield name, isinstance(value, (int, float)) and not isinstance(value, bool), "a number", "Pass one."
+            yield (
+                name,
+                isinstance(value, (int, float)) and not isinstance(value, bool),
+                "a number",
+                "Pass one.",
+            )
         for name in _FLAGS:
             yield name, isinstance(getattr(self, name), bool), "True or False", "Pass a boolean."
         names = get_args(Implementation)
         yield "attention", self.attention in names, f"one of {', '.join(names)}", 'Use "auto".'
-        yield "activation", callable(self.activation), "a function of an array", "Pass jax.nn.gelu or the like."
+        yield (
+            "activation",
+            callable(self.activation),
+            "a function of an array",
+            "Pass jax.nn.gelu or the like.",
+        )
         is_policy = self.recompute in (None, "kernels", "all") or callable(self.recompute)
-        yield "recompute", is_policy, 'None, "kernels", "all" or a jax.checkpoint policy', "Leave it out."
+        yield (
+            "recompute",
+            is_policy,
+            'None, "kernels", "all" or a jax.checkpoint policy',
+            "Leave it out.",
+        )
         is_float = self.dtype is None or jnp.issubdtype(self.dtype, jnp.floating)
         yield "dtype", is_float, "a floating-point dtype or None", "Leave it out."
         yield "hidden_size", self.hidden_size >= 1, "given and >= 1", "Pass hidden_size=."
         yield "heads", self.heads >= 1, "given and >= 1", "Pass heads=."
         size = math.ceil(self.hidden_size / self.heads)
         repair = f"Use {size * self.heads}, {size} a head."
-        yield "hidden_size", self.hidden_size % self.heads == 0, f"a multiple of heads={self.heads}", repair
+        yield (
+            "hidden_size",
+            self.hidden_size % self.heads == 0,
+            f"a multiple of heads={self.heads}",
+            repair,
+        )
         for name in ("batch_size", "max_seq_length"):
             value = getattr(self, name)
             yield name, value == -1 or value >= 1, ">= 1, or -1 for any number", "Leave it out."
         for name in ("attn_dropout_ratio", "hidden_dropout_ratio"):
-            yield name, getattr(self, name) < 1, "less than 1, or negative for none", "Pass the share that is dropped."
+            yield (
+                name,
+                getattr(self, name) < 1,
+                "less than 1, or negative for none",
+                "Pass the share that is dropped.",
+            )
         is_given = self.num_hidden_layers >= 1 or not self.adjust_init_range
-        yield "num_hidden_layers", is_given, "given beside adjust_init_range", "Pass it, or adjust_init_range=False."
+        yield (
+            "num_hidden_layers",
+            is_given,
+            "given beside adjust_init_range",
+            "Pass it, or adjust_init_range=False.",
+        )
         is_one = not self.fp16 or self.dtype is None or jnp.dtype(self.dtype) == jnp.float16
         yield "dtype", is_one, "float16 or None beside fp16=True", "Leave one of them out."
-        can_drop = self.attention not in ("cudnn", "xla") or self.attn_dropout_ratio <= 0 or not self.training
+        can_drop = (
+            self.attention not in ("cudnn", "xla")
+            or self.attn_dropout_ratio <= 0
+            or not self.training
+        )
         rule = f"0 beside attention={self.attention!r}, which cannot drop"
         yield "attn_dropout_ratio", can_drop, rule, 'Use attention="blocked".'
         is_free = not self.stochastic_mode or not asks_for_determinism()
@@ -221,4 +297,8 @@ class DeepSpeedTransformerConfig:
         yield "stochastic_mode", is_free, rule, "Leave out one of them."
 
     def _warn(self, what: str, why: str) -> None:
-        warnings.warn(f"No effect: {what} of DeepSpeedTransformerConfig, because {why}.", ConfigWarning, stacklevel=4)
+        warnings.warn(
+            f"No effect: {what} of DeepSpeedTransformerConfig, because {why}.",
+            ConfigWarning,
+            stacklevel=4,
+        )

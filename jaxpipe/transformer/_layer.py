@@ -21,27 +21,30 @@ from ._sharding import MODEL, Divided
 class DeepSpeedTransformerLayer(nn.Module):
     """A transformer layer: attention and a feed-forward part, each added to the residual stream.
 
-    `[B, T, H]` to the same shape and dtype. Weights have DeepSpeed's names: `attn_qkvw` `[H, 3, N, D]`, `attn_qkvb`
-    `[3, N, D]`, `attn_ow` `[N, D, H]`, `attn_ob`, `attn_nw`, `attn_nb`, `inter_w` `[H, I]`, `inter_b`, `output_w`
-    `[I, H]`, `output_b`, `norm_w`, `norm_b`. Heads and the feed-forward part's features are divided over a mesh axis
-    `model`, with one reduction each. In a `PipelineModule` the list's place numbers the layers
-    (`3_DeepSpeedTransformerLayer`); keys for dropout differ from layer to layer, microbatch and replica.
+    `[B, T, H]` to the same shape and dtype. Weights have DeepSpeed's names: `attn_qkvw` `[H, 3, N,
+    D]`, `attn_qkvb` `[3, N, D]`, `attn_ow` `[N, D, H]`, `attn_ob`, `attn_nw`, `attn_nb`, `inter_w`
+    `[H, I]`, `inter_b`, `output_w` `[I, H]`, `output_b`, `norm_w`, `norm_b`. Heads and the
+    feed-forward part's features are divided over a mesh axis `model`, with one reduction each. In a
+    `PipelineModule` the list's place numbers the layers (`3_DeepSpeedTransformerLayer`); keys for
+    dropout differ from layer to layer, microbatch and replica.
 
     Args:
         config: Sizes and switches.
-        initial_weights: Eight arrays to begin with, as DeepSpeed's tests pass them: `[outputs, inputs]` of query, key,
-            value, attention output; the attention's norm; `[outputs, inputs]` of the two products of the feed-forward
-            part; the other norm.
+        initial_weights: Eight arrays to begin with, as DeepSpeed's tests pass them: `[outputs,
+            inputs]` of query, key, value, attention output; the attention's norm; `[outputs,
+            inputs]` of the two products of the feed-forward part; the other norm.
         initial_biases: The biases of these eight.
 
     Raises:
-        LayerError: The arrays are not eight, or of other shapes, or the input does not fit the configuration.
+        LayerError: The arrays are not eight, or of other shapes, or the input does not fit the
+            configuration.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpipe
-        >>> config = jaxpipe.DeepSpeedTransformerConfig(hidden_size=8, heads=2, num_hidden_layers=2, causal=True)
-        >>> layers = [jaxpipe.LayerSpec(jaxpipe.DeepSpeedTransformerLayer, config) for _ in range(2)]
-        >>> model = jaxpipe.PipelineModule(layers, num_stages=1)
+        >>> sizes = dict(hidden_size=8, heads=2, num_hidden_layers=2)
+        >>> config = jaxpipe.DeepSpeedTransformerConfig(**sizes, causal=True)
+        >>> layer = jaxpipe.LayerSpec(jaxpipe.DeepSpeedTransformerLayer, config)
+        >>> model = jaxpipe.PipelineModule([layer, layer], num_stages=1)
         >>> x = jnp.ones((1, 3, 8))
         >>> model.apply(model.init(jax.random.key(0), x), x).shape
         (1, 3, 8)
@@ -57,8 +60,9 @@ class DeepSpeedTransformerLayer(nn.Module):
     def __post_init__(self) -> None:
         if not isinstance(self.config, DeepSpeedTransformerConfig):
             raise LayerError(
-                f"config must be a DeepSpeedTransformerConfig, but got a {type(self.config).__name__}. "
-                "Make one, or use DeepSpeedTransformerConfig.from_dict."
+                "config must be a DeepSpeedTransformerConfig, but got a "
+                f"{type(self.config).__name__}. Make one, or use "
+                "DeepSpeedTransformerConfig.from_dict."
             )
         for name in ("initial_weights", "initial_biases"):
             value = getattr(self, name)
@@ -74,8 +78,9 @@ class DeepSpeedTransformerLayer(nn.Module):
             LayerError: Always.
         """
         raise LayerError(
-            "layer_id must be read off the model, but got no number: Flax copies modules. In a PipelineModule the "
-            "place in the list numbers a layer, as in 3_DeepSpeedTransformerLayer."
+            "layer_id must be read off the model, but got no number: Flax copies modules. In a "
+            "PipelineModule the place in the list numbers a layer, as in "
+            "3_DeepSpeedTransformerLayer."
         )
 
     @nn.compact
@@ -92,11 +97,13 @@ class DeepSpeedTransformerLayer(nn.Module):
 
         Args:
             hidden_states: `[B, T, H]`, or a tuple of that.
-            attention_mask: `[B, T]`, of booleans or integers, true where a position is seen; or `[B or 1, 1 or N, 1 or
-                T, T]` of those or of floats that are added to the scores. In a pipeline a side input of that name.
-            lengths: Integers `[B]`: how many positions of a sample are seen. cuDNN can do this, and no mask.
-            segment_ids: Integers `[B, T]`: positions of the same number see each other, for several texts packed into
-                one sequence. In a pipeline a side input of that name.
+            attention_mask: `[B, T]`, of booleans or integers, true where a position is seen; or `[B
+                or 1, 1 or N, 1 or T, T]` of those or of floats that are added to the scores. In a
+                pipeline a side input of that name.
+            lengths: Integers `[B]`: how many positions of a sample are seen. cuDNN can do this, and
+                no mask.
+            segment_ids: Integers `[B, T]`: positions of the same number see each other, for several
+                texts packed into one sequence. In a pipeline a side input of that name.
             train: Whether dropout is on.
 
         Returns:
@@ -122,7 +129,11 @@ class DeepSpeedTransformerLayer(nn.Module):
     def _weights(self) -> dict[str, Any]:
         config, init = self.config, nn.initializers.normal
         hidden, heads, inter = config.hidden_size, config.heads, config.intermediate_size
-        size, inner, outer = hidden // heads, init(config.initializer_range), init(config.output_range)
+        size, inner, outer = (
+            hidden // heads,
+            init(config.initializer_range),
+            init(config.output_range),
+        )
         zeros, ones = nn.initializers.zeros, nn.initializers.ones
         declared: dict[str, tuple[Any, tuple[int, ...], tuple[str | None, ...]]] = {
             "attn_qkvw": (inner, (hidden, 3, heads, size), (None, None, MODEL, None)),
@@ -140,8 +151,12 @@ class DeepSpeedTransformerLayer(nn.Module):
         }
         given = {**_values(self.initial_weights, "w"), **_values(self.initial_biases, "b")}
 
-        def weight(name: str, init: Any, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Any:
-            return self.param(name, Divided(_initializer(given.get(name), init), axes), shape, jnp.float32)
+        def weight(
+            name: str, init: Any, shape: tuple[int, ...], axes: tuple[str | None, ...]
+        ) -> Any:
+            return self.param(
+                name, Divided(_initializer(given.get(name), init), axes), shape, jnp.float32
+            )
 
         return {name: weight(name, *said) for name, said in declared.items()}
 
@@ -163,8 +178,9 @@ class _Initial:
         given = [x.shape for x in self.arrays]
         if given != shapes:
             raise LayerError(
-                f"{name} must be eight arrays of shapes {shapes} (query, key, value, attention output, its norm, the "
-                f"two feed-forward products, their norm), but got {given}. Weights are [outputs, inputs], as in torch."
+                f"{name} must be eight arrays of shapes {shapes} (query, key, value, attention "
+                f"output, its norm, the two feed-forward products, their norm), but got {given}. "
+                "Weights are [outputs, inputs], as in torch."
             )
         self._heads = config.heads
 
@@ -175,15 +191,24 @@ class _Initial:
         if suffix == "w":
             ow = ow.reshape(self._heads, -1, ow.shape[-1])
         names = ("attn_qkv", "attn_o", "attn_n", "inter_", "output_", "norm_")
-        return {f"{name}{suffix}": x for name, x in zip(names, (stacked, ow, nw, inter, output, norm), strict=True)}
+        return {
+            f"{name}{suffix}": x
+            for name, x in zip(names, (stacked, ow, nw, inter, output, norm), strict=True)
+        }
 
 
 def _values(initial: _Initial | None, suffix: str) -> dict[str, np.ndarray]:
     return {} if initial is None else initial.values(suffix)
 
 
-def _initializer(value: np.ndarray | None, default: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    return default if value is None else lambda key, shape, dtype: jnp.asarray(value, dtype).reshape(shape)
+def _initializer(
+    value: np.ndarray | None, default: Callable[..., jax.Array]
+) -> Callable[..., jax.Array]:
+    return (
+        default
+        if value is None
+        else lambda key, shape, dtype: jnp.asarray(value, dtype).reshape(shape)
+    )
 
 
 def _input(config: DeepSpeedTransformerConfig, given: Any) -> jax.Array:
@@ -194,20 +219,27 @@ def _input(config: DeepSpeedTransformerConfig, given: Any) -> jax.Array:
             f"hidden_states must be [B, T, hidden_size={config.hidden_size}], but got {found}. "
             "Give masks as side inputs, in a dictionary that is the batch's third entry."
         )
-    for name, size, what in (("batch_size", x.shape[0], "samples"), ("max_seq_length", x.shape[1], "positions")):
+    for name, size, what in (
+        ("batch_size", x.shape[0], "samples"),
+        ("max_seq_length", x.shape[1], "positions"),
+    ):
         limit = getattr(config, name)
         if limit != -1 and size > limit:
-            raise LayerError(f"a call must have at most {name}={limit} {what}, but got {size}. Leave {name} out.")
+            raise LayerError(
+                f"a call must have at most {name}={limit} {what}, but got {size}. Leave {name} out."
+            )
     return x
 
 
 def _compute_dtype(config: DeepSpeedTransformerConfig, given: Any) -> Any:
     if config.fp16 and given == jnp.bfloat16:
         raise LayerError(
-            "with fp16=True hidden_states must be float16 or float32, but got bfloat16, in which the model computes. "
-            "Leave fp16 out: the layer then computes in the dtype of its input."
+            "with fp16=True hidden_states must be float16 or float32, but got bfloat16, in which "
+            "the model computes. Leave fp16 out: the layer then computes in the dtype of its input."
         )
-    return jnp.dtype(jnp.float16 if config.fp16 else given if config.dtype is None else config.dtype)
+    return jnp.dtype(
+        jnp.float16 if config.fp16 else given if config.dtype is None else config.dtype
+    )
 
 
 def _mask(given: jax.Array, heads: int, shape: Sequence[int]) -> jax.Array:
@@ -218,11 +250,14 @@ def _mask(given: jax.Array, heads: int, shape: Sequence[int]) -> jax.Array:
     if mask.ndim == 2 and not is_added:
         mask = mask[:, None, None, :]
     sizes = ((1, batch), (1, heads), (1, length), (length,))
-    if mask.ndim != 4 or not all(size in allowed for size, allowed in zip(mask.shape, sizes, strict=True)):
+    if mask.ndim != 4 or not all(
+        size in allowed for size, allowed in zip(mask.shape, sizes, strict=True)
+    ):
         raise LayerError(
-            f"attention_mask must be booleans or integers [B, T]={[batch, length]}, or [B or 1, N or 1, T or 1, T] of "
-            f"these or of floats that are added, but got {given.dtype}{list(given.shape)}. Compare a float mask of "
-            "ones and zeros first: mask > 0."
+            f"attention_mask must be booleans or integers [B, T]={[batch, length]}, or [B or 1, N "
+            "or 1, T or 1, T] of these or of floats that are added, but got "
+            f"{given.dtype}{list(given.shape)}. Compare a float mask of ones and zeros first: mask "
+            "> 0."
         )
     return mask if is_added else mask != 0
 
@@ -232,7 +267,11 @@ def _warn_unused(config: DeepSpeedTransformerConfig, dtype: Any) -> None:
     unused: dict[str, str] = {}
     if traced_mesh() is not None and config.recompute is None:
         why = "a pipeline keeps nothing that follows by arithmetic alone"
-        unused = {name: why for name in ("normalize_invertible", "gelu_checkpoint") if getattr(config, name)}
+        unused = {
+            name: why
+            for name in ("normalize_invertible", "gelu_checkpoint")
+            if getattr(config, name)
+        }
     if config.stochastic_mode and not config.drops and dtype == jnp.float32:
         unused["stochastic_mode"] = "there is no dropout, and float32 is what norms are computed in"
     for name, why in unused.items():

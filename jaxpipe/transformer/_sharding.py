@@ -1,4 +1,4 @@
-"""The division of blocks inside a stage: weights over `model`, activations over `model` and `fsdp`."""
+"""Division of blocks inside a stage: weights over `model`, activations over `model` and `fsdp`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,16 +17,16 @@ MODEL = "model"
 
 @dataclass(frozen=True)
 class Divided:
-    """An initialiser of a weight that is divided over mesh axes, as `nn.with_partitioning` makes one.
+    """An initialiser of a weight divided over mesh axes, as `nn.with_partitioning` makes one.
 
-    A pipeline refuses metadata with axes that its mesh lacks, so that these are left out where the mesh is known, which
-    it is when the initialiser is called.
+    A pipeline refuses metadata with axes that its mesh lacks, so that these are left out where the
+    mesh is known, which it is when the initialiser is called.
 
     Attributes:
         init: Makes the whole weight.
         axes: For each dim an axis or None.
-        is_vocabulary: Whether a dim is the vocabulary. It is whole where samples are divided over `fsdp`: XLA (JAX
-            0.10) aborts at the cross entropy of logits that both axes divide.
+        is_vocabulary: Whether a dim is the vocabulary. It is whole where samples are divided over
+            `fsdp`: XLA (JAX 0.10) aborts at the cross entropy of logits that both axes divide.
     """
 
     init: Callable[..., Any]
@@ -42,21 +42,38 @@ class Divided:
 
 
 def dividing(axis: str, size: int) -> str | None:
-    """The axis, where it is automatic around this code, longer than one, and divides a dim of this size."""
+    """The axis, if automatic around this code, longer than one, and dividing a dim of this size."""
     mesh = jax.sharding.get_abstract_mesh()
-    return axis if axis in mesh.auto_axes and mesh.shape[axis] > 1 and size % mesh.shape[axis] == 0 else None
+    return (
+        axis
+        if axis in mesh.auto_axes and mesh.shape[axis] > 1 and size % mesh.shape[axis] == 0
+        else None
+    )
 
 
 def dividing_axes(samples: int, features: int) -> tuple[str | None, str | None]:
-    """The automatic axes around this code over which samples and heads or features are divided; None for none."""
+    """The automatic axes around this code over which samples and heads or features are divided.
+
+    None for none.
+    """
     return dividing(FSDP, samples), dividing(MODEL, features)
 
 
 def constrained(x: jax.Array, *axes: str | None) -> jax.Array:
-    """The same array, divided along its first dims as said and whole along the others; as it is without a mesh."""
-    return jax.lax.with_sharding_constraint(x, P(*axes)) if jax.sharding.get_abstract_mesh().auto_axes else x
+    """The same array, divided along its first dims as said and whole along the others.
+
+    As it is without a mesh.
+    """
+    return (
+        jax.lax.with_sharding_constraint(x, P(*axes))
+        if jax.sharding.get_abstract_mesh().auto_axes
+        else x
+    )
 
 
 def summed(x: jax.Array, *axes: str | None) -> jax.Array:
-    """A product with weights that are divided along the dim it sums over, divided as said and named as such."""
+    """A product with weights divided along the dim it sums over.
+
+    It is divided as said, and named as a sum.
+    """
     return reduced(constrained(x, *axes))

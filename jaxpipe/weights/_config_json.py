@@ -28,8 +28,8 @@ def read_config_json(source: Source) -> Mapping[str, Any]:
         return source
     if not isinstance(source, (str, PathLike)):
         raise ConfigError(
-            f"a model's config.json must be a folder, a file or a dictionary, but got {shown(source)}. Name the folder "
-            "that it is in."
+            "a model's config.json must be a folder, a file or a dictionary, but got "
+            f"{shown(source)}. Name the folder that it is in."
         )
     path = local_path(source, "a model's config.json")
     path = path / CONFIG if path.is_dir() else path
@@ -37,10 +37,13 @@ def read_config_json(source: Source) -> Mapping[str, Any]:
         values = parse_json(read_file(path))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"a model's config.json must be readable, but got {path}: {error}. Name the folder that it is in."
+            f"a model's config.json must be readable, but got {path}: {error}. Name the folder "
+            "that it is in."
         ) from error
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} must hold a dictionary, but got {shown(values)}. Name a model's config.json.")
+        raise ConfigError(
+            f"{path} must hold a dictionary, but got {shown(values)}. Name a model's config.json."
+        )
     return values
 
 

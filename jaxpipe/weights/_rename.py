@@ -1,4 +1,4 @@
-"""Tables of names: which tensors of another library are which leaves of ours, in both directions."""
+"""Tables of names: which tensors of another library are which leaves of ours, both ways."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -101,8 +101,9 @@ def match_renames(renames: Sequence[Rename], leaves: Mapping[str, Shape]) -> lis
             for key in keys:
                 if key in entry_of:
                     raise CheckpointError(
-                        f"renames must have each leaf once, but got {_short(key)!r} in {entry_of[key]} and {rename}. "
-                        "Give one entry several names of theirs, or remove the other."
+                        f"renames must have each leaf once, but got {_short(key)!r} in "
+                        f"{entry_of[key]} and {rename}. Give one entry several names of theirs, or "
+                        "remove the other."
                     )
                 entry_of[key] = rename
             found.append(_match(rename, counters, keys, tuple(tuple(leaves[key]) for key in keys)))
@@ -110,20 +111,26 @@ def match_renames(renames: Sequence[Rename], leaves: Mapping[str, Shape]) -> lis
     if unnamed or absent:
         unnamed = _with_nearest(unnamed, _our_texts(renames))
         absent = _with_nearest(absent, [_short(key) for key in leaves])
-        parts = [("leaves of the model without an entry", unnamed), ("entries without a leaf", absent)]
+        parts = [
+            ("leaves of the model without an entry", unnamed),
+            ("entries without a leaf", absent),
+        ]
         raise CheckpointError(
-            f"renames must name every leaf of the model, but got {_listed_parts(parts)}. Add entries, or correct them."
+            f"renames must name every leaf of the model, but got {_listed_parts(parts)}. Add "
+            "entries, or correct them."
         )
     twice = _repeated([names[0] for match in found for names in match.theirs])
     if twice:
         raise CheckpointError(
-            f"renames must have each tensor of theirs once, but got {_listed(twice)} for several leaves. Give one "
-            "entry several leaves and split, or correct a counter."
+            f"renames must have each tensor of theirs once, but got {_listed(twice)} for several "
+            "leaves. Give one entry several leaves and split, or correct a counter."
         )
     return found
 
 
-def check_theirs(source: str, renames: Sequence[Rename], matches: Sequence[Match], theirs: Mapping[str, Shape]) -> None:
+def check_theirs(
+    source: str, renames: Sequence[Rename], matches: Sequence[Match], theirs: Mapping[str, Shape]
+) -> None:
     """Compare what a table asks for with what there is.
 
     `matches` are what `match_renames` found, and `source` says in the error where their tensors
@@ -145,16 +152,20 @@ def check_theirs(source: str, renames: Sequence[Rename], matches: Sequence[Match
             for name in present:
                 if tuple(theirs[name]) != shape:
                     leaves = ", ".join(
-                        f"{_short(key)} {list(own)}" for key, own in zip(match.ours, match.shapes, strict=True)
+                        f"{_short(key)} {list(own)}"
+                        for key, own in zip(match.ours, match.shapes, strict=True)
                     )
-                    misshapen.append(f"{name} {list(theirs[name])}, not {list(shape)} as for {leaves}")
+                    misshapen.append(
+                        f"{name} {list(theirs[name])}, not {list(shape)} as for {leaves}"
+                    )
     if missing or over or misshapen:
         near = _with_nearest(missing, over)
         missing = [f"{name} for {own}" for name, own in zip(near, ours, strict=True)]
         parts = [("missing", missing), ("left over", over), ("of another shape", misshapen)]
         raise CheckpointError(
-            f"{source} must hold the tensors that renames and the model ask for, but got {_listed_parts(parts)}. "
-            "Correct the model or the table; Rename(name, None) passes over what is no parameter."
+            f"{source} must hold the tensors that renames and the model ask for, but got "
+            f"{_listed_parts(parts)}. Correct the model or the table; Rename(name, None) passes "
+            "over what is no parameter."
         )
 
 
@@ -176,7 +187,9 @@ def rename(tensors: Mapping[str, Tensor], renames: Sequence[Rename], like: PyTre
     """
     shapes = {join_path(path): tuple(leaf.shape) for path, leaf in flatten_dict(like).items()}
     matches = match_renames(renames, shapes)
-    check_theirs("tensors", renames, matches, {name: tuple(value.shape) for name, value in tensors.items()})
+    check_theirs(
+        "tensors", renames, matches, {name: tuple(value.shape) for name, value in tensors.items()}
+    )
     found: dict[tuple[str, ...], Any] = {}
     for match in matches:
         theirs = [first_of(names, tensors) for names in match.theirs]
@@ -198,10 +211,14 @@ def rename_back(params: PyTree, renames: Sequence[Rename]) -> dict[str, np.ndarr
     Raises:
         CheckpointError: The table does not name every leaf once.
     """
-    leaves: dict[str, Tensor] = {join_path(path): np.asarray(leaf) for path, leaf in flatten_dict(params).items()}
+    leaves: dict[str, Tensor] = {
+        join_path(path): np.asarray(leaf) for path, leaf in flatten_dict(params).items()
+    }
     matches = match_renames(renames, {key: leaf.shape for key, leaf in leaves.items()})
     return {
-        names[0]: np.ascontiguousarray(match.transform.write(number, [leaves[key] for key in match.ours]))
+        names[0]: np.ascontiguousarray(
+            match.transform.write(number, [leaves[key] for key in match.ours])
+        )
         for match in matches
         for number, names in enumerate(match.theirs)
     }
@@ -211,11 +228,14 @@ def first_of(names: Sequence[str], tensors: Mapping[str, Tensor]) -> Tensor:
     """The tensor of several names for one; raises CheckpointError if two of them differ."""
     first, *others = [name for name in names if name in tensors]
     for other in others:
-        one, two = (np.asarray(tensors[name][whole(tensors[name].shape)]) for name in (first, other))
+        one, two = (
+            np.asarray(tensors[name][whole(tensors[name].shape)]) for name in (first, other)
+        )
         if not np.array_equal(one, two, equal_nan=one.dtype.kind == "f"):
             raise CheckpointError(
-                f"names of one tensor must have equal values, but got {first!r} and {other!r} that differ: the files "
-                "are of a model whose weights are not tied there. Build the model so."
+                f"names of one tensor must have equal values, but got {first!r} and {other!r} that "
+                "differ: the files are of a model whose weights are not tied there. Build the "
+                "model so."
             )
     return tensors[first]
 
@@ -259,46 +279,59 @@ def _matched(text: str, name: str) -> dict[str, int] | None:
     return counters
 
 
-def _filled(text: str, counters: Mapping[str, int], rename: Rename, labels: Mapping[str, str] | None = None) -> str:
+def _filled(
+    text: str, counters: Mapping[str, int], rename: Rename, labels: Mapping[str, str] | None = None
+) -> str:
     def number(mark: re.Match[str]) -> str:
         if labels is not None and mark[1] in labels:
             return labels[mark[1]]
         if mark[1] not in counters:
             raise CheckpointError(
-                f"names of an entry must have the same counters, but got {{{mark[1]}}} in {text!r} of {rename}. Write "
-                "it in the other name too, or transform=stack() where theirs alone are counted."
+                f"names of an entry must have the same counters, but got {{{mark[1]}}} in {text!r} "
+                f"of {rename}. Write it in the other name too, or transform=stack() where theirs "
+                "alone are counted."
             )
         return str(counters[mark[1]] + int(mark[2] or 0))
 
     return _COUNTER.sub(number, text)
 
 
-def _match(rename: Rename, counters: Mapping[str, int], keys: tuple[str, ...], shapes: tuple[Shape, ...]) -> Match:
+def _match(
+    rename: Rename, counters: Mapping[str, int], keys: tuple[str, ...], shapes: tuple[Shape, ...]
+) -> Match:
     transform = or_identity(rename.transform, shapes)
     if len(keys) > 1 and rename.transform is None:
         raise CheckpointError(
-            f"an entry with several leaves must say how they are one tensor, but got {rename}. Add transform=split()."
+            f"an entry with several leaves must say how they are one tensor, but got {rename}. Add "
+            "transform=split()."
         )
     try:
         count = transform.count(shapes)
         transform.their_shape(shapes)
     except (IndexError, ValueError) as error:
         raise CheckpointError(
-            f"transform must be for the shapes of the leaves, but got {rename} for {', '.join(map(_short, keys))} of "
-            f"shapes {', '.join(str(list(shape)) for shape in shapes)}: {error}. Correct the transform or the path."
+            f"transform must be for the shapes of the leaves, but got {rename} for "
+            f"{', '.join(map(_short, keys))} of shapes "
+            f"{', '.join(str(list(shape)) for shape in shapes)}: {error}. Correct the transform or "
+            "the path."
         ) from error
     # The counter that theirs alone have counts the tensors of one leaf; where there is one tensor
     # `_filled` refuses it.
-    own = {mark[1] for text in rename.their_names for mark in _COUNTER.finditer(text)} - set(counters)
+    own = {mark[1] for text in rename.their_names for mark in _COUNTER.finditer(text)} - set(
+        counters
+    )
     if type(transform).count is Transform.count:
         own = set[str]()
     elif len(own) != 1:
         raise CheckpointError(
-            f"an entry must have one counter for the {count} tensors of a leaf, but got {sorted(own)} in {rename}. "
-            "Write one, such as {e}, in their name alone."
+            f"an entry must have one counter for the {count} tensors of a leaf, but got "
+            f"{sorted(own)} in {rename}. Write one, such as {{e}}, in their name alone."
         )
     labels = [dict.fromkeys(own, transform.label(number)) for number in range(count)]
-    names = tuple(tuple(_filled(text, counters, rename, each) for text in rename.their_names) for each in labels)
+    names = tuple(
+        tuple(_filled(text, counters, rename, each) for text in rename.their_names)
+        for each in labels
+    )
     return Match(names, keys, shapes, transform)
 
 
@@ -312,9 +345,15 @@ def _our_texts(renames: Sequence[Rename]) -> list[str]:
 
 
 def _with_nearest(names: Sequence[str], known: Sequence[str]) -> list[str]:
-    """Names, those that are shown with the nearest of others: a search through all of them takes minutes."""
+    """Names, those that are shown with the nearest of others.
+
+    A search through all of them takes minutes.
+    """
     near = [nearest(name, known) for name in names[:_SHOWN]]
-    found = [name if other is None else f"{name} (nearest: {other})" for name, other in zip(names, near, strict=False)]
+    found = [
+        name if other is None else f"{name} (nearest: {other})"
+        for name, other in zip(names, near, strict=False)
+    ]
     return [*found, *names[_SHOWN:]]
 
 

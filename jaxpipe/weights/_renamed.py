@@ -28,7 +28,9 @@ class RenamedFiles:
         CheckpointError: As `checkpoint.load_huggingface`.
     """
 
-    def __init__(self, folder: Path, renames: Sequence[Rename], leaves: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    def __init__(
+        self, folder: Path, renames: Sequence[Rename], leaves: Mapping[str, jax.ShapeDtypeStruct]
+    ) -> None:
         self._shapes = {path: leaf.shape for path, leaf in leaves.items()}
         self._file_of: dict[str, Path] = {}
         theirs: dict[str, Shape] = {}
@@ -61,11 +63,17 @@ class RenamedFiles:
                     if name in self._file_of
                 }
                 theirs = [first_of(names, tensors) for names in match.theirs]
-                yield path, match.read(theirs, path, tuple(slice(0, size) for size in self._shapes[path]))
+                yield (
+                    path,
+                    match.read(theirs, path, tuple(slice(0, size) for size in self._shapes[path])),
+                )
 
 
 def _check_dtypes(
-    folder: Path, matches: Sequence[Match], leaves: Mapping[str, jax.ShapeDtypeStruct], dtypes: Mapping[str, str]
+    folder: Path,
+    matches: Sequence[Match],
+    leaves: Mapping[str, jax.ShapeDtypeStruct],
+    dtypes: Mapping[str, str],
 ) -> None:
     """Refuse integers for floating-point parameters, such as quantised weights without scales."""
     whole = [
@@ -79,7 +87,8 @@ def _check_dtypes(
         more = f" and {len(whole) - 4} more" if len(whole) > 4 else ""
         raise CheckpointError(
             f"{folder} must hold floating-point tensors for floating-point parameters, but got "
-            f"{', '.join(whole[:4])}{more}. Write them in a floating-point dtype, such as BF16, dequantised."
+            f"{', '.join(whole[:4])}{more}. Write them in a floating-point dtype, such as BF16, "
+            "dequantised."
         )
 
 

@@ -84,8 +84,8 @@ def check_shard_size(max_shard_bytes: int | None) -> None:
     """
     if max_shard_bytes is not None and max_shard_bytes < 1:
         raise CheckpointError(
-            f"max_shard_bytes must be at least 1, but got max_shard_bytes={max_shard_bytes}. Write for instance "
-            "5_000_000_000, or None for one file."
+            f"max_shard_bytes must be at least 1, but got max_shard_bytes={max_shard_bytes}. Write "
+            "for instance 5_000_000_000, or None for one file."
         )
 
 
@@ -98,7 +98,9 @@ def write_safetensors(
     max_shard_bytes: int | None,
     beside: Mapping[str, bytes] | None = None,
 ) -> list[Path]:
-    """Write tensors to one file, or to several and an index; they get their names when all of them are whole.
+    """Write tensors to one file, or to several and an index.
+
+    They get their names when all of them are whole.
 
     Args:
         source: Where the tensors are from, for errors.
@@ -119,11 +121,15 @@ def write_safetensors(
     for name, tensor in tensors.items():
         if tensor.dtype.name not in _DTYPES:
             raise CheckpointError(
-                f"{source} must hold dtypes that safetensors has, but got {name!r} of dtype={tensor.dtype.name}. Read "
-                "it with load_params and convert it, or leave it in the checkpoint."
+                f"{source} must hold dtypes that safetensors has, but got {name!r} of "
+                f"dtype={tensor.dtype.name}. Read it with load_params and convert it, or leave it "
+                "in the checkpoint."
             )
     shards = _split(tensors, max_shard_bytes)
-    files = [_lay_out(_shard_path(target, i, len(shards)), shard, metadata) for i, shard in enumerate(shards)]
+    files = [
+        _lay_out(_shard_path(target, i, len(shards)), shard, metadata)
+        for i, shard in enumerate(shards)
+    ]
     index = target.with_name(target.name.removesuffix(_SUFFIX) + _INDEX_SUFFIX)
     # What readers look for first: gone while the shards are changed, and written when all are
     # there.
@@ -148,13 +154,16 @@ def write_safetensors(
             sync([target.parent])
     except OSError as error:
         raise CheckpointError(
-            f"out must be a file that can be written, but got out={str(target)!r} and {error.strerror or error}. Make "
-            "room, check the folder's permissions, or choose another."
+            f"out must be a file that can be written, but got out={str(target)!r} and "
+            f"{error.strerror or error}. Make room, check the folder's permissions, or choose "
+            "another."
         ) from error
     return written
 
 
-def load_safetensors(path: str | PathLike[str], part: Literal["params", "collections"] = "params") -> dict[str, Any]:
+def load_safetensors(
+    path: str | PathLike[str], part: Literal["params", "collections"] = "params"
+) -> dict[str, Any]:
     """Read what `export_safetensors` wrote, or files of that form from elsewhere.
 
     Args:
@@ -173,10 +182,14 @@ def load_safetensors(path: str | PathLike[str], part: Literal["params", "collect
             is; a tensor is in two shards, or has a name with which another begins.
     """
     if part not in ("params", "collections"):
-        raise CheckpointError(f"part must be 'params' or 'collections', but got part={part!r}. Write one of these.")
+        raise CheckpointError(
+            f"part must be 'params' or 'collections', but got part={part!r}. Write one of these."
+        )
     found: dict[str, np.ndarray] = {}
     for file, names in safetensors_files(local_path(path, "path", CheckpointError)).items():
-        wanted = [name for name in names if name.startswith(_COLLECTIONS) == (part == "collections")]
+        wanted = [
+            name for name in names if name.startswith(_COLLECTIONS) == (part == "collections")
+        ]
         with open_safetensors(file) as tensors:
             found.update({name: tensors.get_tensor(name) for name in wanted})
     paths = {split_path(name): name for name in sorted(found)}
@@ -184,13 +197,16 @@ def load_safetensors(path: str | PathLike[str], part: Literal["params", "collect
         each = split_path(name)
         if len(each) > _DEEPEST:
             raise CheckpointError(
-                f"{path} must name tensors by paths of at most {_DEEPEST} parts, but got {shown(name)} of {len(each)}. "
-                "Rename it."
+                f"{path} must name tensors by paths of at most {_DEEPEST} parts, but got "
+                f"{shown(name)} of {len(each)}. Rename it."
             )
-        others = [paths[each[:i]] for i in range(1, len(each) + 1) if paths.get(each[:i], name) != name]
+        others = [
+            paths[each[:i]] for i in range(1, len(each) + 1) if paths.get(each[:i], name) != name
+        ]
         if others:
             raise CheckpointError(
-                f"{path} must name tensors by paths in a tree, but got {others[0]!r} and {name!r}. Rename the first."
+                f"{path} must name tensors by paths in a tree, but got {others[0]!r} and {name!r}. "
+                "Rename the first."
             )
     prefix = 1 if part == "collections" else 0
     return unflatten_dict({each[prefix:]: found[name] for each, name in paths.items()})
@@ -205,10 +221,14 @@ def check_target(out: Path) -> Path:
     with readable(out):
         is_folder = out.is_dir()
     if not out.name.endswith(_SUFFIX) or out.name == _SUFFIX or is_folder:
-        example = out / "model.safetensors" if is_folder else out.with_name((out.name or "model") + _SUFFIX)
+        example = (
+            out / "model.safetensors"
+            if is_folder
+            else out.with_name((out.name or "model") + _SUFFIX)
+        )
         raise CheckpointError(
-            f"out must be the name of a file that ends in {_SUFFIX!r}, but got out={str(out)!r}. Write for instance "
-            f"{str(example)!r}."
+            f"out must be the name of a file that ends in {_SUFFIX!r}, but got out={str(out)!r}. "
+            f"Write for instance {str(example)!r}."
         )
     return out
 
@@ -217,7 +237,9 @@ def _num_bytes(tensor: jax.ShapeDtypeStruct) -> int:
     return math.prod(tensor.shape) * tensor.dtype.itemsize
 
 
-def _split(tensors: Mapping[str, jax.ShapeDtypeStruct], limit: int | None) -> list[dict[str, jax.ShapeDtypeStruct]]:
+def _split(
+    tensors: Mapping[str, jax.ShapeDtypeStruct], limit: int | None
+) -> list[dict[str, jax.ShapeDtypeStruct]]:
     shards: list[dict[str, jax.ShapeDtypeStruct]] = [{}]
     size = 0
     for name, tensor in tensors.items():
@@ -232,10 +254,16 @@ def _split(tensors: Mapping[str, jax.ShapeDtypeStruct], limit: int | None) -> li
 
 def _shard_path(target: Path, number: int, count: int) -> Path:
     stem = target.name.removesuffix(_SUFFIX)
-    return target if count == 1 else target.with_name(f"{stem}-{number + 1:05d}-of-{count:05d}{_SUFFIX}")
+    return (
+        target
+        if count == 1
+        else target.with_name(f"{stem}-{number + 1:05d}-of-{count:05d}{_SUFFIX}")
+    )
 
 
-def _lay_out(path: Path, tensors: Mapping[str, jax.ShapeDtypeStruct], metadata: Mapping[str, str]) -> _File:
+def _lay_out(
+    path: Path, tensors: Mapping[str, jax.ShapeDtypeStruct], metadata: Mapping[str, str]
+) -> _File:
     """Place tensors in a file, the widest dtypes first so that all are aligned."""
     header: dict[str, Any] = {"__metadata__": metadata}
     offsets: dict[str, int] = {}
@@ -255,26 +283,35 @@ def _lay_out(path: Path, tensors: Mapping[str, jax.ShapeDtypeStruct], metadata: 
 
 
 def _check_others(target: Path, written: Sequence[Path]) -> None:
-    """Refuse to leave an older export of that name beside the new one: readers could not tell which is meant."""
+    """Refuse to leave an older export of that name beside the new one.
+
+    Readers could not tell which is meant.
+    """
     stem = target.name.removesuffix(_SUFFIX)
     others = sorted(
         path.name
         for path in target.parent.iterdir()
         if path.name.startswith(stem)
         and path not in written
-        and (path.name in (target.name, stem + _INDEX_SUFFIX) or _SHARD.fullmatch(path.name.removeprefix(stem)))
+        and (
+            path.name in (target.name, stem + _INDEX_SUFFIX)
+            or _SHARD.fullmatch(path.name.removeprefix(stem))
+        )
     )
     if others:
         listed = ", ".join(others[:4]) + (f" and {len(others) - 4} more" if len(others) > 4 else "")
         raise CheckpointError(
-            f"out must be a name without an export in other files, but got out={str(target)!r} beside {listed}. Remove "
-            "these, or choose another name."
+            f"out must be a name without an export in other files, but got out={str(target)!r} "
+            f"beside {listed}. Remove these, or choose another name."
         )
 
 
 @contextlib.contextmanager
 def _claimed(target: Path) -> Generator[None]:
-    """Refuse to write what another process is writing; a claim ends with its process, however that ends."""
+    """Refuse to write what another process is writing.
+
+    A claim ends with its process, however that ends.
+    """
     path = target.with_name(f".{target.name}.writing")
     with open_to_append(path) as handle:
         try:
@@ -287,8 +324,8 @@ def _claimed(target: Path) -> Generator[None]:
             is_own = True
         if not is_own:
             raise CheckpointError(
-                f"out must be written by one process at a time, but got out={str(target)!r}, which another is writing. "
-                "Call it in one process alone, or write elsewhere."
+                f"out must be written by one process at a time, but got out={str(target)!r}, which "
+                "another is writing. Call it in one process alone, or write elsewhere."
             )
         try:
             yield
@@ -299,13 +336,17 @@ def _claimed(target: Path) -> Generator[None]:
 def _remove_leftovers(target: Path) -> None:
     """Remove what an export by that name left whose process was killed."""
     stem = re.escape(target.name.removesuffix(_SUFFIX))
-    left = re.compile(rf"\.{stem}({_SHARD.pattern}|{re.escape(_SUFFIX)})\.[0-9a-f]{{16}}{re.escape(PARTIAL)}")
+    left = re.compile(
+        rf"\.{stem}({_SHARD.pattern}|{re.escape(_SUFFIX)})\.[0-9a-f]{{16}}{re.escape(PARTIAL)}"
+    )
     for path in target.parent.iterdir():
         if left.fullmatch(path.name):
             path.unlink(missing_ok=True)
 
 
-def _write(files: Sequence[_File], partials: Mapping[Path, Path], values: Iterable[tuple[str, np.ndarray]]) -> None:
+def _write(
+    files: Sequence[_File], partials: Mapping[Path, Path], values: Iterable[tuple[str, np.ndarray]]
+) -> None:
     for file in files:
         with open_to_change(partials[file.path]) as handle:
             handle.write(file.header)
@@ -342,8 +383,9 @@ def _resolve(path: Path) -> Path:
     found += [name for name in names if name.endswith(_SUFFIX) and not _SHARD.search(name)]
     if len(found) != 1:
         raise CheckpointError(
-            f"path must be a folder with one safetensors file or one index of shards, but got path={str(path)!r} with "
-            f"{', '.join(found) or 'none'}. Give the path of the file itself."
+            "path must be a folder with one safetensors file or one index of shards, but got "
+            f"path={str(path)!r} with {', '.join(found) or 'none'}. Give the path of the file "
+            "itself."
         )
     return path / found[0]
 
@@ -373,15 +415,16 @@ def _files(path: Path) -> dict[Path, list[str]]:
             homes[name] = shard
     for name in sorted({*listed, *homes}):
         if listed.get(name) != homes.get(name):
-            text = f"{name!r} at {listed.get(name, 'no place')}, while it is in {homes.get(name, 'no shard')}"
+            there, here = listed.get(name, "no place"), homes.get(name, "no shard")
+            text = f"{name!r} at {there}, while it is in {here}"
             raise _disagreement(path, text)
     return found
 
 
 def _disagreement(path: Path, text: str) -> CheckpointError:
     return CheckpointError(
-        f"{path} must give each tensor the one shard that holds it, but got {text}. The files are not of one export: "
-        "restore them, or export again."
+        f"{path} must give each tensor the one shard that holds it, but got {text}. The files are "
+        "not of one export: restore them, or export again."
     )
 
 
@@ -391,25 +434,31 @@ def _read_weight_map(path: Path) -> dict[str, str]:
         is_map = bool(found) and all(isinstance(shard, str) for shard in found.values())
     except OSError as error:
         raise CheckpointError(
-            f"{path} must be a readable file, but got {error.strerror or error}. Check the path, or restore the file."
+            f"{path} must be a readable file, but got {error.strerror or error}. Check the path, "
+            "or restore the file."
         ) from error
     except (AttributeError, KeyError, TypeError, ValueError):
         is_map, found = False, {}
     if not is_map:
         raise CheckpointError(
-            f"{path} must be the index of shards, with their names in 'weight_map', but got something else. Give "
-            "<name>.safetensors.index.json."
+            f"{path} must be the index of shards, with their names in 'weight_map', but got "
+            "something else. Give <name>.safetensors.index.json."
         )
     for name, shard in found.items():
-        if Path(shard).name != shard or "\\" in shard or "\0" in shard or not shard.endswith(_SUFFIX):
+        if (
+            Path(shard).name != shard
+            or "\\" in shard
+            or "\0" in shard
+            or not shard.endswith(_SUFFIX)
+        ):
             raise CheckpointError(
-                f"{path} must name safetensors files that lie beside it, but got weight_map[{name!r}]={shard!r}. Write "
-                "its plain name, and put the file there."
+                f"{path} must name safetensors files that lie beside it, but got "
+                f"weight_map[{name!r}]={shard!r}. Write its plain name, and put the file there."
             )
         if not path.with_name(shard).is_file():
             raise CheckpointError(
-                f"{path} must name safetensors files that lie beside it, but got weight_map[{name!r}]={shard!r}, which "
-                "is missing. Restore it, or export again."
+                f"{path} must name safetensors files that lie beside it, but got "
+                f"weight_map[{name!r}]={shard!r}, which is missing. Restore it, or export again."
             )
     return found
 
@@ -421,8 +470,11 @@ def open_safetensors(path: Path) -> Generator[Any]:
         check_is_file(path)
         with safe_open(str(path), framework="numpy") as tensors:
             yield tensors
-    except Exception as error:  # whatever the library raises for damaged files, and numpy for dtypes it has not
+    except (
+        Exception
+    ) as error:  # whatever the library raises for damaged files, and numpy for dtypes it has not
         raise CheckpointError(
             f"{path} must be a safetensors file with dtypes of numpy or bfloat16, but got "
-            f"{type(error).__name__}: {error}. It is missing, damaged, or of another kind: restore it, or export again."
+            f"{type(error).__name__}: {error}. It is missing, damaged, or of another kind: restore "
+            "it, or export again."
         ) from error

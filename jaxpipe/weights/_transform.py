@@ -29,7 +29,7 @@ class Tensor(Protocol):
 
 
 class Transform(ABC):
-    """The change between tensors of theirs and leaves of ours; a subclass may do what is not here."""
+    """The change between tensors of theirs and leaves of ours; subclass it for what is not here."""
 
     def count(self, shapes: Sequence[Shape]) -> int:
         """Number of tensors of theirs that hold leaves of ours of these shapes."""
@@ -49,7 +49,9 @@ class Transform(ABC):
         """
 
     @abstractmethod
-    def read(self, theirs: Sequence[Tensor], shapes: Sequence[Shape], which: int, at: Index) -> np.ndarray:
+    def read(
+        self, theirs: Sequence[Tensor], shapes: Sequence[Shape], which: int, at: Index
+    ) -> np.ndarray:
         """A slice of one of our leaves.
 
         Args:
@@ -82,7 +84,8 @@ class merge(Transform):  # noqa: N801  # used as a function
         flat = self._order()
         if sorted(flat) != list(range(len(flat))):
             raise CheckpointError(
-                f"merge must have each dim from 0 on once, but got merge{self.dims}. Name all dims of the leaf."
+                f"merge must have each dim from 0 on once, but got merge{self.dims}. Name all dims "
+                "of the leaf."
             )
 
     def _order(self) -> list[int]:
@@ -95,7 +98,9 @@ class merge(Transform):  # noqa: N801  # used as a function
             raise ValueError(f"merge{self.dims} is for leaves of {len(self._order())} dims")
         return tuple(math.prod(shape[dim] for dim in group) for group in self.dims)
 
-    def read(self, theirs: Sequence[Tensor], shapes: Sequence[Shape], which: int, at: Index) -> np.ndarray:
+    def read(
+        self, theirs: Sequence[Tensor], shapes: Sequence[Shape], which: int, at: Index
+    ) -> np.ndarray:
         """See `Transform`."""
         del which
         (shape,), (tensor,) = shapes, theirs
@@ -117,7 +122,9 @@ class merge(Transform):  # noqa: N801  # used as a function
         """See `Transform`."""
         del number
         (leaf,) = ours
-        return leaf[whole(leaf.shape)].transpose(self._order()).reshape(self.their_shape([leaf.shape]))
+        return (
+            leaf[whole(leaf.shape)].transpose(self._order()).reshape(self.their_shape([leaf.shape]))
+        )
 
 
 def linear(num_in: int = 1, num_out: int = 1) -> merge:
@@ -136,13 +143,16 @@ transpose = merge((1,), (0,))
 
 
 def conv1d(num_in: int = 1, num_out: int = 1) -> merge:
-    """Weight of GPT-2's `Conv1D`, `[in, out]`, which is a kernel `[*in, *out]` here; arguments as for `linear`."""
+    """Weight of GPT-2's `Conv1D`, `[in, out]`, which is a kernel `[*in, *out]` here.
+
+    Arguments as for `linear`.
+    """
     return merge(range(num_in), range(num_in, num_in + num_out))
 
 
 @dataclass(frozen=True)
 class split(Transform):  # noqa: N801  # used as a function
-    """One tensor of theirs holds several leaves of ours, one after another, such as queries, keys and values.
+    """One tensor of theirs holds several leaves of ours in a row, such as queries, keys, values.
 
     Attributes:
         dim: The dim of theirs along which they lie; negative ones are counted from the last.
@@ -164,7 +174,9 @@ class split(Transform):  # noqa: N801  # used as a function
     def _parts(self, shapes: Sequence[Shape]) -> list[Shape]:
         return [or_identity(self.each, [shape]).their_shape([shape]) for shape in shapes]
 
-    def read(self, theirs: Sequence[Tensor], shapes: Sequence[Shape], which: int, at: Index) -> np.ndarray:
+    def read(
+        self, theirs: Sequence[Tensor], shapes: Sequence[Shape], which: int, at: Index
+    ) -> np.ndarray:
         """See `Transform`."""
         parts = self._parts(shapes)
         dim = range(len(parts[0]))[self.dim]
@@ -174,7 +186,9 @@ class split(Transform):  # noqa: N801  # used as a function
 
     def write(self, number: int, ours: Sequence[Tensor]) -> np.ndarray:
         """See `Transform`."""
-        return np.concatenate([or_identity(self.each, [leaf.shape]).write(number, [leaf]) for leaf in ours], self.dim)
+        return np.concatenate(
+            [or_identity(self.each, [leaf.shape]).write(number, [leaf]) for leaf in ours], self.dim
+        )
 
 
 @dataclass(frozen=True)
@@ -197,7 +211,9 @@ class stack(Transform):  # noqa: N801  # used as a function
         """See `Transform`."""
         count = shapes[0][self.dim]
         if self.names is not None and len(self.names) != count:
-            raise ValueError(f"stack has names for {len(self.names)} tensors, and the leaf holds {count}")
+            raise ValueError(
+                f"stack has names for {len(self.names)} tensors, and the leaf holds {count}"
+            )
         return count
 
     def label(self, number: int) -> str:
@@ -212,12 +228,16 @@ class stack(Transform):  # noqa: N801  # used as a function
     def _without(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         return (*values[: self.dim], *values[self.dim + 1 :])
 
-    def read(self, theirs: Sequence[Tensor], shapes: Sequence[Shape], which: int, at: Index) -> np.ndarray:
+    def read(
+        self, theirs: Sequence[Tensor], shapes: Sequence[Shape], which: int, at: Index
+    ) -> np.ndarray:
         """See `Transform`."""
         inner = [self._without(shape) for shape in shapes]
         each = or_identity(self.each, inner)
         numbers = range(at[self.dim].start, at[self.dim].stop)
-        shares = [each.read([theirs[number]], inner, which, self._without(at)) for number in numbers]
+        shares = [
+            each.read([theirs[number]], inner, which, self._without(at)) for number in numbers
+        ]
         return np.stack(shares, self.dim)
 
     def write(self, number: int, ours: Sequence[Tensor]) -> np.ndarray:

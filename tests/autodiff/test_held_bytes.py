@@ -1,7 +1,9 @@
-"""Bytes held for the backward of activations, norms, embeddings and attention: the same on every JAX.
+"""Bytes held for the backward of activations, norms, embeddings and attention.
 
-JAX changes derivatives from release to release, and what a primitive gives that nobody has sorted is held instead of
-computed again.
+The same on every JAX.
+
+JAX changes derivatives from release to release, and what a primitive gives that nobody has sorted
+is held instead of computed again.
 """
 
 from collections.abc import Callable
@@ -91,7 +93,10 @@ HELD: dict[str, tuple[Callable[[jax.Array], jax.Array], float]] = {
     "layer norm": (layer_norm, 1.0 + STATISTIC),
     "softmax": (jax.nn.softmax, 1.0 + STATISTIC),
     "log softmax": (jax.nn.log_softmax, 1.0 + STATISTIC),
-    "safe norm": (lambda x: x / optax.safe_norm(x, 1e-3, axis=-1, keepdims=True), 1.0 + 3 * STATISTIC),
+    "safe norm": (
+        lambda x: x / optax.safe_norm(x, 1e-3, axis=-1, keepdims=True),
+        1.0 + 3 * STATISTIC,
+    ),
 }
 
 
@@ -103,6 +108,9 @@ def test_a_function_between_two_products_holds_its_input(name: str) -> None:
         y = function(x @ params[0])
         return y @ params[1][: y.shape[-1]], ()
 
-    structs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((WIDTH, HIDDEN), (HIDDEN, WIDTH), (ROWS, WIDTH))]
+    structs = [
+        jax.ShapeDtypeStruct(shape, jnp.float32)
+        for shape in ((WIDTH, HIDDEN), (HIDDEN, WIDTH), (ROWS, WIDTH))
+    ]
     found = sum(leaf.size for leaf in Residuals(model, tuple(structs[:2]), structs[2], ()).structs)
     assert found / (ROWS * HIDDEN) - WIDTH / HIDDEN == pytest.approx(wanted, abs=0.001)

@@ -72,9 +72,14 @@ def with_nested_remat(params: Any, inputs: Any, context: Any) -> Any:
 def with_offload(params: Any, inputs: Any, context: Any) -> Any:
     x, mask = inputs
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[], names_which_can_be_offloaded=["y"], offload_src="device", offload_dst="pinned_host"
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["y"],
+        offload_src="device",
+        offload_dst="pinned_host",
     )
-    hosted = jax.checkpoint(lambda x: jnp.sin(checkpoint_name(x @ params["w"], "y")) @ params["w"], policy=policy)
+    hosted = jax.checkpoint(
+        lambda x: jnp.sin(checkpoint_name(x @ params["w"], "y")) @ params["w"], policy=policy
+    )
     return jnp.tanh(hosted(jnp.sin(x @ params["w"])) @ params["w"]), mask
 
 
@@ -87,7 +92,11 @@ def arguments() -> tuple[Any, Any, Any]:
     w = rng.normal(size=(SIZE, SIZE)).astype(np.float32)
     x = rng.normal(size=(3, SIZE)).astype(np.float32)
     mask = np.array([[True], [False], [True]])
-    return {"w": jnp.asarray(w)}, (jnp.asarray(x), jnp.asarray(mask)), (jax.random.key(4), jnp.asarray(1.5))
+    return (
+        {"w": jnp.asarray(w)},
+        (jnp.asarray(x), jnp.asarray(mask)),
+        (jax.random.key(4), jnp.asarray(1.5)),
+    )
 
 
 def with_others(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,7 +116,9 @@ def test_the_backward_is_that_of_autodiff(function: Callable[..., Any]) -> None:
     assert [(x.shape, x.dtype) for x in kept] == [(x.shape, x.dtype) for x in residuals.structs]
     cotangent = jnp.ones_like(outputs[0])
     grads, dx = jax.jit(residuals.backward)(params, kept, [cotangent])
-    wanted, pullback = jax.vjp(lambda p, x: function(p, (x, inputs[1]), context)[0], params, inputs[0])
+    wanted, pullback = jax.vjp(
+        lambda p, x: function(p, (x, inputs[1]), context)[0], params, inputs[0]
+    )
     assert_close(outputs[0], wanted)
     assert int(others) == 7
     assert_close((grads, dx), (lambda pair: (pair[0], [pair[1]]))(pullback(cotangent)))
@@ -167,11 +178,17 @@ def test_an_array_that_is_needed_twice_is_kept_once() -> None:
         return (y @ params) * (y @ (params * 2.0))
 
     w, x = jax.ShapeDtypeStruct((4, 4), jnp.float32), jax.ShapeDtypeStruct((2, 4), jnp.float32)
-    assert [leaf.shape for leaf in Residuals(with_others(twice), w, x, ()).structs].count((2, 4)) <= 4
+    assert [leaf.shape for leaf in Residuals(with_others(twice), w, x, ()).structs].count(
+        (2, 4)
+    ) <= 4
 
 
 def test_only_floating_leaves_have_gradients() -> None:
-    tree = {"a": jnp.ones(2), "b": (jnp.arange(3), jnp.ones(1, bool)), "c": jnp.ones(1, jnp.complex64)}
+    tree = {
+        "a": jnp.ones(2),
+        "b": (jnp.arange(3), jnp.ones(1, bool)),
+        "c": jnp.ones(1, jnp.complex64),
+    }
     assert [leaf.dtype.name for leaf in differentiable(tree)] == ["float32", "complex64"]
     new = replace_differentiable(tree, [jnp.zeros(2), jnp.zeros(1, jnp.complex64)])
     assert float(new["a"].sum()) == 0.0
@@ -182,7 +199,9 @@ def test_only_floating_leaves_have_gradients() -> None:
 @pytest.mark.parametrize("scan_trunk", soak_after(1, [False, True]))
 @pytest.mark.parametrize("model", slow_after(3, ["nnx", "attention", "dropout", "linen", "side"]))
 def test_rings_hold_no_weights(model: str, scan_trunk: bool, interval: int) -> None:
-    pipeline = Case(model=model, stages=2, interval=interval, scan_trunk=scan_trunk, cut="trunk").pipeline()
+    pipeline = Case(
+        model=model, stages=2, interval=interval, scan_trunk=scan_trunk, cut="trunk"
+    ).pipeline()
     weights = {(DIM, DIM), (DIM, 12), (12, DIM), (12,), (DIM,)}
     for leaf in jax.tree.leaves(pipeline._stages.residuals):
         assert tuple(leaf.shape) not in weights
@@ -194,7 +213,9 @@ def test_rings_hold_no_weights(model: str, scan_trunk: bool, interval: int) -> N
 def test_recompute_shrinks_what_is_kept() -> None:
     def residual_bytes(interval: int) -> int:
         stages = Case(stages=2, interval=interval, cut="trunk").pipeline()._stages
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(stages.trunk.residuals))
+        return sum(
+            leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(stages.trunk.residuals)
+        )
 
     everything, per_layer, per_pair = residual_bytes(0), residual_bytes(1), residual_bytes(2)
     assert everything > per_layer > per_pair
@@ -208,12 +229,20 @@ LAYERS: dict[str, Callable[..., jax.Array]] = {
     "dropout": lambda p, x, key: jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x * 2.0, 0.0),
     "perceptron": lambda p, x, key: x + jax.nn.gelu(x @ p) @ p,
     "inner": lambda p, x, key: x + jax.checkpoint(jax.nn.gelu)(x @ p) @ p,
-    "attention": lambda p, x, key: x + jax.nn.softmax((x @ p) @ (x @ p).swapaxes(-1, -2)) @ (x @ p.T),
+    "attention": lambda p, x, key: (
+        x + jax.nn.softmax((x @ p) @ (x @ p).swapaxes(-1, -2)) @ (x @ p.T)
+    ),
     "frozen": lambda p, x, key: jax.nn.relu(x @ jnp.ones((SIZE, SIZE))),
-    "narrow": lambda p, x, key: (x.astype(jnp.bfloat16) @ p.astype(jnp.bfloat16)).astype(jnp.float32),
+    "narrow": lambda p, x, key: (x.astype(jnp.bfloat16) @ p.astype(jnp.bfloat16)).astype(
+        jnp.float32
+    ),
     "fourier": lambda p, x, key: jnp.real(jnp.fft.ifft(jnp.fft.fft(x) * p[:1])),
-    "branch": lambda p, x, key: jax.lax.cond(x[0, 0] > 0, lambda x: x + jax.nn.gelu(x @ p), lambda x: x, x),
-    "loop": lambda p, x, key: jax.lax.scan(lambda x, _: (x + jnp.tanh(x @ p), None), x, None, length=3)[0],
+    "branch": lambda p, x, key: jax.lax.cond(
+        x[0, 0] > 0, lambda x: x + jax.nn.gelu(x @ p), lambda x: x, x
+    ),
+    "loop": lambda p, x, key: jax.lax.scan(
+        lambda x, _: (x + jnp.tanh(x @ p), None), x, None, length=3
+    )[0],
 }
 
 
@@ -226,21 +255,30 @@ def kept_by(names: tuple[str, ...], marked: tuple[int, ...]) -> int:
             x = layer(params[i], x, jax.random.fold_in(key, i))
         return (x,), ()
 
-    p, x = jax.ShapeDtypeStruct((SIZE, SIZE), jnp.float32), jax.ShapeDtypeStruct((8, SIZE), jnp.float32)
+    p, x = (
+        jax.ShapeDtypeStruct((SIZE, SIZE), jnp.float32),
+        jax.ShapeDtypeStruct((8, SIZE), jnp.float32),
+    )
     residuals = Residuals(function, [p] * len(names), x, jax.eval_shape(lambda: jax.random.key(0)))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in residuals.structs)
 
 
 def check_marks(names: tuple[str, ...]) -> None:
     places = range(len(names))
-    kept = {m: kept_by(names, m) for n in range(len(names) + 1) for m in itertools.combinations(places, n)}
+    kept = {
+        m: kept_by(names, m)
+        for n in range(len(names) + 1)
+        for m in itertools.combinations(places, n)
+    }
     for fewer, more in itertools.permutations(kept, 2):
         if set(fewer) < set(more):
             assert kept[more] <= kept[fewer], f"{names}: {more} marked keep more than {fewer}"
 
 
 @pytest.mark.parametrize("first", soak_after(1, ["perceptron", "narrow", "inner"]))
-@pytest.mark.parametrize("second", ["dense", "softmax", "perceptron", "frozen", "branch", "fourier"])
+@pytest.mark.parametrize(
+    "second", ["dense", "softmax", "perceptron", "frozen", "branch", "fourier"]
+)
 def test_to_ask_for_recompute_never_keeps_more(first: str, second: str) -> None:
     check_marks((first, second))
 
@@ -253,18 +291,24 @@ def test_to_ask_for_recompute_never_keeps_more_in_any_pair(first: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", [("narrow", "frozen", "narrow"), ("frozen", "dropout", "narrow"), ("branch",) * 3])
+@pytest.mark.parametrize(
+    "names", [("narrow", "frozen", "narrow"), ("frozen", "dropout", "narrow"), ("branch",) * 3]
+)
 def test_to_ask_for_recompute_never_keeps_more_in_threes(names: tuple[str, ...]) -> None:
     check_marks(names)
 
 
 def test_recompute_of_arithmetic_alone_changes_nothing() -> None:
     assert kept_by(("inner",) * 3, ()) == kept_by(("perceptron",) * 3, ())
-    assert kept_by(("dense", "softmax", "dense"), (1,)) == kept_by(("dense", "softmax", "dense"), ())
+    assert kept_by(("dense", "softmax", "dense"), (1,)) == kept_by(
+        ("dense", "softmax", "dense"), ()
+    )
 
 
 def test_layers_that_do_not_recompute_keep_as_little_beside_one_that_does() -> None:
-    plain, one, every = (kept_by(("perceptron",) * 4, marked) for marked in ((), (1,), (0, 1, 2, 3)))
+    plain, one, every = (
+        kept_by(("perceptron",) * 4, marked) for marked in ((), (1,), (0, 1, 2, 3))
+    )
     inputs = 8 * SIZE * 4
     assert (plain, one, every) == (8 * inputs, 7 * inputs, 4 * inputs)
 
@@ -272,13 +316,21 @@ def test_layers_that_do_not_recompute_keep_as_little_beside_one_that_does() -> N
 def test_a_branch_keeps_no_weights_and_one_with_recompute_its_inputs_alone() -> None:
     def branching(inner: Callable[..., Any]) -> Callable[..., Any]:
         def function(params: Any, x: jax.Array, context: Any) -> Any:
-            return (jax.lax.cond(x[0, 0] > 0, lambda x: x + inner(x @ params) @ params, lambda x: x, x),), ()
+            return (
+                jax.lax.cond(x[0, 0] > 0, lambda x: x + inner(x @ params) @ params, lambda x: x, x),
+            ), ()
 
         return function
 
-    w, x = jax.ShapeDtypeStruct((SIZE, SIZE), jnp.float32), jax.ShapeDtypeStruct((3, SIZE), jnp.float32)
+    w, x = (
+        jax.ShapeDtypeStruct((SIZE, SIZE), jnp.float32),
+        jax.ShapeDtypeStruct((3, SIZE), jnp.float32),
+    )
     dear = jax.checkpoint(lambda x: jnp.sort(jnp.sin(x), -1))
-    kept = [[leaf.shape for leaf in Residuals(branching(f), w, x, ()).structs] for f in (jax.nn.gelu, dear)]
+    kept = [
+        [leaf.shape for leaf in Residuals(branching(f), w, x, ()).structs]
+        for f in (jax.nn.gelu, dear)
+    ]
     assert kept == [[(3, SIZE), (3, SIZE)], [(3, SIZE)]]
 
 
@@ -315,7 +367,9 @@ def test_gradients_with_marks(names: tuple[str, ...], marked: tuple[int, ...]) -
 def test_dependence_follows_calls_scans_and_conditionals() -> None:
     def function(a: jax.Array, b: jax.Array, c: jax.Array) -> tuple[jax.Array, ...]:
         inner = jax.jit(lambda x, y: (x * 2.0, y + 1.0))(a, b)
-        carried, stacked = jax.lax.scan(lambda carry, x: ((carry[1], carry[0]), x * 2.0), (b, c), jnp.ones(4) * a)
+        carried, stacked = jax.lax.scan(
+            lambda carry, x: ((carry[1], carry[0]), x * 2.0), (b, c), jnp.ones(4) * a
+        )
         chosen = jax.lax.cond(a > 0, lambda: b, lambda: c)
         pair = jax.lax.cond(a > 0, lambda: (b, a, c), lambda: (b + 1.0, c, c + a))
         return *inner, *carried, stacked, chosen, *pair, jnp.zeros(3)
@@ -333,6 +387,10 @@ def test_rotary_by_split_keeps_the_product_and_no_float32_halves() -> None:
         turned = jnp.concatenate([a * 0.6 - b * 0.8, b * 0.6 + a * 0.8], -1).astype(q.dtype)
         return (jnp.einsum("ik,jk->ij", turned, turned),), ()
 
-    structs = jax.ShapeDtypeStruct((8, 8), jnp.bfloat16), jax.ShapeDtypeStruct((16, 8), jnp.bfloat16), ()
+    structs = (
+        jax.ShapeDtypeStruct((8, 8), jnp.bfloat16),
+        jax.ShapeDtypeStruct((16, 8), jnp.bfloat16),
+        (),
+    )
     found = Residuals(function, *structs).structs
     assert sorted((str(s.dtype), s.shape) for s in found) == [("bfloat16", (16, 8))] * 2

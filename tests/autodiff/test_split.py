@@ -32,9 +32,13 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool = False) -> jax.Array:
-        heads = nn.Dense(3 * SIZE, use_bias=False)(nn.LayerNorm()(x)).reshape(BATCH, TIME, 3, 4, SIZE // 4)
+        heads = nn.Dense(3 * SIZE, use_bias=False)(nn.LayerNorm()(x)).reshape(
+            BATCH, TIME, 3, 4, SIZE // 4
+        )
         scores = jnp.einsum("bqhd,bkhd->bhqk", heads[:, :, 0], heads[:, :, 1])
-        mixed = jnp.einsum("bhqk,bkhd->bqhd", nn.softmax(scores), heads[:, :, 2]).reshape(BATCH, TIME, SIZE)
+        mixed = jnp.einsum("bhqk,bkhd->bqhd", nn.softmax(scores), heads[:, :, 2]).reshape(
+            BATCH, TIME, SIZE
+        )
         x = x + nn.Dense(SIZE, use_bias=False)(mixed)
         y = nn.gelu(nn.Dense(4 * SIZE)(nn.LayerNorm()(x)))
         return x + nn.Dense(SIZE)(nn.Dropout(0.5, deterministic=not train)(y))
@@ -88,7 +92,10 @@ def with_rule(x: jax.Array, w: jax.Array) -> jax.Array:
     return x @ w
 
 
-with_rule.defvjp(lambda x, w: (x @ w, (x, w)), lambda kept, g: (g @ kept[1].T, jnp.einsum("bti,btj->ij", kept[0], g)))
+with_rule.defvjp(
+    lambda x, w: (x @ w, (x, w)),
+    lambda kept, g: (g @ kept[1].T, jnp.einsum("bti,btj->ij", kept[0], g)),
+)
 
 
 def custom_rule(params: Any, x: jax.Array, context: Any) -> jax.Array:
@@ -101,20 +108,27 @@ def scan(params: Any, x: jax.Array, context: Any) -> jax.Array:
 
 def scan_of_blocks(params: Any, x: jax.Array, context: Any) -> jax.Array:
     body = jax.checkpoint(lambda x, p: (BLOCK.apply(p, x), None), prevent_cse=False)
-    return jax.lax.scan(body, x, jax.tree.map(lambda leaf: jnp.stack([leaf, leaf * 0.5]), params))[0]
+    return jax.lax.scan(body, x, jax.tree.map(lambda leaf: jnp.stack([leaf, leaf * 0.5]), params))[
+        0
+    ]
 
 
 def scan_with_keys(params: Any, x: jax.Array, key: jax.Array) -> jax.Array:
     def body(carry: tuple, w: jax.Array) -> tuple[tuple, None]:
         x, key = carry
         key, mine = jax.random.split(key)
-        return (jnp.tanh(jnp.where(jax.random.bernoulli(mine, 0.5, x.shape), x, 0.0) @ w), key), None
+        return (
+            jnp.tanh(jnp.where(jax.random.bernoulli(mine, 0.5, x.shape), x, 0.0) @ w),
+            key,
+        ), None
 
     return jax.lax.scan(body, (x, key), params)[0][0]
 
 
 def scan_with_one_weight(params: Any, x: jax.Array, context: Any) -> jax.Array:
-    return jax.lax.scan(lambda x, _: (jnp.tanh(x @ params["a"]), None), x, None, length=3, reverse=True)[0]
+    return jax.lax.scan(
+        lambda x, _: (jnp.tanh(x @ params["a"]), None), x, None, length=3, reverse=True
+    )[0]
 
 
 def scan_of_scans(params: Any, x: jax.Array, context: Any) -> jax.Array:
@@ -136,7 +150,9 @@ def block_recomputed_and_plain(params: Any, x: jax.Array, context: Any) -> jax.A
 
 
 def recomputed(function: Function, policy: str = "") -> Function:
-    wrapped = jax.checkpoint(function, policy=getattr(jax.checkpoint_policies, policy) if policy else None)
+    wrapped = jax.checkpoint(
+        function, policy=getattr(jax.checkpoint_policies, policy) if policy else None
+    )
     wrapped.__name__ = "_".join(filter(None, [function.__name__, "recomputed", policy]))
     return wrapped
 
@@ -202,7 +218,10 @@ def split_of(function: Function) -> tuple[Residuals, SplitBackward]:
 
 def names_of(tree: Any) -> list[str]:
     paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
-    return [jax.tree_util.keystr(path, simple=True, separator="/").removeprefix("params/") for path in paths]
+    return [
+        jax.tree_util.keystr(path, simple=True, separator="/").removeprefix("params/")
+        for path in paths
+    ]
 
 
 def is_none(x: Any) -> bool:
@@ -220,7 +239,9 @@ def compiled(function: Callable[..., Any], *args: Any) -> tuple[Any, float]:
 
 
 @pytest.mark.parametrize(
-    ("function", "deferred"), slow_after(len(CASES) - 5, CASES, unpack=True), ids=[f.__name__ for f, _ in CASES]
+    ("function", "deferred"),
+    slow_after(len(CASES) - 5, CASES, unpack=True),
+    ids=[f.__name__ for f, _ in CASES],
 )
 def test_input_and_weight_gradient_are_the_whole(function: Function, deferred: set[str]) -> None:
     params, inputs, context = given(function)
@@ -234,8 +255,13 @@ def test_input_and_weight_gradient_are_the_whole(function: Function, deferred: s
     second, second_work = compiled(split.backward_weight, params, read, pending)
     late = second(params, read, pending)
 
-    assert {name for i, name in enumerate(names_of(params)) if i in split.deferred} & deferred == deferred
-    assert_close((jax.tree.map(lambda a, b: b if a is None else a, early, late, is_leaf=is_none), dx), whole(*args))
+    assert {
+        name for i, name in enumerate(names_of(params)) if i in split.deferred
+    } & deferred == deferred
+    assert_close(
+        (jax.tree.map(lambda a, b: b if a is None else a, early, late, is_leaf=is_none), dx),
+        whole(*args),
+    )
     assert first_work + second_work <= WORK * whole_work
     assert second_work > 0.25 * whole_work
     assert [(x.shape, x.dtype) for x in pending] == [(x.shape, x.dtype) for x in split.pending]
@@ -243,7 +269,9 @@ def test_input_and_weight_gradient_are_the_whole(function: Function, deferred: s
     assert not weights & {leaf.shape for leaf in pending}
 
 
-@pytest.mark.parametrize("function", [f for f, names in CASES if names is KERNELS], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "function", [f for f, names in CASES if names is KERNELS], ids=lambda f: f.__name__
+)
 def test_scales_and_biases_do_not_wait(function: Function) -> None:
     _, split = split_of(function)
     names = names_of(given(function)[0])
@@ -254,11 +282,19 @@ def test_scales_and_biases_do_not_wait(function: Function) -> None:
 
 @pytest.mark.parametrize(
     ("function", "handed", "from_kept"),
-    [(block, 9, 7), (recomputed(block), 15, 1), (recomputed(block, DOTS), 10, 6), (scan_of_blocks, 30, 2)],
+    [
+        (block, 9, 7),
+        (recomputed(block), 15, 1),
+        (recomputed(block, DOTS), 10, 6),
+        (scan_of_blocks, 30, 2),
+    ],
     ids=lambda x: getattr(x, "__name__", str(x)),
 )
 def test_a_block_waits_with_16_activations(function: Function, handed: int, from_kept: int) -> None:
-    """Inputs of its four products (1 + 1 + 1 + 4 activations) and gradients of their outputs (3 + 1 + 4 + 1)."""
+    """Inputs of its four products and gradients of their outputs.
+
+    Inputs are 1 + 1 + 1 + 4 activations, gradients 3 + 1 + 4 + 1.
+    """
     residuals, split = split_of(function)
     one = num_bytes(activations())
     small = 0.05 * (handed + from_kept)
@@ -275,7 +311,9 @@ def products(jaxpr: Any) -> int:
         total += sum(products(x) for x in inner if hasattr(x, "eqns")) * eqn.params.get("length", 1)
         if eqn.primitive.name == "dot_general":
             contracted = eqn.params["dimension_numbers"][0][0]
-            total += 2 * eqn.outvars[0].aval.size * prod(eqn.invars[0].aval.shape[i] for i in contracted)
+            total += (
+                2 * eqn.outvars[0].aval.size * prod(eqn.invars[0].aval.shape[i] for i in contracted)
+            )
     return total
 
 
@@ -292,13 +330,21 @@ def test_no_product_is_computed_twice(function: Function) -> None:
     assert products(first.jaxpr) + products(second.jaxpr) == 2 * forward
 
 
-@pytest.mark.parametrize(("function", "times"), [(block, 1), (scan_of_blocks, 2)], ids=["block", "scan"])
+@pytest.mark.parametrize(
+    ("function", "times"), [(block, 1), (scan_of_blocks, 2)], ids=["block", "scan"]
+)
 def test_frozen_weights_have_no_product_and_keep_nothing(function: Function, times: int) -> None:
     args = struct(given(function))
     names, cotangents = names_of(args[0]), [struct(activations())]
     frozen = [i for i, name in enumerate(names) if "kernel" in name]
-    whole, some = Residuals(paired(function), *args), Residuals(paired(function), *args, frozen=frozen)
-    work = [products(jax.make_jaxpr(x.backward)(args[0], x.structs, cotangents).jaxpr) for x in (whole, some)]
+    whole, some = (
+        Residuals(paired(function), *args),
+        Residuals(paired(function), *args, frozen=frozen),
+    )
+    work = [
+        products(jax.make_jaxpr(x.backward)(args[0], x.structs, cotangents).jaxpr)
+        for x in (whole, some)
+    ]
     sizes = [leaf.size for i, leaf in enumerate(jax.tree.leaves(args[0])) if i in frozen]
     assert work[0] - work[1] == 2 * times * sum(sizes) * prod(activations().shape[:-1])
     # Recomputed blocks keep their inputs alone either way.
@@ -316,7 +362,9 @@ def test_gradients_of_what_is_trained_are_those_of_all() -> None:
     for left_out in ([], frozen):
         residuals = Residuals(paired(block), *args, frozen=left_out)
         outputs, _, kept = residuals.forward(params, inputs, context)
-        grads, dx = residuals.backward(params, kept, [jnp.cos(leaf) for leaf in differentiable(outputs)])
+        grads, dx = residuals.backward(
+            params, kept, [jnp.cos(leaf) for leaf in differentiable(outputs)]
+        )
         found.append((jax.tree.leaves(grads, is_leaf=is_none), dx))
     (wanted, dx), (some, same) = found
     assert [i for i, leaf in enumerate(some) if leaf is None] == frozen
@@ -332,7 +380,9 @@ def opaque(x: jax.Array, w: jax.Array) -> jax.Array:
 def opaque_backward(kept: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, w = kept
     dx, dw = g @ w.T, jnp.einsum("bti,btj->ij", x, g)
-    return jax.lax.cond(g[0, 0, 0] > 1e9, lambda: (dx, dw), lambda: (g @ w.T, jnp.einsum("bti,btj->ij", x, g)))
+    return jax.lax.cond(
+        g[0, 0, 0] > 1e9, lambda: (dx, dw), lambda: (g @ w.T, jnp.einsum("bti,btj->ij", x, g))
+    )
 
 
 opaque.defvjp(lambda x, w: (x @ w, (x, w)), opaque_backward)
@@ -372,7 +422,10 @@ def test_where_inputs_have_no_gradient_all_waits() -> None:
     early, dx, pending = split.backward_input(params, kept, [*outputs])
     assert (jax.tree.leaves(early), dx, split.immediate) == ([], [], ())
     assert [leaf.shape for leaf in split.pending] == [(2, 3, SIZE)]
-    assert_close((split.backward_weight(params, kept, pending), []), residuals.backward(params, kept, [*outputs]))
+    assert_close(
+        (split.backward_weight(params, kept, pending), []),
+        residuals.backward(params, kept, [*outputs]),
+    )
 
 
 def test_without_products_nothing_waits() -> None:
@@ -412,7 +465,10 @@ def test_callbacks_run_once_and_with_the_true_values() -> None:
 
 def test_what_waits_in_host_memory_stays_on_the_device() -> None:
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[], names_which_can_be_offloaded=["y"], offload_src="device", offload_dst="pinned_host"
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["y"],
+        offload_src="device",
+        offload_dst="pinned_host",
     )
 
     def hosted(params: Any, x: jax.Array, context: Any) -> Any:
@@ -467,9 +523,9 @@ def test_collectives_over_the_replicas_are_cut_too() -> None:
             return jax.tree.map(lambda leaf: leaf[None], function(params, kept))
 
         spec = jax.sharding.PartitionSpec("data")
-        return jax.jit(jax.shard_map(on_device, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))(
-            jnp.concatenate([x, x * 2.0])
-        )
+        return jax.jit(
+            jax.shard_map(on_device, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        )(jnp.concatenate([x, x * 2.0]))
 
     assert_close(run(both), run(lambda params, kept: residuals.backward(params, kept, [x])))
 
@@ -478,17 +534,29 @@ def test_collectives_over_the_replicas_are_cut_too() -> None:
 def test_the_cut_is_the_cheapest(seed: int) -> None:
     rng = np.random.default_rng(seed)
     num_values = 9
-    others = {v: [int(x) for x in rng.choice(v, min(v, 2), replace=False)] for v in range(num_values)}
+    others = {
+        v: [int(x) for x in rng.choice(v, min(v, 2), replace=False)] for v in range(num_values)
+    }
     prices = [int(price) for price in rng.integers(1, 6, num_values)]
     prices[num_values - 1] = prices[num_values - 2] = 10**6
-    fixed = {v for v in range(num_values) if not others[v] or rng.random() < 0.2} - {num_values - 1, num_values - 2}
+    fixed = {v for v in range(num_values) if not others[v] or rng.random() < 0.2} - {
+        num_values - 1,
+        num_values - 2,
+    }
     goals = [num_values - 1, num_values - 2]
 
     def is_known(value: int, held: Any) -> bool:
-        return value in held or (value not in fixed and all(is_known(x, held) for x in others[value]))
+        return value in held or (
+            value not in fixed and all(is_known(x, held) for x in others[value])
+        )
 
-    subsets = (c for n in range(num_values + 1) for c in itertools.combinations(range(num_values), n))
-    best = min((sum(prices[v] for v in held) for held in subsets if all(is_known(g, held) for g in goals)), default=inf)
+    subsets = (
+        c for n in range(num_values + 1) for c in itertools.combinations(range(num_values), n)
+    )
+    best = min(
+        (sum(prices[v] for v in held) for held in subsets if all(is_known(g, held) for g in goals)),
+        default=inf,
+    )
     uses = [(x, value) for value in range(num_values) if value not in fixed for x in others[value]]
     for scale in (1, 10**10):
         held = min_cut({v: scale * price for v, price in enumerate(prices)}, fixed, uses, goals)

@@ -9,10 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxpipe
-from jaxpipe import LayerSpec, PipeDataParallelTopology, PipelineEngine, PipelineModule, RepeatingLoader
+from jaxpipe import (
+    LayerSpec,
+    PipeDataParallelTopology,
+    PipelineEngine,
+    PipelineModule,
+    RepeatingLoader,
+)
 
 FEATURES, MICROBATCH, MICROBATCHES, ENTRIES = 4, 2, 2, 7
-FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}}
+FP16 = {
+    "fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}
+}
 
 
 class Averaging(nn.Module):
@@ -41,7 +49,10 @@ def entry(seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass
 class Run:
-    """An engine and its data, whose next batch follows from what the engine holds and the place in the data alone."""
+    """An engine and its data.
+
+    Its next batch follows from what the engine holds and the place in the data alone.
+    """
 
     engine: PipelineEngine
     data: RepeatingLoader[Any]
@@ -52,12 +63,20 @@ class Run:
 
     def held(self) -> dict[str, Any]:
         """All that a checkpoint brings back, and that a load which fails must leave alone."""
-        leaves = {jax.tree_util.keystr(path): _plain(x) for path, x in jax.tree.leaves_with_path(self.engine.state)}
-        counters = {"global_steps": self.engine.global_steps, "global_samples": self.engine.global_samples}
+        leaves = {
+            jax.tree_util.keystr(path): _plain(x)
+            for path, x in jax.tree.leaves_with_path(self.engine.state)
+        }
+        counters = {
+            "global_steps": self.engine.global_steps,
+            "global_samples": self.engine.global_samples,
+        }
         return {**leaves, **counters, "place": self.data.get_state()}
 
 
-def make_engine(width: int = 3, *layers: LayerSpec, replicas: int = 1, **config: Any) -> PipelineEngine:
+def make_engine(
+    width: int = 3, *layers: LayerSpec, replicas: int = 1, **config: Any
+) -> PipelineEngine:
     """An engine without data."""
     module = PipelineModule(
         layers or [LayerSpec(Averaging, width), LayerSpec(nn.Dense, 1)],

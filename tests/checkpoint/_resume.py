@@ -1,4 +1,7 @@
-"""Trains some layouts; run as `python _resume.py first|second ROOT`, each in a process of its own."""
+"""Trains some layouts.
+
+Run as `python _resume.py first|second ROOT`, each in a process of its own.
+"""
 
 import json
 import sys
@@ -32,7 +35,9 @@ HALF = 5
 def main(phase: str, root: Path) -> None:
     for layout in LAYOUTS:
         rng = np.random.default_rng(0)
-        samples = [tuple(rng.integers(0, VOCAB, (2, LENGTH), np.int32)) for _ in range(3 * BATCH + 1)]
+        samples = [
+            tuple(rng.integers(0, VOCAB, (2, LENGTH), np.int32)) for _ in range(3 * BATCH + 1)
+        ]
         loader = RepeatingLoader(BatchLoader(samples, 2 * layout.data, seed=1))
         folder = root / str(layout)
         engine = layout.engine()
@@ -45,8 +50,16 @@ def main(phase: str, root: Path) -> None:
             assert client_state == {"note": str(layout)}
         losses += [float(engine.train_batch(loader)) for _ in range(HALF)]
         np.savez(folder / f"{phase}.npz", **all_leaves(engine))
-        counts = [engine.global_steps, engine.global_samples, engine.skipped_steps, engine.loss_scale, engine.get_lr()]
-        (folder / f"{phase}.json").write_text(json.dumps({"losses": losses[-HALF:], "counts": counts}))
+        counts = [
+            engine.global_steps,
+            engine.global_samples,
+            engine.skipped_steps,
+            engine.loss_scale,
+            engine.get_lr(),
+        ]
+        (folder / f"{phase}.json").write_text(
+            json.dumps({"losses": losses[-HALF:], "counts": counts})
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Saves until so many saves were not refused; run as `python _save_again_and_again.py DIRECTORY NAME TIMES [SECONDS]`.
+"""Saves until so many saves were not refused.
+
+Run as `python _save_again_and_again.py DIRECTORY NAME TIMES [SECONDS]`.
 
 Says `saved TAG` or `refused TAG ERROR` for each. Tags begin with the name.
 """

@@ -1,4 +1,7 @@
-"""Saves in the background and ends without waiting; run as `python _save_and_end.py DIRECTORY HOW`."""
+"""Saves in the background and ends without waiting.
+
+Run as `python _save_and_end.py DIRECTORY HOW`.
+"""
 
 import atexit
 import resource

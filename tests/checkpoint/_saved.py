@@ -1,4 +1,7 @@
-"""A run of two stages and two replicas with parameters of several dtypes, shared ones and collections, on disk."""
+"""A run of two stages and two replicas, on disk.
+
+It has parameters of several dtypes, shared ones and collections.
+"""
 
 import functools
 import hashlib
@@ -14,7 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxpipe
-from jaxpipe import LayerSpec, PipeDataParallelTopology, PipelineEngine, PipelineModule, TiedLayerSpec
+from jaxpipe import (
+    LayerSpec,
+    PipeDataParallelTopology,
+    PipelineEngine,
+    PipelineModule,
+    TiedLayerSpec,
+)
 
 WIDTH = 32
 SIZES = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}
@@ -37,7 +46,14 @@ def dense(dtype: Any = jnp.float32) -> LayerSpec:
 
 def make_engine(stages: int, data: int, *layers: LayerSpec, **kwargs: Any) -> PipelineEngine:
     tied = TiedLayerSpec("io", nn.Dense, WIDTH)
-    chosen = list(layers) or [tied, dense(jnp.bfloat16), dense(jnp.bfloat16), LayerSpec(Half), jnp.tanh, tied]
+    chosen = list(layers) or [
+        tied,
+        dense(jnp.bfloat16),
+        dense(jnp.bfloat16),
+        LayerSpec(Half),
+        jnp.tanh,
+        tied,
+    ]
     topology = PipeDataParallelTopology(stages, data)
     module = PipelineModule(
         chosen,
@@ -52,7 +68,9 @@ def make_engine(stages: int, data: int, *layers: LayerSpec, **kwargs: Any) -> Pi
         "zero_optimization": {"stage": 1 if data > 1 else 0},
     }
     example = entry(samples=2 * data)
-    return jaxpipe.initialize(model=module, config=config, mesh=mesh, example_batch=example, **kwargs)[0]
+    return jaxpipe.initialize(
+        model=module, config=config, mesh=mesh, example_batch=example, **kwargs
+    )[0]
 
 
 def entry(seed: int = 0, samples: int = 4) -> tuple[np.ndarray, np.ndarray]:
@@ -82,7 +100,11 @@ def copied(root: Path, to: Path) -> Path:
 
 def files_with(path: Path, value: np.ndarray) -> list[Path]:
     """The files of a checkpoint that hold a value."""
-    found = [file for file in path.rglob("d/*") if file.is_file() and value.tobytes() in file.read_bytes()]
+    found = [
+        file
+        for file in path.rglob("d/*")
+        if file.is_file() and value.tobytes() in file.read_bytes()
+    ]
     assert found
     return found
 

@@ -64,6 +64,10 @@ class Storage:
 
 def _path_of(given: Any) -> str:
     try:
-        return str(Path(f"/proc/self/fd/{given}").readlink()) if isinstance(given, int) else os.fsdecode(given)
+        return (
+            str(Path(f"/proc/self/fd/{given}").readlink())
+            if isinstance(given, int)
+            else os.fsdecode(given)
+        )
     except (OSError, TypeError):
         return ""

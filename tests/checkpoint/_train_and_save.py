@@ -1,6 +1,9 @@
-"""Trains and saves at every step, and ends itself at a moment of saving; run as `python _train_and_save.py DIRECTORY`.
+"""Trains and saves at every step, and ends itself at a moment of saving.
 
-Whatever Python does to files is announced by audit events, before it is done. So a process can be killed exactly there.
+Run as `python _train_and_save.py DIRECTORY`.
+
+Whatever Python does to files is announced by audit events, before it is done. So a process can be
+killed exactly there.
 """
 
 import argparse
@@ -53,7 +56,9 @@ def say(*words: Any) -> None:
 class Killer:
     """Kills this process at a moment, once it is armed."""
 
-    def __init__(self, directory: Path, moment: str | None, tag: str, num_events: int | None) -> None:
+    def __init__(
+        self, directory: Path, moment: str | None, tag: str, num_events: int | None
+    ) -> None:
         self.armed = self._is_inside = False
         self._directory, self._moment, self._left = directory, moment, num_events
         event, pattern = MOMENTS[moment] if moment else ("", "")
@@ -69,7 +74,9 @@ class Killer:
             self._left -= 1
         if self._left == 0 or (event == self._event and self._pattern.search(path)):
             if self._moment == "arrays":
-                threading.Thread(target=_kill_while_arrays_grow, args=(Path(path),), daemon=True).start()
+                threading.Thread(
+                    target=_kill_while_arrays_grow, args=(Path(path),), daemon=True
+                ).start()
             else:
                 os.kill(os.getpid(), signal.SIGKILL)
         self._is_inside = False
@@ -78,7 +85,10 @@ class Killer:
 def _kill_while_arrays_grow(arrays: Path) -> None:
     # Tensorstore writes them without an event of Python's.
     deadline = time.monotonic() + 20
-    while sum(path.stat().st_size for path in arrays.glob("**/d/*")) < 1 << 20 and time.monotonic() < deadline:
+    while (
+        sum(path.stat().st_size for path in arrays.glob("**/d/*")) < 1 << 20
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.001)
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -1,4 +1,7 @@
-"""A checkpoint of any layout in any other: the same leaves to the bit, the same training to rounding."""
+"""A checkpoint of any layout in any other.
+
+The same leaves to the bit, the same training to rounding.
+"""
 
 import itertools
 import warnings
@@ -44,7 +47,9 @@ def check(source: Layout, target: Layout, root: Path) -> None:
     assert_loss(train(engine, target, range(3, 5)), losses, tolerance=ROUNDING)
 
 
-@pytest.mark.parametrize(("source", "target"), slow_after(1, SPANNING, unpack=True, soak=True), ids=str)
+@pytest.mark.parametrize(
+    ("source", "target"), slow_after(1, SPANNING, unpack=True, soak=True), ids=str
+)
 def test_a_spanning_set(source: Layout, target: Layout, root: Path) -> None:
     check(source, target, root)
 
@@ -60,7 +65,10 @@ OTHERS = [
     (Layout(4, 2, model="mixed", zero=1), Layout(2, 1, model="mixed")),
     (Layout(2, 2, model="norm"), Layout(1, 2, model="norm", zero=1)),
     (Layout(4, 2, optimizer="Lamb", zero=1), Layout(2, 2, optimizer="Lamb", zero=1)),
-    (Layout(2, 2, optimizer="Muon", zero=1, model="linen"), Layout(4, 1, optimizer="Muon", model="linen")),
+    (
+        Layout(2, 2, optimizer="Muon", zero=1, model="linen"),
+        Layout(4, 1, optimizer="Muon", model="linen"),
+    ),
     (Layout(4, 2, precision="bf16", zero=1), Layout(2, 1, precision="bf16")),
 ]
 
@@ -75,7 +83,9 @@ def test_other_models_and_optimizers(source: Layout, target: Layout, root: Path)
 
 
 @pytest.mark.parametrize(
-    "layout", slow_after(1, [LAYOUTS[0], LAYOUTS[5], LAYOUTS[9], OTHERS[0][0], OTHERS[1][0]]), ids=str
+    "layout",
+    slow_after(1, [LAYOUTS[0], LAYOUTS[5], LAYOUTS[9], OTHERS[0][0], OTHERS[1][0]]),
+    ids=str,
 )
 def test_parameters_without_an_engine(layout: Layout, root: Path) -> None:
     """They are what the engine gives out, which is made by other means, and run on one device."""
@@ -95,9 +105,13 @@ def test_optimizer_leaves_are_those_of_the_unpipelined_model(root: Path) -> None
     source = Layout(4, 2, zero=1)
     path, leaves, _ = saved(source, root)
     module = shared_engine(source).module
-    params = jax.device_get(Layout(1, 1).engine(example_batch=next(Layout(1, 1).entries(0))).module_state_dict())
+    params = jax.device_get(
+        Layout(1, 1).engine(example_batch=next(Layout(1, 1).entries(0))).module_state_dict()
+    )
     rates = (0.0, 0.0, 0.02 * np.log(2) / np.log(6))
-    optimizer = optax.inject_hyperparams(optax.adamw)(learning_rate=0.0, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.0)
+    optimizer = optax.inject_hyperparams(optax.adamw)(
+        learning_rate=0.0, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.0
+    )
     state = optimizer.init(params)
 
     def loss(params: Any, inputs: Any, labels: Any) -> jax.Array:

@@ -31,17 +31,29 @@ def packed_row() -> np.ndarray:
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own, where no accelerator that is asked for can be had."""
     paths = [str(Path(jaxpipe.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "JAX_PLATFORMS": "cuda"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "JAX_PLATFORMS": "cuda",
+    }
     command = [sys.executable, "-m", "jaxpipe.checkpoint", *arguments]
     return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+        command,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
 
 
 @pytest.mark.slow
 def test_a_process_verifies_what_lies_where_it_runs(root: Path) -> None:
     done = run(saved(root) / "global_step1", "verify", ".")
-    assert re.fullmatch(r"/.*/saved/global_step1 is as it was written: \d+ rows of 14 arrays, .* KiB\n", done.stdout)
+    assert re.fullmatch(
+        r"/.*/saved/global_step1 is as it was written: \d+ rows of 14 arrays, .* KiB\n", done.stdout
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -52,7 +64,9 @@ def test_a_process_says_what_is_damaged_and_nothing_else(root: Path, tmp_path: P
     done = run(tmp_path, "export", str(path), "--out", "model.safetensors")
     assert (done.returncode, done.stdout) == (1, "")
     assert "Traceback" not in done.stderr
-    assert done.stderr.endswith("The files are damaged or missing: load another tag, or restore them.\n")
+    assert done.stderr.endswith(
+        "The files are damaged or missing: load another tag, or restore them.\n"
+    )
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -66,7 +80,9 @@ def test_inspect_writes_the_report(
     assert capsys.readouterr() == (inspect_checkpoint(saved(root)) + "\n", "")
 
 
-def test_verify_names_the_damage(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_names_the_damage(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = copied(root, tmp_path)
     assert main(["verify", str(path)]) == 0
     assert "global_step1 is as it was written" in capsys.readouterr().out
@@ -74,24 +90,49 @@ def test_verify_names_the_damage(root: Path, tmp_path: Path, capsys: pytest.Capt
     assert main(["verify", str(path), "--tag", "global_step1"]) == 1
     out, err = capsys.readouterr()
     assert out == ""
-    assert re.search(rf"1 damaged: {PACKED} \(row 2\)\. Load another tag, or restore the files\.\n$", err)
+    assert re.search(
+        rf"1 damaged: {PACKED} \(row 2\)\. Load another tag, or restore the files\.\n$", err
+    )
 
 
-def test_export_lists_what_it_wrote(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_lists_what_it_wrote(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "model.safetensors"
     assert main(["export", str(saved(root)), "--out", str(out)]) == 0
     assert re.fullmatch(rf"{re.escape(str(out))}  1\d\.\d KiB\n", capsys.readouterr().out)
     held, wanted = flatten_dict(load_safetensors(out)), flatten_dict(load_params(saved(root)))
-    assert {path: leaf.tobytes() for path, leaf in held.items()} == {p: leaf.tobytes() for p, leaf in wanted.items()}
+    assert {path: leaf.tobytes() for path, leaf in held.items()} == {
+        p: leaf.tobytes() for p, leaf in wanted.items()
+    }
     shards = tmp_path / "shards"
-    assert main(["export", str(saved(root)), "--out", str(shards / "m.safetensors"), "--max-shard-bytes", "6KiB"]) == 0
+    assert (
+        main(
+            [
+                "export",
+                str(saved(root)),
+                "--out",
+                str(shards / "m.safetensors"),
+                "--max-shard-bytes",
+                "6KiB",
+            ]
+        )
+        == 0
+    )
     listed = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()]
     assert sorted(listed) == sorted(str(path) for path in shards.iterdir())
 
 
 @pytest.mark.parametrize(
     ("text", "limit"),
-    [("4096", 4096), ("4096B", 4096), ("4KiB", 4096), ("4.096 kB", 4096), ("5GB", None), ("1.5T", None)],
+    [
+        ("4096", 4096),
+        ("4096B", 4096),
+        ("4KiB", 4096),
+        ("4.096 kB", 4096),
+        ("5GB", None),
+        ("1.5T", None),
+    ],
 )
 def test_sizes_have_units(root: Path, tmp_path: Path, text: str, limit: int | None) -> None:
     target = tmp_path / "m.safetensors"
@@ -128,13 +169,24 @@ def test_what_is_not_there_exits_with_1(
         (["inspect"], "required: PATH"),
         (["export", "run"], "required: --out"),
         (["verify", "run", "--out", "x"], "unrecognized arguments: --out x"),
-        (["export", "run", "--out", "x", "--max-shard-bytes", "5XB"], "but got '5XB'. Write for instance 5GB."),
-        (["export", "run", "--out", "x", "--max-shard-bytes", "0"], "but got '0'. Write for instance 5GB."),
-        (["export", "run", "--out", "x", "--max-shard-bytes=-5GB"], "but got '-5GB'. Write for instance 5GB."),
+        (
+            ["export", "run", "--out", "x", "--max-shard-bytes", "5XB"],
+            "but got '5XB'. Write for instance 5GB.",
+        ),
+        (
+            ["export", "run", "--out", "x", "--max-shard-bytes", "0"],
+            "but got '0'. Write for instance 5GB.",
+        ),
+        (
+            ["export", "run", "--out", "x", "--max-shard-bytes=-5GB"],
+            "but got '-5GB'. Write for instance 5GB.",
+        ),
     ],
     ids=["none", "unknown", "no path", "no out", "other", "unit", "zero", "negative"],
 )
-def test_wrong_usage_exits_with_2(capsys: pytest.CaptureFixture[str], arguments: list[str], named: str) -> None:
+def test_wrong_usage_exits_with_2(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], named: str
+) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
     assert named in capsys.readouterr().err

@@ -14,9 +14,13 @@ def leaves(**structs: Any) -> dict[str, Leaf]:
     """Leaves by key, `__` for the slash; each a shape, or a dtype and a shape."""
     found = {}
     for name, given_struct in structs.items():
-        dtype, *shape = given_struct if isinstance(given_struct[0], str) else ("float32", *given_struct)
+        dtype, *shape = (
+            given_struct if isinstance(given_struct[0], str) else ("float32", *given_struct)
+        )
         whole = (1,) * len(shape)
-        found[name.replace("__", "/")] = Leaf(tuple(shape), dtype, whole, ((Span("params/x", (0,), 0, 1),),))
+        found[name.replace("__", "/")] = Leaf(
+            tuple(shape), dtype, whole, ((Span("params/x", (0,), 0, 1),),)
+        )
     return found
 
 
@@ -49,7 +53,10 @@ def test_a_model_fits_itself() -> None:
     assert found.describe(MODEL, MODEL) == ""
 
 
-@given(st.lists(st.sampled_from(sorted(MODEL)), unique=True), st.lists(st.sampled_from(sorted(MODEL)), unique=True))
+@given(
+    st.lists(st.sampled_from(sorted(MODEL)), unique=True),
+    st.lists(st.sampled_from(sorted(MODEL)), unique=True),
+)
 def test_every_key_is_named_once(held_keys: list[str], wanted_keys: list[str]) -> None:
     held, wanted = ({key: MODEL[key] for key in keys} for keys in (held_keys, wanted_keys))
     found = compare(held, wanted, everything)
@@ -64,7 +71,10 @@ def test_every_key_is_named_once(held_keys: list[str], wanted_keys: list[str]) -
     [
         (("params/layers/1_Dense",), "missing: layers/1_Dense"),
         (("params/layers/0_Dense/bias",), "missing: layers/0_Dense/bias"),
-        (("opt_state/inner_state/0/mu/layers/0_Dense",), "missing: inner_state/0/mu/layers/0_Dense"),
+        (
+            ("opt_state/inner_state/0/mu/layers/0_Dense",),
+            "missing: inner_state/0/mu/layers/0_Dense",
+        ),
         (("params/tied",), "missing: tied/table"),
         (("params/tied", "params/layers/1"), "missing: layers/1_Dense, tied/table"),
         (("collections/1_Norm/batch_stats/mean",), "missing: 1_Norm/batch_stats/mean"),
@@ -89,7 +99,9 @@ def test_missing_and_unexpected_layers_by_name(lost: tuple[str, ...], text: str)
 
 
 def test_other_shapes_with_both() -> None:
-    held = MODEL | leaves(params__layers__0_Dense__kernel=(5, 3), params__layers__0_Dense__bias=("int8", 3))
+    held = MODEL | leaves(
+        params__layers__0_Dense__kernel=(5, 3), params__layers__0_Dense__bias=("int8", 3)
+    )
     found = compare(held, MODEL, everything)
     assert found.describe(held, MODEL) == (
         "of another shape: layers/0_Dense/kernel (float32[5, 3], not float32[4, 3]), "
@@ -99,7 +111,9 @@ def test_other_shapes_with_both() -> None:
 
 
 def test_all_kinds_of_difference_in_one_line() -> None:
-    held = without("params/layers/1") | leaves(params__layers__0_Dense__bias=(2,), params__layers__2_New__kernel=(1,))
+    held = without("params/layers/1") | leaves(
+        params__layers__0_Dense__bias=(2,), params__layers__2_New__kernel=(1,)
+    )
     found = compare(held, MODEL, everything)
     assert found.describe(held, MODEL) == (
         "missing: layers/1_Dense; unexpected: layers/2_New; "
@@ -134,7 +148,9 @@ def test_only_what_is_chosen_counts() -> None:
 
 
 def test_long_lists_are_cut() -> None:
-    many = {f"params/layers/{i}_Dense/kernel": MODEL["params/layers/0_Dense/bias"] for i in range(15)}
+    many = {
+        f"params/layers/{i}_Dense/kernel": MODEL["params/layers/0_Dense/bias"] for i in range(15)
+    }
     found = compare({}, many, everything)
     text = found.describe({}, many)
     assert text.startswith("missing: layers/0_Dense, layers/1_Dense, ")

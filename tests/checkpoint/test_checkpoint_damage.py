@@ -20,17 +20,27 @@ from _covering import slow_after
 from _one_run import FP16, Averaging, Run, assert_holds, entry, make_engine, make_run
 
 from jaxpipe import LayerSpec, RepeatingLoader
-from jaxpipe.checkpoint import export_safetensors, inspect_checkpoint, load_collections, load_params, verify_checkpoint
+from jaxpipe.checkpoint import (
+    export_safetensors,
+    inspect_checkpoint,
+    load_collections,
+    load_params,
+    verify_checkpoint,
+)
 from jaxpipe.data import BatchLoader
 from jaxpipe.errors import CheckpointError, DataError
 from jaxpipe.layers import flatten_dict
 
 WIDTH = 1500  # arrays large enough to lie in files of their own
 TAG = "global_step2"
-# Where one array cannot be read, Orbax leaves the reading of the others alone, which then end in a closed loop.
+# Where one array cannot be read, Orbax leaves the reading of the others alone, which then end in a
+# closed loop.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
-REPAIR = r"[Ll]oad (another tag|one of them)|restore (it|the file)|Use one of these tags|newer one|Remove it"
+REPAIR = (
+    r"[Ll]oad (another tag|one of them)|restore (it|the file)|Use one of these tags|"
+    r"newer one|Remove it"
+)
 
 
 @dataclass
@@ -112,10 +122,14 @@ def files_of(path: Path) -> list[Path]:
 
 
 def must_be_refused(path: Path, damage: str) -> set[Path]:
-    """The files that nothing else repeats: the commit, the index, and the one that holds most arrays."""
+    """The files that nothing else repeats.
+
+    The commit, the index, and the one that holds most arrays.
+    """
     folder = path / TAG
     largest = max(files_of(data_of(path) / "arrays"), key=lambda file: file.stat().st_size)
-    most = [] if damage in ("first", "inside", "last") else [largest]  # what one byte held may be used no longer
+    # What one byte held may be used no longer.
+    most = [] if damage in ("first", "inside", "last") else [largest]
     latest = [path / "latest"] if damage != "missing" else []
     return {folder / "commit.json", data_of(path) / "index.json", *latest, *most}
 
@@ -132,11 +146,17 @@ def damaged(content: bytes, damage: str) -> bytes | None:
         return content
     third = len(content) // 3
     if damage == "middle":
-        return content[:third] + bytes(byte ^ 1 for byte in content[third : 2 * third]) + content[2 * third :]
+        return (
+            content[:third]
+            + bytes(byte ^ 1 for byte in content[third : 2 * third])
+            + content[2 * third :]
+        )
     return flip(content, {"first": 0, "inside": third, "last": len(content) - 1}[damage])
 
 
-@pytest.mark.parametrize("damage", slow_after(2, ["missing", "empty", "half", "middle", "first", "inside", "last"]))
+@pytest.mark.parametrize(
+    "damage", slow_after(2, ["missing", "empty", "half", "middle", "first", "inside", "last"])
+)
 def test_each_file_damaged_in_turn(kept: Kept, then: Path, damage: str) -> None:
     refused: set[Path] = set()
     for file in files_of(then):
@@ -180,7 +200,9 @@ def test_parameters_alone_of_damaged_arrays(then: Path) -> None:
         except CheckpointError:
             refused += 1
         else:
-            assert {key: leaf.tobytes() for key, leaf in found.items()} == {k: x.tobytes() for k, x in wanted.items()}
+            assert {key: leaf.tobytes() for key, leaf in found.items()} == {
+                k: x.tobytes() for k, x in wanted.items()
+            }
         file.write_bytes(content)
     assert refused > 0
 
@@ -210,7 +232,14 @@ def test_latest_names_no_checkpoint(kept: Kept, then: Path, content: bytes) -> N
     shutil.copytree(kept.root / "now", then.parent / "now")
     (then / "latest").write_bytes(content)
     named = repr(content.decode().strip())
-    check_refused(kept, then, then / "latest", named, f"'{TAG}'", "Load one of them by its tag, or remove the file.")
+    check_refused(
+        kept,
+        then,
+        then / "latest",
+        named,
+        f"'{TAG}'",
+        "Load one of them by its tag, or remove the file.",
+    )
     check_repaired_by_tag(kept, then)
 
 
@@ -226,7 +255,9 @@ def test_latest_is_no_text(kept: Kept, then: Path, kind: str) -> None:
         (then / "latest").mkdir()
     else:
         (then / "latest").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(CheckpointError, match="latest must be a readable text, but got .*. Remove it: the latest"):
+    with pytest.raises(
+        CheckpointError, match="latest must be a readable text, but got .*. Remove it: the latest"
+    ):
         kept.run.engine.load_checkpoint(then)
     assert_holds(kept.run, kept.now)
     check_repaired_by_tag(kept, then)
@@ -243,7 +274,12 @@ def edit_commit(path: Path, **changed: Any) -> Path:
 def test_a_version_that_is_not_known(kept: Kept, then: Path, version: Any) -> None:
     file = edit_commit(then, version=version, what_comes_later=[1])
     check_refused(
-        kept, then, file, f"version={version!r}", "Open it with the release of jaxpipe that wrote it", tag=TAG
+        kept,
+        then,
+        file,
+        f"version={version!r}",
+        "Open it with the release of jaxpipe that wrote it",
+        tag=TAG,
     )
 
 
@@ -254,7 +290,18 @@ def test_another_format(kept: Kept, then: Path, name: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "data", ["../../etc", "/etc", "../global_step2/data-1", "data-1/../data-1", "data-1/", "data-", "", "data-1\n", 1]
+    "data",
+    [
+        "../../etc",
+        "/etc",
+        "../global_step2/data-1",
+        "data-1/../data-1",
+        "data-1/",
+        "data-",
+        "",
+        "data-1\n",
+        1,
+    ],
 )
 def test_data_elsewhere(kept: Kept, then: Path, data: Any) -> None:
     check_refused(kept, then, edit_commit(then, data=data), "restore the file", tag=TAG)
@@ -263,7 +310,10 @@ def test_data_elsewhere(kept: Kept, then: Path, data: Any) -> None:
 @pytest.mark.parametrize(
     ("changed", "match"),
     [
-        ({"data": "data-7-0a"}, "data-7-0a/index.json must be readable, but got No such file or directory"),
+        (
+            {"data": "data-7-0a"},
+            "data-7-0a/index.json must be readable, but got No such file or directory",
+        ),
         ({"sequence": 0}, "sequence=0"),
         ({"sequence": "1"}, "sequence"),
         ({"index_sha256": "00"}, "restore the file"),
@@ -274,7 +324,9 @@ def test_data_elsewhere(kept: Kept, then: Path, data: Any) -> None:
     ],
     ids=str,
 )
-def test_other_entries_of_the_commit(kept: Kept, then: Path, changed: dict[str, Any], match: str) -> None:
+def test_other_entries_of_the_commit(
+    kept: Kept, then: Path, changed: dict[str, Any], match: str
+) -> None:
     edit_commit(then, **changed)
     check_refused(kept, then, then / TAG, match, tag=TAG)
 
@@ -282,7 +334,9 @@ def test_other_entries_of_the_commit(kept: Kept, then: Path, changed: dict[str, 
 @pytest.mark.parametrize("content", [b"[]", b"3", b'"jaxpipe"', b"{}", b"null", b"{", b"\xff\xff"])
 def test_a_commit_that_is_none(kept: Kept, then: Path, content: bytes) -> None:
     (then / TAG / "commit.json").write_bytes(content)
-    check_refused(kept, then, then / TAG / "commit.json", f"{len(content)} bytes that are no commit", tag=TAG)
+    check_refused(
+        kept, then, then / TAG / "commit.json", f"{len(content)} bytes that are no commit", tag=TAG
+    )
 
 
 ODD: dict[str, Callable[[Path], Any]] = {
@@ -301,9 +355,13 @@ def test_what_is_no_file(kept: Kept, then: Path, make: Callable[[Path], Any], na
     shutil.copytree(kept.root / "now" / "global_step3", then / "global_step3")
     commit = then / TAG / "commit.json"
     if name == "arrays":
-        file = next(each for each in files_of(data_of(then) / "arrays") if each.name == "manifest.ocdbt")
+        file = next(
+            each for each in files_of(data_of(then) / "arrays") if each.name == "manifest.ocdbt"
+        )
     else:
-        file = {"commit.json": commit, "index.json": data_of(then) / "index.json"}.get(name, then / name)
+        file = {"commit.json": commit, "index.json": data_of(then) / "index.json"}.get(
+            name, then / name
+        )
     file.unlink()
     make(file)
     shown = data_of(then) / "arrays" if name == "arrays" else file
@@ -316,16 +374,26 @@ DEEP = {"lists": b"[" * 200_000, "dictionaries": b'{"a":' * 200_000, "digits": b
 
 
 @pytest.mark.parametrize("content", DEEP.values(), ids=DEEP)
-def test_a_commit_that_cannot_be_parsed_is_in_nobodys_way(kept: Kept, then: Path, content: bytes) -> None:
+def test_a_commit_that_cannot_be_parsed_is_in_nobodys_way(
+    kept: Kept, then: Path, content: bytes
+) -> None:
     shutil.copytree(then / TAG, then / "best")
     (then / "best" / "commit.json").write_bytes(content)
-    check_refused(kept, then, then / "best" / "commit.json", f"{len(content)} bytes that are no commit", tag="best")
+    check_refused(
+        kept,
+        then,
+        then / "best" / "commit.json",
+        f"{len(content)} bytes that are no commit",
+        tag="best",
+    )
     assert not check_passed_over(kept, then)
     kept.run.engine.save_checkpoint(then, "more")
     assert (then / "best" / "commit.json").read_bytes() == content
     (then / TAG / "commit.json").write_bytes(content)
     (then / "latest").write_text(TAG)
-    check_refused(kept, then, then / TAG / "commit.json", f"{len(content)} bytes that are no commit")
+    check_refused(
+        kept, then, then / TAG / "commit.json", f"{len(content)} bytes that are no commit"
+    )
 
 
 def check_passed_over(kept: Kept, then: Path) -> bool:
@@ -361,14 +429,40 @@ ODD_VALUES: list[Any] = [
     "x",
     "int32",
 ]
-ODD_VALUES += ["float128", "object", "O", "../x", "\ud800", "9" * 5000, [], [[]], [1], [-1], [2**70], {}, {"a": 1}]
-ODD_VALUES += [{"base64": 1}, {"base64": "x"}, {"base64": None}, [None], {"shape": [1], "dtype": "float32"}]
+ODD_VALUES += [
+    "float128",
+    "object",
+    "O",
+    "../x",
+    "\ud800",
+    "9" * 5000,
+    [],
+    [[]],
+    [1],
+    [-1],
+    [2**70],
+    {},
+    {"a": 1},
+]
+ODD_VALUES += [
+    {"base64": 1},
+    {"base64": "x"},
+    {"base64": None},
+    [None],
+    {"shape": [1], "dtype": "float32"},
+]
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Where something lies in a JSON value."""
     yield path
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    inner = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, each in inner:
         yield from places(each, (*path, key))
 
@@ -382,8 +476,14 @@ def mutated(content: Any, rng: random.Random) -> Any:
             return content
         parent = content
         # Of equally many kinds of places, as most are those of hashes.
-        kind = rng.choice(sorted({path[:1] + path[2:] if len(path) > 2 else path for path in everywhere}, key=repr))
-        *path, key = rng.choice([p for p in everywhere if (p[:1] + p[2:] if len(p) > 2 else p) == kind])
+        kind = rng.choice(
+            sorted(
+                {path[:1] + path[2:] if len(path) > 2 else path for path in everywhere}, key=repr
+            )
+        )
+        *path, key = rng.choice(
+            [p for p in everywhere if (p[:1] + p[2:] if len(p) > 2 else p) == kind]
+        )
         for each in path:
             parent = parent[each]
         other = json.loads(json.dumps(rng.choice(ODD_VALUES)))
@@ -402,9 +502,15 @@ def mutated(content: Any, rng: random.Random) -> Any:
 
 
 def check_forged(kept: Kept, then: Path, rng: random.Random, num: int) -> int:
-    """Every door answers with an error of the library, or with what may be there. Returns how many were refused."""
+    """Every door answers with an error of the library, or with what may be there.
+
+    Returns how many were refused.
+    """
     file = data_of(then) / "index.json"
-    index, commit = json.loads(file.read_text()), json.loads((then / TAG / "commit.json").read_text())
+    index, commit = (
+        json.loads(file.read_text()),
+        json.loads((then / TAG / "commit.json").read_text()),
+    )
     num_refused = 0
     for _ in range(num):
         if rng.random() < 0.85:
@@ -483,12 +589,16 @@ EDITS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "no-arrays": lambda index: index.pop("arrays"),
     "no-steps": lambda index: index.pop("global_steps"),
     "no-list": lambda index: index.update(leaves=[1]),
-    "dtype": lambda index: index["leaves"]["params/layers/0_Averaging/Dense_0/kernel"].update(dtype="int32"),
+    "dtype": lambda index: index["leaves"]["params/layers/0_Averaging/Dense_0/kernel"].update(
+        dtype="int32"
+    ),
 }
 
 
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
-def test_an_index_that_contradicts_itself(kept: Kept, then: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
+def test_an_index_that_contradicts_itself(
+    kept: Kept, then: Path, edit: Callable[[dict[str, Any]], Any]
+) -> None:
     file = edit_index(then, edit)
     check_refused(kept, then, file, "must be an index as save_checkpoint writes it")
 
@@ -506,9 +616,13 @@ def test_the_index_describes_other_arrays(kept: Kept, then: Path) -> None:
 
 OTHER_MODELS: dict[str, Callable[[], Run]] = {
     "narrower": lambda: make_run(WIDTH - 1, **FP16),
-    "more-layers": lambda: make_run(0, *(LayerSpec(Averaging, WIDTH), LayerSpec(nn.Dense, 3), LayerSpec(nn.Dense, 1))),
+    "more-layers": lambda: make_run(
+        0, *(LayerSpec(Averaging, WIDTH), LayerSpec(nn.Dense, 3), LayerSpec(nn.Dense, 1))
+    ),
     "other-layers": lambda: make_run(0, LayerSpec(nn.Dense, WIDTH), LayerSpec(nn.Dense, 1)),
-    "sgd": lambda: make_run(WIDTH, optimizer={"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}),
+    "sgd": lambda: make_run(
+        WIDTH, optimizer={"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
+    ),
     "lion": lambda: make_run(WIDTH, optimizer={"type": "Lion", "params": {"lr": 0.1}}),
 }
 DIFFERENCES = {
@@ -517,9 +631,20 @@ DIFFERENCES = {
         "load what fits with load_module_strict=False",
     ),
     "more-layers": ("missing: layers/2_Dense", "load what fits with load_module_strict=False"),
-    "other-layers": ("missing: layers/0_Dense; unexpected: layers/0_Averaging", "Build the model from the same layers"),
-    "sgd": ("must hold the state of the optimizer in use", "unexpected", "load_optimizer_states=False"),
-    "lion": ("must hold the state of the optimizer in use", "unexpected", "load_optimizer_states=False"),
+    "other-layers": (
+        "missing: layers/0_Dense; unexpected: layers/0_Averaging",
+        "Build the model from the same layers",
+    ),
+    "sgd": (
+        "must hold the state of the optimizer in use",
+        "unexpected",
+        "load_optimizer_states=False",
+    ),
+    "lion": (
+        "must hold the state of the optimizer in use",
+        "unexpected",
+        "load_optimizer_states=False",
+    ),
 }
 
 
@@ -545,7 +670,10 @@ def test_a_place_in_data_of_another_kind(kept: Kept) -> None:
     next(other)
     before = kept.run.held()
     try:
-        with pytest.raises(DataError, match="but got state={'position': 4} and loader=<BatchLoader>. Pass the loader"):
+        with pytest.raises(
+            DataError,
+            match="but got state={'position': 4} and loader=<BatchLoader>. Pass the loader",
+        ):
             kept.run.engine.load_checkpoint(kept.root / "then")
         assert_holds(kept.run, before)
     finally:
@@ -555,7 +683,10 @@ def test_a_place_in_data_of_another_kind(kept: Kept) -> None:
 
 
 def test_a_load_that_fails_leaves_the_next_iterator_alone(kept: Kept, then: Path) -> None:
-    """Where each batch is given its own iterator, a fresh one begins at its first entry, as without the load."""
+    """Where each batch has its own iterator, a fresh one begins at its first entry.
+
+    As without the load.
+    """
     engine = make_engine()
     first, second = (RepeatingLoader([entry(seed) for seed in range(6)]) for _ in range(2))
     engine.train_batch(first)

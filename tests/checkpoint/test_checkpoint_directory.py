@@ -1,4 +1,7 @@
-"""The directory of checkpoints: which one is found, which are kept, and that nothing else is touched."""
+"""The directory of checkpoints.
+
+Which one is found, which are kept, and that nothing else is touched.
+"""
 
 import shutil
 from pathlib import Path
@@ -8,19 +11,31 @@ import pytest
 from _covering import slow_after, soak_after
 from _one_run import Run, assert_holds, make_run
 
-from jaxpipe.checkpoint import CheckpointWriter, RunState, committed_tags, find_checkpoint, load_params, open_checkpoint
+from jaxpipe.checkpoint import (
+    CheckpointWriter,
+    RunState,
+    committed_tags,
+    find_checkpoint,
+    load_params,
+    open_checkpoint,
+)
 from jaxpipe.errors import CheckpointError
 
 
 @pytest.fixture(scope="module")
 def run() -> Run:
-    """A run that stands inside its data; its parameters do not matter here, and its step is what each test says."""
+    """A run that stands inside its data.
+
+    Its parameters do not matter here, and its step is what each test says.
+    """
     run = make_run()
     next(run.data)
     return run
 
 
-def save(run: Run, path: Path, *steps: int, tag: str | None = None, latest: bool = True, **keep: Any) -> None:
+def save(
+    run: Run, path: Path, *steps: int, tag: str | None = None, latest: bool = True, **keep: Any
+) -> None:
     """Save as after so many steps."""
     writer = CheckpointWriter(**keep)
     for step in steps:
@@ -77,7 +92,8 @@ def test_latest_that_lags_behind_does_not_count(run: Run, tmp_path: Path) -> Non
     (tmp_path / "latest").write_text("global_step1\n")
     with pytest.warns(
         UserWarning,
-        match="/latest names 'global_step1', but 'global_step2' was committed after .* load tag='global_step1'",
+        match="/latest names 'global_step1', but 'global_step2' was committed after .* load "
+        "tag='global_step1'",
     ):
         assert found(tmp_path) == ("global_step2", 2)
     (tmp_path / "latest").unlink()
@@ -91,7 +107,8 @@ def test_without_save_latest_only_the_tag_finds_it(run: Run, tmp_path: Path) -> 
     assert not (tmp_path / "latest").exists()
     assert find_checkpoint(tmp_path) is None
     with pytest.raises(
-        CheckpointError, match=f"got path='{tmp_path}' and the checkpoints 'global_step1'. Give .* its tag"
+        CheckpointError,
+        match=f"got path='{tmp_path}' and the checkpoints 'global_step1'. Give .* its tag",
     ):
         load_params(tmp_path)
     assert found(tmp_path, "global_step1") == ("global_step1", 1)
@@ -117,10 +134,13 @@ def test_no_checkpoint(run: Run, tmp_path: Path, kind: str) -> None:
         assert run.engine.load_checkpoint(path) == (None, {})
     assert len(caught) == 1
     with pytest.raises(
-        CheckpointError, match=f"got path='{path}' and no checkpoint. Give the directory that save_check"
+        CheckpointError,
+        match=f"got path='{path}' and no checkpoint. Give the directory that save_check",
     ):
         load_params(path)
-    with pytest.raises(CheckpointError, match="got tag='best' in '.*/save', which holds no checkpoint. Use one of"):
+    with pytest.raises(
+        CheckpointError, match="got tag='best' in '.*/save', which holds no checkpoint. Use one of"
+    ):
         run.engine.load_checkpoint(path, "best")
     assert_holds(run, before)
 
@@ -134,15 +154,19 @@ def test_an_unknown_tag_lists_those_that_are_there(run: Run, tmp_path: Path) -> 
         with pytest.raises(CheckpointError) as caught:
             run.engine.load_checkpoint(tmp_path, tag)
         assert str(caught.value) == (
-            f"tag must name a checkpoint, but got tag={tag!r} in '{tmp_path}', which holds the checkpoints "
-            "'global_step3', 'global_step1', 'best'. Use one of these tags, or None for the latest."
+            f"tag must name a checkpoint, but got tag={tag!r} in '{tmp_path}', which holds the "
+            "checkpoints 'global_step3', 'global_step1', 'best'. Use one of these tags, or None "
+            "for the latest."
         )
     assert_holds(run, before)
 
 
 def test_of_many_tags_the_last_are_listed(run: Run, tmp_path: Path) -> None:
     save(run, tmp_path, *range(10))
-    with pytest.raises(CheckpointError, match="holds the checkpoints ..., 'global_step2', .*, 'global_step9'. Use one"):
+    with pytest.raises(
+        CheckpointError,
+        match="holds the checkpoints ..., 'global_step2', .*, 'global_step9'. Use one",
+    ):
         find_checkpoint(tmp_path, "best")
 
 
@@ -166,11 +190,18 @@ def test_of_many_tags_the_last_are_listed(run: Run, tmp_path: Path) -> None:
     ids=str,
 )
 def test_which_are_kept(
-    run: Run, tmp_path: Path, keep_last: int | None, keep_every: int | None, steps: Any, kept: list[int]
+    run: Run,
+    tmp_path: Path,
+    keep_last: int | None,
+    keep_every: int | None,
+    steps: Any,
+    kept: list[int],
 ) -> None:
     save(run, tmp_path, *steps, keep_last=keep_last, keep_every=keep_every)
     assert list(steps_of(tmp_path).values()) == kept
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["latest", *(f"global_step{n}" for n in kept)])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        ["latest", *(f"global_step{n}" for n in kept)]
+    )
     assert found(tmp_path) == (f"global_step{kept[-1]}", kept[-1])
     assert_tidy(tmp_path)
 
@@ -194,7 +225,9 @@ def test_only_tags_of_steps_are_removed(run: Run, tmp_path: Path) -> None:
     assert found(tmp_path) == ("best", 6)
 
 
-def test_what_is_not_found_without_its_tag_does_not_push_out_what_is(run: Run, tmp_path: Path) -> None:
+def test_what_is_not_found_without_its_tag_does_not_push_out_what_is(
+    run: Run, tmp_path: Path
+) -> None:
     """Else a directory with checkpoints would have none to go on from."""
     save(run, tmp_path, 1)
     save(run, tmp_path, 2, 3, latest=False, keep_last=1)
@@ -210,12 +243,19 @@ def test_a_tag_is_replaced(run: Run, tmp_path: Path) -> None:
         assert found(tmp_path, "best") == ("best", step)
         assert_tidy(tmp_path)
     save(run, tmp_path, 5, tag="global_step1")
-    assert list(steps_of(tmp_path).items()) == [("global_step2", 2), ("best", 4), ("global_step1", 5)]
+    assert list(steps_of(tmp_path).items()) == [
+        ("global_step2", 2),
+        ("best", 4),
+        ("global_step1", 5),
+    ]
     assert_tidy(tmp_path)
 
 
 def test_leftovers_are_removed_by_the_next_save(run: Run, tmp_path: Path) -> None:
-    """Data in a tag that has a commit, and in one that has none; and files that were being replaced."""
+    """Data in a tag that has a commit, and in one that has none.
+
+    And files that were being replaced.
+    """
     save(run, tmp_path, 1)
     save(run, tmp_path, 1, tag="best")
     (data,) = (tmp_path / "global_step1").glob("data-*")
@@ -258,7 +298,21 @@ def test_what_others_keep_there_stays(run: Run, tmp_path: Path, place: str) -> N
     assert steps_of(tmp_path) == {"global_step3": 3, "best": 3}
 
 
-TAGS = ["best model", "schön ✓", "-rf", "~", "$HOME", "a.b", ".hidden", "...", "data-1", "LATEST", "%s", "'\"", "a\nb"]
+TAGS = [
+    "best model",
+    "schön ✓",
+    "-rf",
+    "~",
+    "$HOME",
+    "a.b",
+    ".hidden",
+    "...",
+    "data-1",
+    "LATEST",
+    "%s",
+    "'\"",
+    "a\nb",
+]
 TAGS += ["index.json", "latest.old"]
 
 
@@ -289,11 +343,20 @@ def test_a_checkpoints_own_folder(run: Run, tmp_path: Path) -> None:
         assert run.engine.load_checkpoint(moved) == (None, {})
 
 
-PLACES = [(".", "save"), (".", "save/best"), (".", "./save/"), ("save", "."), ("save/best", "."), ("save", "../save")]
+PLACES = [
+    (".", "save"),
+    (".", "save/best"),
+    (".", "./save/"),
+    ("save", "."),
+    ("save/best", "."),
+    ("save", "../save"),
+]
 
 
 @pytest.mark.parametrize(("place", "path"), PLACES)
-def test_relative_paths(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, path: str) -> None:
+def test_relative_paths(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, path: str
+) -> None:
     before = run.held()
     monkeypatch.chdir(tmp_path)
     run.engine.save_checkpoint("save", "best", {"epoch": 1})
@@ -306,8 +369,13 @@ def test_relative_paths(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert load_params(path)["layers"].keys() == load_params(tmp_path / "save")["layers"].keys()
 
 
-def test_a_directory_that_moves_while_relative(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A relative directory is that of the call, wherever the process goes while saving in the background."""
+def test_a_directory_that_moves_while_relative(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relative directory is that of the call.
+
+    Wherever the process goes while saving in the background.
+    """
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     monkeypatch.chdir(tmp_path / "a")
@@ -321,17 +389,24 @@ def test_a_directory_that_moves_while_relative(run: Run, tmp_path: Path, monkeyp
 
 
 def test_a_damaged_commit_beside_others(run: Run, tmp_path: Path) -> None:
-    """It is passed over, with a warning, unless it is the latest; saving goes on, and nothing of it is removed."""
+    """It is passed over, with a warning, unless it is the latest.
+
+    Saving goes on, and nothing of it is removed.
+    """
     save(run, tmp_path, 1, 2)
     (tmp_path / "global_step1" / "commit.json").write_text("{")
-    with pytest.warns(UserWarning, match="Passed over: .*global_step1/commit.json must be a commit .* Load another"):
+    with pytest.warns(
+        UserWarning,
+        match="Passed over: .*global_step1/commit.json must be a commit .* Load another",
+    ):
         assert found(tmp_path) == ("global_step2", 2)
     assert found(tmp_path, "global_step2") == ("global_step2", 2)
     save(run, tmp_path, 3)
     assert len(list((tmp_path / "global_step1").glob("data-*/index.json"))) == 1
     (tmp_path / "global_step3" / "commit.json").write_text("{")
     with pytest.raises(
-        CheckpointError, match="global_step3/commit.json must be a commit .* Load another tag, or restore"
+        CheckpointError,
+        match="global_step3/commit.json must be a commit .* Load another tag, or restore",
     ):
         find_checkpoint(tmp_path)
     assert found(tmp_path, "global_step2") == ("global_step2", 2)

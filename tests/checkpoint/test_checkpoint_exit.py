@@ -1,4 +1,7 @@
-"""A program that ends while it saves in the background ends the save first, and fails where that failed."""
+"""A program that ends while it saves in the background ends the save first.
+
+It fails where the save failed.
+"""
 
 import os
 import subprocess
@@ -15,9 +18,15 @@ SCRIPT = Path(__file__).parent / "_save_and_end.py"
 
 def ended(path: Path, how: str) -> subprocess.CompletedProcess[str]:
     paths = [str(Path(jaxpipe.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "JAX_PLATFORMS": "cpu"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "JAX_PLATFORMS": "cpu",
+    }
     command = [sys.executable, str(SCRIPT), str(path), how]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
 
 
 @pytest.mark.parametrize(
@@ -42,7 +51,11 @@ def test_a_checkpoint_that_could_not_be_written_fails_the_program(tmp_path: Path
     done = ended(tmp_path, "fails")
     assert done.returncode == 120
     assert committed_tags(tmp_path) == {}
-    (told,) = [line for line in done.stderr.splitlines() if line.startswith("jaxpipe.errors.CheckpointError: ")][-1:]
+    (told,) = [
+        line
+        for line in done.stderr.splitlines()
+        if line.startswith("jaxpipe.errors.CheckpointError: ")
+    ][-1:]
     assert f"{tmp_path}/global_step1 could not be written: " in told
     assert told.endswith("Make room or check the file system, and save again.")
     assert done.stdout.splitlines()[-1] == "at the end"

@@ -24,7 +24,13 @@ assert "orbax.checkpoint" in sys.modules
 def test_orbax_waits_for_the_first_checkpoint(tmp_path: Path) -> None:
     """Its import takes longer than the library's own, and gives the root logger a handler."""
     paths = [str(Path(jaxpipe.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "JAX_PLATFORMS": "cpu"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "JAX_PLATFORMS": "cpu",
+    }
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "arrays")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr[-4000:]

@@ -68,14 +68,23 @@ def test_other_checkpoints_are_listed(tmp_path: Path) -> None:
         trained().save_checkpoint(tmp_path, tag, save_latest=save_latest)
     found = facts(inspect_checkpoint(tmp_path))
     assert (found["tag"], found["beside it"]) == ("second", "first (1 step), aside (1 step)")
-    assert facts(inspect_checkpoint(tmp_path, "aside"))["tag"] == "aside (saved with save_latest=False)"
+    assert (
+        facts(inspect_checkpoint(tmp_path, "aside"))["tag"]
+        == "aside (saved with save_latest=False)"
+    )
     (tmp_path / "first" / "commit.json").write_text("{}")
-    assert "commit.json must be a commit" in facts(inspect_checkpoint(tmp_path, "second"))["beside it"]
+    assert (
+        "commit.json must be a commit" in facts(inspect_checkpoint(tmp_path, "second"))["beside it"]
+    )
 
 
 def test_what_only_some_runs_have(root: Path, tmp_path: Path) -> None:
     def other_run(index: dict[str, Any]) -> None:
-        index |= {"data_iterators": [{"state": 3, "is_own": True}, None], "client_state": {}, "global_steps": 12345}
+        index |= {
+            "data_iterators": [{"state": 3, "is_own": True}, None],
+            "client_state": {},
+            "global_steps": 12345,
+        }
         index["mesh"] = {"stage": 1, "data": 2, "model": 4}
         index["scalars"] |= {"loss_scale": {"scale": 2.0**24, "hysteresis": 2}, "skipped_steps": 2}
         index["versions"] = {"python": "3.12.0", "jaxpipe": "not installed"}
@@ -87,32 +96,47 @@ def test_what_only_some_runs_have(root: Path, tmp_path: Path) -> None:
     found = facts(inspect_checkpoint(path))
     assert found["trained"] == "12,345 steps, 8 samples, 2 steps skipped"
     assert found["topology"] == "1 stage x 2 replicas x 4 model shards, ZeRO stage 1"
-    assert (found["loss scale"], found["also holds"]) == ("16,777,216", "the place of 1 data iterator")
+    assert (found["loss scale"], found["also holds"]) == (
+        "16,777,216",
+        "the place of 1 data iterator",
+    )
     assert (found["written with"], found["saved"]) == ("python 3.12.0", "some day")
 
 
 def test_long_lines_are_broken_between_shapes(root: Path, tmp_path: Path) -> None:
     def wide(index: dict[str, Any]) -> None:
-        index["layers"][0]["signature"] = " -> ".join(["(float32[8, 1024, 1024], int32[8, 1024])"] * 3)
-        many = {f"params/layers/1_Dense/block_{i}/kernel": index["leaves"]["params/tied/io/kernel"] for i in range(9)}
+        index["layers"][0]["signature"] = " -> ".join(
+            ["(float32[8, 1024, 1024], int32[8, 1024])"] * 3
+        )
+        many = {
+            f"params/layers/1_Dense/block_{i}/kernel": index["leaves"]["params/tied/io/kernel"]
+            for i in range(9)
+        }
         index["leaves"] |= many
         index["layers"][1]["parameters"] = list(many)
 
     path = copied(root, tmp_path) / "global_step1"
     change_index(path, wide)
     lines = inspect_checkpoint(path).splitlines()
-    assert max(len(line) for line in lines if str(root) not in line and str(tmp_path) not in line) <= 110
+    assert (
+        max(len(line) for line in lines if str(root) not in line and str(tmp_path) not in line)
+        <= 110
+    )
     first = next(i for i, line in enumerate(lines) if "0_Dense" in line)
     column = lines[first].index("(float32")
     assert lines[first].endswith("(float32[8, 1024, 1024], int32[8, 1024]) ->")
     assert lines[first + 1] == " " * column + "(float32[8, 1024, 1024], int32[8, 1024]) ->"
     shapes = next(i for i, line in enumerate(lines) if "block_0/kernel [32, 32]," in line)
-    assert re.match(r" {11}float32: block_0/kernel \[32, 32\], .* block_\d/kernel \[32, 32\],$", lines[shapes])
+    assert re.match(
+        r" {11}float32: block_0/kernel \[32, 32\], .* block_\d/kernel \[32, 32\],$", lines[shapes]
+    )
     assert re.match(r" {11}block_\d/kernel \[32, 32\], ", lines[shapes + 1])
 
 
 def test_there_must_be_a_checkpoint_to_inspect(root: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"and no checkpoint\. Give the directory"):
         inspect_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match=r"got tag='best' .* 'global_step1'\. Use one of these tags"):
+    with pytest.raises(
+        CheckpointError, match=r"got tag='best' .* 'global_step1'\. Use one of these tags"
+    ):
         inspect_checkpoint(saved(root), "best")

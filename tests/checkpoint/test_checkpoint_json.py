@@ -25,7 +25,9 @@ scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False)
 
 def trees(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     return st.recursive(
-        leaves, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4), max_leaves=10
+        leaves,
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+        max_leaves=10,
     )
 
 
@@ -62,7 +64,10 @@ def test_numbers_that_json_does_not_know_come_back_too() -> None:
     assert repr(decode_state(stored(encode_state(value, "state")))) == repr(value)
 
 
-@given(st.sampled_from([np.int8, np.uint64, np.float16, np.float32, np.float64, np.bool_]), st.integers(0, 100))
+@given(
+    st.sampled_from([np.int8, np.uint64, np.float16, np.float32, np.float64, np.bool_]),
+    st.integers(0, 100),
+)
 def test_numbers_of_numpy_become_pythons_in_a_state(kind: Any, number: int) -> None:
     value = decode_state(stored(encode_state({"at": [kind(number)]}, "state")))
     assert same(value, {"at": [kind(number).item()]})
@@ -70,7 +75,9 @@ def test_numbers_of_numpy_become_pythons_in_a_state(kind: Any, number: int) -> N
 
 def test_mappings_of_a_state_become_dictionaries() -> None:
     value = MappingProxyType({"a": [1, [b"\x00\xff", None]], "b": MappingProxyType({})})
-    assert same(decode_state(stored(encode_state(value, "state"))), {"a": [1, [b"\x00\xff", None]], "b": {}})
+    assert same(
+        decode_state(stored(encode_state(value, "state"))), {"a": [1, [b"\x00\xff", None]], "b": {}}
+    )
 
 
 @pytest.mark.parametrize(
@@ -95,22 +102,37 @@ ARRAYS = [
 @pytest.mark.parametrize("array", ARRAYS, ids=lambda array: f"{array.dtype}{array.shape}")
 def test_arrays_of_a_state_come_back(array: np.ndarray) -> None:
     found = decode_state(stored(encode_state({"at": array.T}, "state")))["at"]
-    assert (found.dtype, found.shape, found.tolist()) == (array.dtype, array.T.shape, array.T.tolist())
+    assert (found.dtype, found.shape, found.tolist()) == (
+        array.dtype,
+        array.T.shape,
+        array.T.tolist(),
+    )
     assert found.flags.writeable
 
 
 def test_tensors_of_a_state_come_back() -> None:
     torch = pytest.importorskip("torch")
-    value = {"generator": torch.Generator().get_state(), "none": torch.zeros(0, 2), "one": torch.tensor(True)}
+    value = {
+        "generator": torch.Generator().get_state(),
+        "none": torch.zeros(0, 2),
+        "one": torch.tensor(True),
+    }
     found = decode_state(stored(encode_state(value, "state")))
-    assert all(found[key].dtype == each.dtype and torch.equal(found[key], each) for key, each in value.items())
+    assert all(
+        found[key].dtype == each.dtype and torch.equal(found[key], each)
+        for key, each in value.items()
+    )
     torch.Generator().set_state(found["generator"])
     for other in (torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2, requires_grad=True)):
-        with pytest.raises(CheckpointError, match=r"state\[0\] must be .*but got a Tensor\. Write value"):
+        with pytest.raises(
+            CheckpointError, match=r"state\[0\] must be .*but got a Tensor\. Write value"
+        ):
             encode_state([other], "state")
 
 
-@pytest.mark.parametrize("value", [{"base64": "abcd"}, {"base64": 3}, {"a": {"base64": b"x"}}], ids=str)
+@pytest.mark.parametrize(
+    "value", [{"base64": "abcd"}, {"base64": 3}, {"a": {"base64": b"x"}}], ids=str
+)
 def test_a_state_may_name_its_keys_as_it_likes(value: Any) -> None:
     assert same(decode_state(stored(encode_state(value, "state"))), value)
 
@@ -135,23 +157,30 @@ def nested(depth: int) -> Any:
 def test_the_deepest_and_longest_come_back(depth: int, most: int) -> None:
     check_json(nested(depth), "x")
     assert same(stored(nested(depth)), nested(depth))
-    assert same(decode_state(stored(encode_state([nested(depth - 1), most], "state"))), [nested(depth - 1), most])
+    assert same(
+        decode_state(stored(encode_state([nested(depth - 1), most], "state"))),
+        [nested(depth - 1), most],
+    )
 
 
 @pytest.mark.parametrize("check", [check_json, encode_state])
 @pytest.mark.parametrize("depth", [101, 102, 100_000])
 def test_what_is_nested_too_deep_is_refused(check: Any, depth: int) -> None:
     with pytest.raises(
-        CheckpointError, match=r"must be nested at most 100 deep, as it is stored as JSON, but got one that"
+        CheckpointError,
+        match=r"must be nested at most 100 deep, as it is stored as JSON, but got one that",
     ):
         check(nested(depth), "x")
 
 
 @pytest.mark.parametrize("check", [check_json, encode_state])
-@pytest.mark.parametrize("value", [10**4300, -(10**5000), {"a": [2**100_000]}], ids=["positive", "negative", "inside"])
+@pytest.mark.parametrize(
+    "value", [10**4300, -(10**5000), {"a": [2**100_000]}], ids=["positive", "negative", "inside"]
+)
 def test_integers_of_too_many_digits_are_refused(check: Any, value: Any) -> None:
     with pytest.raises(
-        CheckpointError, match=r"^x.* must be a number of at most 4300 digits, .* of \d+ bits. Write hex"
+        CheckpointError,
+        match=r"^x.* must be a number of at most 4300 digits, .* of \d+ bits. Write hex",
     ):
         check(value, "x")
 
@@ -161,7 +190,8 @@ def test_what_holds_itself_is_refused(check: Any) -> None:
     inner: dict[str, Any] = {"a": [1, 2]}
     inner["a"].append(inner)
     with pytest.raises(
-        CheckpointError, match=r"^x\['a'\]\[2\]\['a'\].*nested deeper, or holds itself. Store what it can be"
+        CheckpointError,
+        match=r"^x\['a'\]\[2\]\['a'\].*nested deeper, or holds itself. Store what it can be",
     ):
         check(inner, "x")
 
@@ -174,7 +204,9 @@ class Rude:
 
 
 def test_a_key_whose_text_raises_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="^keys of x must be strings, .* but got key=<Rude>. Write <Rude>"):
+    with pytest.raises(
+        CheckpointError, match="^keys of x must be strings, .* but got key=<Rude>. Write <Rude>"
+    ):
         check_json({Rude(): 1}, "x")
 
 
@@ -189,15 +221,28 @@ class Colour(enum.IntEnum):
         ({1, 2}, "x", r"but got a set. Write list\(...\)"),
         (np.datetime64("2024-01-01"), "x", r"but got a date. Store what it can be made from"),
         (jnp.float32(1.5), "x", r"but got a ArrayImpl. Write value.item\(\)"),
-        (np.zeros(3), "x", r"but got a ndarray. Write value.tolist\(\), or make it a collection of a layer if it is"),
-        (jnp.zeros(3), "x", r"but got a ArrayImpl. Write value.tolist\(\), or make it a collection"),
+        (
+            np.zeros(3),
+            "x",
+            r"but got a ndarray. Write value.tolist\(\), or make it a collection of a layer if it "
+            r"is",
+        ),
+        (
+            jnp.zeros(3),
+            "x",
+            r"but got a ArrayImpl. Write value.tolist\(\), or make it a collection",
+        ),
         (b"bytes", "x", r"but got a bytes. Store what it can be made from"),
         (Colour.RED, "x", r"but got a Colour. Store what it can be made from"),
         (1j, "x", r"but got a complex. Store what it can be made from"),
         (Path("a"), "x", r"but got a PosixPath. Store what it can be made from"),
         (datetime.date(2024, 1, 1), "x", r"but got a date. Store what it can be made from"),
         (MappingProxyType({}), "x", r"but got a mappingproxy. Store what it can be made from"),
-        (test_numbers_that_json_does_not_know_come_back_too, "x", r"but got a function. Store what it can be"),
+        (
+            test_numbers_that_json_does_not_know_come_back_too,
+            "x",
+            r"but got a function. Store what it can be",
+        ),
         ([0, (1,)], "x[1]", r"but got a tuple"),
         ({"a": {"b c": [None, {1}]}}, "x['a']['b c'][1]", r"but got a set"),
     ],
@@ -205,7 +250,8 @@ class Colour(enum.IntEnum):
 )
 def test_what_would_not_come_back_is_refused(value: Any, where: str, match: str) -> None:
     with pytest.raises(
-        CheckpointError, match=rf"^{re.escape(where)} must be a number, a string, .*stored as JSON, {match}"
+        CheckpointError,
+        match=rf"^{re.escape(where)} must be a number, a string, .*stored as JSON, {match}",
     ):
         check_json(value, "x")
 
@@ -213,7 +259,8 @@ def test_what_would_not_come_back_is_refused(value: Any, where: str, match: str)
 @pytest.mark.parametrize("key", [1, None, True, 2.5, ("a", 1), b"a"], ids=repr)
 def test_keys_must_be_strings(key: Any) -> None:
     match = (
-        rf"^keys of x\['at'\] must be strings, .* but got key={re.escape(repr(key))}. Write {re.escape(repr(str(key)))}"
+        rf"^keys of x\['at'\] must be strings, .* but got key={re.escape(repr(key))}. Write "
+        rf"{re.escape(repr(str(key)))}"
     )
     with pytest.raises(CheckpointError, match=match):
         check_json({"at": {"fine": 0, key: 1}}, "x")
@@ -230,5 +277,7 @@ def test_keys_must_be_strings(key: Any) -> None:
     ids=["set", "array", "date", "object"],
 )
 def test_states_of_other_kinds_are_refused(value: Any, where: str, kind: str) -> None:
-    with pytest.raises(CheckpointError, match=rf"^{re.escape(where)} must be .*, but got a {kind}. (Write|Store) "):
+    with pytest.raises(
+        CheckpointError, match=rf"^{re.escape(where)} must be .*, but got a {kind}. (Write|Store) "
+    ):
         encode_state(value, "state")

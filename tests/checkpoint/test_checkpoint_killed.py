@@ -1,4 +1,7 @@
-"""A process that is killed at any moment of saving leaves whole checkpoints, and all that it had reported."""
+"""A process that is killed at any moment of saving leaves whole checkpoints.
+
+It leaves all that it had reported.
+"""
 
 import functools
 import os
@@ -49,9 +52,15 @@ def uninterrupted(*, sharded: bool) -> Uninterrupted:
 
 def started(*arguments: Any) -> subprocess.Popen[str]:
     paths = [str(Path(jaxpipe.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "JAX_PLATFORMS": "cpu"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "JAX_PLATFORMS": "cpu",
+    }
     command = [sys.executable, str(SCRIPT), *map(str, arguments)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def flags(mode: str) -> list[str]:
@@ -70,9 +79,16 @@ def after(num_saves: int) -> Held:
 
 
 def possible(num_saved: int) -> list[Held]:
-    """What may be there once so many saves were reported and the next had begun: without it, and with it."""
+    """What may be there once so many saves were reported and the next had begun.
+
+    Without it, and with it.
+    """
     before = after(num_saved)
-    during = {tag: step for tag, step in before.items() if [tag] != [each for each, _ in saves(STEPS)[num_saved:][:1]]}
+    during = {
+        tag: step
+        for tag, step in before.items()
+        if [tag] != [each for each, _ in saves(STEPS)[num_saved:][:1]]
+    }
     return [before, {**during, **dict(saves(STEPS)[num_saved:][:1])}, after(num_saved + 1)]
 
 
@@ -86,29 +102,44 @@ def check_whole(path: Path, uninterrupted: Uninterrupted) -> None:
     for tag, step in held.items():
         assert engine.load_checkpoint(path, tag)[0] == str(path / tag)
         assert_holds(uninterrupted.run, uninterrupted.held[step])
-        wanted = {key: leaf.tobytes() for key, leaf in flatten_dict(engine.module_state_dict()).items()}
-        assert {key: leaf.tobytes() for key, leaf in flatten_dict(load_params(path, tag)).items()} == wanted
-    for folder in [each for each in path.iterdir() if each.is_dir() and each.name not in {*held, ".lock"}]:
-        with pytest.raises(CheckpointError, match=f"tag must name a checkpoint, but got tag='{folder.name}'"):
+        wanted = {
+            key: leaf.tobytes() for key, leaf in flatten_dict(engine.module_state_dict()).items()
+        }
+        assert {
+            key: leaf.tobytes() for key, leaf in flatten_dict(load_params(path, tag)).items()
+        } == wanted
+    for folder in [
+        each for each in path.iterdir() if each.is_dir() and each.name not in {*held, ".lock"}
+    ]:
+        with pytest.raises(
+            CheckpointError, match=f"tag must name a checkpoint, but got tag='{folder.name}'"
+        ):
             engine.load_checkpoint(path, folder.name)
 
 
 def check_goes_on(path: Path, uninterrupted: Uninterrupted) -> None:
-    """The last that was committed is found, training goes on as if nothing had happened, and saving tidies up."""
+    """The last that was committed is found, and training goes on as if nothing had happened.
+
+    Saving tidies up.
+    """
     run, held = uninterrupted.run, held_in(path)
     newest, step = list(held.items())[-1]
     lags_behind = (path / "latest").read_text() != newest
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert run.engine.load_checkpoint(path)[0] == str(path / newest)
-    assert [f"{newest!r} was committed after it" in str(each.message) for each in caught] == [True] * lags_behind
+    assert [f"{newest!r} was committed after it" in str(each.message) for each in caught] == [
+        True
+    ] * lags_behind
     assert_holds(run, uninterrupted.held[step])
     assert run.train(MORE) == uninterrupted.losses[step : step + MORE]
     assert_holds(run, uninterrupted.held[step + MORE])
     run.engine.save_checkpoint(path)
     now = held_in(path)
     assert list(now.items())[-1] == (f"global_step{step + MORE}", step + MORE)
-    assert set(path.glob("*/data-*")) == {path / tag / commit.data for tag, commit in committed_tags(path).items()}
+    assert set(path.glob("*/data-*")) == {
+        path / tag / commit.data for tag, commit in committed_tags(path).items()
+    }
     assert list(path.rglob("*.partial")) == []
     assert [each.name for each in path.glob(".lock*")] == [".lock"]  # this run's, which lives
     check_whole(path, uninterrupted)
@@ -130,7 +161,9 @@ MOMENTS = [
     slow_after(1, MOMENTS, unpack=True),
     ids=[f"{moment}-{save[0]}-{mode}" for moment, save, mode, _ in MOMENTS],
 )
-def test_killed_at_a_moment(tmp_path: Path, moment: str, save: tuple[str, int], mode: str, held: Held) -> None:
+def test_killed_at_a_moment(
+    tmp_path: Path, moment: str, save: tuple[str, int], mode: str, held: Held
+) -> None:
     path, unbroken = tmp_path / "save", uninterrupted(sharded="sharded" in mode)
     with started(path, "--moment", moment, "--save", *save, *flags(mode)) as child:
         out, errors = child.communicate(timeout=300)
@@ -147,9 +180,13 @@ def check_left_behind(path: Path, moment: str) -> None:
     named = {path / tag / commit.data for tag, commit in committed_tags(path).items()}
     unnamed = [data for data in path.glob("*/data-*") if data not in named]
     assert len(unnamed) == (moment not in ("before-data", "before-latest"))
-    half_written = [data for data in unnamed if list(data.rglob("d/*")) and not (data / INDEX).exists()]
+    half_written = [
+        data for data in unnamed if list(data.rglob("d/*")) and not (data / INDEX).exists()
+    ]
     assert len(half_written) == (moment == "arrays") or moment == "removal"
-    assert [file.name for file in path.rglob("*.partial")] == ["commit.json.partial"] * (moment == "before-commit")
+    assert [file.name for file in path.rglob("*.partial")] == ["commit.json.partial"] * (
+        moment == "before-commit"
+    )
 
 
 @pytest.mark.soak

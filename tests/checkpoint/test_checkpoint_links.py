@@ -1,4 +1,7 @@
-"""What a link leads to is read, but neither changed nor removed; and what cannot be removed is in nobody's way."""
+"""What a link leads to is read, but neither changed nor removed.
+
+And what cannot be removed is in nobody's way.
+"""
 
 import logging
 import shutil
@@ -11,7 +14,13 @@ import pytest
 from _covering import slow_after
 from _one_run import Run, make_run
 
-from jaxpipe.checkpoint import CheckpointWriter, RunState, committed_tags, load_params, verify_checkpoint
+from jaxpipe.checkpoint import (
+    CheckpointWriter,
+    RunState,
+    committed_tags,
+    load_params,
+    verify_checkpoint,
+)
 from jaxpipe.errors import CheckpointError
 
 
@@ -23,11 +32,16 @@ def run() -> Run:
 def save(run: Run, path: Path, *steps: int, tag: str | None = None, **keep: Any) -> None:
     writer = CheckpointWriter(**keep)
     for step in steps:
-        writer.save(path, run.engine.pipeline, run.engine.state, RunState(global_steps=step), tag=tag)
+        writer.save(
+            path, run.engine.pipeline, run.engine.state, RunState(global_steps=step), tag=tag
+        )
 
 
 def listing(path: Path) -> dict[str, bytes | None]:
-    return {str(each.relative_to(path)): each.read_bytes() if each.is_file() else None for each in path.rglob("*")}
+    return {
+        str(each.relative_to(path)): each.read_bytes() if each.is_file() else None
+        for each in path.rglob("*")
+    }
 
 
 @pytest.fixture
@@ -39,7 +53,9 @@ def other(run: Run, tmp_path: Path) -> Path:
     return tmp_path / "other"
 
 
-def test_a_tag_that_is_a_link_is_loaded_and_never_removed(run: Run, other: Path, tmp_path: Path) -> None:
+def test_a_tag_that_is_a_link_is_loaded_and_never_removed(
+    run: Run, other: Path, tmp_path: Path
+) -> None:
     """As where a run goes on from a checkpoint of another."""
     was, path = listing(other), tmp_path / "save"
     path.mkdir()
@@ -56,7 +72,8 @@ def test_a_tag_that_is_a_link_is_not_written(run: Run, other: Path, tmp_path: Pa
     path.mkdir()
     (path / "global_step1").symlink_to("../other/global_step1")
     match = (
-        f"tag must not be a link.* got tag='global_step1' in save_dir='{path}', a link to '../other/global_step1'. Rem"
+        f"tag must not be a link.* got tag='global_step1' in save_dir='{path}', a link to "
+        "'../other/global_step1'. Rem"
     )
     with pytest.raises(CheckpointError, match=match):
         save(run, path, 1)
@@ -65,7 +82,10 @@ def test_a_tag_that_is_a_link_is_not_written(run: Run, other: Path, tmp_path: Pa
 
 
 def test_data_behind_a_link_stay(run: Run, other: Path, tmp_path: Path) -> None:
-    """In a tag that is written anew, in one that is removed, in one without a commit, and behind several names."""
+    """In each kind of tag, and behind several names.
+
+    One that is written anew, one that is removed, and one without a commit.
+    """
     was, path = listing(other), tmp_path / "save"
     save(run, path, 1)
     save(run, path, 1, tag="best")
@@ -78,7 +98,9 @@ def test_data_behind_a_link_stay(run: Run, other: Path, tmp_path: Path) -> None:
     save(run, path, 3, tag="best")
     assert listing(other) == was
     assert set(committed_tags(path)) == {"global_step3", "best"}
-    assert all((path / tag / "data-9-abcd").is_symlink() for tag in ("global_step1", "best", "unfinished"))
+    assert all(
+        (path / tag / "data-9-abcd").is_symlink() for tag in ("global_step1", "best", "unfinished")
+    )
 
 
 def test_links_inside_data_are_removed_alone(run: Run, other: Path, tmp_path: Path) -> None:
@@ -109,7 +131,9 @@ def test_data_that_were_moved_and_linked_back(run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["commit.json", "commit.json.partial"])
 @pytest.mark.parametrize("is_there", [True, False], ids=["file", "dangling"])
-def test_nothing_is_written_through_a_link(run: Run, tmp_path: Path, name: str, is_there: bool) -> None:
+def test_nothing_is_written_through_a_link(
+    run: Run, tmp_path: Path, name: str, is_there: bool
+) -> None:
     mine, path = tmp_path / "mine.txt", tmp_path / "save"
     (path / "best").mkdir(parents=True)
     if is_there:
@@ -140,13 +164,25 @@ def freeze(path: Path, immutable: list[Path]) -> None:
     immutable.append(path)
 
 
-FROZEN = ["data-7-0a/index.json", "data-7-0a", "data-7-0a/.jaxpipe", "commit.json.partial", "commit.json", ""]
+FROZEN = [
+    "data-7-0a/index.json",
+    "data-7-0a",
+    "data-7-0a/.jaxpipe",
+    "commit.json.partial",
+    "commit.json",
+    "",
+]
 
 
 @pytest.mark.parametrize("place", slow_after(3, [*FROZEN]))
 @pytest.mark.parametrize("tag", ["global_step1", "unfinished"])
 def test_what_cannot_be_removed_is_in_nobodys_way(
-    run: Run, tmp_path: Path, immutable: list[Path], caplog: pytest.LogCaptureFixture, tag: str, place: str
+    run: Run,
+    tmp_path: Path,
+    immutable: list[Path],
+    caplog: pytest.LogCaptureFixture,
+    tag: str,
+    place: str,
 ) -> None:
     """Leftovers, and a checkpoint that need not be kept: all saves after it end, and warn."""
     path = tmp_path / "save"

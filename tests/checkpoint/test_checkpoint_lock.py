@@ -1,4 +1,7 @@
-"""The lock on a directory: who holds it is told, who is gone is not waited for, and who lost it does not commit."""
+"""The lock on a directory.
+
+Who holds it is told, who is gone is not waited for, and who lost it does not commit.
+"""
 
 import contextlib
 import dataclasses
@@ -21,7 +24,14 @@ from _covering import slow_after
 from _one_run import Run, make_run
 
 import jaxpipe
-from jaxpipe.checkpoint import CheckpointWriter, RunState, _lock, _writer, committed_tags, load_params
+from jaxpipe.checkpoint import (
+    CheckpointWriter,
+    RunState,
+    _lock,
+    _writer,
+    committed_tags,
+    load_params,
+)
 from jaxpipe.checkpoint._lock import DirectoryLock, _new_owner, _Owner, _start_of
 from jaxpipe.errors import CheckpointError
 
@@ -66,7 +76,13 @@ def held_in(path: Path) -> list[str]:
 def test_it_is_there_from_the_first_save_of_a_run_to_its_end(run: Run, tmp_path: Path) -> None:
     writer = CheckpointWriter()
     for step in (1, 2):
-        writer.save(tmp_path, run.engine.pipeline, run.engine.state, RunState(global_steps=step), background=True)
+        writer.save(
+            tmp_path,
+            run.engine.pipeline,
+            run.engine.state,
+            RunState(global_steps=step),
+            background=True,
+        )
         writer.wait()
         (name,) = held_in(tmp_path)
         assert name.split("-")[1] == str(os.getpid())
@@ -90,8 +106,12 @@ def test_runs_of_one_process_share_it(run: Run, tmp_path: Path) -> None:
     assert held_in(tmp_path) == []
 
 
-@pytest.mark.skipif((3, 12) <= sys.version_info < (3, 12, 2), reason="there each save is waited for")
-def test_two_saves_of_one_process_at_once(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(
+    (3, 12) <= sys.version_info < (3, 12, 2), reason="there each save is waited for"
+)
+def test_two_saves_of_one_process_at_once(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     writer, may_end = save(run, tmp_path, 1), threading.Event()
     true = _writer._write
 
@@ -100,9 +120,14 @@ def test_two_saves_of_one_process_at_once(run: Run, tmp_path: Path, monkeypatch:
         true(*args)
 
     monkeypatch.setattr(_writer, "_write", end)
-    writer.save(tmp_path, run.engine.pipeline, run.engine.state, RunState(global_steps=2), background=True)
+    writer.save(
+        tmp_path, run.engine.pipeline, run.engine.state, RunState(global_steps=2), background=True
+    )
     try:
-        with pytest.raises(CheckpointError, match=f"held by process {os.getpid()} on .* UTC, which is this process. S"):
+        with pytest.raises(
+            CheckpointError,
+            match=f"held by process {os.getpid()} on .* UTC, which is this process. S",
+        ):
             save(run, tmp_path, 3)
     finally:
         may_end.set()
@@ -116,14 +141,20 @@ def test_a_lock_that_could_not_be_given_back_is_in_nobodys_way(
 ) -> None:
     lock = DirectoryLock(tmp_path)
     with monkeypatch.context() as outage:
-        outage.setattr(Path, "unlink", lambda *args, **kwargs: (_ for _ in ()).throw(OSError(errno.EIO, "is out")))
+        outage.setattr(
+            Path,
+            "unlink",
+            lambda *args, **kwargs: (_ for _ in ()).throw(OSError(errno.EIO, "is out")),
+        )
         lock.release()
     assert len(held_in(tmp_path)) == 1
     save(run, tmp_path)
     assert list(committed_tags(tmp_path)) == ["global_step1"]
 
 
-def test_a_copy_of_a_directory_is_not_held(run: Run, tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
+def test_a_copy_of_a_directory_is_not_held(
+    run: Run, tmp_path: Path, sleeper: subprocess.Popen[bytes]
+) -> None:
     (tmp_path / "first").mkdir()
     writer = save(run, tmp_path / "first")
     began = time.monotonic()
@@ -140,7 +171,10 @@ def test_a_copy_of_a_directory_is_not_held(run: Run, tmp_path: Path, sleeper: su
 def test_another_job_is_refused_until_the_first_has_ended(run: Run, tmp_path: Path) -> None:
     """But may read."""
     with staying(tmp_path) as job:
-        with pytest.raises(CheckpointError, match=f"which is held by process {job.pid} on .* UTC. Save again when th"):
+        with pytest.raises(
+            CheckpointError,
+            match=f"which is held by process {job.pid} on .* UTC. Save again when th",
+        ):
             save(run, tmp_path, 7)
         run.engine.load_checkpoint(tmp_path)
         job.communicate("end\n", timeout=60)
@@ -163,9 +197,15 @@ def test_a_job_that_was_killed_after_its_save_is_not_waited_for(run: Run, tmp_pa
 def staying(path: Path) -> Iterator[subprocess.Popen[str]]:
     """A job that has saved, and goes on until it is told to end."""
     paths = [str(Path(jaxpipe.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "JAX_PLATFORMS": "cpu"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "JAX_PLATFORMS": "cpu",
+    }
     command = [sys.executable, str(STAYING), str(path)]
-    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as job:
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as job:
         try:
             assert job.stdout is not None
             assert job.stdout.readline() == "saved\n"
@@ -174,13 +214,21 @@ def staying(path: Path) -> Iterator[subprocess.Popen[str]]:
             job.kill()
 
 
-def test_a_process_that_lives_is_named(run: Run, tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
+def test_a_process_that_lives_is_named(
+    run: Run, tmp_path: Path, sleeper: subprocess.Popen[bytes]
+) -> None:
     pid = str(sleeper.pid)
-    file = held_by(tmp_path, age_s=1e6, pid=pid, start=_start_of(pid), since="1700000000", host="node-7")
-    match = (
-        rf"one job at a time, but got save_dir='{tmp_path}', which is held by process {pid} on node-7 since 2023-11-14 "
+    file = held_by(
+        tmp_path, age_s=1e6, pid=pid, start=_start_of(pid), since="1700000000", host="node-7"
     )
-    with pytest.raises(CheckpointError, match=match + "22:13:20 UTC. Save again when that has ended, or give each job"):
+    match = (
+        rf"one job at a time, but got save_dir='{tmp_path}', which is held by process {pid} on "
+        r"node-7 since 2023-11-14 "
+    )
+    with pytest.raises(
+        CheckpointError,
+        match=match + "22:13:20 UTC. Save again when that has ended, or give each job",
+    ):
         save(run, tmp_path)
     assert file.exists()
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
@@ -204,7 +252,9 @@ def test_a_process_that_was_killed_is_not_waited_for(
     assert list(committed_tags(tmp_path)) == ["global_step1", "global_step2"]
 
 
-def test_a_number_that_is_another_process_now(run: Run, tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
+def test_a_number_that_is_another_process_now(
+    run: Run, tmp_path: Path, sleeper: subprocess.Popen[bytes]
+) -> None:
     for pid in (str(sleeper.pid), str(os.getpid())):
         held_by(tmp_path, pid=pid, start="1")
         save(run, tmp_path)
@@ -213,7 +263,10 @@ def test_a_number_that_is_another_process_now(run: Run, tmp_path: Path, sleeper:
 
 def test_another_save_of_this_process(run: Run, tmp_path: Path) -> None:
     lock = DirectoryLock(tmp_path)
-    with pytest.raises(CheckpointError, match=f"held by process {os.getpid()} on .* UTC, which is this process. Save"):
+    with pytest.raises(
+        CheckpointError,
+        match=f"held by process {os.getpid()} on .* UTC, which is this process. Save",
+    ):
         save(run, tmp_path)
     lock.release()
     save(run, tmp_path)
@@ -225,7 +278,9 @@ def test_another_machine_that_was_silent_for_long(run: Run, tmp_path: Path) -> N
     assert list(committed_tags(tmp_path)) == ["global_step1"]
 
 
-def test_another_machine_falls_silent(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_machine_falls_silent(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whether it is there cannot be known before."""
     monkeypatch.setattr(_lock, "_SILENT_S", 1.5)
     held_by(tmp_path, place="0" * 8)
@@ -245,7 +300,10 @@ def test_another_machine_gives_signs_of_life(run: Run, tmp_path: Path) -> None:
     thread = threading.Thread(target=beat)
     thread.start()
     try:
-        with pytest.raises(CheckpointError, match="is held by process .* on node-8 since .* UTC. Save again when that"):
+        with pytest.raises(
+            CheckpointError,
+            match="is held by process .* on node-8 since .* UTC. Save again when that",
+        ):
             save(run, tmp_path)
     finally:
         stop.set()
@@ -293,10 +351,14 @@ def test_what_killed_processes_left_of_locks_is_removed(run: Run, tmp_path: Path
     os.utime(tmp_path / ".lock-89abcdef" / "notes.txt", (0, 0))
     save(run, tmp_path)
     assert not left.exists()
-    assert all((tmp_path / name / "notes.txt").exists() for name in (".lock-mine", ".lock-89abcdef"))
+    assert all(
+        (tmp_path / name / "notes.txt").exists() for name in (".lock-mine", ".lock-89abcdef")
+    )
 
 
-def test_an_owner_that_ends_while_it_is_watched_is_not_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_owner_that_ends_while_it_is_watched_is_not_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its file is gone between two looks at it."""
     file = held_by(tmp_path, place="0" * 8)
     true = _lock._is_gone
@@ -310,7 +372,9 @@ def test_an_owner_that_ends_while_it_is_watched_is_not_told_of(tmp_path: Path, m
     DirectoryLock(tmp_path).release()
 
 
-def test_a_pipe_in_the_place_of_an_owner_is_not_waited_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipe_in_the_place_of_an_owner_is_not_waited_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nobody writes into it: opening it would never return."""
     monkeypatch.setattr(_lock, "_SILENT_S", 0.5)
     (tmp_path / ".lock").mkdir()
@@ -319,7 +383,9 @@ def test_a_pipe_in_the_place_of_an_owner_is_not_waited_on(tmp_path: Path, monkey
     assert not (tmp_path / ".lock").exists()
 
 
-def test_leftovers_that_cannot_be_read_do_not_stop_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leftovers_that_cannot_be_read_do_not_stop_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / ".lock-0123abcd").mkdir()
     true = _lock._files
 
@@ -333,22 +399,36 @@ def test_leftovers_that_cannot_be_read_do_not_stop_a_save(tmp_path: Path, monkey
 
 
 LOSSES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "report": (lambda path: next(path.glob("*/data-*/report-0.json")).unlink(), "was removed by somebody else while"),
+    "report": (
+        lambda path: next(path.glob("*/data-*/report-0.json")).unlink(),
+        "was removed by somebody else while",
+    ),
     "data": (
         lambda path: shutil.rmtree(next(path.glob("*/data-*"))),
         "was removed by somebody else while it was written",
     ),
-    "lock": (lambda path: shutil.rmtree(path / ".lock"), "lost its lock on the directory, which is now held by nobody"),
+    "lock": (
+        lambda path: shutil.rmtree(path / ".lock"),
+        "lost its lock on the directory, which is now held by nobody",
+    ),
     "owner": (
-        lambda path: next((path / ".lock").iterdir()).rename(path / ".lock" / "1-2-3-00000000-00000000-node-9"),
+        lambda path: next((path / ".lock").iterdir()).rename(
+            path / ".lock" / "1-2-3-00000000-00000000-node-9"
+        ),
         "now held by process 2 on node-9 since 1970-01-01 00:00:01 UTC",
     ),
 }
 
 
-@pytest.mark.parametrize(("lose", "match"), slow_after(2, [*LOSSES.values()], unpack=True), ids=LOSSES)
+@pytest.mark.parametrize(
+    ("lose", "match"), slow_after(2, [*LOSSES.values()], unpack=True), ids=LOSSES
+)
 def test_a_job_whose_own_work_vanished_fails_at_once(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lose: Callable[[Path], Any], match: str
+    run: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    lose: Callable[[Path], Any],
+    match: str,
 ) -> None:
     """It would wait for its own report otherwise, or commit what another job removes."""
     true = _writer.collect
@@ -374,12 +454,20 @@ def test_a_save_that_fails_gives_it_back(run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_jobs_in_one_directory(tmp_path: Path) -> None:
-    """Each save is whole or refused, and nothing waits; one is killed while it saves, and the other goes on."""
+    """Each save is whole or refused, and nothing waits.
+
+    One is killed while it saves, and the other goes on.
+    """
     paths = [str(Path(jaxpipe.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "JAX_PLATFORMS": "cpu"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "JAX_PLATFORMS": "cpu",
+    }
     command = [sys.executable, str(SCRIPT), str(tmp_path / "save")]
     jobs = [
-        subprocess.Popen([*command, name, "12"], env=environment, stdout=subprocess.PIPE, text=True) for name in "ab"
+        subprocess.Popen([*command, name, "12"], env=environment, stdout=subprocess.PIPE, text=True)
+        for name in "ab"
     ]
     try:
         assert jobs[0].stdout is not None

@@ -1,4 +1,7 @@
-"""Storage that fails in the middle: the save is told as failed, no checkpoint is lost, and the next one works."""
+"""Storage that fails in the middle.
+
+The save is told as failed, no checkpoint is lost, and the next one works.
+"""
 
 import errno
 import logging
@@ -24,7 +27,8 @@ from jaxpipe.checkpoint import (
 )
 from jaxpipe.errors import CheckpointError
 
-# Where one array cannot be written, Orbax leaves the writing of the others alone, which then end in a closed loop.
+# Where one array cannot be written, Orbax leaves the writing of the others alone, which then end in
+# a closed loop.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 NUM_MOMENTS = 9
@@ -33,7 +37,9 @@ NUM_MOMENTS = 9
 @pytest.fixture(scope="module")
 def runs() -> dict[bool, Run]:
     """By whether it saves in the background."""
-    return {background: make_run(checkpoint={"async_save": background}) for background in (False, True)}
+    return {
+        background: make_run(checkpoint={"async_save": background}) for background in (False, True)
+    }
 
 
 @pytest.fixture
@@ -86,13 +92,18 @@ def test_an_outage_of_which_only_the_end_of_a_save_is_struck(
         is_commit = ("replace", f"{tmp_path}/one/commit.json.partial") in storage.calls
         return errno.EIO if is_commit and (name, path) == ("fsync", f"{tmp_path}/one") else 0
 
-    with storage.failing(fails), pytest.raises(CheckpointError, match="/one was written, but may be lost if the mach"):
+    with (
+        storage.failing(fails),
+        pytest.raises(CheckpointError, match="/one was written, but may be lost if the mach"),
+    ):
         save(runs[False], tmp_path, "one")
     assert committed_tags(tmp_path)["one"].global_steps == runs[False].engine.global_steps
     verify_checkpoint(tmp_path, "one")
 
 
-def test_a_commit_names_what_is_on_disk(runs: dict[bool, Run], tmp_path: Path, storage: Storage) -> None:
+def test_a_commit_names_what_is_on_disk(
+    runs: dict[bool, Run], tmp_path: Path, storage: Storage
+) -> None:
     """Every file of the data, then every folder, then the commit."""
     path = tmp_path / "new" / "save"
     with storage.failing(lambda *_: 0):
@@ -103,7 +114,13 @@ def test_a_commit_names_what_is_on_disk(runs: dict[bool, Run], tmp_path: Path, s
     (data,) = (path / "one").glob("data-*")
     inside = list(data.rglob("*"))
     files = {each for each in inside if each.is_file()}
-    folders = {each for each in inside if each.is_dir()} | {data, path / "one", path, path.parent, tmp_path}
+    folders = {each for each in inside if each.is_dir()} | {
+        data,
+        path / "one",
+        path,
+        path.parent,
+        tmp_path,
+    }
     assert len(files) > 5
     assert (files | folders) <= {*synced}
     last = [len(synced) - synced[::-1].index(each) for each in folders - {tmp_path, path.parent}]
@@ -111,14 +128,19 @@ def test_a_commit_names_what_is_on_disk(runs: dict[bool, Run], tmp_path: Path, s
     assert ("fsync", path / "one" / "commit.json.partial") in calls[:commit]
 
 
-def test_folders_that_fail_to_be_synced_are_told_of(runs: dict[bool, Run], tmp_path: Path, storage: Storage) -> None:
+def test_folders_that_fail_to_be_synced_are_told_of(
+    runs: dict[bool, Run], tmp_path: Path, storage: Storage
+) -> None:
     save(runs[False], tmp_path, "one")
     before = committed_tags(tmp_path)
 
     def fails(name: str, path: str, number: int) -> int:
         return errno.EIO if name == "fsync" and "/data-" in path and Path(path).is_dir() else 0
 
-    with storage.failing(fails), pytest.raises(CheckpointError, match="/one could not be written: .*Input/output err"):
+    with (
+        storage.failing(fails),
+        pytest.raises(CheckpointError, match="/one could not be written: .*Input/output err"),
+    ):
         save(runs[False], tmp_path, "one")
     assert committed_tags(tmp_path) == before
 
@@ -136,7 +158,9 @@ READERS: dict[str, Callable[[Run, Path], Any]] = {
     "tags": lambda run, path: committed_tags(path / "save"),
     "verify": lambda run, path: verify_checkpoint(path / "save"),
     "inspect": lambda run, path: inspect_checkpoint(path / "save"),
-    "export": lambda run, path: export_safetensors(path / "save", path / "again" / "model.safetensors"),
+    "export": lambda run, path: export_safetensors(
+        path / "save", path / "again" / "model.safetensors"
+    ),
     "safetensors": lambda run, path: load_safetensors(path / "model.safetensors"),
 }
 
@@ -178,7 +202,11 @@ def test_what_failed_is_said_once(
     with storage.failing(lambda *_: 0):
         save(runs[False], tmp_path, "one")
     first = next(i for i, (_, path) in enumerate(storage.calls) if "/arrays" in path)
-    with caplog.at_level(logging.INFO), storage.out(first + 8), pytest.raises(CheckpointError) as caught:
+    with (
+        caplog.at_level(logging.INFO),
+        storage.out(first + 8),
+        pytest.raises(CheckpointError) as caught,
+    ):
         save(runs[False], tmp_path, "one")
     assert len(traceback.format_exception(caught.value)) < 40
     assert "Traceback" not in caplog.text

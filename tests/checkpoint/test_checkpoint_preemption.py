@@ -1,4 +1,7 @@
-"""A process that is asked to end finishes its step, saves it, and goes on from there in another process."""
+"""A process that is asked to end finishes its step and saves it.
+
+Training goes on from there in another process.
+"""
 
 import os
 import re
@@ -53,9 +56,15 @@ def run(module_run: tuple[Run, Path]) -> Iterator[Run]:
 def test_asked_to_end_in_the_middle_of_training(run: Run, tmp_path: Path, mode: str) -> None:
     path = tmp_path / "save"
     paths = [str(Path(jaxpipe.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "JAX_PLATFORMS": "cpu"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "JAX_PLATFORMS": "cpu",
+    }
     command = [sys.executable, str(SCRIPT), str(path), *["background"] * (mode == "background")]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
         assert child.stdout is not None
         lines = [child.stdout.readline() for _ in range(5)]
         child.send_signal(signal.SIGTERM)
@@ -80,7 +89,9 @@ def check_goes_on(run: Run, path: Path, step: int, reported: list[str]) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_the_step_that_ends_after_the_signal_saves(run: Run, tmp_path: Path, number: signal.Signals) -> None:
+def test_the_step_that_ends_after_the_signal_saves(
+    run: Run, tmp_path: Path, number: signal.Signals
+) -> None:
     run.engine.save_on_preemption(tmp_path / "save", [signal.SIGUSR1, signal.SIGTERM])
     run.train(2)
     assert not (tmp_path / "save").exists()
@@ -143,7 +154,11 @@ def raises() -> dict[str, Any]:
 
 STATES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "numpy": (lambda: {"best": np.float32(0.5), "n": np.int64(3)}, {"best": 0.5, "n": 3}, ""),
-    "array": (lambda: {"n": 1, "loss": jnp.float32(1.0)}, {"n": 1}, r"client_state\['loss'\] must be .* got a ArrayI"),
+    "array": (
+        lambda: {"n": 1, "loss": jnp.float32(1.0)},
+        {"n": 1},
+        r"client_state\['loss'\] must be .* got a ArrayI",
+    ),
     "key": (lambda: {"n": 1, 2: "x"}, {"n": 1}, "keys of client_state must be strings"),
     "raises": (raises, {}, r"ZeroDivisionError: mine \(test_checkpoint_preemption.py, line"),
     "none": (lambda: None, {}, "TypeError: 'NoneType' object is not iterable"),
@@ -165,7 +180,9 @@ def test_what_cannot_be_stored_does_not_cost_the_weights(
     run.train(1)
     assert run.engine.load_checkpoint(tmp_path)[1] == kept
     assert_holds(run, held)
-    said = [each.getMessage() for each in caplog.records if "saving without this" in each.getMessage()]
+    said = [
+        each.getMessage() for each in caplog.records if "saving without this" in each.getMessage()
+    ]
     assert len(said) == bool(told)
     assert all(re.search(told, each) for each in said)
 
@@ -186,7 +203,9 @@ def test_a_place_in_the_data_that_cannot_be_stored(
     assert re.search("saving without this: .*(state of the data iterator|no place)", caplog.text)
 
 
-def test_the_directory_is_the_one_that_was_meant(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_directory_is_the_one_that_was_meant(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Wherever the program is when it ends."""
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -203,8 +222,14 @@ def test_forward_backward_and_step_end_with_the_update(run: Run, tmp_path: Path)
     """Not between the microbatches of a batch."""
     del run  # whose signals are given back
     mesh = make_pipeline_mesh(PipeDataParallelTopology(1, 1))
-    config = {"train_micro_batch_size_per_gpu": MICROBATCH, "gradient_accumulation_steps": 2, "optimizer": SGD}
-    engine: Any = jaxpipe.initialize(model=nn.Dense(1), loss_fn=mean_square, config=config, mesh=mesh)[0]
+    config = {
+        "train_micro_batch_size_per_gpu": MICROBATCH,
+        "gradient_accumulation_steps": 2,
+        "optimizer": SGD,
+    }
+    engine: Any = jaxpipe.initialize(
+        model=nn.Dense(1), loss_fn=mean_square, config=config, mesh=mesh
+    )[0]
     engine.save_on_preemption(tmp_path, [signal.SIGUSR1])
     for i in range(4):
         if i == 2:
@@ -235,4 +260,7 @@ def test_only_the_main_thread_may_ask(run: Run, tmp_path: Path) -> None:
     thread.start()
     thread.join()
     assert len(failures) == 1
-    assert re.search("called in the main thread.* got thread='loader'. Call it where the program begins", failures[0])
+    assert re.search(
+        "called in the main thread.* got thread='loader'. Call it where the program begins",
+        failures[0],
+    )

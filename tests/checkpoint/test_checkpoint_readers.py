@@ -67,7 +67,9 @@ def saving(run: Run, path: Path, tag: str | None = None) -> Iterator[None]:
     assert failed == []
 
 
-def read_often(run: Run, path: Path, door: Callable[[Path], Any], times: int, tag: str | None = None) -> None:
+def read_often(
+    run: Run, path: Path, door: Callable[[Path], Any], times: int, tag: str | None = None
+) -> None:
     save(run, path, 1, tag)
     with saving(run, path, tag), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # `latest` may lag behind at any moment
@@ -76,7 +78,9 @@ def read_often(run: Run, path: Path, door: Callable[[Path], Any], times: int, ta
 
 
 @pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
-def test_a_checkpoint_that_is_replaced_while_it_is_read(run: Run, tmp_path: Path, door: Callable[[Path], Any]) -> None:
+def test_a_checkpoint_that_is_replaced_while_it_is_read(
+    run: Run, tmp_path: Path, door: Callable[[Path], Any]
+) -> None:
     read_often(run, tmp_path / "save", door, 8)
 
 
@@ -93,7 +97,9 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_often(
 def test_an_engine_that_reads_often(run: Run, tmp_path: Path) -> None:
     engine = make_engine(1500)
     found: list[Any] = []
-    read_often(run, tmp_path / "save", lambda path: found.append(engine.load_checkpoint(path)[0]), 100)
+    read_often(
+        run, tmp_path / "save", lambda path: found.append(engine.load_checkpoint(path)[0]), 100
+    )
     assert None not in found
 
 
@@ -127,7 +133,9 @@ def test_the_newer_checkpoint_is_read_where_the_old_one_vanished(
     assert [each.name for each in path.glob("global_step*")] == ["global_step4"]
 
 
-def test_an_engine_reads_the_newer_one(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_reads_the_newer_one(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, true = tmp_path / "save", opening.read_index
     save(run, path, 1)
     replace = removed_while(run, path, 2)
@@ -166,7 +174,8 @@ def test_a_tag_that_vanished_is_named(run: Run, tmp_path: Path) -> None:
     save(run, tmp_path, 1)
     save(run, tmp_path, 2)
     with pytest.raises(
-        CheckpointError, match="got tag='global_step1' in .* which holds the checkpoints 'global_step2'"
+        CheckpointError,
+        match="got tag='global_step1' in .* which holds the checkpoints 'global_step2'",
     ):
         load_params(tmp_path, "global_step1")
 
@@ -184,6 +193,9 @@ def test_a_checkpoint_that_is_replaced_at_every_reading(
         return true(*args)
 
     monkeypatch.setattr(opening, "read_index", read_index)
-    match = f"got path='{tmp_path}', where they were replaced 3 times meanwhile; .* keep more with checkpoint.keep_last"
+    match = (
+        f"got path='{tmp_path}', where they were replaced 3 times meanwhile; .* keep more with "
+        "checkpoint.keep_last"
+    )
     with pytest.raises(CheckpointError, match=match):
         load_params(tmp_path)

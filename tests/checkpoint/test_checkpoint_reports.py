@@ -27,7 +27,9 @@ def as_process_1(action: Callable[[], object], monkeypatch: pytest.MonkeyPatch) 
         action()
 
 
-def test_a_process_that_still_writes_is_waited_for(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_still_writes_is_waited_for(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found: list[object] = []
     with monkeypatch.context() as patch:
         patch.setattr(jax, "process_index", lambda: 1)
@@ -47,7 +49,10 @@ def test_a_process_that_still_writes_is_waited_for(data: Path, monkeypatch: pyte
 
 def test_a_process_that_is_silent_is_not(data: Path) -> None:
     (data / "writing-1").write_text("7")
-    with pytest.raises(TimeoutError, match=rf"^process 1 has written nothing to {data} for 1 s: its storage does not"):
+    with pytest.raises(
+        TimeoutError,
+        match=rf"^process 1 has written nothing to {data} for 1 s: its storage does not",
+    ):
         collect(data, lambda: None)
 
 

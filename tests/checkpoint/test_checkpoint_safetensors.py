@@ -21,7 +21,13 @@ from jaxpipe.weights import load_safetensors
 
 LIMIT = 3000
 NAMES = {
-    *("tied/io/bias", "tied/io/kernel", "layers/1_Dense/bias", "layers/1_Dense/kernel", "layers/2_Dense/bias"),
+    *(
+        "tied/io/bias",
+        "tied/io/kernel",
+        "layers/1_Dense/bias",
+        "layers/1_Dense/kernel",
+        "layers/2_Dense/bias",
+    ),
     *("layers/2_Dense/kernel", "layers/3_Half/Dense_0/bias", "layers/3_Half/Dense_0/kernel"),
     "collections/3_Half/batch_stats/seen",
 }
@@ -69,7 +75,10 @@ def test_tensors_are_aligned(root: Path, tmp_path: Path) -> None:
     header = json.loads(content[8 : 8 + size])
     assert size % 8 == 0
     for name in NAMES:
-        assert header[name]["data_offsets"][0] % {"F32": 4, "I32": 4}.get(header[name]["dtype"], 2) == 0
+        assert (
+            header[name]["data_offsets"][0] % {"F32": 4, "I32": 4}.get(header[name]["dtype"], 2)
+            == 0
+        )
 
 
 def test_shards_have_the_form_of_hugging_face(root: Path, tmp_path: Path) -> None:
@@ -79,11 +88,16 @@ def test_shards_have_the_form_of_hugging_face(root: Path, tmp_path: Path) -> Non
     *shards, index = export_safetensors(saved(root), target, "global_step1", max_shard_bytes=LIMIT)
     count = len(shards)
     assert count > 2
-    assert [path.name for path in shards] == [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    assert [path.name for path in shards] == [
+        f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)
+    ]
     assert index.name == "model.safetensors.index.json"
     assert set(target.parent.iterdir()) == {*shards, index}
     content = read_index(index)
-    leaves = [*jax.tree.leaves(load_params(saved(root))), *jax.tree.leaves(load_collections(saved(root)))]
+    leaves = [
+        *jax.tree.leaves(load_params(saved(root))),
+        *jax.tree.leaves(load_collections(saved(root))),
+    ]
     assert content["metadata"] == {"total_size": sum(leaf.nbytes for leaf in leaves)}
     held = {}
     for path in shards:
@@ -105,7 +119,9 @@ def test_what_fits_in_one_file_is_one_file(root: Path, tmp_path: Path) -> None:
     assert_same(load_safetensors(tmp_path), load_safetensors(out))
 
 
-def test_other_engines_take_the_parameters_and_export_the_same_bytes(root: Path, tmp_path: Path) -> None:
+def test_other_engines_take_the_parameters_and_export_the_same_bytes(
+    root: Path, tmp_path: Path
+) -> None:
     first = tmp_path / "first.safetensors"
     export_safetensors(saved(root), first)
     params, collections = load_safetensors(first), load_safetensors(first, "collections")
@@ -144,7 +160,12 @@ def test_nothing_is_written_through_a_link(root: Path, tmp_path: Path, limit: in
     target = folder / "m.safetensors"
     written = export_safetensors(saved(root), target, max_shard_bytes=limit)
     for path in written:
-        for name in (path.name, path.name + ".partial", f".{path.name}.partial", f".{path.name}.writing"):
+        for name in (
+            path.name,
+            path.name + ".partial",
+            f".{path.name}.partial",
+            f".{path.name}.writing",
+        ):
             (folder / name).unlink(missing_ok=True)
             (folder / name).symlink_to(own)
     lock = folder / f".{target.name}.writing"
@@ -168,14 +189,18 @@ def test_what_a_killed_export_left_is_removed(root: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("limit", [None, LIMIT], ids=["whole", "shards"])
-def test_a_damaged_checkpoint_leaves_an_earlier_export_alone(root: Path, tmp_path: Path, limit: int | None) -> None:
+def test_a_damaged_checkpoint_leaves_an_earlier_export_alone(
+    root: Path, tmp_path: Path, limit: int | None
+) -> None:
     out = tmp_path / "out" / "model.safetensors"
     written = export_safetensors(saved(root), out, max_shard_bytes=limit)
     before = {path: path.read_bytes() for path in written}
     path = copied(root, tmp_path)
     flip(path, np.asarray(state_arrays(trained().state)["params/stacked/tied/io/kernel"])[0])
     for target in (out, tmp_path / "empty" / "model.safetensors"):
-        with pytest.raises(CheckpointError, match=r"tied/io/kernel has another sha256 .* restore the files"):
+        with pytest.raises(
+            CheckpointError, match=r"tied/io/kernel has another sha256 .* restore the files"
+        ):
             export_safetensors(path, target, max_shard_bytes=limit)
     assert {path: path.read_bytes() for path in out.parent.iterdir()} == before
     assert list((tmp_path / "empty").iterdir()) == []
@@ -183,13 +208,22 @@ def test_a_damaged_checkpoint_leaves_an_earlier_export_alone(root: Path, tmp_pat
 
 @pytest.mark.parametrize(
     ("other", "limit"),
-    [("m.safetensors", LIMIT), ("m.safetensors.index.json", None), ("m-00001-of-00099.safetensors", None)],
+    [
+        ("m.safetensors", LIMIT),
+        ("m.safetensors.index.json", None),
+        ("m-00001-of-00099.safetensors", None),
+    ],
     ids=["file", "index", "shard"],
 )
-def test_exports_in_other_files_are_not_mixed(root: Path, tmp_path: Path, other: str, limit: int | None) -> None:
+def test_exports_in_other_files_are_not_mixed(
+    root: Path, tmp_path: Path, other: str, limit: int | None
+) -> None:
     (tmp_path / other).write_bytes(b"other")
     (tmp_path / "m-large.safetensors").write_bytes(b"of another name")
-    with pytest.raises(CheckpointError, match=rf"m\.safetensors' beside {re.escape(other)}\. Remove these, or choose"):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"m\.safetensors' beside {re.escape(other)}\. Remove these, or choose",
+    ):
         export_safetensors(saved(root), tmp_path / "m.safetensors", max_shard_bytes=limit)
     assert (tmp_path / other).read_bytes() == b"other"
     assert len(list(tmp_path.iterdir())) == 2
@@ -200,7 +234,8 @@ def test_the_file_must_be_called_safetensors(root: Path, tmp_path: Path, name: s
     example = "model" if name == "" else name
     separator = "/" if name == "" else ""
     match = (
-        rf"'\.safetensors', but got out='.*{re.escape(name)}'\. Write .*{separator}{re.escape(example)}\.safetensors'"
+        rf"'\.safetensors', but got out='.*{re.escape(name)}'\. Write "
+        rf".*{separator}{re.escape(example)}\.safetensors'"
     )
     with pytest.raises(CheckpointError, match=match):
         export_safetensors(saved(root), tmp_path / name)
@@ -208,12 +243,17 @@ def test_the_file_must_be_called_safetensors(root: Path, tmp_path: Path, name: s
 
 def test_the_file_must_be_writable(root: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match=r"out='.*file/m\.safetensors' and (File exists|Not a dir).* Make room"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"out='.*file/m\.safetensors' and (File exists|Not a dir).* Make room",
+    ):
         export_safetensors(saved(root), tmp_path / "file" / "m.safetensors")
 
 
 def test_shards_must_have_room(root: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"at least 1, but got max_shard_bytes=0\. Write .* None for one file"):
+    with pytest.raises(
+        CheckpointError, match=r"at least 1, but got max_shard_bytes=0\. Write .* None for one file"
+    ):
         export_safetensors(saved(root), tmp_path / "m.safetensors", max_shard_bytes=0)
 
 
@@ -224,7 +264,10 @@ def test_dtypes_that_safetensors_has_not_are_named(root: Path, tmp_path: Path) -
 
     path = copied(root, tmp_path)
     change_index(path / "global_step1", as_complex)
-    named = r"'collections/3_Half/batch_stats/seen' of dtype=complex64\. Read it with load_params and convert it"
+    named = (
+        r"'collections/3_Half/batch_stats/seen' of dtype=complex64\. Read it with load_params and "
+        r"convert it"
+    )
     with pytest.raises(CheckpointError, match=named):
         export_safetensors(path, tmp_path / "m.safetensors")
 

@@ -1,4 +1,7 @@
-"""What cannot be saved: an error that says what and where, and neither the engine nor any checkpoint changes."""
+"""What cannot be saved.
+
+An error that says what and where, and neither the engine nor any checkpoint changes.
+"""
 
 import datetime
 import gc
@@ -23,7 +26,8 @@ from jaxpipe import RepeatingLoader
 from jaxpipe.checkpoint import _writer, committed_tags
 from jaxpipe.errors import CheckpointError
 
-# Where one array cannot be written, Orbax leaves the writing of the others alone, which then end in a closed loop.
+# Where one array cannot be written, Orbax leaves the writing of the others alone, which then end in
+# a closed loop.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 WIDTH = 1500
@@ -55,7 +59,10 @@ def started(**config: Any) -> Run:
 
 
 def listing(path: Path) -> dict[str, bytes | None]:
-    return {str(each.relative_to(path)): each.read_bytes() if each.is_file() else None for each in path.rglob("*")}
+    return {
+        str(each.relative_to(path)): each.read_bytes() if each.is_file() else None
+        for each in path.rglob("*")
+    }
 
 
 def left_over(path: Path) -> list[Path]:
@@ -82,7 +89,11 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     path.mkdir()
     if shutil.which("mount") is None:
         pytest.skip("there is no mount command")
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)], capture_output=True, text=True)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)],
+        capture_output=True,
+        text=True,
+    )
     if done.returncode != 0:
         pytest.skip(f"a tmpfs cannot be mounted here: {done.stderr.strip()}")
     yield path
@@ -114,14 +125,18 @@ def test_a_disk_that_is_full_at_any_moment(run: Run, disk: Path) -> None:
         assert left_over(disk) == [], num_pages
         assert listing(disk / "one") == one, num_pages
         tags = list(committed_tags(disk))
-        assert tags in (["one"], ["one", "two"]), num_pages  # there may be room for all but `latest`
+        # There may be room for all but `latest`.
+        assert tags in (["one"], ["one", "two"]), num_pages
         for tag in tags:
             run.engine.load_checkpoint(disk, tag)
             assert_holds(run, before)
         num_pages += 1 if "No space left on device" in messages[-1] else 4
     assert num_pages > 20
     assert all("/two could not be written: " in message for message in messages[:-1])
-    assert all("Make room or check the file system, and save again." in message for message in messages[:-1])
+    assert all(
+        "Make room or check the file system, and save again." in message
+        for message in messages[:-1]
+    )
     assert tags == ["one", "two"]
     assert (disk / "latest").read_text() in ("one", "two")  # there may be room for all but this
     assert list(disk.rglob("*.partial")) == []
@@ -173,7 +188,10 @@ def test_files_that_may_not_grow(run: Run, tmp_path: Path, num_bytes: int) -> No
     one = listing(tmp_path)
     with (
         limited_files(num_bytes),
-        pytest.raises(CheckpointError, match=r"/one could not be written: .*\. Earlier .* Make room or check the file"),
+        pytest.raises(
+            CheckpointError,
+            match=r"/one could not be written: .*\. Earlier .* Make room or check the file",
+        ),
     ):
         run.engine.save_checkpoint(tmp_path, "one")
     assert_holds(run, before)
@@ -193,14 +211,19 @@ NEXT: dict[str, Callable[[Run, Path], Any]] = {
 
 
 @pytest.mark.parametrize("call", slow_after(1, [*NEXT]))
-def test_a_failure_in_the_background_is_raised_by_the_next_call(background: Run, tmp_path: Path, call: str) -> None:
+def test_a_failure_in_the_background_is_raised_by_the_next_call(
+    background: Run, tmp_path: Path, call: str
+) -> None:
     run, before = background, background.held()
     run.engine.save_checkpoint(tmp_path, "one")
     run.engine.wait_for_checkpoint()
     one = listing(tmp_path)
     with limited_files(PAGE):
         run.engine.save_checkpoint(tmp_path, "two")
-        with pytest.raises(CheckpointError, match="/two could not be written: .* Make room or check the file system"):
+        with pytest.raises(
+            CheckpointError,
+            match="/two could not be written: .* Make room or check the file system",
+        ):
             NEXT[call](run, tmp_path)
     assert_holds(run, before)
     assert listing(tmp_path) == one
@@ -215,7 +238,10 @@ def test_a_directory_that_is_read_only(run: Run, disk: Path) -> None:
     run.engine.save_checkpoint(disk, "one")
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
     for path in (disk, disk / "deeper"):
-        with pytest.raises(CheckpointError, match=r"save_dir='.*' and Read-only file system at .*\. Check its perm.*"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"save_dir='.*' and Read-only file system at .*\. Check its perm.*",
+        ):
             run.engine.save_checkpoint(path, "two")
     run.engine.load_checkpoint(disk)
     assert_holds(run, before)
@@ -241,11 +267,28 @@ def test_a_file_in_place_of_a_folder(run: Run, tmp_path: Path, place: str, match
 
 def test_a_directory_inside_a_file(run: Run, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(CheckpointError, match="Not a directory at .*/file/deeper. Check its permissions, or choose"):
+    with pytest.raises(
+        CheckpointError, match="Not a directory at .*/file/deeper. Check its permissions, or choose"
+    ):
         run.engine.save_checkpoint(tmp_path / "file" / "deeper")
 
 
-TAGS = ["", ".", "..", "a/b", "/etc", "../two", "two/", "a\\b", "a\0b", "latest", ".lock", 3, b"two", ("two",)]
+TAGS = [
+    "",
+    ".",
+    "..",
+    "a/b",
+    "/etc",
+    "../two",
+    "two/",
+    "a\\b",
+    "a\0b",
+    "latest",
+    ".lock",
+    3,
+    b"two",
+    ("two",),
+]
 
 
 @pytest.mark.parametrize("tag", TAGS, ids=repr)
@@ -286,23 +329,41 @@ CLIENT_STATES = {
     ),
     "loop": (
         {"a": LOOP},
-        r"client_state\['a'\]\[0\]\['again'\].* must be nested at most 100 deep.* or holds itself. Store",
+        r"client_state\['a'\]\[0\]\['again'\].* must be nested at most 100 deep.* or holds itself. "
+        r"Store",
     ),
     "tuple": ({"a": (1, 2)}, r"client_state\['a'\] must be .* got a tuple. Write list\(...\)"),
     "set": ({"a": {1}}, r"client_state\['a'\] must be .* got a set. Write list\(...\)"),
     "inside": ({"a": [1, {"b": (2,)}]}, r"client_state\['a'\]\[1\]\['b'\] must be .* got a tuple"),
-    "jax-scalar": ({"best": jnp.float32(0.5)}, r"client_state\['best'\] must be .* got a ArrayImpl. Write value.item"),
-    "array": ({"a": np.zeros(3)}, r"client_state\['a'\] must be .* got a ndarray. Write value.tolist"),
-    "object": ({"a": object()}, r"client_state\['a'\] must be .* got a object. Store what it can be made from"),
-    "bytes": ({"a": b"x"}, r"client_state\['a'\] must be .* got a bytes. Store what it can be made from"),
-    "date": ({"a": datetime.date(2024, 1, 1)}, r"client_state\['a'\] must be .* got a date. Store what it can be"),
+    "jax-scalar": (
+        {"best": jnp.float32(0.5)},
+        r"client_state\['best'\] must be .* got a ArrayImpl. Write value.item",
+    ),
+    "array": (
+        {"a": np.zeros(3)},
+        r"client_state\['a'\] must be .* got a ndarray. Write value.tolist",
+    ),
+    "object": (
+        {"a": object()},
+        r"client_state\['a'\] must be .* got a object. Store what it can be made from",
+    ),
+    "bytes": (
+        {"a": b"x"},
+        r"client_state\['a'\] must be .* got a bytes. Store what it can be made from",
+    ),
+    "date": (
+        {"a": datetime.date(2024, 1, 1)},
+        r"client_state\['a'\] must be .* got a date. Store what it can be",
+    ),
     "key": ({"a": {1: "b"}}, r"keys of client_state\['a'\] must be strings.* got key=1. Write '1'"),
     "top-key": ({None: "b"}, r"keys of client_state must be strings.* got key=None. Write 'None'"),
 }
 
 
 @pytest.mark.parametrize(("client_state", "match"), CLIENT_STATES.values(), ids=CLIENT_STATES)
-def test_a_client_state_that_json_does_not_know(run: Run, tmp_path: Path, client_state: Any, match: str) -> None:
+def test_a_client_state_that_json_does_not_know(
+    run: Run, tmp_path: Path, client_state: Any, match: str
+) -> None:
     before = run.held()
     with pytest.raises(CheckpointError, match=match):
         run.engine.save_checkpoint(tmp_path / "save", client_state=client_state)
@@ -327,7 +388,9 @@ class Placed(RepeatingLoader[Any]):
 def test_a_place_in_the_data_that_json_does_not_know(run: Run, tmp_path: Path) -> None:
     """All the rest is saved."""
     run.engine.set_dataiterator(Placed([entry(0)]))
-    why = r"the checkpoint holds no place in the data, because .*\['at'\] must be .* got a object. St"
+    why = (
+        r"the checkpoint holds no place in the data, because .*\['at'\] must be .* got a object. St"
+    )
     try:
         with pytest.warns(UserWarning, match=why):
             run.engine.save_checkpoint(tmp_path / "save")
@@ -340,7 +403,14 @@ def test_a_place_in_the_data_that_json_does_not_know(run: Run, tmp_path: Path) -
 
 
 def test_a_state_that_json_knows_comes_back(run: Run, tmp_path: Path) -> None:
-    kept = {"epoch": 3, "best": 0.1, "on": True, "none": None, "names": ["a", "é\u2028", "\ud800"], "deep": {"": {}}}
+    kept = {
+        "epoch": 3,
+        "best": 0.1,
+        "on": True,
+        "none": None,
+        "names": ["a", "é\u2028", "\ud800"],
+        "deep": {"": {}},
+    }
     run.engine.save_checkpoint(tmp_path, client_state=kept)
     _, found = run.engine.load_checkpoint(tmp_path)
     assert found == kept
@@ -348,7 +418,12 @@ def test_a_state_that_json_knows_comes_back(run: Run, tmp_path: Path) -> None:
 
 
 def test_numbers_of_numpy_come_back_as_pythons(run: Run, tmp_path: Path) -> None:
-    given = {"a": np.float32(0.5), "b": [np.int64(3), {"c": np.bool_(True)}], "d": np.float64("inf"), "e": np.str_("x")}
+    given = {
+        "a": np.float32(0.5),
+        "b": [np.int64(3), {"c": np.bool_(True)}],
+        "d": np.float64("inf"),
+        "e": np.str_("x"),
+    }
     run.engine.save_checkpoint(tmp_path, client_state=given)
     _, found = run.engine.load_checkpoint(tmp_path)
     assert found == {"a": 0.5, "b": [3, {"c": True}], "d": float("inf"), "e": "x"}

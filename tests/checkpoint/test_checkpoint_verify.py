@@ -33,7 +33,10 @@ def test_a_flipped_bit_is_found_in_each_array_that_has_one(root: Path, tmp_path:
     path = copied(root, tmp_path)
     flip(path, arrays[KERNEL][1])
     flip(path, arrays[MOMENTS][0])
-    named = rf"got 2 damaged: {KERNEL} \(rows 1, 3\), {MOMENTS} \(rows 0, 2\)\. Load another tag, or restore the files"
+    named = (
+        rf"got 2 damaged: {KERNEL} \(rows 1, 3\), {MOMENTS} \(rows 0, 2\)\. Load another tag, or "
+        r"restore the files"
+    )
     with pytest.raises(CheckpointError, match=named):
         verify_checkpoint(path, "global_step1")
 
@@ -45,19 +48,26 @@ def test_all_damaged_rows_of_an_array_are_named(root: Path, tmp_path: Path) -> N
 
     path = copied(root, tmp_path) / "global_step1"
     change_index(path, other_hashes)
-    with pytest.raises(CheckpointError, match=rf"2 damaged: {KERNEL} \(rows 1, 2\), {MOMENTS} \(row 3\)\."):
+    with pytest.raises(
+        CheckpointError, match=rf"2 damaged: {KERNEL} \(rows 1, 2\), {MOMENTS} \(row 3\)\."
+    ):
         verify_checkpoint(path)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "removed"])
-def test_files_that_cannot_be_read_name_the_arrays_in_them(root: Path, tmp_path: Path, damage: str) -> None:
+def test_files_that_cannot_be_read_name_the_arrays_in_them(
+    root: Path, tmp_path: Path, damage: str
+) -> None:
     path = copied(root, tmp_path)
     for file in files_with(path, np.asarray(state_arrays(trained().state)[MOMENTS])[0]):
         if damage == "removed":
             file.unlink()
         else:
             file.write_bytes(file.read_bytes()[:100])
-    named = rf"damaged: .*{MOMENTS} \(unreadable\).*\. Reading failed with \w+: .*\w.*\. Load .* restore the files"
+    named = (
+        rf"damaged: .*{MOMENTS} \(unreadable\).*\. Reading failed with \w+: .*\w.*\. Load .* "
+        r"restore the files"
+    )
     with pytest.raises(CheckpointError, match=named):
         verify_checkpoint(path)
 
@@ -68,13 +78,18 @@ def test_many_damaged_arrays_are_counted(root: Path, tmp_path: Path) -> None:
         file.unlink()
     count = verify_checkpoint(saved(root)).num_arrays
     with pytest.raises(
-        CheckpointError, match=rf"its {count} arrays .* got {count} damaged: .*, and {count - 12} more\."
+        CheckpointError,
+        match=rf"its {count} arrays .* got {count} damaged: .*, and {count - 12} more\.",
     ):
         verify_checkpoint(path)
 
 
 def test_there_must_be_a_checkpoint(root: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"no checkpoint\. Give the directory that save_checkpoint was given"):
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint\. Give the directory that save_checkpoint was given"
+    ):
         verify_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match=r"got tag='best' .* 'global_step1'\. Use one of these tags"):
+    with pytest.raises(
+        CheckpointError, match=r"got tag='best' .* 'global_step1'\. Use one of these tags"
+    ):
         verify_checkpoint(saved(root), "best")

@@ -42,14 +42,18 @@ def config_of(*, tied: bool) -> LlamaConfig:
 
 
 def params_of(config: LlamaConfig) -> Any:
-    return PipelineModule(llama(config), num_stages=1).init(jax.random.key(3), jnp.zeros((1, 2), jnp.int32))
+    return PipelineModule(llama(config), num_stages=1).init(
+        jax.random.key(3), jnp.zeros((1, 2), jnp.int32)
+    )
 
 
 def tensors_of(config: LlamaConfig) -> dict[str, np.ndarray]:
     return rename_back(params_of(config), llama_names(config))
 
 
-def make_engine(config: LlamaConfig, topology: str = "2x2", *, adapters: bool = False, **settings: Any) -> Any:
+def make_engine(
+    config: LlamaConfig, topology: str = "2x2", *, adapters: bool = False, **settings: Any
+) -> Any:
     layers = lora(llama(config), 2, 4.0, "query") if adapters else llama(config)
     tokens = jax.ShapeDtypeStruct((4, 6), jnp.int32)
     engine, *_ = jaxpipe.initialize(
@@ -97,7 +101,10 @@ def test_shards_in_half_precision_replace_what_was_trained_and_nothing_else(tmp_
     moments = jax.device_get(engine.state.opt_state)
     engine.load_huggingface(tmp_path, llama_names(config))
     assert_loaded(
-        engine, jax.tree.map(lambda x: np.asarray(x, ml_dtypes.bfloat16).astype(np.float32), params_of(config))
+        engine,
+        jax.tree.map(
+            lambda x: np.asarray(x, ml_dtypes.bfloat16).astype(np.float32), params_of(config)
+        ),
     )
     assert engine.global_steps == 1
     jax.tree.map(np.testing.assert_array_equal, moments, jax.device_get(engine.state.opt_state))

@@ -21,7 +21,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     for phase in ("first", "second"):
         done = subprocess.run(
-            [sys.executable, SCRIPT, phase, root], env=env, capture_output=True, text=True, check=False
+            [sys.executable, SCRIPT, phase, root],
+            env=env,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert done.returncode == 0, done.stderr
     return root
@@ -31,7 +35,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("layout", slow_after(1, LAYOUTS), ids=str)
 def test_equal_to_the_bit(layout: Layout, root: Path) -> None:
     folder = root / str(layout)
-    first, second = (json.loads((folder / f"{phase}.json").read_text()) for phase in ("first", "second"))
+    first, second = (
+        json.loads((folder / f"{phase}.json").read_text()) for phase in ("first", "second")
+    )
     assert second == first
     assert first["counts"][:2] == [10, 80]
     with np.load(folder / "first.npz") as wanted, np.load(folder / "second.npz") as actual:
@@ -44,6 +50,8 @@ def test_equal_to_the_bit(layout: Layout, root: Path) -> None:
 @pytest.mark.slow
 def test_the_loss_scale_moved(root: Path) -> None:
     """Steps were skipped before the checkpoint or after it, or the scale was doubled."""
-    _, _, skipped, scale, _ = json.loads((root / str(LAYOUTS[2]) / "first.json").read_text())["counts"]
+    _, _, skipped, scale, _ = json.loads((root / str(LAYOUTS[2]) / "first.json").read_text())[
+        "counts"
+    ]
     assert skipped > 0
     assert scale != 2.0**24

@@ -37,7 +37,9 @@ def config_of(*, tied: bool) -> LlamaConfig:
     return LlamaConfig(**SIZES, tie_word_embeddings=tied)
 
 
-def make_engine(config: LlamaConfig, stages: int, *, adapters: bool = False, **sections: Any) -> Any:
+def make_engine(
+    config: LlamaConfig, stages: int, *, adapters: bool = False, **sections: Any
+) -> Any:
     tokens = jax.ShapeDtypeStruct((4, 6), jnp.int32)
     engine, *_ = jaxpipe.initialize(
         model=PipelineModule(
@@ -54,7 +56,10 @@ def make_engine(config: LlamaConfig, stages: int, *, adapters: bool = False, **s
 
 
 class Runs(dict[str, tuple[Path, Any]]):
-    """A checkpoint after a step, and the parameters it holds: tied, untied, or with adapters; made when asked for."""
+    """A checkpoint after a step, and the parameters it holds: tied, untied, or with adapters.
+
+    Made when asked for.
+    """
 
     def __init__(self, factory: pytest.TempPathFactory) -> None:
         super().__init__()
@@ -67,7 +72,9 @@ class Runs(dict[str, tuple[Path, Any]]):
         path = self.factory.mktemp(name) / "run"
         engine.save_checkpoint(path)
         if name == "adapters":
-            engine.save_checkpoint(path, tag="alone", exclude_frozen_parameters=True, save_latest=False)
+            engine.save_checkpoint(
+                path, tag="alone", exclude_frozen_parameters=True, save_latest=False
+            )
         self[name] = path, engine.module_state_dict()
         return self[name]
 
@@ -79,7 +86,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 def assert_holds(folder: Path, params: Any, config: LlamaConfig, dtype: Any = np.float32) -> None:
     """The tensors of the parameters, each once, bit for bit."""
-    found = {"/".join(path): value for path, value in flatten_dict(load_safetensors(folder)).items()}
+    found = {
+        "/".join(path): value for path, value in flatten_dict(load_safetensors(folder)).items()
+    }
     wanted = rename_back(params, llama_names(config))
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
@@ -89,7 +98,9 @@ def assert_holds(folder: Path, params: Any, config: LlamaConfig, dtype: Any = np
 
 @pytest.mark.parametrize("name", ["tied", "untied"])
 @pytest.mark.slow
-def test_what_is_written_is_read_by_an_engine_of_other_stages(name: str, runs: Runs, tmp_path: Path) -> None:
+def test_what_is_written_is_read_by_an_engine_of_other_stages(
+    name: str, runs: Runs, tmp_path: Path
+) -> None:
     path, params = runs[name]
     config = config_of(tied=name == "tied")
     table = llama_names(config)
@@ -150,17 +161,52 @@ def test_adapters_of_narrow_weights_are_merged_before_rounding(dtype: Any, tmp_p
 @pytest.mark.parametrize(
     ("run", "changes", "error", "match"),
     [
-        ("tied", {"renames": lambda names: names[1:]}, CheckpointError, "leaves of the model without an entry: tied"),
-        ("tied", {"renames": lambda names: (*names, names[-2])}, CheckpointError, "each leaf once, but got '5/scale'"),
+        (
+            "tied",
+            {"renames": lambda names: names[1:]},
+            CheckpointError,
+            "leaves of the model without an entry: tied",
+        ),
+        (
+            "tied",
+            {"renames": lambda names: (*names, names[-2])},
+            CheckpointError,
+            "each leaf once, but got '5/scale'",
+        ),
         ("tied", {"dtype": "int8"}, CheckpointError, "dtype='int8'. Write for instance 'bfloat16'"),
-        ("tied", {"dtype": "half?"}, CheckpointError, "floating-point dtype, but got dtype='half\\?'"),
+        (
+            "tied",
+            {"dtype": "half?"},
+            CheckpointError,
+            "floating-point dtype, but got dtype='half\\?'",
+        ),
         ("tied", {"config": 3}, ConfigError, "must be a folder, a file or a dictionary, but got 3"),
-        ("tied", {"config": "/nowhere/config.json"}, ConfigError, "readable, but got /nowhere/config.json"),
+        (
+            "tied",
+            {"config": "/nowhere/config.json"},
+            ConfigError,
+            "readable, but got /nowhere/config.json",
+        ),
         ("tied", {"max_shard_bytes": 0}, CheckpointError, "max_shard_bytes=0. Write for instance"),
-        ("tied", {"lora_alpha": 1.0}, CheckpointError, "lora_alpha=1.0 and 0 leaves of adapters.*Leave lora_alpha out"),
+        (
+            "tied",
+            {"lora_alpha": 1.0},
+            CheckpointError,
+            "lora_alpha=1.0 and 0 leaves of adapters.*Leave lora_alpha out",
+        ),
         ("tied", {"tag": "none"}, CheckpointError, "none"),
-        ("adapters", {"tag": "global_step1"}, CheckpointError, "lora_alpha=None and 8 leaves.*Pass the alpha"),
-        ("adapters", {"tag": "alone", "lora_alpha": 1.0}, CheckpointError, "without [0-9]+ frozen ones. Load it into"),
+        (
+            "adapters",
+            {"tag": "global_step1"},
+            CheckpointError,
+            "lora_alpha=None and 8 leaves.*Pass the alpha",
+        ),
+        (
+            "adapters",
+            {"tag": "alone", "lora_alpha": 1.0},
+            CheckpointError,
+            "without [0-9]+ frozen ones. Load it into",
+        ),
     ],
 )
 def test_mistakes_write_nothing(
@@ -179,18 +225,24 @@ def test_mistakes_write_nothing(
 
 
 def test_collections_have_no_names(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"collections such as .*batch_stats.*export_safetensors"):
+    with pytest.raises(
+        CheckpointError, match=r"collections such as .*batch_stats.*export_safetensors"
+    ):
         save_huggingface(saved(tmp_path), tmp_path / "out", ())
 
 
 @pytest.mark.parametrize("at", ["out", "out/model.safetensors"])
-def test_a_file_where_a_folder_should_be_and_a_folder_for_a_file(at: str, runs: Runs, tmp_path: Path) -> None:
+def test_a_file_where_a_folder_should_be_and_a_folder_for_a_file(
+    at: str, runs: Runs, tmp_path: Path
+) -> None:
     if at == "out":
         (tmp_path / "out").write_text("mine")
     else:
         (tmp_path / at).mkdir(parents=True)
     with pytest.raises(CheckpointError, match="out must be a file that can be written"):
-        save_huggingface(runs["tied"][0], tmp_path / "out", llama_names(config_of(tied=True)), config={})
+        save_huggingface(
+            runs["tied"][0], tmp_path / "out", llama_names(config_of(tied=True)), config={}
+        )
     assert not (tmp_path / "out" / "config.json").exists()
 
 
@@ -199,16 +251,38 @@ def test_the_command(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[s
     config = config_of(tied=True)
     told, out = tmp_path / "config.json", tmp_path / "out"
     told.write_text(json.dumps(config.to_huggingface(64)))
-    asked = ["export", str(path), "--tag", "global_step1", "--out", str(out), "--format", "huggingface"]
-    names = ["--renames", "jaxpipe.models:llama_names", "--config", str(told), "--lora-alpha", str(ALPHA)]
+    asked = [
+        "export",
+        str(path),
+        "--tag",
+        "global_step1",
+        "--out",
+        str(out),
+        "--format",
+        "huggingface",
+    ]
+    names = [
+        "--renames",
+        "jaxpipe.models:llama_names",
+        "--config",
+        str(told),
+        "--lora-alpha",
+        str(ALPHA),
+    ]
     assert main([*asked, *names, "--dtype", "float16", "--max-shard-bytes", "1GB"]) == 0
     assert "model.safetensors" in capsys.readouterr().out
     assert_holds(out, merge_lora(params, ALPHA), config, np.float16)
     for words, match in (
         (asked, "Add for instance --renames jaxpipe.models:llama_names"),
-        ([*asked, "--renames", "llama_names"], "--renames must be module:name, but got 'llama_names'"),
+        (
+            [*asked, "--renames", "llama_names"],
+            "--renames must be module:name, but got 'llama_names'",
+        ),
         ([*asked, "--renames", "no_such.module:x"], "must be importable from here"),
-        ([*asked, "--renames", "jaxpipe.models:lama_names"], "something in jaxpipe.models, but got 'lama_names'"),
+        (
+            [*asked, "--renames", "jaxpipe.models:lama_names"],
+            "something in jaxpipe.models, but got 'lama_names'",
+        ),
         ([*asked, "--renames", "jaxpipe:__version__"], "sequence of jaxpipe.weights.Rename"),
         ([*asked[:-2], "--dtype", "float16"], "--dtype must be used with --format huggingface"),
     ):
@@ -217,11 +291,16 @@ def test_the_command(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.slow
-def test_another_process_does_not_write_into_what_one_is_writing(runs: Runs, tmp_path: Path) -> None:
+def test_another_process_does_not_write_into_what_one_is_writing(
+    runs: Runs, tmp_path: Path
+) -> None:
     path, params = runs["tied"]
     config = config_of(tied=True)
     told = config.to_huggingface(64)
-    arguments = f"{str(path)!r}, {str(tmp_path / 'out')!r}, llama_names(LlamaConfig.from_huggingface({told!r}))"
+    arguments = (
+        f"{str(path)!r}, {str(tmp_path / 'out')!r}, "
+        f"llama_names(LlamaConfig.from_huggingface({told!r}))"
+    )
     code = f"""
 from pathlib import Path
 import time
@@ -244,15 +323,26 @@ save_huggingface({arguments}, config={told!r})
             time.sleep(0.05)
         try:
             for limit in (None, LIMIT):
-                with pytest.raises(CheckpointError, match="written by one process at a time.*which another is writing"):
+                with pytest.raises(
+                    CheckpointError,
+                    match="written by one process at a time.*which another is writing",
+                ):
                     save_huggingface(
-                        path, tmp_path / "out", llama_names(config), config=told, dtype="float16", max_shard_bytes=limit
+                        path,
+                        tmp_path / "out",
+                        llama_names(config),
+                        config=told,
+                        dtype="float16",
+                        max_shard_bytes=limit,
                     )
         finally:
             (tmp_path / "go").touch()
         assert one.wait(120) == 0
     assert_holds(tmp_path / "out", params, config)
-    assert {each.name for each in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors"}
+    assert {each.name for each in (tmp_path / "out").iterdir()} == {
+        "config.json",
+        "model.safetensors",
+    }
     save_huggingface(path, tmp_path / "out", llama_names(config), config=told, dtype="float16")
     assert_holds(tmp_path / "out", params, config, np.float16)
 
@@ -266,7 +356,10 @@ def environment() -> dict[str, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("num_values", [0, 1, 20])
 def test_killed_while_it_writes(num_values: int, runs: Runs, tmp_path: Path) -> None:
-    """What was there before stays whole, and nothing that is half written has a name that is looked for."""
+    """What was there before stays whole.
+
+    Nothing that is half written has a name that is looked for.
+    """
     path, params = runs["tied"]
     config = config_of(tied=True)
     save_huggingface(path, tmp_path, llama_names(config), config=config.to_huggingface(64))

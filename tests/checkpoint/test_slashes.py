@@ -1,4 +1,7 @@
-"""Parameters whose names hold slashes, as Flax's `WeightNorm` and `SpectralNorm` make them: to disk and back."""
+"""Parameters whose names hold slashes, as Flax's `WeightNorm` and `SpectralNorm` make them.
+
+To disk and back.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,13 @@ from safetensors.numpy import save_file
 
 import jaxpipe
 from jaxpipe import LayerSpec, PipeDataParallelTopology, PipelineEngine, PipelineModule
-from jaxpipe.checkpoint import export_safetensors, inspect_checkpoint, load_collections, load_params, load_safetensors
+from jaxpipe.checkpoint import (
+    export_safetensors,
+    inspect_checkpoint,
+    load_collections,
+    load_params,
+    load_safetensors,
+)
 
 DIM = 8
 
@@ -57,7 +66,10 @@ def test_names_with_slashes_go_to_disk_and_back(tmp_path: Path) -> None:
     engine = _engine(2)
     engine.train_batch(iter([_entry()] * 2))
     params, collections = engine.module_state_dict(), engine.module_collections()
-    assert set(params["layers"]["0_WeightNorm"]) == {"layer_instance", "layer_instance/kernel/scale"}
+    assert set(params["layers"]["0_WeightNorm"]) == {
+        "layer_instance",
+        "layer_instance/kernel/scale",
+    }
     assert set(collections["1_SpectralNorm"]["batch_stats"]) == {
         "layer_instance/kernel/sigma",
         "layer_instance/kernel/u",
@@ -89,5 +101,7 @@ def test_names_with_slashes_go_to_disk_and_back(tmp_path: Path) -> None:
 
 def test_two_tensors_of_one_path_are_refused(tmp_path: Path) -> None:
     save_file({"a%b": np.zeros(2), "a%25b": np.zeros(2)}, tmp_path / "m.safetensors")
-    with pytest.raises(jaxpipe.errors.CheckpointError, match="got 'a%b' and 'a%25b'. Rename the first"):
+    with pytest.raises(
+        jaxpipe.errors.CheckpointError, match="got 'a%b' and 'a%25b'. Rename the first"
+    ):
         load_safetensors(tmp_path / "m.safetensors")

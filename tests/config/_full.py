@@ -1,4 +1,7 @@
-"""One configuration with every key that is real, and one that also holds what is accepted without effect or off."""
+"""A configuration with every key that is real, and one with more.
+
+The other also holds what is accepted without effect or off.
+"""
 
 import copy
 from typing import Any
@@ -36,7 +39,10 @@ _GIVEN: dict[str, Any] = {
     "bf16": {"enabled": False, "immediate_grad_update": False, "check_grad_overflow": False},
     "data_types": {"grad_accum_dtype": "fp32"},
     "zero_optimization": {"stage": 1},
-    "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "adam_w_mode": True}},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": 3e-4, "betas": [0.9, 0.95], "adam_w_mode": True},
+    },
     "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-4, "warmup_num_steps": 100}},
     "activation_checkpointing": {
         "partition_activations": True,
@@ -79,12 +85,21 @@ def at(config: dict[str, Any], path: str) -> Any:
 
 
 def _full() -> dict[str, Any]:
-    """All keys with the values above, and those that stand in no relation to others with one of their type."""
+    """All keys with the values above.
+
+    Those that stand in no relation to others have one of their type.
+    """
     full = copy.deepcopy(_GIVEN)
     for path, key in KEYS.items():
         if at(full, path) is None:
             others = [name for name in key.names() if name != key.default]
-            put(full, path, others[0] if others else {bool: key.default is not True, int: 3, float: 0.5}[key.kind()])
+            put(
+                full,
+                path,
+                others[0]
+                if others
+                else {bool: key.default is not True, int: 3, float: 0.5}[key.kind()],
+            )
     return full
 
 
@@ -158,13 +173,21 @@ UNUSED: dict[str, list[Any]] = {
     "zero_optimization.sub_group_size": [1e9],
     "zero_optimization.use_multi_rank_bucket_allreduce": [True],
     "zero_reduce_scatter": [True],
-    **{f"zero_optimization.{prefix}{key}": values for prefix in ("", "stage3_") for key, values in _FETCHES.items()},
+    **{
+        f"zero_optimization.{prefix}{key}": values
+        for prefix in ("", "stage3_")
+        for key, values in _FETCHES.items()
+    },
 }
 """Keys without effect, with values that ask for something."""
 
 UNUSED_OFF: dict[str, list[Any]] = {
     **{key: [False] for key, values in UNUSED.items() if values == [True]},
-    **{key: [{}, {"enabled": False}] for key, values in UNUSED.items() if isinstance(values[0], dict)},
+    **{
+        key: [{}, {"enabled": False}]
+        for key, values in UNUSED.items()
+        if isinstance(values[0], dict)
+    },
     "checkpoint.parallel_write": [{"pipeline_stage": False}],
     "dataloader_drop_last": [True],
     "flops_profiler.recompute_fwd_factor": [0.0, 0],

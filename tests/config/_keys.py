@@ -1,4 +1,7 @@
-"""Every key of the configuration, from its dataclasses: a new one is tested without being written down here."""
+"""Every key of the configuration, from its dataclasses.
+
+A new one is tested without being written down here.
+"""
 
 import dataclasses
 import types
@@ -12,7 +15,8 @@ class Key(NamedTuple):
     """One key.
 
     Attributes:
-        kinds: The types of its value; in place of those that are spelled out, such as `"auto"`, the values themselves.
+        kinds: The types of its value; in place of those that are spelled out, such as `"auto"`, the
+            values themselves.
         default: Its default.
         is_section: True if it holds an object.
     """
@@ -23,7 +27,9 @@ class Key(NamedTuple):
 
     def kind(self) -> Any:
         """The one type of its value beside None and `"auto"`; None where there are several."""
-        plain = {str if isinstance(kind, str) else kind for kind in self.kinds - {types.NoneType, "auto"}}
+        plain = {
+            str if isinstance(kind, str) else kind for kind in self.kinds - {types.NoneType, "auto"}
+        }
         return next(iter(plain)) if len(plain) == 1 else None
 
     def names(self) -> list[str]:

@@ -1,6 +1,9 @@
-"""Settings of DeepSpeed that public projects have published, by the paths of their keys, with what is refused of them.
+"""Settings of DeepSpeed that public projects have published, and what is refused of them.
 
-Written as facts: which key has which value. Keys that a project gives to something other than DeepSpeed are left out.
+They are given by the paths of their keys.
+
+Written as facts: which key has which value. Keys that a project gives to something other than
+DeepSpeed are left out.
 """
 
 from typing import Any, NamedTuple
@@ -43,7 +46,11 @@ def _zero(stage: int, **keys: Any) -> Keys:
 
 def _batch(size: Any = None, micro: Any = None, steps: Any = None) -> Keys:
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    return {name: value for name, value in zip(names, (size, micro, steps), strict=True) if value is not None}
+    return {
+        name: value
+        for name, value in zip(names, (size, micro, steps), strict=True)
+        if value is not None
+    }
 
 
 def _optimizer(type_: str, **params: Any) -> Keys:
@@ -56,7 +63,9 @@ def _warmup(low: Any, high: Any, steps: Any) -> Keys:
 
 
 # What many projects have in common.
-SCALED = _under("fp16", enabled=True, loss_scale=0, loss_scale_window=1000, hysteresis=2, min_loss_scale=1)
+SCALED = _under(
+    "fp16", enabled=True, loss_scale=0, loss_scale_window=1000, hysteresis=2, min_loss_scale=1
+)
 QUICK_SCALE = SCALED | _under("fp16", loss_scale_window=500, initial_scale_power=12)
 AUTO_FP16 = SCALED | _under("fp16", enabled="auto", initial_scale_power=16)
 BF16 = {"bf16.enabled": True}
@@ -66,7 +75,10 @@ AUTO_SIZES = _batch("auto", "auto", "auto")
 AUTO_RUN = {**AUTO_SIZES, "gradient_clipping": "auto"}
 AUTO_ADAMW = _optimizer("AdamW", lr="auto", betas="auto", eps="auto", weight_decay="auto")
 AUTO_WARMUP = _warmup("auto", "auto", "auto")
-AUTO_DECAY = AUTO_WARMUP | {"scheduler.type": "WarmupDecayLR", "scheduler.params.total_num_steps": "auto"}
+AUTO_DECAY = AUTO_WARMUP | {
+    "scheduler.type": "WarmupDecayLR",
+    "scheduler.params.total_num_steps": "auto",
+}
 HOST = {"device": "cpu", "pin_memory": True}
 BOTH_OFFLOADED = {"offload_optimizer": HOST, "offload_param": HOST}
 ONE_CYCLE_ADAM = _optimizer("Adam", lr=0.001, betas=[0.8, 0.999], eps=1e-8, weight_decay=3e-7)
@@ -77,8 +89,18 @@ AUTO_STAGE_3 = {
     "stage3_param_persistence_threshold": "auto",
 }
 BUCKETS = {"allgather_bucket_size": 5e8, "reduce_bucket_size": 5e8}
-EXCHANGES = {"allgather_partitions": True, "reduce_scatter": True, "overlap_comm": True, "contiguous_gradients": True}
-NEOX = {**CLIP, **_zero(1, **EXCHANGES, **BUCKETS), "steps_per_print": 10, "wall_clock_breakdown": True}
+EXCHANGES = {
+    "allgather_partitions": True,
+    "reduce_scatter": True,
+    "overlap_comm": True,
+    "contiguous_gradients": True,
+}
+NEOX = {
+    **CLIP,
+    **_zero(1, **EXCHANGES, **BUCKETS),
+    "steps_per_print": 10,
+    "wall_clock_breakdown": True,
+}
 
 _Z = "zero_optimization"
 SIZES_ = "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps"
@@ -102,7 +124,13 @@ PUBLISHED: dict[str, Published] = {
     "deepspeed-megatron-bs4-zero2-offload": Published(
         {
             **_batch(4, None, 1),
-            **_zero(2, reduce_bucket_size=7e6, allgather_bucket_size=7e6, reduce_scatter=True, cpu_offload=True),
+            **_zero(
+                2,
+                reduce_bucket_size=7e6,
+                allgather_bucket_size=7e6,
+                reduce_scatter=True,
+                cpu_offload=True,
+            ),
             **CLIP,
             **SCALED,
         },
@@ -114,16 +142,22 @@ PUBLISHED: dict[str, Published] = {
             **_zero(0, reduce_bucket_size=7e6, allgather_bucket_size=7e6, reduce_scatter=True),
             **CLIP,
             **SCALED,
-            **_under("activation_checkpointing", partition_activations=True, contiguous_memory_optimization=True),
+            **_under(
+                "activation_checkpointing",
+                partition_activations=True,
+                contiguous_memory_optimization=True,
+            ),
         },
-        "activation_checkpointing.contiguous_memory_optimization activation_checkpointing.number_checkpoints",
+        "activation_checkpointing.contiguous_memory_optimization "
+        "activation_checkpointing.number_checkpoints",
     ),
     "deepspeed-megatron-scheduler": Published(
         {**_batch(4, None, 1), **_zero(2), **CLIP, **_warmup(0, 0.001, 10), **SCALED},
         "scheduler optimizer",
     ),
     "deepspeed-megatron-perf-bs16": Published(
-        {**_batch(16, None, 1), **_zero(1), "disable_allgather": True, **CLIP, **SCALED}, idle="disable_allgather"
+        {**_batch(16, None, 1), **_zero(1), "disable_allgather": True, **CLIP, **SCALED},
+        idle="disable_allgather",
     ),
     "deepspeed-squad-fp16": Published(
         {
@@ -150,12 +184,22 @@ PUBLISHED: dict[str, Published] = {
             "fp16.enabled": True,
             **_under("tensorboard", enabled=True, job_name="eigenvalue_quantize"),
             **_under("eigenvalue", enabled=True, verbose=True, max_iter=50, tol=1e-2, stability=0),
-            **_under("quantize_training", quantize_groups=16, quantize_verbose=True, quantize_eigenvalue=True),
+            **_under(
+                "quantize_training",
+                quantize_groups=16,
+                quantize_verbose=True,
+                quantize_eigenvalue=True,
+            ),
         },
         "eigenvalue quantize_training",
     ),
     "deepspeed-accelerator": Published(
-        {**_batch(1, None, 1), **_optimizer("Adam", lr=1.5e-4, weight_decay=1e-2), **SCALED, "fp16.enabled": False},
+        {
+            **_batch(1, None, 1),
+            **_optimizer("Adam", lr=1.5e-4, weight_decay=1e-2),
+            **SCALED,
+            "fp16.enabled": False,
+        },
         idle=SCALE_OFF_,
     ),
     "deepspeed-hybrid-engine": Published(
@@ -189,7 +233,12 @@ PUBLISHED: dict[str, Published] = {
         "compile",
     ),
     "deepspeed-batch-unit-test": Published(
-        {**_batch(2, None, 1), **_optimizer("Adam", lr=1.5e-4), **CLIP, **_under("fp16", enabled=True, loss_scale=0)}
+        {
+            **_batch(2, None, 1),
+            **_optimizer("Adam", lr=1.5e-4),
+            **CLIP,
+            **_under("fp16", enabled=True, loss_scale=0),
+        }
     ),
     "deepspeed-sdma-zero3": Published(
         {
@@ -234,7 +283,9 @@ PUBLISHED: dict[str, Published] = {
             "wall_clock_breakdown": False,
         }
     ),
-    "examples-gan": Published({**_batch(64), **_optimizer("Adam", lr=2e-4, betas=[0.5, 0.999], eps=1e-8)}),
+    "examples-gan": Published(
+        {**_batch(64), **_optimizer("Adam", lr=2e-4, betas=[0.5, 0.999], eps=1e-8)}
+    ),
     "examples-glue": Published(
         {
             **_batch(32, 1),
@@ -248,7 +299,14 @@ PUBLISHED: dict[str, Published] = {
             **_batch(32768, 16),
             "steps_per_print": 1000,
             "prescale_gradients": False,
-            **_optimizer("Lamb", lr=2e-3, weight_decay=0.01, bias_correction=False, max_coeff=0.3, min_coeff=0.01),
+            **_optimizer(
+                "Lamb",
+                lr=2e-3,
+                weight_decay=0.01,
+                bias_correction=False,
+                max_coeff=0.3,
+                min_coeff=0.01,
+            ),
             **CLIP,
             "wall_clock_breakdown": False,
             **_under("fp16", enabled=True, loss_scale=0),
@@ -267,15 +325,26 @@ PUBLISHED: dict[str, Published] = {
     "examples-bert-sparse-attention": Published(
         {
             **_batch(65536, 64),
-            **_optimizer("Lamb", lr=11e-3, weight_decay=0.01, bias_correction=False, max_coeff=0.3, min_coeff=0.01),
-            **_under("sparse_attention", mode="fixed", block=16, num_local_blocks=4, num_global_blocks=1),
+            **_optimizer(
+                "Lamb",
+                lr=11e-3,
+                weight_decay=0.01,
+                bias_correction=False,
+                max_coeff=0.3,
+                min_coeff=0.01,
+            ),
+            **_under(
+                "sparse_attention", mode="fixed", block=16, num_local_blocks=4, num_global_blocks=1
+            ),
         },
         "sparse_attention",
     ),
     "examples-bert-onebit-lamb": Published(
         {
             **_batch(65536, 64),
-            **_optimizer("OneBitLamb", lr=11e-3, freeze_step=1000, cuda_aware=False, comm_backend_name="nccl"),
+            **_optimizer(
+                "OneBitLamb", lr=11e-3, freeze_step=1000, cuda_aware=False, comm_backend_name="nccl"
+            ),
             **CLIP,
             **_under("fp16", enabled=True, loss_scale=0, initial_scale_power=16),
         },
@@ -284,7 +353,9 @@ PUBLISHED: dict[str, Published] = {
     "examples-squad-onebit-adam": Published(
         {
             **_batch(96, 3),
-            **_optimizer("OnebitAdam", lr=3e-5, freeze_step=400, weight_decay=0.0, comm_backend_name="mpi"),
+            **_optimizer(
+                "OnebitAdam", lr=3e-5, freeze_step=400, weight_decay=0.0, comm_backend_name="mpi"
+            ),
             **CLIP,
             "fp16.enabled": True,
         },
@@ -326,7 +397,11 @@ PUBLISHED: dict[str, Published] = {
         {
             **_batch(8, None, 1),
             **BF16,
-            **_zero(2, offload_optimizer=HOST, zenflow={"topk_ratio": 0.1, "update_interval": 4, "overlap_step": True}),
+            **_zero(
+                2,
+                offload_optimizer=HOST,
+                zenflow={"topk_ratio": 0.1, "update_interval": 4, "overlap_step": True},
+            ),
             **_optimizer("AdamW", lr=2e-5, betas=[0.9, 0.999], eps=1e-8, weight_decay=0.01),
             **CLIP,
             "zero_allow_untested_optimizer": True,
@@ -337,8 +412,12 @@ PUBLISHED: dict[str, Published] = {
         {
             **_batch(None, 4, 1),
             **_optimizer("AdamW", lr=1e-4, betas=[0.9, 0.999], eps=1e-8, weight_decay=0.01),
-            **_under("bf16", enabled=True, bf16_master_weights_and_grads=True, bf16_optimizer_states=True),
-            **_zero(3, overlap_comm=True, reduce_bucket_size=5e7, stage3_param_persistence_threshold=0),
+            **_under(
+                "bf16", enabled=True, bf16_master_weights_and_grads=True, bf16_optimizer_states=True
+            ),
+            **_zero(
+                3, overlap_comm=True, reduce_bucket_size=5e7, stage3_param_persistence_threshold=0
+            ),
             **_under("torch_autocast", enabled=True, dtype="torch.bfloat16"),
         },
         "bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states torch_autocast",
@@ -356,7 +435,10 @@ PUBLISHED: dict[str, Published] = {
         "compile gradient_clipping sequence_parallel_size",
     ),
     "examples-autotuning-bert": Published(
-        {**_batch(None, "auto"), **_under("autotuning", enabled=True, overwrite=False, max_train_batch_size=4096)},
+        {
+            **_batch(None, "auto"),
+            **_under("autotuning", enabled=True, overwrite=False, max_train_batch_size=4096),
+        },
         "train_micro_batch_size_per_gpu autotuning",
     ),
     "examples-tensor-parallel": Published(
@@ -378,26 +460,52 @@ PUBLISHED: dict[str, Published] = {
                 stage3_prefetch_bucket_size="auto",
                 stage3_param_persistence_threshold="auto",
                 stage3_max_live_parameters="auto",
-                offload_param={"device": "nvme", "pin_memory": True, "buffer_size": "auto", "buffer_count": 5},
+                offload_param={
+                    "device": "nvme",
+                    "pin_memory": True,
+                    "buffer_size": "auto",
+                    "buffer_count": 5,
+                },
             ),
-            **_under("aio", block_size=8388608, queue_depth=32, single_submit=False, overlap_events=True),
+            **_under(
+                "aio", block_size=8388608, queue_depth=32, single_submit=False, overlap_events=True
+            ),
             **_batch(1),
         },
         f"{_Z}.offload_param",
     ),
     # Megatron-DeepSpeed, BigScience and BLOOM.
     "bloom-176b": Published(
-        {**_batch(2048, 2), **CLIP, **_zero(0), **BF16, "steps_per_print": 2000, "wall_clock_breakdown": False}
+        {
+            **_batch(2048, 2),
+            **CLIP,
+            **_zero(0),
+            **BF16,
+            "steps_per_print": 2000,
+            "wall_clock_breakdown": False,
+        }
     ),
     "bigscience-13b": Published(
-        {**_batch(1024, 1), **CLIP, **_zero(1), **QUICK_SCALE, "steps_per_print": 2000, "wall_clock_breakdown": False}
+        {
+            **_batch(1024, 1),
+            **CLIP,
+            **_zero(1),
+            **QUICK_SCALE,
+            "steps_per_print": 2000,
+            "wall_clock_breakdown": False,
+        }
     ),
     "bigscience-megatron-test": Published(
         {**_batch(16, 1), **CLIP, **_zero(1), **QUICK_SCALE, "zero_allow_untested_optimizer": True},
         idle="zero_allow_untested_optimizer",
     ),
     "bigscience-megatron-inference": Published(
-        {**_batch(16, 1), **QUICK_SCALE, "zero_allow_untested_optimizer": False, "wall_clock_breakdown": False}
+        {
+            **_batch(16, 1),
+            **QUICK_SCALE,
+            "zero_allow_untested_optimizer": False,
+            "wall_clock_breakdown": False,
+        }
     ),
     "bigscience-megatron-curriculum": Published(
         {
@@ -406,13 +514,24 @@ PUBLISHED: dict[str, Published] = {
             **_zero(1),
             **QUICK_SCALE,
             **_under(
-                "curriculum_learning", enabled=True, curriculum_type="seqlen", min_difficulty=8, max_difficulty=128
+                "curriculum_learning",
+                enabled=True,
+                curriculum_type="seqlen",
+                min_difficulty=8,
+                max_difficulty=128,
             ),
         },
         "curriculum_learning",
     ),
     "bigscience-trainer-zero0": Published(
-        {**AUTO_FP16, **AUTO_ADAMW, **AUTO_WARMUP, **AUTO_RUN, "steps_per_print": 2000, "wall_clock_breakdown": False},
+        {
+            **AUTO_FP16,
+            **AUTO_ADAMW,
+            **AUTO_WARMUP,
+            **AUTO_RUN,
+            "steps_per_print": 2000,
+            "wall_clock_breakdown": False,
+        },
         f"fp16.enabled {ADAMW_} {WARMUP_} {RUN_}",
     ),
     "bigscience-trainer-zero3": Published(
@@ -457,7 +576,9 @@ PUBLISHED: dict[str, Published] = {
         },
         idle=f"prescale_gradients {SCALE_OFF_} fp16.initial_scale_power",
     ),
-    "megatron-deepspeed-llama": Published({**_batch(256, 16), "steps_per_print": 100, **_zero(0), **BF16}),
+    "megatron-deepspeed-llama": Published(
+        {**_batch(256, 16), "steps_per_print": 100, **_zero(0), **BF16}
+    ),
     # Hugging Face's Trainer and what is trained with it.
     "transformers-zero2": Published(
         {
@@ -465,7 +586,13 @@ PUBLISHED: dict[str, Published] = {
             **AUTO_BF16,
             **AUTO_ADAMW,
             **AUTO_WARMUP,
-            **_zero(2, offload_optimizer=HOST, **EXCHANGES, allgather_bucket_size=2e8, reduce_bucket_size=2e8),
+            **_zero(
+                2,
+                offload_optimizer=HOST,
+                **EXCHANGES,
+                allgather_bucket_size=2e8,
+                reduce_bucket_size=2e8,
+            ),
             **AUTO_RUN,
             "steps_per_print": 2000,
             "wall_clock_breakdown": False,
@@ -516,11 +643,14 @@ PUBLISHED: dict[str, Published] = {
     ),
     "vicuna-zero2": Published(
         {
-            **_zero(2, offload_optimizer={"device": "cpu"}, contiguous_gradients=True, overlap_comm=True),
+            **_zero(
+                2, offload_optimizer={"device": "cpu"}, contiguous_gradients=True, overlap_comm=True
+            ),
             "fp16.enabled": "auto",
             **_batch(None, "auto", "auto"),
         },
-        f"{_Z}.offload_optimizer fp16.enabled train_micro_batch_size_per_gpu gradient_accumulation_steps",
+        f"{_Z}.offload_optimizer fp16.enabled train_micro_batch_size_per_gpu "
+        "gradient_accumulation_steps",
     ),
     "vicuna-zero3": Published(
         {
@@ -545,7 +675,9 @@ PUBLISHED: dict[str, Published] = {
             "zero_allow_untested_optimizer": True,
             **AUTO_FP16,
             **AUTO_BF16,
-            **_zero(0, **EXCHANGES | {"overlap_comm": False}, **BUCKETS, round_robin_gradients=True),
+            **_zero(
+                0, **EXCHANGES | {"overlap_comm": False}, **BUCKETS, round_robin_gradients=True
+            ),
         },
         f"{RUN_} fp16.enabled bf16.enabled",
     ),
@@ -613,13 +745,20 @@ PUBLISHED: dict[str, Published] = {
             **_zero(2, offload_optimizer=HOST, allgather_bucket_size=2e8, reduce_bucket_size=2e8),
             **SCALED,
             **_batch(None, 8),
-            **_under("activation_checkpointing", partition_activations=False, number_checkpoints=False),
+            **_under(
+                "activation_checkpointing", partition_activations=False, number_checkpoints=False
+            ),
         },
         f"{_Z}.offload_optimizer activation_checkpointing.number_checkpoints scheduler optimizer",
     ),
     # GPT-NeoX: what it gives to DeepSpeed of its own settings.
     "neox-125m": Published(
-        {**_optimizer("Adam", lr=6e-4, betas=[0.9, 0.95], eps=1e-8), **_batch(None, 4), **SCALED, **NEOX},
+        {
+            **_optimizer("Adam", lr=6e-4, betas=[0.9, 0.95], eps=1e-8),
+            **_batch(None, 4),
+            **SCALED,
+            **NEOX,
+        },
         idle=f"{EXCHANGES_} {BUCKETS_}",
     ),
     "neox-125m-bf16": Published(
@@ -635,7 +774,9 @@ PUBLISHED: dict[str, Published] = {
     "neox-20b": Published(
         {
             **_optimizer("Adam", lr=0.97e-4, betas=[0.9, 0.95], eps=1e-8),
-            **_zero(1, **EXCHANGES, allgather_bucket_size=1260000000, reduce_bucket_size=1260000000),
+            **_zero(
+                1, **EXCHANGES, allgather_bucket_size=1260000000, reduce_bucket_size=1260000000
+            ),
             **_batch(None, 4, 32),
             **CLIP,
             **SCALED,

@@ -17,7 +17,11 @@ BAD: dict[str, Any] = {
     "gradient_clipping": -1,
     "fp16": {"enabled": True, "loss_scale": "auto", "histeresis": 2},
     "bf16": {"enabled": True},
-    "zero_optimization": {"stage": 4, "offload_optimizer": {"device": "cpu"}, "overlap_comm": "yes"},
+    "zero_optimization": {
+        "stage": 4,
+        "offload_optimizer": {"device": "cpu"},
+        "overlap_comm": "yes",
+    },
     "pipeline": {"partition": [0, -1, 3, "x"]},
     "optimizer": {"type": "OneBitAdam", "params": {"a": len, "b": {3: 4}, "max_grad_norm": 1}},
     "scheduler": {"params": {}},
@@ -71,7 +75,9 @@ def test_the_file_is_named_once(tmp_path: Path) -> None:
 
 
 def test_one_mistake_is_no_list() -> None:
-    with pytest.raises(ConfigError, match=r"^train_batch_size must be .*=0. Use for instance 1.$") as error:
+    with pytest.raises(
+        ConfigError, match=r"^train_batch_size must be .*=0. Use for instance 1.$"
+    ) as error:
         load_config({"train_batch_size": 0})
     assert error.value.paths == ("train_batch_size",)
     assert error.value.errors == ()
@@ -79,7 +85,12 @@ def test_one_mistake_is_no_list() -> None:
 
 def test_so_is_what_is_made_by_keyword() -> None:
     with pytest.raises(ConfigError) as error:
-        TrainConfig(train_batch_size=0, fp16={"enabled": True, "hysteresis": 0}, bf16={"enabled": True}, optimizer=3)
+        TrainConfig(
+            train_batch_size=0,
+            fp16={"enabled": True, "hysteresis": 0},
+            bf16={"enabled": True},
+            optimizer=3,
+        )
     paths = ("train_batch_size", "fp16.hysteresis", "optimizer", "fp16.enabled", "bf16.enabled")
     assert error.value.paths == paths
     with pytest.raises(ConfigError) as error:

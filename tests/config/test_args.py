@@ -20,7 +20,11 @@ def test_arguments() -> None:
     assert add_config_arguments(parser) is parser
     args = parser.parse_args(["--deepspeed", "--deepspeed_config", "x.json", "--local_rank=3"])
     assert vars(args) == {"deepspeed": True, "deepspeed_config": "x.json", "local_rank": 3}
-    assert vars(parser.parse_args([])) == {"deepspeed": False, "deepspeed_config": None, "local_rank": -1}
+    assert vars(parser.parse_args([])) == {
+        "deepspeed": False,
+        "deepspeed_config": None,
+        "local_rank": -1,
+    }
 
 
 SPELLINGS = ["--local_rank", "--local-rank"]
@@ -30,7 +34,9 @@ SPELLINGS = ["--local_rank", "--local-rank"]
 @pytest.mark.parametrize("own", [None, *SPELLINGS])
 @pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize("handler", ["error", "resolve"])
-def test_a_script_may_have_its_own_local_rank(passed: str, own: str | None, is_first: bool, handler: str) -> None:
+def test_a_script_may_have_its_own_local_rank(
+    passed: str, own: str | None, is_first: bool, handler: str
+) -> None:
     parser = argparse.ArgumentParser(conflict_handler=handler)
     if not is_first:
         add_config_arguments(parser)
@@ -55,7 +61,9 @@ def test_two_options_of_the_script_are_still_in_conflict() -> None:
 
 def test_errors_of_a_configuration_may_be_gathered() -> None:
     errors = Collector()
-    assert config_from_args(None, {"train_batch_size": 4, "zzz": 1}, errors=errors) == TrainConfig(4)
+    assert config_from_args(None, {"train_batch_size": 4, "zzz": 1}, errors=errors) == TrainConfig(
+        4
+    )
     with pytest.raises(ConfigError, match=r"^zzz is not a known key"):
         errors.raise_all()
 
@@ -73,7 +81,8 @@ def test_the_path_in_the_arguments(tmp_path: Path, deepspeed: list[str], as_dict
 def test_arguments_without_a_path(args: object) -> None:
     assert config_from_args(args, CONFIG) == config_from_args(args, None, CONFIG) == TrainConfig(8)
     with pytest.raises(
-        ConfigError, match=r"one configuration, but got none\. Pass config=.* the path of a JSON file\."
+        ConfigError,
+        match=r"one configuration, but got none\. Pass config=.* the path of a JSON file\.",
     ):
         config_from_args(args)
 
@@ -88,7 +97,8 @@ def test_arguments_without_a_path(args: object) -> None:
         ),
         (
             {"args": None, "config": CONFIG, "config_params": "y.json"},
-            r"but got config and config_params\. Pass .*keep one of config=\{.*\} and config_params='y\.json'\.",
+            r"but got config and config_params\. Pass .*keep one of config=\{.*\} and "
+            r"config_params='y\.json'\.",
         ),
     ],
 )
@@ -100,7 +110,10 @@ def test_two_configurations_are_both_printed(given: dict[str, Any], match: str) 
 @pytest.mark.parametrize(
     ("args", "match"),
     [
-        ({"deepscale_config": "x.json"}, r"args.deepscale_config='x.json'. Use args.deepspeed_config"),
+        (
+            {"deepscale_config": "x.json"},
+            r"args.deepscale_config='x.json'. Use args.deepspeed_config",
+        ),
         (argparse.Namespace(deepscale=True), r"args.deepscale=True. Use args.deepspeed"),
     ],
 )

@@ -40,7 +40,11 @@ _BY_HAND: dict[str, list[Any]] = {
 def _of_other_types(path: str, key: Key) -> list[Any]:
     if path in _BY_HAND:
         return _BY_HAND[path]
-    wrong = SECTION if key.is_section else {bool: FLAG, int: INTEGER, float: NUMBER, str: TEXT}[key.kind()]
+    wrong = (
+        SECTION
+        if key.is_section
+        else {bool: FLAG, int: INTEGER, float: NUMBER, str: TEXT}[key.kind()]
+    )
     return [value for value in wrong if value is not None or types.NoneType not in key.kinds]
 
 
@@ -85,7 +89,8 @@ WRONG_VALUES: dict[str, list[Any]] = {
     "flops_profiler.module_depth": [-2],
     "flops_profiler.top_modules": [-1],
     "comet.mode": ["new", ""],
-    **{path: [{"enabled": True}] for path in OFF if not path.startswith("bf16.")},  # FULL has bf16 off
+    # FULL has bf16 off.
+    **{path: [{"enabled": True}] for path in OFF if not path.startswith("bf16.")},
     **{path: [-1, "many"] for path, values in UNUSED.items() if type(values[0]) in (int, float)},
 }
 

@@ -38,7 +38,11 @@ class ScaledConfig(FP16Config):
 
 
 def test_fields_are_attributes_and_items() -> None:
-    for config in (Config(verbose=True), Config.from_dict({"verbose": True}), LogConfig(verbose=True)):
+    for config in (
+        Config(verbose=True),
+        Config.from_dict({"verbose": True}),
+        LogConfig(verbose=True),
+    ):
         assert config.verbose is True
         assert config["verbose"] is True
     assert dict(Config(a=1, b=2)) == Config(a=1, b=2) == {"a": 1, "b": 2}
@@ -103,11 +107,20 @@ def test_a_subclass_completes_its_own_fields() -> None:
 
 
 def test_all_that_does_not_fit_is_said_at_once() -> None:
-    config = TrainingConfig(batch={"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}, fp16={"clip": -1})
-    with pytest.raises(ConfigError, match=r"changed in 2 places:\n  - .*7 = 2 x \? x 1. Use .*\n  - fp16.clip must be"):
+    config = TrainingConfig(
+        batch={"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}, fp16={"clip": -1}
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"changed in 2 places:\n  - .*7 = 2 x \? x 1. Use .*\n  - fp16.clip must be",
+    ):
         config.resolve()
     with pytest.raises(ConfigError) as error:
-        load_config(ScriptConfig(batch={"train_batch_size": 0}, fp16={"clip": "x", "enabled": 1}, pipeline={"x": 1}))
+        load_config(
+            ScriptConfig(
+                batch={"train_batch_size": 0}, fp16={"clip": "x", "enabled": 1}, pipeline={"x": 1}
+            )
+        )
     assert error.value.paths == ("fp16.clip", "train_batch_size", "pipeline.x", "fp16.enabled")
 
 
@@ -133,11 +146,18 @@ def test_validity_is_a_bool(config: Config, valid: bool) -> None:
 
 
 def test_errors_of_resolve() -> None:
-    with pytest.raises(ConfigError, match=r"must hold, but got 7 = 2 x \? x 1. Use a train_batch_size that is a mult"):
+    with pytest.raises(
+        ConfigError,
+        match=r"must hold, but got 7 = 2 x \? x 1. Use a train_batch_size that is a mult",
+    ):
         BatchConfig(train_batch_size=7, train_micro_batch_size_per_gpu=2).resolve()
-    with pytest.raises(ConfigError, match=r"^fp16.enabled must be true or false, but got fp16.enabled=1. Use true"):
+    with pytest.raises(
+        ConfigError, match=r"^fp16.enabled must be true or false, but got fp16.enabled=1. Use true"
+    ):
         FP16Config(enabled=1).resolve()
-    with pytest.raises(ConfigError, match=r"^fp16.clip must be a finite number of at least 0, but got fp16.clip=-1"):
+    with pytest.raises(
+        ConfigError, match=r"^fp16.clip must be a finite number of at least 0, but got fp16.clip=-1"
+    ):
         FP16Config(clip=-1).resolve()
 
 
@@ -148,23 +168,36 @@ def test_errors_of_resolve() -> None:
             lambda: BatchConfig(train_batchsize=1),
             r"^train_batchsize is not a field of BatchConfig. Did you mean train_ba",
         ),
-        (lambda: FP16Config(zzz=1), r"^zzz is not a field of FP16Config. Use one of enabled, clip\."),
+        (
+            lambda: FP16Config(zzz=1),
+            r"^zzz is not a field of FP16Config. Use one of enabled, clip\.",
+        ),
         (
             lambda: TrainingConfig(batch={"train_batchsize": 1}),
-            r"^batch.train_batchsize is not a field of BatchConfig. Did you mean train_batch_size\?",
+            r"^batch.train_batchsize is not a field of BatchConfig. Did you mean "
+            r"train_batch_size\?",
         ),
-        (lambda: TrainingConfig(batch=3), r"^batch must be a dictionary or a BatchConfig, but got batch=3. Use BatchC"),
+        (
+            lambda: TrainingConfig(batch=3),
+            r"^batch must be a dictionary or a BatchConfig, but got batch=3. Use BatchC",
+        ),
         (
             lambda: TrainingConfig(batch=FP16Config()),
             r"^batch must be a dictionary or a BatchConfig, but got batch=FP16",
         ),
-        (lambda: Config(keys=1), r"^keys must not be the name of a field of Config, but got keys=1: .* Choose another"),
+        (
+            lambda: Config(keys=1),
+            r"^keys must not be the name of a field of Config, but got keys=1: .* Choose another",
+        ),
         (lambda: Config(_a=1), r"^_a must not be the name of a field of Config, but got _a=1"),
         (
             lambda: type("Bad", (Config,), {"items": 3})(),
             r"^items must not be the name of a field of Bad, but got items=3",
         ),
-        (lambda: Config.from_dict({1: 2}), r"^A field of Config must be a string, but got key=1. Write it in quotes"),
+        (
+            lambda: Config.from_dict({1: 2}),
+            r"^A field of Config must be a string, but got key=1. Write it in quotes",
+        ),
     ],
 )
 def test_wrong_fields(make: Any, match: str) -> None:
@@ -173,7 +206,9 @@ def test_wrong_fields(make: Any, match: str) -> None:
 
 
 def test_fields_that_are_not_there() -> None:
-    with pytest.raises(AttributeError, match=r"^evry is not a field of LogConfig. Did you mean every\?"):
+    with pytest.raises(
+        AttributeError, match=r"^evry is not a field of LogConfig. Did you mean every\?"
+    ):
         _ = LogConfig().evry
     with pytest.raises(AttributeError, match=r"^a is not a field of Config. Use one of no fields"):
         _ = Config().a
@@ -183,9 +218,13 @@ def test_fields_that_are_not_there() -> None:
 
 def test_nothing_changes() -> None:
     config = LogConfig()
-    with pytest.raises(AttributeError, match=r"LogConfig must not change, but got every=3. Make a new one"):
+    with pytest.raises(
+        AttributeError, match=r"LogConfig must not change, but got every=3. Make a new one"
+    ):
         config.every = 3
-    with pytest.raises(AttributeError, match=r"LogConfig must not change, but got del every. Make a new one"):
+    with pytest.raises(
+        AttributeError, match=r"LogConfig must not change, but got del every. Make a new one"
+    ):
         del config.every
     assert config.every == 10
 
@@ -198,7 +237,8 @@ def test_copies_and_pickles() -> None:
 
 def test_an_engine_reads_it() -> None:
     config = TrainingConfig(
-        batch={"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}, fp16={"enabled": True, "clip": 1}
+        batch={"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4},
+        fp16={"enabled": True, "clip": 1},
     )
     expected = TrainConfig(64, 4, None, gradient_clipping=1.0, fp16=FP16Section(enabled=True))
     assert load_config(config) == config.to_train_config() == expected
@@ -206,9 +246,13 @@ def test_an_engine_reads_it() -> None:
 
 
 def test_fields_of_a_subclass_that_are_keys() -> None:
-    config = ScriptConfig(gradient_clipping=2, pipeline={"stages": 2}, fp16=ScaledConfig(enabled=True))
+    config = ScriptConfig(
+        gradient_clipping=2, pipeline={"stages": 2}, fp16=ScaledConfig(enabled=True)
+    )
     expected = TrainConfig(
-        gradient_clipping=2.0, pipeline=PipelineConfig(2), fp16=FP16Section(enabled=True, loss_scale=128)
+        gradient_clipping=2.0,
+        pipeline=PipelineConfig(2),
+        fp16=FP16Section(enabled=True, loss_scale=128),
     )
     assert load_config(config) == expected
 
@@ -218,15 +262,25 @@ def test_fields_of_a_subclass_that_are_keys() -> None:
     [
         (
             ScriptConfig(gradient_clipping=1.0, fp16={"clip": 2.0}),
-            r"^gradient_clipping must be given once, but got gradient_clipping=1.0 and fp16.clip=2.0. Keep one",
+            r"^gradient_clipping must be given once, but got gradient_clipping=1.0 and "
+            r"fp16.clip=2.0. Keep one",
         ),
         (
             TrainingConfig(fp16={"clip": "x"}),
             r"^fp16.clip must be a finite number of at least 0, but got fp16.clip='x'",
         ),
-        (TrainingConfig(fp16={"enabled": "yes"}), r"^fp16.enabled must be true or false, but got fp16.enabled='yes'"),
-        (TrainingConfig(batch={"train_batch_size": 0}), r"^train_batch_size must be an integer of at least 1, but got"),
-        (ScriptConfig(pipeline={"stagess": 2}), r"^pipeline.stagess is not a known key. Did you mean pipeline.stages"),
+        (
+            TrainingConfig(fp16={"enabled": "yes"}),
+            r"^fp16.enabled must be true or false, but got fp16.enabled='yes'",
+        ),
+        (
+            TrainingConfig(batch={"train_batch_size": 0}),
+            r"^train_batch_size must be an integer of at least 1, but got",
+        ),
+        (
+            ScriptConfig(pipeline={"stagess": 2}),
+            r"^pipeline.stagess is not a known key. Did you mean pipeline.stages",
+        ),
     ],
 )
 def test_errors_of_the_conversion(config: TrainingConfig, match: str) -> None:

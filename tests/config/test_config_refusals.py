@@ -40,7 +40,12 @@ VALUES: list[tuple[str, Any, str, str]] = [
     ("gradient_clipping", None, r"a finite number of at least 0", r""),
     ("gradient_clipping", float("nan"), r"a finite number of at least 0", r""),
     ("gradient_clipping", 10**400, r"a finite number of at least 0", r""),
-    ("fp16.enabled", "auto", r"true or false", r"Use true or false without quotes; .* Hugging Face's Trainer"),
+    (
+        "fp16.enabled",
+        "auto",
+        r"true or false",
+        r"Use true or false without quotes; .* Hugging Face's Trainer",
+    ),
     ("fp16.loss_scale", True, r"a finite number of at least 0", r"Use"),
     ("fp16.loss_scale", float("inf"), r"a finite number of at least 0", r"Use"),
     ("fp16.loss_scale", float("nan"), r"a finite number of at least 0", r"Use"),
@@ -118,15 +123,30 @@ OTHERS: list[tuple[Any, str]] = [
         {"optimizer": {"params": {}}},
         r"^optimizer.type must be given, but got optimizer=\{'params': \{\}\}. Add the key",
     ),
-    ({"scheduler": {}}, r"^scheduler.type must be given, but got scheduler=\{\}. Add the key 'type' there"),
+    (
+        {"scheduler": {}},
+        r"^scheduler.type must be given, but got scheduler=\{\}. Add the key 'type' there",
+    ),
     ({"zzz": 1}, "^zzz is not a known key. Remove it, or use one of train_batch_size, train_micro"),
-    ({"pipeline": {"zzz": 1}}, "^pipeline.zzz is not a known key. Remove it, or use one of pipeline.stages, "),
-    ({"data_types": {"zzz": 1}}, "^data_types.zzz is not a known key. Remove it, or use one of data_types.grad"),
+    (
+        {"pipeline": {"zzz": 1}},
+        "^pipeline.zzz is not a known key. Remove it, or use one of pipeline.stages, ",
+    ),
+    (
+        {"data_types": {"zzz": 1}},
+        "^data_types.zzz is not a known key. Remove it, or use one of data_types.grad",
+    ),
     ({3: 1}, "^A key of the configuration must be a string, but got key=3. Write it in quotes"),
     ({"pipeline": {None: 1}}, "^A key of pipeline must be a string, but got key=None"),
-    ({"checkpoint": {"keep_every": 500}}, "^checkpoint.keep_every must come with .*=500 alone. Add .*keep_last=3"),
+    (
+        {"checkpoint": {"keep_every": 500}},
+        "^checkpoint.keep_every must come with .*=500 alone. Add .*keep_last=3",
+    ),
     *(
-        ({"fp16": {"enabled": True}, bf16: {"enabled": True}}, "^fp16.enabled and bf16.enabled .*True and .*Remove one")
+        (
+            {"fp16": {"enabled": True}, bf16: {"enabled": True}},
+            "^fp16.enabled and bf16.enabled .*True and .*Remove one",
+        )
         for bf16 in ("bf16", "bfloat16")
     ),
     *(
@@ -139,15 +159,22 @@ OTHERS: list[tuple[Any, str]] = [
     *(
         (
             {"activation_checkpointing": {CHECKPOINT: True, **given}},
-            rf"^activation_checkpointing.{CHECKPOINT} must be false unless activation_checkpointing.{match}",
+            rf"^activation_checkpointing.{CHECKPOINT} must be false unless "
+            rf"activation_checkpointing.{match}",
         )
         for given, match in (
             ({}, "partition_activations=true, but got .*=True. Set both, or neither"),
-            ({"partition_activations": True}, "number_checkpoints is given, but got .*=True. Give the number"),
+            (
+                {"partition_activations": True},
+                "number_checkpoints is given, but got .*=True. Give the number",
+            ),
         )
     ),
     *(
-        ({"optimizer": {"type": name}}, rf"^optimizer.type must be .*={name!r}. Use {instead!r}: {name} .*{reason}")
+        (
+            {"optimizer": {"type": name}},
+            rf"^optimizer.type must be .*={name!r}. Use {instead!r}: {name} .*{reason}",
+        )
         for reason, names in {
             "momenta of one bit": {
                 "OneBitAdam": "Adam",
@@ -160,11 +187,17 @@ OTHERS: list[tuple[Any, str]] = [
         for name, instead in names.items()
     ),
     *(
-        ({"pipeline": {"partition": [0, boundary]}}, rf"^{PLACE} must be an integer of at .*{PLACE}={boundary!r}")
+        (
+            {"pipeline": {"partition": [0, boundary]}},
+            rf"^{PLACE} must be an integer of at .*{PLACE}={boundary!r}",
+        )
         for boundary in (-1, True, 1.5, "3", None)
     ),
     *(
-        ({"pipeline": value}, "^pipeline must be a JSON object, but got pipeline=.*any of the keys stages, ")
+        (
+            {"pipeline": value},
+            "^pipeline must be a JSON object, but got pipeline=.*any of the keys stages, ",
+        )
         for value in (None, True, 3, "x", [1])
     ),
     *(
@@ -172,14 +205,29 @@ OTHERS: list[tuple[Any, str]] = [
         for params, match in (
             (
                 {"max_grad_norm": 2.0},
-                r"optimizer.params.max_grad_norm must be left out, .*=2.0. Set gradient_clipping=2.0",
+                r"optimizer.params.max_grad_norm must be left out, .*=2.0. Set "
+                r"gradient_clipping=2.0",
             ),
-            (3, "optimizer.params must be a JSON object, but got optimizer.params=3. Use an object such as"),
+            (
+                3,
+                "optimizer.params must be a JSON object, but got optimizer.params=3. Use an object "
+                "such as",
+            ),
             ([1], r"optimizer.params must be a JSON object, but got optimizer.params=\[1\]"),
-            ({1: 2}, "A key of optimizer.params must be a string, but got key=1. Write it in quotes"),
+            (
+                {1: 2},
+                "A key of optimizer.params must be a string, but got key=1. Write it in quotes",
+            ),
             ({"a": {2: 1}}, "A key of optimizer.params.a must be a string, but got key=2"),
-            ({"lr": len}, "optimizer.params.lr must be a JSON value, .*built-in.*pass anything else to initialize"),
-            ({"a": [{"b": {1, 2}}]}, r"optimizer.params.a\[0\].b must be a JSON value, .*=\{1, 2\}. Use a number"),
+            (
+                {"lr": len},
+                "optimizer.params.lr must be a JSON value, .*built-in.*pass anything else to "
+                "initialize",
+            ),
+            (
+                {"a": [{"b": {1, 2}}]},
+                r"optimizer.params.a\[0\].b must be a JSON value, .*=\{1, 2\}. Use a number",
+            ),
             ({"a": b"x"}, "optimizer.params.a must be a JSON value, but got .*=b'x'"),
             ({"a": Decimal("1.5")}, "optimizer.params.a must be a JSON value, but got .*Decimal"),
         )
@@ -210,14 +258,19 @@ def test_a_value_breaks_a_rule(path: str, value: object, rule: str, repair: str)
 
 @pytest.mark.parametrize(("path", "value", "reason", "repair"), SET, ids=_id)
 def test_a_key_must_not_be_set(path: str, value: object, reason: str, repair: str) -> None:
-    match = rf"^{path} must not be set: .*{reason}.*, but got {path}={re.escape(shown(value))}\. {repair}"
+    match = (
+        rf"^{path} must not be set: .*{reason}.*, but got {path}={re.escape(shown(value))}\. "
+        rf"{repair}"
+    )
     with pytest.raises(ConfigError, match=match):
         load_config(at(path, value))
 
 
 @pytest.mark.parametrize("path", UNKNOWN)
 def test_unknown_keys_name_the_nearest(path: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^{path} is not a known key\. Did you mean {UNKNOWN[path]}\?"):
+    with pytest.raises(
+        ConfigError, match=rf"^{path} is not a known key\. Did you mean {UNKNOWN[path]}\?"
+    ):
         load_config(at(path, 1))
 
 

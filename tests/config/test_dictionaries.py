@@ -20,8 +20,14 @@ positive = st.integers(1, 2**40)
 numbers = st.floats(0, 1e30) | st.integers(0, 2**30)
 flags = st.booleans()
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 params = st.dictionaries(st.text(string.ascii_lowercase, max_size=5), json_values, max_size=3)
@@ -43,7 +49,8 @@ _PLAIN: dict[Any, st.SearchStrategy[Any]] = {
 }
 _BY_HAND: dict[str, st.SearchStrategy[Any]] = {
     "gradient_clipping": numbers,
-    "pipeline.partition": st.sampled_from(["best", "uniform", "type:x"]) | st.lists(st.integers(0, 99), min_size=1),
+    "pipeline.partition": st.sampled_from(["best", "uniform", "type:x"])
+    | st.lists(st.integers(0, 99), min_size=1),
     "pipeline.schedule": st.sampled_from(["1f1b", "gpipe", "auto"]),
     "pipeline.activation_checkpoint_interval": st.integers(0, 9),
     "fp16.enabled": st.just(False),  # not with that of bf16
@@ -55,11 +62,16 @@ _BY_HAND: dict[str, st.SearchStrategy[Any]] = {
     "activation_checkpointing.contiguous_memory_optimization": st.just(False),  # needs two others
     "optimizer": _named("Adam", "muon", "sgd"),
     "scheduler": _named("WarmupLR", "OneCycle"),
+    # Read as paths: "a/" is "a".
     **{
-        path: st.text("ab_", min_size=1) for path in KEYS if path.endswith((".output_path", ".output_file"))
-    },  # read as paths: "a/" is "a"
+        path: st.text("ab_", min_size=1)
+        for path in KEYS
+        if path.endswith((".output_path", ".output_file"))
+    },
     "checkpoint": _section(async_save=flags, keep_last=positive | st.none(), keep_every=st.none())
-    | st.fixed_dictionaries({"keep_last": positive, "keep_every": positive}, optional={"async_save": flags}),
+    | st.fixed_dictionaries(
+        {"keep_last": positive, "keep_every": positive}, optional={"async_save": flags}
+    ),
 }
 
 
@@ -75,7 +87,9 @@ def _strategy(path: str, key: Key) -> st.SearchStrategy[Any]:
 
 def _keys_of(outer: str) -> st.SearchStrategy[dict[str, Any]]:
     inner = {path.removeprefix(outer): path for path in KEYS if path.startswith(outer)}
-    return _section(**{name: _strategy(path, KEYS[path]) for name, path in inner.items() if "." not in name})
+    return _section(
+        **{name: _strategy(path, KEYS[path]) for name, path in inner.items() if "." not in name}
+    )
 
 
 configs = _keys_of("")
@@ -117,7 +131,10 @@ def test_one_unknown_key_anywhere_is_an_error_with_its_path(
     assert f"{path} is not a known key. " in str(error.value)
 
 
-@given(st.sampled_from(sorted({*FULL, *OFF, "bfloat16", "fp16.enabled", "optimizer.params"})), json_values)
+@given(
+    st.sampled_from(sorted({*FULL, *OFF, "bfloat16", "fp16.enabled", "optimizer.params"})),
+    json_values,
+)
 def test_any_json_is_read_or_refused(path: str, value: Any) -> None:
     mapping: dict[str, Any] = {}
     put(mapping, path, value)

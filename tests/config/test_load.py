@@ -18,7 +18,12 @@ FULL: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 4,
     "gradient_accumulation_steps": 8,
     "steps_per_print": 10,
-    "pipeline": {"stages": 4, "partition": [0, 3, 6], "schedule": "gpipe", "activation_checkpoint_interval": 2},
+    "pipeline": {
+        "stages": 4,
+        "partition": [0, 3, 6],
+        "schedule": "gpipe",
+        "activation_checkpoint_interval": 2,
+    },
 }
 FULL_CONFIG = TrainConfig(64, 4, 8, 10, PipelineConfig(4, (0, 3, 6), "gpipe", 2))
 SIZES = list(FULL)[:4]
@@ -71,12 +76,18 @@ def test_a_configuration_is_hashable_and_never_changes() -> None:
 
 @pytest.mark.parametrize(
     "key",
-    ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "steps_per_print"],
+    [
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "steps_per_print",
+    ],
 )
 @pytest.mark.parametrize("value", [0, -1, True, 4.0, "4", "auto", [4], {}])
 def test_sizes_must_be_positive_integers(key: str, value: object) -> None:
     with pytest.raises(
-        ConfigError, match=rf"^{key} must be an integer of at least 1, but got {key}=.*Use for instance 1"
+        ConfigError,
+        match=rf"^{key} must be an integer of at least 1, but got {key}=.*Use for instance 1",
     ):
         load_config({key: value})
 
@@ -88,24 +99,34 @@ def test_long_values_are_cut() -> None:
 
 
 def test_a_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"config='.*nowhere.json', which does not exist. Correct the path"):
+    with pytest.raises(
+        ConfigError, match=r"config='.*nowhere.json', which does not exist. Correct the path"
+    ):
         load_config(tmp_path / "nowhere.json")
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"readable JSON file in UTF-8, but got config=.*Name a file that can be read"
+        ConfigError,
+        match=r"readable JSON file in UTF-8, but got config=.*Name a file that can be read",
     ):
         load_config(tmp_path)
     (tmp_path / "latin.json").write_bytes(b'{"a": "\xff"}')
-    with pytest.raises(ConfigError, match=r"readable JSON file in UTF-8, but got config=.*latin.json"):
+    with pytest.raises(
+        ConfigError, match=r"readable JSON file in UTF-8, but got config=.*latin.json"
+    ):
         load_config(tmp_path / "latin.json")
 
 
 def test_invalid_json_names_the_line_and_the_column(tmp_path: Path) -> None:
-    file = _write(tmp_path, '{ # a comment\n  "train_batch_size": 4, /* and\nanother */ "steps_per_print" 1,\n}')
+    file = _write(
+        tmp_path,
+        '{ # a comment\n  "train_batch_size": 4, /* and\nanother */ "steps_per_print" 1,\n}',
+    )
     with pytest.raises(
-        ConfigError, match=r"valid JSON, but got .* in .*config.json at line 3, column 30. Correct .* only comments"
+        ConfigError,
+        match=r"valid JSON, but got .* in .*config.json at line 3, column 30. Correct .* only "
+        r"comments",
     ):
         load_config(file)
 
@@ -124,7 +145,9 @@ LONG = {
 }
 
 
-@pytest.mark.parametrize("kind", slow_after(len(LONG) - 1, sorted(LONG, key=lambda kind: kind == "values")))
+@pytest.mark.parametrize(
+    "kind", slow_after(len(LONG) - 1, sorted(LONG, key=lambda kind: kind == "values"))
+)
 def test_long_files_are_read_in_one_go(kind: str, tmp_path: Path) -> None:
     """Each took minutes where a file was read again from every place in it."""
     file = _write(tmp_path, LONG[kind])
@@ -140,11 +163,16 @@ def test_a_comment_that_nobody_ends_is_none(tmp_path: Path) -> None:
 
 
 def test_json_that_is_nested_too_deep(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"valid JSON, but got .* in .*config.json. Correct the file"):
+    with pytest.raises(
+        ConfigError, match=r"valid JSON, but got .* in .*config.json. Correct the file"
+    ):
         load_config(_write(tmp_path, "[" * 100_000))
     inside: dict[str, Any] = {}
     inside["again"] = inside
-    with pytest.raises(ConfigError, match=r"nested as far as JSON .* object inside itself.* Give a dictionary of plai"):
+    with pytest.raises(
+        ConfigError,
+        match=r"nested as far as JSON .* object inside itself.* Give a dictionary of plai",
+    ):
         load_config({"optimizer": {"type": "Adam", "params": inside}})
 
 
@@ -160,37 +188,59 @@ def test_numbers_that_python_will_not_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [10**5000, 2**63], ids=["huge", "large"])
 def test_integers_of_python_that_no_size_can_be(value: int) -> None:
-    match = r"^train_batch_size must be an integer of at least 1 and below 2\*\*63, but got train_batch_size=.*Use for"
+    match = (
+        r"^train_batch_size must be an integer of at least 1 and below 2\*\*63, but got "
+        r"train_batch_size=.*Use for"
+    )
     with pytest.raises(ConfigError, match=match):
         load_config({"train_batch_size": value})
-    with pytest.raises(ConfigError, match=r"^A key of the configuration must be .*key=<int too long to be printed>"):
+    with pytest.raises(
+        ConfigError, match=r"^A key of the configuration must be .*key=<int too long to be printed>"
+    ):
         load_config({10**5000: 1})
-    with pytest.raises(ConfigError, match=r"^optimizer.params.max_grad_norm must be .*<int too long to be printed>"):
+    with pytest.raises(
+        ConfigError, match=r"^optimizer.params.max_grad_norm must be .*<int too long to be printed>"
+    ):
         load_config({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 10**5000}}})
-    with pytest.raises(ConfigError, match=r"^gradient_accumulation_steps must be .*<list too long to be printed>"):
+    with pytest.raises(
+        ConfigError, match=r"^gradient_accumulation_steps must be .*<list too long to be printed>"
+    ):
         load_config({"gradient_accumulation_steps": [10**5000]})
 
 
 @pytest.mark.parametrize("text", ["[]", "3", '"train_batch_size"', "null"])
 def test_json_that_is_not_an_object(tmp_path: Path, text: str) -> None:
-    with pytest.raises(ConfigError, match=r"a JSON object, but got .* in .*config.json. Write \{...\} there"):
+    with pytest.raises(
+        ConfigError, match=r"a JSON object, but got .* in .*config.json. Write \{...\} there"
+    ):
         load_config(_write(tmp_path, text))
 
 
 @pytest.mark.parametrize(
     ("text", "paths", "match"),
     [
-        ('{"train_batch_size": 4, "train_batch_size": 8}', ["train_batch_size"], r"train_batch_size=4 and 8\."),
-        ('{"pipeline": {"stages": 1, "stages": 1}}', ["pipeline.stages"], r"pipeline.stages=1 and 1\."),
         (
-            '{"steps_per_print": 1, "steps_per_print": 1, "pipeline": {"partition": [{"a": 1, "a": 2}]}}',
+            '{"train_batch_size": 4, "train_batch_size": 8}',
+            ["train_batch_size"],
+            r"train_batch_size=4 and 8\.",
+        ),
+        (
+            '{"pipeline": {"stages": 1, "stages": 1}}',
+            ["pipeline.stages"],
+            r"pipeline.stages=1 and 1\.",
+        ),
+        (
+            '{"steps_per_print": 1, "steps_per_print": 1, '
+            '"pipeline": {"partition": [{"a": 1, "a": 2}]}}',
             ["steps_per_print", "pipeline.partition[0].a", "pipeline.partition[0]"],
             r"pipeline.partition\[0\].a=1 and 2\.",
         ),
     ],
 )
 def test_keys_given_twice(tmp_path: Path, text: str, paths: list[str], match: str) -> None:
-    with pytest.raises(ConfigError, match=rf"must be given once, but got .*{match} Remove all but one.*") as error:
+    with pytest.raises(
+        ConfigError, match=rf"must be given once, but got .*{match} Remove all but one.*"
+    ) as error:
         load_config(_write(tmp_path, text))
     assert list(error.value.paths) == paths
 
@@ -199,13 +249,18 @@ def _decorated(value: object, rng: random.Random) -> str:
     """JSON with comments and trailing commas wherever they may stand."""
 
     def gap() -> str:
-        return rng.choice(["", " ", "\n", '# x: {1}, "\n', "// y ]\n", '/* z, \n } " */', "\n// é\n\t"])
+        return rng.choice(
+            ["", " ", "\n", '# x: {1}, "\n', "// y ]\n", '/* z, \n } " */', "\n// é\n\t"]
+        )
 
     def comma(is_last: bool) -> str:
         return gap() + ("," if not is_last or rng.random() < 0.5 else "") + gap()
 
     if isinstance(value, dict):
-        items = [f"{gap()}{json.dumps(key)}{gap()}:{gap()}{_decorated(item, rng)}" for key, item in value.items()]
+        items = [
+            f"{gap()}{json.dumps(key)}{gap()}:{gap()}{_decorated(item, rng)}"
+            for key, item in value.items()
+        ]
     elif isinstance(value, list):
         items = [gap() + _decorated(item, rng) for item in value]
     else:
@@ -216,7 +271,13 @@ def _decorated(value: object, rng: random.Random) -> str:
 
 def test_comments_and_trailing_commas_mean_what_they_mean_in_hjson(tmp_path: Path) -> None:
     rng = random.Random(3)
-    params = {"lr": 1e-3, "note": "# no, // comment /* at */ all,}", "a": [], "b": {}, "c": [None, True, "\\", '\\"']}
+    params = {
+        "lr": 1e-3,
+        "note": "# no, // comment /* at */ all,}",
+        "a": [],
+        "b": {},
+        "c": [None, True, "\\", '\\"'],
+    }
     value = {**FULL, "optimizer": {"type": "Adam", "params": params}}
     expected = load_config(value)
     for _ in range(200):
@@ -250,16 +311,23 @@ def test_comments_and_trailing_commas_mean_what_they_mean_in_hjson(tmp_path: Pat
     ],
 )
 def test_nothing_else_of_hjson_is_read(tmp_path: Path, text: str) -> None:
-    match = r"^config must be valid JSON, but got .* at line \d, column \d+. Correct the file there; .*trailing commas"
+    match = (
+        r"^config must be valid JSON, but got .* at line \d, column \d+. Correct the file there; "
+        r".*trailing commas"
+    )
     with pytest.raises(ConfigError, match=match):
         load_config(_write(tmp_path, text))
 
 
 def test_errors_in_a_file_name_the_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^pipeline.stages must be .*stages=0. .*\(Read from .*config.json.\)"):
+    with pytest.raises(
+        ConfigError, match=r"^pipeline.stages must be .*stages=0. .*\(Read from .*config.json.\)"
+    ):
         load_config(_write(tmp_path, '{"pipeline": {"stages": 0}}'))
 
 
 def test_a_config_of_another_type() -> None:
-    with pytest.raises(ConfigError, match=r"dictionary or the path of a JSON file, but got config=3. Pass a dict"):
+    with pytest.raises(
+        ConfigError, match=r"dictionary or the path of a JSON file, but got config=3. Pass a dict"
+    ):
         load_config(3)

@@ -27,7 +27,9 @@ def _quietly(config: Mapping[str, Any]) -> TrainConfig:
 
 def _warned(config: Mapping[str, Any]) -> dict[str, str]:
     """The keys that one warning names, each with its reason."""
-    with pytest.warns(ConfigWarning, match="have no effect and change no number; remove them to silence") as caught:
+    with pytest.warns(
+        ConfigWarning, match="have no effect and change no number; remove them to silence"
+    ) as caught:
         load_config(config)
     assert len(caught) == 1
     assert caught[0].filename == __file__
@@ -69,7 +71,9 @@ def test_of_those_that_ask_for_nothing_nothing_is_said(path: str) -> None:
 @pytest.mark.parametrize("path", sorted(UNUSED))
 def test_their_values_are_checked_all_the_same(path: str) -> None:
     wrong = "yes" if path != "log_level" else 3
-    with pytest.raises(ConfigError, match=rf"^{path} must be .*, but got {path}={wrong!r}. (Use|Write)"):
+    with pytest.raises(
+        ConfigError, match=rf"^{path} must be .*, but got {path}={wrong!r}. (Use|Write)"
+    ):
         load_config(_config(path, wrong))
 
 
@@ -77,12 +81,24 @@ def test_their_values_are_checked_all_the_same(path: str) -> None:
     ("path", "value", "match"),
     [
         ("comms_logger", {"enabled": True}, "use jax.profiler"),
-        ("monitor_config", {"enabled": True}, "use the sections tensorboard, wandb, csv_monitor and comet"),
+        (
+            "monitor_config",
+            {"enabled": True},
+            "use the sections tensorboard, wandb, csv_monitor and comet",
+        ),
         ("dataloader_drop_last", False, "is not full is dropped all the same"),
         ("prescale_gradients", True, "averaged over the axis data once a step"),
         ("allgather_size", 1, "an old name; it tunes PyTorch"),
-        ("zero_optimization.stage3_prefetch_bucket_size", 5e8, "pipeline.gather_weights says how long they are held"),
-        ("zero_optimization.gather_16bit_weights_on_model_save", True, "what is saved or exported is whole at any"),
+        (
+            "zero_optimization.stage3_prefetch_bucket_size",
+            5e8,
+            "pipeline.gather_weights says how long they are held",
+        ),
+        (
+            "zero_optimization.gather_16bit_weights_on_model_save",
+            True,
+            "what is saved or exported is whole at any",
+        ),
     ],
 )
 def test_reasons(path: str, value: object, match: str) -> None:
@@ -90,7 +106,12 @@ def test_reasons(path: str, value: object, match: str) -> None:
 
 
 def test_a_section_that_is_off_has_no_effect() -> None:
-    fp16 = {"loss_scale": 0, "initial_scale_power": 16, "auto_cast": False, "fp16_master_weights_and_grads": True}
+    fp16 = {
+        "loss_scale": 0,
+        "initial_scale_power": 16,
+        "auto_cast": False,
+        "fp16_master_weights_and_grads": True,
+    }
     off = "without fp16.enabled=true the section is off."
     assert _warned({"fp16": {"enabled": False, **fp16}, "bf16": {"enabled": True}}) == {
         "fp16.loss_scale": off,
@@ -125,9 +146,13 @@ def test_keys_of_a_section_that_is_off_are_checked_all_the_same() -> None:
         load_config({"fp16": {"enabled": 0}})
     with pytest.raises(ConfigError, match=r"^fp16.loss_scale must be .*=-1. Use"):
         load_config({"fp16": {"loss_scale": -1}})
-    with pytest.raises(ConfigError, match=r"^fp16.los_scale is not a known key. Did you mean fp16.loss_scale"):
+    with pytest.raises(
+        ConfigError, match=r"^fp16.los_scale is not a known key. Did you mean fp16.loss_scale"
+    ):
         load_config({"fp16": {"enabled": False, "los_scale": 0}})
-    with pytest.raises(ConfigError, match=r"^fp16.clip must not be set: .*=1.0. Use gradient_clipping"):
+    with pytest.raises(
+        ConfigError, match=r"^fp16.clip must not be set: .*=1.0. Use gradient_clipping"
+    ):
         load_config({"fp16": {"enabled": False, "clip": 1.0}})
 
 
@@ -149,7 +174,13 @@ def test_a_file_as_users_of_deepspeed_have_it() -> None:
             "overlap_comm": True,
             "stage3_gather_16bit_weights_on_model_save": False,
         },
-        "fp16": {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1},
+        "fp16": {
+            "enabled": True,
+            "loss_scale": 0,
+            "loss_scale_window": 1000,
+            "hysteresis": 2,
+            "min_loss_scale": 1,
+        },
         "wall_clock_breakdown": False,
         "dump_state": False,
         "flops_profiler": {"enabled": False},
@@ -181,5 +212,8 @@ def test_what_is_refused_gives_reason_and_repair(path: str, value: object) -> No
     with pytest.raises(ConfigError) as error:
         load_config(config)
     assert error.value.paths == (path,)
-    assert str(error.value) == f"{path} must not be set: {refusal.reason}, but got {path}={value!r}. {refusal.repair}."
+    assert (
+        str(error.value)
+        == f"{path} must not be set: {refusal.reason}, but got {path}={value!r}. {refusal.repair}."
+    )
     assert refusal.repair.startswith(("Remove", "Use"))

@@ -1,4 +1,7 @@
-"""Settings as public projects have them: each starts, or gives one error that names all that is refused."""
+"""Settings as public projects have them.
+
+Each starts, or gives one error that names all that is refused.
+"""
 
 import warnings
 from typing import Any
@@ -23,10 +26,12 @@ def _start(config: dict[str, Any], **arguments: Any) -> Any:
     def loss(outputs: jax.Array, labels: jax.Array) -> jax.Array:
         return jnp.mean((outputs - labels) ** 2)
 
-    model = PipelineModule([LayerSpec(nn.Dense, 1)], topology=PipeDataParallelTopology(1, 1), loss_fn=loss)
-    return jaxpipe.initialize(model=model, config=config, mesh=jaxpipe.mesh_for(model, jax.devices()[:1]), **arguments)[
-        0
-    ]
+    model = PipelineModule(
+        [LayerSpec(nn.Dense, 1)], topology=PipeDataParallelTopology(1, 1), loss_fn=loss
+    )
+    return jaxpipe.initialize(
+        model=model, config=config, mesh=jaxpipe.mesh_for(model, jax.devices()[:1]), **arguments
+    )[0]
 
 
 def test_the_collection_is_large_enough() -> None:
@@ -34,7 +39,8 @@ def test_the_collection_is_large_enough() -> None:
     assert len(ACCEPTED) >= 15
 
 
-# Sizes that are missing are found once the replicas are known, after the warning of a file that is right by itself.
+# Sizes that are missing are found once the replicas are known, after the warning of a file that is
+# right by itself.
 @pytest.mark.filterwarnings("ignore::jaxpipe.config.ConfigWarning")
 @pytest.mark.parametrize("name", REFUSED)
 def test_one_error_names_all_that_is_refused(name: str) -> None:
@@ -54,7 +60,11 @@ def test_all_others_start(name: str) -> None:
         engine = _start(published.config())
     assert engine.config == _quietly(published.config())
     assert [warning.category for warning in caught] == [ConfigWarning] * bool(published.idle)
-    named = [line[4:].split(": ")[0].split(", ") for w in caught for line in str(w.message).splitlines()[1:]]
+    named = [
+        line[4:].split(": ")[0].split(", ")
+        for w in caught
+        for line in str(w.message).splitlines()[1:]
+    ]
     assert sorted(path for paths in named for path in paths) == sorted(published.idle.split())
 
 
@@ -72,6 +82,8 @@ def test_they_run(name: str) -> None:
     config.pop("gradient_accumulation_steps", None)
     engine = _start(config)
     rng = np.random.default_rng(0)
-    entries = [(rng.normal(size=(2, 3)).astype(np.float32), np.ones((2, 1), np.float32)) for _ in range(4)]
+    entries = [
+        (rng.normal(size=(2, 3)).astype(np.float32), np.ones((2, 1), np.float32)) for _ in range(4)
+    ]
     run = engine.train_batch if engine.optimizer else engine.eval_batch
     assert np.isfinite(run(iter(entries)))

@@ -37,7 +37,9 @@ def test_defaults_are_deepspeeds_but_for_clipping() -> None:
     assert config.zero_optimization == ZeroSection(0)
     assert config.optimizer is None
     assert config.scheduler is None
-    assert config.activation_checkpointing == ActivationCheckpointingSection(False, False, False, None, False, False)
+    assert config.activation_checkpointing == ActivationCheckpointingSection(
+        False, False, False, None, False, False
+    )
     assert config.checkpoint == CheckpointSection(False, None, None)
 
 
@@ -76,7 +78,9 @@ def test_all_stages_of_zero(stage: int) -> None:
 
 @pytest.mark.parametrize("value", ["auto", "step", "tick", "Step"])
 def test_when_weights_are_gathered(value: str) -> None:
-    assert load_config(at("pipeline.gather_weights", value)).pipeline.gather_weights == value.lower()
+    assert (
+        load_config(at("pipeline.gather_weights", value)).pipeline.gather_weights == value.lower()
+    )
 
 
 def test_numbers_are_stored_as_floats() -> None:
@@ -128,4 +132,6 @@ def test_muon_is_not_one_of_them() -> None:
 def test_no_optimizer_may_be_written_as_null() -> None:
     config = load_config({"optimizer": None, "scheduler": None})
     assert config.optimizer is None
-    assert load_config({"optimizer": {"type": "Adam", "params": None}}).optimizer == OptimizerSection("Adam")
+    assert load_config(
+        {"optimizer": {"type": "Adam", "params": None}}
+    ).optimizer == OptimizerSection("Adam")

@@ -76,7 +76,8 @@ def test_repeating_nothing_is_an_error_and_stays_one(empty: Any) -> None:
     loader = RepeatingLoader(empty)
     for _ in range(2):
         with pytest.raises(
-            DataError, match=rf"at least one item, but got loader=<{type(empty).__name__}>, .*not empty"
+            DataError,
+            match=rf"at least one item, but got loader=<{type(empty).__name__}>, .*not empty",
         ):
             next(loader)
 
@@ -84,7 +85,9 @@ def test_repeating_nothing_is_an_error_and_stays_one(empty: Any) -> None:
 def test_repeating_an_iterator_is_an_error_at_its_end() -> None:
     loader = RepeatingLoader(iter([1, 2]))
     assert [next(loader), next(loader)] == [1, 2]
-    with pytest.raises(DataError, match=r"loader=<list_iterator>, which is exhausted. Pass a list or a loader"):
+    with pytest.raises(
+        DataError, match=r"loader=<list_iterator>, which is exhausted. Pass a list or a loader"
+    ):
         next(loader)
 
 
@@ -144,7 +147,10 @@ def test_a_collate_function_gets_the_list_of_samples() -> None:
 
 
 def test_a_data_set_smaller_than_a_batch() -> None:
-    with pytest.raises(DataError, match=r"len\(dataset\)=3 and batch_size=4. Add samples, or lower train_batch_size"):
+    with pytest.raises(
+        DataError,
+        match=r"len\(dataset\)=3 and batch_size=4. Add samples, or lower train_batch_size",
+    ):
         BatchLoader(_Squares(3), 4, seed=0)
     with pytest.raises(DataError, match=r"len\(dataset\)=0 and batch_size=1"):
         BatchLoader([], 1, seed=0)
@@ -153,20 +159,26 @@ def test_a_data_set_smaller_than_a_batch() -> None:
 @pytest.mark.parametrize("dataset", [iter([1, 2]), 3, None, {1, 2}])
 def test_a_data_set_must_be_indexable(dataset: Any) -> None:
     with pytest.raises(
-        DataError, match=rf"length and indexing, but got dataset=<{type(dataset).__name__}>. Pass a seq"
+        DataError,
+        match=rf"length and indexing, but got dataset=<{type(dataset).__name__}>. Pass a seq",
     ):
         BatchLoader(dataset, 1, seed=0)
 
 
 @pytest.mark.parametrize(("name", "value"), [("batch_size", v) for v in (0, -1, True, 2.0)])
 def test_batch_size_must_be_a_positive_integer(name: str, value: Any) -> None:
-    with pytest.raises(DataError, match=rf"{name} must be an integer of at least 1, but got {name}={value!r}. Pass 1"):
+    with pytest.raises(
+        DataError,
+        match=rf"{name} must be an integer of at least 1, but got {name}={value!r}. Pass 1",
+    ):
         BatchLoader(_Squares(8), value, seed=0)
 
 
 @pytest.mark.parametrize("seed", [-1, True, 1.0, None])
 def test_seed_must_be_a_non_negative_integer(seed: Any) -> None:
-    with pytest.raises(DataError, match=rf"seed must be an integer of at least 0, but got seed={seed!r}. Pass 0"):
+    with pytest.raises(
+        DataError, match=rf"seed must be an integer of at least 0, but got seed={seed!r}. Pass 0"
+    ):
         BatchLoader(_Squares(8), 2, seed=seed)
 
 
@@ -174,9 +186,14 @@ def test_seed_must_be_a_non_negative_integer(seed: Any) -> None:
 def test_samples_that_do_not_stack(shuffle: bool) -> None:
     samples = [{"ids": np.zeros(3)}, {"ids": np.zeros(2)}]
     loader = BatchLoader(samples, 2, seed=0, shuffle=shuffle)
-    order = r"; where the data set is sorted by shape, keep its order with shuffle=False\." if shuffle else r"\."
+    order = (
+        r"; where the data set is sorted by shape, keep its order with shuffle=False\."
+        if shuffle
+        else r"\."
+    )
     match = (
-        r"sample\['ids'\] must have the same shape .*\([23],\) in sample 1 and shape=\([32],\) .*in collate_fn for inst"
+        r"sample\['ids'\] must have the same shape .*\([23],\) in sample 1 and shape=\([32],\) "
+        r".*in collate_fn for inst"
     )
     with pytest.raises(DataError, match=match + "ance" + order):
         list(loader)
@@ -184,14 +201,22 @@ def test_samples_that_do_not_stack(shuffle: bool) -> None:
 
 def test_samples_that_are_sorted_by_length() -> None:
     samples = [np.zeros(1 + i // 2) for i in range(8)]
-    assert [batch.shape for batch in BatchLoader(samples, 2, seed=0, shuffle=False)] == [(2, 1), (2, 2), (2, 3), (2, 4)]
+    assert [batch.shape for batch in BatchLoader(samples, 2, seed=0, shuffle=False)] == [
+        (2, 1),
+        (2, 2),
+        (2, 3),
+        (2, 4),
+    ]
 
 
 @given(lengths, st.integers(1, 6), seeds, flags, st.integers(0, 30))
 def test_a_loop_over_a_loader_goes_on_from_any_place(
     length: int, size: int, seed: int, drop_last: bool, num_taken: int
 ) -> None:
-    """The loops of two epochs and more: after `set_state` the first gives the rest of its epoch, or the next epoch."""
+    """The loops of two epochs and more.
+
+    After `set_state` the first gives the rest of its epoch, or the next epoch.
+    """
     size = min(size, length)
 
     def make() -> BatchLoader[int]:
@@ -279,7 +304,9 @@ def test_repeating_goes_on_from_any_place(
 
 
 @given(st.lists(st.integers(), min_size=1, max_size=7), st.integers(0, 20), st.integers(0, 20))
-def test_repeating_a_sequence_goes_on_from_any_place(items: list[int], num_taken: int, num_other: int) -> None:
+def test_repeating_a_sequence_goes_on_from_any_place(
+    items: list[int], num_taken: int, num_other: int
+) -> None:
     first, second = RepeatingLoader(items), RepeatingLoader(tuple(items))
     for loader, count in ((first, num_taken), (second, num_other)):
         list(islice(loader, count))
@@ -288,33 +315,51 @@ def test_repeating_a_sequence_goes_on_from_any_place(items: list[int], num_taken
     assert list(islice(second, 20)) == list(islice(first, 20))
 
 
-@given(st.sampled_from([(24, 4, 2), (24, 4, 8), (24, 6, 3), (24, 2, 12), (20, 4, 2)]), st.integers(0, 12), seeds)
-def test_a_place_holds_for_another_batch_size(sizes: tuple[int, int, int], num_taken: int, seed: int) -> None:
+@given(
+    st.sampled_from([(24, 4, 2), (24, 4, 8), (24, 6, 3), (24, 2, 12), (20, 4, 2)]),
+    st.integers(0, 12),
+    seeds,
+)
+def test_a_place_holds_for_another_batch_size(
+    sizes: tuple[int, int, int], num_taken: int, seed: int
+) -> None:
     length, size, other = sizes
     first = RepeatingLoader(BatchLoader(range(length), size, seed=seed))
     second = RepeatingLoader(BatchLoader(range(length), other, seed=seed))
     _items(islice(first, num_taken))
     taken = num_taken * size % length or (length if num_taken else 0)
     if taken % other:
-        with pytest.raises(DataError, match=rf"samples={taken} and batch_size={other}. Use a batch size that divides"):
+        with pytest.raises(
+            DataError,
+            match=rf"samples={taken} and batch_size={other}. Use a batch size that divides",
+        ):
             second.set_state(first.get_state())
         return
     second.set_state(_stored(first.get_state()))
-    rest = [sum(_items(islice(loader, 3 * length // n)), []) for loader, n in ((first, size), (second, other))]
+    rest = [
+        sum(_items(islice(loader, 3 * length // n)), [])
+        for loader, n in ((first, size), (second, other))
+    ]
     assert rest[0] == rest[1]
 
 
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"seed": 1}, r"a loader with seed=1, and 4 samples taken of one with seed=0: some samples will come twice"),
+        (
+            {"seed": 1},
+            r"a loader with seed=1, and 4 samples taken of one with seed=0: some samples will come "
+            r"twice",
+        ),
         (
             {"length": 20},
-            r"a loader with num_samples=20, and 4 samples taken of one with num_samples=16: .*or go on: the",
+            r"a loader with num_samples=20, and 4 samples taken of one with num_samples=16: .*or "
+            r"go on: the",
         ),
         (
             {"shuffle": False, "seed": 2},
-            r"a loader with seed=2, shuffle=False, and 4 samples taken of one with seed=0, shuffle=True",
+            r"a loader with seed=2, shuffle=False, and 4 samples taken of one with seed=0, "
+            r"shuffle=True",
         ),
     ],
     ids=str,
@@ -330,7 +375,8 @@ def test_a_place_in_an_epoch_of_another_order(change: dict[str, Any], match: str
         list(islice(first, num_taken))
         if num_taken == 1:
             with pytest.warns(
-                UserWarning, match=rf"^epoch 0 must go on in the order that it was begun in, but got {match}"
+                UserWarning,
+                match=rf"^epoch 0 must go on in the order that it was begun in, but got {match}",
             ):
                 second.set_state(_stored(first.get_state()))
         elif num_taken in (0, 4):
@@ -344,19 +390,26 @@ def test_a_place_in_an_epoch_of_another_order(change: dict[str, Any], match: str
 
 def test_the_end_of_an_epoch_holds_for_another_batch_size() -> None:
     """Also where the last batch was not full."""
-    first, second = (RepeatingLoader(BatchLoader(range(10), n, seed=0, drop_last=False)) for n in (4, 2))
+    first, second = (
+        RepeatingLoader(BatchLoader(range(10), n, seed=0, drop_last=False)) for n in (4, 2)
+    )
     _items(islice(first, 3))
     second.set_state(_stored(first.get_state()))
     assert sum(_items(islice(second, 5)), []) == sum(_items(islice(first, 3)), [])
 
 
 @given(st.sampled_from([(1, 2), (2, 1), (2, 4), (4, 2)]), seeds, st.integers(0, 9))
-def test_a_place_holds_for_another_number_of_shards(counts: tuple[int, int], seed: int, num_taken: int) -> None:
+def test_a_place_holds_for_another_number_of_shards(
+    counts: tuple[int, int], seed: int, num_taken: int
+) -> None:
     """Eight samples per batch, by however many processes; all of them store the same place."""
 
     def make(count: int) -> list[RepeatingLoader[Any]]:
         shards = [Shard(index, count, range(index, index + 1)) for index in range(count)]
-        return [RepeatingLoader(BatchLoader(range(40), 8 // count, seed=seed, shard=shard)) for shard in shards]
+        return [
+            RepeatingLoader(BatchLoader(range(40), 8 // count, seed=seed, shard=shard))
+            for shard in shards
+        ]
 
     def take(loaders: list[RepeatingLoader[Any]], number: int) -> list[int]:
         return [int(x) for _ in range(number) for loader in loaders for x in next(loader)]
@@ -373,12 +426,25 @@ def test_a_place_holds_for_another_number_of_shards(counts: tuple[int, int], see
 @pytest.mark.parametrize(
     ("state", "match"),
     [
-        ({"epoch": 1, "samples": 6}, r"two of the 4 batches of an epoch, but got samples=6 and batch_size=4. Use a b"),
-        ({"epoch": 0, "samples": 20}, r"but got samples=20 and batch_size=4. Use a batch size that divides 20 and"),
+        (
+            {"epoch": 1, "samples": 6},
+            r"two of the 4 batches of an epoch, but got samples=6 and batch_size=4. Use a b",
+        ),
+        (
+            {"epoch": 0, "samples": 20},
+            r"but got samples=20 and batch_size=4. Use a batch size that divides 20 and",
+        ),
         ({"epoch": 0, "samples": -4}, r"but got samples=-4 and batch_size=4. Use a batch size"),
         ({"epoch": -1, "samples": 0}, r"but got (state=.*'epoch': -1|epoch=-1).*(Pass|Use) "),
-        ({"epoch": 0}, r"an epoch and a number of samples, but got state=\{'epoch': 0\}. Pass what get_state returned"),
-        ({"epoch": "last", "samples": 0}, r"but got state=\{'epoch': 'last', 'samples': 0\}. Pass what get_state"),
+        (
+            {"epoch": 0},
+            r"an epoch and a number of samples, but got state=\{'epoch': 0\}. Pass what get_state "
+            r"returned",
+        ),
+        (
+            {"epoch": "last", "samples": 0},
+            r"but got state=\{'epoch': 'last', 'samples': 0\}. Pass what get_state",
+        ),
         (None, r"but got state=None. Pass what get_state"),
         ([0, 4], r"but got state=\[0, 4\]. Pass what get_state"),
     ],
@@ -393,13 +459,16 @@ def test_no_place_in_an_epoch(state: Any, match: str) -> None:
     assert loader.epoch == 1
 
 
-@pytest.mark.parametrize("loader", [{1, 2}, iter([1, 2]), (x for x in (1, 2))], ids=["set", "iterator", "generator"])
+@pytest.mark.parametrize(
+    "loader", [{1, 2}, iter([1, 2]), (x for x in (1, 2))], ids=["set", "iterator", "generator"]
+)
 def test_repeating_what_has_no_place(loader: Any) -> None:
     repeating = RepeatingLoader(loader)
     next(repeating)
     assert repeating.get_state() is None
     match = (
-        rf"of the same kind, but got state=\{{'position': 1\}} and loader=<{type(loader).__name__}>. Pass the loader"
+        r"of the same kind, but got state=\{'position': 1\} and "
+        rf"loader=<{type(loader).__name__}>. Pass the loader"
     )
     with pytest.raises(DataError, match=match):
         repeating.set_state({"position": 1})
@@ -425,7 +494,8 @@ def test_the_place_of_another_kind_of_loader(loader: Any, state: Any, kind: str)
     repeating = RepeatingLoader(loader)
     place = repeating.get_state()
     with pytest.raises(
-        DataError, match=rf"got state={re.escape(repr(state))} and loader=<{kind}>. Pass the loader that"
+        DataError,
+        match=rf"got state={re.escape(repr(state))} and loader=<{kind}>. Pass the loader that",
     ):
         repeating.set_state(state)
     assert repeating.get_state() == place
@@ -488,13 +558,18 @@ def test_a_sample_that_cannot_be_read_is_named() -> None:
 def test_a_sample_that_raises_stop_iteration_ends_no_epoch() -> None:
     loader = RepeatingLoader(BatchLoader(_Failing(StopIteration()), 2, seed=0, shuffle=False))
     next(loader)
-    with pytest.raises(DataError, match=r"its length, 6, but got StopIteration from one of the samples \[2, 3\]\. Let"):
+    with pytest.raises(
+        DataError,
+        match=r"its length, 6, but got StopIteration from one of the samples \[2, 3\]\. Let",
+    ):
         next(loader)
 
 
 def test_a_tuple_of_arrays_is_no_data_set() -> None:
     columns = np.zeros((8, 2)), np.zeros(8)
-    with pytest.raises(DataError, match=r"len\(dataset\)=2 .*sequence of samples as list\(zip\(\*arrays\)\)"):
+    with pytest.raises(
+        DataError, match=r"len\(dataset\)=2 .*sequence of samples as list\(zip\(\*arrays\)\)"
+    ):
         BatchLoader(columns, 4, seed=0)
     assert len(BatchLoader(list(zip(*columns, strict=True)), 4, seed=0)) == 2
 
@@ -502,9 +577,15 @@ def test_a_tuple_of_arrays_is_no_data_set() -> None:
 @pytest.mark.parametrize(
     ("argument", "match"),
     [
-        ({"shuffle": "no"}, r"shuffle must be true or false, but got shuffle='no'\. Pass True or False"),
+        (
+            {"shuffle": "no"},
+            r"shuffle must be true or false, but got shuffle='no'\. Pass True or False",
+        ),
         ({"shuffle": 0}, r"but got shuffle=0\. Pass True"),
-        ({"collate_fn": 3}, r"collate_fn must be a function of .*but got collate_fn=3\. Pass None to stack"),
+        (
+            {"collate_fn": 3},
+            r"collate_fn must be a function of .*but got collate_fn=3\. Pass None to stack",
+        ),
     ],
 )
 def test_arguments_of_another_kind(argument: dict[str, Any], match: str) -> None:

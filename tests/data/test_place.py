@@ -11,14 +11,17 @@ from _stateful import Own, Sampled, Streamed
 from jaxpipe.checkpoint import decode_state, encode_state
 from jaxpipe.data import LoaderIterator, RepeatingLoader
 
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls torch so
+# Torchdata calls torch so.
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 
 LENGTH = 5
 ITEMS = list(range(LENGTH))
 
 
 def torchdata(**settings: Any) -> Any:
-    return pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader(ITEMS, batch_size=1, **settings)
+    return pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader(
+        ITEMS, batch_size=1, **settings
+    )
 
 
 def streaming() -> Any:

@@ -12,10 +12,19 @@ from jaxpipe.data import Shard, process_shard
 from jaxpipe.errors import TopologyError
 
 
-def _shard(axes: tuple[str, ...], processes: Any, monkeypatch: pytest.MonkeyPatch, own: int = 0) -> Shard:
-    """The shard of a process of a mesh that has these axes and at each place a device of the given process."""
-    devices = np.vectorize(lambda process: SimpleNamespace(process_index=process), otypes=[object])(processes)
-    mesh = SimpleNamespace(axis_names=axes, devices=devices, shape=dict(zip(axes, devices.shape, strict=True)))
+def _shard(
+    axes: tuple[str, ...], processes: Any, monkeypatch: pytest.MonkeyPatch, own: int = 0
+) -> Shard:
+    """The shard of a process of a mesh.
+
+    The mesh has these axes and at each place a device of the given process.
+    """
+    devices = np.vectorize(lambda process: SimpleNamespace(process_index=process), otypes=[object])(
+        processes
+    )
+    mesh = SimpleNamespace(
+        axis_names=axes, devices=devices, shape=dict(zip(axes, devices.shape, strict=True))
+    )
     monkeypatch.setattr(jax, "process_index", lambda: own)
     return process_shard(cast(Mesh, mesh))
 
@@ -64,8 +73,11 @@ def test_one_process_feeds_all(axes: tuple[str, ...]) -> None:
         ([[[0, 0], [1, 1]], [[0, 1], [1, 1]]], r"process 0: \[0, 1\], process 1: \[1, 2, 3\] of 4"),
     ],
 )
-def test_blocks_that_are_not_equal_or_not_whole(processes: Any, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_are_not_equal_or_not_whole(
+    processes: Any, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(
-        TopologyError, match=rf"equal blocks of neighbouring replicas, .* got {shown}. Use jaxpipe.mesh"
+        TopologyError,
+        match=rf"equal blocks of neighbouring replicas, .* got {shown}. Use jaxpipe.mesh",
     ):
         _shard(THREE, processes, monkeypatch)

@@ -10,7 +10,9 @@ from jaxpipe.errors import DataError
 
 
 def _entry(value: int, length: int = 3) -> tuple[Any, Any]:
-    return {"ids": np.full((2, length), value, np.int32), "mask": np.full((2,), True)}, np.float32(value)
+    return {"ids": np.full((2, length), value, np.int32), "mask": np.full((2,), True)}, np.float32(
+        value
+    )
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2, 3, 8])
@@ -42,7 +44,8 @@ def test_arrays_of_jax_keep_their_dtype() -> None:
 
 def test_no_entries() -> None:
     with pytest.raises(
-        DataError, match=r"at least one microbatch, but got entries=\[\]. Give one entry per microbatch"
+        DataError,
+        match=r"at least one microbatch, but got entries=\[\]. Give one entry per microbatch",
     ):
         stack_microbatches([])
 
@@ -58,23 +61,33 @@ def test_no_entries() -> None:
     ],
 )
 def test_an_entry_that_is_no_pair(entry: Any, what: str) -> None:
-    with pytest.raises(DataError, match=rf"\(inputs, labels, side\), but got entry 1 = {what}. .*set_batch_fn"):
+    with pytest.raises(
+        DataError, match=rf"\(inputs, labels, side\), but got entry 1 = {what}. .*set_batch_fn"
+    ):
         stack_microbatches([(1, 2), entry])
 
 
 def test_side_inputs_only_sometimes() -> None:
-    with pytest.raises(DataError, match=r"got 2 in entry 0 and 3 in entry 1. Yield the side inputs always or never"):
+    with pytest.raises(
+        DataError, match=r"got 2 in entry 0 and 3 in entry 1. Yield the side inputs always or never"
+    ):
         stack_microbatches([(1, 2), (1, 2, {"a": 3})])
 
 
 def test_shapes_that_differ() -> None:
-    match = r"inputs\['ids'\] must have the same shape .* shape=\(2, 4\) in entry 2 and shape=\(2, 3\) in entry 0. Pad"
+    match = (
+        r"inputs\['ids'\] must have the same shape .* shape=\(2, 4\) in entry 2 and shape=\(2, 3\) "
+        r"in entry 0. Pad"
+    )
     with pytest.raises(DataError, match=match):
         stack_microbatches([_entry(0), _entry(1), _entry(2, length=4)])
 
 
 def test_dtypes_that_differ() -> None:
-    match = r"labels must have the same dtype .* dtype=float64 in entry 1 and dtype=int32 in entry 0. .*convert it"
+    match = (
+        r"labels must have the same dtype .* dtype=float64 in entry 1 and dtype=int32 in entry 0. "
+        r".*convert it"
+    )
     with pytest.raises(DataError, match=match):
         stack_microbatches([(1, np.int32(2)), (1, 2.0)])
 
@@ -86,12 +99,17 @@ def test_dtypes_that_differ() -> None:
         ({"a": 1}, {"a": 1, "b": 2}, r"an additional inputs\['b'\] in entry 1"),
         ((1, None), (1, 2), r"an additional inputs\[1\] in entry 1"),
         (1, {"a": 1}, r"inputs\['a'\] in place of inputs in entry 1"),
-        ([1, 2], (1, 2), r"PyTreeDef\(\(\*, \*\)\) in entry 1 and PyTreeDef\(\[\*, \*\]\) in entry 0"),
+        (
+            [1, 2],
+            (1, 2),
+            r"PyTreeDef\(\(\*, \*\)\) in entry 1 and PyTreeDef\(\[\*, \*\]\) in entry 0",
+        ),
     ],
 )
 def test_structures_that_differ(first: Any, second: Any, problem: str) -> None:
     with pytest.raises(
-        DataError, match=rf"inputs must have the same structure .* got {problem}. Give it the structure"
+        DataError,
+        match=rf"inputs must have the same structure .* got {problem}. Give it the structure",
     ):
         stack_microbatches([(first, 0), (second, 0)])
 
@@ -117,7 +135,10 @@ class _Unreadable:
         (object(), r" = <object .*of dtype object\. Encode it"),
         ({1, 2}, r" = \{1, 2\}, of dtype object\. Encode it"),
         (10**30, r" = 10+, of dtype object\. Encode it"),
-        (np.array([1, None]), r" = array\(\[1, None\], dtype=object\), of dtype object\. Encode it"),
+        (
+            np.array([1, None]),
+            r" = array\(\[1, None\], dtype=object\), of dtype object\. Encode it",
+        ),
         (np.array([[None] * 99] * 9), r" = array\(.*\.\.\., of dtype object\. Encode it"),
         (np.array(["2020"], "M8[D]"), r" = .*of dtype datetime64\[D\]\. Encode it"),
         (np.zeros(2, [("a", "f4")]), r" = .*of dtype \[\('a', '<f4'\)\]\. Encode it"),
@@ -129,14 +150,25 @@ class _Unreadable:
         ),
         (jax.random.key(0), r" = PRNG keys, key<fry>\[\]\. Pass jax\.random\.key_data\(keys\)"),
         (jax.random.split(jax.random.key(0), 2), r" = PRNG keys, key<fry>\[2\]\. Pass jax\.random"),
-        (_deleted(), r" = an array that has been deleted or donated, float32\[2, 3\]\. Keep a copy"),
-        (jax.ShapeDtypeStruct((2,), np.float32), r" = the shape float32\[2\] without values\. Give an array"),
-        (_Unreadable(), r" = a _Unreadable that numpy cannot read \(RuntimeError: requires grad\)\. Convert it"),
+        (
+            _deleted(),
+            r" = an array that has been deleted or donated, float32\[2, 3\]\. Keep a copy",
+        ),
+        (
+            jax.ShapeDtypeStruct((2,), np.float32),
+            r" = the shape float32\[2\] without values\. Give an array",
+        ),
+        (
+            _Unreadable(),
+            r" = a _Unreadable that numpy cannot read \(RuntimeError: requires grad\)\. Convert it",
+        ),
     ],
     ids=lambda value: type(value).__name__,
 )
 def test_leaves_that_are_no_numbers(leaf: Any, match: str) -> None:
-    with pytest.raises(DataError, match=r"array of numbers, but got side\['name'\] in entry 1" + match):
+    with pytest.raises(
+        DataError, match=r"array of numbers, but got side\['name'\] in entry 1" + match
+    ):
         stack_microbatches([(1, 2, {"name": 0}), (1, 2, {"name": leaf})])
 
 
@@ -150,7 +182,8 @@ def test_leaves_that_are_no_numbers(leaf: Any, match: str) -> None:
 )
 def test_integers_that_a_device_would_cut_off(leaf: Any, values: str) -> None:
     with pytest.raises(
-        DataError, match=rf"labels in entry 0 with values {values}\. Use smaller numbers, or jax\.config"
+        DataError,
+        match=rf"labels in entry 0 with values {values}\. Use smaller numbers, or jax\.config",
     ):
         stack_microbatches([(1, leaf)])
     assert stack_microbatches([(1, np.array([2**31 - 1]))])[1].dtype == np.int64
@@ -167,7 +200,10 @@ def test_integers_that_a_device_would_cut_off(leaf: Any, values: str) -> None:
     ],
 )
 def test_side_inputs_that_are_no_dictionary(side: Any, what: str) -> None:
-    with pytest.raises(DataError, match=rf"must be a dictionary, .*got side = {what} in entry 1\. Yield \(inputs, l"):
+    with pytest.raises(
+        DataError,
+        match=rf"must be a dictionary, .*got side = {what} in entry 1\. Yield \(inputs, l",
+    ):
         stack_microbatches([(1, 2, {}), (1, 2, side)])
 
 

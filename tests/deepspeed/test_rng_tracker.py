@@ -53,7 +53,9 @@ def test_keys_are_those_of_the_seeds() -> None:
     tracker = get_cuda_rng_tracker()
     assert _take(tracker, "default-rng") == _data(jax.random.fold_in(jax.random.key(SEED), 0))
     assert _take(tracker, "default-rng") == _data(jax.random.fold_in(jax.random.key(SEED), 1))
-    assert _take(tracker, model_rank=3) == _data(jax.random.fold_in(jax.random.key(SEED + 2718 + 3), 0))
+    assert _take(tracker, model_rank=3) == _data(
+        jax.random.fold_in(jax.random.key(SEED + 2718 + 3), 0)
+    )
     assert _take(tracker) == _data(jax.random.fold_in(jax.random.key(SEED + 2718), 1))
 
 
@@ -109,18 +111,28 @@ def test_streams_over_model_ranks_and_data_replicas() -> None:
     def layer(key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         own = jax.random.fold_in(key, lax.axis_index("data"))
         taken = []
-        for name, given in (("default-rng", key), ("model-parallel-rng", key), ("model-parallel-rng", own)):
+        for name, given in (
+            ("default-rng", key),
+            ("model-parallel-rng", key),
+            ("model-parallel-rng", own),
+        ):
             with tracker.fork(name, key=given) as forked:
                 taken.append(jax.random.key_data(forked)[None, None])
         return tuple(taken)
 
     out = PartitionSpec("data", "model")
     key = jax.random.key(5)
-    mapped = jax.shard_map(layer, mesh=mesh, in_specs=PartitionSpec(), out_specs=(out,) * 3, check_vma=False)
+    mapped = jax.shard_map(
+        layer, mesh=mesh, in_specs=PartitionSpec(), out_specs=(out,) * 3, check_vma=False
+    )
     default, model, replicas = (np.asarray(x).tolist() for x in jax.jit(mapped)(key))
     assert len({tuple(k) for row in default for k in row}) == 1
     assert default[0][0] == _data(jax.random.fold_in(key, SEED))
-    assert model[0] == model[1] == [_data(jax.random.fold_in(key, SEED + 2718 + rank)) for rank in range(4)]
+    assert (
+        model[0]
+        == model[1]
+        == [_data(jax.random.fold_in(key, SEED + 2718 + rank)) for rank in range(4)]
+    )
     assert len({tuple(k) for row in replicas for k in row}) == 8
 
 
@@ -157,7 +169,10 @@ def test_traced_code_must_give_a_key() -> None:
         with tracker.fork() as key:
             return x + jax.random.normal(key, x.shape)
 
-    with pytest.raises(LayerError, match=r"key=None for stream 'model-parallel-rng'\. Write fork\('model-parallel-rng"):
+    with pytest.raises(
+        LayerError,
+        match=r"key=None for stream 'model-parallel-rng'\. Write fork\('model-parallel-rng",
+    ):
         jax.jit(layer)(jnp.ones(2))
     assert tracker.get_states()["model-parallel-rng"].num_forks == 0
 
@@ -219,7 +234,10 @@ def test_a_seed_is_taken() -> None:
 def test_a_name_is_not_there() -> None:
     tracker = CudaRNGStatesTracker()
     with (
-        pytest.raises(ConfigError, match=r"name='model-parallel-rng'; its streams: none\. Call model_parallel_cuda"),
+        pytest.raises(
+            ConfigError,
+            match=r"name='model-parallel-rng'; its streams: none\. Call model_parallel_cuda",
+        ),
         tracker.fork(),
     ):
         pass
@@ -228,7 +246,8 @@ def test_a_name_is_not_there() -> None:
 @pytest.mark.parametrize("seed", [-1, 2**31, True, 1.5, "3"])
 def test_a_seed_is_an_integer(seed: Any) -> None:
     with pytest.raises(
-        ConfigError, match=r"seed must be an integer in \[0, 2147483648\), but got seed=.*Pass a number"
+        ConfigError,
+        match=r"seed must be an integer in \[0, 2147483648\), but got seed=.*Pass a number",
     ):
         CudaRNGStatesTracker().add("a", seed)
     with pytest.raises(ConfigError, match=r"seed=.*Pass a number"):
@@ -244,5 +263,7 @@ def test_states_are_a_mapping() -> None:
 
 @pytest.mark.parametrize("state", [3, (1, 2), (1, 2, 3), ("1", 0, False), None])
 def test_a_state_has_three_fields(state: Any) -> None:
-    with pytest.raises(ConfigError, match=r"the state of stream 'a' must be an RNGState .*Pass what get_states"):
+    with pytest.raises(
+        ConfigError, match=r"the state of stream 'a' must be an RNGState .*Pass what get_states"
+    ):
         CudaRNGStatesTracker().set_states({"a": state})

@@ -11,14 +11,23 @@ import pytest
 import jaxpipe
 
 PAGES = sorted((Path(__file__).parents[2] / "docs" / "api").glob("*.md"))
-ROOMS = sorted({name for name in jaxpipe.__all__ if isinstance(getattr(jaxpipe, name), ModuleType)} | {"monitor"})
+ROOMS = sorted(
+    {name for name in jaxpipe.__all__ if isinstance(getattr(jaxpipe, name), ModuleType)}
+    | {"monitor"}
+)
 
 
 def names_for_users(room: ModuleType) -> list[str]:
     """Those before the comment that begins the names for other rooms, where there are both."""
     if not hasattr(room, "__all__"):
-        return [name for name, value in vars(room).items() if isinstance(value, type) and issubclass(value, Exception)]
-    listed = re.search(r"^__all__ = \[(.*?)^\]", Path(room.__file__ or "").read_text(), re.MULTILINE | re.DOTALL)
+        return [
+            name
+            for name, value in vars(room).items()
+            if isinstance(value, type) and issubclass(value, Exception)
+        ]
+    listed = re.search(
+        r"^__all__ = \[(.*?)^\]", Path(room.__file__ or "").read_text(), re.MULTILINE | re.DOTALL
+    )
     assert listed
     return re.findall(r'"(\w+)"', listed[1].split("# For other rooms.")[0])
 
@@ -26,7 +35,9 @@ def names_for_users(room: ModuleType) -> list[str]:
 def documented() -> Iterator[tuple[str, object]]:
     for page in PAGES:
         room = jaxpipe
-        for kind, name in re.findall(r"^\.\. (?:py:)?(\w+):: (\S+)$", page.read_text(), re.MULTILINE):
+        for kind, name in re.findall(
+            r"^\.\. (?:py:)?(\w+):: (\S+)$", page.read_text(), re.MULTILINE
+        ):
             if kind == "currentmodule":
                 room = import_module(name)
             elif kind != "autosummary" and "." not in name:
@@ -44,9 +55,14 @@ def test_public_names_are_on_a_page(room: str) -> None:
     assert {name for name in wanted if ON_PAGES.get(name, ON_PAGES) is not values[name]} == set()
 
 
-@pytest.mark.parametrize("cls", [jaxpipe.PipelineEngine, jaxpipe.PipelineModule], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize(
+    "cls", [jaxpipe.PipelineEngine, jaxpipe.PipelineModule], ids=lambda cls: cls.__name__
+)
 def test_every_name_of_a_class_in_groups_is_on_its_page(cls: type) -> None:
-    blocks = (re.split(rf"^\.\. autoclass:: {cls.__name__}$", page.read_text(), flags=re.MULTILINE) for page in PAGES)
+    blocks = (
+        re.split(rf"^\.\. autoclass:: {cls.__name__}$", page.read_text(), flags=re.MULTILINE)
+        for page in PAGES
+    )
     _, block = next(parts for parts in blocks if len(parts) == 2)
     block = re.split(r"^(?:\.\.|```)", block, flags=re.MULTILINE)[0]
     on_page = re.findall(r"^   \.\. auto(?:method|property):: (\w+)$", block, re.MULTILINE)

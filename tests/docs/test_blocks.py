@@ -16,31 +16,51 @@ PAGES = sorted(DOCS.glob("*.md"))
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    return re.findall(
+        rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
 
 
 # Most are programs of many compiled steps: the one that compiles none runs by default.
-PROGRAMS = sorted((page for page in PAGES if blocks(page, "python")), key=lambda page: (page.stem != "schedules", page))
+PROGRAMS = sorted(
+    (page for page in PAGES if blocks(page, "python")),
+    key=lambda page: (page.stem != "schedules", page),
+)
 
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, id=page.stem, marks=[pytest.mark.slow] if i else []) for i, page in enumerate(PROGRAMS)],
+    [
+        pytest.param(page, id=page.stem, marks=[pytest.mark.slow] if i else [])
+        for i, page in enumerate(PROGRAMS)
+    ],
 )
 def test_python_runs_from_top_to_bottom(page: Path, tmp_path: Path) -> None:
     start = 'import jax\njax.config.update("jax_num_cpu_devices", 8)\n'
     file = tmp_path / "page.py"
     file.write_text(start + "\n".join(blocks(page, "python")), encoding="utf-8")
     paths = [str(Path(jaxpipe.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "JAX_PLATFORMS": "cpu"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "JAX_PLATFORMS": "cpu",
+    }
     command = [sys.executable, str(file)]
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
+        command,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "json")], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if blocks(page, "json")], ids=lambda page: page.stem
+)
 def test_json_is_a_configuration(page: Path, tmp_path: Path) -> None:
     for block in blocks(page, "json"):
         file = tmp_path / "config.json"

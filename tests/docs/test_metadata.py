@@ -18,7 +18,8 @@ def test_the_citation_is_of_this_version() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cited", "packaged"), [("title", "name"), ("abstract", "description"), ("license", "license"), ("keywords",) * 2]
+    ("cited", "packaged"),
+    [("title", "name"), ("abstract", "description"), ("license", "license"), ("keywords",) * 2],
 )
 def test_the_citation_says_what_the_package_says(cited: str, packaged: str) -> None:
     assert CITATION[cited] == PROJECT[packaged]

@@ -38,7 +38,13 @@ def outputs_of(name: str, tmp_path: Path) -> list[dict[str, Any]]:
     written = tmp_path / name
     command = [sys.executable, "-c", RUN, str(NOTEBOOKS / name), str(written)]
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
+        command,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     cells = json.loads(written.read_text(encoding="utf-8"))["cells"]
@@ -57,8 +63,12 @@ def test_first_look(tmp_path: Path) -> None:
     assert "zero-bubble" in plan
     assert any("image/svg+xml" in data for data in shown)
     assert any("image/png" in data for data in shown)
-    printed = "".join("".join(output["text"]) for output in outputs if output.get("name") == "stdout")
-    first, last = (float(part.split()[-1]) for part in printed.split("first step")[1].split("\n")[0].split(","))
+    printed = "".join(
+        "".join(output["text"]) for output in outputs if output.get("name") == "stdout"
+    )
+    first, last = (
+        float(part.split()[-1]) for part in printed.split("first step")[1].split("\n")[0].split(",")
+    )
     assert last < first / 2
     pipelined, alone = printed.split("pipelined ")[1].split(", on one device ")
     assert float(pipelined) == pytest.approx(float(alone), abs=2e-6)

@@ -29,7 +29,9 @@ def literals(tree: ast.AST) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def package() -> list[str]:
     files = sorted(Path(jaxpipe.__file__).parent.rglob("*.py"))
-    return [text for path in files for text in literals(ast.parse(path.read_text(encoding="utf-8")))]
+    return [
+        text for path in files for text in literals(ast.parse(path.read_text(encoding="utf-8")))
+    ]
 
 
 @pytest.mark.parametrize("quoted", OWN)
@@ -40,7 +42,9 @@ def test_a_quoted_message_is_in_the_package(quoted: str, package: list[str]) -> 
 
 def test_every_entry_is_read() -> None:
     lines = PAGE.splitlines()
-    heads = [before for before, line in zip(lines, lines[1:], strict=False) if line.startswith(": ")]
+    heads = [
+        before for before, line in zip(lines, lines[1:], strict=False) if line.startswith(": ")
+    ]
     assert len(heads) == len(ENTRIES) >= 40
     assert len({quoted for _, quoted, _ in ENTRIES}) == len(ENTRIES)
     assert {owner for *_, owner in ENTRIES if owner} == OTHERS

@@ -13,7 +13,10 @@ Leaves = dict[str, np.ndarray]
 
 
 def leaves(engine: PipelineEngine) -> Leaves:
-    """Copies of parameters, optimiser state and collections by their names in a checkpoint; all copies must agree."""
+    """Copies of parameters, optimiser state and collections by their names in a checkpoint.
+
+    All copies must agree.
+    """
     jax.block_until_ready(engine.state)
     arrays = {name: np.array(array) for name, array in state_arrays(engine.state).items()}
 
@@ -22,7 +25,9 @@ def leaves(engine: PipelineEngine) -> Leaves:
 
     found = {}
     for key, leaf in engine.pipeline.catalog.items():
-        found[key], *others = (read(Leaf(leaf.shape, leaf.dtype, leaf.grid, (copy,))) for copy in leaf.copies)
+        found[key], *others = (
+            read(Leaf(leaf.shape, leaf.dtype, leaf.grid, (copy,))) for copy in leaf.copies
+        )
         for other in others:
             np.testing.assert_array_equal(other, found[key], err_msg=f"a copy of {key}")
     return found
@@ -51,4 +56,8 @@ def assert_same(actual: Leaves, wanted: Leaves, keys: Iterable[str] | None = Non
 
 def differing(actual: Leaves, other: Leaves) -> set[str]:
     """Keys of leaves that are not equal."""
-    return {key for key, value in actual.items() if key not in other or not np.array_equal(value, other[key])}
+    return {
+        key
+        for key, value in actual.items()
+        if key not in other or not np.array_equal(value, other[key])
+    }

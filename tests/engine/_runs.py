@@ -20,16 +20,28 @@ BIAS, KERNEL = "bias", "kernel"
 
 
 def by_kind(params: Any) -> Any:
-    return jax.tree.map_with_path(lambda path, _: BIAS if BIAS in jax.tree_util.keystr(path) else KERNEL, params)
+    return jax.tree.map_with_path(
+        lambda path, _: BIAS if BIAS in jax.tree_util.keystr(path) else KERNEL, params
+    )
 
 
 def tied_layers() -> list[Any]:
-    """Shared parameters on both stages, and running means of three layers, two of which share their parameters."""
+    """Shared parameters on both stages, and running means of three layers.
+
+    Two of these layers share their parameters.
+    """
 
     def shared() -> TiedLayerSpec:
         return TiedLayerSpec("reporting", Reporting)
 
-    return [LayerSpec(nn.Dense, 3), shared(), LayerSpec(Reporting), LayerSpec(nn.Dense, 3), shared(), nn.Dense(1)]
+    return [
+        LayerSpec(nn.Dense, 3),
+        shared(),
+        LayerSpec(Reporting),
+        LayerSpec(nn.Dense, 3),
+        shared(),
+        nn.Dense(1),
+    ]
 
 
 @dataclass(frozen=True)
@@ -50,7 +62,9 @@ class Kind:
     schedule: tuple[str, ...] = ("opt_state/count", "opt_state/hyperparams")
     rate: bool = True
 
-    def engine(self, *, stages: int = 2, data: int = 2, config: Any = None, **options: Any) -> PipelineEngine:
+    def engine(
+        self, *, stages: int = 2, data: int = 2, config: Any = None, **options: Any
+    ) -> PipelineEngine:
         layers = [] if self.layers is None else self.layers()
         model = module(*layers, stages=stages, data=data, **options)
         given = {} if self.optimizer is None else {"optimizer": self.optimizer}
@@ -58,8 +72,12 @@ class Kind:
 
 
 ZERO = {"zero_optimization": {"stage": 1}}
-WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 9}}}
-FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 1, "hysteresis": 2}}
+WARMUP = {
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 9}}
+}
+FP16 = {
+    "fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 1, "hysteresis": 2}
+}
 PARTS = {KERNEL: optax.adam(0.01), BIAS: optax.inject_hyperparams(optax.sgd)(0.1, momentum=0.9)}
 
 
@@ -83,7 +101,9 @@ KINDS = {
     "adam": Kind(),
     "warmup-zero": Kind({**WARMUP, **ZERO}),
     "muon-zero": Kind({**ZERO, "optimizer": {"type": "Muon", "params": {"lr": 0.01}}}),
-    "adafactor": Kind(optimizer=optax.adafactor(0.01, min_dim_size_to_factor=2), schedule=NOTHING, rate=False),
+    "adafactor": Kind(
+        optimizer=optax.adafactor(0.01, min_dim_size_to_factor=2), schedule=NOTHING, rate=False
+    ),
     "parts-zero": Kind(
         ZERO,
         optax.multi_transform(PARTS, by_kind),
@@ -92,7 +112,9 @@ KINDS = {
             "opt_state/inner_states/bias/inner_state/hyperparams",
         ),
     ),
-    "noisy-adam": Kind(optimizer=optax.chain(NOISE, optax.adam(0.01)), schedule=NOTHING, rate=False),
+    "noisy-adam": Kind(
+        optimizer=optax.chain(NOISE, optax.adam(0.01)), schedule=NOTHING, rate=False
+    ),
     "fp16-zero": Kind({**FP16, **ZERO}),
     "bf16": Kind({"bf16": {"enabled": True}}),
     "tied-reporting": Kind(WARMUP, layers=tied_layers),
@@ -110,7 +132,10 @@ class Moment:
 
 @dataclass(frozen=True)
 class Run:
-    """A run that was saved after one step, as `early`, and after three, as `late`, and then trained another."""
+    """A run that was saved after one step, as `early`, and after three, as `late`.
+
+    Then it trained another.
+    """
 
     kind: Kind
     engine: PipelineEngine
@@ -123,7 +148,9 @@ class Run:
 
 def batch(step: int, *, scale: float = 1.0) -> Iterator[Any]:
     """The microbatches of a step, for two replicas."""
-    return iter([(inputs * np.float32(scale), labels) for inputs, labels in entries(10 * step, samples=4)])
+    return iter(
+        [(inputs * np.float32(scale), labels) for inputs, labels in entries(10 * step, samples=4)]
+    )
 
 
 def moment(engine: PipelineEngine, kind: Kind) -> Moment:

@@ -41,15 +41,24 @@ class Reporting(nn.Module):
 
 
 def module(
-    *layers: Any, stages: int = 2, data: int = 1, loss_fn: Callable[..., Any] | None = mean_square, **kwargs: Any
+    *layers: Any,
+    stages: int = 2,
+    data: int = 1,
+    loss_fn: Callable[..., Any] | None = mean_square,
+    **kwargs: Any,
 ) -> PipelineModule:
     topology = PipeDataParallelTopology(stages, data)
     return PipelineModule(
-        layers or [LayerSpec(nn.Dense, 3), LayerSpec(nn.Dense, 1)], topology=topology, loss_fn=loss_fn, **kwargs
+        layers or [LayerSpec(nn.Dense, 3), LayerSpec(nn.Dense, 1)],
+        topology=topology,
+        loss_fn=loss_fn,
+        **kwargs,
     )
 
 
-def build(model: PipelineModule | None = None, config: dict[str, Any] | None = None, **kwargs: Any) -> PipelineEngine:
+def build(
+    model: PipelineModule | None = None, config: dict[str, Any] | None = None, **kwargs: Any
+) -> PipelineEngine:
     settings = {**SIZES, "optimizer": ADAM, **(config or {})}
     if "optimizer" in kwargs:
         del settings["optimizer"]
@@ -59,10 +68,14 @@ def build(model: PipelineModule | None = None, config: dict[str, Any] | None = N
 def entry(seed: int = 0, *lead: int, samples: int = MICROBATCH) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(seed)
     shape = (samples, *lead)
-    return rng.normal(size=(*shape, FEATURES)).astype(np.float32), rng.normal(size=(*shape, 1)).astype(np.float32)
+    return rng.normal(size=(*shape, FEATURES)).astype(np.float32), rng.normal(
+        size=(*shape, 1)
+    ).astype(np.float32)
 
 
-def entries(seed: int = 0, *lead: int, count: int = MICROBATCHES, samples: int = MICROBATCH) -> Iterator[Any]:
+def entries(
+    seed: int = 0, *lead: int, count: int = MICROBATCHES, samples: int = MICROBATCH
+) -> Iterator[Any]:
     return iter([entry(seed + i, *lead, samples=samples) for i in range(count)])
 
 

@@ -1,6 +1,7 @@
 """Train while Ctrl-C comes at random moments, and print what became of the engine.
 
-Usage: python _train_interrupted.py tries kind seed, where kind is "list", "loader" or "unpipelined".
+Usage: python _train_interrupted.py tries kind seed, where kind is "list", "loader" or
+"unpipelined".
 """
 
 import itertools
@@ -38,7 +39,9 @@ def make(kind: str) -> Any:
     if kind != "unpipelined":
         return build(example_batch=ENTRIES[0])
     config = {**SIZES, "train_micro_batch_size_per_gpu": 1}
-    return jaxpipe.initialize(model=nn.Dense(1), optimizer=optax.adam(0.1), loss_fn=mean_square, config=config)[0]
+    return jaxpipe.initialize(
+        model=nn.Dense(1), optimizer=optax.adam(0.1), loss_fn=mean_square, config=config
+    )[0]
 
 
 def one_step(engine: Any, kind: str, iterator: Iterator[Any]) -> None:
@@ -61,7 +64,9 @@ def interrupt(armed: threading.Event, came: threading.Event, delays: Iterator[fl
         armed.clear()
         came.clear()
         time.sleep(delay)
-        while not came.is_set():  # Python drops what is raised in a callback of its garbage collector, which JAX has
+        while (
+            not came.is_set()
+        ):  # Python drops what is raised in a callback of its garbage collector, which JAX has
             os.kill(os.getpid(), signal.SIGINT)
             came.wait(1.0)
 

@@ -76,7 +76,10 @@ def test_so_does_all_else_that_changes_the_state(engine: PipelineEngine, tmp_pat
 
 
 def _twice(tree: Any) -> Any:
-    return {key: _twice(value) if isinstance(value, dict) else 2 * np.asarray(value) for key, value in tree.items()}
+    return {
+        key: _twice(value) if isinstance(value, dict) else 2 * np.asarray(value)
+        for key, value in tree.items()
+    }
 
 
 def test_a_load_waits_for_the_save(engine: PipelineEngine, tmp_path: Path) -> None:
@@ -85,7 +88,9 @@ def test_a_load_waits_for_the_save(engine: PipelineEngine, tmp_path: Path) -> No
     path, _ = engine.load_checkpoint(tmp_path)
     assert path == str(tmp_path / f"global_step{engine.global_steps}")
     assert_same(leaves(engine), held)
-    loaded = {f"params/{'/'.join(key)}": leaf for key, leaf in flatten_dict(load_params(tmp_path)).items()}
+    loaded = {
+        f"params/{'/'.join(key)}": leaf for key, leaf in flatten_dict(load_params(tmp_path)).items()
+    }
     assert_same(loaded, held, loaded)
     engine.wait_for_checkpoint()
     engine.wait_for_checkpoint()

@@ -18,10 +18,15 @@ def parameters() -> Any:
 def test_shapes_are_asked_for_with_an_example(tmp_path: Path) -> None:
     engine = build()
     match = (
-        r"none has been seen\. Give initialize\(example_batch=\(inputs, labels\)\) arrays or jax\.ShapeDtypeStructs of "
-        rf"{MICROBATCH} samples .*such as jax\.ShapeDtypeStruct\(\({MICROBATCH}, 128\), jnp\.int32\); or training_data="
+        r"none has been seen\. Give initialize\(example_batch=\(inputs, labels\)\) arrays or "
+        rf"jax\.ShapeDtypeStructs of {MICROBATCH} samples .*such as "
+        rf"jax\.ShapeDtypeStruct\(\({MICROBATCH}, 128\), jnp\.int32\); or training_data="
     )
-    for call in (engine.module_state_dict, lambda: engine.save_checkpoint(tmp_path), engine.module_collections):
+    for call in (
+        engine.module_state_dict,
+        lambda: engine.save_checkpoint(tmp_path),
+        engine.module_collections,
+    ):
         with pytest.raises(PipelineError, match=match):
             call()
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), entry())
@@ -44,14 +49,17 @@ def test_given_parameters_need_no_batch() -> None:
 def test_parameters_are_checked_as_soon_as_shapes_are_known() -> None:
     params = parameters()
     del params["layers"]["1_Dense"]["bias"]
-    with pytest.raises(LayerError, match=r"missing layers/1_Dense/bias\. Give a tree as PipelineModule\.init"):
+    with pytest.raises(
+        LayerError, match=r"missing layers/1_Dense/bias\. Give a tree as PipelineModule\.init"
+    ):
         build(model_parameters=params, example_batch=entry())
 
 
 def test_evaluating_without_a_loss_names_predict() -> None:
     engine = build(module(loss_fn=None))
     match = (
-        r"got float32\[2, 1\]\. Without loss_fn it is the loss; for the output itself call predict\(inputs\)\. Return"
+        r"got float32\[2, 1\]\. Without loss_fn it is the loss; for the output itself call "
+        r"predict\(inputs\)\. Return"
     )
     with pytest.raises(LayerError, match=match):
         engine.eval_batch(entries())

@@ -45,17 +45,25 @@ def test_times_memory_and_operations(tmp_path: Path) -> None:
     text = "\n".join(lines)
     assert lines[0].startswith("configuration: {")
     assert '"profile_step": 2' in lines[0]
-    assert json.loads(lines[0].removeprefix("configuration: "))["optimizer"] == {"type": "Adam", "params": {"lr": 0.01}}
+    assert json.loads(lines[0].removeprefix("configuration: "))["optimizer"] == {
+        "type": "Adam",
+        "params": {"lr": 0.01},
+    }
     (memory,) = [line for line in lines if line.startswith("memory of a device")]
-    assert re.search(r"parameters [\d.]+ k?B, optimiser state .*, temporaries of the step [\d.]+ kB", memory)
+    assert re.search(
+        r"parameters [\d.]+ k?B, optimiser state .*, temporaries of the step [\d.]+ kB", memory
+    )
     (times,) = [line for line in lines if line.startswith("time of a step")]
     assert re.match(
-        r"time of a step, the mean of 1 up to step 2: checkpoint [\d.]+ ms, data [\d.]+ ms, host .*step ", times
+        r"time of a step, the mean of 1 up to step 2: checkpoint [\d.]+ ms, data [\d.]+ ms, host "
+        r".*step ",
+        times,
     )
     for phase in ("forward", "backward", "loss", "reduce", "update", "exchange", "idle"):
         assert re.search(rf"a device in step 2: .*{phase} [\d.e-]+ ms", times), phase
         assert f"Train/Samples/elapsed_time_ms_{phase}" in {event.name for event in events}
-    # Dense layers of 4x4 and 4x1, blocks of 4x8 and 8x4, on 2 samples: two operations for each product.
+    # Dense layers of 4x4 and 4x1, blocks of 4x8 and 8x4, on 2 samples: two operations for each
+    # product.
     products = 2 * 2 * (16 + 4 * 64 + 4)
     assert model_flops(engine.pipeline) == 3 * 2 * 2 * products
     table = text[text.index("profile of step 2") :].splitlines()[4:11]
@@ -70,7 +78,9 @@ def test_times_memory_and_operations(tmp_path: Path) -> None:
     assert min(speeds) > 0
 
 
-def test_long_saves_and_loads_show_that_they_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_saves_and_loads_show_that_they_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines: list[str] = []
     engine = build(example_batch=entry(), reporter=lines.append)
     engine.save_checkpoint(tmp_path)
@@ -97,18 +107,28 @@ def test_a_profile_in_a_file(tmp_path: Path) -> None:
     found = path.read_text().splitlines()
     assert len(found) == 2
     assert found[0].startswith("profile of step 1: 19 parameters, ")
-    assert re.fullmatch(r"the step took [\d.]+ ms on the devices: [\d.]+ [kMG]?FLOP/s a device", found[1])
+    assert re.fullmatch(
+        r"the step took [\d.]+ ms on the devices: [\d.]+ [kMG]?FLOP/s a device", found[1]
+    )
 
 
 def test_a_plain_model_in_three_calls() -> None:
     lines: list[str] = []
-    config = {"train_batch_size": 8, "flops_profiler": {"enabled": True}, "wall_clock_breakdown": True}
+    config = {
+        "train_batch_size": 8,
+        "flops_profiler": {"enabled": True},
+        "wall_clock_breakdown": True,
+    }
     config["steps_per_print"] = 1
     make: Any = jaxpipe.initialize
     import flax.linen as nn
 
     engine = make(
-        model=nn.Dense(1), optimizer=optax.sgd(0.1), loss_fn=mean_square, config=config, reporter=lines.append
+        model=nn.Dense(1),
+        optimizer=optax.sgd(0.1),
+        loss_fn=mean_square,
+        config=config,
+        reporter=lines.append,
     )[0]
     x, y = np.ones((8, 4), np.float32), np.ones((8, 1), np.float32)
     for _ in range(2):
@@ -130,7 +150,12 @@ def test_time_of_layers_that_share_a_program() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "peak"),
-    [("NVIDIA H200", 989e12), ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("cpu", None)],
+    [
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("cpu", None),
+    ],
 )
 def test_peaks(kind: str, peak: float | None) -> None:
     assert peak_flops(kind) == peak
@@ -158,6 +183,9 @@ def test_what_notebooks_show() -> None:
 
 def test_no_secret_is_shown() -> None:
     lines: list[str] = []
-    build(config={"dump_state": True, "comet": {"enabled": False, "api_key": None}}, reporter=lines.append)
+    build(
+        config={"dump_state": True, "comet": {"enabled": False, "api_key": None}},
+        reporter=lines.append,
+    )
     assert jax.process_index() == 0
     assert '"api_key": null' in lines[0]

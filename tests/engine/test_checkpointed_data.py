@@ -51,9 +51,15 @@ def dataset() -> grain.MapDataset:
 
 
 def data_loader() -> grain.DataLoader:
-    sampler = grain.IndexSampler(len(SAMPLES), shard_options=grain.NoSharding(), shuffle=True, num_epochs=None, seed=4)
+    sampler = grain.IndexSampler(
+        len(SAMPLES), shard_options=grain.NoSharding(), shuffle=True, num_epochs=None, seed=4
+    )
     return grain.DataLoader(
-        data_source=SAMPLES, sampler=sampler, operations=[grain.Batch(MICROBATCH)], worker_count=0, read_options=AT_ONCE
+        data_source=SAMPLES,
+        sampler=sampler,
+        operations=[grain.Batch(MICROBATCH)],
+        worker_count=0,
+        read_options=AT_ONCE,
     )
 
 
@@ -63,7 +69,9 @@ def torchdata(**settings: Any) -> Any:
     def collate(samples: list[Any]) -> Any:
         return tuple(map(np.stack, zip(*samples, strict=True)))
 
-    return stateful.StatefulDataLoader(SAMPLES, batch_size=MICROBATCH, shuffle=True, collate_fn=collate, **settings)
+    return stateful.StatefulDataLoader(
+        SAMPLES, batch_size=MICROBATCH, shuffle=True, collate_fn=collate, **settings
+    )
 
 
 def datasets() -> Any:
@@ -93,7 +101,9 @@ ITERATORS: dict[str, Callable[[], Iterator[Any]]] = {
     "grain": lambda: iter(dataset().repeat().batch(MICROBATCH).to_iter_dataset(AT_ONCE)),
     "grain-epochs": lambda: RepeatingLoader(dataset().batch(MICROBATCH).to_iter_dataset(AT_ONCE)),
     "grain-mix": lambda: iter(
-        grain.IterDataset.mix([dataset().repeat().batch(MICROBATCH).to_iter_dataset(AT_ONCE)] * 2, weights=[0.7, 0.3])
+        grain.IterDataset.mix(
+            [dataset().repeat().batch(MICROBATCH).to_iter_dataset(AT_ONCE)] * 2, weights=[0.7, 0.3]
+        )
     ),
     "grain-loader": lambda: iter(data_loader()),
 }
@@ -127,7 +137,10 @@ def engine(explicit: PipelineEngine, start: Path) -> PipelineEngine:
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[PipelineEngine, Path, list[float]]:
-    """An engine that reads its training data, its checkpoint after two batches, and the losses of the next."""
+    """An engine that reads its training data, and its checkpoint after two batches.
+
+    Also the losses of the next.
+    """
     engine, path = build(training_data=SAMPLES), tmp_path_factory.mktemp("stored")
     losses(engine, count=2)
     engine.save_checkpoint(path)
@@ -139,7 +152,9 @@ def place(engine: PipelineEngine) -> Any:
 
 
 @pytest.mark.parametrize("name", ITERATORS)
-def test_an_iterator_that_is_given_at_each_batch(name: str, engine: PipelineEngine, tmp_path: Path) -> None:
+def test_an_iterator_that_is_given_at_each_batch(
+    name: str, engine: PipelineEngine, tmp_path: Path
+) -> None:
     first = ITERATORS[name]()
     losses(engine, first)
     engine.save_checkpoint(tmp_path)
@@ -170,7 +185,9 @@ def test_an_iterator_that_is_set(engine: PipelineEngine, tmp_path: Path) -> None
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls torch so
 @pytest.mark.parametrize("is_endless", soak_after(1, [False, True]))
 @pytest.mark.parametrize("name", LOADERS)
-def test_a_loader_that_is_set(name: str, is_endless: bool, engine: PipelineEngine, tmp_path: Path) -> None:
+def test_a_loader_that_is_set(
+    name: str, is_endless: bool, engine: PipelineEngine, tmp_path: Path
+) -> None:
     def give(target: PipelineEngine) -> None:
         loader = LOADERS[name]()
         if is_endless:
@@ -207,7 +224,9 @@ def test_training_data(stored: tuple[PipelineEngine, Path, list[float]]) -> None
     assert fresh.global_steps == 2
 
 
-def test_loading_parameters_alone_leaves_the_data(stored: tuple[PipelineEngine, Path, list[float]]) -> None:
+def test_loading_parameters_alone_leaves_the_data(
+    stored: tuple[PipelineEngine, Path, list[float]],
+) -> None:
     engine, path, _ = stored
     losses(engine, count=1)
     before = place(engine)
@@ -243,7 +262,8 @@ def test_an_iterator_without_a_place(engine: PipelineEngine, start: Path, tmp_pa
     losses(engine, RepeatingLoader(ENTRIES))
     engine.save_checkpoint(tmp_path)
     match = (
-        r"a list_iterator has no set_state or load_state_dict: training goes on with the data where it stands.*Give set"
+        r"a list_iterator has no set_state or load_state_dict: training goes on with the data "
+        r"where it stands.*Give set"
     )
     engine.load_checkpoint(tmp_path)
     with pytest.warns(UserWarning, match=match):
@@ -282,22 +302,30 @@ def test_a_place_that_cannot_be_saved(name: str, explicit: PipelineEngine, tmp_p
     iterator = give(engine)
     engine.save_checkpoint(tmp_path)  # before a batch there is nothing to lose
     losses(engine, iterator, 2)
-    why = f"holds no place in the data, because a {kind} has neither get_state and set_state nor state_dict and load_"
+    why = (
+        f"holds no place in the data, because a {kind} has neither get_state and set_state nor "
+        "state_dict and load_"
+    )
     with pytest.warns(
-        UserWarning, match=rf"{why}.*where its iterator then begins\. .*StatefulDataLoader of torchdata"
+        UserWarning,
+        match=rf"{why}.*where its iterator then begins\. .*StatefulDataLoader of torchdata",
     ) as met:
         engine.save_checkpoint(tmp_path)
     assert len(met) == 1
     assert met[0].filename == __file__
     engine.save_checkpoint(tmp_path)
     for target in (engine, build(example_batch=entry())):
-        with pytest.warns(UserWarning, match=rf"{why}.*goes on with the data where the iterator stands\. Give") as met:
+        with pytest.warns(
+            UserWarning, match=rf"{why}.*goes on with the data where the iterator stands\. Give"
+        ) as met:
             target.load_checkpoint(tmp_path)
         assert len(met) == 1
         target.load_checkpoint(tmp_path, load_module_only=True)
 
 
-def test_iterators_that_are_made_for_each_batch_miss_no_place(engine: PipelineEngine, tmp_path: Path) -> None:
+def test_iterators_that_are_made_for_each_batch_miss_no_place(
+    engine: PipelineEngine, tmp_path: Path
+) -> None:
     for _ in range(3):
         engine.train_batch(entries())
         engine.save_checkpoint(tmp_path)
@@ -305,7 +333,9 @@ def test_iterators_that_are_made_for_each_batch_miss_no_place(engine: PipelineEn
 
 
 @pytest.mark.parametrize(
-    "loader", slow_after(1, [lambda: RepeatingLoader(Sampled(ENTRIES)), lambda: Own(ENTRIES)]), ids=["loader", "own"]
+    "loader",
+    slow_after(1, [lambda: RepeatingLoader(Sampled(ENTRIES)), lambda: Own(ENTRIES)]),
+    ids=["loader", "own"],
 )
 def test_a_batch_that_was_interrupted_comes_again(loader: Any, tmp_path: Path) -> None:
     """In this process, and after a resume from a checkpoint that was saved then."""
@@ -370,7 +400,9 @@ def test_a_refused_load_leaves_the_place(
     assert losses(reading) == wanted
 
 
-def test_a_place_waits_for_its_iterator(engine: PipelineEngine, misfit: Path, tmp_path: Path) -> None:
+def test_a_place_waits_for_its_iterator(
+    engine: PipelineEngine, misfit: Path, tmp_path: Path
+) -> None:
     """Also through a load that is refused, and through saving again before any batch."""
     loader = RepeatingLoader(ENTRIES)
     losses(engine, loader)
@@ -416,7 +448,12 @@ def reading() -> PipelineEngine:
     ids=["list", "own"],
 )
 def test_the_place_of_another_kind_of_iterator(
-    name: str, state: str, engine: PipelineEngine, reading: PipelineEngine, start: Path, tmp_path: Path
+    name: str,
+    state: str,
+    engine: PipelineEngine,
+    reading: PipelineEngine,
+    start: Path,
+    tmp_path: Path,
 ) -> None:
     """The error comes before anything is changed."""
     engine.set_dataiterator(ITERATORS[name]())
@@ -424,7 +461,9 @@ def test_the_place_of_another_kind_of_iterator(
     engine.save_checkpoint(tmp_path)
     held, counted, at = leaves(reading), scalars(reading), place(reading)
     with pytest.raises(
-        DataError, match=rf"the same kind, but got state={state} and loader=<BatchLoader>. Pass the loader that was"
+        DataError,
+        match=rf"the same kind, but got state={state} and loader=<BatchLoader>. Pass the loader "
+        r"that was",
     ):
         reading.load_checkpoint(tmp_path)
     assert_same(leaves(reading), held)
@@ -449,16 +488,22 @@ def test_an_epoch_that_goes_on_in_another_order(
     data = SAMPLES if seed == 5 else SAMPLES * 2
     engine = build(module(base_seed=seed), training_data=data)
     match = (
-        "with seed=5, .* with seed=1234:" if seed == 5 else "with num_samples=28, .*8 samples .* with num_samples=14:"
+        "with seed=5, .* with seed=1234:"
+        if seed == 5
+        else "with num_samples=28, .*8 samples .* with num_samples=14:"
     )
     with pytest.warns(UserWarning, match=match):
         engine.load_checkpoint(stored[1])
 
 
-def test_a_place_between_batches_of_another_size(stored: tuple[PipelineEngine, Path, list[float]]) -> None:
+def test_a_place_between_batches_of_another_size(
+    stored: tuple[PipelineEngine, Path, list[float]],
+) -> None:
     path = stored[1]
     target = build(module(stages=1), {"train_micro_batch_size_per_gpu": 3}, training_data=SAMPLES)
-    with pytest.raises(DataError, match=r"got samples=8 and batch_size=3. Use a batch size that divides 8"):
+    with pytest.raises(
+        DataError, match=r"got samples=8 and batch_size=3. Use a batch size that divides 8"
+    ):
         target.load_checkpoint(path)
     assert target.global_steps == 0
     assert place(target)["iterator"].items() >= {"epoch": 0, "samples": 0}.items()

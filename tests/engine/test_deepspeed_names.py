@@ -1,4 +1,7 @@
-"""Names that users of DeepSpeed type: they mean what they mean there, or are refused with the one to use."""
+"""Names that users of DeepSpeed type.
+
+They mean what they mean there, or are refused with the one to use.
+"""
 
 from typing import Any
 
@@ -28,7 +31,8 @@ def test_a_loader_is_read_from_one_iteration_of_it() -> None:
         float(plain.train_batch(entries(k * MICROBATCHES))) for k in range(2)
     ]
     with pytest.raises(
-        StopIteration, match=r"ended before step 3: a list has no more entries.*RepeatingLoader\(\.\.\.\)"
+        StopIteration,
+        match=r"ended before step 3: a list has no more entries.*RepeatingLoader\(\.\.\.\)",
     ):
         engine.train_batch()
 
@@ -54,28 +58,38 @@ def test_modes_change_nothing(engine: PipelineEngine) -> None:
 def test_what_an_engine_and_a_pipeline_show() -> None:
     engine = build(module(data=2), example_batch=entry(samples=4))
     assert repr(engine) == (
-        "<PipelineEngine: 2 layers on 2 stages x 2 replicas; 2 microbatches of 2 samples a replica, schedule 1f1b, "
-        "compute in float32; 0 steps>"
+        "<PipelineEngine: 2 layers on 2 stages x 2 replicas; 2 microbatches of 2 samples a "
+        "replica, schedule 1f1b, compute in float32; 0 steps>"
     )
     assert repr(engine.pipeline) == (
-        "<Pipeline: 2 layers of 19 parameters on 2 stages x 2 replicas, cut at (0, 1, 2); schedule OneFOneBSchedule, "
-        "2 microbatches of 2 samples a replica>"
+        "<Pipeline: 2 layers of 19 parameters on 2 stages x 2 replicas, cut at (0, 1, 2); schedule "
+        "OneFOneBSchedule, 2 microbatches of 2 samples a replica>"
     )
 
 
 def test_arguments_that_change_nothing_are_taken() -> None:
     x = np.ones((jax.device_count(), 3), np.float32)
     config = {**SIZES, "train_micro_batch_size_per_gpu": 1}
-    engine: Any = jaxpipe.initialize(model=lambda x: x.mean(), optimizer=optax.sgd(0.1), config=config)[0]
+    engine: Any = jaxpipe.initialize(
+        model=lambda x: x.mean(), optimizer=optax.sgd(0.1), config=config
+    )[0]
     loss = engine(x)
-    wrong = {"allreduce_gradients": False, "release_loss": True, "retain_graph": True, "scale_wrt_gas": False}
+    wrong = {
+        "allreduce_gradients": False,
+        "release_loss": True,
+        "retain_graph": True,
+        "scale_wrt_gas": False,
+    }
     for name, value in wrong.items():
-        match = rf"{name} must be {not value} in backward, but got {name}={value}\. .*: leave it out"
+        match = (
+            rf"{name} must be {not value} in backward, but got {name}={value}\. .*: leave it out"
+        )
         with pytest.raises(PipelineError, match=match):
             engine.backward(loss, **{name: value})
     assert engine.backward(loss, **{name: not value for name, value in wrong.items()}) is loss
     with pytest.raises(
-        PipelineError, match=r"lr_kwargs must be None in step, but got lr_kwargs=\{'epoch': 3\}\. A sch"
+        PipelineError,
+        match=r"lr_kwargs must be None in step, but got lr_kwargs=\{'epoch': 3\}\. A sch",
     ):
         engine.step(lr_kwargs={"epoch": 3})
     engine.step(lr_kwargs=None)

@@ -51,7 +51,9 @@ def shared() -> PipelineEngine:
 def test_training_and_evaluating(name: str) -> None:
     engine = build(name)
     batch = make_batch(MODELS[name], MICROBATCHES, 2)
-    assert_loss(engine.eval_batch(iter(entries(name=name))), evaluation(name, batch, MICROBATCHES, 2))
+    assert_loss(
+        engine.eval_batch(iter(entries(name=name))), evaluation(name, batch, MICROBATCHES, 2)
+    )
     assert engine.global_steps == 0
     loss, grads = reference(name, batch, MICROBATCHES, 2)
     found = engine.train_batch(iter(entries(name=name)))
@@ -77,12 +79,23 @@ def test_a_short_iterator_changes_nothing(shared: PipelineEngine) -> None:
 @pytest.mark.parametrize(
     ("spoil", "match"),
     [
-        (lambda entry: entry[0], r"must be a tuple \(inputs, labels\).*Yield such tuples, or map them with set_batch"),
-        (lambda entry: (entry[0][:3], entry[1], {}), r"inputs must have the same shape everywhere.*shape=\(3, 3\)"),
-        (lambda entry: (entry[0].astype(np.float32), entry[1], {}), r"inputs must have the same dtype everywhere"),
+        (
+            lambda entry: entry[0],
+            r"must be a tuple \(inputs, labels\).*Yield such tuples, or map them with set_batch",
+        ),
+        (
+            lambda entry: (entry[0][:3], entry[1], {}),
+            r"inputs must have the same shape everywhere.*shape=\(3, 3\)",
+        ),
+        (
+            lambda entry: (entry[0].astype(np.float32), entry[1], {}),
+            r"inputs must have the same dtype everywhere",
+        ),
     ],
 )
-def test_an_entry_that_does_not_fit_changes_nothing(shared: PipelineEngine, spoil: Any, match: str) -> None:
+def test_an_entry_that_does_not_fit_changes_nothing(
+    shared: PipelineEngine, spoil: Any, match: str
+) -> None:
     before, counters = snapshot(shared), (shared.global_steps, shared.global_samples)
     batch = entries()
     batch[1] = spoil(batch[1])
@@ -94,7 +107,9 @@ def test_an_entry_that_does_not_fit_changes_nothing(shared: PipelineEngine, spoi
 
 def test_a_first_batch_that_does_not_fit() -> None:
     engine = build()
-    with pytest.raises(DataError, match=r"2 \* 2 = 4 samples.*int32\[3, 3\]\. Yield 4 samples per entry"):
+    with pytest.raises(
+        DataError, match=r"2 \* 2 = 4 samples.*int32\[3, 3\]\. Yield 4 samples per entry"
+    ):
         engine.train_batch(iter([jax.tree.map(lambda x: x[:3], entry) for entry in entries()]))
     assert engine.global_steps == 0
     assert np.isfinite(float(engine.train_batch(iter(entries()))))
@@ -102,14 +117,19 @@ def test_a_first_batch_that_does_not_fit() -> None:
 
 def test_iterators(shared: PipelineEngine) -> None:
     engine = build()
-    match = r"must come from an iterator, but got data_iter=None.*Pass an iterator, or call set_dataiterator"
+    match = (
+        r"must come from an iterator, but got data_iter=None.*Pass an iterator, or call "
+        r"set_dataiterator"
+    )
     with pytest.raises(PipelineError, match=match):
         engine.train_batch()
     endless = jaxpipe.RepeatingLoader(entries())
     engine.set_dataiterator(endless)
     first = float(engine.train_batch())
     place = endless.get_state()
-    with pytest.raises(PipelineError, match=r"iterator of its own, but got data_iter=None.*iter\(eval_loader\)"):
+    with pytest.raises(
+        PipelineError, match=r"iterator of its own, but got data_iter=None.*iter\(eval_loader\)"
+    ):
         engine.eval_batch()
     assert endless.get_state() == place
     assert float(engine.train_batch()) < first
@@ -129,7 +149,9 @@ def test_without_an_optimizer_it_only_evaluates() -> None:
     engine = build(optimizer=None)
     batch = make_batch(MODELS["linen"], MICROBATCHES, 2)
     assert_loss(engine.eval_batch(iter(entries())), evaluation("linen", batch, MICROBATCHES, 2))
-    with pytest.raises(PipelineError, match=r"got optimizer=None\. Give initialize\(optimizer=\.\.\.\)"):
+    with pytest.raises(
+        PipelineError, match=r"got optimizer=None\. Give initialize\(optimizer=\.\.\.\)"
+    ):
         engine.train_batch(iter(entries()))
 
 
@@ -153,8 +175,13 @@ def test_parameters_go_out_and_come_back() -> None:
 def test_loading_is_strict_unless_told_otherwise(shared: PipelineEngine) -> None:
     before = shared.module_state_dict()
     partial = {"layers": {**before["layers"], "new": {"w": np.ones(2, np.float32)}}}
-    partial["layers"]["9_Head"] = {"Dense_0": {"bias": np.full(VOCAB, 7.0, np.float32), "kernel": np.ones((1, 1))}}
-    with pytest.raises(LayerError, match=r"missing layers/9_Head/LayerNorm_0/.*unexpected layers/new/w.*Give a tree"):
+    partial["layers"]["9_Head"] = {
+        "Dense_0": {"bias": np.full(VOCAB, 7.0, np.float32), "kernel": np.ones((1, 1))}
+    }
+    with pytest.raises(
+        LayerError,
+        match=r"missing layers/9_Head/LayerNorm_0/.*unexpected layers/new/w.*Give a tree",
+    ):
         shared.load_module_state_dict(partial)
     jax.tree.map(np.testing.assert_array_equal, shared.module_state_dict(), before)
     match = r"left out 4 parameters.*9_Head/Dense_0/kernel.*9_Head/LayerNorm_0/.*layers/new/w"
@@ -182,7 +209,9 @@ def test_lowering_the_step() -> None:
     longer = engine.lower(whole_batch(5))
     assert longer.in_avals[0][1][0].shape == (3, 4, 5)
     short = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape[1:]), x.dtype), whole_batch())
-    with pytest.raises(DataError, match=r"inputs must be int32\[3, 4, 3\][\s\S]*got int32\[2, 4, 3\]\. Give every"):
+    with pytest.raises(
+        DataError, match=r"inputs must be int32\[3, 4, 3\][\s\S]*got int32\[2, 4, 3\]\. Give every"
+    ):
         engine.lower(short)
     arrays = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), whole_batch())
     assert engine.lower((*arrays, {})).as_text() == lowered.as_text()

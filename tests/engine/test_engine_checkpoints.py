@@ -46,7 +46,9 @@ def dense(*widths: int, **kwargs: Any) -> PipelineModule:
 @pytest.mark.slow
 def test_the_two_moments_differ_in_every_part(run: Run) -> None:
     changed = differing(run.early.leaves, run.late.leaves)
-    assert any(key.startswith(run.kind.schedule) for key in changed) == (run.kind.schedule != NOTHING)
+    assert any(key.startswith(run.kind.schedule) for key in changed) == (
+        run.kind.schedule != NOTHING
+    )
     assert {key.split("/")[0] for key in changed} == {key.split("/")[0] for key in run.late.leaves}
     assert run.late.scalars["steps"] == (3, 24, 1 if "fp16" in run.folder.name else 0)
 
@@ -54,7 +56,10 @@ def test_the_two_moments_differ_in_every_part(run: Run) -> None:
 def test_saved_and_loaded(run: Run) -> None:
     engine, name = run.engine, run.folder.name
     path, client_state = engine.load_checkpoint(run.folder)
-    assert (path, client_state) == (str(run.folder / "global_step3"), {"best": [0.5, None], "of": name})
+    assert (path, client_state) == (
+        str(run.folder / "global_step3"),
+        {"best": [0.5, None], "of": name},
+    )
     assert_same(leaves(engine), run.late.leaves)
     assert scalars(engine) == run.late.scalars
     assert not run.kind.rate or engine.get_lr() == run.late.rates
@@ -67,7 +72,9 @@ def test_saved_and_loaded(run: Run) -> None:
 
 
 @pytest.mark.parametrize(("stages", "data", "zero"), [(2, 1, 0), (1, 4, 1)])
-def test_in_another_layout_before_the_first_batch(run: Run, stages: int, data: int, zero: int) -> None:
+def test_in_another_layout_before_the_first_batch(
+    run: Run, stages: int, data: int, zero: int
+) -> None:
     """The checkpoint tells the shapes and the run's key; sizes of batches are the engine's own."""
     config = {"zero_optimization": {"stage": zero}, "train_micro_batch_size_per_gpu": 3}
     engine = run.kind.engine(stages=stages, data=data, config=config, base_seed=7)
@@ -96,14 +103,22 @@ def test_what_is_not_asked_for_stays(run: Run, optimizer: bool, schedule: bool, 
     found, keys = moment(engine, run.kind), set(late.leaves)
     rates = {key for key in keys if key.startswith(run.kind.schedule)}
     moments = {key for key in keys if key.startswith("opt_state/")} - rates
-    stays = (set() if schedule and not only else rates) | (set() if optimizer and not only else moments)
+    stays = (set() if schedule and not only else rates) | (
+        set() if optimizer and not only else moments
+    )
     assert_same(found.leaves, late.leaves, keys - stays)
     assert_same(found.leaves, early.leaves, stays)
     assert found.rates == (late.rates if schedule and not only else early.rates)
     counted = early if only else late
-    assert (found.scalars["steps"], found.scalars["rng"]) == (counted.scalars["steps"], counted.scalars["rng"])
+    assert (found.scalars["steps"], found.scalars["rng"]) == (
+        counted.scalars["steps"],
+        counted.scalars["rng"],
+    )
     assert found.scalars["state"][:2] == counted.scalars["state"][:2]
-    assert found.scalars["state"][2:] == (late if optimizer and not only else early).scalars["state"][2:]
+    assert (
+        found.scalars["state"][2:]
+        == (late if optimizer and not only else early).scalars["state"][2:]
+    )
 
 
 def test_a_rate_that_was_set_is_kept(root: Path) -> None:
@@ -120,7 +135,8 @@ def test_a_rate_that_was_set_is_kept(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "stages", "data"), slow_after(1, [("tied-reporting", 1, 2), ("warmup-zero", 2, 1)], unpack=True)
+    ("name", "stages", "data"),
+    slow_after(1, [("tied-reporting", 1, 2), ("warmup-zero", 2, 1)], unpack=True),
 )
 def test_training_goes_on_in_another_layout(name: str, stages: int, data: int, root: Path) -> None:
     run = run_of(name, root)
@@ -147,7 +163,9 @@ def test_training_goes_on_in_another_layout(name: str, stages: int, data: int, r
     ),
     ids=["fp16-fp32", "fp32-fp16", "dynamic-static", "fp16-bf16", "bf16-fp16", "bf16-fp32"],
 )
-def test_in_another_precision(source: str, config: dict[str, Any], scale: float, root: Path) -> None:
+def test_in_another_precision(
+    source: str, config: dict[str, Any], scale: float, root: Path
+) -> None:
     run = run_of(source, root)
     engine = KINDS["adam"].engine(config=config)
     engine.load_checkpoint(run.folder)
@@ -177,7 +195,9 @@ def test_after_the_smallest_loss_scale(root: Path) -> None:
     """An engine that had to stop goes on from a checkpoint of before."""
     run = run_of("fp16-zero", root)
     run.engine.load_checkpoint(run.folder)
-    with pytest.raises(PipelineError, match=r"an overflow at fp16\.min_loss_scale=1, below which it cannot fall"):
+    with pytest.raises(
+        PipelineError, match=r"an overflow at fp16\.min_loss_scale=1, below which it cannot fall"
+    ):
         train_to_the_smallest_loss_scale(run)
     run.engine.load_checkpoint(run.folder)
     assert scalars(run.engine) == run.late.scalars
@@ -189,32 +209,48 @@ def test_parameters_without_an_engine(run: Run, tag: str | None) -> None:
     engine = run.engine
     engine.load_checkpoint(run.folder, tag)
     params, collections = load_params(run.folder, tag), load_collections(run.folder, tag)
-    for loaded, held in ((params, engine.module_state_dict()), (collections, engine.module_collections())):
+    for loaded, held in (
+        (params, engine.module_state_dict()),
+        (collections, engine.module_collections()),
+    ):
         assert jax.tree.structure(loaded) == jax.tree.structure(held)
-        assert_same(*({"/".join(path): leaf for path, leaf in flatten_dict(x).items()} for x in (loaded, held)))
+        assert_same(
+            *(
+                {"/".join(path): leaf for path, leaf in flatten_dict(x).items()}
+                for x in (loaded, held)
+            )
+        )
 
 
 def test_parameters_run_on_one_device(root: Path) -> None:
     run = run_of("tied-reporting", root)
     run.engine.load_checkpoint(run.folder)
     inputs = entry(5, samples=4)[0]
-    outputs, _, _ = run.engine.module.call(load_params(run.folder), load_collections(run.folder), inputs)
+    outputs, _, _ = run.engine.module.call(
+        load_params(run.folder), load_collections(run.folder), inputs
+    )
     assert_close(run.engine.predict(inputs), outputs)
     adam = run_of("adam", root)
     adam.engine.load_checkpoint(adam.folder, "early")
-    assert_close(adam.engine.predict(inputs), adam.engine.module.apply(load_params(adam.folder, "early"), inputs))
+    assert_close(
+        adam.engine.predict(inputs),
+        adam.engine.module.apply(load_params(adam.folder, "early"), inputs),
+    )
 
 
 def test_nothing_to_load(tmp_path: Path) -> None:
     engine = build()
-    with pytest.warns(UserWarning, match=rf"found no checkpoint in '{tmp_path}'; the engine is as it was") as caught:
+    with pytest.warns(
+        UserWarning, match=rf"found no checkpoint in '{tmp_path}'; the engine is as it was"
+    ) as caught:
         assert engine.load_checkpoint(tmp_path) == (None, {})
     assert caught[0].filename == __file__
 
 
 def test_nothing_to_save(tmp_path: Path) -> None:
     with pytest.raises(
-        PipelineError, match=r"must know the shapes .* but none has been seen. Give initialize\(example_batch="
+        PipelineError,
+        match=r"must know the shapes .* but none has been seen. Give initialize\(example_batch=",
     ):
         build().save_checkpoint(tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -229,7 +265,11 @@ class OwnLoss(nn.Module):
 
 def test_shapes_of_a_structured_batch(tmp_path: Path) -> None:
     x, weights = entry()
-    example = ({"pair": [x, (x.astype(np.float16),)], "ids": x.astype(np.int32)}, None, {"weights": weights})
+    example = (
+        {"pair": [x, (x.astype(np.float16),)], "ids": x.astype(np.int32)},
+        None,
+        {"weights": weights},
+    )
 
     def engine(**kwargs: Any) -> Any:
         return build(module(lambda given: given, LayerSpec(OwnLoss), loss_fn=None), **kwargs)
@@ -269,7 +309,8 @@ def test_a_checkpoint_that_cannot_tell_its_shapes(tmp_path: Path) -> None:
     build(layers(), example_batch=(Boxed(inputs), labels)).save_checkpoint(tmp_path)
     engine = build(layers())
     with pytest.raises(
-        PipelineError, match=r"must know the shapes of a batch before this.*Give initialize\(example_batch="
+        PipelineError,
+        match=r"must know the shapes of a batch before this.*Give initialize\(example_batch=",
     ):
         engine.load_checkpoint(tmp_path)
     build(layers(), example_batch=(Boxed(inputs), labels)).load_checkpoint(tmp_path)
@@ -283,7 +324,9 @@ class Split(nn.Module):
         init = nn.initializers.lecun_normal()
         wide = self.param("wide", nn.with_partitioning(init, (None, "model")), (FEATURES, 8))
         narrow = self.param("narrow", nn.with_partitioning(init, ("model", None)), (8, FEATURES))
-        mean = self.variable("batch_stats", "mean", nn.with_partitioning(lambda: jnp.zeros(8), ("model",)))
+        mean = self.variable(
+            "batch_stats", "mean", nn.with_partitioning(lambda: jnp.zeros(8), ("model",))
+        )
         y = jnp.tanh(nn.LayerNorm()(x) @ wide)
         if train and not self.is_initializing():
             mean.value = 0.5 * mean.value + 0.5 * y.mean(0)
@@ -293,7 +336,9 @@ class Split(nn.Module):
 def split_engine(stages: int, model: int, data: int, **config: Any) -> Any:
     topology = PipeModelDataParallelTopology(num_pp=stages, num_mp=model, num_dp=data)
     layers = [LayerSpec(Split), LayerSpec(Split), LayerSpec(nn.Dense, 1)]
-    pipelined = PipelineModule(layers, topology=topology, loss_fn=mean_square, partition_method="uniform")
+    pipelined = PipelineModule(
+        layers, topology=topology, loss_fn=mean_square, partition_method="uniform"
+    )
     return jaxpipe.initialize(model=pipelined, config={**SIZES, "optimizer": ADAM, **config})[0]
 
 

@@ -1,4 +1,7 @@
-"""What a user's iterator may do: yield anything, change its mind, end or fail in the middle of a batch."""
+"""What a user's iterator may do.
+
+Yield anything, change its mind, end or fail in the middle of a batch.
+"""
 
 import logging
 from collections.abc import Iterator
@@ -25,23 +28,31 @@ def before_and_after(engine: PipelineEngine) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("steps", [0, 2])
-def test_data_that_end_within_a_batch(engine: PipelineEngine, steps: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_data_that_end_within_a_batch(
+    engine: PipelineEngine, steps: int, caplog: pytest.LogCaptureFixture
+) -> None:
     start = engine.global_steps
     data = entries(count=2 * steps + 1)
     for _ in range(steps):
         engine.train_batch(data)
     lost = (
-        rf"the data ended after 1 of 2 microbatches of step {start + steps + 1}, which are lost.*Give a multiple of 2"
+        rf"the data ended after 1 of 2 microbatches of step {start + steps + 1}, which are "
+        r"lost.*Give a multiple of 2"
     )
     with caplog.at_level(logging.WARNING, "jaxpipe"), pytest.raises(StopIteration, match=lost):
         engine.train_batch(data)
-    assert [record.getMessage()[:39] for record in caplog.records] == ["the data ended after 1 of 2 microbatche"]
+    assert [record.getMessage()[:39] for record in caplog.records] == [
+        "the data ended after 1 of 2 microbatche"
+    ]
     assert engine.global_steps == start + steps
     caplog.clear()
-    with pytest.raises(StopIteration, match=r"^the data ended before step \d: a list_iterator has no more"):
+    with pytest.raises(
+        StopIteration, match=r"^the data ended before step \d: a list_iterator has no more"
+    ):
         engine.train_batch(data)
     with pytest.raises(
-        StopIteration, match=r"after 2 of 3 microbatches of an evaluation, which are lost.*multiple of 3"
+        StopIteration,
+        match=r"after 2 of 3 microbatches of an evaluation, which are lost.*multiple of 3",
     ):
         engine.eval_batch(entries(count=2), num_micro_batches=3)
     assert len(caplog.records) == 1
@@ -58,8 +69,8 @@ def test_data_that_fail_within_a_batch(engine: PipelineEngine) -> None:
         engine.train_batch(failing(1, OSError("no such file")))
     [note] = found.value.__notes__
     assert note == (
-        f"This came from data_iter after 1 of 2 microbatches of step {start[0] + 1}, which are lost: nothing was "
-        "computed from them."
+        f"This came from data_iter after 1 of 2 microbatches of step {start[0] + 1}, which are "
+        "lost: nothing was computed from them."
     )
     with pytest.raises(OSError, match="^at once$") as found:
         engine.train_batch(failing(0, OSError("at once")))
@@ -89,18 +100,40 @@ X, Y = entry()
             (X.astype(np.int32), Y),
             r"^inputs must have the dtype .* had float32\[2, 4\], but got int32\[2, 4\]\. Only sh",
         ),
-        (({"a": X}, Y), r"^inputs must have the same structure .*got inputs\['a'\] in place of inputs in this batch\."),
-        ((X, [Y, Y]), r"^labels must have the same structure .*got labels\[0\] in place of labels in this batch\. G"),
-        ((X, Y, {"mask": X}), r"^side must have the same structure.*got an additional side\['mask'\] in this batch"),
-        ((X[:1], Y[:1]), r"2 \* 1 = 2 samples as its first dim, but got inputs = float32\[1, 4\]\. Yield 2 samples"),
+        (
+            ({"a": X}, Y),
+            r"^inputs must have the same structure .*got inputs\['a'\] in place of inputs in this "
+            r"batch\.",
+        ),
+        (
+            (X, [Y, Y]),
+            r"^labels must have the same structure .*got labels\[0\] in place of labels in this "
+            r"batch\. G",
+        ),
+        (
+            (X, Y, {"mask": X}),
+            r"^side must have the same structure.*got an additional side\['mask'\] in this batch",
+        ),
+        (
+            (X[:1], Y[:1]),
+            r"2 \* 1 = 2 samples as its first dim, but got inputs = float32\[1, 4\]\. Yield 2 "
+            r"samples",
+        ),
         (
             (np.ones((2, 5), np.float32), Y),
             r"inputs=float32\[2, 5\] with .*kernel=float32\[5, 3\].*inputs=float32\[2, 4",
         ),
         ((X.tolist(), Y), r"got inputs\[0\]\[0\] = float32\[\]\..*make an array of it with numpy"),
         ((X, None), r"labels must have the same structure .*no labels in this batch"),
-        ((None, Y), r"must hold at least one array, but got inputs=None\. Yield \(inputs, labels\)"),
-        ((X, Y, X), r"side inputs of a microbatch must be a dictionary.*got side = a ndarray in entry 0\. Yield"),
+        (
+            (None, Y),
+            r"must hold at least one array, but got inputs=None\. Yield \(inputs, labels\)",
+        ),
+        (
+            (X, Y, X),
+            r"side inputs of a microbatch must be a dictionary.*got side = a ndarray in entry 0\. "
+            r"Yield",
+        ),
         (
             (jnp.asarray(X), np.ma.masked_array(Y, Y > 0)),
             r"labels in entry 0 = a masked array of float32\[2, 1\]\. Fill",
@@ -120,7 +153,11 @@ def test_data_that_change_at_a_later_step(engine: PipelineEngine, changed: Any, 
 @pytest.mark.parametrize(
     ("loss_fn", "labels", "match"),
     [
-        (mean_square, np.ones((2, 2), np.float32), r"labels float32\[2, 2\]: .*incompatible shapes"),
+        (
+            mean_square,
+            np.ones((2, 2), np.float32),
+            r"labels float32\[2, 2\]: .*incompatible shapes",
+        ),
         (mean_square, None, r"labels None: unsupported operand"),
         (lambda y, t: mean_square(y, t["y"]), {"x": Y}, r"labels \{x: float32\[2, 1\]\}: 'y'"),
     ],
@@ -151,6 +188,7 @@ def test_an_array_that_is_filled_anew_for_each_microbatch() -> None:
     assert not engine._trainer.has_state
     wanted, given = data(is_new=True), data(is_new=False)
     losses = [
-        [float(each.train_batch(found)) for _ in range(2)] for each, found in ((engine, wanted), (build(), given))
+        [float(each.train_batch(found)) for _ in range(2)]
+        for each, found in ((engine, wanted), (build(), given))
     ]
     assert losses[0] == losses[1]

@@ -24,11 +24,15 @@ def build(**kwargs: Any) -> PipelineEngine:
         topology=kwargs.pop("topology", None),
         loss_fn=cross_entropy,
     )
-    return jaxpipe.initialize(model=module, config={"train_micro_batch_size_per_gpu": 2}, **kwargs)[0]
+    return jaxpipe.initialize(model=module, config={"train_micro_batch_size_per_gpu": 2}, **kwargs)[
+        0
+    ]
 
 
 @pytest.mark.parametrize(("axes", "lengths"), [*product(ORDERS, LENGTHS)])
-def test_a_rank_is_the_device_that_runs_its_place(axes: tuple[str, ...], lengths: tuple[int, ...]) -> None:
+def test_a_rank_is_the_device_that_runs_its_place(
+    axes: tuple[str, ...], lengths: tuple[int, ...]
+) -> None:
     dims = dict(zip(AXES, lengths, strict=True))
     topology = ProcessTopology(list(axes), [dims[axis] for axis in axes])
     engine = build(topology=topology)
@@ -46,7 +50,10 @@ def test_a_rank_is_the_device_that_runs_its_place(axes: tuple[str, ...], lengths
             place[axis] = slice(None)
             devices = mesh.devices[tuple(place[: mesh.devices.ndim])]
             assert [jax.devices()[i] for i in group] == np.ravel(devices).tolist()
-        assert PipelineParallelGrid(grid.topology(), grid.p2p_groups[rank][1]).stage_id == (found[0] + 1) % dims["pipe"]
+        assert (
+            PipelineParallelGrid(grid.topology(), grid.p2p_groups[rank][1]).stage_id
+            == (found[0] + 1) % dims["pipe"]
+        )
 
 
 @pytest.mark.parametrize("axes", [*permutations(["stage", "data"])])
@@ -62,6 +69,8 @@ def test_ranks_of_a_mesh_of_jax(axes: tuple[str, str]) -> None:
 def test_a_mesh_for_a_topology(axes: tuple[str, str]) -> None:
     """The topology numbers the places of the mesh, which has its axes in another order."""
     topology = ProcessTopology(list(axes), [2, 2])
-    engine = build(topology=topology, mesh=jax.make_mesh((2, 2), ("stage", "data"), devices=jax.devices()[:4]))
+    engine = build(
+        topology=topology, mesh=jax.make_mesh((2, 2), ("stage", "data"), devices=jax.devices()[:4])
+    )
     assert engine.grid.topology() == topology
     assert engine.grid.stage_to_global(1) == topology.get_rank(pipe=1, data=0)

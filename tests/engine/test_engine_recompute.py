@@ -19,7 +19,9 @@ PROFILED = {
 
 def lowered(config: dict[str, object]) -> str:
     inputs, labels = (jnp.zeros((2, 2, size)) for size in (FEATURES, 1))
-    return build(config=config, example_batch=entry()).lower((inputs, labels)).as_text(debug_info=True)
+    return (
+        build(config=config, example_batch=entry()).lower((inputs, labels)).as_text(debug_info=True)
+    )
 
 
 def test_an_engine_traces_with_it() -> None:
@@ -38,7 +40,8 @@ def test_a_pipeline_traces_with_it() -> None:
 
 
 IDLE = (
-    r"^No effect: activation_checkpointing.{}, because no layer is recomputed. Set pipeline.activation_checkpoint_int"
+    r"^No effect: activation_checkpointing.{}, because no layer is recomputed. Set "
+    r"pipeline.activation_checkpoint_int"
 )
 
 
@@ -70,5 +73,10 @@ def test_a_section_that_is_followed_is_not() -> None:
     marked = [LayerSpec(nn.Dense, 1).remat(), LayerSpec(nn.Dense, 1)]
     for layers in (marked, [recomputing, LayerSpec(nn.Dense, 1)]):
         model = jaxpipe.PipelineModule(layers, num_stages=1, loss_fn=loss)
-        config = {"train_micro_batch_size_per_gpu": 1, "activation_checkpointing": {"profile": True}}
-        jaxpipe.initialize(model=model, config=config, example_batch=(jnp.ones((8, 3)), jnp.ones((8, 1))))
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "activation_checkpointing": {"profile": True},
+        }
+        jaxpipe.initialize(
+            model=model, config=config, example_batch=(jnp.ones((8, 3)), jnp.ones((8, 1)))
+        )

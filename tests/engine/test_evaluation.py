@@ -30,7 +30,9 @@ def batch(count: int = MICROBATCHES) -> list[tuple[np.ndarray, np.ndarray]]:
     return made
 
 
-def wanted(engine: PipelineEngine, count: int = MICROBATCHES) -> tuple[float, list[float], np.ndarray]:
+def wanted(
+    engine: PipelineEngine, count: int = MICROBATCHES
+) -> tuple[float, list[float], np.ndarray]:
     """Loss, losses of the microbatches, and outputs."""
     terms, outputs = [], []
     for inputs, labels in batch(count):
@@ -54,7 +56,12 @@ def test_every_combination(
     count: int | None,
 ) -> None:
     found = engine.eval_batch(
-        iter(batch(count or MICROBATCHES)), return_logits, compute_loss, reduce_output, bcast_loss, count
+        iter(batch(count or MICROBATCHES)),
+        return_logits,
+        compute_loss,
+        reduce_output,
+        bcast_loss,
+        count,
     )
     loss, losses, outputs = wanted(engine, count or MICROBATCHES)
     if return_logits:
@@ -88,13 +95,18 @@ def test_bcast_loss_asks_for_a_device_of_the_last_stage(
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({"reduce_output": "sum"}, r"reduce_output must be 'avg' or None, but got reduce_output='sum'\. Use None"),
+        (
+            {"reduce_output": "sum"},
+            r"reduce_output must be 'avg' or None, but got reduce_output='sum'\. Use None",
+        ),
         ({"num_micro_batches": 0}, r"at least 1, but got num_micro_batches=0\. Leave it out"),
         ({"num_micro_batches": True}, r"at least 1, but got num_micro_batches=True\. Leave it out"),
         ({"num_micro_batches": 2.0}, r"at least 1, but got num_micro_batches=2\.0\. Leave it out"),
     ],
 )
-def test_arguments_that_are_refused(engine: PipelineEngine, arguments: dict[str, Any], match: str) -> None:
+def test_arguments_that_are_refused(
+    engine: PipelineEngine, arguments: dict[str, Any], match: str
+) -> None:
     iterator = iter(batch())
     with pytest.raises(ConfigError, match=match):
         engine.eval_batch(iterator, **arguments)

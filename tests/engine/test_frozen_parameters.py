@@ -20,8 +20,12 @@ from jaxpipe.state import state_arrays
 BIASES = "bias$"
 
 
-def engine(*, trainable: Any = BIASES, stages: int = 2, data: int = 1, **config: Any) -> PipelineEngine:
-    model = module(*[LayerSpec(nn.Dense, 4) for _ in range(4)], stages=stages, data=data, trainable=trainable)
+def engine(
+    *, trainable: Any = BIASES, stages: int = 2, data: int = 1, **config: Any
+) -> PipelineEngine:
+    model = module(
+        *[LayerSpec(nn.Dense, 4) for _ in range(4)], stages=stages, data=data, trainable=trainable
+    )
     return build(model, config, example_batch=entry(samples=2 * data))
 
 
@@ -52,7 +56,8 @@ def test_a_checkpoint_without_what_is_frozen_opens_on_top_of_it(tmp_path: Path) 
     for name, leaf in wanted.items():
         np.testing.assert_array_equal(found[name], leaf)
     with pytest.raises(
-        CheckpointError, match="must hold the layers of the model, but got missing: layers/0_Dense/kern"
+        CheckpointError,
+        match="must hold the layers of the model, but got missing: layers/0_Dense/kern",
     ):
         engine(trainable=None, bf16={"enabled": True}).load_checkpoint(tmp_path)
 
@@ -75,7 +80,9 @@ def test_frozen_parameters_are_held_once_in_the_dtype_they_compute_in() -> None:
     assert kernels
     assert {arrays[name].dtype for name in kernels} == {jnp.dtype("bfloat16")}
     assert not any(name.startswith("opt_state") for name in kernels)
-    assert {leaf.dtype for name, leaf in leaves(one).items() if name.endswith("bias")} == {np.dtype("float32")}
+    assert {leaf.dtype for name, leaf in leaves(one).items() if name.endswith("bias")} == {
+        np.dtype("float32")
+    }
     one.train_batch(batches(1))
     one.set_lr(0.5)
     one.train_batch(batches(1))
@@ -88,7 +95,11 @@ def test_a_step_needs_less_memory() -> None:
         model = module(*[LayerSpec(nn.Dense, wide) for _ in range(4)], trainable=trainable)
         x = jax.ShapeDtypeStruct((2, wide), jnp.float32)
         pipeline = build(model, example_batch=(x, x)).pipeline
-        memory = pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct).compile().memory_analysis()
+        memory = (
+            pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct)
+            .compile()
+            .memory_analysis()
+        )
         sizes.append((memory.argument_size_in_bytes, memory.temp_size_in_bytes))
     per_stage = 4 * 2 * wide * wide
     (arguments, temporaries), (fewer, less) = sizes

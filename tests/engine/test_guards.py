@@ -35,12 +35,18 @@ def language_model(*layers: Any, **sections: Any) -> PipelineEngine:
     blocks = layers or [LayerSpec(nn.Dense, 8) for _ in range(2)]
     model = module(nn.Embed(VOCAB, 8), *blocks, nn.Dense(VOCAB), data=2, loss_fn=cross_entropy)
     config = {**SIZES, "gradient_clipping": 1.0, "optimizer": ADAMW, "scheduler": SCHEDULED}
-    return jaxpipe.initialize(model=model, config={**config, **sections}, example_batch=next(tokens()))[0]
+    return jaxpipe.initialize(
+        model=model, config={**config, **sections}, example_batch=next(tokens())
+    )[0]
 
 
 @pytest.mark.parametrize(
     ("dtype", "zero_stage", "split"),
-    slow_after(1, [("fp16", 1, True), ("bf16", 0, True), ("bf16", 3, False), ("fp16", 3, False)], unpack=True),
+    slow_after(
+        1,
+        [("fp16", 1, True), ("bf16", 0, True), ("bf16", 3, False), ("fp16", 3, False)],
+        unpack=True,
+    ),
 )
 def test_half_precision_under_strict_promotion(dtype: str, zero_stage: int, split: bool) -> None:
     sections = {
@@ -57,7 +63,8 @@ def test_half_precision_under_strict_promotion(dtype: str, zero_stage: int, spli
 
 def test_transformer_layers_under_strict_promotion() -> None:
     block = LayerSpec(
-        DeepSpeedTransformerLayer, DeepSpeedTransformerConfig(hidden_size=8, heads=2, num_hidden_layers=2)
+        DeepSpeedTransformerLayer,
+        DeepSpeedTransformerConfig(hidden_size=8, heads=2, num_hidden_layers=2),
     )
     with jax.numpy_dtype_promotion("strict"):
         engine = language_model(block, bf16={"enabled": True})
@@ -68,7 +75,12 @@ def test_transformer_layers_under_strict_promotion() -> None:
 @pytest.mark.parametrize(
     "sections",
     slow_after(
-        1, [{"fp16": {"enabled": True}, "zero_optimization": {"stage": 1}}, {}, {"zero_optimization": {"stage": 3}}]
+        1,
+        [
+            {"fp16": {"enabled": True}, "zero_optimization": {"stage": 1}},
+            {},
+            {"zero_optimization": {"stage": 3}},
+        ],
     ),
     ids=["fp16", "plain", "fsdp"],
 )
@@ -91,7 +103,9 @@ def test_nothing_is_transferred_unsaid_without_stages() -> None:
     config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2}
     with jax.transfer_guard("disallow"):
         engine, *_ = jaxpipe.initialize(
-            model=nn.Dense(1), loss_fn=lambda y, t: ((y - t) ** 2).mean(), config={**config, "optimizer": ADAMW}
+            model=nn.Dense(1),
+            loss_fn=lambda y, t: ((y - t) ** 2).mean(),
+            config={**config, "optimizer": ADAMW},
         )
         for inputs, labels in entries(count=4, samples=8):
             engine.backward(engine(inputs, labels))
@@ -111,7 +125,9 @@ def test_a_pipeline_is_compiled_or_refused_by_name() -> None:
             lambda: build().train_batch(entries()),
             lambda: engine.pipeline.init(),
         ):
-            with pytest.raises(PipelineError, match=r"compiled, but got jax\.disable_jit.*module\.apply\("):
+            with pytest.raises(
+                PipelineError, match=r"compiled, but got jax\.disable_jit.*module\.apply\("
+            ):
                 call()
         inputs = entry()[0]
         alone = engine.module.apply(engine.module_state_dict(), inputs)

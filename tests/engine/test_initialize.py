@@ -15,7 +15,13 @@ from _covering import slow_after
 from _models import VOCAB, Embed, Head, cross_entropy
 
 import jaxpipe
-from jaxpipe import LayerSpec, PipeDataParallelTopology, PipelineModule, PipeModelDataParallelTopology, TrainConfig
+from jaxpipe import (
+    LayerSpec,
+    PipeDataParallelTopology,
+    PipelineModule,
+    PipeModelDataParallelTopology,
+    TrainConfig,
+)
 from jaxpipe.data import BatchLoader
 from jaxpipe.errors import ConfigError, DataError, LayerError, PipelineError
 
@@ -34,7 +40,10 @@ def entry(seed: int = 0, samples: int = 2) -> tuple[np.ndarray, np.ndarray]:
 
 
 def samples(count: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    return [(np.full(3, i % VOCAB, np.int32), np.full(3, (i + 1) % VOCAB, np.int32)) for i in range(count)]
+    return [
+        (np.full(3, i % VOCAB, np.int32), np.full(3, (i + 1) % VOCAB, np.int32))
+        for i in range(count)
+    ]
 
 
 def initialize(**kwargs: Any) -> Any:
@@ -110,10 +119,14 @@ def test_a_mesh_of_jax(axes: tuple[str, str]) -> None:
     first = float(engine.train_batch(iter([entry(samples=4)] * 2)))
     other, *_ = initialize(model=module(topology=PipeDataParallelTopology(2, 2)))
     assert first == pytest.approx(float(other.train_batch(iter([entry(samples=4)] * 2))), rel=1e-6)
-    assert {device.id for device in engine.mesh.devices.flat} == {device.id for device in jax.devices()[4:]}
+    assert {device.id for device in engine.mesh.devices.flat} == {
+        device.id for device in jax.devices()[4:]
+    }
 
 
-@pytest.mark.parametrize("given", ["config", "config_params", "args", "args as a dictionary", "path", "TrainConfig"])
+@pytest.mark.parametrize(
+    "given", ["config", "config_params", "args", "args as a dictionary", "path", "TrainConfig"]
+)
 def test_ways_to_give_a_configuration(given: str, tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(CONFIG))
@@ -172,7 +185,9 @@ def test_initial_parameters() -> None:
     engine, *_ = initialize(model=model, model_parameters=tree, example_batch=entry())
     jax.tree.map(np.testing.assert_array_equal, engine.module_state_dict(), tree)
     late, *_ = initialize(model=model, model_parameters={"layers": {}})
-    with pytest.raises(LayerError, match=r"missing layers/0_Embed/Embed_0/embedding.*Give a tree as"):
+    with pytest.raises(
+        LayerError, match=r"missing layers/0_Embed/Embed_0/embedding.*Give a tree as"
+    ):
         late.train_batch(iter([entry()] * 2))
 
 
@@ -208,7 +223,10 @@ def test_training_data_sorted_by_length() -> None:
     _, _, loader, _ = initialize(training_data=data, shuffle=False)
     assert [x.shape for x, _ in loader] == [(2, 2), (2, 2), (2, 3), (2, 3)]
     engine, *_ = initialize(training_data=data)
-    with pytest.raises(DataError, match=r"same shape everywhere.*sorted by shape, keep its order with shuffle=False"):
+    with pytest.raises(
+        DataError,
+        match=r"same shape everywhere.*sorted by shape, keep its order with shuffle=False",
+    ):
         list(iter(engine.train_batch, None))
 
 
@@ -217,12 +235,17 @@ def test_samples_that_an_epoch_leaves_out_are_said_once(caplog: pytest.LogCaptur
         _, _, loader, _ = initialize(training_data=samples(7))
         said = [record.getMessage() for record in caplog.records]
         assert len(said) == 1
-        assert "each epoch leaves out 1 of 7 samples, others each time, which fill no microbatch of 2" in said[0]
+        assert (
+            "each epoch leaves out 1 of 7 samples, others each time, which fill no microbatch of 2"
+            in said[0]
+        )
         assert [len(x) for _ in range(2) for x, _ in loader] == [2] * 6
         initialize(training_data=samples(8))
         assert len(caplog.records) == 1
         initialize(training_data=samples(7), shuffle=False)
-    assert "leaves out 1 of 7 samples, which fill no microbatch of 2" in caplog.records[1].getMessage()
+    assert (
+        "leaves out 1 of 7 samples, which fill no microbatch of 2" in caplog.records[1].getMessage()
+    )
 
 
 def test_the_loop_of_the_manual_ends(tmp_path: Path) -> None:
@@ -230,7 +253,9 @@ def test_the_loop_of_the_manual_ends(tmp_path: Path) -> None:
 
     def build() -> Any:
         model, config = nn.Sequential([Embed(), Head()]), {"train_micro_batch_size_per_gpu": 2}
-        return initialize(model=model, loss_fn=cross_entropy, training_data=samples(48), config=config)
+        return initialize(
+            model=model, loss_fn=cross_entropy, training_data=samples(48), config=config
+        )
 
     def losses(engine: Any, batches: Any) -> list[float]:
         found = []
@@ -253,9 +278,15 @@ def test_the_loop_of_the_manual_ends(tmp_path: Path) -> None:
 
 def test_collate_fn_makes_the_entries() -> None:
     def collate(picked: list[Any]) -> Any:
-        return np.stack([x for x, _ in picked]), np.stack([y for _, y in picked]), {"unused": np.ones((2, 1), np.int8)}
+        return (
+            np.stack([x for x, _ in picked]),
+            np.stack([y for _, y in picked]),
+            {"unused": np.ones((2, 1), np.int8)},
+        )
 
-    with pytest.warns(UserWarning, match="side input 'unused' must be named by the call of a layer"):
+    with pytest.warns(
+        UserWarning, match="side input 'unused' must be named by the call of a layer"
+    ):
         engine, _, loader, _ = initialize(training_data=samples(6), collate_fn=collate)
     assert set(next(iter(loader))[2]) == {"unused"}
     assert np.isfinite(float(engine.train_batch()))
@@ -275,10 +306,18 @@ def test_all_that_is_wrong_with_a_configuration_comes_in_one_error() -> None:
         "tensor_parallel": {"autotp_size": 2},
         "fp16": {"enabled": True, "min_loss_scale": 1e9},
         "pipeline": {"stages": 3, "schedule": "1f2b", "activation_checkpoint_interval": 1},
-        "optimizer": {"type": "Adam", "params": {"lr": "auto", "betas": [0.9, 1.0], "torch_adma": True}},
-        "scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 10**400, "cycle_first_step": 3}},
+        "optimizer": {
+            "type": "Adam",
+            "params": {"lr": "auto", "betas": [0.9, 1.0], "torch_adma": True},
+        },
+        "scheduler": {
+            "type": "OneCycle",
+            "params": {"cycle_min_lr": 10**400, "cycle_first_step": 3},
+        },
     }
-    with pytest.raises(ConfigError, match=r"^The configuration must be changed in 12 places:\n  - ") as error:
+    with pytest.raises(
+        ConfigError, match=r"^The configuration must be changed in 12 places:\n  - "
+    ) as error:
         jaxpipe.initialize(model=module(activation_checkpoint_interval=2), config=config)
     expected = {
         "tensor_parallel",
@@ -309,11 +348,18 @@ def test_nothing_is_said_of_what_follows_from_a_refusal() -> None:
     }
     with pytest.raises(ConfigError, match=r"belongs to Hugging Face's Trainer") as error:
         jaxpipe.initialize(model=module(), config=config)
-    assert error.value.paths == ("train_batch_size", "optimizer.type", "scheduler.params.warmup_num_steps")
+    assert error.value.paths == (
+        "train_batch_size",
+        "optimizer.type",
+        "scheduler.params.warmup_num_steps",
+    )
 
 
 def test_an_error_of_the_optimizer_names_the_file(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text('{"train_batch_size": 4, "optimizer": {"type": "Adam", "params": {"lr": -1}}}')
-    with pytest.raises(ConfigError, match=r"^optimizer.params.lr must be .*=-1. Use .*\(Read from .*config.json.\)$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^optimizer.params.lr must be .*=-1. Use .*\(Read from .*config.json.\)$",
+    ):
         jaxpipe.initialize(model=module(), config=file)

@@ -1,4 +1,7 @@
-"""Ctrl-C and other signals, at any moment: nothing that was trained is lost, and no microbatch is."""
+"""Ctrl-C and other signals, at any moment.
+
+Nothing that was trained is lost, and no microbatch is.
+"""
 
 import itertools
 import json
@@ -60,7 +63,9 @@ def is_whole(engine: PipelineEngine) -> bool:
 
 
 @pytest.mark.parametrize("moment", [within_a_step, before_it_counts])
-def test_ctrl_c_in_a_step(engine: PipelineEngine, moment: Moment, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_in_a_step(
+    engine: PipelineEngine, moment: Moment, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before, handler = engine.global_steps, signal.getsignal(signal.SIGINT)
     with monkeypatch.context() as patch:
         moment(patch, engine, 1)
@@ -74,9 +79,13 @@ def test_ctrl_c_in_a_step(engine: PipelineEngine, moment: Moment, monkeypatch: p
     assert (engine.global_steps, is_whole(engine)) == (before + 2, True)
 
 
-def test_a_handler_that_ends_the_program(engine: PipelineEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_handler_that_ends_the_program(
+    engine: PipelineEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
-    monkeypatch.setattr(engine._trainer.heartbeat, "note", lambda result: press(number=signal.SIGTERM))
+    monkeypatch.setattr(
+        engine._trainer.heartbeat, "note", lambda result: press(number=signal.SIGTERM)
+    )
     try:
         with pytest.raises(SystemExit, match="3"):
             engine.train_batch(entries())
@@ -88,7 +97,9 @@ def test_a_handler_that_ends_the_program(engine: PipelineEngine, monkeypatch: py
 def test_several_signals_are_all_delivered() -> None:
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     came: list[int] = []
-    handlers = {number: signal.signal(number, lambda n, _: came.append(n)) for number in numbers[::2]}
+    handlers = {
+        number: signal.signal(number, lambda n, _: came.append(n)) for number in numbers[::2]
+    }
 
     def body() -> None:
         with hold_signals():
@@ -120,7 +131,10 @@ def test_pressing_again_and_again_breaks_a_step_off(
         lambda: engine.save_checkpoint(tmp_path),
         lambda: engine.predict(entry()[0]),
     ):
-        with pytest.raises(PipelineError, match=r"its state.*got one whose arrays are gone.*Call load_checkpoint, or"):
+        with pytest.raises(
+            PipelineError,
+            match=r"its state.*got one whose arrays are gone.*Call load_checkpoint, or",
+        ):
             call()
     engine.load_checkpoint(tmp_path)
     assert (engine.global_steps, is_whole(engine)) == (before, True)
@@ -182,7 +196,9 @@ class Returning(Interrupted):
 
 
 @pytest.mark.parametrize("kind", [Interrupted, Returning])
-def test_microbatches_of_a_batch_that_did_not_run_come_again(engine: PipelineEngine, kind: type[Interrupted]) -> None:
+def test_microbatches_of_a_batch_that_did_not_run_come_again(
+    engine: PipelineEngine, kind: type[Interrupted]
+) -> None:
     wanted = [float(engine.eval_batch(entries(1 + k * MICROBATCHES))) for k in range(3)]
     iterator = kind(3)
     assert float(engine.eval_batch(iterator)) == wanted[0]
@@ -191,7 +207,10 @@ def test_microbatches_of_a_batch_that_did_not_run_come_again(engine: PipelineEng
         with pytest.raises(KeyboardInterrupt) as caught:
             method(iterator)
         (note,) = caught.value.__notes__
-        assert "of 2 microbatches had been pulled; the next batch from the same iterator begins with them" in note
+        assert (
+            "of 2 microbatches had been pulled; the next batch from the same iterator begins with "
+            "them" in note
+        )
     assert [float(engine.eval_batch(iterator)) for _ in range(2)] == wanted[1:]
 
 
@@ -235,7 +254,9 @@ def test_an_entry_that_does_not_fit_does_not_come_again(engine: PipelineEngine) 
 
 def plain_engine() -> Any:
     sizes = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
-    return jaxpipe.initialize(model=nn.Dense(1), optimizer=optax.adam(0.1), loss_fn=mean_square, config=sizes)[0]
+    return jaxpipe.initialize(
+        model=nn.Dense(1), optimizer=optax.adam(0.1), loss_fn=mean_square, config=sizes
+    )[0]
 
 
 def test_ctrl_c_in_the_three_calls(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,23 +27,38 @@ SLEEP_S = 0.2
 
 def events(path: Path, process: int = 1) -> list[dict[str, Any]]:
     trace = json.loads(path.read_text())
-    return [event for event in trace["traceEvents"] if event["ph"] == "X" and event["pid"] == process]
+    return [
+        event for event in trace["traceEvents"] if event["ph"] == "X" and event["pid"] == process
+    ]
 
 
 @pytest.mark.parametrize(
     ("schedule", "cuts"),
     slow_after(
-        1, [("1f1b", [3]), ("1f1b-v", [2, 3, 4]), ("zero-bubble-h1", [3]), ("gpipe", [3]), ("train", [3])], unpack=True
+        1,
+        [
+            ("1f1b", [3]),
+            ("1f1b-v", [2, 3, 4]),
+            ("zero-bubble-h1", [3]),
+            ("gpipe", [3]),
+            ("train", [3]),
+        ],
+        unpack=True,
     ),
 )
-def test_a_measured_step_has_the_actions_of_the_schedule(schedule: str, cuts: list[int], tmp_path: Path) -> None:
+def test_a_measured_step_has_the_actions_of_the_schedule(
+    schedule: str, cuts: list[int], tmp_path: Path
+) -> None:
     config = {"pipeline": {"schedule": schedule}, "gradient_accumulation_steps": 4}
     engine, plain = (build(model(*cuts), config, example_batch=entry()) for _ in range(2))
     losses = [float(plain.train_batch(entries(step, count=4))) for step in range(2)]
     path = tmp_path / "trace.json"
     engine.schedule_trace(path, measure=True, data_iter=entries(count=4))
     assert (engine.global_steps, float(engine.metrics["loss"])) == (1, losses[0])
-    counts = [Counter((event["tid"], event["cat"]) for event in events(path, process)) for process in (1, 2)]
+    counts = [
+        Counter((event["tid"], event["cat"]) for event in events(path, process))
+        for process in (1, 2)
+    ]
     planned = timeline(engine.pipeline.program, 1.0, 2.0)
     assert counts == [Counter((one.stage, one.kind) for one in planned)] * 2
     assert float(engine.train_batch(entries(1, count=4))) == losses[1]
@@ -87,7 +102,9 @@ def test_the_bubble_of_sleeping_layers(schedule: str, tmp_path: Path) -> None:
     found = events(path)
     span_s = max(event["ts"] + event["dur"] for event in found) / 1e6
     idle = 1 - sum(event["dur"] for event in found) / 1e6 / (stages * span_s)
-    assert idle == pytest.approx(bubble_fraction(engine.pipeline.program, SLEEP_S, 2 * SLEEP_S), abs=0.02)
+    assert idle == pytest.approx(
+        bubble_fraction(engine.pipeline.program, SLEEP_S, 2 * SLEEP_S), abs=0.02
+    )
 
 
 class Noisy(nn.Module):
@@ -114,11 +131,17 @@ def test_loops_in_layers_and_stages_of_last_layers(stages: int, tmp_path: Path) 
 
 def test_idle_actions_that_are_computed_are_no_actions(tmp_path: Path) -> None:
     engine = build(model(), {"pipeline": {"skip_idle": False}}, example_batch=entry())
-    with pytest.raises(PipelineError, match=r"must have 2 actions of the kind 'forward'.*got \d\. Set pipeline.skip_i"):
+    with pytest.raises(
+        PipelineError,
+        match=r"must have 2 actions of the kind 'forward'.*got \d\. Set pipeline.skip_i",
+    ):
         engine.schedule_trace(tmp_path / "a.json", measure=True, data_iter=entries())
     assert engine.global_steps == 1
     engine.schedule_trace(tmp_path / "a.json")
-    assert Counter(event["cat"] for event in events(tmp_path / "a.json")) == {"forward": 4, "backward": 4}
+    assert Counter(event["cat"] for event in events(tmp_path / "a.json")) == {
+        "forward": 4,
+        "backward": 4,
+    }
 
 
 def test_times_of_phases() -> None:
@@ -135,7 +158,14 @@ def test_times_of_phases() -> None:
             ran("forward", 0.0, 4.0, 1),
         ]
     )
-    expected = {"forward": 3.0, "backward": 1.5, "update": 0.5, "exchange": 0.5, "other": 0.25, "idle": 4.25}
+    expected = {
+        "forward": 3.0,
+        "backward": 1.5,
+        "update": 0.5,
+        "exchange": 0.5,
+        "other": 0.25,
+        "idle": 4.25,
+    }
     assert times == pytest.approx({**expected, "step": 10.0})
     assert phase_times([]) == {}
     np.testing.assert_allclose(sum(expected.values()), 10.0)

@@ -57,14 +57,20 @@ def test_another_schedule(source: str, target: str, match: str, root: Path) -> N
     [
         ((3, 1, 1), r"missing: layers/2_Dense\. Build"),
         ((3,), r"unexpected: layers/1_Dense\. Build"),
-        ((3, 2), r"of another shape: layers/1_Dense/bias \(float32\[1\], not float32\[2\]\), layers/1_Dense/kernel \("),
+        (
+            (3, 2),
+            r"of another shape: layers/1_Dense/bias \(float32\[1\], not float32\[2\]\), "
+            r"layers/1_Dense/kernel \(",
+        ),
         (
             (5,),
-            r"unexpected: layers/1_Dense; of another shape: layers/0_Dense/bias \(.*, layers/0_Dense/kernel \(float",
+            r"unexpected: layers/1_Dense; of another shape: layers/0_Dense/bias \(.*, "
+            r"layers/0_Dense/kernel \(float",
         ),
         (
             (3, 2, 1),
-            r"missing: layers/2_Dense; of another shape: layers/1_Dense/bias \(float32\[1\], not float32\[2\]\)",
+            r"missing: layers/2_Dense; of another shape: layers/1_Dense/bias \(float32\[1\], not "
+            r"float32\[2\]\)",
         ),
     ],
     ids=str,
@@ -72,7 +78,9 @@ def test_another_schedule(source: str, target: str, match: str, root: Path) -> N
 def test_layers_that_do_not_fit_are_named(widths: tuple[int, ...], match: str, adam: Run) -> None:
     engine = build(dense(*widths, stages=1, partition_method="uniform"))
     with pytest.raises(
-        CheckpointError, match=rf"global_step3 must hold the layers of the model, but got {match}.*load_module_strict=F"
+        CheckpointError,
+        match=r"global_step3 must hold the layers of the model, but got "
+        rf"{match}.*load_module_strict=F",
     ):
         engine.load_checkpoint(adam.folder)
     assert engine.global_steps == engine.global_samples == 0
@@ -88,7 +96,10 @@ def other() -> Any:
 
 def test_a_refused_load_changes_nothing(adam: Run, other: Any) -> None:
     before, counted, metrics = leaves(other), scalars(other), other.metrics
-    for strict, tag, match in ((True, None, "of another shape: layers/1_Dense"), (False, "none", "holds the checkp")):
+    for strict, tag, match in (
+        (True, None, "of another shape: layers/1_Dense"),
+        (False, "none", "holds the checkp"),
+    ):
         with pytest.raises(CheckpointError, match=match):
             other.load_checkpoint(adam.folder, tag, load_module_strict=strict)
         assert_same(leaves(other), before)
@@ -100,7 +111,9 @@ def test_a_refused_load_leaves_shapes_open(root: Path, adam: Run) -> None:
     wide = build(dense(5, 1), example_batch=tuple(np.ones((4, n), np.float32) for n in (7, 1)))
     wide.save_checkpoint(root / "wide")
     engine = build(dense(3, 1))
-    with pytest.raises(CheckpointError, match=r"layers/0_Dense/kernel \(float32\[7, 5\], not float32"):
+    with pytest.raises(
+        CheckpointError, match=r"layers/0_Dense/kernel \(float32\[7, 5\], not float32"
+    ):
         engine.load_checkpoint(root / "wide")
     engine.load_checkpoint(adam.folder)
     assert_same(leaves(engine), adam.late.leaves)
@@ -108,7 +121,10 @@ def test_a_refused_load_leaves_shapes_open(root: Path, adam: Run) -> None:
 
 def test_what_fits_is_loaded(adam: Run, other: Any) -> None:
     before = leaves(other)
-    with pytest.warns(UserWarning, match=r"missing: layers/2_Dense; of another shape: layers/1_Dense/bias .*keeps its"):
+    with pytest.warns(
+        UserWarning,
+        match=r"missing: layers/2_Dense; of another shape: layers/1_Dense/bias .*keeps its",
+    ):
         other.load_checkpoint(adam.folder, load_module_strict=False)
     found = leaves(other)
     rest = {key for key in found if "1_Dense" in key or "2_Dense" in key}
@@ -134,16 +150,23 @@ def test_given_parameters_stay_where_nothing_fits(adam: Run) -> None:
     with pytest.warns(UserWarning, match=r"of another shape: layers/1_Dense/bias \("):
         engine.load_checkpoint(adam.folder, load_module_strict=False)
     held = engine.module_state_dict()
-    jax.tree.map(np.testing.assert_array_equal, held["layers"]["1_Dense"], given["layers"]["1_Dense"])
-    np.testing.assert_array_equal(held["layers"]["0_Dense"]["bias"], adam.late.leaves["params/layers/0_Dense/bias"])
+    jax.tree.map(
+        np.testing.assert_array_equal, held["layers"]["1_Dense"], given["layers"]["1_Dense"]
+    )
+    np.testing.assert_array_equal(
+        held["layers"]["0_Dense"]["bias"], adam.late.leaves["params/layers/0_Dense/bias"]
+    )
 
 
 def test_another_optimizer(adam: Run) -> None:
     engine = build(dense(3, 1), optimizer=optax.sgd(0.1, momentum=0.9))
     match = (
-        r"state of the optimizer in use, but got missing: 0/trace/layers/0_Dense, .*unexpected: count, .*Use the same"
+        r"state of the optimizer in use, but got missing: 0/trace/layers/0_Dense, "
+        r".*unexpected: count, .*Use the same"
     )
-    with pytest.raises(CheckpointError, match=rf"{match}.*or begin its state anew with load_optimizer_states=False"):
+    with pytest.raises(
+        CheckpointError, match=rf"{match}.*or begin its state anew with load_optimizer_states=False"
+    ):
         engine.load_checkpoint(adam.folder)
     assert engine.global_steps == 0
     engine.load_checkpoint(adam.folder, load_optimizer_states=False)
@@ -158,14 +181,19 @@ def test_training_less_than_before(adam: Run) -> None:
     engine = build(dense(3, 1, trainable="1_Dense"))
     with pytest.raises(
         CheckpointError,
-        match=r"unexpected: inner_state/0/mu/layers/0_Dense, .*what fits of it with load_module_strict=F",
+        match=r"unexpected: inner_state/0/mu/layers/0_Dense, .*what fits of it with "
+        r"load_module_strict=F",
     ):
         engine.load_checkpoint(adam.folder)
-    with pytest.warns(UserWarning, match=r"unexpected: inner_state/0/mu/layers/0_Dense, .*What fits is loaded"):
+    with pytest.warns(
+        UserWarning, match=r"unexpected: inner_state/0/mu/layers/0_Dense, .*What fits is loaded"
+    ):
         engine.load_checkpoint(adam.folder, load_module_strict=False)
     found = leaves(engine)
     assert_same(found, adam.late.leaves, found)
-    assert any(key.startswith("opt_state/") and "1_Dense" in key and found[key].any() for key in found)
+    assert any(
+        key.startswith("opt_state/") and "1_Dense" in key and found[key].any() for key in found
+    )
 
 
 def test_without_an_optimizer(adam: Run, tmp_path: Path) -> None:
@@ -175,7 +203,11 @@ def test_without_an_optimizer(adam: Run, tmp_path: Path) -> None:
     adam.engine.load_checkpoint(adam.folder)
     assert float(engine.eval_batch(batch(5))) == float(adam.engine.eval_batch(batch(5)))
     engine.save_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match=r"but got missing: count, .*load_optimizer_states=False"):
+    with pytest.raises(
+        CheckpointError, match=r"but got missing: count, .*load_optimizer_states=False"
+    ):
         adam.engine.load_checkpoint(tmp_path)
-    adam.engine.load_checkpoint(tmp_path, load_optimizer_states=False, load_lr_scheduler_states=False)
+    adam.engine.load_checkpoint(
+        tmp_path, load_optimizer_states=False, load_lr_scheduler_states=False
+    )
     assert_same(leaves(adam.engine), adam.late.leaves)

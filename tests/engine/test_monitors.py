@@ -46,7 +46,9 @@ def test_the_numbers_of_every_step(tmp_path: Path) -> None:
     first, second = Recording(), Recording()
     model = module(LayerSpec(Reporting), LayerSpec(nn.Dense, 1), data=2)
     section = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
-    engine = build(model, {"scheduler": WARMUP, "fp16": FP16, "csv_monitor": section}, monitors=[first])
+    engine = build(
+        model, {"scheduler": WARMUP, "fp16": FP16, "csv_monitor": section}, monitors=[first]
+    )
     rates, losses = [], []
     for step in range(STEPS):
         if step == 1:
@@ -64,12 +66,18 @@ def test_the_numbers_of_every_step(tmp_path: Path) -> None:
     assert [first.of("lr")[n] for n in at] == pytest.approx(rates)
     assert first.of("skipped_steps") == {8: 0, 16: 0, 24: 0, 32: 1, 40: 1}
     assert first.of("loss_scale") == {8: 2, 16: 2, 24: 2, 32: 2, 40: 1}
-    assert set(first.of("losses/0_Reporting/size")) == set(first.of("metrics/0_Reporting/largest")) == {*at, 32, 40}
+    assert (
+        set(first.of("losses/0_Reporting/size"))
+        == set(first.of("metrics/0_Reporting/largest"))
+        == {*at, 32, 40}
+    )
     assert set(first.of("grad_norm")) == {*at, 32, 40}
     # Neither the first step, which compiled, nor the first after a load, which begins anew.
     assert set(first.of("samples_per_s")) == {16, 24, 32}
     assert min(first.of("samples_per_s").values()) > 0
-    assert {name: list(first.of(f"elapsed_time_ms_{name}_checkpoint")) for name in ("save", "load")} == {
+    assert {
+        name: list(first.of(f"elapsed_time_ms_{name}_checkpoint")) for name in ("save", "load")
+    } == {
         "save": [32],
         "load": [32],
     }
@@ -109,19 +117,30 @@ def test_the_share_of_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     train(build(monitors=[recording]))
     speeds = recording.of("tflops_per_device")
     assert list(speeds) == [SAMPLES * step for step in range(2, STEPS + 1)]
-    assert recording.of("mfu") == {samples: pytest.approx(2 * speed) for samples, speed in speeds.items()}
+    assert recording.of("mfu") == {
+        samples: pytest.approx(2 * speed) for samples, speed in speeds.items()
+    }
 
 
 def test_tensorboard_reads_its_files(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    engine = build(config={"tensorboard": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}})
+    engine = build(
+        config={"tensorboard": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
+    )
     losses = train(engine)
     reader = EventAccumulator(str(tmp_path / "job")).Reload()
-    found = [(event.step, float(event.tensor_proto.float_val[0])) for event in reader.Tensors(TAG + "train_loss")]
-    assert found == [(SAMPLES * (step + 1), pytest.approx(loss)) for step, loss in enumerate(losses)]
-    assert {TAG + name for name in ("lr", "grad_norm", "samples_per_s")} <= set(reader.Tags()["tensors"])
+    found = [
+        (event.step, float(event.tensor_proto.float_val[0]))
+        for event in reader.Tensors(TAG + "train_loss")
+    ]
+    assert found == [
+        (SAMPLES * (step + 1), pytest.approx(loss)) for step, loss in enumerate(losses)
+    ]
+    assert {TAG + name for name in ("lr", "grad_norm", "samples_per_s")} <= set(
+        reader.Tags()["tensors"]
+    )
 
 
 @pytest.mark.slow
@@ -157,10 +176,17 @@ def test_comet_as_the_section_says(monkeypatch: pytest.MonkeyPatch) -> None:
         def end(self) -> None: ...
 
     monkeypatch.setattr(comet_ml, "start", lambda **kwargs: started.append(kwargs) or Experiment())
-    section = {"samples_log_interval": 8, "api_key": "secret", "experiment_name": "e", "online": False}
+    section = {
+        "samples_log_interval": 8,
+        "api_key": "secret",
+        "experiment_name": "e",
+        "online": False,
+    }
     engine = build(config={"comet": {"enabled": True, **section}})
     losses = train(engine)
-    assert started[0] | {"api_key": "secret", "name": "e", "online": False, "mode": None} == started[0]
+    assert (
+        started[0] | {"api_key": "secret", "name": "e", "online": False, "mode": None} == started[0]
+    )
     # Samples from one value of a name to the next: those of the second step lie between.
     assert [step for values, step in logged if TAG + "train_loss" in values] == [4, 12]
     assert logged[0][0][TAG + "train_loss"] == losses[0]
@@ -170,7 +196,10 @@ def test_comet_as_the_section_says(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_key_is_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jaxpipe.engine._telemetry.open_monitors", lambda config: [])
     monkeypatch.setattr("jaxpipe.engine._engine.check_monitors", lambda config: None)
-    engine = build(config={"comet": {"enabled": True, "api_key": "secret", "project": "p"}}, example_batch=entry())
+    engine = build(
+        config={"comet": {"enabled": True, "api_key": "secret", "project": "p"}},
+        example_batch=entry(),
+    )
     engine.save_checkpoint(tmp_path, "t")
     texts = [path.read_text() for path in tmp_path.rglob("*.json")]
     stored = next(json.loads(text)["config"]["comet"] for text in texts if '"config"' in text)
@@ -181,9 +210,17 @@ def test_a_key_is_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.slow
-def test_a_full_disk_ends_a_monitor_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    recording, section = Recording(), {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
-    sections = {"csv_monitor": section, **({"tensorboard": section} if importlib.util.find_spec("tensorboard") else {})}
+def test_a_full_disk_ends_a_monitor_and_not_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recording, section = (
+        Recording(),
+        {"enabled": True, "output_path": str(tmp_path), "job_name": "job"},
+    )
+    sections = {
+        "csv_monitor": section,
+        **({"tensorboard": section} if importlib.util.find_spec("tensorboard") else {}),
+    }
     engine = build(config=sections, monitors=[recording])
     train(engine, 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -194,25 +231,42 @@ def test_a_full_disk_ends_a_monitor_and_not_the_run(tmp_path: Path, caplog: pyte
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     for thread in threading.enumerate():
-        if type(thread).__name__ == "_AsyncWriterThread":  # TensorBoard's, whose error is this test's and no other's
+        if (
+            type(thread).__name__ == "_AsyncWriterThread"
+        ):  # TensorBoard's, whose error is this test's and no other's
             thread.join(10)
     assert list(recording.of("train_loss").values())[1:] == losses
     assert sorted(record.args[0] for record in caplog.records) == sorted(
-        {"csv_monitor": "CSVMonitor", "tensorboard": "TensorBoardMonitor"}[name] for name in sections
+        {"csv_monitor": "CSVMonitor", "tensorboard": "TensorBoardMonitor"}[name]
+        for name in sections
     )
 
 
-def test_one_that_cannot_begin_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_that_cannot_begin_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "job").write_text("a file")
     with caplog.at_level(logging.WARNING, "jaxpipe"):
-        engine = build(config={"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}})
-    assert "csv_monitor could not begin and is switched off, training goes on: FileExistsError" in caplog.text
+        engine = build(
+            config={
+                "csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+            }
+        )
+    assert (
+        "csv_monitor could not begin and is switched off, training goes on: FileExistsError"
+        in caplog.text
+    )
     train(engine, 1)
 
 
 @pytest.mark.parametrize("section", ["tensorboard", "wandb", "comet"])
-def test_a_missing_library_is_named_before_anything_compiles(section: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_named_before_anything_compiles(
+    section: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    match = rf"^{section}.enabled must be false unless the package \w+ is installed.*pip install 'jaxpipe\[{section}\]'"
+    match = (
+        rf"^{section}.enabled must be false unless the package \w+ is installed.*pip install "
+        rf"'jaxpipe\[{section}\]'"
+    )
     with pytest.raises(ConfigError, match=match):
         build(config={section: {"enabled": True}})

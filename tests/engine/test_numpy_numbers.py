@@ -27,7 +27,10 @@ CONFIG: dict[str, Any] = {
     "fp16": {"enabled": False, "hysteresis": 2},
     "zero_optimization": {"stage": 1, "overlap_comm": False},
     "pipeline": {"partition": [0, 1, 2], "num_chunks": 1, "scan_trunk": False},
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "adam_w_mode": True}},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": 1e-3, "betas": [0.9, 0.95], "adam_w_mode": True},
+    },
 }
 
 
@@ -65,12 +68,16 @@ def test_numbers_of_another_kind_are_refused_as_before(value: Any) -> None:
     if as_flag(value) is None:
         with pytest.raises(ConfigError, match=r"bf16\.enabled must be true or false"):
             load_config({"bf16": {"enabled": value}})
-        with pytest.raises(LayerError, match=r"auto_cast must be True or False, but got auto_cast=.*Pass"):
+        with pytest.raises(
+            LayerError, match=r"auto_cast must be True or False, but got auto_cast=.*Pass"
+        ):
             module(auto_cast=value)
 
 
 def test_one_reading_for_all() -> None:
-    assert [as_integer(x) for x in (np.int8(3), np.array(3), np.bool_(True), np.float64(3), "3")] == [
+    assert [
+        as_integer(x) for x in (np.int8(3), np.array(3), np.bool_(True), np.float64(3), "3")
+    ] == [
         3,
         3,
         None,
@@ -78,8 +85,18 @@ def test_one_reading_for_all() -> None:
         None,
     ]
     assert [as_integer(x, 3) for x in (np.int64(2), np.int64(3))] == [None, 3]
-    assert [as_number(x) for x in (np.float32(0.5), np.int64(2), np.inf, np.bool_(False))] == [0.5, 2.0, None, None]
-    assert [as_flag(x) for x in (np.bool_(True), np.array(False), 1, None)] == [True, False, None, None]
+    assert [as_number(x) for x in (np.float32(0.5), np.int64(2), np.inf, np.bool_(False))] == [
+        0.5,
+        2.0,
+        None,
+        None,
+    ]
+    assert [as_flag(x) for x in (np.bool_(True), np.array(False), 1, None)] == [
+        True,
+        False,
+        None,
+        None,
+    ]
     assert plain(np.float32) is np.float32
 
 

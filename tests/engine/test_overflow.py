@@ -41,7 +41,9 @@ def test_it_waits_for_all_but_the_last_step(monkeypatch: pytest.MonkeyPatch) -> 
     assert [step.num_waits for step in steps] == [1, 0, 0]
     watch.note(after_step(steps[2]))
     for _ in range(2):
-        with pytest.raises(PipelineError, match=r"overflow at fp16\.min_loss_scale=2, below which.*or use bf16"):
+        with pytest.raises(
+            PipelineError, match=r"overflow at fp16\.min_loss_scale=2, below which.*or use bf16"
+        ):
             watch.check()
     assert [step.num_waits for step in steps] == [1, 1, 0]
 
@@ -52,7 +54,9 @@ def test_what_has_arrived_is_seen_at_once() -> None:
     arrived = jnp.bool_(True)
     watch.note(after_step(arrived.block_until_ready()))
     watch._pending[0].block_until_ready()
-    with pytest.raises(PipelineError, match=r"min_loss_scale=2, below which it cannot fall\. Look for values"):
+    with pytest.raises(
+        PipelineError, match=r"min_loss_scale=2, below which it cannot fall\. Look for values"
+    ):
         watch.check()
 
 

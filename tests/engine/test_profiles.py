@@ -32,7 +32,11 @@ NAMES = {"0_Dense", "1_Block", "2_Block", "3_Block", "4_Block", "5_Dense"}
 
 
 def hlo(engine: Any) -> str:
-    return engine.pipeline.step.lower(engine.pipeline.state_struct, engine.pipeline.batch_struct).compile().as_text()
+    return (
+        engine.pipeline.step.lower(engine.pipeline.state_struct, engine.pipeline.batch_struct)
+        .compile()
+        .as_text()
+    )
 
 
 def words(paths: set[str]) -> set[str]:
@@ -52,7 +56,9 @@ def words(paths: set[str]) -> set[str]:
         unpack=True,
     ),
 )
-def test_operations_are_named_by_layer_and_phase(cuts: list[int], pipeline: dict[str, Any], more: set[str]) -> None:
+def test_operations_are_named_by_layer_and_phase(
+    cuts: list[int], pipeline: dict[str, Any], more: set[str]
+) -> None:
     text = hlo(build(model(*cuts, data=2), {"pipeline": pipeline}, example_batch=entry(samples=4)))
     assert text.startswith("HloModule jit_jaxpipe_train_step,")
     paths = set(re.findall(r'op_name="([^"]*)"', text))
@@ -60,14 +66,18 @@ def test_operations_are_named_by_layer_and_phase(cuts: list[int], pipeline: dict
     assert found >= NAMES | SCOPES | more
     for phase in ("forward", "backward"):
         of_phase = {path for path in paths if f"/{phase}/" in path}
-        assert words({p.replace("(", "/").replace(")", "/") for p in of_phase}) >= NAMES - {"5_Dense"}, phase
+        assert words({p.replace("(", "/").replace(")", "/") for p in of_phase}) >= NAMES - {
+            "5_Dense"
+        }, phase
     assert any("/loss/" in path and "5_Dense" in path for path in paths)
 
 
 def test_names_change_neither_numbers_nor_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
     def stripped(text: str) -> list[str]:
         body = text[text.index("\n%") :]
-        return sorted(re.sub(r"%[\w.-]+|, metadata=\{[^}]*\}", "", line) for line in body.splitlines())
+        return sorted(
+            re.sub(r"%[\w.-]+|, metadata=\{[^}]*\}", "", line) for line in body.splitlines()
+        )
 
     def run() -> tuple[list[str], list[float]]:
         engine = build(model(), example_batch=entry())
@@ -79,7 +89,8 @@ def test_names_change_neither_numbers_nor_the_program(monkeypatch: pytest.Monkey
     assert run() == named
 
 
-@pytest.mark.filterwarnings(r"ignore:builtin type \w+ has no __module__:DeprecationWarning")  # jaxlib's, on Python 3.12
+# Jaxlib's, on Python 3.12.
+@pytest.mark.filterwarnings(r"ignore:builtin type \w+ has no __module__:DeprecationWarning")
 def test_a_recorded_profile_names_every_layer(tmp_path: Path) -> None:
     engine = build(model(), example_batch=entry())
     engine.train_batch(entries())
@@ -91,7 +102,10 @@ def test_a_recorded_profile_names_every_layer(tmp_path: Path) -> None:
     ran = {stats["hlo_op"] for event in events if "hlo_op" in (stats := dict(event.stats))}
     assert {event.name for event in events} >= {"jaxpipe_train_step"}
     assert {dict(e.stats).get("step_num") for e in events if e.name == "jaxpipe_train_step"} == {1}
-    # An event has an operation's name, and the compiled program that of the layers and phases it belongs to.
-    name_of = dict(re.findall(r'^\s*(?:ROOT )?%([\w.-]+) = .*op_name="([^"]*)"', hlo(engine), re.MULTILINE))
+    # An event has an operation's name, and the compiled program that of the layers and phases it
+    # belongs to.
+    name_of = dict(
+        re.findall(r'^\s*(?:ROOT )?%([\w.-]+) = .*op_name="([^"]*)"', hlo(engine), re.MULTILINE)
+    )
     paths = {name_of[op].replace("(", "/").replace(")", "/") for op in ran if op in name_of}
     assert words(paths) >= NAMES | {"forward", "backward"}

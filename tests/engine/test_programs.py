@@ -29,7 +29,9 @@ def evaluate(engine: PipelineEngine, length: int) -> None:
     np.testing.assert_allclose(engine.eval_batch(entries(0, length)), np.mean(losses), rtol=1e-5)
 
 
-def test_a_new_length_compiles_once_and_says_so(engine: PipelineEngine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_new_length_compiles_once_and_says_so(
+    engine: PipelineEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
     evaluate(engine, 5)
     first = engine.pipeline
     evaluate(engine, 3)
@@ -63,7 +65,11 @@ def test_products_have_the_precision_of_each_call() -> None:
         pipeline = engine.pipeline
         assert pipeline is not None
         lowered = pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct).as_text()
-        return {line.partition("precision = ")[2][:17] for line in lowered.splitlines() if "dot_general" in line}
+        return {
+            line.partition("precision = ")[2][:17]
+            for line in lowered.splitlines()
+            if "dot_general" in line
+        }
 
     assert precisions() == {"[DEFAULT, DEFAULT"}
     with jax.default_matmul_precision("highest"):
@@ -71,7 +77,9 @@ def test_products_have_the_precision_of_each_call() -> None:
     assert precisions() == {"[DEFAULT, DEFAULT"}
 
 
-def test_programs_are_bounded_and_can_be_dropped(engine: PipelineEngine, caplog: pytest.LogCaptureFixture) -> None:
+def test_programs_are_bounded_and_can_be_dropped(
+    engine: PipelineEngine, caplog: pytest.LogCaptureFixture
+) -> None:
     engine.reset_activation_shape()
     evaluate(engine, 3)
     oldest = engine.pipeline
@@ -86,8 +94,8 @@ def test_programs_are_bounded_and_can_be_dropped(engine: PipelineEngine, caplog:
     assert [(record.levelno, record.getMessage()) for record in caplog.records] == [
         (
             logging.WARNING,
-            "programs for 8 shapes of batches are kept: the one least recently used is dropped for inputs "
-            "float32[2, 40, 4]. Pad batches to fewer lengths.",
+            "programs for 8 shapes of batches are kept: the one least recently used is dropped for "
+            "inputs float32[2, 40, 4]. Pad batches to fewer lengths.",
         )
     ]
     evaluate(engine, 3)
@@ -105,11 +113,15 @@ def test_training_goes_on_over_lengths() -> None:
     engine.predict(entry(0, 3)[0])
     for length in (3, 5, 3):
         losses = [mean_square(jnp.asarray(apply(engine, x)), y) for x, y in entries(0, length)]
-        np.testing.assert_allclose(engine.train_batch(entries(0, length)), np.mean(losses), rtol=1e-5)
+        np.testing.assert_allclose(
+            engine.train_batch(entries(0, length)), np.mean(losses), rtol=1e-5
+        )
     assert engine.global_steps == int(engine.state.step) == 3
 
 
-def test_a_schedule_is_chosen_for_training_whatever_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_schedule_is_chosen_for_training_whatever_comes_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     planned = []
 
     def choose(job: Any, asked: Any) -> Any:
@@ -125,8 +137,13 @@ def test_a_schedule_is_chosen_for_training_whatever_comes_first(monkeypatch: pyt
     assert engine.pipeline.schedule.__name__ == "GPipeSchedule"
 
 
-def test_what_was_chosen_for_refused_shapes_is_forgotten_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after a load that was refused: schedule and cut are chosen anew for the shapes that come."""
+def test_what_was_chosen_for_refused_shapes_is_forgotten_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As after a load that was refused.
+
+    Schedule and cut are chosen anew for the shapes that come.
+    """
     chosen = iter(["gpipe", "1f1b"])
 
     def choose(job: Any, asked: Any) -> Any:
@@ -143,12 +160,14 @@ def test_what_was_chosen_for_refused_shapes_is_forgotten_too(monkeypatch: pytest
 
 
 def test_shapes_that_would_change_the_parameters() -> None:
-    engine = build(module(lambda x: x.reshape(x.shape[0], -1), LayerSpec(nn.Dense, 1)), optimizer=None)
+    engine = build(
+        module(lambda x: x.reshape(x.shape[0], -1), LayerSpec(nn.Dense, 1)), optimizer=None
+    )
     labels = np.zeros((2, 1), np.float32)
     engine.eval_batch(iter([(x, labels) for x, _ in entries(0, 3)]))
     match = (
-        r"inputs=float32\[2, 5, 4\] with layers/1_Dense/kernel=float32\[20, 1\] where inputs=float32\[2, 3, 4\] had "
-        r"layers/1_Dense/kernel=float32\[12, 1\]\. Pad or cut"
+        r"inputs=float32\[2, 5, 4\] with layers/1_Dense/kernel=float32\[20, 1\] where "
+        r"inputs=float32\[2, 3, 4\] had layers/1_Dense/kernel=float32\[12, 1\]\. Pad or cut"
     )
     with pytest.raises(DataError, match=match):
         engine.eval_batch(iter([(x, labels) for x, _ in entries(0, 5)]))
@@ -168,7 +187,8 @@ def test_shapes_that_would_change_the_rest_of_the_state() -> None:
     engine = build(module(jnp.sin, LayerSpec(Cache)), optimizer=None)
     engine.eval_batch(entries(0, 3))
     match = (
-        r"inputs=float32\[2, 5, 4\] for which other layers are alike, or keep other.*float32\[2, 3, 4\]\. Pad or cut"
+        r"inputs=float32\[2, 5, 4\] for which other layers are alike, or keep other.*"
+        r"float32\[2, 3, 4\]\. Pad or cut"
     )
     with pytest.raises(DataError, match=match):
         engine.eval_batch(entries(0, 5))

@@ -42,19 +42,27 @@ def test_rates_are_those_of_the_next_update(scheduled: PipelineEngine) -> None:
 
 
 def test_what_follows_a_schedule_cannot_be_set(scheduled: PipelineEngine) -> None:
-    with pytest.raises(ConfigError, match=r"not follow a schedule.*got learning_rate=0\.5.*Leave the schedule out"):
+    with pytest.raises(
+        ConfigError, match=r"not follow a schedule.*got learning_rate=0\.5.*Leave the schedule out"
+    ):
         scheduled.set_lr(0.5)
-    with pytest.raises(ConfigError, match=r"hyperparameter.*got hyperparameter='b3'\. Did you mean"):
+    with pytest.raises(
+        ConfigError, match=r"hyperparameter.*got hyperparameter='b3'\. Did you mean"
+    ):
         scheduled.set_hyperparams(b3=0.5)
     assert scheduled.get_lr() == scheduled.get_lr() != [0.5]
 
 
 @pytest.mark.parametrize("stage", soak_after(1, [1, 0]))
 def test_rates_can_be_set(stage: int) -> None:
-    optimizer = optax.chain(optax.scale(1.0), optax.inject_hyperparams(optax.sgd)(learning_rate=0.5))
+    optimizer = optax.chain(
+        optax.scale(1.0), optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
+    )
     engine = build(module(data=2), {"zero_optimization": {"stage": stage}}, optimizer=optimizer)
     batch = list(entries(samples=4))
-    with pytest.raises(PipelineError, match=r"must know the shapes of a batch.*Give initialize\(example_batch="):
+    with pytest.raises(
+        PipelineError, match=r"must know the shapes of a batch.*Give initialize\(example_batch="
+    ):
         engine.set_lr(0.0)
     assert engine.get_lr() == [0.5]
     engine.train_batch(iter(batch))
@@ -63,12 +71,16 @@ def test_rates_can_be_set(stage: int) -> None:
     before = engine.module_state_dict()
     engine.train_batch(iter(batch))
     jax.tree.map(np.testing.assert_array_equal, engine.module_state_dict(), before)
-    with pytest.raises(ConfigError, match=r"must be a finite number, but got learning_rate=nan\. Use"):
+    with pytest.raises(
+        ConfigError, match=r"must be a finite number, but got learning_rate=nan\. Use"
+    ):
         engine.set_lr(float("nan"))
     engine.set_hyperparams(learning_rate=np.float32(0.25))
     assert engine.get_lr() == [0.25]
     engine.train_batch(iter(batch))
-    assert not np.array_equal(jax.tree.leaves(engine.module_state_dict())[0], jax.tree.leaves(before)[0])
+    assert not np.array_equal(
+        jax.tree.leaves(engine.module_state_dict())[0], jax.tree.leaves(before)[0]
+    )
     assert engine._reports._access._write._cache_size() == 1
 
 
@@ -76,12 +88,23 @@ def test_rates_can_be_set(stage: int) -> None:
     ("arguments", "rates", "momenta"),
     [
         ({}, [0.01], [(0.9, 0.999)]),
-        ({"config": {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.5}}}}, [0.1], [0.5]),
-        ({"config": {"optimizer": {"type": "rmsprop", "params": {"learning_rate": 0.1}}}}, [0.1], None),
+        (
+            {"config": {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.5}}}},
+            [0.1],
+            [0.5],
+        ),
+        (
+            {"config": {"optimizer": {"type": "rmsprop", "params": {"learning_rate": 0.1}}}},
+            [0.1],
+            None,
+        ),
         ({"config": {"optimizer": {"type": "Muon"}}}, [0.02, 0.0003], [0.95, (0.9, 0.95)]),
         ({"optimizer": optax.adamw, "lr_scheduler": lambda count: 0.5 - 0.1 * count}, [0.5], [0.9]),
         (
-            {"optimizer": functools.partial(optax.sgd, momentum=0.9), "lr_scheduler": OneCycle(0.1, 0.2)},
+            {
+                "optimizer": functools.partial(optax.sgd, momentum=0.9),
+                "lr_scheduler": OneCycle(0.1, 0.2),
+            },
             [0.1],
             [0.8],
         ),
@@ -91,11 +114,17 @@ def test_rates_can_be_set(stage: int) -> None:
 )
 def test_rates_before_shapes_are_known(arguments: dict[str, Any], rates: Any, momenta: Any) -> None:
     engine = build(**arguments)
-    for ask, wanted, what in ((engine.get_lr, rates, "learning rate"), (engine.get_mom, momenta, "momentum")):
+    for ask, wanted, what in (
+        (engine.get_lr, rates, "learning rate"),
+        (engine.get_mom, momenta, "momentum"),
+    ):
         if wanted is not None:
             assert jax.tree.map(lambda x: round(x, 6), ask()) == wanted
             continue
-        match = rf"the {what} must lie in the optimizer's state for {ask.__name__}, but got one with.*Name the optim"
+        match = (
+            rf"the {what} must lie in the optimizer's state for {ask.__name__}, but got one "
+            r"with.*Name the optim"
+        )
         with pytest.raises(PipelineError, match=match):
             ask()
 
@@ -111,7 +140,10 @@ def test_numbers_come_back_as_they_were_written(rate: float) -> None:
     engine.set_hyperparams(b2=np.float32(0.95))
     assert (engine.get_lr(), engine.get_mom()) == ([0.7 * rate], [(0.9, 0.95)])
     for wrong in (-1, float("nan"), "0.1", None, True):
-        with pytest.raises(ConfigError, match=r"learning_rate must be a finite number.*, but got learning_rate=.*Use"):
+        with pytest.raises(
+            ConfigError,
+            match=r"learning_rate must be a finite number.*, but got learning_rate=.*Use",
+        ):
             engine.set_lr(wrong)
     assert engine.get_lr() == [0.7 * rate]
 
@@ -127,7 +159,11 @@ def test_a_schedule_that_has_come_to_its_end_gives_the_number_as_it_was_written(
 def test_before_the_first_batch() -> None:
     engine = build(config={"fp16": FP16})
     assert (engine.skipped_steps, engine.was_step_applied(), engine.loss_scale) == (0, False, 2.0)
-    assert (engine.get_global_grad_norm(), engine.get_additional_losses(), engine.metrics) == (None, None, {})
+    assert (engine.get_global_grad_norm(), engine.get_additional_losses(), engine.metrics) == (
+        None,
+        None,
+        {},
+    )
     assert build().loss_scale == build(config={"bf16": {"enabled": True}}).loss_scale == 1.0
 
 
@@ -148,7 +184,10 @@ def test_overflow_skips_lowers_and_ends() -> None:
     jax.block_until_ready(engine._trainer.watch._pending)  # else the error may come one step later
     iterator = iter(good)
     for _ in range(2):
-        with pytest.raises(PipelineError, match=r"overflow at fp16\.min_loss_scale=1, below.*lower the learning rate"):
+        with pytest.raises(
+            PipelineError,
+            match=r"overflow at fp16\.min_loss_scale=1, below.*lower the learning rate",
+        ):
             engine.train_batch(iterator)
     assert len(list(iterator)) == MICROBATCHES
     assert np.isfinite(float(engine.eval_batch(iter(good))))
@@ -216,8 +255,8 @@ def test_a_line_every_few_steps() -> None:
     assert len(shown) == 2
     for step, line in zip((2, 4), shown, strict=True):
         assert re.fullmatch(
-            rf"step {step}, loss {losses[step - 1]:.4f}, lr 1\.000e-02, grad norm \d+\.\d{{4}}, loss scale 2, "
-            r"\d+\.\d samples/s",
+            rf"step {step}, loss {losses[step - 1]:.4f}, lr 1\.000e-02, grad norm \d+\.\d{{4}}, "
+            r"loss scale 2, \d+\.\d samples/s",
             line,
         )
 
@@ -264,8 +303,12 @@ def test_tokens_per_second_where_inputs_are_tokens(inputs: Any, is_text: bool) -
 
 
 def test_importing_leaves_the_root_logger_and_orbax_alone() -> None:
-    program = "import logging, sys, jaxpipe; print(logging.getLogger().handlers, 'orbax' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    program = (
+        "import logging, sys, jaxpipe; print(logging.getLogger().handlers, 'orbax' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert done.stdout == "[] False\n"
 
 

@@ -32,7 +32,9 @@ def falling(count: Any) -> Any:
 
 
 def test_what_is_in_use_is_returned() -> None:
-    engine, optimizer, _, schedule = initialize(optimizer=None, config={**CONFIG, "optimizer": ADAM})
+    engine, optimizer, _, schedule = initialize(
+        optimizer=None, config={**CONFIG, "optimizer": ADAM}
+    )
     assert isinstance(optimizer, optax.GradientTransformation)
     assert (engine.optimizer, engine.lr_scheduler, schedule) == (optimizer, None, None)
     sections = {"optimizer": ADAM, "scheduler": WARMUP}
@@ -42,14 +44,17 @@ def test_what_is_in_use_is_returned() -> None:
     _, optimizer, _, schedule = initialize(optimizer=optax.sgd, lr_scheduler=falling)
     assert (schedule, optimizer.init({}).hyperparams["learning_rate"]) == (falling, 0.5)
     _, _, _, schedule = initialize(
-        optimizer=functools.partial(optax.sgd, learning_rate=0.25), config={**CONFIG, "scheduler": WARMUP}
+        optimizer=functools.partial(optax.sgd, learning_rate=0.25),
+        config={**CONFIG, "scheduler": WARMUP},
     )
     assert schedule.lr == 0.25
 
 
 def test_a_pipeline_without_an_engine() -> None:
     mesh, model = jaxpipe.mesh_for(module()), module()
-    with pytest.raises(ConfigError, match=r"have an optimizer, but got optimizer=None.*optax\.identity\(\) to eval"):
+    with pytest.raises(
+        ConfigError, match=r"have an optimizer, but got optimizer=None.*optax\.identity\(\) to eval"
+    ):
         jaxpipe.make_pipeline(model, None, CONFIG, mesh, entry())
     config = {**CONFIG, "optimizer": ADAM, "gradient_clipping": 0.5, "fp16": {"enabled": True}}
     pipeline = jaxpipe.make_pipeline(model, None, config, mesh, entry())
@@ -73,7 +78,9 @@ def test_a_pipeline_without_an_engine() -> None:
     ),
 )
 def test_inputs_are_cast_where_that_is_asked(sections: Any, given: bool, wanted: str) -> None:
-    engine, *_ = initialize(model=module(auto_cast=given), config={**CONFIG, **sections}, example_batch=entry())
+    engine, *_ = initialize(
+        model=module(auto_cast=given), config={**CONFIG, **sections}, example_batch=entry()
+    )
     assert {b.dtype.name for b in engine.pipeline.trace.boundaries} == {wanted}
     assert np.isfinite(engine.train_batch(iter([entry()] * 4)))
     assert {b.dtype.name for b in engine.module.trace(entry()[0]).boundaries} == {wanted}
@@ -103,7 +110,11 @@ def test_the_configuration_reaches_the_pipeline() -> None:
     assert pipeline.loss_scaler is None
     engine, *_ = initialize(config=config)
     model = engine.module
-    assert (model.seed_layers, model.activation_checkpoint_interval, model.partition_method) == (True, 1, "uniform")
+    assert (model.seed_layers, model.activation_checkpoint_interval, model.partition_method) == (
+        True,
+        1,
+        "uniform",
+    )
     assert model.compute_dtype == jax.numpy.bfloat16
     fp16 = TrainConfig(**CONFIG, fp16=jaxpipe.config.FP16Section(enabled=True, loss_scale=8.0))
     assert jaxpipe.optim.LossScaler.from_config(fp16) == jaxpipe.optim.LossScaler(8.0)

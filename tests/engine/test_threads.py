@@ -38,7 +38,9 @@ def held_up(engine: PipelineEngine) -> tuple[threading.Thread, threading.Event]:
     return thread, go_on
 
 
-def test_what_uses_the_state_is_refused_beside_a_step(engine: PipelineEngine, tmp_path: Path) -> None:
+def test_what_uses_the_state_is_refused_beside_a_step(
+    engine: PipelineEngine, tmp_path: Path
+) -> None:
     params, before = engine.module_state_dict(), engine.global_steps
     calls: dict[str, Callable[[], Any]] = {
         "train_batch": lambda: engine.train_batch(entries()),
@@ -57,8 +59,9 @@ def test_what_uses_the_state_is_refused_beside_a_step(engine: PipelineEngine, tm
     try:
         for name, call in calls.items():
             match = (
-                rf"^{name} must be called while no other thread is in the engine, but got thread='MainThread' while "
-                r"thread 'trainer' is in train_batch\. Call the engine from one thread, or let both take a threading\.L"
+                rf"^{name} must be called while no other thread is in the engine, but got "
+                r"thread='MainThread' while thread 'trainer' is in train_batch\. Call the engine "
+                r"from one thread, or let both take a threading\.L"
             )
             with pytest.raises(PipelineError, match=match):
                 call()
@@ -104,7 +107,9 @@ def test_three_threads_again_and_again(engine: PipelineEngine, tmp_path: Path, b
                 ended["refused"] += "no other thread is in the engine" in str(error)
 
     for _ in range(ROUNDS):
-        threads = [threading.Thread(target=call, args=(name,)) for name in ("train_batch", beside, beside)]
+        threads = [
+            threading.Thread(target=call, args=(name,)) for name in ("train_batch", beside, beside)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -92,7 +92,10 @@ def entries(count: int, data: int = 1, seed: int = 0) -> list[tuple[np.ndarray, 
     rng = np.random.default_rng(seed)
     samples = SIZE * data
     return [
-        (rng.normal(size=(samples, FEATURES)).astype(np.float32), rng.normal(size=(samples, 2)).astype(np.float32))
+        (
+            rng.normal(size=(samples, FEATURES)).astype(np.float32),
+            rng.normal(size=(samples, 2)).astype(np.float32),
+        )
         for _ in range(count)
     ]
 
@@ -129,7 +132,9 @@ def test_a_plain_loop_on_one_device(count: int, data: int) -> None:
     for step in range(STEPS):
         batch = entries(count, data, seed=step)
         losses = call(engine, batch)
-        loss, params, state = update(params, state, *(np.concatenate(part) for part in zip(*batch, strict=True)))
+        loss, params, state = update(
+            params, state, *(np.concatenate(part) for part in zip(*batch, strict=True))
+        )
         assert_loss(np.mean(losses), loss)
         assert_close(engine.module_state_dict(), jax.device_get(params))
     assert (engine.micro_steps, engine.global_steps) == (STEPS * count, STEPS)
@@ -138,13 +143,21 @@ def test_a_plain_loop_on_one_device(count: int, data: int) -> None:
 
 
 def test_a_smaller_microbatch() -> None:
-    """The mean of the microbatches' means, as there; of 3 configured samples per replica the last has one."""
+    """The mean of the microbatches' means, as there.
+
+    Of 3 configured samples per replica the last has one.
+    """
     optimizer, data, size = optax.sgd(0.1), 2, 1
     model = Net()
     params = model.init(jax.random.key(0), jnp.ones((1, FEATURES)), train=False)["params"]
     config = {"train_micro_batch_size_per_gpu": 3}
-    engine = build(model, data=data, count=2, optimizer=optimizer, model_parameters=params, config=config)
-    batch = [tuple(np.concatenate(part) for part in zip(*entries(2, data, seed), strict=True)) for seed in range(2)]
+    engine = build(
+        model, data=data, count=2, optimizer=optimizer, model_parameters=params, config=config
+    )
+    batch = [
+        tuple(np.concatenate(part) for part in zip(*entries(2, data, seed), strict=True))
+        for seed in range(2)
+    ]
     batch = [tuple(x[: 3 * data] for x in batch[0]), tuple(x[: size * data] for x in batch[1])]
 
     def objective(params: Any) -> jax.Array:
@@ -160,14 +173,23 @@ def test_a_smaller_microbatch() -> None:
     assert_loss(engine(*batch[1]), mean_square(engine(batch[1][0]), batch[1][1]))
     engine.train()
     with pytest.raises(
-        DataError, match=r"got 3 samples for 2 replicas\. Leave out the last 1, or let the data set have"
+        DataError,
+        match=r"got 3 samples for 2 replicas\. Leave out the last 1, or let the data set have",
     ):
         engine(*(x[:3] for x in batch[0]))
-    with pytest.raises(DataError, match=r"3 \* 2 = 6 samples as its first dim, but got inputs = float32\[7, 3\]"):
+    with pytest.raises(
+        DataError, match=r"3 \* 2 = 6 samples as its first dim, but got inputs = float32\[7, 3\]"
+    ):
         engine(*(np.concatenate([x, x[:1]]) for x in batch[0]))
 
 
-FP16 = {"enabled": True, "auto_cast": True, "initial_scale_power": 18, "hysteresis": 1, "loss_scale_window": 2}
+FP16 = {
+    "enabled": True,
+    "auto_cast": True,
+    "initial_scale_power": 18,
+    "hysteresis": 1,
+    "loss_scale_window": 2,
+}
 
 
 @pytest.mark.parametrize(
@@ -175,7 +197,11 @@ FP16 = {"enabled": True, "auto_cast": True, "initial_scale_power": 18, "hysteres
     slow_after(
         1,
         [
-            (Net(rate=0.5), mean_square, {"zero_optimization": {"stage": 1}, "gradient_clipping": 0.05}),
+            (
+                Net(rate=0.5),
+                mean_square,
+                {"zero_optimization": {"stage": 1}, "gradient_clipping": 0.05},
+            ),
             (Net(has_norm=True), mean_square, {"fp16": FP16}),
             (Net(rate=0.5), masked_square, {"gradient_clipping": 0.05}),
             (Balanced(), mean_square, {"bf16": {"enabled": True}}),
@@ -199,7 +225,10 @@ def test_whole_batches(model: nn.Module, loss_fn: Loss, config: dict[str, Any]) 
             assert_loss(engine.train_batch(iter(batch)), wanted, 1e-5)
         for part in ("params", "opt_state", "collections"):
             assert_close(*(jax.device_get(getattr(e.state, part)) for e in (engine, whole)))
-        small = [jax.device_get((e.state.step, e.state.skipped_steps, e.state.loss_scale)) for e in (engine, whole)]
+        small = [
+            jax.device_get((e.state.step, e.state.skipped_steps, e.state.loss_scale))
+            for e in (engine, whole)
+        ]
         jax.tree.map(np.testing.assert_array_equal, *small)
         assert set(engine.metrics) == set(whole.metrics)
         if whole.was_step_applied():
@@ -235,11 +264,18 @@ class Limited(nn.Module):
     ),
     ids=["float16", "float32", "bfloat16"],
 )
-def test_each_layer_sees_the_cotangent_of_the_steps_loss(config: Any, scale: float, tolerance: float) -> None:
+def test_each_layer_sees_the_cotangent_of_the_steps_loss(
+    config: Any, scale: float, tolerance: float
+) -> None:
     if scale != 1:
         config = {"fp16": {"enabled": True, "loss_scale": scale}}
     engine = build(
-        Limited(0.02 * scale), data=2, count=3, optimizer=optax.sgd(1.0), config=config, example_batch=entries(1, 2)[0]
+        Limited(0.02 * scale),
+        data=2,
+        count=3,
+        optimizer=optax.sgd(1.0),
+        config=config,
+        example_batch=entries(1, 2)[0],
     )
     batch, before = entries(3, 2), engine.module_state_dict()
     call(engine, batch)
@@ -248,7 +284,9 @@ def test_each_layer_sees_the_cotangent_of_the_steps_loss(config: Any, scale: flo
 
     @jax.jit
     def gradient(params: Any) -> Any:
-        return jax.grad(lambda p: scale * module.loss(module.apply(p, inputs, train=True), labels))(params)
+        return jax.grad(lambda p: scale * module.loss(module.apply(p, inputs, train=True), labels))(
+            params
+        )
 
     tree = engine._trainer.tree
     wanted = tree.unwrap(jax.tree.map(lambda g: g / scale, gradient(tree.wrap(before))))
@@ -286,18 +324,31 @@ def test_evaluating(shared: UnpipelinedEngine) -> None:
     assert_close(outputs, wanted)
     assert_loss(loss, mean_square(wanted, labels), 1e-5)
     assert float(shared(inputs, labels)) != pytest.approx(float(loss), rel=1e-3)
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get((shared.state.step, shared.state.params)), before)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        jax.device_get((shared.state.step, shared.state.params)),
+        before,
+    )
     assert_loss(
-        shared.eval_batch(iter(entries(2, 2, seed=1))), np.mean([_loss(shared, e) for e in entries(2, 2, 1)]), 1e-5
+        shared.eval_batch(iter(entries(2, 2, seed=1))),
+        np.mean([_loss(shared, e) for e in entries(2, 2, 1)]),
+        1e-5,
     )
 
 
 def _loss(engine: UnpipelinedEngine, entry: Any) -> float:
-    return float(mean_square(Net().apply({"params": engine.module_state_dict()}, entry[0], train=False), entry[1]))
+    return float(
+        mean_square(
+            Net().apply({"params": engine.module_state_dict()}, entry[0], train=False), entry[1]
+        )
+    )
 
 
 def test_backward_takes_only_the_last_loss(shared: UnpipelinedEngine) -> None:
-    match = r"the very array that the last forward.*got loss=.*pass it as it is; scale or combine losses inside loss_fn"
+    match = (
+        r"the very array that the last forward.*got loss=.*pass it as it is; scale or combine "
+        r"losses inside loss_fn"
+    )
     with pytest.raises(PipelineError, match=match):
         shared.backward(jnp.float32(1.0))
     ((inputs, labels),) = entries(1, 2)
@@ -309,14 +360,18 @@ def test_backward_takes_only_the_last_loss(shared: UnpipelinedEngine) -> None:
     with pytest.raises(PipelineError, match=match):
         shared.backward(loss)
     with pytest.raises(
-        PipelineError, match=r"backward without step at micro_steps=2\. Call engine\.step\(\) after each"
+        PipelineError,
+        match=r"backward without step at micro_steps=2\. Call engine\.step\(\) after each",
     ):
         shared(inputs, labels)
     shared.step()
-    with pytest.raises(PipelineError, match=r"step must follow a backward, but got none since micro_steps=3\. Call"):
+    with pytest.raises(
+        PipelineError, match=r"step must follow a backward, but got none since micro_steps=3\. Call"
+    ):
         shared.step()
     with pytest.raises(
-        PipelineError, match=r"within a batch, but got 1 of gradient_accumulation_steps=2 microb.*Go on"
+        PipelineError,
+        match=r"within a batch, but got 1 of gradient_accumulation_steps=2 microb.*Go on",
     ):
         shared.train_batch(iter(entries(2, 2)))
     shared.backward(shared(inputs, labels))
@@ -325,10 +380,16 @@ def test_backward_takes_only_the_last_loss(shared: UnpipelinedEngine) -> None:
 
 
 def test_training_needs_labels_and_an_optimizer(shared: UnpipelinedEngine) -> None:
-    with pytest.raises(PipelineError, match=r"given labels, but got labels=None\. Call engine\(inputs, labels\), or"):
+    with pytest.raises(
+        PipelineError,
+        match=r"given labels, but got labels=None\. Call engine\(inputs, labels\), or",
+    ):
         shared(entries(1, 2)[0][0])
     engine = build(Net(), optimizer=None)
-    with pytest.raises(PipelineError, match=r"got optimizer=None\. Give initialize\(optimizer=\.\.\.\).*engine\.eval"):
+    with pytest.raises(
+        PipelineError,
+        match=r"got optimizer=None\. Give initialize\(optimizer=\.\.\.\).*engine\.eval",
+    ):
         engine(*entries(1)[0])
     engine.eval()
     assert engine(entries(1)[0][0][:1]).shape == (1, 2)
@@ -336,7 +397,10 @@ def test_training_needs_labels_and_an_optimizer(shared: UnpipelinedEngine) -> No
 
 
 def test_weights_beside_losses_of_layers() -> None:
-    match = r"\(sum, weight\) must be alone.*steps=2 and the layers' loss '0_Balanced/balance'.*Call train_batch"
+    match = (
+        r"\(sum, weight\) must be alone.*steps=2 and the layers' loss '0_Balanced/balance'.*Call "
+        r"train_batch"
+    )
     with pytest.raises(PipelineError, match=match):
         build(Balanced(), masked_square, count=2)(*entries(1)[0])
 
@@ -365,7 +429,9 @@ def test_an_nnx_class_and_side_inputs() -> None:
 def test_parameters_are_the_models_own_tree(shared: UnpipelinedEngine) -> None:
     params = shared.module_state_dict()
     assert set(params) == {"Dense_0", "Dense_1"}
-    shared.load_module_state_dict(jax.tree.map(lambda x: x * 2, params), collections=shared.module_collections())
+    shared.load_module_state_dict(
+        jax.tree.map(lambda x: x * 2, params), collections=shared.module_collections()
+    )
     assert_close(shared.module_state_dict(), jax.tree.map(lambda x: x * 2, params))
     with pytest.warns(UserWarning, match=r"left out 2 parameters.*Dense_1/bias"):
         shared.load_module_state_dict({"Dense_0": params["Dense_0"]}, strict=False)
@@ -386,7 +452,9 @@ def test_a_model_of_several_inputs_that_returns_its_loss(by_name: bool) -> None:
     weight = np.full_like(b, 0.5)
     config = {"train_batch_size": 2 * SIZE, "train_micro_batch_size_per_gpu": SIZE}
     mesh = make_pipeline_mesh(PipeDataParallelTopology(1, 2))
-    engine: Any = jaxpipe.initialize(model=model, optimizer=optax.sgd(0.1), config=config, mesh=mesh)[0]
+    engine: Any = jaxpipe.initialize(
+        model=model, optimizer=optax.sgd(0.1), config=config, mesh=mesh
+    )[0]
     engine.eval()
     loss = engine(a, b=b, weight=weight) if by_name else engine(a, b, weight)
     params = engine.module_state_dict()
@@ -395,10 +463,14 @@ def test_a_model_of_several_inputs_that_returns_its_loss(by_name: bool) -> None:
     engine.backward(engine(a, b, weight))
     engine.step()
     grads = jax.grad(lambda p: model.apply({"params": p}, a, b, weight))(params)
-    assert_close(engine.module_state_dict(), jax.tree.map(lambda p, g: p - np.float32(0.1) * g, params, grads))
+    assert_close(
+        engine.module_state_dict(),
+        jax.tree.map(lambda p, g: p - np.float32(0.1) * g, params, grads),
+    )
     for args, named, got in (((a, b, weight, b), {}, "4 of them"), ((a, b), {"b": b}, "b twice")):
         with pytest.raises(
-            PipelineError, match=rf"engine\(inputs, b, weight\).*but got {got}\. Give what its call tak"
+            PipelineError,
+            match=rf"engine\(inputs, b, weight\).*but got {got}\. Give what its call tak",
         ):
             engine(*args, **named)
 
@@ -406,14 +478,18 @@ def test_a_model_of_several_inputs_that_returns_its_loss(by_name: bool) -> None:
 def test_more_inputs_than_labels(shared: UnpipelinedEngine) -> None:
     x, y = entries(1, 2)[0]
     with pytest.raises(
-        PipelineError, match=r"engine\(inputs, labels\).*got 3 of them\. Give the model's further inputs"
+        PipelineError,
+        match=r"engine\(inputs, labels\).*got 3 of them\. Give the model's further inputs",
     ):
         shared(x, y, x)
 
 
 def test_parameters_that_are_not_the_models_are_refused_at_once() -> None:
     params = {"Dense_0": {"kernel": np.ones((4, 4), np.float32)}}
-    match = r"missing Dense_0/bias; missing Dense_1/.*Give variables\['params'\] of the model's own init"
+    match = (
+        r"missing Dense_0/bias; missing Dense_1/.*Give variables\['params'\] of the model's own "
+        r"init"
+    )
     with pytest.raises(LayerError, match=match) as caught:
         build(Net(), model_parameters=params, example_batch=entries(1)[0])
     assert "0_Net" not in str(caught.value)
@@ -426,7 +502,10 @@ def test_parameters_that_are_not_the_models_are_refused_at_once() -> None:
 
 @pytest.mark.parametrize("stage", soak_after(1, [3, 2]))
 def test_zero_2_and_3_divide_weights_over_the_replicas(stage: int) -> None:
-    engine, whole = (build(Net(), data=2, count=2, config={"zero_optimization": {"stage": s}}) for s in (stage, 0))
+    engine, whole = (
+        build(Net(), data=2, count=2, config={"zero_optimization": {"stage": s}})
+        for s in (stage, 0)
+    )
     for step in range(2):
         batch = entries(2, 2, seed=step)
         np.testing.assert_allclose(call(engine, batch), call(whole, batch), rtol=1e-5)

@@ -18,7 +18,11 @@ from jaxpipe.errors import CheckpointError, PipelineError
 from jaxpipe.topology import make_pipeline_mesh
 
 COUNT, SAMPLES = 2, 4
-CONFIG = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": COUNT, "optimizer": ADAM}
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": COUNT,
+    "optimizer": ADAM,
+}
 
 
 class Net(nn.Module):
@@ -33,7 +37,11 @@ class Net(nn.Module):
 def plain(width: int = 3, data: int = 2, example_batch: Any = None, **config: Any) -> Any:
     mesh = make_pipeline_mesh(PipeDataParallelTopology(1, data))
     return jaxpipe.initialize(
-        model=Net(width), loss_fn=mean_square, config={**CONFIG, **config}, mesh=mesh, example_batch=example_batch
+        model=Net(width),
+        loss_fn=mean_square,
+        config={**CONFIG, **config},
+        mesh=mesh,
+        example_batch=example_batch,
     )[0]
 
 
@@ -66,7 +74,9 @@ def saved(folder: Path) -> tuple[Any, Leaves, dict[str, Any], list[float]]:
 
 
 @pytest.fixture
-def engine(saved: tuple[Any, Leaves, dict[str, Any], list[float]], folder: Path) -> UnpipelinedEngine:
+def engine(
+    saved: tuple[Any, Leaves, dict[str, Any], list[float]], folder: Path
+) -> UnpipelinedEngine:
     saved[0].load_checkpoint(folder)
     return saved[0]
 
@@ -92,7 +102,8 @@ def test_a_batch_that_has_begun(
     if step:
         engine.step()
     match = (
-        r"save_checkpoint must not be called within a batch, but got 1 of gradient_accumulation_steps=2 .*Go on with"
+        r"save_checkpoint must not be called within a batch, but got 1 of "
+        r"gradient_accumulation_steps=2 .*Go on with"
     )
     with pytest.raises(PipelineError, match=match):
         engine.save_checkpoint(tmp_path)
@@ -100,24 +111,35 @@ def test_a_batch_that_has_begun(
     engine.load_checkpoint(folder)
     assert not engine.is_gradient_accumulation_boundary()
     assert engine.micro_steps == 4
-    with pytest.raises(PipelineError, match=r"step must follow a backward, but got none since micro_steps=4"):
+    with pytest.raises(
+        PipelineError, match=r"step must follow a backward, but got none since micro_steps=4"
+    ):
         engine.step()
     engine.save_checkpoint(tmp_path)
     assert train(engine) == saved[3]
 
 
-def test_a_loss_of_before_is_no_longer_known(engine: UnpipelinedEngine, saved: Any, folder: Path) -> None:
+def test_a_loss_of_before_is_no_longer_known(
+    engine: UnpipelinedEngine, saved: Any, folder: Path
+) -> None:
     loss = engine(*entry(9, samples=SAMPLES))
     engine.load_checkpoint(folder)
-    with pytest.raises(PipelineError, match=r"the very array that the last forward in training returned.*Call loss = "):
+    with pytest.raises(
+        PipelineError,
+        match=r"the very array that the last forward in training returned.*Call loss = ",
+    ):
         engine.backward(loss)
     assert train(engine) == saved[3]
 
 
-def test_a_refused_load_leaves_the_batch_that_has_begun(engine: UnpipelinedEngine, saved: Any, tmp_path: Path) -> None:
+def test_a_refused_load_leaves_the_batch_that_has_begun(
+    engine: UnpipelinedEngine, saved: Any, tmp_path: Path
+) -> None:
     plain(5, example_batch=entry(samples=SAMPLES)).save_checkpoint(tmp_path)
     first = microbatch(engine, 4)
-    with pytest.raises(CheckpointError, match=r"of another shape: layers/0_Net/.*load_module_strict=False"):
+    with pytest.raises(
+        CheckpointError, match=r"of another shape: layers/0_Net/.*load_module_strict=False"
+    ):
         engine.load_checkpoint(tmp_path)
     assert [first, *(microbatch(engine, seed) for seed in range(5, 8))] == saved[3]
 
@@ -148,16 +170,22 @@ def test_whole_batches_go_on_with_it(engine: UnpipelinedEngine, saved: Any) -> N
 
 def test_parameters_without_an_engine(engine: UnpipelinedEngine, folder: Path) -> None:
     params, collections = load_params(folder), load_collections(folder)
-    jax.tree.map(np.testing.assert_array_equal, params, {"layers": {"0_Net": engine.module_state_dict()}})
+    jax.tree.map(
+        np.testing.assert_array_equal, params, {"layers": {"0_Net": engine.module_state_dict()}}
+    )
     jax.tree.map(np.testing.assert_array_equal, collections, {"0_Net": engine.module_collections()})
     inputs = entry(5, samples=SAMPLES)[0]
-    alone = Net().apply({"params": params["layers"]["0_Net"], **collections["0_Net"]}, inputs, train=False)
+    alone = Net().apply(
+        {"params": params["layers"]["0_Net"], **collections["0_Net"]}, inputs, train=False
+    )
     outputs, _, _ = engine.module.call(params, collections, inputs)
     assert_close(outputs, alone)
     assert_close(engine.predict(inputs), alone)
 
 
-def test_in_an_engine_with_stages(engine: UnpipelinedEngine, saved: Any, folder: Path, tmp_path: Path) -> None:
+def test_in_an_engine_with_stages(
+    engine: UnpipelinedEngine, saved: Any, folder: Path, tmp_path: Path
+) -> None:
     """A model of one layer is the same with and without a pipeline."""
     model = PipelineModule([Net()], topology=PipeDataParallelTopology(1, 2), loss_fn=mean_square)
     pipelined = jaxpipe.initialize(model=model, config=CONFIG)[0]

@@ -12,21 +12,35 @@ _EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def run_example(name: str, *arguments: str, status: int = 0) -> str:
-    """What the example prints, or its error output where it is expected to end with another status."""
+    """What the example prints.
+
+    Its error output where it is expected to end with another status.
+    """
     paths = [str(Path(jaxpipe.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "JAX_PLATFORMS": "cpu"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "JAX_PLATFORMS": "cpu",
+    }
     command = [sys.executable, str(_EXAMPLES / name), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == status, done.stderr[-4000:]
     return done.stdout or done.stderr
 
 
 def check_sharded_run(printed: str, largest_share: float) -> None:
-    """Losses fell, the first device holds more than a fourth of the parameters but not much, and one device agrees."""
+    """Losses fell, and one device agrees.
+
+    The first device holds more than a fourth of the parameters but not much.
+    """
     losses = [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)", printed, re.MULTILINE)]
     assert losses[-1] < 0.7 * losses[0]
     found = re.findall(r"parameters: (\S+) of the model, (\S+) on", printed)[0]
     whole, first = (int(number.replace(",", "")) for number in found)
     assert whole / 4 < first < largest_share * whole
-    pipelined, alone = map(float, re.findall(r"(?:first|next) batch: (\S+), on one device (\S+)", printed)[0])
+    pipelined, alone = map(
+        float, re.findall(r"(?:first|next) batch: (\S+), on one device (\S+)", printed)[0]
+    )
     assert abs(pipelined - alone) < 1e-5

@@ -19,7 +19,9 @@ def f(x: int | None, y=1):
 '''
 
 
-def test_every_change_is_one_of_an_expression_that_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_change_is_one_of_an_expression_that_computes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(mutants, "ROOT", tmp_path)
     path = tmp_path / "f.py"
     path.write_text(SOURCE)
@@ -36,8 +38,14 @@ def test_every_change_is_one_of_an_expression_that_computes(tmp_path: Path, monk
         ("-x", "(x)"),
         ("x * y", "(x // y)"),
         ('psum(-x, "stage")', "(-x)"),
-        ('jnp.where(x == 3, psum(-x, "stage"), x * y)', "(jnp.where(x == 3, x * y, psum(-x, 'stage')))"),
-        (SOURCE.split("return ")[1].strip(), "(f'{x}' + '!' if True else jnp.where(x == 3, psum(-x, 'stage'), x * y))"),
+        (
+            'jnp.where(x == 3, psum(-x, "stage"), x * y)',
+            "(jnp.where(x == 3, x * y, psum(-x, 'stage')))",
+        ),
+        (
+            SOURCE.split("return ")[1].strip(),
+            "(f'{x}' + '!' if True else jnp.where(x == 3, psum(-x, 'stage'), x * y))",
+        ),
     }
     for one in found:
         ast.parse(SOURCE[: one.start] + one.after + SOURCE[one.stop :])
@@ -54,10 +62,15 @@ def test_a_mutant_that_tests_see_is_killed_and_the_source_is_as_before(
     source = tmp_path / "jaxpipe" / "room" / "_add.py"
     source.write_text("def add(a, b):\n    return a + b\n\n\ndef less(a, b):\n    return a < b\n")
     test = tmp_path / "tests" / "room" / "test_add.py"
-    test.write_text("import jaxpipe.room._add as it\n\n\ndef test_it():\n    assert it.add(1, 2) == 3\n")
+    test.write_text(
+        "import jaxpipe.room._add as it\n\n\ndef test_it():\n    assert it.add(1, 2) == 3\n"
+    )
     monkeypatch.setattr(mutants, "COMPARED", ())
     project = tmp_path / "copy"
     shutil.copytree(tmp_path, project)
-    killed = {one.before: mutants.killer(one, project, whole=False) for one in mutants.drawn(["room"], 9, seed=1)}
+    killed = {
+        one.before: mutants.killer(one, project, whole=False)
+        for one in mutants.drawn(["room"], 9, seed=1)
+    }
     assert killed == {"a + b": "tests/room/test_add.py", "a < b": ""}
     assert (project / "jaxpipe" / "room" / "_add.py").read_bytes() == source.read_bytes()

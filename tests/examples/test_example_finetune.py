@@ -20,7 +20,18 @@ def test_it_learns_whole_and_by_adapters_of_what_it_wrote(tmp_path: Path) -> Non
     small, tuned = tmp_path / "small", tmp_path / "tuned"
     printed = run_example("finetune.py", "--out", str(small), "--steps", "30")
     assert losses(printed)[-1] < losses(printed)[0] - 1
-    arguments = ["--model", str(small), "--out", str(tuned), "--stages", "2", "--steps", "21", "--rate", "1e-2"]
+    arguments = [
+        "--model",
+        str(small),
+        "--out",
+        str(tuned),
+        "--stages",
+        "2",
+        "--steps",
+        "21",
+        "--rate",
+        "1e-2",
+    ]
     again = run_example("finetune.py", *arguments)
     assert abs(losses(again)[0] - losses(printed)[-1]) < 0.5
     assert losses(again)[-1] < losses(again)[0] - 0.05

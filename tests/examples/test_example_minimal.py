@@ -9,7 +9,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_it_learns() -> None:
-    losses = [float(loss) for loss in re.findall(r": loss (\S+)$", run_example("minimal.py"), re.MULTILINE)]
+    losses = [
+        float(loss)
+        for loss in re.findall(r": loss (\S+)$", run_example("minimal.py"), re.MULTILINE)
+    ]
     assert losses[-1] < losses[0] / 3
 
 
@@ -23,7 +26,14 @@ def test_the_first_block_of_the_readme_is_the_example() -> None:
 @pytest.mark.parametrize(
     "name",
     soak_after(
-        1, ["train_gpt.py", "custom_schedule.py", "linen_and_nnx.py", "mixture_of_experts.py", "tensor_parallel.py"]
+        1,
+        [
+            "train_gpt.py",
+            "custom_schedule.py",
+            "linen_and_nnx.py",
+            "mixture_of_experts.py",
+            "tensor_parallel.py",
+        ],
     ),
 )
 def test_help_trains_nothing(name: str) -> None:

@@ -124,7 +124,12 @@ class Numbers:
         mesh = make_pipeline_mesh(PipeDataParallelTopology(stages, 1))
         example = np.ones(1, np.float32) if example is None else example
         self.pipeline = Pipeline(
-            module, optax.sgd(0.1), mesh, (example, example, side or {}), 3, make_settings(**settings)
+            module,
+            optax.sgd(0.1),
+            mesh,
+            (example, example, side or {}),
+            3,
+            make_settings(**settings),
         )
         self.stage: Stage = self.pipeline._stages
         stage, key = self.stage, jax.eval_shape(lambda: jax.random.key(0))
@@ -158,7 +163,9 @@ class Numbers:
         layout, found = self.stage.params.grad_layout, {}
         for index, names in self.stage.params.stages[stage].layers.items():
             for name in names.values():
-                if name in self.stage.params.stages[stage].off_trunk and name in layout.names(stage):
+                if name in self.stage.params.stages[stage].off_trunk and name in layout.names(
+                    stage
+                ):
                     found[index] = layout.get(stage, name, off_trunk).item()
         return found
 
@@ -170,7 +177,9 @@ def on_stages(function: Callable[..., Any], *given: Sequence[Any], replicas: int
     stacked = [jax.tree.map(lambda *xs: jnp.stack(xs), *trees) for trees in given]
 
     def device(*trees: Any) -> Any:
-        return jax.tree.map(lambda x: jnp.asarray(x)[None], function(*jax.tree.map(lambda x: x[0], trees)))
+        return jax.tree.map(
+            lambda x: jnp.asarray(x)[None], function(*jax.tree.map(lambda x: x[0], trees))
+        )
 
     mapped = jax.shard_map(device, mesh=mesh, in_specs=row, out_specs=row, check_vma=False)
     found = jax.device_get(jax.jit(mapped)(*stacked))

@@ -1,4 +1,7 @@
-"""Weights sharded over a `model` axis: optimisers and meshes, and that it costs nothing where there is none."""
+"""Weights sharded over a `model` axis.
+
+Optimisers and meshes, and that it costs nothing where there is none.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -14,7 +17,13 @@ from _covering import slow_after
 from _parallel import DIM, HIDDEN, VOCAB, make_batch, make_pipeline, sharded
 from _tolerances import assert_close
 
-from jaxpipe import LayerSpec, PipeDataParallelTopology, Pipeline, PipelineModule, PipeModelDataParallelTopology
+from jaxpipe import (
+    LayerSpec,
+    PipeDataParallelTopology,
+    Pipeline,
+    PipelineModule,
+    PipeModelDataParallelTopology,
+)
 from jaxpipe.errors import TopologyError
 from jaxpipe.pipeline import describe_pipeline
 from jaxpipe.topology import make_pipeline_mesh
@@ -23,7 +32,9 @@ SGD = optax.sgd(0.1)
 X = np.ones((2, DIM), np.float32)
 
 
-def build(layers: list[Any], num_model: int = 4, optimizer: optax.GradientTransformation = SGD) -> Pipeline:
+def build(
+    layers: list[Any], num_model: int = 4, optimizer: optax.GradientTransformation = SGD
+) -> Pipeline:
     topology = PipeModelDataParallelTopology(num_pp=1, num_mp=num_model, num_dp=1)
     module = PipelineModule(layers, topology=topology, loss_fn=lambda y, t: jnp.mean((y - t) ** 2))
     return Pipeline(module, optimizer, make_pipeline_mesh(topology), (X, X), 1)
@@ -36,33 +47,48 @@ class Columns(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        kernel = self.param("kernel", sharded(nn.initializers.lecun_normal(), *self.names), (x.shape[-1], DIM))
+        kernel = self.param(
+            "kernel", sharded(nn.initializers.lecun_normal(), *self.names), (x.shape[-1], DIM)
+        )
         return x @ kernel
 
 
-@pytest.mark.parametrize("optimizer", slow_after(1, [optax.lamb(0.1), optax.adafactor(0.1), optax.contrib.muon(0.1)]))
-def test_optimizers_that_look_at_whole_arrays_see_whole_arrays(optimizer: optax.GradientTransformation) -> None:
+@pytest.mark.parametrize(
+    "optimizer", slow_after(1, [optax.lamb(0.1), optax.adafactor(0.1), optax.contrib.muon(0.1)])
+)
+def test_optimizers_that_look_at_whole_arrays_see_whole_arrays(
+    optimizer: optax.GradientTransformation,
+) -> None:
     pipeline = build([Columns(), Columns(names=("model", None))], optimizer=optimizer)
     state, batch = pipeline.init(), (X[None], X[None], {})
     params = pipeline.params_tree(state.params)
     grads = pipeline.params_tree(pipeline.gradients(state, batch)[1])
     updates, _ = optimizer.update(grads, optimizer.init(params), params)
     state, _ = pipeline.step(state, batch)
-    assert_close(pipeline.params_tree(state.params), jax.device_get(optax.apply_updates(params, updates)))
+    assert_close(
+        pipeline.params_tree(state.params), jax.device_get(optax.apply_updates(params, updates))
+    )
 
 
 def test_the_mesh_must_have_the_axis_of_the_topology() -> None:
     module = PipelineModule([Columns()], topology=PipeModelDataParallelTopology(1, 2, 2))
     for topology in (PipeDataParallelTopology(1, 2), PipeModelDataParallelTopology(1, 4, 2)):
-        with pytest.raises(TopologyError, match=r"pipe=1, data=2, model=2.*but got .*Make the mesh"):
+        with pytest.raises(
+            TopologyError, match=r"pipe=1, data=2, model=2.*but got .*Make the mesh"
+        ):
             Pipeline(module, SGD, make_pipeline_mesh(topology), (np.repeat(X, 2, 0),) * 2, 1)
 
 
 def test_a_mesh_may_have_the_axis_without_a_topology() -> None:
-    module = PipelineModule([Columns(), Columns()], num_stages=2, loss_fn=lambda y, t: jnp.mean((y - t) ** 2))
+    module = PipelineModule(
+        [Columns(), Columns()], num_stages=2, loss_fn=lambda y, t: jnp.mean((y - t) ** 2)
+    )
     mesh = make_pipeline_mesh(PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1))
     pipeline = Pipeline(module, SGD, mesh, (X, X), 1)
-    assert pipeline.params_tree(pipeline.init().params)["layers"]["1_Columns"]["kernel"].shape == (DIM, DIM)
+    assert pipeline.params_tree(pipeline.init().params)["layers"]["1_Columns"]["kernel"].shape == (
+        DIM,
+        DIM,
+    )
 
 
 def test_outputs_that_are_split_are_predicted_whole() -> None:
@@ -81,7 +107,11 @@ def test_each_place_holds_its_share_alone(zero: int) -> None:
     shards = {0: (1, DIM, HIDDEN // 2), 1: (1, 1, DIM * HIDDEN // 4)}
     for tree in (state.params, state.opt_state, pipeline.gradients(state, make_batch(data=2))[1]):
         sizes = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
-        wide = [leaf for leaf in sizes.values() if leaf.shape[1:] in ((DIM, HIDDEN), (1, DIM * HIDDEN // 2))]
+        wide = [
+            leaf
+            for leaf in sizes.values()
+            if leaf.shape[1:] in ((DIM, HIDDEN), (1, DIM * HIDDEN // 2))
+        ]
         assert wide
         found = {shard.data.shape for leaf in wide for shard in leaf.addressable_shards}
         assert found <= {shards[zero], (1, HIDDEN // 2, DIM)}, found
@@ -93,7 +123,9 @@ def test_hyperparameters_are_set_where_the_state_lies() -> None:
     hyperparams, batch = pipeline.hyperparams({}), make_batch(data=2)
     state, _ = pipeline.step(pipeline.init(), batch)
     placed = jax.tree.map(lambda x: x.sharding, state.opt_state)
-    state = dataclasses.replace(state, opt_state=hyperparams.write(state.opt_state, {"learning_rate": 0.5}))
+    state = dataclasses.replace(
+        state, opt_state=hyperparams.write(state.opt_state, {"learning_rate": 0.5})
+    )
     assert jax.tree.map(lambda x: x.sharding, state.opt_state) == placed
     state, _ = pipeline.step(state, batch)
     assert hyperparams.read(state.opt_state)["learning_rate"] == 0.5
@@ -107,12 +139,17 @@ def program(make_layer: Callable[[], Any]) -> str:
         loss_fn=lambda y, t: jnp.mean((y - t[..., None]) ** 2),
     )
     inputs, labels, _ = make_batch(data=2)
-    pipeline = Pipeline(module, optax.adam(0.1), make_pipeline_mesh(topology), (inputs[0], labels[0]), len(inputs))
+    pipeline = Pipeline(
+        module, optax.adam(0.1), make_pipeline_mesh(topology), (inputs[0], labels[0]), len(inputs)
+    )
     return pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct).as_text()
 
 
 def test_metadata_changes_nothing_where_there_is_no_axis() -> None:
     init = nn.initializers.lecun_normal()
-    plain, marked = (program(lambda i=i: nn.Dense(DIM, kernel_init=i)) for i in (init, sharded(init, None, "model")))
+    plain, marked = (
+        program(lambda i=i: nn.Dense(DIM, kernel_init=i))
+        for i in (init, sharded(init, None, "model"))
+    )
     assert plain == marked
     assert "model" not in plain

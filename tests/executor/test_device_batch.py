@@ -41,7 +41,12 @@ def numbered() -> Batch:
 
 def device_batch(first: int = 0) -> DeviceBatch:
     return DeviceBatch(
-        numbered(), Batch(WHOLE, WHOLE, {"mask": WHOLE}), KEY, jnp.int32(STEP), jnp.int32(REPLICA), first
+        numbered(),
+        Batch(WHOLE, WHOLE, {"mask": WHOLE}),
+        KEY,
+        jnp.int32(STEP),
+        jnp.int32(REPLICA),
+        first,
     )
 
 

@@ -24,7 +24,9 @@ def run(numbers: Numbers, held: Any = None, side: Any = None) -> LossResult:
     batch = Microbatch(None, one(LABEL), (KEY, side or {}))
     held = stage.collections.layout.zeros() if held is None else held
     cotangents = jnp.float32(MAIN), jnp.float32(REPORTED)
-    return stage.epilogue.loss_and_gradients(numbers.storage(1), held, one(ARRIVED), batch, cotangents)
+    return stage.epilogue.loss_and_gradients(
+        numbers.storage(1), held, one(ARRIVED), batch, cotangents
+    )
 
 
 def kept(numbers: Numbers) -> Any:
@@ -57,7 +59,10 @@ def test_reported_losses_have_a_cotangent_of_their_own(reporting: Numbers) -> No
     assert [float(leaf[0]) for leaf in result.output_grad] == [a * b * each]
     # Values as they are: neither is scaled.
     assert result.reported.tolist() == [ARRIVED * a * b, 100 * ARRIVED * a]
-    assert [name for _, name in reporting.stage.epilogue.aux.names] == ["3_Reporter/size", "3_Reporter/top"]
+    assert [name for _, name in reporting.stage.epilogue.aux.names] == [
+        "3_Reporter/size",
+        "3_Reporter/top",
+    ]
 
 
 def test_collections_go_on_from_those_before(reporting: Numbers) -> None:
@@ -73,7 +78,9 @@ def test_outputs_are_those_outside_of_training(reporting: Numbers) -> None:
 
 
 def test_what_is_frozen_has_no_gradient() -> None:
-    numbers = Numbers([Scale, Scale, Gain, Gain], [0, 1, 4], 2, trainable=lambda name: "2_Gain" not in name)
+    numbers = Numbers(
+        [Scale, Scale, Gain, Gain], [0, 1, 4], 2, trainable=lambda name: "2_Gain" not in name
+    )
     result, (a, b) = run(numbers), PRIMES[2:4]
     assert numbers.grads(1, result.grads) == {3: ARRIVED * LABEL * a * 100 * MAIN}
     assert [float(leaf[0]) for leaf in result.output_grad] == [LABEL * a * b * 100 * MAIN]

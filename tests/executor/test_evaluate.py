@@ -38,10 +38,16 @@ def measure_slices(outputs: SplitLogits, labels: jax.Array) -> tuple[jax.Array, 
 
 
 def total_over_stages(outputs: jax.Array | SplitLogits, labels: jax.Array) -> jax.Array:
-    return jax.lax.psum(outputs.local.sum(), "stage") if isinstance(outputs, SplitLogits) else outputs.sum()
+    return (
+        jax.lax.psum(outputs.local.sum(), "stage")
+        if isinstance(outputs, SplitLogits)
+        else outputs.sum()
+    )
 
 
-def evaluate(numbers: Numbers, measure: Any, storages: list[Any], inputs: Any = None) -> list[list[list[float]]]:
+def evaluate(
+    numbers: Numbers, measure: Any, storages: list[Any], inputs: Any = None
+) -> list[list[list[float]]]:
     """By stage what was measured, outputs and labels."""
     stage, plan = numbers.stage, numbers.pipeline.plan
     inputs = microbatches(INPUTS) if inputs is None else inputs
@@ -54,7 +60,9 @@ def evaluate(numbers: Numbers, measure: Any, storages: list[Any], inputs: Any = 
         batch = DeviceBatch(leaves, dims, jax.random.key(0), jnp.int32(0), jnp.int32(0))
         weights = Weights(storage, stage.trunk.prepare(storage.stacked))
         collections = stage.collections.layout.zeros()
-        return loop.run(Device(jax.lax.axis_index("stage"), weights, collections, batch, none), measure)
+        return loop.run(
+            Device(jax.lax.axis_index("stage"), weights, collections, batch, none), measure
+        )
 
     return [[leaf.tolist() for leaf in each] for each in on_stages(device, storages)]
 
@@ -67,7 +75,9 @@ def test_every_microbatch_is_measured_on_the_last_stage() -> None:
     first, last = evaluate(numbers, measure, [numbers.storage(s) for s in range(STAGES)])
     weight = float(np.prod(PRIMES[:7]))
     np.testing.assert_allclose(
-        last[0], [x * weight * factor**2 for x, factor in zip(INPUTS, FACTORS, strict=True)], rtol=1e-6
+        last[0],
+        [x * weight * factor**2 for x, factor in zip(INPUTS, FACTORS, strict=True)],
+        rtol=1e-6,
     )
     assert last[1] == LABELS
     assert first == [[0] * MICROBATCHES] * 2
@@ -89,14 +99,19 @@ def test_all_stages_run_split_last_layers_for_the_microbatch_of_the_last_part() 
     assert numbers.stage.vocab_loss is not None
     first, last = evaluate(numbers, measure_slices, [numbers.storage(s) for s in range(STAGES)])
     weight = STAGES * float(np.prod(PRIMES[:4]))
-    assert last == [[x * weight * factor for x, factor in zip(INPUTS, FACTORS, strict=True)], LABELS]
+    assert last == [
+        [x * weight * factor for x, factor in zip(INPUTS, FACTORS, strict=True)],
+        LABELS,
+    ]
     assert first == [[0] * MICROBATCHES] * 2
 
 
 def test_split_first_layers_make_the_inputs_of_the_microbatch_that_enters() -> None:
     """A table of two rows, one on each stage."""
     embed = LayerSpec(VocabEmbed, STAGES, 1)
-    numbers = Numbers([embed, Scale, Scale, Gain], [0, 2, 4], STAGES, example=np.zeros(1, np.int32), loss_fn=flat)
+    numbers = Numbers(
+        [embed, Scale, Scale, Gain], [0, 2, 4], STAGES, example=np.zeros(1, np.int32), loss_fn=flat
+    )
     assert numbers.stage.vocab_input is not None
     storages = [numbers.storage(s) for s in range(STAGES)]
     for storage, row in zip(storages, (29.0, 31.0), strict=True):

@@ -25,7 +25,9 @@ def on_stages(function: Callable[[jax.Array], Any]) -> Any:
     def run() -> Any:
         return jax.tree.map(lambda x: x[None], function(jax.lax.axis_index("stage")))
 
-    return jax.tree.map(np.asarray, jax.jit(jax.shard_map(run, mesh=mesh, out_specs=P("stage"), check_vma=False))())
+    return jax.tree.map(
+        np.asarray, jax.jit(jax.shard_map(run, mesh=mesh, out_specs=P("stage"), check_vma=False))()
+    )
 
 
 def value_of(stage: jax.Array) -> jax.Array:
@@ -38,17 +40,27 @@ def test_values_go_one_stage_on() -> None:
 
 
 def test_each_stage_takes_what_comes_from_the_stage_it_receives_from() -> None:
-    """Where values go both ways in one tick: stages 0 and 1 receive from below, 2 and 3 from above."""
+    """Where values go both ways in one tick.
+
+    Stages 0 and 1 receive from below, 2 and 3 from above.
+    """
     recv_from = jnp.asarray([1, 2, 1, 2])
-    got = on_stages(lambda stage: exchange(value_of(stage), {1: DOWN, 3: UP}, stage, recv_from[stage], STAGES))
+    got = on_stages(
+        lambda stage: exchange(value_of(stage), {1: DOWN, 3: UP}, stage, recv_from[stage], STAGES)
+    )
     assert got.tolist() == [11, 12, 11, 12]
 
 
 def channel(
-    depth: tuple[int, int, int], unbuffered: tuple[bool, bool, bool] = (False,) * 3, *, early: bool = False
+    depth: tuple[int, int, int],
+    unbuffered: tuple[bool, bool, bool] = (False,) * 3,
+    *,
+    early: bool = False,
 ) -> Channel:
     form = Packing([jax.ShapeDtypeStruct((), jnp.float32)])
-    return Channel(form, STAGES, TransferBuffers(*depth), TransferBuffers(*unbuffered), sends_early=early)
+    return Channel(
+        form, STAGES, TransferBuffers(*depth), TransferBuffers(*unbuffered), sends_early=early
+    )
 
 
 def row(**slots: Any) -> Transfers[jax.Array]:
@@ -75,14 +87,19 @@ def test_a_value_is_taken_in_the_tick_after_it_was_computed(early: bool) -> None
 
 
 def test_values_wait_in_the_slots_that_the_program_names() -> None:
-    """Two are computed and wait; the second is sent first, and is taken a tick after it has arrived."""
+    """Two are computed and wait.
+
+    The second is sent first, and is taken a tick after it has arrived.
+    """
     link = channel((2, 2, 0))
 
     def ticks(stage: jax.Array) -> tuple[jax.Array, jax.Array]:
         buffers = link.send(link.empty(), {}, row(write=0), stage, value_of(stage))
         buffers = link.send(buffers, {}, row(write=1), stage, value_of(stage) + 100)
         _, buffers = link.recv(buffers, {1: DOWN}, row(send=1, recv=1, recv_from=stage - 1), stage)
-        early, buffers = link.recv(buffers, {1: DOWN}, row(send=0, recv=0, recv_from=stage - 1, read=1), stage)
+        early, buffers = link.recv(
+            buffers, {1: DOWN}, row(send=0, recv=0, recv_from=stage - 1, read=1), stage
+        )
         late, _ = link.recv(buffers, {}, row(read=0), stage)
         return early, late
 

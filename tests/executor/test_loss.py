@@ -19,7 +19,9 @@ def mean(outputs: jax.Array, labels: jax.Array) -> jax.Array:
     return (outputs * labels).mean()
 
 
-def weighted(outputs: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+def weighted(
+    outputs: jax.Array, labels: jax.Array
+) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
     """Metrics are not in the order of their names."""
     return (outputs * labels).sum(), labels.sum(), {"b": outputs[0], "a": outputs[1]}
 
@@ -72,7 +74,10 @@ def test_where_nothing_weighs_the_loss_is_no_nan(weight: float, divisor: float) 
 
 def test_reports_are_means_over_microbatches_and_replicas_by_stage() -> None:
     """Each stage has layers of its own, in padded slots; those without a name do not count."""
-    names = [[("losses", "a"), ("", ""), ("metrics", "b")], [("metrics", "c"), ("losses", "d"), ("", "")]]
+    names = [
+        [("losses", "a"), ("", ""), ("metrics", "b")],
+        [("metrics", "c"), ("losses", "d"), ("", "")],
+    ]
     # Stage 0 of both replicas, then stage 1.
     values = [[1, 9, 2], [10, 9, 20], [3, 4, 9], [30, 40, 9]]
 

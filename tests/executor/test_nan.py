@@ -50,7 +50,9 @@ def test_one_nan_makes_the_loss_nan(stages: int, data: int, skip_idle: bool) -> 
         state, metrics = pipeline.step(pipeline.init(), tuple(spoiled))
         assert np.isnan(float(metrics["loss"]))
         assert np.isnan(float(pipeline.evaluate(pipeline.init(), tuple(spoiled))["loss"]))
-        assert all(np.isnan(leaf).any() for leaf in jax.tree.leaves(pipeline.params_tree(state.params)))
+        assert all(
+            np.isnan(leaf).any() for leaf in jax.tree.leaves(pipeline.params_tree(state.params))
+        )
 
 
 def pole(x: jax.Array) -> jax.Array:
@@ -71,7 +73,12 @@ LEAKS += [
     (4, "1f1b-v"),
     (2, "zero-bubble-2"),
 ]
-LEAKS += [(s, name) for s in (1, 2, 4) for name in ("1f1b", "train", "one_by_one", "split") if (s, name) not in LEAKS]
+LEAKS += [
+    (s, name)
+    for s in (1, 2, 4)
+    for name in ("1f1b", "train", "one_by_one", "split")
+    if (s, name) not in LEAKS
+]
 SENT_EARLY = ("zero-bubble-v", "dual-pipe-v", "interleaved", "1f1b-v", "zero-bubble-2")
 
 
@@ -79,10 +86,15 @@ SENT_EARLY = ("zero-bubble-v", "dual-pipe-v", "interleaved", "1f1b-v", "zero-bub
     ("stages", "schedule"),
     [*slow_after(1, LEAKS[:2], unpack=True), *slow_after(0, LEAKS[2:], unpack=True, soak=True)],
 )
-def test_masked_actions_do_not_leak(monkeypatch: pytest.MonkeyPatch, stages: int, schedule: str) -> None:
-    """A layer that is NaN on zeros: idle actions that compute on empty slots must not spoil anything.
+def test_masked_actions_do_not_leak(
+    monkeypatch: pytest.MonkeyPatch, stages: int, schedule: str
+) -> None:
+    """A layer that is NaN on zeros.
 
-    Nor must what an idle stage sends early, as on accelerators, nor what it computes at the ends of a program alone.
+    Idle actions that compute on empty slots must not spoil anything.
+
+    Nor must what an idle stage sends early, as on accelerators, nor what it computes at the ends of
+    a program alone.
     """
     early: list[bool] = []
     apart: list[bool] = []
@@ -93,7 +105,9 @@ def test_masked_actions_do_not_leak(monkeypatch: pytest.MonkeyPatch, stages: int
         program = with_ends_apart(plan.program) if apart[-1] else plan.program
         loops = plan.idle.loops and not early[-1]
         idle = dataclasses.replace(plan.idle, loops=loops, masks_ends=apart[-1])
-        return dataclasses.replace(plan, program=with_idle(program, idle), idle=idle, sends_early=early[-1])
+        return dataclasses.replace(
+            plan, program=with_idle(program, idle), idle=idle, sends_early=early[-1]
+        )
 
     monkeypatch.setattr(_pipeline, "make_plan", make_plan)
 
@@ -108,37 +122,61 @@ def test_masked_actions_do_not_leak(monkeypatch: pytest.MonkeyPatch, stages: int
         early.append(sends_early)
         apart.append(has_ends_apart)
         module = PipelineModule(
-            layers, num_stages=stages, loss_fn=lambda y, t: jnp.mean((y - t) ** 2), partition_method="uniform"
+            layers,
+            num_stages=stages,
+            loss_fn=lambda y, t: jnp.mean((y - t) ** 2),
+            partition_method="uniform",
         )
         x = jax.ShapeDtypeStruct((2, SIZE), jnp.float32)
         mesh = make_pipeline_mesh(PipeDataParallelTopology(stages, 1))
         kwargs: dict[str, Any] = {"schedule": SCHEDULES[schedule], "skip_idle": skip_idle}
-        pipeline = Pipeline(module, optax.sgd(0.1), mesh, (x, x), MICROBATCHES, make_settings(**kwargs))
+        pipeline = Pipeline(
+            module, optax.sgd(0.1), mesh, (x, x), MICROBATCHES, make_settings(**kwargs)
+        )
         metrics, grads, _ = pipeline.gradients(pipeline.init(), batch(1))
-        results.append((metrics, pipeline.params_tree(grads), pipeline.evaluate(pipeline.init(), batch(1))))
+        results.append(
+            (metrics, pipeline.params_tree(grads), pipeline.evaluate(pipeline.init(), batch(1)))
+        )
     for leaf in jax.tree.leaves(results):
         assert np.isfinite(np.asarray(leaf)).all()
     for other in results[1:]:
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), results[0], other)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), results[0], other
+        )
 
 
 @pytest.mark.parametrize(
     ("stages", "schedule"),
-    slow_after(1, [(2, "1f1b"), (4, "1f1b"), (2, "interleaved"), (2, "split"), (2, "one_by_one")], unpack=True),
+    slow_after(
+        1,
+        [(2, "1f1b"), (4, "1f1b"), (2, "interleaved"), (2, "split"), (2, "one_by_one")],
+        unpack=True,
+    ),
 )
 def test_nothing_leaks_into_a_split_vocabulary(stages: int, schedule: str) -> None:
     """Nor where the last layers take, a tick later, what an idle stage has left."""
     layers = [nn.Embed(ROWS, SIZE), *poles(stages, schedule)]
     tokens = np.random.default_rng(0).integers(0, ROWS, (MICROBATCHES, 2, 3))
-    x, mesh = jax.ShapeDtypeStruct((2, 3), jnp.int32), make_pipeline_mesh(PipeDataParallelTopology(stages, 1))
+    x, mesh = (
+        jax.ShapeDtypeStruct((2, 3), jnp.int32),
+        make_pipeline_mesh(PipeDataParallelTopology(stages, 1)),
+    )
     results = []
     for skip_idle, overlaps in ((True, False), (False, False), (False, True), (True, True)):
-        module = PipelineModule([*layers, pole, nn.Dense(ROWS)], num_stages=stages, loss_fn=cross_entropy)
+        module = PipelineModule(
+            [*layers, pole, nn.Dense(ROWS)], num_stages=stages, loss_fn=cross_entropy
+        )
         kwargs: dict[str, Any] = {"schedule": SCHEDULES[schedule], "skip_idle": skip_idle}
         config = make_settings(split_vocabulary=True, overlap_vocabulary=overlaps, **kwargs)
         pipeline = Pipeline(module, optax.sgd(0.1), mesh, (x, x), MICROBATCHES, config)
         metrics, grads, _ = pipeline.gradients(pipeline.init(), (tokens, tokens, {}))
-        results.append((metrics, pipeline.params_tree(grads), pipeline.evaluate(pipeline.init(), (tokens, tokens, {}))))
+        results.append(
+            (
+                metrics,
+                pipeline.params_tree(grads),
+                pipeline.evaluate(pipeline.init(), (tokens, tokens, {})),
+            )
+        )
     for leaf in jax.tree.leaves(results):
         assert np.isfinite(np.asarray(leaf)).all()
     for other in results[1:]:

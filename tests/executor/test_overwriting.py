@@ -1,4 +1,7 @@
-"""Layers whose variables are replaced with their gradient, as the scales of Flax's FP8 products are."""
+"""Layers whose variables are replaced with their gradient.
+
+The scales of Flax's FP8 products are such.
+"""
 
 import flax.linen as nn
 import jax
@@ -23,8 +26,13 @@ class Quantized(nn.Module):
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_they_are_refused_by_name(stages: int) -> None:
-    model = PipelineModule([LayerSpec(nn.Dense, 8), LayerSpec(Quantized)], num_stages=stages, loss_fn=optax.l2_loss)
-    match = r"layer 1_Quantized must keep only.*got '_overwr.*Fp8.*amax_history' and 5 more, which.*train in bf"
+    model = PipelineModule(
+        [LayerSpec(nn.Dense, 8), LayerSpec(Quantized)], num_stages=stages, loss_fn=optax.l2_loss
+    )
+    match = (
+        r"layer 1_Quantized must keep only.*got '_overwr.*Fp8.*amax_history' and 5 more, "
+        r"which.*train in bf"
+    )
     with pytest.raises(LayerError, match=match):
         jaxpipe.initialize(
             model=model,
@@ -41,5 +49,7 @@ def test_the_sequential_model_has_them() -> None:
     def loss(collections: dict) -> jax.Array:
         return jnp.sum(model.call(params, collections, X, train=True, key=key)[0])
 
-    scales = jax.grad(loss)(collections)["0_Quantized"]["_overwrite_with_gradient"]["Fp8DirectDotGeneralOp_0"]
+    scales = jax.grad(loss)(collections)["0_Quantized"]["_overwrite_with_gradient"][
+        "Fp8DirectDotGeneralOp_0"
+    ]
     assert scales["input_amax_history"][0] == 1

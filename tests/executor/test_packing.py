@@ -41,7 +41,9 @@ def test_equal_trees_are_left_alone() -> None:
     assert packing.struct == struct(TREES[0])
     assert packing.pack(1, TREES[0]) is TREES[0]
     assert packing.unpack(2, TREES[0]) is TREES[0]
-    jax.tree.map(np.testing.assert_array_equal, packing.zeros(), jax.tree.map(np.zeros_like, TREES[0]))
+    jax.tree.map(
+        np.testing.assert_array_equal, packing.zeros(), jax.tree.map(np.zeros_like, TREES[0])
+    )
 
 
 def test_members_that_pack_alike_are_described_alike() -> None:

@@ -83,9 +83,16 @@ def test_no_two_of_these_layers_draw_alike() -> None:
 
 
 def test_distances_of_indices() -> None:
-    numbers = Numbers([Gain, Scale, Gain, Gain, Scale, Gain, Scale, Scale, Gain], [0, 2, 5, 7, 9], 2, schedule="1f1b-v")
+    numbers = Numbers(
+        [Gain, Scale, Gain, Gain, Scale, Gain, Scale, Scale, Gain],
+        [0, 2, 5, 7, 9],
+        2,
+        schedule="1f1b-v",
+    )
     starts = [1, 4, 6, 7]
-    assert [int(trunk(numbers).offset(numbers.at(v))) for v in range(4)] == [start - 1 for start in starts]
+    assert [int(trunk(numbers).offset(numbers.at(v))) for v in range(4)] == [
+        start - 1 for start in starts
+    ]
     third = Segment(numbers.blueprint, 2, [cut.trunk for cut in numbers.stage.cuts])
     assert [int(third.offset(numbers.at(v))) for v in range(4)] == [start - 6 for start in starts]
 
@@ -113,7 +120,9 @@ def test_layers_in_a_row_keep_their_names() -> None:
 @pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.parametrize("frozen", ["first", "second"])
 def test_what_is_frozen_is_no_place_for_gradients(frozen: str, scan: bool) -> None:
-    numbers = Numbers([*[Pair] * 4, Gain], [0, 2, 5], 2, trainable=lambda name: not name.endswith(frozen))
+    numbers = Numbers(
+        [*[Pair] * 4, Gain], [0, 2, 5], 2, trainable=lambda name: not name.endswith(frozen)
+    )
     segment = trunk(numbers, scan=scan)
     names = sorted(name for name in segment.names if name.endswith(frozen))
     assert sorted(segment.frozen) == names
@@ -157,7 +166,10 @@ def test_a_reported_loss_is_one_more_output(split: bool) -> None:
 
 def test_the_vector_of_reports_is_as_long_as_the_longest() -> None:
     numbers = Numbers([Reporter, Scale, Reporter, Reporter, Scale, Scale, Gain], [0, 2, 5, 7], 3)
-    each = [Segment(numbers.blueprint, v, [cut.prologue for cut in numbers.stage.cuts]) for v in range(3)]
+    each = [
+        Segment(numbers.blueprint, v, [cut.prologue for cut in numbers.stage.cuts])
+        for v in range(3)
+    ]
     assert [len(segment.aux.names) for segment in each] == [2, 4, 0]
     assert [segment.num_reported for segment in each] == [4, 4, 4]
 
@@ -171,7 +183,10 @@ def test_a_split_backward_and_its_rest_are_the_whole() -> None:
         segment.backward(params, ahead.residuals, [one(GRADIENT)], jnp.float32(0), split=split)
         for split in (False, True)
     )
-    wanted = {"trunk/0/0/matrix": X * GRADIENT * b * 100, "trunk/0/1/matrix": X * GRADIENT * a * 100}
+    wanted = {
+        "trunk/0/0/matrix": X * GRADIENT * b * 100,
+        "trunk/0/1/matrix": X * GRADIENT * a * 100,
+    }
     assert {name: g.item() for name, g in whole.grads.items()} == wanted
     assert [leaf.shape for leaf in whole.pending] == [like.shape for like in segment.pending]
     assert not any(leaf.any() for leaf in whole.pending)
@@ -182,12 +197,15 @@ def test_a_split_backward_and_its_rest_are_the_whole() -> None:
 
 
 def test_gradients_off_the_trunk_are_zero_where_none_is_given() -> None:
-    numbers = Numbers([Scale, Gain, Gain, Scale, Scale, Gain], [0, 1, 4, 6], 3, compute_dtype=jnp.bfloat16)
+    numbers = Numbers(
+        [Scale, Gain, Gain, Scale, Scale, Gain], [0, 1, 4, 6], 3, compute_dtype=jnp.bfloat16
+    )
     segment = Segment(numbers.blueprint, 1, [cut.prologue for cut in numbers.stage.cuts])
     assert segment.names == ("layers/1_Gain/gain", "layers/2_Gain/gain")
     for first, second in ((3.0, None), (None, 5.0), (3.0, 5.0)):
         given = {
-            name: None if g is None else jnp.bfloat16(g) for name, g in zip(segment.names, (first, second), strict=True)
+            name: None if g is None else jnp.bfloat16(g)
+            for name, g in zip(segment.names, (first, second), strict=True)
         }
         found = segment.off_trunk(given)
         assert numbers.grads(1, found) == {1: first or 0, 2: second or 0}
@@ -203,7 +221,9 @@ def test_what_every_stage_holds_off_the_trunk_is_no_part_of_the_buffers() -> Non
     assert segment.names == ("layers/0_Gain/gain", "tied/gain/gain")
     for given in ({}, dict(zip(segment.names, (3.0, 5.0), strict=True))):
         found = segment.off_trunk({name: jnp.float32(g) for name, g in given.items()})
-        assert {name: float(leaf) for name, leaf in found.stacked.items()} == {"tied/gain/gain": 5.0 if given else 0.0}
+        assert {name: float(leaf) for name, leaf in found.stacked.items()} == {
+            "tied/gain/gain": 5.0 if given else 0.0
+        }
         assert found.packed["float32"].tolist() == [3.0 if given else 0.0]
 
 

@@ -1,4 +1,7 @@
-"""Programs of simulated devices: apart from JAX's cache on disk, and refused where they would wait for ever."""
+"""Programs of simulated devices.
+
+Apart from JAX's cache on disk, and refused where they would wait for ever.
+"""
 
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +22,13 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe import LayerSpec, PipeDataParallelTopology, Pipeline, PipelineModule
 from jaxpipe.errors import LayerError
-from jaxpipe.executor import compile_checked, compile_program, loops_idle, waits_in_branches, without_cache
+from jaxpipe.executor import (
+    compile_checked,
+    compile_program,
+    loops_idle,
+    waits_in_branches,
+    without_cache,
+)
 from jaxpipe.topology import make_pipeline_mesh
 
 Computing = Callable[[jax.Array], jax.Array]
@@ -79,7 +88,9 @@ def test_a_cache_that_is_off_stays_off() -> None:
     jax.config.update("jax_enable_compilation_cache", False)
     try:
         mesh = jax.make_mesh((2,), ("data",))
-        compile_program(jax.jit(jnp.sum), jax.device_put(jnp.ones(8), NamedSharding(mesh, P("data"))))
+        compile_program(
+            jax.jit(jnp.sum), jax.device_put(jnp.ones(8), NamedSharding(mesh, P("data")))
+        )
         assert not jax.config.jax_enable_compilation_cache
     finally:
         jax.config.update("jax_enable_compilation_cache", True)
@@ -119,24 +130,37 @@ def beside_a_branch(compute: Computing, x: jax.Array) -> jax.Array:
     return compute(x) + in_a_branch(row_sums, x)
 
 
-def compile_for_two_stages(place: Callable[[Computing, jax.Array], jax.Array], compute: Computing) -> None:
+def compile_for_two_stages(
+    place: Callable[[Computing, jax.Array], jax.Array], compute: Computing
+) -> None:
     mesh = jax.make_mesh((2, 2), ("stage", "model"))
     x = jax.device_put(jnp.ones((2, 12)), NamedSharding(mesh, P(None, "model")))
     function = jax.shard_map(
-        lambda x: place(compute, x), mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"stage"}, check_vma=False
+        lambda x: place(compute, x),
+        mesh=mesh,
+        in_specs=P(),
+        out_specs=P(),
+        axis_names={"stage"},
+        check_vma=False,
     )
     compile_checked(jax.jit(function), mesh, x)
 
 
 @pytest.mark.parametrize("place", [in_a_branch, in_one_of_three, in_a_loop_in_a_branch])
 def test_slices_that_move_in_a_branch_are_refused(place: Any) -> None:
-    with pytest.raises(LayerError, match=r"must not cut.*but got 2 slices.*the first for .*split.*Constrain"):
+    with pytest.raises(
+        LayerError, match=r"must not cut.*but got 2 slices.*the first for .*split.*Constrain"
+    ):
         compile_for_two_stages(place, query_key_value)
 
 
 @pytest.mark.parametrize(
     ("place", "compute"),
-    [(beside_a_branch, query_key_value), (in_a_branch, row_sums), (in_a_loop_in_a_branch, row_sums)],
+    [
+        (beside_a_branch, query_key_value),
+        (in_a_branch, row_sums),
+        (in_a_loop_in_a_branch, row_sums),
+    ],
 )
 def test_slices_outside_of_branches_and_sums_inside_are_not(place: Any, compute: Computing) -> None:
     compile_for_two_stages(place, compute)

@@ -1,4 +1,7 @@
-"""A virtual stage by itself, without mesh, schedule or loop: it computes what its layers compute in a row."""
+"""A virtual stage by itself, without mesh, schedule or loop.
+
+It computes what its layers compute in a row.
+"""
 
 from typing import Any
 
@@ -48,7 +51,9 @@ class Alone:
     def leaves(self, stage: int, layers: range) -> dict[str, jax.Array]:
         """Parameters of some layers, by name."""
         names = self.stage.params.stages[stage].names_of(layers)
-        return {name: self.stage.params.layout.get(stage, name, self.storage(stage)) for name in names}
+        return {
+            name: self.stage.params.layout.get(stage, name, self.storage(stage)) for name in names
+        }
 
     def run(self, stage: int, layers: range, leaves: Any, inputs: Any) -> Any:
         """The layers in a row."""
@@ -70,14 +75,25 @@ class Alone:
         return {name: params.grad_layout.get(stage, name, found) for name in names}
 
     def both(self, v: int, inputs: Any) -> tuple[Any, Any]:
-        """What a virtual stage gives, and its layers: the output, and the gradients of parameters and input."""
-        stage, (place, chunk), cut = self.stage, self.stage.placement.locations[v], self.stage.cuts[v]
-        at = VirtualStage(jnp.int32(place), jnp.int32(chunk) if stage.trunk._join else chunk, stage.placement)
+        """What a virtual stage gives, and its layers.
+
+        The output, and the gradients of parameters and input.
+        """
+        stage, (place, chunk), cut = (
+            self.stage,
+            self.stage.placement.locations[v],
+            self.stage.cuts[v],
+        )
+        at = VirtualStage(
+            jnp.int32(place), jnp.int32(chunk) if stage.trunk._join else chunk, stage.placement
+        )
         layers, storage = range(cut.prologue.start, cut.trunk.stop), self.storage(place)
         leaves = self.leaves(place, layers)
 
         def values(leaves: Any, inexact: Any) -> Any:
-            return differentiable(self.run(place, layers, leaves, replace_differentiable(inputs, inexact)))
+            return differentiable(
+                self.run(place, layers, leaves, replace_differentiable(inputs, inexact))
+            )
 
         output = self.run(place, layers, leaves, inputs)
         gradient = some_like(differentiable(output))
@@ -118,7 +134,9 @@ def test_loss(model: str) -> None:
     alone = Alone(Case(model=model, stages=2))
     stage, layers, place = alone.stage, alone.stage.cuts[-1].epilogue, 1
     leaves, labels = alone.leaves(place, layers), alone.batch[1]
-    output = some_like(jax.eval_shape(lambda: alone.stage.activations.unpack(1, stage.activations.zeros())))
+    output = some_like(
+        jax.eval_shape(lambda: alone.stage.activations.unpack(1, stage.activations.zeros()))
+    )
 
     def loss(leaves: Any, output: Any) -> Any:
         sums = alone.module.loss_terms(alone.run(place, layers, leaves, output), labels).sums()
@@ -128,7 +146,9 @@ def test_loss(model: str) -> None:
         batch = Microbatch(None, labels, (KEY, alone.batch[2]))
         collections = stage.collections.layout.zeros()
         packed = stage.activations.pack(1, output)
-        result = stage.epilogue.loss_and_gradients(alone.storage(place), collections, packed, batch, (FACTOR, FACTOR))
+        result = stage.epilogue.loss_and_gradients(
+            alone.storage(place), collections, packed, batch, (FACTOR, FACTOR)
+        )
         given = {name: stage.params.grad_layout.get(place, name, result.grads) for name in leaves}
         found = result.sums, given, stage.gradients.unpack(1, result.output_grad)
         (grads, dx), sums = jax.grad(loss, argnums=(0, 1), has_aux=True)(leaves, output)

@@ -34,10 +34,14 @@ def frozen(trainable: str) -> tuple[Pipeline, Any]:
 
 
 @pytest.mark.parametrize(
-    ("build", "trainable"), slow_after(1, [(frozen, "Block.*bias$|^tied"), (half, ""), (frozen, "^tied")], unpack=True)
+    ("build", "trainable"),
+    slow_after(1, [(frozen, "Block.*bias$|^tied"), (half, ""), (frozen, "^tied")], unpack=True),
 )
 def test_the_norm_of_the_gradients_is_that_of_the_step(build: Any, trainable: str) -> None:
-    """Before clipping, without the loss scale; of what is trained, tied parameters and replicas once."""
+    """Before clipping, without the loss scale.
+
+    Of what is trained, tied parameters and replicas once.
+    """
     pipeline, batch = build(trainable)
     state = pipeline.init()
     metrics, storage, _ = pipeline.gradients(state, batch)

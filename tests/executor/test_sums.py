@@ -19,7 +19,9 @@ NAMES = ("trunk/0/0/scale", "trunk/0/1/scale")
 def sums() -> GradientSums:
     """Of two chunks, whose trunks have two numbers each, in layers that compute in bfloat16."""
     layers = [Gain, *[Scale] * 8, Gain]
-    numbers = Numbers(layers, [0, 3, 5, 7, 10], 2, schedule="interleaved", compute_dtype=jnp.bfloat16)
+    numbers = Numbers(
+        layers, [0, 3, 5, 7, 10], 2, schedule="interleaved", compute_dtype=jnp.bfloat16
+    )
     return GradientSums(numbers.stage, CHUNKS)
 
 
@@ -38,7 +40,9 @@ def values(trees: Any) -> list[list[float]]:
 
 
 def added(sums: GradientSums, plan: ActionPlan, chunk: int, grads: Any) -> list[list[float]]:
-    return values(jax.jit(lambda chunk: sums.add_trunk(started(), plan, chunk, grads))(jnp.int32(chunk)))
+    return values(
+        jax.jit(lambda chunk: sums.add_trunk(started(), plan, chunk, grads))(jnp.int32(chunk))
+    )
 
 
 def test_sums_begin_at_zero_in_float32(sums: GradientSums) -> None:

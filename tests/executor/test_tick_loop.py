@@ -1,4 +1,7 @@
-"""The loop over ticks: each device sees its own row of the program, and runs the action that the row names."""
+"""The loop over ticks.
+
+Each device sees its own row of the program, and runs the action that the row names.
+"""
 
 from typing import Any, NamedTuple
 
@@ -17,7 +20,15 @@ from jaxpipe.executor._actions import Action, Row, run_action
 from jaxpipe.executor._buffers import make_ring, read_ring, run_or_zeros, write_ring, write_ring_if
 from jaxpipe.executor._tick_loop import Device, TickLoop
 from jaxpipe.executor._virtual_stage import VirtualStage
-from jaxpipe.schedules import ActionPlan, Actions, Idle, IdlePolicy, TickRun, lower_schedule, with_idle
+from jaxpipe.schedules import (
+    ActionPlan,
+    Actions,
+    Idle,
+    IdlePolicy,
+    TickRun,
+    lower_schedule,
+    with_idle,
+)
 
 STAGES, MICROBATCHES = 2, 3
 X = np.ones((2, 4), np.float32)
@@ -26,7 +37,9 @@ X = np.ones((2, 4), np.float32)
 def make_loop(schedule: str, *, skip_idle: bool) -> TickLoop:
     layers = [LayerSpec(nn.Dense, 4) for _ in range(4)]
     model = PipelineModule(
-        layers, topology=PipeDataParallelTopology(STAGES, 1), loss_fn=lambda y, t: ((y - t) ** 2).mean()
+        layers,
+        topology=PipeDataParallelTopology(STAGES, 1),
+        loss_fn=lambda y, t: ((y - t) ** 2).mean(),
     )
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -40,7 +53,10 @@ def make_loop(schedule: str, *, skip_idle: bool) -> TickLoop:
 
 
 class Seen(NamedTuple):
-    """Tick by tick which microbatch and virtual stage the forward worked on, plus 1; 0 where it was idle."""
+    """Tick by tick which microbatch and virtual stage the forward worked on, plus 1.
+
+    0 where it was idle.
+    """
 
     tick: jax.Array
     microbatch: jax.Array
@@ -53,11 +69,18 @@ def record(loop: TickLoop) -> Seen:
     none: Any = None
 
     def tick(device: Device, run: TickRun, carry: Seen, row: Row) -> Seen:
-        def forward(at: VirtualStage, carry: Seen, row: Row, values: None) -> tuple[jax.Array, jax.Array]:
+        def forward(
+            at: VirtualStage, carry: Seen, row: Row, values: None
+        ) -> tuple[jax.Array, jax.Array]:
             return row.forward.microbatch + 1, at.index + 1
 
         if run.forward is not None:
-            action = Action(run.forward, lambda row: row.forward, [forward], lambda carry, row, values, y: (carry, y))
+            action = Action(
+                run.forward,
+                lambda row: row.forward,
+                [forward],
+                lambda carry, row, values, y: (carry, y),
+            )
             carry, (microbatch, part) = loop.run_action(device, action, carry, row)
             microbatches = carry.microbatch.at[carry.tick].set(microbatch)
             parts = carry.virtual_stage.at[carry.tick].set(part)
@@ -71,7 +94,9 @@ def record(loop: TickLoop) -> Seen:
         carry = loop.scan(device, lambda run, carry, row: tick(device, run, carry, row), carry)
         return jax.tree.map(lambda x: x[None], carry)
 
-    return jax.tree.map(np.asarray, jax.jit(jax.shard_map(run, mesh=mesh, out_specs=P("stage"), check_vma=False))())
+    return jax.tree.map(
+        np.asarray, jax.jit(jax.shard_map(run, mesh=mesh, out_specs=P("stage"), check_vma=False))()
+    )
 
 
 @pytest.mark.parametrize("skip_idle", [True, False])
@@ -80,7 +105,9 @@ def test_every_device_runs_its_own_row(schedule: str, skip_idle: bool) -> None:
     loop = make_loop(schedule, skip_idle=skip_idle)
     seen, program = record(loop), loop.program
     assert seen.tick.tolist() == [program.num_ticks] * STAGES
-    assert (seen.microbatch - 1).tolist() == [list(row) for row in program.tables.forward.microbatch]
+    assert (seen.microbatch - 1).tolist() == [
+        list(row) for row in program.tables.forward.microbatch
+    ]
     expected = [
         [program.placement.virtual[stage][chunk] if chunk >= 0 else -1 for chunk in row]
         for stage, row in enumerate(program.tables.forward.chunk)
@@ -89,7 +116,9 @@ def test_every_device_runs_its_own_row(schedule: str, skip_idle: bool) -> None:
 
 
 def test_an_idle_slot_reads_slot_0_and_writes_nowhere() -> None:
-    ring = write_ring(make_ring(jax.ShapeDtypeStruct((), jnp.float32), 3), jnp.float32(5), jnp.int32(0))
+    ring = write_ring(
+        make_ring(jax.ShapeDtypeStruct((), jnp.float32), 3), jnp.float32(5), jnp.int32(0)
+    )
     assert float(read_ring(ring, jnp.int32(-1))) == 5
     assert write_ring_if(ring, jnp.float32(7), jnp.int32(-1)).tolist() == [5, 0, 0]
     assert write_ring_if(ring, jnp.float32(7), jnp.int32(2)).tolist() == [5, 0, 7]
@@ -105,7 +134,10 @@ IDLE = [idle for idle in Idle if idle is not Idle.NEVER]
 @pytest.mark.parametrize("chunks", [(0,), (0, 1)])
 @pytest.mark.parametrize("idle", IDLE, ids=lambda idle: idle.name)
 def test_what_an_idle_action_leaves(idle: Idle, chunks: tuple[int, ...]) -> None:
-    """A busy action adds its microbatch and chunk. An idle one computes NaN, which is kept by no plan but one."""
+    """A busy action adds its microbatch and chunk.
+
+    An idle one computes NaN, which is kept by no plan but one.
+    """
     plan = ActionPlan(idle, chunks, branches_on_chunk=idle is Idle.BRANCH)
     placement = lower_schedule("interleaved", 2, 2).placement
 
@@ -113,7 +145,9 @@ def test_what_an_idle_action_leaves(idle: Idle, chunks: tuple[int, ...]) -> None
         microbatch = row.forward.microbatch
         return jnp.where(microbatch < 0, jnp.nan, 10.0 * microbatch + at.chunk) + values
 
-    def write(carry: jax.Array, row: Any, values: jax.Array, result: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def write(
+        carry: jax.Array, row: Any, values: jax.Array, result: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         return carry + result, result
 
     action = Action(plan, lambda row: row.forward, [compute], write)
@@ -122,7 +156,9 @@ def test_what_an_idle_action_leaves(idle: Idle, chunks: tuple[int, ...]) -> None
         entry = Actions(jnp.int32(microbatch), jnp.int32(chunk))
         row: Any = OneRow(entry)
         carry = jnp.float32(100), row, jnp.float32(0.5)
-        found = jax.jit(lambda: run_action(action, jnp.int32(0), placement, *carry, nothing=jnp.float32(7)))()
+        found = jax.jit(
+            lambda: run_action(action, jnp.int32(0), placement, *carry, nothing=jnp.float32(7))
+        )()
         return float(found[0]), float(found[1])
 
     for chunk in chunks:

@@ -1,4 +1,7 @@
-"""Scanned trunks: their layers' keys, what they report, and their collections are those of layers in a row."""
+"""Scanned trunks.
+
+Their layers' keys, what they report, and their collections are those of layers in a row.
+"""
 
 import jax
 import pytest
@@ -9,7 +12,8 @@ from _tolerances import assert_close, assert_loss
 @pytest.mark.parametrize(
     ("model", "interval", "scans"),
     [
-        # Four layers of a stage in two groups: each has dropout of its own, also in the other group.
+        # Four layers of a stage in two groups: each has dropout of its own, also in the other
+        # group.
         ("dropout", 2, True),
         # What layers report, or keep in collections, has no place in a scan.
         ("reports", 0, False),

@@ -1,4 +1,7 @@
-"""`plan`: its memory against that of pipelines, its step against compiled programs, and what it refuses."""
+"""`plan`.
+
+Its memory against that of pipelines, its step against compiled programs, and what it refuses.
+"""
 
 import dataclasses
 import importlib.util
@@ -47,7 +50,10 @@ def token_loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 def model(num_stages: int = 2, **kwargs: Any) -> jaxpipe.PipelineModule:
     return jaxpipe.PipelineModule(
-        [nn.Dense(WIDTH), *(Block() for _ in range(8)), nn.Dense(8)], num_stages, loss_fn=loss_fn, **kwargs
+        [nn.Dense(WIDTH), *(Block() for _ in range(8)), nn.Dense(8)],
+        num_stages,
+        loss_fn=loss_fn,
+        **kwargs,
     )
 
 
@@ -56,14 +62,18 @@ def config(**kwargs: Any) -> dict[str, Any]:
 
 
 def example(replicas: int = 1) -> tuple[Any, Any]:
-    return np.zeros((SIZE * replicas, 16, WIDTH), np.float32), np.zeros((SIZE * replicas, 16, 8), np.float32)
+    return np.zeros((SIZE * replicas, 16, WIDTH), np.float32), np.zeros(
+        (SIZE * replicas, 16, 8), np.float32
+    )
 
 
 def planned(replicas: int = 1, num_stages: int = 2, **kwargs: Any) -> StepPlan:
     hardware = f"h200:{num_stages * replicas}"
     kwargs = {"optimizer": optax.adamw(1e-3), "schedules": ["1f1b"], "recompute": [0]} | kwargs
     settings = kwargs.pop("config", config())
-    return jaxpipe.plan(kwargs.pop("model", model(num_stages)), settings, example(replicas), hardware, **kwargs)
+    return jaxpipe.plan(
+        kwargs.pop("model", model(num_stages)), settings, example(replicas), hardware, **kwargs
+    )
 
 
 @pytest.mark.parametrize(
@@ -113,7 +123,9 @@ def test_memory_is_that_of_the_pipeline(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "total_gb", "step_ms"), [("1f1b", 38.9, 1554), ("70b-64", 8.6, 998)])
+@pytest.mark.parametrize(
+    ("name", "total_gb", "step_ms"), [("1f1b", 38.9, 1554), ("70b-64", 8.6, 998)]
+)
 def test_large_jobs_are_within_bounds_of_their_compiled_programs_and_counted_in_seconds(
     name: str, total_gb: float, step_ms: float
 ) -> None:
@@ -139,15 +151,22 @@ def test_large_jobs_are_within_bounds_of_their_compiled_programs_and_counted_in_
 def test_as_many_weight_gradients_wait_as_the_configuration_says() -> None:
     settings = config(pipeline={"schedule": "zero-bubble", "max_pending_weights": 1})
     schedules = ["1f1b", "zero-bubble"]
-    few, all_ = (planned(config=each, schedules=schedules, num_chunks=[1]) for each in (settings, config()))
-    pending = [{one.schedule: one.memory.pending for one in found.candidates} for found in (few, all_)]
+    few, all_ = (
+        planned(config=each, schedules=schedules, num_chunks=[1]) for each in (settings, config())
+    )
+    pending = [
+        {one.schedule: one.memory.pending for one in found.candidates} for found in (few, all_)
+    ]
     assert pending[0]["zero-bubble"] * 2 == pending[1]["zero-bubble"] > 0
     assert pending[0]["1f1b"] == 0
 
 
 def test_offloaded_residuals_take_no_device_memory() -> None:
     settings = config(pipeline={"schedule": "zero-bubble", "offload_activations": True})
-    hosted, kept = (planned(config=each, schedules=["zero-bubble"], num_chunks=[1]) for each in (settings, config()))
+    hosted, kept = (
+        planned(config=each, schedules=["zero-bubble"], num_chunks=[1])
+        for each in (settings, config())
+    )
     assert hosted.best is not None
     assert kept.best is not None
     assert kept.best.memory.residuals > hosted.best.memory.residuals == 0
@@ -170,7 +189,9 @@ def test_what_does_not_fit_is_named_with_what_makes_it_fit() -> None:
     small = planned()
     assert small.best is not None
     need = small.best.memory
-    tiny = dataclasses.replace(HARDWARE["h200"], name="tiny", usable_share=1.0, memory_bytes=0.9 * need.total)
+    tiny = dataclasses.replace(
+        HARDWARE["h200"], name="tiny", usable_share=1.0, memory_bytes=0.9 * need.total
+    )
     again = planned_on(tiny)
     assert again.best is None
     assert not again.candidates[0].fits
@@ -182,7 +203,13 @@ def test_what_does_not_fit_is_named_with_what_makes_it_fit() -> None:
 
 def planned_on(hardware: Hardware) -> StepPlan:
     return jaxpipe.plan(
-        model(), config(), example(), (hardware, 2), optimizer=optax.adamw(1e-3), schedules=["1f1b"], recompute=[0]
+        model(),
+        config(),
+        example(),
+        (hardware, 2),
+        optimizer=optax.adamw(1e-3),
+        schedules=["1f1b"],
+        recompute=[0],
     )
 
 
@@ -198,8 +225,13 @@ def test_hardware_can_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_more_microbatches_take_as_long_as_if_all_were_gone_through() -> None:
-    few, many = (planned(config=config(gradient_accumulation_steps=m), schedules=["gpipe", "1f1b"]) for m in (8, 64))
-    one, other = (next(c for c in found.candidates if c.schedule == "1f1b") for found in (few, many))
+    few, many = (
+        planned(config=config(gradient_accumulation_steps=m), schedules=["gpipe", "1f1b"])
+        for m in (8, 64)
+    )
+    one, other = (
+        next(c for c in found.candidates if c.schedule == "1f1b") for found in (few, many)
+    )
     all_of_them = next(c for c in many.candidates if c.schedule == "gpipe")
     assert other.memory.residuals == one.memory.residuals
     assert all_of_them.memory.residuals > other.memory.residuals
@@ -229,7 +261,9 @@ def test_memory_of_hardware_by_name() -> None:
 
 def test_a_remainder_of_microbatches_takes_the_ticks_of_the_whole_program() -> None:
     settings = config(gradient_accumulation_steps=31)
-    found = planned(num_stages=4, config=settings, schedules=["interleaved"], num_chunks=[2], partition=["best"])
+    found = planned(
+        num_stages=4, config=settings, schedules=["interleaved"], num_chunks=[2], partition=["best"]
+    )
     program = lower_schedule(resolve_schedule("interleaved", 2), 31, 4)
     assert found.candidates[0].num_ticks == program.num_ticks
     assert found.candidates[0].stages[0].in_flight == program.in_flight(0)
@@ -286,7 +320,10 @@ def test_a_remainder_of_microbatches_takes_the_ticks_of_the_whole_program() -> N
             "must be a floating-point scalar.*Without loss_fn",
         ),
         ({"optimizer": "adam"}, "optax transformation"),
-        ({"optimizer": optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))}, "set gradient_clipping"),
+        (
+            {"optimizer": optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))},
+            "set gradient_clipping",
+        ),
         ({"measured_step_s": -1.0}, "positive number of seconds"),
         ({"measured_step_s": "fast"}, "positive number of seconds"),
     ],
@@ -322,14 +359,21 @@ JOB = """
 import flax.linen as nn, jax, jax.numpy as jnp, optax, jaxpipe
 
 def job():
-    model = jaxpipe.PipelineModule([nn.Dense(32) for _ in range(4)], 2, loss_fn=lambda y, t: jnp.mean((y - t) ** 2))
+    layers = [nn.Dense(32) for _ in range(4)]
+    model = jaxpipe.PipelineModule(layers, 2, loss_fn=lambda y, t: jnp.mean((y - t) ** 2))
     x = jax.ShapeDtypeStruct((4, 32), jnp.float32)
     config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8}
     return model, config, (x, x), optax.adamw(1e-3)
 
 def keywords():
     model, config, example_batch, optimizer = job()
-    return dict(model=model, config=config, example_batch=example_batch, optimizer=optimizer, hardware="a100:2")
+    return dict(
+        model=model,
+        config=config,
+        example_batch=example_batch,
+        optimizer=optimizer,
+        hardware="a100:2",
+    )
 
 def other():
     return 3
@@ -354,7 +398,8 @@ def layers():
     def fails(x):
         raise ValueError("no such thing")
 
-    return jaxpipe.PipelineModule([nn.Dense(32), fails], 2, loss_fn=lambda y, t: jnp.mean(y)), *job()[1:]
+    model = jaxpipe.PipelineModule([nn.Dense(32), fails], 2, loss_fn=lambda y, t: jnp.mean(y))
+    return model, *job()[1:]
 
 nothing = None
 """
@@ -362,7 +407,11 @@ nothing = None
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name, text in {"planned_job": JOB, "planned_syntax": "def job(:", "planned_raise": "\n1 / 0"}.items():
+    for name, text in {
+        "planned_job": JOB,
+        "planned_syntax": "def job(:",
+        "planned_raise": "\n1 / 0",
+    }.items():
         (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -370,19 +419,35 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_command_prints_and_writes_what_is_asked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--hardware", "h200:2", "--schedules", "1f1b,zero-bubble", "--recompute", "0", "--num-chunks", "1"]
+def test_command_prints_and_writes_what_is_asked(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [
+        "--hardware",
+        "h200:2",
+        "--schedules",
+        "1f1b,zero-bubble",
+        "--recompute",
+        "0",
+        "--num-chunks",
+        "1",
+    ]
     files = ["--json", "plan.json", "--html", "plan.html", "--measured-step", "0.5"]
     assert main(["plan", "planned_job:job", *options, *files]) == 0
     text = capsys.readouterr().out
     assert "2 x h200" in text
     assert "zero-bubble" in text
-    assert json.loads((folder / "plan.json").read_text())["best"]["schedule"] in ("1f1b", "zero-bubble")
+    assert json.loads((folder / "plan.json").read_text())["best"]["schedule"] in (
+        "1f1b",
+        "zero-bubble",
+    )
     page = (folder / "plan.html").read_text()
     # Whole in itself: nothing is fetched.
     assert "http" not in page.replace('xmlns="http://www.w3.org/2000/svg"', "")
     assert "gradient sums" in page
-    body = ElementTree.fromstring(page[page.index("<body>") : page.index("</body>") + len("</body>")])
+    body = ElementTree.fromstring(
+        page[page.index("<body>") : page.index("</body>") + len("</body>")]
+    )
     assert len(body.findall(".//{http://www.w3.org/2000/svg}svg")) == 2
     assert main(["plan", "planned_job:keywords", "--schedules", "1f1b", "--recompute", "0"]) == 0
     assert "2 x a100" in capsys.readouterr().out
@@ -400,34 +465,71 @@ def test_command_prints_and_writes_what_is_asked(folder: Path, capsys: pytest.Ca
         (["planned_job:job", "--num-chunks", "two"], "--num-chunks must be integers"),
         (["planned_job:job", "--places", "model"], "AXIS=LENGTH"),
         (["planned_job:job", "--places", "model=3"], "6 together"),
-        (["planned_job:job", "--target-config", "none.txt"], "--target-config must be a file of text, but got 'none"),
+        (
+            ["planned_job:job", "--target-config", "none.txt"],
+            "--target-config must be a file of text, but got 'none",
+        ),
         (["planned_job:job", "--target-config", "planned_job.py"], "where nothing is compiled"),
         (
             ["planned_job:fails"],
-            "planned_job:fails must return the job, but got KeyError: 'corpus' (planned_job.py, line ",
+            "planned_job:fails must return the job, but got KeyError: 'corpus' (planned_job.py, "
+            "line ",
         ),
-        (["planned_job:needs"], "function without arguments, but got planned_job:needs, which has some: missing a req"),
+        (
+            ["planned_job:needs"],
+            "function without arguments, but got planned_job:needs, which has some: missing a req",
+        ),
         (["planned_job:misspelt"], "but got 'schedule'. Did you mean 'schedules'?"),
-        (["planned_job:short"], "model, config and example_batch, but got no 'example_batch'. Add it"),
-        (["planned_job:wrong"], "pipeline.schedul is not a known key. Did you mean pipeline.schedule?"),
+        (
+            ["planned_job:short"],
+            "model, config and example_batch, but got no 'example_batch'. Add it",
+        ),
+        (
+            ["planned_job:wrong"],
+            "pipeline.schedul is not a known key. Did you mean pipeline.schedule?",
+        ),
         (["planned_job:layers", "--hardware", "h200:2"], "failed with ValueError: no such thing"),
-        (["planned_syntax:job"], "SyntaxError: invalid syntax (planned_syntax.py, line 1). Mend planned_syntax."),
-        (["planned_raise:job"], "ZeroDivisionError: division by zero (planned_raise.py, line 2). Mend planned_raise."),
+        (
+            ["planned_syntax:job"],
+            "SyntaxError: invalid syntax (planned_syntax.py, line 1). Mend planned_syntax.",
+        ),
+        (
+            ["planned_raise:job"],
+            "ZeroDivisionError: division by zero (planned_raise.py, line 2). Mend planned_raise.",
+        ),
         (
             ["planned_job:job", "--json", "none/plan.json"],
             "--json must be a file in a folder that exists, but got 'none/",
         ),
-        (["planned_job:job", "--html", "."], "--html must be a file in a folder that exists, but got '.'"),
+        (
+            ["planned_job:job", "--html", "."],
+            "--html must be a file in a folder that exists, but got '.'",
+        ),
         (["planned_job:job", "--hardware", "h20:2"], "but got 'h20'. Did you mean 'h200'?"),
-        (["planned_job:job", "--hardware", "h200:2.5"], "'NAME:NUMBER', but got hardware='h200:2.5'"),
+        (
+            ["planned_job:job", "--hardware", "h200:2.5"],
+            "'NAME:NUMBER', but got hardware='h200:2.5'",
+        ),
         (
             ["planned_job:job", "--hardware", "h200:2", "--schedules", "1f2b"],
             "got schedule='1f2b'. Did you mean '1f1b'?",
         ),
-        (["planned_job:job", "--hardware", "h200:2", "--partition", "type:("], "regular expression"),
-        (["planned_job:job", "--hardware", "h200:2", "--recompute", "-1"], "recompute must be integers of at least 0"),
-        (["planned_job:job", "--measured-step", "0"], "positive number of seconds, but got measured_step_s=0.0"),
-        (["planned_job:job", "--places", "model=2,model=1"], "must name each axis once, but got 'model=2,model=1'"),
+        (
+            ["planned_job:job", "--hardware", "h200:2", "--partition", "type:("],
+            "regular expression",
+        ),
+        (
+            ["planned_job:job", "--hardware", "h200:2", "--recompute", "-1"],
+            "recompute must be integers of at least 0",
+        ),
+        (
+            ["planned_job:job", "--measured-step", "0"],
+            "positive number of seconds, but got measured_step_s=0.0",
+        ),
+        (
+            ["planned_job:job", "--places", "model=2,model=1"],
+            "must name each axis once, but got 'model=2,model=1'",
+        ),
     ],
 )
 def test_wrong_commands_are_named(
@@ -448,7 +550,9 @@ def test_wrong_commands_are_named(
         (["planned_job:job", "--measured-step", "fast"], "invalid float value: 'fast'"),
     ],
 )
-def test_wrong_options_are_named(words: list[str], match: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_options_are_named(
+    words: list[str], match: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as stop:
         main(["plan", *words])
     assert stop.value.code == 2
@@ -459,16 +563,25 @@ def test_notebooks_show_it_and_compiling_asks_for_the_plugin() -> None:
     found = planned()
     assert "<svg" in found._repr_html_()
     assert "<html" not in found._repr_html_()
-    if importlib.util.find_spec("jax_cuda12_plugin") or importlib.util.find_spec("jax_cuda13_plugin"):
+    if importlib.util.find_spec("jax_cuda12_plugin") or importlib.util.find_spec(
+        "jax_cuda13_plugin"
+    ):
         return
     with pytest.raises(JaxpipeError, match="needs JAX's CUDA plugin"):
         planned(compiles=True)
-    with pytest.raises(JaxpipeError, match="compiled ahead of time for h100 and h200, but got 'a100'"):
-        jaxpipe.plan(model(), config(), example(), "a100:2", schedules=["1f1b"], recompute=[0], compiles=True)
+    with pytest.raises(
+        JaxpipeError, match="compiled ahead of time for h100 and h200, but got 'a100'"
+    ):
+        jaxpipe.plan(
+            model(), config(), example(), "a100:2", schedules=["1f1b"], recompute=[0], compiles=True
+        )
 
 
 def test_layers_whose_weights_are_not_trained_cost_less_than_alike_ones_that_are() -> None:
-    """The head of the list is frozen: what is counted of its layers once is not that of the trained ones."""
+    """The head of the list is frozen.
+
+    What is counted of its layers once is not that of the trained ones.
+    """
     all_trained, half = (
         planned(model=model(trainable=trainable), partition=[[0, 5, 10]]).shown.stages
         for trainable in (None, r"layers/[5-9]")
@@ -477,7 +590,9 @@ def test_layers_whose_weights_are_not_trained_cost_less_than_alike_ones_that_are
     assert half[1].backward_s == all_trained[1].backward_s
 
 
-def pipeline_of(found: StepPlan, module: jaxpipe.PipelineModule, settings: dict[str, Any]) -> jaxpipe.Pipeline:
+def pipeline_of(
+    found: StepPlan, module: jaxpipe.PipelineModule, settings: dict[str, Any]
+) -> jaxpipe.Pipeline:
     """The pipeline of a plan's candidate on simulated devices."""
     devices = jax.devices()[: found.num_devices]
     replicas = found.num_devices // module.num_stages
@@ -503,7 +618,10 @@ def test_weights_are_gathered_when_the_pipeline_gathers_them(schedule: str, chun
 
 @pytest.mark.parametrize("interval", [0, 1])
 def test_residuals_are_those_of_the_pipeline(interval: int) -> None:
-    settings, module = config(pipeline={"schedule": "1f1b"}), model(activation_checkpoint_interval=interval)
+    settings, module = (
+        config(pipeline={"schedule": "1f1b"}),
+        model(activation_checkpoint_interval=interval),
+    )
     found = planned(model=module, config=settings, recompute=[interval], partition=["best"])
     built = pipeline_of(found, module, settings)
     assert found.best is not None
@@ -544,12 +662,17 @@ def test_what_is_compiled_is_the_candidate_that_is_shown(monkeypatch: pytest.Mon
     monkeypatch.setattr("jaxpipe.forecast._plan.compile_step", compiled)
     monkeypatch.setattr("jaxpipe.forecast._plan.compilable_devices", lambda *_: jax.devices()[:4])
     settings = config(
-        gradient_accumulation_steps=8, pipeline={"split_vocabulary": True, "max_pending_weights": 2, "schedule": "auto"}
+        gradient_accumulation_steps=8,
+        pipeline={"split_vocabulary": True, "max_pending_weights": 2, "schedule": "auto"},
     )
     layers = [nn.Embed(64, WIDTH), *(Block() for _ in range(8)), nn.Dense(64)]
     module = jaxpipe.PipelineModule(layers, 4, loss_fn=token_loss)
     tokens = np.zeros((SIZE, 16), np.int32)
-    options: dict[str, Any] = {"schedules": ["zero-bubble"], "recompute": [1], "optimizer": optax.adamw(1e-3)}
+    options: dict[str, Any] = {
+        "schedules": ["zero-bubble"],
+        "recompute": [1],
+        "optimizer": optax.adamw(1e-3),
+    }
     found = jaxpipe.plan(module, settings, (tokens, tokens), "h200:4", compiles=True, **options)
     (pipeline,), one = built, found.shown
     assert pipeline.parts == one.boundaries

@@ -24,7 +24,9 @@ TARGET = Path(jaxpipe.__file__).parent / "forecast" / "h200_target.txtpb"
 def h200_mesh(stages: int, data: int, hosts: int = 1, *, model: int = 1, fsdp: int = 1) -> Mesh:
     """A mesh of GPUs that can be compiled for, `hosts` computers of equally many."""
     description = topologies.get_topology_desc(
-        platform="cuda", topology=f"1x{hosts}x{stages * data * model * fsdp // hosts}", target_config=TARGET.read_text()
+        platform="cuda",
+        topology=f"1x{hosts}x{stages * data * model * fsdp // hosts}",
+        target_config=TARGET.read_text(),
     )
     shape = {"stage": stages, "data": data} | ({"model": model} if model > 1 else {})
     shape |= {"fsdp": fsdp} if fsdp > 1 else {}
@@ -32,8 +34,12 @@ def h200_mesh(stages: int, data: int, hosts: int = 1, *, model: int = 1, fsdp: i
     return Mesh(devices, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
 
 
-def build(module: PipelineModule, mesh: Mesh, example: Any, microbatches: int = 8, **settings: Any) -> Pipeline:
-    return Pipeline(module, optax.adam(1e-3), mesh, example, microbatches, make_settings(**settings))
+def build(
+    module: PipelineModule, mesh: Mesh, example: Any, microbatches: int = 8, **settings: Any
+) -> Pipeline:
+    return Pipeline(
+        module, optax.adam(1e-3), mesh, example, microbatches, make_settings(**settings)
+    )
 
 
 def compile_step(pipeline: Pipeline) -> jax.stages.Compiled:

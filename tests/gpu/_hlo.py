@@ -1,4 +1,7 @@
-"""Reading the scheduled HLO of a compiled step: loops, what lies between two instructions, and what is copied."""
+"""Reading the scheduled HLO of a compiled step.
+
+Loops, what lies between two instructions, and what is copied.
+"""
 
 import math
 import re
@@ -8,7 +11,15 @@ _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _LINE = re.compile(r"^(?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*)$")
 _TYPED = re.compile(r"([a-z]+\d*)\[([\d,]*)\]")
 _SLICED = ("slice", "dynamic-slice", "dynamic-update-slice")
-_FREE = ("parameter", "get-tuple-element", "tuple", "bitcast", "constant", "opt-barrier", "collective-permute-done")
+_FREE = (
+    "parameter",
+    "get-tuple-element",
+    "tuple",
+    "bitcast",
+    "constant",
+    "opt-barrier",
+    "collective-permute-done",
+)
 _ARRAY = re.compile(r"[a-z]+\d+\[([\d,]*)\]")
 
 
@@ -34,9 +45,13 @@ class Instruction:
     @property
     def num_bytes(self) -> int:
         """Of all its arrays."""
-        sizes = {kind: int(re.sub(r"\D", "", kind) or 8) // 8 for kind, _ in _TYPED.findall(self.shape)}
+        sizes = {
+            kind: int(re.sub(r"\D", "", kind) or 8) // 8 for kind, _ in _TYPED.findall(self.shape)
+        }
         arrays = _TYPED.findall(self.shape)
-        return sum(sizes[kind] * math.prod(int(n) for n in dims.split(",") if n) for kind, dims in arrays)
+        return sum(
+            sizes[kind] * math.prod(int(n) for n in dims.split(",") if n) for kind, dims in arrays
+        )
 
     @property
     def operands(self) -> list[str]:
@@ -75,7 +90,9 @@ class Program:
     def loops(self) -> list[list[Instruction]]:
         """Bodies of the loops in which something is sent."""
         found = [body for name, body in self.computations.items() if name in self._bodies]
-        return [body for body in found if any(line.op == "collective-permute-start" for line in body)]
+        return [
+            body for body in found if any(line.op == "collective-permute-start" for line in body)
+        ]
 
     def is_product(self, line: Instruction) -> bool:
         """Whether it is a matrix product, alone or fused."""
@@ -98,7 +115,9 @@ class Program:
         return max(inside, default=int(self.is_product(line)))
 
     def bytes_moved(self, body: list[Instruction], num_rounds: float = 1.0) -> float:
-        """Bytes that a loop's round reads and writes in memory; of a conditional those of its largest branch.
+        """Bytes that a loop's round reads and writes in memory.
+
+        Of a conditional those of its largest branch.
 
         Slots of larger arrays count as what is read or written of them.
 
@@ -115,7 +134,9 @@ class Program:
             elif line.op == "while":
                 inner = re.search(r"body=%?([\w.\-]+)", line.rest)
                 assert inner is not None
-                total += num_rounds * self.bytes_moved(self.computations[inner.group(1)], num_rounds)
+                total += num_rounds * self.bytes_moved(
+                    self.computations[inner.group(1)], num_rounds
+                )
             elif line.op == "fusion":
                 total += self._bytes_of_fusion(line)
             elif line.op in ("slice", "dynamic-slice"):
@@ -134,7 +155,11 @@ class Program:
 
         def uses(name: str) -> list[tuple[Instruction, str]]:
             found = [(inner, name) for inner in inside if name in inner.operands]
-            return [use for one, _ in found for use in (uses(one.name) if one.op == "bitcast" else [(one, name)])]
+            return [
+                use
+                for one, _ in found
+                for use in (uses(one.name) if one.op == "bitcast" else [(one, name)])
+            ]
 
         total = 0
         for parameter in (inner for inner in inside if inner.op == "parameter"):
@@ -151,7 +176,10 @@ class Program:
         return total
 
     def under(self, body: list[Instruction], kind: str = "collective-permute") -> dict[str, int]:
-        """For each exchange of a computation, or other collective, the number of products that run while it travels."""
+        """For each exchange of a computation, the number of products that run while it travels.
+
+        Or for each other collective.
+        """
         counts = {}
         for i, line in enumerate(body):
             if line.op == f"{kind}-start":
@@ -161,7 +189,10 @@ class Program:
         return counts
 
     def shapes(self, body: list[Instruction]) -> set[tuple[int, ...]]:
-        """Shapes of all arrays of a loop, without dims of 1; what is inside fusions never is in memory."""
+        """Shapes of all arrays of a loop, without dims of 1.
+
+        What is inside fusions never is in memory.
+        """
         return {tuple(n for n in dims if n > 1) for line in body for dims in line.all_dims}
 
     def copied(self, body: list[Instruction]) -> set[tuple[int, ...]]:
@@ -176,4 +207,7 @@ class Program:
 
 
 def _is_done(line: Instruction, start: str) -> bool:
-    return line.op.endswith("-done") and re.match(rf"%?{re.escape(start)}(?![\w.])", line.rest) is not None
+    return (
+        line.op.endswith("-done")
+        and re.match(rf"%?{re.escape(start)}(?![\w.])", line.rest) is not None
+    )

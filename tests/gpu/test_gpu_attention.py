@@ -1,4 +1,7 @@
-"""Transformer layers on H200s: cuDNN's attention is called, once a layer where it is kept, and no scores are held."""
+"""Transformer layers on H200s.
+
+CuDNN's attention is called, once a layer where it is kept, and no scores are held.
+"""
 
 import functools
 import importlib.util
@@ -18,11 +21,14 @@ PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 pytestmark = [
     pytest.mark.gpu_aot,
     pytest.mark.skipif(
-        not any(map(importlib.util.find_spec, PLUGINS)), reason="needs the CUDA plugin: pip install jaxpipe[cuda12]"
+        not any(map(importlib.util.find_spec, PLUGINS)),
+        reason="needs the CUDA plugin: pip install jaxpipe[cuda12]",
     ),
 ]
 takes_masks = jax.__version_info__ >= (0, 11, 1)
-needs_masks = pytest.mark.skipif(not takes_masks, reason="before JAX 0.11.1 the kernel computes a mask's gradient")
+needs_masks = pytest.mark.skipif(
+    not takes_masks, reason="before JAX 0.11.1 the kernel computes a mask's gradient"
+)
 SAMPLES, TIME, DIM, HEADS, STAGES, LAYERS_OF_A_STAGE = 4, 320, 128, 2, 2, 2
 
 
@@ -30,7 +36,9 @@ SAMPLES, TIME, DIM, HEADS, STAGES, LAYERS_OF_A_STAGE = 4, 320, 128, 2, 2, 2
 def has_cudnn() -> bool:
     q = jax.ShapeDtypeStruct((1, 8, 1, 8), jnp.bfloat16)
     try:
-        jax.eval_shape(functools.partial(jax.nn.dot_product_attention, implementation="cudnn"), q, q, q)
+        jax.eval_shape(
+            functools.partial(jax.nn.dot_product_attention, implementation="cudnn"), q, q, q
+        )
     except RuntimeError:
         return False
     return True
@@ -39,7 +47,11 @@ def has_cudnn() -> bool:
 @functools.cache
 def step_of(model: int = 1, schedule: str = "1f1b", side: str = "", **given: Any) -> Any:
     config = DeepSpeedTransformerConfig(
-        hidden_size=DIM, heads=HEADS, num_hidden_layers=STAGES * LAYERS_OF_A_STAGE, causal=not side, **given
+        hidden_size=DIM,
+        heads=HEADS,
+        num_hidden_layers=STAGES * LAYERS_OF_A_STAGE,
+        causal=not side,
+        **given,
     )
     module = PipelineModule(
         [LayerSpec(DeepSpeedTransformerLayer, config) for _ in range(STAGES * LAYERS_OF_A_STAGE)],
@@ -71,8 +83,13 @@ def kernels(program: Program) -> list[tuple[int, int]]:
 
 
 def most_scores(program: Program) -> int:
-    """The most arrays of a number a query and key that are in one array, such as one a sample and head."""
-    arrays = [dims for body in program.computations.values() for line in body for dims in line.all_dims]
+    """The most arrays of a number a query and key that are in one array.
+
+    Such as one a sample and head.
+    """
+    arrays = [
+        dims for body in program.computations.values() for line in body for dims in line.all_dims
+    ]
     return max((math.prod(dims[:-2]) for dims in arrays if dims[-2:] == (TIME, TIME)), default=0)
 
 
@@ -102,7 +119,11 @@ def test_kernels_of_a_tick(model: int, side: str, given: dict[str, Any], forward
 @pytest.mark.parametrize(
     ("side", "given"),
     [
-        pytest.param("attention_mask", {}, marks=pytest.mark.skipif(takes_masks, reason="the kernel takes it")),
+        pytest.param(
+            "attention_mask",
+            {},
+            marks=pytest.mark.skipif(takes_masks, reason="the kernel takes it"),
+        ),
         ("", {"attn_dropout_ratio": 0.1}),
     ],
 )

@@ -17,7 +17,8 @@ PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 pytestmark = [
     pytest.mark.gpu_aot,
     pytest.mark.skipif(
-        not any(map(importlib.util.find_spec, PLUGINS)), reason="needs the CUDA plugin: pip install jaxpipe[cuda12]"
+        not any(map(importlib.util.find_spec, PLUGINS)),
+        reason="needs the CUDA plugin: pip install jaxpipe[cuda12]",
     ),
 ]
 DIM, HIDDEN, SAMPLES, STAGES, PLACES, CHUNKS = 512, 1536, 1024, 2, 4, 4
@@ -41,7 +42,17 @@ def step_of(policy: str) -> Step:
     )
     x = jax.ShapeDtypeStruct((SAMPLES, DIM), jnp.float32)
     mesh = h200_mesh(STAGES, 1, fsdp=PLACES)
-    return Step.of(build(module, mesh, (x, x), 8, schedule="interleaved", num_chunks=CHUNKS, gather_weights=policy))
+    return Step.of(
+        build(
+            module,
+            mesh,
+            (x, x),
+            8,
+            schedule="interleaved",
+            num_chunks=CHUNKS,
+            gather_weights=policy,
+        )
+    )
 
 
 def gathered(lines: list[Instruction]) -> int:

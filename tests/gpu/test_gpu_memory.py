@@ -15,7 +15,8 @@ PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 pytestmark = [
     pytest.mark.gpu_aot,
     pytest.mark.skipif(
-        not any(map(importlib.util.find_spec, PLUGINS)), reason="needs the CUDA plugin: pip install jaxpipe[cuda12]"
+        not any(map(importlib.util.find_spec, PLUGINS)),
+        reason="needs the CUDA plugin: pip install jaxpipe[cuda12]",
     ),
 ]
 SIZE, SAMPLES, LAYERS = 1024, 512, 8
@@ -40,7 +41,9 @@ def memory(stages: int, data: int, zero_stage: int, interval: int) -> Any:
     x = jax.ShapeDtypeStruct((SAMPLES * data, SIZE), jnp.float32)
     pipeline = build(module, h200_mesh(stages, data), (x, x), zero_stage=zero_stage)
     compiled = compile_step(pipeline)
-    kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pipeline._stages.residuals))
+    kept = sum(
+        leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pipeline._stages.residuals)
+    )
     return compiled.memory_analysis(), kept, pipeline.program.peak_in_flight
 
 

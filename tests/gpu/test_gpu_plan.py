@@ -15,7 +15,8 @@ PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 pytestmark = [
     pytest.mark.gpu_aot,
     pytest.mark.skipif(
-        not any(map(importlib.util.find_spec, PLUGINS)), reason="needs the CUDA plugin: pip install jaxpipe[cuda12]"
+        not any(map(importlib.util.find_spec, PLUGINS)),
+        reason="needs the CUDA plugin: pip install jaxpipe[cuda12]",
     ),
 ]
 
@@ -48,6 +49,9 @@ def test_arguments_are_those_counted(hardware: str, axes: Any) -> None:
 
 
 def test_it_may_be_compiled_again() -> None:
-    """Of devices that are not there JAX's cache on disk holds what nobody can read: a warning, which tests refuse."""
+    """Of devices that are not there JAX's cache on disk holds what nobody can read.
+
+    A warning, which tests refuse.
+    """
     sizes = [compiled_plan("h200:2").compiled.total_bytes for _ in range(2)]
     assert sizes[0] == sizes[1]

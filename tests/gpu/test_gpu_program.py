@@ -1,4 +1,7 @@
-"""The step's program on 8 and 64 H200s: what its loops send, copy and branch on, and what it holds."""
+"""The step's program on 8 and 64 H200s.
+
+What its loops send, copy and branch on, and what it holds.
+"""
 
 import functools
 import importlib.util
@@ -19,14 +22,18 @@ PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 pytestmark = [
     pytest.mark.gpu_aot,
     pytest.mark.skipif(
-        not any(map(importlib.util.find_spec, PLUGINS)), reason="needs the CUDA plugin: pip install jaxpipe[cuda12]"
+        not any(map(importlib.util.find_spec, PLUGINS)),
+        reason="needs the CUDA plugin: pip install jaxpipe[cuda12]",
     ),
 ]
 VOCAB, DIM, TIME, SAMPLES, STAGES, BLOCKS = 512, 256, 128, 8, 8, 16
 PIXELS = 65536
 WIDTH = 2048
 BREADTH, MANY = 8192, 16
-"""Width at which products take longer than sums between hosts, and samples of which an activation is summed alone."""
+"""Width at which products take longer than sums between hosts, and a number of samples.
+
+An activation of so many samples is summed alone.
+"""
 
 IS_NEW_XLA = jax.__version_info__ >= (0, 12)
 
@@ -72,7 +79,9 @@ def language_model(data: int = 1, hosts: int = 1, microbatches: int = 16, **sett
         auto_cast=True,
     )
     tokens = jax.ShapeDtypeStruct((SAMPLES * data, TIME), jnp.int32)
-    pipeline = build(module, h200_mesh(STAGES, data, hosts), (tokens, tokens), microbatches, **settings)
+    pipeline = build(
+        module, h200_mesh(STAGES, data, hosts), (tokens, tokens), microbatches, **settings
+    )
     return Step.of(pipeline)
 
 
@@ -85,7 +94,10 @@ def test_both_exchanges_travel_under_products(data: int, hosts: int) -> None:
 
 
 def test_exchanges_in_both_directions_travel_under_products() -> None:
-    """Folded chunks send activations and gradients up and down; those of one direction must not become one exchange."""
+    """Folded chunks send activations and gradients up and down.
+
+    Those of one direction must not become one exchange.
+    """
     step = language_model(schedule="1f1b-v")
     under = step.program.under(step.steady)
     assert len(under) == 4
@@ -96,11 +108,14 @@ def test_exchanges_in_both_directions_travel_under_products() -> None:
 def test_the_trunk_is_straight_and_nothing_large_is_copied(data: int, hosts: int) -> None:
     step = language_model(data, hosts)
     products = sum(step.program.is_product(line) for line in step.steady)
-    assert products >= 6 * BLOCKS // STAGES, "the trunk's forward and backward outside of any branch"
+    assert products >= 6 * BLOCKS // STAGES, (
+        "the trunk's forward and backward outside of any branch"
+    )
     branches = [line for line in step.steady if line.op == "conditional"]
     assert len(branches) <= 3, "embedding, head and the embedding's backward"
     ring = {
-        (step.pipeline.program.residual_slots, *leaf.shape) for leaf in jax.tree.leaves(step.pipeline._stages.residuals)
+        (step.pipeline.program.residual_slots, *leaf.shape)
+        for leaf in jax.tree.leaves(step.pipeline._stages.residuals)
     }
     weights = {(DIM, 4 * DIM), (4 * DIM, DIM)}
     assert not step.program.copied(step.steady) & (ring | weights)
@@ -115,7 +130,11 @@ def test_temporaries_do_not_grow_with_microbatches() -> None:
 def split_vocabulary(hosts: int, **settings: Any) -> Step:
     """A model of wide blocks on two stages, embedding and head split over them."""
     module = PipelineModule(
-        [nn.Embed(VOCAB, BREADTH), *[LayerSpec(Wide, BREADTH) for _ in range(BLOCKS)], LayerSpec(nn.Dense, VOCAB)],
+        [
+            nn.Embed(VOCAB, BREADTH),
+            *[LayerSpec(Wide, BREADTH) for _ in range(BLOCKS)],
+            LayerSpec(nn.Dense, VOCAB),
+        ],
         num_stages=2,
         loss_fn=losses.cross_entropy,
         partition_method="trunk",
@@ -124,16 +143,31 @@ def split_vocabulary(hosts: int, **settings: Any) -> Step:
     )
     data = 4 * hosts
     tokens = jax.ShapeDtypeStruct((MANY * data, TIME), jnp.int32)
-    return Step.of(build(module, h200_mesh(2, data, hosts), (tokens, tokens), 16, split_vocabulary=True, **settings))
+    return Step.of(
+        build(
+            module,
+            h200_mesh(2, data, hosts),
+            (tokens, tokens),
+            16,
+            split_vocabulary=True,
+            **settings,
+        )
+    )
 
 
-@pytest.mark.xfail(IS_NEW_XLA, reason="XLA of JAX 0.12 leaves two of the four sums under nothing", strict=True)
+@pytest.mark.xfail(
+    IS_NEW_XLA, reason="XLA of JAX 0.12 leaves two of the four sums under nothing", strict=True
+)
 def test_between_hosts_all_that_a_split_vocabulary_exchanges_travels_under_products() -> None:
     step = split_vocabulary(2)
     assert step.pipeline.program.delays_loss
     branches = [line for line in step.steady if line.op == "conditional"]
     assert not branches
-    large = {n: c for n, c in step.program.under(step.steady, "all-reduce").items() if n in large_sums(step)}
+    large = {
+        n: c
+        for n, c in step.program.under(step.steady, "all-reduce").items()
+        if n in large_sums(step)
+    }
     # The embedding's sum, the trunk's output told to all, and the transpose of both.
     assert len(large) == 4
     assert min(large.values()) >= 1, large
@@ -154,7 +188,10 @@ def test_inside_a_host_a_loss_runs_in_its_own_tick() -> None:
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble"])
 def test_exchanges_travel_under_branches(schedule: str) -> None:
-    """Of chunks, and where backwards are split: one under the forward, one under what follows it."""
+    """Of chunks, and where backwards are split.
+
+    One is under the forward, one under what follows it.
+    """
     step = language_model(schedule=schedule)
     under = step.program.under(step.steady)
     assert len(under) == 2
@@ -162,7 +199,10 @@ def test_exchanges_travel_under_branches(schedule: str) -> None:
 
 
 def test_stages_with_a_backward_wait_for_no_forward() -> None:
-    """Where stages have one or the other in a tick, and send both ways, nothing is exchanged amid it."""
+    """Where stages have one or the other in a tick, nothing is exchanged amid it.
+
+    They send both ways.
+    """
     step = language_model(schedule="zero-bubble-v")
     for body in step.program.loops():
         starts = [i for i, line in enumerate(body) if line.op == "collective-permute-start"]
@@ -188,7 +228,10 @@ def wide_step(schedule: str) -> float:
 
 
 def test_chunks_cost_no_copies() -> None:
-    """Neither of weights, taken out of those of all chunks, nor of sums; with them it would be a third more."""
+    """Neither of weights, taken out of those of all chunks, nor of sums.
+
+    With them it would be a third more.
+    """
     assert wide_step("interleaved") <= 1.05 * wide_step("1f1b")
 
 
@@ -199,11 +242,15 @@ def test_chunks_cost_no_copies() -> None:
     if IS_NEW_XLA
     else [("1f1b", 0.8), ("interleaved", 0.4), ("zero-bubble", 0.8)],
 )
-def test_weights_are_gathered_and_gradients_reduced_under_products(schedule: str, share: float) -> None:
-    """Once a step: layer by layer under the first tick and the last, but for what these begin and end with.
+def test_weights_are_gathered_and_gradients_reduced_under_products(
+    schedule: str, share: float
+) -> None:
+    """Once a step.
 
-    Weights are so large that XLA does not combine gathers of several. With two chunks these ticks have half of a
-    stage's products.
+    Layer by layer under the first tick and the last, but for what these begin and end with.
+
+    Weights are so large that XLA does not combine gathers of several. With two chunks these ticks
+    have half of a stage's products.
     """
     width = 2 * WIDTH
     module = PipelineModule(
@@ -249,7 +296,9 @@ def test_large_inputs_are_held_in_shares(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_what_waits_lies_in_host_memory() -> None:
     there, here = (language_model(offload_activations=wanted) for wanted in (True, False))
-    kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(here.pipeline._stages.residuals))
+    kept = sum(
+        leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(here.pipeline._stages.residuals)
+    )
     ring = kept * here.pipeline.program.residual_slots
     assert there.memory.host_temp_size_in_bytes >= 0.95 * ring
     assert here.memory.temp_size_in_bytes - there.memory.temp_size_in_bytes >= 0.7 * ring

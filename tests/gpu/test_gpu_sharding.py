@@ -1,4 +1,7 @@
-"""The step of blocks that are split by annotation inside a stage, on 8 H200s: what it sends, what it holds whole."""
+"""The step of blocks that are split by annotation inside a stage, on 8 H200s.
+
+What it sends, what it holds whole.
+"""
 
 import functools
 import importlib.util
@@ -18,7 +21,8 @@ PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 pytestmark = [
     pytest.mark.gpu_aot,
     pytest.mark.skipif(
-        not any(map(importlib.util.find_spec, PLUGINS)), reason="needs the CUDA plugin: pip install jaxpipe[cuda12]"
+        not any(map(importlib.util.find_spec, PLUGINS)),
+        reason="needs the CUDA plugin: pip install jaxpipe[cuda12]",
     ),
 ]
 DIM, HIDDEN, TIME, SAMPLES, STAGES, PLACES, BLOCKS = 512, 1536, 256, 8, 4, 2, 8
@@ -51,7 +55,9 @@ class SplitStep(Step):
         return sum(
             line.num_operands  # several may go as one
             for line in self.steady
-            if line.op in (kind, f"{kind}-start") and line.group_size == PLACES and math.prod(line.dims) >= least
+            if line.op in (kind, f"{kind}-start")
+            and line.group_size == PLACES
+            and math.prod(line.dims) >= least
         )
 
 
@@ -102,10 +108,17 @@ def test_nothing_is_whole_or_copied_in_a_tick(form: str) -> None:
     assert not {(DIM, HIDDEN), (HIDDEN, DIM)} & shapes
     ring, part = (slots, SAMPLES, TIME, DIM), (slots, SAMPLES, TIME // PLACES, DIM)
     assert shapes & {ring, part} == {ring if form == "whole" else part}
-    assert not step.program.copied(step.steady) & {(slots, 1, SAMPLES, TIME, DIM), ring, part, *split}
+    assert not step.program.copied(step.steady) & {
+        (slots, 1, SAMPLES, TIME, DIM),
+        ring,
+        part,
+        *split,
+    }
 
 
 def test_masters_and_moments_are_split() -> None:
     masters_and_moments = 3 * 4 * BLOCKS_OF_A_STAGE * 2 * DIM * HIDDEN
     batch = 2 * 16 * SAMPLES * TIME * DIM * 4 / STAGES  # large inputs are held in shares
-    assert step_of().memory.argument_size_in_bytes - batch == pytest.approx(masters_and_moments / PLACES, rel=0.02)
+    assert step_of().memory.argument_size_in_bytes - batch == pytest.approx(
+        masters_and_moments / PLACES, rel=0.02
+    )

@@ -75,7 +75,9 @@ def test_loops_branches_and_collectives_are_read() -> None:
 def test_a_tick_takes_its_longest_branch_and_its_exchange() -> None:
     machine = HARDWARE["h200"].ideal
     cost = Costs(MODULE, machine).straight("body", 3)
-    assert cost.seconds["packed"] == pytest.approx((2 * ACTIVATION + 4 * 2097152) / machine.bytes_per_s)
+    assert cost.seconds["packed"] == pytest.approx(
+        (2 * ACTIVATION + 4 * 2097152) / machine.bytes_per_s
+    )
     assert cost.seconds["exchange"] == pytest.approx(ACTIVATION / machine.wire_bytes_per_s)
     assert cost.flops["gemm"] == 2 * 64 * 128 * 256
 
@@ -93,14 +95,16 @@ HEAD = """
 }
 %loss (a.2: f32[1]) -> f32[1] {
   %a.2 = f32[1]{0} parameter(0)
-  ROOT %head = f32[2]{0} custom-call(), custom_call_target="x", metadata={op_name="branch_1_fun/Head/dot_general"}
+  ROOT %head = f32[2]{0} custom-call(), custom_call_target="x",\
+ metadata={op_name="branch_1_fun/Head/dot_general"}
 }
 """
 TICK = """
 %body{i} (a.3: f32[1]) -> f32[1] {{
   %a.3 = f32[1]{{0}} parameter(0)
   %send = (f32[1]{{0}}, f32[1]{{0}}) collective-permute-start(%a.3), source_target_pairs={{{{0,1}}}}
-  %block = f32[5]{{0}} custom-call(), custom_call_target="x", metadata={{op_name="Block_0/dot_general"}}
+  %block = f32[5]{{0}} custom-call(), custom_call_target="x",\
+ metadata={{op_name="Block_0/dot_general"}}
   %ends = f32[1]{{0}} conditional(%a.3, %a.3, %a.3), branch_computations={{%no_loss, %loss}}
   ROOT %arrived = f32[1]{{0}} collective-permute-done(%send)
 }}
@@ -108,13 +112,22 @@ TICK = """
 
 
 def test_stages_take_their_own_branches_and_wait_for_each_other() -> None:
-    """A block of 20 bytes in every tick, 8 more for the loss of each of 4 microbatches, at a byte a second."""
+    """A block of 20 bytes in every tick, at a byte a second.
+
+    8 more bytes for the loss of each of 4 microbatches.
+    """
     program = lower_schedule("1f1b", 4, 2)
-    text = [HEAD, *(TICK.format(i=i) for i in range(len(program.runs))), "ENTRY %main (a: f32[1]) -> f32[1] {"]
+    text = [
+        HEAD,
+        *(TICK.format(i=i) for i in range(len(program.runs))),
+        "ENTRY %main (a: f32[1]) -> f32[1] {",
+    ]
     for i, run in enumerate(program.runs):
         count = f'backend_config={{"known_trip_count":{{"n":"{run.stop - run.start}"}}}}'
         scope = f'metadata={{op_name="step/ticks_{run.start}_{run.stop}/while"}}'
-        text.append(f"  %loop{i} = f32[1]{{0}} while(), condition=%no_loss, body=%body{i}, {scope}, {count}")
+        text.append(
+            f"  %loop{i} = f32[1]{{0}} while(), condition=%no_loss, body=%body{i}, {scope}, {count}"
+        )
     machine = Hardware("slow", 1e15, 1e9, 1.0, 1e9, traffic_share=1.0, latency_s=0.0, branch_s=0.0)
     costs = Costs(Module("\n".join([*text, "}"])), machine)
     found = Simulation(costs, program, 2, "Block").run()
@@ -126,20 +139,27 @@ GATHER = """
 ENTRY %main (a: f32[2]) -> f32[1] {
   %a = f32[2]{0} parameter(0)
   %cast = f32[3]{0} custom-call(), custom_call_target="x"
-  %gather = (f32[1]{0}, f32[3]{0}, f32[2]{0}, f32[6]{0}) all-gather-start(%cast, %a), replica_groups={{0,1},{2,3}}
-  %block = f32[5]{0} custom-call(), custom_call_target="x", metadata={op_name="step/ticks_0_1/while/Block_0/dot"}
+  %gather = (f32[1]{0}, f32[3]{0}, f32[2]{0}, f32[6]{0}) all-gather-start(%cast, %a),\
+ replica_groups={{0,1},{2,3}}
+  %block = f32[5]{0} custom-call(), custom_call_target="x",\
+ metadata={op_name="step/ticks_0_1/while/Block_0/dot"}
   %weights = (f32[2]{0}, f32[6]{0}) all-gather-done(%gather)
 """
 
 
 def test_of_a_gather_outside_of_loops_what_the_first_tick_does_not_hide_counts() -> None:
-    """12 bytes are cast, and 16 gathered from another device while the first tick moves 20, at a byte a second."""
+    """12 bytes are cast, and 16 gathered from another device.
+
+    Meanwhile the first tick moves 20, at a byte a second.
+    """
     program = with_ends_apart(lower_schedule("1f1b", 4, 2))
     (steady,) = (run for run in program.runs if run.stop - run.start > 1)
     ticks = f'metadata={{op_name="step/ticks_{steady.start}_{steady.stop}/while"}}'
     loop = f"  %loop = f32[1]{{0}} while(), condition=%no_loss, body=%body0, {ticks}"
     module = Module("\n".join([HEAD, TICK.format(i=0), GATHER, loop, "}"]))
-    machine = Hardware("slow", 1e15, 1e9, 1.0, 1e9, 0.5, traffic_share=1.0, latency_s=0.0, branch_s=0.0)
+    machine = Hardware(
+        "slow", 1e15, 1e9, 1.0, 1e9, 0.5, traffic_share=1.0, latency_s=0.0, branch_s=0.0
+    )
     for hosts, gathered in (((0, 0, 1, 1), 16 / 0.8e9), ((0, 1, 0, 1), 16 / 0.5)):
         costs = Costs(module, machine, hosts)
         assert costs.wire_s(module.computations["main"]["gather"], 4) == pytest.approx(gathered)
@@ -150,13 +170,16 @@ def test_of_a_gather_outside_of_loops_what_the_first_tick_does_not_hide_counts()
 
 @pytest.mark.gpu_aot
 @pytest.mark.skipif(
-    not any(map(importlib.util.find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin"))), reason="needs the CUDA plugin"
+    not any(map(importlib.util.find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin"))),
+    reason="needs the CUDA plugin",
 )
 def test_it_runs(tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
     command = [sys.executable, "-m", "benchmarks.gpu_program", "--smoke", "--json", str(path)]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    subprocess.run(command, check=True, cwd=tmp_path, env=environment, capture_output=True, timeout=300)
+    subprocess.run(
+        command, check=True, cwd=tmp_path, env=environment, capture_output=True, timeout=300
+    )
     for found in map(json.loads(path.read_text()).get, ("1f1b", "llama")):
         assert found["total_gb"] > 0
         assert math.isfinite(found["real"]["step_ms"])

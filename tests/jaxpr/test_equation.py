@@ -16,11 +16,15 @@ from jaxpipe.jaxpr import all_equations, count_kernels, effect_axes, flatten, na
 X = jnp.ones((4, 4))
 
 
-def new_primitive(name: str, like: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+def new_primitive(
+    name: str, like: Callable[[jax.Array], jax.Array]
+) -> Callable[[jax.Array], jax.Array]:
     """A function of a primitive that no list knows, as a new release of JAX may bring one."""
     primitive = Primitive(name)
     # The second is the result; the first refuses what the function does not take.
-    primitive.def_abstract_eval(lambda x: (jax.eval_shape(like, jax.ShapeDtypeStruct(x.shape, x.dtype)), x)[1])
+    primitive.def_abstract_eval(
+        lambda x: (jax.eval_shape(like, jax.ShapeDtypeStruct(x.shape, x.dtype)), x)[1]
+    )
     mlir.register_lowering(primitive, mlir.lower_fun(like, multiple_results=False))
     # Its derivative is itself, which is not true and does not matter here.
     ad.defjvp(primitive, lambda g, x: g * primitive.bind(x))
@@ -37,7 +41,10 @@ def held(function: Callable[[jax.Array], jax.Array]) -> int:
     def model(params: Any, x: jax.Array, context: Any) -> Any:
         return function(x @ params[0]) @ params[1], ()
 
-    params, x = (jax.ShapeDtypeStruct((4, 16), jnp.float32), jax.ShapeDtypeStruct((16, 4), jnp.float32)), X
+    params, x = (
+        (jax.ShapeDtypeStruct((4, 16), jnp.float32), jax.ShapeDtypeStruct((16, 4), jnp.float32)),
+        X,
+    )
     return sum(leaf.size * leaf.dtype.itemsize for leaf in Residuals(model, params, x, ()).structs)
 
 
@@ -49,7 +56,9 @@ def test_an_unknown_primitive_that_works_element_by_element_is_arithmetic() -> N
 
 
 def test_an_unknown_primitive_of_another_kind_is_named_in_a_warning() -> None:
-    match = r"does not know the primitive a_new_scramble of JAX \d.*results are held for the backward"
+    match = (
+        r"does not know the primitive a_new_scramble of JAX \d.*results are held for the backward"
+    )
     with pytest.warns(UserWarning, match=match):
         flatten(jax.make_jaxpr(scramble)(X))
     with pytest.warns(UserWarning, match=match):
@@ -72,13 +81,28 @@ def test_what_mixes_elements_is_not_taken_for_arithmetic(
     name: str, function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("jaxpipe.jaxpr._equation.is_known", lambda name: False)
-    found = [eqn for eqn in all_equations(jax.make_jaxpr(function)(X).jaxpr.eqns) if eqn.primitive.name == name]
+    found = [
+        eqn
+        for eqn in all_equations(jax.make_jaxpr(function)(X).jaxpr.eqns)
+        if eqn.primitive.name == name
+    ]
     assert found
     assert {name_of(eqn) for eqn in found} == {name}
 
 
 @pytest.mark.parametrize(
-    "function", [jnp.tanh, jnp.exp, jnp.sin, jnp.log, jnp.square, lambda x: x * x, lambda x: x**3, jnp.abs, jnp.arcsinh]
+    "function",
+    [
+        jnp.tanh,
+        jnp.exp,
+        jnp.sin,
+        jnp.log,
+        jnp.square,
+        lambda x: x * x,
+        lambda x: x**3,
+        jnp.abs,
+        jnp.arcsinh,
+    ],
 )
 def test_known_arithmetic_would_be_found_by_its_form(
     function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
@@ -95,7 +119,12 @@ def test_a_scan_is_read() -> None:
     (eqn,) = jax.make_jaxpr(function)(X[0], X[0], X).jaxpr.eqns
     form = scan_form(eqn)
     assert form is not None
-    assert (form.num_consts, form.num_carry, form.length, form.settings["reverse"]) == (1, 1, 4, True)
+    assert (form.num_consts, form.num_carry, form.length, form.settings["reverse"]) == (
+        1,
+        1,
+        4,
+        True,
+    )
     assert scan_form(form.body.jaxpr.eqns[0]) is None
 
 
@@ -107,5 +136,7 @@ def test_collectives_name_their_axes() -> None:
         found.append(effect_axes(jax.make_jaxpr(lambda x: jax.lax.psum(x, "x"))(x).jaxpr))
         return x
 
-    jax.eval_shape(jax.shard_map(inside, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False), X)
+    jax.eval_shape(
+        jax.shard_map(inside, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False), X
+    )
     assert found == [{"x"}]

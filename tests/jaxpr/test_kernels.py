@@ -18,22 +18,57 @@ def _conv(x: jax.Array, k: jax.Array, groups: int) -> jax.Array:
     [
         (lambda x, w: x @ w, [(4, 8), (8, 2)], 2 * 4 * 8 * 2, 4 * (32 + 16 + 8)),
         (lambda x, w: jnp.tanh(x @ w), [(4, 8), (8, 2)], 2 * 4 * 8 * 2, 4 * (32 + 16 + 8 + 8 + 8)),
-        (lambda x, w: jnp.tanh(x) @ w, [(4, 8), (8, 2)], 2 * 4 * 8 * 2, 4 * (32 + 32 + 32 + 16 + 8)),
-        (lambda x, k: _conv(x, k, 1), [(1, 4, 5, 5), (6, 4, 3, 3)], 2 * 54 * 36, 4 * (100 + 216 + 54)),
-        (lambda x, k: _conv(x, k, 2), [(1, 4, 5, 5), (6, 2, 3, 3)], 2 * 54 * 18, 4 * (100 + 108 + 54)),
+        (
+            lambda x, w: jnp.tanh(x) @ w,
+            [(4, 8), (8, 2)],
+            2 * 4 * 8 * 2,
+            4 * (32 + 32 + 32 + 16 + 8),
+        ),
+        (
+            lambda x, k: _conv(x, k, 1),
+            [(1, 4, 5, 5), (6, 4, 3, 3)],
+            2 * 54 * 36,
+            4 * (100 + 216 + 54),
+        ),
+        (
+            lambda x, k: _conv(x, k, 2),
+            [(1, 4, 5, 5), (6, 2, 3, 3)],
+            2 * 54 * 18,
+            4 * (100 + 108 + 54),
+        ),
         (lambda x: x.sum(0), [(4, 8)], 0, 4 * 40),
         (lambda x: (x * 2 + 1).sum(0), [(4, 8)], 0, 4 * 40),
         (lambda x: x[jnp.array([1, 3])], [(1000, 8)], 0, 2 * 4 * 16 + 2 * 4 * 2),
-        (lambda x, p: jax.lax.cond(p > 0, lambda: x + 1.0, lambda: x), [(8,), ()], 0, 2 * 32 + 4 + 1),
+        (
+            lambda x, p: jax.lax.cond(p > 0, lambda: x + 1.0, lambda: x),
+            [(8,), ()],
+            0,
+            2 * 32 + 4 + 1,
+        ),
         (lambda x: (x * 2.0, x + 1.0)[0], [(8,)], 0, 2 * 32),
-        (lambda x, w: jax.lax.scan(lambda y, e: (y @ e, None), x, w)[0], [(4, 8), (5, 8, 8)], 5 * 512, 5 * 4 * 128),
+        (
+            lambda x, w: jax.lax.scan(lambda y, e: (y @ e, None), x, w)[0],
+            [(4, 8), (5, 8, 8)],
+            5 * 512,
+            5 * 4 * 128,
+        ),
     ],
     ids=[
-        *("product", "arithmetic after", "arithmetic before", "convolution", "groups", "sum", "sum of arithmetic"),
+        *(
+            "product",
+            "arithmetic after",
+            "arithmetic before",
+            "convolution",
+            "groups",
+            "sum",
+            "sum of arithmetic",
+        ),
         *("look-up", "branch", "unused", "scan"),
     ],
 )
 def test_kernels(function: Any, shapes: list[tuple[int, ...]], flops: int, num_bytes: int) -> None:
-    kernels = count_kernels(function, [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])
+    kernels = count_kernels(
+        function, [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    )
     assert num_flops(kernels) == flops
     assert sum(each.times * each.num_bytes for each in kernels) == num_bytes

@@ -26,12 +26,19 @@ def traced() -> Iterator[Any]:
     """Traces of functions whose primitives no public module of JAX lists."""
     mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
     struct = jax.ShapeDtypeStruct(X.shape, X.dtype)
-    quantised, scales = jnp.ones((1, 32, 64), jnp.float8_e4m3fn), jnp.ones((1, 32, 2), jnp.float8_e8m0fnu)
-    yield jax.make_jaxpr(lambda: jax.random.key_data(jax.random.wrap_key_data(jnp.zeros(2, jnp.uint32))))()
+    quantised, scales = (
+        jnp.ones((1, 32, 64), jnp.float8_e4m3fn),
+        jnp.ones((1, 32, 2), jnp.float8_e8m0fnu),
+    )
+    yield jax.make_jaxpr(
+        lambda: jax.random.key_data(jax.random.wrap_key_data(jnp.zeros(2, jnp.uint32)))
+    )()
     yield jax.make_jaxpr(lambda x: jax.lax.ragged_dot(x, x[None], jnp.array([4])))(X)
     yield jax.make_jaxpr(lambda x: jax.lax.scaled_dot(x, x))(X)
     yield jax.make_jaxpr(lambda x, s: jax.nn.scaled_matmul(x, x, s, s))(quantised, scales)
-    yield jax.make_jaxpr(lambda x: (jax.debug.callback(print, x), jax.pure_callback(print, struct, x))[1])(X)
+    yield jax.make_jaxpr(
+        lambda x: (jax.debug.callback(print, x), jax.pure_callback(print, struct, x))[1]
+    )(X)
     yield jax.make_jaxpr(lambda x: io_callback(print, struct, x))(X)
     yield jax.make_jaxpr(lambda x: jax.ffi.ffi_call("any", struct)(x))(X)
     yield jax.make_jaxpr(pl.pallas_call(lambda x, y: None, out_shape=struct))(X)
@@ -48,7 +55,9 @@ def existing() -> set[str]:
 
 
 def public() -> set[str]:
-    listed = [value for module in (jax.lax, jax.extend.core.primitives) for value in vars(module).values()]
+    listed = [
+        value for module in (jax.lax, jax.extend.core.primitives) for value in vars(module).values()
+    ]
     return {value.name for value in listed if isinstance(value, Primitive)}
 
 
@@ -58,7 +67,8 @@ def test_every_name_is_one_of_the_installed_jax(name: str) -> None:
 
 
 def test_no_primitive_of_the_installed_jax_is_overlooked() -> None:
-    # A name that this library does not know is no error: its results are held, and its work is not counted.
+    # A name that this library does not know is no error: its results are held, and its work is not
+    # counted.
     assert sorted(name for name in public() if not primitives.is_known(name)) == []
 
 
@@ -88,7 +98,11 @@ def test_programs_inside() -> None:
         "sin": (jnp.sin, 0),
     }
     for name, (function, count) in counts.items():
-        found = [programs_inside(eqn) for eqn in jax.make_jaxpr(function)(X).jaxpr.eqns if eqn.primitive.name == name]
+        found = [
+            programs_inside(eqn)
+            for eqn in jax.make_jaxpr(function)(X).jaxpr.eqns
+            if eqn.primitive.name == name
+        ]
         assert [len(programs) for programs in found] == [count], name
 
 

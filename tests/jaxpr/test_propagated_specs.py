@@ -39,14 +39,19 @@ def branched(x: jax.Array, w: jax.Array) -> Any:
 
 def nested(x: jax.Array, w: jax.Array) -> Any:
     last = P(None, None, "model")
-    return jax.shard_map(lambda x, w: x @ w, in_specs=(X, W), out_specs=last, axis_names={"model"}, check_vma=False)(
-        x, w
-    )
+    return jax.shard_map(
+        lambda x, w: x @ w, in_specs=(X, W), out_specs=last, axis_names={"model"}, check_vma=False
+    )(x, w)
 
 
 def constrained(x: jax.Array, w: jax.Array) -> Any:
     x = jax.lax.with_sharding_constraint(x, P(None, "model", None))
-    return x + 1.0, x.sum(-1), jax.checkpoint(jax.jit(jnp.sin))(x), jax.lax.with_sharding_constraint(x @ w, P())
+    return (
+        x + 1.0,
+        x.sum(-1),
+        jax.checkpoint(jax.jit(jnp.sin))(x),
+        jax.lax.with_sharding_constraint(x @ w, P()),
+    )
 
 
 def drawn(x: jax.Array, w: jax.Array) -> Any:
@@ -56,24 +61,37 @@ def drawn(x: jax.Array, w: jax.Array) -> Any:
 
 def differentiated(x: jax.Array, w: jax.Array) -> Any:
     # One of the cotangents that are added up is sharded, the other is not.
-    return jax.grad(lambda y: jnp.sum(jax.lax.with_sharding_constraint(y, P(None, None, "model")) ** 2) + jnp.sum(y))(x)
+    return jax.grad(
+        lambda y: (
+            jnp.sum(jax.lax.with_sharding_constraint(y, P(None, None, "model")) ** 2) + jnp.sum(y)
+        )
+    )(x)
 
 
-@pytest.mark.parametrize("function", [attention, summed, scanned, branched, nested, constrained, differentiated, drawn])
+@pytest.mark.parametrize(
+    "function", [attention, summed, scanned, branched, nested, constrained, differentiated, drawn]
+)
 def test_they_are_those_of_the_compiled_program(function: Callable[..., Any]) -> None:
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    structs = jax.ShapeDtypeStruct((2, 4, 8), jnp.float32), jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    structs = (
+        jax.ShapeDtypeStruct((2, 4, 8), jnp.float32),
+        jax.ShapeDtypeStruct((8, 8), jnp.float32),
+    )
     traced: list[Any] = []
 
     def run(*args: jax.Array) -> Any:
         traced.append(jax.make_jaxpr(function)(*structs))
         return function(*args)
 
-    mapped = jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"data"}, check_vma=False)
+    mapped = jax.shard_map(
+        run, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"data"}, check_vma=False
+    )
     shardings = [NamedSharding(mesh, spec) for spec in (X, W)]
     compiled = jax.jit(mapped, in_shardings=shardings).lower(*structs).compile()
     found = propagated_specs(traced[-1], [X, W], mesh.abstract_mesh, ["data"])
     shapes = jax.tree.leaves(jax.eval_shape(mapped, *structs))
     chosen = jax.tree.leaves(compiled.output_shardings)
     for shape, spec, sharding in zip(shapes, found, chosen, strict=True):
-        assert NamedSharding(mesh, spec).shard_shape(shape.shape) == sharding.shard_shape(shape.shape)
+        assert NamedSharding(mesh, spec).shard_shape(shape.shape) == sharding.shard_shape(
+            shape.shape
+        )

@@ -1,4 +1,7 @@
-"""What is said of a JAX that is newer than the tests, and of flags under which programs cannot be read."""
+"""What is said of a JAX that is newer than the tests.
+
+Also of flags under which programs cannot be read.
+"""
 
 import flax.linen as nn
 import jax
@@ -21,7 +24,8 @@ def test_the_installed_jax_is_one_that_is_tested() -> None:
 def test_a_newer_jax_is_named_in_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jaxpipe.jaxpr._versions.NEWEST_TESTED", (0, 9))
     with pytest.warns(
-        UserWarning, match=r"JAX 0\.\d+\..* is newer than 0\.9, the last.*tested with\. Numbers stay right"
+        UserWarning,
+        match=r"JAX 0\.\d+\..* is newer than 0\.9, the last.*tested with\. Numbers stay right",
     ):
         trace()
 
@@ -32,7 +36,9 @@ def test_upgrade_flags_are_refused(name: str) -> None:
         pytest.skip(f"this JAX has no {name}")
     jax.config.update(name, True)
     try:
-        with pytest.raises(ConfigError, match=rf"must be off.*but got {name}=True\. Unset {name.upper()}"):
+        with pytest.raises(
+            ConfigError, match=rf"must be off.*but got {name}=True\. Unset {name.upper()}"
+        ):
             trace()
     finally:
         jax.config.update(name, False)

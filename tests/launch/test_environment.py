@@ -19,7 +19,11 @@ from jaxpipe.errors import LaunchError
 JAX = {"JAX_COORDINATOR_ADDRESS": "10.0.0.1:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
 TORCH = {"MASTER_ADDR": "node0", "MASTER_PORT": "4321", "WORLD_SIZE": "8", "RANK": "5"}
 LONG = "9" * 5000
-SKYPILOT = {"SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1"}
+SKYPILOT = {
+    "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8",
+    "SKYPILOT_NUM_NODES": "2",
+    "SKYPILOT_NODE_RANK": "1",
+}
 SLURM = {
     "SLURM_JOB_ID": "77",
     "SLURM_STEP_NODELIST": "node[1-2]",
@@ -33,7 +37,14 @@ SLURM = {
     ("environ", "source", "address", "count", "index", "local"),
     [
         (JAX, "the variables JAX_*", "10.0.0.1:1234", 4, 3, None),
-        ({**JAX, "JAX_LOCAL_DEVICE_IDS": "2,3"}, "the variables JAX_*", "10.0.0.1:1234", 4, 3, (2, 3)),
+        (
+            {**JAX, "JAX_LOCAL_DEVICE_IDS": "2,3"},
+            "the variables JAX_*",
+            "10.0.0.1:1234",
+            4,
+            3,
+            (2, 3),
+        ),
         (TORCH, "torchrun's MASTER_ADDR, WORLD_SIZE and RANK", "node0:4321", 8, 5, None),
         (
             {**TORCH, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"},
@@ -78,10 +89,24 @@ SLURM = {
         ),
         ({**TORCH, **JAX, **SLURM}, "the variables JAX_*", "10.0.0.1:1234", 4, 3, None),
         (SLURM, "Slurm", None, None, None, None),
-        ({"OMPI_MCA_orte_hnp_uri": "1.0;tcp://a:1", "OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI", None, None, None, None),
+        (
+            {"OMPI_MCA_orte_hnp_uri": "1.0;tcp://a:1", "OMPI_COMM_WORLD_SIZE": "2"},
+            "Open MPI",
+            None,
+            None,
+            None,
+            None,
+        ),
         ({"PMI_SIZE": "4", "PMI_RANK": "1"}, "mpi4py", None, None, None, None),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "mpi4py", None, None, None, None),
-        ({"KUBERNETES_SERVICE_HOST": "h", "JOB_COMPLETION_INDEX": "0"}, "Kubernetes", None, None, None, None),
+        (
+            {"KUBERNETES_SERVICE_HOST": "h", "JOB_COMPLETION_INDEX": "0"},
+            "Kubernetes",
+            None,
+            None,
+            None,
+            None,
+        ),
     ],
 )
 def test_sources_in_their_order(
@@ -95,7 +120,13 @@ def test_sources_in_their_order(
 
 @pytest.mark.parametrize(
     "environ",
-    [{}, {"MASTER_ADDR": "site"}, {"JAX_COORDINATOR_ADDRESS": "a:1"}, {**SLURM, "SLURM_NTASKS": "1"}, {"PATH": "/"}],
+    [
+        {},
+        {"MASTER_ADDR": "site"},
+        {"JAX_COORDINATOR_ADDRESS": "a:1"},
+        {**SLURM, "SLURM_NTASKS": "1"},
+        {"PATH": "/"},
+    ],
 )
 def test_no_other_processes(environ: dict[str, str]) -> None:
     assert find_job(environ) is None
@@ -111,22 +142,64 @@ def test_alone(environ: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("environ", "match"),
     [
-        ({"JAX_NUM_PROCESSES": "4"}, "JAX_NUM_PROCESSES=4 without JAX_COORDINATOR_ADDRESS, JAX_PROCESS_ID. Set what"),
-        ({"RANK": "1", "MASTER_ADDR": "a"}, "MASTER_ADDR=a, RANK=1 without WORLD_SIZE. Set what is missing, or remove"),
-        ({"SKYPILOT_NUM_NODES": "2"}, "without SKYPILOT_NODE_IPS, SKYPILOT_NODE_RANK. Set what is missing"),
-        ({**JAX, "JAX_PROCESS_ID": "4"}, r"JAX_PROCESS_ID must be in \[0, JAX_NUM_PROCESSES=4\), but got .*=4. Proc"),
-        ({**JAX, "JAX_PROCESS_ID": "x"}, "JAX_PROCESS_ID must be a number, but got JAX_PROCESS_ID='x'. Set it"),
-        ({**JAX, "JAX_COORDINATOR_ADDRESS": "host"}, "must be host:port, but got 'host'. Write for instance"),
+        (
+            {"JAX_NUM_PROCESSES": "4"},
+            "JAX_NUM_PROCESSES=4 without JAX_COORDINATOR_ADDRESS, JAX_PROCESS_ID. Set what",
+        ),
+        (
+            {"RANK": "1", "MASTER_ADDR": "a"},
+            "MASTER_ADDR=a, RANK=1 without WORLD_SIZE. Set what is missing, or remove",
+        ),
+        (
+            {"SKYPILOT_NUM_NODES": "2"},
+            "without SKYPILOT_NODE_IPS, SKYPILOT_NODE_RANK. Set what is missing",
+        ),
+        (
+            {**JAX, "JAX_PROCESS_ID": "4"},
+            r"JAX_PROCESS_ID must be in \[0, JAX_NUM_PROCESSES=4\), but got .*=4. Proc",
+        ),
+        (
+            {**JAX, "JAX_PROCESS_ID": "x"},
+            "JAX_PROCESS_ID must be a number, but got JAX_PROCESS_ID='x'. Set it",
+        ),
+        (
+            {**JAX, "JAX_COORDINATOR_ADDRESS": "host"},
+            "must be host:port, but got 'host'. Write for instance",
+        ),
         ({**JAX, "JAX_COORDINATOR_ADDRESS": "::1:29500"}, r"'::1:29500'.*\[fd00::1\]:29500 with"),
         ({**TORCH, "MASTER_ADDR": "node0:1"}, "must be host:port, but got 'node0:1:4321'. Write"),
-        ({**TORCH, "MASTER_PORT": "99999"}, "must be host:port, but got 'node0:99999'. Write for instance"),
-        ({**JAX, "JAX_NUM_PROCESSES": LONG}, r"JAX_NUM_PROCESSES='9+'\.\.\. \(5000 characters\)\. Set it to one"),
-        ({**JAX, "JAX_PROCESS_ID": LONG}, r"JAX_PROCESS_ID must be a number, but got .*\(5000 characters\)\. Set it"),
-        ({**JAX, "JAX_LOCAL_DEVICE_IDS": LONG}, r"JAX_LOCAL_DEVICE_IDS must be a number.*\(5000 characters\)\. Set"),
-        ({**JAX, "JAX_COORDINATOR_ADDRESS": f"a:{LONG}"}, r"must be host:port, but got 'a:9+'\.\.\. \(5002 char"),
-        ({**TORCH, "MASTER_PORT": LONG}, r"MASTER_PORT must be a number.*\(5000 characters\)\. Set"),
-        ({**SLURM, "SLURM_NTASKS": LONG}, r"SLURM_NTASKS must be a number.*\(5000 characters\)\. Set"),
-        ({**JAX, "JAX_LOCAL_DEVICE_IDS": "a"}, "JAX_LOCAL_DEVICE_IDS must be a number, but got .*='a'. Set it"),
+        (
+            {**TORCH, "MASTER_PORT": "99999"},
+            "must be host:port, but got 'node0:99999'. Write for instance",
+        ),
+        (
+            {**JAX, "JAX_NUM_PROCESSES": LONG},
+            r"JAX_NUM_PROCESSES='9+'\.\.\. \(5000 characters\)\. Set it to one",
+        ),
+        (
+            {**JAX, "JAX_PROCESS_ID": LONG},
+            r"JAX_PROCESS_ID must be a number, but got .*\(5000 characters\)\. Set it",
+        ),
+        (
+            {**JAX, "JAX_LOCAL_DEVICE_IDS": LONG},
+            r"JAX_LOCAL_DEVICE_IDS must be a number.*\(5000 characters\)\. Set",
+        ),
+        (
+            {**JAX, "JAX_COORDINATOR_ADDRESS": f"a:{LONG}"},
+            r"must be host:port, but got 'a:9+'\.\.\. \(5002 char",
+        ),
+        (
+            {**TORCH, "MASTER_PORT": LONG},
+            r"MASTER_PORT must be a number.*\(5000 characters\)\. Set",
+        ),
+        (
+            {**SLURM, "SLURM_NTASKS": LONG},
+            r"SLURM_NTASKS must be a number.*\(5000 characters\)\. Set",
+        ),
+        (
+            {**JAX, "JAX_LOCAL_DEVICE_IDS": "a"},
+            "JAX_LOCAL_DEVICE_IDS must be a number, but got .*='a'. Set it",
+        ),
     ],
 )
 def test_half_set_environments(environ: dict[str, str], match: str) -> None:
@@ -137,14 +210,32 @@ def test_half_set_environments(environ: dict[str, str], match: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({"num_processes": 2}, "got num_processes=2 without coordinator_address, process_id. Give all three"),
+        (
+            {"num_processes": 2},
+            "got num_processes=2 without coordinator_address, process_id. Give all three",
+        ),
         ({"rank": 1, "world_size": 2}, "without coordinator_address. Give all three"),
-        ({"rank": 1, "process_id": 0}, "process_id and rank must say the same, but got process_id=0 and rank=1. Give"),
-        ({"init_method": "file:///x"}, "must be 'env://' or 'tcp://host:port' .* got init_method='file:///x'.* Give"),
+        (
+            {"rank": 1, "process_id": 0},
+            "process_id and rank must say the same, but got process_id=0 and rank=1. Give",
+        ),
+        (
+            {"init_method": "file:///x"},
+            "must be 'env://' or 'tcp://host:port' .* got init_method='file:///x'.* Give",
+        ),
         ({"init_method": "tcp://h"}, "must be host:port, but got 'h'. Write"),
-        ({"init_method": "tcp://h:1", "rank": 2, "world_size": 2}, r"must be in \[0, num_processes=2\).*process_id=2"),
-        ({"init_method": "tcp://h:1", "rank": 1, "world_size": 2, "dist_backend": "x"}, "one of nccl.*'x'. Leave"),
-        ({"init_method": "tcp://h:1", "rank": 1, "world_size": 2, "timeout": 0}, "above 0 seconds.*=0. Leave it out"),
+        (
+            {"init_method": "tcp://h:1", "rank": 2, "world_size": 2},
+            r"must be in \[0, num_processes=2\).*process_id=2",
+        ),
+        (
+            {"init_method": "tcp://h:1", "rank": 1, "world_size": 2, "dist_backend": "x"},
+            "one of nccl.*'x'. Leave",
+        ),
+        (
+            {"init_method": "tcp://h:1", "rank": 1, "world_size": 2, "timeout": 0},
+            "above 0 seconds.*=0. Leave it out",
+        ),
     ],
 )
 def test_arguments_that_contradict_each_other(arguments: dict[str, Any], match: str) -> None:
@@ -156,7 +247,13 @@ def test_arguments_that_contradict_each_other(arguments: dict[str, Any], match: 
     "arguments",
     [
         {},
-        {"dist_backend": "nccl", "distributed_port": 29500, "timeout": 30, "verbose": False, "init_method": None},
+        {
+            "dist_backend": "nccl",
+            "distributed_port": 29500,
+            "timeout": 30,
+            "verbose": False,
+            "init_method": None,
+        },
         {"dist_init_required": False},
         {"world_size": 1, "rank": 0},
     ],
@@ -206,16 +303,25 @@ jaxpipe.initialize(model=model, optimizer=optax.sgd(1.0), config={"train_batch_s
 
 def test_a_platform_without_a_plugin(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(MODEL)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cuda", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cuda",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     command = [sys.executable, tmp_path / "program.py"]
     done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 1
     wanted = (
-        "LaunchError: JAX must find devices of the platforms that it is told to use, but got JAX_PLATFORMS='cuda' and"
+        "LaunchError: JAX must find devices of the platforms that it is told to use, but got "
+        "JAX_PLATFORMS='cuda' and"
     )
     last = done.stderr.splitlines()[-1]
     assert wanted in last
-    assert "run pip install 'jaxpipe[cuda13]' or 'jaxpipe[cuda12]' where the driver is there; or set JAX_PLATF" in last
+    assert (
+        "run pip install 'jaxpipe[cuda13]' or 'jaxpipe[cuda12]' where the driver is there; or set "
+        "JAX_PLATF" in last
+    )
 
 
 def test_gpus_of_a_node(tmp_path: Path) -> None:

@@ -18,7 +18,10 @@ def _file(folder: Path, text: str) -> Path:
 
 
 def test_reads_names_and_slots(tmp_path: Path) -> None:
-    text = "\ufeff# the cluster\n\nworker-0 slots=4\r\n  worker-1\tslots=4  # the new one\n10.0.0.7 slots=2"
+    text = (
+        "\ufeff# the cluster\n\nworker-0 slots=4\r\n  worker-1\tslots=4  # the new one\n"
+        "10.0.0.7 slots=2"
+    )
     nodes = read_hostfile(_file(tmp_path, text))
     assert [str(node) for node in nodes] == ["worker-0:0,1,2,3", "worker-1:0,1,2,3", "10.0.0.7:0,1"]
 
@@ -70,44 +73,63 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: str) -> None:
 
 def test_a_node_named_twice(tmp_path: Path) -> None:
     path = _file(tmp_path, "a slots=1\nb slots=1\na slots=2\n")
-    with pytest.raises(LaunchError, match=r"line 3 must name a new node, but got 'a', which line 1 names\. Keep one"):
+    with pytest.raises(
+        LaunchError,
+        match=r"line 3 must name a new node, but got 'a', which line 1 names\. Keep one",
+    ):
         read_hostfile(path)
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n\n"], ids=["empty", "comments"])
 def test_a_file_without_nodes(tmp_path: Path, text: str) -> None:
     with pytest.raises(
-        LaunchError, match=r"hosts must name at least one node.*Write a line such as 'worker-0 slots=8'"
+        LaunchError,
+        match=r"hosts must name at least one node.*Write a line such as 'worker-0 slots=8'",
     ):
         read_hostfile(_file(tmp_path, text))
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match=r"--hostfile must be a text file.*none: .*No such file.*Give the path"):
+    with pytest.raises(
+        LaunchError, match=r"--hostfile must be a text file.*none: .*No such file.*Give the path"
+    ):
         read_hostfile(tmp_path / "none")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(LaunchError, match=r"--hostfile must be a text file.*binary: .*decode.*Give the path"):
+    with pytest.raises(
+        LaunchError, match=r"--hostfile must be a text file.*binary: .*decode.*Give the path"
+    ):
         read_hostfile(tmp_path / "binary")
 
 
 def test_a_number_of_any_length(tmp_path: Path) -> None:
     path = _file(tmp_path, f"worker-0 slots={'9' * 5000}\n")
     with pytest.raises(
-        LaunchError, match=r"line 1 must be .* but got 'worker-0 slots=9+'\.\.\. \(5015 characters\)\. W"
+        LaunchError,
+        match=r"line 1 must be .* but got 'worker-0 slots=9+'\.\.\. \(5015 characters\)\. W",
     ):
         read_hostfile(path)
-    assert str(read_hostfile(_file(tmp_path, f"worker-0 slots={'0' * 5000}2\n"))[0]) == "worker-0:0,1"
+    assert (
+        str(read_hostfile(_file(tmp_path, f"worker-0 slots={'0' * 5000}2\n"))[0]) == "worker-0:0,1"
+    )
 
 
 def test_files_of_other_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jaxpipe.launch._hostfile._PATIENCE_S", 0.2)
-    with pytest.raises(LaunchError, match=r"--hostfile must be a text file.*Is a directory.*Give the path"):
+    with pytest.raises(
+        LaunchError, match=r"--hostfile must be a text file.*Is a directory.*Give the path"
+    ):
         read_hostfile(tmp_path)
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
-    with pytest.raises(LaunchError, match=r"--hostfile must be a text file.*nothing came from it for 0.2 s.*Give the"):
+    with pytest.raises(
+        LaunchError,
+        match=r"--hostfile must be a text file.*nothing came from it for 0.2 s.*Give the",
+    ):
         read_hostfile(fifo)
-    with pytest.raises(LaunchError, match=r"--hostfile must be a text file.*it has more than 16777216 bytes.*Give the"):
+    with pytest.raises(
+        LaunchError,
+        match=r"--hostfile must be a text file.*it has more than 16777216 bytes.*Give the",
+    ):
         read_hostfile(Path("/dev/zero"))
     (tmp_path / "binary").write_bytes(b"a slots=1\x00\x1b[31m\n")
     with pytest.raises(LaunchError, match=r"line 1 must be .*but got 'a slots=1\\x00\\x1b\[31m'"):
@@ -148,16 +170,30 @@ def test_choices(options: dict[str, object], expected: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("worker-9", r"must name nodes of the hostfile, but got 'worker-9'.*It has worker-0 slots=4, worker-1 slots=4"),
-        ("worker-2:0,2", r"must name slots that worker-2 has, but got slot 2 in .*It has slots 0 to 1\."),
-        ("worker-0:", r"'worker-0:' is neither a name nor a name and slots\. Write for instance worker-0@worker-1:0,2"),
+        (
+            "worker-9",
+            r"must name nodes of the hostfile, but got 'worker-9'.*It has worker-0 slots=4, "
+            r"worker-1 slots=4",
+        ),
+        (
+            "worker-2:0,2",
+            r"must name slots that worker-2 has, but got slot 2 in .*It has slots 0 to 1\.",
+        ),
+        (
+            "worker-0:",
+            r"'worker-0:' is neither a name nor a name and slots\. Write for instance "
+            r"worker-0@worker-1:0,2",
+        ),
         ("worker-0:a", r"'worker-0:a' is neither"),
         ("worker-0:0,,1", r"'worker-0:0,,1' is neither"),
         ("worker-0@@worker-1", r"'' is neither"),
         ("worker-0,worker-1", r"'worker-0,worker-1' is neither"),
         ("worker-0@worker-0:1", r"'worker-0:1' names worker-0 a second time\. Write for instance"),
         ("worker-0:1,1", r"'worker-0:1,1' names slot 1 a second time\. Write for instance"),
-        (f"worker-0:{'9' * 5000}", r"'worker-0:9+'\.\.\. \(5009 characters\) is neither a name nor"),
+        (
+            f"worker-0:{'9' * 5000}",
+            r"'worker-0:9+'\.\.\. \(5009 characters\) is neither a name nor",
+        ),
     ],
 )
 def test_wrong_choices(option: str, text: str, message: str) -> None:
@@ -168,17 +204,26 @@ def test_wrong_choices(option: str, text: str, message: str) -> None:
 def test_choices_exclude_each_other() -> None:
     with pytest.raises(LaunchError, match=r"one way, but got --include and --exclude\. Keep one"):
         choose_nodes(NODES, include="worker-0", exclude="worker-1")
-    with pytest.raises(LaunchError, match=r"one way, but got --exclude and --num_nodes or --num_gpus\. Keep one"):
+    with pytest.raises(
+        LaunchError, match=r"one way, but got --exclude and --num_nodes or --num_gpus\. Keep one"
+    ):
         choose_nodes(NODES, exclude="worker-1", num_gpus=1)
 
 
 def test_nothing_is_left() -> None:
-    with pytest.raises(LaunchError, match=r"--exclude must leave at least one slot.*worker-2 slots=2; exclude fewer"):
+    with pytest.raises(
+        LaunchError,
+        match=r"--exclude must leave at least one slot.*worker-2 slots=2; exclude fewer",
+    ):
         choose_nodes(NODES, exclude="worker-0@worker-1@worker-2:0,1")
 
 
 def test_more_than_there_are() -> None:
-    with pytest.raises(LaunchError, match=r"at most the 3 nodes of the hostfile, but got --num_nodes 4\. It has"):
+    with pytest.raises(
+        LaunchError, match=r"at most the 3 nodes of the hostfile, but got --num_nodes 4\. It has"
+    ):
         choose_nodes(NODES, num_nodes=4)
-    with pytest.raises(LaunchError, match=r"--num_gpus 3 and worker-2 has slots=2.*with --exclude worker-2"):
+    with pytest.raises(
+        LaunchError, match=r"--num_gpus 3 and worker-2 has slots=2.*with --exclude worker-2"
+    ):
         choose_nodes(NODES, num_gpus=3)

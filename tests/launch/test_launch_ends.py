@@ -44,7 +44,11 @@ def _run(here: Path, num_processes: int, source: str, *options: object) -> int:
             ("sys.exit(3)", 3, "ended with exit code 3"),
             ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was killed by SIGKILL"),
             ("os.abort()", 134, "was killed by SIGABRT"),
-            ("os.kill(os.getpid(), signal.SIGRTMIN + 1)", 128 + signal.SIGRTMIN + 1, "was killed by SIGRTMIN+1"),
+            (
+                "os.kill(os.getpid(), signal.SIGRTMIN + 1)",
+                128 + signal.SIGRTMIN + 1,
+                "was killed by SIGRTMIN+1",
+            ),
         ],
         unpack=True,
     ),
@@ -66,7 +70,10 @@ def test_the_first_failure_ends_all(
 # What follows from another's failure can be seen first, or together with it.
 RAISES = "raise ValueError('mine')"
 LOSES_IT = "raise RuntimeError('connection closed by peer')"
-IS_ENDED = "print('... because the JAX distributed service detected fatal errors', file=sys.stderr); os.abort()"
+IS_ENDED = (
+    "print('... because the JAX distributed service detected fatal errors', file=sys.stderr); "
+    "os.abort()"
+)
 
 
 @pytest.mark.parametrize("me", soak_after(1, [1, 0]))
@@ -82,7 +89,13 @@ IS_ENDED = "print('... because the JAX distributed service detected fatal errors
     ids=["raise-raise", "raise-abort", "exit-raise", "kill-abort", "abort-raise"],
 )
 def test_the_cause_is_named(
-    here: Path, capfd: pytest.CaptureFixture[str], me: int, cause: str, consequence: str, code: int, error: str
+    here: Path,
+    capfd: pytest.CaptureFixture[str],
+    me: int,
+    cause: str,
+    consequence: str,
+    code: int,
+    error: str,
 ) -> None:
     source = f"""
 note()
@@ -104,10 +117,18 @@ time.sleep(0.4)
         assert re.search(r"\[launch\]       File .*program.py., line \d+, in <module>\n", err)
 
 
-def test_an_error_that_a_process_went_on_from_is_not_its_last(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    source = "note()\nsys.stderr.write('Traceback (most recent call last):\\n  old\\nOldError\\n' + 'later\\n' * 100)\n"
+def test_an_error_that_a_process_went_on_from_is_not_its_last(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = (
+        "note()\n"
+        "sys.stderr.write('Traceback (most recent call last):\\n  old\\nOldError\\n' "
+        "+ 'later\\n' * 100)\n"
+    )
     assert _run(here, 1, source + "sys.exit(4)\n") == 4
-    assert capfd.readouterr().err.endswith("The end of its standard error:\n" + "[launch]     later\n" * 5)
+    assert capfd.readouterr().err.endswith(
+        "The end of its standard error:\n" + "[launch]     later\n" * 5
+    )
 
 
 def test_the_others_get_time_to_end(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -125,7 +146,11 @@ time.sleep(300)
 
 
 def test_those_that_do_not_end_are_killed(here: Path) -> None:
-    source = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WAIT + "if me == 0: sys.exit(7)\ntime.sleep(300)\n"
+    source = (
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        + WAIT
+        + "if me == 0: sys.exit(7)\ntime.sleep(300)\n"
+    )
     began = time.monotonic()
     assert _run(here, 2, source, "--kill-grace", 0.3) == 7
     assert time.monotonic() - began < 20
@@ -133,7 +158,10 @@ def test_those_that_do_not_end_are_killed(here: Path) -> None:
 
 @pytest.mark.parametrize("code", [0, 5])
 def test_grandchildren_end_too(here: Path, code: int) -> None:
-    child = "import os, sys, time; open(sys.argv[1] + '/pid-' + str(os.getpid()), 'w').close(); time.sleep(300)"
+    child = (
+        "import os, sys, time; open(sys.argv[1] + '/pid-' + str(os.getpid()), 'w').close(); "
+        "time.sleep(300)"
+    )
     source = f"""
 subprocess.Popen([sys.executable, "-S", "-c", {child!r}, str(here)])
 while not list(here.glob("pid-*")):
@@ -144,7 +172,9 @@ sys.exit({code})
 
 
 def test_a_stopped_process_ends_too(here: Path) -> None:
-    source = WAIT + "if me == 0: os.kill(os.getpid(), signal.SIGSTOP)\ntime.sleep(0.3)\nsys.exit(me)\n"
+    source = (
+        WAIT + "if me == 0: os.kill(os.getpid(), signal.SIGSTOP)\ntime.sleep(0.3)\nsys.exit(me)\n"
+    )
     assert _run(here, 2, source) == 1
 
 
@@ -161,19 +191,24 @@ for n in range(10000):
     assert _run(here, 2, source, "--stall-timeout", 3, "--kill-grace", 1) == 124
     err = capfd.readouterr().err
     line = (
-        r"\[launch\] process 1 \(pid \d+\) finished no step for \d+\.\d s, longer than --stall-timeout 3; its last was"
+        r"\[launch\] process 1 \(pid \d+\) finished no step for \d+\.\d s, longer than "
+        r"--stall-timeout 3; its last was"
     )
     assert re.search(line + r" at \d\d:\d\d:\d\d\. It is stopped by a signal\.", err)
 
 
 @pytest.mark.slow
-def test_before_the_first_step_the_start_timeout_counts(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_before_the_first_step_the_start_timeout_counts(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     source = WAIT + "time.sleep(2.5)\nstep()\n"
     assert _run(here, 2, source, "--stall-timeout", 2) == 0
     assert capfd.readouterr().err == ""
     assert _run(here, 2, WAIT + "time.sleep(300)\n", "--start-timeout", 0.5) == 124
     err = capfd.readouterr().err
-    assert re.search(r"finished no first step in \d+\.\d s, longer than --start-timeout 0\.5\.", err)
+    assert re.search(
+        r"finished no first step in \d+\.\d s, longer than --start-timeout 0\.5\.", err
+    )
 
 
 @pytest.mark.slow
@@ -202,7 +237,11 @@ def hangup() -> Iterator[None]:
     ids=["term", "int", "hup", "usr1"],
 )
 def test_signals_are_passed_on(
-    here: Path, capfd: pytest.CaptureFixture[str], number: signal.Signals, passed_on: signal.Signals, code: int
+    here: Path,
+    capfd: pytest.CaptureFixture[str],
+    number: signal.Signals,
+    passed_on: signal.Signals,
+    code: int,
 ) -> None:
     source = f"""
 def save(got, frame):
@@ -221,8 +260,13 @@ time.sleep(300)
     assert "Starting again" not in err
 
 
-def test_a_signal_that_all_processes_get_is_no_failure(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    source = WAIT + "if me == 0:\n    os.kill(os.getppid(), signal.SIGTERM)\n    sys.exit(143)\ntime.sleep(300)\n"
+def test_a_signal_that_all_processes_get_is_no_failure(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = (
+        WAIT + "if me == 0:\n    os.kill(os.getppid(), signal.SIGTERM)\n    sys.exit(143)\n"
+        "time.sleep(300)\n"
+    )
     assert _run(here, 2, source, "--max-restarts", 3) == 143
     err = capfd.readouterr().err
     assert "[launch] Got SIGTERM. Ending " in err
@@ -259,10 +303,14 @@ while True: time.sleep(1)
 
 
 @pytest.mark.parametrize(
-    "numbers", soak_after(1, [(signal.SIGINT, signal.SIGINT), (signal.SIGHUP, signal.SIGINT)]), ids=["int", "hup"]
+    "numbers",
+    soak_after(1, [(signal.SIGINT, signal.SIGINT), (signal.SIGHUP, signal.SIGINT)]),
+    ids=["int", "hup"],
 )
 @pytest.mark.usefixtures("hangup")
-def test_an_interrupt_after_another_signal_kills(here: Path, numbers: tuple[signal.Signals, ...]) -> None:
+def test_an_interrupt_after_another_signal_kills(
+    here: Path, numbers: tuple[signal.Signals, ...]
+) -> None:
     source = f"""
 for number in {tuple(map(int, numbers))} + (signal.SIGTERM,):
     signal.signal(number, signal.SIG_IGN)
@@ -274,7 +322,9 @@ if me == 0:
 time.sleep(300)
 """
     began = time.monotonic()
-    assert _run(here, 2, source, "--grace", 200, "--kill-grace", 200) == (130 if numbers[0] == signal.SIGINT else 143)
+    assert _run(here, 2, source, "--grace", 200, "--kill-grace", 200) == (
+        130 if numbers[0] == signal.SIGINT else 143
+    )
     assert time.monotonic() - began < 100
 
 
@@ -343,17 +393,27 @@ def test_signals_are_the_main_threads() -> None:
     thread = threading.Thread(target=enter, name="another")
     thread.start()
     thread.join()
-    assert "must run in the main thread, which alone may catch signals, but got thread='another'. Call it" in caught[0]
+    assert (
+        "must run in the main thread, which alone may catch signals, but got thread='another'. "
+        "Call it" in caught[0]
+    )
 
 
 def test_handlers_are_given_back(here: Path) -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     assert _run(here, 1, "note()\n") == 0
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+    assert [
+        signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    ] == before
 
 
 def test_nothing_is_left_open(here: Path) -> None:
     assert _run(here, 1, "note()\n") == 0
     before = len(list(Path("/proc/self/fd").iterdir()))
-    assert _run(here, 2, "note(); sys.exit(1)\n", "--max-restarts", 1, "--log-dir", here.parent / "logs") == 1
+    assert (
+        _run(
+            here, 2, "note(); sys.exit(1)\n", "--max-restarts", 1, "--log-dir", here.parent / "logs"
+        )
+        == 1
+    )
     assert len(list(Path("/proc/self/fd").iterdir())) == before

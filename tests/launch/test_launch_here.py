@@ -14,7 +14,10 @@ names = sys.argv[1].split(",")
 for name in names:
     print(name, os.environ.get(name))
 """
-PLACE = "JAX_COORDINATOR_ADDRESS,JAX_COORDINATOR_BIND_ADDRESS,JAX_NUM_PROCESSES,JAX_PROCESS_ID,JAXPIPE_RESTART"
+PLACE = (
+    "JAX_COORDINATOR_ADDRESS,JAX_COORDINATOR_BIND_ADDRESS,"
+    "JAX_NUM_PROCESSES,JAX_PROCESS_ID,JAXPIPE_RESTART"
+)
 DEVICES = "JAX_LOCAL_DEVICE_IDS,JAX_PLATFORMS,JAX_NUM_CPU_DEVICES"
 
 
@@ -37,7 +40,11 @@ def test_each_process_knows_its_place(tmp_path: Path, capfd: pytest.CaptureFixtu
     for i in range(3):
         bind = shown[f"[{i}]"].pop("JAX_COORDINATOR_BIND_ADDRESS")
         assert bind.startswith("127.0.0.1:")
-        assert shown[f"[{i}]"] == {"JAX_NUM_PROCESSES": "3", "JAX_PROCESS_ID": str(i), "JAXPIPE_RESTART": "0"}
+        assert shown[f"[{i}]"] == {
+            "JAX_NUM_PROCESSES": "3",
+            "JAX_PROCESS_ID": str(i),
+            "JAXPIPE_RESTART": "0",
+        }
 
 
 @pytest.mark.parametrize(
@@ -45,7 +52,10 @@ def test_each_process_knows_its_place(tmp_path: Path, capfd: pytest.CaptureFixtu
     [
         (("--nproc", 1), [("None", "None", "None")]),
         (("--nproc", 2), [("0", "None", "None"), ("1", "None", "None")]),
-        (("--nproc", 2, "--devices-per-process", 2), [("0,1", "None", "None"), ("2,3", "None", "None")]),
+        (
+            ("--nproc", 2, "--devices-per-process", 2),
+            [("0,1", "None", "None"), ("2,3", "None", "None")],
+        ),
         (("--nproc", 1, "--devices-per-process", 2), [("0,1", "None", "None")]),
         (("--nproc", 2, "--cpu-devices", 4), [("None", "cpu", "4")] * 2),
     ],
@@ -78,8 +88,13 @@ def test_a_job_inside_a_job_has_its_own_place(
     assert shown["JAXPIPE_HEARTBEAT_FILE"] == "None"
 
 
-def test_arguments_input_and_both_outputs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    program = script(tmp_path, "print(sys.argv[1:], repr(sys.stdin.read()))\nprint('to stderr', file=sys.stderr)\n")
+def test_arguments_input_and_both_outputs(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program = script(
+        tmp_path,
+        "print(sys.argv[1:], repr(sys.stdin.read()))\nprint('to stderr', file=sys.stderr)\n",
+    )
     assert launch("--nproc", 1, program, "--nproc", "9", "--", "a b", "-x") == 0
     out, err = capfd.readouterr()
     assert out == "[0] ['--nproc', '9', '--', 'a b', '-x'] ''\n"
@@ -88,13 +103,20 @@ def test_arguments_input_and_both_outputs(tmp_path: Path, capfd: pytest.CaptureF
 
 def test_modules_and_commands(capfd: pytest.CaptureFixture[str]) -> None:
     assert launch("--nproc", 1, "--module", "platform", "--terse") == 0
-    assert launch("--nproc", 1, "--no-python", "sh", "-c", "echo $JAX_PROCESS_ID of $JAX_NUM_PROCESSES") == 0
+    assert (
+        launch(
+            "--nproc", 1, "--no-python", "sh", "-c", "echo $JAX_PROCESS_ID of $JAX_NUM_PROCESSES"
+        )
+        == 0
+    )
     lines = capfd.readouterr().out.splitlines()
     assert lines[-1] == "[0] 0 of 1"
     assert len(lines) == 2
 
 
-def test_exported_variables(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exported_variables(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FROM_HERE", "here")
     options = ("--export", "FROM_HERE", "--export", "NEW=a=b c")
     assert launch("--nproc", 1, *options, script(tmp_path, SHOW), "FROM_HERE,NEW") == 0
@@ -105,7 +127,10 @@ def test_dry_run_prints_what_a_shell_takes(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = script(tmp_path, SHOW)
-    assert launch("--nproc", 2, "--dry-run", "--export", "NEW=a 'b'", program, "JAX_PROCESS_ID,NEW") == 0
+    assert (
+        launch("--nproc", 2, "--dry-run", "--export", "NEW=a 'b'", program, "JAX_PROCESS_ID,NEW")
+        == 0
+    )
     first, second = capfd.readouterr().out.splitlines()
     assert "JAX_PROCESS_ID=0" in first
     assert launch("--nproc", 1, "--no-python", "sh", "-c", second) == 0
@@ -119,7 +144,10 @@ def test_a_given_port(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None
         port = server.getsockname()[1]
         assert launch("--nproc", 1, "--port", port, script(tmp_path, SHOW), PLACE) == 2
     err = capfd.readouterr().err
-    assert f"jaxpipe launch: --port must be a free port of this machine, but got port {port}, which is in use." in err
+    assert (
+        f"jaxpipe launch: --port must be a free port of this machine, but got port {port}, which "
+        "is in use." in err
+    )
     assert launch("--nproc", 1, "--port", port, script(tmp_path, SHOW), PLACE) == 0
     assert _shown(capfd)["[0]"]["JAX_COORDINATOR_ADDRESS"] == f"127.0.0.1:{port}"
 
@@ -129,7 +157,8 @@ def test_a_given_port(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None
     [
         (
             ("train.py",),
-            "must be told where to start processes, but got neither --nproc nor --hostfile. Write --nproc 2",
+            "must be told where to start processes, but got neither --nproc nor --hostfile. Write "
+            "--nproc 2",
         ),
         (("--nproc", 1, "gone.py"), "the script must be a file, but got 'gone.py' in "),
         (("--nproc", 1, "gone.py"), "or write --module gone.py or --no-python gone.py"),
@@ -137,11 +166,23 @@ def test_a_given_port(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None
             ("--nproc", 1, "--no-python", "gone"),
             "process 0 must run a program that is there, but got 'gone', which is none. Install",
         ),
-        (("--nproc", 1, "--include", "a", "x.py"), "--include must not be given with --nproc, but got --include a. It"),
-        (("--nproc", 1, "--num_gpus", 2, "x.py"), "--num_gpus must not be given with --nproc, but got --num_gpus 2"),
-        (("-H", "f", "--nproc", 1, "x.py"), "--nproc must not be given with --hostfile, but got --nproc 1."),
+        (
+            ("--nproc", 1, "--include", "a", "x.py"),
+            "--include must not be given with --nproc, but got --include a. It",
+        ),
+        (
+            ("--nproc", 1, "--num_gpus", 2, "x.py"),
+            "--num_gpus must not be given with --nproc, but got --num_gpus 2",
+        ),
+        (
+            ("-H", "f", "--nproc", 1, "x.py"),
+            "--nproc must not be given with --hostfile, but got --nproc 1.",
+        ),
         (("--nproc", 1, "--image", "a", "x.py"), "belongs to --write; leave one of them out."),
-        (("--nproc", 1, "--export", "1A=2", "x.py"), "--export must be NAME or NAME=VALUE, but got --export '1A=2'."),
+        (
+            ("--nproc", 1, "--export", "1A=2", "x.py"),
+            "--export must be NAME or NAME=VALUE, but got --export '1A=2'.",
+        ),
         (
             ("--nproc", 1, "--export", "NOT_SET", "x.py"),
             "Set it, or write --export NOT_SET=VALUE.",
@@ -169,7 +210,11 @@ def test_wrong_use(
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("--nproc", "0", "must be a whole number in [1, 65536], but got '0'. Write for instance 2."),
+        (
+            "--nproc",
+            "0",
+            "must be a whole number in [1, 65536], but got '0'. Write for instance 2.",
+        ),
         ("--max-restarts", "-1", "must be a whole number of at least 0, but got '-1'."),
         ("--nproc", "9" * 5000, "must be a whole number in [1, 65536], but got '9999"),
         ("--nproc", "65537", "must be a whole number in [1, 65536], but got '65537'."),
@@ -180,7 +225,9 @@ def test_wrong_use(
         ("--stall-timeout", "soon", "must be seconds, at least 0, but got 'soon'."),
     ],
 )
-def test_wrong_numbers(option: str, value: str, message: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_wrong_numbers(
+    option: str, value: str, message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
         launch("--nproc", "1", f"{option}={value}", "x.py")
     assert caught.value.code == 2

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from _launching import PATIENCE_S, ROOT, is_running, wait_until
 
-# Forks launchers that are up at once, and kills each after a while drawn at random; the last when its job runs.
+# Forks launchers that are up at once, and kills each after a while drawn at random; the last when
+# its job runs.
 ATTACK = """
 import os, random, signal, sys, time
 from jaxpipe.__main__ import main
@@ -16,7 +17,8 @@ tries, here, draw = int(sys.argv[1]), sys.argv[2], random.Random(0)
 for left in reversed(range(tries)):
     pid = os.fork()
     if not pid:
-        os._exit(main(["launch", "--nproc", "3", "--no-python", "sh", "-c", f": > {here}/$$; exec sleep 300"]))
+        program = ["sh", "-c", f": > {here}/$$; exec sleep 300"]
+        os._exit(main(["launch", "--nproc", "3", "--no-python", *program]))
     time.sleep(draw.uniform(0, draw.choice((0.05, 0.3))))
     while not left and not os.listdir(here):
         time.sleep(0.01)

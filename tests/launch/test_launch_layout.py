@@ -33,7 +33,10 @@ def test_processes_share_the_slots() -> None:
 
 
 def test_slots_that_cannot_be_dealt() -> None:
-    with pytest.raises(LaunchError, match=r"must divide the slots of every node, but got 3 and a has slots=2\. Use 2"):
+    with pytest.raises(
+        LaunchError,
+        match=r"must divide the slots of every node, but got 3 and a has slots=2\. Use 2",
+    ):
         Layout(UNEVEN, 3)
 
 
@@ -45,7 +48,10 @@ def test_text_and_back(per_node: int | None) -> None:
 
 
 def test_a_layout_without_slots() -> None:
-    with pytest.raises(LaunchError, match=r"--layout 'a:0@b', in which 'b' comes without slots\. Write for instance"):
+    with pytest.raises(
+        LaunchError,
+        match=r"--layout 'a:0@b', in which 'b' comes without slots\. Write for instance",
+    ):
         read_layout("a:0@b", None)
 
 
@@ -58,6 +64,7 @@ def test_nodes_by_number_and_name() -> None:
 @pytest.mark.parametrize("text", ["2", "-1", "c", "", "²"])
 def test_unknown_nodes(text: str) -> None:
     with pytest.raises(
-        LaunchError, match=rf"RANK must be a number in \[0, 2\) or the name.*{text!r}\. The nodes are a, b"
+        LaunchError,
+        match=rf"RANK must be a number in \[0, 2\) or the name.*{text!r}\. The nodes are a, b",
     ):
         Layout(UNEVEN).rank_of(text, "RANK")

@@ -15,7 +15,9 @@ for n in range(2000):
 """
 
 
-def _copied(chunks: list[bytes], label: str, capfd: pytest.CaptureFixture[str], log_dir: Path | None = None) -> str:
+def _copied(
+    chunks: list[bytes], label: str, capfd: pytest.CaptureFixture[str], log_dir: Path | None = None
+) -> str:
     """What comes out when a process writes these."""
     pipes = [os.pipe(), os.pipe()]
     readers = [os.fdopen(read, "rb", buffering=0) for read, _ in pipes]
@@ -57,7 +59,9 @@ def test_no_label_no_prefix(capfd: pytest.CaptureFixture[str]) -> None:
     assert _copied([b"as it is\n"], "", capfd) == "as it is\n"
 
 
-def test_lines_of_processes_are_never_mixed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_lines_of_processes_are_never_mixed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert launch("--nproc", 3, "--log-dir", tmp_path / "logs", script(tmp_path, MANY)) == 0
     out, err = capfd.readouterr()
     expected = [f"{n} {'x' * (n % 300)} end" for n in range(2000)]
@@ -86,7 +90,10 @@ def test_streams_without_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_a_full_disk_under_the_logs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """What the processes print still comes through, and the launcher says what the files lack, once."""
+    """What the processes print still comes through.
+
+    The launcher says what the files lack, once.
+    """
     logs = tmp_path / "logs"
     logs.mkdir()
     (logs / "process-1.log").symlink_to("/dev/full")
@@ -95,7 +102,8 @@ def test_a_full_disk_under_the_logs(tmp_path: Path, capfd: pytest.CaptureFixture
     out, err = capfd.readouterr()
     assert sorted(out.splitlines()) == sorted(f"[{i}] {n}" for n in range(50) for i in range(2))
     assert err == (
-        f"[launch] {logs}/process-1.log cannot be written: No space left on device. It lacks lines from here on.\n"
+        f"[launch] {logs}/process-1.log cannot be written: No space left on device. It lacks lines "
+        "from here on.\n"
     )
     assert (logs / "process-0.log").read_text() == "".join(f"{n}\n" for n in range(50))
 
@@ -119,7 +127,9 @@ def test_a_log_folder_that_cannot_be(tmp_path: Path, capfd: pytest.CaptureFixtur
     first, second = capfd.readouterr().err.splitlines()
     wanted = "--log-dir must be a folder that can be made, but got"
     assert first.endswith(f"{wanted} {tmp_path}/file: File exists. Give the path of another.")
-    assert second.endswith(f"{wanted} {tmp_path}/file/logs: Not a directory. Give the path of another.")
+    assert second.endswith(
+        f"{wanted} {tmp_path}/file/logs: Not a directory. Give the path of another."
+    )
 
 
 def test_no_output_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,15 +143,22 @@ def test_no_output_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.slow
 def test_much_at_once(tmp_path: Path) -> None:
-    """100 MB of bytes that are no text, in lines of all lengths, through a pipe that is read slowly at first."""
+    """100 MB of bytes that are no text, in lines of all lengths.
+
+    They go through a pipe that is read slowly at first.
+    """
     source = "line = bytes(range(256)).replace(b'\\n', b'').replace(b'\\r', b'') * 39\n"
-    program = script(tmp_path, source + "for n in range(10000): os.write(1, b'%d ' % n + line[n:] + b'\\n')\n")
+    program = script(
+        tmp_path, source + "for n in range(10000): os.write(1, b'%d ' % n + line[n:] + b'\\n')\n"
+    )
     line = bytes(range(256)).replace(b"\n", b"").replace(b"\r", b"") * 39
     with start("--nproc", 2, program, stdout=subprocess.PIPE) as launcher:
         assert launcher.stdout is not None
         found: dict[bytes, int] = {}
         for text in launcher.stdout:
-            label, number, rest = text.split(b" ", 2) if text.count(b" ") > 1 else (*text.split(b" ", 1), b"\n")
+            label, number, rest = (
+                text.split(b" ", 2) if text.count(b" ") > 1 else (*text.split(b" ", 1), b"\n")
+            )
             n = found.get(label, 0)
             assert (int(number), rest) == (n, line[n:] + b"\n")
             found[label] = n + 1

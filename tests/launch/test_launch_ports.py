@@ -21,7 +21,8 @@ def test_a_port_in_use_is_named(address: str) -> None:
         server.listen()
         port = server.getsockname()[1]
         with pytest.raises(
-            LaunchError, match=rf"--port must be a free port.*got port {port}, which is in use\. End what"
+            LaunchError,
+            match=rf"--port must be a free port.*got port {port}, which is in use\. End what",
         ):
             check_port(port, "--port")
 

@@ -1,4 +1,7 @@
-"""`--hostfile`: the launcher on other nodes, through ssh, srun and mpirun, and a stand-in that starts them here."""
+"""`--hostfile`.
+
+The launcher on other nodes, through ssh, srun and mpirun, and a stand-in that starts them here.
+"""
 
 import os
 import shlex
@@ -16,9 +19,10 @@ HOSTS = "worker-0 slots=4\nworker-1 slots=2\n"
 
 # Notes its process and waits for the others; then does what its node's number tells.
 PROGRAM = """
-me, count, here = int(os.environ["JAX_PROCESS_ID"]), int(os.environ["JAX_NUM_PROCESSES"]), Path(sys.argv[1])
-attempt = os.environ["JAXPIPE_RESTART"]
-print("node", os.environ["NODE"], "devices", os.environ.get("JAX_LOCAL_DEVICE_IDS"), "attempt", attempt)
+me, count = int(os.environ["JAX_PROCESS_ID"]), int(os.environ["JAX_NUM_PROCESSES"])
+here, attempt = Path(sys.argv[1]), os.environ["JAXPIPE_RESTART"]
+devices = os.environ.get("JAX_LOCAL_DEVICE_IDS")
+print("node", os.environ["NODE"], "devices", devices, "attempt", attempt)
 (here / f"pid-{os.getpid()}").touch()
 (here / f"ready-{attempt}-{me}").touch()
 while len(list(here.glob(f"ready-{attempt}-*"))) < count:
@@ -67,10 +71,39 @@ def test_ssh_starts_the_launcher_on_each_node(
     monkeypatch.setenv("NCCL_DEBUG", "INFO it is")
     monkeypatch.setenv("JAX_PROCESS_ID", "3")
     monkeypatch.setenv("JAX_LOCAL_DEVICE_IDS", "3")
-    options = ("-H", hosts, "--include", "worker-0:1,3@worker-1", "--python", "/opt/py", "--export", "A=$b")
-    commands = _printed(capfd, *options, "--stall-timeout", 60, "--grace", 5, "--dry-run", "train.py", "--lr", "a 'b'")
+    options = (
+        "-H",
+        hosts,
+        "--include",
+        "worker-0:1,3@worker-1",
+        "--python",
+        "/opt/py",
+        "--export",
+        "A=$b",
+    )
+    commands = _printed(
+        capfd,
+        *options,
+        "--stall-timeout",
+        60,
+        "--grace",
+        5,
+        "--dry-run",
+        "train.py",
+        "--lr",
+        "a 'b'",
+    )
     assert [words[:-1] for words in commands] == [
-        ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=30", "-o", "ServerAliveInterval=15", f"worker-{i}"]
+        [
+            "ssh",
+            "-o",
+            "BatchMode=yes",
+            "-o",
+            "ConnectTimeout=30",
+            "-o",
+            "ServerAliveInterval=15",
+            f"worker-{i}",
+        ]
         for i in range(2)
     ]
     for rank, words in enumerate(commands):
@@ -80,10 +113,22 @@ def test_ssh_starts_the_launcher_on_each_node(
         assert variables["NCCL_DEBUG"] == "INFO it is"
         assert variables["PYTHONPATH"] == str(ROOT)
         assert variables["A"] == "$b"
-        assert not {"JAX_PROCESS_ID", "JAX_LOCAL_DEVICE_IDS", "JAXPIPE_RESTART", "HOME"} & variables.keys()
+        assert (
+            not {"JAX_PROCESS_ID", "JAX_LOCAL_DEVICE_IDS", "JAXPIPE_RESTART", "HOME"}
+            & variables.keys()
+        )
         assert inner[inner.index("/opt/py") :] == [
             *("/opt/py", "-u", "-m", "jaxpipe.launch", "--layout", "worker-0:1,3@worker-1:0,1"),
-            *("--node-rank", str(rank), "--coordinator", "worker-0:29500", "--stall-timeout", "60", "--grace", "5"),
+            *(
+                "--node-rank",
+                str(rank),
+                "--coordinator",
+                "worker-0:29500",
+                "--stall-timeout",
+                "60",
+                "--grace",
+                "5",
+            ),
             *("train.py", "--lr", "a 'b'"),
         ]
 
@@ -134,27 +179,76 @@ def test_this_machine_is_reached_as_it_is_asked_for(
 
 
 def test_srun_starts_one_launcher_a_node(hosts: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    options = ("-H", hosts, "--num_gpus", 2, "--launcher", "srun", "--launcher-args", "--account=me --mem=0")
-    [words] = _printed(capfd, *options, "--one-process-per-node", "--dry-run", "--module", "pkg.train", "x")
+    options = (
+        "-H",
+        hosts,
+        "--num_gpus",
+        2,
+        "--launcher",
+        "srun",
+        "--launcher-args",
+        "--account=me --mem=0",
+    )
+    [words] = _printed(
+        capfd, *options, "--one-process-per-node", "--dry-run", "--module", "pkg.train", "x"
+    )
     assert words[: words.index("env")] == [
-        *("srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--nodelist=worker-0,worker-1", "--cpu-bind=none"),
+        *(
+            "srun",
+            "--nodes=2",
+            "--ntasks=2",
+            "--ntasks-per-node=1",
+            "--nodelist=worker-0,worker-1",
+            "--cpu-bind=none",
+        ),
         *("--kill-on-bad-exit=1", f"--chdir={hosts.parent}", "--account=me", "--mem=0"),
     ]
     assert words[words.index("--layout") :] == [
-        *("--layout", "worker-0:0,1@worker-1:0,1", "--node-rank", "@SLURMD_NODENAME", "--coordinator"),
+        *(
+            "--layout",
+            "worker-0:0,1@worker-1:0,1",
+            "--node-rank",
+            "@SLURMD_NODENAME",
+            "--coordinator",
+        ),
         *("worker-0:29500", "--processes-per-node", "1", "--module", "pkg.train", "x"),
     ]
 
 
 def test_mpirun_starts_one_launcher_a_node(hosts: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    options = ("-H", hosts, "--launcher", "mpirun", "--launcher-args=--oversubscribe", "--coordinator", "10.0.0.1:5")
-    [words] = _printed(capfd, *options, "--exclude", "worker-0:1,2,3", "--dry-run", "--no-python", "./train")
+    options = (
+        "-H",
+        hosts,
+        "--launcher",
+        "mpirun",
+        "--launcher-args=--oversubscribe",
+        "--coordinator",
+        "10.0.0.1:5",
+    )
+    [words] = _printed(
+        capfd, *options, "--exclude", "worker-0:1,2,3", "--dry-run", "--no-python", "./train"
+    )
     assert words[:2] == ["mpirun", "--oversubscribe"]
     first, second = words[2 : words.index(":")], words[words.index(":") + 1 :]
     for rank, part in enumerate((first, second)):
-        assert part[:7] == ["-np", "1", "-host", f"worker-{rank}", "-wdir", str(hosts.parent), "env"]
+        assert part[:7] == [
+            "-np",
+            "1",
+            "-host",
+            f"worker-{rank}",
+            "-wdir",
+            str(hosts.parent),
+            "env",
+        ]
         assert part[part.index("--layout") :] == [
-            *("--layout", "worker-0:0@worker-1:0,1", "--node-rank", str(rank), "--coordinator", "10.0.0.1:5"),
+            *(
+                "--layout",
+                "worker-0:0@worker-1:0,1",
+                "--node-rank",
+                str(rank),
+                "--coordinator",
+                "10.0.0.1:5",
+            ),
             *("--no-python", "./train"),
         ]
 
@@ -163,23 +257,50 @@ def test_mpirun_starts_one_launcher_a_node(hosts: Path, capfd: pytest.CaptureFix
 def test_a_job_over_two_nodes_that_fails_once(
     hosts: Path, here: Path, stand_in: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    program = script(hosts.parent, PROGRAM + "if attempt == '0':\n    if me == 2: sys.exit(9)\n    time.sleep(300)\n")
-    options = ("-H", hosts, "--include", "worker-0:1,3@worker-1", "--ssh-command", stand_in, "--max-restarts", 1)
+    program = script(
+        hosts.parent,
+        PROGRAM + "if attempt == '0':\n    if me == 2: sys.exit(9)\n    time.sleep(300)\n",
+    )
+    options = (
+        "-H",
+        hosts,
+        "--include",
+        "worker-0:1,3@worker-1",
+        "--ssh-command",
+        stand_in,
+        "--max-restarts",
+        1,
+    )
     address = f"127.0.0.1:{free_port()}"
-    options = (*options, "--coordinator", address, "--log-dir", hosts.parent / "logs", "--kill-grace", 2)
+    options = (
+        *options,
+        "--coordinator",
+        address,
+        "--log-dir",
+        hosts.parent / "logs",
+        "--kill-grace",
+        2,
+    )
     assert launch(*options, program, here) == 0
     out, err = capfd.readouterr()
     nodes, devices = (0, 0, 1, 1), ("1", "3", "0", "1")
     assert sorted(out.splitlines()) == sorted(
-        f"[{i}] node worker-{nodes[i]} devices {devices[i]} attempt {attempt}" for i in range(4) for attempt in (0, 1)
+        f"[{i}] node worker-{nodes[i]} devices {devices[i]} attempt {attempt}"
+        for i in range(4)
+        for attempt in (0, 1)
     )
     assert "[launch worker-1] process 2 (pid " in err
     assert ") ended with exit code 9. Ending the other, in 2 s at most." in err
     assert "[launch] node worker-1 (pid " in err
-    assert "[launch worker-0] The launcher that started this node ends it. Ending all, in 2 s at most." in err
+    assert (
+        "[launch worker-0] The launcher that started this node ends it. Ending all, in 2 s at most."
+        in err
+    )
     assert "[launch] Attempt 1 of 2 ended with exit code 9. Starting again." in err
     log = hosts.parent / "logs" / "process-3.log"
-    assert log.read_text() == "node worker-1 devices 1 attempt 0\nnode worker-1 devices 1 attempt 1\n"
+    assert (
+        log.read_text() == "node worker-1 devices 1 attempt 0\nnode worker-1 devices 1 attempt 1\n"
+    )
 
 
 def test_a_signal_reaches_the_processes_on_the_nodes(
@@ -192,15 +313,29 @@ def save(got, frame):
     sys.exit(143)
 signal.signal(signal.SIGTERM, save)
 """
-    source += PROGRAM + "if me == 1: os.kill(int(os.environ['OUTER']), signal.SIGTERM)\ntime.sleep(300)\n"
+    source += (
+        PROGRAM + "if me == 1: os.kill(int(os.environ['OUTER']), signal.SIGTERM)\ntime.sleep(300)\n"
+    )
     address = f"127.0.0.1:{free_port()}"
     options = ("-H", hosts, "--one-process-per-node", "--cpu-devices", 2, "--ssh-command", stand_in)
-    options = (*options, "--coordinator", address, "--grace", 20, "--export", f"OUTER={os.getpid()}")
+    options = (
+        *options,
+        "--coordinator",
+        address,
+        "--grace",
+        20,
+        "--export",
+        f"OUTER={os.getpid()}",
+    )
     assert launch(*options, script(hosts.parent, source), here) == 143
     out, err = capfd.readouterr()
-    assert sorted(line for line in out.splitlines() if "saved" in line) == [f"[{i}] saved at SIGTERM" for i in range(2)]
+    assert sorted(line for line in out.splitlines() if "saved" in line) == [
+        f"[{i}] saved at SIGTERM" for i in range(2)
+    ]
     assert "[launch] Got SIGTERM. Ending all, in 20 s at most." in err
-    assert err.count("The launcher that started this node ends it. Ending it, in 20 s at most.") == 2
+    assert (
+        err.count("The launcher that started this node ends it. Ending it, in 20 s at most.") == 2
+    )
 
 
 def test_the_launcher_is_killed_and_its_nodes_end(hosts: Path, here: Path, stand_in: str) -> None:
@@ -214,20 +349,35 @@ def test_the_launcher_is_killed_and_its_nodes_end(hosts: Path, here: Path, stand
 @pytest.mark.parametrize(
     ("said", "code", "reason"),
     [
-        (b"{}\nstop 15 7.5\n", 0, "The launcher that started this node ends it. Ending it, in 7.5 s at most."),
+        (
+            b"{}\nstop 15 7.5\n",
+            0,
+            "The launcher that started this node ends it. Ending it, in 7.5 s at most.",
+        ),
         (b"{}\n", 143, "The launcher that started this node is gone. Ending it, in 5 s at most."),
     ],
     ids=["told", "gone"],
 )
 def test_a_node_listens_to_its_standard_input(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, said: bytes, code: int, reason: str
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    said: bytes,
+    code: int,
+    reason: str,
 ) -> None:
     read, write = os.pipe()
     os.write(write, said)
     os.close(write)
     with os.fdopen(read) as stdin:
         monkeypatch.setattr(sys, "stdin", stdin)
-        options = ("--layout", "a:0", "--coordinator", f"127.0.0.1:{free_port()}", "--control", "stdin")
+        options = (
+            "--layout",
+            "a:0",
+            "--coordinator",
+            f"127.0.0.1:{free_port()}",
+            "--control",
+            "stdin",
+        )
         assert launch("--node-rank", 0, *options, "--no-python", "sleep", 300) == code
     assert f"[launch a] {reason}" in capfd.readouterr().err
 
@@ -245,11 +395,33 @@ def test_what_is_exported_stands_on_no_command_line(
     stand_in.write_text('#!/bin/sh\nprintf "%s\\n" "$@" >> lines\nshift; exec sh -c "$*"\n')
     stand_in.chmod(0o755)
     source = (
-        "print(ascii(os.environ['SECRET']), os.environ['JAX_SHOWN'], open('/proc/%d/cmdline' % os.getppid()).read())"
+        "print(ascii(os.environ['SECRET']), os.environ['JAX_SHOWN'], open('/proc/%d/cmdline' % "
+        "os.getppid()).read())"
     )
-    options = ("-H", hosts, "--num_nodes", 1, "--num_gpus", 1, "--ssh-command", stand_in, "--export", "SECRET")
+    options = (
+        "-H",
+        hosts,
+        "--num_nodes",
+        1,
+        "--num_gpus",
+        1,
+        "--ssh-command",
+        stand_in,
+        "--export",
+        "SECRET",
+    )
     address = f"127.0.0.1:{free_port()}"
-    assert launch(*options, "--coordinator", address, "--export", "JAX_SHOWN=other", script(hosts.parent, source)) == 0
+    assert (
+        launch(
+            *options,
+            "--coordinator",
+            address,
+            "--export",
+            "JAX_SHOWN=other",
+            script(hosts.parent, source),
+        )
+        == 0
+    )
     [line] = capfd.readouterr().out.splitlines()
     assert line.startswith(f"[0] {ascii(NASTY)} other ")
     assert "second line" not in line.partition(" other ")[2]
@@ -259,9 +431,21 @@ def test_what_is_exported_stands_on_no_command_line(
 
 
 def test_what_is_exported_is_too_long(hosts: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    options = ("-H", hosts, "--num_nodes", 1, "--ssh-command", "true", "--export", f"A={'x' * 70000}")
+    options = (
+        "-H",
+        hosts,
+        "--num_nodes",
+        1,
+        "--ssh-command",
+        "true",
+        "--export",
+        f"A={'x' * 70000}",
+    )
     assert launch(*options, "train.py") == 2
-    wanted = "must be at most 60000 bytes together, but got 70010, of which A has most. Put them into a file"
+    wanted = (
+        "must be at most 60000 bytes together, but got 70010, of which A has most. Put them into a "
+        "file"
+    )
     assert wanted in capfd.readouterr().err
 
 
@@ -270,14 +454,34 @@ def test_a_node_whose_launcher_is_gone_at_once(
 ) -> None:
     with Path(os.devnull).open() as stdin:
         monkeypatch.setattr(sys, "stdin", stdin)
-        options = ("--layout", "a:0", "--coordinator", f"127.0.0.1:{free_port()}", "--control", "stdin")
+        options = (
+            "--layout",
+            "a:0",
+            "--coordinator",
+            f"127.0.0.1:{free_port()}",
+            "--control",
+            "stdin",
+        )
         assert launch("--node-rank", 0, *options, "--no-python", "true") == 2
-    assert "must send its variables, but got none: it is gone, or standard input is closed." in capfd.readouterr().err
+    assert (
+        "must send its variables, but got none: it is gone, or standard input is closed."
+        in capfd.readouterr().err
+    )
 
 
 def test_a_node_is_told_by_a_signal(capfd: pytest.CaptureFixture[str]) -> None:
-    options = ("--layout", "a:0", "--coordinator", f"127.0.0.1:{free_port()}", "--control", "signal")
-    assert launch("--node-rank", 0, *options, "--no-python", "sh", "-c", "kill -USR1 $PPID; sleep 300") == 0
+    options = (
+        "--layout",
+        "a:0",
+        "--coordinator",
+        f"127.0.0.1:{free_port()}",
+        "--control",
+        "signal",
+    )
+    assert (
+        launch("--node-rank", 0, *options, "--no-python", "sh", "-c", "kill -USR1 $PPID; sleep 300")
+        == 0
+    )
     assert "[launch a] Got SIGUSR1. Ending it, in 30 s at most." in capfd.readouterr().err
 
 
@@ -291,7 +495,9 @@ def test_mpirun_gets_a_signal_that_it_passes_on(
     )
     mpirun.chmod(0o755)
     monkeypatch.setenv("PATH", f"{hosts.parent}:{os.environ['PATH']}")
-    assert launch("-H", hosts, "--launcher", "mpirun", "--export", "SECRET=hidden", "train.py") == 143
+    assert (
+        launch("-H", hosts, "--launcher", "mpirun", "--export", "SECRET=hidden", "train.py") == 143
+    )
     out = capfd.readouterr().out
     assert out.endswith("passed on\n")
     assert out.startswith("hidden: -np 1 -host worker-0 -wdir ")
@@ -308,8 +514,13 @@ def test_a_node_that_cannot_be_reached(hosts: Path, capfd: pytest.CaptureFixture
     assert ") ended with exit code 255." in err
 
 
-def test_being_a_node(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    source = "print(*(os.environ.get('JAX_' + n) for n in ('COORDINATOR_ADDRESS', 'COORDINATOR_BIND_ADDRESS',"
+def test_being_a_node(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = (
+        "print(*(os.environ.get('JAX_' + n) for n in ('COORDINATOR_ADDRESS', "
+        "'COORDINATOR_BIND_ADDRESS',"
+    )
     program = script(tmp_path, source + "'NUM_PROCESSES', 'PROCESS_ID', 'LOCAL_DEVICE_IDS')))\n")
     monkeypatch.setenv("RANK_HERE", "1")
     monkeypatch.setenv("NAME_HERE", "b")
@@ -335,20 +546,40 @@ def test_being_a_node(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeyp
             ("--node-rank", 0, "--coordinator", "a:1"),
             "but got --layout None, --num_nodes None, --num_gpus None. Give all",
         ),
-        (("--node-rank", 0, "--coordinator", "a:1", "--num_nodes", 2), "--num_nodes 2, --num_gpus None. Give all"),
         (
-            ("--node-rank", 0, "--coordinator", "a:1", "--num_nodes", 2, "--num_gpus", 1, "--layout", "a:1"),
-            "either --layout or both --num_nodes and --num_gpus, but got --layout a:1, --num_nodes 2, --num_gpus 1.",
+            ("--node-rank", 0, "--coordinator", "a:1", "--num_nodes", 2),
+            "--num_nodes 2, --num_gpus None. Give all",
+        ),
+        (
+            (
+                "--node-rank",
+                0,
+                "--coordinator",
+                "a:1",
+                "--num_nodes",
+                2,
+                "--num_gpus",
+                1,
+                "--layout",
+                "a:1",
+            ),
+            "either --layout or both --num_nodes and --num_gpus, but got --layout a:1, --num_nodes "
+            "2, --num_gpus 1.",
         ),
         (
             ("--node-rank", "@NOT_SET", "--coordinator", "a:1", "--layout", "a:0"),
-            "--node-rank @NOT_SET must name a variable of the environment, but NOT_SET is not set. Start it where",
+            "--node-rank @NOT_SET must name a variable of the environment, but NOT_SET is not set. "
+            "Start it where",
         ),
         (
             ("--node-rank", "@SHELL_NAME", "--coordinator", "a:1", "--layout", "a:0"),
-            "SHELL_NAME, which --node-rank names, must be a number in [0, 1) or the name of a node, but got 'zsh'.",
+            "SHELL_NAME, which --node-rank names, must be a number in [0, 1) or the name of a "
+            "node, but got 'zsh'.",
         ),
-        (("--hostfile", "hosts", "--port", 1, "--coordinator", "a:2"), "but got --port 1 and --coordinator a:2. Leave"),
+        (
+            ("--hostfile", "hosts", "--port", 1, "--coordinator", "a:2"),
+            "but got --port 1 and --coordinator a:2. Leave",
+        ),
         (
             ("--hostfile", "hosts", "--ssh-command", "a 'b"),
             "--ssh-command must be words as a shell takes them, but got",
@@ -398,4 +629,7 @@ def test_the_coordinators_port_is_in_use(hosts: Path, capfd: pytest.CaptureFixtu
         port = server.getsockname()[1]
         options = ("--node-rank", 0, "--layout", "a:0", "--coordinator", f"a:{port}")
         assert launch(*options, "train.py") == 2
-    assert f"--coordinator must be a free port of this machine, but got port {port}, which" in capfd.readouterr().err
+    assert (
+        f"--coordinator must be a free port of this machine, but got port {port}, which"
+        in capfd.readouterr().err
+    )

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from _launching import PATIENCE_S, script, start, wait_until
 
-# Prints until told to end, which it notices between two lines, as a training loop does between two steps.
+# Prints until told to end, which it notices between two lines, as a training loop does between two
+# steps.
 PROGRAM = """
 here, me, ended = Path(sys.argv[1]), int(os.environ["JAX_PROCESS_ID"]), []
 for number in (signal.SIGTERM, signal.SIGINT):
@@ -35,7 +36,9 @@ def _wait_until_blocked(here: Path) -> None:
 
     def is_blocked() -> bool:
         seen.append(_printed(here))
-        return len(seen) > 50 and len(seen[-1]) == 2 and "" not in seen[-1] and seen[-1] == seen[-50]
+        return (
+            len(seen) > 50 and len(seen[-1]) == 2 and "" not in seen[-1] and seen[-1] == seen[-50]
+        )
 
     wait_until(is_blocked)
 
@@ -44,7 +47,9 @@ def _wait_until_blocked(here: Path) -> None:
 @pytest.mark.parametrize("how", ["TERM", "death", "INT", "HUP"])
 def test_nobody_reads_and_the_job_ends(here: Path, how: str) -> None:
     program = script(here.parent, PROGRAM)
-    with start("--nproc", 2, program, here, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as launcher:
+    with start(
+        "--nproc", 2, program, here, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as launcher:
         try:
             _wait_until_blocked(here)
             if how == "death":
@@ -62,19 +67,28 @@ def test_nobody_reads_and_the_job_ends(here: Path, how: str) -> None:
 
 @pytest.mark.slow
 def test_a_reader_who_comes_late_gets_all(tmp_path: Path) -> None:
-    """Processes wait for their reader, and the launcher too when they have ended: nothing is lost."""
-    program = script(tmp_path, "for n in range(20000): print(n, 'x' * 200)\nPath(sys.argv[1]).touch()\n")
+    """Processes wait for their reader, and the launcher too when they have ended.
+
+    Nothing is lost.
+    """
+    program = script(
+        tmp_path, "for n in range(20000): print(n, 'x' * 200)\nPath(sys.argv[1]).touch()\n"
+    )
     with start("--nproc", 2, program, tmp_path / "done", stdout=subprocess.PIPE) as launcher:
         time.sleep(3)
         out = launcher.communicate(timeout=PATIENCE_S)[0].decode().splitlines()
         assert launcher.returncode == 0
     for i in range(2):
-        assert [line for line in out if line.startswith(f"[{i}] ")] == [f"[{i}] {n} {'x' * 200}" for n in range(20000)]
+        assert [line for line in out if line.startswith(f"[{i}] ")] == [
+            f"[{i}] {n} {'x' * 200}" for n in range(20000)
+        ]
 
 
 @pytest.mark.slow
 def test_a_reader_who_comes_after_the_end_gets_all(tmp_path: Path) -> None:
-    program = script(tmp_path, "for n in range(2000): print(n, 'x' * 200)\nPath(sys.argv[1]).touch()\n")
+    program = script(
+        tmp_path, "for n in range(2000): print(n, 'x' * 200)\nPath(sys.argv[1]).touch()\n"
+    )
     with start("--nproc", 1, program, tmp_path / "done", stdout=subprocess.PIPE) as launcher:
         wait_until((tmp_path / "done").exists)
         time.sleep(3)  # longer than the launcher waits for pipes that stay open

@@ -33,7 +33,11 @@ class _Embed(nn.Module):
 
 
 def _language_model(**kwargs: Any) -> PipelineModule:
-    layers = [LayerSpec(nn.Embed, 5, 4), *[LayerSpec(_Block, 4) for _ in range(2)], LayerSpec(nn.Dense, 5)]
+    layers = [
+        LayerSpec(nn.Embed, 5, 4),
+        *[LayerSpec(_Block, 4) for _ in range(2)],
+        LayerSpec(nn.Dense, 5),
+    ]
     return PipelineModule(layers, num_stages=2, **kwargs)
 
 
@@ -57,7 +61,9 @@ def _loss_and_gradients(apply: Callable[[Any], jax.Array], params: Any) -> Any:
 
 
 @pytest.mark.parametrize("train", soak_after(1, [True, False]))
-def test_the_sequential_model_is_the_same_as_flax_by_hand(train: bool, language_params: Any) -> None:
+def test_the_sequential_model_is_the_same_as_flax_by_hand(
+    train: bool, language_params: Any
+) -> None:
     model, params = _language_model(), language_params
     key = jax.random.key(5)
     ours = _loss_and_gradients(lambda p: model.apply(p, IDS, train=train, key=key), params)
@@ -86,10 +92,13 @@ def test_recompute_changes_no_number(interval: int, language_params: Any) -> Non
         return jax.checkpoint(function)
 
     model = _language_model()
-    recomputing = model.replace(activation_checkpoint_interval=interval, activation_checkpoint_func=remat)
+    recomputing = model.replace(
+        activation_checkpoint_interval=interval, activation_checkpoint_func=remat
+    )
     params = language_params
     grads = [
-        _loss_and_gradients(lambda p, m=m: m.apply(p, IDS, train=True, key=KEY), params) for m in (model, recomputing)
+        _loss_and_gradients(lambda p, m=m: m.apply(p, IDS, train=True, key=KEY), params)
+        for m in (model, recomputing)
     ]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *grads)
     assert len(wrapped) == -(-4 // interval)
@@ -103,7 +112,11 @@ def _tied(attr: Any = None) -> PipelineModule:
 
     tie = {"tied_weight_attr": attr}
     return PipelineModule(
-        [TiedLayerSpec("embed", _Embed, **tie), _Block(4), TiedLayerSpec("embed", _Embed, forward_fn=attend, **tie)],
+        [
+            TiedLayerSpec("embed", _Embed, **tie),
+            _Block(4),
+            TiedLayerSpec("embed", _Embed, forward_fn=attend, **tie),
+        ],
         num_stages=1,
     )
 
@@ -123,7 +136,9 @@ def test_the_gradient_of_a_tied_parameter_is_the_sum_of_its_uses(attr: Any) -> N
     value, (first, second) = jax.jit(jax.value_and_grad(by_hand))((table, table))
     ours, grads = _loss_and_gradients(lambda p: model.apply(p, IDS), params)
     np.testing.assert_allclose(ours, value, rtol=1e-6)
-    np.testing.assert_allclose(grads["tied"]["embed"]["token"]["embedding"], first + second, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        grads["tied"]["embed"]["token"]["embedding"], first + second, rtol=1e-5, atol=1e-6
+    )
     assert float(abs(first).max()) > 0
     assert float(abs(second).max()) > 0
 
@@ -156,7 +171,9 @@ def test_masks_ride_along_without_gradient() -> None:
     model = PipelineModule([start, Inner(), masked, lambda tree: tree["x"].sum()], num_stages=2)
     inputs = (IDS, np.array([[True, False, True], [False, False, True]]))
     params = model.init(KEY, inputs)
-    grad = jax.jit(jax.grad(lambda p: model.apply(p, inputs)))(params)["layers"]["1_Inner"]["Dense_0"]["kernel"]
+    grad = jax.jit(jax.grad(lambda p: model.apply(p, inputs)))(params)["layers"]["1_Inner"][
+        "Dense_0"
+    ]["kernel"]
     wanted = np.zeros((4, 4), np.float32)
     for token in IDS[inputs[1]]:
         wanted[token if token < 4 else slice(0, 0)] += 1
@@ -190,17 +207,23 @@ def test_a_run_calls_each_layer_once() -> None:
 def test_inputs_that_do_not_fit_name_the_layer() -> None:
     model = PipelineModule([jnp.tanh, nn.Dense(3)], num_stages=1)
     params = model.init(KEY, np.ones((2, 3), np.float32))
-    with pytest.raises(LayerError, match=r"(?s)layer 0_tanh must accept the model's inputs.*a: float32\[2, 3\]"):
+    with pytest.raises(
+        LayerError, match=r"(?s)layer 0_tanh must accept the model's inputs.*a: float32\[2, 3\]"
+    ):
         model.apply(params, {"a": np.ones((2, 3), np.float32)})
 
 
 def test_missing_parameters_are_named() -> None:
-    model = PipelineModule([nn.Dense(3), nn.Dense(3), TiedLayerSpec("k", nn.LayerNorm)], num_stages=1)
+    model = PipelineModule(
+        [nn.Dense(3), nn.Dense(3), TiedLayerSpec("k", nn.LayerNorm)], num_stages=1
+    )
     x = np.ones((2, 3), np.float32)
     params = model.init(KEY, x)
     del params["layers"]["1_Dense"]["bias"], params["tied"]
     with pytest.raises(
-        LayerError, match="got none for layers/1_Dense/bias, tied/k/scale, tied/k/bias|tied/k/bias, tied/k/scale"
+        LayerError,
+        match="got none for layers/1_Dense/bias, tied/k/scale, tied/k/bias|tied/k/bias, "
+        "tied/k/scale",
     ):
         model.apply(params, x)
     with pytest.raises(LayerError, match=r"got none for layers/0_Dense/.*Pass what init or"):
@@ -210,10 +233,14 @@ def test_missing_parameters_are_named() -> None:
 
 
 def test_parameters_on_the_host_serve_as_well() -> None:
-    model = PipelineModule([nn.Dense(3, param_dtype=jnp.bfloat16), LayerSpec(nnx.Linear, 3, 2)], num_stages=1)
+    model = PipelineModule(
+        [nn.Dense(3, param_dtype=jnp.bfloat16), LayerSpec(nnx.Linear, 3, 2)], num_stages=1
+    )
     x = np.ones((2, 3), np.float32)
     params = model.init(KEY, x)
-    np.testing.assert_array_equal(model.apply(jax.tree.map(np.asarray, params), x), model.apply(params, x))
+    np.testing.assert_array_equal(
+        model.apply(jax.tree.map(np.asarray, params), x), model.apply(params, x)
+    )
 
 
 def test_another_fault_is_left_as_it_is() -> None:
@@ -233,5 +260,7 @@ def test_a_loss_of_numpy_labels() -> None:
         counts = labels > 0
         return (outputs * labels * counts).sum(), counts.sum()
 
-    total, weight, _ = PipelineModule([nn.Dense(1)], num_stages=1, loss_fn=loss).loss_terms(labels, labels)
+    total, weight, _ = PipelineModule([nn.Dense(1)], num_stages=1, loss_fn=loss).loss_terms(
+        labels, labels
+    )
     assert (float(total), float(weight)) == (5.0, 2.0)

@@ -38,10 +38,16 @@ class _Block(nn.Module):
         heads = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp", None))
         x = (
             x
-            + nn.MultiHeadDotProductAttention(2, kernel_init=heads, out_kernel_init=rows, name="attention")(x[None])[0]
+            + nn.MultiHeadDotProductAttention(
+                2, kernel_init=heads, out_kernel_init=rows, name="attention"
+            )(x[None])[0]
         )
-        h = nn.with_logical_constraint(nn.Dense(self.hidden, kernel_init=columns, name="up")(x), ("batch", "mlp"))
-        h = nn.Dropout(0.5, deterministic=not train)(jax.lax.with_sharding_constraint(jnp.tanh(h), P(None, "model")))
+        h = nn.with_logical_constraint(
+            nn.Dense(self.hidden, kernel_init=columns, name="up")(x), ("batch", "mlp")
+        )
+        h = nn.Dropout(0.5, deterministic=not train)(
+            jax.lax.with_sharding_constraint(jnp.tanh(h), P(None, "model"))
+        )
         return x + nn.Dense(x.shape[-1], kernel_init=rows, name="down")(h)
 
 
@@ -86,7 +92,11 @@ def _module(*layers: Any, **settings: Any) -> PipelineModule:
 
 def _constraints(function: Callable[..., Any], *args: Any) -> list[PartitionSpec]:
     jaxpr = jax.make_jaxpr(function)(*args).jaxpr
-    return [eqn.params["sharding"].spec for eqn in jaxpr.eqns if eqn.primitive.name == "sharding_constraint"]
+    return [
+        eqn.params["sharding"].spec
+        for eqn in jaxpr.eqns
+        if eqn.primitive.name == "sharding_constraint"
+    ]
 
 
 def test_a_trace_sees_whole_shapes_and_constraints_by_axis_and_by_rule() -> None:
@@ -104,7 +114,11 @@ def test_a_trace_sees_whole_shapes_and_constraints_by_axis_and_by_rule() -> None
 
 def test_rules_are_in_force_in_what_a_trace_runs() -> None:
     trace = _module(_Block()).trace(X, mesh=MESH)
-    assert trace.on_mesh(nn.get_logical_axis_rules) == (("batch", None), ("embed", None), ("mlp", "model"))
+    assert trace.on_mesh(nn.get_logical_axis_rules) == (
+        ("batch", None),
+        ("embed", None),
+        ("mlp", "model"),
+    )
     assert nn.get_logical_axis_rules() == ()
 
 
@@ -131,7 +145,9 @@ def test_what_is_traced_runs_on_the_devices_of_the_mesh() -> None:
         return jaxpr_as_fun(closed)(*jax.tree.leaves((views, x)))[0]
 
     spec = {"mesh": mesh, "axis_names": {"stage", "data"}, "check_vma": False}
-    found = jax.jit(jax.shard_map(step, in_specs=(P("data"), P()), out_specs=P("data"), **spec))(X, views)
+    found = jax.jit(jax.shard_map(step, in_specs=(P("data"), P()), out_specs=P("data"), **spec))(
+        X, views
+    )
     wanted = jnp.concatenate([model.apply(params, x) for x in (X[:1], X[1:])])
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
@@ -143,8 +159,13 @@ def test_what_is_traced_runs_on_the_devices_of_the_mesh() -> None:
         3,
         [
             pytest.param(lambda f, x: f(x), id="eagerly"),
-            pytest.param(lambda f, x: jax.jit(jax.vmap(f))(jnp.stack([x, 2 * x])), id="jit of vmap"),
-            pytest.param(lambda f, x: jax.lax.scan(lambda c, x: (c, f(x)), 0, jnp.stack([x, 2 * x])), id="scan"),
+            pytest.param(
+                lambda f, x: jax.jit(jax.vmap(f))(jnp.stack([x, 2 * x])), id="jit of vmap"
+            ),
+            pytest.param(
+                lambda f, x: jax.lax.scan(lambda c, x: (c, f(x)), 0, jnp.stack([x, 2 * x])),
+                id="scan",
+            ),
             pytest.param(lambda f, x: jax.jit(f)(x), id="jit"),
             pytest.param(lambda f, x: jax.vmap(f)(jnp.stack([x, 2 * x])), id="vmap"),
         ],
@@ -161,7 +182,9 @@ def test_on_one_device_constraints_change_no_number(call: Callable[..., Any], tr
 
         return call(lambda x: jax.value_and_grad(loss)(params, x), jnp.asarray(X))
 
-    for ours, theirs in zip(jax.tree.leaves(run(model, params)), jax.tree.leaves(run(plain, same)), strict=True):
+    for ours, theirs in zip(
+        jax.tree.leaves(run(model, params)), jax.tree.leaves(run(plain, same)), strict=True
+    ):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
@@ -228,7 +251,9 @@ def test_without_automatic_axes_nothing_is_compiled_and_annotations_mean_nothing
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_a_users_own_mesh_may_be_around(mesh_axes: tuple[str, ...], axis_type: AxisType) -> None:
     shape = (8,) if len(mesh_axes) == 1 else (2, 2, 2)
-    model = PipelineModule([nn.Dense(4), nn.DenseGeneral((2, 2)), lambda x: x.reshape(2, 4)], num_stages=1)
+    model = PipelineModule(
+        [nn.Dense(4), nn.DenseGeneral((2, 2)), lambda x: x.reshape(2, 4)], num_stages=1
+    )
     wanted = model.apply(model.init(KEY, X), X)
     with jax.set_mesh(jax.make_mesh(shape, mesh_axes, axis_types=(axis_type,) * len(shape))):
         assert _module(_Block()).trace(X, mesh=MESH).tree_specs()
@@ -257,19 +282,25 @@ def _bare(x: jax.Array) -> jax.Array:
 
 def test_bare_collectives_over_an_automatic_axis() -> None:
     match = (
-        r"layer 0__bare must use no collectives over the axis 'model'.* but got: Found an unbound axis name: model. "
-        r"Say .* or open jax.shard_map\(..., axis_names=\{'model'\}\) around"
+        r"layer 0__bare must use no collectives over the axis 'model'.* but got: Found an unbound "
+        r"axis name: model. Say .* or open jax.shard_map\(..., axis_names=\{'model'\}\) around"
     )
     for call in (lambda m: m.trace(X), lambda m: m.init(KEY, X), lambda m: m.apply({}, X)):
         with pytest.raises(LayerError, match=match):
             call(_module(_bare))
-    with pytest.raises(LayerError, match=r"loss_fn must use no collectives over the axis 'model'.* or open jax.shard_"):
+    with pytest.raises(
+        LayerError,
+        match=r"loss_fn must use no collectives over the axis 'model'.* or open jax.shard_",
+    ):
         _module(_Block()).replace(loss_fn=lambda y, _: _bare(y.sum())).loss(X, X)
 
 
 @pytest.mark.parametrize("topology", [TOPOLOGY, None])
 def test_collectives_over_an_axis_that_is_nowhere(topology: Any) -> None:
-    match = r"must use collectives over the axis 'data', .*, but got: .*unbound axis name: \w+. Name .* open jax"
+    match = (
+        r"must use collectives over the axis 'data', .*, but got: .*unbound axis name: \w+. Name "
+        r".* open jax"
+    )
     settings = {"num_stages": 1} if topology is None else {"topology": topology}
     model = PipelineModule([lambda x: jax.lax.psum(x, "other")], **settings)
     with pytest.raises(LayerError, match=match):
@@ -298,10 +329,14 @@ def test_collectives_over_an_axis_that_is_nowhere(topology: Any) -> None:
         ),
     ],
 )
-def test_constraints_over_axes_that_are_not_automatic(spec: PartitionSpec, topology: Any, match: str) -> None:
+def test_constraints_over_axes_that_are_not_automatic(
+    spec: PartitionSpec, topology: Any, match: str
+) -> None:
     settings = {"num_stages": 1} if topology is None else {"topology": topology}
     model = PipelineModule([lambda x: jax.lax.with_sharding_constraint(x, spec)], **settings)
-    with pytest.raises(LayerError, match=rf"layer 0_lambda must name in its sharding constraints .*{match}"):
+    with pytest.raises(
+        LayerError, match=rf"layer 0_lambda must name in its sharding constraints .*{match}"
+    ):
         model.trace(X)
 
 
@@ -312,12 +347,16 @@ WHOLE = AbstractMesh((2, 2, 2), ("stage", "data", "model"), axis_types=(AxisType
     ("layer", "match"),
     [
         (
-            lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(WHOLE, P("data", "model"))) + 1,
-            r"sharding constraints automatic axes of the mesh, of which it has 'model', .* over 'data'\. Leave out",
+            lambda x: (
+                jax.lax.with_sharding_constraint(x, NamedSharding(WHOLE, P("data", "model"))) + 1
+            ),
+            r"sharding constraints automatic axes of the mesh, of which it has 'model', .* over "
+            r"'data'\. Leave out",
         ),
         (
             jax.shard_map(jnp.sin, mesh=WHOLE, in_specs=P("data"), out_specs=P("data")),
-            r"open jax.shard_map on the mesh around it, .* Leave mesh= out .* axis_names={'model'}\)\.",
+            r"open jax.shard_map on the mesh around it, .* Leave mesh= out .* "
+            r"axis_names={'model'}\)\.",
         ),
     ],
 )
@@ -331,13 +370,16 @@ def test_collectives_over_one_replica_beside_automatic_axes() -> None:
         return x - jax.lax.pmean(x, "data")
 
     def mesh(stages: int, data: int) -> AbstractMesh:
-        return AbstractMesh((stages, data, 2), ("stage", "data", "model"), axis_types=(AxisType.Auto,) * 3)
+        return AbstractMesh(
+            (stages, data, 2), ("stage", "data", "model"), axis_types=(AxisType.Auto,) * 3
+        )
 
     model = PipelineModule([centred], topology=TOPOLOGY)
     for lengths in ((1, 2), (2, 1)):
         model.trace(X, mesh=mesh(*lengths))
     with pytest.raises(
-        LayerError, match="no collective over 'data' .* got one on a mesh of stage=1 x data=1 x model=2"
+        LayerError,
+        match="no collective over 'data' .* got one on a mesh of stage=1 x data=1 x model=2",
     ):
         model.trace(X, mesh=mesh(1, 1))
 
@@ -346,5 +388,10 @@ def test_a_topology_of_any_axes() -> None:
     topology = ProcessTopology(["pipe", "data", "expert", "model"], [1, 1, 2, 2])
     over_both = functools.partial(jax.lax.with_sharding_constraint, shardings=P("expert", "model"))
     model = _module(over_both, topology=topology, sharding_rules=None)
-    assert model.trace(X).mesh.shape_tuple == (("stage", 1), ("data", 1), ("expert", 1), ("model", 1))
+    assert model.trace(X).mesh.shape_tuple == (
+        ("stage", 1),
+        ("data", 1),
+        ("expert", 1),
+        ("model", 1),
+    )
     np.testing.assert_array_equal(model.apply({}, X), X)

@@ -39,7 +39,18 @@ def test_layers_are_named_by_place_and_class() -> None:
         _Callable(),
         LayerSpec(lambda: _double),
     ]
-    kinds = ["Dense", "LayerNorm", "Linear", "Embed", "tanh", "lambda", "_double", "_double", "_Callable", "_double"]
+    kinds = [
+        "Dense",
+        "LayerNorm",
+        "Linear",
+        "Embed",
+        "tanh",
+        "lambda",
+        "_double",
+        "_double",
+        "_Callable",
+        "_double",
+    ]
     assert _names(layers) == [f"{i}_{kind}" for i, kind in enumerate(kinds)]
 
 
@@ -79,13 +90,25 @@ INPUTS = np.ones((2, 3), np.float32)
         ([DENSE, jnp.tanh, DENSE], "2_Dense.*the Dense instance of layer 0_Dense"),
         (nn.Sequential([DENSE, DENSE]), "1_Dense.*the Dense instance of layer 0_Dense"),
         ([nn.Dense(3)] * 4, "1_Dense.*the Dense instance of layer 0_Dense"),
-        ([LayerSpec(DENSE).remat(), LayerSpec(DENSE)], "1_Dense.*the Dense instance of layer 0_Dense"),
-        ([LayerSpec(lambda: DENSE), LayerSpec(lambda: DENSE)], "1_Dense.*the Dense instance of layer 0_Dense"),
+        (
+            [LayerSpec(DENSE).remat(), LayerSpec(DENSE)],
+            "1_Dense.*the Dense instance of layer 0_Dense",
+        ),
+        (
+            [LayerSpec(lambda: DENSE), LayerSpec(lambda: DENSE)],
+            "1_Dense.*the Dense instance of layer 0_Dense",
+        ),
         ([TiedLayerSpec("k", DENSE), DENSE], "1_Dense.*the Dense instance of layer 0_Dense"),
         ([NORM, NORM], "1_BatchNorm.*the BatchNorm instance of layer 0_BatchNorm"),
         ([_Holding(DENSE), DENSE], "1_Dense.*the Dense instance of layer 0__Holding"),
-        ([DENSE, _Holding(nn.LayerNorm(), (nn.Dense(3), DENSE))], "1__Holding.*the Dense instance of layer 0_Dense"),
-        ([_HoldingByDefault(), _HoldingByDefault()], "1__HoldingByDefault.*the Dense instance of layer 0__Holding"),
+        (
+            [DENSE, _Holding(nn.LayerNorm(), (nn.Dense(3), DENSE))],
+            "1__Holding.*the Dense instance of layer 0_Dense",
+        ),
+        (
+            [_HoldingByDefault(), _HoldingByDefault()],
+            "1__HoldingByDefault.*the Dense instance of layer 0__Holding",
+        ),
         (lora([DENSE, DENSE], 2, 4.0, "kernel"), "1_Dense.*the Dense instance of layer 0_Dense"),
     ],
 )
@@ -113,52 +136,73 @@ def test_what_has_no_weights_or_shares_them_anyway_may_stand_at_two_places(layer
 
 @pytest.mark.parametrize("layers", [3, None, "dense", {"a": nn.Dense(3)}, {1}])
 def test_layers_must_be_an_ordered_iterable(layers: Any) -> None:
-    with pytest.raises(LayerError, match=re.escape(f"but got layers={layers!r}") + ".*Write the model as a list"):
+    with pytest.raises(
+        LayerError, match=re.escape(f"but got layers={layers!r}") + ".*Write the model as a list"
+    ):
         PipelineModule(layers, num_stages=1)
 
 
 @pytest.mark.parametrize("model", [nn.Dense(3), nnx.Sequential(nnx.Linear(3, 3, rngs=nnx.Rngs(0)))])
 def test_one_module_is_no_list_of_layers(model: Any) -> None:
-    with pytest.raises(LayerError, match=f"but got layers={type(model).__name__}. Write the model as a list"):
+    with pytest.raises(
+        LayerError, match=f"but got layers={type(model).__name__}. Write the model as a list"
+    ):
         PipelineModule(model, num_stages=1)
 
 
 def test_an_empty_list_is_refused() -> None:
-    with pytest.raises(LayerError, match=r"at least one layer, but got layers=\[\]. Give the model's layers"):
+    with pytest.raises(
+        LayerError, match=r"at least one layer, but got layers=\[\]. Give the model's layers"
+    ):
         PipelineModule([], num_stages=1)
 
 
 @pytest.mark.parametrize("kind", [nn.Dense, nnx.Linear])
 def test_a_class_in_place_of_a_layer_is_refused(kind: type) -> None:
-    with pytest.raises(LayerError, match=rf"layer 1 .* class {kind.__name__}. Write LayerSpec\({kind.__name__}"):
+    with pytest.raises(
+        LayerError, match=rf"layer 1 .* class {kind.__name__}. Write LayerSpec\({kind.__name__}"
+    ):
         PipelineModule([jnp.tanh, kind], num_stages=1)
 
 
 def test_a_built_nnx_module_is_refused() -> None:
-    with pytest.raises(LayerError, match=r"layer 0 must be given as LayerSpec\(Linear, ...\), but got a built NNX"):
+    with pytest.raises(
+        LayerError, match=r"layer 0 must be given as LayerSpec\(Linear, ...\), but got a built NNX"
+    ):
         PipelineModule([nnx.Linear(3, 3, rngs=nnx.Rngs(0))], num_stages=1)
 
 
 @pytest.mark.parametrize("item", [3, None, "tanh", [jnp.tanh]])
 def test_what_cannot_be_called_is_refused(item: Any) -> None:
-    with pytest.raises(LayerError, match=r"layer 0 must be a Linen module.*" + re.escape(repr(item)[:8])):
+    with pytest.raises(
+        LayerError, match=r"layer 0 must be a Linen module.*" + re.escape(repr(item)[:8])
+    ):
         PipelineModule([item], num_stages=1)
 
 
 def test_a_pipeline_inside_a_pipeline_is_refused() -> None:
     inner = PipelineModule([jnp.tanh], num_stages=1)
-    with pytest.raises(LayerError, match="layer 1 must not be a PipelineModule.*Put its layers into the list"):
+    with pytest.raises(
+        LayerError, match="layer 1 must not be a PipelineModule.*Put its layers into the list"
+    ):
         PipelineModule([jnp.tanh, inner], num_stages=1)
     with pytest.raises(LayerError, match="layer 0 must not be a PipelineModule"):
         PipelineModule([LayerSpec(PipelineModule, [jnp.tanh], num_stages=1)], num_stages=1)
 
 
 def test_a_forward_fn_beside_a_function_is_refused() -> None:
-    with pytest.raises(LayerError, match="forward_fn must stand beside a Linen, NNX or Equinox module, but layer 0"):
-        PipelineModule([TiedLayerSpec("k", lambda: jnp.tanh, forward_fn=lambda m, x: x)], num_stages=1)
+    with pytest.raises(
+        LayerError, match="forward_fn must stand beside a Linen, NNX or Equinox module, but layer 0"
+    ):
+        PipelineModule(
+            [TiedLayerSpec("k", lambda: jnp.tanh, forward_fn=lambda m, x: x)], num_stages=1
+        )
 
 
 @pytest.mark.parametrize("kind", [nn.Dense, nnx.Linear])
 def test_wrong_arguments_of_a_spec_name_the_layer(kind: type) -> None:
-    with pytest.raises(LayerError, match=rf"layer 1 must be built by {kind.__name__}\(\), but got TypeError.*Correct"):
+    with pytest.raises(
+        LayerError,
+        match=rf"layer 1 must be built by {kind.__name__}\(\), but got TypeError.*Correct",
+    ):
         PipelineModule([jnp.tanh, LayerSpec(kind)], num_stages=1)

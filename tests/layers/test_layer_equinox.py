@@ -48,7 +48,9 @@ def test_a_module_is_called_for_each_sample_and_its_arrays_have_their_paths() ->
 
 
 def test_initial_values_are_those_of_the_module_and_of_the_layers_key() -> None:
-    model = PipelineModule([LayerSpec(eqx.nn.Linear, 3, 2), LayerSpec(eqx.nn.Linear, 2, 2)], num_stages=1)
+    model = PipelineModule(
+        [LayerSpec(eqx.nn.Linear, 3, 2), LayerSpec(eqx.nn.Linear, 2, 2)], num_stages=1
+    )
     params = model.init(KEY, X)["layers"]
     assert not np.array_equal(params["0_Linear"]["weight"][:, :2], params["1_Linear"]["weight"])
     assert np.abs(params["0_Linear"]["weight"]).max() <= 3**-0.5
@@ -71,13 +73,31 @@ class NoCall(eqx.Module):
 @pytest.mark.parametrize(
     ("item", "match"),
     [
-        (lambda: LayerSpec(eqx.nn.Linear, 3, 2, key=KEY), r"must leave key to the pipeline.*Leave it out"),
-        (lambda: LayerSpec(Stateful), r"Stateful must hold no equinox.nn.State, but got one at 'norm.*Use a module"),
-        (lambda: LayerSpec(NoCall), r"method __call__\(self, inputs\), but got NoCall.*give LayerSpec a forward_fn"),
-        (lambda: eqx.nn.Linear(3, 2, key=KEY), r"given as LayerSpec\(Linear, ...\), but got a built Equinox module"),
+        (
+            lambda: LayerSpec(eqx.nn.Linear, 3, 2, key=KEY),
+            r"must leave key to the pipeline.*Leave it out",
+        ),
+        (
+            lambda: LayerSpec(Stateful),
+            r"Stateful must hold no equinox.nn.State, but got one at 'norm.*Use a module",
+        ),
+        (
+            lambda: LayerSpec(NoCall),
+            r"method __call__\(self, inputs\), but got NoCall.*give LayerSpec a forward_fn",
+        ),
+        (
+            lambda: eqx.nn.Linear(3, 2, key=KEY),
+            r"given as LayerSpec\(Linear, ...\), but got a built Equinox module",
+        ),
         (lambda: eqx.nn.Linear, r"but got the class Linear. Write LayerSpec\(Linear"),
-        (lambda: LayerSpec(eqx.nn.Linear(3, 2, key=KEY)), r"must be given a class.*typename=Linear instance"),
-        (lambda: LayerSpec(eqx.nn.Linear, 3), r"layer 0 must be built by Linear\(3\), but got TypeError"),
+        (
+            lambda: LayerSpec(eqx.nn.Linear(3, 2, key=KEY)),
+            r"must be given a class.*typename=Linear instance",
+        ),
+        (
+            lambda: LayerSpec(eqx.nn.Linear, 3),
+            r"layer 0 must be built by Linear\(3\), but got TypeError",
+        ),
     ],
 )
 def test_what_cannot_be_a_layer_is_refused(item: Any, match: str) -> None:

@@ -1,4 +1,7 @@
-"""What tells a layer whether this is training, by whatever name; and what must not happen outside training."""
+"""What tells a layer whether this is training, by whatever name.
+
+And what must not happen outside training.
+"""
 
 import functools
 import warnings
@@ -30,7 +33,9 @@ def _define(source: str, **names: Any) -> Any:
 
 
 def _linen(flag: str, default: str, *, on: str) -> type[nn.Module]:
-    call = _define(f"def call(self, x, {flag}{default}): return nn.Dropout(0.5)(x, deterministic=not ({on}))")
+    call = _define(
+        f"def call(self, x, {flag}{default}): return nn.Dropout(0.5)(x, deterministic=not ({on}))"
+    )
     return type("Noisy", (nn.Module,), {"__call__": nn.compact(call)})
 
 
@@ -42,7 +47,9 @@ def _nnx(flag: str, default: str, *, on: str) -> type[nnx.Module]:
     def build(self: Any, rngs: nnx.Rngs) -> None:
         self.drop = nnx.Dropout(0.5, rngs=rngs)
 
-    call = _define(f"def call(self, x, {flag}{default}): return self.drop(x, deterministic=not ({on}))")
+    call = _define(
+        f"def call(self, x, {flag}{default}): return self.drop(x, deterministic=not ({on}))"
+    )
     return type("Noisy", (nnx.Module,), {"__init__": build, "__call__": call})
 
 
@@ -57,7 +64,9 @@ def _follows(layer: Any) -> None:
 @pytest.mark.parametrize("make", [_linen, _nnx, _function])
 @pytest.mark.parametrize("has_default", [True, False])
 @pytest.mark.parametrize(("flag", "in_training"), FLAGS)
-def test_every_flag_of_the_ecosystem_is_known(make: Any, flag: str, in_training: bool, has_default: bool) -> None:
+def test_every_flag_of_the_ecosystem_is_known(
+    make: Any, flag: str, in_training: bool, has_default: bool
+) -> None:
     default = f"={not in_training}" if has_default else ""
     made = make(flag, default, on=flag if in_training else f"not {flag}")
     _follows(made if make is _function else LayerSpec(made))
@@ -88,10 +97,14 @@ class _Attribute(nnx.Module):
 @pytest.mark.parametrize(("flag", "in_training"), [*FLAGS, ("noisy", True), ("calm", False)])
 def test_a_flag_that_is_an_nnx_attribute_follows(flag: str, in_training: bool) -> None:
     spec = LayerSpec(_Attribute, flag, in_training)
-    _follows(spec if (flag, in_training) in FLAGS else spec.train_flag(flag, in_training=in_training))
+    _follows(
+        spec if (flag, in_training) in FLAGS else spec.train_flag(flag, in_training=in_training)
+    )
 
 
-@pytest.mark.parametrize(("make", "flag", "in_training"), [(_linen, "noisy", True), (_nnx, "calm", False)])
+@pytest.mark.parametrize(
+    ("make", "flag", "in_training"), [(_linen, "noisy", True), (_nnx, "calm", False)]
+)
 @pytest.mark.parametrize("remat", [False, True])
 def test_a_spec_names_another_flag(make: Any, flag: str, in_training: bool, remat: bool) -> None:
     block = make(flag, f"={not in_training}", on=flag if in_training else f"not {flag}")
@@ -104,31 +117,48 @@ def test_a_tied_forward_fn_and_a_function_take_named_flags() -> None:
         return x * 2 if loud else x
 
     _follows(TiedLayerSpec("k", nn.Dense, 8, forward_fn=forward).train_flag("loud"))
-    _follows(LayerSpec(lambda: functools.partial(_function("loud", "=False", on="loud"))).train_flag("loud"))
+    _follows(
+        LayerSpec(lambda: functools.partial(_function("loud", "=False", on="loud"))).train_flag(
+            "loud"
+        )
+    )
 
 
 def test_a_named_flag_shows_and_leaves_the_spec_as_it_is() -> None:
     spec = LayerSpec(nn.Dense, 4)
     assert repr(spec.train_flag("on")) == "Dense(4).train_flag('on')"
-    assert repr(spec.train_flag("off", in_training=False)) == "Dense(4).train_flag('off', in_training=False)"
+    assert (
+        repr(spec.train_flag("off", in_training=False))
+        == "Dense(4).train_flag('off', in_training=False)"
+    )
     assert repr(spec) == "Dense(4)"
 
 
-@pytest.mark.parametrize("spec", [LayerSpec(nn.Dense, 8), LayerSpec(nnx.Linear, 8, 8), LayerSpec(lambda: jnp.tanh)])
+@pytest.mark.parametrize(
+    "spec", [LayerSpec(nn.Dense, 8), LayerSpec(nnx.Linear, 8, 8), LayerSpec(lambda: jnp.tanh)]
+)
 def test_a_flag_that_the_layer_has_not_is_refused(spec: LayerSpec) -> None:
-    with pytest.raises(LayerError, match=r"train_flag must name .* of layer 0_\w+, but got train_flag\('loud'\). Name"):
+    with pytest.raises(
+        LayerError,
+        match=r"train_flag must name .* of layer 0_\w+, but got train_flag\('loud'\). Name",
+    ):
         PipelineModule([spec.train_flag("loud")], num_stages=1)
 
 
 @pytest.mark.parametrize("name", ["", 3, None, "not a name"])
 def test_a_flag_must_be_a_name(name: Any) -> None:
-    with pytest.raises(LayerError, match=rf"train_flag must be given the name of an argument, but got name={name!r}"):
+    with pytest.raises(
+        LayerError,
+        match=rf"train_flag must be given the name of an argument, but got name={name!r}",
+    ):
         LayerSpec(nn.Dense, 8).train_flag(name)
 
 
 def test_an_unknown_argument_without_default_may_be_a_flag_or_a_side_input() -> None:
     block = _linen("noisy", "", on="noisy")
-    with pytest.raises(LayerError, match=r"argument 'noisy' among.*third entry .*train_flag\('noisy'\)"):
+    with pytest.raises(
+        LayerError, match=r"argument 'noisy' among.*third entry .*train_flag\('noisy'\)"
+    ):
         PipelineModule([LayerSpec(block)], num_stages=1).init(KEY, X)
 
 
@@ -162,13 +192,17 @@ def test_a_switch_of_randomness_left_at_its_default_is_named_once(block: Any, na
     (message,) = _warnings(PipelineModule([spec, jnp.tanh, spec.remat()], num_stages=1))
     assert f"0_{kind} ({name}), 2_{kind} ({name})" in message
     assert f".train_flag({name!r}{', in_training=False' if name == 'calm' else ''})" in message
-    assert not _warnings(PipelineModule([spec.train_flag(name, in_training=name != "calm")], num_stages=1))
+    assert not _warnings(
+        PipelineModule([spec.train_flag(name, in_training=name != "calm")], num_stages=1)
+    )
 
 
 def test_a_switch_of_anything_else_is_not_named() -> None:
     class Block(nn.Module):
         @nn.compact
-        def __call__(self, x: jax.Array, doubled: bool = False, masked: bool = True, *, train: bool = False) -> Any:
+        def __call__(
+            self, x: jax.Array, doubled: bool = False, masked: bool = True, *, train: bool = False
+        ) -> Any:
             x = nn.Dropout(0.5, deterministic=not (train and masked))(nn.Dense(8)(x))
             return 2 * x if doubled else x
 
@@ -203,7 +237,8 @@ def test_what_only_training_may_do_is_refused_at_build(layer: Any, got: str) -> 
     model = PipelineModule([jnp.tanh, layer], num_stages=1)
     with pytest.raises(
         LayerError,
-        match=rf"(?s)layer 1_\w+ must neither draw random numbers nor change its collections in evaluation, but got "
+        match=r"(?s)layer 1_\w+ must neither draw random numbers nor change its collections in "
+        r"evaluation, but got "
         rf"{got}.*deterministic=not train",
     ):
         model.init(KEY, X)
@@ -244,5 +279,7 @@ def test_an_evaluation_that_fails_is_said_to_be_one() -> None:
         def __call__(self, x: jax.Array, train: bool) -> jax.Array:
             return layer(x, train or self.is_initializing())
 
-    with pytest.raises(LayerError, match=r"(?s)layer 0_Block must accept the model's inputs in evaluation, but got"):
+    with pytest.raises(
+        LayerError, match=r"(?s)layer 0_Block must accept the model's inputs in evaluation, but got"
+    ):
         PipelineModule([Block()], num_stages=1).init(KEY, X)

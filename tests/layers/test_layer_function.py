@@ -66,7 +66,9 @@ def test_a_function_gets_the_side_inputs_it_names(layer: Any) -> None:
     np.testing.assert_array_equal(_run(layer, side={"mask": mask[None], "other": mask}), X * mask)
 
 
-@pytest.mark.parametrize("norm", [nn.LayerNorm(), nn.RMSNorm(), LayerSpec(nnx.LayerNorm, 3), LayerSpec(nnx.RMSNorm, 3)])
+@pytest.mark.parametrize(
+    "norm", [nn.LayerNorm(), nn.RMSNorm(), LayerSpec(nnx.LayerNorm, 3), LayerSpec(nnx.RMSNorm, 3)]
+)
 def test_a_norm_does_not_average_over_a_mask_of_attention(norm: Any) -> None:
     module = PipelineModule([norm], num_stages=1)
     params = module.init(jax.random.key(0), X)
@@ -75,7 +77,10 @@ def test_a_norm_does_not_average_over_a_mask_of_attention(norm: Any) -> None:
 
 
 def test_a_missing_side_input_is_named() -> None:
-    with pytest.raises(LayerError, match=r"layer lambda must find its argument 'mask'.*side=\['other'\].*third entry"):
+    with pytest.raises(
+        LayerError,
+        match=r"layer lambda must find its argument 'mask'.*side=\['other'\].*third entry",
+    ):
         _run(lambda x, mask: x * mask, side={"other": X})
 
 

@@ -15,7 +15,13 @@ X = np.ones((2, 4), np.float32)
 
 
 def _layers() -> list[Any]:
-    return [LayerSpec(nn.Dense, 4), LayerSpec(nn.Dense, 4), jnp.tanh, LayerSpec(nnx.Linear, 4, 4), nn.Dense(4)]
+    return [
+        LayerSpec(nn.Dense, 4),
+        LayerSpec(nn.Dense, 4),
+        jnp.tanh,
+        LayerSpec(nnx.Linear, 4, 4),
+        nn.Dense(4),
+    ]
 
 
 def _short() -> PipelineModule:
@@ -67,7 +73,9 @@ def test_seeded_layers_depend_on_base_seed_and_place_alone(seed_fn: Any) -> None
     model = _short().replace(seed_layers=True, seed_fn=seed_fn, base_seed=3)
     trace, tree = model.trace(X), model.init(KEY, X)
     assert _equal(tree["layers"]["0_Dense"], model.init(jax.random.key(9), X)["layers"]["0_Dense"])
-    assert not _equal(tree["layers"]["0_Dense"], model.replace(base_seed=4).init(KEY, X)["layers"]["0_Dense"])
+    assert not _equal(
+        tree["layers"]["0_Dense"], model.replace(base_seed=4).init(KEY, X)["layers"]["0_Dense"]
+    )
     keys = (seed_fn or jax.random.key)(3 + 1)
     by_hand = nn.Dense(4).init({"params": jax.random.fold_in(keys, 0)}, X)["params"]
     assert _equal(by_hand, tree["layers"]["1_Dense"])
@@ -76,7 +84,10 @@ def test_seeded_layers_depend_on_base_seed_and_place_alone(seed_fn: Any) -> None
 
 def test_a_seed_fn_must_make_a_key() -> None:
     model = _short().replace(seed_layers=True, seed_fn=lambda seed: None)
-    with pytest.raises(LayerError, match=r"seed_fn must return a JAX key, but got None. Return jax.random.key\(seed\)"):
+    with pytest.raises(
+        LayerError,
+        match=r"seed_fn must return a JAX key, but got None. Return jax.random.key\(seed\)",
+    ):
         model.init(KEY, X)
 
 
@@ -97,7 +108,8 @@ def _attend(module: Any, x: jax.Array) -> jax.Array:
 
 def test_tied_parameters_are_made_by_the_first_layer_that_holds_them() -> None:
     model = PipelineModule(
-        [TiedLayerSpec("k", _Grows), jnp.tanh, TiedLayerSpec("k", _Grows, forward_fn=_attend)], num_stages=1
+        [TiedLayerSpec("k", _Grows), jnp.tanh, TiedLayerSpec("k", _Grows, forward_fn=_attend)],
+        num_stages=1,
     )
     ids = np.array([[0, 1], [2, 3]])
     tree = model.init(KEY, ids)
@@ -106,7 +118,9 @@ def test_tied_parameters_are_made_by_the_first_layer_that_holds_them() -> None:
     }
     trace = model.trace(ids)
     first, second = (model.init_layer(i, trace, model.layer_key(KEY, i))[0] for i in (0, 2))
-    np.testing.assert_array_equal(tree["tied"]["k"]["table"]["embedding"], first["table"]["embedding"])
+    np.testing.assert_array_equal(
+        tree["tied"]["k"]["table"]["embedding"], first["table"]["embedding"]
+    )
     np.testing.assert_array_equal(tree["tied"]["k"]["extra"]["kernel"], second["extra"]["kernel"])
     assert float(abs(second["extra"]["kernel"]).max()) > 0
     assert model.apply(tree, ids).shape == (2, 2, 5)
@@ -116,14 +130,19 @@ def test_a_use_that_reads_what_only_another_makes() -> None:
     def attend(module: nn.Module, x: jax.Array) -> jax.Array:
         return x @ module.variables["params"]["embedding"].T
 
-    layers = [TiedLayerSpec("k", nn.Embed, 5, 4), TiedLayerSpec("k", nn.Embed, 5, 4, forward_fn=attend)]
+    layers = [
+        TiedLayerSpec("k", nn.Embed, 5, 4),
+        TiedLayerSpec("k", nn.Embed, 5, 4, forward_fn=attend),
+    ]
     model = PipelineModule(layers, num_stages=1)
     ids = np.array([[0, 1], [2, 3]])
     params = model.init(KEY, ids)
     table = params["tied"]["k"]["embedding"]
     np.testing.assert_allclose(model.apply(params, ids), table[ids] @ table.T, rtol=1e-5, atol=1e-6)
     alone = PipelineModule([LayerSpec(nn.Embed, 5, 4), layers[1]], num_stages=1)
-    with pytest.raises(LayerError, match="(?s)layer 1_Embed must accept the output of layer 0_Embed.*KeyError"):
+    with pytest.raises(
+        LayerError, match="(?s)layer 1_Embed must accept the output of layer 0_Embed.*KeyError"
+    ):
         alone.init(KEY, ids)
 
 
@@ -139,7 +158,8 @@ def test_equal_layers_are_compiled_once() -> None:
     model = PipelineModule([LayerSpec(Watched) for _ in range(6)], num_stages=1)
     tree = model.init(KEY, X)["layers"]
     assert len(tree) == 6
-    # variables and calls in training and evaluation, for the shapes; then the one program that makes the weights
+    # variables and calls in training and evaluation, for the shapes; then the one program that
+    # makes the weights
     assert len(traces) == 4
 
 
@@ -152,4 +172,7 @@ def test_initial_weights_in_bfloat16_and_without_weak_types() -> None:
     model = PipelineModule([nn.Dense(4, param_dtype=jnp.bfloat16), Scalar()], num_stages=1)
     params = model.init(KEY, X)["layers"]
     assert params["0_Dense"]["kernel"].dtype == jnp.bfloat16
-    assert (params["1_Scalar"]["scale"].dtype, params["1_Scalar"]["scale"].weak_type) == (jnp.float32, False)
+    assert (params["1_Scalar"]["scale"].dtype, params["1_Scalar"]["scale"].weak_type) == (
+        jnp.float32,
+        False,
+    )

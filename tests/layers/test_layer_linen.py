@@ -24,7 +24,9 @@ class _Positional(nn.Module):
 
 class _Optional(nn.Module):
     @nn.compact
-    def __call__(self, x: jax.Array, mask: jax.Array | None = None, train: bool = False) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, mask: jax.Array | None = None, train: bool = False
+    ) -> jax.Array:
         x = nn.Dense(3)(x)
         x = x + 1 if train else x
         return x if mask is None else x * mask
@@ -60,7 +62,9 @@ def _model(layer: Any) -> tuple[PipelineModule, Any]:
 def test_a_module_with_setup_has_linens_own_parameter_names() -> None:
     model, params = _model(LayerSpec(_Setup))
     inner = params["layers"]["0__Setup"]
-    assert jax.tree.map(jnp.shape, inner) == jax.tree.map(jnp.shape, _Setup().init(KEY, X)["params"])
+    assert jax.tree.map(jnp.shape, inner) == jax.tree.map(
+        jnp.shape, _Setup().init(KEY, X)["params"]
+    )
     np.testing.assert_array_equal(model.apply(params, X), _Setup().apply({"params": inner}, X))
 
 
@@ -77,7 +81,8 @@ def test_train_stays_static_under_linens_remat() -> None:
     remat = PipelineModule([LayerSpec(nn.remat(_Optional, static_argnums=(3,)))], num_stages=1)
     renamed = {"layers": {remat.layers[0].name: params["layers"]["0__Optional"]}}
     grads = [
-        jax.grad(lambda p, m=m: m.apply(p, X, train=True).sum())(p) for m, p in [(plain, params), (remat, renamed)]
+        jax.grad(lambda p, m=m: m.apply(p, X, train=True).sum())(p)
+        for m, p in [(plain, params), (remat, renamed)]
     ]
     for a, b in zip(jax.tree.leaves(grads[0]), jax.tree.leaves(grads[1]), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
@@ -106,7 +111,9 @@ def test_partition_metadata_is_unboxed() -> None:
     init = nn.with_partitioning(nn.initializers.ones, ("model", None))
     model, params = _model(nn.Dense(2, kernel_init=init))
     np.testing.assert_array_equal(params["layers"]["0_Dense"]["kernel"], np.ones((3, 2)))
-    np.testing.assert_allclose(model.apply(params, X), np.repeat(X.sum(-1, keepdims=True), 2, -1), rtol=1e-5)
+    np.testing.assert_allclose(
+        model.apply(params, X), np.repeat(X.sum(-1, keepdims=True), 2, -1), rtol=1e-5
+    )
 
 
 def test_parameters_keep_their_own_dtype() -> None:
@@ -128,7 +135,9 @@ def test_batch_statistics_and_reports() -> None:
     x = np.arange(12, dtype=np.float32).reshape(4, 3)
     params, held = model.init(KEY, x), model.init_collections(KEY, x)
     assert list(held) == ["0__Norm", "2__Norm"]
-    with pytest.raises(LayerError, match=r"collections must hold .* none for 0__Norm, 2__Norm. Use call\(params"):
+    with pytest.raises(
+        LayerError, match=r"collections must hold .* none for 0__Norm, 2__Norm. Use call\(params"
+    ):
         model.apply(params, x)
     _, trained, aux = model.call(params, held, x, train=True)
     stats = trained["0__Norm"]["batch_stats"]["BatchNorm_0"]
@@ -138,7 +147,10 @@ def test_batch_statistics_and_reports() -> None:
     np.testing.assert_allclose(aux["metrics"]["0__Norm/top"], 11.0)
     _, same, aux = model.call(params, trained, x)
     assert aux == {"losses": {}, "metrics": {}}
-    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(same), jax.tree.leaves(trained), strict=True))
+    assert all(
+        np.array_equal(a, b)
+        for a, b in zip(jax.tree.leaves(same), jax.tree.leaves(trained), strict=True)
+    )
 
 
 def test_what_a_layer_reports_must_be_a_scalar() -> None:
@@ -148,18 +160,26 @@ def test_what_a_layer_reports_must_be_a_scalar() -> None:
             self.sow("losses", "each", x)
             return x
 
-    with pytest.raises(LayerError, match=r"layer Odd must report scalars, but got each of shape \[2, 3\]. Report its"):
+    with pytest.raises(
+        LayerError,
+        match=r"layer Odd must report scalars, but got each of shape \[2, 3\]. Report its",
+    ):
         PipelineModule([Odd()], num_stages=1).trace(np.ones((2, 3), np.float32))
 
 
 def test_a_bound_module_is_refused() -> None:
     bound = nn.Dense(3).bind({"params": {}})
-    with pytest.raises(LayerError, match="a Linen layer must be unbound, but got a bound Dense. Put the module itself"):
+    with pytest.raises(
+        LayerError,
+        match="a Linen layer must be unbound, but got a bound Dense. Put the module itself",
+    ):
         PipelineModule([bound], num_stages=1)
 
 
 def test_a_module_without_a_call_is_refused_unless_a_forward_fn_replaces_it() -> None:
-    with pytest.raises(LayerError, match=r"method __call__\(self, inputs\), but got _NoCall.*forward_fn"):
+    with pytest.raises(
+        LayerError, match=r"method __call__\(self, inputs\), but got _NoCall.*forward_fn"
+    ):
         PipelineModule([LayerSpec(_NoCall)], num_stages=1)
     spec = TiedLayerSpec("k", _NoCall, forward_fn=lambda module, x: module.other(x))
     np.testing.assert_array_equal(PipelineModule([spec], num_stages=1).apply({}, X), 2 * X)

@@ -31,7 +31,10 @@ def test_stages_come_from_a_number_or_a_topology() -> None:
 def test_without_a_topology_all_devices_are_used() -> None:
     module = PipelineModule(_layers(), num_stages=4)
     assert module.given_topology is None
-    assert (module.topology().get_dim("pipe"), module.topology().get_dim("data")) == (4, jax.device_count() // 4)
+    assert (module.topology().get_dim("pipe"), module.topology().get_dim("data")) == (
+        4,
+        jax.device_count() // 4,
+    )
 
 
 def test_the_number_of_stages_must_be_known() -> None:
@@ -41,23 +44,32 @@ def test_the_number_of_stages_must_be_known() -> None:
 
 @pytest.mark.parametrize("num_stages", [0, -1, 2.0, True, "2"])
 def test_the_number_of_stages_must_count(num_stages: Any) -> None:
-    with pytest.raises(TopologyError, match=rf"integer >= 1, but got num_stages={num_stages!r}. Use 1"):
+    with pytest.raises(
+        TopologyError, match=rf"integer >= 1, but got num_stages={num_stages!r}. Use 1"
+    ):
         PipelineModule(_layers(), num_stages=num_stages)
 
 
 def test_stages_and_topology_must_agree() -> None:
     with pytest.raises(TopologyError, match="num_stages=3 and pipe=2. Leave num_stages out"):
         PipelineModule(_layers(), num_stages=3, topology=PipeDataParallelTopology(2, 1))
-    with pytest.raises(TopologyError, match=r"'pipe' axis, but got axes=\['data'\]. Use PipeDataParallelTopology"):
+    with pytest.raises(
+        TopologyError, match=r"'pipe' axis, but got axes=\['data'\]. Use PipeDataParallelTopology"
+    ):
         PipelineModule(_layers(), topology=ProcessTopology(["data"], [2]))
     mesh = Mesh(np.array(jax.devices()[:2]), ("stage",))
-    with pytest.raises(TopologyError, match="must be a ProcessTopology, but got a Mesh.*pass a mesh to initialize"):
+    with pytest.raises(
+        TopologyError, match="must be a ProcessTopology, but got a Mesh.*pass a mesh to initialize"
+    ):
         PipelineModule(_layers(), topology=mesh)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("name", ["loss_fn", "seed_fn", "activation_checkpoint_func"])
 def test_functions_must_be_functions(name: str) -> None:
-    with pytest.raises(LayerError, match=f"{name} must be callable or None, but got {name}='mse'. Pass the function"):
+    with pytest.raises(
+        LayerError,
+        match=f"{name} must be callable or None, but got {name}='mse'. Pass the function",
+    ):
         PipelineModule(_layers(), num_stages=1, **{name: "mse"})
 
 
@@ -72,7 +84,9 @@ def test_the_checkpoint_interval_must_count(interval: Any) -> None:
     assert module.activation_checkpoint_interval == 2
 
 
-@pytest.mark.parametrize("method", ["parameters", "uniform", "trunk", "type:dense", [0, 1, 2, 3, 4, 5]])
+@pytest.mark.parametrize(
+    "method", ["parameters", "uniform", "trunk", "type:dense", [0, 1, 2, 3, 4, 5]]
+)
 def test_more_stages_than_layers_are_refused_at_once(method: Any) -> None:
     with pytest.raises(PartitionError, match="(?s)num_stages=5.*0_Dense.*3_Dense"):
         PipelineModule(_layers(), num_stages=5, partition_method=method)
@@ -81,7 +95,9 @@ def test_more_stages_than_layers_are_refused_at_once(method: Any) -> None:
 def test_parts_that_need_no_shapes_are_there_at_once() -> None:
     assert PipelineModule(_layers(), num_stages=2, partition_method="uniform").parts == (0, 2, 4)
     assert PipelineModule(_layers(), num_stages=2, partition_method=[0, 1, 4]).parts == (0, 1, 4)
-    assert PipelineModule([*_layers(), jnp.tanh], num_stages=4, partition_method="TYPE:dense").parts[:4] == (0, 1, 2, 3)
+    assert PipelineModule(
+        [*_layers(), jnp.tanh], num_stages=4, partition_method="TYPE:dense"
+    ).parts[:4] == (0, 1, 2, 3)
 
 
 @pytest.mark.parametrize("method", ["parameters", "trunk"])
@@ -89,14 +105,17 @@ def test_parts_that_need_shapes_are_asked_for_with_them(method: str) -> None:
     module = PipelineModule(_layers(), num_stages=2, partition_method=method)
     with pytest.raises(
         PartitionError,
-        match=rf"partition_method='{method}' needs the model's shapes.*Call partition\(trace.*engine.module",
+        match=rf"partition_method='{method}' needs the model's shapes.*Call "
+        r"partition\(trace.*engine.module",
     ):
         _ = module.parts
     assert module.partition(module.trace(X)) == (0, 2, 4)
 
 
 def test_an_unknown_method_is_refused_at_once() -> None:
-    with pytest.raises(PartitionError, match="(?s)partition_method='parameter'.*Did you mean 'parameters'.*0_Dense"):
+    with pytest.raises(
+        PartitionError, match="(?s)partition_method='parameter'.*Did you mean 'parameters'.*0_Dense"
+    ):
         PipelineModule(_layers(), num_stages=2, partition_method="parameter")
 
 
@@ -104,22 +123,32 @@ def test_the_stage_that_holds_a_layer() -> None:
     module = PipelineModule(_layers(), num_stages=3, partition_method=[0, 1, 3, 4])
     assert [module.stage_owner(i) for i in range(4)] == [0, 1, 1, 2]
     for index in (-1, 4):
-        with pytest.raises(PartitionError, match=rf"in \[0, 4\), but got layer_idx={index}. Layers count from 0"):
+        with pytest.raises(
+            PartitionError, match=rf"in \[0, 4\), but got layer_idx={index}. Layers count from 0"
+        ):
             module.stage_owner(index)
 
 
 def test_settings_are_replaced_on_a_copy() -> None:
     module = PipelineModule(_layers(), num_stages=2)
-    other = module.replace(partition_method="uniform", activation_checkpoint_interval=1, base_seed=7)
+    other = module.replace(
+        partition_method="uniform", activation_checkpoint_interval=1, base_seed=7
+    )
     assert (other.parts, other.activation_checkpoint_interval, other.base_seed) == ((0, 2, 4), 1, 7)
-    assert (module.partition_method, module.activation_checkpoint_interval, module.base_seed) == ("best", 0, 1234)
+    assert (module.partition_method, module.activation_checkpoint_interval, module.base_seed) == (
+        "best",
+        0,
+        1234,
+    )
     assert other.layers is module.layers
     assert module.replace(seed_fn=None).seed_fn is jax.random.key
 
 
 def test_replacing_checks_as_the_constructor_does() -> None:
     module = PipelineModule(_layers(), num_stages=2)
-    with pytest.raises(LayerError, match="settings of a PipelineModule, but got num_stages=3. Use loss_fn,"):
+    with pytest.raises(
+        LayerError, match="settings of a PipelineModule, but got num_stages=3. Use loss_fn,"
+    ):
         module.replace(num_stages=3)
     with pytest.raises(LayerError, match="loss_fn must be callable or None, but got loss_fn=3"):
         module.replace(loss_fn=3)
@@ -150,34 +179,55 @@ def test_replacing_checks_as_the_constructor_does() -> None:
 )
 def test_what_has_no_meaning_names_what_replaces_it(name: str, instead: str) -> None:
     module = PipelineModule(_layers(), num_stages=1)
-    with pytest.raises(PipelineError, match=rf"PipelineModule.{name} must not be called.*{instead}"):
+    with pytest.raises(
+        PipelineError, match=rf"PipelineModule.{name} must not be called.*{instead}"
+    ):
         getattr(module, name)("dir", tag=1)
 
 
 def test_deepspeeds_arguments_of_the_constructor() -> None:
-    given = PipelineModule(_layers(), 2, None, None, False, None, 1234, "uniform", 2, None, ["Dense"], True)
+    given = PipelineModule(
+        _layers(), 2, None, None, False, None, 1234, "uniform", 2, None, ["Dense"], True
+    )
     assert given.checkpointable_layers == ("Dense",)
     assert given.partitions() == [0, 2, 4]
     for dynamic in (True, False):
-        assert PipelineModule(_layers(), num_stages=1, dynamic_shape=dynamic).checkpointable_layers is None
-    with pytest.raises(LayerError, match=r"dynamic_shape must be True or False, but got dynamic_shape='yes'. Leave it"):
+        assert (
+            PipelineModule(_layers(), num_stages=1, dynamic_shape=dynamic).checkpointable_layers
+            is None
+        )
+    with pytest.raises(
+        LayerError,
+        match=r"dynamic_shape must be True or False, but got dynamic_shape='yes'. Leave it",
+    ):
         PipelineModule(_layers(), num_stages=1, dynamic_shape="yes")  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("names", ["Dense", [nn.Dense], 3])
 def test_checkpointable_layers_must_be_names(names: Any) -> None:
-    with pytest.raises(LayerError, match=r"must be a list of class names, but got checkpointable_layers=.*\['Dense'\]"):
+    with pytest.raises(
+        LayerError,
+        match=r"must be a list of class names, but got checkpointable_layers=.*\['Dense'\]",
+    ):
         PipelineModule(_layers(), num_stages=1, checkpointable_layers=names)
 
 
 def test_checkpointable_layers_must_name_one_that_is_there() -> None:
     module = PipelineModule(_layers(), num_stages=1, checkpointable_layers=["Other", "Dense"])
-    with pytest.raises(LayerError, match=r"must name a class .* got checkpointable_layers=\['Bense'\]. Name .*: Dense"):
+    with pytest.raises(
+        LayerError,
+        match=r"must name a class .* got checkpointable_layers=\['Bense'\]. Name .*: Dense",
+    ):
         module.replace(checkpointable_layers=["Bense"])
 
 
 def test_a_module_shows_its_layers() -> None:
-    layers = [TiedLayerSpec("io", nn.Dense, 4), jnp.tanh, TiedLayerSpec("io", nn.Dense, 4).remat(), nn.Dense(4)]
+    layers = [
+        TiedLayerSpec("io", nn.Dense, 4),
+        jnp.tanh,
+        TiedLayerSpec("io", nn.Dense, 4).remat(),
+        nn.Dense(4),
+    ]
     module = PipelineModule(layers, num_stages=2, loss_fn=_mean)
     assert repr(module).splitlines() == [
         "PipelineModule: 4 layers, 2 stages, partition_method='best', loss_fn=_mean",

@@ -94,7 +94,9 @@ def test_a_spec_is_built_with_keys_of_the_layers_own() -> None:
     by_hand = nnx.Linear(3, 3, rngs=nnx.Rngs(jax.random.fold_in(KEY, 1)))
     assert not np.array_equal(*kernels)
     np.testing.assert_array_equal(kernels[1], by_hand.kernel[...])
-    np.testing.assert_allclose(model.apply(params, X), X @ kernels[0] @ kernels[1], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        model.apply(params, X), X @ kernels[0] @ kernels[1], rtol=1e-5, atol=1e-6
+    )
 
 
 def test_lists_and_shared_submodules() -> None:
@@ -139,7 +141,9 @@ def test_a_call_that_names_rngs_gets_nnx_streams() -> None:
 
 def test_training_without_a_key_is_refused_where_streams_wait_for_one() -> None:
     model, params = _model(LayerSpec(_TwoDropouts))
-    with pytest.raises(LayerError, match=r"layer _TwoDropouts must get a key in training.*key=None. Pass apply\("):
+    with pytest.raises(
+        LayerError, match=r"layer _TwoDropouts must get a key in training.*key=None. Pass apply\("
+    ):
         model.apply(params, X, train=True)
 
 
@@ -155,7 +159,9 @@ def test_attention_with_dropout() -> None:
 def test_a_rematerialised_call() -> None:
     model, params = _model(LayerSpec(_Remat))
     tree = params["layers"]["0__Remat"]["linear"]
-    grad = jax.grad(lambda p: model.apply(p, X, train=True).sum())(params)["layers"]["0__Remat"]["linear"]
+    grad = jax.grad(lambda p: model.apply(p, X, train=True).sum())(params)["layers"]["0__Remat"][
+        "linear"
+    ]
     wanted = jax.grad(lambda p: jnp.tanh(X @ p["kernel"] + p["bias"][None]).sum())(tree)
     np.testing.assert_allclose(grad["kernel"], wanted["kernel"], rtol=1e-5, atol=1e-6)
 
@@ -165,7 +171,9 @@ def test_a_forward_fn_gets_the_module_itself() -> None:
     model = PipelineModule(
         [
             TiedLayerSpec("embed", nnx.Embed, 5, 3),
-            TiedLayerSpec("embed", nnx.Embed, 5, 3, forward_fn=lambda module, x: x @ module.embedding[...].T),
+            TiedLayerSpec(
+                "embed", nnx.Embed, 5, 3, forward_fn=lambda module, x: x @ module.embedding[...].T
+            ),
         ],
         num_stages=1,
     )
@@ -182,14 +190,24 @@ def test_batch_statistics_change_in_training_alone() -> None:
     _, trained, _ = model.call(params, held, x, train=True, key=KEY)
     outputs, same, _ = model.call(params, trained, x)
     assert jax.tree.structure(held) == jax.tree.structure(trained)
-    (mean,) = (leaf for path, leaf in jax.tree.leaves_with_path(trained) if "mean" in jax.tree_util.keystr(path))
+    (mean,) = (
+        leaf
+        for path, leaf in jax.tree.leaves_with_path(trained)
+        if "mean" in jax.tree_util.keystr(path)
+    )
     np.testing.assert_allclose(mean, 0.01 * x.mean(0), rtol=1e-5)
-    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(same), jax.tree.leaves(trained), strict=True))
+    assert all(
+        np.array_equal(a, b)
+        for a, b in zip(jax.tree.leaves(same), jax.tree.leaves(trained), strict=True)
+    )
     assert not np.array_equal(outputs, model.call(params, held, x)[0])
 
 
 def test_a_plain_array_is_refused() -> None:
-    with pytest.raises(LayerError, match="nnx.Variable objects, but got a plain array as _PlainArray.table. Make it"):
+    with pytest.raises(
+        LayerError,
+        match="nnx.Variable objects, but got a plain array as _PlainArray.table. Make it",
+    ):
         PipelineModule([LayerSpec(_PlainArray)], num_stages=1)
 
 
@@ -240,7 +258,10 @@ class _OddVariable(nnx.Module):
 
 
 def test_a_variable_of_several_arrays_is_refused() -> None:
-    with pytest.raises(LayerError, match="variable 'tables' of layer _OddVariable must be one array, but got a dict"):
+    with pytest.raises(
+        LayerError,
+        match="variable 'tables' of layer _OddVariable must be one array, but got a dict",
+    ):
         PipelineModule([LayerSpec(_OddVariable)], num_stages=1)
 
 
@@ -313,7 +334,10 @@ class _NormsWeights(nnx.Module):
 )
 def test_a_call_that_writes_a_parameter_is_refused(module: Any, name: str) -> None:
     model = PipelineModule([LayerSpec(module)], num_stages=1)
-    with pytest.raises(LayerError, match=rf"layer {module.__name__} must leave its param.*a call that writes '{name}'"):
+    with pytest.raises(
+        LayerError,
+        match=rf"layer {module.__name__} must leave its param.*a call that writes '{name}'",
+    ):
         model.trace(X)
 
 
@@ -374,7 +398,9 @@ class _Remembers(nnx.Module):
         return y
 
 
-@pytest.mark.parametrize("kind", [nnx.Variable, nnx.Cache, nnx.Intermediate, nnx.Perturbation, _OwnKind])
+@pytest.mark.parametrize(
+    "kind", [nnx.Variable, nnx.Cache, nnx.Intermediate, nnx.Perturbation, _OwnKind]
+)
 def test_variables_that_are_no_parameters_are_kept_from_call_to_call(kind: Any) -> None:
     model = PipelineModule([LayerSpec(_Remembers, kind)], num_stages=1)
     params, held = model.init(KEY, X), model.init_collections(KEY, X)
@@ -394,10 +420,14 @@ class _OddParam(nnx.Module):
 
 
 @pytest.mark.parametrize(
-    ("value", "got"), [("abc", "a str: 'abc'"), ([1.0], "a list"), ({"a": X}, "a dict"), (None, "a None")]
+    ("value", "got"),
+    [("abc", "a str: 'abc'"), ([1.0], "a list"), ({"a": X}, "a dict"), (None, "a None")],
 )
 def test_a_parameter_that_is_no_array_is_refused(value: Any, got: str) -> None:
-    with pytest.raises(LayerError, match=rf"parameter 'inner.0' of layer _OddParam must be one array, but got {got}"):
+    with pytest.raises(
+        LayerError,
+        match=rf"parameter 'inner.0' of layer _OddParam must be one array, but got {got}",
+    ):
         PipelineModule([LayerSpec(_OddParam, value)], num_stages=1)
 
 
@@ -412,16 +442,23 @@ def test_a_numpy_array_is_kept_as_it_is() -> None:
 
 
 def test_rngs_of_the_users_own_are_refused() -> None:
-    with pytest.raises(LayerError, match=r"LayerSpec\(Linear, ...\) must leave rngs.*got rngs=Rngs. Leave it out"):
+    with pytest.raises(
+        LayerError, match=r"LayerSpec\(Linear, ...\) must leave rngs.*got rngs=Rngs. Leave it out"
+    ):
         PipelineModule([LayerSpec(nnx.Linear, 3, 3, rngs=nnx.Rngs(0))], num_stages=1)
 
 
 def test_built_modules_among_the_arguments_are_refused() -> None:
     built = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
-    with pytest.raises(LayerError, match=r"LayerSpec\(Sequential, ...\).*got a Linear among its arguments. Build it"):
+    with pytest.raises(
+        LayerError,
+        match=r"LayerSpec\(Sequential, ...\).*got a Linear among its arguments. Build it",
+    ):
         PipelineModule([LayerSpec(nnx.Sequential, built)], num_stages=1)
 
 
 def test_a_module_without_a_call_is_refused() -> None:
-    with pytest.raises(LayerError, match=r"method __call__\(self, inputs\), but got _NoCall.*Define it"):
+    with pytest.raises(
+        LayerError, match=r"method __call__\(self, inputs\), but got _NoCall.*Define it"
+    ):
         PipelineModule([LayerSpec(_NoCall)], num_stages=1)

@@ -50,7 +50,9 @@ def test_a_tied_layer_shares_everything_unless_told_what() -> None:
         TiedLayerSpec("k", nn.Dense, 3, tied_weight_attr="a"),
         TiedLayerSpec("k", nn.Dense, 3, tied_weight_attr=["a.w", "c"]),
     )
-    assert set(ParamPaths(whole, OWN).paths.values()) == {("tied", "k", *path) for path in flatten_dict(OWN)}
+    assert set(ParamPaths(whole, OWN).paths.values()) == {
+        ("tied", "k", *path) for path in flatten_dict(OWN)
+    }
     assert ParamPaths(part, OWN).paths == {
         ("a", "w"): ("tied", "k", "a", "w"),
         ("a", "b"): ("tied", "k", "a", "b"),
@@ -67,13 +69,16 @@ def test_a_tied_layer_shares_everything_unless_told_what() -> None:
 def test_a_tied_attribute_that_names_nothing_shows_what_there_is(attr: str) -> None:
     (named,) = _named(TiedLayerSpec("k", nn.Dense, 3, tied_weight_attr=["c", attr]))
     with pytest.raises(
-        LayerError, match=rf"of layer 0_Dense, but got '{attr}'.*Name one of its parameters: a.w, a.b, c"
+        LayerError,
+        match=rf"of layer 0_Dense, but got '{attr}'.*Name one of its parameters: a.w, a.b, c",
     ):
         ParamPaths(named, OWN)
 
 
 def test_a_tied_attribute_of_a_layer_without_parameters() -> None:
-    model = PipelineModule([TiedLayerSpec("k", nn.Dropout, 0.5, tied_weight_attr="w")], num_stages=1)
+    model = PipelineModule(
+        [TiedLayerSpec("k", nn.Dropout, 0.5, tied_weight_attr="w")], num_stages=1
+    )
     with pytest.raises(LayerError, match="got 'w'. Name one of its parameters: none"):
         model.trace(np.ones(3, np.float32))
 

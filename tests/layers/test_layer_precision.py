@@ -1,4 +1,7 @@
-"""Layers without a dtype of their own whose loops and branches want one dtype, in a model that computes in another."""
+"""Layers without a dtype of their own whose loops and branches want one dtype.
+
+The model computes in another.
+"""
 
 from typing import Any
 
@@ -28,7 +31,9 @@ class _Step(nn.Module):
 class _NNScan(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        scan = nn.scan(_Step, variable_broadcast="params", split_rngs={"params": False}, in_axes=1, out_axes=1)
+        scan = nn.scan(
+            _Step, variable_broadcast="params", split_rngs={"params": False}, in_axes=1, out_axes=1
+        )
         return scan()(x[:, 0], x)[1]
 
 
@@ -36,9 +41,9 @@ class _LaxScan(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         kernel = self.param("kernel", nn.initializers.lecun_normal(), (DIM, DIM))
-        return jax.lax.scan(lambda c, row: (jnp.tanh(c @ kernel + row),) * 2, x[:, 0], x.swapaxes(0, 1))[1].swapaxes(
-            0, 1
-        )
+        return jax.lax.scan(
+            lambda c, row: (jnp.tanh(c @ kernel + row),) * 2, x[:, 0], x.swapaxes(0, 1)
+        )[1].swapaxes(0, 1)
 
 
 class _Cond(nn.Module):
@@ -78,7 +83,9 @@ def test_loops_and_branches_see_one_dtype(layers: Any, dtype: str) -> None:
     trace = module.trace(X)
     assert {b.dtype.name for b in trace.boundaries} == {dtype}
     assert {x.dtype.name for x in jax.tree.leaves(trace.params)} == {"float32"}
-    made, _ = jax.eval_shape(lambda key: module.init_layer(len(layers) - 1, trace, key), jax.random.key(0))
+    made, _ = jax.eval_shape(
+        lambda key: module.init_layer(len(layers) - 1, trace, key), jax.random.key(0)
+    )
     assert jax.tree.structure(made) == jax.tree.structure(trace.params[-1])
 
 
@@ -103,7 +110,9 @@ def test_layers_that_compute_wider_than_their_parameters_are_named_once(
     module = PipelineModule(layers, 1, compute_dtype="bfloat16", auto_cast=auto_cast)
     for _ in range(2):
         module.trace(X)
-    found = [record.getMessage() for record in caplog.records if "computed in" in record.getMessage()]
+    found = [
+        record.getMessage() for record in caplog.records if "computed in" in record.getMessage()
+    ]
     assert [line.partition(" computed in")[0] for line in found] == [wide] * (wide is not None)
 
 
@@ -117,6 +126,8 @@ def test_a_pipeline_of_loops_in_bfloat16() -> None:
 
     plain = _module(layers, None, num_stages=1)
     params = pipeline.params_tree(state.params)
-    loss, grads = jax.jit(jax.value_and_grad(lambda p: plain.loss(plain.apply(p, X, train=True), X)))(params)
+    loss, grads = jax.jit(
+        jax.value_and_grad(lambda p: plain.loss(plain.apply(p, X, train=True), X))
+    )(params)
     np.testing.assert_allclose(metrics["loss"], loss, rtol=BFLOAT16)
     assert tree_error(pipeline.params_tree(storage), jax.device_get(grads))[0] <= BFLOAT16

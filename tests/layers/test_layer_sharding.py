@@ -13,7 +13,13 @@ from _covering import slow_after, soak_after
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from jaxpipe import LayerSpec, PipelineModule, PipeModelDataParallelTopology, ProcessTopology, TiedLayerSpec
+from jaxpipe import (
+    LayerSpec,
+    PipelineModule,
+    PipeModelDataParallelTopology,
+    ProcessTopology,
+    TiedLayerSpec,
+)
 from jaxpipe.errors import LayerError
 from jaxpipe.layers import VocabEmbed, layer_signatures
 from jaxpipe.layers._sharding import with_fsdp
@@ -21,7 +27,9 @@ from jaxpipe.layers._sharding import with_fsdp
 X = np.ones((2, 4), np.float32)
 KEY = jax.random.key(0)
 TOPOLOGY = PipeModelDataParallelTopology(num_pp=1, num_mp=2, num_dp=1)
-MESH = AbstractMesh((1, 2, 2, 2), ("stage", "data", "model", "expert"), axis_types=(AxisType.Auto,) * 4)
+MESH = AbstractMesh(
+    (1, 2, 2, 2), ("stage", "data", "model", "expert"), axis_types=(AxisType.Auto,) * 4
+)
 P = PartitionSpec
 lecun = nn.initializers.lecun_normal()
 
@@ -31,7 +39,11 @@ def _dense(*names: Any, features: int = 8) -> nn.Module:
 
 
 def _logical(*names: Any, features: int = 8, rules: Any = None) -> nn.Module:
-    return nn.Dense(features, use_bias=False, kernel_init=nn.with_logical_partitioning(lecun, names, rules=rules))
+    return nn.Dense(
+        features,
+        use_bias=False,
+        kernel_init=nn.with_logical_partitioning(lecun, names, rules=rules),
+    )
 
 
 class _NNXDense(nnx.Module):
@@ -66,28 +78,49 @@ def _specs(layer: Any, rules: Any = None, mesh: AbstractMesh = MESH) -> list[Par
             ((None, ("expert", "model")), None, P(None, ("expert", "model"))),
             ((None, ("data", "model")), None, P(None, "model")),
             (("data", None), None, None),
-            (("embed", "mlp"), (("embed", "expert"), ("mlp", ("data", "model"))), P("expert", "model")),
+            (
+                ("embed", "mlp"),
+                (("embed", "expert"), ("mlp", ("data", "model"))),
+                P("expert", "model"),
+            ),
             (("embed", "mlp"), (("embed", "data"), ("mlp", "pipe")), None),
-            (("embed", "mlp"), (("mlp", "model"), ("embed", "model"), ("embed", "expert")), P("expert", "model")),
+            (
+                ("embed", "mlp"),
+                (("mlp", "model"), ("embed", "model"), ("embed", "expert")),
+                P("expert", "model"),
+            ),
             ((None, "model"), None, P(None, "model")),
             (("model",), None, P("model", None)),
             (("data", "model"), None, P(None, "model")),
             (("embed", "mlp"), (("embed", None), ("mlp", "model")), P(None, "model")),
-            ((None, ("embed", "mlp")), (("embed", "expert"), ("mlp", "model")), P(None, ("expert", "model"))),
-            (("embed", "mlp"), (("embed", None), ("mlp", "model"), ("mlp", "expert")), P(None, "model")),
+            (
+                (None, ("embed", "mlp")),
+                (("embed", "expert"), ("mlp", "model")),
+                P(None, ("expert", "model")),
+            ),
+            (
+                ("embed", "mlp"),
+                (("embed", None), ("mlp", "model"), ("mlp", "expert")),
+                P(None, "model"),
+            ),
             (("model", "mlp"), (("model", "expert"), ("mlp", "model")), P("expert", "model")),
         ],
         unpack=True,
     ),
 )
 @pytest.mark.parametrize("make", [_dense, _logical, _nnx])
-def test_metadata_and_rules(make: Any, names: Sequence[Any], rules: Any, spec: PartitionSpec | None) -> None:
+def test_metadata_and_rules(
+    make: Any, names: Sequence[Any], rules: Any, spec: PartitionSpec | None
+) -> None:
     assert _specs(make(*names), rules) == ([] if spec is None else [spec])
 
 
 def test_weights_that_name_the_axis_of_replicas() -> None:
     layers = [_dense("data", "model"), _dense(("data", "model"), None)]
-    match = r"'kernel' of layer 0_Dense and 1 further weights must be whole on each replica, but got 'data' .*rules=\("
+    match = (
+        r"'kernel' of layer 0_Dense and 1 further weights must be whole on each replica, but got "
+        r"'data' .*rules=\("
+    )
     with pytest.warns(UserWarning, match=match):
         PipelineModule(layers, topology=TOPOLOGY).trace(X, mesh=MESH)
     for place in ("expert", None):
@@ -109,7 +142,9 @@ class _Attention(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         x = x if self.spec is None else jax.lax.with_sharding_constraint(x, self.spec)
         init = nn.with_logical_partitioning(lecun, self.names)
-        return nn.MultiHeadDotProductAttention(num_heads=2, kernel_init=init, out_kernel_init=lecun)(x[None])[0]
+        return nn.MultiHeadDotProductAttention(
+            num_heads=2, kernel_init=init, out_kernel_init=lecun
+        )(x[None])[0]
 
 
 @pytest.mark.parametrize("spec", slow_after(1, [P(None, "model"), None]))
@@ -121,7 +156,9 @@ def test_names_of_a_variable_that_is_made_in_another_shape(spec: PartitionSpec |
     assert set(found.values()) == {P(None, "model", None)}
     assert len(found) == 3
     model.apply(model.init(KEY, X), X)
-    stages = PipelineModule([_Attention(("embed", "heads", "kv"))], num_stages=1, sharding_rules=(("heads", "model"),))
+    stages = PipelineModule(
+        [_Attention(("embed", "heads", "kv"))], num_stages=1, sharding_rules=(("heads", "model"),)
+    )
     stages.apply(stages.init(KEY, X), X)
 
 
@@ -152,14 +189,18 @@ def test_names_beside_constraints() -> None:
         model = PipelineModule([_Own(names)], topology=TOPOLOGY, sharding_rules=rules)
         assert [*model.trace(X, mesh=MESH).param_specs[0].values()] == [P(None, "model")]
         model.apply(model.init(KEY, X), X)
-    with pytest.raises(LayerError, match=r"got: Resource axis: embed of P\('embed', 'model'\) is not found in mesh"):
+    with pytest.raises(
+        LayerError, match=r"got: Resource axis: embed of P\('embed', 'model'\) is not found in mesh"
+    ):
         PipelineModule([_Own(("embed", "model"))], topology=TOPOLOGY).trace(X, mesh=MESH)
 
 
 @pytest.mark.parametrize("make", [_logical, _nnx])
 def test_a_variable_may_have_rules_of_its_own(make: Any) -> None:
     key = "rules" if make is _logical else "local"
-    assert _specs(make("embed", "mlp", **{key: (("embed", None), ("mlp", "model"))})) == [P(None, "model")]
+    assert _specs(make("embed", "mlp", **{key: (("embed", None), ("mlp", "model"))})) == [
+        P(None, "model")
+    ]
 
 
 def test_axes_of_length_one_are_axes_like_others() -> None:
@@ -182,7 +223,9 @@ def test_collections_are_sharded_alike() -> None:
 
 
 def test_tied_weights_are_sharded_as_their_first_layer_says() -> None:
-    first, second = (nn.with_partitioning(lecun, names) for names in ((None, "model"), ("model", None)))
+    first, second = (
+        nn.with_partitioning(lecun, names) for names in ((None, "model"), ("model", None))
+    )
     layers = [
         TiedLayerSpec("w", nn.Dense, 4, kernel_init=first, tied_weight_attr="kernel"),
         TiedLayerSpec("w", nn.Dense, 4, kernel_init=second, tied_weight_attr="kernel"),
@@ -207,14 +250,20 @@ def test_a_vocabulary_over_stages_may_be_sharded_along_its_other_dim() -> None:
 
 
 def test_layers_that_are_sharded_differently_are_not_alike() -> None:
-    layers = [_dense(None, "model", features=4), _dense(None, "model", features=4), _dense("model", features=4)]
+    layers = [
+        _dense(None, "model", features=4),
+        _dense(None, "model", features=4),
+        _dense("model", features=4),
+    ]
     model = PipelineModule(layers, topology=TOPOLOGY)
     first, second, third = layer_signatures(model.layers, model.trace(X, mesh=MESH))
     assert first == second != third
 
 
 def test_rules_stay_with_the_module() -> None:
-    model = PipelineModule([_dense()], topology=TOPOLOGY, sharding_rules=[["mlp", ["model"]], ("embed", None)])
+    model = PipelineModule(
+        [_dense()], topology=TOPOLOGY, sharding_rules=[["mlp", ["model"]], ("embed", None)]
+    )
     assert model.sharding_rules == (("mlp", ("model",)), ("embed", None))
     assert model.replace(base_seed=3).sharding_rules == model.sharding_rules
     assert model.replace(sharding_rules=None).sharding_rules == ()
@@ -232,7 +281,10 @@ def test_rules_stay_with_the_module() -> None:
     ],
 )
 def test_rules_of_another_form(rules: Any, shown: str) -> None:
-    match = rf"sharding_rules must be a sequence of \(logical name, mesh axis\), .* but got {shown}. Write for instance"
+    match = (
+        rf"sharding_rules must be a sequence of \(logical name, mesh axis\), .* but got {shown}. "
+        r"Write for instance"
+    )
     with pytest.raises(LayerError, match=match):
         PipelineModule([_dense()], topology=TOPOLOGY, sharding_rules=rules)
 
@@ -240,15 +292,18 @@ def test_rules_of_another_form(rules: Any, shown: str) -> None:
 @pytest.mark.parametrize("make", [_dense, _nnx])
 def test_a_name_that_is_neither_an_axis_nor_ruled(make: Any) -> None:
     match = (
-        r"kernel' of layer 0_\w+ must be sharded over axes of the mesh, but got 'fsdp' in its partition metadata "
-        r"\('fsdp', 'model'\) for a mesh with the axes 'stage', 'data', 'model'. Name the axis in the topology, or map "
-        r"the name to one: sharding_rules=\(\('fsdp', None\),\)"
+        r"kernel' of layer 0_\w+ must be sharded over axes of the mesh, but got 'fsdp' in its "
+        r"partition metadata \('fsdp', 'model'\) for a mesh with the axes 'stage', 'data', "
+        r"'model'. Name the axis in the topology, or map the name to one: "
+        r"sharding_rules=\(\('fsdp', None\),\)"
     )
     model = PipelineModule([make("fsdp", "model")], topology=TOPOLOGY)
     for call in (lambda: model.trace(X), lambda: model.init(KEY, X)):
         with pytest.raises(LayerError, match=match):
             call()
-    assert model.replace(sharding_rules=(("fsdp", None),)).trace(X).param_specs[0].popitem()[1] == P(None, "model")
+    assert model.replace(sharding_rules=(("fsdp", None),)).trace(X).param_specs[0].popitem()[
+        1
+    ] == P(None, "model")
     stages = PipelineModule([make("fsdp", "model")], num_stages=1)
     assert stages.trace(X).param_specs == ({},)
     stages.init(KEY, X)
@@ -257,14 +312,26 @@ def test_a_name_that_is_neither_an_axis_nor_ruled(make: Any) -> None:
 @pytest.mark.parametrize(
     ("layer", "match"),
     [
-        (_dense(None, "model", features=7), r"size 7 at dim 1 over model=2. Make it 6 or 8, or leave the axis out of"),
-        (_dense(None, "model", features=1), r"size 1 at dim 1 over model=2. Make it 2, or leave the axis out of its"),
-        (_dense(None, ("expert", "model"), features=6), r"size 6 at dim 1 over expert=2 x model=2. Make it 4 or 8"),
+        (
+            _dense(None, "model", features=7),
+            r"size 7 at dim 1 over model=2. Make it 6 or 8, or leave the axis out of",
+        ),
+        (
+            _dense(None, "model", features=1),
+            r"size 1 at dim 1 over model=2. Make it 2, or leave the axis out of its",
+        ),
+        (
+            _dense(None, ("expert", "model"), features=6),
+            r"size 6 at dim 1 over expert=2 x model=2. Make it 4 or 8",
+        ),
     ],
 )
 def test_a_dim_that_the_axis_does_not_divide(layer: Any, match: str) -> None:
     model = PipelineModule([layer], topology=TOPOLOGY)
-    with pytest.raises(LayerError, match=rf"'kernel' of layer 0_Dense must be sharded along dims .* but got {match}"):
+    with pytest.raises(
+        LayerError,
+        match=rf"'kernel' of layer 0_Dense must be sharded along dims .* but got {match}",
+    ):
         model.trace(X, mesh=MESH)
 
 
@@ -273,15 +340,28 @@ def test_a_dim_that_the_axis_does_not_divide(layer: Any, match: str) -> None:
     [
         (_dense("model", "model"), None, "model", r"\('model', 'model'\)"),
         (_logical("mlp", "mlp"), (("mlp", "model"),), "mlp", r"\('mlp', 'mlp'\)"),
-        (_dense("model", ("expert", "model")), None, "model", r"\('model', \('expert', 'model'\)\)"),
+        (
+            _dense("model", ("expert", "model")),
+            None,
+            "model",
+            r"\('model', \('expert', 'model'\)\)",
+        ),
         (_nnx("model", "model"), None, "model", r"\('model', 'model'\)"),
-        (_dense("model", ("mlp", "x")), (("mlp", "model"), ("x", None)), "model", r"\('model', \('mlp', 'x'\)\)"),
+        (
+            _dense("model", ("mlp", "x")),
+            (("mlp", "model"), ("x", None)),
+            "model",
+            r"\('model', \('mlp', 'x'\)\)",
+        ),
         (_dense("stage", "stage"), None, "stage", r"\('stage', 'stage'\)"),
     ],
 )
 def test_an_axis_at_two_dims(layer: Any, rules: Any, name: str, metadata: str) -> None:
     model = PipelineModule([layer], topology=TOPOLOGY, sharding_rules=rules)
-    match = rf"kernel' of layer 0_\w+ must .* along one dim, but got {name!r} at two in .* {metadata}. Leave {name!r}"
+    match = (
+        rf"kernel' of layer 0_\w+ must .* along one dim, but got {name!r} at two in .* {metadata}. "
+        rf"Leave {name!r}"
+    )
     with pytest.raises(LayerError, match=match):
         model.trace(X, mesh=MESH)
 
@@ -289,19 +369,33 @@ def test_an_axis_at_two_dims(layer: Any, rules: Any, name: str, metadata: str) -
 def test_more_names_than_dims() -> None:
     layer = nn.Dense(8, bias_init=nn.with_partitioning(nn.initializers.zeros, (None, "model")))
     model = PipelineModule([layer], topology=TOPOLOGY)
-    with pytest.raises(LayerError, match=r"'bias' of layer .* each of its 1 dims .* \(None, 'model'\). Leave out what"):
+    with pytest.raises(
+        LayerError,
+        match=r"'bias' of layer .* each of its 1 dims .* \(None, 'model'\). Leave out what",
+    ):
         model.trace(X)
 
 
 def test_a_rule_to_an_axis_that_the_mesh_lacks() -> None:
-    match = r"must map to axes of the mesh, but got \('mlp', \('model', 'tensor'\)\) for a mesh with the axes 'stage', "
+    match = (
+        r"must map to axes of the mesh, but got \('mlp', \('model', 'tensor'\)\) for a mesh with "
+        r"the axes 'stage', "
+    )
     rules = (("mlp", ("model", "tensor")),)
     model = PipelineModule([_logical("embed", "mlp")], topology=TOPOLOGY, sharding_rules=rules)
-    with pytest.raises(LayerError, match=match + r"'data', 'model'. Name 'tensor' in the topology, or map 'mlp' to"):
+    with pytest.raises(
+        LayerError, match=match + r"'data', 'model'. Name 'tensor' in the topology, or map 'mlp' to"
+    ):
         model.trace(X)
-    with pytest.raises(LayerError, match=r"but got \('mlp', 'tensor'\).* Name 'tensor' in the topology"):
-        PipelineModule([_logical("embed", "mlp", rules=(("mlp", "tensor"),))], topology=TOPOLOGY).trace(X)
-    assert PipelineModule([_logical("embed", "mlp")], num_stages=1, sharding_rules=rules).trace(X).param_specs == ({},)
+    with pytest.raises(
+        LayerError, match=r"but got \('mlp', 'tensor'\).* Name 'tensor' in the topology"
+    ):
+        PipelineModule(
+            [_logical("embed", "mlp", rules=(("mlp", "tensor"),))], topology=TOPOLOGY
+        ).trace(X)
+    assert PipelineModule([_logical("embed", "mlp")], num_stages=1, sharding_rules=rules).trace(
+        X
+    ).param_specs == ({},)
 
 
 def _in_logical(x: jax.Array) -> jax.Array:
@@ -321,7 +415,8 @@ UNUSED: list[Any] = [
     ([_in_logical], [("other", None)], None),
     ([_in_logical], [("hidden", "model")], None),
     ([_in_logical], [("hidden", "model"), ("hidden", "expert")], None),
-    # What is like a weight's name may be that of a constraint, where the weight's has a rule of its own.
+    # What is like a weight's name may be that of a constraint, where the weight's has a rule of its
+    # own.
     ([_in_mpl], [("mpl", "model")], None),
     ([_in_mpl, _logical("mlp", "wide", features=12)], [("mpl", "model"), ("wide", "expert")], None),
     (
@@ -333,15 +428,21 @@ UNUSED: list[Any] = [
 
 
 @pytest.mark.parametrize(("layers", "rules", "match"), UNUSED)
-def test_a_rule_that_nothing_uses_is_warned_of_once(layers: Any, rules: Any, match: str | None) -> None:
+def test_a_rule_that_nothing_uses_is_warned_of_once(
+    layers: Any, rules: Any, match: str | None
+) -> None:
     rules = (("mlp", "model"), ("batch", "data"), *rules)
-    model = PipelineModule([_logical("embed", "mlp"), *layers], topology=TOPOLOGY, sharding_rules=rules)
+    model = PipelineModule(
+        [_logical("embed", "mlp"), *layers], topology=TOPOLOGY, sharding_rules=rules
+    )
     with pytest.warns(UserWarning, match=match) if match else contextlib.nullcontext():
         model.trace(X, mesh=MESH)
     model.replace(base_seed=3).trace(X, mesh=MESH)
 
 
-FSDP_MESH = AbstractMesh((2, 2, 4, 2), ("stage", "data", "fsdp", "model"), axis_types=(AxisType.Auto,) * 4)
+FSDP_MESH = AbstractMesh(
+    (2, 2, 4, 2), ("stage", "data", "fsdp", "model"), axis_types=(AxisType.Auto,) * 4
+)
 
 
 @pytest.mark.parametrize(
@@ -375,7 +476,10 @@ FSDP_MESH = AbstractMesh((2, 2, 4, 2), ("stage", "data", "fsdp", "model"), axis_
     ],
 )
 def test_weights_are_divided_over_fsdp_along_their_largest_dim(
-    shape: tuple[int, ...], spec: PartitionSpec | None, taken: int | None, expected: PartitionSpec | None
+    shape: tuple[int, ...],
+    spec: PartitionSpec | None,
+    taken: int | None,
+    expected: PartitionSpec | None,
 ) -> None:
     path, other = ("kernel",), ("other",)
     given = {other: P("model")} | ({} if spec is None else {path: spec})
@@ -385,7 +489,10 @@ def test_weights_are_divided_over_fsdp_along_their_largest_dim(
 
 
 def test_a_mesh_without_fsdp_divides_nothing() -> None:
-    params, specs = {("kernel",): jax.ShapeDtypeStruct((8, 8), jnp.float32)}, {("bias",): P("model")}
+    params, specs = (
+        {("kernel",): jax.ShapeDtypeStruct((8, 8), jnp.float32)},
+        {("bias",): P("model")},
+    )
     assert with_fsdp(params, specs, {}, MESH) == specs
 
 
@@ -413,7 +520,11 @@ def test_what_a_trace_says_of_weights_on_a_mesh_with_fsdp() -> None:
 
 def test_layers_whose_metadata_divides_them_otherwise_are_not_alike() -> None:
     mesh = AbstractMesh((1, 1, 2), ("stage", "data", "fsdp"), axis_types=(AxisType.Auto,) * 3)
-    layers = [nn.Dense(4, use_bias=False), _dense("fsdp", features=4), _dense(None, "fsdp", features=4)]
+    layers = [
+        nn.Dense(4, use_bias=False),
+        _dense("fsdp", features=4),
+        _dense(None, "fsdp", features=4),
+    ]
     model = PipelineModule(layers, topology=ProcessTopology(["pipe", "data", "fsdp"], [1, 1, 2]))
     first, second, third = layer_signatures(model.layers, model.trace(X, mesh=mesh))
     assert first == second != third

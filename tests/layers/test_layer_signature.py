@@ -123,7 +123,10 @@ def test_the_same_program_is_alike(make: Callable[[], Any]) -> None:
         (_scanned(A), _scanned(B)),
         (lambda x: x + 0.1, lambda x: x + np.nextafter(np.float32(0.1), np.float32(1))),
         (lambda x: x * 0.0, lambda x: x * -0.0),
-        (functools.partial(jnp.sum, axis=1, keepdims=True), functools.partial(jnp.max, axis=1, keepdims=True)),
+        (
+            functools.partial(jnp.sum, axis=1, keepdims=True),
+            functools.partial(jnp.max, axis=1, keepdims=True),
+        ),
         (_calls_back(_host_identity), _calls_back(_host_double)),
         (_with_gradient(2.0), _with_gradient(3.0)),
         (lambda x: x, lambda x, train: x * 2 if train else x),
@@ -244,7 +247,9 @@ def test_a_layer_without_derivative_is_named() -> None:
         return jax.pure_callback(_host_identity, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
     model = PipelineModule([jnp.tanh, layer], num_stages=1)
-    with pytest.raises(LayerError, match="(?s)layer 1_layer must be differentiable in training.*jax.custom_vjp"):
+    with pytest.raises(
+        LayerError, match="(?s)layer 1_layer must be differentiable in training.*jax.custom_vjp"
+    ):
         layer_signatures(model.layers, model.trace(X))
 
 
@@ -276,7 +281,16 @@ def test_programs_are_compared_by_content() -> None:
 
 def test_results_are_numbered_by_how_they_are_computed() -> None:
     def run(a: jax.Array, b: jax.Array, c: jax.Array) -> Any:
-        return a + 1, b + 1, b + 2, c + 1, a * b, b * c, jnp.where(a > 0, a, 0), jnp.where(b > 0, b, 0)
+        return (
+            a + 1,
+            b + 1,
+            b + 2,
+            c + 1,
+            a * b,
+            b * c,
+            jnp.where(a > 0, a, 0),
+            jnp.where(b > 0, b, 0),
+        )
 
     numbers = value_numbers(jax.make_jaxpr(run)(X, X, X), ["x", "x", "other"])
     same = {(i, j) for i in range(8) for j in range(i) if numbers[i] == numbers[j]}

@@ -48,15 +48,22 @@ def test_a_spec_without_a_class_name_prints_the_callable() -> None:
     ],
 )
 def test_a_spec_of_anything_but_a_class_is_refused(typename: Any, got: str) -> None:
-    with pytest.raises(LayerError, match=rf"LayerSpec must be given a class.*{got}.*Write LayerSpec\(Class"):
+    with pytest.raises(
+        LayerError, match=rf"LayerSpec must be given a class.*{got}.*Write LayerSpec\(Class"
+    ):
         LayerSpec(typename)
 
 
 def test_a_built_linen_module_takes_no_arguments() -> None:
     dense = nn.Dense(3)
     assert LayerSpec(dense).build() is dense
-    assert repr(LayerSpec(dense, forward_fn=nn.Dense.__call__)) == "LayerSpec(Dense instance, forward_fn=__call__)"
-    with pytest.raises(LayerError, match="typename=Dense instance.*only a Linen module may be a built one, without"):
+    assert (
+        repr(LayerSpec(dense, forward_fn=nn.Dense.__call__))
+        == "LayerSpec(Dense instance, forward_fn=__call__)"
+    )
+    with pytest.raises(
+        LayerError, match="typename=Dense instance.*only a Linen module may be a built one, without"
+    ):
         LayerSpec(dense, 3)
 
 
@@ -75,7 +82,9 @@ def test_a_forward_fn_must_be_callable() -> None:
 
 @pytest.mark.parametrize("attr", ["", [], ["kernel", ""], [3], 3])
 def test_a_tied_attribute_must_be_a_path_or_paths(attr: Any) -> None:
-    with pytest.raises(LayerError, match="tied_weight_attr must be a dotted path.*Leave it out to share all"):
+    with pytest.raises(
+        LayerError, match="tied_weight_attr must be a dotted path.*Leave it out to share all"
+    ):
         TiedLayerSpec("k", nn.Dense, 3, tied_weight_attr=attr)
 
 

@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 
 from jaxpipe.errors import LayerError
-from jaxpipe.layers import LayerSpec, PipelineModule, TiedLayerSpec, format_struct, layer_signatures, struct_of
+from jaxpipe.layers import (
+    LayerSpec,
+    PipelineModule,
+    TiedLayerSpec,
+    format_struct,
+    layer_signatures,
+    struct_of,
+)
 
 X = np.ones((2, 3), np.float32)
 
@@ -49,7 +56,9 @@ def test_nothing_is_allocated() -> None:
 
 def test_the_first_of_those_that_share_owns() -> None:
     trace = _trace(
-        TiedLayerSpec("k", nn.Dense, 3, tied_weight_attr="kernel"), TiedLayerSpec("k", nn.Dense, 3), inputs=X
+        TiedLayerSpec("k", nn.Dense, 3, tied_weight_attr="kernel"),
+        TiedLayerSpec("k", nn.Dense, 3),
+        inputs=X,
     )
     assert trace.owners() == {
         ("tied", "k", "kernel"): (0, ("kernel",)),
@@ -73,7 +82,8 @@ def test_layers_of_equal_code_and_shapes_are_traced_once() -> None:
     specs = [LayerSpec(Counting, factor) for factor in (1, 1, 1.0, True, 2, 1)]
     trace = _trace(*specs, lambda x: x[:1], LayerSpec(Counting, 1))
     assert trace.firsts == (0, 0, 2, 3, 4, 0, 6, 7)
-    assert calls == [c for c in (1, 1.0, True, 2, 1) for _ in range(3)]  # variables, training, evaluation
+    # Three calls each: variables, training, evaluation.
+    assert calls == [c for c in (1, 1.0, True, 2, 1) for _ in range(3)]
     assert [type(c) for c in calls[::3]] == [int, float, bool, int, int]
 
 
@@ -104,7 +114,9 @@ def test_shapes_of_anything_as_it_is_on_a_device(leaf: Any, text: str) -> None:
 
 
 def test_what_is_no_array_is_refused() -> None:
-    with pytest.raises(LayerError, match=r"array or a number, but got \['label'\] = str 'cat'. Convert it"):
+    with pytest.raises(
+        LayerError, match=r"array or a number, but got \['label'\] = str 'cat'. Convert it"
+    ):
         struct_of({"x": X, "label": "cat"})
 
 
@@ -114,7 +126,9 @@ def test_keys_and_masks_travel_between_layers() -> None:
         return {"key": key, "x": x, "mask": x > 0}
 
     def use(inputs: Any) -> jax.Array:
-        return jnp.where(inputs["mask"], inputs["x"], jax.random.normal(inputs["key"], inputs["x"].shape))
+        return jnp.where(
+            inputs["mask"], inputs["x"], jax.random.normal(inputs["key"], inputs["x"].shape)
+        )
 
     model = PipelineModule([split, use, nn.Dense(2)], num_stages=1)
     inputs = (jax.random.key(0), X)
@@ -130,16 +144,22 @@ def test_keys_and_masks_travel_between_layers() -> None:
 def test_two_layers_that_do_not_fit_are_both_named() -> None:
     with pytest.raises(
         LayerError,
-        match=r"(?s)layer 1_lambda must accept the output of layer 0_Dense, but got inputs=float32\[2, 4\]"
+        match=r"(?s)layer 1_lambda must accept the output of layer 0_Dense, but got "
+        r"inputs=float32\[2, 4\]"
         r" and failed with TypeError: .*[^.]\. Make the two layers agree",
     ):
         _trace(nn.Dense(4), lambda x: x @ np.ones((3, 3), np.float32))
-    with pytest.raises(LayerError, match="(?s)layer 0_Embed must accept the model's inputs, but got inputs=float32"):
+    with pytest.raises(
+        LayerError, match="(?s)layer 0_Embed must accept the model's inputs, but got inputs=float32"
+    ):
         _trace(nn.Embed(3, 3))
 
 
 def test_a_parameter_that_no_optimiser_can_update_is_refused() -> None:
-    with pytest.raises(LayerError, match=r"'n' of layer 0__Odd must be floating point, but got int32\[2\].*constant"):
+    with pytest.raises(
+        LayerError,
+        match=r"'n' of layer 0__Odd must be floating point, but got int32\[2\].*constant",
+    ):
         _trace(_Odd("n", jnp.zeros(2, jnp.int32)))
 
 
@@ -148,13 +168,21 @@ def test_a_parameter_may_have_a_slash_in_its_name() -> None:
 
 
 def test_a_parameter_of_several_arrays_is_refused() -> None:
-    with pytest.raises(LayerError, match="'pair' of layer 0__Odd must be one array, but got a tuple. Make a parameter"):
+    with pytest.raises(
+        LayerError,
+        match="'pair' of layer 0__Odd must be one array, but got a tuple. Make a parameter",
+    ):
         _trace(_Odd("pair", (jnp.zeros(2), jnp.zeros(2))))
 
 
-@pytest.mark.parametrize(("value", "got"), [("abc", "a str: 'abc'"), (["abc"], "a str"), (object, "a type")])
+@pytest.mark.parametrize(
+    ("value", "got"), [("abc", "a str: 'abc'"), (["abc"], "a str"), (object, "a type")]
+)
 def test_a_parameter_that_is_no_number_is_refused(value: Any, got: str) -> None:
-    with pytest.raises(LayerError, match=rf"parameter 'w\S*' of layer 0__Odd must be one array, but got {got}.*field"):
+    with pytest.raises(
+        LayerError,
+        match=rf"parameter 'w\S*' of layer 0__Odd must be one array, but got {got}.*field",
+    ):
         _trace(_Odd("w", value))
 
 
@@ -166,7 +194,9 @@ def test_a_python_number_is_a_parameter_of_one_element(dtype: str) -> None:
 
 @pytest.mark.parametrize("layers", [[lambda x: None], [nn.Dense(3), lambda x: None, nn.Dense(3)]])
 def test_a_layer_that_returns_nothing_is_named(layers: list[Any]) -> None:
-    with pytest.raises(LayerError, match=r"layer \d_lambda must return what .* but got None. Add the return"):
+    with pytest.raises(
+        LayerError, match=r"layer \d_lambda must return what .* but got None. Add the return"
+    ):
         _trace(*layers)
 
 
@@ -175,11 +205,16 @@ def test_a_side_input_that_no_layer_names_is_told_once() -> None:
         return x if padding is None else x * padding
 
     model = PipelineModule([masked, nn.Dense(2)], num_stages=1)
-    match = r"side input 'paddng' must be named by the call of a layer.*Did you mean 'padding'\? Otherwise leave it out"
+    match = (
+        r"side input 'paddng' must be named by the call of a layer.*Did you mean 'padding'\? "
+        r"Otherwise leave it out"
+    )
     with pytest.warns(UserWarning, match=match):
         model.trace(X, side={"paddng": X})
     model.trace(X, side={"padding": X})
-    with pytest.warns(UserWarning, match=r"side input 'mask' must be named .*that nothing uses it\. Leave it out"):
+    with pytest.warns(
+        UserWarning, match=r"side input 'mask' must be named .*that nothing uses it\. Leave it out"
+    ):
         PipelineModule([nn.LayerNorm()], num_stages=1).trace(X, side={"mask": X})
 
 
@@ -192,7 +227,8 @@ def test_side_inputs_cannot_take_the_standard_names(name: str) -> None:
 def test_tied_parameters_must_have_one_shape() -> None:
     with pytest.raises(
         LayerError,
-        match=r"tied/k/bias must have one shape, but got float32\[3\] in layer 0_Dense and float32\[5\] in "
+        match=r"tied/k/bias must have one shape, but got float32\[3\] in layer 0_Dense and "
+        r"float32\[5\] in "
         r"layer 1_Dense. Build both with equal sizes, or tie fewer",
     ):
         _trace(TiedLayerSpec("k", nn.Dense, 3), TiedLayerSpec("k", nn.Dense, 5))

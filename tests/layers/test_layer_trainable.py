@@ -14,7 +14,9 @@ X = jnp.ones((2, 3))
 
 
 def frozen(trainable: Any) -> set[str]:
-    model = PipelineModule([nn.Dense(3), nn.LayerNorm(), nn.Dense(2)], num_stages=1, trainable=trainable)
+    model = PipelineModule(
+        [nn.Dense(3), nn.LayerNorm(), nn.Dense(2)], num_stages=1, trainable=trainable
+    )
     return {"/".join(path[1:]) for path in model.trace(X).frozen}
 
 
@@ -31,7 +33,13 @@ ALL |= {"1_LayerNorm/scale", "1_LayerNorm/bias"}
         (["LayerNorm", "2_Dense/bias"], {"1_LayerNorm/scale", "1_LayerNorm/bias", "2_Dense/bias"}),
         (lambda path: path.startswith("layers/0_"), {"0_Dense/kernel", "0_Dense/bias"}),
         (
-            {"layers": {"0_Dense": False, "1_LayerNorm": {"scale": np.True_, "bias": False}, "2_Dense": True}},
+            {
+                "layers": {
+                    "0_Dense": False,
+                    "1_LayerNorm": {"scale": np.True_, "bias": False},
+                    "2_Dense": True,
+                }
+            },
             {"1_LayerNorm/scale", "2_Dense/kernel", "2_Dense/bias"},
         ),
     ],
@@ -47,7 +55,10 @@ def test_what_is_trained(trainable: Any, trained: set[str]) -> None:
         ([], r"but got trainable=\[\]. Write"),
         (["a", 3], r"but got trainable=\['a', 3\]. Write"),
         ("a(", r"must be regular expressions, but got 'a\(': .* Escape what is meant"),
-        ({"layers": {"0_Dense": 1}}, r"True or False as its leaves, but got int at layers/0_Dense. Write True"),
+        (
+            {"layers": {"0_Dense": 1}},
+            r"True or False as its leaves, but got int at layers/0_Dense. Write True",
+        ),
     ],
 )
 def test_what_is_no_selection_is_refused_at_once(trainable: Any, match: str) -> None:
@@ -60,9 +71,18 @@ def test_what_is_no_selection_is_refused_at_once(trainable: Any, match: str) -> 
     [
         ("kernle", r"pattern 'kernle', which matches none of 6. The nearest are: layers/._"),
         (["kernel", "lora"], r"pattern 'lora', which matches none of 6. The nearest are:"),
-        ({"layers": {"0_Dens": True}}, r"path layers/0_Dens, which matches none of 6. The nearest are: layers/0_Dense"),
-        ({"layers": {"0_Dense": True}}, r"nothing for layers/1_LayerNorm/bias and 3 more. A boolean may stand"),
-        (lambda _: False, r"but got all 6 parameters frozen. Let it be true of some, such as layers/0_Dense/bias"),
+        (
+            {"layers": {"0_Dens": True}},
+            r"path layers/0_Dens, which matches none of 6. The nearest are: layers/0_Dense",
+        ),
+        (
+            {"layers": {"0_Dense": True}},
+            r"nothing for layers/1_LayerNorm/bias and 3 more. A boolean may stand",
+        ),
+        (
+            lambda _: False,
+            r"but got all 6 parameters frozen. Let it be true of some, such as layers/0_Dense/bias",
+        ),
         ({"layers": False}, r"but got all 6 parameters frozen"),
     ],
 )

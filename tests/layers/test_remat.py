@@ -62,7 +62,9 @@ def _loss(module: PipelineModule, params: Any, x: Any) -> jax.Array:
 
 
 def _grads(module: PipelineModule, params: Any) -> Any:
-    return jax.jit(jax.value_and_grad(functools.partial(_loss, module), argnums=(0, 1)))(params, jnp.asarray(X))
+    return jax.jit(jax.value_and_grad(functools.partial(_loss, module), argnums=(0, 1)))(
+        params, jnp.asarray(X)
+    )
 
 
 def _residual_bytes(module: PipelineModule, params: Any) -> int:
@@ -96,7 +98,10 @@ FUNCTIONS = {
 def test_groups_change_no_gradient(plain: tuple[Any, Any, int], name: str, interval: int) -> None:
     params, expected, kept = plain
     module = PipelineModule(
-        _specs(), num_stages=1, activation_checkpoint_interval=interval, activation_checkpoint_func=FUNCTIONS[name]
+        _specs(),
+        num_stages=1,
+        activation_checkpoint_interval=interval,
+        activation_checkpoint_func=FUNCTIONS[name],
     )
     _assert_alike(_grads(module, params), expected)
     assert _residual_bytes(module, params) < kept
@@ -130,7 +135,11 @@ def test_marked_layers_keep_in_host_memory_what_is_configured(plain: tuple[Any, 
     with jaxpipe.checkpointing.use_settings(RecomputeSettings(checkpoint_in_cpu=True)):
         _assert_alike(_grads(module, params), expected)
         _, pullback = jax.vjp(functools.partial(_loss, module), params, jnp.asarray(X))
-    hosted = [leaf.shape for leaf in jax.tree.leaves(pullback) if leaf.sharding.memory_kind == "pinned_host"]
+    hosted = [
+        leaf.shape
+        for leaf in jax.tree.leaves(pullback)
+        if leaf.sharding.memory_kind == "pinned_host"
+    ]
     assert hosted == [X.shape] * 5
 
 
@@ -143,31 +152,44 @@ def test_a_policy_keeps_what_it_says() -> None:
 
 
 def test_evaluation_recomputes_nothing() -> None:
-    module = PipelineModule([LayerSpec(Block).remat()], num_stages=1, activation_checkpoint_interval=1)
+    module = PipelineModule(
+        [LayerSpec(Block).remat()], num_stages=1, activation_checkpoint_interval=1
+    )
     params = module.init(jax.random.key(0), X)
     assert "remat" not in str(jax.make_jaxpr(module.apply)(params, X))
 
 
 def test_a_mark_leaves_the_spec_and_the_parameters() -> None:
-    spec = TiedLayerSpec("shared", Block, forward_fn=lambda module, x: module(x), tied_weight_attr="Dense_0")
+    spec = TiedLayerSpec(
+        "shared", Block, forward_fn=lambda module, x: module(x), tied_weight_attr="Dense_0"
+    )
     marked = spec.remat()
     assert spec.remat_mark is None
     assert isinstance(marked, TiedLayerSpec)
-    assert (marked.key, marked.forward_fn, marked.tied_weight_attr) == (spec.key, spec.forward_fn, ("Dense_0",))
+    assert (marked.key, marked.forward_fn, marked.tied_weight_attr) == (
+        spec.key,
+        spec.forward_fn,
+        ("Dense_0",),
+    )
     shapes = [
-        jax.tree.map(jnp.shape, PipelineModule([s], num_stages=1).init(jax.random.key(0), X)) for s in (spec, marked)
+        jax.tree.map(jnp.shape, PipelineModule([s], num_stages=1).init(jax.random.key(0), X))
+        for s in (spec, marked)
     ]
     assert shapes[0] == shapes[1]
 
 
 def test_a_mark_shows() -> None:
     assert repr(LayerSpec(Block, rate=0.1).remat()) == "Block(rate=0.1).remat()"
-    marked = LayerSpec(Block).remat(POLICIES.save_from_both_policies(POLICIES.dots_saveable, POLICIES.dots_saveable))
+    marked = LayerSpec(Block).remat(
+        POLICIES.save_from_both_policies(POLICIES.dots_saveable, POLICIES.dots_saveable)
+    )
     assert repr(marked) == "Block().remat(policy=save_from_both_policies)"
 
 
 def test_a_policy_is_a_function() -> None:
-    with pytest.raises(LayerError, match=r"policy='dots_saveable'\. Use one of jax.checkpoint_policies"):
+    with pytest.raises(
+        LayerError, match=r"policy='dots_saveable'\. Use one of jax.checkpoint_policies"
+    ):
         LayerSpec(Block).remat("dots_saveable")  # type: ignore[arg-type]
 
 
@@ -214,7 +236,9 @@ def test_only_alike_layers_are_cut_as_a_trunk() -> None:
 
 def _wrap(log: list[str]) -> tuple[list[Callable[[list[str]], list[str]]], Callable[..., Any]]:
     """Five calls that say their letter, and a function that says where a group begins and ends."""
-    calls: list[Callable[[list[str]], list[str]]] = [lambda x, c=c: log.append(c) or x for c in "abcde"]
+    calls: list[Callable[[list[str]], list[str]]] = [
+        lambda x, c=c: log.append(c) or x for c in "abcde"
+    ]
 
     def remat(function: Callable[..., Any]) -> Callable[..., Any]:
         def run(x: Any) -> Any:
@@ -244,7 +268,9 @@ def _wrap(log: list[str]) -> tuple[list[Callable[[list[str]], list[str]]], Calla
     ],
 )
 @pytest.mark.parametrize("at_once", [False, True])
-def test_marked_calls_stand_outside_groups(interval: int, marked: str | None, expected: str, at_once: bool) -> None:
+def test_marked_calls_stand_outside_groups(
+    interval: int, marked: str | None, expected: str, at_once: bool
+) -> None:
     log: list[str] = []
     calls, remat = _wrap(log)
     marks = None if marked is None else [c in marked for c in "abcde"]
@@ -264,7 +290,9 @@ def test_marked_calls_stand_outside_groups(interval: int, marked: str | None, ex
         (2, "", "", "abcde"),
     ],
 )
-def test_groups_hold_what_may_be_recomputed_alone(interval: int, may: str, marked: str, expected: str) -> None:
+def test_groups_hold_what_may_be_recomputed_alone(
+    interval: int, may: str, marked: str, expected: str
+) -> None:
     log: list[str] = []
     calls, remat = _wrap(log)
     chosen = [[c in names for c in "abcde"] for names in (marked, may)]
@@ -279,7 +307,10 @@ def test_checkpointable_layers_are_recomputed_alone() -> None:
     chosen = every.replace(checkpointable_layers=["NNXBlock"])
     kept = [_residual_bytes(each, params) for each in (module, chosen, every)]
     assert kept[0] > kept[1] > kept[2]
-    assert _residual_bytes(every.replace(checkpointable_layers=["NNXBlock", "Block"]), params) == kept[2]
+    assert (
+        _residual_bytes(every.replace(checkpointable_layers=["NNXBlock", "Block"]), params)
+        == kept[2]
+    )
     _assert_alike(_grads(chosen, params), _grads(module, params))
 
 
@@ -293,7 +324,9 @@ class _Callable:
 
 
 @pytest.mark.parametrize(
-    "remat", [_at_once, _Callable(), functools.partial(_at_once)], ids=["function", "object", "partial"]
+    "remat",
+    [_at_once, _Callable(), functools.partial(_at_once)],
+    ids=["function", "object", "partial"],
 )
 def test_functions_that_call_at_once_are_told(remat: Callable[..., Any]) -> None:
     assert chain([lambda x: x + 1], 1, remat)(1) == 2
@@ -301,7 +334,12 @@ def test_functions_that_call_at_once_are_told(remat: Callable[..., Any]) -> None
 
 @pytest.mark.parametrize(
     "remat",
-    [lambda function, policy=None: function, lambda function, *, policy=None: function, nnx.remat, jax.checkpoint],
+    [
+        lambda function, policy=None: function,
+        lambda function, *, policy=None: function,
+        nnx.remat,
+        jax.checkpoint,
+    ],
 )
 def test_functions_that_wrap_are_told(remat: Callable[..., Any]) -> None:
     assert chain([lambda x: x + 1], 1, remat)(jnp.ones(())) == 2

@@ -47,7 +47,9 @@ def oracle(
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     targets = optax.smooth_labels(jax.nn.one_hot(labels, ROWS, dtype=logits.dtype), label_smoothing)
     each = optax.softmax_cross_entropy(logits, targets) + z_loss * jax.nn.logsumexp(logits, -1) ** 2
-    factors = (labels != ignore_index) * (np.ones(SHAPE, np.float32) if weights is None else np.float32(weights))
+    factors = (labels != ignore_index) * (
+        np.ones(SHAPE, np.float32) if weights is None else np.float32(weights)
+    )
     return (each * factors).sum(), factors.sum()
 
 
@@ -55,12 +57,18 @@ def oracle(
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_values_and_gradients_are_those_of_optax(name: str, dtype: Any) -> None:
     (logits, labels), options = inputs(dtype), OPTIONS[name]
-    (found, weight), gradient = jax.value_and_grad(cross_entropy, has_aux=True)(logits, labels, **options)
-    (wanted, count), wanted_gradient = jax.value_and_grad(oracle, has_aux=True)(logits, labels, **options)
+    (found, weight), gradient = jax.value_and_grad(cross_entropy, has_aux=True)(
+        logits, labels, **options
+    )
+    (wanted, count), wanted_gradient = jax.value_and_grad(oracle, has_aux=True)(
+        logits, labels, **options
+    )
     assert float(weight) == pytest.approx(float(count))
     np.testing.assert_allclose(found, wanted, rtol=GRADIENT)
     tolerance = GRADIENT if dtype == jnp.float32 else 2**-7
-    np.testing.assert_allclose(*(np.float32(x) for x in (gradient, wanted_gradient)), rtol=tolerance, atol=1e-6)
+    np.testing.assert_allclose(
+        *(np.float32(x) for x in (gradient, wanted_gradient)), rtol=tolerance, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -71,7 +79,9 @@ def test_slices_give_what_whole_logits_give(name: str) -> None:
         return cross_entropy(SplitLogits(local, ROWS), labels, **options)[0]
 
     found = on_two_stages(split, 2)(logits, labels)
-    wanted = jax.jit(jax.value_and_grad(lambda y, t: cross_entropy(y, t, **options)[0]))(logits, labels)
+    wanted = jax.jit(jax.value_and_grad(lambda y, t: cross_entropy(y, t, **options)[0]))(
+        logits, labels
+    )
     for x, y in zip(found, wanted, strict=True):
         np.testing.assert_allclose(x, y, rtol=GRADIENT, atol=1e-7)
 
@@ -87,7 +97,9 @@ def test_a_label_outside_the_vocabulary_is_nan_unless_it_is_ignored(outside: int
     for value in (cross_entropy(logits, labels)[0], on_two_stages(split, 2)(logits, labels)[0]):
         assert np.isnan(float(value)) == (outside != -100)
     # Nor does one of weight 0 count, whatever it is.
-    masked, gradient = jax.value_and_grad(lambda y: cross_entropy(y, labels, labels != outside)[0])(logits)
+    masked, gradient = jax.value_and_grad(lambda y: cross_entropy(y, labels, labels != outside)[0])(
+        logits
+    )
     assert np.isfinite(float(masked))
     assert np.isfinite(np.asarray(gradient)).all()
     assert not np.asarray(gradient)[1, 1].any()
@@ -103,7 +115,9 @@ def test_where_nothing_counts_sum_and_weight_are_0() -> None:
 def test_labels_of_any_integer_dtype(dtype: Any) -> None:
     logits, labels = inputs()
     with jax.numpy_dtype_promotion("strict"):
-        np.testing.assert_array_equal(cross_entropy(logits, labels.astype(dtype)), cross_entropy(logits, labels))
+        np.testing.assert_array_equal(
+            cross_entropy(logits, labels.astype(dtype)), cross_entropy(logits, labels)
+        )
 
 
 def test_large_logits_do_not_overflow() -> None:
@@ -128,10 +142,15 @@ def test_split_logits_are_indexed_and_reshaped_along_leading_dims() -> None:
     assert split[0].shape == (5, ROWS)
     assert split.reshape((10, ROWS)).shape == (10, ROWS)
     for index in ((0, 0, 0), (..., 0), (None, 0), (slice(None), slice(None), slice(0, 4))):
-        with pytest.raises(LayerError, match="must leave out their last dim, which is split over the stages, but got"):
+        with pytest.raises(
+            LayerError,
+            match="must leave out their last dim, which is split over the stages, but got",
+        ):
             split[index]
     for shape in ((-1,), (ROWS, -1), (-1, ROWS // 2)):
-        with pytest.raises(LayerError, match=r"must keep their last dim, 16, but got .* logits.reshape\(-1, 16\)"):
+        with pytest.raises(
+            LayerError, match=r"must keep their last dim, 16, but got .* logits.reshape\(-1, 16\)"
+        ):
             split.reshape(*shape)
     with pytest.raises(TypeError):
         iter(split)
@@ -149,11 +168,24 @@ def test_each_position_is_that_of_optax(labels_of: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"logits": {"a": 1}}, r"logits must be an array .*got \{'a': 1\}. Pass the model's output"),
-        ({"labels": np.zeros(SHAPE, np.float32)}, r"labels must be integers, .* but got float32. Pass jnp.argmax"),
+        (
+            {"logits": {"a": 1}},
+            r"logits must be an array .*got \{'a': 1\}. Pass the model's output",
+        ),
+        (
+            {"labels": np.zeros(SHAPE, np.float32)},
+            r"labels must be integers, .* but got float32. Pass jnp.argmax",
+        ),
         ({"labels": 3}, "labels must be integers, .* but got int"),
-        ({"labels": np.zeros((2, 4), int)}, r"without their last dim, \[2, 5\], but got \[2, 4\]. Shift labels"),
-        ({"weights": 2.0}, r"weights must be an array of the shape of the labels, \[2, 5\], but got 2.0. Broadcast"),
+        (
+            {"labels": np.zeros((2, 4), int)},
+            r"without their last dim, \[2, 5\], but got \[2, 4\]. Shift labels",
+        ),
+        (
+            {"weights": 2.0},
+            r"weights must be an array of the shape of the labels, \[2, 5\], but got 2.0. "
+            r"Broadcast",
+        ),
         ({"weights": np.ones(5)}, r"\[2, 5\], but got \[5\]. Broadcast them"),
         ({"label_smoothing": 1.5}, r"must be in \[0, 1\], but got label_smoothing=1.5"),
         ({"label_smoothing": float("nan")}, r"must be in \[0, 1\], but got label_smoothing=nan"),

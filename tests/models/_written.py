@@ -11,12 +11,16 @@ from jaxpipe import PipeDataParallelTopology, PipelineModule
 from jaxpipe.checkpoint import save_huggingface
 
 
-def written(layers: list[Any], params: Any, names: Any, config: dict[str, Any], folder: Path) -> Path:
+def written(
+    layers: list[Any], params: Any, names: Any, config: dict[str, Any], folder: Path
+) -> Path:
     """Two stages save these parameters; what is written of them."""
     tokens = jax.ShapeDtypeStruct((2, 12), jnp.int32)
     engine, *_ = jaxpipe.initialize(
         model=PipelineModule(
-            layers, topology=PipeDataParallelTopology(2, 1), loss_fn=lambda outputs, labels: jnp.mean(outputs)
+            layers,
+            topology=PipeDataParallelTopology(2, 1),
+            loss_fn=lambda outputs, labels: jnp.mean(outputs),
         ),
         model_parameters=params,
         example_batch=(tokens, tokens),

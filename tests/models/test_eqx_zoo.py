@@ -1,4 +1,7 @@
-"""The Llama decoder against `eqx-zoo`, written in JAX by others, and their blocks in a pipeline; needs Python 3.12."""
+"""The Llama decoder against `eqx-zoo`, written in JAX by others, and their blocks in a pipeline.
+
+Needs Python 3.12.
+"""
 
 import json
 from collections.abc import Iterator
@@ -91,14 +94,23 @@ def test_their_blocks_as_they_are_through_four_stages(tmp_path: Path) -> None:
         return jax.vmap(lambda one: layer(one, positions, causal_mask(positions, positions))[0])(x)
 
     layers = [
-        LayerSpec(eqx.nn.Embedding, theirs.vocab_size, theirs.hidden_size, forward_fn=lambda m, x: m.weight[x]),
+        LayerSpec(
+            eqx.nn.Embedding,
+            theirs.vocab_size,
+            theirs.hidden_size,
+            forward_fn=lambda m, x: m.weight[x],
+        ),
         *[LayerSpec(DecoderLayer, theirs, forward_fn=block)] * theirs.num_hidden_layers,
         LayerSpec(RMSNorm, theirs.hidden_size, theirs.rms_norm_eps),
-        LayerSpec(eqx.nn.Linear, theirs.hidden_size, theirs.vocab_size, use_bias=False, forward_fn=_each),
+        LayerSpec(
+            eqx.nn.Linear, theirs.hidden_size, theirs.vocab_size, use_bias=False, forward_fn=_each
+        ),
     ]
     topology = PipeDataParallelTopology(4, 2)
     module = PipelineModule(layers, topology=topology, loss_fn=lambda y, t: jnp.mean(y**2))
-    products = [f"self_attn/{name}_proj" for name in "qkvo"] + [f"mlp/{name}_proj" for name in ("gate", "up", "down")]
+    products = [f"self_attn/{name}_proj" for name in "qkvo"] + [
+        f"mlp/{name}_proj" for name in ("gate", "up", "down")
+    ]
     names = [
         Rename("model.embed_tokens.weight", "0/weight"),
         *(

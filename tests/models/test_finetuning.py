@@ -1,4 +1,7 @@
-"""Adapters of a Llama trained on packed texts with masked targets, against each text alone on one device."""
+"""Adapters of a Llama trained on packed texts with masked targets.
+
+They are compared with each text alone on one device.
+"""
 
 from typing import Any
 
@@ -38,7 +41,10 @@ def masked(logits: jax.Array, labels: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def of_text(rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens, targets, and which of these count: not those of the prompt, its first two tokens, and not the last."""
+    """Tokens, targets, and which of these count.
+
+    Not those of the prompt, its first two tokens, and not the last.
+    """
     tokens = rng.integers(0, VOCAB, length).astype(np.int32)
     counts = np.ones(length, np.float32)
     counts[[0, -1]] = 0.0
@@ -57,7 +63,11 @@ def texts_and_batch() -> tuple[list[Any], Any]:
             start = end
         rows.append(row)
     tokens, targets, counts, ids, positions = np.stack(rows, 1).reshape(5, MICROBATCHES, -1, LENGTH)
-    return texts, (tokens, (targets, counts.astype(np.float32)), {"segment_ids": ids, "positions": positions})
+    return texts, (
+        tokens,
+        (targets, counts.astype(np.float32)),
+        {"segment_ids": ids, "positions": positions},
+    )
 
 
 @pytest.mark.parametrize(
@@ -71,7 +81,9 @@ def texts_and_batch() -> tuple[list[Any], Any]:
     ids=str,
 )
 @pytest.mark.slow
-def test_gradients_are_those_of_each_text_alone(axes: dict[str, int], settings: dict[str, Any]) -> None:
+def test_gradients_are_those_of_each_text_alone(
+    axes: dict[str, int], settings: dict[str, Any]
+) -> None:
     layers = lora(llama(CONFIG), 2, 4.0, ["query", "value", "down"])
     texts, batch = texts_and_batch()
     alone = PipelineModule(layers, num_stages=1, loss_fn=masked)
@@ -88,12 +100,16 @@ def test_gradients_are_those_of_each_text_alone(axes: dict[str, int], settings: 
 
     found = [total(adapters, text) for text in texts]
     weight = sum(counts.sum() for _, _, counts in texts)
-    loss, wanted = jax.tree.map(lambda *xs: np.float32(np.sum(np.asarray(xs, np.float64), 0) / weight), *found)
+    loss, wanted = jax.tree.map(
+        lambda *xs: np.float32(np.sum(np.asarray(xs, np.float64), 0) / weight), *found
+    )
 
     topology = ProcessTopology(list(axes), list(axes.values()))
     module = PipelineModule(layers, topology=topology, loss_fn=masked, trainable=LORA_PARAMETERS)
     example, mesh = jax.tree.map(lambda x: x[0], batch), make_pipeline_mesh(topology)
-    made = Pipeline(module, optax.identity(), mesh, example, MICROBATCHES, make_settings(**settings))
+    made = Pipeline(
+        module, optax.identity(), mesh, example, MICROBATCHES, make_settings(**settings)
+    )
     metrics, gradients, _ = made.gradients(made.init_from(unflatten_dict(params)), batch)
     assert_loss(metrics["loss"], loss)
     assert metrics["weight"] == weight

@@ -1,4 +1,7 @@
-"""GPT-2 and BERT against `transformers` on random small configurations; needs torch and transformers."""
+"""GPT-2 and BERT against `transformers` on random small configurations.
+
+Needs torch and transformers.
+"""
 
 import itertools
 import json
@@ -33,7 +36,9 @@ BERT |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 def make(family: str, **sizes: Any) -> tuple[Any, dict[str, Any]]:
     """A model of theirs with random weights, norms and biases too, and its config.json."""
-    config = getattr(transformers, family.split(":")[0] + "Config")(**sizes, attn_implementation="eager")
+    config = getattr(transformers, family.split(":")[0] + "Config")(
+        **sizes, attn_implementation="eager"
+    )
     model = getattr(transformers, family.replace(":", ""))(config).eval()
     torch.manual_seed(0)
     with torch.no_grad():
@@ -43,7 +48,10 @@ def make(family: str, **sizes: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def weights_of(model: Any) -> dict[str, np.ndarray]:
-    return {name: value.detach().numpy().copy() for name, value in model.named_parameters(remove_duplicate=False)}
+    return {
+        name: value.detach().numpy().copy()
+        for name, value in model.named_parameters(remove_duplicate=False)
+    }
 
 
 def to_ours(weights: Any, module: PipelineModule, names: Any) -> Any:
@@ -101,7 +109,9 @@ def test_packed_texts_of_bert_are_as_each_alone() -> None:
     _, values = make("Bert:ForMaskedLM", **BERT, hidden_act="gelu")
     module = PipelineModule(bert(BertConfig.from_huggingface(values)), num_stages=1)
     tokens, starts = tokens_of(2, LENGTH), (0, 3, 8, LENGTH)
-    ids = np.broadcast_to(np.searchsorted(starts, np.arange(LENGTH), side="right"), (2, LENGTH)).astype(np.int32)
+    ids = np.broadcast_to(
+        np.searchsorted(starts, np.arange(LENGTH), side="right"), (2, LENGTH)
+    ).astype(np.int32)
     params = module.init(jax.random.key(0), tokens)
     alone = [module.apply(params, tokens[:, a:b]) for a, b in itertools.pairwise(starts)]
     packed = module.apply(params, tokens, side={"segment_ids": ids})
@@ -125,7 +135,8 @@ def test_a_step_through_four_stages_of_two_replicas_is_theirs(family: str) -> No
     topology = PipeDataParallelTopology(4, 2)
     module = PipelineModule(layers, topology=topology, loss_fn=cross_entropy)
     inputs, labels = tokens_of(2, 4, 4, LENGTH)
-    # Adam divides by what it is given, so that rounding of gradients near zero would count for much with its usual eps.
+    # Adam divides by what it is given, so that rounding of gradients near zero would count for much
+    # with its usual eps.
     rate, decay, eps = 1e-3, 0.1, 1e-4
     adamw, mesh = optax.adamw(rate, weight_decay=decay, eps=eps), make_pipeline_mesh(topology)
     pipeline = Pipeline(module, adamw, mesh, (inputs[0], labels[0], {}), 4, make_settings())
@@ -134,11 +145,15 @@ def test_a_step_through_four_stages_of_two_replicas_is_theirs(family: str) -> No
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=decay, eps=eps)
     logits = model(torch.tensor(inputs.reshape(16, LENGTH))).logits
-    loss = torch.nn.functional.cross_entropy(logits.reshape(-1, VOCAB), torch.tensor(labels.reshape(-1)).long())
+    loss = torch.nn.functional.cross_entropy(
+        logits.reshape(-1, VOCAB), torch.tensor(labels.reshape(-1)).long()
+    )
     loss.backward()
     optimizer.step()
     np.testing.assert_allclose(metrics["loss"], loss.item(), rtol=1e-6)
-    jax.tree.map(assert_near, pipeline.params_tree(state.params), to_ours(weights_of(model), module, names))
+    jax.tree.map(
+        assert_near, pipeline.params_tree(state.params), to_ours(weights_of(model), module, names)
+    )
 
 
 @pytest.mark.slow
@@ -149,7 +164,10 @@ def test_what_is_written_opens_in_transformers_as_it_was(family: str, tmp_path: 
         config = GPT2Config.from_huggingface(values)
         layers, names, told = gpt2(config), gpt2_names(config), config.to_huggingface()
     else:
-        other, head = BertConfig.from_huggingface(values), None if family == "Bert:Model" else "masked_lm"
+        other, head = (
+            BertConfig.from_huggingface(values),
+            None if family == "Bert:Model" else "masked_lm",
+        )
         layers, names, told = bert(other, head), bert_names(other, head), other.to_huggingface(head)
     params = to_ours(weights_of(model), PipelineModule(layers, num_stages=1), names)
     out = written(layers, params, names, told, tmp_path)
@@ -157,24 +175,42 @@ def test_what_is_written_opens_in_transformers_as_it_was(family: str, tmp_path: 
     assert json.loads((out / "config.json").read_text())["architectures"] == [type(model).__name__]
     for name, value in model.state_dict().items():
         if not name.startswith("pooler"):  # not among our layers
-            np.testing.assert_array_equal(opened.state_dict()[name].numpy(), value.numpy(), err_msg=name)
+            np.testing.assert_array_equal(
+                opened.state_dict()[name].numpy(), value.numpy(), err_msg=name
+            )
 
 
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
-    (GPT2Config, {"activation_function": "relu"}, "activation_function must be 'gelu_new' or .*, but got"),
-    (GPT2Config, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx must be False"),
+    (
+        GPT2Config,
+        {"activation_function": "relu"},
+        "activation_function must be 'gelu_new' or .*, but got",
+    ),
+    (
+        GPT2Config,
+        {"scale_attn_by_inverse_layer_idx": True},
+        "scale_attn_by_inverse_layer_idx must be False",
+    ),
     (GPT2Config, {"n_head": 5}, "hidden_size must be a multiple of heads=5"),
     (GPT2Config, {"n_layer": 0}, "n_layer must be an integer >= 1"),
     (BertConfig, {"hidden_act": "tanh"}, "hidden_act must be one of gelu, gelu_new"),
-    (BertConfig, {"position_embedding_type": "relative_key"}, "position_embedding_type must be 'absolute', but got"),
+    (
+        BertConfig,
+        {"position_embedding_type": "relative_key"},
+        "position_embedding_type must be 'absolute', but got",
+    ),
     (BertConfig, {"is_decoder": True}, "is_decoder must be False, but got is_decoder=True"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("kind", "changes", "match"), REFUSED, ids=lambda x: next(iter(x)) if isinstance(x, dict) else ""
+    ("kind", "changes", "match"),
+    REFUSED,
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
-def test_what_would_change_numbers_is_refused(kind: Any, changes: dict[str, Any], match: str) -> None:
+def test_what_would_change_numbers_is_refused(
+    kind: Any, changes: dict[str, Any], match: str
+) -> None:
     model_type = "gpt2" if kind is GPT2Config else "bert"
     with pytest.raises(ConfigError, match=match):
         kind.from_huggingface({"model_type": model_type, **changes})

@@ -1,4 +1,7 @@
-"""The Llama decoder against `transformers` on random small configurations; needs torch and transformers."""
+"""The Llama decoder against `transformers` on random small configurations.
+
+Needs torch and transformers.
+"""
 
 import contextlib
 import json
@@ -37,33 +40,60 @@ SIZES = {
     "max_position_embeddings": 16,
 }
 ORIGINAL = {"original_max_position_embeddings": 16, "rope_theta": 10000.0}
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **ORIGINAL}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    **ORIGINAL,
+}
 YARN = {"rope_type": "yarn", "factor": 4.0, **ORIGINAL}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 MIXTURE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3": ("Llama", {"rope_parameters": LLAMA3}),
-    "qwen3": ("Qwen3", {"head_dim": 16, **WINDOWS, "tie_word_embeddings": True, "rms_norm_eps": 1e-5}),
+    "qwen3": (
+        "Qwen3",
+        {"head_dim": 16, **WINDOWS, "tie_word_embeddings": True, "rms_norm_eps": 1e-5},
+    ),
     "llama2": ("Llama", {"num_key_value_heads": 4}),
     "biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 6}),
-    "linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}}),
-    "dynamic": ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 5e5}}),
+    "linear": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}},
+    ),
+    "dynamic": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 5e5}},
+    ),
     "yarn": ("Qwen2", {"rope_parameters": YARN}),
-    "yarn_mscale": ("Llama", {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False}}),
-    "yarn_betas": ("Llama", {"rope_parameters": {**YARN, "beta_fast": 4, "beta_slow": 2, "attention_factor": 1.3}}),
+    "yarn_mscale": (
+        "Llama",
+        {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False}},
+    ),
+    "yarn_betas": (
+        "Llama",
+        {"rope_parameters": {**YARN, "beta_fast": 4, "beta_slow": 2, "attention_factor": 1.3}},
+    ),
     "mistral": ("Mistral", {"sliding_window": 5}),
     "mistral_unlimited": ("Mistral", {"sliding_window": None, "tie_word_embeddings": True}),
     "qwen2": ("Qwen2", {}),
     "qwen2_windows": ("Qwen2", WINDOWS),
     "mixtral": ("Mixtral", {"num_local_experts": 4}),
     "phi3": ("Phi3", {"sliding_window": 5, "pad_token_id": 0}),
-    "qwen2_moe": ("Qwen2Moe", {**MIXTURE, "shared_expert_intermediate_size": 40, "decoder_sparse_step": 2}),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {**MIXTURE, "shared_expert_intermediate_size": 40, "decoder_sparse_step": 2},
+    ),
     "qwen3_moe": ("Qwen3Moe", {**MIXTURE, "norm_topk_prob": True, "mlp_only_layers": [0]}),
 }
 
 
 def make(family: str, **changes: Any) -> tuple[Any, LlamaConfig]:
-    """A model of theirs with random weights, norms and biases too, and what its config.json says to us."""
+    """A model of theirs with random weights, norms and biases too.
+
+    Also what its config.json says to us.
+    """
     sizes = {**SIZES, **changes}
     config = getattr(transformers, family + "Config")(**sizes, attn_implementation="eager")
     model = getattr(transformers, family + "ForCausalLM")(config).eval()
@@ -75,7 +105,10 @@ def make(family: str, **changes: Any) -> tuple[Any, LlamaConfig]:
 
 
 def weights_of(model: Any) -> dict[str, np.ndarray]:
-    return {name: value.detach().numpy().copy() for name, value in model.named_parameters(remove_duplicate=False)}
+    return {
+        name: value.detach().numpy().copy()
+        for name, value in model.named_parameters(remove_duplicate=False)
+    }
 
 
 def files_of(model: Any) -> dict[str, np.ndarray]:
@@ -111,7 +144,18 @@ def test_logits(case: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    ["qwen3", "biases", "llama3", "yarn", "qwen2_windows", "mistral", "mixtral", "phi3", "qwen2_moe", "qwen3_moe"],
+    [
+        "qwen3",
+        "biases",
+        "llama3",
+        "yarn",
+        "qwen2_windows",
+        "mistral",
+        "mixtral",
+        "phi3",
+        "qwen2_moe",
+        "qwen3_moe",
+    ],
 )
 def test_what_is_written_opens_in_transformers_as_it_was(case: str, tmp_path: Path) -> None:
     """Tied and untied, and experts: bit for bit."""
@@ -119,12 +163,20 @@ def test_what_is_written_opens_in_transformers_as_it_was(case: str, tmp_path: Pa
     model, config = make(family, **changes)
     params = to_ours(model, PipelineModule(llama(config), num_stages=1), config)
     out = written(
-        llama(config), params, llama_names(config), {**config.to_huggingface(16), "pad_token_id": None}, tmp_path
+        llama(config),
+        params,
+        llama_names(config),
+        {**config.to_huggingface(16), "pad_token_id": None},
+        tmp_path,
     )
-    opened = transformers.AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager").eval()
+    opened = transformers.AutoModelForCausalLM.from_pretrained(
+        out, attn_implementation="eager"
+    ).eval()
     assert type(opened) is type(model)
     for name, value in model.state_dict().items():
-        np.testing.assert_array_equal(opened.state_dict()[name].numpy(), value.numpy(), err_msg=name)
+        np.testing.assert_array_equal(
+            opened.state_dict()[name].numpy(), value.numpy(), err_msg=name
+        )
     ids = torch.arange(LENGTH)[None] % VOCAB
     with torch.no_grad():
         np.testing.assert_array_equal(opened(ids).logits.numpy(), model(ids).logits.numpy())
@@ -136,7 +188,10 @@ def test_packed_texts_are_as_each_alone() -> None:
     tokens = np.random.default_rng(0).integers(0, VOCAB, (1, LENGTH))
     starts = (0, 7, 16, LENGTH)
     with torch.no_grad():
-        wanted = [model(torch.tensor(tokens[:, a:b])).logits.numpy() for a, b in zip(starts, starts[1:], strict=False)]
+        wanted = [
+            model(torch.tensor(tokens[:, a:b])).logits.numpy()
+            for a, b in zip(starts, starts[1:], strict=False)
+        ]
     ids = np.searchsorted(starts, np.arange(LENGTH), side="right")[None]
     positions = np.arange(LENGTH)[None] - np.asarray(starts)[ids - 1]
     side = {"segment_ids": ids, "positions": positions}
@@ -148,13 +203,21 @@ def test_packed_texts_are_as_each_alone() -> None:
 
 def test_packed_texts_whose_length_together_would_stretch_angles_are_refused() -> None:
     scaling = RotaryScaling("dynamic", factor=2.0, original_max_position_embeddings=8)
-    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+    }
     config = LlamaConfig(**sizes, num_attention_heads=2, rope_scaling=scaling)
     module = PipelineModule(llama(config), num_stages=1)
     for length, is_stretched in ((8, False), (9, True)):
         ids = np.ones((1, length), np.int32)
         module.trace(ids)
-        match = "'dynamic'.*segment_ids for 9 positions and original_max_position_embeddings=8. Pack fewer texts"
+        match = (
+            "'dynamic'.*segment_ids for 9 positions and original_max_position_embeddings=8. Pack "
+            "fewer texts"
+        )
         with pytest.raises(LayerError, match=match) if is_stretched else contextlib.nullcontext():
             module.trace(ids, {"segment_ids": ids})
 
@@ -172,15 +235,20 @@ def test_a_step_through_four_stages_of_two_replicas_is_theirs(family: str) -> No
     module = PipelineModule(llama(config), topology=topology, loss_fn=cross_entropy)
     tokens = np.random.default_rng(0).integers(0, VOCAB, (4, 4, LENGTH + 1)).astype(np.int32)
     inputs, labels = tokens[..., :-1], tokens[..., 1:]
-    # Adam divides by what it is given, so that rounding of gradients near zero would count for much with its usual eps.
+    # Adam divides by what it is given, so that rounding of gradients near zero would count for much
+    # with its usual eps.
     rate, decay, eps = 1e-3, 0.1, 1e-4
     adamw, mesh = optax.adamw(rate, weight_decay=decay, eps=eps), make_pipeline_mesh(topology)
     pipeline = Pipeline(module, adamw, mesh, (inputs[0], labels[0], {}), 4, make_settings())
-    state, metrics = pipeline.step(pipeline.init_from(to_ours(model, module, config)), (inputs, labels, {}))
+    state, metrics = pipeline.step(
+        pipeline.init_from(to_ours(model, module, config)), (inputs, labels, {})
+    )
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=decay, eps=eps)
     logits = model(torch.tensor(inputs.reshape(16, LENGTH))).logits
-    loss = torch.nn.functional.cross_entropy(logits.reshape(-1, VOCAB), torch.tensor(labels.reshape(-1)).long())
+    loss = torch.nn.functional.cross_entropy(
+        logits.reshape(-1, VOCAB), torch.tensor(labels.reshape(-1)).long()
+    )
     loss.backward()
     optimizer.step()
     np.testing.assert_allclose(metrics["loss"], loss.item(), rtol=1e-6)
@@ -190,24 +258,41 @@ def test_a_step_through_four_stages_of_two_replicas_is_theirs(family: str) -> No
 
 REFUSED = [
     ({"hidden_act": "gelu"}, "hidden_act must be 'silu', but got hidden_act='gelu'"),
-    ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type must be one of .*, but got rope_type='longrope'"),
+    (
+        {"rope_parameters": {"rope_type": "longrope"}},
+        "rope_type must be one of .*, but got rope_type='longrope'",
+    ),
     ({"rope_parameters": {"rope_type": "linear"}}, "factor must be given and > 0"),
     (
         {"rope_scaling": {"type": "linear", "factor": 2.0, "fator": 1}},
         "fator=1 is not a known key. Did you mean factor",
     ),
-    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1.0, but got partial_rotary_factor=0.5"),
+    (
+        {"partial_rotary_factor": 0.5},
+        "partial_rotary_factor must be 1.0, but got partial_rotary_factor=0.5",
+    ),
     ({"quantization_config": {"bits": 4}}, "quantization_config must be left out"),
-    ({"residual_multiplier": 0.2}, "residual_multiplier must be 1.0, but got residual_multiplier=0.2"),
+    (
+        {"residual_multiplier": 0.2},
+        "residual_multiplier must be 1.0, but got residual_multiplier=0.2",
+    ),
     ({"model_type": "gemma"}, "model_type must be one of llama, .*, but got model_type='gemma'"),
-    ({"num_key_value_heads": 3}, "num_key_value_heads must be a divisor of num_attention_heads=4, but got"),
+    (
+        {"num_key_value_heads": 3},
+        "num_key_value_heads must be a divisor of num_attention_heads=4, but got",
+    ),
     ({"hidden_size": None}, "hidden_size must be given"),
     ({"head_dim": 7}, "head_dim must be even"),
-    ({"model_type": "qwen2", **WINDOWS, "layer_types": ["chunked"] * 2}, "layer_types must be None or one of"),
+    (
+        {"model_type": "qwen2", **WINDOWS, "layer_types": ["chunked"] * 2},
+        "layer_types must be None or one of",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("changes", "match"), REFUSED, ids=lambda x: next(iter(x)) if isinstance(x, dict) else "")
+@pytest.mark.parametrize(
+    ("changes", "match"), REFUSED, ids=lambda x: next(iter(x)) if isinstance(x, dict) else ""
+)
 def test_what_would_change_numbers_is_refused(changes: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         LlamaConfig.from_huggingface({"model_type": "llama", **SIZES, **changes})

@@ -23,7 +23,8 @@ SENTENCES = [
     "A pipeline cuts the model into stages.",
     "The model is divided into parts that follow each other.",
     "It rains.",
-    "Numbers of one device and of many devices must be the same, to rounding, whatever the layout may be.",
+    "Numbers of one device and of many devices must be the same, to rounding, whatever the layout "
+    "may be.",
 ]
 
 

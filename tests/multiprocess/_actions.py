@@ -1,4 +1,7 @@
-"""One process of a job: builds an engine and does what it is told; run as `python _actions.py JSON`."""
+"""One process of a job: builds an engine and does what it is told.
+
+Run as `python _actions.py JSON`.
+"""
 
 import errno
 import hashlib
@@ -86,7 +89,10 @@ class Actions:
         return losses
 
     def save_in_outage(self, path: str, background: bool) -> list[Any]:
-        """The storage of process 1 takes nothing; what is told, and after how many seconds, and a save after it."""
+        """The storage of process 1 takes nothing.
+
+        What is told, and after how many seconds, and a save after it.
+        """
 
         def fail(*args: Any, **kwargs: Any) -> None:
             raise OSError(errno.EIO, "Input/output error", path)
@@ -120,7 +126,9 @@ class Actions:
         """Parameters out of files where they have our names."""
         paths = flatten_dict(self.engine.module_state_dict())
         ours = [(p[1].partition("_")[0], *p[2:]) if p[0] == "layers" else p for p in paths]
-        names = [Rename(".".join(path), "/".join(own)) for path, own in zip(paths, ours, strict=True)]
+        names = [
+            Rename(".".join(path), "/".join(own)) for path, own in zip(paths, ours, strict=True)
+        ]
         self.engine.load_huggingface(folder, names)
 
     def load_named_apart(self, folder: str) -> None:
@@ -133,7 +141,9 @@ class Actions:
         for name, array in state_arrays(self.engine.state).items():
             for shard in array.addressable_shards:
                 key = f"{name}{[(along.start or 0, along.stop) for along in shard.index]}"
-                found.setdefault(key, []).append(hashlib.sha256(np.asarray(shard.data).tobytes()).hexdigest())
+                found.setdefault(key, []).append(
+                    hashlib.sha256(np.asarray(shard.data).tobytes()).hexdigest()
+                )
         return found
 
     def params(self) -> str:
@@ -160,7 +170,8 @@ class Actions:
         """Process 1 has longer sequences."""
         length = 3 + jax.process_index() % 2
         self.engine.train_batch(
-            (np.resize(x, (len(x), length)), np.resize(y, (len(y), length))) for x, y in self.entries(0)
+            (np.resize(x, (len(x), length)), np.resize(y, (len(y), length)))
+            for x, y in self.entries(0)
         )
 
     def train_failing(self) -> None:
@@ -178,7 +189,10 @@ class Actions:
         call(self.entries(0))
 
     def train_undecodable(self, kind: str) -> None:
-        """The data of process 1 fail with an error whose text cannot be encoded, or not even made."""
+        """The data of process 1 fail with an error.
+
+        Its text cannot be encoded, or not even made.
+        """
 
         class UnprintableError(ValueError):
             def __str__(self) -> str:
@@ -209,7 +223,10 @@ class Actions:
         self.engine.load_module_state_dict(own)
 
     def flip(self, process: int = 1) -> str:
-        """A bit of the last replica's memory in a process changes; returns the array in which it lies."""
+        """A bit of the last replica's memory in a process changes.
+
+        Returns the array in which it lies.
+        """
         state = self.engine.state
         arrays = state_arrays(state)
         name = next(each for each in sorted(arrays) if each.startswith("params/stacked"))
@@ -220,7 +237,9 @@ class Actions:
             jax.device_put(value, shard.device)
             for value, shard in zip(shards, arrays[name].addressable_shards, strict=True)
         ]
-        array = jax.make_array_from_single_device_arrays(arrays[name].shape, arrays[name].sharding, placed)
+        array = jax.make_array_from_single_device_arrays(
+            arrays[name].shape, arrays[name].sharding, placed
+        )
         self.engine._trainer.state = with_arrays(state, {name: array})
         return name
 

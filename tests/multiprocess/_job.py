@@ -41,7 +41,9 @@ class Job:
     devices: int
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
-    def start(self, actions: list[Any], layout: dict[str, Any], program: str = "", **env: Any) -> "Job":
+    def start(
+        self, actions: list[Any], layout: dict[str, Any], program: str = "", **env: Any
+    ) -> "Job":
         """With a program, each runs that and not `_actions.py`."""
         self.folder.mkdir(parents=True, exist_ok=True)
         port = free_port()
@@ -54,8 +56,12 @@ class Job:
             }
             told = json.dumps({"layout": layout, "actions": actions, "out": str(self.folder)})
             with (self.folder / f"log{index}").open("w") as log:
-                command = [sys.executable, "-c", program] if program else [sys.executable, SCRIPT, told]
-                process = subprocess.Popen(command, env=environment(**names, **env), stderr=log, stdout=log)
+                command = (
+                    [sys.executable, "-c", program] if program else [sys.executable, SCRIPT, told]
+                )
+                process = subprocess.Popen(
+                    command, env=environment(**names, **env), stderr=log, stdout=log
+                )
             self.processes.append(process)
         return self
 
@@ -66,7 +72,10 @@ class Job:
         finally:
             self.kill()
         assert codes == [0] * self.num_processes, self.logs()
-        return [json.loads((self.folder / f"out{i}.json").read_text()) for i in range(self.num_processes)]
+        return [
+            json.loads((self.folder / f"out{i}.json").read_text())
+            for i in range(self.num_processes)
+        ]
 
     def kill(self) -> None:
         for process in self.processes:
@@ -81,7 +90,12 @@ class Job:
 
 
 def run_job(
-    folder: Path, num_processes: int, devices: int, layout: dict[str, Any], actions: list[Any], **env: Any
+    folder: Path,
+    num_processes: int,
+    devices: int,
+    layout: dict[str, Any],
+    actions: list[Any],
+    **env: Any,
 ) -> list[list[Any]]:
     """Start a job and wait for what it gives."""
     return Job(folder, num_processes, devices).start(actions, layout, **env).finish()

@@ -1,7 +1,9 @@
-"""Trains to a number of steps, saving at each, from the last checkpoint if there is one; run by the launcher.
+"""Trains to a number of steps, saving at each, from the last checkpoint if there is one.
 
-`python _train_and_resume.py FOLDER STEPS [SELF_KILL]`: with the last, process 1 of the first attempt kills itself at
-that microbatch.
+Run by the launcher.
+
+`python _train_and_resume.py FOLDER STEPS [SELF_KILL]`: with the last, process 1 of the first
+attempt kills itself at that microbatch.
 """
 
 import os
@@ -33,7 +35,11 @@ class Slow:
     def __next__(self) -> Any:
         time.sleep(0.05)
         self._step += 1
-        if self._step == self._kill_at and jax.process_index() == 1 and os.environ.get("JAXPIPE_RESTART", "0") == "0":
+        if (
+            self._step == self._kill_at
+            and jax.process_index() == 1
+            and os.environ.get("JAXPIPE_RESTART", "0") == "0"
+        ):
             os.kill(os.getpid(), signal.SIGKILL)
         return next(self._loader)
 

@@ -1,4 +1,7 @@
-"""What differs between the processes of a job is an error in all of them, before it costs anything."""
+"""What differs between the processes of a job is an error in all of them.
+
+The error comes before the difference costs anything.
+"""
 
 import re
 from pathlib import Path
@@ -25,7 +28,9 @@ def test_replicas_that_differ_are_told_and_cost_no_checkpoint(tmp_path: Path) ->
         assert "must have the same parameters, but got layers/" in apart[1]
         assert refused[0] == "CheckpointError"
         leaf = "/".join(["params", *flipped.split("/")[2:]])
-        assert f"different ones of {leaf} (in process 0 and in process 1). Nothing" in refused[1], flipped
+        assert f"different ones of {leaf} (in process 0 and in process 1). Nothing" in refused[1], (
+            flipped
+        )
         assert [loaded[0], again, saved] == [f"{path}/global_step1", trained, True]
     assert set(jaxpipe.checkpoint.committed_tags(path)) == {"global_step1", "global_step2"}
     for tag in ("global_step1", "global_step2"):
@@ -34,7 +39,11 @@ def test_replicas_that_differ_are_told_and_cost_no_checkpoint(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_replicas_of_one_process_that_differ_are_told(tmp_path: Path) -> None:
-    actions = [["train", 0, 1], ["save", str(tmp_path / "a")], ["error", "flip_here", str(tmp_path / "a")]]
+    actions = [
+        ["train", 0, 1],
+        ["save", str(tmp_path / "a")],
+        ["error", "flip_here", str(tmp_path / "a")],
+    ]
     ((_, _, (kind, text)),) = run_job(tmp_path, 1, 2, REPLICAS, actions)
     assert kind == "CheckpointError"
     assert "(in process 0 and in process 0)" in text
@@ -45,7 +54,13 @@ def test_replicas_of_one_process_that_differ_are_told(tmp_path: Path) -> None:
 def test_later_batches_that_differ_within_a_replica(tmp_path: Path) -> None:
     """Each is told, and training goes on after it."""
     told = [["error", "train_other_samples", step] for step in range(1, 20)]
-    actions = [["train", 0, 1], *told, ["train", 1, 2], ["error", "predict_apart"], ["error", "train_or_evaluate"]]
+    actions = [
+        ["train", 0, 1],
+        *told,
+        ["train", 1, 2],
+        ["error", "predict_apart"],
+        ["error", "train_or_evaluate"],
+    ]
     results = run_job(tmp_path, 2, 1, STAGES, [*actions, ["error", "set_apart"], ["train", 2, 3]])
     for _, *errors, trained, predicted, evaluated, size, last in results:
         assert [kind for kind, _ in errors] == ["DataError"] * 19
@@ -62,7 +77,14 @@ def test_later_batches_that_differ_within_a_replica(tmp_path: Path) -> None:
 def test_one_process_reads_checkpoints_by_itself(tmp_path: Path) -> None:
     """And saving goes on after it."""
     path = str(tmp_path / "kept")
-    actions = [["train", 0, 1], ["save", path], ["read_alone", path], ["train", 1, 2], ["save", path], ["load", path]]
+    actions = [
+        ["train", 0, 1],
+        ["save", path],
+        ["read_alone", path],
+        ["train", 1, 2],
+        ["save", path],
+        ["load", path],
+    ]
     results = run_job(tmp_path, 2, 1, STAGES, actions)
     tag, num_leaves, is_inspected, num_files = results[0][2]
     assert [tag, is_inspected, num_files] == ["global_step1", True, 1]
@@ -71,7 +93,10 @@ def test_one_process_reads_checkpoints_by_itself(tmp_path: Path) -> None:
 
 
 def test_a_process_whose_storage_takes_nothing_is_told_in_all(tmp_path: Path) -> None:
-    """At once, or where a thread saves as soon as it has been silent for a while; the next save works."""
+    """At once, or where a thread saves as soon as it has been silent for a while.
+
+    The next save works.
+    """
     path = str(tmp_path / "kept")
     outages = [["save_in_outage", path, background] for background in (False, True)]
     (_, at_once, after), (_, *others) = run_job(tmp_path, 2, 1, STAGES, [["train", 0, 1], *outages])
@@ -107,7 +132,10 @@ jaxpipe.init_distributed()
 is_first = jax.process_index() == 0
 x64 = "jax_enable_x64"
 
-def trained(config=None, width=8, layers=None, flag=None, optimizer=None, loss=None, rows=4, params=None, seed=1):
+def trained(
+    config=None, width=8, layers=None, flag=None, optimizer=None, loss=None, rows=4, params=None,
+    seed=1,
+):
     more = {}
     layers = layers or [jaxpipe.LayerSpec(nn.Dense, width), nn.tanh, jaxpipe.LayerSpec(nn.Dense, 2)]
     if flag:
@@ -121,11 +149,12 @@ def trained(config=None, width=8, layers=None, flag=None, optimizer=None, loss=N
         config = {"train_batch_size": 8, "gradient_accumulation_steps": 2, **(config or {})}
         if "optimizer" not in config:
             more["optimizer"] = optimizer or optax.adam(1e-2)
-        example = jax.ShapeDtypeStruct((rows, 4), jnp.float32), jax.ShapeDtypeStruct((rows, 2), jnp.float32)
+        example = tuple(jax.ShapeDtypeStruct((rows, dim), jnp.float32) for dim in (4, 2))
         if params is not None:
             params = module.init(jax.random.key(params), np.zeros((2, 4), np.float32))
         engine = jaxpipe.initialize(
-            model=module, config=config, example_batch=example, model_parameters=params, reporter=None, **more
+            model=module, config=config, example_batch=example, model_parameters=params,
+            reporter=None, **more
         )[0]
         data = iter([(np.ones((rows, 4), np.float32), np.zeros((rows, 2), np.float32))] * 2)
         return float(engine.train_batch(data))
@@ -161,12 +190,14 @@ KINDS = {
     "optimizer": dict(optimizer=optax.adam(1e-2 if one else 1e-3)),
     "momentum": dict(optimizer=optax.sgd(1e-2, momentum=0.9 if one else 0.8)),
     "loss": dict(loss=lambda y, t: ((y - t) ** 2).mean() * (1 if one else 2)),
-    "activation": dict(layers=[jaxpipe.LayerSpec(nn.Dense, 8), lambda x: nn.tanh(x * (1 if one else 2)),
+    "activation": dict(layers=[jaxpipe.LayerSpec(nn.Dense, 8),
+                               lambda x: nn.tanh(x * (1 if one else 2)),
                                jaxpipe.LayerSpec(nn.Dense, 2)]),
     "kept": dict(config={"checkpoint": {"keep_last": 1 + one}}),
     # What may differ.
     "same": dict(),
-    "same silence": dict(config={"csv_monitor": {"enabled": False, "output_path": "a" if one else "b"}}),
+    "same silence": dict(config={"csv_monitor": {"enabled": False,
+                                                 "output_path": "a" if one else "b"}}),
 }
 for name, kind in KINDS.items():
     try:
@@ -177,7 +208,8 @@ for name, kind in KINDS.items():
 """
 
 WANTED = {
-    "lr": "configuration, but got optimizer.params.lr: 0.01 in process 0, 0.0001 in process 1. Start all",
+    "lr": "configuration, but got optimizer.params.lr: 0.01 in process 0, 0.0001 in process 1. "
+    "Start all",
     "betas": "optimizer.params.betas",
     "bf16": "bf16.enabled: True in process 0, False in process 1",
     "clipping": "gradient_clipping: 1.0 in process 0, 0.0 in process 1",
@@ -187,12 +219,14 @@ WANTED = {
     "x64": "JAX flags, but got jax_enable_x64: False in process 0, True in process 1",
     "precision": "jax_default_matmul_precision: float32 in process 0, bfloat16 in process 1",
     "keys": "jax_threefry_partitionable",
-    "width": "shapes of layers, but got params/layers/0_Dense/bias: float32[8] in process 0, float32[16] in process 1",
+    "width": "shapes of layers, but got params/layers/0_Dense/bias: float32[8] in process 0, "
+    "float32[16] in process 1",
     "more layers": "layers, but got layers[3]: nothing in process 0, 3_tanh in process 1",
     "bias": "params/layers/0_Dense/bias: float32[8] in process 0, nothing in process 1",
     "seed": "base_seed: 2 in process 0, 1 in process 1",
     "parameters": "model_parameters, but got layers/0_Dense/kernel: float32[4, 8] with checksum",
-    "rows": "example_batch: (float32[4, 4], float32[4, 2]) in process 0, (float32[2, 4], float32[2, 2]) in process 1",
+    "rows": "example_batch: (float32[4, 4], float32[4, 2]) in process 0, "
+    "(float32[2, 4], float32[2, 2]) in process 1",
     "optimizer": "must run the same program for the training step, but got in its line",
     "momentum": "must run the same program for the training step",
     "loss": "must run the same program for the training step",
@@ -208,7 +242,11 @@ def test_processes_that_begin_otherwise_are_told(tmp_path: Path) -> None:
     codes = [process.wait(400) for process in job.processes]
     assert codes == [0, 0], job.logs()
     for index in range(2):
-        said = dict(re.findall(r"^TOLD ([\w ]+): (.*)$", (tmp_path / f"log{index}").read_text(), re.MULTILINE))
+        said = dict(
+            re.findall(
+                r"^TOLD ([\w ]+): (.*)$", (tmp_path / f"log{index}").read_text(), re.MULTILINE
+            )
+        )
         assert said.keys() == WANTED.keys()
         for name, wanted in WANTED.items():
             assert wanted in said[name], (index, name, said[name])
@@ -237,5 +275,8 @@ def test_a_process_that_never_comes_is_not_waited_for_without_end(tmp_path: Path
         assert job.processes[0].wait(120) == 0, job.logs()
     finally:
         job.kill()
-    wanted = "all 2 processes must call initialize, but process 0 waited 3 s for the others. Look for the process that"
+    wanted = (
+        "all 2 processes must call initialize, but process 0 waited 3 s for the others. Look for "
+        "the process that"
+    )
     assert wanted in job.log(0)

@@ -1,4 +1,7 @@
-"""Processes of a job die or stop: the job ends soon, says so, and goes on from the last checkpoint as if it had not."""
+"""Processes of a job die or stop.
+
+The job ends soon, says so, and goes on from the last checkpoint as if it had not.
+"""
 
 import contextlib
 import os
@@ -23,14 +26,30 @@ GONE_S = 20.0
 
 
 @contextlib.contextmanager
-def launched(folder: Path, *options: Any, kill_at: int | None = None) -> Iterator[subprocess.Popen[str]]:
+def launched(
+    folder: Path, *options: Any, kill_at: int | None = None
+) -> Iterator[subprocess.Popen[str]]:
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.glob("pid*"):
         path.unlink()
     script = [SCRIPT, folder, STEPS, *([] if kill_at is None else [kill_at])]
-    command = [sys.executable, "-m", "jaxpipe.launch", "--nproc", 2, "--cpu-devices", 1, *options, *script]
+    command = [
+        sys.executable,
+        "-m",
+        "jaxpipe.launch",
+        "--nproc",
+        2,
+        "--cpu-devices",
+        1,
+        *options,
+        *script,
+    ]
     with subprocess.Popen(
-        list(map(str, command)), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        list(map(str, command)),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     ) as process:
         try:
             yield process
@@ -51,7 +70,9 @@ def wait_for(condition: Callable[[], Any], timeout_s: float = 90.0) -> Any:
 def losses(folder: Path) -> dict[int, str]:
     """The last loss of each step, as it was printed."""
     lines = (folder / "losses").read_text().splitlines() if (folder / "losses").exists() else []
-    return {int(step): loss for step, loss in (line.split() for line in lines if line.count(" ") == 1)}
+    return {
+        int(step): loss for step, loss in (line.split() for line in lines if line.count(" ") == 1)
+    }
 
 
 def pids(folder: Path) -> list[int]:
@@ -70,7 +91,10 @@ def ends(process: subprocess.Popen[str], running: list[int]) -> tuple[int, str]:
 
 
 def resume(folder: Path, reference: dict[int, str]) -> None:
-    """Going on to the end gives the same losses, to the last digit, and leaves whole checkpoints only."""
+    """Going on to the end gives the same losses, to the last digit.
+
+    It leaves whole checkpoints only.
+    """
     with launched(folder) as process:
         output, _ = process.communicate(timeout=120)
         assert process.returncode == 0, output
@@ -80,7 +104,10 @@ def resume(folder: Path, reference: dict[int, str]) -> None:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
-    """Losses of a job that nothing happens to; it is killed by itself once, and restarted by the launcher."""
+    """Losses of a job that nothing happens to.
+
+    It is killed by itself once, and restarted by the launcher.
+    """
     folder = tmp_path_factory.mktemp("reference")
     with launched(folder) as process:
         output, _ = process.communicate(timeout=120)
@@ -156,7 +183,9 @@ def test_one_that_raises_is_named(who: int, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(RAISE)
     words = ["--nproc", "2", "--cpu-devices", "1", str(tmp_path / "program.py"), str(who)]
     command = [sys.executable, "-m", "jaxpipe.launch", *words]
-    done = subprocess.run(command, env=environment(), stderr=subprocess.PIPE, text=True, check=False, timeout=240)
+    done = subprocess.run(
+        command, env=environment(), stderr=subprocess.PIPE, text=True, check=False, timeout=240
+    )
     assert done.returncode == 1, done.stderr
     assert f"[launch] process {who} (pid " in done.stderr
     assert f"[launch] process {1 - who} (pid " not in done.stderr
@@ -169,5 +198,7 @@ def test_twenty_random_kills(tmp_path: Path, reference: dict[int, str]) -> None:
     draw = random.Random(0)
     for i in range(20):
         folder = tmp_path / str(i)
-        kill_in_a_step(folder, draw.randrange(2), draw.randrange(1, STEPS - 1), draw.uniform(0.0, 0.3))
+        kill_in_a_step(
+            folder, draw.randrange(2), draw.randrange(1, STEPS - 1), draw.uniform(0.0, 0.3)
+        )
         resume(folder, reference)

@@ -32,7 +32,9 @@ JOBS = {
 @pytest.mark.parametrize("name", slow_after(1, sorted(JOBS)))
 def test_the_same_losses_and_equal_replicas(name: str, tmp_path: Path) -> None:
     processes, devices, layout = JOBS[name]
-    results = run_job(tmp_path, processes, devices, layout, [["train", 0, 5], ["evaluate"], ["rows"], ["params"]])
+    results = run_job(
+        tmp_path, processes, devices, layout, [["train", 0, 5], ["evaluate"], ["rows"], ["params"]]
+    )
     alone = Layout(**{**layout, "inside": "data", "spread": False})  # on one process
     engine = alone.engine()
     wanted = train(engine, alone, range(5))
@@ -45,7 +47,11 @@ def test_the_same_losses_and_equal_replicas(name: str, tmp_path: Path) -> None:
     assert all(len(hashes) == 1 for hashes in held.values())
     outputs = engine.predict(next(alone.entries(51))[0])
     losses = engine.eval_batch(alone.entries(50), reduce_output=None)
-    assert_loss(results[0][1], [*losses.tolist(), float(outputs.astype(float).sum())], tolerance=10 * ROUNDING)
+    assert_loss(
+        results[0][1],
+        [*losses.tolist(), float(outputs.astype(float).sum())],
+        tolerance=10 * ROUNDING,
+    )
 
 
 @pytest.mark.slow
@@ -54,7 +60,9 @@ def test_checkpoints_of_any_number_of_processes(tmp_path: Path) -> None:
     four: dict[str, Any] = {"stages": 4, "data": 1}
     two: dict[str, Any] = {"stages": 2, "data": 2, "zero": 1}
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
-    written = run_job(tmp_path / "a", 4, 1, four, [["train", 0, 3], ["save", first], ["train", 3, 5], ["params"]])
+    written = run_job(
+        tmp_path / "a", 4, 1, four, [["train", 0, 3], ["save", first], ["train", 3, 5], ["params"]]
+    )
     opened = run_job(tmp_path / "b", 2, 2, two, [["load", first], ["params"], ["train", 3, 5]])
     assert opened[0][0] == [f"{first}/global_step3", {"by": 4}, 3]
     assert_loss(opened[0][2], written[0][2], tolerance=ROUNDING)
@@ -73,7 +81,9 @@ def test_checkpoints_of_any_number_of_processes(tmp_path: Path) -> None:
 def test_data_go_on_where_they_stood_with_fewer_processes(tmp_path: Path) -> None:
     path = str(tmp_path / "kept")
     layout: dict[str, Any] = {"stages": 1, "data": 2}
-    written = run_job(tmp_path / "a", 2, 1, layout, [["train_loader", 2], ["save", path], ["train_loader", 3]])
+    written = run_job(
+        tmp_path / "a", 2, 1, layout, [["train_loader", 2], ["save", path], ["train_loader", 3]]
+    )
     alone = run_job(tmp_path / "b", 1, 2, layout, [["load", path], ["train_loader", 3]])
     assert_loss(alone[0][1], written[0][2], tolerance=ROUNDING)
 
@@ -86,7 +96,10 @@ def test_files_of_another_library_are_read_by_two_processes_or_by_none(tmp_path:
     changed = {path: leaf + 1 for path, leaf in flatten_dict(engine.module_state_dict()).items()}
     for name in ("good", "own0", "own1"):
         (tmp_path / name).mkdir()
-        save_file({".".join(path): leaf for path, leaf in changed.items()}, tmp_path / name / "model.safetensors")
+        save_file(
+            {".".join(path): leaf for path, leaf in changed.items()},
+            tmp_path / name / "model.safetensors",
+        )
     damaged = tmp_path / "own1" / "model.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-8])
     actions = [
@@ -134,14 +147,18 @@ def test_saving_beside_training(tmp_path: Path) -> None:
     path, layout = str(tmp_path / "kept"), {"stages": 2, "data": 1}
     results = run_job(tmp_path / "a", 2, 1, layout, [["save_often", path], ["train", 6, 8]])
     assert results[0] == results[1]
-    assert list(jaxpipe.checkpoint.committed_tags(path)) == [f"global_step{step}" for step in range(1, 7)]
+    assert list(jaxpipe.checkpoint.committed_tags(path)) == [
+        f"global_step{step}" for step in range(1, 7)
+    ]
     opened = run_job(tmp_path / "b", 2, 1, layout, [["load", path], ["train", 6, 8]])
     assert [opened[0][0][2], opened[0][1]] == [6, results[0][1]]
 
 
 @pytest.mark.slow
 def test_all_save_and_end_when_one_is_asked_to(tmp_path: Path) -> None:
-    results = run_job(tmp_path, 2, 1, {"stages": 2, "data": 1}, [["preempted", str(tmp_path / "kept")]])
+    results = run_job(
+        tmp_path, 2, 1, {"stages": 2, "data": 1}, [["preempted", str(tmp_path / "kept")]]
+    )
     assert results == [[[143, 2]], [[143, 2]]]
     assert set(jaxpipe.checkpoint.committed_tags(tmp_path / "kept")) == {"global_step2"}
 
@@ -181,7 +198,8 @@ def test_a_link_that_does_not_answer_is_named(tmp_path: Path) -> None:
         job.kill()
     assert "all answered" in job.log(1)
     wanted = (
-        "the links of process 0 along the mesh axis 'stage', to process 1, must answer, but got nothing for 3 s. Check"
+        "the links of process 0 along the mesh axis 'stage', to process 1, must answer, but got "
+        "nothing for 3 s. Check"
     )
     assert wanted in job.log(0)
 
@@ -189,10 +207,16 @@ def test_a_link_that_does_not_answer_is_named(tmp_path: Path) -> None:
 def test_a_coordinator_that_does_not_answer() -> None:
     port = free_port()
     with pytest.raises(
-        LaunchError, match=rf"must answer at 127.0.0.1:{port}, .*process 1 got .* for 1 s. Check that process 0 runs"
+        LaunchError,
+        match=rf"must answer at 127.0.0.1:{port}, .*process 1 got .* for 1 s. Check that process "
+        r"0 runs",
     ):
         jaxpipe.init_distributed(
-            coordinator_address=f"127.0.0.1:{port}", num_processes=2, process_id=1, timeout=1.0, local_device_ids=[0]
+            coordinator_address=f"127.0.0.1:{port}",
+            num_processes=2,
+            process_id=1,
+            timeout=1.0,
+            local_device_ids=[0],
         )
 
 
@@ -201,7 +225,9 @@ def test_a_port_that_is_in_use() -> None:
         other.bind(("", 0))
         other.listen()
         address = f"127.0.0.1:{other.getsockname()[1]}"
-        with pytest.raises(LaunchError, match=rf"must be free on the node of process 0, but got {address}.*Choose"):
+        with pytest.raises(
+            LaunchError, match=rf"must be free on the node of process 0, but got {address}.*Choose"
+        ):
             jaxpipe.init_distributed(coordinator_address=address, num_processes=2, process_id=0)
 
 
@@ -219,4 +245,6 @@ def test_a_process_without_a_device_of_the_mesh(tmp_path: Path) -> None:
     codes = [process.wait(120) for process in job.processes]
     assert 0 not in codes
     said = (tmp_path / "log0").read_text()
-    assert "must have a device of the mesh, but got 2 devices without one of process 1." in said, job.logs()
+    assert "must have a device of the mesh, but got 2 devices without one of process 1." in said, (
+        job.logs()
+    )

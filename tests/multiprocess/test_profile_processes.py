@@ -22,7 +22,8 @@ def sleep(seconds, x):
 def layer(seconds):
     @jax.custom_jvp
     def call(x):
-        return jax.pure_callback(functools.partial(sleep, seconds), jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return jax.pure_callback(functools.partial(sleep, seconds), shape, x)
     call.defjvp(lambda xs, dxs: (call(xs[0]), dxs[0]))
     return call
 
@@ -44,7 +45,9 @@ def test_what_process_0_measured_decides_for_all(tmp_path: Path) -> None:
         assert [process.wait(120) for process in job.processes] == [0, 0], job.logs()
     finally:
         job.kill()
-    cuts = [next(line for line in job.log(i).splitlines() if line.startswith("cut ")) for i in range(2)]
+    cuts = [
+        next(line for line in job.log(i).splitlines() if line.startswith("cut ")) for i in range(2)
+    ]
     assert cuts[0] == cuts[1]
     assert cuts[0].startswith("cut (0, 1, 4)")
 
@@ -57,9 +60,14 @@ jaxpipe.init_distributed()
 seconds = _calibrate._seconds
 # Each process would measure something else: the second finds its device a hundred times as slow.
 _calibrate._seconds = lambda *args: seconds(*args) * 100 ** jax.process_index()
-module = jaxpipe.PipelineModule([nn.Dense(32) for _ in range(8)], 2, loss_fn=lambda y, t: jnp.mean((y - t) ** 2))
+layers = [nn.Dense(32) for _ in range(8)]
+module = jaxpipe.PipelineModule(layers, 2, loss_fn=lambda y, t: jnp.mean((y - t) ** 2))
 x = np.ones((2, 32), np.float32)
-config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 8, "pipeline": {"schedule": "auto"}}
+config = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 8,
+    "pipeline": {"schedule": "auto"},
+}
 mesh = jaxpipe.mesh_for(module)
 pipeline = jaxpipe.make_pipeline(module, optax.sgd(0.1), config, mesh, (x, x))
 print("chosen", repr(pipeline.plan.choice), flush=True)
@@ -73,6 +81,9 @@ def test_what_process_0_calibrated_decides_for_all(tmp_path: Path) -> None:
         assert [process.wait(120) for process in job.processes] == [0, 0], job.logs()
     finally:
         job.kill()
-    chosen = [next(line for line in job.log(i).splitlines() if line.startswith("chosen ")) for i in range(2)]
+    chosen = [
+        next(line for line in job.log(i).splitlines() if line.startswith("chosen "))
+        for i in range(2)
+    ]
     assert chosen[0] == chosen[1]
     assert "The simplest within 1%" in chosen[0]

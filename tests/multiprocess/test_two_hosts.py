@@ -1,4 +1,7 @@
-"""Two network namespaces as two hosts, joined by a cable, started by the launcher through a stand-in for ssh."""
+"""Two network namespaces as two hosts, joined by a cable.
+
+The launcher starts them through a stand-in for ssh.
+"""
 
 import os
 import shutil
@@ -24,7 +27,12 @@ def _run(*words: str) -> None:
 def _may_make_namespaces() -> bool:
     if shutil.which("ip") is None or os.geteuid() != 0:
         return False
-    made = subprocess.run(["ip", "netns", "add", "jaxpipe-probe"], check=False, capture_output=True).returncode == 0
+    made = (
+        subprocess.run(
+            ["ip", "netns", "add", "jaxpipe-probe"], check=False, capture_output=True
+        ).returncode
+        == 0
+    )
     if made:
         _run("ip", "netns", "del", "jaxpipe-probe")
     return made
@@ -41,8 +49,24 @@ def hosts(tmp_path: Path) -> Iterator[Path]:
         for (address, name), folder in zip(HOSTS.items(), names, strict=True):
             _run("ip", "netns", "add", name)
             folder.mkdir(parents=True)
-            (folder / "hosts").write_text(f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n")
-        _run("ip", "link", "add", "cable", "netns", first, "type", "veth", "peer", "name", "cable", "netns", second)
+            (folder / "hosts").write_text(
+                f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n"
+            )
+        _run(
+            "ip",
+            "link",
+            "add",
+            "cable",
+            "netns",
+            first,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "cable",
+            "netns",
+            second,
+        )
         for address, name in HOSTS.items():
             _run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", "cable")
             _run("ip", "-n", name, "link", "set", "cable", "up")
@@ -60,12 +84,28 @@ def hosts(tmp_path: Path) -> Iterator[Path]:
 def test_training_over_two_hosts(hosts: Path, tmp_path: Path) -> None:
     stand_in = tmp_path / "ssh"
     cases = " ".join(f"{address}) space={name};;" for address, name in HOSTS.items())
-    stand_in.write_text(f'#!/bin/sh\ncase $1 in {cases} esac\nexec ip netns exec $space sh -c "$2"\n')
+    stand_in.write_text(
+        f'#!/bin/sh\ncase $1 in {cases} esac\nexec ip netns exec $space sh -c "$2"\n'
+    )
     stand_in.chmod(0o755)
-    options = ["--hostfile", hosts, "--ssh-command", stand_in, "--cpu-devices", "1", "--export", "XLA_FLAGS"]
+    options = [
+        "--hostfile",
+        hosts,
+        "--ssh-command",
+        stand_in,
+        "--cpu-devices",
+        "1",
+        "--export",
+        "XLA_FLAGS",
+    ]
     command = [sys.executable, "-m", "jaxpipe.launch", *options, SCRIPT, tmp_path]
     done = subprocess.run(
-        list(map(str, command)), env=environment(), capture_output=True, text=True, timeout=180, check=False
+        list(map(str, command)),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = [(tmp_path / f"losses{i}").read_text().split() for i in range(2)]

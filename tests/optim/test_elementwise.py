@@ -61,7 +61,10 @@ def test_element_wise(name: str) -> None:
 
 
 def test_an_optimizer_that_asks_for_more() -> None:
-    with pytest.raises(ConfigError, match=r"from gradients, state and parameters alone.*'value'.*\. Remove the tran"):
+    with pytest.raises(
+        ConfigError,
+        match=r"from gradients, state and parameters alone.*'value'.*\. Remove the tran",
+    ):
         is_elementwise(optax.contrib.reduce_on_plateau(), WHOLE, PIECES)
 
 

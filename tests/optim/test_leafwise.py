@@ -22,7 +22,9 @@ from jaxpipe.topology import make_pipeline_mesh
 
 def by_path(params: Any) -> Any:
     """Labels that look at the layer's place in the model and at the parameter's name."""
-    return jax.tree.map_with_path(lambda path, _: "decay" if "kernel" in str(path) else "none", params)
+    return jax.tree.map_with_path(
+        lambda path, _: "decay" if "kernel" in str(path) else "none", params
+    )
 
 
 def in_late_layers(params: Any) -> Any:
@@ -42,13 +44,17 @@ LEAFWISE = {
     "every second step": optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
     "sgd": optax.sgd(0.1, momentum=0.9, nesterov=True),
     "adam": optax.adam(1e-2),
-    "adamw masked by name": optax.adamw(1e-2, mask=lambda p: jax.tree.map(lambda label: label == "decay", by_path(p))),
+    "adamw masked by name": optax.adamw(
+        1e-2, mask=lambda p: jax.tree.map(lambda label: label == "decay", by_path(p))
+    ),
     "adamw masked by layer": optax.adamw(1e-2, weight_decay=0.1, mask=in_late_layers),
     "lion": optax.lion(1e-3),
     "lamb": optax.lamb(1e-2),
     "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=4),
     "schedule": optax.adam(optax.linear_schedule(1e-2, 1e-3, 3)),
-    "multi_transform": optax.multi_transform({"decay": optax.adam(1e-2), "none": optax.sgd(0.1)}, by_path),
+    "multi_transform": optax.multi_transform(
+        {"decay": optax.adam(1e-2), "none": optax.sgd(0.1)}, by_path
+    ),
     "clip by value": optax.chain(optax.clip(0.01), optax.sgd(0.1)),
     "clip by block": optax.chain(optax.clip_by_block_rms(0.01), optax.sgd(0.1)),
 }
@@ -78,7 +84,11 @@ def test_leafwise_optimisers_do_what_they_do_unpipelined(name: str) -> None:
         return jax.tree.map(lambda x: x[None], new)
 
     spec = jax.sharding.PartitionSpec("stage")
-    run = jax.jit(jax.shard_map(one_stage, mesh=pipeline.mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False))
+    run = jax.jit(
+        jax.shard_map(
+            one_stage, mesh=pipeline.mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False
+        )
+    )
     stages = (state.params, state.opt_state)
     for _ in range(3):
         stages = run(stages, stored)
@@ -90,7 +100,10 @@ def test_leafwise_optimisers_do_what_they_do_unpipelined(name: str) -> None:
 @pytest.mark.parametrize("name", COUPLING)
 def test_coupling_optimisers_are_refused_on_several_stages(name: str) -> None:
     case = Case(stages=2, optimizer=COUPLING[name])
-    match = r"num_stages > 1 or ZeRO.* one whose result mixes .* and .*clip_by_global_norm set gradient_clipping"
+    match = (
+        r"num_stages > 1 or ZeRO.* one whose result mixes .* and .*clip_by_global_norm set "
+        r"gradient_clipping"
+    )
     with pytest.raises(ConfigError, match=match):
         case.pipeline()
 
@@ -106,7 +119,9 @@ def test_coupling_is_seen_where_each_stage_has_one_parameter() -> None:
     module = PipelineModule(layers, num_stages=2, loss_fn=lambda y, t: jnp.mean((y - t) ** 2))
     x = np.ones((2, 4), np.float32)
     mesh = make_pipeline_mesh(PipeDataParallelTopology(2, 1))
-    with pytest.raises(ConfigError, match=r"mixes layers/0_Dense/kernel and layers/1_Dense/kernel.*remove"):
+    with pytest.raises(
+        ConfigError, match=r"mixes layers/0_Dense/kernel and layers/1_Dense/kernel.*remove"
+    ):
         Pipeline(module, optax.clip_by_global_norm(1.0), mesh, (x, x), 1)
 
 
@@ -117,7 +132,9 @@ def test_clipping_on_one_stage_is_that_of_the_model() -> None:
     state, _ = pipeline.step(pipeline.init(), case.batch())
     grads = cached_reference("linen", case.microbatches, case.data)[1]
     updates, _ = optimizer.update(grads, optimizer.init(params), params)
-    assert_close(pipeline.params_tree(state.params), jax.device_get(optax.apply_updates(params, updates)))
+    assert_close(
+        pipeline.params_tree(state.params), jax.device_get(optax.apply_updates(params, updates))
+    )
 
 
 def by_stage(params: Any, labels: Sequence[Any]) -> Any:
@@ -144,7 +161,9 @@ def two_zeros(params: Any) -> Any:
 
 
 def two_parts(labels: str) -> optax.GradientTransformation:
-    return optax.multi_transform({"a": optax.adam(0.1), "b": optax.adam(0.1)}, lambda tree: by_stage(tree, labels))
+    return optax.multi_transform(
+        {"a": optax.adam(0.1), "b": optax.adam(0.1)}, lambda tree: by_stage(tree, labels)
+    )
 
 
 @pytest.mark.parametrize(
@@ -159,17 +178,32 @@ def two_parts(labels: str) -> optax.GradientTransformation:
             False,
             id="masked by layer",
         ),
-        pytest.param(optax.GradientTransformation(late_ones, optax.identity().update), False, id="first state"),
-        pytest.param(optax.GradientTransformation(two_zeros, swap_late), False, id="equal first states swapped"),
+        pytest.param(
+            optax.GradientTransformation(late_ones, optax.identity().update),
+            False,
+            id="first state",
+        ),
+        pytest.param(
+            optax.GradientTransformation(two_zeros, swap_late),
+            False,
+            id="equal first states swapped",
+        ),
     ],
 )
 def test_stages_are_alike_where_the_optimiser_has_one_program_for_them(
     optimizer: optax.GradientTransformation, expected: bool
 ) -> None:
     like = jax.ShapeDtypeStruct((3,), jnp.float32)
-    tree = {"layers": {f"{i}_Dense": {"kernel": like, "bias": like} for i in range(4)}, "tied": {"e": {"kernel": like}}}
+    tree = {
+        "layers": {f"{i}_Dense": {"kernel": like, "bias": like} for i in range(4)},
+        "tied": {"e": {"kernel": like}},
+    }
     stages = [
-        {("layers", f"{2 * s + i}_Dense", key): f"{i}/{key}" for i in range(2) for key in ("kernel", "bias")}
+        {
+            ("layers", f"{2 * s + i}_Dense", key): f"{i}/{key}"
+            for i in range(2)
+            for key in ("kernel", "bias")
+        }
         for s in range(2)
     ]
     assert is_uniform_over_stages(trace_optimizer(optimizer, tree), stages) == expected

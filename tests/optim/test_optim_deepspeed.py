@@ -49,11 +49,17 @@ SCHEDULES: list[tuple[str, dict[str, Any]]] = [
     ),
     ("WarmupLR", {"warmup_min_lr": 0.01, "warmup_max_lr": 0.3, "warmup_num_steps": 9}),
     *(
-        ("WarmupDecayLR", {"total_num_steps": total, "warmup_num_steps": n, "warmup_min_lr": 0.0001})
+        (
+            "WarmupDecayLR",
+            {"total_num_steps": total, "warmup_num_steps": n, "warmup_min_lr": 0.0001},
+        )
         for total, n in product([2, 20, 100], [0, 9])
     ),
     *(
-        ("WarmupCosineLR", {"total_num_steps": total, "warmup_num_steps": n, "warmup_min_ratio": 0.1})
+        (
+            "WarmupCosineLR",
+            {"total_num_steps": total, "warmup_num_steps": n, "warmup_min_ratio": 0.1},
+        )
         for total, n in product([2, 20, 100], [0, 9])
     ),
     *(
@@ -76,25 +82,40 @@ SCHEDULES: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("name", "params"), SCHEDULES)
 def test_schedules_update_by_update(name: str, params: dict[str, Any]) -> None:
-    params = {key: bool(value) if key.endswith("staircase") else value for key, value in params.items()}
+    params = {
+        key: bool(value) if key.endswith("staircase") else value for key, value in params.items()
+    }
     optimizer = _torch_optimizer(lr=0.05)
-    theirs, ours = getattr(lr_schedules, name)(optimizer, **params), make_schedule(name, params, 0.05)
+    theirs, ours = (
+        getattr(lr_schedules, name)(optimizer, **params),
+        make_schedule(name, params, 0.05),
+    )
     for count in range(NUM_UPDATES):
         group = optimizer.param_groups[0]
         assert float(ours(count)) == pytest.approx(group["lr"], rel=1e-5, abs=1e-9)
         if isinstance(ours, OneCycle):
-            assert (float(ours.momentum(count)), ours.cycled_b2) == pytest.approx(group["betas"], rel=1e-5)
+            assert (float(ours.momentum(count)), ours.cycled_b2) == pytest.approx(
+                group["betas"], rel=1e-5
+            )
         theirs.step()
 
 
 @pytest.mark.parametrize(("window", "hysteresis"), list(product([1, 2, 3], [1, 2, 3])))
 @pytest.mark.parametrize("consecutive", [False, True])
 def test_loss_scales_update_by_update(window: int, hysteresis: int, consecutive: bool) -> None:
-    section = SimpleNamespace(enabled=True, loss_scale=0, initial_scale_power=3, loss_scale_window=window)
-    section.hysteresis, section.consecutive_hysteresis, section.min_loss_scale = hysteresis, consecutive, 1.0
+    section = SimpleNamespace(
+        enabled=True, loss_scale=0, initial_scale_power=3, loss_scale_window=window
+    )
+    section.hysteresis, section.consecutive_hysteresis, section.min_loss_scale = (
+        hysteresis,
+        consecutive,
+        1.0,
+    )
     scaler = LossScaler.from_section(section)
     patterns = np.array(list(product([False, True], repeat=8)))
-    scan = jax.vmap(lambda p: jax.lax.scan(lambda s, o: (scaler.update(s, o),) * 2, scaler.init(), p)[1])
+    scan = jax.vmap(
+        lambda p: jax.lax.scan(lambda s, o: (scaler.update(s, o),) * 2, scaler.init(), p)[1]
+    )
     states = jax.device_get(jax.jit(scan)(patterns))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loss_scaler.dist, "get_rank", lambda: 1)
@@ -115,21 +136,53 @@ def test_loss_scales_update_by_update(window: int, hysteresis: int, consecutive:
     ("name", "params", "theirs"),
     [
         ("AdamW", {"torch_adam": True, "lr": 0.1}, "AdamW"),
-        ("AdamW", {"torch_adam": True, "lr": 0.1, "amsgrad": True, "weight_decay": 0.3, "betas": [0.7, 0.8]}, "AdamW"),
-        ("Adam", {"torch_adam": True, "lr": 0.1, "adam_w_mode": False, "weight_decay": 0.3}, "Adam"),
-        ("Adam", {"torch_adam": True, "lr": 0.1, "adam_w_mode": False, "amsgrad": True, "maximize": True}, "Adam"),
+        (
+            "AdamW",
+            {
+                "torch_adam": True,
+                "lr": 0.1,
+                "amsgrad": True,
+                "weight_decay": 0.3,
+                "betas": [0.7, 0.8],
+            },
+            "AdamW",
+        ),
+        (
+            "Adam",
+            {"torch_adam": True, "lr": 0.1, "adam_w_mode": False, "weight_decay": 0.3},
+            "Adam",
+        ),
+        (
+            "Adam",
+            {
+                "torch_adam": True,
+                "lr": 0.1,
+                "adam_w_mode": False,
+                "amsgrad": True,
+                "maximize": True,
+            },
+            "Adam",
+        ),
         ("SGD", {}, "SGD"),
         ("SGD", {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.2}, "SGD"),
         ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True, "maximize": True}, "SGD"),
         ("Adagrad", {}, "Adagrad"),
-        ("Adagrad", {"lr": 0.1, "lr_decay": 0.2, "weight_decay": 0.1, "initial_accumulator_value": 0.5}, "Adagrad"),
+        (
+            "Adagrad",
+            {"lr": 0.1, "lr_decay": 0.2, "weight_decay": 0.1, "initial_accumulator_value": 0.5},
+            "Adagrad",
+        ),
     ],
 )
-def test_pytorchs_optimizers_update_by_update(name: str, params: dict[str, Any], theirs: str) -> None:
+def test_pytorchs_optimizers_update_by_update(
+    name: str, params: dict[str, Any], theirs: str
+) -> None:
     rng = np.random.default_rng(0)
     start = rng.normal(size=(4, 3)).astype(np.float32)
     weight = torch.nn.Parameter(torch.tensor(start))
-    options = {key: value for key, value in params.items() if key not in ("torch_adam", "adam_w_mode")}
+    options = {
+        key: value for key, value in params.items() if key not in ("torch_adam", "adam_w_mode")
+    }
     reference = getattr(torch.optim, theirs)([weight], **options)
     optimizer, values = make_optimizer(name, params), jnp.asarray(start)
     state = optimizer.init(values)

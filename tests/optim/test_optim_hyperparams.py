@@ -45,7 +45,12 @@ LAYOUTS = pytest.mark.parametrize("place", [_plain, _in_rows, _on_devices])
 @LAYOUTS
 def test_hyperparameters_can_be_read_in_every_layout(place: Callable[..., Any]) -> None:
     state = place(make_optimizer("Adam", {"lr": 0.25, "betas": [0.5, 0.75], "weight_decay": 0.125}))
-    assert read_hyperparams(state) == {"learning_rate": 0.25, "b1": 0.5, "b2": 0.75, "weight_decay": 0.125}
+    assert read_hyperparams(state) == {
+        "learning_rate": 0.25,
+        "b1": 0.5,
+        "b2": 0.75,
+        "weight_decay": 0.125,
+    }
 
 
 @LAYOUTS
@@ -75,14 +80,18 @@ def test_what_is_set_is_used() -> None:
     optimizer = make_optimizer("SGD", {"lr": 0.25})
     state = set_hyperparams(optimizer.init(PARAMS), learning_rate=2.0)
     for _ in range(2):
-        updates, state = jax.jit(optimizer.update)(jax.tree.map(jnp.ones_like, PARAMS), state, PARAMS)
+        updates, state = jax.jit(optimizer.update)(
+            jax.tree.map(jnp.ones_like, PARAMS), state, PARAMS
+        )
         assert updates["b"].tolist() == [-2.0] * 3
 
 
 def test_hyperparameters_can_be_read_and_set_while_tracing() -> None:
     @jax.jit
     def halve(state: Any) -> Any:
-        return (read_hyperparams(state) or {})["learning_rate"], set_hyperparams(state, learning_rate=0.5)
+        return (read_hyperparams(state) or {})["learning_rate"], set_hyperparams(
+            state, learning_rate=0.5
+        )
 
     rate, state = halve(_in_rows(make_optimizer("SGD", {"lr": 0.25})))
     assert float(rate) == 0.25
@@ -91,14 +100,21 @@ def test_hyperparameters_can_be_read_and_set_while_tracing() -> None:
 
 def test_states_inside_states_are_found() -> None:
     inner = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
-    outer = optax.inject_hyperparams(lambda scale: optax.chain(optax.scale(scale), inner))(scale=2.0)
+    outer = optax.inject_hyperparams(lambda scale: optax.chain(optax.scale(scale), inner))(
+        scale=2.0
+    )
     state = (optax.MultiSteps(outer, 2).init(PARAMS), "text")
     assert read_hyperparams(state) == {"scale": 2.0, "learning_rate": 0.5}
-    assert read_hyperparams(set_hyperparams(state, learning_rate=4.0)) == {"scale": 2.0, "learning_rate": 4.0}
+    assert read_hyperparams(set_hyperparams(state, learning_rate=4.0)) == {
+        "scale": 2.0,
+        "learning_rate": 4.0,
+    }
 
 
 def test_array_hyperparameters_come_without_rows() -> None:
-    optimizer = optax.inject_hyperparams(lambda weights: optax.scale(1.0))(weights=jnp.array([1.0, 2.0]))
+    optimizer = optax.inject_hyperparams(lambda weights: optax.scale(1.0))(
+        weights=jnp.array([1.0, 2.0])
+    )
     for place in (_plain, _in_rows, _on_devices):
         assert (read_hyperparams(place(optimizer)) or {})["weights"].tolist() == [1, 2]
 
@@ -136,16 +152,24 @@ def test_the_next_update_runs_with_the_next_value(place: Callable[..., Any]) -> 
 
 def test_a_value_that_is_not_scheduled_is_the_next_one() -> None:
     state = set_hyperparams(make_optimizer("SGD", {"lr": 0.25}).init(PARAMS), learning_rate=0.5)
-    assert next_hyperparams(state, {"learning_rate": SCHEDULE}) == {"learning_rate": 0.5, "weight_decay": 0.0}
+    assert next_hyperparams(state, {"learning_rate": SCHEDULE}) == {
+        "learning_rate": 0.5,
+        "weight_decay": 0.0,
+    }
 
 
 def test_states_without_hyperparameters() -> None:
-    for optimizer in (optax.adam(0.1), optax.chain(optax.clip(1.0), optax.sgd(0.1)), optax.identity()):
+    for optimizer in (
+        optax.adam(0.1),
+        optax.chain(optax.clip(1.0), optax.sgd(0.1)),
+        optax.identity(),
+    ):
         state = optimizer.init(PARAMS)
         assert read_hyperparams(state) is None
         assert next_hyperparams(state, {"learning_rate": SCHEDULE}) is None
         with pytest.raises(
-            ConfigError, match=r"must lie in the optimizer's state .* got learning_rate=0.5 and .*Make t"
+            ConfigError,
+            match=r"must lie in the optimizer's state .* got learning_rate=0.5 and .*Make t",
         ):
             set_hyperparams(state, learning_rate=0.5)
 
@@ -153,16 +177,32 @@ def test_states_without_hyperparameters() -> None:
 def test_wrong_names_and_values_are_refused() -> None:
     state = make_optimizer("Adam", {}, SCHEDULE).init(PARAMS)
     with pytest.raises(
-        ConfigError, match=r"hyperparameter must be one of b1, b2, .*='learning_rat'. Did you mean 'learn"
+        ConfigError,
+        match=r"hyperparameter must be one of b1, b2, .*='learning_rat'. Did you mean 'learn",
     ):
         set_hyperparams(state, learning_rat=0.5)
     with pytest.raises(
-        ConfigError, match=r"learning_rate must not follow a schedule .* got learning_rate=0.5 where .*Leav"
+        ConfigError,
+        match=r"learning_rate must not follow a schedule .* got learning_rate=0.5 where .*Leav",
     ):
         set_hyperparams(state, learning_rate=0.5)
-    wrong = (None, "0.1", float("nan"), float("inf"), 1e39, 10**400, True, 0.1j, [0.1], np.ones(3), np.array("0.1"))
+    wrong = (
+        None,
+        "0.1",
+        float("nan"),
+        float("inf"),
+        1e39,
+        10**400,
+        True,
+        0.1j,
+        [0.1],
+        np.ones(3),
+        np.array("0.1"),
+    )
     for value in (*wrong, np.array(True), jnp.nan, jnp.array(jnp.inf)):
-        with pytest.raises(ConfigError, match=r"b1 must be a finite number, but got b1=.*Use for instance 0.001"):
+        with pytest.raises(
+            ConfigError, match=r"b1 must be a finite number, but got b1=.*Use for instance 0.001"
+        ):
             set_hyperparams(state, b1=value)  # pyright: ignore[reportArgumentType]
 
 
@@ -179,7 +219,9 @@ def test_wrong_names_and_values_are_refused() -> None:
 )
 def test_values_out_of_range_are_refused(name: str, value: Any, rule: str) -> None:
     state = make_optimizer("Muon", {}).init(PARAMS)
-    with pytest.raises(ConfigError, match=f"{name} must be a finite number of {rule} a number such as 0.001"):
+    with pytest.raises(
+        ConfigError, match=f"{name} must be a finite number of {rule} a number such as 0.001"
+    ):
         set_hyperparams(state, **{name: value})
 
 

@@ -62,7 +62,9 @@ def _run(scaler: LossScaler, overflows: np.ndarray) -> LossScaleState:
     """States after each update of each pattern: shape `[num_patterns, num_updates]`."""
 
     def one(pattern: jax.Array) -> LossScaleState:
-        def step(state: LossScaleState, overflow: jax.Array) -> tuple[LossScaleState, LossScaleState]:
+        def step(
+            state: LossScaleState, overflow: jax.Array
+        ) -> tuple[LossScaleState, LossScaleState]:
             state = scaler.update(state, overflow)
             return state, state
 
@@ -73,11 +75,17 @@ def _run(scaler: LossScaler, overflows: np.ndarray) -> LossScaleState:
 
 SECTIONS = [
     Section(
-        loss_scale_window=window, hysteresis=hysteresis, consecutive_hysteresis=consecutive, min_loss_scale=smallest
+        loss_scale_window=window,
+        hysteresis=hysteresis,
+        consecutive_hysteresis=consecutive,
+        min_loss_scale=smallest,
     )
-    for window, hysteresis, consecutive, smallest in product([1, 2, 3], [1, 2, 3], [False, True], [1.0, 3.0, 8.0])
+    for window, hysteresis, consecutive, smallest in product(
+        [1, 2, 3], [1, 2, 3], [False, True], [1.0, 3.0, 8.0]
+    )
 ]
-MIXED = [SECTIONS[7 * i % len(SECTIONS)] for i in range(len(SECTIONS))]  # the first ones with all values of each
+# The first ones have all values of each.
+MIXED = [SECTIONS[7 * i % len(SECTIONS)] for i in range(len(SECTIONS))]
 
 
 @pytest.mark.parametrize("section", soak_after(12, MIXED), ids=repr)
@@ -133,7 +141,8 @@ def test_an_overflow_at_the_smallest_scale_is_remembered() -> None:
 
 def test_a_static_scale_stays_and_counts() -> None:
     states = _run(
-        LossScaler.from_section(Section(loss_scale=128)), np.array([[True, True, False, False, False, False]])
+        LossScaler.from_section(Section(loss_scale=128)),
+        np.array([[True, True, False, False, False, False]]),
     )
     assert states.scale[0].tolist() == [128] * 6
     assert states.iteration[0].tolist() == [1, 2, 3, 4, 5, 6]
@@ -154,26 +163,59 @@ def test_the_state_keeps_its_dtypes() -> None:
     for scaler in (LossScaler.from_section(Section()), LossScaler(8.0), LossScaler.none()):
         before = scaler.init()
         after = jax.eval_shape(scaler.update, before, jax.ShapeDtypeStruct((), jnp.bool_))
-        assert jax.tree.map(lambda x: (x.shape, x.dtype), before) == jax.tree.map(lambda x: (x.shape, x.dtype), after)
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), before) == jax.tree.map(
+            lambda x: (x.shape, x.dtype), after
+        )
         assert all(not leaf.weak_type for leaf in jax.tree.leaves(before))
 
 
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"loss_scale": -1}, r"fp16.loss_scale must be a finite number of at least 0, but got fp16.loss_scale=-1. Use"),
+        (
+            {"loss_scale": -1},
+            r"fp16.loss_scale must be a finite number of at least 0, but got fp16.loss_scale=-1. "
+            r"Use",
+        ),
         ({"loss_scale": "dynamic"}, r"fp16.loss_scale must be .*='dynamic'. Use a number"),
         ({"loss_scale": True}, r"fp16.loss_scale must be .*=True. Use a number"),
         ({"loss_scale": float("inf")}, r"fp16.loss_scale must be .*=inf. Use a number"),
-        ({"loss_scale": 1e39}, r"fp16.loss_scale must be a scale above 0 within float32, .*=1e\+39. Use a scale such"),
-        ({"initial_scale_power": 128}, r"fp16.initial_scale_power must be an integer of at most 127, .*=128. Use for"),
-        ({"initial_scale_power": -1}, r"fp16.initial_scale_power must be an integer of at least 0 .*=-1. Use for"),
-        ({"loss_scale_window": 0}, r"fp16.loss_scale_window must be an integer of at least 1 .*=0. Use for instance"),
-        ({"hysteresis": 0}, r"fp16.hysteresis must be an integer of at least 1 .*=0. Use for instance"),
-        ({"consecutive_hysteresis": 1}, r"fp16.consecutive_hysteresis must be true or false, .*=1. Use true or false"),
-        ({"min_loss_scale": 0}, r"fp16.min_loss_scale must be above 0 and at most .* of 16, .*=0. Lower it, or raise"),
-        ({"min_loss_scale": 32}, r"fp16.min_loss_scale must be .* of 16, but got fp16.min_loss_scale=32. Lower it, or"),
-        ({"min_loss_scale": None}, r"fp16.min_loss_scale must be a finite number .*=None. Use a number"),
+        (
+            {"loss_scale": 1e39},
+            r"fp16.loss_scale must be a scale above 0 within float32, .*=1e\+39. Use a scale such",
+        ),
+        (
+            {"initial_scale_power": 128},
+            r"fp16.initial_scale_power must be an integer of at most 127, .*=128. Use for",
+        ),
+        (
+            {"initial_scale_power": -1},
+            r"fp16.initial_scale_power must be an integer of at least 0 .*=-1. Use for",
+        ),
+        (
+            {"loss_scale_window": 0},
+            r"fp16.loss_scale_window must be an integer of at least 1 .*=0. Use for instance",
+        ),
+        (
+            {"hysteresis": 0},
+            r"fp16.hysteresis must be an integer of at least 1 .*=0. Use for instance",
+        ),
+        (
+            {"consecutive_hysteresis": 1},
+            r"fp16.consecutive_hysteresis must be true or false, .*=1. Use true or false",
+        ),
+        (
+            {"min_loss_scale": 0},
+            r"fp16.min_loss_scale must be above 0 and at most .* of 16, .*=0. Lower it, or raise",
+        ),
+        (
+            {"min_loss_scale": 32},
+            r"fp16.min_loss_scale must be .* of 16, but got fp16.min_loss_scale=32. Lower it, or",
+        ),
+        (
+            {"min_loss_scale": None},
+            r"fp16.min_loss_scale must be a finite number .*=None. Use a number",
+        ),
     ],
 )
 def test_wrong_values_are_refused_by_path(changes: dict[str, Any], match: str) -> None:
@@ -182,5 +224,8 @@ def test_wrong_values_are_refused_by_path(changes: dict[str, Any], match: str) -
 
 
 def test_a_static_scale_must_not_be_zero() -> None:
-    with pytest.raises(ConfigError, match=r"fp16.loss_scale must be a scale above 0 .*=0.0. Use a scale such as 65536"):
+    with pytest.raises(
+        ConfigError,
+        match=r"fp16.loss_scale must be a scale above 0 .*=0.0. Use a scale such as 65536",
+    ):
         LossScaler(0.0)

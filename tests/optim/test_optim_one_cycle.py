@@ -44,7 +44,9 @@ def _expected(
     return rates, momenta
 
 
-@pytest.mark.parametrize(("first", "second", "last"), list(product([1, 2, 3, 10], [1, 2, 5, 9], [-1, 0, 6])))
+@pytest.mark.parametrize(
+    ("first", "second", "last"), list(product([1, 2, 3, 10], [1, 2, 5, 9], [-1, 0, 6]))
+)
 @pytest.mark.parametrize("stairs", [(0, 0), (2, 3), (4, 0), (15, 15)])
 @pytest.mark.parametrize("decay", [(0, 1.0, 1.0), (3, 0.5, 0.001), (1, 0.0, 0.0)])
 def test_every_small_cycle(
@@ -73,7 +75,14 @@ def test_every_small_cycle(
 
 
 def test_one_cycle_by_hand() -> None:
-    schedule = OneCycle(0.1, 0.5, cycle_first_step_size=4, cycle_second_step_size=2, decay_step_size=1, decay_lr_rate=1)
+    schedule = OneCycle(
+        0.1,
+        0.5,
+        cycle_first_step_size=4,
+        cycle_second_step_size=2,
+        decay_step_size=1,
+        decay_lr_rate=1,
+    )
     rates = [round(float(schedule(count)), 5) for count in range(10)]
     assert rates == [0.1, 0.2, 0.3, 0.4, 0.5, 0.3, 0.1, 0.05, 0.03333, 0.025]
     momenta = [round(float(schedule.momentum(count)), 5) for count in range(9)]
@@ -93,21 +102,55 @@ def test_the_second_half_may_be_empty() -> None:
 @pytest.mark.parametrize(
     ("values", "match"),
     [
-        ({"cycle_min_lr": -1}, r"cycle_min_lr must be a finite number of at least 0, but got .*cycle_min_lr=-1. Use a"),
-        ({"cycle_max_lr": "1"}, r"cycle_max_lr must be a finite number .*cycle_max_lr='1'. Use a number such as 0.001"),
-        ({"decay_lr_rate": None}, r"decay_lr_rate must be a finite number of at least 0, but got .*=None. Use"),
-        ({"decay_mom_rate": -0.1}, r"decay_mom_rate must be a finite number of at least 0, but got .*=-0.1. Use"),
-        ({"cycle_first_step_size": 0}, r"cycle_first_step_size must be an integer of at least 1 .*=0. Use for"),
-        ({"cycle_second_step_size": -1}, r"cycle_second_step_size must be an integer of at least 0 .*=-1. Use for"),
-        ({"cycle_first_stair_count": 1.5}, r"cycle_first_stair_count must be an integer of at least 0 .*=1.5. Use"),
-        ({"cycle_second_stair_count": "2"}, r"cycle_second_stair_count must be an integer of at least 0 .*='2'. Use"),
+        (
+            {"cycle_min_lr": -1},
+            r"cycle_min_lr must be a finite number of at least 0, but got .*cycle_min_lr=-1. Use a",
+        ),
+        (
+            {"cycle_max_lr": "1"},
+            r"cycle_max_lr must be a finite number .*cycle_max_lr='1'. Use a number such as 0.001",
+        ),
+        (
+            {"decay_lr_rate": None},
+            r"decay_lr_rate must be a finite number of at least 0, but got .*=None. Use",
+        ),
+        (
+            {"decay_mom_rate": -0.1},
+            r"decay_mom_rate must be a finite number of at least 0, but got .*=-0.1. Use",
+        ),
+        (
+            {"cycle_first_step_size": 0},
+            r"cycle_first_step_size must be an integer of at least 1 .*=0. Use for",
+        ),
+        (
+            {"cycle_second_step_size": -1},
+            r"cycle_second_step_size must be an integer of at least 0 .*=-1. Use for",
+        ),
+        (
+            {"cycle_first_stair_count": 1.5},
+            r"cycle_first_stair_count must be an integer of at least 0 .*=1.5. Use",
+        ),
+        (
+            {"cycle_second_stair_count": "2"},
+            r"cycle_second_stair_count must be an integer of at least 0 .*='2'. Use",
+        ),
         ({"decay_step_size": -2}, r"decay_step_size must be an integer of at least 0 .*=-2. Use"),
-        ({"cycle_momentum": "yes"}, r"cycle_momentum must be true or false, but got .*='yes'. Use true or false"),
-        ({"cycle_min_mom": 1.0}, r"cycle_min_mom must be a finite number of at least 0 and below 1, .*=1.0. Use"),
-        ({"cycle_max_mom": 1.5}, r"cycle_max_mom must be a finite number of at least 0 and below 1, .*=1.5. Use"),
+        (
+            {"cycle_momentum": "yes"},
+            r"cycle_momentum must be true or false, but got .*='yes'. Use true or false",
+        ),
+        (
+            {"cycle_min_mom": 1.0},
+            r"cycle_min_mom must be a finite number of at least 0 and below 1, .*=1.0. Use",
+        ),
+        (
+            {"cycle_max_mom": 1.5},
+            r"cycle_max_mom must be a finite number of at least 0 and below 1, .*=1.5. Use",
+        ),
         (
             {"cycle_first_stair_count": 2**21},
-            r"cycle_first_stair_count must be below 2\*\*31 / cycle_first_step_size=2000, .*=2097152. Use fewer stairs",
+            r"cycle_first_stair_count must be below 2\*\*31 / cycle_first_step_size=2000, "
+            r".*=2097152. Use fewer stairs",
         ),
     ],
 )

@@ -44,14 +44,19 @@ def _arguments(name: str) -> dict[str, Any]:
 
 
 OPTAX = sorted(
-    name for name in optax_optimizers() if name.lower() not in {n.lower() for n in NAMES} | NOT_FROM_JSON | DEPRECATED
+    name
+    for name in optax_optimizers()
+    if name.lower() not in {n.lower() for n in NAMES} | NOT_FROM_JSON | DEPRECATED
 )
 
 
 @pytest.mark.parametrize("name", OPTAX)
 def test_optax_optimizers_by_name(name: str) -> None:
     arguments = _arguments(name)
-    actual, wanted = _run(make_optimizer(name, arguments)), _run(optax_optimizers()[name](**arguments))
+    actual, wanted = (
+        _run(make_optimizer(name, arguments)),
+        _run(optax_optimizers()[name](**arguments)),
+    )
     for ours, theirs in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
@@ -59,7 +64,9 @@ def test_optax_optimizers_by_name(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(NOT_FROM_JSON))
 def test_optimizers_that_need_more_than_gradients_are_refused(name: str) -> None:
     arguments = {} if name == "lbfgs" else {"learning_rate": 0.01}
-    with pytest.raises(ConfigError, match=rf"optimizer.params must be|optimizer.params.* must be given for {name}"):
+    with pytest.raises(
+        ConfigError, match=rf"optimizer.params must be|optimizer.params.* must be given for {name}"
+    ):
         make_optimizer(name, arguments)
 
 
@@ -95,7 +102,9 @@ def test_states_keep_their_dtypes_and_shapes(name: str) -> None:
     before = jax.eval_shape(optimizer.init, PARAMS)
     after = jax.eval_shape(optimizer.update, GRADS, before, PARAMS)[1]
     assert jax.tree.structure(before) == jax.tree.structure(after)
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), before) == jax.tree.map(lambda x: (x.shape, x.dtype), after)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), before) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), after
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -121,7 +130,9 @@ def test_optimizers_accept_a_stage_without_parameters(name: str) -> None:
         ("rmsprop", {"momentum": 0.5}, {"momentum": CYCLE.momentum}),
     ],
 )
-def test_which_hyperparameters_follow_one_cycle(name: str, params: dict[str, Any], wanted: dict[str, Any]) -> None:
+def test_which_hyperparameters_follow_one_cycle(
+    name: str, params: dict[str, Any], wanted: dict[str, Any]
+) -> None:
     assert hyperparam_schedules(name, params, CYCLE) == {"learning_rate": CYCLE, **wanted}
     assert hyperparam_schedules(name, params, None) == {}
     still = OneCycle(0.1, 0.2, cycle_momentum=False)
@@ -153,12 +164,19 @@ def test_the_optimizers_own_rate(name: str, params: dict[str, Any], wanted: floa
 
 
 def test_frozen_parameters_are_accepted() -> None:
-    assert (read_hyperparams(make_optimizer("Adam", {"betas": (0.5, 0.25)}).init(PARAMS)) or {})["b1"] == 0.5
+    assert (read_hyperparams(make_optimizer("Adam", {"betas": (0.5, 0.25)}).init(PARAMS)) or {})[
+        "b1"
+    ] == 0.5
 
 
-@pytest.mark.parametrize("key", ["foreach", "fused", "capturable", "differentiable", "set_grad_none"])
+@pytest.mark.parametrize(
+    "key", ["foreach", "fused", "capturable", "differentiable", "set_grad_none"]
+)
 def test_tuning_of_pytorch_is_accepted_with_a_warning(key: str) -> None:
-    with pytest.warns(UserWarning, match=rf"optimizer.params.{key} tunes PyTorch and has no effect here. Remove it."):
+    with pytest.warns(
+        UserWarning,
+        match=rf"optimizer.params.{key} tunes PyTorch and has no effect here. Remove it.",
+    ):
         make_optimizer("Adam", {key: True})
 
 
@@ -168,7 +186,9 @@ BAD_BETAS = [0.9, [0.9], [0.9, 1.0], [-0.1, 0.9], "0.9", ["a", 0.9], None]
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "Lamb", "Lion", "Muon"])
 @pytest.mark.parametrize("value", BAD_BETAS)
 def test_wrong_betas_are_refused_by_path(name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=r"optimizer.params.betas(\[[01]\])? must be a .*, but got .*Use "):
+    with pytest.raises(
+        ConfigError, match=r"optimizer.params.betas(\[[01]\])? must be a .*, but got .*Use "
+    ):
         make_optimizer(name, {"betas": value})
 
 
@@ -177,14 +197,18 @@ def test_wrong_betas_are_refused_by_path(name: str, value: Any) -> None:
 def test_wrong_numbers_are_refused_by_path(name: str, value: Any) -> None:
     for key in ("lr", "weight_decay"):
         with pytest.raises(
-            ConfigError, match=rf"optimizer.params.{key} must be a finite number .*Use a number such as"
+            ConfigError,
+            match=rf"optimizer.params.{key} must be a finite number .*Use a number such as",
         ):
             make_optimizer(name, {key: value})
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_clipping_is_refused_with_the_key_that_does_it(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"optimizer.params.max_grad_norm must be left out.*=1.0. Use gradient_clipp"):
+    with pytest.raises(
+        ConfigError,
+        match=r"optimizer.params.max_grad_norm must be left out.*=1.0. Use gradient_clipp",
+    ):
         make_optimizer(name, {"max_grad_norm": 1.0})
 
 
@@ -201,10 +225,26 @@ def test_clipping_is_refused_with_the_key_that_does_it(name: str) -> None:
             {"wieght_decay": 1},
             r"optimizer.params.wieght_decay is not .* Did you mean optimizer.params.weight_dec",
         ),
-        ("Adam", {1: 1}, r"A name in optimizer.params must be a string, but got name=1. Write it in quotes"),
-        ("Adam", {"adam_w_mode": 0}, r"optimizer.params.adam_w_mode must be true or false, .*=0. Use true or false"),
-        ("Adam", {"eps": None}, r"optimizer.params.eps must be a finite number .*=None. Use a number"),
-        ("Adam", {"fused": "yes"}, r"optimizer.params.fused must be true, false or null, .*='yes'. Remove the key"),
+        (
+            "Adam",
+            {1: 1},
+            r"A name in optimizer.params must be a string, but got name=1. Write it in quotes",
+        ),
+        (
+            "Adam",
+            {"adam_w_mode": 0},
+            r"optimizer.params.adam_w_mode must be true or false, .*=0. Use true or false",
+        ),
+        (
+            "Adam",
+            {"eps": None},
+            r"optimizer.params.eps must be a finite number .*=None. Use a number",
+        ),
+        (
+            "Adam",
+            {"fused": "yes"},
+            r"optimizer.params.fused must be true, false or null, .*='yes'. Remove the key",
+        ),
         (
             "AdamW",
             {"adam_w_mode": False},
@@ -215,36 +255,75 @@ def test_clipping_is_refused_with_the_key_that_does_it(name: str) -> None:
             {"nesterov": True},
             r"optimizer.params.nesterov must be false .*=True, momentum=0 .*Set optimizer.para",
         ),
-        ("SGD", {"nesterov": True, "momentum": 0.9, "dampening": 0.1}, r"=True, momentum=0.9 and dampening=0.1. Set "),
+        (
+            "SGD",
+            {"nesterov": True, "momentum": 0.9, "dampening": 0.1},
+            r"=True, momentum=0.9 and dampening=0.1. Set ",
+        ),
         ("SGD", {"betas": [0.9, 0.9]}, r"optimizer.params.betas is not a known parameter"),
-        ("Lamb", {"amsgrad": True}, r"optimizer.params.amsgrad must be left out, because .*=True. Remove the key"),
+        (
+            "Lamb",
+            {"amsgrad": True},
+            r"optimizer.params.amsgrad must be left out, because .*=True. Remove the key",
+        ),
         (
             "Lamb",
             {"min_coeff": 11},
             r"optimizer.params.min_coeff must be at most max_coeff=10.0, .*=11.0. Swap the two",
         ),
-        ("Muon", {"per_head_muon": True}, r"optimizer.params.per_head_muon must be left out, because .*Remove the key"),
+        (
+            "Muon",
+            {"per_head_muon": True},
+            r"optimizer.params.per_head_muon must be left out, because .*Remove the key",
+        ),
         (
             "Muon",
             {"ns_method": "gramm"},
             r"optimizer.params.ns_method must be one of gram, standard, .*Did you mean 'gr",
         ),
-        ("Muon", {"momentum": 1}, r"optimizer.params.momentum must be .* below 1, .*=1. Use a number"),
+        (
+            "Muon",
+            {"momentum": 1},
+            r"optimizer.params.momentum must be .* below 1, .*=1. Use a number",
+        ),
         (
             "AdanW",
             {},
-            r"optimizer.type must be one of .*AdamW.*adan.*, but got optimizer.type='AdanW'. Did you mean '[Aa]d",
+            r"optimizer.type must be one of .*AdamW.*adan.*, but got optimizer.type='AdanW'. Did "
+            r"you mean '[Aa]d",
         ),
         (
             "RMSprop",
             {},
-            r"optimizer.type must be one of .*, but got optimizer.type='RMSprop'. Did you mean 'rmsprop'\?",
+            r"optimizer.type must be one of .*, but got optimizer.type='RMSprop'. Did you mean "
+            r"'rmsprop'\?",
         ),
-        ("OneBitAdam", {}, r"optimizer.type must be one of .*, but got optimizer.type='OneBitAdam'"),
-        (3, {}, r"optimizer.type must be one of .*, but got optimizer.type=3. Use one of these names"),
-        ("rmsprop", {"learning_rate": 0.1, "lr": 1}, r"optimizer.params.lr is not a known parameter"),
-        ("rmsprop", {"learning_rate": 0.1, "deccay": 1}, r"params.deccay is not .*Did you mean optimizer.params.decay"),
-        ("rmsprop", {}, r"optimizer.params.learning_rate must be given for rmsprop, .*=None. Add learning_rate to opt"),
+        (
+            "OneBitAdam",
+            {},
+            r"optimizer.type must be one of .*, but got optimizer.type='OneBitAdam'",
+        ),
+        (
+            3,
+            {},
+            r"optimizer.type must be one of .*, but got optimizer.type=3. Use one of these names",
+        ),
+        (
+            "rmsprop",
+            {"learning_rate": 0.1, "lr": 1},
+            r"optimizer.params.lr is not a known parameter",
+        ),
+        (
+            "rmsprop",
+            {"learning_rate": 0.1, "deccay": 1},
+            r"params.deccay is not .*Did you mean optimizer.params.decay",
+        ),
+        (
+            "rmsprop",
+            {},
+            r"optimizer.params.learning_rate must be given for rmsprop, .*=None. Add learning_rate "
+            r"to opt",
+        ),
         (
             "rmsprop",
             {"learning_rate": "x"},
@@ -279,19 +358,25 @@ def test_a_factory_with_one_cycle() -> None:
         "momentum": CYCLE.momentum,
     }
     state = with_schedule(optax.adamw, CYCLE).init(PARAMS)
-    assert read_hyperparams(state) == {"learning_rate": pytest.approx(0.1), "b1": pytest.approx(0.8)}
+    assert read_hyperparams(state) == {
+        "learning_rate": pytest.approx(0.1),
+        "b1": pytest.approx(0.8),
+    }
 
 
 def test_a_factory_may_be_any_function_of_the_rate() -> None:
     def factory(learning_rate: Any) -> optax.GradientTransformation:
         return optax.chain(optax.clip(0.1), optax.sgd(learning_rate))
 
-    assert _run(with_schedule(factory, lambda count: 0.5**count))["bias"].tolist() == pytest.approx([0.825, 1.175, 1])
+    assert _run(with_schedule(factory, lambda count: 0.5**count))["bias"].tolist() == pytest.approx(
+        [0.825, 1.175, 1]
+    )
 
 
 @pytest.mark.parametrize("factory", [optax.scale, optax.adam(0.1), 3])
 def test_a_factory_must_take_a_rate(factory: Any) -> None:
     with pytest.raises(
-        ConfigError, match=r"must be made by a function of learning_rate, but got .*Pass for instance op"
+        ConfigError,
+        match=r"must be made by a function of learning_rate, but got .*Pass for instance op",
     ):
         with_schedule(factory, WarmupLR(lr=0.1))

@@ -6,7 +6,14 @@ import optax
 import pytest
 
 from jaxpipe.errors import ConfigError
-from jaxpipe.optim import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR, make_schedule
+from jaxpipe.optim import (
+    LRRangeTest,
+    OneCycle,
+    WarmupCosineLR,
+    WarmupDecayLR,
+    WarmupLR,
+    make_schedule,
+)
 from jaxpipe.optim._optax import optax_schedules
 
 CYCLE = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2}
@@ -22,16 +29,32 @@ OPTAX: list[tuple[str, dict[str, Any]]] = [
         "piecewise_interpolate_schedule",
         {"interpolate_type": "linear", "init_value": 1.0, "boundaries_and_scales": {"4": 0.5}},
     ),
-    ("polynomial_schedule", {"init_value": 1.0, "end_value": 0.0, "power": 2, "transition_steps": 4}),
+    (
+        "polynomial_schedule",
+        {"init_value": 1.0, "end_value": 0.0, "power": 2, "transition_steps": 4},
+    ),
     (
         "sgdr_schedule",
-        {"cosine_kwargs": ({"init_value": 0.0, "peak_value": 1.0, "decay_steps": 5, "warmup_steps": 2},)},
+        {
+            "cosine_kwargs": (
+                {"init_value": 0.0, "peak_value": 1.0, "decay_steps": 5, "warmup_steps": 2},
+            )
+        },
     ),
     ("warmup_constant_schedule", {"init_value": 0.0, "peak_value": 1.0, "warmup_steps": 2}),
-    ("warmup_cosine_decay_schedule", {"init_value": 0.0, "peak_value": 1.0, "warmup_steps": 2, "decay_steps": 9}),
+    (
+        "warmup_cosine_decay_schedule",
+        {"init_value": 0.0, "peak_value": 1.0, "warmup_steps": 2, "decay_steps": 9},
+    ),
     (
         "warmup_exponential_decay_schedule",
-        {"init_value": 0.0, "peak_value": 1.0, "warmup_steps": 2, "transition_steps": 9, "decay_rate": 0.5},
+        {
+            "init_value": 0.0,
+            "peak_value": 1.0,
+            "warmup_steps": 2,
+            "transition_steps": 9,
+            "decay_rate": 0.5,
+        },
     ),
 ]
 
@@ -44,7 +67,11 @@ OPTAX: list[tuple[str, dict[str, Any]]] = [
         ("WarmupLR", {}, WarmupLR(lr=0.7)),
         ("WarmupLR", {"warmup_max_lr": 0.3}, WarmupLR(0.0, 0.3, lr=0.7)),
         ("WarmupDecayLR", {"total_num_steps": 9}, WarmupDecayLR(9)),
-        ("WarmupCosineLR", {"total_num_steps": 9, "cos_min_ratio": 0.5}, WarmupCosineLR(9, cos_min_ratio=0.5, lr=0.7)),
+        (
+            "WarmupCosineLR",
+            {"total_num_steps": 9, "cos_min_ratio": 0.5},
+            WarmupCosineLR(9, cos_min_ratio=0.5, lr=0.7),
+        ),
     ],
 )
 def test_deepspeeds_schedules_by_name(name: str, params: dict[str, Any], wanted: Any) -> None:
@@ -60,7 +87,9 @@ def test_optax_schedules_by_name(name: str, params: dict[str, Any]) -> None:
     schedule = make_schedule(name, params)
     plain = dict(params)
     if "boundaries_and_scales" in plain:
-        plain["boundaries_and_scales"] = {int(k): v for k, v in plain["boundaries_and_scales"].items()}
+        plain["boundaries_and_scales"] = {
+            int(k): v for k, v in plain["boundaries_and_scales"].items()
+        }
     wanted = getattr(optax, name)(**plain)
     for count in range(12):
         rate = jax.jit(schedule)(count)
@@ -75,21 +104,54 @@ def test_all_of_optaxs_schedules_are_known() -> None:
 @pytest.mark.parametrize(
     ("name", "params", "match"),
     [
-        ("WarmupLr", {}, r"scheduler.type must be one of .*OneCycle.*but got .*='WarmupLr'. Did you mean 'WarmupLR'\?"),
-        ("cosine_decay", {}, r"got scheduler.type='cosine_decay'. Did you mean 'cosine_decay_schedule'\?"),
+        (
+            "WarmupLr",
+            {},
+            r"scheduler.type must be one of .*OneCycle.*but got .*='WarmupLr'. Did you mean "
+            r"'WarmupLR'\?",
+        ),
+        (
+            "cosine_decay",
+            {},
+            r"got scheduler.type='cosine_decay'. Did you mean 'cosine_decay_schedule'\?",
+        ),
         ("StepLR", {}, r"scheduler.type must be one of .*, but got scheduler.type='StepLR'"),
-        (7, {}, r"scheduler.type must be one of .*, but got scheduler.type=7. Use one of these names"),
-        ("WarmupLR", {"warmup_steps": 4}, r"params.warmup_steps is not a known .* mean scheduler.params.warmup_num_st"),
+        (
+            7,
+            {},
+            r"scheduler.type must be one of .*, but got scheduler.type=7. Use one of these names",
+        ),
+        (
+            "WarmupLR",
+            {"warmup_steps": 4},
+            r"params.warmup_steps is not a known .* mean scheduler.params.warmup_num_st",
+        ),
         ("WarmupLR", {"lr": 4}, r"params.lr is not a known parameter. "),
-        ("LRRangeTest", {"zzz": 4}, r"params.zzz is not a known parameter. Remove it, or use one of lr_range_test_mi"),
-        ("LRRangeTest", {4: 4}, r"A name in scheduler.params must be a string, but got name=4. Write it in quotes"),
+        (
+            "LRRangeTest",
+            {"zzz": 4},
+            r"params.zzz is not a known parameter. Remove it, or use one of lr_range_test_mi",
+        ),
+        (
+            "LRRangeTest",
+            {4: 4},
+            r"A name in scheduler.params must be a string, but got name=4. Write it in quotes",
+        ),
         (
             "OneCycle",
             {"cycle_min_lr": 0.1},
             r"params.cycle_max_lr must be given for OneCycle.*Add cycle_max_lr to sche",
         ),
-        ("WarmupDecayLR", {}, r"params.total_num_steps must be given for WarmupDecayLR, .*=None. Add total_num_steps"),
-        ("constant_schedule", {}, r"params.value must be given for constant_schedule, .*=None. Add value to scheduler"),
+        (
+            "WarmupDecayLR",
+            {},
+            r"params.total_num_steps must be given for WarmupDecayLR, .*=None. Add total_num_steps",
+        ),
+        (
+            "constant_schedule",
+            {},
+            r"params.value must be given for constant_schedule, .*=None. Add value to scheduler",
+        ),
         (
             "constant_schedule",
             {"valu": 1},
@@ -100,7 +162,11 @@ def test_all_of_optaxs_schedules_are_known() -> None:
             {"value": [1, 2]},
             r"must give one rate per update, .*shape=\(2,\) from constant_sch.*Use",
         ),
-        ("cosine_decay_schedule", {"init_value": 1.0, "decay_steps": "x"}, r"arguments that optax's cosine.*'x'.*Corr"),
+        (
+            "cosine_decay_schedule",
+            {"init_value": 1.0, "decay_steps": "x"},
+            r"arguments that optax's cosine.*'x'.*Corr",
+        ),
         (
             "piecewise_constant_schedule",
             {"init_value": 1.0, "boundaries_and_scales": {"x": 1}},
@@ -115,6 +181,7 @@ def test_wrong_descriptions_are_refused(name: str, params: dict[str, Any], match
 
 def test_warmup_must_know_what_it_rises_to() -> None:
     with pytest.raises(
-        ConfigError, match=r"scheduler.params.warmup_max_lr must be a number where .* or optimizer.param"
+        ConfigError,
+        match=r"scheduler.params.warmup_max_lr must be a number where .* or optimizer.param",
     ):
         make_schedule("WarmupLR", {})

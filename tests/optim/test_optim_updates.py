@@ -24,7 +24,9 @@ def _data() -> tuple[Arrays, list[Arrays]]:
     rng = np.random.default_rng(0)
     params = {name: rng.normal(size=shape) for name, shape in SHAPES.items()}
     params["zero"] *= 0
-    grads = [{name: rng.normal(size=shape) for name, shape in SHAPES.items()} for _ in range(NUM_UPDATES)]
+    grads = [
+        {name: rng.normal(size=shape) for name, shape in SHAPES.items()} for _ in range(NUM_UPDATES)
+    ]
     return params, grads
 
 
@@ -47,14 +49,17 @@ def _simulate(rule: Rule, options: Callable[[str, int], dict[str, Any]]) -> list
     trace = []
     for step, gradient in enumerate(grads, start=1):
         params = {
-            name: rule(options(name, step), value, gradient[name], memory[name], step) for name, value in params.items()
+            name: rule(options(name, step), value, gradient[name], memory[name], step)
+            for name, value in params.items()
         }
         trace.append(params)
     return trace
 
 
 def _assert_same(name: str, params: dict[str, Any], rule: Rule, defaults: dict[str, Any]) -> None:
-    _assert_traces(_apply(make_optimizer(name, params)), _simulate(rule, lambda *_: {**defaults, **params}))
+    _assert_traces(
+        _apply(make_optimizer(name, params)), _simulate(rule, lambda *_: {**defaults, **params})
+    )
 
 
 def _assert_traces(actual: list[Arrays], wanted: list[Arrays]) -> None:
@@ -63,7 +68,9 @@ def _assert_traces(actual: list[Arrays], wanted: list[Arrays]) -> None:
             np.testing.assert_allclose(ours[name], theirs[name], rtol=2e-5, atol=2e-5, err_msg=name)
 
 
-def _adam(o: dict[str, Any], p: np.ndarray, g: np.ndarray, memory: dict[str, Any], step: int) -> np.ndarray:
+def _adam(
+    o: dict[str, Any], p: np.ndarray, g: np.ndarray, memory: dict[str, Any], step: int
+) -> np.ndarray:
     b1, b2 = o["betas"]
     g = -g if o.get("maximize") else g
     if not o["adam_w_mode"]:
@@ -85,7 +92,13 @@ ADAM |= {"bias_correction": True, "amsgrad": False}
 @pytest.mark.parametrize("flags", soak_after(8, [*list(product([False, True], repeat=4))]))
 def test_adam_in_every_mode(flags: tuple[bool, bool, bool, bool]) -> None:
     names = ("adam_w_mode", "bias_correction", "amsgrad", "maximize")
-    params = {"lr": 0.1, "betas": [0.8, 0.95], "eps": 1e-3, "weight_decay": 0.3, **dict(zip(names, flags, strict=True))}
+    params = {
+        "lr": 0.1,
+        "betas": [0.8, 0.95],
+        "eps": 1e-3,
+        "weight_decay": 0.3,
+        **dict(zip(names, flags, strict=True)),
+    }
     _assert_same("Adam", params, _adam, ADAM)
 
 
@@ -100,7 +113,9 @@ def test_pytorchs_adamw_has_its_own_weight_decay() -> None:
     _assert_same("Adam", {"lr": 0.1, "torch_adam": True, "adam_w_mode": False}, _adam, ADAM)
 
 
-def _lamb(o: dict[str, Any], p: np.ndarray, g: np.ndarray, memory: dict[str, Any], step: int) -> np.ndarray:
+def _lamb(
+    o: dict[str, Any], p: np.ndarray, g: np.ndarray, memory: dict[str, Any], step: int
+) -> np.ndarray:
     b1, b2 = o["betas"]
     memory["m"] = b1 * memory.get("m", 0) + (1 - b1) * g
     memory["v"] = b2 * memory.get("v", 0) + (1 - b2) * g * g
@@ -114,7 +129,13 @@ def _lamb(o: dict[str, Any], p: np.ndarray, g: np.ndarray, memory: dict[str, Any
     return p - o["lr"] * coefficient * u
 
 
-LAMB = {"lr": 0.001, "betas": (0.9, 0.999), "eps": 1e-8, "eps_inside_sqrt": False, "weight_decay": 0.0}
+LAMB = {
+    "lr": 0.001,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "eps_inside_sqrt": False,
+    "weight_decay": 0.0,
+}
 LAMB |= {"bias_correction": True, "max_coeff": 10.0, "min_coeff": 0.01}
 
 
@@ -133,7 +154,9 @@ def test_lamb(params: dict[str, Any]) -> None:
     _assert_same("Lamb", params, _lamb, LAMB)
 
 
-def _sgd(o: dict[str, Any], p: np.ndarray, g: np.ndarray, memory: dict[str, Any], step: int) -> np.ndarray:
+def _sgd(
+    o: dict[str, Any], p: np.ndarray, g: np.ndarray, memory: dict[str, Any], step: int
+) -> np.ndarray:
     del step
     g = (-g if o["maximize"] else g) + o["weight_decay"] * p
     if o["momentum"]:
@@ -142,7 +165,14 @@ def _sgd(o: dict[str, Any], p: np.ndarray, g: np.ndarray, memory: dict[str, Any]
     return p - o["lr"] * g
 
 
-SGD = {"lr": 0.001, "momentum": 0, "dampening": 0, "weight_decay": 0, "nesterov": False, "maximize": False}
+SGD = {
+    "lr": 0.001,
+    "momentum": 0,
+    "dampening": 0,
+    "weight_decay": 0,
+    "nesterov": False,
+    "maximize": False,
+}
 
 
 @pytest.mark.parametrize(
@@ -160,13 +190,21 @@ def test_sgd(params: dict[str, Any]) -> None:
     _assert_same("SGD", params, _sgd, SGD)
 
 
-def _adagrad(o: dict[str, Any], p: np.ndarray, g: np.ndarray, memory: dict[str, Any], step: int) -> np.ndarray:
+def _adagrad(
+    o: dict[str, Any], p: np.ndarray, g: np.ndarray, memory: dict[str, Any], step: int
+) -> np.ndarray:
     g = (-g if o["maximize"] else g) + o["weight_decay"] * p
     memory["s"] = memory.get("s", o["initial_accumulator_value"]) + g * g
     return p - o["lr"] / (1 + (step - 1) * o["lr_decay"]) * g / (np.sqrt(memory["s"]) + o["eps"])
 
 
-ADAGRAD = {"lr": 0.01, "lr_decay": 0, "weight_decay": 0, "initial_accumulator_value": 0, "eps": 1e-10}
+ADAGRAD = {
+    "lr": 0.01,
+    "lr_decay": 0,
+    "weight_decay": 0,
+    "initial_accumulator_value": 0,
+    "eps": 1e-10,
+}
 ADAGRAD |= {"maximize": False}
 
 
@@ -174,7 +212,13 @@ ADAGRAD |= {"maximize": False}
     "params",
     [
         {},
-        {"lr": 0.1, "lr_decay": 0.2, "weight_decay": 0.3, "initial_accumulator_value": 0.5, "eps": 0.1},
+        {
+            "lr": 0.1,
+            "lr_decay": 0.2,
+            "weight_decay": 0.3,
+            "initial_accumulator_value": 0.5,
+            "eps": 0.1,
+        },
         {"lr": 0.1, "maximize": True},
     ],
 )
@@ -182,7 +226,9 @@ def test_adagrad(params: dict[str, Any]) -> None:
     _assert_same("Adagrad", params, _adagrad, ADAGRAD)
 
 
-def _lion(o: dict[str, Any], p: np.ndarray, g: np.ndarray, memory: dict[str, Any], step: int) -> np.ndarray:
+def _lion(
+    o: dict[str, Any], p: np.ndarray, g: np.ndarray, memory: dict[str, Any], step: int
+) -> np.ndarray:
     del step
     b1, b2 = o["betas"]
     m = memory.get("m", 0)
@@ -201,7 +247,9 @@ def test_lion_leaves_parameters_without_gradient_alone() -> None:
     assert updates["w"].tolist() == [0, 0]
 
 
-def _muon(o: dict[str, Any], p: np.ndarray, g: np.ndarray, memory: dict[str, Any], step: int) -> np.ndarray:
+def _muon(
+    o: dict[str, Any], p: np.ndarray, g: np.ndarray, memory: dict[str, Any], step: int
+) -> np.ndarray:
     del step
     memory["m"] = o["momentum"] * memory.get("m", 0) + (1 - o["momentum"]) * g
     x = (o["momentum"] * memory["m"] + (1 - o["momentum"]) * g).T
@@ -214,11 +262,19 @@ def _muon(o: dict[str, Any], p: np.ndarray, g: np.ndarray, memory: dict[str, Any
     return p * (1 - o["lr"] * o["weight_decay"]) - o["lr"] * x.T
 
 
-def _muon_or_adam(o: dict[str, Any], p: np.ndarray, g: np.ndarray, memory: dict[str, Any], step: int) -> np.ndarray:
+def _muon_or_adam(
+    o: dict[str, Any], p: np.ndarray, g: np.ndarray, memory: dict[str, Any], step: int
+) -> np.ndarray:
     return (_muon if o["is_matrix"] else _adam)(o, p, g, memory, step)
 
 
-MUON = {"momentum": 0.95, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0, "adam_w_mode": True}
+MUON = {
+    "momentum": 0.95,
+    "betas": (0.9, 0.95),
+    "eps": 1e-10,
+    "weight_decay": 0.0,
+    "adam_w_mode": True,
+}
 MUON |= {"bias_correction": True, "amsgrad": False}
 
 
@@ -226,7 +282,10 @@ MUON |= {"bias_correction": True, "amsgrad": False}
     ("params", "rates"),
     [
         ({}, (0.02, 3e-4)),
-        ({"lr": 0.1, "momentum": 0.8, "weight_decay": 0.3, "betas": [0.8, 0.9], "eps": 1e-3}, (0.1, 0.1)),
+        (
+            {"lr": 0.1, "momentum": 0.8, "weight_decay": 0.3, "betas": [0.8, 0.9], "eps": 1e-3},
+            (0.1, 0.1),
+        ),
         ({"lr": 0.1, "muon_lr": 0.2, "ns_method": "standard"}, (0.2, 0.1)),
         ({"lr": 0.1, "adam_lr": 0.2, "adam_w_mode": False, "weight_decay": 0.3}, (0.1, 0.2)),
     ],
@@ -252,7 +311,9 @@ def _cycled(step: int) -> tuple[float, float]:
     [("Adam", _adam, ADAM), ("Lamb", _lamb, LAMB), ("Lion", _lion, {"weight_decay": 0.0})],
 )
 @pytest.mark.parametrize("b2", [None, 0.95])
-def test_one_cycle_moves_rate_and_momentum(name: str, rule: Rule, defaults: dict[str, Any], b2: float | None) -> None:
+def test_one_cycle_moves_rate_and_momentum(
+    name: str, rule: Rule, defaults: dict[str, Any], b2: float | None
+) -> None:
     def options(_: str, step: int) -> dict[str, Any]:
         rate, momentum = _cycled(step)
         return {**defaults, "lr": rate, "betas": (momentum, 0.99 if b2 is None else b2)}
@@ -263,9 +324,15 @@ def test_one_cycle_moves_rate_and_momentum(name: str, rule: Rule, defaults: dict
 
 def test_one_cycle_moves_sgds_momentum_if_it_has_one() -> None:
     def options(momentum: bool) -> Callable[[str, int], dict[str, Any]]:
-        return lambda _, step: {**SGD, "lr": _cycled(step)[0], "momentum": _cycled(step)[1] if momentum else 0}
+        return lambda _, step: {
+            **SGD,
+            "lr": _cycled(step)[0],
+            "momentum": _cycled(step)[1] if momentum else 0,
+        }
 
-    _assert_traces(_apply(make_optimizer("SGD", {"momentum": 0.9}, CYCLE)), _simulate(_sgd, options(True)))
+    _assert_traces(
+        _apply(make_optimizer("SGD", {"momentum": 0.9}, CYCLE)), _simulate(_sgd, options(True))
+    )
     _assert_traces(_apply(make_optimizer("SGD", {}, CYCLE)), _simulate(_sgd, options(False)))
 
 

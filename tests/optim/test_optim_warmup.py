@@ -46,7 +46,15 @@ def test_warmup_rises_and_stays(steps: int, warmup_type: str, low: float, last: 
 
 
 def test_warmup_as_deepspeed_applies_it() -> None:
-    assert [round(x, 6) for x in _trace(WarmupLR(0.0, 0.1, 4, "linear"), 7)] == [0, 0, 0.025, 0.05, 0.075, 0.1, 0.1]
+    assert [round(x, 6) for x in _trace(WarmupLR(0.0, 0.1, 4, "linear"), 7)] == [
+        0,
+        0,
+        0.025,
+        0.05,
+        0.075,
+        0.1,
+        0.1,
+    ]
     logarithmic = _trace(WarmupLR(0.0, 0.1, 4), 6)
     assert [round(x, 6) for x in logarithmic] == [0, 0, 0.05, 0.079248, 0.1, 0.1]
 
@@ -58,7 +66,9 @@ def test_warmup_rises_to_the_optimizers_rate() -> None:
 
 @pytest.mark.parametrize(("steps", "warmup_type", "low", "last"), WARMUPS)
 @pytest.mark.parametrize("total", [1, 4, 25])
-def test_warmup_decay_falls_in_a_line(total: int, steps: int, warmup_type: str, low: float, last: int) -> None:
+def test_warmup_decay_falls_in_a_line(
+    total: int, steps: int, warmup_type: str, low: float, last: int
+) -> None:
     wanted, iteration = [], last
     for _ in range(NUM_UPDATES):
         length = steps if steps > 1 else 2
@@ -102,7 +112,9 @@ def test_the_first_cosine_update_has_rate_zero_and_the_second_the_start_ratio() 
     assert trace == [0.0, 0.25, pytest.approx(0.4375)]
 
 
-@pytest.mark.parametrize(("size", "rate", "last"), list(product([1, 2, 7], [0.0, 1.0, 2.5], [-1, 3])))
+@pytest.mark.parametrize(
+    ("size", "rate", "last"), list(product([1, 2, 7], [0.0, 1.0, 2.5], [-1, 3]))
+)
 @pytest.mark.parametrize("staircase", [False, True])
 def test_range_test_rises_without_end(size: int, rate: float, last: int, staircase: bool) -> None:
     wanted, batches = [], last + 1
@@ -149,7 +161,10 @@ def test_wrong_numbers_are_refused_by_path(cls: type[LRSchedule], given: dict[st
         for value in NOT_A_NUMBER:
             if value is None and (cls, name) == (WarmupLR, "warmup_max_lr"):
                 continue
-            with pytest.raises(ConfigError, match=rf"scheduler\.params\.{name} must be a finite number of at least 0,"):
+            with pytest.raises(
+                ConfigError,
+                match=rf"scheduler\.params\.{name} must be a finite number of at least 0,",
+            ):
                 cls(**{**given, name: value})
 
 
@@ -170,11 +185,18 @@ def test_an_integer_may_be_written_as_a_float() -> None:
 
 
 def test_other_wrong_values_are_refused_by_path() -> None:
-    with pytest.raises(ConfigError, match=r"params\.warmup_type must be one of linear, log, but got .*'lin'. Did you"):
+    with pytest.raises(
+        ConfigError,
+        match=r"params\.warmup_type must be one of linear, log, but got .*'lin'. Did you",
+    ):
         WarmupLR(lr=0.1, warmup_type="lin")
-    with pytest.raises(ConfigError, match=r"params\.lr_range_test_staircase must be true or false, but got .*=1. Use"):
+    with pytest.raises(
+        ConfigError,
+        match=r"params\.lr_range_test_staircase must be true or false, but got .*=1. Use",
+    ):
         LRRangeTest(lr_range_test_staircase=1)  # pyright: ignore[reportArgumentType]
     with pytest.raises(
-        ConfigError, match=r"warmup_max_lr must be a number where .* got .*=None. Set warmup_max_lr, or"
+        ConfigError,
+        match=r"warmup_max_lr must be a number where .* got .*=None. Set warmup_max_lr, or",
     ):
         WarmupLR()

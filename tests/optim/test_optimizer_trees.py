@@ -1,4 +1,7 @@
-"""Optimisers that look at paths, hold keys, or want a whole tree; and what else meets a pipeline while it is built."""
+"""Optimisers that look at paths, hold keys, or want a whole tree.
+
+And what else meets a pipeline while it is built.
+"""
 
 import re
 from typing import Any
@@ -23,9 +26,13 @@ X, Y = np.ones((2, 2, 4), np.float32), np.ones((2, 2, 4), np.float32)
 PARTS = {"a": optax.sgd(0.1), "b": optax.adam(0.1)}
 
 
-def build(optimizer: optax.GradientTransformation, layers: Any = None, stages: int = 2, **kwargs: Any) -> Pipeline:
+def build(
+    optimizer: optax.GradientTransformation, layers: Any = None, stages: int = 2, **kwargs: Any
+) -> Pipeline:
     loss_fn = kwargs.pop("loss_fn", lambda y, t: jnp.mean((y - t) ** 2))
-    module = PipelineModule(layers or [LayerSpec(nn.Dense, 4)] * 4, num_stages=stages, loss_fn=loss_fn)
+    module = PipelineModule(
+        layers or [LayerSpec(nn.Dense, 4)] * 4, num_stages=stages, loss_fn=loss_fn
+    )
     mesh = make_pipeline_mesh(PipeDataParallelTopology(stages, kwargs.pop("replicas", 1)))
     return Pipeline(module, optimizer, mesh, (X[0], Y[0]), 2, make_settings(**kwargs))
 
@@ -47,7 +54,9 @@ def test_labels_that_know_the_real_names_alone() -> None:
 def test_a_mask_that_is_a_tree(zero_stage: int) -> None:
     module = PipelineModule([LayerSpec(nn.Dense, 4)] * 4, num_stages=1)
     mask = jax.tree.map(lambda x: x.ndim > 1, module.init(jax.random.key(0), X[0]))
-    with pytest.raises(ConfigError, match=r"must accept any part of the param.*Give masks and labels as functions"):
+    with pytest.raises(
+        ConfigError, match=r"must accept any part of the param.*Give masks and labels as functions"
+    ):
         build(optax.adamw(0.1, mask=mask), zero_stage=zero_stage)
 
 
@@ -86,7 +95,10 @@ NEEDED: dict[str, dict[str, Any]] = {
     "schedule_free": {"base_optimizer": optax.sgd(0.1)},
 }
 OPTAX = sorted({*optax_optimizers()} - {"optimistic_adam", "dpsgd"})
-RANK = r"must treat a parameter the same whatever other parameters are in the tree.* of all 8 parameters than in that "
+RANK = (
+    r"must treat a parameter the same whatever other parameters are in the tree.* of all 8 "
+    r"parameters than in that "
+)
 
 
 @pytest.mark.parametrize(
@@ -95,13 +107,19 @@ RANK = r"must treat a parameter the same whatever other parameters are in the tr
         pytest.param(
             rates(optax.sgd, by_rank),
             None,
-            RANK + r"of 4 of them, layers/0_Dense/bias to layers/1_Dense/kernel\. Let labels and masks look at a "
-            r"parameter's path",
+            RANK
+            + r"of 4 of them, layers/0_Dense/bias to layers/1_Dense/kernel\. Let labels and masks "
+            r"look at a parameter's path",
             id="rank-sgd",
         ),
-        pytest.param(rates(optax.adam, by_rank), None, RANK + r"of 4 of them.*use one stage", id="rank-adam"),
         pytest.param(
-            optax.masked(optax.scale(0.5), lambda tree: jax.tree.map(lambda label: label == "a", by_rank(tree))),
+            rates(optax.adam, by_rank), None, RANK + r"of 4 of them.*use one stage", id="rank-adam"
+        ),
+        pytest.param(
+            optax.masked(
+                optax.scale(0.5),
+                lambda tree: jax.tree.map(lambda label: label == "a", by_rank(tree)),
+            ),
             None,
             r"whose update of the parameter layers/1_Dense/bias is another in the tree of all 8",
             id="rank-mask",
@@ -115,7 +133,8 @@ RANK = r"must treat a parameter the same whatever other parameters are in the tr
         pytest.param(
             optax.inject_hyperparams(optax.sgd)(0.1),
             MIXED,
-            r"value of the state hyperparams/learning_rate is.*is float32 in .* bfloat16 in.*hyperparam_dtype=jnp",
+            r"value of the state hyperparams/learning_rate is.*is float32 in .* bfloat16 "
+            r"in.*hyperparam_dtype=jnp",
             id="common dtype",
         ),
     ],
@@ -136,7 +155,9 @@ def test_labels_by_layer_do_what_they_do_unpipelined(stages: int) -> None:
     grads = jax.tree.map(jnp.ones_like, params)
     state, _ = pipeline.update(state, pipeline.init_from(grads).params)
     updates, _ = optimizer.update(grads, optimizer.init(params), params)
-    assert_close(pipeline.params_tree(state.params), jax.device_get(optax.apply_updates(params, updates)))
+    assert_close(
+        pipeline.params_tree(state.params), jax.device_get(optax.apply_updates(params, updates))
+    )
 
 
 @pytest.mark.parametrize("name", slow_after(0, [*OPTAX]))
@@ -165,13 +186,21 @@ def test_one_stage_sees_the_whole_tree() -> None:
 @pytest.mark.parametrize(
     ("optimizer", "match"),
     [
-        pytest.param(optax.clip_by_global_norm(1.0), r"num_chunks > 1 divides.*mixes layers/0_Dense", id="coupling"),
         pytest.param(
-            rates(optax.sgd, by_rank), r"same whatever other parameters.*in the tree of all 7 param", id="rank"
+            optax.clip_by_global_norm(1.0),
+            r"num_chunks > 1 divides.*mixes layers/0_Dense",
+            id="coupling",
+        ),
+        pytest.param(
+            rates(optax.sgd, by_rank),
+            r"same whatever other parameters.*in the tree of all 7 param",
+            id="rank",
         ),
     ],
 )
-def test_chunks_of_one_stage_are_updated_apart(optimizer: optax.GradientTransformation, match: str) -> None:
+def test_chunks_of_one_stage_are_updated_apart(
+    optimizer: optax.GradientTransformation, match: str
+) -> None:
     with pytest.raises(ConfigError, match=match):
         build(optimizer, ENDS, stages=1, schedule="interleaved", num_chunks=2)
 
@@ -268,7 +297,9 @@ def test_reports_keep_their_names() -> None:
 
 def test_a_weight_without_labels() -> None:
     module = PipelineModule(
-        [LayerSpec(nn.Dense, 4)] * 2, num_stages=2, loss_fn=lambda y, _: (jnp.sum(y**2), jnp.float32(4))
+        [LayerSpec(nn.Dense, 4)] * 2,
+        num_stages=2,
+        loss_fn=lambda y, _: (jnp.sum(y**2), jnp.float32(4)),
     )
     mesh = make_pipeline_mesh(PipeDataParallelTopology(2, 1))
     pipeline = Pipeline(module, optax.sgd(0.1), mesh, (X[0], None), 2)
@@ -277,7 +308,11 @@ def test_a_weight_without_labels() -> None:
 
 
 def test_gradients_of_narrow_parameters_are_summed_in_float32() -> None:
-    layers = [LayerSpec(nn.Dense, 4, param_dtype=jnp.bfloat16), LayerSpec(nn.Dense, 4), LayerSpec(nn.Dense, 4)]
+    layers = [
+        LayerSpec(nn.Dense, 4, param_dtype=jnp.bfloat16),
+        LayerSpec(nn.Dense, 4),
+        LayerSpec(nn.Dense, 4),
+    ]
     pipeline = build(optax.sgd(0.1), layers)
     summed, kept = pipeline._sharding.grad_accum.gathered, pipeline._sharding.master.gathered
     assert {x.dtype.name for x in jax.tree.leaves(summed.struct())} == {"float32"}

@@ -1,4 +1,7 @@
-"""Complex numbers: layers that go through Fourier space, complex parameters, and complex activations between stages."""
+"""Complex numbers.
+
+Layers that go through Fourier space, complex parameters, and complex activations between stages.
+"""
 
 import functools
 from typing import Any
@@ -26,7 +29,10 @@ def complex_normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 class Filter(nn.Module):
-    """Real outside: mixes tokens as FNet does, then multiplies frequencies by complex weights as S4 does."""
+    """Real outside.
+
+    Mixes tokens as FNet does, then multiplies frequencies by complex weights as S4 does.
+    """
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -47,9 +53,14 @@ class Turn(nn.Module):
 
     @nn.compact
     def __call__(self, z: jax.Array) -> jax.Array:
-        kernel, bias = self.param("kernel", complex_normal, (DIM, DIM)), self.param("bias", complex_normal, (DIM,))
+        kernel, bias = (
+            self.param("kernel", complex_normal, (DIM, DIM)),
+            self.param("bias", complex_normal, (DIM,)),
+        )
         y = z @ kernel + bias.reshape(1, 1, -1)
-        return z + self.param("gain", nn.initializers.ones, ()) * y / jnp.sqrt(1.0 + jnp.abs(y) ** 2)
+        return z + self.param("gain", nn.initializers.ones, ()) * y / jnp.sqrt(
+            1.0 + jnp.abs(y) ** 2
+        )
 
 
 class Leave(nn.Module):
@@ -70,12 +81,17 @@ def loss_fn(y: jax.Array, t: jax.Array) -> jax.Array:
 
 def module_of(model: str, stages: int = 2, **settings: Any) -> PipelineModule:
     layers = [LayerSpec(layer) for layer in MODELS[model]]
-    return PipelineModule(layers, stages, loss_fn=loss_fn, **{"partition_method": "uniform", **settings})
+    return PipelineModule(
+        layers, stages, loss_fn=loss_fn, **{"partition_method": "uniform", **settings}
+    )
 
 
 def batch() -> tuple[jax.Array, jax.Array, dict[str, Any]]:
     rng = np.random.default_rng(0)
-    each = [rng.normal(size=(MICROBATCHES, MICROBATCH, LENGTH, size)).astype(np.float32) for size in (DIM, 3)]
+    each = [
+        rng.normal(size=(MICROBATCHES, MICROBATCH, LENGTH, size)).astype(np.float32)
+        for size in (DIM, 3)
+    ]
     return jnp.asarray(each[0]), jnp.asarray(each[1]), {}
 
 
@@ -112,12 +128,17 @@ def check(pipeline: Pipeline, model: str) -> None:
 @pytest.mark.parametrize("interval", [0, 1])
 @pytest.mark.parametrize("schedule", slow_after(1, ["interleaved", "1f1b", "zero-bubble"]))
 def test_complex_activations_between_stages(schedule: str, interval: int) -> None:
-    check(pipeline_of(module_of("complex", activation_checkpoint_interval=interval), schedule), "complex")
+    check(
+        pipeline_of(module_of("complex", activation_checkpoint_interval=interval), schedule),
+        "complex",
+    )
 
 
 @pytest.mark.parametrize(
     ("schedule", "interval", "scan_trunk"),
-    slow_after(1, [("interleaved", 1, False), ("1f1b", 0, False), ("zero-bubble", 0, True)], unpack=True),
+    slow_after(
+        1, [("interleaved", 1, False), ("1f1b", 0, False), ("zero-bubble", 0, True)], unpack=True
+    ),
 )
 def test_complex_numbers_inside_layers(schedule: str, interval: int, scan_trunk: bool) -> None:
     module = module_of("filter", activation_checkpoint_interval=interval)
@@ -125,7 +146,9 @@ def test_complex_numbers_inside_layers(schedule: str, interval: int, scan_trunk:
 
 
 def test_the_gradient_of_a_complex_matrix_waits_for_the_second_half() -> None:
-    segment = pipeline_of(module_of("complex", partition_method=[0, 3, 6]), "zero-bubble")._stages.trunk._program
+    segment = pipeline_of(
+        module_of("complex", partition_method=[0, 3, 6]), "zero-bubble"
+    )._stages.trunk._program
     split = segment.split
     assert split is not None
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(segment.struct)]
@@ -148,7 +171,10 @@ def test_the_norm_is_that_of_absolute_values() -> None:
 def test_marked_layers_recompute_complex_numbers_whatever_their_policy() -> None:
     policy = jax.checkpoint_policies.dots_saveable
     layers = [LayerSpec(Enter), *[LayerSpec(Turn).remat(policy)] * 4, LayerSpec(Leave)]
-    check(pipeline_of(PipelineModule(layers, 2, loss_fn=loss_fn, partition_method="uniform"), "1f1b"), "complex")
+    check(
+        pipeline_of(PipelineModule(layers, 2, loss_fn=loss_fn, partition_method="uniform"), "1f1b"),
+        "complex",
+    )
 
 
 def test_branches_keep_no_complex_numbers_by_policy() -> None:

@@ -1,6 +1,9 @@
-"""Layers whose backward is not linear in its cotangent, against `jax.grad` of the batch's loss on one device.
+"""Layers whose backward is not linear in its cotangent.
 
-Anything linear hides by what the loss was multiplied before differentiation, if gradients are divided by it later.
+They are compared with `jax.grad` of the batch's loss on one device.
+
+Anything linear hides by what the loss was multiplied before differentiation, if gradients are
+divided by it later.
 """
 
 from dataclasses import dataclass
@@ -13,7 +16,17 @@ import numpy as np
 import optax
 import pytest
 from _covering import slow_after
-from _models import DIM, ROWS, VOCAB, Embed, bend, cross_entropy, split_loss, split_weighted_loss, weighted_loss
+from _models import (
+    DIM,
+    ROWS,
+    VOCAB,
+    Embed,
+    bend,
+    cross_entropy,
+    split_loss,
+    split_weighted_loss,
+    weighted_loss,
+)
 from _oracle import SCHEDULES
 from _settings import make_settings
 from _tolerances import BFLOAT16, FLOAT16, GRADIENT, assert_loss, tree_error
@@ -76,7 +89,8 @@ class Case:
 
     def __str__(self) -> str:
         sizes = f"{self.stages}x{self.data}x{self.microbatches}"
-        return f"{self.layers}-{sizes}-{self.schedule}-{self.dtype or 'float32'}{'-checked' if self.checks else ''}"
+        checked = "-checked" if self.checks else ""
+        return f"{self.layers}-{sizes}-{self.schedule}-{self.dtype or 'float32'}{checked}"
 
     @property
     def scale(self) -> float:
@@ -105,10 +119,24 @@ def no_weight(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Arra
 LAYERS: dict[str, tuple[Any, Any, int]] = {
     "mean": (lambda size: [Embed(), *blocks(size), LimitedHead(size)], cross_entropy, VOCAB),
     "weights": (lambda size: [Embed(), *blocks(size), LimitedHead(size)], weighted_loss, VOCAB),
-    "losses": (lambda size: [Embed(), *blocks(size, Reporting), LimitedHead(size)], weighted_loss, VOCAB),
-    "nothing weighs": (lambda size: [Embed(), *blocks(size, Reporting), LimitedHead(size)], no_weight, VOCAB),
+    "losses": (
+        lambda size: [Embed(), *blocks(size, Reporting), LimitedHead(size)],
+        weighted_loss,
+        VOCAB,
+    ),
+    "nothing weighs": (
+        lambda size: [Embed(), *blocks(size, Reporting), LimitedHead(size)],
+        no_weight,
+        VOCAB,
+    ),
     "split": (
-        lambda size: [nn.Embed(ROWS, DIM), *blocks(size), nn.LayerNorm(), bend(size), VocabHead(ROWS)],
+        lambda size: [
+            nn.Embed(ROWS, DIM),
+            *blocks(size),
+            nn.LayerNorm(),
+            bend(size),
+            VocabHead(ROWS),
+        ],
         split_weighted_loss,
         ROWS,
     ),
@@ -138,10 +166,15 @@ CASES = [
 
 def build(case: Case) -> tuple[PipelineModule, Any]:
     make, loss_fn, num_tokens = LAYERS[case.layers]
-    # About the size of the cotangents: of much smaller ones the bend would keep the sign alone, larger ones it passes.
+    # About the size of the cotangents: of much smaller ones the bend would keep the sign alone,
+    # larger ones it passes.
     size = 0.01 * case.scale / case.num_terms
     module = PipelineModule(
-        make(size), num_stages=case.stages, loss_fn=loss_fn, compute_dtype=case.dtype, auto_cast=True
+        make(size),
+        num_stages=case.stages,
+        loss_fn=loss_fn,
+        compute_dtype=case.dtype,
+        auto_cast=True,
     )
     shape = (2, case.microbatches, MICROBATCH * case.data, LENGTH)
     inputs, labels = np.random.default_rng(0).integers(0, num_tokens, shape, np.int32)
@@ -156,7 +189,11 @@ def unpipelined(case: Case, module: PipelineModule, params: Any, batch: Any) -> 
             inputs, labels = given
             outputs, _, aux = module.call(params, {}, inputs, train=True, key=jax.random.key(0))
             total, weight, _ = module.loss_terms(outputs, labels)
-            return total, jnp.float32(1) if weight is None else weight, sum(aux["losses"].values(), jnp.zeros(()))
+            return (
+                total,
+                jnp.float32(1) if weight is None else weight,
+                sum(aux["losses"].values(), jnp.zeros(())),
+            )
 
         each = jax.tree.map(lambda x: x.reshape(case.num_terms, MICROBATCH, LENGTH), batch[:2])
         total, divisor, added = (x.sum() for x in jax.lax.map(terms, each))
@@ -170,8 +207,14 @@ def unpipelined(case: Case, module: PipelineModule, params: Any, batch: Any) -> 
 @pytest.mark.parametrize("case", slow_after(2, CASES), ids=str)
 def test_each_layer_sees_the_cotangent_of_the_whole_batchs_loss(case: Case) -> None:
     module, batch = build(case)
-    scaler = (LossScaler(SCALE) if case.dtype == "float16" else LossScaler.none()) if case.checks else None
-    settings = make_settings(schedule=SCHEDULES[case.schedule], skip_idle=case.skip_idle, loss_scaler=scaler)
+    scaler = (
+        (LossScaler(SCALE) if case.dtype == "float16" else LossScaler.none())
+        if case.checks
+        else None
+    )
+    settings = make_settings(
+        schedule=SCHEDULES[case.schedule], skip_idle=case.skip_idle, loss_scaler=scaler
+    )
     mesh = make_pipeline_mesh(PipeDataParallelTopology(case.stages, case.data))
     example = jax.tree.map(lambda x: x[0], batch)
     pipeline = Pipeline(module, optax.identity(), mesh, example, case.microbatches, settings)

@@ -1,4 +1,7 @@
-"""The first and the last tick as runs of their own, as programs of accelerators with replicas have them."""
+"""The first and the last tick as runs of their own.
+
+Programs of accelerators with replicas have them so.
+"""
 
 import dataclasses
 from typing import Any
@@ -13,35 +16,97 @@ from jaxpipe.pipeline import _pipeline
 from jaxpipe.schedules import Idle, with_ends_apart, with_idle
 
 CASES = [
-    Case(model="tied", stages=2, data=2, microbatches=3, schedule="interleaved", settings={"zero_stage": 1}),
+    Case(
+        model="tied",
+        stages=2,
+        data=2,
+        microbatches=3,
+        schedule="interleaved",
+        settings={"zero_stage": 1},
+    ),
     Case(model="linen", stages=2, data=2, microbatches=1, settings={"zero_stage": 1}),
-    Case(model="dropout", stages=4, data=2, microbatches=2, schedule="zero-bubble", settings={"zero_stage": 1}),
+    Case(
+        model="dropout",
+        stages=4,
+        data=2,
+        microbatches=2,
+        schedule="zero-bubble",
+        settings={"zero_stage": 1},
+    ),
     Case(model="norm", stages=2, data=2, microbatches=2, schedule="1f1b-v"),
     Case(model="dropout", stages=4, data=2, microbatches=5, interval=1, cut="trunk"),
-    Case(model="tied", stages=2, data=4, microbatches=5, schedule="zero-bubble-2", settings={"zero_stage": 1}),
+    Case(
+        model="tied",
+        stages=2,
+        data=4,
+        microbatches=5,
+        schedule="zero-bubble-2",
+        settings={"zero_stage": 1},
+    ),
     Case(model="linen", stages=1, data=2, microbatches=2),
     Case(model="linen", stages=1, data=2, microbatches=1, settings={"zero_stage": 1}),
     Case(model="linen", stages=2, data=2, microbatches=5, schedule="zero-bubble-h1"),
-    Case(model="linen", stages=2, data=2, microbatches=3, schedule="zero-bubble-v", settings={"zero_stage": 1}),
-    Case(model="linen", stages=2, data=2, microbatches=3, schedule="dual-pipe-v", settings={"zero_stage": 1}),
-    Case(model="linen", stages=2, data=2, microbatches=3, schedule="gpipe", scan_trunk=True, cut="trunk"),
-    Case(model="linen", stages=2, data=2, microbatches=2, schedule="train", settings={"zero_stage": 1}),
+    Case(
+        model="linen",
+        stages=2,
+        data=2,
+        microbatches=3,
+        schedule="zero-bubble-v",
+        settings={"zero_stage": 1},
+    ),
+    Case(
+        model="linen",
+        stages=2,
+        data=2,
+        microbatches=3,
+        schedule="dual-pipe-v",
+        settings={"zero_stage": 1},
+    ),
+    Case(
+        model="linen",
+        stages=2,
+        data=2,
+        microbatches=3,
+        schedule="gpipe",
+        scan_trunk=True,
+        cut="trunk",
+    ),
+    Case(
+        model="linen",
+        stages=2,
+        data=2,
+        microbatches=2,
+        schedule="train",
+        settings={"zero_stage": 1},
+    ),
     Case(model="linen", stages=2, data=2, microbatches=3, schedule="split"),
     Case(model="norm", stages=4, data=2, microbatches=3, settings={"zero_stage": 1}),
     Case(model="split_tied", stages=2, data=2, microbatches=2, settings={"zero_stage": 1}),
-    Case(model="weighted", stages=2, data=2, microbatches=1, schedule="interleaved", settings={"zero_stage": 1}),
+    Case(
+        model="weighted",
+        stages=2,
+        data=2,
+        microbatches=1,
+        schedule="interleaved",
+        settings={"zero_stage": 1},
+    ),
 ]
 
 
 @pytest.mark.parametrize("policy", soak_after(1, ["computed_at_the_ends", "masked", "skipped"]))
 @pytest.mark.parametrize("case", slow_after(1, CASES, soak=True), ids=str)
 def test_loss_and_every_gradient(monkeypatch: pytest.MonkeyPatch, case: Case, policy: str) -> None:
-    """With idle actions computed everywhere, skipped everywhere, and skipped but in these two ticks."""
+    """With idle actions computed everywhere, or skipped everywhere.
+
+    Or skipped but in these two ticks.
+    """
     plan_of = _pipeline.make_plan
 
     def make_plan(*args: Any, **kwargs: Any) -> Plan:
         plan = plan_of(*args, **kwargs)
-        idle = dataclasses.replace(plan.idle, loops=False, masks_ends=policy == "computed_at_the_ends")
+        idle = dataclasses.replace(
+            plan.idle, loops=False, masks_ends=policy == "computed_at_the_ends"
+        )
         program = with_idle(with_ends_apart(plan.program), idle)
         return dataclasses.replace(plan, program=program, idle=idle, sends_early=True)
 
@@ -55,11 +120,16 @@ def test_loss_and_every_gradient(monkeypatch: pytest.MonkeyPatch, case: Case, po
     assert_loss(metrics["loss"], wanted.loss)
     assert_close(pipeline.params_tree(gradients), wanted.grads)
     assert_close(pipeline.collections_tree(collections), wanted.collections)
-    assert_loss(pipeline.evaluate(state, batch)["loss"], evaluation(case.model, batch, case.microbatches, case.data))
+    assert_loss(
+        pipeline.evaluate(state, batch)["loss"],
+        evaluation(case.model, batch, case.microbatches, case.data),
+    )
 
 
 def test_programs_of_accelerators_have_them_where_there_are_replicas() -> None:
     for skip_idle, data, is_apart in ((False, 2, True), (True, 2, False), (False, 1, False)):
-        runs = Case(stages=4, data=data, microbatches=6, skip_idle=skip_idle).pipeline().program.runs
+        runs = (
+            Case(stages=4, data=data, microbatches=6, skip_idle=skip_idle).pipeline().program.runs
+        )
         assert (runs[0].stop == 1, runs[-1].stop - runs[-1].start == 1) == (is_apart, is_apart)
         assert (runs[0].forward.idle is Idle.MASK) == (not skip_idle)

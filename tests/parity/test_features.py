@@ -1,4 +1,7 @@
-"""Clipping, ZeRO-1, collections and reports against the sequential model with the same optimiser."""
+"""Clipping, ZeRO-1, collections and reports.
+
+Against the sequential model with the same optimiser.
+"""
 
 from typing import Any
 
@@ -23,35 +26,59 @@ SGD = optax.sgd(0.1, momentum=0.9)
 ADAM = optax.adam(1e-2)
 LAMB = optax.lamb(1e-2, weight_decay=0.01)
 ADAFACTOR = optax.adafactor(1e-2, min_dim_size_to_factor=4)
-MASKED = optax.adamw(1e-2, weight_decay=0.1, mask=lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree))
+MASKED = optax.adamw(
+    1e-2, weight_decay=0.1, mask=lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)
+)
 LABELLED = optax.multi_transform(
     {"slow": optax.sgd(0.01), "fast": optax.adam(1e-2)},
-    lambda tree: jax.tree_util.tree_map_with_path(lambda path, _: "slow" if "bias" in str(path[-1]) else "fast", tree),
+    lambda tree: jax.tree_util.tree_map_with_path(
+        lambda path, _: "slow" if "bias" in str(path[-1]) else "fast", tree
+    ),
 )
 ZERO = {"zero_stage": 1}
 
 
 def tree_norm(tree: Any) -> float:
-    return float(np.sqrt(sum(np.sum(np.square(np.asarray(x, np.float64))) for x in jax.tree.leaves(tree))))
+    return float(
+        np.sqrt(sum(np.sum(np.square(np.asarray(x, np.float64))) for x in jax.tree.leaves(tree)))
+    )
 
 
 def sequential_run(case: Case) -> dict[str, Any]:
     model = sequential_model(case.model)
-    params, held, limit = model.params, model.collections, case.settings.get("gradient_clipping", 0.0)
+    params, held, limit = (
+        model.params,
+        model.collections,
+        case.settings.get("gradient_clipping", 0.0),
+    )
     state, losses, norms = case.optimizer.init(params), [], []
     for step in range(STEPS):
         batch = make_batch(MODELS[case.model], case.microbatches, case.data, seed=step)
         found = whole_reference(
-            case.model, batch, case.microbatches, case.data, params=params, collections=held, step=step
+            case.model,
+            batch,
+            case.microbatches,
+            case.data,
+            params=params,
+            collections=held,
+            step=step,
         )
         grads, held = found.grads, found.collections
         norms.append(tree_norm(grads))
         if limit:
-            grads = jax.tree.map(lambda g, n=norms[-1]: np.float32(g * min(1.0, limit / (n + 1e-6))), grads)
+            grads = jax.tree.map(
+                lambda g, n=norms[-1]: np.float32(g * min(1.0, limit / (n + 1e-6))), grads
+            )
         updates, state = jax.jit(case.optimizer.update)(grads, state, params)
         params = jax.device_get(optax.apply_updates(params, updates))
         losses.append(found.loss)
-    return {"params": params, "collections": held, "losses": losses, "norms": norms, "aux": found.aux}
+    return {
+        "params": params,
+        "collections": held,
+        "losses": losses,
+        "norms": norms,
+        "aux": found.aux,
+    }
 
 
 def pipeline_run(case: Case) -> dict[str, Any]:
@@ -110,10 +137,30 @@ def test_zero(case: Case) -> None:
         [
             Case(stages=4, data=2, optimizer=SGD, settings={"gradient_clipping": 0.3}),
             Case(stages=1, data=2, optimizer=ADAM, settings={"gradient_clipping": 0.3}),
-            Case(model="tied_many", stages=4, cut="uniform", optimizer=SGD, settings={"gradient_clipping": 0.3}),
-            Case(model="tied", stages=4, data=2, optimizer=ADAM, settings={"gradient_clipping": 0.3, **ZERO}),
-            Case(model="tied", stages=2, data=2, optimizer=LAMB, settings={"gradient_clipping": 0.3, **ZERO}),
-            Case(model="tied", stages=2, data=2, optimizer=SGD, settings={"gradient_clipping": 1e6}),
+            Case(
+                model="tied_many",
+                stages=4,
+                cut="uniform",
+                optimizer=SGD,
+                settings={"gradient_clipping": 0.3},
+            ),
+            Case(
+                model="tied",
+                stages=4,
+                data=2,
+                optimizer=ADAM,
+                settings={"gradient_clipping": 0.3, **ZERO},
+            ),
+            Case(
+                model="tied",
+                stages=2,
+                data=2,
+                optimizer=LAMB,
+                settings={"gradient_clipping": 0.3, **ZERO},
+            ),
+            Case(
+                model="tied", stages=2, data=2, optimizer=SGD, settings={"gradient_clipping": 1e6}
+            ),
         ],
     ),
     ids=str,
@@ -130,7 +177,13 @@ def test_clipping_by_the_norm_of_the_whole_model(case: Case) -> None:
             Case(model="norm", stages=4, data=2, cut="trunk", optimizer=SGD),
             Case(model="norm", stages=1, data=2, optimizer=SGD),
             Case(model="norm", stages=4, cut="front", schedule="train", interval=2, optimizer=SGD),
-            Case(model="reports", stages=4, data=2, optimizer=SGD, settings={"gradient_clipping": 0.3}),
+            Case(
+                model="reports",
+                stages=4,
+                data=2,
+                optimizer=SGD,
+                settings={"gradient_clipping": 0.3},
+            ),
             Case(model="norm_reports", stages=2, data=2, cut="back", optimizer=SGD, settings=ZERO),
             Case(model="norm_reports", stages=4, data=2, cut="trunk", interval=1, optimizer=SGD),
             Case(model="weighted", stages=4, data=2, schedule="gpipe", optimizer=SGD),
@@ -162,7 +215,9 @@ def test_evaluation_and_prediction_after_training(case: Case) -> None:
     params, held = pipeline.params_tree(state.params), pipeline.collections_tree(state.collections)
     model = sequential_model(case.model)
     places = [(m, r) for m in range(case.microbatches) for r in range(case.data)]
-    terms = np.asarray([model.terms(params, held, *block_of(batch, m, r)) for m, r in places], np.float64)
+    terms = np.asarray(
+        [model.terms(params, held, *block_of(batch, m, r)) for m, r in places], np.float64
+    )
     metrics, outputs = pipeline.evaluate_and_predict(state, batch)
     assert_loss(metrics["loss"], terms[:, 0].sum() / terms[:, 1].sum())
     each = terms.reshape(case.microbatches, case.data, 2).sum(1)
@@ -170,7 +225,9 @@ def test_evaluation_and_prediction_after_training(case: Case) -> None:
     assert_loss(pipeline.evaluate(state, batch)["loss"], metrics["loss"], tolerance=0)
     np.testing.assert_array_equal(pipeline.predict(state, batch), outputs)
     for m in range(case.microbatches):
-        wanted = model.module.call(params, held, batch[0][m], side=jax.tree.map(lambda x, m=m: x[m], batch[2]))[0]
+        wanted = model.module.call(
+            params, held, batch[0][m], side=jax.tree.map(lambda x, m=m: x[m], batch[2])
+        )[0]
         np.testing.assert_allclose(outputs[m], wanted, rtol=1e-4, atol=1e-5)
 
 
@@ -188,7 +245,9 @@ FEATURES = {
         "dropout",
         "marked",
     ),
-    "topology": tuple((stages, data) for stages in (1, 2, 4, 8) for data in (1, 2, 4) if stages * data <= 8),
+    "topology": tuple(
+        (stages, data) for stages in (1, 2, 4, 8) for data in (1, 2, 4) if stages * data <= 8
+    ),
     "microbatches": (1, 2, 3, 5, 8),
     "schedule": ("1f1b", "gpipe", "train"),
     "cut": ("parameters", "front", "uniform"),
@@ -208,7 +267,9 @@ def is_valid(chosen: Chosen) -> bool:
 def to_case(chosen: Chosen) -> Case:
     chosen = dict(chosen)
     stages, data = chosen.pop("topology")
-    settings = {name: chosen.pop(name) for name in ("zero_stage", "gradient_clipping", "loss_scaler")}
+    settings = {
+        name: chosen.pop(name) for name in ("zero_stage", "gradient_clipping", "loss_scaler")
+    }
     return Case(stages=stages, data=data, settings=settings, **chosen)
 
 
@@ -219,14 +280,18 @@ def test_every_pair_of_features(case: Case) -> None:
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1])
-@pytest.mark.parametrize(("stages", "data"), slow_after(2, [(2, 2), (4, 1), (1, 1), (2, 1)], unpack=True))
+@pytest.mark.parametrize(
+    ("stages", "data"), slow_after(2, [(2, 2), (4, 1), (1, 1), (2, 1)], unpack=True)
+)
 def test_clipping_four_scalar_layers(stages: int, data: int, zero_stage: int) -> None:
     weights = (1.0, 2.0, 0.5, 3.0)
 
     def layer(weight: float) -> Any:
         return LayerSpec(nn.Dense, 1, use_bias=False, kernel_init=nn.initializers.constant(weight))
 
-    module = PipelineModule([layer(w) for w in weights], num_stages=stages, loss_fn=lambda y, t: jnp.mean((y - t) ** 2))
+    module = PipelineModule(
+        [layer(w) for w in weights], num_stages=stages, loss_fn=lambda y, t: jnp.mean((y - t) ** 2)
+    )
     mesh = make_pipeline_mesh(PipeDataParallelTopology(stages, data))
     x, y = np.ones((1, data, 1), np.float32), np.zeros((1, data, 1), np.float32)
     settings = make_settings(gradient_clipping=1.0, zero_stage=zero_stage)
@@ -235,4 +300,6 @@ def test_clipping_four_scalar_layers(stages: int, data: int, zero_stage: int) ->
     found = [float(leaf.item()) for leaf in jax.tree.leaves(pipeline.params_tree(state.params))]
     change = [w - after for w, after in zip(weights, found, strict=True)]
     np.testing.assert_allclose(float(metrics["grad_norm"]), 41.6773, rtol=1e-5)
-    np.testing.assert_allclose(change, [18 / 41.6773, 9 / 41.6773, 36 / 41.6773, 6 / 41.6773], rtol=1e-5)
+    np.testing.assert_allclose(
+        change, [18 / 41.6773, 9 / 41.6773, 36 / 41.6773, 6 / 41.6773], rtol=1e-5
+    )

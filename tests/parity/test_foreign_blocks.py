@@ -1,4 +1,7 @@
-"""Blocks written for other trainers, which take positions, caches and masks and return pairs, through `forward_fn`."""
+"""Blocks written for other trainers, through `forward_fn`.
+
+They take positions, caches and masks and return pairs.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,9 +28,17 @@ def positions(x: jax.Array) -> jax.Array:
 class Foreign(nn.Module):
     @nn.compact
     def __call__(
-        self, x: jax.Array, position: jax.Array, cache: Cache | None, mask: jax.Array, *, deterministic: bool = True
+        self,
+        x: jax.Array,
+        position: jax.Array,
+        cache: Cache | None,
+        mask: jax.Array,
+        *,
+        deterministic: bool = True,
     ) -> tuple[jax.Array, Cache]:
-        y = nn.Dropout(0.5, deterministic=deterministic)(nn.Dense(DIM)(x + jnp.sin(position)[..., None]))
+        y = nn.Dropout(0.5, deterministic=deterministic)(
+            nn.Dense(DIM)(x + jnp.sin(position)[..., None])
+        )
         return x + jnp.tanh(y) * mask[..., None], {"x": y}
 
 
@@ -51,7 +62,9 @@ def layers() -> list[Any]:
         LayerSpec(Foreign, forward_fn=call_linen),
         LayerSpec(Foreign(), forward_fn=call_linen),  # a built module
     ]
-    nnx_blocks = [LayerSpec(ForeignNNX, forward_fn=lambda m, x, mask: m(x, positions(x), None, mask)[1])] * 4
+    nnx_blocks = [
+        LayerSpec(ForeignNNX, forward_fn=lambda m, x, mask: m(x, positions(x), None, mask)[1])
+    ] * 4
     head = LayerSpec(nn.Dense, VOCAB, forward_fn=lambda dense, x: dense(x) / 2.0)
     return [nn.Embed(VOCAB, DIM), *linen, *nnx_blocks, head]
 
@@ -71,7 +84,9 @@ def equinox_layers() -> list[Any]:
             self.norm, self.dropout = eqx.nn.LayerNorm(DIM), eqx.nn.Dropout(0.5)
             self.scale, self.steps = jnp.ones(DIM), jnp.arange(LENGTH)
 
-        def __call__(self, x: jax.Array, mask: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
+        def __call__(
+            self, x: jax.Array, mask: jax.Array, *, key: jax.Array | None = None
+        ) -> jax.Array:
             y = jax.vmap(self.mlp)(jax.vmap(self.norm)(x) + 0.1 * self.steps[:, None])
             return x + self.dropout(y, key=key) * self.scale[None] * mask[..., None]
 
@@ -84,7 +99,9 @@ def equinox_layers() -> list[Any]:
         def step(self, x: jax.Array, cache: None) -> tuple[jax.Array, None]:
             return x + jnp.tanh(self.linear(x)), cache
 
-    pair = LayerSpec(Pair, forward_fn=lambda m, x: jax.vmap(jax.vmap(lambda v: m.step(v, None)[0]))(x))
+    pair = LayerSpec(
+        Pair, forward_fn=lambda m, x: jax.vmap(jax.vmap(lambda v: m.step(v, None)[0]))(x)
+    )
     return [nn.Embed(VOCAB, DIM), *[LayerSpec(Block)] * 4, pair, pair, nn.Dense(VOCAB)]
 
 
@@ -105,9 +122,14 @@ ALL_MODELS.update(
         Case("foreign", stages=2, data=2),
         pytest.param(Case("equinox", stages=2, data=2), marks=pytest.mark.slow),
         pytest.param(Case("foreign", stages=4, schedule="zero-bubble"), marks=pytest.mark.soak),
-        pytest.param(Case("equinox", stages=4, schedule="zero-bubble", interval=1), marks=pytest.mark.slow),
+        pytest.param(
+            Case("equinox", stages=4, schedule="zero-bubble", interval=1), marks=pytest.mark.slow
+        ),
         pytest.param(Case("equinox", stages=1, scan_trunk=True), marks=pytest.mark.soak),
-        pytest.param(Case("equinox", stages=2, schedule="interleaved", skip_idle=False), marks=pytest.mark.slow),
+        pytest.param(
+            Case("equinox", stages=2, schedule="interleaved", skip_idle=False),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )
@@ -126,13 +148,17 @@ def test_gradients_equal_those_of_one_device(case: Case) -> None:
         (
             3,
             lambda p, x, mask: (
-                x + jnp.tanh(_linear(p["inner"], x + jnp.sin(positions(x))[..., None])) * mask[..., None]
+                x
+                + jnp.tanh(_linear(p["inner"], x + jnp.sin(positions(x))[..., None]))
+                * mask[..., None]
             ),
         ),
     ],
     ids=["linen", "nnx"],
 )
-def test_the_model_is_the_blocks_one_after_another(first: int, call: Callable[..., jax.Array]) -> None:
+def test_the_model_is_the_blocks_one_after_another(
+    first: int, call: Callable[..., jax.Array]
+) -> None:
     module = Model(layers, batch=masked_text).module()
     inputs, _, side = masked_text(np.random.default_rng(0), 2)
     params = module.init(jax.random.key(0), inputs, side=side)

@@ -1,4 +1,7 @@
-"""Frozen parameters: gradients and updates of what is trained, against one device that trains the same."""
+"""Frozen parameters.
+
+Gradients and updates of what is trained, against one device that trains the same.
+"""
 
 from typing import Any
 
@@ -23,10 +26,20 @@ def of_biases(path: str) -> bool:
         2,
         [
             (
-                Case("linen", 2, 2, schedule="zero-bubble", optimizer=ADAM, settings={"gradient_clipping": 0.1}),
+                Case(
+                    "linen",
+                    2,
+                    2,
+                    schedule="zero-bubble",
+                    optimizer=ADAM,
+                    settings={"gradient_clipping": 0.1},
+                ),
                 "kernel$",
             ),
-            (Case("tied", 2, 2, optimizer=ADAM, settings=ZERO | {"gradient_clipping": 0.1}), ["Block.*bias$", "^tied"]),
+            (
+                Case("tied", 2, 2, optimizer=ADAM, settings=ZERO | {"gradient_clipping": 0.1}),
+                ["Block.*bias$", "^tied"],
+            ),
             # Of a part of the trunk: the first stage's blocks, and the second one's first.
             (Case("linen", 4, 1, schedule="interleaved", optimizer=ADAM), r"(1|2|4)_Block|Head"),
         ],
@@ -76,4 +89,7 @@ def test_everything_at_once(model: str, schedule: str, optimizer: Any, trainable
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_scanned_and_recomputed(scan: bool, stages: int) -> None:
     for trainable in ("kernel$", r"/(2|3)_Block|Head"):
-        check(Case("linen", stages, 2, scan_trunk=scan, interval=1, optimizer=ADAM, settings=ZERO), trainable)
+        check(
+            Case("linen", stages, 2, scan_trunk=scan, interval=1, optimizer=ADAM, settings=ZERO),
+            trainable,
+        )

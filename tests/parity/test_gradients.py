@@ -65,7 +65,9 @@ def to_fitting(chosen: Chosen) -> Case:
     return replace(case, model="linen" if case.parts <= BLOCKS else "deep")
 
 
-@pytest.mark.parametrize("case", first_values_then_pairs(LAYOUTS, lambda _: True, to_fitting), ids=str)
+@pytest.mark.parametrize(
+    "case", first_values_then_pairs(LAYOUTS, lambda _: True, to_fitting), ids=str
+)
 def test_every_topology_schedule_and_number_of_microbatches(case: Case) -> None:
     check(case)
 
@@ -75,7 +77,9 @@ def test_every_pair_of_factors(case: Case) -> None:
     check(case)
 
 
-@pytest.mark.parametrize("schedule", slow_after(2, [name for name in SCHEDULES if name not in LAYOUTS["schedule"]]))
+@pytest.mark.parametrize(
+    "schedule", slow_after(2, [name for name in SCHEDULES if name not in LAYOUTS["schedule"]])
+)
 @pytest.mark.parametrize("stages", soak_after(1, [4, 1]))
 def test_every_other_schedule(schedule: str, stages: int) -> None:
     check(Case(stages=stages, microbatches=8, schedule=schedule, model="tuple"))
@@ -98,7 +102,11 @@ def test_averaging_microbatch_gradients_is_the_gradient_of_the_mean() -> None:
             for r in range(2):
                 inputs, labels, side = block_of(batch, m, r)
                 key = microbatch_key(jax.random.key(module.base_seed), 0, m, r)
-                losses.append(module.loss(module.apply(params, inputs, train=True, key=key, side=side), labels))
+                losses.append(
+                    module.loss(
+                        module.apply(params, inputs, train=True, key=key, side=side), labels
+                    )
+                )
         return jnp.mean(jnp.stack(losses))
 
     loss, grads = jax.jit(jax.value_and_grad(mean_loss))(params)
@@ -116,6 +124,8 @@ SOAK = {
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("case", [to_case(chosen) for chosen in covering(SOAK, is_valid, strength=3)], ids=str)
+@pytest.mark.parametrize(
+    "case", [to_case(chosen) for chosen in covering(SOAK, is_valid, strength=3)], ids=str
+)
 def test_every_triple_of_factors(case: Case) -> None:
     check(case)

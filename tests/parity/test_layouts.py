@@ -1,4 +1,7 @@
-"""One run in any layout: dropout, initial weights and evaluation do not depend on how the model is cut."""
+"""One run in any layout.
+
+Dropout, initial weights and evaluation do not depend on how the model is cut.
+"""
 
 import functools
 from collections.abc import Callable
@@ -41,7 +44,15 @@ def baseline(model: str) -> tuple[float, ...]:
             Case(model="dropout", stages=2, data=2, optimizer=SGD),
             Case(model="dropout", stages=4, data=2, schedule="gpipe", cut="front", optimizer=SGD),
             Case(model="dropout", stages=2, data=2, schedule="train", interval=1, optimizer=SGD),
-            Case(model="dropout", stages=4, data=2, interval=2, scan_trunk=True, cut="trunk", optimizer=SGD),
+            Case(
+                model="dropout",
+                stages=4,
+                data=2,
+                interval=2,
+                scan_trunk=True,
+                cut="trunk",
+                optimizer=SGD,
+            ),
             Case(model="noise", stages=2, data=2, schedule="split", skip_idle=False, optimizer=SGD),
             Case(model="noise", stages=4, data=2, interval=1, optimizer=SGD),
         ],
@@ -67,13 +78,19 @@ def test_apply_with_the_microbatch_key_repeats_the_dropout(model: str) -> None:
             for r in range(2):
                 inputs, labels, side = block_of(batch, m, r)
                 key = microbatch_key(jax.random.key(module.base_seed), step, m, r)
-                found.append(module.loss(module.apply(params, inputs, train=True, key=key, side=side), labels))
+                found.append(
+                    module.loss(
+                        module.apply(params, inputs, train=True, key=key, side=side), labels
+                    )
+                )
         assert_loss(metrics["loss"], np.mean(found, dtype=np.float64))
 
 
 def test_microbatches_replicas_and_steps_draw_differently() -> None:
     key = jax.random.key(0)
-    keys = [microbatch_key(key, step, m, r) for step in range(3) for m in range(3) for r in range(3)]
+    keys = [
+        microbatch_key(key, step, m, r) for step in range(3) for m in range(3) for r in range(3)
+    ]
     assert len({tuple(np.asarray(jax.random.key_data(k)).tolist()) for k in keys}) == 27
 
 
@@ -81,7 +98,14 @@ def test_microbatches_replicas_and_steps_draw_differently() -> None:
     ("stages", "cut"),
     slow_after(
         1,
-        [(2, "front"), (1, "uniform"), (2, "parameters"), (4, "back"), (4, "uniform"), (8, "parameters")],
+        [
+            (2, "front"),
+            (1, "uniform"),
+            (2, "parameters"),
+            (4, "back"),
+            (4, "uniform"),
+            (8, "parameters"),
+        ],
         unpack=True,
     ),
 )
@@ -96,7 +120,9 @@ def test_initial_weights_are_those_of_the_module(model: str, cut: str, stages: i
     jax.tree.map(np.testing.assert_array_equal, other, jax.device_get(wanted))
 
 
-@pytest.mark.parametrize("seed_fn", soak_after(1, [None, jax.random.PRNGKey]), ids=["default", "PRNGKey"])
+@pytest.mark.parametrize(
+    "seed_fn", soak_after(1, [None, jax.random.PRNGKey]), ids=["default", "PRNGKey"]
+)
 def test_seeded_layers_do_not_depend_on_the_key(seed_fn: Callable[[int], jax.Array] | None) -> None:
     module = MODELS["linen"].module(2, seed_layers=True, seed_fn=seed_fn, base_seed=7)
     entry = jax.tree.map(lambda x: x[0], Case().batch())
@@ -129,4 +155,6 @@ def test_seeded_layers_do_not_depend_on_the_key(seed_fn: Callable[[int], jax.Arr
 def test_evaluation_is_the_sequential_loss(case: Case) -> None:
     pipeline, batch = case.pipeline(), case.batch()
     metrics = pipeline.evaluate(pipeline.init(), batch)
-    assert_loss(metrics["loss"], evaluation(case.model, batch, case.microbatches, case.data), tolerance=LOSS)
+    assert_loss(
+        metrics["loss"], evaluation(case.model, batch, case.microbatches, case.data), tolerance=LOSS
+    )

@@ -11,7 +11,19 @@ import optax
 import pytest
 from _covering import slow_after
 from _frozen import check
-from _models import ALL_MODELS, BLOCKS, DIM, LENGTH, VOCAB, Attention, Embed, Head, Model, NNXBlock, NNXEmbed
+from _models import (
+    ALL_MODELS,
+    BLOCKS,
+    DIM,
+    LENGTH,
+    VOCAB,
+    Attention,
+    Embed,
+    Head,
+    Model,
+    NNXBlock,
+    NNXEmbed,
+)
 from _oracle import Case
 from flax import nnx
 
@@ -22,7 +34,10 @@ from jaxpipe.layers import LORA_PARAMETERS, flatten_dict, lora, merge_lora
 
 RANK, ALPHA = 2, 6.0
 ADAM = optax.adamw(1e-2, eps=1e-2, weight_decay=0.1)
-"""A large eps: B is zero at first, and of a gradient that is nothing but rounding Adam would make a whole step."""
+"""A large eps.
+
+B is zero at first, and of a gradient that is nothing but rounding Adam would make a whole step.
+"""
 
 IDS = np.arange(2 * LENGTH).reshape(2, LENGTH) % VOCAB
 
@@ -62,10 +77,26 @@ class NNXHeads(nnx.Module):
 
 
 BASES: dict[str, Any] = {
-    "linen": (lambda: [Embed(), *[LayerSpec(Attention)] * BLOCKS, Head()], ["query", "value", "Head"]),
-    "general": (lambda: [Embed(), Heads(), LayerSpec(Heads), Heads(), Heads(), nn.Dense(VOCAB)], ["_Heads/", "Dense"]),
-    "nnx": (lambda: [LayerSpec(NNXEmbed), *[LayerSpec(NNXBlock)] * 4, LayerSpec(nnx.Linear, DIM, VOCAB)], [r"layers/"]),
-    "nnx_general": (lambda: [Embed(), *[LayerSpec(NNXHeads)] * 4, nn.Dense(VOCAB)], "split|join|einsum"),
+    "linen": (
+        lambda: [Embed(), *[LayerSpec(Attention)] * BLOCKS, Head()],
+        ["query", "value", "Head"],
+    ),
+    "general": (
+        lambda: [Embed(), Heads(), LayerSpec(Heads), Heads(), Heads(), nn.Dense(VOCAB)],
+        ["_Heads/", "Dense"],
+    ),
+    "nnx": (
+        lambda: [
+            LayerSpec(NNXEmbed),
+            *[LayerSpec(NNXBlock)] * 4,
+            LayerSpec(nnx.Linear, DIM, VOCAB),
+        ],
+        [r"layers/"],
+    ),
+    "nnx_general": (
+        lambda: [Embed(), *[LayerSpec(NNXHeads)] * 4, nn.Dense(VOCAB)],
+        "split|join|einsum",
+    ),
     "jitted": (lambda: [Embed(), *[LayerSpec(Jitted)] * 4, nn.Dense(VOCAB)], ["_JitHeads/"]),
     "scanned": (lambda: [Embed(), *[LayerSpec(Scanned)] * 4, Head()], "dense"),
     "tied": (
@@ -90,7 +121,9 @@ ALL_MODELS.update({f"lora_{name}": Model(lambda name=name: adapted(name)) for na
 
 def filled(tree: Any) -> Any:
     """With a B that is not zero."""
-    return jax.tree.map_with_path(lambda path, x: x + 0.1 if "lora_b" in jax.tree_util.keystr(path) else x, tree)
+    return jax.tree.map_with_path(
+        lambda path, x: x + 0.1 if "lora_b" in jax.tree_util.keystr(path) else x, tree
+    )
 
 
 @pytest.mark.parametrize("name", slow_after(3, [*BASES]))
@@ -116,11 +149,21 @@ def test_it_begins_as_the_base_and_merges_into_it(name: str) -> None:
     "case",
     [
         pytest.param(
-            Case("lora_linen", 2, 2, schedule="zero-bubble", optimizer=ADAM, settings={"zero_stage": 1}),
+            Case(
+                "lora_linen",
+                2,
+                2,
+                schedule="zero-bubble",
+                optimizer=ADAM,
+                settings={"zero_stage": 1},
+            ),
             marks=pytest.mark.slow,
         ),
         *[
-            pytest.param(Case(f"lora_{name}", 2, 2, schedule=schedule, optimizer=ADAM), marks=pytest.mark.slow)
+            pytest.param(
+                Case(f"lora_{name}", 2, 2, schedule=schedule, optimizer=ADAM),
+                marks=pytest.mark.slow,
+            )
             for name, schedule in (
                 ("general", "1f1b"),
                 ("nnx", "zero-bubble"),
@@ -145,7 +188,8 @@ def test_adapters_are_sharded_as_their_kernels() -> None:
     model = PipelineModule(lora(layers, RANK, ALPHA, "Dense"), topology=topology)
     mesh = jaxpipe.mesh_for(model, jax.devices()[:2]).abstract_mesh
     specs = {
-        "/".join(path[1:]): tuple(spec) for path, spec in model.trace(np.ones((2, 4)), None, mesh).tree_specs().items()
+        "/".join(path[1:]): tuple(spec)
+        for path, spec in model.trace(np.ones((2, 4)), None, mesh).tree_specs().items()
     }
     assert specs == {
         "0_Dense/kernel": (None, "model"),
@@ -157,16 +201,24 @@ def test_adapters_are_sharded_as_their_kernels() -> None:
 
 def test_a_checkpoint_may_hold_the_adapters_alone(tmp_path: Path) -> None:
     model = PipelineModule(
-        adapted("tied"), num_stages=2, loss_fn=lambda y, t: jnp.mean((y - 1.0) ** 2), trainable="lora"
+        adapted("tied"),
+        num_stages=2,
+        loss_fn=lambda y, t: jnp.mean((y - 1.0) ** 2),
+        trainable="lora",
     )
     config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}
     mesh = jaxpipe.mesh_for(model, jax.devices()[:2])
-    engine = jaxpipe.initialize(model=model, optimizer=ADAM, config=config, mesh=mesh, example_batch=(IDS, IDS))[0]
+    engine = jaxpipe.initialize(
+        model=model, optimizer=ADAM, config=config, mesh=mesh, example_batch=(IDS, IDS)
+    )[0]
     engine.train_batch(iter([(IDS, IDS)]))
     engine.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
     saved = flatten_dict(checkpoint.load_params(tmp_path))
     assert {path[-1] for path in saved} == {"lora_a", "lora_b"}
-    with pytest.raises(LayerError, match="must find a kernel and lora_b beside .*Load the checkpoint of adapters into"):
+    with pytest.raises(
+        LayerError,
+        match="must find a kernel and lora_b beside .*Load the checkpoint of adapters into",
+    ):
         merge_lora(checkpoint.load_params(tmp_path), ALPHA)
 
 
@@ -188,7 +240,8 @@ def test_wrong_arguments_are_refused(arguments: Any, match: str) -> None:
 
 def test_targets_that_are_in_no_layer_are_refused_at_once() -> None:
     with pytest.raises(
-        LayerError, match=r"must find kernels of the layers, but got targets='qery', which find none in 1"
+        LayerError,
+        match=r"must find kernels of the layers, but got targets='qery', which find none in 1",
     ):
         lora([nn.Dense(3)], 2, 1.0, "qery")
 
@@ -203,16 +256,26 @@ def test_targets_that_are_in_no_layer_are_refused_at_once() -> None:
     ids=["linen", "spec", "nnx"],
 )
 def test_each_pattern_must_find_a_kernel(layer: Any) -> None:
-    model = PipelineModule(lora([nn.Dense(DIM), layer], 2, 1.0, ["1_.*kernel", "qery/kernel"]), num_stages=1)
-    match = r"must each find a kernel .* but got 'qery/kernel', which finds none of \d+\. The nearest are: layers/\d_"
+    model = PipelineModule(
+        lora([nn.Dense(DIM), layer], 2, 1.0, ["1_.*kernel", "qery/kernel"]), num_stages=1
+    )
+    match = (
+        r"must each find a kernel .* but got 'qery/kernel', which finds none of \d+\. The nearest "
+        r"are: layers/\d_"
+    )
     with pytest.raises(LayerError, match=match):
         model.trace(np.ones((2, LENGTH, DIM), np.float32))
 
 
 def test_a_kernel_in_another_order_is_refused() -> None:
     layer = nn.Einsum((2, 4, 3), "bd,ndh->bnh")
-    with pytest.raises(LayerError, match=r"Einsum with the equation 'bd,ndh->bnh'. Leave it out of targets, or write"):
-        PipelineModule(lora([layer], 2, 1.0, "Einsum"), num_stages=1).trace(np.ones((2, 4), np.float32))
+    with pytest.raises(
+        LayerError,
+        match=r"Einsum with the equation 'bd,ndh->bnh'. Leave it out of targets, or write",
+    ):
+        PipelineModule(lora([layer], 2, 1.0, "Einsum"), num_stages=1).trace(
+            np.ones((2, 4), np.float32)
+        )
 
 
 def test_adapters_of_two_calls_have_their_own_ranks() -> None:
@@ -223,13 +286,18 @@ def test_adapters_of_two_calls_have_their_own_ranks() -> None:
         made = flatten_dict(params_of(adapted))
         ranks = {path[-2]: leaf.shape[-1] for path, leaf in made.items() if path[-1] == "lora_a"}
         assert ranks == {first: 2, second: 3}
-        with pytest.raises(LayerError, match=r"one adapter, but got targets of 2 calls of lora that find 'layers/0_"):
+        with pytest.raises(
+            LayerError,
+            match=r"one adapter, but got targets of 2 calls of lora that find 'layers/0_",
+        ):
             params_of(lora(lora([block], 2, ALPHA, first), 3, ALPHA, f"{first}|{second}"))
 
 
 def params_of(layers: list[Any]) -> Any:
     model = PipelineModule(layers, num_stages=1)
-    return jax.eval_shape(lambda: model.init(jax.random.key(0), np.ones((2, LENGTH, DIM), np.float32)))
+    return jax.eval_shape(
+        lambda: model.init(jax.random.key(0), np.ones((2, LENGTH, DIM), np.float32))
+    )
 
 
 class Twice(nnx.Module):
@@ -248,9 +316,16 @@ class Twice(nnx.Module):
 
 def test_an_adapter_of_nnx_is_wherever_its_projection_is() -> None:
     x = np.asarray(jax.random.normal(jax.random.key(1), (2, LENGTH, DIM)))
-    base, model = (PipelineModule(each, 1) for each in ([LayerSpec(Twice)], lora([LayerSpec(Twice)], 2, ALPHA, "")))
+    base, model = (
+        PipelineModule(each, 1)
+        for each in ([LayerSpec(Twice)], lora([LayerSpec(Twice)], 2, ALPHA, ""))
+    )
     plain, params = (filled(each.init(jax.random.key(0), x)) for each in (base, model))
     named = flatten_dict(plain)
-    assert {path for path in flatten_dict(params) if path[-1] not in ("lora_a", "lora_b")} == set(named)
+    assert {path for path in flatten_dict(params) if path[-1] not in ("lora_a", "lora_b")} == set(
+        named
+    )
     assert sum(path[-1] == "lora_a" for path in flatten_dict(params)) == 6
-    np.testing.assert_allclose(base.apply(merge_lora(params, ALPHA), x), model.apply(params, x), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        base.apply(merge_lora(params, ALPHA), x), model.apply(params, x), rtol=1e-4, atol=1e-5
+    )

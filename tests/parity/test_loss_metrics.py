@@ -23,24 +23,35 @@ from jaxpipe.topology import make_pipeline_mesh
 MICROBATCHES, SAMPLES, LENGTH = 4, 2, 3
 
 
-def masked(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+def masked(
+    logits: jax.Array, labels: jax.Array
+) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
     """Of the first microbatch no label counts; of the others some do."""
     mask = labels % 3 > 0
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     rights = logits.argmax(-1) == labels
     # A mean over what counts: 0 / 0 where nothing does.
-    return (losses * mask).sum(), mask.sum(), {"right": (rights * mask).sum() / mask.sum(), "two": jnp.float32(2)}
+    return (
+        (losses * mask).sum(),
+        mask.sum(),
+        {"right": (rights * mask).sum() / mask.sum(), "two": jnp.float32(2)},
+    )
 
 
 def make_batch(data: int) -> Any:
     rng = np.random.default_rng(0)
     shape = (MICROBATCHES, SAMPLES * data, LENGTH)
-    tokens, labels = rng.integers(0, ROWS, shape).astype(np.int32), rng.integers(0, ROWS, shape).astype(np.int32)
+    tokens, labels = (
+        rng.integers(0, ROWS, shape).astype(np.int32),
+        rng.integers(0, ROWS, shape).astype(np.int32),
+    )
     labels[0] = 0
     return tokens, labels, {}
 
 
-def make_pipeline(layers: list[Any], loss_fn: Any, stages: int, data: int, **settings: Any) -> Pipeline:
+def make_pipeline(
+    layers: list[Any], loss_fn: Any, stages: int, data: int, **settings: Any
+) -> Pipeline:
     topology = PipeDataParallelTopology(stages, data)
     module = PipelineModule(layers, topology=topology, loss_fn=loss_fn)
     example = jax.tree.map(lambda x: x[0], make_batch(data))
@@ -58,11 +69,19 @@ def wanted(pipeline: Pipeline, state: Any, batch: Any, loss_fn: Any) -> tuple[fl
 
 @pytest.mark.parametrize(
     ("stages", "data", "schedule"),
-    slow_after(1, [(2, 2, "1f1b"), (4, 1, "zero-bubble"), (1, 2, "gpipe"), (2, 1, "interleaved")], unpack=True),
+    slow_after(
+        1,
+        [(2, 2, "1f1b"), (4, 1, "zero-bubble"), (1, 2, "gpipe"), (2, 1, "interleaved")],
+        unpack=True,
+    ),
 )
 def test_metrics_are_means_over_what_counts(stages: int, data: int, schedule: str) -> None:
     pipeline = make_pipeline(
-        [nn.Embed(ROWS, DIM), *specs(Block), nn.Dense(ROWS)], masked, stages, data, schedule=schedule
+        [nn.Embed(ROWS, DIM), *specs(Block), nn.Dense(ROWS)],
+        masked,
+        stages,
+        data,
+        schedule=schedule,
     )
     state, batch = pipeline.init(), make_batch(data)
     loss, right = wanted(pipeline, state, batch, masked)
@@ -86,23 +105,40 @@ def test_they_stand_beside_what_layers_report() -> None:
 
 @pytest.mark.parametrize("splits", soak_after(1, [True, False]))
 def test_a_loss_of_a_split_vocabulary_reports(splits: bool) -> None:
-    def of_layers(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    def of_layers(
+        logits: jax.Array, labels: jax.Array
+    ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         losses, mask = vocab_cross_entropy(logits, labels, ROWS), labels % 3 > 0
-        return (losses * mask).sum(), mask.sum(), {"right": ((losses < 2.8) * mask).sum() / mask.sum()}
+        return (
+            (losses * mask).sum(),
+            mask.sum(),
+            {"right": ((losses < 2.8) * mask).sum() / mask.sum()},
+        )
 
-    def of_setting(logits: Any, labels: jax.Array) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    def of_setting(
+        logits: Any, labels: jax.Array
+    ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         losses, mask = vocab_cross_entropy(logits, labels), labels % 3 > 0
-        return (losses * mask).sum(), mask.sum(), {"right": ((losses < 2.8) * mask).sum() / mask.sum()}
+        return (
+            (losses * mask).sum(),
+            mask.sum(),
+            {"right": ((losses < 2.8) * mask).sum() / mask.sum()},
+        )
 
     if splits:
         layers, loss_fn = [nn.Embed(ROWS, DIM), *specs(Block), nn.Dense(ROWS)], of_setting
     else:
-        layers, loss_fn = [LayerSpec(VocabEmbed, ROWS, DIM), *specs(Block), LayerSpec(VocabHead, ROWS)], of_layers
+        layers, loss_fn = (
+            [LayerSpec(VocabEmbed, ROWS, DIM), *specs(Block), LayerSpec(VocabHead, ROWS)],
+            of_layers,
+        )
     pipeline = make_pipeline(layers, loss_fn, 4, 2, split_vocabulary=splits)
     state, batch = pipeline.init(), make_batch(2)
     params = pipeline.params_tree(state.params)
     logits = [pipeline.module.apply(params, tokens) for tokens in batch[0]]
-    each = [of_setting(jnp.asarray(x), jnp.asarray(t)) for x, t in zip(logits, batch[1], strict=True)]
+    each = [
+        of_setting(jnp.asarray(x), jnp.asarray(t)) for x, t in zip(logits, batch[1], strict=True)
+    ]
     # Of the first microbatch nothing counts.
     right = sum(float(m["right"] * w) for _, w, m in each[1:]) / sum(float(w) for _, w, _ in each)
     for metrics in (pipeline.evaluate(state, batch), pipeline.step(state, batch)[1]):
@@ -111,9 +147,14 @@ def test_a_loss_of_a_split_vocabulary_reports(splits: bool) -> None:
 
 def test_calls_of_one_microbatch_add_up_to_the_batch() -> None:
     def build() -> Any:
-        config = {"train_micro_batch_size_per_gpu": SAMPLES, "gradient_accumulation_steps": MICROBATCHES}
+        config = {
+            "train_micro_batch_size_per_gpu": SAMPLES,
+            "gradient_accumulation_steps": MICROBATCHES,
+        }
         model = nn.Sequential([nn.Embed(ROWS, DIM), nn.Dense(ROWS)])
-        return jaxpipe.initialize(model=model, optimizer=optax.sgd(0.1), loss_fn=masked, config=config)[0]
+        return jaxpipe.initialize(
+            model=model, optimizer=optax.sgd(0.1), loss_fn=masked, config=config
+        )[0]
 
     whole, by_calls = build(), build()
     tokens, labels, _ = make_batch(len(jax.devices()))
@@ -128,7 +169,10 @@ def test_calls_of_one_microbatch_add_up_to_the_batch() -> None:
 @pytest.mark.parametrize(
     ("third", "match"),
     [
-        ({"each": np.zeros(2)}, r"dictionary of real scalars.*'each': 'float64\[2\]'.*mean over the microbatch"),
+        (
+            {"each": np.zeros(2)},
+            r"dictionary of real scalars.*'each': 'float64\[2\]'.*mean over the microbatch",
+        ),
         ({"a/b": jnp.float32(1)}, r"by names without '/', but got \{'a/b'"),
         ({"text": "high"}, r"but got \{'text': \"'high'\"\}"),
         ([1.0], r"must be a dictionary of real scalars.*but got list"),

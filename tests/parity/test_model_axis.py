@@ -1,4 +1,7 @@
-"""Weights sharded over the mesh axis `model` by their metadata, against the same model on one device."""
+"""Weights sharded over the mesh axis `model` by their metadata.
+
+Against the same model on one device.
+"""
 
 from typing import Any
 
@@ -9,7 +12,17 @@ import numpy as np
 import optax
 import pytest
 from _covering import slow_after
-from _parallel import DIM, HIDDEN, make_batch, make_module, make_pipeline, reference, sequential, sharded, split
+from _parallel import (
+    DIM,
+    HIDDEN,
+    make_batch,
+    make_module,
+    make_pipeline,
+    reference,
+    sequential,
+    sharded,
+    split,
+)
 from _tolerances import GRADIENT, assert_close, assert_loss
 
 from jaxpipe import LayerSpec, Pipeline, PipelineModule, PipeModelDataParallelTopology, TrainState
@@ -37,9 +50,15 @@ def sequential_steps(name: str, data: int) -> tuple[Any, list[Any], list[float]]
 
 @pytest.mark.parametrize(
     ("name", "stages", "model", "data"),
-    slow_after(1, [("linen", 1, 2, 1), ("nnx", 2, 2, 1), ("dropout", 2, 2, 2), ("linen", 2, 4, 1)], unpack=True),
+    slow_after(
+        1,
+        [("linen", 1, 2, 1), ("nnx", 2, 2, 1), ("dropout", 2, 2, 2), ("linen", 2, 4, 1)],
+        unpack=True,
+    ),
 )
-def test_every_gradient_and_three_clipped_steps(name: str, stages: int, model: int, data: int) -> None:
+def test_every_gradient_and_three_clipped_steps(
+    name: str, stages: int, model: int, data: int
+) -> None:
     pipeline = make_pipeline(name, stages, model, data, ADAM, gradient_clipping=LIMIT)
     wanted, all_grads, losses = sequential_steps(name, data)
     state = pipeline.init()
@@ -72,7 +91,9 @@ def test_zero_divides_each_place_over_its_replicas() -> None:
     for step in range(STEPS):
         state, metrics = pipeline.step(state, make_batch(step, 2))
         assert_loss(metrics["loss"], losses[step], tolerance=(step + 1) * 1e-6)
-        np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(grads[step]), rtol=GRADIENT)
+        np.testing.assert_allclose(
+            metrics["grad_norm"], optax.tree.norm(grads[step]), rtol=GRADIENT
+        )
     assert_close(pipeline.params_tree(state.params), wanted)
     assert {leaf.shape[0] for leaf in jax.tree.leaves((state.params, state.opt_state))} == {4}
     check_copies(state)
@@ -105,19 +126,25 @@ class Stats(nn.Module):
             mean.value = 0.5 * mean.value + 0.5 * y.mean((0, 1))
             count.value += 1
         self.sow("losses", "size", 0.1 * jnp.sum(y**2))
-        narrow = self.param("narrow", sharded(nn.initializers.lecun_normal(), "model", None), (HIDDEN, DIM))
+        narrow = self.param(
+            "narrow", sharded(nn.initializers.lecun_normal(), "model", None), (HIDDEN, DIM)
+        )
         return x + (y - mean.value.reshape(1, 1, -1)) @ narrow
 
 
 def stats_module(stages: int, model: int) -> PipelineModule:
     topology = PipeModelDataParallelTopology(num_pp=stages, num_mp=model, num_dp=1)
     layers = [nn.Embed(12, DIM), LayerSpec(Stats), LayerSpec(Stats), nn.Dense(12)]
-    return PipelineModule(layers, topology=topology, loss_fn=lambda y, t: jnp.mean((y - t[..., None]) ** 2))
+    return PipelineModule(
+        layers, topology=topology, loss_fn=lambda y, t: jnp.mean((y - t[..., None]) ** 2)
+    )
 
 
 def test_collections_and_reported_losses() -> None:
     module, (inputs, labels, side) = stats_module(2, 2), make_batch()
-    pipeline = Pipeline(module, ADAM, make_pipeline_mesh(module.topology()), (inputs[0], labels[0]), len(inputs))
+    pipeline = Pipeline(
+        module, ADAM, make_pipeline_mesh(module.topology()), (inputs[0], labels[0]), len(inputs)
+    )
     state = pipeline.init()
     alone = stats_module(1, 1)
     params = pipeline.params_tree(state.params)

@@ -59,7 +59,9 @@ REST = [pair for pair in product(CASES, (Mixed, Half)) if pair not in FIRST]
 
 
 @pytest.mark.parametrize(("model", "kind"), slow_after(len(FIRST), FIRST + REST, unpack=True))
-def test_gradients_are_those_of_float32_to_the_dtypes_rounding(model: str, kind: type[Mixed]) -> None:
+def test_gradients_are_those_of_float32_to_the_dtypes_rounding(
+    model: str, kind: type[Mixed]
+) -> None:
     settings = {"loss_scaler": STATIC} if kind is Half else {}
     case = kind(model=model, settings=settings, **CASES[model])
     wanted = whole_reference(model, case.batch(), case.microbatches, case.data)
@@ -82,14 +84,19 @@ def test_masters_and_accumulators_are_float32_and_what_travels_is_not() -> None:
     pipeline = Mixed(stages=4, data=2, cut="trunk", optimizer=SGD).pipeline()
     for leaf in jax.tree.leaves((pipeline.state_struct.params, pipeline.state_struct.opt_state)):
         assert leaf.dtype == jnp.float32
-    text = jax.make_jaxpr(pipeline.step)(pipeline.state_struct, pipeline.batch_struct).pretty_print(use_color=False)
+    text = jax.make_jaxpr(pipeline.step)(pipeline.state_struct, pipeline.batch_struct).pretty_print(
+        use_color=False
+    )
     sent = [line for line in text.splitlines() if "= ppermute" in line]
     assert sent
     assert all(":bf16[" in line.split("=")[0] for line in sent)
 
 
 class TimedAttention(nn.Module):
-    """Needs a time step to its last digit and takes float32's lowest number; its stream is float32."""
+    """Needs a time step to its last digit and takes float32's lowest number.
+
+    Its stream is float32.
+    """
 
     @nn.compact
     def __call__(self, carried: tuple[jax.Array, jax.Array], bias: jax.Array) -> Any:
@@ -101,7 +108,9 @@ class TimedAttention(nn.Module):
 
 def timed(dtype: str | None, **settings: Any) -> PipelineModule:
     layers = [LayerSpec(TimedAttention) for _ in range(4)]
-    return PipelineModule(layers, loss_fn=lambda y, t: jnp.mean((y[0] - t) ** 2), compute_dtype=dtype, **settings)
+    return PipelineModule(
+        layers, loss_fn=lambda y, t: jnp.mean((y[0] - t) ** 2), compute_dtype=dtype, **settings
+    )
 
 
 @pytest.mark.parametrize("dtype", soak_after(1, ["bfloat16", "float16"]))
@@ -125,7 +134,9 @@ def test_what_is_no_parameter_keeps_its_dtype(dtype: str, schedule: str) -> None
     def loss_of(model: PipelineModule) -> Any:
         def loss(params: Any) -> jax.Array:
             each = [jax.tree.map(lambda leaf, m=m: leaf[m], batch) for m in range(2)]
-            return jnp.mean(jnp.stack([model.loss(model.apply(params, x, side=side), y) for x, y, side in each]))
+            return jnp.mean(
+                jnp.stack([model.loss(model.apply(params, x, side=side), y) for x, y, side in each])
+            )
 
         return loss
 
@@ -154,8 +165,12 @@ def run(case: Case, steps: int) -> tuple[Any, list[dict[str, Any]], list[Any]]:
 
 
 @pytest.mark.parametrize("zero_stage", soak_after(1, [1, 0]))
-@pytest.mark.parametrize(("stages", "data", "model"), slow_after(1, [(1, 2, "linen"), (4, 2, "tied")], unpack=True))
-def test_an_overflow_anywhere_holds_everything(stages: int, data: int, model: str, zero_stage: int) -> None:
+@pytest.mark.parametrize(
+    ("stages", "data", "model"), slow_after(1, [(1, 2, "linen"), (4, 2, "tied")], unpack=True)
+)
+def test_an_overflow_anywhere_holds_everything(
+    stages: int, data: int, model: str, zero_stage: int
+) -> None:
     scaler = LossScaler(initial_scale=2.0**24, dynamic=True, window=3, hysteresis=1)
     settings = {"loss_scaler": scaler, "zero_stage": zero_stage, "gradient_clipping": 1.0}
     case = Half(model=model, stages=stages, data=data, optimizer=SGD, settings=settings)
@@ -170,7 +185,10 @@ def test_an_overflow_anywhere_holds_everything(stages: int, data: int, model: st
         assert float(seen[step]["loss_scale"]) == float(replay.scale)
         replay = scaler.update(replay, jnp.asarray(overflow))
         before = sequential_model(model).params if step == 0 else params[step - 1]
-        same = [np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (before, params[step])), strict=True)]
+        same = [
+            np.array_equal(a, b)
+            for a, b in zip(*map(jax.tree.leaves, (before, params[step])), strict=True)
+        ]
         assert all(same) == overflow
     assert float(state.loss_scale.scale) == float(replay.scale)
 
@@ -190,7 +208,15 @@ def test_a_static_scale_changes_nothing_but_rounding() -> None:
 def test_every_layout_gives_the_same_losses() -> None:
     cases = [
         Mixed(model="dropout", stages=1, data=2, optimizer=SGD),
-        Mixed(model="dropout", stages=4, data=2, cut="trunk", interval=1, optimizer=SGD, settings={"zero_stage": 1}),
+        Mixed(
+            model="dropout",
+            stages=4,
+            data=2,
+            cut="trunk",
+            interval=1,
+            optimizer=SGD,
+            settings={"zero_stage": 1},
+        ),
     ]
     losses = [[float(m["loss"]) for m in run(case, 3)[1]] for case in cases]
     assert_loss(losses[0], losses[1], tolerance=BFLOAT16)

@@ -1,4 +1,7 @@
-"""Recompute by policy, by mark and with what is kept in host memory: the same gradients as without."""
+"""Recompute by policy, by mark and with what is kept in host memory.
+
+The gradients are the same as without.
+"""
 
 import functools
 from collections.abc import Callable
@@ -20,7 +23,9 @@ HOST = RecomputeSettings(checkpoint_in_cpu=True, configured=True)
 class WithFunction(Case):
     """A case that recomputes by a function of the user's."""
 
-    function: Callable[..., Any] = functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
+    function: Callable[..., Any] = functools.partial(
+        jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable
+    )
 
     def module(self) -> PipelineModule:
         return super().module().replace(activation_checkpoint_func=type(self).function)
@@ -47,7 +52,8 @@ def test_a_function_of_the_users(kind: type[Case], scan_trunk: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stages", "interval", "cut"), slow_after(1, [(1, 0, "parameters"), (4, 0, "trunk"), (2, 2, "front")], unpack=True)
+    ("stages", "interval", "cut"),
+    slow_after(1, [(1, 0, "parameters"), (4, 0, "trunk"), (2, 2, "front")], unpack=True),
 )
 def test_marked_layers(stages: int, interval: int, cut: str) -> None:
     pipeline = check(Case(model="marked", stages=stages, interval=interval, cut=cut))
@@ -56,7 +62,9 @@ def test_marked_layers(stages: int, interval: int, cut: str) -> None:
         assert [len(c.trunk) for c in pipeline.cuts] == [2, 2, 2, 2]
 
 
-@pytest.mark.parametrize(("schedule", "interval"), slow_after(0, [("zero-bubble", 0), ("interleaved", 3)], unpack=True))
+@pytest.mark.parametrize(
+    ("schedule", "interval"), slow_after(0, [("zero-bubble", 0), ("interleaved", 3)], unpack=True)
+)
 def test_marked_layers_in_other_schedules(schedule: str, interval: int) -> None:
     check(Case(model="marked", stages=2, interval=interval, schedule=schedule))
 
@@ -68,7 +76,9 @@ def test_marked_layers_in_other_schedules(schedule: str, interval: int) -> None:
         [
             Case(model="dropout", stages=4, data=2, interval=1, cut="trunk"),
             Case(model="dropout", stages=2, interval=2, cut="front", skip_idle=False),
-            Case(model="side", stages=2, interval=1, schedule="gpipe", scan_trunk=True, cut="trunk"),
+            Case(
+                model="side", stages=2, interval=1, schedule="gpipe", scan_trunk=True, cut="trunk"
+            ),
             Case(stages=4, interval=1, schedule="split"),
         ],
     ),

@@ -1,4 +1,7 @@
-"""An ordinary embedding, head and cross entropy that the setting `split_vocabulary` splits over the stages."""
+"""An ordinary embedding, head and cross entropy.
+
+The setting `split_vocabulary` splits them over the stages.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -33,7 +36,9 @@ def mean(logits: Logits, labels: jax.Array) -> jax.Array:
 
 
 def weighted(logits: Logits, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return cross_entropy(logits.reshape(-1, ROWS), labels.reshape(-1), weights=(labels % 3 > 0).reshape(-1))
+    return cross_entropy(
+        logits.reshape(-1, ROWS), labels.reshape(-1), weights=(labels % 3 > 0).reshape(-1)
+    )
 
 
 def smoothed(logits: Logits, labels: jax.Array) -> jax.Array:
@@ -50,12 +55,29 @@ def table(**kwargs: Any) -> TiedLayerSpec:
 
 
 MODELS: dict[str, tuple[Callable[[], list[Any]], Callable[..., Any]]] = {
-    "tied": (lambda: [table(), *specs(Block), nn.LayerNorm(), table(forward_fn=nn.Embed.attend)], weighted),
-    "untied": (lambda: [nn.Embed(ROWS, DIM), *specs(Block), nn.LayerNorm(), LayerSpec(nn.Dense, ROWS)], mean),
-    "no bias": (lambda: [nn.Embed(ROWS, DIM), *specs(Block), nn.Dense(ROWS, use_bias=False)], smoothed),
-    "nnx": (lambda: [LayerSpec(nnx.Embed, ROWS, DIM), *specs(Block), LayerSpec(nnx.Linear, DIM, ROWS)], penalised),
+    "tied": (
+        lambda: [table(), *specs(Block), nn.LayerNorm(), table(forward_fn=nn.Embed.attend)],
+        weighted,
+    ),
+    "untied": (
+        lambda: [nn.Embed(ROWS, DIM), *specs(Block), nn.LayerNorm(), LayerSpec(nn.Dense, ROWS)],
+        mean,
+    ),
+    "no bias": (
+        lambda: [nn.Embed(ROWS, DIM), *specs(Block), nn.Dense(ROWS, use_bias=False)],
+        smoothed,
+    ),
+    "nnx": (
+        lambda: [LayerSpec(nnx.Embed, ROWS, DIM), *specs(Block), LayerSpec(nnx.Linear, DIM, ROWS)],
+        penalised,
+    ),
     "tied by a function": (
-        lambda: [table(), *specs(Block), nn.LayerNorm(), table(forward_fn=lambda embed, x: embed.attend(x))],
+        lambda: [
+            table(),
+            *specs(Block),
+            nn.LayerNorm(),
+            table(forward_fn=lambda embed, x: embed.attend(x)),
+        ],
         mean,
     ),
 }
@@ -70,7 +92,9 @@ def make_batch(step: int = 0) -> Any:
     return split_text(np.random.default_rng(step), MICROBATCHES, SAMPLES)
 
 
-def make_pipeline(model: str, stages: int, data: int, axes: dict[str, int], split: bool, **settings: Any) -> Pipeline:
+def make_pipeline(
+    model: str, stages: int, data: int, axes: dict[str, int], split: bool, **settings: Any
+) -> Pipeline:
     topology = ProcessTopology(["pipe", "data", *axes], [stages, data, *axes.values()])
     config = make_settings(split_vocabulary=split, **settings)
     example = jax.tree.map(lambda x: x[0], make_batch())
@@ -86,7 +110,13 @@ def make_pipeline(model: str, stages: int, data: int, axes: dict[str, int], spli
             ("tied", 2, 2, {}, {"schedule": "interleaved"}),
             ("nnx", 4, 2, {}, {"skip_idle": False, "overlap_vocabulary": True}),
             ("nnx", 4, 1, {}, {"skip_idle": False}),
-            ("untied", 2, 2, {}, {"schedule": "zero-bubble", "zero_stage": 1, "overlap_vocabulary": True}),
+            (
+                "untied",
+                2,
+                2,
+                {},
+                {"schedule": "zero-bubble", "zero_stage": 1, "overlap_vocabulary": True},
+            ),
             ("tied", 2, 2, {}, {"schedule": "interleaved", "overlap_vocabulary": True}),
             ("no bias", 4, 1, {}, {"schedule": "gpipe", "overlap_vocabulary": True}),
             ("tied", 2, 2, {"model": 2}, {"schedule": "1f1b-v", "overlap_vocabulary": True}),
@@ -102,19 +132,28 @@ def make_pipeline(model: str, stages: int, data: int, axes: dict[str, int], spli
 def test_gradients_and_steps_are_those_of_one_device(
     model: str, stages: int, data: int, axes: dict[str, int], settings: dict[str, Any]
 ) -> None:
-    pipeline, module = make_pipeline(model, stages, data, axes, True, **settings), make_module(model, num_stages=1)
-    params = first = jax.device_get(module.init(jax.random.key(module.base_seed), make_batch()[0][0]))
+    pipeline, module = (
+        make_pipeline(model, stages, data, axes, True, **settings),
+        make_module(model, num_stages=1),
+    )
+    params = first = jax.device_get(
+        module.init(jax.random.key(module.base_seed), make_batch()[0][0])
+    )
 
     @jax.jit
     def objective(params: Any, inputs: Any, labels: Any) -> Any:
-        terms = [module.loss_terms(module.apply(params, x), t) for x, t in zip(inputs, labels, strict=True)]
+        terms = [
+            module.loss_terms(module.apply(params, x), t)
+            for x, t in zip(inputs, labels, strict=True)
+        ]
         return sum(t.total for t in terms) / sum(1 if t.weight is None else t.weight for t in terms)
 
     state = pipeline.init()
     assert_close(pipeline.params_tree(state.params), first)
-    assert {pipeline._params.struct[path].shape[dim] for path, dim in pipeline._params.stage_dims.items()} == {
-        ROWS // stages
-    }
+    assert {
+        pipeline._params.struct[path].shape[dim]
+        for path, dim in pipeline._params.stage_dims.items()
+    } == {ROWS // stages}
     loss, grads = jax.value_and_grad(objective)(params, *make_batch()[:2])
     metrics, storage, _ = pipeline.gradients(state, make_batch())
     assert_loss(metrics["loss"], loss)
@@ -122,7 +161,9 @@ def test_gradients_and_steps_are_those_of_one_device(
     opt_state = ADAM.init(params)
     updates, _ = ADAM.update(grads, opt_state, params)
     state, _ = pipeline.step(state, make_batch())
-    assert_close(pipeline.params_tree(state.params), jax.device_get(optax.apply_updates(params, updates)))
+    assert_close(
+        pipeline.params_tree(state.params), jax.device_get(optax.apply_updates(params, updates))
+    )
     inputs, labels, _ = make_batch(1)
     _, outputs = pipeline.evaluate_and_predict(state, make_batch(1))
     wanted = np.stack([module.apply(pipeline.params_tree(state.params), x) for x in inputs])
@@ -132,15 +173,28 @@ def test_gradients_and_steps_are_those_of_one_device(
 @pytest.mark.parametrize(
     ("loss_fn", "match"),
     [
-        (lambda y, t: optax.softmax_cross_entropy_with_integer_labels(y, t).mean(), r"got '<lambda>', which failed on"),
-        (lambda y, t: cross_entropy(y, t)[0] + 1e-4 * jnp.mean(y**2), "got '<lambda>'.*unsupported operand"),
-        (lambda y, t: cross_entropy(y, t)[0] + y[..., 0].sum(), r"an index of split logits must leave out .*logits\[:"),
+        (
+            lambda y, t: optax.softmax_cross_entropy_with_integer_labels(y, t).mean(),
+            r"got '<lambda>', which failed on",
+        ),
+        (
+            lambda y, t: cross_entropy(y, t)[0] + 1e-4 * jnp.mean(y**2),
+            "got '<lambda>'.*unsupported operand",
+        ),
+        (
+            lambda y, t: cross_entropy(y, t)[0] + y[..., 0].sum(),
+            r"an index of split logits must leave out .*logits\[:",
+        ),
         (jax.jit(lambda y, t: vocab_cross_entropy(y, t).mean()), r"without jax.jit around it"),
     ],
 )
-def test_losses_that_do_something_else_with_logits_are_refused(loss_fn: Callable[..., Any], match: str) -> None:
+def test_losses_that_do_something_else_with_logits_are_refused(
+    loss_fn: Callable[..., Any], match: str
+) -> None:
     topology = ProcessTopology(["pipe", "data"], [2, 1])
-    module = PipelineModule([nn.Embed(ROWS, DIM), *specs(Block), nn.Dense(ROWS)], loss_fn=loss_fn, topology=topology)
+    module = PipelineModule(
+        [nn.Embed(ROWS, DIM), *specs(Block), nn.Dense(ROWS)], loss_fn=loss_fn, topology=topology
+    )
     example, mesh = jax.tree.map(lambda x: x[0], make_batch()), make_pipeline_mesh(topology)
     with pytest.raises(LayerError, match=f"(?s)loss_fn must leave logits that are split.*{match}"):
         Pipeline(module, ADAM, mesh, example, 2, make_settings(split_vocabulary=True))
@@ -171,8 +225,14 @@ def test_tokens_outside_the_vocabulary_give_what_the_whole_table_gives(dtype: An
 @pytest.mark.parametrize(
     ("layers", "match"),
     [
-        ([nn.Embed(ROWS, DIM), nn.Dense(ROWS + 2)], r"one vocabulary, but got 16 rows in layer 0_Embed and 18 logits"),
-        ([lambda x: x, nn.Embed(ROWS, DIM), nn.Dense(ROWS)], r"the first layer to be nn.Embed or nnx.Embed, but got"),
+        (
+            [nn.Embed(ROWS, DIM), nn.Dense(ROWS + 2)],
+            r"one vocabulary, but got 16 rows in layer 0_Embed and 18 logits",
+        ),
+        (
+            [lambda x: x, nn.Embed(ROWS, DIM), nn.Dense(ROWS)],
+            r"the first layer to be nn.Embed or nnx.Embed, but got",
+        ),
         (
             [nn.Embed(ROWS, DIM), nn.Dense(ROWS), jnp.tanh],
             r"the last layer to be nn.Dense.*got tanh for layer 2_tanh",
@@ -185,8 +245,14 @@ def test_tokens_outside_the_vocabulary_give_what_the_whole_table_gives(dtype: An
             [nn.Embed(ROWS, DIM), nn.Dense(ROWS, precision="highest")],
             r"default precision, but got precision='highest'",
         ),
-        ([nn.Embed(15, DIM), nn.Dense(15)], r"num_stages divides, but got 15 for num_stages=2. Pad it to 16"),
-        ([table(), table(forward_fn=lambda m, x: x @ m.embedding.T)], r"a forward_fn that calls attend, but got"),
+        (
+            [nn.Embed(15, DIM), nn.Dense(15)],
+            r"num_stages divides, but got 15 for num_stages=2. Pad it to 16",
+        ),
+        (
+            [table(), table(forward_fn=lambda m, x: x @ m.embedding.T)],
+            r"a forward_fn that calls attend, but got",
+        ),
     ],
 )
 def test_other_layers_are_refused(layers: list[Any], match: str) -> None:
@@ -194,11 +260,20 @@ def test_other_layers_are_refused(layers: list[Any], match: str) -> None:
     module = PipelineModule(layers, loss_fn=mean, topology=topology, partition_method="uniform")
     example = jax.tree.map(lambda x: x[0], make_batch())
     with pytest.raises(LayerError, match=f"(?s){match}"):
-        Pipeline(module, ADAM, make_pipeline_mesh(topology), example, 2, make_settings(split_vocabulary=True))
+        Pipeline(
+            module,
+            ADAM,
+            make_pipeline_mesh(topology),
+            example,
+            2,
+            make_settings(split_vocabulary=True),
+        )
 
 
 def test_a_loss_is_needed() -> None:
-    module = PipelineModule([nn.Embed(ROWS, DIM), nn.Dense(ROWS)], num_stages=2, partition_method="uniform")
+    module = PipelineModule(
+        [nn.Embed(ROWS, DIM), nn.Dense(ROWS)], num_stages=2, partition_method="uniform"
+    )
     mesh = make_pipeline_mesh(ProcessTopology(["pipe", "data"], [2, 1]))
     example = jax.tree.map(lambda x: x[0], make_batch())
     with pytest.raises(LayerError, match=r"needs a loss_fn, but got loss_fn=None"):
@@ -212,13 +287,21 @@ def test_one_stage_has_nothing_to_split() -> None:
 
 @pytest.mark.slow
 def test_an_engine_opens_what_an_unsplit_one_saved(tmp_path: Any) -> None:
-    config = {"train_micro_batch_size_per_gpu": SAMPLES, "gradient_accumulation_steps": MICROBATCHES}
+    config = {
+        "train_micro_batch_size_per_gpu": SAMPLES,
+        "gradient_accumulation_steps": MICROBATCHES,
+    }
 
     def engine(stages: int, split: bool) -> Any:
         settings = {**config, "pipeline": {"split_vocabulary": split}}
-        module, example = make_module("untied", num_stages=stages), jax.tree.map(lambda x: x[0], make_batch())
+        module, example = (
+            make_module("untied", num_stages=stages),
+            jax.tree.map(lambda x: x[0], make_batch()),
+        )
         mesh = jaxpipe.mesh_for(module, jax.devices()[:stages])
-        return jaxpipe.initialize(model=module, config=settings, optimizer=ADAM, mesh=mesh, example_batch=example)[0]
+        return jaxpipe.initialize(
+            model=module, config=settings, optimizer=ADAM, mesh=mesh, example_batch=example
+        )[0]
 
     def entries(step: int) -> Any:
         inputs, labels, _ = make_batch(step)
@@ -232,4 +315,6 @@ def test_an_engine_opens_what_an_unsplit_one_saved(tmp_path: Any) -> None:
     assert_loss(split.eval_batch(entries(2)), whole.eval_batch(entries(2)), tolerance=2e-6)
     split.save_checkpoint(tmp_path, "split")
     whole.load_checkpoint(tmp_path, "split")
-    jax.tree.map(np.testing.assert_array_equal, split.module_state_dict(), whole.module_state_dict())
+    jax.tree.map(
+        np.testing.assert_array_equal, split.module_state_dict(), whole.module_state_dict()
+    )

@@ -18,7 +18,9 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", slow_after(1, CASES), ids=str)
-def test_gradients_evaluation_and_outputs_are_the_same(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_evaluation_and_outputs_are_the_same(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = Case(case.model, case.stages, case.data, case.microbatches, cut=case.cut).pipeline()
     monkeypatch.setattr(LARGE, 0)
     pipeline = case.pipeline()
@@ -27,7 +29,10 @@ def test_gradients_evaluation_and_outputs_are_the_same(case: Case, monkeypatch: 
     loss, wanted = cached_reference(case.model, case.microbatches, case.data)
     assert_loss(metrics["loss"], loss)
     assert_close(pipeline.params_tree(gradients), wanted)
-    (found, outputs), expected = pipeline.evaluate_and_predict(state, batch), whole.evaluate(whole.init(), case.batch())
+    (found, outputs), expected = (
+        pipeline.evaluate_and_predict(state, batch),
+        whole.evaluate(whole.init(), case.batch()),
+    )
     assert_loss(found["loss"], expected["loss"])
     np.testing.assert_array_equal(outputs.shape[:2], (case.microbatches, case.data * 2))
 

@@ -24,7 +24,9 @@ class _Block(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
-        x = nn.BatchNorm(use_running_average=not train, axis_name=self.axis)(nn.Dense(DIM, use_bias=False)(x))
+        x = nn.BatchNorm(use_running_average=not train, axis_name=self.axis)(
+            nn.Dense(DIM, use_bias=False)(x)
+        )
         return jnp.tanh(x)
 
 
@@ -50,9 +52,13 @@ def _batch() -> tuple[np.ndarray, np.ndarray, dict]:
 
 @pytest.mark.parametrize(
     ("block", "stages", "schedule"),
-    slow_after(1, [(_Block, 2, "1f1b"), (_NNXBlock, 2, "zero-bubble"), (_Block, 1, "1f1b")], unpack=True),
+    slow_after(
+        1, [(_Block, 2, "1f1b"), (_NNXBlock, 2, "zero-bubble"), (_Block, 1, "1f1b")], unpack=True
+    ),
 )
-def test_statistics_over_data_are_those_of_the_whole_microbatch(block: Any, stages: int, schedule: str) -> None:
+def test_statistics_over_data_are_those_of_the_whole_microbatch(
+    block: Any, stages: int, schedule: str
+) -> None:
     topology = PipeDataParallelTopology(stages, REPLICAS)
     inputs, labels, _ = batch = _batch()
     pipeline = Pipeline(
@@ -77,7 +83,9 @@ def test_statistics_over_data_are_those_of_the_whole_microbatch(block: Any, stag
 
     total, wanted = 0.0, None
     for m in range(MICROBATCHES):
-        (value, kept), one = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=2)(params, kept, m)
+        (value, kept), one = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=2)(
+            params, kept, m
+        )
         total += value / MICROBATCHES
         one = jax.tree.map(lambda g: g / MICROBATCHES, one)
         wanted = one if wanted is None else jax.tree.map(jnp.add, wanted, one)
@@ -85,7 +93,10 @@ def test_statistics_over_data_are_those_of_the_whole_microbatch(block: Any, stag
     assert_close(grads, jax.device_get(wanted))
     assert_close(collections, jax.device_get(kept))
     # The module with the axis is a model for one device too, on which `data` is one wide.
-    calls = [jax.jit(lambda p, c, m=m: m.call(p, c, inputs[0], train=True)) for m in (pipeline.module, alone)]
+    calls = [
+        jax.jit(lambda p, c, m=m: m.call(p, c, inputs[0], train=True))
+        for m in (pipeline.module, alone)
+    ]
     again, by_hand = (jax.device_get(call(params, kept)) for call in calls)
     assert_close(again, by_hand)
 

@@ -27,13 +27,17 @@ def average(decay: float) -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda params: jax.tree.map(jnp.array, params), update)
 
 
-def sequential_steps(case: Case, optimizer: optax.GradientTransformation) -> tuple[Any, list[float], Any]:
+def sequential_steps(
+    case: Case, optimizer: optax.GradientTransformation
+) -> tuple[Any, list[float], Any]:
     params = sequential(case.model)[0]
     state, losses = optimizer.init(params), []
     update = jax.jit(optimizer.update)
     for step in range(STEPS):
         batch = make_batch(MODELS[case.model], case.microbatches, case.data, seed=step)
-        loss, grads = reference(case.model, batch, case.microbatches, case.data, params=params, step=step)
+        loss, grads = reference(
+            case.model, batch, case.microbatches, case.data, params=params, step=step
+        )
         updates, state = update(grads, state, params)
         params = jax.device_get(optax.apply_updates(params, updates))
         losses.append(loss)
@@ -104,7 +108,9 @@ def test_adam(case: Case) -> None:
 
 @pytest.mark.parametrize("model", slow_after(1, ["tied", "tied_leaves", "tied_nnx", "tied_many"]))
 @pytest.mark.parametrize("optimizer", soak_after(1, [ADAM, SGD]), ids=["adam", "sgd"])
-def test_tied_copies_stay_equal_to_the_bit(model: str, optimizer: optax.GradientTransformation) -> None:
+def test_tied_copies_stay_equal_to_the_bit(
+    model: str, optimizer: optax.GradientTransformation
+) -> None:
     case = Case(model=model, stages=4, data=2, cut="uniform", optimizer=optimizer)
     pipeline, state = check(case) if optimizer is SGD else pipeline_steps(case)[:2]
     copies = tied_copies(pipeline, state)

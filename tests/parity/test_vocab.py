@@ -25,14 +25,22 @@ ADAM = optax.adamw(1e-2, weight_decay=0.1)
             Case(model="split_shared", stages=2, data=2, skip_idle=True),
             Case(model="split_shapes", stages=2, cut="uniform", skip_idle=True),
             Case(model="split", stages=2, data=2, skip_idle=True),
-            Case(model="split", stages=2, data=2, schedule="interleaved", interval=1, skip_idle=False),
+            Case(
+                model="split", stages=2, data=2, schedule="interleaved", interval=1, skip_idle=False
+            ),
             Case(model="split_narrow", stages=2, data=2, skip_idle=True),
             Case(model="split_dtypes", stages=4, schedule="zero-bubble", skip_idle=True),
             Case(model="split_tied", stages=8, schedule="gpipe", skip_idle=False),
             Case(model="split_shared", stages=4, schedule="zero-bubble-v", skip_idle=False),
             Case(model="split_narrow", stages=4, schedule="interleaved", skip_idle=False),
             Case(model="split_tied", stages=4, schedule="zero-bubble", skip_idle=True),
-            Case(model="split_first", stages=2, schedule="zero-bubble", cut="uniform", skip_idle=False),
+            Case(
+                model="split_first",
+                stages=2,
+                schedule="zero-bubble",
+                cut="uniform",
+                skip_idle=False,
+            ),
             Case(model="split_last", stages=4, schedule="1f1b-v", cut="uniform", skip_idle=True),
         ],
     ),
@@ -47,7 +55,9 @@ def test_loss_and_every_gradient(case: Case) -> None:
     assert_loss(metrics["loss"], loss)
     assert_close(pipeline.params_tree(storage), grads)
     held = pipeline._params
-    assert {held.struct[path].shape[dim] for path, dim in held.stage_dims.items()} == {ROWS // case.stages}
+    assert {held.struct[path].shape[dim] for path, dim in held.stage_dims.items()} == {
+        ROWS // case.stages
+    }
 
 
 @pytest.mark.parametrize(
@@ -55,9 +65,15 @@ def test_loss_and_every_gradient(case: Case) -> None:
     slow_after(
         1,
         [
-            Case(model="split_tied", stages=4, optimizer=ADAM, settings={"gradient_clipping": LIMIT}),
             Case(
-                model="split", stages=2, data=2, optimizer=ADAM, settings={"gradient_clipping": LIMIT, "zero_stage": 1}
+                model="split_tied", stages=4, optimizer=ADAM, settings={"gradient_clipping": LIMIT}
+            ),
+            Case(
+                model="split",
+                stages=2,
+                data=2,
+                optimizer=ADAM,
+                settings={"gradient_clipping": LIMIT, "zero_stage": 1},
             ),
         ],
     ),
@@ -69,7 +85,9 @@ def test_clipped_adamw(case: Case) -> None:
     opt_state, state = optimizer.init(params), pipeline.init()
     for step in range(STEPS):
         batch = make_batch(ALL_MODELS[case.model], case.microbatches, case.data, seed=step)
-        loss, grads = reference(case.model, batch, case.microbatches, case.data, params=params, step=step)
+        loss, grads = reference(
+            case.model, batch, case.microbatches, case.data, params=params, step=step
+        )
         updates, opt_state = optimizer.update(grads, opt_state, params)
         params = jax.device_get(optax.apply_updates(params, updates))
         state, metrics = pipeline.step(state, batch)
@@ -126,7 +144,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=str,
 )
 @pytest.mark.slow
-def test_a_checkpoint_opens_at_any_number_of_stages(source: Layout, target: Layout, root: Path) -> None:
+def test_a_checkpoint_opens_at_any_number_of_stages(
+    source: Layout, target: Layout, root: Path
+) -> None:
     path, leaves, losses = saved(source, root)
     engine = shared_engine(target)
     engine.load_checkpoint(path)

@@ -38,7 +38,9 @@ def test_equals_brute_force_on_every_small_weight_list(num_items: int) -> None:
 
 @given(st.data())
 def test_equals_brute_force_on_integers(data: st.DataObject) -> None:
-    weights = data.draw(st.lists(st.integers(0, 10**12) | st.integers(0, 5), min_size=1, max_size=9))
+    weights = data.draw(
+        st.lists(st.integers(0, 10**12) | st.integers(0, 5), min_size=1, max_size=9)
+    )
     num_parts = data.draw(st.integers(1, len(weights)))
     assert partition_balanced(weights, num_parts) == _oracle(weights, num_parts)
 
@@ -111,7 +113,9 @@ def test_200_layers_in_64_parts_take_under_a_second(exponent: int) -> None:
 
 
 def test_more_parts_than_weights_is_an_error() -> None:
-    with pytest.raises(PartitionError, match=r"number of weights \(2\).*num_parts=4.*at most 2 parts"):
+    with pytest.raises(
+        PartitionError, match=r"number of weights \(2\).*num_parts=4.*at most 2 parts"
+    ):
         partition_balanced([1, 1], 4)
     with pytest.raises(PartitionError, match=r"number of weights \(0\).*num_parts=1"):
         partition_balanced([], 1)
@@ -119,11 +123,15 @@ def test_more_parts_than_weights_is_an_error() -> None:
 
 @pytest.mark.parametrize("num_parts", [0, -1, True, 2.0, "2", None])
 def test_num_parts_must_be_a_positive_integer(num_parts: object) -> None:
-    with pytest.raises(PartitionError, match=rf"positive integer, but got num_parts={num_parts!r}.*Pass 1 or more"):
+    with pytest.raises(
+        PartitionError, match=rf"positive integer, but got num_parts={num_parts!r}.*Pass 1 or more"
+    ):
         partition_balanced([1, 1], num_parts)
 
 
 @pytest.mark.parametrize("weight", [-1, -0.5, math.nan, math.inf, -math.inf, True, "3", None, 1j])
 def test_bad_weights_are_named(weight: object) -> None:
-    with pytest.raises(PartitionError, match=r"at least 0, but got weights\[1\]=.*one non-negative int or float"):
+    with pytest.raises(
+        PartitionError, match=r"at least 0, but got weights\[1\]=.*one non-negative int or float"
+    ):
         partition_balanced([1, weight], 1)

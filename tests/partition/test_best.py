@@ -7,12 +7,16 @@ from hypothesis import strategies as st
 
 from jaxpipe.partition import LayerCost, Profile, partition_balanced, partition_best, tick_of
 
-BLOCK, HEAD = 2e8, 1.3e8  # parameters, of a 7B model with a vocabulary of 32k; a layer with parameters is a product
+# Parameters, of a 7B model with a vocabulary of 32k; a layer with parameters is a product.
+BLOCK, HEAD = 2e8, 1.3e8
 TOKENS = 4096
 
 
 def profile_of(kinds: Sequence[int], seconds: dict[int, float], params: dict[int, int]) -> Profile:
-    layers = tuple(LayerCost(seconds[kind] / 3, seconds[kind] * 2 / 3, num_params=params[kind]) for kind in kinds)
+    layers = tuple(
+        LayerCost(seconds[kind] / 3, seconds[kind] * 2 / 3, num_params=params[kind])
+        for kind in kinds
+    )
     return Profile(layers, signatures=tuple(kinds))
 
 
@@ -34,15 +38,20 @@ def test_a_heavy_head_stands_with_fewer_blocks() -> None:
     found = partition_best(profile, 8)
     by_params = partition_balanced([layer.num_params for layer in profile.layers], 8)
     whole = [0, 5, 9, 13, 17, 21, 25, 29, 34]
-    assert tick_of(profile, found).seconds <= min(tick_of(profile, cut).seconds for cut in (by_params, whole))
+    assert tick_of(profile, found).seconds <= min(
+        tick_of(profile, cut).seconds for cut in (by_params, whole)
+    )
     assert found[-2] > 29
-    # An embedding is no work: the first stage has as many blocks as others, as far as its parameters allow.
+    # An embedding is no work: the first stage has as many blocks as others, as far as its
+    # parameters allow.
     assert tick_of(profile, found).trunk >= tick_of(profile, by_params).trunk
 
 
 def test_a_pattern_of_layers_stays_whole() -> None:
     kinds = [0, *[1, 2] * 8, 3]
-    profile = profile_of(kinds, {0: 0.0, 1: 1.0, 2: 2.0, 3: 0.5}, {0: 10**9, 1: 10**9, 2: 10**9, 3: 10**9})
+    profile = profile_of(
+        kinds, {0: 0.0, 1: 1.0, 2: 2.0, 3: 0.5}, {0: 10**9, 1: 10**9, 2: 10**9, 3: 10**9}
+    )
     found = partition_best(profile, 4)
     assert found == [0, 5, 9, 13, 18]
     assert tick_of(profile, found).trunk == 4
@@ -68,7 +77,9 @@ def test_one_part_and_as_many_as_layers(num_parts: int) -> None:
     st.lists(st.sampled_from([0, 1, 2, 4]), min_size=5, max_size=5),
     st.lists(st.sampled_from([0, 1, 4, 16]), min_size=5, max_size=5),
 )
-def test_no_cut_has_a_tick_much_shorter(middle: list[int], num_parts: int, times: list[int], sizes: list[int]) -> None:
+def test_no_cut_has_a_tick_much_shorter(
+    middle: list[int], num_parts: int, times: list[int], sizes: list[int]
+) -> None:
     kinds = [0, *middle, 2]
     num_layers, num_parts = len(kinds), min(num_parts, len(kinds))
     seconds = {kind: 1e-3 * time for kind, time in enumerate(times)}

@@ -19,13 +19,20 @@ def _cut(
     signatures: Sequence[int] | None = (0, 1, 1, 1, 1, 2),
 ) -> tuple[int, ...]:
     return partition_layers(
-        method, num_stages=num_stages, names=names, class_names=names, num_params=num_params, signatures=signatures
+        method,
+        num_stages=num_stages,
+        names=names,
+        class_names=names,
+        num_params=num_params,
+        signatures=signatures,
     )
 
 
 def test_methods_that_need_shapes() -> None:
     assert all(needs_shapes(method) for method in ("best", "parameters", "Parameters", "trunk"))
-    assert not any(needs_shapes(method) for method in ("uniform", "type:parameters", "profile", "zzz", [0, 1]))
+    assert not any(
+        needs_shapes(method) for method in ("uniform", "type:parameters", "profile", "zzz", [0, 1])
+    )
 
 
 @pytest.mark.parametrize("method", ["uniform", "UNIFORM"])
@@ -61,7 +68,9 @@ def test_explicit_boundaries(boundaries: Sequence[int]) -> None:
     assert _cut(boundaries, 3) == (0, 1, 5, 6)
 
 
-@pytest.mark.parametrize(("num_stages", "expected"), [(1, (0, 6)), (2, (0, 3, 6)), (4, (0, 2, 3, 4, 6))])
+@pytest.mark.parametrize(
+    ("num_stages", "expected"), [(1, (0, 6)), (2, (0, 3, 6)), (4, (0, 2, 3, 4, 6))]
+)
 def test_trunk(num_stages: int, expected: tuple[int, ...]) -> None:
     assert _cut("trunk", num_stages) == expected
 
@@ -75,22 +84,29 @@ def test_trunk_takes_the_most_numerous_layer() -> None:
     assert _cut("Trunk", 3, names, None, [1, 1, 2, 2, 2, None]) == (0, 3, 4, 6)
 
 
-@pytest.mark.parametrize("method", ["uniform", "parameters", "type:block", "trunk", [0, 1, 2, 3, 4, 5, 6, 7]])
+@pytest.mark.parametrize(
+    "method", ["uniform", "parameters", "type:block", "trunk", [0, 1, 2, 3, 4, 5, 6, 7]]
+)
 def test_more_stages_than_layers_shows_the_layers(method: str | list[int]) -> None:
-    with pytest.raises(PartitionError, match=r"layers \(6\).*num_stages=7.*at most 6 stages") as error:
+    with pytest.raises(
+        PartitionError, match=r"layers \(6\).*num_stages=7.*at most 6 stages"
+    ) as error:
         _cut(method, 7)
     assert "\n  0: Embed (1,024 parameters)\n  1: Block (100 parameters)" in str(error.value)
 
 
 def test_layer_lists_without_parameters_and_of_many_layers() -> None:
-    with pytest.raises(PartitionError, match=r"0: A\n(?s:.*) 29: A\n  \.\.\. 40 more layers \.\.\.\n  70: A\n"):
+    with pytest.raises(
+        PartitionError, match=r"0: A\n(?s:.*) 29: A\n  \.\.\. 40 more layers \.\.\.\n  70: A\n"
+    ):
         _cut("zzz", 2, ["A"] * 100, None, None)
 
 
 @pytest.mark.parametrize("method", ["type:zzz", "type:"])
 def test_a_regex_that_matches_nothing(method: str) -> None:
     with pytest.raises(
-        PartitionError, match=r"at least one layer, but got '(zzz)?'. The classes are Embed, Block, Head"
+        PartitionError,
+        match=r"at least one layer, but got '(zzz)?'. The classes are Embed, Block, Head",
     ):
         _cut(method, 2)
     with pytest.raises(PartitionError, match=LISTING):
@@ -98,7 +114,9 @@ def test_a_regex_that_matches_nothing(method: str) -> None:
 
 
 def test_an_invalid_regex() -> None:
-    with pytest.raises(PartitionError, match=r"valid regular expression, but got '\(\?:a'.*Correct the expression"):
+    with pytest.raises(
+        PartitionError, match=r"valid regular expression, but got '\(\?:a'.*Correct the expression"
+    ):
         _cut("type:(?:a", 2)
 
 
@@ -115,7 +133,9 @@ def test_an_invalid_regex() -> None:
     ],
 )
 def test_an_unknown_method_names_the_nearest(method: str, hint: str) -> None:
-    match = rf"'trunk', or boundaries such as \[0, 3, 6\], but got partition_method={method!r}. {hint}"
+    match = (
+        rf"'trunk', or boundaries such as \[0, 3, 6\], but got partition_method={method!r}. {hint}"
+    )
     with pytest.raises(PartitionError, match=match):
         _cut(method, 2)
     with pytest.raises(PartitionError, match=LISTING):
@@ -125,7 +145,8 @@ def test_an_unknown_method_names_the_nearest(method: str, hint: str) -> None:
 @pytest.mark.parametrize("method", ["profile", "PROFILE", "profile:flops"])
 def test_profile_needs_costs(method: str) -> None:
     with pytest.raises(
-        PartitionError, match=rf"{method!r} must be given the costs of the layers, but got profile=None"
+        PartitionError,
+        match=rf"{method!r} must be given the costs of the layers, but got profile=None",
     ):
         _cut(method, 2)
 
@@ -133,13 +154,16 @@ def test_profile_needs_costs(method: str) -> None:
 @pytest.mark.parametrize("method", ["profile:", "profile:time", "Profile:flops:"])
 def test_profile_takes_times_or_counts(method: str) -> None:
     with pytest.raises(
-        PartitionError, match=rf"must be 'profile' or 'profile:flops', but got partition_method={method!r}"
+        PartitionError,
+        match=rf"must be 'profile' or 'profile:flops', but got partition_method={method!r}",
     ):
         _cut(method, 2)
 
 
 def test_where_costs_come_from() -> None:
-    assert [profile_source(m) for m in ("Profile", "profile:Flops", "uniform", "profiles", [0, 1])] == [
+    assert [
+        profile_source(m) for m in ("Profile", "profile:Flops", "uniform", "profiles", [0, 1])
+    ] == [
         "times",
         "counts",
         None,
@@ -151,15 +175,26 @@ def test_where_costs_come_from() -> None:
 @pytest.mark.parametrize(
     ("boundaries", "match"),
     [
-        ([0, 6], r"num_stages \+ 1 = 4 boundaries, but got partition_method=\[0, 6\]. Use for instance \[0, 2, 4, 6\]"),
+        (
+            [0, 6],
+            r"num_stages \+ 1 = 4 boundaries, but got partition_method=\[0, 6\]. Use for instance "
+            r"\[0, 2, 4, 6\]",
+        ),
         (
             [1, 2, 3, 6],
-            r"begin with 0 and end with the number of layers \(6\), but got partition_method=\[1, 2, 3, 6\]",
+            r"begin with 0 and end with the number of layers \(6\), but got partition_method=\[1, "
+            r"2, 3, 6\]",
         ),
-        ([0, 2, 3, 7], r"end with the number of layers \(6\), but got partition_method=\[0, 2, 3, 7\]"),
+        (
+            [0, 2, 3, 7],
+            r"end with the number of layers \(6\), but got partition_method=\[0, 2, 3, 7\]",
+        ),
         ([0, 2, 2, 6], r"increase from boundary to boundary.*partition_method=\[0, 2, 2, 6\]"),
         ([0, 4, 2, 6], r"increase from boundary to boundary.*partition_method=\[0, 4, 2, 6\]"),
-        ([False, 1, 2, 6], r"sequence of integers, but got partition_method=\[False, 1, 2, 6\]. Use for instance"),
+        (
+            [False, 1, 2, 6],
+            r"sequence of integers, but got partition_method=\[False, 1, 2, 6\]. Use for instance",
+        ),
         ([0, 1.0, 2, 6], r"sequence of integers, but got partition_method=\[0, 1.0, 2, 6\]"),
         ([], r"sequence of integers, but got partition_method=\[\]"),
         (None, r"sequence of integers, but got partition_method=None"),
@@ -174,8 +209,15 @@ def test_boundaries_that_do_not_fit(boundaries: list[int], match: str) -> None:
 @pytest.mark.parametrize(
     ("num_stages", "match"),
     [
-        (3, r"4 repeated layers \(Block\).*num_stages=3. Use 2 or 4 stages, or repeat the layer 3 or 6 times"),
-        (5, r"4 repeated layers \(Block\).*num_stages=5. Use 4 stages, or repeat the layer 5 times"),
+        (
+            3,
+            r"4 repeated layers \(Block\).*num_stages=3. Use 2 or 4 stages, or repeat the layer 3 "
+            r"or 6 times",
+        ),
+        (
+            5,
+            r"4 repeated layers \(Block\).*num_stages=5. Use 4 stages, or repeat the layer 5 times",
+        ),
     ],
 )
 def test_a_trunk_that_does_not_divide(num_stages: int, match: str) -> None:
@@ -185,38 +227,57 @@ def test_a_trunk_that_does_not_divide(num_stages: int, match: str) -> None:
 
 def test_a_trunk_without_repeated_layers() -> None:
     for signatures in ([0, 1, 2, 3, 4, 5], range(6)):
-        with pytest.raises(PartitionError, match=r"no two layers that are alike. Use partition_method='parameters'"):
+        with pytest.raises(
+            PartitionError, match=r"no two layers that are alike. Use partition_method='parameters'"
+        ):
             _cut("trunk", 2, signatures=signatures)
 
 
 def test_a_trunk_with_two_candidates() -> None:
-    with pytest.raises(PartitionError, match=r"one most repeated layer, but got 2 x Embed and 2 x Block"):
+    with pytest.raises(
+        PartitionError, match=r"one most repeated layer, but got 2 x Embed and 2 x Block"
+    ):
         _cut("trunk", 2, signatures=[0, 0, 1, 1, 2, 3])
 
 
 def test_a_trunk_that_is_interrupted() -> None:
-    with pytest.raises(PartitionError, match=r"one contiguous run, but got 4 x Block with other layers between them"):
+    with pytest.raises(
+        PartitionError,
+        match=r"one contiguous run, but got 4 x Block with other layers between them",
+    ):
         _cut("trunk", 2, signatures=[1, 0, 0, 2, 0, 0])
 
 
-@pytest.mark.parametrize(("method", "name"), [("parameters", "num_params"), ("trunk", "signatures")])
+@pytest.mark.parametrize(
+    ("method", "name"), [("parameters", "num_params"), ("trunk", "signatures")]
+)
 def test_a_method_without_what_it_needs(method: str, name: str) -> None:
-    with pytest.raises(PartitionError, match=rf"{method!r} must be given {name}, but got {name}=None"):
+    with pytest.raises(
+        PartitionError, match=rf"{method!r} must be given {name}, but got {name}=None"
+    ):
         _cut(method, 2, num_params=None, signatures=None)
 
 
 def test_lists_of_different_lengths() -> None:
-    with pytest.raises(PartitionError, match=r"one entry per layer \(6\), but got len\(num_params\)=2"):
+    with pytest.raises(
+        PartitionError, match=r"one entry per layer \(6\), but got len\(num_params\)=2"
+    ):
         _cut("uniform", 2, num_params=[1, 2])
-    with pytest.raises(PartitionError, match=r"one entry per layer \(6\), but got len\(signatures\)=1"):
+    with pytest.raises(
+        PartitionError, match=r"one entry per layer \(6\), but got len\(signatures\)=1"
+    ):
         _cut("uniform", 2, signatures=[1])
-    with pytest.raises(PartitionError, match=r"one entry per layer \(1\), but got len\(class_names\)=2"):
+    with pytest.raises(
+        PartitionError, match=r"one entry per layer \(1\), but got len\(class_names\)=2"
+    ):
         partition_layers("uniform", num_stages=1, names=["A"], class_names=["A", "B"])
 
 
 @pytest.mark.parametrize("num_stages", [0, -1, True, 2.0])
 def test_num_stages_must_be_a_positive_integer(num_stages: int) -> None:
-    with pytest.raises(PartitionError, match=rf"positive integer, but got num_stages={num_stages!r}"):
+    with pytest.raises(
+        PartitionError, match=rf"positive integer, but got num_stages={num_stages!r}"
+    ):
         _cut("uniform", num_stages)
 
 
@@ -254,18 +315,25 @@ def test_stages_of_two_chunks(method: str | Sequence[int], expected: tuple[int, 
 
 def test_boundaries_alone_may_say_how_many_chunks_there_are() -> None:
     assert _chunks([0, 1, 2, 3, 6], 2, None) == (0, 1, 2, 3, 6)
-    with pytest.raises(PartitionError, match=r"must be num_stages \+ 1 = 3 boundaries, but got .*\[0, 1, 2, 6\]"):
+    with pytest.raises(
+        PartitionError, match=r"must be num_stages \+ 1 = 3 boundaries, but got .*\[0, 1, 2, 6\]"
+    ):
         _chunks([0, 1, 2, 6], 2, None)
-    with pytest.raises(PartitionError, match=r"must be num_stages \* num_chunks \+ 1 = 5 boundaries.*\[0, 3, 6\]"):
+    with pytest.raises(
+        PartitionError, match=r"must be num_stages \* num_chunks \+ 1 = 5 boundaries.*\[0, 3, 6\]"
+    ):
         _chunks([0, 3, 6], 2, 4)
-    with pytest.raises(PartitionError, match=r"must be num_stages \+ 1 = 3 boundaries.*\[0, 1, 2, 3, 6\]"):
+    with pytest.raises(
+        PartitionError, match=r"must be num_stages \+ 1 = 3 boundaries.*\[0, 1, 2, 3, 6\]"
+    ):
         _chunks([0, 1, 2, 3, 6], 2, 2)
 
 
 @pytest.mark.parametrize("method", ["uniform", "parameters", "trunk", [0, 6]])
 def test_more_chunks_than_layers(method: str | Sequence[int]) -> None:
     match = (
-        r"num_stages \* num_chunks must be at most the number of layers \(6\).*num_stages=4 and num_chunks=2. Use fewer"
+        r"num_stages \* num_chunks must be at most the number of layers \(6\).*num_stages=4 and "
+        r"num_chunks=2. Use fewer"
     )
     with pytest.raises(PartitionError, match=match):
         _chunks(method, 4, 8)
@@ -273,14 +341,20 @@ def test_more_chunks_than_layers(method: str | Sequence[int]) -> None:
 
 def test_parts_are_chunks_of_stages() -> None:
     with pytest.raises(
-        PartitionError, match=r"a multiple of num_stages.*num_parts=3 and num_stages=2. Pass num_stages"
+        PartitionError,
+        match=r"a multiple of num_stages.*num_parts=3 and num_stages=2. Pass num_stages",
     ):
         _chunks("uniform", 2, 3)
-    with pytest.raises(PartitionError, match="num_parts must be a positive integer, but got num_parts=0"):
+    with pytest.raises(
+        PartitionError, match="num_parts must be a positive integer, but got num_parts=0"
+    ):
         _chunks("uniform", 2, 0)
 
 
 def test_a_trunk_that_does_not_divide_into_chunks() -> None:
-    match = r"on every chunk, but got num_stages=3 and num_chunks=2. Use 4 chunks in all, or repeat the layer 6 times"
+    match = (
+        r"on every chunk, but got num_stages=3 and num_chunks=2. Use 4 chunks in all, or repeat "
+        r"the layer 6 times"
+    )
     with pytest.raises(PartitionError, match=match):
         _chunks("trunk", 3, 6)

@@ -24,7 +24,9 @@ def sizes(cuts: tuple[StageCut, ...]) -> list[tuple[int, int, int]]:
         ("abcab", [0, 5], [(0, 0, 5)]),
     ],
 )
-def test_the_longest_common_run_is_the_trunk(layers: str, parts: list[int], wanted: list[tuple[int, int, int]]) -> None:
+def test_the_longest_common_run_is_the_trunk(
+    layers: str, parts: list[int], wanted: list[tuple[int, int, int]]
+) -> None:
     cuts = cut_stages(layers, parts)
     assert sizes(cuts) == wanted
     covered = [i for cut in cuts for part in (cut.prologue, cut.trunk, cut.epilogue) for i in part]

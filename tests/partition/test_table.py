@@ -22,7 +22,8 @@ def test_equal_neighbours_are_counted_and_many_names_shortened() -> None:
 
 def test_layers_without_parameters() -> None:
     assert (
-        format_partition([0, 1, 2], ["f", "g"], [0, 0]).split("\n")[1] == "    0  [0, 1)  f               0           -"
+        format_partition([0, 1, 2], ["f", "g"], [0, 0]).split("\n")[1]
+        == "    0  [0, 1)  f               0           -"
     )
 
 
@@ -48,7 +49,9 @@ def test_costs_add_times_and_memory() -> None:
         "total       2              2.500        5.000",
         "times: measured on cpu",
     ]
-    split = Profile((LayerCost(0.0, 0.0, num_params=70, is_stage_sharded=True), layers[1]), "measured on cpu")
+    split = Profile(
+        (LayerCost(0.0, 0.0, num_params=70, is_stage_sharded=True), layers[1]), "measured on cpu"
+    )
     assert format_partition([0, 1, 2], ["A", "B"], profile=split).endswith(
         "times: measured on cpu\nevery stage also holds 70 parameters of split layers"
     )

@@ -22,7 +22,9 @@ def test_the_remainder_goes_to_the_first_parts() -> None:
 
 
 def test_fewer_items_than_parts_is_an_error() -> None:
-    with pytest.raises(PartitionError, match=r"number of items \(2\).*num_parts=4.*at most 2 parts"):
+    with pytest.raises(
+        PartitionError, match=r"number of items \(2\).*num_parts=4.*at most 2 parts"
+    ):
         partition_uniform(2, 4)
 
 

@@ -50,7 +50,9 @@ def compiled() -> Iterator[list[str]]:
     ids=str,
 )
 @pytest.mark.parametrize("on_device", soak_after(1, [True, False]), ids=["device", "host"])
-def test_the_functional_step_is_compiled_once(case: Case, on_device: bool, compiled: list[str]) -> None:
+def test_the_functional_step_is_compiled_once(
+    case: Case, on_device: bool, compiled: list[str]
+) -> None:
     pipeline = case.pipeline()
 
     def batch(seed: int) -> Any:
@@ -111,7 +113,9 @@ def hlo_size(case: Case) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", slow_after(2, ["1f1b", "gpipe", "train", "interleaved", "zero-bubble", "split"]))
+@pytest.mark.parametrize(
+    "schedule", slow_after(2, ["1f1b", "gpipe", "train", "interleaved", "zero-bubble", "split"])
+)
 def test_the_program_does_not_grow_with_microbatches(schedule: str) -> None:
     few, many = (hlo_size(Case(stages=4, microbatches=m, schedule=schedule)) for m in (16, 64))
     assert many <= 1.05 * few
@@ -123,7 +127,9 @@ def test_a_scanned_trunk_does_not_grow_with_depth() -> None:
 
     def products(blocks: int) -> int:
         layers = [LayerSpec(Embed), *[LayerSpec(Block) for _ in range(2 * blocks)], LayerSpec(Head)]
-        module = PipelineModule(layers, num_stages=2, loss_fn=cross_entropy, partition_method="trunk")
+        module = PipelineModule(
+            layers, num_stages=2, loss_fn=cross_entropy, partition_method="trunk"
+        )
         pipeline = Pipeline(module, SGD, mesh, entry, 3, make_settings(scan_trunk=True))
         jaxpr = jax.make_jaxpr(pipeline.gradients)(pipeline.state_struct, pipeline.batch_struct)
         return str(jaxpr).count("dot_general")
@@ -137,7 +143,10 @@ sys.path.insert(0, {tests!r})
 import jax
 jax.config.update("jax_num_cpu_devices", 8)
 from _oracle import Case
-for case in (Case(model="tied", stages=2, data=2), Case(model="attention", stages=2, schedule="zero-bubble")):
+for case in (
+    Case(model="tied", stages=2, data=2),
+    Case(model="attention", stages=2, schedule="zero-bubble"),
+):
     pipeline = case.pipeline()
     text = pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct).as_text()
     print(hashlib.sha256(text.encode()).hexdigest())
@@ -146,7 +155,10 @@ for case in (Case(model="tied", stages=2, data=2), Case(model="attention", stage
 
 @pytest.mark.slow
 def test_every_process_lowers_the_same_program() -> None:
-    """Whatever the order of its sets: processes of one job must agree, and a cache of programs must be hit."""
+    """Whatever the order of its sets.
+
+    Processes of one job must agree, and a cache of programs must be hit.
+    """
     script = LOWER.format(tests=str(Path(__file__).parents[1]))
     texts = [
         subprocess.run(

@@ -17,14 +17,19 @@ TOKENS = np.zeros((2, LENGTH), np.int32)
 
 def build(name: str, stages: int) -> Pipeline:
     model = PipelineModule(
-        MODELS[name].layers(), topology=PipeDataParallelTopology(stages, 1), loss_fn=MODELS[name].loss_fn
+        MODELS[name].layers(),
+        topology=PipeDataParallelTopology(stages, 1),
+        loss_fn=MODELS[name].loss_fn,
     )
     config = {"train_micro_batch_size_per_gpu": 2}
-    return jaxpipe.make_pipeline(model, optax.sgd(0.1), config, jaxpipe.mesh_for(model), (TOKENS, TOKENS))
+    return jaxpipe.make_pipeline(
+        model, optax.sgd(0.1), config, jaxpipe.mesh_for(model), (TOKENS, TOKENS)
+    )
 
 
 @pytest.mark.parametrize(
-    ("name", "stages"), [("tied", 1), ("tied", 2), ("tied_leaves", 2), ("tied_many", 2), ("linen", 2)]
+    ("name", "stages"),
+    [("tied", 1), ("tied", 2), ("tied_leaves", 2), ("tied_many", 2), ("linen", 2)],
 )
 def test_the_total_is_the_models_number_of_parameters(name: str, stages: int) -> None:
     pipeline = build(name, stages)

@@ -23,7 +23,16 @@ from jaxpipe.topology import make_pipeline_mesh
 
 STAGES = 4
 ADAM = optax.adam(1e-3)
-BOUNDED = ["1f1b", "train", "split", "split_at_once", "1f1b-v", "interleaved", "zero-bubble", "zero-bubble-2"]
+BOUNDED = [
+    "1f1b",
+    "train",
+    "split",
+    "split_at_once",
+    "1f1b-v",
+    "interleaved",
+    "zero-bubble",
+    "zero-bubble-2",
+]
 
 
 class Wide(nn.Module):
@@ -43,7 +52,9 @@ class Vocabulary(nn.Module):
         return nn.Embed(self.size, self.dim)(tokens)
 
 
-def wide_pipeline(num_microbatches: int, schedule: str, *, skip_idle: bool = True, interval: int = 0) -> Pipeline:
+def wide_pipeline(
+    num_microbatches: int, schedule: str, *, skip_idle: bool = True, interval: int = 0
+) -> Pipeline:
     layers = [LayerSpec(Wide)] * (STAGES * resolve_schedule(SCHEDULES[schedule]).num_chunks)
     module = PipelineModule(
         layers,
@@ -74,7 +85,9 @@ def test_temporary_bytes_do_not_grow_with_microbatches(schedule: str) -> None:
 @pytest.mark.parametrize(("skip_idle", "interval"), [(False, 0), (True, 1), (False, 1)])
 def test_neither_with_masked_actions_nor_with_recompute(skip_idle: bool, interval: int) -> None:
     kwargs = {"skip_idle": skip_idle, "interval": interval}
-    few, many = (temporary_bytes(wide_pipeline(factor * STAGES, "1f1b", **kwargs)) for factor in (4, 16))
+    few, many = (
+        temporary_bytes(wide_pipeline(factor * STAGES, "1f1b", **kwargs)) for factor in (4, 16)
+    )
     assert abs(many / few - 1) <= MEMORY
 
 
@@ -90,7 +103,8 @@ def slots_by_formula(schedule: str, stages: int, microbatches: int, chunks: int)
         "gpipe": microbatches,
         "train": min(microbatches, stages),
         "1f1b-v": min(2 * stages, microbatches + min(microbatches, stages)),
-        "interleaved": (chunks - 1) * min(microbatches, stages) + min(microbatches, 2 * (stages - 1) + 1),
+        "interleaved": (chunks - 1) * min(microbatches, stages)
+        + min(microbatches, 2 * (stages - 1) + 1),
         "zero-bubble": min(chunks * microbatches, chunks * stages + stages - 1),
         "zero-bubble-h1": min(microbatches, stages),
         "zero-bubble-v": 2 * min(microbatches, stages),
@@ -98,17 +112,33 @@ def slots_by_formula(schedule: str, stages: int, microbatches: int, chunks: int)
     }[schedule.removesuffix("-2")]
 
 
-PLAIN, CHUNKED = ("1f1b", "gpipe", "train"), ("1f1b-v", "interleaved", "zero-bubble", "zero-bubble-2")
+PLAIN, CHUNKED = (
+    ("1f1b", "gpipe", "train"),
+    ("1f1b-v", "interleaved", "zero-bubble", "zero-bubble-2"),
+)
 RINGS = [
-    *((schedule, stages, microbatches) for schedule in PLAIN for stages in (2, 4, 8) for microbatches in (1, 3, 8)),
+    *(
+        (schedule, stages, microbatches)
+        for schedule in PLAIN
+        for stages in (2, 4, 8)
+        for microbatches in (1, 3, 8)
+    ),
     *((schedule, *sizes) for schedule in CHUNKED for sizes in ((2, 2), (4, 8))),
 ]
 RINGS.sort(key=lambda ring: ring[1:] != (2, 3))  # each schedule once, and then the rest
 
 
-@pytest.mark.parametrize(("schedule", "stages", "microbatches"), slow_after(len(PLAIN), RINGS, unpack=True, soak=True))
+@pytest.mark.parametrize(
+    ("schedule", "stages", "microbatches"), slow_after(len(PLAIN), RINGS, unpack=True, soak=True)
+)
 def test_rings_are_as_deep_as_the_formula(schedule: str, stages: int, microbatches: int) -> None:
-    case = Case(stages=stages, microbatches=microbatches, schedule=schedule, model="functions", cut="uniform")
+    case = Case(
+        stages=stages,
+        microbatches=microbatches,
+        schedule=schedule,
+        model="functions",
+        cut="uniform",
+    )
     pipeline = case.pipeline()
     program = pipeline.program
     deepest = slots_by_formula(schedule, stages, microbatches, program.num_chunks)
@@ -121,7 +151,9 @@ def test_rings_are_as_deep_as_the_formula(schedule: str, stages: int, microbatch
 def _ring_depths(pipeline: Pipeline) -> set[int]:
     """Leading sizes of what the loops carry in the shape of a residual."""
     jaxpr = jax.make_jaxpr(pipeline.gradients)(pipeline.state_struct, pipeline.batch_struct)
-    kept = {(tuple(x.shape), x.dtype) for x in jax.tree.leaves(pipeline._stages.residuals) if x.ndim}
+    kept = {
+        (tuple(x.shape), x.dtype) for x in jax.tree.leaves(pipeline._stages.residuals) if x.ndim
+    }
     travelling = {
         (tuple(x.shape), x.dtype)
         for packing in (pipeline._stages.activations, pipeline._stages.gradients)
@@ -144,7 +176,11 @@ def _scans(jaxpr: Any) -> list[Any]:
         if eqn.primitive.name == "scan":
             found.append(eqn)
         else:
-            inner = [getattr(p, "jaxpr", p) for p in eqn.params.values() if hasattr(p, "eqns") or hasattr(p, "jaxpr")]
+            inner = [
+                getattr(p, "jaxpr", p)
+                for p in eqn.params.values()
+                if hasattr(p, "eqns") or hasattr(p, "jaxpr")
+            ]
             found += [scan for one in inner for scan in _scans(one)]
     return found
 
@@ -152,7 +188,11 @@ def _scans(jaxpr: Any) -> list[Any]:
 @pytest.fixture(scope="module")
 def large_vocabulary() -> Pipeline:
     vocabulary, dim = 50_000, 16
-    layers = [LayerSpec(Vocabulary, vocabulary, dim), *[LayerSpec(Wide, dim)] * 6, LayerSpec(nn.Dense, vocabulary)]
+    layers = [
+        LayerSpec(Vocabulary, vocabulary, dim),
+        *[LayerSpec(Wide, dim)] * 6,
+        LayerSpec(nn.Dense, vocabulary),
+    ]
     module = PipelineModule(
         layers,
         num_stages=STAGES,
@@ -185,10 +225,14 @@ def test_initialising_the_optimizer_holds_no_more(large_vocabulary: Pipeline) ->
     spec = jax.sharding.PartitionSpec("stage")
 
     def make(params: Any) -> Any:
-        made = large_vocabulary._updater.init(jax.lax.axis_index("stage"), jax.tree.map(lambda x: x[0], params))
+        made = large_vocabulary._updater.init(
+            jax.lax.axis_index("stage"), jax.tree.map(lambda x: x[0], params)
+        )
         return jax.tree.map(lambda x: x[None], made)
 
-    mapped = jax.shard_map(make, mesh=large_vocabulary.mesh, in_specs=(spec,), out_specs=spec, check_vma=False)
+    mapped = jax.shard_map(
+        make, mesh=large_vocabulary.mesh, in_specs=(spec,), out_specs=spec, check_vma=False
+    )
     memory = jax.jit(mapped).lower(large_vocabulary.state_struct.params).compile().memory_analysis()
     peak = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
     assert peak <= STATE_BYTES * largest_stage_bytes(large_vocabulary)
@@ -217,19 +261,28 @@ def zero_pipeline(zero_stage: int, optimizer: optax.GradientTransformation = ADA
 
 
 def bytes_per_device(tree: Any) -> int:
-    shapes = [(leaf.sharding.shard_shape(leaf.shape), leaf.dtype.itemsize) for leaf in jax.tree.leaves(tree)]
+    shapes = [
+        (leaf.sharding.shard_shape(leaf.shape), leaf.dtype.itemsize)
+        for leaf in jax.tree.leaves(tree)
+    ]
     return sum(int(np.prod(shape)) * size for shape, size in shapes)
 
 
 @pytest.mark.parametrize("optimizer", soak_after(1, [ADAM, optax.lamb(1e-3)]), ids=["adam", "lamb"])
-def test_zero_divides_optimizer_state_and_masters_by_the_replicas(optimizer: optax.GradientTransformation) -> None:
+def test_zero_divides_optimizer_state_and_masters_by_the_replicas(
+    optimizer: optax.GradientTransformation,
+) -> None:
     whole, divided = (zero_pipeline(stage, optimizer) for stage in (0, 1))
     for name in ("opt_state", "params"):
         before, after = (bytes_per_device(getattr(p.state_struct, name)) for p in (whole, divided))
-        share = 1 / 8 if optimizer is ADAM else 1 / 4  # four kernels are dealt out to eight replicas, whole
+        # LAMB: four kernels are dealt out to eight replicas, whole.
+        share = 1 / 8 if optimizer is ADAM else 1 / 4
         assert after <= share * before * STATE_BYTES + 256
     held = [
-        p.step.lower(p.state_struct, p.batch_struct).compile().memory_analysis().argument_size_in_bytes
+        p.step.lower(p.state_struct, p.batch_struct)
+        .compile()
+        .memory_analysis()
+        .argument_size_in_bytes
         for p in (whole, divided)
     ]
     state = bytes_per_device((whole.state_struct.params, whole.state_struct.opt_state))
@@ -239,7 +292,9 @@ def test_zero_divides_optimizer_state_and_masters_by_the_replicas(optimizer: opt
 def test_recompute_keeps_the_inputs_of_groups_alone() -> None:
     def kept(interval: int) -> int:
         pipeline = wide_pipeline(8, "1f1b", interval=interval)
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pipeline._stages.residuals))
+        return sum(
+            leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pipeline._stages.residuals)
+        )
 
     stage_input = 64 * 64 * 4
     assert kept(1) <= stage_input * 1.02 + 64
@@ -247,8 +302,12 @@ def test_recompute_keeps_the_inputs_of_groups_alone() -> None:
 
 
 @pytest.mark.parametrize(("schedule", "slots"), [("1f1b", 7), ("interleaved", 6)])
-def test_a_cut_by_profile_plans_for_the_ring_that_every_device_has(schedule: str, slots: int) -> None:
-    pipeline = Case(model="deep", stages=4, cut="profile:flops", microbatches=8, schedule=schedule).pipeline()
+def test_a_cut_by_profile_plans_for_the_ring_that_every_device_has(
+    schedule: str, slots: int
+) -> None:
+    pipeline = Case(
+        model="deep", stages=4, cut="profile:flops", microbatches=8, schedule=schedule
+    ).pipeline()
     assert pipeline.plan.profile is not None
     memory = pipeline.plan.profile.memory
     assert memory is not None
@@ -270,16 +329,25 @@ class Perceptron(nn.Module):
 def planned(layers: list[LayerSpec | Any], *, scan_trunk: bool = False) -> tuple[int, Pipeline]:
     """Bytes that the plan of a cut in two counts for each microbatch, and the pipeline."""
     module = PipelineModule(
-        layers * 2, 2, loss_fn=lambda y, t: jnp.mean((y - t) ** 2), partition_method=[0, len(layers), 2 * len(layers)]
+        layers * 2,
+        2,
+        loss_fn=lambda y, t: jnp.mean((y - t) ** 2),
+        partition_method=[0, len(layers), 2 * len(layers)],
     )
     x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     mesh = make_pipeline_mesh(PipeDataParallelTopology(2, 1))
-    pipeline = Pipeline(module, optax.sgd(0.1), mesh, (x, x), 4, make_settings(scan_trunk=scan_trunk))
+    pipeline = Pipeline(
+        module, optax.sgd(0.1), mesh, (x, x), 4, make_settings(scan_trunk=scan_trunk)
+    )
     counted = Counted(module, pipeline.trace, x, layer_signatures(module.layers, pipeline.trace))
     return counted.costs(HARDWARE["h200"]).part_sizes(pipeline.parts)[0][1], pipeline
 
 
-BLOCK, INNER, DENSE = LayerSpec(Perceptron), LayerSpec(Perceptron, inner=True), LayerSpec(nn.Dense, 64)
+BLOCK, INNER, DENSE = (
+    LayerSpec(Perceptron),
+    LayerSpec(Perceptron, inner=True),
+    LayerSpec(nn.Dense, 64),
+)
 
 
 @pytest.mark.parametrize(
@@ -317,4 +385,6 @@ def test_a_layer_that_recomputes_leaves_the_others_alone() -> None:
 
 
 def test_one_layer_that_recomputes_takes_no_more_memory() -> None:
-    assert temporary_bytes(planned([BLOCK, BLOCK.remat()])[1]) <= temporary_bytes(planned([BLOCK] * 2)[1])
+    assert temporary_bytes(planned([BLOCK, BLOCK.remat()])[1]) <= temporary_bytes(
+        planned([BLOCK] * 2)[1]
+    )

@@ -13,8 +13,22 @@ from _oracle import Case
 from _schedules import FoldedSchedule
 from _settings import make_settings
 
-from jaxpipe import LayerSpec, PipeDataParallelTopology, Pipeline, PipelineModule, make_pipeline, mesh_for
-from jaxpipe.errors import ConfigError, DataError, LayerError, PartitionError, ScheduleError, TopologyError
+from jaxpipe import (
+    LayerSpec,
+    PipeDataParallelTopology,
+    Pipeline,
+    PipelineModule,
+    make_pipeline,
+    mesh_for,
+)
+from jaxpipe.errors import (
+    ConfigError,
+    DataError,
+    LayerError,
+    PartitionError,
+    ScheduleError,
+    TopologyError,
+)
 from jaxpipe.pipeline._validate import entry_struct
 from jaxpipe.topology import make_pipeline_mesh
 
@@ -23,7 +37,9 @@ TOKENS = np.zeros((4, 3), np.int32)
 
 
 def module(**kwargs: Any) -> PipelineModule:
-    return PipelineModule([LayerSpec(Embed), LayerSpec(Head)], **{"num_stages": 2, "loss_fn": cross_entropy, **kwargs})
+    return PipelineModule(
+        [LayerSpec(Embed), LayerSpec(Head)], **{"num_stages": 2, "loss_fn": cross_entropy, **kwargs}
+    )
 
 
 def mesh(stages: int = 2, data: int = 2) -> jax.sharding.Mesh:
@@ -38,10 +54,22 @@ def pipeline() -> Pipeline:
 @pytest.mark.parametrize(
     ("batch", "match"),
     [
-        ((np.zeros((3, 2, 3), np.int32), np.zeros((3, 4, 3), np.int32), {}), r"inputs must be int32\[3, 4, 3\].*"),
-        ((np.zeros((3, 4, 3), np.int32), np.zeros((2, 4, 3), np.int32), {}), r"labels must be int32\[3, 4, 3\].*"),
-        ((np.zeros((3, 4, 3), np.float32), np.zeros((3, 4, 3), np.int32), {}), r"inputs .*but got float32\[3, 4, 3\]"),
-        (((np.zeros((3, 4, 3), np.int32),), np.zeros((3, 4, 3), np.int32), {}), r"inputs must have the structure"),
+        (
+            (np.zeros((3, 2, 3), np.int32), np.zeros((3, 4, 3), np.int32), {}),
+            r"inputs must be int32\[3, 4, 3\].*",
+        ),
+        (
+            (np.zeros((3, 4, 3), np.int32), np.zeros((2, 4, 3), np.int32), {}),
+            r"labels must be int32\[3, 4, 3\].*",
+        ),
+        (
+            (np.zeros((3, 4, 3), np.float32), np.zeros((3, 4, 3), np.int32), {}),
+            r"inputs .*but got float32\[3, 4, 3\]",
+        ),
+        (
+            ((np.zeros((3, 4, 3), np.int32),), np.zeros((3, 4, 3), np.int32), {}),
+            r"inputs must have the structure",
+        ),
         (
             (np.zeros((3, 4, 3), np.int32), np.zeros((3, 4, 3), np.int32), {"m": np.zeros((3, 4))}),
             r"side must have the",
@@ -49,9 +77,13 @@ def pipeline() -> Pipeline:
     ],
 )
 @pytest.mark.parametrize("method", ["step", "evaluate", "gradients", "place_batch", "check_batch"])
-def test_batches_that_differ_from_the_example(pipeline: Pipeline, batch: Any, match: str, method: str) -> None:
+def test_batches_that_differ_from_the_example(
+    pipeline: Pipeline, batch: Any, match: str, method: str
+) -> None:
     call = getattr(pipeline, method)
-    arguments = (pipeline.state_struct, batch) if method in ("step", "evaluate", "gradients") else (batch,)
+    arguments = (
+        (pipeline.state_struct, batch) if method in ("step", "evaluate", "gradients") else (batch,)
+    )
     run = call.lower if method in ("step", "evaluate", "gradients") else call
     with pytest.raises(DataError, match=match + r"[\s\S]*Give every batch the"):
         run(*arguments)
@@ -60,11 +92,21 @@ def test_batches_that_differ_from_the_example(pipeline: Pipeline, batch: Any, ma
 @pytest.mark.parametrize(
     ("entry", "match"),
     [
-        (TOKENS, r"must be a tuple \(inputs, labels\).*but got the entry = a ndarray\. Yield such tuples"),
+        (
+            TOKENS,
+            r"must be a tuple \(inputs, labels\).*but got the entry = a ndarray\. Yield such "
+            r"tuples",
+        ),
         ((TOKENS,), r"must be a tuple \(inputs, labels\).*Yield such tuples"),
         ((TOKENS, TOKENS[:3]), r"2 \* 2 = 4 samples.*labels = int32\[3, 3\]\. Yield 4 samples"),
-        ((TOKENS, {"a": TOKENS, "b": np.float32(1)}), r"labels\['b'\] = float32\[\]\. Yield 4 samples per entry, or"),
-        ((TOKENS, TOKENS, {"mask": TOKENS[:1]}), r"side\['mask'\] = int32\[1, 3\]\. Yield 4 samples"),
+        (
+            (TOKENS, {"a": TOKENS, "b": np.float32(1)}),
+            r"labels\['b'\] = float32\[\]\. Yield 4 samples per entry, or",
+        ),
+        (
+            (TOKENS, TOKENS, {"mask": TOKENS[:1]}),
+            r"side\['mask'\] = int32\[1, 3\]\. Yield 4 samples",
+        ),
     ],
 )
 def test_entries_that_do_not_fit(entry: Any, match: str) -> None:
@@ -76,15 +118,21 @@ def test_batches_by_name_and_plain_tuples_are_one_structure(pipeline: Pipeline) 
     given = np.zeros((3, 4, 3), np.int32)
     placed = pipeline.place_batch((given, given))
     assert (placed.inputs.shape, placed.labels.shape, placed.side) == (given.shape, given.shape, {})
-    lowered = [pipeline.evaluate.lower(pipeline.state_struct, batch) for batch in (placed, (given, given), [*placed])]
+    lowered = [
+        pipeline.evaluate.lower(pipeline.state_struct, batch)
+        for batch in (placed, (given, given), [*placed])
+    ]
     assert len({each.in_tree for each in lowered}) == 1
 
 
 @pytest.mark.parametrize("method", ["place_batch", "check_batch"])
 @pytest.mark.parametrize("num_parts", [1, 4])
-def test_batches_of_another_number_of_parts(pipeline: Pipeline, method: str, num_parts: int) -> None:
+def test_batches_of_another_number_of_parts(
+    pipeline: Pipeline, method: str, num_parts: int
+) -> None:
     with pytest.raises(
-        DataError, match=rf"must be a tuple \(inputs, labels\).*got the batch = a tuple of {num_parts}\."
+        DataError,
+        match=rf"must be a tuple \(inputs, labels\).*got the batch = a tuple of {num_parts}\.",
     ):
         getattr(pipeline, method)((np.zeros((3, 4, 3), np.int32),) * num_parts)
 
@@ -109,7 +157,12 @@ def test_make_pipeline_takes_sizes_and_settings_from_the_configuration() -> None
     config = {
         "train_batch_size": 12,
         "gradient_accumulation_steps": 3,
-        "pipeline": {"schedule": "gpipe", "partition": [0, 1, 2], "stages": 2, "activation_checkpoint_interval": 1},
+        "pipeline": {
+            "schedule": "gpipe",
+            "partition": [0, 1, 2],
+            "stages": 2,
+            "activation_checkpoint_interval": 1,
+        },
     }
     pipeline = make_pipeline(module(), SGD, config, mesh(), (TOKENS, TOKENS))
     assert (pipeline.num_microbatches, pipeline.num_replicas) == (3, 2)
@@ -120,7 +173,9 @@ def test_make_pipeline_takes_sizes_and_settings_from_the_configuration() -> None
 
 def test_make_pipeline_uses_all_devices_without_a_mesh() -> None:
     tokens = np.zeros((8, 3), np.int32)
-    pipeline = make_pipeline(module(), SGD, {"train_micro_batch_size_per_gpu": 2}, None, (tokens, tokens))
+    pipeline = make_pipeline(
+        module(), SGD, {"train_micro_batch_size_per_gpu": 2}, None, (tokens, tokens)
+    )
     assert dict(pipeline.mesh.shape) == {"stage": 2, "data": 4}
     assert mesh_for(module()).shape == pipeline.mesh.shape
 
@@ -129,11 +184,16 @@ def test_make_pipeline_uses_all_devices_without_a_mesh() -> None:
     ("kwargs", "section", "match"),
     [
         ({}, {"stages": 4}, r"pipeline\.stages=4 and num_stages=2\. Change one"),
-        ({"partition_method": "uniform"}, {"partition": "trunk"}, r"pipeline\.partition='trunk' and .*='uniform'"),
+        (
+            {"partition_method": "uniform"},
+            {"partition": "trunk"},
+            r"pipeline\.partition='trunk' and .*='uniform'",
+        ),
         (
             {"activation_checkpoint_interval": 2},
             {"activation_checkpoint_interval": 1},
-            r"pipeline\.activation_checkpoint_interval=1 and activation_checkpoint_interval=2\. Say it in one place",
+            r"pipeline\.activation_checkpoint_interval=1 and activation_checkpoint_interval=2\. "
+            r"Say it in one place",
         ),
     ],
 )
@@ -144,15 +204,25 @@ def test_configurations_that_contradict_the_module(kwargs: Any, section: Any, ma
 
 
 def test_a_mesh_of_another_number_of_stages() -> None:
-    with pytest.raises(TopologyError, match=r"num_stages=2 long, but got stage=4\. Make the mesh from"):
+    with pytest.raises(
+        TopologyError, match=r"num_stages=2 long, but got stage=4\. Make the mesh from"
+    ):
         Pipeline(module(), SGD, mesh(4, 1), (TOKENS, TOKENS), 3)
 
 
 def test_chunks_that_a_schedule_cannot_have() -> None:
     with pytest.raises(
-        ScheduleError, match=r"must be 2 for FoldedSchedule, but got num_chunks=3\. Leave num_chunks out"
+        ScheduleError,
+        match=r"must be 2 for FoldedSchedule, but got num_chunks=3\. Leave num_chunks out",
     ):
-        Pipeline(module(), SGD, mesh(), (TOKENS, TOKENS), 2, make_settings(schedule=FoldedSchedule, num_chunks=3))
+        Pipeline(
+            module(),
+            SGD,
+            mesh(),
+            (TOKENS, TOKENS),
+            2,
+            make_settings(schedule=FoldedSchedule, num_chunks=3),
+        )
 
 
 def test_an_unknown_schedule() -> None:
@@ -163,7 +233,10 @@ def test_an_unknown_schedule() -> None:
 @pytest.mark.parametrize(
     ("loss_fn", "match"),
     [
-        (lambda y, t: (y[..., 0] - t) ** 2, r"loss_fn's result must be a floating-point scalar, but got float32\["),
+        (
+            lambda y, t: (y[..., 0] - t) ** 2,
+            r"loss_fn's result must be a floating-point scalar, but got float32\[",
+        ),
         (lambda y, t: jnp.sum(t), r"but got int32\[\]\. .*Return the mean"),
         (
             lambda y, t: (y.mean(), {"x": y.max()}),
@@ -185,7 +258,9 @@ def test_layers_that_do_not_fit_are_both_named() -> None:
     layers = [LayerSpec(nn.Dense, 4), lambda x: x.reshape(-1, 7), LayerSpec(nn.Dense, 2)]
     bad = PipelineModule(layers, num_stages=2, loss_fn=lambda y, t: y.mean())
     x = np.ones((4, 5), np.float32)
-    with pytest.raises(LayerError, match=r"1_lambda must accept the output of layer 0_Dense.*float32\[2, 4\]"):
+    with pytest.raises(
+        LayerError, match=r"1_lambda must accept the output of layer 0_Dense.*float32\[2, 4\]"
+    ):
         Pipeline(bad, SGD, mesh(), (x, x), 2)
 
 

@@ -38,10 +38,16 @@ def model(num_blocks: int = 16, num_stages: int = 4, **options: Any) -> Pipeline
 def settings(num_microbatches: int = 8, **sections: Any) -> dict[str, Any]:
     """A configuration; `pipeline` is `"auto"` unless it says otherwise."""
     sections["pipeline"] = {"schedule": "auto"} | sections.get("pipeline", {})
-    return {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": num_microbatches, **sections}
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": num_microbatches,
+        **sections,
+    }
 
 
-def plan_here(module: PipelineModule, config: dict[str, Any], replicas: int = 1, *, absent: bool = True) -> Plan:
+def plan_here(
+    module: PipelineModule, config: dict[str, Any], replicas: int = 1, *, absent: bool = True
+) -> Plan:
     """The plan of a pipeline on H200s that are not there, or on simulated devices."""
     count = module.num_stages * replicas
     devices = absent_devices(HARDWARE["h200"], count) if absent else jax.devices()[:count]
@@ -49,5 +55,7 @@ def plan_here(module: PipelineModule, config: dict[str, Any], replicas: int = 1,
     loaded = load_config(config)
     entry = jax.ShapeDtypeStruct((4 * replicas, 32), jnp.int32)
     size, optimizer = loaded.gradient_accumulation_steps, optax.adamw(1e-3)
-    traced = trace_model(configure_model(module, loaded), mesh, (entry, entry), loaded, size, optimizer)
+    traced = trace_model(
+        configure_model(module, loaded), mesh, (entry, entry), loaded, size, optimizer
+    )
     return make_plan(traced, size, optimizer)

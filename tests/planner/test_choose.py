@@ -43,7 +43,11 @@ BF16 = {"bf16": {"enabled": True}}
     ],
 )
 def test_the_plan_and_auto_agree(
-    num_microbatches: int, num_stages: int, replicas: int, options: dict[str, Any], sections: dict[str, Any]
+    num_microbatches: int,
+    num_stages: int,
+    replicas: int,
+    options: dict[str, Any],
+    sections: dict[str, Any],
 ) -> None:
     module, config = model(num_stages=num_stages, **options), settings(num_microbatches, **sections)
     built, shown = plan_here(module, config, replicas), candidates_of(module, config, replicas)
@@ -98,10 +102,16 @@ def test_both_accept_or_both_refuse(section: dict[str, Any], zero_stage: int) ->
             found = type(error), str(error)
         results.append(found)
     built, shown = results
-    assert shown == built if isinstance(built, tuple) else built.choice.splitlines()[:-1] == candidate_table(shown)
+    assert (
+        shown == built
+        if isinstance(built, tuple)
+        else built.choice.splitlines()[:-1] == candidate_table(shown)
+    )
 
 
-def candidates_of(module: PipelineModule, config: dict[str, Any], replicas: int = 1) -> Sequence[Forecast]:
+def candidates_of(
+    module: PipelineModule, config: dict[str, Any], replicas: int = 1
+) -> Sequence[Forecast]:
     """Those that `plan` shows of a job, cut and recomputed as it is asked for."""
     module = configure_model(module, load_config(config))
     return jaxpipe.plan(
@@ -116,12 +126,22 @@ def candidates_of(module: PipelineModule, config: dict[str, Any], replicas: int 
 
 
 def found(text: str) -> set[tuple[str, int]]:
-    rows = re.findall(r"^(?:best|too large)? *([a-z1][\w-]+)(?:, \d+ pending)? +(\d) +\S+ +\d+ +[\d.]+ ", text, re.M)
+    rows = re.findall(
+        r"^(?:best|too large)? *([a-z1][\w-]+)(?:, \d+ pending)? +(\d) +\S+ +\d+ +[\d.]+ ",
+        text,
+        re.M,
+    )
     return {(name, int(chunks)) for name, chunks in rows}
 
 
 ONE = {("1f1b", 1), ("zero-bubble", 1), ("zero-bubble-h1", 1), ("train", 1)}
-TWO = {("1f1b-v", 2), ("interleaved", 2), ("zero-bubble", 2), ("zero-bubble-v", 2), ("dual-pipe-v", 2)}
+TWO = {
+    ("1f1b-v", 2),
+    ("interleaved", 2),
+    ("zero-bubble", 2),
+    ("zero-bubble-v", 2),
+    ("dual-pipe-v", 2),
+}
 THREE, FOUR = ({(name, count) for name in ("interleaved", "zero-bubble")} for count in (3, 4))
 
 
@@ -148,7 +168,12 @@ def test_chunks_are_those_that_the_cut_can_have(
 @pytest.mark.parametrize(
     ("method", "num_chunks", "message"),
     [
-        ("uniform", 5, r"must be at most the number of layers \(16\), .* but got num_stages=4 and num_chunks=5\."),
+        (
+            "uniform",
+            5,
+            r"must be at most the number of layers \(16\), .* but got num_stages=4 and "
+            r"num_chunks=5\.",
+        ),
         ("trunk", 4, r"on every chunk, but got num_stages=4 and num_chunks=4\."),
         ([0, 4, 8, 12, 16], 2, r"must be num_stages \* num_chunks \+ 1 = 9 boundaries"),
         ([0, 2, 4, 8, 12, 16], "auto", r"must be num_stages \+ 1 = 5 boundaries"),
@@ -174,7 +199,9 @@ def test_as_many_weight_gradients_of_a_named_schedule_wait_as_fit() -> None:
     assert most("auto") == most(1.0) == "auto"
     # All but the pending weight gradients take 10.34 MB, each of these .49 MB.
     assert [most(size) for size in (0.0134, 0.0125, 0.0113, 0.0106)] == ["auto", 4, 1, "auto"]
-    section = load_config(settings(pipeline={"schedule": "zero-bubble", "memory_limit_gb": 1.0})).pipeline
+    section = load_config(
+        settings(pipeline={"schedule": "zero-bubble", "memory_limit_gb": 1.0})
+    ).pipeline
     assert limits_pending(section)
     assert not limits_pending(dataclasses.replace(section, max_pending_weights=3))
     assert not limits_pending(dataclasses.replace(section, memory_limit_gb="auto"))
@@ -186,17 +213,21 @@ def test_where_nothing_fits_the_key_is_named(caplog: pytest.LogCaptureFixture) -
     with caplog.at_level(logging.INFO, "jaxpipe"):
         text = plan_here(model(), settings(pipeline={"memory_limit_gb": 1e-3})).choice
     assert re.search(
-        r"Nothing fits; this holds the least\. Parameters, gradients and optimiser state take [\d,]+ of 1,000,000 "
-        r"bytes\. Use more stages, or raise pipeline\.memory_limit_gb\.$",
+        r"Nothing fits; this holds the least\. Parameters, gradients and optimiser state take "
+        r"[\d,]+ of 1,000,000 bytes\. Use more stages, or raise pipeline\.memory_limit_gb\.$",
         text,
     )
     assert logging.WARNING in [record.levelno for record in caplog.records]
 
 
 def one(name: str, step_s: float, num_bytes: float = 1.0, *, fits: bool = True) -> Forecast:
-    base = jaxpipe.plan(model(4, 2), settings(), (TOKENS, TOKENS), "h200:2", schedules=["1f1b"], recompute=[0])
+    base = jaxpipe.plan(
+        model(4, 2), settings(), (TOKENS, TOKENS), "h200:2", schedules=["1f1b"], recompute=[0]
+    )
     memory = dataclasses.replace(base.candidates[0].memory, residuals=num_bytes)
-    return dataclasses.replace(base.candidates[0], schedule=name, step_s=step_s, memory=memory, fits=fits)
+    return dataclasses.replace(
+        base.candidates[0], schedule=name, step_s=step_s, memory=memory, fits=fits
+    )
 
 
 def test_the_simplest_of_about_equal_ones_is_first() -> None:
@@ -208,7 +239,9 @@ def test_the_simplest_of_about_equal_ones_is_first() -> None:
     assert [each.schedule for each in ranked(none)] == ["b", "a"]
 
 
-def test_on_devices_that_are_here_nothing_is_timed_but_three_small_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_devices_that_are_here_nothing_is_timed_but_three_small_programs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     calibrated, seconds = [], calibrate._seconds
     monkeypatch.setattr(calibrate, "_seconds", lambda *args: calibrated.append(1) or seconds(*args))
     calibrate._calibrated.cache_clear()

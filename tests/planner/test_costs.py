@@ -35,7 +35,9 @@ def _sleep(seconds: float, x: np.ndarray) -> np.ndarray:
 @functools.cache
 def sleep_both_ways(forward_s: float, backward_s: float) -> Callable[[jax.Array], jax.Array]:
     def wait(seconds: float, x: jax.Array) -> jax.Array:
-        return jax.pure_callback(functools.partial(_sleep, seconds), jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+        return jax.pure_callback(
+            functools.partial(_sleep, seconds), jax.ShapeDtypeStruct(x.shape, x.dtype), x
+        )
 
     layer = jax.custom_vjp(lambda x: wait(forward_s, x))
     layer.defvjp(lambda x: (wait(forward_s, x), None), lambda _, dy: (wait(backward_s, dy),))
@@ -48,7 +50,9 @@ class Sleeper(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        return sleep_both_ways(self.forward_s, self.backward_s)(x + self.param("b", nn.initializers.zeros, x.shape))
+        return sleep_both_ways(self.forward_s, self.backward_s)(
+            x + self.param("b", nn.initializers.zeros, x.shape)
+        )
 
 
 def _mse(y: jax.Array, t: jax.Array) -> jax.Array:
@@ -61,8 +65,18 @@ def _slow_loss(y: jax.Array, t: jax.Array) -> jax.Array:
 
 def _sleepers(*names: str, loss_fn: Any = _mse, method: str = "profile") -> PipelineModule:
     """Layers by letter: quick, or slow in the forward, the backward, or both."""
-    seconds = {"q": (QUICK_S, QUICK_S), "f": (SLOW_S, QUICK_S), "b": (QUICK_S, SLOW_S), "s": (SLOW_S, SLOW_S)}
-    return PipelineModule([LayerSpec(Sleeper, *seconds[n]) for n in names], 2, loss_fn=loss_fn, partition_method=method)
+    seconds = {
+        "q": (QUICK_S, QUICK_S),
+        "f": (SLOW_S, QUICK_S),
+        "b": (QUICK_S, SLOW_S),
+        "s": (SLOW_S, SLOW_S),
+    }
+    return PipelineModule(
+        [LayerSpec(Sleeper, *seconds[n]) for n in names],
+        2,
+        loss_fn=loss_fn,
+        partition_method=method,
+    )
 
 
 MESH = make_pipeline_mesh(PipeDataParallelTopology(2, 1), jax.devices()[:2])
@@ -134,7 +148,12 @@ class Stacked(nn.Module):
 
 
 def test_products_are_counted_and_scans_as_often_as_they_run() -> None:
-    layers = [LayerSpec(nn.Embed, 100, 16), LayerSpec(Flat, 16), LayerSpec(Stacked, 5), LayerSpec(Flat, 64)]
+    layers = [
+        LayerSpec(nn.Embed, 100, 16),
+        LayerSpec(Flat, 16),
+        LayerSpec(Stacked, 5),
+        LayerSpec(Flat, 64),
+    ]
     module = PipelineModule(layers, 2, loss_fn=_mse, partition_method="profile:flops")
     ids = np.zeros((32,), np.int32)
     trace = module.trace(ids)
@@ -153,7 +172,8 @@ def test_recompute_is_counted() -> None:
     module = PipelineModule([LayerSpec(nn.Sequential, [nn.Dense(8), nn.relu, nn.Dense(8)])], 1)
     x = np.ones((4, 8), np.float32)
     plain, again = (
-        counted(m, m.trace(x)).layers[0] for m in (module, module.replace(activation_checkpoint_interval=1))
+        counted(m, m.trace(x)).layers[0]
+        for m in (module, module.replace(activation_checkpoint_interval=1))
     )
     assert again.backward_s > plain.backward_s
     assert again.residual_bytes == x.nbytes < plain.residual_bytes == again.recomputed_bytes
@@ -161,8 +181,12 @@ def test_recompute_is_counted() -> None:
 
 @pytest.mark.parametrize("costs_of", [measured, counted])
 def test_split_backward(costs_of: Any) -> None:
-    module = PipelineModule([LayerSpec(nn.Dense, 16), jnp.tanh, LayerSpec(nn.Dense, 8)], 1, loss_fn=_mse)
-    costs = costs_of(module, module.trace(np.ones((4, 8), np.float32)), np.ones((4, 8), np.float32)).layers
+    module = PipelineModule(
+        [LayerSpec(nn.Dense, 16), jnp.tanh, LayerSpec(nn.Dense, 8)], 1, loss_fn=_mse
+    )
+    costs = costs_of(
+        module, module.trace(np.ones((4, 8), np.float32)), np.ones((4, 8), np.float32)
+    ).layers
     assert all(0 < cost.weight_s <= cost.backward_s for cost in (costs[0], costs[2]))
     assert costs[1].weight_s == 0
     assert [cost.pending_bytes for cost in costs] == [4 * 16 * 4, 0, 4 * 8 * 4]
@@ -188,11 +212,15 @@ def test_layers_that_all_stages_share_count_their_share_of_parameters() -> None:
         assert [cost.is_stage_sharded for cost in costs.layers] == [True, False, False, True]
         assert costs.times()[0] == costs.times()[3] == (0.0, 0.0) < costs.times()[1]
         assert costs.stage_sharded_params == 128 + 144
-        assert costs.part_sizes((0, 4)) == dataclasses.replace(costs, layers=costs.layers[1:3]).part_sizes((0, 2))
+        assert costs.part_sizes((0, 4)) == dataclasses.replace(
+            costs, layers=costs.layers[1:3]
+        ).part_sizes((0, 2))
     assert costs.layers[3].forward_s == costs.loss.forward_s == 0 < costs.layers[1].forward_s
 
 
-def test_numbers_keep_every_digit_on_their_way_to_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_keep_every_digit_on_their_way_to_other_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     theirs = [[0.1 + 0.2, 1 / 3, 1e-17], [0.0, 1e300, 0.0], [0.0, 0.0, 0.0]]
     module = PipelineModule([jnp.sin, jnp.cos], 2, activation_checkpoint_interval=2)
     monkeypatch.setattr(jax, "process_count", lambda: 2)

@@ -35,17 +35,26 @@ MESH = make_pipeline_mesh(PipeDataParallelTopology(4, 1), jax.devices()[:4])
     ],
     ids=["adam", "sgd", "momentum", "zero", "mixed", "mixed zero"],
 )
-def test_bytes_of_a_parameter(optimizer: Any, replicas: int, config: dict[str, Any], expected: float) -> None:
-    module = PipelineModule([LayerSpec(nn.Dense, 255)], 1, compute_dtype=config.pop("compute_dtype", None))
+def test_bytes_of_a_parameter(
+    optimizer: Any, replicas: int, config: dict[str, Any], expected: float
+) -> None:
+    module = PipelineModule(
+        [LayerSpec(nn.Dense, 255)], 1, compute_dtype=config.pop("compute_dtype", None)
+    )
     mesh = make_pipeline_mesh(PipeDataParallelTopology(1, replicas), jax.devices()[:replicas])
     trace = module.trace(X, {}, mesh.abstract_mesh)
-    assert bytes_per_param(module, trace, make_settings(**config), optimizer) == pytest.approx(expected, abs=0.01)
+    assert bytes_per_param(module, trace, make_settings(**config), optimizer) == pytest.approx(
+        expected, abs=0.01
+    )
 
 
 @pytest.mark.parametrize("schedule", ["auto", "1f1b"])
 def test_the_plan_knows_what_the_optimiser_holds(schedule: str) -> None:
     module = PipelineModule(
-        [LayerSpec(nn.Dense, 4)] * 8, 4, loss_fn=lambda y, t: ((y - t) ** 2).mean(), partition_method="profile:flops"
+        [LayerSpec(nn.Dense, 4)] * 8,
+        4,
+        loss_fn=lambda y, t: ((y - t) ** 2).mean(),
+        partition_method="profile:flops",
     )
     settings = make_settings(schedule, memory_limit_gb=1e-3, zero_stage=1)
     mesh = make_pipeline_mesh(PipeDataParallelTopology(4, 2), jax.devices())
@@ -63,12 +72,17 @@ LIMITED = {"train_batch_size": 1, "pipeline": {"memory_limit_gb": 80}}
 
 
 def test_a_limit_on_memory_that_nothing_keeps_to_is_refused() -> None:
-    message = r"memory_limit_gb=80\.0, pipeline\.schedule='1f1b' and partition_method='uniform'\. Remove it, or use one"
+    message = (
+        r"memory_limit_gb=80\.0, pipeline\.schedule='1f1b' and partition_method='uniform'\. Remove "
+        r"it, or use one"
+    )
     with pytest.raises(ConfigError, match=message):
         configure_model(MODEL, load_config(LIMITED))
 
 
-@pytest.mark.parametrize("section", [{"schedule": "auto"}, {"partition": "profile"}, {"partition": "Profile:flops"}])
+@pytest.mark.parametrize(
+    "section", [{"schedule": "auto"}, {"partition": "profile"}, {"partition": "Profile:flops"}]
+)
 def test_a_limit_on_memory_that_something_keeps_to(section: dict[str, str]) -> None:
     asked = load_config(LIMITED | {"pipeline": {"memory_limit_gb": 80, **section}})
     configure_model(MODEL.replace(partition_method="best"), asked)

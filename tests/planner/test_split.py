@@ -30,7 +30,9 @@ def by_hand(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
-def model(rows: int = 32 * ROWS, loss_fn: Loss = cross_entropy, num_stages: int = 4, **kwargs: Any) -> PipelineModule:
+def model(
+    rows: int = 32 * ROWS, loss_fn: Loss = cross_entropy, num_stages: int = 4, **kwargs: Any
+) -> PipelineModule:
     layers = [nn.Embed(rows, DIM), *specs(Block), *specs(Block), LayerSpec(nn.Dense, rows)]
     return PipelineModule(layers, num_stages, loss_fn=loss_fn, **kwargs)
 
@@ -45,7 +47,9 @@ def built(module: PipelineModule, **section: Any) -> jaxpipe.Pipeline:
     return jaxpipe.make_pipeline(module, optax.adamw(1e-2), config, mesh, (tokens(), tokens()))
 
 
-@pytest.mark.parametrize("section", [{}, {"schedule": "auto"}, {"schedule": "interleaved", "num_chunks": 2}])
+@pytest.mark.parametrize(
+    "section", [{}, {"schedule": "auto"}, {"schedule": "interleaved", "num_chunks": 2}]
+)
 def test_a_large_vocabulary_is_split_and_plan_agrees(section: dict[str, Any]) -> None:
     pipeline = built(model(), **section)
     last = len(pipeline.module.layers) - 1
@@ -53,10 +57,13 @@ def test_a_large_vocabulary_is_split_and_plan_agrees(section: dict[str, Any]) ->
     assert pipeline.config.pipeline.split_vocabulary is True
     text = describe_pipeline(pipeline)
     assert (
-        "the first and last layers and the loss are split over the stages (pipeline.split_vocabulary): a step" in text
+        "the first and last layers and the loss are split over the stages "
+        "(pipeline.split_vocabulary): a step" in text
     )
     config = {**SIZES, "pipeline": section}
-    found = jaxpipe.plan(model(), config, (tokens(), tokens()), "h100:4", optimizer=optax.adamw(1e-2))
+    found = jaxpipe.plan(
+        model(), config, (tokens(), tokens()), "h100:4", optimizer=optax.adamw(1e-2)
+    )
     assert any("the loss are split over the stages" in line for line in found.assumptions)
 
 
@@ -74,8 +81,14 @@ def test_the_numbers_are_those_of_whole_layers() -> None:
 @pytest.mark.parametrize(
     ("module", "note"),
     [
-        (model(loss_fn=by_hand), "not split over the stages: loss_fn must leave logits that are split"),
-        (model(32 * ROWS + 1), "not split over the stages: .* needs a vocabulary that num_stages divides, but got 513"),
+        (
+            model(loss_fn=by_hand),
+            "not split over the stages: loss_fn must leave logits that are split",
+        ),
+        (
+            model(32 * ROWS + 1),
+            "not split over the stages: .* needs a vocabulary that num_stages divides, but got 513",
+        ),
     ],
     ids=["loss", "size"],
 )
@@ -95,13 +108,22 @@ def test_what_takes_longer_split_stays_whole(monkeypatch: pytest.MonkeyPatch) ->
     x = jax.ShapeDtypeStruct((4, 16), jnp.int32)
     config = {**SIZES, "zero_optimization": {"stage": 3}}
     module = model(8)
-    pipeline = jaxpipe.make_pipeline(module, optax.adamw(1e-2), config, jaxpipe.mesh_for(module), (x, x))
+    pipeline = jaxpipe.make_pipeline(
+        module, optax.adamw(1e-2), config, jaxpipe.mesh_for(module), (x, x)
+    )
     assert not pipeline.ends.layers
-    assert "the loss are not split over the stages (pipeline.split_vocabulary): a step" in "".join(pipeline.plan.notes)
+    assert "the loss are not split over the stages (pipeline.split_vocabulary): a step" in "".join(
+        pipeline.plan.notes
+    )
 
 
 def test_layers_that_are_split_already_and_a_single_stage_are_left_alone() -> None:
-    layers = [LayerSpec(VocabEmbed, 32 * ROWS, DIM), *specs(Block), *specs(Block), LayerSpec(VocabHead, 32 * ROWS)]
+    layers = [
+        LayerSpec(VocabEmbed, 32 * ROWS, DIM),
+        *specs(Block),
+        *specs(Block),
+        LayerSpec(VocabHead, 32 * ROWS),
+    ]
     pipeline = built(PipelineModule(layers, 4, loss_fn=cross_entropy))
     assert pipeline.ends.layers
     assert not any("split over the stages" in note for note in pipeline.plan.notes)
@@ -109,7 +131,9 @@ def test_layers_that_are_split_already_and_a_single_stage_are_left_alone() -> No
 
 
 def test_a_model_without_a_vocabulary_hears_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    module = PipelineModule([nn.Dense(8) for _ in range(8)], 4, loss_fn=lambda y, t: jnp.mean((y - t) ** 2))
+    module = PipelineModule(
+        [nn.Dense(8) for _ in range(8)], 4, loss_fn=lambda y, t: jnp.mean((y - t) ** 2)
+    )
     mesh, x = jaxpipe.mesh_for(module, jax.devices()[:4]), np.ones((2, 8), np.float32)
     with caplog.at_level(logging.INFO, "jaxpipe"):
         pipeline = jaxpipe.make_pipeline(module, optax.sgd(0.1), SIZES, mesh, (x, x))
@@ -119,7 +143,9 @@ def test_a_model_without_a_vocabulary_hears_nothing(caplog: pytest.LogCaptureFix
 def test_the_engine_keeps_its_first_choice() -> None:
     def engine(module: PipelineModule) -> Any:
         mesh = jaxpipe.mesh_for(module, jax.devices()[:4])
-        return jaxpipe.initialize(model=module, config=SIZES, optimizer=optax.adamw(1e-2), mesh=mesh)[0]
+        return jaxpipe.initialize(
+            model=module, config=SIZES, optimizer=optax.adamw(1e-2), mesh=mesh
+        )[0]
 
     def batches() -> Any:
         return iter([(tokens(), tokens())] * MICROBATCHES)
@@ -130,5 +156,10 @@ def test_the_engine_keeps_its_first_choice() -> None:
     losses = [float(each.train_batch(batches())) for each in (predicts_first, trains_first)]
     assert_loss(losses[0], losses[1])
     assert trains_first.predict(tokens()).shape == logits.shape
-    assert_loss(predicts_first.eval_batch(batches()), trains_first.eval_batch(batches()), tolerance=2e-6)
-    assert [bool(each.pipeline.ends.layers) for each in (predicts_first, trains_first)] == [False, True]
+    assert_loss(
+        predicts_first.eval_batch(batches()), trains_first.eval_batch(batches()), tolerance=2e-6
+    )
+    assert [bool(each.pipeline.ends.layers) for each in (predicts_first, trains_first)] == [
+        False,
+        True,
+    ]

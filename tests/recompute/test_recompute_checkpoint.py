@@ -28,7 +28,11 @@ def settings(request: pytest.FixtureRequest) -> Iterator[RecomputeSettings]:
 def _kept(function: Callable[..., Any], *args: Any) -> list[tuple[tuple[int, ...], str]]:
     """Shapes and memory of the floating-point arrays that wait for the backward pass."""
     _, pullback = jax.vjp(function, *args)
-    leaves = [leaf for leaf in jax.tree.leaves(pullback) if jnp.issubdtype(leaf.dtype, jnp.inexact) and leaf.ndim]
+    leaves = [
+        leaf
+        for leaf in jax.tree.leaves(pullback)
+        if jnp.issubdtype(leaf.dtype, jnp.inexact) and leaf.ndim
+    ]
     return sorted((leaf.shape, leaf.sharding.memory_kind) for leaf in leaves)
 
 
@@ -52,7 +56,9 @@ def test_inputs_alone_are_kept(settings: RecomputeSettings) -> None:
     assert len(_kept(_deep, jnp.ones(6))) > 1
 
 
-def test_what_a_function_closes_over_has_a_gradient_and_stays_on_the_device(settings: RecomputeSettings) -> None:
+def test_what_a_function_closes_over_has_a_gradient_and_stays_on_the_device(
+    settings: RecomputeSettings,
+) -> None:
     def loss(w: jax.Array, x: jax.Array) -> jax.Array:
         return checkpoint(lambda x: _deep(x @ w), x).sum()
 
@@ -65,7 +71,9 @@ def test_what_a_function_closes_over_has_a_gradient_and_stays_on_the_device(sett
 
 
 def test_pytrees_integers_keys_and_python_values_pass() -> None:
-    def function(tree: dict[str, Any], key: jax.Array, flag: bool, name: str, factor: float) -> dict[str, Any]:
+    def function(
+        tree: dict[str, Any], key: jax.Array, flag: bool, name: str, factor: float
+    ) -> dict[str, Any]:
         assert flag is True
         noise = jax.random.normal(key, tree["x"].shape)
         return {name: (tree["x"] * noise * factor, tree["i"] + 1), "unused": tree["other"]}
@@ -100,7 +108,9 @@ def test_under_scan_and_vmap() -> None:
         def body(x: jax.Array, key: jax.Array) -> tuple[jax.Array, None]:
             return call(lambda x: _deep(x * w) + 0.1 * jax.random.normal(key, x.shape), x), None
 
-        return jax.vmap(lambda x: jax.lax.scan(body, x, jax.random.split(jax.random.key(0), 3))[0])(x).sum()
+        return jax.vmap(lambda x: jax.lax.scan(body, x, jax.random.split(jax.random.key(0), 3))[0])(
+            x
+        ).sum()
 
     w, x = jnp.linspace(0.5, 1.0, 4), jnp.linspace(0.1, 1.0, 8).reshape(2, 4)
     ours = jax.jit(jax.grad(functools.partial(loss, checkpoint), argnums=(0, 1)))(w, x)
@@ -126,7 +136,11 @@ def test_gradients_of_gradients(settings: RecomputeSettings) -> None:
 
 def test_profile_names_the_function_in_both_runs(settings: RecomputeSettings) -> None:
     with jaxpipe.checkpointing.use_settings(dataclasses.replace(settings, profile=True)):
-        text = jax.jit(jax.grad(lambda x: checkpoint(_deep, x).sum())).lower(jnp.ones(3)).as_text(debug_info=True)
+        text = (
+            jax.jit(jax.grad(lambda x: checkpoint(_deep, x).sum()))
+            .lower(jnp.ones(3))
+            .as_text(debug_info=True)
+        )
     assert "checkpoint/_deep" in text
     assert re.search("rematted_computation.*checkpoint/_deep", text)
 
@@ -177,7 +191,11 @@ def test_a_function_is_wanted() -> None:
         checkpoint(3, jnp.ones(2))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("call", [CheckpointFunction, CheckpointFunction.forward, CheckpointFunction.backward])
+@pytest.mark.parametrize(
+    "call", [CheckpointFunction, CheckpointFunction.forward, CheckpointFunction.backward]
+)
 def test_the_autograd_function_is_refused_by_name(call: Callable[..., Any]) -> None:
-    with pytest.raises(PipelineError, match=r"CheckpointFunction.*Use jaxpipe.checkpointing.checkpoint\(function"):
+    with pytest.raises(
+        PipelineError, match=r"CheckpointFunction.*Use jaxpipe.checkpointing.checkpoint\(function"
+    ):
         call(jnp.ones(2))

@@ -15,7 +15,9 @@ from jaxpipe.errors import ConfigError
 from jaxpipe.recompute import RecomputeSettings
 from jaxpipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 
-pytestmark = pytest.mark.filterwarnings("ignore:No effect. checkpoint_in_cpu .*the devices are CPUs")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:No effect. checkpoint_in_cpu .*the devices are CPUs"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +51,9 @@ def test_defaults() -> None:
 
 
 def test_the_section_counts() -> None:
-    checkpointing.configure(None, _section(partition_activations=True, cpu_checkpointing=True, profile=True))
+    checkpointing.configure(
+        None, _section(partition_activations=True, cpu_checkpointing=True, profile=True)
+    )
     assert _now() == {"partition_activations": True, "checkpoint_in_cpu": True, "profile": True}
 
 
@@ -116,28 +120,44 @@ def test_what_has_no_effect_says_so_once(arguments: dict[str, Any]) -> None:
 
 
 def test_the_warning_names_argument_key_and_substitute() -> None:
-    with pytest.warns(UserWarning, match=r"synchronize \(activation_checkpointing.synchronize_.*jax.profiler"):
+    with pytest.warns(
+        UserWarning, match=r"synchronize \(activation_checkpointing.synchronize_.*jax.profiler"
+    ):
         checkpointing.configure(None, synchronize=True)
 
 
 def test_host_memory_of_cpus_is_their_own() -> None:
-    match = r"^No effect: checkpoint_in_cpu \(activation_checkpointing.cpu_checkpointing\): the devices are CPUs.*GPUs"
+    match = (
+        r"^No effect: checkpoint_in_cpu \(activation_checkpointing.cpu_checkpointing\): the "
+        r"devices are CPUs.*GPUs"
+    )
     with pytest.warns(ConfigWarning, match=match):
         checkpointing.settings_for(_section(cpu_checkpointing=True))
     with pytest.warns(ConfigWarning, match=match):
         checkpointing.configure(None, checkpoint_in_cpu=True)
 
 
-@pytest.mark.parametrize(("shape", "axes"), [((2, 2), ("stage", "data")), ((2, 1), ("stage", "model"))])
-def test_activations_are_not_shared_without_an_axis_for_it(shape: tuple[int, ...], axes: tuple[str, ...]) -> None:
-    mesh = jax.make_mesh(shape, axes, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[: shape[0] * shape[1]])
-    match = r"^No effect: partition_activations \(activation_.*no axis 'model' .* use PipeModelDataParallelTopology"
+@pytest.mark.parametrize(
+    ("shape", "axes"), [((2, 2), ("stage", "data")), ((2, 1), ("stage", "model"))]
+)
+def test_activations_are_not_shared_without_an_axis_for_it(
+    shape: tuple[int, ...], axes: tuple[str, ...]
+) -> None:
+    mesh = jax.make_mesh(
+        shape, axes, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[: shape[0] * shape[1]]
+    )
+    match = (
+        r"^No effect: partition_activations \(activation_.*no axis 'model' .* use "
+        r"PipeModelDataParallelTopology"
+    )
     with pytest.warns(ConfigWarning, match=match):
         checkpointing.settings_for(_section(partition_activations=True), mesh)
 
 
 def test_activations_are_shared_over_an_axis_for_it() -> None:
-    mesh = jax.make_mesh((1, 2), ("stage", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:2])
+    mesh = jax.make_mesh(
+        (1, 2), ("stage", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:2]
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         checkpointing.settings_for(_section(partition_activations=True), mesh)
@@ -156,7 +176,9 @@ def test_set_num_layers_wants_a_number() -> None:
 
 
 def test_contiguous_needs_partitioned_activations() -> None:
-    with pytest.raises(ConfigError, match=r"partition_activations=False\. Leave contiguous_checkpointing"):
+    with pytest.raises(
+        ConfigError, match=r"partition_activations=False\. Leave contiguous_checkpointing"
+    ):
         checkpointing.configure(None, contiguous_checkpointing=True, num_checkpoints=2)
 
 
@@ -165,7 +187,9 @@ def test_contiguous_needs_the_number_of_checkpoints() -> None:
         checkpointing.configure(None, partition_activations=True, contiguous_checkpointing=True)
 
 
-@pytest.mark.parametrize("name", ["partition_activations", "contiguous_checkpointing", "checkpoint_in_cpu", "profile"])
+@pytest.mark.parametrize(
+    "name", ["partition_activations", "contiguous_checkpointing", "checkpoint_in_cpu", "profile"]
+)
 def test_flags_are_booleans(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"{name}=1\. Pass a boolean"):
         checkpointing.configure(None, **{name: 1})
@@ -173,7 +197,9 @@ def test_flags_are_booleans(name: str) -> None:
 
 @pytest.mark.parametrize("value", [0, True, "3", 1.5])
 def test_the_number_of_checkpoints_is_a_positive_integer(value: Any) -> None:
-    with pytest.raises(ConfigError, match=r"num_checkpoints=.*Give the number of recomputed groups"):
+    with pytest.raises(
+        ConfigError, match=r"num_checkpoints=.*Give the number of recomputed groups"
+    ):
         checkpointing.configure(None, num_checkpoints=value)
 
 
@@ -188,7 +214,10 @@ def test_a_wrong_key_is_named() -> None:
 
 
 def test_a_configuration_in_the_place_of_the_unit_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"mpu_ must be None.*got a dict\. Pass a configuration as deepspeed_config="):
+    with pytest.raises(
+        ConfigError,
+        match=r"mpu_ must be None.*got a dict\. Pass a configuration as deepspeed_config=",
+    ):
         checkpointing.configure(_section(profile=True))
 
 
@@ -200,17 +229,23 @@ def test_grids_and_meshes_are_units() -> None:
     assert checkpointing.is_configured()
 
 
-@pytest.mark.parametrize(("default", "kinds"), [("unpinned_host", ["unpinned_host"]), ("pinned_host", ["pinned_host"])])
+@pytest.mark.parametrize(
+    ("default", "kinds"), [("unpinned_host", ["unpinned_host"]), ("pinned_host", ["pinned_host"])]
+)
 def test_a_backend_without_host_memory_is_named(default: str, kinds: list[str]) -> None:
     from jaxpipe.recompute._configure import check_host_memory
 
-    with pytest.raises(ConfigError, match=rf"backend='old' with memories \['{default}'\].*Leave cpu_checkpointing"):
+    with pytest.raises(
+        ConfigError, match=rf"backend='old' with memories \['{default}'\].*Leave cpu_checkpointing"
+    ):
         check_host_memory("old", default, kinds)
 
 
 def test_settings_for_a_configuration_set_nothing() -> None:
     config = _section(partition_activations=True, profile=True)
-    assert checkpointing.settings_for(config) == RecomputeSettings(partition_activations=True, profile=True)
+    assert checkpointing.settings_for(config) == RecomputeSettings(
+        partition_activations=True, profile=True
+    )
     assert checkpointing.settings_for(None) == RecomputeSettings()
     assert not checkpointing.is_configured()
 
@@ -246,4 +281,6 @@ def test_threads_have_settings_of_their_own() -> None:
 def test_harmless_settings_do_not_warn() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        checkpointing.configure(None, partition_activations=True, checkpoint_in_cpu=False, profile=True)
+        checkpointing.configure(
+            None, partition_activations=True, checkpoint_in_cpu=False, profile=True
+        )

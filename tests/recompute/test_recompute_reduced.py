@@ -1,4 +1,7 @@
-"""Recompute of layers that are sharded inside a stage: what they name is not reduced over devices again."""
+"""Recompute of layers that are sharded inside a stage.
+
+What they name is not reduced over devices again.
+"""
 
 import functools
 import re
@@ -19,7 +22,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe import LayerSpec, Pipeline, PipelineModule, PipeModelDataParallelTopology
-from jaxpipe.checkpointing import REDUCED, RecomputeSettings, checkpoint, reduced, save_reduced, save_whole
+from jaxpipe.checkpointing import (
+    REDUCED,
+    RecomputeSettings,
+    checkpoint,
+    reduced,
+    save_reduced,
+    save_whole,
+)
 from jaxpipe.topology import make_pipeline_mesh
 
 DIM, HIDDEN, BLOCKS, MICROBATCHES, MICROBATCH = 8, 24, 4, 4, 2
@@ -35,8 +45,12 @@ class Block(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         lecun = nn.initializers.lecun_normal()
         for i in range(2):
-            wide = self.param(f"wide{i}", nn.with_partitioning(lecun, (None, "model")), (DIM, HIDDEN))
-            narrow = self.param(f"narrow{i}", nn.with_partitioning(lecun, ("model", None)), (HIDDEN, DIM))
+            wide = self.param(
+                f"wide{i}", nn.with_partitioning(lecun, (None, "model")), (DIM, HIDDEN)
+            )
+            narrow = self.param(
+                f"narrow{i}", nn.with_partitioning(lecun, ("model", None)), (HIDDEN, DIM)
+            )
             y = jnp.tanh(nn.LayerNorm(name=f"norm{i}")(x) @ wide) @ narrow
             y = jax.lax.with_sharding_constraint(y, P())
             x = x + (reduced(y) if self.names else y)
@@ -47,7 +61,9 @@ def square_error(outputs: jax.Array, targets: jax.Array) -> jax.Array:
     return jnp.mean((outputs - targets) ** 2)
 
 
-def make_module(mark: Callable[[LayerSpec], LayerSpec], num_model: int, names: bool, interval: int) -> PipelineModule:
+def make_module(
+    mark: Callable[[LayerSpec], LayerSpec], num_model: int, names: bool, interval: int
+) -> PipelineModule:
     return PipelineModule(
         [mark(LayerSpec(Block, names)) for _ in range(BLOCKS)],
         topology=PipeModelDataParallelTopology(num_pp=2, num_mp=num_model, num_dp=1),
@@ -58,7 +74,11 @@ def make_module(mark: Callable[[LayerSpec], LayerSpec], num_model: int, names: b
 
 
 def make_batch() -> Any:
-    x = np.random.default_rng(0).normal(size=(2, MICROBATCHES, MICROBATCH, 3, DIM)).astype(np.float32)
+    x = (
+        np.random.default_rng(0)
+        .normal(size=(2, MICROBATCHES, MICROBATCH, 3, DIM))
+        .astype(np.float32)
+    )
     return x[0], x[1], {}
 
 
@@ -79,8 +99,13 @@ def make_pipeline(
 
 
 def num_reduced(pipeline: Pipeline) -> int:
-    """Arrays that the compiled step sums over `model`, one for each that a combined sum has; scalars left out."""
-    text = pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct).compile().as_text() or ""
+    """Arrays that the compiled step sums over `model`, one for each that a combined sum has.
+
+    Scalars left out.
+    """
+    text = (
+        pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct).compile().as_text() or ""
+    )
     shapes = re.findall(r"= (.*) all-reduce(?:-start)?\(.*replica_groups=\[2,2\]<=\[4\],", text)
     return sum(Counter(re.findall(r"\w+\[[\d,]+\]", shape)).total() for shape in shapes)
 
@@ -94,7 +119,12 @@ def one_device() -> tuple[Any, float, Any]:
 
     def loss(params: Any) -> jax.Array:
         return jnp.mean(
-            jnp.stack([square_error(module.apply(params, x), t) for x, t in zip(inputs, labels, strict=True)])
+            jnp.stack(
+                [
+                    square_error(module.apply(params, x), t)
+                    for x, t in zip(inputs, labels, strict=True)
+                ]
+            )
         )
 
     value, grads = jax.jit(jax.value_and_grad(loss))(params)
@@ -120,7 +150,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", slow_after(1, ["each layer", *(name for name in CASES if name != "each layer")]))
+@pytest.mark.parametrize(
+    "case", slow_after(1, ["each layer", *(name for name in CASES if name != "each layer")])
+)
 def test_gradients_are_those_of_one_device(case: str) -> None:
     pipeline = make_pipeline(**CASES[case])
     params, loss, grads = one_device()
@@ -129,25 +161,35 @@ def test_gradients_are_those_of_one_device(case: str) -> None:
     assert_close(pipeline.params_tree(storage), grads)
 
 
-@pytest.mark.parametrize("case", slow_after(0, ["each layer", "marked", "constraints", "scanned", "split backward"]))
+@pytest.mark.parametrize(
+    "case", slow_after(0, ["each layer", "marked", "constraints", "scanned", "split backward"])
+)
 def test_nothing_is_reduced_again(case: str) -> None:
-    settings = {name: value for name, value in CASES[case].items() if name in ("schedule", "scan_trunk")}
+    settings = {
+        name: value for name, value in CASES[case].items() if name in ("schedule", "scan_trunk")
+    }
     kept, recomputed = make_pipeline(**settings), make_pipeline(**CASES[case])
     assert recomputed.residual_bytes[0] < kept.residual_bytes[0]
     assert num_reduced(recomputed) == num_reduced(kept)
 
 
-@pytest.mark.parametrize("case", slow_after(1, [{"names": False, "interval": 1}, CASES["own policy"]]))
+@pytest.mark.parametrize(
+    "case", slow_after(1, [{"names": False, "interval": 1}, CASES["own policy"]])
+)
 def test_what_is_not_named_or_not_kept_is_reduced_again(case: dict[str, Any]) -> None:
-    # In each of the two blocks of a stage, in the ticks with a backward and those after the last forward.
+    # In each of the two blocks of a stage, in the ticks with a backward and those after the last
+    # forward.
     assert num_reduced(make_pipeline(**case)) >= num_reduced(make_pipeline()) + BLOCKS // 2
 
 
 @pytest.mark.slow
 def test_where_inputs_are_sharded_names_save_the_sums_alike() -> None:
-    # More sums than without: what is computed from inputs that are sharded by features sums over them.
+    # More sums than without: what is computed from inputs that are sharded by features sums over
+    # them.
     unnamed = make_pipeline(names=False, interval=1, recompute=PARTITION)
-    assert num_reduced(make_pipeline(**CASES["inputs sharded"])) <= num_reduced(unnamed) - BLOCKS // 2
+    assert (
+        num_reduced(make_pipeline(**CASES["inputs sharded"])) <= num_reduced(unnamed) - BLOCKS // 2
+    )
 
 
 def test_a_named_value_is_kept_once_a_layer() -> None:
@@ -158,7 +200,9 @@ def test_a_named_value_is_kept_once_a_layer() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", slow_after(1, ["each layer", "marked", "inputs sharded", "scanned"]))
+@pytest.mark.parametrize(
+    "case", slow_after(1, ["each layer", "marked", "inputs sharded", "scanned"])
+)
 @pytest.mark.filterwarnings("ignore:No effect")
 def test_without_an_axis_to_reduce_over_names_change_nothing(case: str) -> None:
     def lowered(names: bool) -> str:
@@ -196,9 +240,13 @@ def test_branches_keep_what_is_named() -> None:
     def kept(name: str) -> int:
         topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1)
         layers = [LayerSpec(Branching, name) for _ in range(BLOCKS)]
-        module = PipelineModule(layers, topology=topology, loss_fn=square_error, partition_method="trunk")
+        module = PipelineModule(
+            layers, topology=topology, loss_fn=square_error, partition_method="trunk"
+        )
         x = make_batch()[0][0]
-        return Pipeline(module, optax.sgd(0.1), make_pipeline_mesh(topology), (x, x), 2).residual_bytes[0]
+        return Pipeline(
+            module, optax.sgd(0.1), make_pipeline_mesh(topology), (x, x), 2
+        ).residual_bytes[0]
 
     size = make_batch()[0][0].nbytes
     assert kept(REDUCED) == kept("another") + BLOCKS // 2 * size
@@ -208,7 +256,9 @@ def test_complex_values_are_recomputed() -> None:
     x = jnp.ones(3)
     for policy in (save_reduced, save_whole):
         run = jax.checkpoint(lambda x: jnp.abs(reduced(jnp.exp(1j * x)) ** 2), policy=policy)
-        np.testing.assert_allclose(jax.grad(lambda x, run=run: run(x).sum())(x), jnp.zeros(3), atol=1e-6)
+        np.testing.assert_allclose(
+            jax.grad(lambda x, run=run: run(x).sum())(x), jnp.zeros(3), atol=1e-6
+        )
 
 
 def test_trees_are_named() -> None:

@@ -43,20 +43,33 @@ def _on(mesh: Mesh, step: Callable[..., Any]) -> Callable[..., Any]:
     """A program with manual replicas and an automatic axis `model`."""
     whole = PartitionSpec()
     return jax.jit(
-        jax.shard_map(step, mesh=mesh, in_specs=whole, out_specs=whole, axis_names={"data"}, check_vma=False)
+        jax.shard_map(
+            step, mesh=mesh, in_specs=whole, out_specs=whole, axis_names={"data"}, check_vma=False
+        )
     )
 
 
 def _kept(pullback: Any, names: Sequence[str] = ()) -> list[tuple[int, ...]]:
     """Shapes of what one device keeps of activations for a backward pass."""
-    leaves = [leaf for leaf in jax.tree.leaves(pullback) if jnp.issubdtype(leaf.dtype, jnp.inexact) and leaf.ndim]
+    leaves = [
+        leaf
+        for leaf in jax.tree.leaves(pullback)
+        if jnp.issubdtype(leaf.dtype, jnp.inexact) and leaf.ndim
+    ]
     return [leaf.sharding.shard_shape(leaf.shape) for leaf in leaves if leaf.shape not in names]
 
 
-def _run(settings: RecomputeSettings, mesh: Mesh, x: jax.Array) -> tuple[Any, list[tuple[int, ...]]]:
-    """Loss and gradients of two recomputed blocks, and the shapes of what one device keeps of activations."""
+def _run(
+    settings: RecomputeSettings, mesh: Mesh, x: jax.Array
+) -> tuple[Any, list[tuple[int, ...]]]:
+    """Loss and gradients of two recomputed blocks.
+
+    Also the shapes of what one device keeps of activations.
+    """
     specs = {"up": PartitionSpec(None, "model"), "down": PartitionSpec("model", None)}
-    weights = {name: jax.device_put(w, NamedSharding(mesh, specs[name])) for name, w in _weights().items()}
+    weights = {
+        name: jax.device_put(w, NamedSharding(mesh, specs[name])) for name, w in _weights().items()
+    }
 
     def loss(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
         key = jax.random.key(7)
@@ -78,7 +91,9 @@ EVEN, UNEVEN = (12, WIDTH), (5, 3, WIDTH)
     slow_after(
         3,
         [
-            pytest.param(PARTITION, 2, UNEVEN, (5, 3, WIDTH // 2), id="2 shares of the dim that 2 divides"),
+            pytest.param(
+                PARTITION, 2, UNEVEN, (5, 3, WIDTH // 2), id="2 shares of the dim that 2 divides"
+            ),
             pytest.param(PARTITION, 4, UNEVEN, UNEVEN, id="no dim that 4 divides"),
             pytest.param(BOTH, 4, EVEN, (3, WIDTH), id="4 shares on the host"),
             pytest.param(PARTITION, 1, EVEN, EVEN, id="nobody to share with"),
@@ -123,7 +138,9 @@ def test_in_a_shard_map_of_its_own_nothing_is_shared() -> None:
     x, spec = jnp.linspace(0.1, 1.0, 8), PartitionSpec("model")
 
     def step(x: jax.Array) -> jax.Array:
-        return jax.shard_map(lambda x: checkpoint(jnp.sin, x), in_specs=spec, out_specs=spec, axis_names={"model"})(x)
+        return jax.shard_map(
+            lambda x: checkpoint(jnp.sin, x), in_specs=spec, out_specs=spec, axis_names={"model"}
+        )(x)
 
     with use_settings(PARTITION):
         ours = _on(_mesh(2), jax.grad(lambda x: step(x).sum()))(x)
@@ -132,7 +149,9 @@ def test_in_a_shard_map_of_its_own_nothing_is_shared() -> None:
 
 def test_without_the_axis_nothing_is_shared() -> None:
     with use_settings(PARTITION):
-        _, pullback = jax.vjp(lambda x: checkpoint(lambda x: jnp.sin(jnp.sin(x)), x).sum(), jnp.ones(8))
+        _, pullback = jax.vjp(
+            lambda x: checkpoint(lambda x: jnp.sin(jnp.sin(x)), x).sum(), jnp.ones(8)
+        )
     assert (8,) in [leaf.shape for leaf in jax.tree.leaves(pullback)]
     assert model_axis_size() == 1
 
@@ -141,7 +160,9 @@ def test_the_program_says_that_it_recomputes() -> None:
     def has_remat(jaxpr: Any) -> bool:
         inner = [getattr(p, "jaxpr", p) for eqn in jaxpr.eqns for p in eqn.params.values()]
         names = {eqn.primitive.name for eqn in jaxpr.eqns}
-        return bool(names & {"remat2", "checkpoint", "remat"}) or any(has_remat(j) for j in inner if hasattr(j, "eqns"))
+        return bool(names & {"remat2", "checkpoint", "remat"}) or any(
+            has_remat(j) for j in inner if hasattr(j, "eqns")
+        )
 
     with use_settings(RecomputeSettings(checkpoint_in_cpu=True)):
         assert has_remat(jax.make_jaxpr(lambda x: checkpoint(jnp.sin, x))(1.0).jaxpr)

@@ -21,7 +21,9 @@ from jaxpipe.schedules import OneFOneBSchedule, PipeInstruction, PipeSchedule, c
 class ListedSchedule(PipeSchedule):
     """Steps given as lists, to be spoiled."""
 
-    def __init__(self, micro_batches: int, stages: int, stage_id: int, listing: list[list[PipeInstruction]]) -> None:
+    def __init__(
+        self, micro_batches: int, stages: int, stage_id: int, listing: list[list[PipeInstruction]]
+    ) -> None:
         super().__init__(micro_batches, stages, stage_id)
         self.listing = listing
         self.buffers: int = 1
@@ -57,7 +59,9 @@ def listed() -> Callable[[type[PipeSchedule], int, int], list[ListedSchedule]]:
         built: list[ListedSchedule] = []
         for stage in range(stages):
             one = kind(micro_batches, stages, stage)
-            copy = ListedSchedule(micro_batches, stages, stage, [list(commands) for commands in one.steps()])
+            copy = ListedSchedule(
+                micro_batches, stages, stage, [list(commands) for commands in one.steps()]
+            )
             copy.buffers = one.num_pipe_buffers()
             built.append(copy)
         return built
@@ -84,8 +88,13 @@ def edit(listings: list[list[Any]], kind: str, *what: Any) -> None:
 
 
 @pytest.fixture
-def refused(listed: Callable[..., list[ListedSchedule]]) -> Callable[[tuple[Any, ...], str, str], None]:
-    """Spoils 1F1B (4 microbatches, 3 stages) and expects the error, with the marked cell in its grid."""
+def refused(
+    listed: Callable[..., list[ListedSchedule]],
+) -> Callable[[tuple[Any, ...], str, str], None]:
+    """Spoils 1F1B (4 microbatches, 3 stages) and expects the error.
+
+    Its grid has the marked cell.
+    """
 
     def check(spoil: tuple[Any, ...], match: str, cell: str) -> None:
         schedules = listed(OneFOneBSchedule, 4, 3)

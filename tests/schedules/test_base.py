@@ -56,7 +56,12 @@ def test_buffers_are_those_counted(kind: type[PipeSchedule]) -> None:
     for stages in range(1, 6):
         for stage in range(stages):
             one = kind(4, stages, stage)
-            used = {op.kwargs["buffer_id"] for commands in one for op in commands if "buffer_id" in op.kwargs}
+            used = {
+                op.kwargs["buffer_id"]
+                for commands in one
+                for op in commands
+                if "buffer_id" in op.kwargs
+            }
             assert used <= set(range(one.num_pipe_buffers()))
 
 
@@ -69,7 +74,9 @@ def test_defaults() -> None:
     one = Idle(6, 4, 2)
     assert one.num_pipe_buffers() == 6
     assert one.num_chunks == 1
-    assert [one.virtual_stage(stage, chunk) for chunk in range(2) for stage in range(4)] == list(range(8))
+    assert [one.virtual_stage(stage, chunk) for chunk in range(2) for stage in range(4)] == list(
+        range(8)
+    )
 
 
 class Whole:
@@ -86,11 +93,27 @@ def test_sizes_may_be_any_whole_number() -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ((0, 2, 0), "micro_batches must be at least 1, but got micro_batches=0. Pass the number of microbatches"),
-        ((2, 0, 0), "stages must be at least 1, but got stages=0. Pass the number of pipeline stages"),
-        ((2, 2, 2), "stage_id must be in [0, stages=2), but got stage_id=2. Stages are counted from 0."),
-        ((2, 2, -1), "stage_id must be in [0, stages=2), but got stage_id=-1. Stages are counted from 0."),
-        ((1.5, 2, 0), "micro_batches must be a whole number, but got micro_batches=1.5. Pass an int."),
+        (
+            (0, 2, 0),
+            "micro_batches must be at least 1, but got micro_batches=0. Pass the number of "
+            "microbatches",
+        ),
+        (
+            (2, 0, 0),
+            "stages must be at least 1, but got stages=0. Pass the number of pipeline stages",
+        ),
+        (
+            (2, 2, 2),
+            "stage_id must be in [0, stages=2), but got stage_id=2. Stages are counted from 0.",
+        ),
+        (
+            (2, 2, -1),
+            "stage_id must be in [0, stages=2), but got stage_id=-1. Stages are counted from 0.",
+        ),
+        (
+            (1.5, 2, 0),
+            "micro_batches must be a whole number, but got micro_batches=1.5. Pass an int.",
+        ),
         ((1, "2", 0), "stages must be a whole number, but got stages='2'. Pass an int."),
         ((1, 2, None), "stage_id must be a whole number, but got stage_id=None. Pass an int."),
     ],

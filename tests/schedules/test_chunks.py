@@ -22,7 +22,9 @@ def in_flight(program: TickProgram) -> list[int]:
     return [program.in_flight(stage) for stage in range(program.num_stages)]
 
 
-@pytest.mark.parametrize(("name", "num_chunks"), [("1f1b", 1), ("interleaved", 2), ("interleaved", 4)])
+@pytest.mark.parametrize(
+    ("name", "num_chunks"), [("1f1b", 1), ("interleaved", 2), ("interleaved", 4)]
+)
 def test_runs_say_whether_forward_and_backward_are_of_one_chunk(name: str, num_chunks: int) -> None:
     program = lower_schedule(resolve_schedule(name, num_chunks), 8, 4)
     assert all(run.has_one_chunk for run in program.runs) == (num_chunks == 1)
@@ -42,7 +44,9 @@ def test_folded_chunks(num_stages: int) -> None:
             assert makespan(program, forward_s, backward_s) == expected
             assert makespan(program, forward_s, backward_s, skip_idle=False) == expected
             assert closed_form("1f1b-v", count, num_stages, forward_s, backward_s) == expected
-        assert in_flight(program) == [min(2 * num_stages, count + min(count, s + 1)) for s in range(num_stages)]
+        assert in_flight(program) == [
+            min(2 * num_stages, count + min(count, s + 1)) for s in range(num_stages)
+        ]
         assert len(program.runs) <= 3
         assert program.unbuffered.activations.recv
         assert program.unbuffered.gradients.recv
@@ -61,11 +65,14 @@ def test_interleaved_chunks(num_stages: int, num_chunks: int) -> None:
             expected = (num_stages + (count - 1) / num_chunks) * 3.0
         assert makespan(program, 1.0, 2.0) == pytest.approx(expected)
         assert makespan(program, 1.0, 2.0, skip_idle=False) == pytest.approx(expected)
-        assert closed_form("interleaved", count, num_stages, 1.0, 2.0, num_chunks=num_chunks) == pytest.approx(expected)
+        assert closed_form(
+            "interleaved", count, num_stages, 1.0, 2.0, num_chunks=num_chunks
+        ) == pytest.approx(expected)
         assert expected <= (count + num_stages - 1) * 3.0 + 1e-9
         largest_group = -(-count // max(1, count // num_stages))
         assert in_flight(program) == [
-            (num_chunks - 1) * largest_group + min(count, 2 * (num_stages - 1 - s) + 1) for s in range(num_stages)
+            (num_chunks - 1) * largest_group + min(count, 2 * (num_stages - 1 - s) + 1)
+            for s in range(num_stages)
         ]
         assert len(program.runs) <= 3
         # What comes round the ring waits for the rest of a group of more than S.

@@ -24,11 +24,17 @@ TRAINING = [OneFOneBSchedule, GPipeSchedule, TrainSchedule]
 def test_ring_depth_is_the_number_of_buffers(kind: type[PipeSchedule], num_stages: int) -> None:
     for num_microbatches in range(1, 11):
         program = lower_schedule(kind, num_microbatches, num_stages)
-        buffers = [kind(num_microbatches, num_stages, stage).num_pipe_buffers() for stage in range(num_stages)]
+        buffers = [
+            kind(num_microbatches, num_stages, stage).num_pipe_buffers()
+            for stage in range(num_stages)
+        ]
         assert [program.in_flight(stage) for stage in range(num_stages)] == buffers
         assert program.depth.residuals == max(buffers)
         if kind is OneFOneBSchedule:
-            assert buffers == [min(num_microbatches, 2 * (num_stages - 1 - stage) + 1) for stage in range(num_stages)]
+            assert buffers == [
+                min(num_microbatches, 2 * (num_stages - 1 - stage) + 1)
+                for stage in range(num_stages)
+            ]
         else:
             assert buffers == [num_microbatches] * num_stages
 
@@ -39,13 +45,18 @@ def test_train_schedule_keeps_fewest(num_stages: int) -> None:
         program = lower_schedule(TrainSchedule, num_microbatches, num_stages)
         flying = [min(num_microbatches, num_stages - stage) for stage in range(num_stages)]
         assert [program.in_flight(stage) for stage in range(num_stages)] == flying
-        buffers = [TrainSchedule(num_microbatches, num_stages, stage).num_pipe_buffers() for stage in range(num_stages)]
+        buffers = [
+            TrainSchedule(num_microbatches, num_stages, stage).num_pipe_buffers()
+            for stage in range(num_stages)
+        ]
         assert buffers == [max(2, count) for count in flying]
 
 
 @pytest.mark.parametrize("kind", [OneFOneBSchedule, GPipeSchedule])
 @pytest.mark.parametrize(("forward_s", "backward_s"), [(1.0, 1.0), (1.0, 2.0), (3.0, 2.0)])
-def test_lockstep_loses_nothing(kind: type[PipeSchedule], forward_s: float, backward_s: float) -> None:
+def test_lockstep_loses_nothing(
+    kind: type[PipeSchedule], forward_s: float, backward_s: float
+) -> None:
     for num_stages in range(1, 9):
         for num_microbatches in range(1, 11):
             program = lower_schedule(kind, num_microbatches, num_stages)
@@ -53,7 +64,9 @@ def test_lockstep_loses_nothing(kind: type[PipeSchedule], forward_s: float, back
             assert makespan(program, forward_s, backward_s) == expected
             assert makespan(program, forward_s, backward_s, skip_idle=False) == expected
             assert makespan(program, forward_s, backward_s, lockstep=False) <= expected
-            assert closed_form(kind, num_microbatches, num_stages, forward_s, backward_s) == expected
+            assert (
+                closed_form(kind, num_microbatches, num_stages, forward_s, backward_s) == expected
+            )
             fraction = (num_stages - 1) / (num_microbatches + num_stages - 1)
             assert bubble_fraction(program, forward_s, backward_s) == pytest.approx(fraction)
 
@@ -64,7 +77,9 @@ def test_half_ticks_pay_the_longer_action() -> None:
     assert makespan(program, 1.0, 1.0) == 2 * (32 + 3)
     steady = makespan(lower_schedule(TrainSchedule, 64, 4), 1.0, 2.0) - makespan(program, 1.0, 2.0)
     assert steady == 32 * 2 * 2.0
-    assert bubble_fraction(program, 1.0, 2.0) > bubble_fraction(program, 1.0, 2.0, lockstep=False) > 0
+    assert (
+        bubble_fraction(program, 1.0, 2.0) > bubble_fraction(program, 1.0, 2.0, lockstep=False) > 0
+    )
     assert closed_form("train", 32, 4, 1.0, 2.0) == makespan(program, 1.0, 2.0)
 
 
@@ -106,23 +121,34 @@ def test_input_and_weight_gradient_make_up_a_backward(timed: dict[str, type[Pipe
 
 
 @pytest.mark.parametrize(
-    ("forward_s", "backward_s", "weight_s"), [(-1.0, 1.0, None), (1.0, -2.0, None), (1.0, 1.0, 1.5), (1.0, 1.0, -0.5)]
+    ("forward_s", "backward_s", "weight_s"),
+    [(-1.0, 1.0, None), (1.0, -2.0, None), (1.0, 1.0, 1.5), (1.0, 1.0, -0.5)],
 )
-def test_impossible_times_are_refused(forward_s: float, backward_s: float, weight_s: float | None) -> None:
+def test_impossible_times_are_refused(
+    forward_s: float, backward_s: float, weight_s: float | None
+) -> None:
     program = lower_schedule(OneFOneBSchedule, 2, 2)
-    match = rf"forward_s={forward_s}, backward_s={backward_s}, weight_s={weight_s}\. Pass seconds; backward_s"
+    match = (
+        rf"forward_s={forward_s}, backward_s={backward_s}, weight_s={weight_s}\. Pass seconds; "
+        r"backward_s"
+    )
     with pytest.raises(ScheduleError, match=match):
         makespan(program, forward_s, backward_s, weight_s=weight_s)
 
 
 def test_work_of_no_time_has_no_bubble_fraction() -> None:
     program = lower_schedule(OneFOneBSchedule, 2, 2)
-    with pytest.raises(ScheduleError, match=r"forward_s=0\.0, backward_s=0\.0\. Pass seconds above 0"):
+    with pytest.raises(
+        ScheduleError, match=r"forward_s=0\.0, backward_s=0\.0\. Pass seconds above 0"
+    ):
         bubble_fraction(program, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("kind", TRAINING)
 @pytest.mark.parametrize("num_stages", range(1, 9))
 def test_the_number_of_runs_does_not_grow(kind: type[PipeSchedule], num_stages: int) -> None:
-    counts = [len(lower_schedule(kind, num_microbatches, num_stages).runs) for num_microbatches in (32, 64, 128)]
+    counts = [
+        len(lower_schedule(kind, num_microbatches, num_stages).runs)
+        for num_microbatches in (32, 64, 128)
+    ]
     assert counts[0] == counts[1] == counts[2] <= MAX_RUNS

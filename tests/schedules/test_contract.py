@@ -1,4 +1,7 @@
-"""The contract of every schedule that has a name: a new one need only be registered to be held to it."""
+"""The contract of every schedule that has a name.
+
+A new one need only be registered to be held to it.
+"""
 
 import pytest
 from _machine import Machine, require_tight
@@ -18,9 +21,15 @@ from jaxpipe.schedules import (
 KINDS = [
     resolve_schedule(name, num_chunks)
     for name, kind in schedule_names().items()
-    for num_chunks in ([kind.num_chunks] if kind.min_chunks is None else [kind.num_chunks, kind.num_chunks + 1])
+    for num_chunks in (
+        [kind.num_chunks] if kind.min_chunks is None else [kind.num_chunks, kind.num_chunks + 1]
+    )
 ]
-SIZES = [(num_microbatches, num_stages) for num_stages in range(1, 6) for num_microbatches in range(1, 10)]
+SIZES = [
+    (num_microbatches, num_stages)
+    for num_stages in range(1, 6)
+    for num_microbatches in range(1, 10)
+]
 
 
 def label(kind: type[PipeSchedule]) -> str:
@@ -42,14 +51,21 @@ def test_it_is_sound_and_every_action_reads_what_it_should(kind: type[PipeSchedu
 
 @pytest.mark.parametrize("kind", KINDS, ids=label)
 def test_it_takes_as_long_as_its_formula_says(kind: type[PipeSchedule]) -> None:
-    """But for split backwards of several chunks and few microbatches, not a multiple of S: they may take longer."""
+    """But for split backwards of several chunks and few microbatches, not a multiple of S.
+
+    They may take longer.
+    """
     for num_microbatches, num_stages in SIZES:
         program = lower_schedule(kind, num_microbatches, num_stages)
         for forward_s, backward_s in ((1.0, 2.0), (2.0, 4.0)):
             promised = closed_form(kind, num_microbatches, num_stages, forward_s, backward_s)
             taken = makespan(program, forward_s, backward_s)
             assert promised <= taken + 1e-9
-            if kind.num_chunks == 1 or num_microbatches % num_stages == 0 or not program.has_split_backward:
+            if (
+                kind.num_chunks == 1
+                or num_microbatches % num_stages == 0
+                or not program.has_split_backward
+            ):
                 assert promised == pytest.approx(taken)
 
 

@@ -4,7 +4,14 @@ from typing import Any
 import pytest
 
 from jaxpipe.errors import ScheduleError
-from jaxpipe.schedules import ForwardPass, InferenceSchedule, OneFOneBSchedule, PipeSchedule, TrainSchedule, format_grid
+from jaxpipe.schedules import (
+    ForwardPass,
+    InferenceSchedule,
+    OneFOneBSchedule,
+    PipeSchedule,
+    TrainSchedule,
+    format_grid,
+)
 
 
 def test_combined_ticks() -> None:
@@ -24,7 +31,10 @@ def test_half_ticks() -> None:
 
 
 def test_forwards_only() -> None:
-    assert format_grid(InferenceSchedule, 2, 2).splitlines()[1:] == ["stage 0  F0  F1  .", "stage 1  .   F0  F1"]
+    assert format_grid(InferenceSchedule, 2, 2).splitlines()[1:] == [
+        "stage 0  F0  F1  .",
+        "stage 1  .   F0  F1",
+    ]
 
 
 def test_chunks_show_the_part_of_the_model(timed: dict[str, type[PipeSchedule]]) -> None:
@@ -36,7 +46,9 @@ def test_chunks_show_the_part_of_the_model(timed: dict[str, type[PipeSchedule]])
 
 
 def test_split_backwards(timed: dict[str, type[PipeSchedule]]) -> None:
-    assert format_grid(timed["SplitSchedule"], 2, 1).splitlines()[1] == "stage 0  F0I0  F1I1  W0  W1"
+    assert (
+        format_grid(timed["SplitSchedule"], 2, 1).splitlines()[1] == "stage 0  F0I0  F1I1  W0  W1"
+    )
 
 
 def test_the_mark() -> None:
@@ -62,7 +74,10 @@ def test_wide_grids_are_cut(max_width: int, mark: tuple[int, int] | None) -> Non
 
 def test_grids_that_fit_are_whole() -> None:
     whole = format_grid(OneFOneBSchedule, 3, 2)
-    assert format_grid(OneFOneBSchedule, 3, 2, max_width=max(map(len, whole.splitlines())), max_rows=2) == whole
+    assert (
+        format_grid(OneFOneBSchedule, 3, 2, max_width=max(map(len, whole.splitlines())), max_rows=2)
+        == whole
+    )
 
 
 def test_tall_grids_are_cut() -> None:

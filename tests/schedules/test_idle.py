@@ -42,7 +42,9 @@ def test_every_idle_action_is_treated_as_the_policy_says(
     tables = program.tables
     for run in program.runs:
         kinds = zip(
-            (run.forward, run.backward, run.weight), (tables.forward, tables.backward, tables.weight), strict=True
+            (run.forward, run.backward, run.weight),
+            (tables.forward, tables.backward, tables.weight),
+            strict=True,
         )
         for plan, actions in kinds:
             chunks = {chunk for row in actions.chunk for chunk in row[run.start : run.stop]}
@@ -52,7 +54,9 @@ def test_every_idle_action_is_treated_as_the_policy_says(
             assert set(plan.chunks) == chunks - {-1}
             entries = [chunk for row in actions.chunk for chunk in row[run.start : run.stop]]
             is_rare = sum(chunk >= 0 for chunk in entries) < 0.75 * len(entries)
-            wanted = Idle.NEVER if -1 not in chunks else others if len(plan.splits) > 1 else one_branch
+            wanted = (
+                Idle.NEVER if -1 not in chunks else others if len(plan.splits) > 1 else one_branch
+            )
             if wanted is Idle.BRANCH and is_rare and policy.skips and plan is not run.forward:
                 wanted = Idle.LOOP
             assert plan.idle is wanted
@@ -60,9 +64,17 @@ def test_every_idle_action_is_treated_as_the_policy_says(
 
 
 def test_kinds_of_backwards_are_listed() -> None:
-    assert {run.backward.splits for run in lower_schedule("1f1b", 5, 4).runs if run.backward} == {(False,)}
-    assert {run.backward.splits for run in lower_schedule("zero-bubble", 8, 4).runs if run.backward} == {(True,)}
-    mixed = {run.backward.splits for run in lower_schedule(SplitByTurnsSchedule, 8, 4).runs if run.backward}
+    assert {run.backward.splits for run in lower_schedule("1f1b", 5, 4).runs if run.backward} == {
+        (False,)
+    }
+    assert {
+        run.backward.splits for run in lower_schedule("zero-bubble", 8, 4).runs if run.backward
+    } == {(True,)}
+    mixed = {
+        run.backward.splits
+        for run in lower_schedule(SplitByTurnsSchedule, 8, 4).runs
+        if run.backward
+    }
     assert (False, True) in mixed
 
 
@@ -76,7 +88,10 @@ def test_ends_are_computed_where_they_have_one_kind() -> None:
 def test_one_device_has_its_loss_in_every_tick() -> None:
     (run,) = with_idle(lower_schedule("1f1b", 5, 1), IdlePolicy()).runs
     assert (run.loss, run.first, run.first_backward) == (Idle.NEVER, None, None)
-    assert {run.loss for run in with_idle(lower_schedule("1f1b", 5, 2), IdlePolicy()).runs} == {None, Idle.BRANCH}
+    assert {run.loss for run in with_idle(lower_schedule("1f1b", 5, 2), IdlePolicy()).runs} == {
+        None,
+        Idle.BRANCH,
+    }
 
 
 def test_what_all_stages_run_computes_where_most_ticks_need_it() -> None:
@@ -84,11 +99,20 @@ def test_what_all_stages_run_computes_where_most_ticks_need_it() -> None:
     runs = with_idle(lower_schedule("1f1b", 16, 4), split).runs
     assert [run.loss for run in runs] == [None, Idle.NEVER, Idle.NEVER, Idle.NEVER, None]
     assert [run.first for run in runs] == [Idle.NEVER, Idle.NEVER, Idle.COMPUTE, None, None]
-    assert [run.first_backward for run in runs] == [None, None, Idle.COMPUTE, Idle.NEVER, Idle.NEVER]
-    # Where chunks take turns half of the ticks need it: computed in all, twice as much would be exchanged.
+    assert [run.first_backward for run in runs] == [
+        None,
+        None,
+        Idle.COMPUTE,
+        Idle.NEVER,
+        Idle.NEVER,
+    ]
+    # Where chunks take turns half of the ticks need it: computed in all, twice as much would be
+    # exchanged.
     chunked = with_idle(lower_schedule(resolve_schedule("interleaved", 2), 16, 4), split)
     assert Idle.BRANCH in {run.loss for run in chunked.runs}
-    evaluated = with_idle(lower_schedule(InferenceSchedule, 16, 4, training=False), replace(split, loops=True))
+    evaluated = with_idle(
+        lower_schedule(InferenceSchedule, 16, 4, training=False), replace(split, loops=True)
+    )
     assert all(idle is not Idle.LOOP for run in evaluated.runs for idle in idles(run))
     assert {run.first_backward for run in evaluated.runs} == {None}
 
@@ -100,7 +124,10 @@ def test_exchanges_both_ways_end_before_a_forward() -> None:
         ("zero-bubble-v", IdlePolicy(), True),
         ("1f1b", IdlePolicy(splits_last=True), False),
     ):
-        assert any(run.receives_first for run in with_idle(lower_schedule(name, 8, 4), policy).runs) == wanted
+        assert (
+            any(run.receives_first for run in with_idle(lower_schedule(name, 8, 4), policy).runs)
+            == wanted
+        )
 
 
 def test_a_line_says_what_idle_stages_do() -> None:

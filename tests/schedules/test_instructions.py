@@ -66,7 +66,19 @@ def test_instructions_are_values() -> None:
     assert ForwardPass(1) != ForwardPass(2)
     assert ForwardPass(1) != BackwardPass(1)
     assert ForwardPass(1) != "ForwardPass(buffer_id=1)"
-    assert len({ForwardPass(1), ForwardPass(1), ForwardPass(2), BackwardPass(1), OptimizerStep(), OptimizerStep()}) == 4
+    assert (
+        len(
+            {
+                ForwardPass(1),
+                ForwardPass(1),
+                ForwardPass(2),
+                BackwardPass(1),
+                OptimizerStep(),
+                OptimizerStep(),
+            }
+        )
+        == 4
+    )
 
 
 def test_kwargs_are_a_copy() -> None:

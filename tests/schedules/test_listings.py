@@ -28,7 +28,10 @@ SHORT = {
 
 
 def listing(schedule: PipeSchedule) -> str:
-    steps = [" ".join(f"{SHORT[op.name]}{op.kwargs.get('buffer_id', '')}" for op in step) for step in schedule]
+    steps = [
+        " ".join(f"{SHORT[op.name]}{op.kwargs.get('buffer_id', '')}" for op in step)
+        for step in schedule
+    ]
     return " | ".join(step or "-" for step in steps)
 
 
@@ -38,8 +41,10 @@ LISTINGS = [
         4,
         2,
         [
-            "L0 F0 | SA0 | L1 F1 | RG0 SA1 B0 | L0 F0 | RG1 SA0 B1 | L1 F1 | RG0 SA1 B0 | - | RG1 B1 RTG RDG OPT",
-            "- | RA0 L0 F0 | B0 | SG0 RA1 L1 F1 | B1 | SG1 RA0 L0 F0 | B0 | SG0 RA1 L1 F1 | B1 | SG1 RTG RDG OPT",
+            "L0 F0 | SA0 | L1 F1 | RG0 SA1 B0 | L0 F0 | RG1 SA0 B1 | L1 F1 | RG0 SA1 B0 | - | RG1 "
+            "B1 RTG RDG OPT",
+            "- | RA0 L0 F0 | B0 | SG0 RA1 L1 F1 | B1 | SG1 RA0 L0 F0 | B0 | SG0 RA1 L1 F1 | B1 | "
+            "SG1 RTG RDG OPT",
         ],
     ),
     (TrainSchedule, 2, 1, ["L0 F0 | B0 | L1 F1 | B1 RTG RDG OPT"]),
@@ -69,10 +74,12 @@ LISTINGS = [
         4,
         3,
         [
-            "L0 F0 | SA0 L1 F1 | SA1 L2 F2 | SA2 L3 F3 | RG0 SA3 B0 | RG1 B1 | RG2 B2 | RG3 B3 RTG RDG OPT",
-            "- | RA0 F0 | RA1 SA0 F1 | RA2 RG0 SA1 F2 B0 | SG0 RA0 RG1 SA2 F0 B1 | SG1 RG2 SA0 B2 | SG2 RG0 B0 "
-            "| SG0 RTG RDG OPT",
-            "- | - | RA0 L0 F0 B0 | SG0 RA0 L0 F0 B0 | SG0 RA0 L0 F0 B0 | SG0 RA0 L0 F0 B0 | SG0 | RTG RDG OPT",
+            "L0 F0 | SA0 L1 F1 | SA1 L2 F2 | SA2 L3 F3 | RG0 SA3 B0 | RG1 B1 | RG2 B2 | RG3 B3 RTG "
+            "RDG OPT",
+            "- | RA0 F0 | RA1 SA0 F1 | RA2 RG0 SA1 F2 B0 | SG0 RA0 RG1 SA2 F0 B1 | SG1 RG2 SA0 B2 "
+            "| SG2 RG0 B0 | SG0 RTG RDG OPT",
+            "- | - | RA0 L0 F0 B0 | SG0 RA0 L0 F0 B0 | SG0 RA0 L0 F0 B0 | SG0 RA0 L0 F0 B0 | SG0 | "
+            "RTG RDG OPT",
         ],
     ),
     (
@@ -88,10 +95,16 @@ LISTINGS = [
 
 
 @pytest.mark.parametrize(
-    ("kind", "num_microbatches", "num_stages", "expected"), LISTINGS, ids=lambda value: getattr(value, "__name__", None)
+    ("kind", "num_microbatches", "num_stages", "expected"),
+    LISTINGS,
+    ids=lambda value: getattr(value, "__name__", None),
 )
-def test_listing(kind: type[PipeSchedule], num_microbatches: int, num_stages: int, expected: list[str]) -> None:
-    assert [listing(kind(num_microbatches, num_stages, stage)) for stage in range(num_stages)] == expected
+def test_listing(
+    kind: type[PipeSchedule], num_microbatches: int, num_stages: int, expected: list[str]
+) -> None:
+    assert [
+        listing(kind(num_microbatches, num_stages, stage)) for stage in range(num_stages)
+    ] == expected
 
 
 @pytest.mark.parametrize("num_stages", range(1, 9))
@@ -111,7 +124,11 @@ def test_combined_and_gpipe_times(num_stages: int) -> None:
     for num_microbatches in range(1, 11):
         for stage in range(num_stages):
             for kind, length, turn in (
-                (OneFOneBSchedule, num_microbatches + 2 * num_stages - 2, 2 * (num_stages - 1) - stage),
+                (
+                    OneFOneBSchedule,
+                    num_microbatches + 2 * num_stages - 2,
+                    2 * (num_stages - 1) - stage,
+                ),
                 (
                     GPipeSchedule,
                     2 * (num_microbatches + num_stages - 1),

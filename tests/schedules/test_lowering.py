@@ -63,7 +63,9 @@ def test_first_and_last_tick_as_runs_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in schedule_names() if name != "auto"])
-def test_runs_with_ends_apart_cover_all_ticks_and_compute_no_idle_action_of_a_second_kind(name: str) -> None:
+def test_runs_with_ends_apart_cover_all_ticks_and_compute_no_idle_action_of_a_second_kind(
+    name: str,
+) -> None:
     for num_stages in (1, 2, 4):
         for num_microbatches in (1, 2, 5):
             before = lower_schedule(name, num_microbatches, num_stages)
@@ -74,13 +76,18 @@ def test_runs_with_ends_apart_cover_all_ticks_and_compute_no_idle_action_of_a_se
             assert program.runs[-1].start == program.num_ticks - 1
             assert len(program.runs) <= len(before.runs) + 2
             for run in program.runs:
-                plans = [plan for plan in (run.forward, run.backward, run.weight) if plan is not None]
+                plans = [
+                    plan for plan in (run.forward, run.backward, run.weight) if plan is not None
+                ]
                 assert len(plans) == 1 or not any(plan.idle is Idle.MASK for plan in plans)
 
 
 def test_gpipe_makes_two_runs() -> None:
     program = lower_schedule(GPipeSchedule, 8, 4)
-    assert [content(run) for run in program.runs] == [(0, 11, True, False, False), (11, 22, False, True, False)]
+    assert [content(run) for run in program.runs] == [
+        (0, 11, True, False, False),
+        (11, 22, False, True, False),
+    ]
     assert [run.activation_sends for run in program.runs] == [{1: DOWN}, {}]
     assert [run.gradient_sends for run in program.runs] == [{}, {3: UP}]
 
@@ -127,7 +134,8 @@ def test_tables_of_a_small_program() -> None:
 
 def test_idle_forwards_write_where_nothing_lives() -> None:
     program = lower_schedule(OneFOneBSchedule, 2, 2)
-    # Stage 0 holds both microbatches while stage 1 runs its last forward: only a spill slot is left.
+    # Stage 0 holds both microbatches while stage 1 runs its last forward: only a spill slot is
+    # left.
     assert program.tables.residual_write == ((0, 1, 2, -1), (0, 0, 0, -1))
     assert program.needs_spill
     assert (program.depth.residuals, program.residual_slots) == (2, 3)
@@ -155,7 +163,9 @@ def test_values_go_to_neighbours_on_the_ring(timed: dict[str, type[PipeSchedule]
 def test_a_value_leaves_in_the_tick_after_it_was_computed_or_waits() -> None:
     assert lower_schedule(OneFOneBSchedule, 4, 2).unbuffered.activations.send
     assert lower_schedule(OneFOneBSchedule, 4, 2).unbuffered.gradients.send
-    assert not lower_schedule(OneFOneBSchedule, 4, 1).unbuffered.activations.send  # nothing is ever sent
+    assert not lower_schedule(
+        OneFOneBSchedule, 4, 1
+    ).unbuffered.activations.send  # nothing is ever sent
 
 
 def test_all_stages_are_told_which_microbatch_is_at_the_ends_of_the_model() -> None:
@@ -167,14 +177,21 @@ def test_all_stages_are_told_which_microbatch_is_at_the_ends_of_the_model() -> N
 
 
 def test_a_loss_may_run_a_tick_after_its_forward_and_backwards_with_it() -> None:
-    plain, late = (lower_schedule(OneFOneBSchedule, 2, 2, delays_loss=later) for later in (False, True))
+    plain, late = (
+        lower_schedule(OneFOneBSchedule, 2, 2, delays_loss=later) for later in (False, True)
+    )
     assert (plain.num_ticks, late.num_ticks) == (4, 5)
     assert late.tables.forward.microbatch == ((0, 1, -1, -1, -1), (-1, 0, 1, -1, -1))
     assert late.tables.backward.microbatch == ((-1, -1, -1, 0, 1), (-1, -1, 0, 1, -1))
     assert late.tables.loss_microbatch == ((-1, -1, 0, 1, -1),) * 2
     # In the slot of the residuals of its forward, where a gradient waits.
-    assert late.tables.loss_gradient_write == ((-1,) * 5, (-1, -1, *late.tables.residual_write[1][1:3], -1))
-    assert [late.in_flight(stage) for stage in range(2)] == [min(2, plain.in_flight(stage) + 1) for stage in range(2)]
+    assert late.tables.loss_gradient_write == (
+        (-1,) * 5,
+        (-1, -1, *late.tables.residual_write[1][1:3], -1),
+    )
+    assert [late.in_flight(stage) for stage in range(2)] == [
+        min(2, plain.in_flight(stage) + 1) for stage in range(2)
+    ]
 
 
 def test_split_backwards_keep_residuals_to_the_end(timed: dict[str, type[PipeSchedule]]) -> None:
@@ -188,7 +205,9 @@ def test_split_backwards_keep_residuals_to_the_end(timed: dict[str, type[PipeSch
     assert all(run.has_weight == run.has_backward for run in at_once.runs)
 
 
-def test_whole_and_split_backwards_mix(listed: Callable[..., list[Any]], timed: dict[str, type[PipeSchedule]]) -> None:
+def test_whole_and_split_backwards_mix(
+    listed: Callable[..., list[Any]], timed: dict[str, type[PipeSchedule]]
+) -> None:
     schedules = listed(timed["SplitAtOnceSchedule"], 3, 2)
     for commands in schedules[0].listing:
         halves = [op for op in commands if op.name in ("BackwardInput", "BackwardWeight")]

@@ -42,7 +42,9 @@ def test_names() -> None:
         assert resolve_schedule(name, kind.num_chunks) is kind
 
 
-@pytest.mark.parametrize(("name", "num_chunks"), [("interleaved", 3), ("zero-bubble", 4), (InterleavedSchedule, 5)])
+@pytest.mark.parametrize(
+    ("name", "num_chunks"), [("interleaved", 3), ("zero-bubble", 4), (InterleavedSchedule, 5)]
+)
 def test_chunks_may_be_chosen(name: str | type[PipeSchedule], num_chunks: int) -> None:
     kind = resolve_schedule(name, num_chunks)
     assert kind.num_chunks == num_chunks
@@ -67,7 +69,12 @@ class TwoChunks(OneFOneBVSchedule):
 @pytest.mark.parametrize(
     ("schedule", "num_chunks", "message"),
     [
-        ("1f1b", 2, "num_chunks must be 1 for OneFOneBSchedule, but got num_chunks=2. Leave num_chunks out, or use"),
+        (
+            "1f1b",
+            2,
+            "num_chunks must be 1 for OneFOneBSchedule, but got num_chunks=2. Leave num_chunks "
+            "out, or use",
+        ),
         ("gpipe", 2, "num_chunks must be 1 for GPipeSchedule, but got num_chunks=2."),
         ("train", 3, "num_chunks must be 1 for TrainSchedule, but got num_chunks=3."),
         ("1f1b-v", 1, "num_chunks must be 2 for OneFOneBVSchedule, but got num_chunks=1."),
@@ -75,13 +82,24 @@ class TwoChunks(OneFOneBVSchedule):
         (
             "interleaved",
             1,
-            "at least 2 for InterleavedSchedule, but got num_chunks=1. Use 2 or more, or '1f1b' for one",
+            "at least 2 for InterleavedSchedule, but got num_chunks=1. Use 2 or more, or '1f1b' "
+            "for one",
         ),
-        ("zero-bubble", 0, "at least 1 for ZeroBubbleSchedule, but got num_chunks=0. Use 1 or more."),
-        ("zero-bubble", 2.0, "at least 1 for ZeroBubbleSchedule, but got num_chunks=2.0. Use 1 or more."),
+        (
+            "zero-bubble",
+            0,
+            "at least 1 for ZeroBubbleSchedule, but got num_chunks=0. Use 1 or more.",
+        ),
+        (
+            "zero-bubble",
+            2.0,
+            "at least 1 for ZeroBubbleSchedule, but got num_chunks=2.0. Use 1 or more.",
+        ),
     ],
 )
-def test_impossible_chunks_are_refused(schedule: str | type[PipeSchedule], num_chunks: int, message: str) -> None:
+def test_impossible_chunks_are_refused(
+    schedule: str | type[PipeSchedule], num_chunks: int, message: str
+) -> None:
     with pytest.raises(ScheduleError, match=re.escape(message)):
         resolve_schedule(schedule, num_chunks)
 
@@ -89,9 +107,18 @@ def test_impossible_chunks_are_refused(schedule: str | type[PipeSchedule], num_c
 @pytest.mark.parametrize(
     ("schedule", "max_pending", "message"),
     [
-        ("1f1b", 2, "max_pending must be left out for OneFOneBSchedule, which keeps nothing pending, but got max_p"),
+        (
+            "1f1b",
+            2,
+            "max_pending must be left out for OneFOneBSchedule, which keeps nothing pending, but "
+            "got max_p",
+        ),
         ("zero-bubble", 0, "max_pending must be at least 1, but got max_pending=0. Use 1 or more."),
-        ("zero-bubble", 1.5, "max_pending must be at least 1, but got max_pending=1.5. Use 1 or more."),
+        (
+            "zero-bubble",
+            1.5,
+            "max_pending must be at least 1, but got max_pending=1.5. Use 1 or more.",
+        ),
     ],
 )
 def test_impossible_limits_are_refused(schedule: str, max_pending: int, message: str) -> None:
@@ -101,7 +128,8 @@ def test_impossible_limits_are_refused(schedule: str, max_pending: int, message:
 
 def test_auto_is_no_schedule() -> None:
     with pytest.raises(
-        ScheduleError, match=r"but got schedule='auto'\. Leave it to make_pipeline or initialize, or name"
+        ScheduleError,
+        match=r"but got schedule='auto'\. Leave it to make_pipeline or initialize, or name",
     ):
         resolve_schedule("auto")
 
@@ -151,7 +179,8 @@ def test_unknown_names_are_refused(name: str, hint: str) -> None:
 @pytest.mark.parametrize("schedule", [OneFOneBSchedule(2, 2, 0), int, 3])
 def test_other_things_are_refused(schedule: type[PipeSchedule]) -> None:
     match = (
-        rf"A schedule must be a name or a PipeSchedule subclass, but got schedule={re.escape(repr(schedule))}\. Pass"
+        r"A schedule must be a name or a PipeSchedule subclass, but got "
+        rf"schedule={re.escape(repr(schedule))}\. Pass"
     )
     with pytest.raises(ScheduleError, match=match):
         resolve_schedule(schedule)
@@ -162,6 +191,8 @@ def test_other_things_are_refused(schedule: type[PipeSchedule]) -> None:
     [(PipeSchedule, "steps"), (TimetableSchedule, "backward_at, forward_at, num_steps")],
 )
 def test_unfinished_classes_are_refused(schedule: type[PipeSchedule], missing: str) -> None:
-    match = rf"but got schedule={schedule.__name__} without {missing}\. Define {missing} in a subclass"
+    match = (
+        rf"but got schedule={schedule.__name__} without {missing}\. Define {missing} in a subclass"
+    )
     with pytest.raises(ScheduleError, match=match):
         resolve_schedule(schedule)

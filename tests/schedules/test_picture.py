@@ -54,8 +54,14 @@ def test_a_timeline_is_the_schedule_to_scale(name: str, lockstep: bool) -> None:
     assert sum(one.end_s - one.start_s for one in slices) == pytest.approx(S * M * 4.0)
     for stage in range(S):
         own = sorted((one.start_s, one.end_s) for one in slices if one.stage == stage)
-        assert all(before[1] <= after[0] + 1e-9 for before, after in zip(own, own[1:], strict=False))
-    ends = {(one.kind == "forward", one.part, one.microbatch): one.end_s for one in slices if "weight" not in one.kind}
+        assert all(
+            before[1] <= after[0] + 1e-9 for before, after in zip(own, own[1:], strict=False)
+        )
+    ends = {
+        (one.kind == "forward", one.part, one.microbatch): one.end_s
+        for one in slices
+        if "weight" not in one.kind
+    }
     for one in slices:
         if one.kind == "forward" and one.part:
             assert ends[True, one.part - 1, one.microbatch] <= one.start_s + 1e-9
@@ -87,7 +93,10 @@ def test_a_picture_has_every_action(name: str) -> None:
     titles = [node.text or "" for node in root.iter("{http://www.w3.org/2000/svg}title")]
     assert len(titles) == len(set(titles)) == sum(counts(name).values())
     idle = bubble_fraction(lower_schedule(name, M, S), 1.0, 2.0)
-    assert picture.title == f"{resolve_schedule(name).__name__}: {M} microbatches on {S} stages, {idle:.1%} idle"
+    assert (
+        picture.title
+        == f"{resolve_schedule(name).__name__}: {M} microbatches on {S} stages, {idle:.1%} idle"
+    )
     assert picture._repr_svg_() == picture.svg()
 
 
@@ -99,8 +108,15 @@ def test_what_may_be_drawn() -> None:
     forwards = draw(InferenceSchedule, M, S, training=False)
     assert forwards.span_s == M + S - 1
     assert "backward" not in forwards.svg()
-    assert draw("zero-bubble", M, S, forward_s=2.0, backward_s=4.0, weight_s=2.0, lockstep=False).span_s < 6 * M + 18
-    with pytest.raises(ScheduleError, match=r"got num_microbatches=None, num_stages=None\. Pass both"):
+    assert (
+        draw(
+            "zero-bubble", M, S, forward_s=2.0, backward_s=4.0, weight_s=2.0, lockstep=False
+        ).span_s
+        < 6 * M + 18
+    )
+    with pytest.raises(
+        ScheduleError, match=r"got num_microbatches=None, num_stages=None\. Pass both"
+    ):
         draw("1f1b")
     with pytest.raises(ScheduleError, match=r"must not be negative.*forward_s=-1"):
         draw("1f1b", M, S, forward_s=-1)
@@ -110,11 +126,14 @@ def test_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     picture = draw("zero-bubble-v", M, S)
     picture.save(tmp_path / "a.svg")
     assert (tmp_path / "a.svg").read_text() == picture.svg()
-    with pytest.raises(ScheduleError, match=r"ending with \.svg or \.png, but got path='a\.gif'\. Add one"):
+    with pytest.raises(
+        ScheduleError, match=r"ending with \.svg or \.png, but got path='a\.gif'\. Add one"
+    ):
         picture.save("a.gif")
     monkeypatch.setattr(importlib, "import_module", _no_module)
     with pytest.raises(
-        ScheduleError, match=r"matplotlib must be installed.*path=.*b\.png.*pip install 'jaxpipe\[plots"
+        ScheduleError,
+        match=r"matplotlib must be installed.*path=.*b\.png.*pip install 'jaxpipe\[plots",
     ):
         picture.save(tmp_path / "b.png")
 

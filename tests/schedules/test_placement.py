@@ -9,8 +9,15 @@ from jaxpipe.schedules import OneFOneBSchedule, PipeSchedule, check_schedule, lo
 
 
 def test_the_ring_is_the_default(timed: dict[str, type[PipeSchedule]]) -> None:
-    assert lower_schedule(timed["ThreeRingSchedule"], 4, 2).placement.virtual == ((0, 2, 4), (1, 3, 5))
-    assert lower_schedule(timed["FoldedSchedule"], 4, 3).placement.virtual == ((0, 5), (1, 4), (2, 3))
+    assert lower_schedule(timed["ThreeRingSchedule"], 4, 2).placement.virtual == (
+        (0, 2, 4),
+        (1, 3, 5),
+    )
+    assert lower_schedule(timed["FoldedSchedule"], 4, 3).placement.virtual == (
+        (0, 5),
+        (1, 4),
+        (2, 3),
+    )
     assert lower_schedule(OneFOneBSchedule, 4, 3).placement.virtual == ((0,), (1,), (2,))
 
 
@@ -32,9 +39,21 @@ class Jumping(OneFOneBSchedule):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (Twice, "a place of its own in [0, 4), but got virtual_stage(stage=1, chunk=0)=0. Return each place exactly"),
-        (Outside, "a place of its own in [0, 4), but got virtual_stage(stage=3, chunk=0)=4. Return each place exactly"),
-        (Jumping, "but got virtual stage 0 on stage=0 and 1 on stage=2. Change virtual_stage so that each hop"),
+        (
+            Twice,
+            "a place of its own in [0, 4), but got virtual_stage(stage=1, chunk=0)=0. Return each "
+            "place exactly",
+        ),
+        (
+            Outside,
+            "a place of its own in [0, 4), but got virtual_stage(stage=3, chunk=0)=4. Return each "
+            "place exactly",
+        ),
+        (
+            Jumping,
+            "but got virtual stage 0 on stage=0 and 1 on stage=2. Change virtual_stage so that "
+            "each hop",
+        ),
     ],
 )
 def test_bad_placements_are_refused(kind: type[PipeSchedule], message: str) -> None:
@@ -46,7 +65,9 @@ def test_chunks_are_counted() -> None:
     class Chunkless(OneFOneBSchedule):
         num_chunks = 0
 
-    with pytest.raises(ScheduleError, match=r"num_chunks must be at least 1, but got num_chunks=0\. Set it to 1"):
+    with pytest.raises(
+        ScheduleError, match=r"num_chunks must be at least 1, but got num_chunks=0\. Set it to 1"
+    ):
         check_schedule(Chunkless, 2, 2)
 
 
@@ -65,16 +86,24 @@ def test_sizes_out_of_range_are_refused() -> None:
 
 
 def test_there_must_be_a_stage() -> None:
-    with pytest.raises(ScheduleError, match=r"at least one stage, but got stages=0\. Pass one object a stage"):
+    with pytest.raises(
+        ScheduleError, match=r"at least one stage, but got stages=0\. Pass one object a stage"
+    ):
         check_schedule([])
 
 
 @pytest.mark.parametrize(
     ("others", "message"),
     [
-        ([(4, 2, 0), (5, 2, 1)], "but got micro_batches=5 at place 1 of 2. Build that one with micro_batches=4"),
+        (
+            [(4, 2, 0), (5, 2, 1)],
+            "but got micro_batches=5 at place 1 of 2. Build that one with micro_batches=4",
+        ),
         ([(4, 2, 0), (4, 3, 1)], "but got stages=3 at place 1 of 2. Build that one with stages=2"),
-        ([(4, 2, 0), (4, 2, 0)], "but got stage_id=0 at place 1 of 2. Build that one with stage_id=1"),
+        (
+            [(4, 2, 0), (4, 2, 0)],
+            "but got stage_id=0 at place 1 of 2. Build that one with stage_id=1",
+        ),
         ([(4, 2, 0)], "but got stages=2 at place 0 of 1. Build that one with stages=1"),
     ],
 )
@@ -86,12 +115,19 @@ def test_objects_must_belong_together(others: list[tuple[int, int, int]], messag
 def test_objects_must_fit_given_sizes(listed: Callable[..., list[Any]]) -> None:
     schedules = listed(OneFOneBSchedule, 4, 2)
     check_schedule(schedules, 4, 2)
-    with pytest.raises(ScheduleError, match=r"but got micro_batches=4 at place 0 of 2\. Build that one with .*=8"):
+    with pytest.raises(
+        ScheduleError, match=r"but got micro_batches=4 at place 0 of 2\. Build that one with .*=8"
+    ):
         check_schedule(schedules, 8, 2)
-    with pytest.raises(ScheduleError, match=r"one schedule a stage, but got 1 for stages=2\. Pass all 2"):
+    with pytest.raises(
+        ScheduleError, match=r"one schedule a stage, but got 1 for stages=2\. Pass all 2"
+    ):
         check_schedule(schedules[:1], 4, 2)
 
 
 def test_objects_must_have_equally_many_chunks(timed: dict[str, type[PipeSchedule]]) -> None:
-    with pytest.raises(ScheduleError, match=r"but got num_chunks=1 at place 1 of 2\. Build that one with num_chunks=2"):
+    with pytest.raises(
+        ScheduleError,
+        match=r"but got num_chunks=1 at place 1 of 2\. Build that one with num_chunks=2",
+    ):
         check_schedule([timed["FoldedSchedule"](4, 2, 0), OneFOneBSchedule(4, 2, 1)])

@@ -19,7 +19,9 @@ from jaxpipe.schedules import (
 
 @pytest.mark.parametrize("schedule", [OneFOneBSchedule, GPipeSchedule, TrainSchedule])
 @pytest.mark.parametrize("num_stages", range(1, 9))
-def test_training_programs_read_what_they_should(schedule: type[PipeSchedule], num_stages: int) -> None:
+def test_training_programs_read_what_they_should(
+    schedule: type[PipeSchedule], num_stages: int
+) -> None:
     for num_microbatches in range(1, 11):
         program = lower_schedule(schedule, num_microbatches, num_stages)
         Machine(program).run()
@@ -47,7 +49,11 @@ def test_inference_programs_read_what_they_should(num_stages: int) -> None:
 def test_data_parallel_schedule_runs_on_one_stage(num_microbatches: int) -> None:
     program = lower_schedule(DataParallelSchedule, num_microbatches, 1)
     Machine(program).run()
-    assert (program.num_ticks, program.peak_in_flight, len(program.runs)) == (num_microbatches, 1, 1)
+    assert (program.num_ticks, program.peak_in_flight, len(program.runs)) == (
+        num_microbatches,
+        1,
+        1,
+    )
 
 
 @pytest.mark.parametrize(
@@ -77,7 +83,14 @@ def test_chunked_and_split_programs_read_what_they_should(
 
 @pytest.mark.parametrize(
     ("name", "num_chunks"),
-    [("1f1b-v", 2), ("interleaved", 2), ("interleaved", 4), ("zero-bubble", 1), ("zero-bubble", 2), ("zero-bubble", 4)],
+    [
+        ("1f1b-v", 2),
+        ("interleaved", 2),
+        ("interleaved", 4),
+        ("zero-bubble", 1),
+        ("zero-bubble", 2),
+        ("zero-bubble", 4),
+    ],
 )
 @pytest.mark.parametrize("num_stages", range(1, 9))
 def test_named_programs_read_what_they_should(name: str, num_chunks: int, num_stages: int) -> None:
@@ -106,13 +119,16 @@ def test_limited_programs_read_what_they_should(max_pending: int, num_chunks: in
 
 
 @pytest.mark.parametrize(
-    ("name", "num_chunks"), [("1f1b-v", 2), ("interleaved", 2), ("interleaved", 4), ("zero-bubble", 2)]
+    ("name", "num_chunks"),
+    [("1f1b-v", 2), ("interleaved", 2), ("interleaved", 4), ("zero-bubble", 2)],
 )
 @pytest.mark.parametrize("num_stages", range(1, 9))
 def test_their_forwards_read_what_they_should(name: str, num_chunks: int, num_stages: int) -> None:
     kind = resolve_schedule(name, num_chunks)
     for num_microbatches in (1, 3, 4, 8):
-        program = lower_schedule(forward_schedule(kind), num_microbatches, num_stages, training=False)
+        program = lower_schedule(
+            forward_schedule(kind), num_microbatches, num_stages, training=False
+        )
         Machine(program).run()
         assert len(program.runs) == 1
         assert program.placement == lower_schedule(kind, num_microbatches, num_stages).placement
@@ -123,7 +139,11 @@ def test_their_forwards_read_what_they_should(name: str, num_chunks: int, num_st
 
 
 def test_forwards_of_one_chunk_are_inference() -> None:
-    assert forward_schedule(TrainSchedule) is forward_schedule(resolve_schedule("zero-bubble")) is InferenceSchedule
+    assert (
+        forward_schedule(TrainSchedule)
+        is forward_schedule(resolve_schedule("zero-bubble"))
+        is InferenceSchedule
+    )
 
 
 def test_forwards_of_written_schedules(timed: dict[str, type[PipeSchedule]]) -> None:

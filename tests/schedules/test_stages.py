@@ -29,10 +29,18 @@ def test_a_name_a_class_and_objects_mean_the_same(function: Callable[..., Any]) 
         (3, (3, 2), r"those of all stages, but got schedule=3\. Pass a name such as '1f1b'"),
         (None, (), "but got schedule=None"),
         (int, (3, 2), r"but got schedule=<class 'int'>\. Pass the class itself"),
-        ([OneFOneBSchedule(3, 2, 0), "1f1b"], (), r"but got schedule\[1\]='1f1b'\. Build it with .* stage_id=1"),
+        (
+            [OneFOneBSchedule(3, 2, 0), "1f1b"],
+            (),
+            r"but got schedule\[1\]='1f1b'\. Build it with .* stage_id=1",
+        ),
         ([OneFOneBSchedule, OneFOneBSchedule], (3, 2), r"but got schedule\[0\]=<class"),
         ([], (), "at least one stage, but got stages=0"),
-        (OneFOneBSchedule(3, 2, 0), (4, 2), r"but got micro_batches=3 at place 0 of 2\. Build that one with"),
+        (
+            OneFOneBSchedule(3, 2, 0),
+            (4, 2),
+            r"but got micro_batches=3 at place 0 of 2\. Build that one with",
+        ),
         (OneFOneBSchedule(3, 2, 0), (3, 4), r"but got stages=2"),
     ],
 )

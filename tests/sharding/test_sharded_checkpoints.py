@@ -1,4 +1,7 @@
-"""A checkpoint of any axes in any others: the same parameters to the bit, the same training to rounding."""
+"""A checkpoint of any axes in any others.
+
+The same parameters to the bit, the same training to rounding.
+"""
 
 import functools
 from collections.abc import Iterator
@@ -32,7 +35,12 @@ class Axes:
     axis: str = "model"
 
     def __str__(self) -> str:
-        named = [self.model, f"{self.stages}x{self.data}x{self.size}", self.zero * "zero", self.schedule]
+        named = [
+            self.model,
+            f"{self.stages}x{self.data}x{self.size}",
+            self.zero * "zero",
+            self.schedule,
+        ]
         return "-".join(name for name in named if name not in ("", "1f1b"))
 
     def engine(self, **kwargs: Any) -> PipelineEngine:
@@ -52,14 +60,19 @@ class Axes:
 
     def entries(self, step: int) -> Iterator[Any]:
         """The microbatches of a step, whose samples are the same in every layout."""
-        inputs, labels = np.random.default_rng(step).integers(0, VOCAB, (2, BATCH, LENGTH), np.int32)
+        inputs, labels = np.random.default_rng(step).integers(
+            0, VOCAB, (2, BATCH, LENGTH), np.int32
+        )
         size = 2 * self.data
         return iter([(inputs[i : i + size], labels[i : i + size]) for i in range(0, BATCH, size)])
 
 
 @functools.cache
 def saved(axes: Axes, root: Path) -> tuple[Path, Any, list[float]]:
-    """A checkpoint after two steps, its parameters, and the losses of the next two steps without it."""
+    """A checkpoint after two steps, and its parameters.
+
+    Also the losses of the next two steps without it.
+    """
     engine = axes.engine()
     for step in range(2):
         engine.train_batch(axes.entries(step))
@@ -85,7 +98,10 @@ PAIRS = [
     (Axes(2, 1, 2, model="logical"), Axes(1, 2, 4, model="logical", zero=1)),
     (Axes(2, 1, 2, model="nnx"), Axes(4, 2, 1, model="nnx")),
     (Axes(2, 2, 2, model="stats"), Axes(2, 2, 1, model="stats")),
-    (Axes(2, 1, 4, model="experts", axis="expert"), Axes(2, 2, 2, model="experts", axis="expert", zero=1)),
+    (
+        Axes(2, 1, 4, model="experts", axis="expert"),
+        Axes(2, 2, 2, model="experts", axis="expert", zero=1),
+    ),
 ]
 
 
@@ -96,7 +112,9 @@ def test_axes_to_axes(source: Axes, target: Axes, root: Path) -> None:
     engine.load_checkpoint(path)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(engine.module_state_dict()), params)
     found = [float(engine.train_batch(target.entries(step))) for step in (2, 3)]
-    if source.model != "stats":  # whose statistics are each replica's own, and the batch is divided otherwise
+    if (
+        source.model != "stats"
+    ):  # whose statistics are each replica's own, and the batch is divided otherwise
         assert_loss(found, losses, tolerance=ROUNDING)
 
 
@@ -106,7 +124,9 @@ def test_parameters_without_an_engine_run_on_one_device(root: Path) -> None:
     path, params, _ = saved(source, root)
     whole = jaxpipe.checkpoint.load_params(path)
     jax.tree.map(np.testing.assert_array_equal, whole, params)
-    plain = PipelineModule(ANNOTATED["tied"].layers(said=False), num_stages=1, loss_fn=ANNOTATED["tied"].loss_fn)
+    plain = PipelineModule(
+        ANNOTATED["tied"].layers(said=False), num_stages=1, loss_fn=ANNOTATED["tied"].loss_fn
+    )
     engine = source.engine(example_batch=next(source.entries(0)))
     engine.load_checkpoint(path)
     inputs, labels = next(source.entries(9))

@@ -1,4 +1,7 @@
-"""Frozen parameters where stages are sharded inside, over `model` and `fsdp`, against one device."""
+"""Frozen parameters, against one device.
+
+Stages are sharded inside, over `model` and `fsdp`.
+"""
 
 import optax
 import pytest
@@ -15,13 +18,33 @@ ZERO, CLIP, FSDP = {"zero_stage": 1}, {"gradient_clipping": 0.1}, (("fsdp", 2),)
     slow_after(
         0,
         [
-            (Sharded(annotated="block", data=2, optimizer=ADAM, settings={**CLIP, **ZERO}), "wide|/2_"),
-            (Sharded(annotated="fsdp", axes=FSDP, optimizer=ADAM, settings={**CLIP, "gather_weights": "tick"}), "wide"),
             (
-                Sharded(annotated="fsdp", axes=FSDP, optimizer=ADAM, schedule="zero-bubble", settings=CLIP),
+                Sharded(annotated="block", data=2, optimizer=ADAM, settings={**CLIP, **ZERO}),
+                "wide|/2_",
+            ),
+            (
+                Sharded(
+                    annotated="fsdp",
+                    axes=FSDP,
+                    optimizer=ADAM,
+                    settings={**CLIP, "gather_weights": "tick"},
+                ),
+                "wide",
+            ),
+            (
+                Sharded(
+                    annotated="fsdp",
+                    axes=FSDP,
+                    optimizer=ADAM,
+                    schedule="zero-bubble",
+                    settings=CLIP,
+                ),
                 "bias|narrow",
             ),
-            (Sharded(annotated="fsdp", data=2, axes=FSDP, optimizer=LAMB, settings=ZERO), "wide|/1_"),
+            (
+                Sharded(annotated="fsdp", data=2, axes=FSDP, optimizer=LAMB, settings=ZERO),
+                "wide|/1_",
+            ),
             (
                 Sharded(
                     annotated="fsdp",
@@ -32,8 +55,14 @@ ZERO, CLIP, FSDP = {"zero_stage": 1}, {"gradient_clipping": 0.1}, (("fsdp", 2),)
                 ),
                 "wide",
             ),
-            (Sharded(annotated="tied", data=2, optimizer=ADAM, settings={**CLIP, **ZERO}), "^layers"),
-            (Sharded(annotated="vocab", data=2, optimizer=ADAM, settings={**CLIP, **ZERO}), "layers/[1-4]_"),
+            (
+                Sharded(annotated="tied", data=2, optimizer=ADAM, settings={**CLIP, **ZERO}),
+                "^layers",
+            ),
+            (
+                Sharded(annotated="vocab", data=2, optimizer=ADAM, settings={**CLIP, **ZERO}),
+                "layers/[1-4]_",
+            ),
         ],
         unpack=True,
     ),

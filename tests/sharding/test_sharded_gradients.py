@@ -1,4 +1,7 @@
-"""Loss and every gradient of annotated layers on stage x data x automatic axes, against plain layers on one device."""
+"""Loss and every gradient of annotated layers on stage x data x automatic axes.
+
+Against plain layers on one device.
+"""
 
 import pytest
 from _annotated import ANNOTATED, BLOCKS, Sharded
@@ -23,7 +26,9 @@ MESHES = ((2, 2, 2), (2, 1, 4), (1, 2, 2), (2, 1, 2), (4, 1, 2))
 def make_case(annotated: str, mesh: tuple[int, int, int], **kwargs: object) -> Sharded:
     names, (stages, data, size) = MODEL_AXES.get(annotated, ("model",)), mesh
     axes = ((names[0], size),) if len(names) == 1 else tuple((name, 2) for name in names)
-    return Sharded(annotated=annotated, stages=stages, data=data if len(names) == 1 else 1, axes=axes, **kwargs)
+    return Sharded(
+        annotated=annotated, stages=stages, data=data if len(names) == 1 else 1, axes=axes, **kwargs
+    )
 
 
 def check(case: Sharded) -> None:
@@ -56,7 +61,9 @@ def test_every_gradient(case: Sharded) -> None:
 
 def fits(case: Sharded) -> bool:
     """Whether there are enough devices, layers, and samples for the axis that divides them."""
-    has_room = case.topology().world_size() <= 8 and case.parts <= len(ALL_MODELS[case.model].layers())
+    has_room = case.topology().world_size() <= 8 and case.parts <= len(
+        ALL_MODELS[case.model].layers()
+    )
     return has_room and MICROBATCH % dict(case.axes).get("fsdp", 1) == 0
 
 
@@ -77,7 +84,10 @@ def test_every_model_on_every_mesh(case: Sharded) -> None:
 @pytest.mark.parametrize("schedule", slow_after(0, list(SCHEDULES), soak=True))
 def test_every_schedule(schedule: str, *, skip_idle: bool) -> None:
     """Of those with four chunks a stage, on the model that has layers enough."""
-    cases = [make_case(name, (2, 2, 2), schedule=schedule, skip_idle=skip_idle) for name in ("block", "deep")]
+    cases = [
+        make_case(name, (2, 2, 2), schedule=schedule, skip_idle=skip_idle)
+        for name in ("block", "deep")
+    ]
     check(next(case for case in cases if fits(case)))
 
 
@@ -101,19 +111,25 @@ def to_case(chosen: Chosen) -> Sharded:
 def is_valid(chosen: Chosen) -> bool:
     names = {name: chosen[name] for name in ("annotated", "mesh", "schedule") if name in chosen}
     case = to_case({"annotated": "block", "mesh": (1, 2, 2), **names})
-    if chosen.get("cut") == "trunk" and (case.annotated in ("mixed", "scanned") or case.parts > BLOCKS):
+    if chosen.get("cut") == "trunk" and (
+        case.annotated in ("mixed", "scanned") or case.parts > BLOCKS
+    ):
         return False
     return fits(case)
 
 
 @pytest.mark.parametrize(
-    "case", slow_after(0, [to_case(chosen) for chosen in covering(FACTORS, is_valid, strength=1)]), ids=str
+    "case",
+    slow_after(0, [to_case(chosen) for chosen in covering(FACTORS, is_valid, strength=1)]),
+    ids=str,
 )
 def test_every_factor(case: Sharded) -> None:
     check(case)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("case", [to_case(chosen) for chosen in covering(FACTORS, is_valid, strength=2)], ids=str)
+@pytest.mark.parametrize(
+    "case", [to_case(chosen) for chosen in covering(FACTORS, is_valid, strength=2)], ids=str
+)
 def test_every_pair_of_factors(case: Sharded) -> None:
     check(case)

@@ -65,7 +65,9 @@ def test_gradients_are_those_of_float32_to_the_dtypes_rounding(case: Mixed) -> N
         pytest.param("split_last", {"zero_stage": 3}, marks=pytest.mark.slow),
     ],
 )
-def test_sums_over_manual_axes_beside_an_automatic_one(model: str, settings: dict[str, Any]) -> None:
+def test_sums_over_manual_axes_beside_an_automatic_one(
+    model: str, settings: dict[str, Any]
+) -> None:
     """A tie, a split vocabulary, sums of gradients and statistics, losses and outputs."""
     microbatches, given = 3, ALL_MODELS[model]
     topology = ProcessTopology(["pipe", "data", "model"], [2, 2, 2])

@@ -1,4 +1,7 @@
-"""What a device holds of annotated leaves: its share of masters, moments and gradients, never the whole."""
+"""What a device holds of annotated leaves.
+
+Its share of masters, moments and gradients, never the whole.
+"""
 
 import math
 from typing import Any
@@ -35,14 +38,23 @@ def shard_of(shape: tuple[int, ...], spec: Spec, axes: dict[str, int]) -> tuple[
 
 
 def check_shards(case: Sharded, tree: Any) -> None:
-    """Every array that has the form of an annotated leaf is sharded as the leaf says, and every form is there."""
-    wanted = {shape: shard_of(shape, spec, dict(case.axes)) for shape, spec in annotated_leaves(case).values()}
+    """Every array that has the form of an annotated leaf is sharded as the leaf says.
+
+    Every form is there.
+    """
+    wanted = {
+        shape: shard_of(shape, spec, dict(case.axes))
+        for shape, spec in annotated_leaves(case).values()
+    }
     found = set()
     for array in jax.tree.leaves(tree):
         for shape, shard in wanted.items():
             if array.shape[-len(shape) :] == shape:
                 found.add(shape)
-                assert array.sharding.shard_shape(array.shape)[-len(shape) :] == shard, (array.shape, array.sharding)
+                assert array.sharding.shard_shape(array.shape)[-len(shape) :] == shard, (
+                    array.shape,
+                    array.sharding,
+                )
     assert found == set(wanted)
 
 
@@ -82,11 +94,17 @@ def largest_stage_bytes(case: Sharded, boundaries: tuple[int, ...]) -> int:
             Sharded(annotated="logical", stages=1, data=2, optimizer=ADAM),
             Sharded(annotated="nnx", data=2, optimizer=ADAM, schedule="1f1b-v"),
             Sharded(annotated="tied", data=2, optimizer=ADAM, cut="trunk"),
-            Sharded(annotated="experts", data=2, axes=(("expert", 2),), optimizer=ADAM, cut="trunk"),
-            Sharded(annotated="inner", axes=(("model", 2), ("expert", 2)), optimizer=ADAM, cut="trunk"),
+            Sharded(
+                annotated="experts", data=2, axes=(("expert", 2),), optimizer=ADAM, cut="trunk"
+            ),
+            Sharded(
+                annotated="inner", axes=(("model", 2), ("expert", 2)), optimizer=ADAM, cut="trunk"
+            ),
             Sharded(annotated="mixed", data=2, optimizer=ADAM, cut="front"),
             Sharded(annotated="scanned", data=2, optimizer=ADAM),
-            Sharded(annotated="joint", axes=(("model", 2), ("expert", 2)), optimizer=ADAM, cut="trunk"),
+            Sharded(
+                annotated="joint", axes=(("model", 2), ("expert", 2)), optimizer=ADAM, cut="trunk"
+            ),
             Sharded(annotated="fsdp", data=2, axes=(("fsdp", 2),), optimizer=ADAM, cut="trunk"),
         ],
     ),
@@ -95,7 +113,11 @@ def largest_stage_bytes(case: Sharded, boundaries: tuple[int, ...]) -> int:
 def test_masters_moments_and_gradients_are_sharded(case: Sharded) -> None:
     pipeline = case.pipeline()
     state = pipeline.init()
-    jax.tree.map(np.testing.assert_array_equal, pipeline.params_tree(state.params), sequential_model(case.model).params)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        pipeline.params_tree(state.params),
+        sequential_model(case.model).params,
+    )
     _, gradients, _ = pipeline.gradients(state, case.batch())
     check_shards(case, gradients)
     state, _ = pipeline.step(state, case.batch())
@@ -122,7 +144,9 @@ def test_zero_divides_the_shares_over_the_replicas(name: str) -> None:
     axes = (("expert", 2),) if name == "experts" else (("model", 2),)
     used = {}
     for stage in (0, 1):
-        case = Sharded(annotated=name, data=2, axes=axes, optimizer=ADAM, settings={"zero_stage": stage})
+        case = Sharded(
+            annotated=name, data=2, axes=axes, optimizer=ADAM, settings={"zero_stage": stage}
+        )
         pipeline = case.pipeline()
         state, _ = pipeline.step(pipeline.init(), case.batch())
         used[stage] = np.array([device_bytes(state.params), device_bytes(state.opt_state)])
@@ -134,7 +158,9 @@ def test_collections_are_sharded_as_they_say() -> None:
     case = Sharded(annotated="stats", data=2, optimizer=ADAM)
     pipeline = case.pipeline()
     state, _ = pipeline.step(pipeline.init(), case.batch())
-    held = {array.sharding.shard_shape(array.shape)[-1] for array in jax.tree.leaves(state.collections)}
+    held = {
+        array.sharding.shard_shape(array.shape)[-1] for array in jax.tree.leaves(state.collections)
+    }
     assert 24 // 2 in held
     tree = pipeline.collections_tree(state.collections)
     assert {leaf.shape for leaf in jax.tree.leaves(tree)} == {(24,), ()}
@@ -146,10 +172,18 @@ def test_a_sharded_residual_stream_makes_rings_and_exchanges_smaller(size: int) 
     """What waits and what travels between stages is divided by the axis."""
     used = {}
     for name in ("deep", "sequence"):
-        case = Sharded(annotated=name, axes=(("model", size),), optimizer=ADAM, cut="trunk", microbatches=8)
+        case = Sharded(
+            annotated=name, axes=(("model", size),), optimizer=ADAM, cut="trunk", microbatches=8
+        )
         pipeline = case.pipeline()
-        program = pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct).compile().as_text()
-        sent = [line for line in program.splitlines() if " collective-permute(" in line or "permute-start(" in line]
+        program = (
+            pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct).compile().as_text()
+        )
+        sent = [
+            line
+            for line in program.splitlines()
+            if " collective-permute(" in line or "permute-start(" in line
+        ]
         assert sent
         used[name] = {line.split("=")[1].split("{")[0].strip() for line in sent if "f32" in line}
     # [microbatch, sequence, features] of one replica, whole and in slices along the sequence.

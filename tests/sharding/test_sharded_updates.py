@@ -1,4 +1,7 @@
-"""Parameters, losses and collections after one and three steps, against plain layers and the same optimiser."""
+"""Parameters, losses and collections after one and three steps.
+
+Against plain layers and the same optimiser.
+"""
 
 from typing import Any
 
@@ -15,7 +18,11 @@ from _tolerances import GRADIENT, assert_close, assert_loss
 from jaxpipe.optim import LossScaler
 
 STEPS, LIMIT = 3, 0.1
-SGD, ADAM, LAMB = optax.sgd(0.1, momentum=0.9), optax.adam(1e-2, eps=1e-2), optax.lamb(1e-2, eps=1e-2)
+SGD, ADAM, LAMB = (
+    optax.sgd(0.1, momentum=0.9),
+    optax.adam(1e-2, eps=1e-2),
+    optax.lamb(1e-2, eps=1e-2),
+)
 """A large eps: where a gradient is nothing but rounding, so would be Adam's update."""
 
 ZERO, CLIP = {"zero_stage": 1}, {"gradient_clipping": LIMIT}
@@ -25,7 +32,9 @@ EXPERT = (("expert", 2),)
 def check(case: Sharded) -> None:
     """One step after the other, each against one device."""
     model, clip = sequential_model(case.model), case.settings.get("gradient_clipping", 0.0)
-    optimizer = optax.chain(optax.clip_by_global_norm(clip), case.optimizer) if clip else case.optimizer
+    optimizer = (
+        optax.chain(optax.clip_by_global_norm(clip), case.optimizer) if clip else case.optimizer
+    )
     params, held, update = model.params, model.collections, jax.jit(optimizer.update)
     pipeline, opt_state = case.pipeline(), optimizer.init(params)
     state = pipeline.init()
@@ -33,13 +42,21 @@ def check(case: Sharded) -> None:
     for step in range(STEPS):
         batch = make_batch(ALL_MODELS[case.model], case.microbatches, case.data, seed=step)
         wanted = whole_reference(
-            case.model, batch, case.microbatches, case.data, params=params, collections=held, step=step
+            case.model,
+            batch,
+            case.microbatches,
+            case.data,
+            params=params,
+            collections=held,
+            step=step,
         )
         updates, opt_state = update(wanted.grads, opt_state, params)
         params, held = jax.device_get(optax.apply_updates(params, updates)), wanted.collections
         state, metrics = pipeline.step(state, batch)
         assert_loss(metrics["loss"], wanted.loss, tolerance=(step + 1) * 1e-6)
-        np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(wanted.grads), rtol=GRADIENT)
+        np.testing.assert_allclose(
+            metrics["grad_norm"], optax.tree.norm(wanted.grads), rtol=GRADIENT
+        )
         assert not clip or metrics["grad_norm"] > clip
         if step in (0, STEPS - 1):
             assert_close(pipeline.params_tree(state.params), params)
@@ -60,25 +77,65 @@ def check(case: Sharded) -> None:
             Sharded(annotated="block", stages=1, data=2, optimizer=LAMB, settings={**CLIP, **ZERO}),
             Sharded(annotated="logical", axes=(("model", 4),), optimizer=ADAM, settings=CLIP),
             Sharded(annotated="nnx", data=2, optimizer=ADAM, schedule="zero-bubble", settings=ZERO),
-            Sharded(annotated="nnx_logical", data=2, optimizer=SGD, schedule="1f1b-v", settings=ZERO),
-            Sharded(annotated="tied", axes=(("model", 4),), optimizer=ADAM, schedule="interleaved", settings=CLIP),
+            Sharded(
+                annotated="nnx_logical", data=2, optimizer=SGD, schedule="1f1b-v", settings=ZERO
+            ),
+            Sharded(
+                annotated="tied",
+                axes=(("model", 4),),
+                optimizer=ADAM,
+                schedule="interleaved",
+                settings=CLIP,
+            ),
             Sharded(annotated="tied_nnx", stages=1, data=2, optimizer=ADAM, interval=1),
             Sharded(annotated="tied_nnx", data=2, optimizer=SGD, settings=ZERO, cut="uniform"),
             Sharded(annotated="dropout", data=2, optimizer=SGD, interval=1),
             Sharded(annotated="dropout_nnx", axes=(("model", 4),), optimizer=SGD),
-            Sharded(annotated="stats", axes=(("model", 4),), optimizer=SGD, schedule="gpipe", settings=ZERO),
+            Sharded(
+                annotated="stats",
+                axes=(("model", 4),),
+                optimizer=SGD,
+                schedule="gpipe",
+                settings=ZERO,
+            ),
             Sharded(annotated="stats", stages=1, data=2, optimizer=SGD, interval=1),
             Sharded(annotated="sequence", data=2, optimizer=ADAM, settings=CLIP),
             Sharded(annotated="sequence", axes=(("model", 4),), optimizer=ADAM, interval=1),
             Sharded(annotated="nested", data=2, optimizer=ADAM, settings={**CLIP, **ZERO}),
             Sharded(annotated="mixed", data=2, optimizer=ADAM, settings=ZERO, cut="front"),
-            Sharded(annotated="experts", data=2, axes=EXPERT, optimizer=SGD, settings={**CLIP, **ZERO}),
-            Sharded(annotated="inner", axes=(("model", 2), ("expert", 2)), optimizer=SGD, settings=CLIP),
+            Sharded(
+                annotated="experts", data=2, axes=EXPERT, optimizer=SGD, settings={**CLIP, **ZERO}
+            ),
+            Sharded(
+                annotated="inner", axes=(("model", 2), ("expert", 2)), optimizer=SGD, settings=CLIP
+            ),
             Sharded(annotated="vocab", data=2, optimizer=ADAM, settings={**CLIP, **ZERO}),
-            Sharded(annotated="vocab", axes=(("model", 4),), optimizer=ADAM, schedule="zero-bubble", settings=CLIP),
-            Sharded(annotated="fsdp", data=2, axes=(("fsdp", 2),), optimizer=LAMB, settings={**CLIP, **ZERO}),
-            Sharded(annotated="fsdp_model", axes=(("fsdp", 2), ("model", 2)), optimizer=ADAM, settings=CLIP),
-            Sharded(annotated="block", data=2, optimizer=SGD, settings={"loss_scaler": LossScaler(1024.0)}),
+            Sharded(
+                annotated="vocab",
+                axes=(("model", 4),),
+                optimizer=ADAM,
+                schedule="zero-bubble",
+                settings=CLIP,
+            ),
+            Sharded(
+                annotated="fsdp",
+                data=2,
+                axes=(("fsdp", 2),),
+                optimizer=LAMB,
+                settings={**CLIP, **ZERO},
+            ),
+            Sharded(
+                annotated="fsdp_model",
+                axes=(("fsdp", 2), ("model", 2)),
+                optimizer=ADAM,
+                settings=CLIP,
+            ),
+            Sharded(
+                annotated="block",
+                data=2,
+                optimizer=SGD,
+                settings={"loss_scaler": LossScaler(1024.0)},
+            ),
         ],
         soak=True,
     ),
@@ -96,7 +153,9 @@ def test_three_steps(case: Sharded) -> None:
             Sharded(annotated="stats", optimizer=SGD),
             Sharded(annotated="tied", data=2, optimizer=SGD, schedule="1f1b-v", settings=ZERO),
             Sharded(annotated="nnx_logical", stages=1, data=2, optimizer=SGD),
-            Sharded(annotated="sequence", axes=(("model", 4),), optimizer=SGD, schedule="interleaved"),
+            Sharded(
+                annotated="sequence", axes=(("model", 4),), optimizer=SGD, schedule="interleaved"
+            ),
             Sharded(annotated="experts", data=2, axes=EXPERT, optimizer=SGD, skip_idle=True),
         ],
     ),
@@ -109,7 +168,9 @@ def test_evaluation_and_prediction_after_a_step(case: Sharded) -> None:
     params, held = pipeline.params_tree(state.params), pipeline.collections_tree(state.collections)
     model = sequential_model(case.model)
     blocks = [(m, r) for m in range(case.microbatches) for r in range(case.data)]
-    terms = np.asarray([model.terms(params, held, *block_of(batch, m, r)) for m, r in blocks], np.float64)
+    terms = np.asarray(
+        [model.terms(params, held, *block_of(batch, m, r)) for m, r in blocks], np.float64
+    )
     metrics, outputs = pipeline.evaluate_and_predict(state, batch)
     assert_loss(metrics["loss"], terms[:, 0].sum() / terms[:, 1].sum())
     assert_loss(pipeline.evaluate(state, batch)["loss"], metrics["loss"], tolerance=0)

@@ -46,7 +46,10 @@ def on_devices(mesh: Mesh, function: Callable[..., Any], *given: Sequence[Any]) 
 def filled(layout: Layout, stage: int, values: dict[str, float]) -> Storage:
     """A stage's storage in which each leaf has one value throughout."""
     leaves = {name: layout.struct_of(stage, name) for name in layout.names(stage)}
-    return layout.pack(stage, {name: jnp.full(like.shape, values[name], like.dtype) for name, like in leaves.items()})
+    return layout.pack(
+        stage,
+        {name: jnp.full(like.shape, values[name], like.dtype) for name, like in leaves.items()},
+    )
 
 
 def values_of(layout: Layout, stage: int, storage: Storage) -> dict[str, float]:

@@ -1,4 +1,7 @@
-"""Leaves of a model in the rows of global arrays: how one is read and written, and that none lies on another."""
+"""Leaves of a model in the rows of global arrays.
+
+How one is read and written, and that none lies on another.
+"""
 
 import itertools
 
@@ -10,7 +13,8 @@ from _oracle import Case
 
 from jaxpipe.state import Leaf, Span, read_leaf, state_arrays, write_leaf
 
-# A whole leaf of five elements, from the third on in two rows of a buffer, padded by one; and a copy of it elsewhere.
+# A whole leaf of five elements, from the third on in two rows of a buffer, padded by one; and a
+# copy of it elsewhere.
 CUT = Leaf((5,), "float32", (1,), ((Span("a", (0, 2), 2, 5),), (Span("b", (1,), 0, 5),)))
 # Two slices along dim 1, such as two stages hold.
 SLICED = Leaf((2, 4), "float32", (1, 2), ((Span("c", (0,), 0, 4), Span("c", (1,), 0, 4)),))
@@ -44,7 +48,9 @@ def test_slices_are_put_together_along_their_dim() -> None:
     np.testing.assert_array_equal(read_leaf(SLICED, lambda array, row: rows[array, row]), value)
 
 
-@pytest.mark.parametrize("value", [np.zeros(4), np.zeros(6), np.zeros((2, 3))], ids=["short", "long", "matrix"])
+@pytest.mark.parametrize(
+    "value", [np.zeros(4), np.zeros(6), np.zeros((2, 3))], ids=["short", "long", "matrix"]
+)
 def test_values_of_another_size_are_refused(value: np.ndarray) -> None:
     with pytest.raises(ValueError, match="reshape"):
         write_leaf(CUT, value, {("a", 0): np.zeros(7), ("a", 2): np.zeros(7)})
@@ -53,7 +59,9 @@ def test_values_of_another_size_are_refused(value: np.ndarray) -> None:
 ZERO, ADAM = {"zero_stage": 1}, optax.adam(0.1)
 CASES = [
     Case(model="tied", stages=2, data=2, optimizer=ADAM, settings=ZERO),
-    Case(model="tied_many", stages=4, data=2, cut="uniform", optimizer=optax.lamb(0.1), settings=ZERO),
+    Case(
+        model="tied_many", stages=4, data=2, cut="uniform", optimizer=optax.lamb(0.1), settings=ZERO
+    ),
     Case(model="split_last", stages=2, optimizer=ADAM),
 ]
 
@@ -62,7 +70,10 @@ CASES = [
 def test_leaves_share_no_element_and_their_copies_are_whole(case: Case) -> None:
     pipeline = case.pipeline()
     arrays = state_arrays(pipeline.state_struct)
-    seen = {name: np.zeros((like.shape[0], int(np.prod(like.shape[1:]))), bool) for name, like in arrays.items()}
+    seen = {
+        name: np.zeros((like.shape[0], int(np.prod(like.shape[1:]))), bool)
+        for name, like in arrays.items()
+    }
     for key, leaf in pipeline.catalog.items():
         for copy in leaf.copies:
             counts = [len(span.rows) * (span.stop - span.start) for span in copy]
@@ -75,7 +86,9 @@ def test_leaves_share_no_element_and_their_copies_are_whole(case: Case) -> None:
 
 def test_a_moment_is_cut_as_its_parameter_is_and_a_count_lies_whole_in_every_row() -> None:
     catalog = CASES[0].pipeline().catalog
-    moment, param = (catalog[f"{part}/layers/1_Block/Dense_0/kernel"] for part in ("opt_state/0/mu", "params"))
+    moment, param = (
+        catalog[f"{part}/layers/1_Block/Dense_0/kernel"] for part in ("opt_state/0/mu", "params")
+    )
     assert [span.rows for copy in moment.copies for span in copy] == [
         span.rows for copy in param.copies for span in copy
     ]
@@ -88,11 +101,16 @@ def test_catalogs_have_the_same_leaves_however_a_model_is_cut() -> None:
         Case(model="tied", stages=s, data=2, optimizer=ADAM, settings=z)
         for s, z in itertools.product((1, 2), (ZERO, {}))
     ]
-    found = [{key: (leaf.shape, leaf.dtype) for key, leaf in case.pipeline().catalog.items()} for case in cases]
+    found = [
+        {key: (leaf.shape, leaf.dtype) for key, leaf in case.pipeline().catalog.items()}
+        for case in cases
+    ]
     assert all(one == found[0] for one in found)
     whole = cases[0].module().init(jax.random.key(0), cases[0].batch()[0][0])
     shapes = {
         f"params/{jax.tree_util.keystr(p, simple=True, separator='/')}": x.shape
         for p, x in jax.tree.leaves_with_path(whole)
     }
-    assert {key: shape for key, (shape, _) in found[0].items() if key.startswith("params/")} == shapes
+    assert {
+        key: shape for key, (shape, _) in found[0].items() if key.startswith("params/")
+    } == shapes

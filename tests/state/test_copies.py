@@ -1,4 +1,7 @@
-"""Host memory that becomes device arrays: what the caller writes into it afterwards changes nothing."""
+"""Host memory that becomes device arrays.
+
+What the caller writes into it afterwards changes nothing.
+"""
 
 from collections.abc import Callable
 from typing import Any

@@ -19,7 +19,9 @@ VALUES = {"first": np.array([1.0, 2.0]), "last": np.array([3.0])}
 
 def like(shape: tuple[int, ...] = (2, 3)) -> jax.ShapeDtypeStruct:
     """Two rows, each on two replicas."""
-    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(make_mesh(2, 2), P("stage")))
+    return jax.ShapeDtypeStruct(
+        shape, jnp.float32, sharding=NamedSharding(make_mesh(2, 2), P("stage"))
+    )
 
 
 def test_rows_are_filled_and_placed_on_every_replica() -> None:
@@ -28,7 +30,9 @@ def test_rows_are_filled_and_placed_on_every_replica() -> None:
     placed = rows.place()["x"]
     assert placed.sharding == like().sharding
     np.testing.assert_array_equal(placed, [[1, 2, 0], [0, 0, 3]])
-    assert [shard.data.tolist() for shard in placed.addressable_shards] == [[[1, 2, 0]]] * 2 + [[[0, 0, 3]]] * 2
+    assert [shard.data.tolist() for shard in placed.addressable_shards] == [[[1, 2, 0]]] * 2 + [
+        [[0, 0, 3]]
+    ] * 2
     assert not rows
 
 
@@ -36,7 +40,9 @@ def test_rows_are_filled_and_placed_on_every_replica() -> None:
 def test_only_leaves_of_the_wanted_stage_are_asked_for(stage: int, wanted: list[str]) -> None:
     asked: list[str] = []
     rows = HostRows({"x": like()}, stage, 2)
-    rows.fill(LEAVES, LEAVES, lambda keys: [(asked.append(key), (key, VALUES[key]))[1] for key in keys])
+    rows.fill(
+        LEAVES, LEAVES, lambda keys: [(asked.append(key), (key, VALUES[key]))[1] for key in keys]
+    )
     assert asked == wanted
     assert set(rows) == {("x", stage)}
 

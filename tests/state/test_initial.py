@@ -41,7 +41,10 @@ class Table(nn.Module):
 
 def build(layers: list[Any], stages: int = 2, data: int = 1) -> tuple[Pipeline, Any]:
     module = PipelineModule(
-        layers, num_stages=stages, loss_fn=lambda y, t: jnp.mean((y - t) ** 2), partition_method="uniform"
+        layers,
+        num_stages=stages,
+        loss_fn=lambda y, t: jnp.mean((y - t) ** 2),
+        partition_method="uniform",
     )
     x = np.ones((2 * data, SIZE), np.float32)
     mesh = make_pipeline_mesh(PipeDataParallelTopology(stages, data))
@@ -57,14 +60,18 @@ def test_initialisers_that_hold_constants(stages: int) -> None:
 
 
 def test_a_given_tree_is_taken_and_found_again() -> None:
-    pipeline, tree = build([LayerSpec(nn.Dense, SIZE), LayerSpec(nn.Dense, SIZE), nn.Dense(SIZE)], 2, 2)
+    pipeline, tree = build(
+        [LayerSpec(nn.Dense, SIZE), LayerSpec(nn.Dense, SIZE), nn.Dense(SIZE)], 2, 2
+    )
     given = jax.tree.map(lambda x: x + 1.0, tree)
     state = pipeline.init_from(given)
     jax.tree.map(np.testing.assert_array_equal, pipeline.params_tree(state.params), given)
     state = pipeline.replace_params(state, tree)
     jax.tree.map(np.testing.assert_array_equal, pipeline.params_tree(state.params), tree)
     assert jax.tree.structure(state) == jax.tree.structure(pipeline.state_struct)
-    for leaf, like in zip(jax.tree.leaves(state), jax.tree.leaves(pipeline.state_struct), strict=True):
+    for leaf, like in zip(
+        jax.tree.leaves(state), jax.tree.leaves(pipeline.state_struct), strict=True
+    ):
         assert (leaf.shape, leaf.dtype) == (like.shape, like.dtype)
         assert leaf.sharding == like.sharding
 
@@ -90,7 +97,11 @@ def spoiled(tree: Any, name: str) -> Any:
 @pytest.mark.parametrize(
     ("name", "match"),
     [
-        ("missing", r"got 1 difference: missing layers/0_Dense/kernel\. Give a tree as PipelineModule\.init"),
+        (
+            "missing",
+            r"got 1 difference: missing layers/0_Dense/kernel\. Give a tree as "
+            r"PipelineModule\.init",
+        ),
         ("unexpected", r"got 1 difference: unexpected layers/0_Dense/extra\. Give a tree"),
         ("shape", r"layers/1_Dense/bias is float32\[2, 2\], not float32\[300\]\. Give a tree"),
     ],
@@ -108,13 +119,18 @@ def test_parameters_in_boxes_of_flax_are_taken() -> None:
     pipeline, tree = build([LayerSpec(nn.Dense, SIZE), LayerSpec(nn.Dense, SIZE)])
     boxed = jax.tree.map(lambda x: nn.Partitioned(x, (None,) * x.ndim), tree)
     states = [pipeline.init_from(given) for given in (tree, boxed)]
-    jax.tree.map(np.testing.assert_array_equal, *(pipeline.params_tree(state.params) for state in states))
+    jax.tree.map(
+        np.testing.assert_array_equal, *(pipeline.params_tree(state.params) for state in states)
+    )
 
 
 def test_complex_values_for_real_parameters_are_refused() -> None:
     pipeline, tree = build([LayerSpec(nn.Dense, SIZE), LayerSpec(nn.Dense, SIZE)])
     tree["layers"]["0_Dense"]["bias"] = np.zeros(SIZE, np.complex64)
-    with pytest.raises(LayerError, match=rf"layers/0_Dense/bias is complex64\[{SIZE}\], not float32\[{SIZE}\]\. Give"):
+    with pytest.raises(
+        LayerError,
+        match=rf"layers/0_Dense/bias is complex64\[{SIZE}\], not float32\[{SIZE}\]\. Give",
+    ):
         pipeline.init_from(tree)
 
 
@@ -175,7 +191,10 @@ def test_alike_layers_are_compiled_once(compiled: list[str]) -> None:
 
 
 def test_stages_draw_side_by_side_one_layer_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes as long as the layers of one stage, and leaves of one layer at a time lie beside the state."""
+    """It takes as long as the layers of one stage.
+
+    Leaves of one layer at a time lie beside the state.
+    """
     events: list[str] = []
     run, wait = StageInit._run, jax.block_until_ready
 
@@ -203,7 +222,9 @@ class Mixed(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         def start(key: jax.Array) -> jax.Array:
             if self.how == "callback":
-                return jax.pure_callback(lambda: np.ones(SIZE, np.float32), jax.ShapeDtypeStruct((SIZE,), jnp.float32))
+                return jax.pure_callback(
+                    lambda: np.ones(SIZE, np.float32), jax.ShapeDtypeStruct((SIZE,), jnp.float32)
+                )
             return jax.random.normal(jax.random.key(3, impl="rbg"), (SIZE,))
 
         return x * self.param("scale", start).reshape(1, SIZE)
@@ -217,9 +238,13 @@ class Mixed(nn.Module):
         (LayerSpec(Mixed, "rbg"), "draws with another generator than threefry"),
     ],
 )
-def test_what_only_the_host_can_make_is_made_there(layer: Any, fault: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_only_the_host_can_make_is_made_there(
+    layer: Any, fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "jaxpipe")
-    pipeline, wanted = build([LayerSpec(nn.Dense, SIZE), layer, LayerSpec(nn.Dense, SIZE), LayerSpec(nn.Dense, SIZE)])
+    pipeline, wanted = build(
+        [LayerSpec(nn.Dense, SIZE), layer, LayerSpec(nn.Dense, SIZE), LayerSpec(nn.Dense, SIZE)]
+    )
     found = pipeline.params_tree(pipeline.init().params)
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
     lines = [r.getMessage() for r in caplog.records if "host memory" in r.getMessage()]
@@ -242,20 +267,25 @@ class Normed(nn.Module):
 
 def test_sums_of_an_initialiser_do_not_depend_on_shards() -> None:
     module = PipelineModule(
-        [LayerSpec(Normed) for _ in range(2)], num_stages=2, loss_fn=lambda y, t: jnp.mean((y - t) ** 2)
+        [LayerSpec(Normed) for _ in range(2)],
+        num_stages=2,
+        loss_fn=lambda y, t: jnp.mean((y - t) ** 2),
     )
     x = np.ones((4, SIZE), np.float32)
     mesh = make_pipeline_mesh(PipeDataParallelTopology(2, 2))
     pipeline = Pipeline(module, ADAM, mesh, (x, x), 2, make_settings(zero_stage=3))
     wanted = jax.device_get(module.init(jax.random.key(module.base_seed), x[:2]))
-    jax.tree.map(np.testing.assert_array_equal, pipeline.params_tree(pipeline.init().params), wanted)
+    jax.tree.map(
+        np.testing.assert_array_equal, pipeline.params_tree(pipeline.init().params), wanted
+    )
 
 
 def test_each_row_is_of_the_shard_of_its_stage_and_replica() -> None:
     layout = Layout([{"a": struct(2), "b": struct(3)}, {"a": struct(2), "c": struct(5)}])
     each = [Replicated(layout), ByElements(layout, 2, {}), ByLeaves(layout, 2, ())]
     found = [[_shard_kinds_of_rows(sharding, stage) for stage in range(2)] for sharding in each]
-    # Whole, a stage's leaves lie in one row. Pieces are alike on all replicas, whole leaves are not.
+    # Whole, a stage's leaves lie in one row. Pieces are alike on all replicas, whole leaves are
+    # not.
     assert found == [[[0], [1]], [[0, 0], [1, 1]], [[0, 1], [2, 3]]]
 
 
@@ -273,15 +303,25 @@ def test_blocks_are_cut_off_side_by_side() -> None:
 def test_a_stage_with_more_layers_draws_alone_and_each_replica_keeps_its_shard(
     optimizer: optax.GradientTransformation,
 ) -> None:
-    """One of three alike layers is on the second stage, after another one; LAMB wants whole leaves."""
+    """One of three alike layers is on the second stage, after another one.
+
+    LAMB wants whole leaves.
+    """
     normal = nn.initializers.normal()
-    one, two, three = (LayerSpec(nn.Dense, 4, kernel_init=normal, bias_init=normal) for _ in range(3))
+    one, two, three = (
+        LayerSpec(nn.Dense, 4, kernel_init=normal, bias_init=normal) for _ in range(3)
+    )
     layers = [one, two, jnp.tanh, LayerSpec(nn.Dense, 4, use_bias=False), three]
     module = PipelineModule(
-        layers, num_stages=2, loss_fn=lambda y, t: jnp.mean((y - t) ** 2), partition_method=[0, 3, 5]
+        layers,
+        num_stages=2,
+        loss_fn=lambda y, t: jnp.mean((y - t) ** 2),
+        partition_method=[0, 3, 5],
     )
     x = np.ones((4, 4), np.float32)
     mesh = make_pipeline_mesh(PipeDataParallelTopology(2, 2))
     pipeline = Pipeline(module, optimizer, mesh, (x, x), 2, make_settings(zero_stage=1))
     wanted = jax.device_get(module.init(jax.random.key(module.base_seed), x[:2]))
-    jax.tree.map(np.testing.assert_array_equal, pipeline.params_tree(pipeline.init().params), wanted)
+    jax.tree.map(
+        np.testing.assert_array_equal, pipeline.params_tree(pipeline.init().params), wanted
+    )

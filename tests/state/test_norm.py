@@ -17,7 +17,11 @@ LAYOUT = Layout(
         {"trunk": struct(2), "late": struct(1)},
     ]
 )
-GRADS = [{"trunk": 1.0, "tied": 3.0}, {"trunk": 2.0, "tied": 3.0, "late": 4.0}, {"trunk": 3.0, "late": 4.0}]
+GRADS = [
+    {"trunk": 1.0, "tied": 3.0},
+    {"trunk": 2.0, "tied": 3.0, "late": 4.0},
+    {"trunk": 3.0, "late": 4.0},
+]
 SQUARES = 2 * (1 + 4 + 9) + 9 + 16
 SHARDINGS = {
     "replicated": Replicated(LAYOUT),
@@ -32,23 +36,39 @@ def test_replicas_and_holders_of_tied_parameters_count_once(layout: ShardLayout)
 
     def device(storage: Storage) -> jax.Array:
         stage, replica = jax.lax.axis_index("stage"), jax.lax.axis_index("data")
-        shard = layout.reduce(stage, storage)  # replica 1 gives zeros, so this is what replica 0 has
+        # Replica 1 gives zeros, so this is what replica 0 has.
+        shard = layout.reduce(stage, storage)
         return global_norm(TIED, sharding, layout.shard_kind(stage, replica), shard)
 
     given = [
-        filled(LAYOUT, s, {n: x * (1 - r) for n, x in grads.items()}) for s, grads in enumerate(GRADS) for r in (0, 1)
+        filled(LAYOUT, s, {n: x * (1 - r) for n, x in grads.items()})
+        for s, grads in enumerate(GRADS)
+        for r in (0, 1)
     ]
     found = on_devices(make_mesh(3, 2), device, given)
     np.testing.assert_allclose(found, [np.sqrt(SQUARES)] * 6, rtol=1e-6)
 
 
 def test_half_precision_and_complex_gradients() -> None:
-    layout = Layout([{"half": struct(4, dtype=jnp.float16), "complex": struct(1, dtype=jnp.complex64)}])
+    layout = Layout(
+        [{"half": struct(4, dtype=jnp.float16), "complex": struct(1, dtype=jnp.complex64)}]
+    )
     replicated = Replicated(layout)
     sharding = ZeroSharding(*[replicated] * 4)
-    given = [layout.pack(0, {"half": jnp.full(4, 300.0, jnp.float16), "complex": jnp.full(1, 3 + 4j, jnp.complex64)})]
-    (found,) = on_devices(make_mesh(1, 1), lambda shard: global_norm({}, sharding, jnp.int32(0), shard), given)
-    np.testing.assert_allclose(found, np.sqrt(4 * 300.0**2 + 25), rtol=1e-6)  # 300 squared overflows float16
+    given = [
+        layout.pack(
+            0,
+            {
+                "half": jnp.full(4, 300.0, jnp.float16),
+                "complex": jnp.full(1, 3 + 4j, jnp.complex64),
+            },
+        )
+    ]
+    (found,) = on_devices(
+        make_mesh(1, 1), lambda shard: global_norm({}, sharding, jnp.int32(0), shard), given
+    )
+    # 300 squared overflows float16.
+    np.testing.assert_allclose(found, np.sqrt(4 * 300.0**2 + 25), rtol=1e-6)
 
 
 def test_clipping_scales_down_to_the_limit_and_never_up() -> None:

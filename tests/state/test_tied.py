@@ -10,8 +10,8 @@ from jaxpipe.state import Layout, Storage, broadcast_tied, sum_tied
 from jaxpipe.state._tied import drop_copies
 from jaxpipe.state._zero import ByElements, ByLeaves, Replicated, ShardLayout
 
-# `all` is stacked, since every stage has it; `some` lies in the packed buffers of the first and the last stage, at
-# another place in each; `late` is owned by stage 1; `alone` is not tied.
+# `all` is stacked, since every stage has it; `some` lies in the packed buffers of the first and the
+# last stage, at another place in each; `late` is owned by stage 1; `alone` is not tied.
 LAYOUT = Layout(
     [
         {"all": struct(2, 2), "some": struct(3)},
@@ -53,7 +53,9 @@ def test_what_is_tied_and_how_it_lies() -> None:
 
 def test_every_holder_gets_the_sum_of_all_holders() -> None:
     found = on_devices(
-        make_mesh(3, 1), lambda grads: sum_tied(TIED, LAYOUT, jax.lax.axis_index("stage"), grads), storages()
+        make_mesh(3, 1),
+        lambda grads: sum_tied(TIED, LAYOUT, jax.lax.axis_index("stage"), grads),
+        storages(),
     )
     assert [values_of(LAYOUT, s, one) for s, one in enumerate(found)] == [
         {"all": 111.0, "some": 202.0},
@@ -87,14 +89,20 @@ def test_every_holder_gets_the_sum_of_all_holders() -> None:
     ],
 )
 def test_copies_in_shards(
-    function: Callable[..., Storage], wanted: list[dict[str, float]], make: Callable[[], ShardLayout]
+    function: Callable[..., Storage],
+    wanted: list[dict[str, float]],
+    make: Callable[[], ShardLayout],
 ) -> None:
     sharding = make()
 
     def device(storage: Storage) -> Storage:
         stage, replica = jax.lax.axis_index("stage"), jax.lax.axis_index("data")
         shard = sharding.reduce(stage, storage)
-        return sharding.gather(stage, function(TIED, sharding, sharding.shard_kind(stage, replica), shard))
+        return sharding.gather(
+            stage, function(TIED, sharding, sharding.shard_kind(stage, replica), shard)
+        )
 
     found = on_devices(make_mesh(3, 2), device, storages(2))
-    assert [values_of(LAYOUT, i // 2, one) for i, one in enumerate(found)] == [one for one in wanted for _ in range(2)]
+    assert [values_of(LAYOUT, i // 2, one) for i, one in enumerate(found)] == [
+        one for one in wanted for _ in range(2)
+    ]

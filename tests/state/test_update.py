@@ -20,7 +20,9 @@ from jaxpipe.schedules import OneFOneBSchedule, lower_schedule
 from jaxpipe.state import ModelParams, Updater, opt_state_keys
 from jaxpipe.state._zero import ByElements, ByLeaves, Replicated, ShardLayout
 
-ADAMW = optax.adamw(0.1, weight_decay=0.3, mask=lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree))
+ADAMW = optax.adamw(
+    0.1, weight_decay=0.3, mask=lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)
+)
 
 
 class Model(NamedTuple):
@@ -30,36 +32,56 @@ class Model(NamedTuple):
 
 @functools.cache
 def model() -> Model:
-    """On each of two stages two equal layers, before them a wide one and after them a narrow one."""
+    """On each of two stages two equal layers.
+
+    Before them is a wide one and after them a narrow one.
+    """
     layers = [nn.Dense(4), *[LayerSpec(nn.Dense, 4)] * 4, nn.Dense(2)]
     module = PipelineModule(layers, num_stages=2, loss_fn=lambda y, t: jnp.mean((y - t) ** 2))
     trace = module.trace(struct(1, 3))
     cuts = cut_stages(layer_signatures(module.layers, trace), [0, 3, 6])
     placement = lower_schedule(OneFOneBSchedule, 2, 2).placement
-    return Model(ModelParams(trace, cuts, placement), module.init(jax.random.key(0), jnp.ones((1, 3))))
+    return Model(
+        ModelParams(trace, cuts, placement), module.init(jax.random.key(0), jnp.ones((1, 3)))
+    )
 
 
 def storage_of(tree: Any, stage: int) -> Any:
     flat, params = flatten_dict(tree), model().params
-    return params.master_layout.pack(stage, {name: flat[path] for name, path in params.stages[stage].paths.items()})
+    return params.master_layout.pack(
+        stage, {name: flat[path] for name, path in params.stages[stage].paths.items()}
+    )
 
 
 def tree_of(storages: Any) -> Any:
     params = model().params
     leaves = [params.master_layout.unpack(stage, storage) for stage, storage in enumerate(storages)]
     return unflatten_dict(
-        {path: leaves[s][name] for s, stage in enumerate(params.stages) for name, path in stage.paths.items()}
+        {
+            path: leaves[s][name]
+            for s, stage in enumerate(params.stages)
+            for name, path in stage.paths.items()
+        }
     )
 
 
 def shardings() -> dict[str, ShardLayout]:
     layout = model().params.master_layout
-    return {"replicated": Replicated(layout), "elements": ByElements(layout, 2, {}), "leaves": ByLeaves(layout, 2, ())}
+    return {
+        "replicated": Replicated(layout),
+        "elements": ByElements(layout, 2, {}),
+        "leaves": ByLeaves(layout, 2, ()),
+    }
 
 
 def test_names_in_trunk_and_off_it() -> None:
     params = model().params
-    assert params.trunk_names == ("trunk/0/0/bias", "trunk/0/0/kernel", "trunk/0/1/bias", "trunk/0/1/kernel")
+    assert params.trunk_names == (
+        "trunk/0/0/bias",
+        "trunk/0/0/kernel",
+        "trunk/0/1/bias",
+        "trunk/0/1/kernel",
+    )
     assert [sorted(stage.off_trunk) for stage in params.stages] == [
         ["layers/0_Dense/bias", "layers/0_Dense/kernel"],
         ["layers/5_Dense/bias", "layers/5_Dense/kernel"],
@@ -88,13 +110,18 @@ def test_two_updates_are_those_of_the_whole_tree(
 ) -> None:
     sharding, tree = shardings()[kind], model().tree
     updater = Updater(model().params, sharding, optimizer)
-    grads = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape), tree)
+    grads = jax.tree.map(
+        lambda x: jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape), tree
+    )
 
     def device(params: Any, grads: Any) -> Any:
         stage, replica = jax.lax.axis_index("stage"), jax.lax.axis_index("data")
         form = sharding.shard_kind(stage, replica)
         # Replica 1 gives zeros, so the sums are what replica 0 gives.
-        shard, grads = (sharding.reduce(stage, jax.tree.map(lambda x: x * (replica == 0), x)) for x in (params, grads))
+        shard, grads = (
+            sharding.reduce(stage, jax.tree.map(lambda x: x * (replica == 0), x))
+            for x in (params, grads)
+        )
         state = updater.init(form, shard)
         for _ in range(2):
             shard, state = updater.update(form, shard, grads, state)
@@ -125,9 +152,12 @@ def count_conditionals(optimizer: optax.GradientTransformation) -> int:
 
 def test_trunks_that_are_treated_alike_are_updated_without_a_conditional() -> None:
     def groups(tree: Any) -> Any:
-        return unflatten_dict({path: "fast" if path[1] == "1_Dense" else "slow" for path in flatten_dict(tree)})
+        return unflatten_dict(
+            {path: "fast" if path[1] == "1_Dense" else "slow" for path in flatten_dict(tree)}
+        )
 
-    assert count_conditionals(optax.adam(0.1)) == 1  # that of what the first and the last stage have alone
+    # That of what the first and the last stage have alone.
+    assert count_conditionals(optax.adam(0.1)) == 1
     apart = optax.multi_transform({"fast": optax.sgd(1.0), "slow": optax.sgd(0.1)}, groups)
     assert count_conditionals(apart) == 2
 

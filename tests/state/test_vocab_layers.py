@@ -24,7 +24,10 @@ SGD = optax.sgd(0.1)
 
 
 def build(
-    layers: list[Any], stages: int = 2, optimizer: Any = SGD, loss_fn: Callable[..., Any] = split_loss
+    layers: list[Any],
+    stages: int = 2,
+    optimizer: Any = SGD,
+    loss_fn: Callable[..., Any] = split_loss,
 ) -> Pipeline:
     module = PipelineModule(layers, num_stages=stages, loss_fn=loss_fn)
     mesh = make_pipeline_mesh(PipeDataParallelTopology(stages, 1))
@@ -53,7 +56,11 @@ class Shares(nn.Module):
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
         made = self.is_initializing()
-        table: Any = self.param("table", TABLE, (DIM, ROWS)) if made else self.get_variable("params", "table")
+        table: Any = (
+            self.param("table", TABLE, (DIM, ROWS))
+            if made
+            else self.get_variable("params", "table")
+        )
         return table[:, tokens].transpose(1, 2, 0)
 
 
@@ -77,9 +84,18 @@ class Mixed(nn.Module):
             r"'bias' of layer 4_VocabHead .* layer 4 of 7",
         ),
         ([Counting(), *BLOCKS, HEAD], "layer 0_Counting, .* must not keep collections"),
-        ([VocabEmbed(ROWS, DIM), *BLOCKS, Reporting()], "layer 5_Reporting, .* must not report values"),
-        ([nn.Embed(ROWS, DIM, embedding_init=TABLE), *BLOCKS, HEAD], r"layers 0_Embed, .* slices .*Use VocabEmbed"),
-        ([Shares(), *BLOCKS, HEAD], r"layer 0_Shares, .* must hand over float32\[2, 3, 8\] .* got float32\[2, 3, 4\]"),
+        (
+            [VocabEmbed(ROWS, DIM), *BLOCKS, Reporting()],
+            "layer 5_Reporting, .* must not report values",
+        ),
+        (
+            [nn.Embed(ROWS, DIM, embedding_init=TABLE), *BLOCKS, HEAD],
+            r"layers 0_Embed, .* slices .*Use VocabEmbed",
+        ),
+        (
+            [Shares(), *BLOCKS, HEAD],
+            r"layer 0_Shares, .* must hand over float32\[2, 3, 8\] .* got float32\[2, 3, 4\]",
+        ),
     ],
     ids=["indivisible", "middle", "collections", "reports", "no_slices", "shares"],
 )
@@ -97,25 +113,31 @@ def test_layers_that_cannot_be_split(layers: list[Any], match: str) -> None:
     ],
     ids=["parameters", "function", "beside ends"],
 )
-def test_collectives_over_the_stages_in_layers_that_are_not_split(layers: list[Any], place: int) -> None:
+def test_collectives_over_the_stages_in_layers_that_are_not_split(
+    layers: list[Any], place: int
+) -> None:
     """Stages would wait for each other for ever, or add up what is of different microbatches."""
     match = (
-        rf"^layer {place}_\S+ must use no collective over 'stage', whose places work on different microbatches, but "
-        r"got one\. Leave it out; only first and last layers of which a parameter is split over 'stage', as VocabEmbed "
-        r"and VocabHead are, run on all stages at once\."
+        rf"^layer {place}_\S+ must use no collective over 'stage', whose places work on different "
+        r"microbatches, but got one\. Leave it out; only first and last layers of which a "
+        r"parameter is split over 'stage', as VocabEmbed and VocabHead are, run on all stages at "
+        r"once\."
     )
     with pytest.raises(LayerError, match=match):
         build(layers)
 
 
 def test_collectives_over_the_stages_in_layers_that_follow_a_split_one() -> None:
-    build([VocabEmbed(ROWS, DIM), *BLOCKS, VocabHead(ROWS), lambda x: x - jax.lax.pmean(x, "stage")])
+    build(
+        [VocabEmbed(ROWS, DIM), *BLOCKS, VocabHead(ROWS), lambda x: x - jax.lax.pmean(x, "stage")]
+    )
 
 
 def test_a_loss_that_takes_slices_for_the_whole() -> None:
     layers = [nn.Embed(ROWS, DIM), *BLOCKS, VocabHead(ROWS)]
     with pytest.raises(
-        LayerError, match=r"loss_fn must leave logits .* to jaxpipe.losses.cross_entropy .*'cross_entropy'"
+        LayerError,
+        match=r"loss_fn must leave logits .* to jaxpipe.losses.cross_entropy .*'cross_entropy'",
     ):
         build(layers, loss_fn=cross_entropy)
     build(layers, loss_fn=lambda y, t: 0.0 * jnp.sum(t))
@@ -135,19 +157,28 @@ def test_all_stages_hold_equally_many_blocks() -> None:
     def loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
         return vocab_cross_entropy(logits, labels, 1 << 14).mean()
 
-    pipeline = build([VocabEmbed(1 << 14, DIM), *BLOCKS, *BLOCKS, nn.LayerNorm(), VocabHead(1 << 14)], 4, loss_fn=loss)
+    pipeline = build(
+        [VocabEmbed(1 << 14, DIM), *BLOCKS, *BLOCKS, nn.LayerNorm(), VocabHead(1 << 14)],
+        4,
+        loss_fn=loss,
+    )
     assert [len(cut.trunk) for cut in pipeline.cuts] == [2] * 4
     assert not any(len(cut.prologue) + len(cut.epilogue) for cut in pipeline.cuts)
 
 
 def test_logits_of_another_vocabulary() -> None:
-    with pytest.raises(LayerError, match="num_embeddings=16 must be given whole, .* got 15 on no stages"):
+    with pytest.raises(
+        LayerError, match="num_embeddings=16 must be given whole, .* got 15 on no stages"
+    ):
         vocab_cross_entropy(jnp.zeros((2, ROWS - 1)), jnp.zeros((2,), jnp.int32), ROWS)
 
 
 def test_whole_logits_give_the_usual_cross_entropy() -> None:
     rng = np.random.default_rng(0)
-    logits, labels = jnp.asarray(rng.normal(size=(5, ROWS)), jnp.float32), jnp.asarray(rng.integers(0, ROWS, 5))
+    logits, labels = (
+        jnp.asarray(rng.normal(size=(5, ROWS)), jnp.float32),
+        jnp.asarray(rng.integers(0, ROWS, 5)),
+    )
     wanted = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     np.testing.assert_allclose(vocab_cross_entropy(logits, labels, ROWS), wanted, rtol=1e-6)
 

@@ -14,7 +14,9 @@ from jaxpipe.topology import (
 @pytest.mark.parametrize(("num_pp", "num_dp", "num_mp"), list(product(range(1, 4), repeat=3)))
 def test_every_rank_of_small_topologies(num_pp: int, num_dp: int, num_mp: int) -> None:
     topology = PipeModelDataParallelTopology(num_pp=num_pp, num_mp=num_mp, num_dp=num_dp)
-    for rank, (pipe, data, model) in enumerate(product(range(num_pp), range(num_dp), range(num_mp))):
+    for rank, (pipe, data, model) in enumerate(
+        product(range(num_pp), range(num_dp), range(num_mp))
+    ):
         grid = PipelineParallelGrid(topology, rank)
         assert grid.topology() is topology
         assert grid.get_global_rank() == grid.global_rank == rank
@@ -25,9 +27,18 @@ def test_every_rank_of_small_topologies(num_pp: int, num_dp: int, num_mp: int) -
         assert grid.is_last_stage == (pipe == num_pp - 1)
 
         assert grid.get_pipe_parallel_rank() == grid.get_pipeline_model_parallel_rank() == pipe
-        assert grid.get_pipe_parallel_world_size() == grid.get_pipeline_model_parallel_world_size() == num_pp
+        assert (
+            grid.get_pipe_parallel_world_size()
+            == grid.get_pipeline_model_parallel_world_size()
+            == num_pp
+        )
         pipeline = [topology.get_rank(pipe=p, data=data, model=model) for p in range(num_pp)]
-        assert grid.get_pipe_parallel_group() == grid.get_pipeline_model_parallel_group() == grid.pp_group == pipeline
+        assert (
+            grid.get_pipe_parallel_group()
+            == grid.get_pipeline_model_parallel_group()
+            == grid.pp_group
+            == pipeline
+        )
         assert [grid.stage_to_global(p) for p in range(num_pp)] == pipeline
 
         assert grid.get_data_parallel_rank() == data
@@ -36,12 +47,25 @@ def test_every_rank_of_small_topologies(num_pp: int, num_dp: int, num_mp: int) -
         assert grid.get_data_parallel_group() == grid.dp_group == replicas
 
         assert grid.get_slice_parallel_rank() == grid.get_tensor_model_parallel_rank() == model
-        assert grid.get_slice_parallel_world_size() == grid.get_tensor_model_parallel_world_size() == num_mp
+        assert (
+            grid.get_slice_parallel_world_size()
+            == grid.get_tensor_model_parallel_world_size()
+            == num_mp
+        )
         assert grid.model_parallel_size == grid.slice_parallel_size == num_mp
         shards = [topology.get_rank(pipe=pipe, data=data, model=m) for m in range(num_mp)]
-        assert grid.get_slice_parallel_group() == grid.get_tensor_model_parallel_group() == grid.slice_group == shards
+        assert (
+            grid.get_slice_parallel_group()
+            == grid.get_tensor_model_parallel_group()
+            == grid.slice_group
+            == shards
+        )
 
-        copy = sorted(topology.get_rank(pipe=p, data=data, model=m) for p in range(num_pp) for m in range(num_mp))
+        copy = sorted(
+            topology.get_rank(pipe=p, data=data, model=m)
+            for p in range(num_pp)
+            for m in range(num_mp)
+        )
         assert grid.get_model_parallel_group() == copy
         assert grid.get_model_parallel_world_size() == num_pp * num_mp
         assert copy[grid.get_model_parallel_rank()] == rank
@@ -72,15 +96,21 @@ def test_stage_to_global_may_change_other_coordinates() -> None:
     grid = PipelineParallelGrid(PipeDataParallelTopology(num_pp=3, num_dp=2), rank=1)
     assert grid.stage_to_global(stage_id=2) == 5
     assert grid.stage_to_global(stage_id=2, data=0) == 4
-    with pytest.raises(TopologyError, match=r"\(pipe=3, data=2\), but got pipe=3, data=1. Count each axis from 0"):
+    with pytest.raises(
+        TopologyError, match=r"\(pipe=3, data=2\), but got pipe=3, data=1. Count each axis from 0"
+    ):
         grid.stage_to_global(3)
-    with pytest.raises(TopologyError, match=r"axes 'pipe', 'data', but got pipe=0, data=1, model=0"):
+    with pytest.raises(
+        TopologyError, match=r"axes 'pipe', 'data', but got pipe=0, data=1, model=0"
+    ):
         grid.stage_to_global(0, model=0)
 
 
 @pytest.mark.parametrize(("axis", "missing"), [("pipe", "data"), ("data", "pipe")])
 def test_a_grid_needs_both_axes(axis: str, missing: str) -> None:
-    with pytest.raises(TopologyError, match=rf"'pipe' and 'data', but got {axis}=2. Add '{missing}', of length 1"):
+    with pytest.raises(
+        TopologyError, match=rf"'pipe' and 'data', but got {axis}=2. Add '{missing}', of length 1"
+    ):
         PipelineParallelGrid(ProcessTopology([axis], [2]))
 
 

@@ -25,7 +25,10 @@ from jaxpipe.topology import (
 def test_stage_and_data_axes(num_stages: int, num_data: int) -> None:
     topology = PipeDataParallelTopology(num_stages, num_data)
     if num_stages * num_data > 8:
-        with pytest.raises(TopologyError, match=rf"{num_stages * num_data} places .*jax.device_count\(\)=8. Ask for"):
+        with pytest.raises(
+            TopologyError,
+            match=rf"{num_stages * num_data} places .*jax.device_count\(\)=8. Ask for",
+        ):
             make_pipeline_mesh(topology)
         return
     mesh = make_pipeline_mesh(topology)
@@ -50,7 +53,12 @@ def test_a_model_axis_of_length_one_stays() -> None:
 def test_all_further_axes_are_automatic_and_the_last_one_is_nearest() -> None:
     topology = ProcessTopology(["pipe", "data", "expert", "model"], [2, 1, 2, 2])
     mesh = make_pipeline_mesh(topology)
-    assert automatic_axes(topology) == automatic_axes(mesh) == automatic_axes(mesh.abstract_mesh) == ("expert", "model")
+    assert (
+        automatic_axes(topology)
+        == automatic_axes(mesh)
+        == automatic_axes(mesh.abstract_mesh)
+        == ("expert", "model")
+    )
     assert mesh_shape(mesh) == {"stage": 2, "data": 1, "expert": 2, "model": 2}
     assert mesh.axis_types == (AxisType.Auto,) * 4
     assert mesh.devices.ravel().tolist() == jax.devices()
@@ -103,7 +111,9 @@ def test_a_mesh_that_has_fsdp_keeps_its_replicas(length: int) -> None:
 
 
 def test_a_model_without_topology_runs_on_a_mesh_with_further_axes() -> None:
-    mesh = adopt_mesh(jax.make_mesh((2, 2, 2), ("expert", "data", "stage"), axis_types=(AxisType.Explicit,) * 3))
+    mesh = adopt_mesh(
+        jax.make_mesh((2, 2, 2), ("expert", "data", "stage"), axis_types=(AxisType.Explicit,) * 3)
+    )
     assert mesh.axis_names == ("stage", "data", "expert")
     assert mesh.axis_types == (AxisType.Auto,) * 3
     assert mesh_topology(mesh) == ProcessTopology(["pipe", "data", "expert"], [2, 2, 2])
@@ -112,8 +122,15 @@ def test_a_model_without_topology_runs_on_a_mesh_with_further_axes() -> None:
 @pytest.mark.parametrize(
     ("axes", "match"),
     [
-        (["pipe", "data"], r"expert axis must be as long .* \(pipe=2, data=2\), but got expert=2. Make the mesh from"),
-        (["pipe", "data", "model"], r"model axis must be as long as the axis 'model' .*, but got model=none. Make the"),
+        (
+            ["pipe", "data"],
+            r"expert axis must be as long .* \(pipe=2, data=2\), but got expert=2. Make the mesh "
+            r"from",
+        ),
+        (
+            ["pipe", "data", "model"],
+            r"model axis must be as long as the axis 'model' .*, but got model=none. Make the",
+        ),
     ],
 )
 def test_the_further_axes_of_mesh_and_topology_agree(axes: list[str], match: str) -> None:
@@ -140,7 +157,8 @@ def test_devices_are_taken_in_the_order_given() -> None:
 
 def test_too_few_devices_given() -> None:
     with pytest.raises(
-        TopologyError, match=r"4 places \(pipe=2, data=2\), but len\(devices\)=3. .*start with 4 devices"
+        TopologyError,
+        match=r"4 places \(pipe=2, data=2\), but len\(devices\)=3. .*start with 4 devices",
     ):
         make_pipeline_mesh(PipeDataParallelTopology(2, 2), jax.devices()[:3])
 
@@ -168,7 +186,10 @@ def test_a_users_mesh_may_have_its_axes_in_any_order_and_of_any_type() -> None:
     ("axes", "match"),
     [
         (("stage",), r"but got mesh.shape=\(stage=2\). Add the axis 'data', of length 1"),
-        (("data", "model"), r"but got mesh.shape=\(data=2, model=2\). Add the axis 'stage', of length 1"),
+        (
+            ("data", "model"),
+            r"but got mesh.shape=\(data=2, model=2\). Add the axis 'stage', of length 1",
+        ),
         (("x",), r"but got mesh.shape=\(x=2\). Add the axis 'stage' and 'data'"),
         (("stage", "data", "pipe"), r"stage=2, data=2, pipe=2\). Rename 'pipe'"),
     ],

@@ -1,4 +1,7 @@
-"""Attention in blocks against all scores at once: values, gradients, what is kept, and what is refused."""
+"""Attention in blocks against all scores at once.
+
+Values, gradients, what is kept, and what is refused.
+"""
 
 import functools
 import logging
@@ -66,7 +69,11 @@ CASES: dict[str, dict[str, Any]] = {
     "all": {},
     "causal": {"causal": True},
     "window": {"window": 20},
-    "causal_window_segments": {"causal": True, "window": 280, "segment_ids": jnp.arange(B * T).reshape(B, T) // 130},
+    "causal_window_segments": {
+        "causal": True,
+        "window": 280,
+        "segment_ids": jnp.arange(B * T).reshape(B, T) // 130,
+    },
     "lengths": {"lengths": jnp.array([0, 270])},
     "of_keys": {"mask": jnp.asarray(RNG.random((B, 1, 1, T)) < 0.8)},
     "of_pairs": {"mask": jnp.asarray(RNG.random((1, N, T, T)) < 0.8), "causal": True},
@@ -75,7 +82,10 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    "name", slow_after(3, sorted(CASES, key=lambda x: x not in ("causal_window_segments", "lengths", "of_pairs")))
+    "name",
+    slow_after(
+        3, sorted(CASES, key=lambda x: x not in ("causal_window_segments", "lengths", "of_pairs"))
+    ),
 )
 def test_blocks_give_what_all_scores_at_once_give(name: str) -> None:
     q, k, v, grad = inputs()
@@ -89,14 +99,18 @@ def test_blocks_give_what_all_scores_at_once_give(name: str) -> None:
 def test_keys_may_be_more_than_queries() -> None:
     q, k, v, grad = inputs(num_keys=2 * T)
     found = values_and_gradients(attention, q, k, v, grad)
-    assert_close(found, values_and_gradients(lambda *x: reference(*x, hidden_by(2 * T)), q, k, v, grad))
+    assert_close(
+        found, values_and_gradients(lambda *x: reference(*x, hidden_by(2 * T)), q, k, v, grad)
+    )
 
 
 def test_jax_own_gives_the_same() -> None:
     q, k, v, grad = inputs()
     given: dict[str, Any] = {**CASES["causal_window_segments"], "mask": CASES["added"]["mask"]}
     found, wanted = (
-        values_and_gradients(functools.partial(attention, implementation=name, **given), q, k, v, grad)
+        values_and_gradients(
+            functools.partial(attention, implementation=name, **given), q, k, v, grad
+        )
         for name in ("blocked", "xla")
     )
     assert_close(found, wanted)
@@ -106,22 +120,32 @@ HIDING: dict[str, dict[str, Any]] = {
     **{name: CASES[name] for name in ("causal_window_segments", "of_keys", "of_pairs")},
     "lengths": {"lengths": jnp.array([40, 270]), "mask": CASES["of_keys"]["mask"]},
     "nothing_seen": {
-        "mask": jnp.asarray(RNG.random((B, N, T, T)) < 0.5).at[:, :, :7, 7:].set(True).at[:, :, :7, :7].set(False)
+        "mask": jnp.asarray(RNG.random((B, N, T, T)) < 0.5)
+        .at[:, :, :7, 7:]
+        .set(True)
+        .at[:, :, :7, :7]
+        .set(False)
     },
 }
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", HIDING)
-def test_what_the_kernel_is_given_hides_the_same(name: str, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_kernel_is_given_hides_the_same(
+    name: str, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With JAX's own attention in the place of cuDNN's, which takes the same arguments."""
     q, k, v, grad = inputs()
     given: dict[str, Any] = {**HIDING[name], "causal": causal or "window" in HIDING[name]}
     true = _attention._jax_attention
     monkeypatch.setattr(_attention, "_jax_attention", lambda pattern, _: true(pattern, "xla"))
     monkeypatch.setattr(_attention, "_cudnn_refusal", lambda *_: None)
-    found = values_and_gradients(functools.partial(attention, implementation="cudnn", **given), q, k, v, grad)
-    assert_close(found, values_and_gradients(lambda *x: reference(*x, hidden_by(**given)), q, k, v, grad))
+    found = values_and_gradients(
+        functools.partial(attention, implementation="cudnn", **given), q, k, v, grad
+    )
+    assert_close(
+        found, values_and_gradients(lambda *x: reference(*x, hidden_by(**given)), q, k, v, grad)
+    )
 
 
 @pytest.mark.parametrize("name", ["of_keys", "causal_window_segments"])
@@ -130,7 +154,9 @@ def test_the_kernel_is_for_masks_whose_gradient_it_does_not_compute(name: str) -
     q, k, v, _ = (x.astype(jnp.bfloat16) for x in inputs())
     is_new = jax.__version_info__ >= (0, 11, 1)
     reason = (
-        "but got: (?!there is)" if is_new else "mask or segment_ids, whose gradient it would compute before JAX 0.11.1"
+        "but got: (?!there is)"
+        if is_new
+        else "mask or segment_ids, whose gradient it would compute before JAX 0.11.1"
     )
     with pytest.raises(LayerError, match=reason):
         attention(q, k, v, implementation="cudnn", **CASES[name])
@@ -142,7 +168,9 @@ def test_dropout_is_the_same_in_the_backward() -> None:
     q, k, v, grad = inputs()
     drop = functools.partial(attention, causal=True, dropout_rate=rate, key=key)
     eye = jnp.broadcast_to(jnp.eye(T).reshape(1, T, 1, T), (B, T, N, T))
-    wide = [jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, T - D))) for x in (q, jnp.repeat(k, N // K, axis=2))]
+    wide = [
+        jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, T - D))) for x in (q, jnp.repeat(k, N // K, axis=2))
+    ]
     hidden = hidden_by(causal=True)
     keep = jnp.swapaxes(drop(*wide, eye, scale=D**-0.5) != 0, 1, 2) / (1 - rate)
     share = float(jnp.mean(keep > 0, where=~hidden))
@@ -210,26 +238,49 @@ def test_the_log_says_what_was_chosen_and_why(caplog: pytest.LogCaptureFixture) 
     with caplog.at_level(logging.INFO, "jaxpipe"):
         attention(q, k, v)
     (record,) = caplog.records
-    assert record.getMessage().endswith("blocked, because the devices are of platform 'cpu', not NVIDIA GPUs")
+    assert record.getMessage().endswith(
+        "blocked, because the devices are of platform 'cpu', not NVIDIA GPUs"
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "match"),
     [
         ({"q": jnp.ones((B, T, N * D))}, r"q must be \[B, T, N, D\].*q float32\[2, 300, 32\]"),
-        ({"k": jnp.ones((B, T, 3, D)), "v": jnp.ones((B, T, 3, D))}, "divide those of queries.*3, 8"),
+        (
+            {"k": jnp.ones((B, T, 3, D)), "v": jnp.ones((B, T, 3, D))},
+            "divide those of queries.*3, 8",
+        ),
         ({"v": jnp.ones((B, T, K, D + 1))}, r"but got .*v float32\[2, 300, 2, 9\]"),
-        ({"q": jnp.ones((B, T, N, D), jnp.bfloat16)}, "one floating-point dtype, but got q bfloat16"),
-        ({"mask": jnp.ones((B, T), bool)}, r"mask must hold .*\[2, 4, 300, 300\], but got bool\[2, 300\]"),
+        (
+            {"q": jnp.ones((B, T, N, D), jnp.bfloat16)},
+            "one floating-point dtype, but got q bfloat16",
+        ),
+        (
+            {"mask": jnp.ones((B, T), bool)},
+            r"mask must hold .*\[2, 4, 300, 300\], but got bool\[2, 300\]",
+        ),
         ({"mask": jnp.ones((B, 1, 1, T), int)}, r"booleans or floats .* but got int"),
-        ({"lengths": jnp.ones((B, 1), int)}, r"lengths must hold integers of shape \[2\], but got int32\[2, 1\]"),
-        ({"segment_ids": jnp.ones((B, T))}, r"segment_ids of queries must hold integers of shape \[2, 300\], but"),
+        (
+            {"lengths": jnp.ones((B, 1), int)},
+            r"lengths must hold integers of shape \[2\], but got int32\[2, 1\]",
+        ),
+        (
+            {"segment_ids": jnp.ones((B, T))},
+            r"segment_ids of queries must hold integers of shape \[2, 300\], but",
+        ),
         ({"dropout_rate": 0.1}, "dropout_rate=0.1 and key=None. Pass key="),
         ({"dropout_rate": 1.0, "key": jax.random.key(0)}, r"in \[0, 1\).*dropout_rate=1.0"),
         ({"window": 0}, "window must be an integer >= 1 or None, but got window=0"),
         ({"implementation": "flash"}, "one of auto, blocked, cudnn, xla, but got 'flash'"),
-        ({"implementation": "cudnn"}, "the dtype is float32, and its kernels take float16 and bfloat16"),
-        ({"implementation": "xla", "dropout_rate": 0.1, "key": jax.random.key(0)}, "without dropout, but got .*=0.1"),
+        (
+            {"implementation": "cudnn"},
+            "the dtype is float32, and its kernels take float16 and bfloat16",
+        ),
+        (
+            {"implementation": "xla", "dropout_rate": 0.1, "key": jax.random.key(0)},
+            "without dropout, but got .*=0.1",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(change: dict[str, Any], match: str) -> None:

@@ -43,7 +43,11 @@ def test_the_manuals_arguments_come_first_in_its_order() -> None:
 
 def test_what_is_not_given_has_a_default() -> None:
     config = DeepSpeedTransformerConfig(**SIZES)
-    assert (config.intermediate_size, config.initializer_range, config.attn_dropout_ratio) == (48, 0.02, 0.0)
+    assert (config.intermediate_size, config.initializer_range, config.attn_dropout_ratio) == (
+        48,
+        0.02,
+        0.0,
+    )
     assert config == DeepSpeedTransformerConfig(**SIZES, intermediate_size=0)
     assert config.output_range == pytest.approx(0.01)
     assert hash(config) == hash(dataclasses.replace(config))
@@ -52,7 +56,9 @@ def test_what_is_not_given_has_a_default() -> None:
 def test_files_and_dictionaries(tmp_path: Path) -> None:
     path = tmp_path / "layer.json"
     path.write_text(json.dumps({**SIZES, "seed": 4}))
-    assert DeepSpeedTransformerConfig.from_json_file(path) == DeepSpeedTransformerConfig(**SIZES, seed=4)
+    assert DeepSpeedTransformerConfig.from_json_file(path) == DeepSpeedTransformerConfig(
+        **SIZES, seed=4
+    )
     with pytest.raises(ConfigError, match="hiden_size is not a field .* Did you mean hidden_size"):
         DeepSpeedTransformerConfig.from_dict({"hiden_size": 3})
 
@@ -66,16 +72,28 @@ def test_files_and_dictionaries(tmp_path: Path) -> None:
         ({"heads": 1.5}, "heads must be an integer, but got heads=1.5"),
         ({"seed": True}, "seed must be an integer, but got seed=True"),
         ({"num_hidden_layers": -1}, "given beside adjust_init_range, but got num_hidden_layers=-1"),
-        ({"attn_dropout_ratio": 1}, "less than 1, or negative for none, but got attn_dropout_ratio=1"),
+        (
+            {"attn_dropout_ratio": 1},
+            "less than 1, or negative for none, but got attn_dropout_ratio=1",
+        ),
         ({"hidden_dropout_ratio": "0.1"}, "a number, but got hidden_dropout_ratio='0.1'"),
         ({"batch_size": 0}, ">= 1, or -1 for any number, but got batch_size=0"),
         ({"max_seq_length": -3}, "but got max_seq_length=-3"),
         ({"fp16": 1}, "True or False, but got fp16=1"),
-        ({"fp16": True, "dtype": "bfloat16"}, "float16 or None beside fp16=True, but got dtype='bfloat16'"),
+        (
+            {"fp16": True, "dtype": "bfloat16"},
+            "float16 or None beside fp16=True, but got dtype='bfloat16'",
+        ),
         ({"dtype": "int32"}, "a floating-point dtype or None, but got dtype='int32'"),
         ({"attention": "flash"}, "one of auto, blocked, cudnn, xla, but got attention='flash'"),
-        ({"attention": "cudnn", "attn_dropout_ratio": 0.1}, "0 beside attention='cudnn', which cannot drop"),
-        ({"activation": "gelu"}, "activation must be a function of an array, but got activation='gelu'"),
+        (
+            {"attention": "cudnn", "attn_dropout_ratio": 0.1},
+            "0 beside attention='cudnn', which cannot drop",
+        ),
+        (
+            {"activation": "gelu"},
+            "activation must be a function of an array, but got activation='gelu'",
+        ),
         ({"recompute": "some"}, "or a jax.checkpoint policy, but got recompute='some'"),
     ],
 )
@@ -84,7 +102,9 @@ def test_what_does_not_fit_is_refused(given: dict[str, Any], match: str) -> None
         DeepSpeedTransformerConfig(**{**SIZES, **given})
 
 
-def test_stochastic_mode_is_refused_where_determinism_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stochastic_mode_is_refused_where_determinism_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=true")
     with pytest.raises(ConfigError, match="False where XLA_FLAGS asks for deterministic"):
         DeepSpeedTransformerConfig(**SIZES, stochastic_mode=True)

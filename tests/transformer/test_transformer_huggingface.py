@@ -1,4 +1,7 @@
-"""The transformer layer against Hugging Face's BERT layer with the same weights; needs torch and transformers."""
+"""The transformer layer against Hugging Face's BERT layer with the same weights.
+
+Needs torch and transformers.
+"""
 
 import functools
 from typing import Any
@@ -18,7 +21,10 @@ B, T, H, N = 2, 9, 32, 4
 
 
 def bert_layer() -> Any:
-    """A layer with random weights, biases and norms too, and these in the order of DeepSpeed's tests."""
+    """A layer with random weights, biases and norms too.
+
+    They come in the order of DeepSpeed's tests.
+    """
     from transformers.models.bert.modeling_bert import BertLayer
 
     sizes = {"hidden_size": H, "num_attention_heads": N, "intermediate_size": 4 * H}
@@ -63,8 +69,12 @@ def test_outputs_and_gradients_of_bert() -> None:
     grads, of_input = pullback(jnp.asarray(grad))
     np.testing.assert_allclose(of_input, numpy_of(given.grad), rtol=1e-4, atol=1e-4)
     # Their gradients go the way their weights went.
-    their_grads = [[numpy_of(getattr(each, name).grad) for each in parts] for name in ("weight", "bias")]
-    wanted_grads = DeepSpeedTransformerLayer(config, *their_grads).init(jax.random.key(0), jnp.asarray(x))
+    their_grads = [
+        [numpy_of(getattr(each, name).grad) for each in parts] for name in ("weight", "bias")
+    ]
+    wanted_grads = DeepSpeedTransformerLayer(config, *their_grads).init(
+        jax.random.key(0), jnp.asarray(x)
+    )
     for name, value in wanted_grads["params"].items():
         scale = max(float(jnp.abs(value.value).max()), 1e-3)
         error = float(jnp.abs(grads["params"][name].value - value.value).max()) / scale

@@ -1,4 +1,7 @@
-"""Transformer layers in a pipeline against the same layers on one device: dropout, masks, lengths, recompute."""
+"""Transformer layers in a pipeline against the same layers on one device.
+
+Dropout, masks, lengths, recompute.
+"""
 
 import functools
 import warnings
@@ -64,7 +67,9 @@ class Case:
     def module(self, stages: int = 1, data: int = 1, model: int = 1) -> PipelineModule:
         topology = PipeModelDataParallelTopology(num_pp=stages, num_mp=model, num_dp=data)
         layers = [LayerSpec(DeepSpeedTransformerLayer, self.config()) for _ in range(LAYERS)]
-        return PipelineModule(layers, topology=topology, loss_fn=lambda y, t: jnp.mean((y - t) ** 2))
+        return PipelineModule(
+            layers, topology=topology, loss_fn=lambda y, t: jnp.mean((y - t) ** 2)
+        )
 
     def batch(self) -> tuple[Any, Any, dict[str, Any]]:
         rng = np.random.default_rng(0)
@@ -72,7 +77,13 @@ class Case:
         inputs, labels = rng.normal(size=(2, *shape, T, H)).astype(np.float32)
         lengths = rng.integers(1, T + 1, shape, np.int32)
         mask = np.arange(T) < lengths[..., None]
-        return inputs, labels, {"lengths": {"lengths": lengths}, "mask": {"attention_mask": mask}}.get(self.hidden, {})
+        return (
+            inputs,
+            labels,
+            {"lengths": {"lengths": lengths}, "mask": {"attention_mask": mask}}.get(
+                self.hidden, {}
+            ),
+        )
 
 
 @functools.cache
@@ -80,7 +91,9 @@ def wanted(pre: bool, hidden: str, switches: str, dropout: bool, data: int) -> t
     """Loss and gradients of one device; what is recomputed changes neither."""
     case = Case(pre, hidden, "xla" if switches == "xla" else "none", dropout, data=data)
     module, (inputs, labels, side) = case.module(), case.batch()
-    params = module.init(jax.random.key(module.base_seed), inputs[0, :SAMPLES], side=part(side, 0, 0))
+    params = module.init(
+        jax.random.key(module.base_seed), inputs[0, :SAMPLES], side=part(side, 0, 0)
+    )
 
     @jax.jit
     @jax.value_and_grad
@@ -91,8 +104,13 @@ def wanted(pre: bool, hidden: str, switches: str, dropout: bool, data: int) -> t
     for m in range(MICROBATCHES):
         for r in range(data):
             key = microbatch_key(jax.random.key(1234), 0, m, r)
-            found.append(gradient(params, part(inputs, m, r), part(labels, m, r), part(side, m, r), key))
-    return jax.tree.map(lambda *xs: np.mean(np.asarray(xs, np.float64), 0).astype(np.float32), *jax.device_get(found))
+            found.append(
+                gradient(params, part(inputs, m, r), part(labels, m, r), part(side, m, r), key)
+            )
+    return jax.tree.map(
+        lambda *xs: np.mean(np.asarray(xs, np.float64), 0).astype(np.float32),
+        *jax.device_get(found),
+    )
 
 
 def part(tree: Any, microbatch: int, replica: int) -> Any:
@@ -129,7 +147,10 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 
 
 def is_valid(chosen: dict[str, Any]) -> bool:
-    can_interleave = chosen.get("schedule") != "interleaved" or chosen.get("layout", (1,))[0] in (1, 2)
+    can_interleave = chosen.get("schedule") != "interleaved" or chosen.get("layout", (1,))[0] in (
+        1,
+        2,
+    )
     return can_interleave and not (chosen.get("switches") == "xla" and chosen.get("dropout"))
 
 
@@ -161,7 +182,9 @@ def test_a_pipeline_is_one_device(case: Case) -> None:
 
 def kept(**given: Any) -> int:
     """Bytes that a stage of one layer keeps of a microbatch."""
-    config = DeepSpeedTransformerConfig(hidden_size=32, heads=2, num_hidden_layers=2, causal=True, **given)
+    config = DeepSpeedTransformerConfig(
+        hidden_size=32, heads=2, num_hidden_layers=2, causal=True, **given
+    )
     layers = [LayerSpec(DeepSpeedTransformerLayer, config) for _ in range(2)]
     topology = PipeModelDataParallelTopology(num_pp=2, num_mp=1, num_dp=1)
     module = PipelineModule(layers, topology=topology, loss_fn=lambda y, t: jnp.mean((y - t) ** 2))
@@ -170,12 +193,17 @@ def kept(**given: Any) -> int:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "No effect: (gelu|normalize)")
         pipeline = Pipeline(module, optax.identity(), mesh, (x, x), 2, make_settings())
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pipeline._stages.residuals))
+    return sum(
+        leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pipeline._stages.residuals)
+    )
 
 
 @pytest.mark.slow
 def test_what_a_stage_keeps_of_a_layer() -> None:
-    """In activations: its input, q, k and v, the context, the sum after it, four of the feed-forward part; or less."""
+    """In activations.
+
+    Its input, q, k and v, the context, the sum after it, four of the feed-forward part; or less.
+    """
     unit = 2 * 512 * 32 * 4
     plain = kept()
     assert plain / unit == pytest.approx(10, abs=0.2)
@@ -194,4 +222,6 @@ def test_a_mesh_without_the_axis_model_divides_no_heads() -> None:
     x = jax.ShapeDtypeStruct((2 * SAMPLES, T, H), jnp.float32)
     mesh = make_pipeline_mesh(module.topology())
     pipeline = Pipeline(module, optax.identity(), mesh, (x, x), 2, make_settings(zero_stage=3))
-    assert "model" not in str(jax.tree.map(lambda leaf: leaf.sharding.spec, pipeline.state_struct.params))
+    assert "model" not in str(
+        jax.tree.map(lambda leaf: leaf.sharding.spec, pipeline.state_struct.params)
+    )

@@ -9,7 +9,17 @@ import pytest
 
 from jaxpipe.errors import CheckpointError
 from jaxpipe.layers import flatten_dict, unflatten_dict
-from jaxpipe.weights import Rename, conv1d, linear, merge, rename, rename_back, split, stack, transpose
+from jaxpipe.weights import (
+    Rename,
+    conv1d,
+    linear,
+    merge,
+    rename,
+    rename_back,
+    split,
+    stack,
+    transpose,
+)
 
 RENAMES = (
     Rename(("wte.weight", "lm_head.weight"), "tied/io/embedding"),
@@ -22,7 +32,11 @@ RENAMES = (
     Rename("h.{i}.attn.o.weight", "{i+1}/out/kernel", linear(num_in=2)),
     Rename("h.{i}.attn.o.bias", "{i+1}/out/bias"),
     Rename("h.{i}.experts.{e}.up.weight", "{i+1}/experts/kernel", stack(transpose)),
-    Rename("h.{i}.experts.{e}.both.weight", ("{i+1}/experts/a", "{i+1}/experts/b"), stack(split(0, transpose))),
+    Rename(
+        "h.{i}.experts.{e}.both.weight",
+        ("{i+1}/experts/a", "{i+1}/experts/b"),
+        stack(split(0, transpose)),
+    ),
     Rename("ln_f.bias", "3/bias", merge((0, 1))),
 )
 
@@ -30,13 +44,18 @@ RENAMES = (
 def make_params() -> Any:
     rng = np.random.default_rng(0)
     block = {
-        **{f"{name}/kernel": (6, heads, 4) for name, heads in (("query", 3), ("key", 2), ("value", 2))},
+        **{
+            f"{name}/kernel": (6, heads, 4)
+            for name, heads in (("query", 3), ("key", 2), ("value", 2))
+        },
         **{"out/kernel": (3, 4, 6), "out/bias": (6,)},
         **{"experts/kernel": (2, 6, 5), "experts/a": (2, 6, 3), "experts/b": (2, 6, 2)},
     }
     shapes = {f"layers/{i}_Block/{name}": shape for i in (1, 2) for name, shape in block.items()}
     shapes |= {"tied/io/embedding": (11, 6), "layers/3_Norm/bias": (2, 3)}
-    return unflatten_dict({tuple(k.split("/")): rng.normal(size=s).astype(np.float32) for k, s in shapes.items()})
+    return unflatten_dict(
+        {tuple(k.split("/")): rng.normal(size=s).astype(np.float32) for k, s in shapes.items()}
+    )
 
 
 def test_there_and_back() -> None:
@@ -52,7 +71,9 @@ def test_there_and_back() -> None:
         "ln_f.bias": (6,),
     }
     block = params["layers"]["2_Block"]
-    joined = np.concatenate([block[name]["kernel"].reshape(6, -1) for name in ("query", "key", "value")], 1)
+    joined = np.concatenate(
+        [block[name]["kernel"].reshape(6, -1) for name in ("query", "key", "value")], 1
+    )
     assert (theirs["h.1.attn.c_attn.weight"] == joined).all()
     assert (theirs["h.1.attn.o.weight"] == block["out"]["kernel"].reshape(12, 6).T).all()
     assert (theirs["h.1.experts.1.up.weight"] == block["experts"]["kernel"][1].T).all()
@@ -77,7 +98,10 @@ def test_every_slice_is_that_of_the_whole(transform: Any, shapes: list[tuple[int
     theirs = [transform.write(number, leaves) for number in range(transform.count(shapes))]
     assert {each.shape for each in theirs} == {transform.their_shape(shapes)}
     for which, leaf in enumerate(leaves):
-        ranges = [[slice(a, b) for a in range(size) for b in range(a + 1, size + 1)] for size in leaf.shape]
+        ranges = [
+            [slice(a, b) for a in range(size) for b in range(a + 1, size + 1)]
+            for size in leaf.shape
+        ]
         for at in itertools.product(*ranges):
             assert (transform.read(theirs, shapes, which, at) == leaf[at]).all(), at
 
@@ -121,9 +145,13 @@ def test_thousands_of_other_names_are_told_at_once() -> None:
     table = [Rename("a.model.layers.{i}.weight", "{i}/kernel")]
     theirs = {f"b.model.layers.{i}.weights": np.zeros((1, 1)) for i in range(1500)}
     began = time.process_time()
-    with pytest.raises(CheckpointError, match=r"missing: a\.model\.layers\.0\.weight \(nearest: .*and 1488 more"):
+    with pytest.raises(
+        CheckpointError, match=r"missing: a\.model\.layers\.0\.weight \(nearest: .*and 1488 more"
+    ):
         rename(theirs, table, like)
-    with pytest.raises(CheckpointError, match=r"must name every leaf of the model, but got leaves.* and 1488 more"):
+    with pytest.raises(
+        CheckpointError, match=r"must name every leaf of the model, but got leaves.* and 1488 more"
+    ):
         rename(theirs, [Rename("b.{i}.weight", "{i}/kernels")], like)
     assert time.process_time() - began < 20
 
