@@ -75,7 +75,7 @@ from jaxpipe.topology import FSDP, adopt_mesh, mesh_shape
 from ._hyperparams import Hyperparams
 from ._program import Compiled, Program, ProgramOfBatch, on_each_device
 from ._traced import trace_model
-from ._validate import check_batch, check_jit, check_params, check_sharded
+from ._validate import check_batch, check_jit, check_params
 
 _BatchLike = Sequence[PyTree]  # a `Batch`, or a tuple (inputs, labels) or (inputs, labels, side)
 
@@ -213,9 +213,7 @@ class Pipeline:
             # With ZeRO 2 and 3 `data` is one long by now, unless the mesh came with an axis `fsdp`:
             # then ZeRO-1 goes over `data` besides.
             num_shards = shape["data"] if config.zero_optimization.stage else 1
-            self._sharding, self._updater = _division(
-                optimizer, self.trace, self._params, num_shards, shape
-            )
+            self._sharding, self._updater = _division(optimizer, self._params, num_shards, shape)
             train, evaluate = _loops(self._stages, plan)
             self._programs = DevicePrograms(
                 self._stages,
@@ -667,13 +665,11 @@ def _computing(
 
 def _division(
     optimizer: optax.GradientTransformation,
-    trace: ModelTrace,
     params: ModelParams,
     num_shards: int,
     shape: Mapping[str, int],
 ) -> tuple[ZeroSharding, Updater]:
     """How the state is divided over a mesh, and what updates a device's share of it."""
-    check_sharded(optimizer, trace, params)
     sharding = zero_sharding(params, optimizer, num_shards, shape)
     return sharding, Updater(params, sharding.trained, optimizer)
 

@@ -8,13 +8,13 @@ from jax.sharding import Mesh
 
 from jaxpipe._typing import PyTree
 from jaxpipe.config import TrainConfig
-from jaxpipe.errors import LayerError
+from jaxpipe.errors import ConfigError, LayerError
 from jaxpipe.layers import PipelineModule, check_split_loss, split_vocabulary, struct_of
 from jaxpipe.planner import Traced, choose_split
 from jaxpipe.state import check_collections
 from jaxpipe.topology import num_batch_shards, with_fsdp_axis
 
-from ._validate import check_mesh, entry_struct
+from ._validate import check_mesh, check_sharded, entry_struct
 
 
 def trace_model(
@@ -36,6 +36,7 @@ def trace_model(
         DataError: A leaf of the example is of another length than the replicas divide.
         LayerError: Layers do not fit together, cannot be traced or split, or keep what gradients
             replace.
+        ConfigError: The optimiser must see whole arrays of which each stage holds a slice.
     """
     # As it was given: what ZeRO 2 and 3 make of the axes next is in no topology of the user's.
     check_mesh(module, mesh)
@@ -53,6 +54,7 @@ def trace_model(
     def traced(module: PipelineModule) -> Traced:
         trace = module.trace(microbatch.inputs, microbatch.side, mesh.abstract_mesh)
         check_collections(module.layers, trace)
+        check_sharded(optimizer, trace, module.num_stages)
         return Traced(module, mesh, trace, entry, microbatch, config)
 
     wanted = config.pipeline.split_vocabulary
@@ -85,7 +87,7 @@ def _split_if_shorter(
             (*logits.shape[:-1], logits.shape[-1] // whole.module.num_stages), logits.dtype
         )
         split.trace.on_mesh(lambda: check_split_loss(split.module, local, logits, labels))
-    except LayerError as error:
+    except (LayerError, ConfigError) as error:
         return whole.with_split(False, f"The vocabulary is not split over the stages: {error}")
     choice = choose_split(whole, split, num_microbatches, optimizer)
     if choice is None:

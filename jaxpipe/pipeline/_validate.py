@@ -25,7 +25,7 @@ from jaxpipe.layers import (
     unflatten_dict,
 )
 from jaxpipe.optim import is_elementwise
-from jaxpipe.state import ModelParams
+from jaxpipe.state import slice_struct
 from jaxpipe.topology import mesh_shape, mesh_topology
 
 _LISTS = " A list of numbers is a tree of scalars: make an array of it with numpy.asarray."
@@ -192,21 +192,16 @@ def check_mesh(module: PipelineModule, mesh: Mesh) -> None:
 
 
 def check_sharded(
-    optimizer: optax.GradientTransformation, trace: ModelTrace, params: ModelParams
+    optimizer: optax.GradientTransformation, trace: ModelTrace, num_stages: int
 ) -> None:
     """Refuse an optimiser that must see whole arrays, where each stage holds a slice.
 
     Its update of a sliced parameter must be element by element.
     """
-    shapes, dims = flatten_dict(trace.tree()), params.stage_dims
-    trees = [
-        {
-            path: jax.ShapeDtypeStruct(each[path].shape, leaf.dtype)
-            for path, leaf in params.trained.items()
-            if path in dims
-        }
-        for each in (shapes, params.struct)
-    ]
+    shapes, dims = flatten_dict(trace.tree()), trace.split_dims() if num_stages > 1 else {}
+    whole = {path: shapes[path] for path in dims if path not in trace.frozen}
+    slices = {path: slice_struct(leaf, dims[path], num_stages) for path, leaf in whole.items()}
+    trees = whole, slices
 
     def fits(paths: Sequence[Path]) -> bool:
         return is_elementwise(

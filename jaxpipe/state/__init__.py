@@ -44,5 +44,6 @@ from ._tied import sum_tied as sum_tied
 from ._update import Updater as Updater
 from ._vocab_layers import VocabLayers as VocabLayers
 from ._vocab_layers import find_vocab_layers as find_vocab_layers
+from ._vocab_layers import slice_struct as slice_struct
 from ._zero import ZeroSharding as ZeroSharding
 from ._zero import zero_sharding as zero_sharding

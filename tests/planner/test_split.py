@@ -41,10 +41,12 @@ def tokens(rows: int = ROWS) -> np.ndarray:
     return np.random.default_rng(0).integers(0, rows, (2, 16)).astype(np.int32)
 
 
-def built(module: PipelineModule, **section: Any) -> jaxpipe.Pipeline:
+def built(module: PipelineModule, optimizer: Any = None, **section: Any) -> jaxpipe.Pipeline:
     mesh = jaxpipe.mesh_for(module, jax.devices()[: module.num_stages])
     config = {**SIZES, "pipeline": section}
-    return jaxpipe.make_pipeline(module, optax.adamw(1e-2), config, mesh, (tokens(), tokens()))
+    return jaxpipe.make_pipeline(
+        module, optimizer or optax.adamw(1e-2), config, mesh, (tokens(), tokens())
+    )
 
 
 @pytest.mark.parametrize(
@@ -99,6 +101,12 @@ def test_what_cannot_be_split_stays_whole(module: PipelineModule, note: str) -> 
     said = [line for line in pipeline.plan.notes if "not split over the stages" in line]
     assert len(said) == 1
     assert re.search(note, said[0])
+
+
+def test_an_optimiser_that_looks_at_whole_tables_keeps_them_whole() -> None:
+    pipeline = built(model(), optax.lamb(1e-2))
+    assert not pipeline.ends.layers
+    assert "one that looks at more of layers/0_Embed/embedding" in "".join(pipeline.plan.notes)
 
 
 def test_what_takes_longer_split_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
