@@ -31,6 +31,7 @@ from ._memory import (
     layout_bytes,
     optimizer_share,
     ring_bytes,
+    stacked_bytes,
     working_bytes,
 )
 from ._plan import plan_cut
@@ -213,14 +214,16 @@ class Candidate:
         num_chunks = program.num_chunks
         trunk_names = set(params.trunk_names)
         struct, spec = params.at_rest.struct().stacked, params.at_rest.spec().stacked
-        trunk_params = sum(
-            math.prod(_shard(mesh, spec[name], struct[name].shape))
-            for name in struct
-            if name in trunk_names
-        )
+        sizes = {name: math.prod(_shard(mesh, spec[name], struct[name].shape)) for name in struct}
+        trunk_params = sum(size for name, size in sizes.items() if name in trunk_names)
         itemsize = max((struct[name].dtype.itemsize for name in struct), default=4)
         # A gradient is read, and a sum of float32 read and written.
         sums_s = bytes_s(hardware, (itemsize + 4 + 4) * trunk_params / num_chunks)
+        # Off the trunk a sum is read and written; zeros, and mostly gradients, are never in memory.
+        packed = layout_bytes(params.grad_layout, mesh) - stacked_bytes(params.grad_layout, mesh)
+        off_trunk_s = bytes_s(hardware, 2 * packed)
+        has_first = any(cut.prologue for cut in self._cuts)
+        has_last = any(cut.epilogue for cut in self._cuts)
         found: list[PartTime] = []
         loss = self._job.costs.loss
         for cut in self._cuts:
@@ -230,13 +233,6 @@ class Candidate:
             ring_s = bytes_s(hardware, 2 * self._ring(cut.trunk))
             pending_s = bytes_s(hardware, 2 * sum(x.pending_bytes for x in trunk))
             has_loss = cut is self._cuts[-1] and not self._vocab.last
-            first_sums_s, last_sums_s = (
-                bytes_s(
-                    hardware,
-                    (itemsize + 4 + 4) * sum(self._trace.num_own_params()[i] for i in some),
-                )
-                for some in (cut.prologue, cut.epilogue)
-            )
             found.append(
                 PartTime(
                     forward=sum(x.forward_s for x in trunk) + ring_s,
@@ -244,8 +240,11 @@ class Candidate:
                     input=sum(x.input_s for x in trunk) + pending_s,
                     weight=sum(x.weight_s for x in trunk) + sums_s,
                     first=sum(x.forward_s for x in first),
-                    first_backward=sum(x.backward_s for x in first) + first_sums_s,
-                    last=sum(x.both_s for x in last) + has_loss * loss.both_s + last_sums_s,
+                    first_backward=sum(x.backward_s for x in first),
+                    last=sum(x.both_s for x in last) + has_loss * loss.both_s,
+                    ring=ring_s,
+                    first_sums=has_first * off_trunk_s,
+                    last_sums=has_last * off_trunk_s,
                 )
             )
         return found

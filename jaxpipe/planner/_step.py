@@ -58,6 +58,10 @@ class PartTime:
         first: Forward of the layers before the trunk.
         first_backward: Their backward.
         last: Layers after the trunk and the loss, forward and backward.
+        ring: What a forward writes to rings.
+        first_sums: Adding to the sums of all parameters off the trunk in a backward, as every
+            stage does.
+        last_sums: The same after a loss.
     """
 
     forward: float
@@ -67,6 +71,9 @@ class PartTime:
     first: float
     first_backward: float
     last: float
+    ring: float = 0.0
+    first_sums: float = 0.0
+    last_sums: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -169,6 +176,8 @@ class _Actions:
             useful += forward.forward + forward.first + forward.last + gather
         elif self.run.forward is not None and self.run.forward.idle is Idle.MASK:
             idle += any_part.forward + gather
+        elif self.run.forward is not None and self.run.forward.idle is Idle.BRANCH:
+            idle += any_part.ring  # zeros, filled in and copied to a slot that nothing uses
         if backward is not None:
             is_split = tables.pending_write[stage][tick] >= 0
             useful += (
@@ -180,6 +189,12 @@ class _Actions:
             idle += any_part.backward + gather
         if weight is not None:
             useful += weight.weight
+        # Stages that have no such gradients add zeros.
+        plan = self.run.backward
+        if plan is not None and (backward is not None or plan.idle is not Idle.LOOP):
+            idle += any_part.first_sums
+        if self.run.loss is not None:
+            idle += any_part.last_sums
         if tables.loss_microbatch[stage][tick] >= 0:
             useful += self.wire.ends_work
         return useful, idle

@@ -23,8 +23,8 @@ class IdlePolicy:
         skips: Idle actions are branched around; otherwise they compute, and their result is
             dropped.
         loops: Where idle actions are skipped in training, by loops of one round or none in place of
-            branches; backwards and weight gradients that are idle in a quarter of a run or more are
-            so in any case.
+            branches; backwards and weight gradients that are idle in more than a quarter of a run
+            are so in any case.
         masks_ends: Idle actions compute in a first and a last tick that are runs of their own and
             have actions of one kind alone, also where others are skipped. What a branch reads must
             be there before it. It costs no time: while some stages act the others would wait for
