@@ -232,10 +232,11 @@ def check_split_loss(module: Any, local: PyTree, whole: PyTree, labels: PyTree) 
         )
     except Exception as error:
         cause = error.__cause__ or error  # `loss_terms` has words of its own around it
+        text = f"{type(cause).__name__}: {cause}".rstrip(".")
         raise LayerError(
             "loss_fn must leave logits that are split over the stages to "
             "jaxpipe.losses.cross_entropy or vocab_cross_entropy, but got "
             f"{getattr(module.loss_fn, '__name__', module.loss_fn)!r}, which failed on them with "
-            f"{type(cause).__name__}: {cause}. Call one of these in loss_fn, without jax.jit "
-            "around it, or leave the head whole (pipeline.split_vocabulary=false, or no VocabHead)."
+            f"{text}. Call one of these in loss_fn, without jax.jit around it, or "
+            "leave the head whole (pipeline.split_vocabulary=false, or no VocabHead)."
         ) from error

@@ -189,15 +189,23 @@ class _Actions:
             idle += any_part.backward + gather
         if weight is not None:
             useful += weight.weight
-        # Stages that have no such gradients add zeros.
-        plan = self.run.backward
-        if plan is not None and (backward is not None or plan.idle is not Idle.LOOP):
-            idle += any_part.first_sums
-        if self.run.loss is not None:
-            idle += any_part.last_sums
+        for has_action, sums_s in self._sums(any_part, forward, backward):
+            useful += has_action * sums_s
+            idle += (not has_action) * sums_s
         if tables.loss_microbatch[stage][tick] >= 0:
             useful += self.wire.ends_work
         return useful, idle
+
+    def _sums(
+        self, part: PartTime, forward: PartTime | None, backward: PartTime | None
+    ) -> list[tuple[bool, float]]:
+        """Seconds of each addition to the sums off the trunk; False before those of zeros."""
+        plan, found = self.run.backward, list[tuple[bool, float]]()
+        if plan is not None and (backward is not None or plan.idle is not Idle.LOOP):
+            found.append((backward is not None, part.first_sums))
+        if self.run.loss is not None:
+            found.append((forward is not None, part.last_sums))
+        return found
 
     def _part(self, stage: int, chunk: int) -> PartTime | None:
         return None if chunk < 0 else self.parts[self.program.placement.virtual[stage][chunk]]
