@@ -13,9 +13,11 @@ import flax.linen as nn
 import jax
 from flax import nnx
 from flax.core import meta
+from flax.linen import dtypes as linen_dtypes
+from flax.nnx.nn import dtypes as nnx_dtypes
 
 from jaxpipe._typing import PyTree
-from jaxpipe.errors import LayerError
+from jaxpipe.errors import LayerError, shown
 from jaxpipe.losses import SplitLogits
 
 from ._build import NamedLayer
@@ -89,9 +91,13 @@ def split_layers(layers: Sequence[NamedLayer]) -> tuple[tuple[NamedLayer, ...], 
         LayerError: One of the two is of another form.
     """
     first, last = layers[0], layers[-1]
-    embed, size = _split_embed(first)
+    for named in layers[1:-1]:
+        if named.tied_key is not None and named.tied_key in (first.tied_key, last.tied_key):
+            wanted = "the only users of their parameters"
+            raise _refused(named, "the first and the last layer", wanted, "another use")
+    embed, size = _split_embed(first, is_head=False)
     if last.tied_key is not None and last.tied_key == first.tied_key:
-        head, num_logits = _split_embed(last)
+        head, num_logits = _split_embed(last, is_head=True)
     else:
         head, num_logits = _split_head(last)
     if size != num_logits:
@@ -108,30 +114,67 @@ def split_layers(layers: Sequence[NamedLayer]) -> tuple[tuple[NamedLayer, ...], 
     ), size
 
 
-def _split_embed(named: NamedLayer) -> tuple[Layer, int]:
+def _split_embed(named: NamedLayer, *, is_head: bool) -> tuple[Layer, int]:
     module, call = _module_of(
         named, (nn.Embed, nnx.Embed), "the first layer", "nn.Embed or nnx.Embed"
     )
     args = module.num_embeddings, module.features, module.dtype, module.param_dtype
-    split = LinenLayer(VocabEmbed(*args), _on_table(named, call))
+    split = LinenLayer(VocabEmbed(*args), _on_table(named, call, is_head=is_head))
     return _SplitLayer(named.layer, split, {"embedding": (STAGE, None)}), args[0]
 
 
-def _on_table(named: NamedLayer, call: Callable[..., Any] | None) -> Callable[..., Any] | None:
+class _Table:
+    """What a `forward_fn` of a split embedding may do with it: look up rows, and make logits."""
+
+    def __init__(self, module: VocabEmbed) -> None:
+        self._module = module
+        self.num_embeddings, self.features = module.num_embeddings, module.features
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        return self._module(tokens)
+
+    def attend(self, x: jax.Array) -> jax.Array:
+        return self._module.attend(x)
+
+
+class _Recorder:
+    """Stands in for an embedding, and tells whether logits leave as `attend` gives them."""
+
+    def __init__(self) -> None:
+        self.x, self.logits = object(), object()
+
+    def attend(self, x: object) -> object:
+        return self.logits if x is self.x else None
+
+
+def _on_table(
+    named: NamedLayer, call: Callable[..., Any] | None, *, is_head: bool
+) -> Callable[..., Any] | None:
     """A `forward_fn` of an embedding for one that is split."""
     if call is None or call in (nn.Embed.attend, nnx.Embed.attend):
         return call and VocabEmbed.attend
+    if is_head:
+        # Of a stage's slice of the logits a maximum or a mask would be another one, and a function
+        # before `attend` would get shares of the cotangent.
+        recorder = _Recorder()
+        try:
+            is_attend = call(recorder, recorder.x) is recorder.logits
+        except Exception:  # noqa: BLE001  # whatever a user's code raises of what is no array
+            is_attend = False
+        if not is_attend:
+            raise _refused(
+                named, "the last layer", "a forward_fn that returns attend(x)", shown(call)
+            )
 
     @functools.wraps(call)
-    def attend(module: VocabEmbed, *args: Any, **kwargs: Any) -> Any:
+    def function(module: VocabEmbed, *args: Any, **kwargs: Any) -> Any:
         try:
-            return call(module, *args, **kwargs)
+            return call(_Table(module), *args, **kwargs)
         except AttributeError as error:
-            raise _refused(
-                named, "the last layer", "a forward_fn that calls attend", f"{error}"
-            ) from error
+            wanted = "called as it is, or by a forward_fn that calls it"
+            raise _refused(named, "the first layer", wanted, f"{error}") from error
 
-    return attend
+    return function
 
 
 def _split_head(named: NamedLayer) -> tuple[Layer, int]:
@@ -141,10 +184,6 @@ def _split_head(named: NamedLayer) -> tuple[Layer, int]:
     module, call = _module_of(named, (nn.Dense, nnx.Linear), "the last layer", wanted)
     if call is not None:
         raise _refused(named, "the last layer", "called as it is", "a forward_fn")
-    if module.precision is not None:
-        raise _refused(
-            named, "the last layer", "of default precision", f"precision={module.precision!r}"
-        )
     size = module.features if isinstance(module, nn.Dense) else module.out_features
     split = LinenLayer(VocabHead(size, module.use_bias, module.dtype, module.param_dtype))
     return _SplitLayer(named.layer, split, {"kernel": (None, STAGE), "bias": (STAGE,)}), size
@@ -156,9 +195,25 @@ def _module_of(
     """A layer's module and the `forward_fn` of its spec."""
     layer = named.layer
     if isinstance(layer, (LinenLayer, NNXLayer)) and type(layer.module) in kinds:
+        _check_arithmetic(named, layer.module, place)
         return layer.module, layer.forward_fn
     found = "one that recomputes itself" if named.is_marked else layer.class_name
     raise _refused(named, place, wanted, found)
+
+
+def _check_arithmetic(named: NamedLayer, module: Any, place: str) -> None:
+    """Refuse a layer whose products or casts are not Flax's own: a split one has these alone."""
+    usual: dict[str, tuple[Any, ...]] = {
+        "precision": (None,),
+        "dot_general": (None, jax.lax.dot_general),
+        "dot_general_cls": (None,),
+        "preferred_element_type": (None,),
+        "promote_dtype": (linen_dtypes.promote_dtype, nnx_dtypes.promote_dtype),
+    }
+    for name, values in usual.items():
+        value = getattr(module, name, values[0])
+        if not any(value is one for one in values):
+            raise _refused(named, place, f"of default {name}", f"{name}={shown(value)}")
 
 
 def _refused(named: NamedLayer, place: str, wanted: str, found: str) -> LayerError:

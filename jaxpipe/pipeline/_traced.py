@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from jaxpipe._typing import PyTree
 from jaxpipe.config import TrainConfig
-from jaxpipe.errors import ConfigError, LayerError
+from jaxpipe.errors import ConfigError, JaxpipeError, LayerError
 from jaxpipe.layers import PipelineModule, check_split_loss, split_vocabulary, struct_of
 from jaxpipe.planner import Traced, choose_split
 from jaxpipe.state import check_collections
@@ -83,15 +83,20 @@ def _split_if_shorter(
     try:
         split = traced(split_vocabulary(whole.module))
         logits = whole.trace.boundaries[-1]
+        if not isinstance(logits, jax.ShapeDtypeStruct):
+            raise LayerError("the last layer must give logits alone, but gives more.")
         local = jax.ShapeDtypeStruct(
             (*logits.shape[:-1], logits.shape[-1] // whole.module.num_stages), logits.dtype
         )
         split.trace.on_mesh(lambda: check_split_loss(split.module, local, logits, labels))
     except (LayerError, ConfigError) as error:
         return whole.with_split(False, f"The vocabulary is not split over the stages: {error}")
-    choice = choose_split(whole, split, num_microbatches, optimizer)
-    if choice is None:
-        return whole.with_split(False)
+    if whole.config.pipeline.overlap_vocabulary is True:  # which nothing but a split one can do
+        return split.with_split(True)
+    try:
+        choice = choose_split(whole, split, num_microbatches, optimizer)
+    except JaxpipeError as error:
+        return whole.with_split(False, f"The vocabulary is not split over the stages: {error}")
     verb = "are split" if choice.pays else "are not split"
     note = (
         f"the first and last layers and the loss {verb} over the stages "

@@ -75,12 +75,12 @@ def _on_loss(
         if not epilogue
         else f"{', '.join(module.layers[i].name for i in epilogue)} and the loss"
     )
-    found = (
-        f"{what} take {share:.2f} of a tick on the last stage, for which all others wait; split "
-        "over the stages (pipeline.split_vocabulary) they would take "
-        f"{share / module.num_stages:.2f}"
-    )
-    return [found, *([split_note] if split_note else [])]
+    found = f"{what} take {share:.2f} of a tick on the last stage, for which all others wait"
+    if split_note:
+        return [found, split_note]
+    less = share / module.num_stages
+    more = f"split over the stages (pipeline.split_vocabulary) they would take {less:.2f}"
+    return [f"{found}; {more}"]
 
 
 def _warn_of_small_trunk(

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import optax
 
-from jaxpipe.errors import JaxpipeError
 from jaxpipe.layers import layer_signatures
 
 from ._calibrate import limit_of, reference_hardware
@@ -29,11 +28,11 @@ class SplitChoice:
 
 def choose_split(
     whole: Traced, split: Traced, num_microbatches: int, optimizer: optax.GradientTransformation
-) -> SplitChoice | None:
+) -> SplitChoice:
     """Compare a model with itself split, by the candidates that `"auto"` and `plan` choose from.
 
     Layers are counted for the mesh's devices by name, or an accelerator, so that a model is split
-    alike on every machine. None where one of the two cannot be had as asked.
+    alike on every machine. Raises JaxpipeError where one of the two cannot be had as asked.
     """
     section = whole.config.pipeline
     found = []
@@ -45,8 +44,5 @@ def choose_split(
         job = Job(
             module, trace, mesh, counted, num_microbatches, whole.config, optimizer, hardware, limit
         )
-        try:
-            found.append(ranked(candidates(job, Asked.of(section)))[0])
-        except JaxpipeError:  # said where the plan is made
-            return None
+        found.append(ranked(candidates(job, Asked.of(section)))[0])
     return SplitChoice(ranked(found)[0] is found[1], found[1].step_s / found[0].step_s)

@@ -101,6 +101,7 @@ def test_the_configuration_reaches_the_pipeline() -> None:
             "skip_idle": False,
             "scan_trunk": True,
             "gather_weights": "step",
+            "split_vocabulary": False,
         },
     }
     pipeline = jaxpipe.make_pipeline(module(), optax.sgd(0.1), config, None, entry())

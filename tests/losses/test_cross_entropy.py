@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from _models import ROWS
-from _stages import on_two_stages
+from _on_stages import on_two_stages
 from _tolerances import GRADIENT
 
 from jaxpipe.errors import LayerError

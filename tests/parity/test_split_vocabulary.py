@@ -14,8 +14,8 @@ import optax
 import pytest
 from _covering import slow_after
 from _models import DIM, ROWS, Block, specs, split_text
+from _on_stages import on_two_stages
 from _settings import make_settings
-from _stages import on_two_stages
 from _tolerances import GRADIENT, assert_close, assert_loss
 from flax import nnx
 
@@ -251,7 +251,7 @@ def test_tokens_outside_the_vocabulary_give_what_the_whole_table_gives(dtype: An
         ),
         (
             [table(), table(forward_fn=lambda m, x: x @ m.embedding.T)],
-            r"a forward_fn that calls attend, but got",
+            r"a forward_fn that returns attend\(x\), but got",
         ),
     ],
 )

@@ -16,7 +16,7 @@ from _models import DIM, ROWS, Block, specs
 from _tolerances import assert_close, assert_loss
 
 import jaxpipe
-from jaxpipe import LayerSpec, PipelineModule, describe_pipeline
+from jaxpipe import LayerSpec, PipelineModule, TiedLayerSpec, describe_pipeline
 from jaxpipe.forecast import HARDWARE
 from jaxpipe.layers import VocabEmbed, VocabHead
 from jaxpipe.losses import cross_entropy
@@ -101,6 +101,66 @@ def test_what_cannot_be_split_stays_whole(module: PipelineModule, note: str) -> 
     said = [line for line in pipeline.plan.notes if "not split over the stages" in line]
     assert len(said) == 1
     assert re.search(note, said[0])
+
+
+def table(**kwargs: Any) -> TiedLayerSpec:
+    return TiedLayerSpec("table", nn.Embed, 32 * ROWS, DIM, **kwargs)
+
+
+def of_entry(outputs: Any, labels: jax.Array) -> Any:
+    return cross_entropy(outputs[0], labels)
+
+
+def tripled(*args: Any, **kwargs: Any) -> jax.Array:
+    return 3 * jax.lax.dot_general(*args, **kwargs)
+
+
+def masked(embed: nn.Embed, x: jax.Array) -> jax.Array:
+    return embed.attend(x).at[..., 500:].set(-1e9)
+
+
+AGAIN = table(forward_fn=lambda embed, x: x + jax.nn.softmax(embed.attend(x)) @ embed.embedding)
+HEAD = table(forward_fn=nn.Embed.attend)
+
+
+@pytest.mark.parametrize(
+    ("ends", "loss_fn", "note"),
+    [
+        ([table(forward_fn=masked)], cross_entropy, "a forward_fn that returns attend.x.*masked"),
+        ([table(forward_fn=lambda m, x: (m.attend(x), x))], of_entry, "that returns attend"),
+        ([AGAIN, HEAD], cross_entropy, "the only users of their parameters"),
+        ([nn.Dense(32 * ROWS, dot_general=tripled)], cross_entropy, "default dot_general"),
+    ],
+    ids=["mask", "tuple", "use", "dot_general"],
+)
+def test_what_may_see_a_slice_stays_whole(ends: list[Any], loss_fn: Loss, note: str) -> None:
+    layers = [table(), *specs(Block), *specs(Block), *ends]
+    pipeline = built(PipelineModule(layers, 4, loss_fn=loss_fn))
+    assert not pipeline.ends.layers
+    # Of a loss that takes little of a tick nothing is said.
+    said = "".join(pipeline.plan.notes)
+    assert re.search(f"not split over the stages: .*{note}", said) or "and the loss" not in said
+
+
+def test_a_first_layer_that_reads_its_table_stays_whole() -> None:
+    def rows(embed: nn.Embed, tokens: jax.Array) -> jax.Array:
+        return embed.variables["params"]["embedding"][tokens]
+
+    layers = [LayerSpec(nn.Embed, 32 * ROWS, DIM), *specs(Block), *specs(Block)]
+    layers = [*layers, LayerSpec(nn.Dense, 32 * ROWS)]
+    assert built(PipelineModule(layers, 4, loss_fn=cross_entropy)).ends.layers
+
+    def looked_up(embed: nn.Embed, tokens: jax.Array) -> jax.Array:
+        return rows(embed, tokens) if embed.has_variable("params", "embedding") else embed(tokens)
+
+    layers[0] = LayerSpec(nn.Embed, 32 * ROWS, DIM, forward_fn=looked_up)
+    assert not built(PipelineModule(layers, 4, loss_fn=cross_entropy)).ends.layers
+    layers[0] = LayerSpec(nn.Embed, 32 * ROWS, DIM, forward_fn=lambda m, x: 2 * m(x))
+    assert built(PipelineModule(layers, 4, loss_fn=cross_entropy)).ends.layers
+
+
+def test_losses_a_tick_later_are_had_by_a_split() -> None:
+    assert built(model(), overlap_vocabulary=True).program.delays_loss
 
 
 def test_an_optimiser_that_looks_at_whole_tables_keeps_them_whole() -> None:
