@@ -3,23 +3,30 @@
 A model is a list of layers, cut into stages that lie on the `stage` axis of a mesh; a schedule such
 as 1F1B is compiled into one program that moves activations and gradients between them.
 
-    model = jaxpipe.PipelineModule(layers, num_stages=4, loss_fn=loss_fn) engine, optimizer, loader,
-    schedule = jaxpipe.initialize(model=model, optimizer=optax.adamw(3e-4), config=config) loss =
-    engine.train_batch(data_iter)
+    model = jaxpipe.PipelineModule(layers, num_stages=4, loss_fn=loss_fn)
+    engine, optimizer, loader, schedule = jaxpipe.initialize(
+        model=model, optimizer=optax.adamw(3e-4), config=config
+    )
+    loss = engine.train_batch(data_iter)
 
-What to look at first: `PipelineModule`, `LayerSpec`, `TiedLayerSpec`: the model; `jaxpipe.layers`
-    has more kinds of layers. `initialize`: an engine with `train_batch`, `eval_batch`, `predict`,
-    `save_checkpoint`, `load_checkpoint`. `make_pipeline`, `describe_pipeline`: the same without an
-    engine, and what was decided. `plan`: memory and time of a job before it runs, without a GPU;
-    `jaxpipe.forecast`: the hardware it knows. `jaxpipe.schedules`: 1F1B, interleaved, zero-bubble,
-    GPipe, and the base of one's own. `jaxpipe.config`: the keys of a configuration.
-    `jaxpipe.errors`: what is raised. `attention`: for transformer blocks, by cuDNN where it can.
-    `jaxpipe.transformer`: DeepSpeed's layer of them. `jaxpipe.losses`: cross entropy of language
-    models, which can be split over the stages. `jaxpipe.models`: Llama, Mistral, Qwen, SmolLM,
-    GPT-2, BERT as lists of layers. `jaxpipe.weights`: those of other libraries, by tables of names.
+What to look at first:
+    `PipelineModule`, `LayerSpec`, `TiedLayerSpec`: the model; `jaxpipe.layers` has more kinds.
+    `initialize`: an engine with `train_batch`, `eval_batch`, `predict`, `save_checkpoint`,
+        `load_checkpoint`.
+    `make_pipeline`, `describe_pipeline`: the same without an engine, and what was decided.
+    `plan`: memory and time of a job before it runs, without a GPU; `jaxpipe.forecast`: the hardware
+        it knows.
+    `jaxpipe.schedules`: 1F1B, interleaved, zero-bubble, GPipe, and the base of one's own.
+    `jaxpipe.config`: the keys of a configuration. `jaxpipe.errors`: what is raised.
+    `attention`: for transformer blocks, by cuDNN where it can. `jaxpipe.transformer`: DeepSpeed's
+        layer of them.
+    `jaxpipe.losses`: cross entropy of language models, which can be split over the stages.
+    `jaxpipe.models`: Llama, Mistral, Qwen, SmolLM, GPT-2, BERT as lists of layers.
+    `jaxpipe.weights`: those of other libraries, by tables of names.
     `jaxpipe.checkpoint`: files on disk. `jaxpipe.checkpointing`: recompute, by DeepSpeed's name for
-    it. `jaxpipe.deepspeed`: DeepSpeed's names that have no counterpart in JAX. `jaxpipe launch`, on
-    the command line: many processes.
+        it.
+    `jaxpipe.deepspeed`: DeepSpeed's names that have no counterpart in JAX.
+    `jaxpipe launch`, on the command line: many processes.
 """
 
 from jaxpipe import checkpoint as checkpoint

@@ -76,8 +76,7 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's arguments
         args: A namespace or dictionary whose `deepspeed_config` is the path of the configuration.
         model: A `PipelineModule`: the layers and their cut. Or a plain model, a Linen module, a
             `LayerSpec` or a function: its engine has `forward`, `backward` and `step`, and a
-            replica on every
-                device.
+            replica on every device.
         optimizer: An optax transformation; or, for use with a schedule, a constructor with an
             argument `learning_rate`, such as `optax.adamw`. None: the one that the configuration
             names; if it names none, the engine only evaluates, and keeps its parameters in the

@@ -111,8 +111,9 @@ class BackwardPass(BufferOpInstruction):
 
     The gradient of its input, and the weights' gradient added up.
 
-    Roughly: weight_grad, input_grads[buffer_id] = backward(residuals[buffer_id],
-        output_grads[buffer_id]) grads += weight_grad
+    Roughly:
+        weight_grad, input_grads[i] = backward(residuals[i], output_grads[i])  # i = buffer_id
+        grads += weight_grad
     """
 
 
@@ -121,8 +122,8 @@ class BackwardInput(BufferOpInstruction):
 
     `BackwardWeight` completes the backward.
 
-    Roughly: input_grads[buffer_id], pending[buffer_id] = backward_input(residuals[buffer_id],
-        output_grads[buffer_id])
+    Roughly:
+        input_grads[i], pending[i] = backward_input(residuals[i], output_grads[i])  # i = buffer_id
     """
 
 

@@ -7,11 +7,9 @@ from ._ring import RingTimetable
 
 
 class ZeroBubbleSchedule(FilledTimetable, RingTimetable):
-    """Combined ticks with the backward B split into an input gradient I and a weight gradient W.
+    """Combined ticks with the backward split: `"zero-bubble"`.
 
-    `"zero-bubble"`.
-
-    Forwards and input gradients run as in `"1f1b"`, or as in `"interleaved"` with `num_chunks` v
+    The backward B is an input gradient I and a weight gradient W. Forwards and input gradients run as in `"1f1b"`, or as in `"interleaved"` with `num_chunks` v
     above 1. Only the input gradient is waited for by another stage, so the weight gradients go
     where they cost least (`fill_weights`): one on every stage in the steady steps, where all stages
     are busy; in the cool-down, one wherever a stage has nothing else to do; the rest, `S - 1` of

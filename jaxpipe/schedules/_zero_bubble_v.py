@@ -8,10 +8,9 @@ from ._timetable import Action
 
 
 class ZeroBubbleVSchedule(FilledTimetable, FoldedTimetable):
-    """ZB-V.
+    """ZB-V: `"1f1b-v"`, two folded chunks a stage, with the backward split: `"zero-bubble-v"`.
 
-    Two chunks a stage, folded as in `"1f1b-v"`, and the backward split into I and W:
-    `"zero-bubble-v"`.
+    The backward B is an input gradient I and a weight gradient W.
 
     The model is cut into `2S` parts; stage s holds parts `s` and `2S - 1 - s`. Every second step
     either a microbatch enters at the first part or a gradient at the last one, and both pass one
