@@ -9,11 +9,12 @@ from ._ring import RingTimetable
 class ZeroBubbleSchedule(FilledTimetable, RingTimetable):
     """Combined ticks with the backward split: `"zero-bubble"`.
 
-    The backward B is an input gradient I and a weight gradient W. Forwards and input gradients run as in `"1f1b"`, or as in `"interleaved"` with `num_chunks` v
-    above 1. Only the input gradient is waited for by another stage, so the weight gradients go
-    where they cost least (`fill_weights`): one on every stage in the steady steps, where all stages
-    are busy; in the cool-down, one wherever a stage has nothing else to do; the rest, `S - 1` of
-    them, in steps of their own at the end. Each stage so hides `S - 1` weight gradients.
+    The backward B is an input gradient I and a weight gradient W. Forwards and input gradients run
+    as in `"1f1b"`, or as in `"interleaved"` with `num_chunks` v above 1. Only the input gradient is
+    waited for by another stage, so the weight gradients go where they cost least (`fill_weights`):
+    one on every stage in the steady steps, where all stages are busy; in the cool-down, one
+    wherever a stage has nothing else to do; the rest, `S - 1` of them, in steps of their own at the
+    end. Each stage so hides `S - 1` weight gradients.
 
     - Makespan: `M(F + I + W) + (S - 1)(F + I - W)/v` for `W <= min(F, I)`, if S divides M, M is 2S
       or more or v is 1, and `v(M - S) >= S - 2` (fewer microbatches leave less to hide). A step in
