@@ -110,9 +110,21 @@ class Program:
         return [self.computations[name] for name in names]
 
     def num_products(self, line: Instruction) -> int:
-        """Matrix products that it runs; of a conditional those of its largest branch."""
-        inside = (sum(map(self.is_product, branch)) for branch in self.branches(line))
+        """Matrix products that it runs; of a conditional those of its largest branch.
+
+        Of a loop those of a round.
+        """
+        bodies = self.branches(line)
+        if line.op == "while":
+            bodies = [self.computations[self.body_of(line)]]
+        inside = (sum(map(self.num_products, body)) for body in bodies)
         return max(inside, default=int(self.is_product(line)))
+
+    def body_of(self, loop: Instruction) -> str:
+        """Name of the computation of a loop's round."""
+        found = re.search(r"body=%?([\w.\-]+)", loop.rest)
+        assert found is not None
+        return found.group(1)
 
     def bytes_moved(self, body: list[Instruction], num_rounds: float = 1.0) -> float:
         """Bytes that a loop's round reads and writes in memory.
@@ -132,11 +144,8 @@ class Program:
             if line.op == "conditional":
                 total += max(self.bytes_moved(branch, num_rounds) for branch in self.branches(line))
             elif line.op == "while":
-                inner = re.search(r"body=%?([\w.\-]+)", line.rest)
-                assert inner is not None
-                total += num_rounds * self.bytes_moved(
-                    self.computations[inner.group(1)], num_rounds
-                )
+                body_of = self.computations[self.body_of(line)]
+                total += num_rounds * self.bytes_moved(body_of, num_rounds)
             elif line.op == "fusion":
                 total += self._bytes_of_fusion(line)
             elif line.op in ("slice", "dynamic-slice"):
