@@ -69,7 +69,8 @@ class PipelineConfig(Section):
             `nnx.Linear`, or the embedding again, tied, by `attend`; and the loss must give the
             logits to `jaxpipe.losses.cross_entropy`. Numbers, names and checkpoints stay. `'auto'`
             splits where all of this holds and a step is then at least 1 % shorter, by operations
-            and bytes, and says what it decided; `true` refuses layers and losses of another form.
+            and bytes, and says what it decided. `true` refuses layers of another form; for a loss
+            of another form it puts the logits together on every stage, and warns of it.
         overlap_vocabulary: Whether last layers that are split over the stages run with the loss a
             tick after the forward whose output they take, and the backward with them: what they
             exchange over the stages then travels under the next forward. A stage holds the

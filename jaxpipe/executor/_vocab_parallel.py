@@ -9,6 +9,7 @@ are summed over the stages afterwards.
 """
 
 import functools
+import logging
 from typing import Any
 
 import jax
@@ -16,10 +17,12 @@ import jax.numpy as jnp
 
 from jaxpipe._typing import PyTree
 from jaxpipe.autodiff import differentiable, replace_differentiable
+from jaxpipe.distributed import log
 from jaxpipe.errors import LayerError
+from jaxpipe.jaxpr import effect_axes
 from jaxpipe.layers import check_split_loss, format_struct, with_split_logits
 from jaxpipe.losses import SplitLogits
-from jaxpipe.topology import broadcast_sum
+from jaxpipe.topology import broadcast_sum, sum_over
 
 from ._batch import Context, Microbatch
 from ._blueprint import Blueprint
@@ -93,17 +96,31 @@ class VocabLoss:
         self._module, self._whole = blueprint.module, blueprint.trace.boundaries[-1]
         self._last_stage = blueprint.placement.locations[-1][0]
         self._outputs_struct = _outputs_struct(blueprint, Segment(blueprint, 0, [layers]))
+        self._gathers = False  # whether the loss takes no slices
         first = next(i for i in layers if blueprint.trace.stage_dims[i])
         self._unsharded = Segment(blueprint, 0, [range(layers.start, first)])
         self._sharded = Segment(blueprint, 0, [range(first, layers.stop)])
 
     def check_loss(self, labels: PyTree) -> None:
-        """Refuse a loss that takes a stage's slice of the outputs for the whole.
+        """See what the loss takes: slices of the outputs, or outputs put together again.
 
-        `labels` are shapes and dtypes of a microbatch's labels.
+        `labels` are shapes and dtypes of a microbatch's labels. Raises LayerError where it takes
+        neither: where it has collectives over the stages of its own.
         """
-        if format_struct(self._outputs_struct) != format_struct(self._whole):
+        if format_struct(self._outputs_struct) == format_struct(self._whole):
+            return
+        try:
             check_split_loss(self._module, self._outputs_struct, self._whole, labels)
+        except LayerError as error:
+            if _AXIS in effect_axes(jax.make_jaxpr(self._module.loss_terms)(self._whole, labels)):
+                raise
+            self._gathers = True
+            log(
+                logging.WARNING,
+                "the logits are put together on every stage for the loss, which costs time and "
+                "memory: %s",
+                error,
+            )
 
     def outputs(self, storage: PyTree, output: PyTree, context: Context) -> PyTree:
         """The model's output on this stage, outside training: slices of it as `SplitLogits`.
@@ -178,9 +195,19 @@ class VocabLoss:
         # fewer of them lie under products.
         is_source = jax.lax.axis_index(_AXIS) == self._last_stage
         handed = broadcast_sum(select(is_source, handed, zeros_of(handed)), _AXIS)
-        return with_split_logits(
-            _run(self._sharded, sharded, handed, context, train=train), self._whole
-        )
+        outputs = _run(self._sharded, sharded, handed, context, train=train)
+        outputs = with_split_logits(outputs, self._whole)
+        return jax.tree.map(_put_together, outputs) if self._gathers else outputs
+
+
+def _put_together(leaf: Any) -> jax.Array:
+    """Logits of all stages, in a form whose transpose gives each stage its slice's cotangent."""
+    if not isinstance(leaf, SplitLogits):
+        return leaf
+    start = jax.lax.axis_index(_AXIS) * leaf.local.shape[-1]
+    nothing = jnp.zeros(leaf.shape, leaf.dtype)
+    placed = jax.lax.dynamic_update_slice_in_dim(nothing, leaf.local, start, axis=leaf.ndim - 1)
+    return sum_over(placed, _AXIS)
 
 
 def _outputs_struct(blueprint: Blueprint, segment: Segment) -> PyTree:

@@ -133,13 +133,11 @@ def test_collectives_over_the_stages_in_layers_that_follow_a_split_one() -> None
     )
 
 
-def test_a_loss_that_takes_slices_for_the_whole() -> None:
+def test_a_loss_that_adds_slices_up_itself() -> None:
     layers = [nn.Embed(ROWS, DIM), *BLOCKS, VocabHead(ROWS)]
-    with pytest.raises(
-        LayerError,
-        match=r"loss_fn must leave logits .* to jaxpipe.losses.cross_entropy .*'cross_entropy'",
-    ):
-        build(layers, loss_fn=cross_entropy)
+    with pytest.raises(LayerError, match=r"loss_fn must leave logits .* has no attribute 'sum'"):
+        build(layers, loss_fn=lambda y, t: jax.lax.psum(y.sum(), "stage"))
+    build(layers, loss_fn=cross_entropy)
     build(layers, loss_fn=lambda y, t: 0.0 * jnp.sum(t))
     build([*layers[:-1], VocabHead(ROWS, split=False)], loss_fn=cross_entropy)
 
