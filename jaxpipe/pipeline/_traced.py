@@ -80,6 +80,10 @@ def _split_if_shorter(
     Its layers and its loss must allow it.
     """
     labels = whole.microbatch.labels
+    # A split layer's weights are divided over the stages alone.
+    specs = [*whole.trace.param_specs[0].values(), *whole.trace.param_specs[-1].values()]
+    if any(axis is not None for spec in specs for axis in spec):
+        return whole.with_split(False)
     try:
         split = traced(split_vocabulary(whole.module))
         logits = whole.trace.boundaries[-1]
