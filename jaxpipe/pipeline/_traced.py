@@ -12,7 +12,7 @@ from jaxpipe.errors import ConfigError, JaxpipeError, LayerError
 from jaxpipe.layers import PipelineModule, check_split_loss, split_vocabulary, struct_of
 from jaxpipe.planner import Traced, choose_split
 from jaxpipe.state import check_collections
-from jaxpipe.topology import num_batch_shards, with_fsdp_axis
+from jaxpipe.topology import FSDP, num_batch_shards, with_fsdp_axis
 
 from ._validate import check_mesh, check_sharded, entry_struct
 
@@ -82,7 +82,7 @@ def _split_if_shorter(
     labels = whole.microbatch.labels
     # A split layer's weights are divided over the stages alone.
     specs = [*whole.trace.param_specs[0].values(), *whole.trace.param_specs[-1].values()]
-    if any(axis is not None for spec in specs for axis in spec):
+    if any(axis not in (None, FSDP, (FSDP,)) for spec in specs for axis in spec):
         return whole.with_split(False)
     try:
         split = traced(split_vocabulary(whole.module))
