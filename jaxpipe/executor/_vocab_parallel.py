@@ -133,16 +133,7 @@ class VocabLoss:
 
     def whole(self, outputs: PyTree) -> PyTree:
         """Outputs put together from those of all stages."""
-
-        def one(leaf: Any) -> jax.Array:
-            is_split = isinstance(leaf, SplitLogits)
-            return (
-                jax.lax.all_gather(leaf.local, _AXIS, axis=leaf.ndim - 1, tiled=True)
-                if is_split
-                else leaf
-            )
-
-        return jax.tree.map(one, outputs)
+        return jax.tree.map(_put_together, outputs)
 
     def loss_and_gradients(
         self,
@@ -197,7 +188,7 @@ class VocabLoss:
         handed = broadcast_sum(select(is_source, handed, zeros_of(handed)), _AXIS)
         outputs = _run(self._sharded, sharded, handed, context, train=train)
         outputs = with_split_logits(outputs, self._whole)
-        return jax.tree.map(_put_together, outputs) if self._gathers else outputs
+        return self.whole(outputs) if self._gathers else outputs
 
 
 def _put_together(leaf: Any) -> jax.Array:
