@@ -10,7 +10,7 @@ from jaxpipe._typing import PyTree
 from jaxpipe.config import TrainConfig
 from jaxpipe.errors import ConfigError, JaxpipeError, LayerError
 from jaxpipe.layers import PipelineModule, check_split_loss, split_vocabulary, struct_of
-from jaxpipe.planner import Traced, choose_split
+from jaxpipe.planner import Counted, Traced, choose_split
 from jaxpipe.state import check_collections
 from jaxpipe.topology import FSDP, num_batch_shards, with_fsdp_axis
 
@@ -55,7 +55,8 @@ def trace_model(
         trace = module.trace(microbatch.inputs, microbatch.side, mesh.abstract_mesh)
         check_collections(module.layers, trace)
         check_sharded(optimizer, trace, module.num_stages)
-        return Traced(module, mesh, trace, entry, microbatch, config)
+        counted = Counted(module, trace, microbatch.labels)
+        return Traced(module, mesh, trace, entry, microbatch, counted, config)
 
     wanted = config.pipeline.split_vocabulary
     if wanted is True:

@@ -289,7 +289,13 @@ class Candidate:
         hop = collective_s(hardware, "collective-permute", stream, num_stages, inside_host=inside)
         # Gathers travel under products: what is longer than these shows.
         longest = max(sum(layers[i].forward_s for i in cut.trunk) for cut in self._cuts)
-        return Wire(hop, ends, ends_work_s / num_stages, max(0.0, gather_s - longest))
+        return Wire(
+            hop,
+            ends,
+            ends_work_s / num_stages,
+            max(0.0, gather_s - longest),
+            meets_for_loss=bool(self._vocab.last),
+        )
 
     def _outside_s(self, params: ModelParams) -> float:
         """Casts before the ticks; reductions, norm and update after them."""

@@ -23,6 +23,7 @@ from jaxpipe.layers import (
     cast_floats,
     device_bytes,
     flatten_dict,
+    layer_signatures,
     num_bytes,
     struct_of,
     unflatten_dict,
@@ -141,12 +142,15 @@ class LayerCount:
 
 
 class Counted:
-    """Layers of a traced model, looked at once where they are equal.
+    """Layers of a traced model, looked at when they are asked for and once where they are equal.
 
     `trace` has shapes on the mesh that they are for. Without `labels` the loss is left out.
-    Signatures are equal for alike layers. With `whole`, bytes and split backwards are looked at
-    too, not forwards and backwards alone. `plain` is the same of the model without recompute; what
-    is equal is taken from it. Raises LayerError where a layer cannot be differentiated.
+
+    Attributes:
+        module: The model.
+        trace: Its shapes.
+        labels: Shapes of a microbatch's labels, or None.
+        signatures: Per layer a value that is equal for alike layers.
     """
 
     def __init__(
@@ -154,54 +158,101 @@ class Counted:
         module: PipelineModule,
         trace: ModelTrace,
         labels: PyTree,
-        signatures: Sequence[Hashable],
         *,
-        whole: bool = True,
         plain: "Counted | None" = None,
     ) -> None:
-        self._module, self._trace, self.signatures, self._whole = (
-            module,
-            trace,
-            tuple(signatures),
-            whole,
-        )
-        self._plain = plain
-        if whole and plain is None and module.activation_checkpoint_interval:
-            self._plain = Counted(
-                module.replace(activation_checkpoint_interval=0), trace, labels, signatures
-            )
-        self.keys = layer_keys(module, trace, signatures)
-        # On the mesh: layers' constraints name its axes.
-        self._layers = trace.on_mesh(lambda: look_once(self.keys, self._layer))
-        self._shared = trace.on_mesh(self._shared_bytes) if whole else [0] * len(self._layers)
-        self._loss = LayerCount((), ())
+        self.module, self.trace, self.labels = module, trace, labels
         if plain is not None:
-            self._loss = plain._loss
-        elif labels is not None and module.loss_fn is not None:
-            self._loss = trace.on_mesh(lambda: self._loss_count(loss_work(module, trace, labels)))
+            self._plain = plain
 
-    def costs(self, hardware: Hardware) -> Profile:
-        """Their costs on some hardware."""
-        axes = axes_inside(self._trace, hardware)
-        priced = look_once(self.keys, lambda index: self._layers[index].priced(hardware, axes))
-        shared = zip(priced, self._shared, strict=True)
+    @functools.cached_property
+    def signatures(self) -> tuple[Hashable, ...]:
+        """Values that are equal for alike layers."""
+        return layer_signatures(self.module.layers, self.trace, self.module.compute_dtype)
+
+    @functools.cached_property
+    def _plain(self) -> "Counted":
+        """The same without recompute."""
+        if not self.module.activation_checkpoint_interval:
+            return self
+        module = self.module.replace(activation_checkpoint_interval=0)
+        return Counted(module, self.trace, self.labels)
+
+    def recomputing(self, interval: int) -> "Counted":
+        """The same model with groups of so many layers recomputed; 0: none of them."""
+        if interval == self.module.activation_checkpoint_interval:
+            return self
+        if not interval:
+            return self._plain
+        module = self.module.replace(activation_checkpoint_interval=interval)
+        return Counted(module, self.trace, self.labels, plain=self._plain)
+
+    def costs(self, hardware: Hardware, *, whole: bool = True) -> Profile:
+        """Their costs on some hardware.
+
+        All of them, or with `whole=False` those of forwards and whole backwards alone. Raises
+        LayerError where a layer cannot be differentiated.
+        """
+        axes = axes_inside(self.trace, hardware)
+        layers = self._layers if whole else self._brief
+        shared_bytes = self._shared_bytes if whole else [0] * len(layers)
+        priced = look_once(self.keys, lambda index: layers[index].priced(hardware, axes))
+        shared = zip(priced, shared_bytes, strict=True)
         return Profile(
             tuple(dataclasses.replace(cost, shared_bytes=num_bytes) for cost, num_bytes in shared),
             f"counted for {hardware.name}",
-            self._module.activation_checkpoint_interval,
+            self.module.activation_checkpoint_interval,
             signatures=self.signatures,
             bytes_per_s=hardware.bytes_per_s * hardware.traffic_share,
             loss=self._loss.priced(hardware, axes),
         )
 
-    def _layer(self, index: int) -> LayerCount:
-        module, trace = self._module, self._trace
+    @functools.cached_property
+    def keys(self) -> list[Hashable]:
+        """Per layer a value that is equal for layers of equal costs."""
+        return layer_keys(self.module, self.trace, self.signatures)
+
+    @functools.cached_property
+    def _works(self) -> list[LayerWork]:
+        return self._each(lambda index: layer_work(self.module, self.trace, index))
+
+    @functools.cached_property
+    def _brief(self) -> list[LayerCount]:
+        """Forwards, whole backwards and residuals of all layers."""
+        works = self._works
+        return self._each(lambda index: self._brief_of(index, works[index]))
+
+    @functools.cached_property
+    def _layers(self) -> list[LayerCount]:
+        """All of all layers, but for the bytes that two of them share."""
+        works, brief, plain = self._works, self._brief, self._plain._brief
+        return self._each(lambda index: self._whole_of(index, works[index], brief[index], plain))
+
+    def _each(self, look: Callable[[int], T]) -> list[T]:
+        keys = self.keys
+        # On the mesh: layers' constraints name its axes.
+        return self.trace.on_mesh(lambda: look_once(keys, look))
+
+    @functools.cached_property
+    def _loss(self) -> LayerCount:
+        if self.labels is None or self.module.loss_fn is None:
+            return LayerCount((), ())
+        if self._plain is not self:
+            return self._plain._loss
+        return self.trace.on_mesh(
+            lambda: self._loss_count(loss_work(self.module, self.trace, self.labels))
+        )
+
+    def _brief_of(self, index: int, work: LayerWork) -> LayerCount:
+        module, trace = self.module, self.trace
         num_params, own = trace.num_params()[index], trace.num_own_params()[index]
         is_sharded = module.num_stages > 1 and bool(trace.stage_dims[index])
         if is_sharded:
             # Of parameters sharded over the stages a share counts; the layer's others lie on every
             # stage.
             num_params = own + -(-(num_params - own) // module.num_stages)
+        specs = self._param_specs(index)
+        residuals = self._residual_specs(work, specs)
         cost = LayerCost(
             0.0,
             0.0,
@@ -209,36 +260,33 @@ class Counted:
             is_marked=module.layers[index].is_marked,
             is_stage_sharded=is_sharded,
             output_bytes=num_bytes(trace.boundaries[index + 1]) // trace.mesh.shape.get(FSDP, 1),
+            residual_bytes=self._residual_bytes(work, residuals),
         )
-        specs = self._param_specs(index)
-        work = layer_work(module, trace, index)
-        residuals = self._residual_specs(work, specs)
-        cost = dataclasses.replace(cost, residual_bytes=self._residual_bytes(work, residuals))
-        found = self._counted(work, specs, residuals, cost)
-        if not self._whole:
-            return found
-        if self._plain is not None:
-            again = self._plain._layers[index].cost.residual_bytes
-            found = dataclasses.replace(
-                found, cost=dataclasses.replace(cost, recomputed_bytes=again)
-            )
-        elif cost.is_marked:
+        return self._counted(work, specs, residuals, cost)
+
+    def _whole_of(
+        self, index: int, work: LayerWork, found: LayerCount, plain: Sequence[LayerCount]
+    ) -> LayerCount:
+        changes: dict[str, int] = {}
+        if self.module.activation_checkpoint_interval:
+            changes["recomputed_bytes"] = plain[index].cost.residual_bytes
+        elif found.cost.is_marked:
             # It recomputes by itself what its products give.
-            again = sum(each.result_bytes * each.times for each in found.forward)
-            found = dataclasses.replace(
-                found, cost=dataclasses.replace(cost, recomputed_bytes=again)
+            changes["recomputed_bytes"] = sum(
+                each.result_bytes * each.times for each in found.forward
             )
-        split = SplitBackward(work.residuals, work.params)
-        if split.is_whole:
-            return found
-        # Of the split backward as its two parts only the weight gradient is traced; the rest is the
-        # input's.
-        pending = self._pending_specs(work, split, specs, residuals)
-        args = work.params, work.residuals.structs, split.pending
-        weight = self._kernels(split.backward_weight, args, [*specs, *residuals, *pending])
-        pending_bytes = sum(map(self._bytes, split.pending, pending))
+        split, weight = SplitBackward(work.residuals, work.params), found.weight
+        if not split.is_whole:
+            # Of the split backward as its two parts only the weight gradient is traced; the rest is
+            # the input's.
+            specs = self._param_specs(index)
+            residuals = self._residual_specs(work, specs)
+            pending = self._pending_specs(work, split, specs, residuals)
+            args = work.params, work.residuals.structs, split.pending
+            weight = self._kernels(split.backward_weight, args, [*specs, *residuals, *pending])
+            changes["pending_bytes"] = sum(map(self._bytes, split.pending, pending))
         return dataclasses.replace(
-            found, weight=weight, cost=dataclasses.replace(found.cost, pending_bytes=pending_bytes)
+            found, weight=weight, cost=dataclasses.replace(found.cost, **changes)
         )
 
     def _loss_count(self, work: LayerWork) -> LayerCount:
@@ -261,32 +309,34 @@ class Counted:
             cost=cost,
         )
 
+    @functools.cached_property
     def _shared_bytes(self) -> list[int]:
         """Bytes of each layer's residuals that the layer before keeps anyway on the same stage."""
         # Recomputed groups keep their inputs, each another one.
-        if self._module.activation_checkpoint_interval:
-            return [0] * len(self._layers)
-        alone = [each.cost.residual_bytes for each in self._layers]
+        if self.module.activation_checkpoint_interval:
+            return [0] * len(self.keys)
+        alone = [each.cost.residual_bytes for each in self._brief]
 
         def shared(last: int) -> int:
             if not last or not alone[last - 1] or not alone[last]:
                 return 0
-            work = layer_work(self._module, self._trace, last - 1, last)
+            work = layer_work(self.module, self.trace, last - 1, last)
             specs = [*self._param_specs(last - 1), *self._param_specs(last)]
             both = self._residual_bytes(work, self._residual_specs(work, specs))
             return min(max(alone[last - 1] + alone[last] - both, 0), alone[last])
 
-        return look_once(list(zip([None, *self.keys[:-1]], self.keys, strict=True)), shared)
+        pairs = list(zip([None, *self.keys[:-1]], self.keys, strict=True))
+        return self.trace.on_mesh(lambda: look_once(pairs, shared))
 
     def _param_specs(self, index: int) -> list[P]:
         """Shardings of a layer's parameters as its actions have them: gathered along `fsdp`."""
-        specs = self._trace.param_specs[index]
-        leaves = flatten_dict(self._trace.params[index])
+        specs = self.trace.param_specs[index]
+        leaves = flatten_dict(self.trace.params[index])
         # Sorted, as JAX orders the leaves of dictionaries.
         return [spec_without(specs.get(path, P()), FSDP) for path in sorted(leaves)]
 
     def _samples(self, structs: Iterable[Any]) -> list[P]:
-        return [samples_spec(x, self._trace.mesh) for x in structs]
+        return [samples_spec(x, self.trace.mesh) for x in structs]
 
     def _forward(self, work: LayerWork, specs: Sequence[P]) -> tuple[Sequence[PyTree], Sequence[P]]:
         """Arguments of a forward, and how their leaves are sharded."""
@@ -311,7 +361,7 @@ class Counted:
         self, count: int, function: Callable[..., Any], args: Sequence[PyTree], specs: Sequence[P]
     ) -> list[P]:
         """Shardings of the last leaves that a function gives."""
-        mesh = self._trace.mesh
+        mesh = self.trace.mesh
         if not automatic_axes(mesh):
             return [P()] * count
         found = result_specs(function, args, specs, mesh, MANUAL_AXES)
@@ -322,12 +372,12 @@ class Counted:
         return sum(self._bytes(x, spec) for x, is_hosted, spec in each if not is_hosted)
 
     def _bytes(self, x: Any, spec: P) -> int:
-        return device_bytes(x, self._trace.mesh, spec)
+        return device_bytes(x, self.trace.mesh, spec)
 
     def _kernels(
         self, function: Callable[..., Any], args: Sequence[PyTree], specs: Sequence[P]
     ) -> list[Kernel]:
-        mesh = self._trace.mesh
+        mesh = self.trace.mesh
         if not automatic_axes(mesh):
             return count_kernels(function, args)
         return count_kernels(function, args, specs, mesh, MANUAL_AXES)

@@ -6,7 +6,6 @@ from collections.abc import Hashable, Sequence
 
 from jax.sharding import Mesh
 
-from jaxpipe._typing import PyTree
 from jaxpipe.distributed import log
 from jaxpipe.layers import ModelTrace, PipelineModule
 from jaxpipe.partition import Profile, StageMemory, format_partition, profile_source
@@ -17,24 +16,16 @@ from ._costs import Counted
 from ._measure import measured_costs
 
 
-def costs_for_cut(
-    module: PipelineModule,
-    trace: ModelTrace,
-    mesh: Mesh,
-    labels: PyTree,
-    signatures: Sequence[Hashable],
-) -> Profile:
+def costs_for_cut(counted: Counted, mesh: Mesh) -> Profile:
     """Costs of layers that a cut goes by; all processes call.
 
     They are measured for `"profile"`, else counted: for the mesh's devices by name, or where these
     are not known for an accelerator, so that a model is cut alike on every machine. Raises
     PartitionError where the mesh's devices cannot be measured on.
     """
-    source = profile_source(module.partition_method)
-    costs = Counted(module, trace, labels, signatures, whole=source is not None).costs(
-        reference_hardware(mesh)
-    )
-    return measured_costs(module, trace, mesh, labels, costs) if source == "times" else costs
+    source = profile_source(counted.module.partition_method)
+    costs = counted.costs(reference_hardware(mesh), whole=source is not None)
+    return measured_costs(counted, mesh, costs) if source == "times" else costs
 
 
 def cut_parts(

@@ -2,20 +2,19 @@
 
 import dataclasses
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import optax
 
 from jaxpipe.distributed import log
 from jaxpipe.executor import Plan
-from jaxpipe.layers import PipelineModule, layer_signatures
+from jaxpipe.layers import PipelineModule
 from jaxpipe.partition import profile_source
 from jaxpipe.schedules import lower_schedule
 
 from ._calibrate import hardware_of, limit_of, reference_hardware
 from ._candidate import Job
 from ._choose import CLEAR_GAIN, Asked, candidates, limits_pending, ranked
-from ._costs import Counted
 from ._cut import costs_for_cut, cut_parts, log_cut, stage_memory
 from ._forecast import Forecast, candidate_table
 from ._measure import measured_costs, runnable_devices
@@ -44,14 +43,13 @@ def make_plan(
             said when weights are gathered, and there is no axis over which they are divided.
     """
     module, trace, mesh, config = traced.module, traced.trace, traced.mesh, traced.config
-    labels = traced.microbatch.labels
     section, profile, notes, choice = config.pipeline, None, (), ""
     optimizer = optax.adam(1e-3) if optimizer is None else optimizer
-    signatures = layer_signatures(module.layers, trace, module.compute_dtype)
+    signatures = traced.counted.signatures
     is_given, costs = parts is not None, None
     if section.schedule == "auto" or limits_pending(section):
         cut = module.replace(partition_method=tuple(parts)) if parts is not None else module
-        job = _job(traced, cut, signatures, num_microbatches, optimizer)
+        job = _job(traced, cut, num_microbatches, optimizer)
         found = ranked(candidates(job, Asked.of(section)))
         best, costs = found[0], job.cut_costs
         choice, parts = _said(job, found), best.boundaries
@@ -65,7 +63,7 @@ def make_plan(
     is_cut = module.num_stages * schedule.num_chunks > 1
     is_profiled = profile_source(module.partition_method) is not None
     if not is_given and (is_cut or is_profiled):
-        costs = costs or costs_for_cut(module, trace, mesh, labels, signatures)
+        costs = costs or costs_for_cut(traced.counted, mesh)
         memory = None
         if is_profiled:
             program = lower_schedule(schedule, num_microbatches, module.num_stages)
@@ -91,17 +89,14 @@ def make_plan(
 def _job(
     traced: Traced,
     module: PipelineModule,
-    signatures: Sequence[Hashable],
     num_microbatches: int,
     optimizer: optax.GradientTransformation,
 ) -> Job:
     """A job on the devices of a mesh, which may be absent; all processes call."""
-    trace, mesh, labels, config = traced.trace, traced.mesh, traced.microbatch.labels, traced.config
-    counted, measured = Counted(module, trace, labels, signatures), None
+    trace, mesh, config = traced.trace, traced.mesh, traced.config
+    counted, measured = traced.counted, None
     if profile_source(module.partition_method) == "times" and runnable_devices(mesh):
-        measured = measured_costs(
-            module, trace, mesh, labels, counted.costs(reference_hardware(mesh))
-        )
+        measured = measured_costs(counted, mesh, counted.costs(reference_hardware(mesh)))
     limit = limit_of(config.pipeline, mesh)
     return Job(
         module,

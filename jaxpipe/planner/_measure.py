@@ -16,11 +16,10 @@ from jaxpipe._typing import PyTree
 from jaxpipe.autodiff import SplitBackward
 from jaxpipe.distributed import gather_texts, run_on_all
 from jaxpipe.errors import PartitionError
-from jaxpipe.layers import ModelTrace, PipelineModule
 from jaxpipe.partition import LayerCost, Profile
 from jaxpipe.topology import automatic_axes
 
-from ._costs import LayerWork, layer_keys, layer_work, look_once, loss_work
+from ._costs import Counted, LayerWork, layer_work, look_once, loss_work
 
 _ROUND_S = 0.01
 """Seconds for which a layer is called again and again, so that starting it counts for little."""
@@ -29,9 +28,7 @@ Times = tuple[float, float, float]
 """Seconds of a forward, a whole backward, and its weight gradient."""
 
 
-def measured_costs(
-    module: PipelineModule, trace: ModelTrace, mesh: Mesh, labels: PyTree, costs: Profile
-) -> Profile:
+def measured_costs(counted: Counted, mesh: Mesh, costs: Profile) -> Profile:
     """Costs with times that process 0 measures on its first device of the mesh; all processes call.
 
     Layers that are sharded over automatic axes are computed for all their devices at once and count
@@ -39,6 +36,7 @@ def measured_costs(
     nor is a loss that follows it. Raises PartitionError where the mesh's devices cannot be measured
     on.
     """
+    module, trace, labels = counted.module, counted.trace, counted.labels
     num_shares = math.prod(mesh.shape[axis] for axis in automatic_axes(trace.mesh))
 
     def times(work: LayerWork) -> list[float]:
@@ -53,10 +51,10 @@ def measured_costs(
                 "'profile:flops', or explicit boundaries."
             )
         with jax.default_device(devices[0]):
-            keys = layer_keys(module, trace, costs.signatures)
             is_shared = [each.is_stage_sharded for each in costs.layers]
             found = look_once(
-                keys, lambda i: [0.0] * 3 if is_shared[i] else times(layer_work(module, trace, i))
+                counted.keys,
+                lambda i: [0.0] * 3 if is_shared[i] else times(layer_work(module, trace, i)),
             )
             has_loss = labels is not None and module.loss_fn is not None and not is_shared[-1]
             return [*found, times(loss_work(module, trace, labels)) if has_loss else [0.0] * 3]

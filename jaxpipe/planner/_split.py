@@ -4,12 +4,9 @@ from dataclasses import dataclass
 
 import optax
 
-from jaxpipe.layers import layer_signatures
-
 from ._calibrate import limit_of, reference_hardware
 from ._candidate import Job
 from ._choose import Asked, candidates, ranked
-from ._costs import Counted
 from ._traced import Traced
 
 
@@ -37,12 +34,17 @@ def choose_split(
     section = whole.config.pipeline
     found = []
     for traced in (whole, split):
-        module, trace, mesh = traced.module, traced.trace, traced.mesh
-        signatures = layer_signatures(module.layers, trace, module.compute_dtype)
-        counted = Counted(module, trace, traced.microbatch.labels, signatures)
-        hardware, limit = reference_hardware(mesh), limit_of(section, mesh)
+        mesh, config = traced.mesh, whole.config
         job = Job(
-            module, trace, mesh, counted, num_microbatches, whole.config, optimizer, hardware, limit
+            traced.module,
+            traced.trace,
+            mesh,
+            traced.counted,
+            num_microbatches,
+            config,
+            optimizer,
+            reference_hardware(mesh),
+            limit_of(section, mesh),
         )
         found.append(ranked(candidates(job, Asked.of(section)))[0])
     return SplitChoice(ranked(found)[0] is found[1], found[1].step_s / found[0].step_s)

@@ -85,12 +85,14 @@ class Wire:
         ends: Collectives of vocabulary-parallel layers in a tick under which nothing runs.
         ends_work: Their work on each stage.
         gather: Gathers of weights by an action.
+        meets_for_loss: True if all stages compute a loss together, in the last layers' collectives.
     """
 
     hop: float
     ends: float = 0.0
     ends_work: float = 0.0
     gather: float = 0.0
+    meets_for_loss: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,41 +118,69 @@ def span_of(program: TickProgram, parts: Sequence[PartTime], wire: Wire, branch_
     now, work, exposed = ([0.0] * program.num_stages for _ in range(3))
     has_ends = any(part.first or part.last for part in parts)
     for run in program.runs:
-        partners = _partners(run, program.num_stages)
+        sends = [_Sends.of(run, stage) for stage in stages]
         plans = [plan for plan in (run.forward, run.backward, run.weight) if plan is not None]
         branches = (_BRANCHES_OF_ENDS if has_ends else 0) + sum(plan.has_branches for plan in plans)
         for tick in range(run.start, run.stop):
             actions = _Actions(program, parts, wire, run, tick)
-            ends = (
-                wire.ends
-                if any(program.tables.loss_microbatch[s][tick] >= 0 for s in stages)
-                else 0.0
-            )
-            ready = [max(now[other] for other in partners[s]) for s in stages]
+            has_loss = any(program.tables.loss_microbatch[s][tick] >= 0 for s in stages)
+            starts = [max(now[other] for other in sends[s].partners) for s in stages]
+            costs = [actions.seconds(s) for s in stages]
+            if has_loss and wire.meets_for_loss:  # no stage goes on before all have come
+                before = [0.0 if program.delays_loss else cost.forward for cost in costs]
+                met = max(start + cost for start, cost in zip(starts, before, strict=True))
+                starts = [met - cost for cost in before]
             for stage in stages:
-                useful, idle = actions.seconds(stage)
+                useful, idle, _ = costs[stage]
                 cost = useful + idle + branches * branch_s
-                travels = wire.hop if len(partners[stage]) > 1 else 0.0
                 # Beside a forward and a backward exchanges travel under one of them; where a
-                # pipeline fills or drains under nothing.
-                is_hidden = run.has_forward and run.has_backward
-                bare = ends + (max(0.0, travels - cost) if is_hidden else travels)
+                # pipeline fills or drains, and where they end before the forward, under nothing.
+                hop = wire.hop * bool(sends[stage].number)
+                if run.receives_first:
+                    hop = wire.hop * sends[stage].number
+                elif run.has_forward and run.has_backward:
+                    hop = max(0.0, hop - cost)
+                bare = hop + has_loss * wire.ends
                 work[stage] += useful
                 exposed[stage] += bare
-                now[stage] = ready[stage] + cost + bare
+                now[stage] = starts[stage] + cost + bare
     return Span(
         max(now, default=0.0), max(work, default=0.0), max(exposed, default=0.0), program.num_ticks
     )
 
 
-def _partners(run: TickRun, num_stages: int) -> list[set[int]]:
-    """For each stage those that it exchanges with in a tick of a run, and itself."""
-    sends = [*run.activation_sends.values(), *run.gradient_sends.values()]
-    pairs = {pair for each in sends for pair in each}
-    return [
-        {s} | {b for a, b in pairs if a == s} | {a for a, b in pairs if b == s}
-        for s in range(num_stages)
-    ]
+class _Sends(NamedTuple):
+    """Exchanges of a stage in a tick of a run.
+
+    Attributes:
+        partners: The stages that it exchanges with, and itself.
+        number: Exchanges that it takes part in.
+    """
+
+    partners: set[int]
+    number: int
+
+    @staticmethod
+    def of(run: TickRun, stage: int) -> "_Sends":
+        """Those of one stage."""
+        sends = [*run.activation_sends.values(), *run.gradient_sends.values()]
+        mine = [[pair for pair in each if stage in pair] for each in sends]
+        partners = {other for pairs in mine for pair in pairs for other in pair}
+        return _Sends(partners | {stage}, sum(map(bool, mine)))
+
+
+class _Cost(NamedTuple):
+    """Seconds of a stage in a tick.
+
+    Attributes:
+        useful: Its actions.
+        idle: Idle actions that it computes and drops.
+        forward: Of both, what runs before a loss of this tick.
+    """
+
+    useful: float
+    idle: float
+    forward: float
 
 
 @dataclass(frozen=True)
@@ -163,8 +193,8 @@ class _Actions:
     run: TickRun
     tick: int
 
-    def seconds(self, stage: int) -> tuple[float, float]:
-        """Seconds of a stage's work in the tick, and of idle actions that it computes and drops."""
+    def seconds(self, stage: int) -> _Cost:
+        """Seconds of a stage."""
         tables, tick, gather = self.program.tables, self.tick, self.wire.gather
         any_part = self.parts[self.program.placement.virtual[stage][0]]
         useful = idle = 0.0
@@ -178,6 +208,7 @@ class _Actions:
             idle += any_part.forward + gather
         elif self.run.forward is not None and self.run.forward.idle is Idle.BRANCH:
             idle += any_part.ring  # zeros, filled in and copied to a slot that nothing uses
+        before_loss = useful + idle
         if backward is not None:
             is_split = tables.pending_write[stage][tick] >= 0
             useful += (
@@ -194,7 +225,7 @@ class _Actions:
             idle += (not has_action) * sums_s
         if tables.loss_microbatch[stage][tick] >= 0:
             useful += self.wire.ends_work
-        return useful, idle
+        return _Cost(useful, idle, before_loss)
 
     def _sums(
         self, part: PartTime, forward: PartTime | None, backward: PartTime | None

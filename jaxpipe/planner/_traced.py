@@ -11,6 +11,8 @@ from jaxpipe.data import Batch
 from jaxpipe.layers import ModelTrace, PipelineModule
 from jaxpipe.topology import num_batch_shards
 
+from ._costs import Counted
+
 
 @dataclass(frozen=True)
 class Traced:
@@ -22,6 +24,7 @@ class Traced:
         trace: Shapes and programs of the layers, for one microbatch.
         entry: Shapes of one microbatch of all replicas.
         microbatch: Shapes of one microbatch as layers see it, that of one place along `data`.
+        counted: Its layers, which are looked at when their costs are asked for.
         config: The settings, with `pipeline.split_vocabulary` decided.
         split_note: What was decided about the vocabulary and why, in a sentence; empty where
             nothing was open.
@@ -32,6 +35,7 @@ class Traced:
     trace: ModelTrace
     entry: Batch
     microbatch: Batch
+    counted: Counted
     config: TrainConfig
     split_note: str = ""
 

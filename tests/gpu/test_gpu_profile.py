@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh
 import jaxpipe
 from jaxpipe import LayerSpec, PipelineModule
 from jaxpipe.errors import PartitionError
-from jaxpipe.layers import layer_signatures
+from jaxpipe.planner import Counted
 from jaxpipe.planner._cut import costs_for_cut, cut_parts
 
 PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
@@ -38,12 +38,11 @@ def test_absent_devices_are_not_measured() -> None:
     layers = [LayerSpec(nn.Dense, 64), LayerSpec(nn.Dense, 64), LayerSpec(nn.Dense, 512)]
     module = PipelineModule(layers, 2, partition_method="profile:flops")
     trace = module.trace(np.ones((4, 64), np.float32))
-    signatures = layer_signatures(module.layers, trace)
-    costs = costs_for_cut(module, trace, mesh, None, signatures)
+    costs = costs_for_cut(Counted(module, trace, None), mesh)
     assert costs.source == "counted for h200"
-    assert cut_parts(module, trace, costs, 2, signatures) == (0, 2, 3)
+    assert cut_parts(module, trace, costs, 2, costs.signatures) == (0, 2, 3)
     with pytest.raises(
         PartitionError,
         match="a mesh of NVIDIA H200 devices that process 0 cannot run on. Use 'profile",
     ):
-        costs_for_cut(module.replace(partition_method="profile"), trace, mesh, None, signatures)
+        costs_for_cut(Counted(module.replace(partition_method="profile"), trace, None), mesh)

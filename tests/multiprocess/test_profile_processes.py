@@ -9,7 +9,7 @@ PROGRAM = """
 import functools, time
 import jax, jaxpipe
 import numpy as np
-from jaxpipe.layers import layer_signatures
+from jaxpipe.planner import Counted
 from jaxpipe.planner._cut import costs_for_cut, cut_parts
 from jaxpipe.topology import PipeDataParallelTopology, make_pipeline_mesh
 jaxpipe.init_distributed()
@@ -32,9 +32,8 @@ mesh = make_pipeline_mesh(PipeDataParallelTopology(2, 1))
 seconds = [0.06, 0.0, 0.0, 0.0] if place == 0 else [0.0, 0.0, 0.0, 0.06]
 module = jaxpipe.PipelineModule([layer(s) for s in seconds], 2, partition_method="profile")
 trace = module.trace(x)
-signatures = layer_signatures(module.layers, trace)
-costs = costs_for_cut(module, trace, mesh, None, signatures)
-print("cut", cut_parts(module, trace, costs, 2, signatures), repr(costs), flush=True)
+costs = costs_for_cut(Counted(module, trace, None), mesh)
+print("cut", cut_parts(module, trace, costs, 2, costs.signatures), repr(costs), flush=True)
 """
 
 

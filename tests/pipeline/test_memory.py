@@ -15,7 +15,6 @@ from _tolerances import MEMORY, STATE_BYTES
 
 from jaxpipe import LayerSpec, PipeDataParallelTopology, Pipeline, PipelineModule
 from jaxpipe.jaxpr import scan_form
-from jaxpipe.layers import layer_signatures
 from jaxpipe.pipeline import describe_pipeline
 from jaxpipe.planner import HARDWARE, Counted
 from jaxpipe.schedules import resolve_schedule
@@ -339,7 +338,7 @@ def planned(layers: list[LayerSpec | Any], *, scan_trunk: bool = False) -> tuple
     pipeline = Pipeline(
         module, optax.sgd(0.1), mesh, (x, x), 4, make_settings(scan_trunk=scan_trunk)
     )
-    counted = Counted(module, pipeline.trace, x, layer_signatures(module.layers, pipeline.trace))
+    counted = Counted(module, pipeline.trace, x)
     return counted.costs(HARDWARE["h200"]).part_sizes(pipeline.parts)[0][1], pipeline
 
 

@@ -15,7 +15,7 @@ import pytest
 from _parallel import make_batch, make_module
 
 from jaxpipe import LayerSpec, PipeDataParallelTopology, PipelineModule
-from jaxpipe.layers import VocabEmbed, VocabHead, layer_signatures
+from jaxpipe.layers import VocabEmbed, VocabHead
 from jaxpipe.losses import vocab_cross_entropy
 from jaxpipe.partition import Profile, StageMemory
 from jaxpipe.planner import HARDWARE, Counted, _measure
@@ -83,12 +83,11 @@ MESH = make_pipeline_mesh(PipeDataParallelTopology(2, 1), jax.devices()[:2])
 
 
 def counted(module: PipelineModule, trace: Any, labels: Any = None) -> Profile:
-    signatures = layer_signatures(module.layers, trace, module.compute_dtype)
-    return Counted(module, trace, labels, signatures).costs(HARDWARE["h200"])
+    return Counted(module, trace, labels).costs(HARDWARE["h200"])
 
 
 def measured(module: PipelineModule, trace: Any, labels: Any = None) -> Profile:
-    return measured_costs(module, trace, MESH, labels, counted(module, trace, labels))
+    return measured_costs(Counted(module, trace, labels), MESH, counted(module, trace, labels))
 
 
 @pytest.mark.slow
@@ -162,10 +161,10 @@ def test_products_are_counted_and_scans_as_often_as_they_run() -> None:
     assert [layer.flops for layer in costs.layers] == [0, product, 5 * product, 4 * product]
     assert all(0 < layer.weight_s < layer.backward_s for layer in costs.layers[1:])
     assert costs.layers[0].weight_s == costs.layers[0].backward_s
-    for_cut = costs_for_cut(module, trace, MESH, None, costs.signatures)
+    for_cut = costs_for_cut(Counted(module, trace, None), MESH)
     assert cut_parts(module, trace, for_cut, 2, costs.signatures) == (0, 3, 4)
     assert for_cut.source == "counted for h100"
-    assert for_cut == costs_for_cut(module.replace(), trace, MESH, None, costs.signatures)
+    assert for_cut == costs_for_cut(Counted(module.replace(), trace, None), MESH)
 
 
 def test_recompute_is_counted() -> None:
@@ -198,7 +197,8 @@ def test_layers_split_over_a_model_axis_count_for_their_share() -> None:
     inputs, labels, _ = make_batch()
     mesh = make_pipeline_mesh(module.topology())
     trace = module.trace(inputs[0], {}, mesh.abstract_mesh)
-    costs = measured_costs(module, trace, mesh, labels[0], counted(module, trace, labels[0]))
+    looked_at = Counted(module, trace, labels[0])
+    costs = measured_costs(looked_at, mesh, looked_at.costs(HARDWARE["h200"]))
     assert all(cost.forward_s > 0 and cost.backward_s > 0 for cost in costs.layers)
 
 

@@ -14,7 +14,7 @@ from jaxpipe.config import load_config
 from jaxpipe.data import Batch
 from jaxpipe.errors import ConfigError
 from jaxpipe.pipeline import configure_model
-from jaxpipe.planner import Traced, make_plan
+from jaxpipe.planner import Counted, Traced, make_plan
 from jaxpipe.planner._calibrate import limit_of
 from jaxpipe.planner._memory import bytes_per_param
 from jaxpipe.topology import make_pipeline_mesh
@@ -59,7 +59,8 @@ def test_the_plan_knows_what_the_optimiser_holds(schedule: str) -> None:
     settings = make_settings(schedule, memory_limit_gb=1e-3, zero_stage=1)
     mesh = make_pipeline_mesh(PipeDataParallelTopology(4, 2), jax.devices())
     batch = Batch(X, X, {})
-    traced = Traced(module, mesh, module.trace(X, {}, mesh.abstract_mesh), batch, batch, settings)
+    trace = module.trace(X, {}, mesh.abstract_mesh)
+    traced = Traced(module, mesh, trace, batch, batch, Counted(module, trace, X), settings)
     plan = make_plan(traced, 8, optax.sgd(0.1))
     assert plan.profile is not None
     assert plan.profile.memory is not None
