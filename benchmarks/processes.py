@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -83,8 +83,11 @@ def member() -> None:
         print("RESULT " + json.dumps(found), flush=True)
 
 
-def run_job(num_processes: int) -> dict[str, float]:
-    """Start the processes and read what the first one prints."""
+def run_members(words: Sequence[str], num_processes: int, devices: int) -> Any:
+    """Start processes of so many devices, and read what the first one prints after `RESULT`.
+
+    `words` are a module and its arguments.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -94,15 +97,21 @@ def run_job(num_processes: int) -> dict[str, float]:
             "JAX_COORDINATOR_ADDRESS": address,
             "JAX_NUM_PROCESSES": num_processes,
             "JAX_PROCESS_ID": index,
-            "JAX_NUM_CPU_DEVICES": STAGES // num_processes,
+            "JAX_NUM_CPU_DEVICES": devices,
             "JAX_PLATFORMS": "cpu",
         }
         env = {**os.environ, **{name: str(value) for name, value in told.items()}}
-        command = [sys.executable, "-m", "benchmarks.processes", "--member"]
+        command = [sys.executable, "-m", *words]
         started.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
     outputs = [process.communicate()[0] for process in started]
     line = next(line for line in outputs[0].splitlines() if line.startswith("RESULT "))
     return json.loads(line.removeprefix("RESULT "))
+
+
+def run_job(num_processes: int) -> dict[str, float]:
+    """Measure a step with so many processes."""
+    words = ["benchmarks.processes", "--member"]
+    return run_members(words, num_processes, STAGES // num_processes)
 
 
 def main() -> None:

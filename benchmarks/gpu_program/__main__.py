@@ -6,25 +6,29 @@ Each job is compiled for 8 or 64 H200s, and its scheduled HLO is read. Printed a
   moments (as divided by ZeRO), compute parameters, sums of gradients, the rings of residuals and of
   pending weight gradients; counted are the temporaries of a tick, too;
 - one microbatch of the steady run by category: milliseconds, GB and TFLOP on a stage in the middle;
+- what the host launches for a tick of the steady run, and how often it waits for the device, from
+  XLA's list of thunks: in conditionals outside of CUDA graphs, and in loops of unknown length;
 - the projected step and its MFU (6 N + 12 L T D, attention's whole square, N without the
   embedding), M microbatches.
 
 Bytes, operations and memory are the program's; **times are a model**, no measurement: each kernel
 takes the longer of its operations at .70 (products) or .50 (attention, the causal half) of 989
-TFLOP/s and its bytes at .85 of 4.8 TB/s, each conditional 25 us, exchanges .8 of 450 GB/s in a host
-and 50 GB/s between hosts, and 15 us; stages wait for their neighbours as the exchanges say. Without
-a GPU products compile to Triton, where autotuning might take cuBLAS.
+TFLOP/s and its bytes at .85 of 4.8 TB/s, each conditional 8 us and each wait of the host 15,
+exchanges .8 of 450 GB/s in a host and 50 GB/s between hosts, and 15 us; stages wait for their
+neighbours as the exchanges say. Without a GPU products compile to Triton, where autotuning might
+take cuBLAS.
 
 Needs the CUDA plugin, and for cuDNN's attention its library on LD_LIBRARY_PATH:
 `pip install "jax[cuda13-local]" nvidia-cudnn-cu13`.
 
 Run: JAX_PLATFORMS=cpu python -m benchmarks.gpu_program [--only 1f1b,interleaved] [--json FILE]
-     [--text FOLDER] [--smoke]
+     [--text FOLDER] [--loops-in-graphs] [--smoke]
 """
 
 import argparse
 import dataclasses
 import json
+import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -39,13 +43,22 @@ from ._cost import CATEGORIES, Costs
 from ._hlo import Module
 from ._jobs import JOBS, SMOKE, Job
 from ._project import Projection, Simulation
+from ._thunks import DUMP_OPTION, read_thunks, steady_launches
+
+GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,WHILE"
+"""What may be in CUDA graphs with `--loops-in-graphs`: XLA's default, and loops."""
 
 
-def measure(job: Job, text_at: Path | None) -> dict[str, Any]:
+def measure(job: Job, text_at: Path | None, *, loops_in_graphs: bool = False) -> dict[str, Any]:
     """Compile a job and read its program."""
     start = time.perf_counter()
     pipeline = job.pipeline()
-    compiled = pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct).compile()
+    lowered = pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct)
+    with tempfile.TemporaryDirectory() as folder:
+        options: dict[str, Any] = {DUMP_OPTION: folder}
+        options |= {"xla_gpu_enable_command_buffer": GRAPHS} if loops_in_graphs else {}
+        compiled = lowered.compile(compiler_options=options)
+        thunks, names = read_thunks(Path(folder))
     compile_s = time.perf_counter() - start
     memory, text = compiled.memory_analysis(), compiled.as_text()
     assert memory is not None
@@ -55,6 +68,8 @@ def measure(job: Job, text_at: Path | None) -> dict[str, Any]:
     total = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     total += memory.output_size_in_bytes - memory.alias_size_in_bytes
     counted, module, block = job.plan().candidates[0], Module(text), type(job.block).__name__
+    counted_loops = {line.name for line in module.loops() if line.trip_count}
+    known = {number for number, name in names.items() if name in counted_loops}
     real, ideal = (
         Simulation(
             Costs(module, machine, job.hosts), pipeline.program, job.num_devices, block
@@ -72,6 +87,7 @@ def measure(job: Job, text_at: Path | None) -> dict[str, Any]:
             name: size / 1e9 for name, size in dataclasses.asdict(counted.memory).items()
         },
         "counted_step_ms": counted.step_s * 1e3,
+        "launches": dataclasses.asdict(steady_launches(thunks, known)),
         "real": _projected(job, real),
         "ideal": _projected(job, ideal),
     }
@@ -89,6 +105,17 @@ def _projected(job: Job, found: Projection) -> dict[str, Any]:
         }
         for name, cost in stages.items()
     }
+
+
+LAUNCHES = {
+    "graphs": "graphs",
+    "in_graphs": "kernels in graphs",
+    "alone": "kernels alone",
+    "collectives": "collectives",
+    "conditionals": "conditionals that wait",
+    "loops": "loops that wait",
+}
+"""Keys and headings of what a tick launches."""
 
 
 def report(results: dict[str, dict[str, Any]]) -> None:
@@ -119,6 +146,10 @@ def report(results: dict[str, dict[str, Any]]) -> None:
             cells = [f"{middle.get(key, 0.0):.{digits}f}" for key in names]
             longest = [f"{found['real']['longest']['total_ms']:.2f}"] if what == "ms" else []
             print_row(name, *cells, f"{sum(middle.values()):.{digits}f}", *longest)
+    print("\nA tick of the steady run, on the host\n")
+    print_head("job", *LAUNCHES.values())
+    for name, found in results.items():
+        print_row(name, *(str(found["launches"][key]) for key in LAUNCHES))
     print("\nProjected step\n")
     print_head(
         *(
@@ -154,6 +185,9 @@ def main() -> None:
     parser.add_argument("--only", help=f"jobs among {', '.join(JOBS)}")
     parser.add_argument("--json", type=Path, help="where the figures go")
     parser.add_argument("--text", type=Path, help="folder where each job's HLO goes")
+    parser.add_argument(
+        "--loops-in-graphs", action="store_true", help="let CUDA graphs hold loops, too"
+    )
     parser.add_argument("--smoke", action="store_true", help="a tiny job; its figures mean nothing")
     options = parser.parse_args()
     jobs = SMOKE if options.smoke else JOBS
@@ -168,9 +202,8 @@ def main() -> None:
     failed = []
     for name in names:
         try:
-            results[name] = measure(
-                jobs[name], options.text / f"{name}.txt" if options.text else None
-            )
+            text_at = options.text / f"{name}.txt" if options.text else None
+            results[name] = measure(jobs[name], text_at, loops_in_graphs=options.loops_in_graphs)
         except Exception:  # noqa: BLE001 - the other jobs go on; this one's end is told
             traceback.print_exc(limit=-3)
             failed.append(name)

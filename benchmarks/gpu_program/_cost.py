@@ -30,6 +30,9 @@ collectives that nothing hides; waits at conditionals.
 _MANY = 2**20
 _MOVES = ("slice", "dynamic-slice", "copy", "transpose", "bitcast", "concatenate")
 
+_WAIT_S = 15e-6
+"""Seconds that a wait of the host for the device is taken to cost."""
+
 
 @dataclass
 class Cost:
@@ -127,6 +130,11 @@ class Costs:
             # The result of a reduce-scatter is one share of what travels.
             num_bytes = sum(sizes) * (size if kind == "reduce-scatter" else 1)
         return collective_s(machine, kind, num_bytes, size, inside_host=inside)
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds that the host waits: a conditional with collectives, a look at a condition."""
+        return _WAIT_S if self.machine.branch_s else 0.0
 
     def _host_of(self, device: int) -> int:
         return self._hosts[device] if self._hosts else self.machine.host_of(device)

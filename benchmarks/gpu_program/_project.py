@@ -182,7 +182,7 @@ class Simulation:
         if line.op == "conditional" and self._is_shared(line):
             # All stages take the same branch, and wait for each other at its collectives.
             branch = Cost()
-            branch.add("branch", self._costs.machine.branch_s)
+            branch.add("branch", self._costs.wait_s)
             self._advance([branch] * len(self._now))
             self._events(line.branches[self._end_index(line, 0, tick)], run, tick, actions)
         elif line.op == "conditional":
@@ -225,7 +225,7 @@ class Simulation:
             cost.merge(body, rounds)
         if not line.trip_count:
             # The host waits for its condition, each time.
-            cost.add("branch", self._costs.machine.branch_s * (1 + rounds))
+            cost.add("branch", self._costs.wait_s * (1 + rounds))
         return cost
 
     def _rounds(self, line: Instruction, stage: int, tick: int) -> float:

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 
@@ -29,7 +29,7 @@ def gather_numbers(values: Sequence[int]) -> np.ndarray:
     local = jax.device_put(own, device)
     shape = (jax.process_count(), own.shape[1])
     rows = jax.make_array_from_single_device_arrays(
-        shape, NamedSharding(mesh, P("process")), [local]
+        shape, NamedSharding(mesh, P(mesh.axis_names)), [local]
     )
     return np.asarray(jax.device_get(gather(rows).addressable_shards[0].data))
 
@@ -56,9 +56,35 @@ def _program() -> tuple[Mesh, Any, Any]:
     firsts: dict[int, Any] = {}
     for device in _devices():
         firsts.setdefault(device.process_index, device)
-    mesh = Mesh(np.array([firsts[i] for i in range(jax.process_count())]), ("process",))
-    gather = jax.jit(lambda rows: rows, out_shardings=NamedSharding(mesh, P()))
-    return mesh, firsts[jax.process_index()], gather
+    devices = np.array([firsts[i] for i in range(jax.process_count())])
+    # One axis for each prime factor of their number: 1,024 processes exchange in 10 rounds of
+    # pairs, each with 10 others, where a single axis would be a ring of 1,023 hops in which each
+    # process has a connection to all others.
+    factors = prime_factors(len(devices))
+    names = tuple(f"factor_{i}" for i in range(len(factors)))
+    mesh = Mesh(devices.reshape(factors), names, axis_types=(AxisType.Auto,) * len(names))
+
+    def gather(rows: jax.Array) -> jax.Array:
+        for name in reversed(names):
+            rows = jax.lax.all_gather(rows, name, tiled=True)
+        return rows
+
+    gathered = jax.jit(
+        jax.shard_map(gather, mesh=mesh, in_specs=P(names), out_specs=P(), check_vma=False)
+    )
+    return mesh, firsts[jax.process_index()], gathered
+
+
+def prime_factors(number: int) -> list[int]:
+    """Prime factors of a number, the smallest first; of 1 none."""
+    found, factor = list[int](), 2
+    while number > 1:
+        if number % factor:
+            factor += 1
+        else:
+            found.append(factor)
+            number //= factor
+    return found
 
 
 def _devices() -> Sequence[Any]:

@@ -9,11 +9,14 @@ from typing import Any
 import jax
 
 HEARTBEAT_FILE = "JAXPIPE_HEARTBEAT_FILE"
-"""The environment variable for the file whose time of change says when the last step finished."""
+"""The environment variable for the file whose time of change says when the last step finished.
+
+Its text, if it has any, says which step that was and on what.
+"""
 
 
 class Heartbeat:
-    """Touches a file whenever a step has finished on the devices.
+    """Touches a file whenever a step has finished on the devices, and writes into it which.
 
     Does nothing where the environment names none.
     """
@@ -25,10 +28,10 @@ class Heartbeat:
         if self._path is not None:
             threading.Thread(target=self._watch, daemon=True, name="heartbeat").start()
 
-    def note(self, result: jax.Array) -> None:
-        """A step was started that gives this result."""
+    def note(self, result: jax.Array, name: str = "") -> None:
+        """A step was started that gives this result; `name` is what to call it."""
         if self._path is not None:
-            self._steps.put(result)
+            self._steps.put((result, name))
 
     def touch(self) -> None:
         """Something else has finished that takes long."""
@@ -37,5 +40,8 @@ class Heartbeat:
 
     def _watch(self) -> None:
         while True:
-            jax.block_until_ready(self._steps.get())
+            result, name = self._steps.get()
+            jax.block_until_ready(result)
+            if name and self._path is not None:
+                self._path.write_text(name)
             self.touch()

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -71,6 +72,7 @@ class Trainer:
             lambda: self.sizes.gradient_accumulation_steps,
         )
         self.compiler, self.heartbeat = Compiler(reporter), Heartbeat()
+        self._place = _stages_here(mesh)
         self.watch = OverflowWatch(self.scaler)
         self.global_steps = 0
         self.global_samples = 0
@@ -171,7 +173,7 @@ class Trainer:
     def note_in_flight(self, result: jax.Array) -> None:
         """Note a result of the program that was started last."""
         self._in_flight = result
-        self.heartbeat.note(result)
+        self.heartbeat.note(result, f"on {self._place} at global_steps={self.global_steps}")
 
     def block_until_ready(self) -> None:
         """On simulated devices, let the program in flight end before the next starts.
@@ -207,3 +209,11 @@ class Trainer:
             self._state, self.model_parameters = None, given
 
         return undo
+
+
+def _stages_here(mesh: Mesh) -> str:
+    """The stages that this process has devices of."""
+    axis, here = mesh.axis_names.index("stage"), jax.process_index()
+    devices = np.ndenumerate(mesh.devices)
+    found = sorted({place[axis] for place, device in devices if device.process_index == here})
+    return f"stage{'s' * (len(found) > 1)} {', '.join(map(str, found))}"

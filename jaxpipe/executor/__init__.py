@@ -20,6 +20,7 @@ from ._metrics import UpdateMetrics as UpdateMetrics
 from ._plan import Plan as Plan
 from ._simulated import compile_checked as compile_checked
 from ._simulated import compile_program as compile_program
+from ._simulated import is_checked as is_checked
 from ._simulated import is_simulated as is_simulated
 from ._simulated import loops_idle as loops_idle
 from ._simulated import waits_in_branches as waits_in_branches

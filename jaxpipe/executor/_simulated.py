@@ -13,6 +13,9 @@ Tests and first tries run on them, several in one process (`jax_num_cpu_devices`
 - A program that comes from JAX's cache on disk has lost the order of its collectives. One device is
   then in a reduction with its neighbours while another waits in an exchange with all of them, for
   ever: `compile_program`.
+
+GPUs of one process wait for each other in the first call of an exchange, too. Where stages share a
+process, their program is looked at as a simulated one is: `is_checked`.
 """
 
 import contextlib
@@ -22,6 +25,7 @@ from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
@@ -50,6 +54,19 @@ def waits_in_branches(mesh: Mesh) -> bool:
 def is_simulated(mesh: Mesh) -> bool:
     """True if a mesh's devices are simulated by the CPU."""
     return mesh.devices.flat[0].platform == "cpu"
+
+
+def is_checked(mesh: Mesh) -> bool:
+    """True if a program for these devices is looked at for slices that are moved in branches."""
+    return waits_in_branches(mesh) or (bool(automatic_axes(mesh)) and _stages_share_process(mesh))
+
+
+def _stages_share_process(mesh: Mesh) -> bool:
+    axis, found = mesh.axis_names.index("stage"), dict[int, int]()
+    return any(
+        found.setdefault(device.process_index, place[axis]) != place[axis]
+        for place, device in np.ndenumerate(mesh.devices)
+    )
 
 
 def check_branches(text: str) -> None:
@@ -82,10 +99,11 @@ def check_branches(text: str) -> None:
         raise LayerError(
             "layers that only some stages run must not cut what is sharded at other places than "
             f"the mesh does, but got {len(shifts)} slices that are moved from device to device, "
-            f"the first for {where}. On simulated CPU devices that would wait for ever. Constrain "
-            "what is cut there with jax.lax.with_sharding_constraint so that it is whole along the "
-            "dim that is cut, or split weights that hold several parts, such as query, key and "
-            "value, into one each."
+            f"the first for {where}. Devices of one process, as simulated ones are, would wait for "
+            "each other for ever. Start one process for each GPU; or constrain what is cut there "
+            "with jax.lax.with_sharding_constraint so that it is whole along the dim that is cut, "
+            "or split weights that hold several parts, such as query, key and value, into one "
+            "each."
         )
 
 
@@ -132,7 +150,7 @@ def compile_program(
 def compile_checked(function: Any, mesh: Mesh, *args: Any) -> None:
     """Compile a jitted function, and refuse a program that would wait for ever."""
     program = compile_program(function, *args)
-    if waits_in_branches(mesh):
+    if is_checked(mesh):
         check_branches(program.as_text() or "")
 
 

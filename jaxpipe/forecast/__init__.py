@@ -1,5 +1,6 @@
 """A training job before it runs: memory and time on devices that are not there."""
 
+from jaxpipe.planner import ASSUMED as ASSUMED
 from jaxpipe.planner import HARDWARE as HARDWARE
 from jaxpipe.planner import DeviceMemory as DeviceMemory
 from jaxpipe.planner import Forecast as Forecast
@@ -17,6 +18,7 @@ from ._result import StepPlan as StepPlan
 
 __all__ = [
     # For users.
+    "ASSUMED",
     "HARDWARE",
     "CompiledStep",
     "DeviceMemory",

@@ -2,6 +2,7 @@
 
 import argparse
 import inspect
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from jaxpipe._files import read_file, write_file
 from jaxpipe._imports import import_named, raised
 from jaxpipe._paths import local_path
 from jaxpipe.errors import ConfigError, JaxpipeError, nearest, shown
-from jaxpipe.planner import HARDWARE
+from jaxpipe.planner import ASSUMED, HARDWARE
 
 from ._plan import plan
 
@@ -43,6 +44,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpipe.forec
             "recompute": _numbers("--recompute", args.recompute),
             "places": _places(args.places),
             "measured_step_s": args.measured_step,
+            "assume": _assume(args.assume),
+            "memory_gb": args.memory_gb,
             "compiles": args.compile,
             "target_config": _target(args.target_config),
         }
@@ -92,6 +95,15 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--measured-step", metavar="SECONDS", type=float, help="of a run, to compare with"
+    )
+    parser.add_argument(
+        "--assume",
+        metavar="NAME|FILE",
+        help=f"what kernels reach of the peaks: {', '.join(ASSUMED)}, or a file of JSON such as "
+        '{"gemm_share": 0.6}',
+    )
+    parser.add_argument(
+        "--memory-gb", metavar="GB", type=float, help="memory of a device, if it has another"
     )
     parser.add_argument(
         "--compile", action="store_true", default=None, help="compile the best candidate, too"
@@ -171,6 +183,25 @@ def _file(option: str, given: str | None) -> Path | None:
             "folder."
         )
     return path
+
+
+def _assume(given: str | None) -> Any:
+    if given is None or given in ASSUMED:
+        return given
+    path = local_path(given, "--assume")
+    try:
+        found = json.loads(read_file(path).decode())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--assume must be one of {', '.join(ASSUMED)} or a file of JSON, but got {given!r}: "
+            f"{error}. Correct it."
+        ) from error
+    if not isinstance(found, dict):
+        raise ConfigError(
+            "--assume must be a file of JSON with a dictionary of fields of Hardware, but got "
+            f'{given!r} with {shown(found)}. Write for instance {{"gemm_share": 0.6}}.'
+        )
+    return found
 
 
 def _target(given: str | None) -> str | None:

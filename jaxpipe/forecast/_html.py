@@ -92,7 +92,7 @@ def body_of(
 
 def _bars(plan: "StepPlan") -> str:
     shown = plan.candidates[:_MOST_BARS]
-    limit = plan.hardware.usable_bytes
+    limit = plan.limit_bytes
     scale = _WIDTH / max(limit, *(one.memory.total for one in shown))
     names = [field.name for field in fields(shown[0].memory)]
     height = 40 + _BAR * len(shown)

@@ -13,7 +13,7 @@ from jaxpipe._numbers import as_flag, as_integer, as_number, plain
 from jaxpipe._typing import PyTree
 from jaxpipe.config import Collector, TrainConfig, load_config, unless_auto
 from jaxpipe.errors import ConfigError, PartitionError, ScheduleError, TopologyError, shown
-from jaxpipe.layers import PipelineModule, layer_signatures
+from jaxpipe.layers import PipelineModule
 from jaxpipe.optim import check_leafwise, trace_optimizer
 from jaxpipe.pipeline import ConfigLike, Pipeline, entry_struct, prepare, trace_model
 from jaxpipe.planner import (
@@ -24,8 +24,10 @@ from jaxpipe.planner import (
     Job,
     auto_schedules,
     candidates,
+    communicators,
     ranked,
     read_hardware,
+    usable_bytes,
 )
 from jaxpipe.recompute import settings_for, use_settings
 from jaxpipe.schedules import resolve_schedule, schedule_names
@@ -55,6 +57,8 @@ def plan(  # noqa: PLR0913  # what to look at, one argument each
     partition: Sequence[str | Sequence[int]] | None = None,
     recompute: Sequence[int] | None = None,
     measured_step_s: float | None = None,
+    assume: str | Mapping[str, float] | None = None,
+    memory_gb: float | None = None,
     compiles: bool = False,
     target_config: str | None = None,
 ) -> StepPlan:
@@ -86,6 +90,11 @@ def plan(  # noqa: PLR0913  # what to look at, one argument each
         recompute: Layers of recomputed groups, 0 for none. None: that of the model or the
             configuration, and where it says nothing 0 and 1.
         measured_step_s: Seconds of a step of a run, to compare with.
+        assume: What kernels reach of the peaks: `"optimistic"`, `"fair"` or `"pessimistic"`, of
+            `forecast.ASSUMED`, or values of `Hardware`'s fields. None: as the hardware says, which
+            for the named ones is `"optimistic"`.
+        memory_gb: GB (10^9 bytes) of a device's memory, where it is another than the named
+            hardware's.
         compiles: Whether to compile the best candidate's program, or the smallest where none fits,
             ahead of time; that needs JAX's CUDA plugin, no GPU, and a minute or more.
         target_config: XLA's description of the GPU, a `GpuTargetConfigProto` as text. None: the one
@@ -113,6 +122,7 @@ def plan(  # noqa: PLR0913  # what to look at, one argument each
         ('1f1b', True)
     """
     chosen_hardware, count = read_hardware(hardware)
+    chosen_hardware = _changed(chosen_hardware, assume, memory_gb)
     _check(model, measured_step_s, optimizer)
     _check_compiling(compiles, target_config)
     errors = Collector()
@@ -126,6 +136,7 @@ def plan(  # noqa: PLR0913  # what to look at, one argument each
         hardware=chosen_hardware,
         num_devices=count,
         axes={str(name): size for name, size in traced.mesh.shape.items()},
+        limit_bytes=setup.limit_bytes,
         num_microbatches=setup.num_microbatches,
         microbatch_size=traced.microbatch_size,
         num_params=sum(math.prod(x.shape) for x in jax.tree.leaves(traced.trace.tree())),
@@ -138,6 +149,26 @@ def plan(  # noqa: PLR0913  # what to look at, one argument each
     if not compiles:
         return step_plan
     return dataclasses.replace(step_plan, compiled=setup.compile(step_plan.shown, target_config))
+
+
+def _changed(hardware: Hardware, assume: Any, memory_gb: object) -> Hardware:
+    """Hardware as a user assumes it."""
+    if assume is not None:
+        if not isinstance(assume, str | Mapping):
+            raise ConfigError(
+                "assume must be a name such as 'fair' or a mapping of fields of Hardware, but got "
+                f"assume={shown(assume)}. Write for instance {{'gemm_share': 0.6}}."
+            )
+        hardware = hardware.assuming(assume)
+    if memory_gb is None:
+        return hardware
+    size = as_number(memory_gb)
+    if size is None or size <= 0:
+        raise ConfigError(
+            f"memory_gb must be a positive number of GB, but got memory_gb={memory_gb!r}. Leave it "
+            "out for the memory of the named hardware."
+        )
+    return hardware.assuming({"memory_bytes": size * 1e9})
 
 
 def _check(model: object, measured_step_s: object, optimizer: object) -> None:
@@ -316,7 +347,6 @@ class _Setup:
             )
             # With the split of the vocabulary decided.
             module, trace, self.config = traced.module, traced.trace, traced.config
-            self._signatures = layer_signatures(module.layers, trace, module.compute_dtype)
             # For its errors: without labels the loss is not counted.
             outputs, labels = trace.boundaries[-1], traced.microbatch.labels
             trace.on_mesh(lambda: jax.eval_shape(module.loss_terms, outputs, labels))
@@ -329,18 +359,17 @@ class _Setup:
     def limit_bytes(self) -> float:
         """Bytes that a device may hold."""
         limit = unless_auto(self.config.pipeline.memory_limit_gb)
-        return self.hardware.usable_bytes if limit is None else limit * 1e9
+        return usable_bytes(self.hardware, self.traced.mesh) if limit is None else limit * 1e9
 
     def forecasts(self, asked: _Asked) -> list[Forecast]:
         """All that was asked for, the best first."""
         found, failed = dict[tuple[Any, ...], Forecast](), list[PartitionError | ScheduleError]()
         with self._tracing():
-            plain = self._counted(0, None)
             for interval in asked.recompute:
-                counted = self._counted(interval, plain) if interval else plain
+                counted = self.traced.counted.recomputing(interval)
                 for method in asked.partitions:
                     try:
-                        some = candidates(self._job(counted, interval, method), asked.schedules)
+                        some = candidates(self._job(counted, method), asked.schedules)
                     except (PartitionError, ScheduleError) as error:
                         failed.append(error)
                         continue
@@ -351,19 +380,9 @@ class _Setup:
             raise failed[0]
         return ranked(list(found.values()))
 
-    def _counted(self, interval: int, plain: Counted | None) -> Counted:
-        module, labels = (
-            self._recomputing(self.traced.module, interval),
-            self.traced.microbatch.labels,
-        )
-        return Counted(module, self.traced.trace, labels, self._signatures, plain=plain)
-
-    def _recomputing(self, module: PipelineModule, interval: int) -> PipelineModule:
-        return module.replace(activation_checkpoint_interval=interval)
-
-    def _job(self, counted: Counted, interval: int, method: str | tuple[int, ...]) -> Job:
+    def _job(self, counted: Counted, method: str | tuple[int, ...]) -> Job:
         traced = self.traced
-        module = self._recomputing(traced.module, interval).replace(partition_method=method)
+        module = counted.module.replace(partition_method=method)
         sizes = self.num_microbatches, self.config, self._optimizer
         return Job(
             module, traced.trace, traced.mesh, counted, *sizes, self.hardware, self.limit_bytes
@@ -380,7 +399,7 @@ class _Setup:
             max_pending_weights="auto" if one.max_pending is None else one.max_pending,
         )
         config = dataclasses.replace(self.config, pipeline=section)
-        module = self._recomputing(self._module, one.recompute)
+        module = self._module.replace(activation_checkpoint_interval=one.recompute)
         mesh = make_pipeline_mesh(_topology(model, count, places), devices)
         return compile_step(
             one.label,
@@ -499,6 +518,17 @@ def _advice(setup: _Setup, asked: _Asked, found: Sequence[Forecast]) -> str:
     return f"{begin}. {more}."
 
 
+def _beside(setup: _Setup) -> str:
+    """What communicators hold, in words."""
+    found, each = communicators(setup.traced.mesh), setup.hardware.communicator_bytes
+    if not found or not each:
+        return ""
+    return (
+        f", less {each / 1e9:.1f} GB for each communicator of NCCL, of {', '.join(found)}: an "
+        "estimate, 0.5 to 1.8 GB have been seen"
+    )
+
+
 def _assumptions(setup: _Setup) -> tuple[str, ...]:
     hardware = setup.hardware
     found = [
@@ -514,7 +544,7 @@ def _assumptions(setup: _Setup) -> tuple[str, ...]:
         "attention by jaxpipe.attention runs as one fused kernel; attention written out moves its "
         "scores",
         f"programs may take {hardware.usable_share:.0%} of the memory, which "
-        "XLA_PYTHON_CLIENT_MEM_FRACTION must allow",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION must allow" + _beside(setup),
         "temporaries are an estimate: what a chunk leaves, gradients off the trunk, and logits or "
         "a backward's work",
         "collectives inside a stage have nothing beside them; MFU counts three times the forward's "

@@ -24,6 +24,8 @@ class StepPlan:
     Attributes:
         hardware: The devices.
         num_devices: How many.
+        limit_bytes: Bytes that training may hold on a device: those of the settings, or what the
+            hardware leaves beside its communicators.
         axes: Lengths of the mesh's axes.
         num_microbatches: Microbatches of a step.
         microbatch_size: Samples of a microbatch on one replica.
@@ -40,6 +42,7 @@ class StepPlan:
 
     hardware: Hardware
     num_devices: int
+    limit_bytes: float
     axes: dict[str, int]
     num_microbatches: int
     microbatch_size: int
@@ -62,7 +65,7 @@ class StepPlan:
         lines = [
             f"{self.num_params / 1e9:.3g} G parameters on {self.num_devices} x {hardware.name} "
             f"({axes}), {self.num_microbatches} microbatches of {self.microbatch_size} samples a "
-            f"replica; {hardware.usable_bytes / 1e9:.0f} of {hardware.memory_bytes / 1e9:.0f} GB "
+            f"replica; {self.limit_bytes / 1e9:.0f} of {hardware.memory_bytes / 1e9:.0f} GB "
             "usable on each device",
             "",
             *candidate_table(self.candidates),

@@ -14,12 +14,14 @@ from ._variables import (
     COORDINATOR_BIND,
     HEARTBEAT_FILE,
     LOCAL_DEVICES,
+    MODULE_LOADING,
     NUM_CPU_DEVICES,
     NUM_PROCESSES,
     PLATFORMS,
     PROCESS_ID,
     RESTART,
     inherited,
+    variable,
 )
 
 
@@ -97,6 +99,7 @@ class NodeJob:
 
     def _variables(self, slot: ProcessSlot, coordinator: str, attempt: int) -> dict[str, str]:
         variables = {
+            **({} if self.cpu_devices else {MODULE_LOADING: variable(MODULE_LOADING) or "EAGER"}),
             **self.exports,
             COORDINATOR: coordinator,
             NUM_PROCESSES: str(self.layout.num_processes),

@@ -4,6 +4,7 @@ from jaxpipe.errors import LaunchError
 
 from ._cluster import ClusterJob
 from ._shell import joined, quoted
+from ._variables import MODULE_LOADING
 
 _CONTINUED = " \\\n  "
 
@@ -119,6 +120,7 @@ def _variables(job: ClusterJob) -> list[str]:
     if job.stall_timeout_s is None:
         lines.append('export JAX_NUM_PROCESSES="$SLURM_NTASKS"')
     lines.append('export JAXPIPE_RESTART="${SLURM_RESTART_COUNT:-0}"')
+    lines.append(f'export {MODULE_LOADING}="${{{MODULE_LOADING}:-EAGER}}"')
     lines += [f"export {name}={quoted(value)}" for name, value in job.variables.items()]
     return [*lines, ""]
 

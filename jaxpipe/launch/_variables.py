@@ -15,6 +15,13 @@ PROCESS_ID = "JAX_PROCESS_ID"
 LOCAL_DEVICES = "JAX_LOCAL_DEVICE_IDS"
 NUM_CPU_DEVICES = "JAX_NUM_CPU_DEVICES"
 PLATFORMS = "JAX_PLATFORMS"
+MODULE_LOADING = "CUDA_MODULE_LOADING"
+"""When CUDA loads kernels.
+
+By default it does so at their first launch, and waits for what runs on the device: for ever, where
+that is an exchange with a stage that waits for this one. Stages take their branches at different
+ticks. With `EAGER` kernels are loaded with their program.
+"""
 HEARTBEAT_FILE = "JAXPIPE_HEARTBEAT_FILE"
 RESTART = "JAXPIPE_RESTART"
 
@@ -23,6 +30,7 @@ _OWN = frozenset(
     {COORDINATOR, COORDINATOR_BIND, NUM_PROCESSES, PROCESS_ID, HEARTBEAT_FILE, RESTART}
 )
 _FORWARDED = ("JAX_", "XLA_", "NCCL_")
+_ALSO = frozenset({"PYTHONPATH", MODULE_LOADING})
 _MOST_BYTES = 60000
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -46,14 +54,17 @@ def restarts_before() -> int:
 
 
 def forwarded() -> dict[str, str]:
-    """Variables that other nodes get unasked: `JAX_*`, `XLA_*`, `NCCL_*` and `PYTHONPATH`."""
+    """Variables that other nodes get unasked.
+
+    They are `JAX_*`, `XLA_*`, `NCCL_*`, `CUDA_MODULE_LOADING` and `PYTHONPATH`.
+    """
     mine = inherited()
     return {name: mine[name] for name in sorted(mine) if is_forwarded(name)}
 
 
 def is_forwarded(name: str) -> bool:
     """True for a variable that other nodes get unasked, as `forwarded` says."""
-    return name != LOCAL_DEVICES and (name.startswith(_FORWARDED) or name == "PYTHONPATH")
+    return name != LOCAL_DEVICES and (name.startswith(_FORWARDED) or name in _ALSO)
 
 
 def dump_variables(variables: Mapping[str, str]) -> bytes:

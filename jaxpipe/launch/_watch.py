@@ -75,7 +75,7 @@ class StallWatch:
         last = time.strftime("%H:%M:%S", time.localtime(seen.changed_ns / 1e9))
         return (
             f"{seen.member} finished no step for {waited_s:.1f} s, longer than --stall-timeout "
-            f"{self._stall_timeout_s:g}; its last was at {last}."
+            f"{self._stall_timeout_s:g}; its last{_which(seen.path)} ended at {last}."
         )
 
 
@@ -84,6 +84,15 @@ def _changed_ns(path: Path) -> int:
         return path.stat().st_mtime_ns
     except OSError:
         return 0
+
+
+def _which(heartbeat: Path) -> str:
+    """What the process has written of its last step, between commas."""
+    try:
+        text = heartbeat.read_text().strip()
+    except OSError:
+        text = ""
+    return f", {text}," if text else ""
 
 
 def _is_stopped(pid: int) -> bool:

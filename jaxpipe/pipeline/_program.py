@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from jaxpipe._typing import PyTree
 from jaxpipe.data import Batch, split_entry
-from jaxpipe.executor import compile_checked, is_simulated
+from jaxpipe.executor import compile_checked, is_checked, is_simulated
 from jaxpipe.state import TrainState
 
 from ._validate import check_jit
@@ -34,7 +34,7 @@ class Compiled(Protocol[_Arguments, _Result]):
 class Program(Generic[_Result]):
     """A jitted function of a state.
 
-    On simulated devices its first call looks whether they would wait for ever.
+    Its first call looks whether devices of one process would wait for each other for ever.
 
     Args:
         jitted: The function.
@@ -43,7 +43,7 @@ class Program(Generic[_Result]):
 
     def __init__(self, jitted: Compiled[..., _Result], mesh: Mesh) -> None:
         self._jitted, self._mesh = jitted, mesh
-        self._is_unchecked = is_simulated(mesh)
+        self._is_unchecked = is_simulated(mesh) or is_checked(mesh)
 
     def __call__(self, state: TrainState, *args: Any) -> _Result:
         if self._is_unchecked and not isinstance(state.step, Tracer):

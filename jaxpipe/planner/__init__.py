@@ -3,6 +3,8 @@
 Schedule, cut, memory and time of candidates.
 """
 
+from ._calibrate import communicators as communicators
+from ._calibrate import usable_bytes as usable_bytes
 from ._candidate import Job as Job
 from ._choose import Asked as Asked
 from ._choose import auto_schedules as auto_schedules
@@ -16,6 +18,7 @@ from ._forecast import candidate_rows as candidate_rows
 from ._forecast import candidate_table as candidate_table
 from ._forecast import gigabytes as gigabytes
 from ._forecast import milliseconds as milliseconds
+from ._hardware import ASSUMED as ASSUMED
 from ._hardware import HARDWARE as HARDWARE
 from ._hardware import Hardware as Hardware
 from ._hardware import named_hardware as named_hardware

@@ -47,9 +47,23 @@ def limit_of(section: PipelineConfig, mesh: Mesh) -> float | None:
         return section.memory_limit_gb * 1e9
     devices = runnable_devices(mesh)
     if not devices:
-        return reference_hardware(mesh).usable_bytes
+        return usable_bytes(reference_hardware(mesh), mesh)
     limit = (devices[0].memory_stats() or {}).get("bytes_limit")
     return None if limit is None else agreed(limit, min)
+
+
+def usable_bytes(hardware: Hardware, mesh: Mesh) -> float:
+    """Bytes that training may hold on a device of a mesh, beside its communicators."""
+    return hardware.usable_bytes(len(communicators(mesh)))
+
+
+def communicators(mesh: Mesh) -> tuple[str, ...]:
+    """Groups of devices that exchange: those along each axis, and all, as stages exchange by XLA.
+
+    An axis that has all devices is the same group.
+    """
+    axes = tuple(str(axis) for axis, size in mesh.shape.items() if size > 1)
+    return axes if len(axes) <= 1 else ("all devices", *axes)
 
 
 # Kept for the process: each pipeline that is built here is weighed on the same numbers.

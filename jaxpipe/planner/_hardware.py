@@ -4,9 +4,20 @@ Peaks, memory and wires, and what share of them programs are taken to reach.
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 from jaxpipe.errors import ConfigError, nearest
+
+ASSUMED: dict[str, dict[str, float]] = {
+    "optimistic": {"gemm_share": 0.70, "attention_share": 0.50, "traffic_share": 0.85},
+    "fair": {"gemm_share": 0.65, "attention_share": 0.46, "traffic_share": 0.78},
+    "pessimistic": {"gemm_share": 0.60, "attention_share": 0.42, "traffic_share": 0.70},
+}
+"""What share of the peaks products, fused attention and streaming kernels reach, by name.
+
+What tuned kernels reach alone, what has been measured of them in training, and the lower end of it.
+"""
 
 
 @dataclass(frozen=True)
@@ -31,7 +42,9 @@ class Hardware:
         usable_share: Share of `memory_bytes` that programs may take; drivers and fragments have the
             rest.
         latency_s: Seconds of a collective beside its bytes.
-        branch_s: Seconds that a conditional waits for the host.
+        communicator_bytes: Bytes that each communicator holds beside the program's memory.
+        branch_s: Seconds of a conditional. On GPUs it is a node of a CUDA graph, and the host waits
+            for none without collectives inside.
 
     Raises:
         ConfigError: A number is not positive, or a share above 1.
@@ -44,13 +57,14 @@ class Hardware:
     wire_bytes_per_s: float
     network_bytes_per_s: float = 50e9
     devices_per_host: int = 8
-    gemm_share: float = 0.70
-    attention_share: float = 0.50
-    traffic_share: float = 0.85
+    gemm_share: float = ASSUMED["optimistic"]["gemm_share"]
+    attention_share: float = ASSUMED["optimistic"]["attention_share"]
+    traffic_share: float = ASSUMED["optimistic"]["traffic_share"]
     wire_share: float = 0.8
     usable_share: float = 0.92
     latency_s: float = 15e-6
-    branch_s: float = 25e-6
+    branch_s: float = 8e-6
+    communicator_bytes: float = 0.8e9
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -59,9 +73,8 @@ class Hardware:
             if field.name == "name":
                 continue
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            lowest = (
-                0.0 if field.name.endswith("_s") and not field.name.endswith("_per_s") else 1e-300
-            )
+            is_time = field.name.endswith("_s") and not field.name.endswith("_per_s")
+            lowest = 0.0 if is_time or field.name == "communicator_bytes" else 1e-300
             if not is_number or not lowest <= value < float("inf"):
                 rule = "at least 0" if lowest == 0.0 else "a positive number"
                 raise ConfigError(
@@ -88,10 +101,30 @@ class Hardware:
             branch_s=0.0,
         )
 
-    @property
-    def usable_bytes(self) -> float:
-        """Bytes of memory that programs may take."""
-        return self.usable_share * self.memory_bytes
+    def assuming(self, shares: str | Mapping[str, float]) -> "Hardware":
+        """The same with other assumptions: their name in `ASSUMED`, or some fields' values.
+
+        Raises ConfigError where a name or a value is none.
+        """
+        if isinstance(shares, str):
+            if shares not in ASSUMED:
+                raise ConfigError(
+                    f"assume must be one of {', '.join(map(repr, ASSUMED))} or a mapping of fields "
+                    f"of Hardware, but got assume={shares!r}. Write for instance 'fair'."
+                )
+            shares = ASSUMED[shares]
+        known = [field.name for field in fields(self) if field.name != "name"]
+        wrong = next((name for name in shares if name not in known), None)
+        if wrong is not None:
+            raise ConfigError(
+                f"assume must name fields of Hardware, which are {', '.join(known)}, but got "
+                f"{wrong!r}. Correct or remove it."
+            )
+        return replace(self, **shares)
+
+    def usable_bytes(self, num_communicators: int = 0) -> float:
+        """Bytes of memory that programs may take beside so many communicators."""
+        return self.usable_share * self.memory_bytes - num_communicators * self.communicator_bytes
 
     def host_of(self, device: int) -> int:
         """The host of a device, by its number."""
@@ -109,10 +142,12 @@ HARDWARE: dict[str, Hardware] = {
     "a100-40gb": Hardware("a100-40gb", 312e12, 40e9, 1.555e12, 300e9, network_bytes_per_s=25e9),
     "h100": Hardware("h100", 989e12, 80e9, 3.35e12, 450e9),
     "h200": Hardware("h200", 989e12, 141e9, 4.8e12, 450e9),
+    "gh200": Hardware("gh200", 989e12, 96e9, 4.0e12, 450e9, devices_per_host=1),
+    "l40s": Hardware("l40s", 362e12, 48e9, 0.864e12, 32e9, network_bytes_per_s=25e9),
     "b200": Hardware("b200", 2250e12, 180e9, 7.7e12, 900e9),
     "mi300x": Hardware("mi300x", 1307e12, 192e9, 5.3e12, 448e9),
 }
-"""Known accelerators, SXM or OAM modules, by the vendors' data sheets.
+"""Known accelerators, SXM or OAM modules (L40S: a PCIe card), by the vendors' data sheets.
 
 Add one's own by `HARDWARE["name"] = ...`.
 """

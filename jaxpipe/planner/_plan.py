@@ -143,8 +143,8 @@ def lower_training(
 
 def skips_idle(program: TickProgram, mesh: Mesh) -> bool:
     """True if idle actions are branched around where the settings leave it open."""
-    # On accelerators a branch costs a host synchronisation. Where backwards are split it pays even
-    # so: an idle action, if it were computed, would take the time that splitting saves.
+    # On accelerators exchanges travel better under straight code. Where backwards are split
+    # skipping pays even so: an idle action that is computed takes the time that splitting saves.
     is_cpu = mesh.devices.flat[0].platform == "cpu"
     skips = is_cpu or program.has_split_backward or _has_cheap_branches(program, mesh)
     return skips and not waits_in_branches(mesh)

@@ -17,7 +17,7 @@ import optax
 import pytest
 from _settings import make_settings
 from jax.experimental.compilation_cache import compilation_cache
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe import LayerSpec, PipeDataParallelTopology, Pipeline, PipelineModule
@@ -25,10 +25,12 @@ from jaxpipe.errors import LayerError
 from jaxpipe.executor import (
     compile_checked,
     compile_program,
+    is_checked,
     loops_idle,
     waits_in_branches,
     without_cache,
 )
+from jaxpipe.forecast._devices import AbsentDevice
 from jaxpipe.topology import make_pipeline_mesh
 
 Computing = Callable[[jax.Array], jax.Array]
@@ -149,7 +151,7 @@ def compile_for_two_stages(
 @pytest.mark.parametrize("place", [in_a_branch, in_one_of_three, in_a_loop_in_a_branch])
 def test_slices_that_move_in_a_branch_are_refused(place: Any) -> None:
     with pytest.raises(
-        LayerError, match=r"must not cut.*but got 2 slices.*the first for .*split.*Constrain"
+        LayerError, match=r"must not cut.*but got 2 slices.*the first for .*split.*constrain"
     ):
         compile_for_two_stages(place, query_key_value)
 
@@ -172,6 +174,21 @@ def test_only_automatic_axes_have_collectives_that_may_wait() -> None:
     automatic = jax.make_mesh((2, 1, 2), ("stage", "data", "model"))
     assert [waits_in_branches(mesh) for mesh in (plain, automatic)] == [False, True]
     assert [loops_idle(mesh) for mesh in (plain, automatic)] == [True, False]
+
+
+def test_gpus_are_checked_where_stages_share_a_process() -> None:
+    def mesh(devices_per_process: int, shape: tuple[int, ...]) -> Mesh:
+        devices = [AbsentDevice(i, i // devices_per_process, "h100") for i in range(8)]
+        return Mesh(
+            np.array(devices).reshape(shape),
+            ("stage", "data", "model"),
+            axis_types=(AxisType.Auto,) * 3,
+        )
+
+    alone, shared, stage_each = (mesh(size, (2, 1, 4)) for size in (1, 8, 4))
+    assert [is_checked(each) for each in (alone, shared, stage_each)] == [False, True, False]
+    # Idle actions are skipped all the same: such a program is the exception.
+    assert not waits_in_branches(shared)
 
 
 class Rolled(nn.Module):

@@ -189,9 +189,8 @@ def test_what_does_not_fit_is_named_with_what_makes_it_fit() -> None:
     small = planned()
     assert small.best is not None
     need = small.best.memory
-    tiny = dataclasses.replace(
-        HARDWARE["h200"], name="tiny", usable_share=1.0, memory_bytes=0.9 * need.total
-    )
+    whole = {"usable_share": 1.0, "communicator_bytes": 0.0, "memory_bytes": 0.9 * need.total}
+    tiny = dataclasses.replace(HARDWARE["h200"].assuming(whole), name="tiny")
     again = planned_on(tiny)
     assert again.best is None
     assert not again.candidates[0].fits
@@ -222,6 +221,43 @@ def test_hardware_can_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fast.best is not None
     assert slow.best.step_s > fast.best.step_s
     assert "AdamW, as neither" in str(slow)
+
+
+def test_assumptions_have_names_and_may_be_given() -> None:
+    steps = [planned(assume=name).candidates[0].step_s for name in ("optimistic", "fair")]
+    assert steps[0] == planned().candidates[0].step_s < steps[1]
+    slow = planned(assume={"gemm_share": 0.1, "traffic_share": 0.1})
+    assert slow.candidates[0].step_s > steps[1]
+    assert "products reach 10%" in str(slow)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"assume": "hopeful"}, "must be one of 'optimistic', 'fair', 'pessimistic' or a mapping"),
+        ({"assume": {"gem_share": 0.5}}, "must name fields of Hardware, .* but got 'gem_share'"),
+        ({"assume": {"gemm_share": 70}}, "must be a share of the peak, at most 1, .*=70"),
+        ({"assume": {"gemm_share": "half"}}, "must be a positive number, but got .*'half'"),
+        ({"assume": 0.5}, "must be a name such as 'fair' or a mapping .* but got assume=0.5"),
+        ({"memory_gb": 0}, "memory_gb must be a positive number of GB, but got memory_gb=0"),
+        ({"memory_gb": "much"}, "memory_gb must be a positive number of GB"),
+    ],
+)
+def test_wrong_assumptions_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(JaxpipeError, match=message):
+        planned(**options)
+
+
+def test_communicators_and_another_memory_change_what_fits() -> None:
+    plain, larger = planned(), planned(memory_gb=200)
+    usable = 0.92 * HARDWARE["h200"].memory_bytes
+    assert plain.limit_bytes == pytest.approx(usable - 0.8e9)
+    assert larger.limit_bytes == pytest.approx(0.92 * 200e9 - 0.8e9)
+    # With replicas stages and replicas have one each, and all devices one.
+    assert planned(replicas=2).limit_bytes == pytest.approx(usable - 3 * 0.8e9)
+    assert "less 0.8 GB for each communicator of NCCL, of" in str(plain)
+    alone = planned(assume={"communicator_bytes": 0})
+    assert alone.limit_bytes == pytest.approx(usable)
 
 
 def test_more_microbatches_take_as_long_as_if_all_were_gone_through() -> None:

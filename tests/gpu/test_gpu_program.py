@@ -121,6 +121,19 @@ def test_the_trunk_is_straight_and_nothing_large_is_copied(data: int, hosts: int
     assert not step.program.copied(step.steady) & (ring | weights)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_nothing_in_a_steady_tick_waits_for_the_host(schedule: str) -> None:
+    """With a split vocabulary; conditionals inside a CUDA graph are its nodes."""
+    launches = split_vocabulary(1, schedule=schedule).launches
+    assert launches.conditionals == launches.loops == 0, launches
+    assert launches.in_graphs > 5 * launches.alone, launches
+
+
+def test_a_whole_vocabulary_has_no_wait_either() -> None:
+    launches = language_model().launches
+    assert launches.conditionals == launches.loops == 0, launches
+
+
 def test_temporaries_do_not_grow_with_microbatches() -> None:
     few, many = (language_model(microbatches=m).memory.temp_size_in_bytes for m in (16, 64))
     assert many <= 1.02 * few

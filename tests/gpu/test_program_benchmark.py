@@ -17,6 +17,7 @@ from benchmarks.gpu_program._cost import Costs  # noqa: E402
 from benchmarks.gpu_program._hlo import Instruction, Module  # noqa: E402
 from benchmarks.gpu_program._jobs import Job  # noqa: E402
 from benchmarks.gpu_program._project import Simulation  # noqa: E402
+from benchmarks.gpu_program._thunks import Launches, parse_thunks, steady_launches  # noqa: E402
 from jaxpipe.forecast import HARDWARE, Hardware  # noqa: E402
 from jaxpipe.schedules import lower_schedule, with_ends_apart  # noqa: E402
 
@@ -166,6 +167,52 @@ def test_of_a_gather_outside_of_loops_what_the_first_tick_does_not_hide_counts()
         found = Simulation(costs, program, 4, "Block").run()
         assert found.outside_s == pytest.approx(12 + max(0.0, gathered - 20))
         assert found.step_s == pytest.approx(found.outside_s + 20 + 4 * 28)
+
+
+THUNKS = """\
+000: kCommandBuffer [source | next=002 (1)]
+    001: kCustomKernel [source | sink] before
+002: kWhile         [prev=000 (1) | sink]
+condition:
+    003: kCustomKernel [source | sink] compare
+  body:
+    000: kCommandBuffer [source | next=005 (1)]
+        004: kCustomKernel [source | sink] product
+        005: kConditional  [source | sink]
+          branch_0:
+            006: kCopy         [source | sink] kCopy
+          branch_1:
+            007: kCuDnn        [source | sink] attention
+    009: kAsyncStart    [source | sink] stream=communication_stream[0], async_id=9
+        008: kCollectivePermute [source | sink] kCollectivePermute
+    010: kCustomKernel  [source | sink] alone
+    011: kConditional   [source | sink]
+      branch_0:
+        012: kAllReduce     [source | sink] kAllReduce
+      branch_1:
+        013: kCustomKernel  [source | sink] zeros
+    014: kWhile         [source | sink]
+    condition:
+        015: kCustomKernel [source | sink] compare
+      body:
+        016: kCustomKernel [source | sink] once
+    017: kWhile         [source | sink]
+    condition:
+        018: kCustomKernel [source | sink] compare
+      body:
+        019: kCustomKernel [source | sink] blocks
+    020: kAsyncDone     [source | sink] async_id=9
+021: kCustomKernel  [source | sink] after
+"""
+
+
+def test_what_waits_for_the_host_is_counted_outside_of_graphs() -> None:
+    thunks = parse_thunks(THUNKS)
+    assert [each.kind for each in thunks] == ["kCommandBuffer", "kWhile", "kCustomKernel"]
+    assert [each.part for each in thunks[1].inside][:2] == ["condition", "body"]
+    found = steady_launches(thunks, known=[17])
+    assert found == Launches(graphs=1, in_graphs=3, alone=6, collectives=2, conditionals=1, loops=1)
+    assert steady_launches(thunks).loops == 2
 
 
 @pytest.mark.gpu_aot

@@ -192,7 +192,7 @@ for n in range(10000):
     err = capfd.readouterr().err
     line = (
         r"\[launch\] process 1 \(pid \d+\) finished no step for \d+\.\d s, longer than "
-        r"--stall-timeout 3; its last was"
+        r"--stall-timeout 3; its last ended"
     )
     assert re.search(line + r" at \d\d:\d\d:\d\d\. It is stopped by a signal\.", err)
 

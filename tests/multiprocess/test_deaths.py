@@ -6,6 +6,7 @@ The job ends soon, says so, and goes on from the last checkpoint as if it had no
 import contextlib
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -163,6 +164,8 @@ def test_a_stopped_process_is_found(tmp_path: Path) -> None:
         code, output = ends(process, running)
     assert code != 0
     assert "--stall-timeout 4" in output
+    assert re.search(r"process 1 \(pid \d+\) .* its last, on stage 1 at global_steps=\d+,", output)
+    assert "It is stopped by a signal." in output
 
 
 RAISE = """

@@ -22,6 +22,8 @@ from jaxpipe.layers import VocabEmbed, VocabHead
 from jaxpipe.losses import cross_entropy
 
 MICROBATCHES = 8
+TABLE = 2048 * ROWS
+"""So many rows that a split of them pays."""
 SIZES = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": MICROBATCHES}
 Loss = Callable[..., Any] | None
 
@@ -31,7 +33,7 @@ def by_hand(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def model(
-    rows: int = 32 * ROWS, loss_fn: Loss = cross_entropy, num_stages: int = 4, **kwargs: Any
+    rows: int = TABLE, loss_fn: Loss = cross_entropy, num_stages: int = 4, **kwargs: Any
 ) -> PipelineModule:
     layers = [nn.Embed(rows, DIM), *specs(Block), *specs(Block), LayerSpec(nn.Dense, rows)]
     return PipelineModule(layers, num_stages, loss_fn=loss_fn, **kwargs)
@@ -71,7 +73,7 @@ def test_a_large_vocabulary_is_split_and_plan_agrees(section: dict[str, Any]) ->
 
 def test_the_numbers_are_those_of_whole_layers() -> None:
     split, whole = built(model()), built(model(), split_vocabulary=False)
-    batch = tuple(np.stack([tokens(32 * ROWS)] * MICROBATCHES) for _ in "xy")
+    batch = tuple(np.stack([tokens(TABLE)] * MICROBATCHES) for _ in "xy")
     states = []
     for pipeline in (split, whole):
         state, metrics = pipeline.step(pipeline.init(), (*batch, {}))
@@ -88,8 +90,8 @@ def test_the_numbers_are_those_of_whole_layers() -> None:
             "not split over the stages: loss_fn must leave logits that are split",
         ),
         (
-            model(32 * ROWS + 1),
-            "not split over the stages: .* needs a vocabulary that num_stages divides, but got 513",
+            model(TABLE + 1),
+            "not split over the stages: .* needs a vocabulary that num_stages divides, but got 32769",
         ),
     ],
     ids=["loss", "size"],
@@ -104,7 +106,7 @@ def test_what_cannot_be_split_stays_whole(module: PipelineModule, note: str) -> 
 
 
 def table(**kwargs: Any) -> TiedLayerSpec:
-    return TiedLayerSpec("table", nn.Embed, 32 * ROWS, DIM, **kwargs)
+    return TiedLayerSpec("table", nn.Embed, TABLE, DIM, **kwargs)
 
 
 def of_entry(outputs: Any, labels: jax.Array) -> Any:
@@ -129,7 +131,7 @@ HEAD = table(forward_fn=nn.Embed.attend)
         ([table(forward_fn=masked)], cross_entropy, "a forward_fn that returns attend.x.*masked"),
         ([table(forward_fn=lambda m, x: (m.attend(x), x))], of_entry, "that returns attend"),
         ([AGAIN, HEAD], cross_entropy, "the only users of their parameters"),
-        ([nn.Dense(32 * ROWS, dot_general=tripled)], cross_entropy, "default dot_general"),
+        ([nn.Dense(TABLE, dot_general=tripled)], cross_entropy, "default dot_general"),
     ],
     ids=["mask", "tuple", "use", "dot_general"],
 )
@@ -146,16 +148,16 @@ def test_a_first_layer_that_reads_its_table_stays_whole() -> None:
     def rows(embed: nn.Embed, tokens: jax.Array) -> jax.Array:
         return embed.variables["params"]["embedding"][tokens]
 
-    layers = [LayerSpec(nn.Embed, 32 * ROWS, DIM), *specs(Block), *specs(Block)]
-    layers = [*layers, LayerSpec(nn.Dense, 32 * ROWS)]
+    layers = [LayerSpec(nn.Embed, TABLE, DIM), *specs(Block), *specs(Block)]
+    layers = [*layers, LayerSpec(nn.Dense, TABLE)]
     assert built(PipelineModule(layers, 4, loss_fn=cross_entropy)).ends.layers
 
     def looked_up(embed: nn.Embed, tokens: jax.Array) -> jax.Array:
         return rows(embed, tokens) if embed.has_variable("params", "embedding") else embed(tokens)
 
-    layers[0] = LayerSpec(nn.Embed, 32 * ROWS, DIM, forward_fn=looked_up)
+    layers[0] = LayerSpec(nn.Embed, TABLE, DIM, forward_fn=looked_up)
     assert not built(PipelineModule(layers, 4, loss_fn=cross_entropy)).ends.layers
-    layers[0] = LayerSpec(nn.Embed, 32 * ROWS, DIM, forward_fn=lambda m, x: 2 * m(x))
+    layers[0] = LayerSpec(nn.Embed, TABLE, DIM, forward_fn=lambda m, x: 2 * m(x))
     assert built(PipelineModule(layers, 4, loss_fn=cross_entropy)).ends.layers
 
 
@@ -187,10 +189,10 @@ def test_what_takes_longer_split_stays_whole(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_layers_that_are_split_already_and_a_single_stage_are_left_alone() -> None:
     layers = [
-        LayerSpec(VocabEmbed, 32 * ROWS, DIM),
+        LayerSpec(VocabEmbed, TABLE, DIM),
         *specs(Block),
         *specs(Block),
-        LayerSpec(VocabHead, 32 * ROWS),
+        LayerSpec(VocabHead, TABLE),
     ]
     pipeline = built(PipelineModule(layers, 4, loss_fn=cross_entropy))
     assert pipeline.ends.layers
