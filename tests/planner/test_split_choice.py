@@ -91,7 +91,7 @@ def test_the_numbers_are_those_of_whole_layers() -> None:
         ),
         (
             model(TABLE + 1),
-            "not split over the stages: .* needs a vocabulary that num_stages divides, but got 32769",
+            "not split over the stages: .* vocabulary that num_stages divides, but got 32769",
         ),
     ],
     ids=["loss", "size"],
