@@ -186,14 +186,16 @@ class Candidate:
 
     def _memory(self, plan: Plan, params: ModelParams) -> DeviceMemory:
         job, trace, program = self._job, self._trace, plan.program
-        mesh, gathers = trace.mesh, plan.config.pipeline.gather_weights
+        mesh = trace.mesh
         moments = layout_bytes(params.master_layout.cast(frozen=False), mesh) * job.optimizer_share
         masters = (layout_bytes(params.master_layout, mesh) + moments) / self._zero
         weights = layout_bytes(params.layout, mesh)
-        if self._job.module.compute_dtype is None and self._zero == 1 and gathers != "step":
+        section = plan.config.pipeline
+        is_gathered = section.gather_weights == "step"
+        if self._job.module.compute_dtype is None and self._zero == 1 and not is_gathered:
             weights = 0.0  # layers compute with the masters themselves
         trunk = self._cuts[0].trunk
-        working = working_bytes(job.costs, trace, params, self._vocab, trunk, gathers)
+        working = working_bytes(job.costs, trace, params, self._vocab, trunk, section)
         before = max((self._ring(cut.prologue) for cut in self._cuts), default=0.0)
         pending = sum(self._job.costs.layers[i].pending_bytes for i in trunk)
         is_hosted = job.config.pipeline.offload_activations

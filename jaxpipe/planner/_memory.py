@@ -12,7 +12,7 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.config import TrainConfig
+from jaxpipe.config import PipelineConfig, TrainConfig
 from jaxpipe.jaxpr import spec_without
 from jaxpipe.layers import (
     ModelTrace,
@@ -86,17 +86,20 @@ class Working:
         loss: The model's output, and its gradient in float32; gradients of the layers with it.
         backward: What a backward makes again, activations and gradients on their way, a layer's
             weight gradients.
+        scan: Where the trunk is a scan, its weights and their gradients in one array each, and its
+            residuals on their way into the ring and out of it.
     """
 
     residuals: float
     off_trunk: float
     loss: float
     backward: float
+    scan: float = 0.0
 
     @property
     def most(self) -> float:
         """Bytes at the worst moment: loss and backwards come one after the other."""
-        return self.residuals + self.off_trunk + max(self.loss, self.backward)
+        return self.residuals + self.off_trunk + max(self.loss, self.backward) + self.scan
 
 
 _STREAMS = 7
@@ -112,7 +115,7 @@ def working_bytes(
     params: ModelParams,
     vocab: VocabLayers,
     trunk: range,
-    gathers: str,
+    section: PipelineConfig,
 ) -> Working:
     """Count what a tick works with."""
     mesh, layers = trace.mesh, costs.layers
@@ -124,15 +127,20 @@ def working_bytes(
     kept, again = ring_bytes(costs, trunk)
     stream = max((each.output_bytes for each in layers[:-1]), default=0)
     largest = max((_gathered_bytes(trace, i) for i in trunk), default=0)
+    # Where actions gather weights themselves, those of a layer are whole meanwhile.
+    largest *= 2 if section.gather_weights == "tick" else 1
     ends = sum(_gathered_bytes(trace, i) for i in vocab.layers) / slices
+    scan = 0.0
+    if section.scan_trunk and len(trunk) > 1:
+        scan = 2 * kept + 2 * sum(_gathered_bytes(trace, i) for i in trunk)
     return Working(
         residuals=kept,
         # Those of a backward or of the loss, in the dtype of the parameters, and once more without
         # what idle stages computed.
         off_trunk=2 * packed,
         loss=(2 + 4) * logits / slices + ends,
-        # Where actions gather weights themselves, those of a layer are whole meanwhile.
-        backward=2 * again + _STREAMS * stream + largest * (2 if gathers == "tick" else 1),
+        backward=2 * again + _STREAMS * stream + largest,
+        scan=scan,
     )
 
 
