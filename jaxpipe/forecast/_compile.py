@@ -15,8 +15,24 @@ from jaxpipe.executor import without_cache
 from jaxpipe.planner import Hardware
 
 _H200 = Path(__file__).with_name("h200_target.txtpb")
-_OF_ITS_KIND = ("h100", "h200")
-"""GPUs that differ in their memory alone."""
+_UNLIKE: dict[str, dict[str, str]] = {
+    "h200": {},
+    "h100": {
+        "memory_bandwidth": "3350000000000",
+        "device_memory_size": "80000000000",
+        "device_description_str": '"NVIDIA H100 80GB HBM3"',
+    },
+    "b200": {
+        "core_count": "148",
+        "memory_bandwidth": "7672320000000",
+        "l2_cache_size": "132644864",
+        "clock_rate_ghz": "1.965",
+        "device_memory_size": "191514411008",
+        "cuda_compute_capability": "{ major: 10 }",
+        "device_description_str": '"NVIDIA B200"',
+    },
+}
+"""Fields in which XLA's descriptions of GPUs differ from that of an H200."""
 
 _PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 
@@ -52,20 +68,16 @@ class CompiledStep:
 
 def target_config(hardware: Hardware) -> str:
     """XLA's description of a device to compile for; raises ConfigError where there is none."""
-    if hardware.name not in _OF_ITS_KIND:
+    if hardware.name not in _UNLIKE:
         raise ConfigError(
-            f"programs can be compiled ahead of time for {' and '.join(_OF_ITS_KIND)}, but got "
+            f"programs can be compiled ahead of time for {', '.join(sorted(_UNLIKE))}, but got "
             f"{hardware.name!r}. Give target_config=<text of XLA's GpuTargetConfigProto>, or plan "
             "without compiling."
         )
     text = _H200.read_text()
-    if hardware.name == "h200":
-        return text
-    text = re.sub(r"memory_bandwidth: \d+", f"memory_bandwidth: {hardware.bytes_per_s:.0f}", text)
-    text = re.sub(
-        r"device_memory_size: \d+", f"device_memory_size: {hardware.memory_bytes:.0f}", text
-    )
-    return text.replace("NVIDIA H200", "NVIDIA H100 80GB HBM3")
+    for field, value in _UNLIKE[hardware.name].items():
+        text = re.sub(rf"\b{field}:? .*", f"{field}: {value}", text)
+    return text
 
 
 def compilable_devices(hardware: Hardware, count: int, target: str | None = None) -> Sequence[Any]:

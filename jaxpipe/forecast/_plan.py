@@ -98,7 +98,7 @@ def plan(  # noqa: PLR0913  # what to look at, one argument each
         compiles: Whether to compile the best candidate's program, or the smallest where none fits,
             ahead of time; that needs JAX's CUDA plugin, no GPU, and a minute or more.
         target_config: XLA's description of the GPU, a `GpuTargetConfigProto` as text. None: the one
-            that comes with jaxpipe, which there is for H100 and H200.
+            that comes with jaxpipe, which there is for H100, H200 and B200.
 
     Returns:
         All candidates; `str` shows them as a table, `to_json` and `to_html` write them.

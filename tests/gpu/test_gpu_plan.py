@@ -38,7 +38,9 @@ def compiled_plan(hardware: str, axes: Any = None) -> Any:
     )
 
 
-@pytest.mark.parametrize(("hardware", "axes"), [("h200:2", None), ("h100:4", {"fsdp": 2})])
+@pytest.mark.parametrize(
+    ("hardware", "axes"), [("h200:2", None), ("h100:4", {"fsdp": 2}), ("b200:2", None)]
+)
 def test_arguments_are_those_counted(hardware: str, axes: Any) -> None:
     found = compiled_plan(hardware, axes)
     assert found.compiled is not None
