@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,14 @@ import optax
 from jaxpipe._numbers import as_flag, as_integer, as_number, plain
 from jaxpipe._typing import PyTree
 from jaxpipe.config import Collector, TrainConfig, load_config, unless_auto
-from jaxpipe.errors import ConfigError, PartitionError, ScheduleError, TopologyError, shown
+from jaxpipe.errors import (
+    ConfigError,
+    JaxpipeError,
+    PartitionError,
+    ScheduleError,
+    TopologyError,
+    shown,
+)
 from jaxpipe.layers import PipelineModule
 from jaxpipe.optim import check_leafwise, trace_optimizer
 from jaxpipe.pipeline import ConfigLike, Pipeline, entry_struct, prepare, trace_model
@@ -418,10 +425,26 @@ class _Setup:
 
     def with_zero(self, stage: int) -> "_Setup":
         """The same job with another stage of ZeRO."""
-        model, config, example, hardware, count, optimizer, places = self._arguments
+        config = self._arguments[1]
         zero = dataclasses.replace(config.zero_optimization, stage=stage)
-        config = dataclasses.replace(config, zero_optimization=zero)
-        return _Setup(model, config, example, hardware, count, optimizer, places, Collector())
+        return self._with(config=dataclasses.replace(config, zero_optimization=zero))
+
+    def with_split(self) -> "_Setup":
+        """The same job with the vocabulary split where that pays."""
+        config = self._arguments[1]
+        section = dataclasses.replace(config.pipeline, split_vocabulary="auto")
+        return self._with(config=dataclasses.replace(config, pipeline=section))
+
+    def with_places(self, **places: int) -> "_Setup":
+        """The same job with further axes, which take places of replicas."""
+        return self._with(places={**self._arguments[-1], **places})
+
+    def _with(
+        self, config: TrainConfig | None = None, places: Mapping[str, int] | None = None
+    ) -> "_Setup":
+        model, given, example, hardware, count, optimizer, axes = self._arguments
+        config, axes = config or given, places or axes
+        return _Setup(model, config, example, hardware, count, optimizer, axes, Collector())
 
 
 def _topology(model: PipelineModule, count: int, places: Mapping[str, int]) -> ProcessTopology:
@@ -477,26 +500,11 @@ def _advice(setup: _Setup, asked: _Asked, found: Sequence[Forecast]) -> str:
         f"Nothing fits {limit / 1e9:.0f} GB: {least.label} needs the least, "
         f"{least.memory.total / 1e9:.1f} GB"
     )
-    tried: list[tuple[str, _Setup, _Asked]] = []
-    if not any(one.recompute for one in found):
-        again = dataclasses.replace(asked, recompute=(1,))
-        tried.append(
-            ("pipeline.activation_checkpoint_interval=1 (recompute each layer)", setup, again)
-        )
-    stage = setup.config.zero_optimization.stage
-    if (
-        math.prod(traced.mesh.shape[axis] for axis in ("data", "fsdp") if axis in traced.mesh.shape)
-        > 1
-    ):
-        recomputed = dataclasses.replace(asked, recompute=(1,))
-        words = "with activation_checkpoint_interval=1"
-        tried += [
-            (f"zero_optimization.stage={n} {words}", setup.with_zero(n), recomputed)
-            for n in (1, 3)
-            if n > stage
-        ]
-    for words, changed, wanted in tried:
-        smallest = min(changed.forecasts(wanted), key=lambda one: one.memory.total)
+    for words, change, wanted in _changes(setup, asked, found):
+        try:
+            smallest = min(change().forecasts(wanted), key=lambda one: one.memory.total)
+        except JaxpipeError:  # this model or mesh cannot have it
+            continue
         if smallest.fits:
             return (
                 f"{begin}. Set {words}: {smallest.label} then needs "
@@ -514,8 +522,31 @@ def _advice(setup: _Setup, asked: _Asked, found: Sequence[Forecast]) -> str:
             f"{traced.microbatch_size}), or {more[4:]}"
         )
     elif without_rings > limit:
-        more += f": weights, masters, moments and sums alone take {without_rings / 1e9:.1f} GB"
+        more += (
+            f": weights, masters, moments and sums alone take {without_rings / 1e9:.1f} GB; or "
+            "train adapters (jaxpipe.layers.lora), which need masters and moments for few of them"
+        )
     return f"{begin}. {more}."
+
+
+def _changes(
+    setup: _Setup, asked: _Asked, found: Sequence[Forecast]
+) -> Iterator[tuple[str, Callable[[], _Setup], _Asked]]:
+    """Changes of a job that may make it fit, the cheapest first: in words, and how to have each."""
+    recomputed = dataclasses.replace(asked, recompute=(1,))
+    if setup.config.pipeline.split_vocabulary is False:
+        yield "pipeline.split_vocabulary='auto'", setup.with_split, asked
+    if not any(one.recompute for one in found):
+        words = "pipeline.activation_checkpoint_interval=1 (recompute each layer)"
+        yield words, lambda: setup, recomputed
+    replicas = num_batch_shards(setup.traced.mesh)
+    for stage in range(setup.config.zero_optimization.stage + 1, 4) if replicas > 1 else ():
+        words = f"zero_optimization.stage={stage} with activation_checkpoint_interval=1"
+        yield words, functools.partial(setup.with_zero, stage), recomputed
+    inside = math.gcd(replicas, setup.hardware.devices_per_host)
+    if inside > 1 and "model" not in setup.traced.mesh.shape:
+        words = f"places={{'model': {inside}}} with activation_checkpoint_interval=1"
+        yield words, functools.partial(setup.with_places, model=inside), recomputed
 
 
 def _beside(setup: _Setup) -> str:

@@ -198,6 +198,36 @@ def test_what_does_not_fit_is_named_with_what_makes_it_fit() -> None:
     hopeless = planned_on(dataclasses.replace(tiny, memory_bytes=0.01 * need.total))
     assert "stages on" in hopeless.advice
     assert "alone take" in hopeless.advice
+    assert "or train adapters (jaxpipe.layers.lora)" in hopeless.advice
+
+
+def test_the_least_change_that_makes_it_fit_is_named() -> None:
+    def least(stage: int) -> float:
+        settings = config(zero_optimization={"stage": stage})
+        return planned(4, config=settings, recompute=[1]).candidates[0].memory.total
+
+    one, two = least(1), least(2)
+    assert two < one
+    size = {"usable_share": 1.0, "communicator_bytes": 0.0, "memory_bytes": (one + two) / 2}
+    found = planned(4, assume=size)
+    assert "Set zero_optimization.stage=2 with activation_checkpoint_interval=1" in found.advice
+
+
+def test_a_vocabulary_that_is_kept_whole_is_split_before_anything_else() -> None:
+    layers = [nn.Embed(32768, WIDTH), *(Block() for _ in range(8)), nn.Dense(32768)]
+    module = jaxpipe.PipelineModule(layers, 4, loss_fn=token_loss)
+    tokens = jax.ShapeDtypeStruct((SIZE, 64), jnp.int32)
+    whole, split = (
+        jaxpipe.plan(
+            *(module, config(pipeline={"split_vocabulary": value}), (tokens, tokens), "h200:4"),
+            schedules=["1f1b"],
+            recompute=[0],
+            assume={"usable_share": 1.0, "communicator_bytes": 0.0, "memory_bytes": size},
+        )
+        for value, size in ((False, 60e6), ("auto", 60e6))
+    )
+    assert split.best is not None, split.candidates[0].memory.total
+    assert "Set pipeline.split_vocabulary='auto'" in whole.advice
 
 
 def planned_on(hardware: Hardware) -> StepPlan:
