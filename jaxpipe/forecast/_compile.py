@@ -1,6 +1,7 @@
 """The real program of a candidate, compiled ahead of time for devices that are not there."""
 
 import importlib.util
+import os
 import re
 import time
 from collections.abc import Sequence
@@ -33,6 +34,9 @@ _UNLIKE: dict[str, dict[str, str]] = {
     },
 }
 """Fields in which XLA's descriptions of GPUs differ from that of an H200."""
+
+_TPUS = {"v5e": 2, "v5p": 3, "v6e": 2}
+"""TPUs that can be compiled for, and how many dims their slices have."""
 
 _PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 
@@ -69,10 +73,10 @@ class CompiledStep:
 def target_config(hardware: Hardware) -> str:
     """XLA's description of a device to compile for; raises ConfigError where there is none."""
     if hardware.name not in _UNLIKE:
+        known = ", ".join(sorted([*_UNLIKE, *_TPUS]))
         raise ConfigError(
-            f"programs can be compiled ahead of time for {', '.join(sorted(_UNLIKE))}, but got "
-            f"{hardware.name!r}. Give target_config=<text of XLA's GpuTargetConfigProto>, or plan "
-            "without compiling."
+            f"programs can be compiled ahead of time for {known}, but got {hardware.name!r}. Give "
+            "target_config=<text of XLA's GpuTargetConfigProto>, or plan without compiling."
         )
     text = _H200.read_text()
     for field, value in _UNLIKE[hardware.name].items():
@@ -86,9 +90,11 @@ def compilable_devices(hardware: Hardware, count: int, target: str | None = None
     `target`, or `target_config`, describes them to XLA.
 
     Raises:
-        ConfigError: The CUDA plugin is not installed, the devices do not fill their hosts, or there
-            is no description.
+        ConfigError: The CUDA plugin, or libtpu, is not installed, the devices do not fill their
+            hosts, or there is no description.
     """
+    if hardware.name in _TPUS and target is None:
+        return _tpus(hardware, count)
     text = target_config(hardware) if target is None else target
     if not any(map(importlib.util.find_spec, _PLUGINS)):
         raise ConfigError(
@@ -105,6 +111,30 @@ def compilable_devices(hardware: Hardware, count: int, target: str | None = None
         platform="cuda", topology=f"1x{hosts}x{count // hosts}", target_config=text
     )
     return description.devices
+
+
+def _tpus(hardware: Hardware, count: int) -> Sequence[Any]:
+    """Devices of a slice of TPUs, as near to a square or a cube as their number allows."""
+    if importlib.util.find_spec("libtpu") is None:
+        raise ConfigError(
+            "compiling for TPUs needs XLA's compiler for them, but got no package libtpu. Run pip "
+            "install 'jaxpipe[tpu]', which needs no TPU, or plan without compiling."
+        )
+    # Else libtpu asks a server of the cloud what machine this is.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    sides = [1] * _TPUS[hardware.name]
+    left = count
+    while left % 2 == 0:
+        sides[sides.index(min(sides))] *= 2
+        left //= 2
+    if left != 1:
+        raise ConfigError(
+            f"programs for TPUs must be compiled for a power of two of chips, but got {count}. "
+            "Round it."
+        )
+    sides.sort(key=lambda side: (side == 1, side))
+    name = f"{hardware.name}:{'x'.join(map(str, sides))}"
+    return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
 
 
 def compile_step(label: str, counted_bytes: float, build: Any) -> CompiledStep:

@@ -26,6 +26,7 @@ from ._primitives import (
     COND,
     CONSTRAINT,
     CUSTOM_RULES,
+    KERNELS,
     NAMED,
     REGIONS,
     SCAN,
@@ -136,7 +137,12 @@ def is_call(eqn: Any) -> bool:
 
 
 def programs_inside(eqn: Any) -> list[ClosedJaxpr]:
-    """The programs that an equation calls, repeats or chooses from, in its parameters' order."""
+    """The programs that an equation calls, repeats or chooses from, in its parameters' order.
+
+    Of a kernel of unknown content none: its own program is not one of arrays.
+    """
+    if eqn.primitive.name in KERNELS:
+        return []
     # By type, not by name: each primitive has its own name for the parameter that holds its
     # program.
     return [program for value in eqn.params.values() for program in _programs(value)]

@@ -136,6 +136,19 @@ class Hardware:
         return self.latency_s + num_bytes / speed
 
 
+def _tpu(
+    name: str, flops_per_s: float, memory: float, bytes_per_s: float, link: float, pod: int
+) -> Hardware:
+    """A TPU chip; its host are the chips that its links reach, a pod."""
+    # A conditional is a jump on the chip, and XLA has the collectives' buffers in the program's.
+    own = {"latency_s": 1e-6, "branch_s": 1e-6, "communicator_bytes": 0.0, "wire_share": 0.9}
+    peaks = flops_per_s, memory, bytes_per_s, link, 6.25e9
+    return Hardware(name, *peaks, devices_per_host=pod, **own)
+
+
+_TPU_KINDS = {"tpuv5lite": "v5e", "tpuv5p": "v5p", "tpuv5": "v5p", "tpuv6lite": "v6e"}
+"""What TPUs call themselves, without spaces."""
+
 HARDWARE: dict[str, Hardware] = {
     "a100": Hardware("a100", 312e12, 80e9, 2.039e12, 300e9, network_bytes_per_s=25e9),
     "a100-80gb": Hardware("a100-80gb", 312e12, 80e9, 2.039e12, 300e9, network_bytes_per_s=25e9),
@@ -145,9 +158,12 @@ HARDWARE: dict[str, Hardware] = {
     "gh200": Hardware("gh200", 989e12, 96e9, 4.0e12, 450e9, devices_per_host=1),
     "l40s": Hardware("l40s", 362e12, 48e9, 0.864e12, 32e9, network_bytes_per_s=25e9),
     "b200": Hardware("b200", 2250e12, 180e9, 7.7e12, 900e9),
+    "v5e": _tpu("v5e", 197e12, 16e9, 0.819e12, 45e9, 256),
+    "v5p": _tpu("v5p", 459e12, 95e9, 2.765e12, 90e9, 8960),
+    "v6e": _tpu("v6e", 918e12, 32e9, 1.64e12, 90e9, 256),
     "mi300x": Hardware("mi300x", 1307e12, 192e9, 5.3e12, 448e9),
 }
-"""Known accelerators, SXM or OAM modules (L40S: a PCIe card), by the vendors' data sheets.
+"""Known accelerators by the vendors' data sheets: SXM or OAM modules, L40S a PCIe card, TPU chips.
 
 Add one's own by `HARDWARE["name"] = ...`.
 """
@@ -159,6 +175,8 @@ def named_hardware(kind: str) -> Hardware | None:
     None: it is none of them.
     """
     kind = kind.lower().replace(" ", "")
+    if kind in _TPU_KINDS:
+        return HARDWARE[_TPU_KINDS[kind]]
     return next(
         (
             HARDWARE[name]

@@ -1,8 +1,9 @@
-"""`attention`: softmax attention by cuDNN where that can, else in blocks."""
+"""`attention`: softmax attention by cuDNN or a TPU's kernels where these can, else in blocks."""
 
 import functools
 import logging
-from typing import Literal, get_args
+from collections.abc import Callable
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +11,16 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe._numbers import as_integer
+from jaxpipe._typing import PyTree
 from jaxpipe.distributed import log
 from jaxpipe.errors import LayerError
 from jaxpipe.recompute import is_first, traced_mesh
 
 from ._blocked import Pattern, Visibility, blocked_attention
 from ._sharding import dividing_axes
+from ._splash import splash_attention, splash_refusal
 
-Implementation = Literal["auto", "blocked", "cudnn", "xla"]
+Implementation = Literal["auto", "blocked", "cudnn", "splash", "xla"]
 """How attention is computed."""
 
 _MASKS_SINCE = (0, 11, 1)
@@ -73,11 +76,14 @@ def attention(  # noqa: PLR0913  # what may hide a key, one argument each
             dtype has 16 bits, the head size fits, nothing is dropped, no `mask` of numbers and no
             `window` on both sides hides keys, and, before JAX 0.11.1, no `mask` and no
             `segment_ids` at all; else `"blocked"`. The kernel takes a mask, and segments as one, as
-            a number a query and key in the dtype of `q`, made anew in the backward. In a pipeline
-            the devices are those of its mesh, elsewhere JAX's default ones. The logger `jaxpipe`
-            says which was chosen and why. `"blocked"`: in blocks of queries and keys, in plain JAX:
-            any backend and dtype, and all of the above. `"cudnn"`: that or an error. `"xla"`:
-            JAX's, which makes all scores at once; without dropout.
+            a number a query and key in the dtype of `q`, made anew in the backward. On TPUs JAX's
+            splash attention, in bfloat16 and float32, where positions are multiples of 128 and
+            nothing but `causal`, `window` and `segment_ids` of queries and keys alike
+            hides keys. In a pipeline the devices are those of its mesh, elsewhere JAX's default
+            ones. The logger `jaxpipe` says which was chosen and why. `"blocked"`: in blocks of
+            queries and keys, in plain JAX: any backend and dtype, and all of the above. `"cudnn"`,
+            `"splash"`: that or an error. `"xla"`: JAX's, which makes all scores at once; without
+            dropout.
 
     Returns:
         `[B, T, N, D]`, in the dtype of `q`.
@@ -125,19 +131,32 @@ def attention(  # noqa: PLR0913  # what may hide a key, one argument each
             f"cuDNN's attention must be able to compute this, but got: {refusal}. "
             'Leave implementation out, or say implementation="blocked".'
         )
+    elif implementation == "splash" and (
+        refusal := _unless("TPUs") or splash_refusal(pattern, q, k, visibility)
+    ):
+        raise LayerError(
+            f"a TPU's attention must be able to compute this, but got: {refusal}. "
+            'Leave implementation out, or say implementation="blocked".'
+        )
     if implementation == "blocked":
         return blocked_attention(pattern, q, k, v, visibility)
     if implementation == "cudnn":
         return _cudnn(pattern, q, k, v, visibility)
+    if implementation == "splash":
+        return _splash(pattern, q, k, v, visibility.query_segments)
     return _xla(pattern, q, k, v, visibility)
 
 
 def _chosen(
     pattern: Pattern, q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility
-) -> Literal["blocked", "cudnn"]:
-    refusal = _platform_refusal() or _cudnn_refusal(pattern, q, k, v, visibility)
+) -> Implementation:
+    kernel: Implementation = "splash" if _platform() == "tpu" else "cudnn"
+    if kernel == "splash":
+        refusal = splash_refusal(pattern, q, k, visibility)
+    else:
+        refusal = _unless("NVIDIA GPUs") or _cudnn_refusal(pattern, q, k, v, visibility)
     chosen, why = (
-        ("blocked", refusal) if refusal else ("cudnn", "the devices, dtype and head size allow it")
+        ("blocked", refusal) if refusal else (kernel, "the devices, dtype and head size allow it")
     )
     shape = f"q {q.dtype}{list(q.shape)}, k {list(k.shape)}"
     if is_first(f"attention {shape} {chosen} {why}"):
@@ -145,14 +164,17 @@ def _chosen(
     return chosen
 
 
-def _platform_refusal() -> str | None:
+def _platform() -> str:
     mesh = traced_mesh()
-    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-    return (
-        None
-        if platform in ("gpu", "cuda")
-        else f"the devices are of platform {platform!r}, not NVIDIA GPUs"
-    )
+    return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+
+
+def _unless(devices: Literal["NVIDIA GPUs", "TPUs"]) -> str | None:
+    """What is wrong with the devices, unless they are these."""
+    names = ("tpu",) if devices == "TPUs" else ("gpu", "cuda")
+    if _platform() in names:
+        return None
+    return f"the devices are of platform {_platform()!r}, not {devices}"
 
 
 def _cudnn_refusal(
@@ -207,6 +229,34 @@ def _cudnn(
         # `v`.
         return jnp.where(_sees_any(pattern, hides.mask, hides.lengths), out, 0)
 
+    def spec_of(x: jax.Array, samples: Any, heads: Any) -> P:
+        """That of the mask, whose dims may be 1, or of the lengths."""
+        sizes = zip((samples, heads), x.shape, strict=False)
+        return P(*(axis if size > 1 else None for axis, size in sizes))
+
+    return _by_heads(call, q, k, v, hides, spec_of)
+
+
+def _splash(
+    pattern: Pattern, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None
+) -> jax.Array:
+    call = functools.partial(splash_attention, pattern)
+    return _by_heads(call, q, k, v, segments, lambda _, samples, __: P(samples))
+
+
+def _by_heads(
+    call: Callable[..., jax.Array],
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    hides: PyTree,
+    spec_of: Callable[[jax.Array, Any, Any], P],
+) -> jax.Array:
+    """Call a kernel, on each device for its own samples and heads.
+
+    JAX (0.10) cannot partition a kernel where other axes are manual. `spec_of` gives the sharding
+    of what hides keys, from the axes of samples and of heads.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     axes = (
         {axis for axis in mesh.auto_axes if mesh.shape[axis] > 1}
@@ -215,21 +265,9 @@ def _cudnn(
     )
     if not axes:
         return call(q, k, v, hides)
-    # JAX (0.10) cannot partition the kernel where other axes are manual: each device calls it for
-    # its own heads.
     samples, heads = dividing_axes(q.shape[0], k.shape[2])
     each = P(samples, None, heads)
-
-    def spec_of(x: jax.Array) -> P:
-        """That of the mask, whose dims may be 1, or of the lengths."""
-        return P(
-            *(
-                axis if size > 1 else None
-                for axis, size in zip((samples, heads), x.shape, strict=False)
-            )
-        )
-
-    specs = (each, each, each, jax.tree.map(spec_of, hides))
+    specs = (each, each, each, jax.tree.map(lambda x: spec_of(x, samples, heads), hides))
     return jax.shard_map(call, in_specs=specs, out_specs=each, axis_names=axes, check_vma=False)(
         q, k, v, hides
     )
@@ -349,9 +387,10 @@ def _visibility(
         segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
     )
     of_queries = _integers("segment_ids of queries", of_queries, batch, num_queries)
-    return Visibility(
-        mask, lengths, of_queries, _integers("segment_ids of keys", of_keys, batch, num_keys)
-    )
+    # The same array for both, where it is one: a kernel may need to know.
+    is_one = of_keys is segment_ids and num_queries == num_keys
+    keys = "segment_ids of keys", of_keys, batch, num_keys
+    return Visibility(mask, lengths, of_queries, of_queries if is_one else _integers(*keys))
 
 
 def _integers(name: str, value: jax.Array, *shape: int) -> jax.Array:
