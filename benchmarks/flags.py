@@ -25,7 +25,12 @@ from benchmarks.gpu_program._cost import Costs
 from benchmarks.gpu_program._hlo import Module
 from benchmarks.gpu_program._jobs import SMOKE, Job
 from benchmarks.gpu_program._project import Simulation
-from benchmarks.gpu_program._thunks import DUMP_OPTION, read_thunks, steady_launches
+from benchmarks.gpu_program._thunks import (
+    DUMP_OPTION,
+    known_rounds,
+    read_thunks,
+    steady_launches,
+)
 from jaxpipe.executor import without_cache
 from jaxpipe.forecast import HARDWARE
 
@@ -117,8 +122,7 @@ def row_of(job: Job, flags: dict[str, Any]) -> list[str]:
         times = [f"{1e3 * found.step_s:.1f}", f"{1e3 * exposed:.2f}"]
     except (KeyError, ValueError, IndexError) as error:  # a program of another form
         times = [f"not read: {type(error).__name__}", "-"]
-    loops = {line.name for line in module.loops() if line.trip_count}
-    launches = steady_launches(thunks, {n for n, name in names.items() if name in loops})
+    launches = steady_launches(thunks, known_rounds(names, module))
     counts = launches.graphs, launches.collectives, launches.conditionals + launches.loops
     return [f"{total / 1e9:.2f}", *times, *map(str, counts)]
 

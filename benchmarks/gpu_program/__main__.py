@@ -43,7 +43,7 @@ from ._cost import CATEGORIES, Costs
 from ._hlo import Module
 from ._jobs import JOBS, SMOKE, Job
 from ._project import Projection, Simulation
-from ._thunks import DUMP_OPTION, read_thunks, steady_launches
+from ._thunks import DUMP_OPTION, known_rounds, read_thunks, steady_launches
 
 GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,WHILE"
 """What may be in CUDA graphs with `--loops-in-graphs`: XLA's default, and loops."""
@@ -68,8 +68,6 @@ def measure(job: Job, text_at: Path | None, *, loops_in_graphs: bool = False) ->
     total = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     total += memory.output_size_in_bytes - memory.alias_size_in_bytes
     counted, module, block = job.plan().candidates[0], Module(text), type(job.block).__name__
-    counted_loops = {line.name for line in module.loops() if line.trip_count}
-    known = {number for number, name in names.items() if name in counted_loops}
     real, ideal = (
         Simulation(
             Costs(module, machine, job.hosts), pipeline.program, job.num_devices, block
@@ -87,7 +85,7 @@ def measure(job: Job, text_at: Path | None, *, loops_in_graphs: bool = False) ->
             name: size / 1e9 for name, size in dataclasses.asdict(counted.memory).items()
         },
         "counted_step_ms": counted.step_s * 1e3,
-        "launches": dataclasses.asdict(steady_launches(thunks, known)),
+        "launches": dataclasses.asdict(steady_launches(thunks, known_rounds(names, module))),
         "real": _projected(job, real),
         "ideal": _projected(job, ideal),
     }

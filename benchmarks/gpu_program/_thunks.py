@@ -9,9 +9,11 @@ conditional inside a graph is a node of it, and nobody waits.
 """
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from ._hlo import Module
 
 _THUNK = re.compile(r"^( *)(\d+): (k\w+) ")
 _LABEL = re.compile(r"^( *)(condition|body|branch_\d+):$")
@@ -91,6 +93,12 @@ def read_thunks(folder: Path, step: str = "train_step") -> tuple[list[Thunk], di
     return parse_thunks(listed.read_text()), names
 
 
+def known_rounds(names: Mapping[int, str], module: Module) -> dict[int, int]:
+    """Rounds of the loops whose number is known, by the numbers of their thunks."""
+    counts = {line.name: line.trip_count for line in module.loops() if line.trip_count}
+    return {number: counts[name] for number, name in names.items() if name in counts}
+
+
 def parse_thunks(text: str) -> list[Thunk]:
     """Read the list; what stands further right is inside what stands above it."""
     root = Thunk("", -1)
@@ -112,13 +120,13 @@ def parse_thunks(text: str) -> list[Thunk]:
     return root.inside
 
 
-def steady_launches(thunks: list[Thunk], known: Collection[int] = ()) -> Launches:
-    """What the host does for a tick of the steady run: a round of the loop that holds most.
+def steady_launches(thunks: list[Thunk], rounds: Mapping[int, int]) -> Launches:
+    """What the host does for a tick of the steady run: a round of the loop that does most in all.
 
-    `known` are the numbers of loops whose rounds are known when they are compiled.
+    `rounds` are those of loops, by their numbers, that are known when they are compiled.
     """
     loops = [thunk for thunk in thunks if thunk.kind == "kWhile"]
-    steady = max(loops, key=lambda loop: sum(1 for _ in loop.all()))
+    steady = max(loops, key=lambda loop: rounds[loop.number] * sum(1 for _ in loop.all()))
     body = [thunk for thunk in steady.inside if thunk.part == "body"]
     outside = list(_outside_graphs(body))
     graphs = [thunk for thunk in outside if thunk.kind == "kCommandBuffer"]
@@ -128,7 +136,7 @@ def steady_launches(thunks: list[Thunk], known: Collection[int] = ()) -> Launche
         alone=sum(map(_is_kernel, outside)),
         collectives=sum(thunk.kind in _COLLECTIVES for thunk in outside),
         conditionals=sum(thunk.kind == "kConditional" for thunk in outside),
-        loops=sum(thunk.kind == "kWhile" and thunk.number not in known for thunk in outside),
+        loops=sum(thunk.kind == "kWhile" and thunk.number not in rounds for thunk in outside),
     )
 
 

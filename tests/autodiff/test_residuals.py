@@ -394,3 +394,16 @@ def test_rotary_by_split_keeps_the_product_and_no_float32_halves() -> None:
     )
     found = Residuals(function, *structs).structs
     assert sorted((str(s.dtype), s.shape) for s in found) == [("bfloat16", (16, 8))] * 2
+
+
+def test_gradients_are_reduced_beside_one_that_is_a_constant_zero() -> None:
+    def scaled(params: Any, x: jax.Array, context: Any) -> Any:
+        return x @ params["w"] * params["s"] + jax.lax.stop_gradient(params["unused"]), ()
+
+    params = {"s": jnp.float32(2), "unused": jnp.float32(1), "w": jnp.ones((3, 3))}
+    x = jnp.arange(6.0).reshape(2, 3)
+    run = Residuals(scaled, params, x, None)
+    *_, kept = run.forward(params, x, None)
+    found, _ = run.backward(params, kept, [jnp.ones((2, 3))], [(0, 1, 2)], lambda _, grad: 2 * grad)
+    expected = jax.grad(lambda p: scaled(p, x, None)[0].sum())(params)
+    assert_close(found, jax.tree.map(lambda grad: 2 * grad, expected))

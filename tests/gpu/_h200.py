@@ -21,9 +21,11 @@ from jaxpipe.executor import without_cache
 
 sys.path.append(str(Path(__file__).parents[2]))  # benchmarks are no part of the installed package
 
+from benchmarks.gpu_program._hlo import Module  # noqa: E402
 from benchmarks.gpu_program._thunks import (  # noqa: E402
     DUMP_OPTION,
     Launches,
+    known_rounds,
     read_thunks,
     steady_launches,
 )
@@ -72,9 +74,10 @@ class Step:
     def of(cls, pipeline: Pipeline) -> Self:
         with tempfile.TemporaryDirectory() as folder:
             compiled = compile_step(pipeline, **{DUMP_OPTION: folder})
-            thunks, _ = read_thunks(Path(folder))
-        program = Program(compiled.as_text())
-        return cls(pipeline, program, compiled.memory_analysis(), steady_launches(thunks))
+            thunks, names = read_thunks(Path(folder))
+        text = compiled.as_text()
+        launches = steady_launches(thunks, known_rounds(names, Module(text)))
+        return cls(pipeline, Program(text), compiled.memory_analysis(), launches)
 
     @property
     def steady(self) -> list[Any]:

@@ -210,9 +210,9 @@ def test_what_waits_for_the_host_is_counted_outside_of_graphs() -> None:
     thunks = parse_thunks(THUNKS)
     assert [each.kind for each in thunks] == ["kCommandBuffer", "kWhile", "kCustomKernel"]
     assert [each.part for each in thunks[1].inside][:2] == ["condition", "body"]
-    found = steady_launches(thunks, known=[17])
+    found = steady_launches(thunks, {2: 20, 17: 4})
     assert found == Launches(graphs=1, in_graphs=3, alone=6, collectives=2, conditionals=1, loops=1)
-    assert steady_launches(thunks).loops == 2
+    assert steady_launches(thunks, {2: 20}).loops == 2
 
 
 @pytest.mark.gpu_aot
