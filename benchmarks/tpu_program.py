@@ -1,6 +1,6 @@
 """What does the step's program look like on TPUs? Compiled ahead of time, without a TPU.
 
-Llama of 8 blocks of width 1024, 2048 tokens, a vocabulary of 32,768 that the stages divide,
+Llama of 8 blocks of width 512, 1024 tokens, a vocabulary of 8,192 that the stages divide,
 bfloat16, AdamW, 16 microbatches of a sample, on 4 stages x 2 replicas. Printed for each kind of
 chip and schedule are the memory of a device as XLA plans it beside what `jaxpipe.plan` counts, the
 exchanges between stages in a tick of the steady run, how many of them run beside computing, and
@@ -35,7 +35,7 @@ SCHEDULES = {
     "zero-bubble": {"schedule": "zero-bubble", "num_chunks": 1},
     "zero-bubble-v": {"schedule": "zero-bubble-v"},
 }
-STAGES, REPLICAS, TIME, MICROBATCHES = 4, 2, 2048, 16
+STAGES, REPLICAS, TIME, MICROBATCHES = 4, 2, 1024, 16
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _UNKNOWN = 2**63 - 1
 
@@ -57,12 +57,12 @@ def cycles(module: Module, computation: str) -> int:
 def row(kind: str, name: str) -> list[str]:
     """Compile one and read it."""
     config = LlamaConfig(
-        vocab_size=32768,
-        hidden_size=1024,
-        intermediate_size=2816,
+        vocab_size=8192,
+        hidden_size=512,
+        intermediate_size=1408,
         num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
     )
     module = jaxpipe.PipelineModule(
         llama(config), STAGES, loss_fn=jaxpipe.losses.cross_entropy, partition_method="trunk"
