@@ -126,7 +126,7 @@ def steady_launches(thunks: list[Thunk], rounds: Mapping[int, int]) -> Launches:
     `rounds` are those of loops, by their numbers, that are known when they are compiled.
     """
     loops = [thunk for thunk in thunks if thunk.kind == "kWhile"]
-    steady = max(loops, key=lambda loop: rounds[loop.number] * sum(1 for _ in loop.all()))
+    steady = max(loops, key=lambda loop: rounds.get(loop.number, 1) * sum(1 for _ in loop.all()))
     body = [thunk for thunk in steady.inside if thunk.part == "body"]
     outside = list(_outside_graphs(body))
     graphs = [thunk for thunk in outside if thunk.kind == "kCommandBuffer"]
