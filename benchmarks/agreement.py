@@ -27,14 +27,18 @@ from jax.sharding import PartitionSpec as P
 from benchmarks._table import print_head, print_row
 from benchmarks.processes import run_members
 
-NUMBERS = [1, 2, 3, 4, 5, 6]
+
+def numbers() -> list[int]:
+    """What this process tells: six numbers, its index among them."""
+    return [jax.process_index(), 1, 2, 3, 4, 5]
 
 
 def ring() -> Callable[[], np.ndarray]:
     """The same exchange along one axis of all processes."""
     mesh = Mesh(np.array(jax.devices()), ("process",))
     gather = jax.jit(lambda rows: rows, out_shardings=NamedSharding(mesh, P()))
-    own, shape = np.asarray([NUMBERS], np.uint32), (jax.process_count(), len(NUMBERS))
+    own = np.asarray([numbers()], np.uint32)
+    shape = jax.process_count(), own.shape[1]
 
     def run() -> np.ndarray:
         local = [jax.device_put(own, jax.local_devices()[0])]
@@ -67,10 +71,10 @@ def member(repeats: int) -> None:
     count, before = jax.process_count(), sockets()
     hops = sum(factor - 1 for factor in prime_factors(count))
     found = {}
-    forms = {"factors": (lambda: gather_numbers(NUMBERS), hops), "ring": (ring(), count - 1)}
+    forms = {"factors": (lambda: gather_numbers(numbers()), hops), "ring": (ring(), count - 1)}
     for name, (run, num_hops) in forms.items():
         rows = run()
-        assert rows.tolist() == [NUMBERS] * count
+        assert rows.tolist() == [[i, 1, 2, 3, 4, 5] for i in range(count)]
         times = []
         for _ in range(repeats):
             start = time.perf_counter()

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from jaxpipe.distributed import checksum
+from jaxpipe.distributed._gather import prime_factors
 
 # Small ones, and rows that are as long as the tables are wide.
 SHAPES = [(4,), (64, 128), (32, 8192), (16, 2 * 4093), (16, 2 * 4091), (8, 64, 64, 3)]
@@ -26,3 +27,14 @@ def test_what_changes_is_seen(shape: tuple[int, ...], kind: str) -> None:
     assert len(changed) > 1
     assert checksum(array) == checksum(array.copy())
     assert all(checksum(each) != checksum(array) for each in changed)
+
+
+@pytest.mark.parametrize(
+    ("number", "factors"),
+    [(1, []), (2, [2]), (7, [7]), (12, [2, 2, 3]), (1024, [2] * 10), (1026, [2, 3, 3, 3, 19])],
+)
+def test_processes_exchange_in_one_round_for_each_prime_factor(
+    number: int, factors: list[int]
+) -> None:
+    assert prime_factors(number) == factors
+    assert np.prod(factors, dtype=int) == number
