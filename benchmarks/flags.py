@@ -9,7 +9,7 @@ changes kernels or NCCL's ways, and not the program, shows nothing here.
 
 Needs the CUDA plugin, as benchmarks.gpu_program does.
 
-Run: JAX_PLATFORMS=cpu python -m benchmarks.flags [--only NAME,NAME] [--smoke]
+Run: JAX_PLATFORMS=cpu python -m benchmarks.flags [--only "NAME;NAME"] [--smoke]
 """
 
 import argparse

@@ -37,6 +37,7 @@ from typing import Any
 import jax
 
 from benchmarks._table import print_head, print_row
+from jaxpipe.executor import without_cache
 from jaxpipe.forecast import HARDWARE
 
 from ._cost import CATEGORIES, Costs
@@ -54,7 +55,8 @@ def measure(job: Job, text_at: Path | None, *, loops_in_graphs: bool = False) ->
     start = time.perf_counter()
     pipeline = job.pipeline()
     lowered = pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct)
-    with tempfile.TemporaryDirectory() as folder:
+    # What comes from JAX's cache on disk is not dumped.
+    with tempfile.TemporaryDirectory() as folder, without_cache():
         options: dict[str, Any] = {DUMP_OPTION: folder}
         options |= {"xla_gpu_enable_command_buffer": GRAPHS} if loops_in_graphs else {}
         compiled = lowered.compile(compiler_options=options)

@@ -58,7 +58,9 @@ def is_simulated(mesh: Mesh) -> bool:
 
 def is_checked(mesh: Mesh) -> bool:
     """True if a program for these devices is looked at for slices that are moved in branches."""
-    return waits_in_branches(mesh) or (bool(automatic_axes(mesh)) and _stages_share_process(mesh))
+    is_gpu = mesh.devices.flat[0].platform in ("gpu", "cuda", "rocm")
+    may_wait = is_gpu and bool(automatic_axes(mesh)) and _stages_share_process(mesh)
+    return waits_in_branches(mesh) or may_wait
 
 
 def _stages_share_process(mesh: Mesh) -> bool:

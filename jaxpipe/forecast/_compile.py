@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.experimental import topologies
 
 from jaxpipe.errors import ConfigError
 from jaxpipe.executor import without_cache
-from jaxpipe.planner import Hardware
+from jaxpipe.planner import HARDWARE, Hardware
 
 _H200 = Path(__file__).with_name("h200_target.txtpb")
 _UNLIKE: dict[str, dict[str, str]] = {
@@ -79,7 +80,12 @@ def target_config(hardware: Hardware) -> str:
             "target_config=<text of XLA's GpuTargetConfigProto>, or plan without compiling."
         )
     text = _H200.read_text()
-    for field, value in _UNLIKE[hardware.name].items():
+    unlike, known = dict(_UNLIKE[hardware.name]), HARDWARE[hardware.name]
+    if hardware.memory_bytes != known.memory_bytes:
+        unlike["device_memory_size"] = f"{hardware.memory_bytes:.0f}"
+    if hardware.bytes_per_s != known.bytes_per_s:
+        unlike["memory_bandwidth"] = f"{hardware.bytes_per_s:.0f}"
+    for field, value in unlike.items():
         text = re.sub(rf"\b{field}:? .*", f"{field}: {value}", text)
     return text
 
@@ -134,7 +140,13 @@ def _tpus(hardware: Hardware, count: int) -> Sequence[Any]:
         )
     sides.sort(key=lambda side: (side == 1, side))
     name = f"{hardware.name}:{'x'.join(map(str, sides))}"
-    return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+    try:
+        return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+    except jax.errors.JaxRuntimeError as error:
+        raise ConfigError(
+            f"programs for TPUs must be compiled for a slice that there is, but got {count} chips "
+            f"as {name}: {error}. Use 4 chips or more, and no more than a pod has."
+        ) from error
 
 
 def compile_step(label: str, counted_bytes: float, build: Any) -> CompiledStep:

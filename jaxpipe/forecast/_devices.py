@@ -9,17 +9,15 @@ from typing import Any
 from jaxpipe.planner import Hardware
 
 
+@dataclass(frozen=True)
 class _NoClient:
     """A backend without devices."""
 
-    platform = "gpu"
+    platform: str
 
     def local_devices(self) -> list[Any]:
         """None of them can be run on."""
         return []
-
-
-_CLIENT = _NoClient()
 
 
 @dataclass(frozen=True)
@@ -30,21 +28,25 @@ class AbsentDevice:
         id: Its number.
         process_index: The process that would have it.
         device_kind: Its name.
+        platform: `"gpu"` or `"tpu"`.
     """
 
     id: int
     process_index: int
     device_kind: str
+    platform: str = "gpu"
 
-    platform = "gpu"
+    is_absent = True
     num_cores = 1
 
     @property
     def client(self) -> _NoClient:
         """The backend."""
-        return _CLIENT
+        return _NoClient(self.platform)
 
 
 def absent_devices(hardware: Hardware, count: int) -> list[AbsentDevice]:
     """So many devices in the order of their hosts."""
-    return [AbsentDevice(i, hardware.host_of(i), hardware.name) for i in range(count)]
+    return [
+        AbsentDevice(i, hardware.host_of(i), hardware.name, hardware.platform) for i in range(count)
+    ]

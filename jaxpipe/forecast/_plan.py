@@ -39,6 +39,7 @@ from jaxpipe.planner import (
 from jaxpipe.recompute import settings_for, use_settings
 from jaxpipe.schedules import resolve_schedule, schedule_names
 from jaxpipe.topology import (
+    FSDP,
     MANUAL_AXES,
     ProcessTopology,
     make_pipeline_mesh,
@@ -103,7 +104,8 @@ def plan(  # noqa: PLR0913  # what to look at, one argument each
         memory_gb: GB (10^9 bytes) of a device's memory, where it is another than the named
             hardware's.
         compiles: Whether to compile the best candidate's program, or the smallest where none fits,
-            ahead of time; that needs JAX's CUDA plugin, no GPU, and a minute or more.
+            ahead of time; that needs JAX's CUDA plugin or libtpu, no device, and a minute or
+            more.
         target_config: XLA's description of the GPU, a `GpuTargetConfigProto` as text. None: the one
             that comes with jaxpipe, which there is for H100, H200 and B200.
 
@@ -337,8 +339,10 @@ class _Setup:
         leaves = jax.tree.leaves(example_batch)
         is_of_one = all(getattr(leaf, "shape", ())[:1] == (size,) for leaf in leaves)
         entry = entry_struct(example_batch, size, 1 if is_of_one else replicas)
-        entry = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((size * replicas, *x.shape[1:]), x.dtype), entry
+        # That of one replica does for the same job on another mesh.
+        self._of_one, entry = (
+            jax.tree.map(lambda x, n=n: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype), entry)
+            for n in (size, size * replicas)
         )
         assert chosen.transformation is not None
         self._settings = settings_for(config, given)
@@ -423,6 +427,11 @@ class _Setup:
             ),
         )
 
+    @property
+    def keeps_vocabulary_whole(self) -> bool:
+        """True if the settings ask for a vocabulary that is not split."""
+        return self._arguments[1].pipeline.split_vocabulary is False
+
     def with_zero(self, stage: int) -> "_Setup":
         """The same job with another stage of ZeRO."""
         config = self._arguments[1]
@@ -442,9 +451,9 @@ class _Setup:
     def _with(
         self, config: TrainConfig | None = None, places: Mapping[str, int] | None = None
     ) -> "_Setup":
-        model, given, example, hardware, count, optimizer, axes = self._arguments
+        model, given, _, hardware, count, optimizer, axes = self._arguments
         config, axes = config or given, places or axes
-        return _Setup(model, config, example, hardware, count, optimizer, axes, Collector())
+        return _Setup(model, config, self._of_one, hardware, count, optimizer, axes, Collector())
 
 
 def _topology(model: PipelineModule, count: int, places: Mapping[str, int]) -> ProcessTopology:
@@ -529,30 +538,37 @@ def _advice(setup: _Setup, asked: _Asked, found: Sequence[Forecast]) -> str:
     return f"{begin}. {more}."
 
 
+_MOST_INSIDE = 8
+"""Places of an axis `model` that advice goes to: products get small, and sums long, beyond."""
+
+
 def _changes(
     setup: _Setup, asked: _Asked, found: Sequence[Forecast]
 ) -> Iterator[tuple[str, Callable[[], _Setup], _Asked]]:
     """Changes of a job that may make it fit, the cheapest first: in words, and how to have each."""
     recomputed = dataclasses.replace(asked, recompute=(1,))
-    if setup.config.pipeline.split_vocabulary is False:
+    if setup.keeps_vocabulary_whole:
         yield "pipeline.split_vocabulary='auto'", setup.with_split, asked
-    if not any(one.recompute for one in found):
+    if not any(one.recompute == 1 for one in found):
         words = "pipeline.activation_checkpoint_interval=1 (recompute each layer)"
         yield words, lambda: setup, recomputed
     replicas = num_batch_shards(setup.traced.mesh)
     for stage in range(setup.config.zero_optimization.stage + 1, 4) if replicas > 1 else ():
         words = f"zero_optimization.stage={stage} with activation_checkpoint_interval=1"
         yield words, functools.partial(setup.with_zero, stage), recomputed
-    inside = math.gcd(replicas, setup.hardware.devices_per_host)
-    if inside > 1 and "model" not in setup.traced.mesh.shape:
-        words = f"places={{'model': {inside}}} with activation_checkpoint_interval=1"
+    inside = math.gcd(replicas, min(setup.hardware.devices_per_host, _MOST_INSIDE))
+    if inside > 1 and set(setup.traced.mesh.shape) <= {*MANUAL_AXES, FSDP}:
+        words = (
+            f"places={{'model': {inside}}}, for {inside} times fewer replicas and samples, with "
+            "activation_checkpoint_interval=1"
+        )
         yield words, functools.partial(setup.with_places, model=inside), recomputed
 
 
 def _beside(setup: _Setup) -> str:
     """What communicators hold, in words."""
     found, each = communicators(setup.traced.mesh), setup.hardware.communicator_bytes
-    if not found or not each:
+    if not found or not each or setup.config.pipeline.memory_limit_gb != "auto":
         return ""
     return (
         f", less {each / 1e9:.1f} GB for each communicator of NCCL, of {', '.join(found)}: an "

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.config import PipelineConfig
+from jaxpipe.errors import ConfigError
 
 from ._hardware import HARDWARE, Hardware, named_hardware
 from ._measure import agreed, runnable_devices
@@ -53,8 +54,20 @@ def limit_of(section: PipelineConfig, mesh: Mesh) -> float | None:
 
 
 def usable_bytes(hardware: Hardware, mesh: Mesh) -> float:
-    """Bytes that training may hold on a device of a mesh, beside its communicators."""
-    return hardware.usable_bytes(len(communicators(mesh)))
+    """Bytes that training may hold on a device of a mesh, beside its communicators.
+
+    Raises ConfigError where these leave nothing.
+    """
+    count = len(communicators(mesh))
+    found = hardware.usable_bytes(count)
+    if found <= 0:
+        raise ConfigError(
+            f"memory of hardware {hardware.name!r} must hold more than its communicators, but got "
+            f"memory_bytes={hardware.memory_bytes:.3g} and {count} of "
+            f"communicator_bytes={hardware.communicator_bytes:.3g}. Give it more memory, or a "
+            "smaller communicator_bytes."
+        )
+    return found
 
 
 def communicators(mesh: Mesh) -> tuple[str, ...]:

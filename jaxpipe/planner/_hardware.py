@@ -42,6 +42,7 @@ class Hardware:
         usable_share: Share of `memory_bytes` that programs may take; drivers and fragments have the
             rest.
         latency_s: Seconds of a collective beside its bytes.
+        platform: JAX's name of such devices.
         communicator_bytes: Bytes that each communicator holds beside the program's memory.
         branch_s: Seconds of a conditional. On GPUs it is a node of a CUDA graph, and the host waits
             for none without collectives inside.
@@ -65,12 +66,15 @@ class Hardware:
     latency_s: float = 15e-6
     branch_s: float = 8e-6
     communicator_bytes: float = 0.8e9
+    platform: str = "gpu"
 
     def __post_init__(self) -> None:
         """Check the numbers."""
+        if isinstance(self.devices_per_host, float) and self.devices_per_host.is_integer():
+            object.__setattr__(self, "devices_per_host", int(self.devices_per_host))
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name == "name":
+            if field.name in ("name", "platform"):
                 continue
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             is_time = field.name.endswith("_s") and not field.name.endswith("_per_s")
@@ -81,6 +85,11 @@ class Hardware:
                     f"{field.name} of hardware {self.name!r} must be {rule}, but got "
                     f"{field.name}={value!r}. Give it in bytes, operations and seconds, such as "
                     "Hardware('mine', 989e12, 141e9, 4.8e12, 450e9)."
+                )
+            if field.name == "devices_per_host" and value != int(value):
+                raise ConfigError(
+                    f"devices_per_host of hardware {self.name!r} must be a whole number, but got "
+                    f"devices_per_host={value!r}. Round it."
                 )
             if field.name.endswith("_share") and value > 1:
                 raise ConfigError(
@@ -143,7 +152,7 @@ def _tpu(
     # A conditional is a jump on the chip, and XLA has the collectives' buffers in the program's.
     own = {"latency_s": 1e-6, "branch_s": 1e-6, "communicator_bytes": 0.0, "wire_share": 0.9}
     peaks = flops_per_s, memory, bytes_per_s, link, 6.25e9
-    return Hardware(name, *peaks, devices_per_host=pod, **own)
+    return Hardware(name, *peaks, devices_per_host=pod, platform="tpu", **own)
 
 
 _TPU_KINDS = {"tpuv5lite": "v5e", "tpuv5p": "v5p", "tpuv5": "v5p", "tpuv6lite": "v6e"}

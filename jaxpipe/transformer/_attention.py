@@ -77,13 +77,13 @@ def attention(  # noqa: PLR0913  # what may hide a key, one argument each
             `window` on both sides hides keys, and, before JAX 0.11.1, no `mask` and no
             `segment_ids` at all; else `"blocked"`. The kernel takes a mask, and segments as one, as
             a number a query and key in the dtype of `q`, made anew in the backward. On TPUs JAX's
-            splash attention, in bfloat16 and float32, where positions are multiples of 128 and
-            nothing but `causal`, `window` and `segment_ids` of queries and keys alike
-            hides keys. In a pipeline the devices are those of its mesh, elsewhere JAX's default
-            ones. The logger `jaxpipe` says which was chosen and why. `"blocked"`: in blocks of
-            queries and keys, in plain JAX: any backend and dtype, and all of the above. `"cudnn"`,
-            `"splash"`: that or an error. `"xla"`: JAX's, which makes all scores at once; without
-            dropout.
+            splash attention, in bfloat16 and float32, where positions are multiples of 128, queries
+            are no more than keys, and nothing but `causal`, `window` and `segment_ids` of queries
+            and keys alike hides keys. In a pipeline the devices are those of its mesh, elsewhere
+            JAX's default ones. The logger `jaxpipe` says which was chosen and why. `"blocked"`: in
+            blocks of queries and keys, in plain JAX: any backend and dtype, and all of the above.
+            `"cudnn"`, `"splash"`: that or an error. `"xla"`: JAX's, which makes all scores at once;
+            without dropout.
 
     Returns:
         `[B, T, N, D]`, in the dtype of `q`.
@@ -124,7 +124,7 @@ def attention(  # noqa: PLR0913  # what may hide a key, one argument each
     )
     visibility = _visibility(q, k, mask, lengths, segment_ids)
     visibility = visibility._replace(key=key if dropout_rate else None)
-    if implementation == "auto":
+    if implementation == "auto" or (implementation == "splash" and _is_absent()):
         implementation = _chosen(pattern, q, k, v, visibility)
     elif implementation == "cudnn" and (refusal := _cudnn_refusal(pattern, q, k, v, visibility)):
         raise LayerError(
@@ -151,7 +151,9 @@ def _chosen(
     pattern: Pattern, q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility
 ) -> Implementation:
     kernel: Implementation = "splash" if _platform() == "tpu" else "cudnn"
-    if kernel == "splash":
+    if _is_absent():
+        refusal = "the devices are not there, and a plan counts it as one kernel"
+    elif kernel == "splash":
         refusal = splash_refusal(pattern, q, k, visibility)
     else:
         refusal = _unless("NVIDIA GPUs") or _cudnn_refusal(pattern, q, k, v, visibility)
@@ -167,6 +169,12 @@ def _chosen(
 def _platform() -> str:
     mesh = traced_mesh()
     return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+
+
+def _is_absent() -> bool:
+    """True if the devices are those of a plan, for which nothing is compiled."""
+    mesh = traced_mesh()
+    return mesh is not None and getattr(mesh.devices.flat[0], "is_absent", False)
 
 
 def _unless(devices: Literal["NVIDIA GPUs", "TPUs"]) -> str | None:

@@ -177,8 +177,8 @@ def test_only_automatic_axes_have_collectives_that_may_wait() -> None:
 
 
 def test_gpus_are_checked_where_stages_share_a_process() -> None:
-    def mesh(devices_per_process: int, shape: tuple[int, ...]) -> Mesh:
-        devices = [AbsentDevice(i, i // devices_per_process, "h100") for i in range(8)]
+    def mesh(devices_per_process: int, shape: tuple[int, ...], platform: str = "gpu") -> Mesh:
+        devices = [AbsentDevice(i, i // devices_per_process, "any", platform) for i in range(8)]
         return Mesh(
             np.array(devices).reshape(shape),
             ("stage", "data", "model"),
@@ -187,6 +187,7 @@ def test_gpus_are_checked_where_stages_share_a_process() -> None:
 
     alone, shared, stage_each = (mesh(size, (2, 1, 4)) for size in (1, 8, 4))
     assert [is_checked(each) for each in (alone, shared, stage_each)] == [False, True, False]
+    assert not is_checked(mesh(8, (2, 1, 4), "tpu"))
     # Idle actions are skipped all the same: such a program is the exception.
     assert not waits_in_branches(shared)
 

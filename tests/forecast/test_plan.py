@@ -290,6 +290,49 @@ def test_communicators_and_another_memory_change_what_fits() -> None:
     assert alone.limit_bytes == pytest.approx(usable)
 
 
+def test_a_device_that_communicators_fill_is_refused() -> None:
+    with pytest.raises(JaxpipeError, match=r"hold more than its communicators, .* 3 of commun"):
+        planned(2, memory_gb=2)
+
+
+@pytest.mark.parametrize("given", [1, 2])
+def test_an_axis_of_the_model_is_tried_whatever_the_example_holds(given: int) -> None:
+    """That weights are not split by it says the advice that follows."""
+    size = {"usable_share": 1.0, "communicator_bytes": 0.0, "memory_bytes": 1e5}
+    found = jaxpipe.plan(
+        *(model(), config(), example(given), "h200:4"),
+        optimizer=optax.adamw(1e-3),
+        schedules=["1f1b"],
+        recompute=[0],
+        assume=size,
+    )
+    assert "stages on" in found.advice
+
+
+def test_hosts_have_a_whole_number_of_devices() -> None:
+    with pytest.raises(JaxpipeError, match="devices_per_host of hardware 'h200' must be a whole"):
+        planned(assume={"devices_per_host": 2.5})
+    assert HARDWARE["h200"].assuming({"devices_per_host": 4.0}).devices_per_host == 4
+
+
+def test_a_plan_for_tpus_counts_attention_as_one_kernel() -> None:
+    class Attends(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            heads = x.reshape(*x.shape[:2], 2, -1).astype(jnp.bfloat16)
+            out = jaxpipe.attention(heads, heads, heads, implementation="splash")
+            return x + out.reshape(x.shape).astype(x.dtype)
+
+    layers = [nn.Dense(WIDTH), *(Attends() for _ in range(4)), nn.Dense(8)]
+    module = jaxpipe.PipelineModule(layers, 2, loss_fn=loss_fn)
+    x, y = (jax.ShapeDtypeStruct((SIZE, 128, width), jnp.float32) for width in (WIDTH, 8))
+    found = jaxpipe.plan(
+        module, config(), (x, y), "v5p:2", optimizer=optax.adamw(1e-3), schedules=["1f1b"]
+    )
+    assert found.best is not None
+    assert found.best.mfu > 0
+
+
 def test_more_microbatches_take_as_long_as_if_all_were_gone_through() -> None:
     few, many = (
         planned(config=config(gradient_accumulation_steps=m), schedules=["gpipe", "1f1b"])
