@@ -11,6 +11,7 @@ from ._devices import check_devices as check_devices
 from ._environment import Job as Job
 from ._environment import asks_for_determinism as asks_for_determinism
 from ._environment import compiler_variables as compiler_variables
+from ._environment import compiles_for_tpus_anywhere as compiles_for_tpus_anywhere
 from ._errors import failure_of as failure_of
 from ._errors import raise_on_all as raise_on_all
 from ._errors import run_on_all as run_on_all
@@ -38,6 +39,7 @@ __all__ = [
     "check_equal",
     "checksum",
     "compiler_variables",
+    "compiles_for_tpus_anywhere",
     "failure_of",
     "gather_numbers",
     "gather_texts",

@@ -1,7 +1,6 @@
 """The real program of a candidate, compiled ahead of time for devices that are not there."""
 
 import importlib.util
-import os
 import re
 import time
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
+from jaxpipe.distributed import compiles_for_tpus_anywhere
 from jaxpipe.errors import ConfigError
 from jaxpipe.executor import without_cache
 from jaxpipe.planner import HARDWARE, Hardware
@@ -126,8 +126,7 @@ def _tpus(hardware: Hardware, count: int) -> Sequence[Any]:
             "compiling for TPUs needs XLA's compiler for them, but got no package libtpu. Run pip "
             "install 'jaxpipe[tpu]', which needs no TPU, or plan without compiling."
         )
-    # Else libtpu asks a server of the cloud what machine this is.
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    compiles_for_tpus_anywhere()
     sides = [1] * _TPUS[hardware.name]
     left = count
     while left % 2 == 0:
