@@ -286,7 +286,7 @@ class DeepSpeedTransformerConfig:
         is_one = not self.fp16 or self.dtype is None or jnp.dtype(self.dtype) == jnp.float16
         yield "dtype", is_one, "float16 or None beside fp16=True", "Leave one of them out."
         can_drop = (
-            self.attention not in ("cudnn", "xla")
+            self.attention not in ("cudnn", "splash", "xla")
             or self.attn_dropout_ratio <= 0
             or not self.training
         )

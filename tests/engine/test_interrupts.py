@@ -45,7 +45,7 @@ def press(times: int = 1, number: int = signal.SIGINT) -> None:
 
 def within_a_step(patch: pytest.MonkeyPatch, engine: PipelineEngine, times: int) -> None:
     """After the old state's buffers are taken, before the new state is set."""
-    patch.setattr(engine._trainer.heartbeat, "note", lambda result: press(times))
+    patch.setattr(engine._trainer.heartbeat, "note", lambda *_: press(times))
 
 
 def before_it_counts(patch: pytest.MonkeyPatch, engine: PipelineEngine, times: int) -> None:
@@ -83,9 +83,7 @@ def test_a_handler_that_ends_the_program(
     engine: PipelineEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
-    monkeypatch.setattr(
-        engine._trainer.heartbeat, "note", lambda result: press(number=signal.SIGTERM)
-    )
+    monkeypatch.setattr(engine._trainer.heartbeat, "note", lambda *_: press(number=signal.SIGTERM))
     try:
         with pytest.raises(SystemExit, match="3"):
             engine.train_batch(entries())

@@ -272,7 +272,7 @@ def test_the_log_says_what_was_chosen_and_why(caplog: pytest.LogCaptureFixture) 
         ({"dropout_rate": 0.1}, "dropout_rate=0.1 and key=None. Pass key="),
         ({"dropout_rate": 1.0, "key": jax.random.key(0)}, r"in \[0, 1\).*dropout_rate=1.0"),
         ({"window": 0}, "window must be an integer >= 1 or None, but got window=0"),
-        ({"implementation": "flash"}, "one of auto, blocked, cudnn, xla, but got 'flash'"),
+        ({"implementation": "flash"}, "one of auto, blocked, cudnn, splash, xla, but got 'flash'"),
         (
             {"implementation": "cudnn"},
             "the dtype is float32, and its kernels take float16 and bfloat16",

@@ -85,7 +85,10 @@ def test_files_and_dictionaries(tmp_path: Path) -> None:
             "float16 or None beside fp16=True, but got dtype='bfloat16'",
         ),
         ({"dtype": "int32"}, "a floating-point dtype or None, but got dtype='int32'"),
-        ({"attention": "flash"}, "one of auto, blocked, cudnn, xla, but got attention='flash'"),
+        (
+            {"attention": "flash"},
+            "auto, blocked, cudnn, splash, xla, but got attention='flash'",
+        ),
         (
             {"attention": "cudnn", "attn_dropout_ratio": 0.1},
             "0 beside attention='cudnn', which cannot drop",
