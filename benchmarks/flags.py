@@ -132,7 +132,7 @@ def ticks_a_round(module: Module) -> int:
     for line in module.loops():
         ticks = re.search(r"ticks_(\d+)_(\d+)/while$", line.scope)
         if ticks and line.trip_count and line.trip_count < int(ticks[2]) - int(ticks[1]) - 1:
-            return round((int(ticks[2]) - int(ticks[1])) / line.trip_count)
+            return (int(ticks[2]) - int(ticks[1])) // line.trip_count
     return 0
 
 
