@@ -13,8 +13,11 @@ Run: JAX_PLATFORMS=cpu python -m benchmarks.flags [--only "NAME;NAME"] [--smoke]
 """
 
 import argparse
+import multiprocessing
 import re
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -127,6 +130,16 @@ def row_of(job: Job, flags: dict[str, Any]) -> list[str]:
     return [f"{total / 1e9:.2f}", *times, *map(str, counts)]
 
 
+def row_in_process(job: Job, flags: dict[str, Any]) -> list[str]:
+    """The row of a setting, from a process of its own: some settings make XLA abort."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        try:
+            return pool.submit(row_of, job, flags).result()
+        except BrokenProcessPool:
+            return ["the compiler aborts"]
+
+
 def ticks_a_round(module: Module) -> int:
     """Ticks that a round of the loop over ticks holds where XLA has unrolled it; 0: one."""
     for line in module.loops():
@@ -152,7 +165,7 @@ def main() -> None:
         print(f"\n{title}\n")
         print_head("setting", "GB", "step ms", "exposed ms", "graphs", "collectives", "waits")
         for name in names:
-            print_row(name, *row_of(job, FLAGS[name]))
+            print_row(name, *row_in_process(job, FLAGS[name]))
 
 
 if __name__ == "__main__":

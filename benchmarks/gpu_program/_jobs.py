@@ -1,6 +1,7 @@
 """The training jobs that are compiled, for GPUs that are not there."""
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -137,9 +138,18 @@ class Job:
             zero_optimization=ZeroSection(stage=self.zero_stage),
         )
 
-    def pipeline(self) -> jaxpipe.Pipeline:
-        """Cut the model for its mesh."""
-        mesh = _mesh(self.stages, self.data, self.model, self.across)
+    def pipeline(self, devices: Sequence[Any] | None = None) -> jaxpipe.Pipeline:
+        """Cut the model for a mesh; without devices for H200s that programs are compiled for."""
+        if devices is None:
+            devices = _h200s(self.num_devices)
+        shape = {"stage": self.stages, "data": self.data}
+        shape |= {"model": self.model} if self.model > 1 else {}
+        places = _places(self.stages, self.data, self.model, self.across)
+        mesh = Mesh(
+            np.array(devices)[places].reshape(*shape.values()),
+            tuple(shape),
+            axis_types=(AxisType.Auto,) * len(shape),
+        )
         return jaxpipe.Pipeline(
             self.module, optax.adamw(1e-4), mesh, self.example, self.num_microbatches, self.config
         )
@@ -207,11 +217,8 @@ class FamilyJob(Job):
 
 
 @functools.cache
-def _mesh(stages: int, data: int, model: int, across: str) -> Mesh:
-    devices = compilable_devices(HARDWARE["h200"], stages * data * model)
-    shape = {"stage": stages, "data": data} | ({"model": model} if model > 1 else {})
-    places = np.array(devices)[_places(stages, data, model, across)].reshape(*shape.values())
-    return Mesh(places, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
+def _h200s(count: int) -> Sequence[Any]:
+    return compilable_devices(HARDWARE["h200"], count)
 
 
 def _places(stages: int, data: int, model: int, across: str) -> np.ndarray:

@@ -13,6 +13,7 @@ from jaxpipe.planner import kernel_s as kernel_s
 from ._cli import main as main
 from ._compile import CompiledStep as CompiledStep
 from ._compile import compilable_devices as compilable_devices
+from ._devices import absent_devices as absent_devices
 from ._plan import plan as plan
 from ._result import StepPlan as StepPlan
 
@@ -28,6 +29,7 @@ __all__ = [
     "StepPlan",
     "plan",
     # For other rooms.
+    "absent_devices",
     "bytes_s",
     "collective_s",
     "compilable_devices",

@@ -8,6 +8,7 @@ from ._equation import Literal as Literal
 from ._equation import ScanForm as ScanForm
 from ._equation import all_equations as all_equations
 from ._equation import bind as bind
+from ._equation import bind_here as bind_here
 from ._equation import branches_of as branches_of
 from ._equation import called_program as called_program
 from ._equation import effect_axes as effect_axes
@@ -71,6 +72,7 @@ __all__ = [
     "Values",
     "all_equations",
     "bind",
+    "bind_here",
     "branches_of",
     "called_program",
     "check_jax",

@@ -1,0 +1,76 @@
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from _tolerances import assert_close, assert_loss
+
+from jaxpipe.forecast import HARDWARE
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT))  # benchmarks are no part of the installed package
+
+from benchmarks.gpu._one_stage import OneStage  # noqa: E402
+from benchmarks.gpu._parts import PARTS  # noqa: E402
+from benchmarks.gpu_program._jobs import SMOKE, Job  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("promoting")
+JOB = replace(SMOKE["1f1b"], num_microbatches=4)
+
+
+@pytest.fixture
+def promoting() -> Iterator[None]:
+    """The jobs' layers add biases and scales as users' do."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def test_the_only_stage_of_a_pipeline_computes_what_the_pipeline_does() -> None:
+    job = replace(JOB, stages=1)
+    pipeline = job.pipeline(jax.devices()[:1])
+    state = pipeline.init()
+    tokens = np.random.default_rng(0).integers(0, job.vocab, (2, 4, 1, job.time), np.int32)
+    batch = jax.tree.map(jnp.asarray, (*tokens, {}))
+    one = OneStage(job, HARDWARE["h100"])
+    struct = jax.tree.structure(one.structs[2])
+    given = jax.tree.unflatten(struct, jax.tree.leaves(batch))
+    # Copies on no mesh.
+    alone = jax.tree.map(
+        lambda x: jnp.array(x) if _is_key(x) else jnp.asarray(np.asarray(x)), state
+    )
+    found, metrics = one.step(jnp.int32(0), alone, given)
+    asked, asked_metrics = pipeline.step(state, batch)
+    assert_loss(metrics["loss"], asked_metrics["loss"])
+    assert_close(found.params, asked.params)
+
+
+def _is_key(x: jax.Array) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+@pytest.mark.parametrize("job", [JOB, replace(JOB, split_vocab=True)])
+def test_a_stage_has_the_products_of_the_pipeline_and_no_collectives(job: Job) -> None:
+    one = OneStage(job, HARDWARE["h100"])
+    alone = one.step.lower(*one.structs).as_text()
+    structs = one.pipeline.state_struct, one.pipeline.batch_struct
+    whole = str(jax.make_jaxpr(one.pipeline.step)(*structs))
+    assert "collective" not in alone
+    assert "all_reduce" not in alone
+    assert alone.count("stablehlo.dot_general") == whole.count("dot_general[")
+
+
+@pytest.mark.slow
+def test_every_part_finds_something() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "benchmarks.gpu", "--smoke"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    assert all(f"\n{part}\n" in done.stdout for part in PARTS if part != "beside")
