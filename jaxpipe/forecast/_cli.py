@@ -46,6 +46,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpipe.forec
             "measured_step_s": args.measured_step,
             "assume": _assume(args.assume),
             "memory_gb": args.memory_gb,
+            "alternatives": args.alternatives,
             "compiles": args.compile,
             "target_config": _target(args.target_config),
         }
@@ -104,6 +105,13 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--memory-gb", metavar="GB", type=float, help="memory of a device, if it has another"
+    )
+    parser.add_argument(
+        "--no-alternatives",
+        dest="alternatives",
+        action="store_false",
+        default=None,
+        help="do not look at other settings for the same batch",
     )
     parser.add_argument(
         "--compile", action="store_true", default=None, help="compile the best candidate, too"

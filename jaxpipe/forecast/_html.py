@@ -33,8 +33,9 @@ def page_of(
     heads: Sequence[str],
     rows: Iterable[Sequence[str]],
     stages: Sequence[Sequence[str]],
+    others: Sequence[Sequence[str]],
 ) -> str:
-    """Write the page, with the table of candidates and the table of stages, heads first."""
+    """Write the page, with tables of candidates, stages and other settings, heads first."""
     title, *_ = str(plan).splitlines()
     return "\n".join(
         [
@@ -42,7 +43,7 @@ def page_of(
             '<html lang="en"><head><meta charset="utf-8"><title>jaxpipe plan</title>',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<style>{_STYLE}</style></head><body>",
-            body_of(plan, heads, rows, stages, title),
+            body_of(plan, heads, rows, stages, others, title),
             "</body></html>",
             "",
         ]
@@ -54,6 +55,7 @@ def body_of(
     heads: Sequence[str],
     rows: Iterable[Sequence[str]],
     stages: Sequence[Sequence[str]],
+    others: Sequence[Sequence[str]],
     title: str,
     level: int = 1,
 ) -> str:
@@ -76,6 +78,11 @@ def body_of(
     parts += [
         f"<{inner}>Candidates</{inner}>",
         html_table(heads, rows),
+        *(
+            [f"<{inner}>Other settings</{inner}>", html_table(others[0], others[1:])]
+            if others
+            else []
+        ),
         f"<{inner}>Memory of a device</{inner}>",
         _bars(plan),
         f"<{inner}>Schedule of {html.escape(shown.label)}</{inner}>",

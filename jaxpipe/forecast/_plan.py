@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -49,7 +49,7 @@ from jaxpipe.topology import (
 
 from ._compile import CompiledStep, compilable_devices, compile_step
 from ._devices import absent_devices
-from ._result import StepPlan
+from ._result import Alternative, StepPlan
 
 
 def plan(  # noqa: PLR0913  # what to look at, one argument each
@@ -67,6 +67,7 @@ def plan(  # noqa: PLR0913  # what to look at, one argument each
     measured_step_s: float | None = None,
     assume: str | Mapping[str, float] | None = None,
     memory_gb: float | None = None,
+    alternatives: bool = True,
     compiles: bool = False,
     target_config: str | None = None,
 ) -> StepPlan:
@@ -103,6 +104,9 @@ def plan(  # noqa: PLR0913  # what to look at, one argument each
             for the named ones is `"optimistic"`.
         memory_gb: GB (10^9 bytes) of a device's memory, where it is another than the named
             hardware's.
+        alternatives: Whether to look, too, at what settings that change the mesh, or split the
+            vocabulary, would make of the same batch on the same devices: ZeRO, an axis `model`,
+            more or fewer stages.
         compiles: Whether to compile the best candidate's program, or the smallest where none fits,
             ahead of time; that needs JAX's CUDA plugin or libtpu, no device, and a minute or
             more.
@@ -133,6 +137,7 @@ def plan(  # noqa: PLR0913  # what to look at, one argument each
     chosen_hardware, count = read_hardware(hardware)
     chosen_hardware = _changed(chosen_hardware, assume, memory_gb)
     _check(model, measured_step_s, optimizer)
+    _check_flag("alternatives", alternatives)
     _check_compiling(compiles, target_config)
     errors = Collector()
     settings = load_config(config, errors)
@@ -141,6 +146,10 @@ def plan(  # noqa: PLR0913  # what to look at, one argument each
     )
     asked = _Asked.read(setup.traced.module, settings, schedules, num_chunks, partition, recompute)
     found, traced = setup.forecasts(asked), setup.traced
+    others = _alternatives(setup, asked, found)
+    if alternatives:
+        others = tuple(others)
+    advice = _advice(setup, asked, found, others)
     step_plan = StepPlan(
         hardware=chosen_hardware,
         num_devices=count,
@@ -151,7 +160,8 @@ def plan(  # noqa: PLR0913  # what to look at, one argument each
         num_params=sum(math.prod(x.shape) for x in jax.tree.leaves(traced.trace.tree())),
         candidates=tuple(found),
         best=found[0] if found[0].fits else None,
-        advice=_advice(setup, asked, found),
+        alternatives=others if isinstance(others, tuple) else (),
+        advice=advice,
         assumptions=_assumptions(setup),
         measured_step_s=measured_step_s,
     )
@@ -202,12 +212,15 @@ def _check(model: object, measured_step_s: object, optimizer: object) -> None:
         )
 
 
-def _check_compiling(compiles: object, target_config: object) -> None:
-    if as_flag(compiles) is None:
+def _check_flag(name: str, value: object) -> None:
+    if as_flag(value) is None:
         raise ConfigError(
-            f"compiles must be True or False, but got compiles={shown(compiles)}. Write one of "
-            "these."
+            f"{name} must be True or False, but got {name}={shown(value)}. Write one of these."
         )
+
+
+def _check_compiling(compiles: object, target_config: object) -> None:
+    _check_flag("compiles", compiles)
     if target_config is None:
         return
     if not isinstance(target_config, str):
@@ -428,32 +441,45 @@ class _Setup:
         )
 
     @property
+    def num_stages(self) -> int:
+        """Stages of the job."""
+        return self._module.num_stages
+
+    @property
     def keeps_vocabulary_whole(self) -> bool:
         """True if the settings ask for a vocabulary that is not split."""
         return self._arguments[1].pipeline.split_vocabulary is False
 
     def with_zero(self, stage: int) -> "_Setup":
         """The same job with another stage of ZeRO."""
-        config = self._arguments[1]
-        zero = dataclasses.replace(config.zero_optimization, stage=stage)
-        return self._with(config=dataclasses.replace(config, zero_optimization=zero))
+        zero = dataclasses.replace(self._arguments[1].zero_optimization, stage=stage)
+        return self._with(zero_optimization=zero)
 
     def with_split(self) -> "_Setup":
         """The same job with the vocabulary split where that pays."""
-        config = self._arguments[1]
-        section = dataclasses.replace(config.pipeline, split_vocabulary="auto")
-        return self._with(config=dataclasses.replace(config, pipeline=section))
+        section = dataclasses.replace(self._arguments[1].pipeline, split_vocabulary="auto")
+        return self._with(pipeline=section)
 
-    def with_places(self, **places: int) -> "_Setup":
+    def with_places(self, num_microbatches: int, **places: int) -> "_Setup":
         """The same job with further axes, which take places of replicas."""
-        return self._with(places={**self._arguments[-1], **places})
+        axes = {**self._arguments[-1], **places}
+        return self._with(axes=axes, gradient_accumulation_steps=num_microbatches)
+
+    def with_stages(self, num_microbatches: int, num_stages: int) -> "_Setup":
+        """The same job on more or fewer stages, which take or leave places of replicas."""
+        model = self._arguments[0].replace(num_stages=num_stages)
+        return self._with(model, gradient_accumulation_steps=num_microbatches)
 
     def _with(
-        self, config: TrainConfig | None = None, places: Mapping[str, int] | None = None
+        self,
+        model: PipelineModule | None = None,
+        axes: Mapping[str, int] | None = None,
+        **settings: Any,
     ) -> "_Setup":
-        model, given, _, hardware, count, optimizer, axes = self._arguments
-        config, axes = config or given, places or axes
-        return _Setup(model, config, self._of_one, hardware, count, optimizer, axes, Collector())
+        given, config, _, hardware, count, optimizer, places = self._arguments
+        config = dataclasses.replace(config, **settings)
+        rest = hardware, count, optimizer, places if axes is None else axes, Collector()
+        return _Setup(model or given, config, self._of_one, *rest)
 
 
 def _topology(model: PipelineModule, count: int, places: Mapping[str, int]) -> ProcessTopology:
@@ -490,7 +516,9 @@ def _topology(model: PipelineModule, count: int, places: Mapping[str, int]) -> P
     )
 
 
-def _advice(setup: _Setup, asked: _Asked, found: Sequence[Forecast]) -> str:
+def _advice(
+    setup: _Setup, asked: _Asked, found: Sequence[Forecast], others: Iterable[Alternative]
+) -> str:
     """Candidates that do not fit, and the first change that makes it fit."""
     large = [one for one in found if not one.fits]
     if not large:
@@ -509,15 +537,11 @@ def _advice(setup: _Setup, asked: _Asked, found: Sequence[Forecast]) -> str:
         f"Nothing fits {limit / 1e9:.0f} GB: {least.label} needs the least, "
         f"{least.memory.total / 1e9:.1f} GB"
     )
-    for words, change, wanted in _changes(setup, asked, found):
-        try:
-            smallest = min(change().forecasts(wanted), key=lambda one: one.memory.total)
-        except JaxpipeError:  # this model or mesh cannot have it
-            continue
-        if smallest.fits:
+    for other in others:
+        if other.forecast.fits:
             return (
-                f"{begin}. Set {words}: {smallest.label} then needs "
-                f"{smallest.memory.total / 1e9:.1f} GB."
+                f"{begin}. Set {other.change}: {other.forecast.label} then needs "
+                f"{other.forecast.memory.total / 1e9:.1f} GB."
             )
     without_rings = least.memory.weights + least.memory.masters + least.memory.gradient_sums
     factor = math.ceil(least.memory.total / limit)
@@ -539,30 +563,49 @@ def _advice(setup: _Setup, asked: _Asked, found: Sequence[Forecast]) -> str:
 
 
 _MOST_INSIDE = 8
-"""Places of an axis `model` that advice goes to: products get small, and sums long, beyond."""
+"""Places of an axis `model` that are looked at: products get small, and sums long, beyond."""
+
+
+def _alternatives(setup: _Setup, asked: _Asked, found: Sequence[Forecast]) -> Iterator[Alternative]:
+    """The best of the job with each change, the cheapest change first."""
+    least = min(one.memory.masters for one in found)
+    wanted = asked
+    if not any(one.fits for one in found):
+        wanted = dataclasses.replace(asked, recompute=tuple({*asked.recompute, 1}))
+    for change, made in _changes(setup, asked, wanted):
+        try:
+            best = made().forecasts(wanted)[0]
+        except JaxpipeError:  # this model or mesh cannot have it
+            continue
+        # Weights that are whole along `model` would be computed as often as it has places.
+        if "'model'" not in change or best.memory.masters < least:
+            yield Alternative(change, best)
 
 
 def _changes(
-    setup: _Setup, asked: _Asked, found: Sequence[Forecast]
-) -> Iterator[tuple[str, Callable[[], _Setup], _Asked]]:
-    """Changes of a job that may make it fit, the cheapest first: in words, and how to have each."""
-    recomputed = dataclasses.replace(asked, recompute=(1,))
+    setup: _Setup, asked: _Asked, wanted: _Asked
+) -> Iterator[tuple[str, Callable[[], _Setup]]]:
+    """Changes of a job, the cheapest first: in words, and how to have each."""
     if setup.keeps_vocabulary_whole:
-        yield "pipeline.split_vocabulary='auto'", setup.with_split, asked
-    if not any(one.recompute == 1 for one in found):
-        words = "pipeline.activation_checkpoint_interval=1 (recompute each layer)"
-        yield words, lambda: setup, recomputed
-    replicas = num_batch_shards(setup.traced.mesh)
+        yield "pipeline.split_vocabulary='auto'", setup.with_split
+    if wanted is not asked and wanted.recompute != asked.recompute:
+        yield "pipeline.activation_checkpoint_interval=1 (recompute each layer)", lambda: setup
+    mesh, count, num_stages = setup.traced.mesh, setup.num_microbatches, setup.num_stages
+    replicas = num_batch_shards(mesh)
     for stage in range(setup.config.zero_optimization.stage + 1, 4) if replicas > 1 else ():
-        words = f"zero_optimization.stage={stage} with activation_checkpoint_interval=1"
-        yield words, functools.partial(setup.with_zero, stage), recomputed
+        yield f"zero_optimization.stage={stage}", functools.partial(setup.with_zero, stage)
+    if not set(mesh.shape) <= {*MANUAL_AXES, FSDP}:
+        return
     inside = math.gcd(replicas, min(setup.hardware.devices_per_host, _MOST_INSIDE))
-    if inside > 1 and set(setup.traced.mesh.shape) <= {*MANUAL_AXES, FSDP}:
-        words = (
-            f"places={{'model': {inside}}}, for {inside} times fewer replicas and samples, with "
-            "activation_checkpoint_interval=1"
-        )
-        yield words, functools.partial(setup.with_places, model=inside), recomputed
+    if inside > 1:
+        words = f"places={{'model': {inside}}}, gradient_accumulation_steps={count * inside}"
+        yield words, functools.partial(setup.with_places, count * inside, model=inside)
+    if num_stages % 2 == 0 and count % 2 == 0:
+        words = f"num_stages={num_stages // 2}, gradient_accumulation_steps={count // 2}"
+        yield words, functools.partial(setup.with_stages, count // 2, num_stages // 2)
+    if replicas % 2 == 0:
+        words = f"num_stages={2 * num_stages}, gradient_accumulation_steps={2 * count}"
+        yield words, functools.partial(setup.with_stages, 2 * count, 2 * num_stages)
 
 
 def _beside(setup: _Setup) -> str:
@@ -594,8 +637,9 @@ def _assumptions(setup: _Setup) -> tuple[str, ...]:
         "XLA_PYTHON_CLIENT_MEM_FRACTION must allow" + _beside(setup),
         "temporaries are an estimate: what a chunk leaves, gradients off the trunk, and logits or "
         "a backward's work",
-        "collectives inside a stage have nothing beside them; MFU counts three times the forward's "
-        "operations",
+        "collectives inside a stage have nothing beside them",
+        "MFU counts three times the forward's operations, of attention what its mask leaves; "
+        "whole counts all of its square, as most published figures do",
     ]
     if setup.traced.split_note:
         found.append(setup.traced.split_note)

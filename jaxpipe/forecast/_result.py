@@ -11,10 +11,30 @@ from os import PathLike
 from jaxpipe._files import write_file
 from jaxpipe._paths import local_path
 from jaxpipe._text import format_table
-from jaxpipe.planner import Forecast, Hardware, candidate_rows, candidate_table, milliseconds
+from jaxpipe.planner import (
+    Forecast,
+    Hardware,
+    candidate_rows,
+    candidate_table,
+    gigabytes,
+    milliseconds,
+)
 
 from ._compile import CompiledStep
 from ._html import body_of, page_of
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """The same batch on the same devices with another setting.
+
+    Attributes:
+        change: The setting.
+        forecast: The best candidate with it, or the smallest where none fits.
+    """
+
+    change: str
+    forecast: Forecast
 
 
 @dataclass(frozen=True)
@@ -34,6 +54,8 @@ class StepPlan:
             their steps.
         best: The simplest within a hundredth of the shortest step that fits; None where nothing
             fits.
+        alternatives: The best with each of some other settings, the cheapest change first; empty
+            where they were not asked for.
         advice: What does not fit, and the first change that makes it fit; empty where all fits.
         assumptions: What was assumed.
         measured_step_s: Seconds of a step of a run to compare with; None: there is none.
@@ -49,6 +71,7 @@ class StepPlan:
     num_params: int
     candidates: tuple[Forecast, ...] = field(repr=False)
     best: Forecast | None
+    alternatives: tuple[Alternative, ...] = field(repr=False)
     advice: str
     assumptions: tuple[str, ...] = field(repr=False)
     measured_step_s: float | None = None
@@ -76,6 +99,9 @@ class StepPlan:
             f"stages of {shown.label}:",
             *format_table([_STAGE_HEADS, *_stage_rows(shown)], ">"),
         ]
+        if self.alternatives:
+            lines += ["", "the same batch with other settings, each at its best:"]
+            lines += format_table(_alternative_rows(self), "<<<>>>")
         if self.advice:
             lines += ["", self.advice]
         if self.measured_step_s is not None:
@@ -103,12 +129,15 @@ class StepPlan:
         """
         heads, *rows = candidate_rows(self.candidates)
         stages = [_STAGE_HEADS, *_stage_rows(self.shown)]
-        write_file(local_path(path, "path"), page_of(self, heads, rows, stages))
+        write_file(
+            local_path(path, "path"), page_of(self, heads, rows, stages, _alternative_rows(self))
+        )
 
     def _repr_html_(self) -> str:
         heads, *rows = candidate_rows(self.candidates)
         stages = [_STAGE_HEADS, *_stage_rows(self.shown)]
-        return body_of(self, heads, rows, stages, str(self).partition("\n")[0], level=4)
+        title, others = str(self).partition("\n")[0], _alternative_rows(self)
+        return body_of(self, heads, rows, stages, others, title, level=4)
 
 
 _STAGE_HEADS = (
@@ -120,6 +149,27 @@ _STAGE_HEADS = (
     "backward ms",
     "microbatch ms",
 )
+
+
+_ALTERNATIVE_HEADS = ("", "setting", "candidate", "total GB", "step ms", "to the first row")
+
+
+def _alternative_rows(plan: StepPlan) -> list[list[str]]:
+    if not plan.alternatives:
+        return []
+    rows = [
+        [
+            "" if one.fits else "too large",
+            each.change,
+            one.label,
+            gigabytes(one.memory.total),
+            milliseconds(one.step_s),
+            f"{one.step_s / plan.shown.step_s:.2f}",
+        ]
+        for each in plan.alternatives
+        for one in (each.forecast,)
+    ]
+    return [list(_ALTERNATIVE_HEADS), *rows]
 
 
 def _stage_rows(one: Forecast) -> list[list[str]]:

@@ -23,6 +23,7 @@ from ._equation import used_operands as used_operands
 from ._equation import with_consts as with_consts
 from ._kernels import ATTENTION_SCOPE as ATTENTION_SCOPE
 from ._kernels import Kernel as Kernel
+from ._kernels import blocks_scope as blocks_scope
 from ._kernels import count_kernels as count_kernels
 from ._kernels import num_flops as num_flops
 from ._kernels import program_kernels as program_kernels
@@ -73,6 +74,7 @@ __all__ = [
     "all_equations",
     "bind",
     "bind_here",
+    "blocks_scope",
     "branches_of",
     "called_program",
     "check_jax",

@@ -4,6 +4,7 @@ What XLA's fusion makes of it, each with operations and bytes, for one device.
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
@@ -60,6 +61,14 @@ from ._slice import evaluate, needed_for
 ATTENTION_SCOPE = "attention_kernel"
 """Named scope of attention in plain JAX that counts as the one kernel that it stands for."""
 
+_BLOCKS = re.compile(r"\b(\d+)_of_(\d+)_blocks\b")
+
+
+def blocks_scope(num_seen: int, num_blocks: int) -> str:
+    """Name of a scope in it: of how many blocks a mask leaves so many."""
+    return f"{num_seen}_of_{num_blocks}_blocks"
+
+
 _FUSED = (
     ARITHMETIC | COMPARISONS | FORMS | RANDOM_KEYS | {SUM_OF_COTANGENTS, NAMED, DRAWN, ROUNDING}
 )
@@ -84,6 +93,7 @@ class Kernel(NamedTuple):
         axis: Of a collective.
         times: How often it runs.
         result_bytes: Bytes of a product's or attention's results.
+        masked_flops: Operations more that attention without its mask would have.
     """
 
     kind: Literal["product", "attention", "other", "reduce", "gather"]
@@ -93,6 +103,7 @@ class Kernel(NamedTuple):
     axis: str = ""
     times: int = 1
     result_bytes: int = 0
+    masked_flops: int = 0
 
 
 def count_kernels(
@@ -276,8 +287,9 @@ class _Counter:
         name, inner = eqn.primitive.name, programs_inside(eqn)
         if name.startswith((CUDNN_ATTENTION, CUDNN_ATTENTION_BACKWARD)):
             num_bytes = self._bytes([*eqn.invars, *eqn.outvars])
-            made = self._bytes(eqn.outvars)
-            yield Kernel("attention", _product_flops(eqn), num_bytes, result_bytes=made)
+            made, flops = self._bytes(eqn.outvars), _product_flops(eqn)
+            masked = flops if is_causal(eqn) else 0
+            yield Kernel("attention", flops, num_bytes, result_bytes=made, masked_flops=masked)
         elif name == COND:
             # The branch that does most: which one runs is not known.
             branches = [list(self.kernels(program.jaxpr)) for program in inner]
@@ -347,7 +359,12 @@ class _Counter:
             for x in eqn.invars
             if not isinstance(x, Constant)
         }.union(x for x in jaxpr.outvars if not isinstance(x, Constant))
-        flops = sum(each.flops * each.times for eqn in eqns for each in self._kernel_inside(eqn))
+        inner = [
+            (each.flops * each.times, _blocks_for_each(eqn))
+            for eqn in eqns
+            for each in self._kernel_inside(eqn)
+        ]
+        flops, whole = sum(x for x, _ in inner), sum(x * blocks for x, blocks in inner)
         if not flops:
             return  # arrays laid out for the kernel
         # Divided as the operand that is divided most, by samples and heads. Small ones, such as
@@ -356,7 +373,8 @@ class _Counter:
             (self._share(x) for x in (*read, *made) if self._bytes([x]) >= _SMALL), default=1.0
         )
         num_bytes, given = self._bytes([*read, *(made & used)]), self._bytes([*(made & used)])
-        yield Kernel("attention", round(flops * heads), num_bytes, result_bytes=given)
+        flops, masked = round(flops * heads), round((whole - flops) * heads)
+        yield Kernel("attention", flops, num_bytes, result_bytes=given, masked_flops=masked)
 
     def _kernel_inside(self, eqn: Any) -> list[Kernel]:
         return [] if name_of(eqn) in _FUSED | REDUCTIONS else list(_Counter({}, None)._kernel(eqn))
@@ -378,6 +396,12 @@ class _Counter:
 
 def _in_attention(eqn: Any) -> bool:
     return ATTENTION_SCOPE in scope_of(eqn)
+
+
+def _blocks_for_each(eqn: Any) -> float:
+    """Blocks of the whole square for each that attention goes through."""
+    found = _BLOCKS.search(scope_of(eqn))
+    return int(found[2]) / int(found[1]) if found else 1.0
 
 
 def _axes(spec: P) -> set[str]:

@@ -178,23 +178,27 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         """A module of the same layers with other settings.
 
         Args:
-            **changes: Arguments of the constructor, but for `layers`, `num_stages` and `topology`.
+            **changes: Arguments of the constructor, but for `layers` and `topology`; `num_stages`
+                where there is no topology.
 
         Returns:
             The new module; this one stays as it is.
 
         Raises:
             LayerError: A name is no such argument, or a function given is not callable.
+            TopologyError: The number of stages is not a positive integer, or not the topology's.
             PartitionError: The partition method cannot cut the layers, or the interval is negative.
         """
+        num_stages = checked_stages(changes.pop("num_stages", self.num_stages), self._topology)
         known = [field.name for field in fields(ModuleSettings)]
         unknown = sorted(set(changes) - set(known))
         if unknown:
             raise LayerError(
                 "replace must be given settings of a PipelineModule, but got "
-                f"{unknown[0]}={changes[unknown[0]]!r}. Use {', '.join(known)}."
+                f"{unknown[0]}={changes[unknown[0]]!r}. Use num_stages, {', '.join(known)}."
             )
         other = copy.copy(self)
+        other.num_stages = num_stages
         other._use(replace(self._settings, **changes))
         other._cut()
         return other

@@ -39,6 +39,7 @@ class LayerCost:
             in.
         output_bytes: Bytes of its outputs.
         flops: Operations of its forward's products.
+        whole_flops: The same with the whole square of attention, also where a mask leaves half.
     """
 
     forward_s: float
@@ -53,6 +54,7 @@ class LayerCost:
     shared_bytes: int = 0
     output_bytes: int = 0
     flops: float = 0.0
+    whole_flops: float = 0.0
 
     @property
     def both_s(self) -> float:

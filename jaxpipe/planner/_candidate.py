@@ -131,9 +131,7 @@ class Candidate:
             span = Span(total, work, exposed, round(num_ticks))
         outside_s = self._outside_s(params)
         step_s = span.total + outside_s
-        flops = 3 * sum(each.flops for each in job.costs.layers) + 3 * job.costs.loss.flops
-        flops *= math.prod(size for size, _ in self._axes.values())
-        flops *= job.num_microbatches * job.mesh.shape["data"]
+        mfu, mfu_whole = (flops / step_s for flops in self._flops_over_peak())
         method = job.module.partition_method
         return Forecast(
             schedule=name,
@@ -153,9 +151,19 @@ class Candidate:
             pending=program.depth.pending,
             samples_per_s=job.samples / step_s,
             tokens_per_s=None if job.tokens is None else job.tokens / step_s,
-            mfu=flops / job.mesh.devices.size / job.hardware.flops_per_s / step_s,
+            mfu=mfu,
+            mfu_whole=mfu_whole,
             stages=self._stages(program, parts),
         )
+
+    def _flops_over_peak(self) -> tuple[float, float]:
+        """Seconds that three forwards would take at the peak, and with attention's whole square."""
+        job = self._job
+        every = [*job.costs.layers, job.costs.loss]
+        times = 3 * math.prod(size for size, _ in self._axes.values())
+        times *= job.num_microbatches * job.mesh.shape["data"]
+        seconds = times / job.mesh.devices.size / job.hardware.flops_per_s
+        return seconds * sum(x.flops for x in every), seconds * sum(x.whole_flops for x in every)
 
     def _plan(self, schedule: type[PipeSchedule], num_microbatches: int) -> Plan:
         """The plan of the pipeline with this cut and a schedule, for so many microbatches."""

@@ -138,6 +138,7 @@ class LayerCount:
             backward_s=backward.seconds,
             weight_s=weight_s,
             flops=forward.flops,
+            whole_flops=forward.whole_flops,
         )
 
 

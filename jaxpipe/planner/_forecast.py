@@ -54,7 +54,9 @@ class Forecast:
         pending: Weight gradients of chunks that a stage holds pending, at most.
         samples_per_s: Samples a second.
         tokens_per_s: Tokens a second; None where inputs are no tokens.
-        mfu: Model's operations (three forwards) over the peak of all devices.
+        mfu: Model's operations (three forwards) over the peak of all devices; of attention what its
+            mask leaves.
+        mfu_whole: The same with the whole square of attention, as most published figures count.
         stages: The stages.
     """
 
@@ -76,6 +78,7 @@ class Forecast:
     samples_per_s: float
     tokens_per_s: float | None
     mfu: float
+    mfu_whole: float
     stages: tuple[StageForecast, ...] = field(repr=False)
 
     @property
@@ -98,7 +101,8 @@ _HEADS = (
         "sums",
         "in flight",
     ),
-    *("temporary", "total GB", "step ms", "bubble", "exposed ms", "tokens/s", "MFU"),
+    *("temporary", "total GB", "step ms", "bubble", "exposed ms", "tokens/s"),
+    *("MFU", "whole"),
 )
 
 
@@ -128,6 +132,7 @@ def candidate_rows(candidates: Sequence[Forecast]) -> list[list[str]]:
                 milliseconds(one.exposed_s),
                 "-" if one.tokens_per_s is None else f"{one.tokens_per_s:,.0f}",
                 f"{one.mfu:.3f}",
+                f"{one.mfu_whole:.3f}",
             ]
         )
     return rows

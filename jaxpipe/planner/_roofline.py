@@ -16,10 +16,12 @@ class Time(NamedTuple):
         seconds: Of all of them, with collectives inside a stage under which nothing is taken to
             run.
         flops: Operations of products and attention.
+        whole_flops: The same with the whole square of attention.
     """
 
     seconds: float = 0.0
     flops: float = 0.0
+    whole_flops: float = 0.0
 
 
 def kernel_s(hardware: Hardware, flops: float, attention: float, num_bytes: float) -> float:
@@ -56,11 +58,12 @@ def time_of(
     hardware: Hardware, kernels: Iterable[Kernel], axes: Mapping[str, tuple[int, bool]]
 ) -> Time:
     """Time of kernels, one after another; `axes` as `axes_inside` gives them."""
-    computing_s = moving_s = exposed_s = hidden_s = total_flops = 0.0
+    computing_s = moving_s = exposed_s = hidden_s = total_flops = masked_flops = 0.0
     for each in kernels:
         # Products of 32 bits run at half of the peak, as TF32.
         flops = each.flops * (1 if each.is_narrow else 2)
         total_flops += each.times * flops
+        masked_flops += each.times * each.masked_flops * (1 if each.is_narrow else 2)
         if each.kind == "product":
             computing_s += each.times * kernel_s(hardware, flops, 0.0, each.num_bytes)
         elif each.kind == "attention":
@@ -79,4 +82,4 @@ def time_of(
             hidden_s += seconds * is_hidden
             exposed_s += seconds * (not is_hidden)
     exposed_s += max(0.0, hidden_s - computing_s)
-    return Time(computing_s + moving_s + exposed_s, total_flops)
+    return Time(computing_s + moving_s + exposed_s, total_flops, total_flops + masked_flops)

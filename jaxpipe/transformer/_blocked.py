@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxpipe.jaxpr import ATTENTION_SCOPE
+from jaxpipe.jaxpr import ATTENTION_SCOPE, blocks_scope
 from jaxpipe.recompute import KERNEL
 
 BLOCK = 256
@@ -168,14 +168,13 @@ class _Blocks:
 
     def loop(self, step: Callable[..., Any], carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         """Run `step(carry, query block, key block)` for all pairs not hidden as a whole."""
-        pairs = np.asarray(self._pairs(), np.int32).reshape(-1, 2)
-        return lax.scan(
-            lambda carry, pair: (step(carry, pair[0], pair[1]), None), carry, jnp.asarray(pairs)
-        )[0]
-
-    def _pairs(self) -> list[tuple[int, int]]:
         num_rows, num_cols = -(-self.num_queries // self._rows), -(-self.num_keys // self._cols)
-        return [(i, j) for i in range(num_rows) for j in range(num_cols) if self._is_seen(i, j)]
+        seen = [(i, j) for i in range(num_rows) for j in range(num_cols) if self._is_seen(i, j)]
+        pairs = np.asarray(seen, np.int32).reshape(-1, 2)
+        with jax.named_scope(blocks_scope(len(pairs), num_rows * num_cols)):
+            return lax.scan(
+                lambda carry, pair: (step(carry, pair[0], pair[1]), None), carry, jnp.asarray(pairs)
+            )[0]
 
     def _is_seen(self, i: int, j: int) -> bool:
         first_row, last_row = i * self._rows, (i + 1) * self._rows - 1

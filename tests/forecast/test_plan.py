@@ -210,7 +210,7 @@ def test_the_least_change_that_makes_it_fit_is_named() -> None:
     assert two < one
     size = {"usable_share": 1.0, "communicator_bytes": 0.0, "memory_bytes": (one + two) / 2}
     found = planned(4, assume=size)
-    assert "Set zero_optimization.stage=2 with activation_checkpoint_interval=1" in found.advice
+    assert "Set zero_optimization.stage=2: " in found.advice
 
 
 def test_a_vocabulary_that_is_kept_whole_is_split_before_anything_else() -> None:
@@ -228,6 +228,53 @@ def test_a_vocabulary_that_is_kept_whole_is_split_before_anything_else() -> None
     )
     assert split.best is not None, split.candidates[0].memory.total
     assert "Set pipeline.split_vocabulary='auto'" in whole.advice
+    assert whole.alternatives[0].forecast.memory == split.best.memory
+
+
+def test_other_settings_are_what_a_plan_with_them_finds() -> None:
+    found = planned(replicas=4, num_stages=4)
+    assert [each.change for each in found.alternatives] == [
+        *(f"zero_optimization.stage={stage}" for stage in (1, 2, 3)),
+        "num_stages=2, gradient_accumulation_steps=4",
+        "num_stages=8, gradient_accumulation_steps=16",
+    ]
+    zero = config(zero_optimization={"stage": 2})
+    asked = [
+        planned(4, 4, config=zero, alternatives=False),
+        planned(8, 2, config=config(gradient_accumulation_steps=4), alternatives=False),
+    ]
+    assert [found.alternatives[i].forecast for i in (1, 3)] == [one.best for one in asked]
+    assert not any(one.alternatives for one in asked)
+    text = str(found)
+    assert all(each.change in text for each in found.alternatives)
+
+
+class Divided(nn.Module):
+    """A block whose weights are divided over `model`."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        init = nn.initializers.lecun_normal()
+        wide = nn.Dense(4 * WIDTH, kernel_init=nn.with_partitioning(init, (None, "model")))
+        narrow = nn.Dense(WIDTH, kernel_init=nn.with_partitioning(init, ("model", None)))
+        return x + narrow(nn.tanh(wide(x)))
+
+
+def test_an_axis_model_is_looked_at_where_weights_are_divided_over_it() -> None:
+    layers = [nn.Dense(WIDTH), *(Divided() for _ in range(4)), nn.Dense(8)]
+    module = jaxpipe.PipelineModule(layers, 2, loss_fn=loss_fn)
+    found = planned(replicas=4, model=module)
+    (one,) = (each for each in found.alternatives if "model" in each.change)
+    assert one.change == "places={'model': 4}, gradient_accumulation_steps=32"
+    asked = jaxpipe.plan(
+        *(module, config(gradient_accumulation_steps=32), example(), "h200:8"),
+        optimizer=optax.adamw(1e-3),
+        places={"model": 4},
+        schedules=["1f1b"],
+        recompute=[0],
+        alternatives=False,
+    )
+    assert one.forecast == asked.best
 
 
 def planned_on(hardware: Hardware) -> StepPlan:
@@ -313,6 +360,26 @@ def test_hosts_have_a_whole_number_of_devices() -> None:
     with pytest.raises(JaxpipeError, match="devices_per_host of hardware 'h200' must be a whole"):
         planned(assume={"devices_per_host": 2.5})
     assert HARDWARE["h200"].assuming({"devices_per_host": 4.0}).devices_per_host == 4
+
+
+def test_mfu_is_told_with_attentions_whole_square_too() -> None:
+    """Attention alone makes products here, and goes through 10 of its 16 blocks."""
+
+    class Attends(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            heads = x.reshape(*x.shape[:2], 2, -1).astype(jnp.bfloat16)
+            out = jaxpipe.attention(heads, heads, heads, causal=True)
+            return x + out.reshape(x.shape).astype(x.dtype)
+
+    module = jaxpipe.PipelineModule([Attends() for _ in range(4)], 2, loss_fn=loss_fn)
+    x = jax.ShapeDtypeStruct((SIZE, 1024, 128), jnp.float32)
+    found = jaxpipe.plan(
+        module, config(), (x, x), "h200:2", optimizer=optax.sgd(1e-3), schedules=["1f1b"]
+    )
+    assert found.best is not None
+    assert found.best.mfu == pytest.approx(10 / 16 * found.best.mfu_whole)
+    assert f"{found.best.mfu_whole:.3f}" in str(found)
 
 
 def test_a_plan_for_tpus_counts_attention_as_one_kernel() -> None:

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxpipe.jaxpr import count_kernels, num_flops
+from jaxpipe.transformer import attention
+from jaxpipe.transformer._blocked import BLOCK
 
 
 def _conv(x: jax.Array, k: jax.Array, groups: int) -> jax.Array:
@@ -72,3 +74,22 @@ def test_kernels(function: Any, shapes: list[tuple[int, ...]], flops: int, num_b
     )
     assert num_flops(kernels) == flops
     assert sum(each.times * each.num_bytes for each in kernels) == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("time", "seen"),
+    [(128, 1), (2 * BLOCK, 3 / 4), (4 * BLOCK, 10 / 16)],
+    ids=["one", "two", "four"],
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_mask_leaves_blocks_out_of_attentions_square(
+    time: int, seen: float, *, causal: bool
+) -> None:
+    def attend(q: jax.Array) -> jax.Array:
+        return attention(q, q, q, causal=causal, implementation="blocked")
+
+    shape = jax.ShapeDtypeStruct((2, time, 3, 64), jnp.bfloat16)
+    (kernel,) = (x for x in count_kernels(attend, [shape]) if x.kind == "attention")
+    square = 2 * 2 * (2 * 3) * time**2 * 64
+    assert kernel.flops + kernel.masked_flops == square
+    assert kernel.flops == (seen if causal else 1) * square
