@@ -146,12 +146,14 @@ def row_in_process(job: Job, flags: dict[str, Any]) -> list[str]:
 
 
 def ticks_a_round(module: Module) -> int:
-    """Ticks that a round of the loop over ticks holds where XLA has unrolled it; 0: one."""
+    """Ticks that a round of the longest loop over ticks holds where XLA has unrolled it; 0: one."""
+    lengths = [(0, 1)]
     for line in module.loops():
         ticks = re.search(r"ticks_(\d+)_(\d+)/while$", line.scope)
-        if ticks and line.trip_count and line.trip_count < int(ticks[2]) - int(ticks[1]) - 1:
-            return (int(ticks[2]) - int(ticks[1])) // line.trip_count
-    return 0
+        if ticks and line.trip_count:
+            lengths.append((int(ticks[2]) - int(ticks[1]), line.trip_count))
+    num_ticks, rounds = max(lengths)
+    return num_ticks // rounds if rounds < num_ticks - 1 else 0
 
 
 def main() -> None:

@@ -639,7 +639,7 @@ def _assumptions(setup: _Setup) -> tuple[str, ...]:
         "a backward's work",
         "collectives inside a stage have nothing beside them",
         "MFU counts three times the forward's operations, of attention what its mask leaves; "
-        "whole counts all of its square, as most published figures do",
+        "MFU whole counts all of its square, as most published figures do",
     ]
     if setup.traced.split_note:
         found.append(setup.traced.split_note)

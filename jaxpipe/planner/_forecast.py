@@ -102,7 +102,7 @@ _HEADS = (
         "in flight",
     ),
     *("temporary", "total GB", "step ms", "bubble", "exposed ms", "tokens/s"),
-    *("MFU", "whole"),
+    *("MFU", "MFU whole"),
 )
 
 
