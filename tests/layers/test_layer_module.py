@@ -144,12 +144,21 @@ def test_settings_are_replaced_on_a_copy() -> None:
     assert module.replace(seed_fn=None).seed_fn is jax.random.key
 
 
+def test_another_number_of_stages_is_cut_anew() -> None:
+    module = PipelineModule(_layers(), num_stages=2, partition_method="uniform")
+    other = module.replace(num_stages=1)
+    assert (module.num_stages, other.num_stages) == (2, 1)
+    assert other.parts == (0, len(module.layers))
+
+
 def test_replacing_checks_as_the_constructor_does() -> None:
     module = PipelineModule(_layers(), num_stages=2)
     with pytest.raises(
-        LayerError, match="settings of a PipelineModule, but got num_stages=3. Use loss_fn,"
+        LayerError, match="settings of a PipelineModule, but got stages=3. Use num_stages, loss_fn,"
     ):
-        module.replace(num_stages=3)
+        module.replace(stages=3)
+    with pytest.raises(TopologyError, match="num_stages"):
+        module.replace(num_stages=0)
     with pytest.raises(LayerError, match="loss_fn must be callable or None, but got loss_fn=3"):
         module.replace(loss_fn=3)
     with pytest.raises(PartitionError, match="but got -1"):
