@@ -107,6 +107,9 @@ def _from_schedulers(environ: Mapping[str, str], port: int) -> Job | None:
         return Job("Open MPI")
     if any(environ.get(name, "1") != "1" for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")):
         return Job(MPI4PY)
+    hosts = [environ.get(name, "") for name in ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")]
+    if "MEGASCALE_COORDINATOR_ADDRESS" in environ or any("," in each for each in hosts):
+        return Job("Cloud TPU")
     if "KUBERNETES_SERVICE_HOST" in environ and "JOB_COMPLETION_INDEX" in environ:
         return Job("Kubernetes")
     return None

@@ -55,14 +55,14 @@ def init_distributed(  # noqa: PLR0913  # DeepSpeed's arguments
     Where they are is taken from the first of these that says so: the arguments;
     `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`; torchrun's `MASTER_ADDR`,
     `MASTER_PORT`, `WORLD_SIZE` and `RANK`; SkyPilot's variables; Slurm, Open MPI, other MPIs
-    (through mpi4py) or Kubernetes, as JAX detects them. Without any, or with one process, nothing
-    is done. Call it before anything asks JAX for a device; `initialize` does where the environment
-    names other processes. Later calls do nothing.
+    (through mpi4py), a Cloud TPU of several hosts or Kubernetes, as JAX detects them. Without any,
+    or with one process, nothing is done. Call it before anything asks JAX for a device;
+    `initialize` does where the environment names other processes. Later calls do nothing.
 
     Args:
         dist_backend: DeepSpeed's name of the collectives: `'gloo'` and `'mpi'` choose those between
             CPUs; others have no effect, as accelerators have their own.
-        auto_mpi_discovery: Whether Slurm, Open MPI and Kubernetes count.
+        auto_mpi_discovery: Whether Slurm, Open MPI, Cloud TPUs and Kubernetes count.
         distributed_port: Port of the coordinator where nothing else gives one.
         verbose: Whether to log what was found.
         timeout: Seconds, or a `timedelta`, to wait for all processes; None: 300 s.

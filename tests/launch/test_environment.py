@@ -99,6 +99,16 @@ SLURM = {
         ),
         ({"PMI_SIZE": "4", "PMI_RANK": "1"}, "mpi4py", None, None, None, None),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "mpi4py", None, None, None, None),
+        ({"TPU_WORKER_HOSTNAMES": "a,b"}, "Cloud TPU", None, None, None, None),
+        ({"TPU_PROCESS_ADDRESSES": "a:1,b:1"}, "Cloud TPU", None, None, None, None),
+        (
+            {"TPU_WORKER_HOSTNAMES": "a", "MEGASCALE_COORDINATOR_ADDRESS": "c"},
+            "Cloud TPU",
+            None,
+            None,
+            None,
+            None,
+        ),
         (
             {"KUBERNETES_SERVICE_HOST": "h", "JOB_COMPLETION_INDEX": "0"},
             "Kubernetes",
@@ -122,6 +132,7 @@ def test_sources_in_their_order(
     "environ",
     [
         {},
+        {"TPU_WORKER_HOSTNAMES": "localhost"},
         {"MASTER_ADDR": "site"},
         {"JAX_COORDINATOR_ADDRESS": "a:1"},
         {**SLURM, "SLURM_NTASKS": "1"},
