@@ -159,6 +159,8 @@ CASES = [
     Case("divided", "1f1b", {"skip_idle": True}, {"data": 2, "model": 2}),
     Case("divided", "zero-bubble", {}, {"model": 2, "fsdp": 2}, config=BF16),
     Case("divided", "interleaved", {"scan_trunk": True}, {"model": 2}, program="evaluate"),
+    Case("complex", "1f1b", config=zero(1)),
+    Case("complex", "interleaved", {}, {"data": 2, "fsdp": 2}),
 ]
 
 
