@@ -41,17 +41,30 @@ _UNKNOWN = 2**63 - 1
 
 
 def cycles(module: Module, computation: str) -> int:
-    """Estimated cycles of a computation, loops as often as they go round, longest branches."""
-    total = 0
+    """Estimated cycles of a computation, longest branches and the longest loop.
+
+    The loops inside a tick go round once or never, and one of each kind for every chunk.
+    """
+    loops = [line for line in module.lines(computation) if line.op == "while"]
+    total = max((cycles(module, line.body) for line in loops), default=0)
     for line in module.lines(computation):
         found = _CYCLES.search(line.rest)
-        if line.op == "while":
-            total += (line.trip_count or 1) * cycles(module, line.body)
-        elif line.op == "conditional":
+        if line.op == "conditional":
             total += max(cycles(module, branch) for branch in line.branches)
         elif found and int(found[1]) != _UNKNOWN:
             total += int(found[1])
     return total
+
+
+def count_kernels(module: Module, computation: str) -> int:
+    """Kernels of Pallas in a computation, of loops and branches those in one that has most."""
+    total, inner = 0, [0]
+    for line in module.lines(computation):
+        total += "tpu_custom_call" in line.rest
+        inner += [count_kernels(module, line.body)] if line.op == "while" else []
+        if line.op == "conditional":
+            total += max(count_kernels(module, branch) for branch in line.branches)
+    return total + max(inner)
 
 
 def row(kind: str, name: str) -> list[str]:
@@ -93,15 +106,15 @@ def row(kind: str, name: str) -> list[str]:
         partition=["trunk"],
     ).candidates[0]
     program = Module(text)
-    # The loop over the ticks of the steady run goes round most often for what it holds.
-    loops = [line for line in program.loops() if re.search(r"ticks_\d+_\d+", line.scope)]
-    steady = max(loops, key=lambda line: (line.trip_count or 1) * cycles(program, line.body))
+    # The steady run is that of most ticks; XLA for TPUs does not say how often a loop goes round.
+    runs = {line: re.search(r"ticks_(\d+)_(\d+)", line.scope) for line in program.loops()}
+    ticks = {line: int(run[2]) - int(run[1]) for line, run in runs.items() if run}
+    steady = max(ticks, key=lambda line: ticks[line])
     lines = program.lines(steady.body)
     exchanges = [line for line in lines if line.op.startswith("collective-permute")]
     beside = sum(line.op == "collective-permute-start" for line in exchanges)
     both = beside + sum(line.op == "collective-permute" for line in exchanges)
-    inside = program.scopes(steady.body)
-    kernels = inside.count("splash") and sum("tpu_custom_call" in line.rest for line in lines)
+    kernels = count_kernels(program, steady.body)
     tick_ms = 1e3 * cycles(program, steady.body) / CLOCK_HZ[kind]
     planned_ms = 1e3 * counted.ticks_s / counted.num_ticks
     return [

@@ -10,7 +10,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxpipe._typing import PyTree
-from jaxpipe.config import BatchSizes, Collector, TrainConfig, load_config
+from jaxpipe.config import BatchSizes, Collector, PipelineConfig, TrainConfig, load_config
 from jaxpipe.distributed import check_devices
 from jaxpipe.errors import ConfigError
 from jaxpipe.layers import PipelineModule
@@ -157,8 +157,22 @@ def prepare(
     with errors.catch(compares=True):
         mesh = mesh_for(model) if mesh is None else adopt_mesh(mesh)
         sizes = config.batch_sizes(num_batch_shards(mesh))
+        _check_offload(section, mesh)
     errors.raise_all()
     return Prepared(model, chosen, mesh, sizes)
+
+
+def _check_offload(section: PipelineConfig, mesh: Mesh) -> None:
+    if not section.offload_activations or mesh.devices.flat[0].platform != "tpu":
+        return
+    # Seen with libtpu 0.0.42: failed checks about the layouts of gathers and of slices of host
+    # memory, in every language model that was tried. They cannot be caught.
+    raise ConfigError(
+        "pipeline.offload_activations must be false on TPUs, where XLA's compiler ends the process "
+        "over residuals in host memory, but got pipeline.offload_activations=True. Set "
+        "pipeline.activation_checkpoint_interval=1 to save memory, or use more stages.",
+        paths=["pipeline.offload_activations"],
+    )
 
 
 def mesh_for(model: PipelineModule, devices: Sequence[Any] | None = None) -> Mesh:

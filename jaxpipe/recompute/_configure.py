@@ -154,10 +154,18 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
 
 
 def check_host_memory(platform: str, default: str, kinds: Collection[str]) -> None:
-    """Refuse a device that has no `pinned_host` memory apart from its default one.
+    """Refuse TPUs, and a device that has no `pinned_host` memory apart from its default one.
 
     `default` is the kind of memory that holds its arrays, and `kinds` are all that it can address.
     """
+    if platform == "tpu":
+        # Seen with libtpu 0.0.42: a failed check about the layout of gathers. It cannot be caught.
+        raise ConfigError(
+            "activation_checkpointing.cpu_checkpointing must be false on TPUs, where XLA's "
+            "compiler ends the process over residuals in host memory, but got "
+            "cpu_checkpointing=True. Leave cpu_checkpointing (checkpoint_in_cpu) out; "
+            "partition_activations or fewer layers between recomputed groups also save memory."
+        )
     if "pinned_host" in kinds and default != "pinned_host":
         return
     raise ConfigError(

@@ -47,17 +47,23 @@ def axes_length(axes: Axes) -> int:
 
 
 def _added(add: Callable[[PyTree, Axes], PyTree], tree: PyTree, axes: Axes) -> PyTree:
-    """Sums, each in the dtype of what is added; on CPUs those of bfloat16 are taken in float32."""
-    # There XLA (JAX 0.10) ends the process at a bfloat16 sum over a manual axis beside an automatic
-    # one ("Invalid binary instruction opcode copy").
+    """Sums, each in the dtype of what is added, whatever XLA takes them in.
+
+    Complex numbers are added as their real and their imaginary parts: for TPUs XLA (libtpu 0.0.42)
+    refuses to scatter their sums, and to take them beside an automatic axis. On CPUs sums of
+    bfloat16 are taken in float32: there XLA (JAX 0.10) ends the process at one over a manual axis
+    beside an automatic one ("Invalid binary instruction opcode copy").
+    """
     device: Any = jax.sharding.get_abstract_mesh().abstract_device
-    if device is None or device.device_kind != "cpu":
-        return add(tree, axes)
+    widens = device is not None and device.device_kind == "cpu"
 
-    def widened(leaf: jax.Array) -> jax.Array:
-        return leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf
+    def parts(leaf: jax.Array) -> tuple[jax.Array, ...]:
+        if jnp.iscomplexobj(leaf):
+            return jnp.real(leaf), jnp.imag(leaf)
+        return (leaf.astype(jnp.float32) if widens and leaf.dtype == jnp.bfloat16 else leaf,)
 
-    def narrowed(total: jax.Array, leaf: jax.Array) -> jax.Array:
-        return total.astype(leaf.dtype)
+    def joined(leaf: jax.Array, totals: tuple[jax.Array, ...]) -> jax.Array:
+        first, *others = totals
+        return (jax.lax.complex(first, *others) if others else first).astype(leaf.dtype)
 
-    return jax.tree.map(narrowed, add(jax.tree.map(widened, tree), axes), tree)
+    return jax.tree.map(joined, tree, add(jax.tree.map(parts, tree), axes))

@@ -22,7 +22,7 @@ from _covering import slow_after
 
 import jaxpipe
 from jaxpipe.__main__ import main
-from jaxpipe.errors import JaxpipeError
+from jaxpipe.errors import ConfigError, JaxpipeError
 from jaxpipe.forecast import HARDWARE, CompiledStep, Hardware, StepPlan
 from jaxpipe.losses import vocab_cross_entropy
 from jaxpipe.schedules import lower_schedule, resolve_schedule
@@ -172,6 +172,12 @@ def test_offloaded_residuals_take_no_device_memory() -> None:
     assert kept.best.memory.residuals > hosted.best.memory.residuals == 0
     assert hosted.best.memory.pending == kept.best.memory.pending > 0
     assert "host memory" in hosted.assumptions[-1]
+
+
+def test_tpus_cannot_keep_residuals_in_host_memory() -> None:
+    settings = config(pipeline={"offload_activations": True})
+    with pytest.raises(ConfigError, match=r"false on TPUs.*offload_activations=True. Set"):
+        jaxpipe.plan(model(), settings, example(), "v5e:2")
 
 
 def test_text_json_and_comparison() -> None:

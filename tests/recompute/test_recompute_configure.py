@@ -241,6 +241,13 @@ def test_a_backend_without_host_memory_is_named(default: str, kinds: list[str]) 
         check_host_memory("old", default, kinds)
 
 
+def test_tpus_cannot_keep_residuals_in_host_memory() -> None:
+    from jaxpipe.recompute._configure import check_host_memory
+
+    with pytest.raises(ConfigError, match=r"false on TPUs.*cpu_checkpointing=True. Leave"):
+        check_host_memory("tpu", "device", ["device", "pinned_host"])
+
+
 def test_settings_for_a_configuration_set_nothing() -> None:
     config = _section(partition_activations=True, profile=True)
     assert checkpointing.settings_for(config) == RecomputeSettings(

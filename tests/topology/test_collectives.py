@@ -39,10 +39,13 @@ def mesh_of(devices: Any) -> Mesh:
     return Mesh(grid, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32, jnp.int32])
+@pytest.mark.parametrize(
+    "dtype", [jnp.bfloat16, jnp.float16, jnp.float32, jnp.int32, jnp.complex64]
+)
 @pytest.mark.parametrize("name", SUMS)
 def test_sums_beside_an_automatic_axis(name: str, dtype: Any) -> None:
     values = np.arange(2.0 * PLACES * PLACES).reshape(PLACES * PLACES, 2)
+    values = values * (1 + 2j) if dtype == jnp.complex64 else values
     found = jax.jit(over_places(SUMS[name], mesh_of(jax.devices())))(jnp.asarray(values, dtype))
     total = values.reshape(PLACES, PLACES, 2).sum(0)
     assert found.dtype == dtype
@@ -72,3 +75,14 @@ def test_on_other_devices_bfloat16_is_added_as_it_is(name: str) -> None:
         assert "f32" not in str(jax.make_jaxpr(over_places(SUMS[name], mesh))(x))
     here = jax.make_jaxpr(over_places(SUMS[name], mesh_of(jax.devices())))(x)
     assert "f32" in str(here)
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_complex_numbers_are_added_as_their_parts(name: str) -> None:
+    """XLA refuses some sums of them for TPUs."""
+    x = jax.ShapeDtypeStruct((PLACES * PLACES, 2), jnp.complex64)
+    absent = mesh_of(absent_devices(HARDWARE["v5e"], 2 * PLACES))
+    lines = str(jax.make_jaxpr(over_places(SUMS[name], absent))(x)).splitlines()
+    sums = [line for line in lines if "= psum" in line or "= reduce_scatter" in line]
+    assert sums
+    assert not any("c64" in line.split("=")[0] for line in sums)
