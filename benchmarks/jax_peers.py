@@ -18,6 +18,7 @@ Run: python -m benchmarks.jax_peers [--stages 2,4] [--size 256x8x128x4] [--micro
 """
 
 import argparse
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -31,7 +32,7 @@ import optax  # noqa: E402
 
 import jaxpipe  # noqa: E402
 from benchmarks import _jax_forms as forms  # noqa: E402
-from benchmarks._gpt import gpt, tokens  # noqa: E402
+from benchmarks._gpt import Block, Embed, Head, cross_entropy, gpt, tokens  # noqa: E402
 from benchmarks._table import print_head, print_row  # noqa: E402
 from jaxpipe.config import PipelineConfig, TrainConfig  # noqa: E402
 from jaxpipe.topology import make_pipeline_mesh  # noqa: E402
@@ -41,8 +42,7 @@ LOSS_TOLERANCE = 1e-5
 """Relative; the sums of a loss are taken in different orders."""
 
 FORMS: dict[str, Callable[..., forms.Step]] = {
-    "GPipe, scan in shard_map": forms.scan_in_shard_map,
-    "GPipe, scan over vmap": forms.scan_over_vmap,
+    **{name: functools.partial(forms.run_one_program, form) for name, form in forms.FORMS.items()},
     "1F1B, one program a stage": forms.program_per_stage,
 }
 COLUMNS = (
@@ -90,9 +90,17 @@ def make_steps(
     ]
     steps: dict[tuple, forms.Step] = {}
     for remat in (False, True):
-        model = forms.Gpt(settings["dim"], settings["heads"], settings["vocab"], remat)
         steps[remat, "jaxpipe"] = jaxpipe_step(num_stages, settings, x, y, remat=remat)
         for name, form in FORMS.items():
+            # The circular form would else keep the weights of each tick.
+            kept = "cheap" if name.startswith("circular") else "nothing"
+            model = forms.Model(
+                Embed(settings["vocab"], settings["dim"]),
+                Block(settings["dim"], settings["heads"]),
+                Head(settings["vocab"]),
+                cross_entropy,
+                recompute="all" if remat else kept,
+            )
             steps[remat, name] = form(model, num_stages, layers, x, y)
     return steps
 
@@ -161,7 +169,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     if options.smoke:
-        options.stages, options.size, options.microbatches, options.repeats = "2", "16x2x8x2", 4, 1
+        options.stages, options.size, options.microbatches, options.repeats = "2", "16x4x8x2", 4, 1
     dim, num_blocks, length, microbatch = map(int, options.size.split("x"))
     settings = {"dim": dim, "num_blocks": num_blocks, "vocab": VOCAB, "heads": HEADS}
     x, y, _ = tokens(options.microbatches, microbatch, length, VOCAB)

@@ -21,14 +21,13 @@ import jax.numpy as jnp
 import optax
 
 import jaxpipe
+from benchmarks._cycles import CLOCK_HZ, cycles
 from benchmarks._table import print_head, print_row
 from benchmarks.gpu_program._hlo import Module
 from jaxpipe.executor import without_cache
 from jaxpipe.forecast import HARDWARE, compilable_devices
 from jaxpipe.models import LlamaConfig, llama
 
-CLOCK_HZ = {"v5e": 1.5e9, "v5p": 1.75e9}
-"""Published clock rates."""
 SCHEDULES = {
     "1f1b": {"schedule": "1f1b"},
     "interleaved": {"schedule": "interleaved", "num_chunks": 2},
@@ -36,22 +35,6 @@ SCHEDULES = {
     "zero-bubble-v": {"schedule": "zero-bubble-v"},
 }
 STAGES, REPLICAS, TIME, MICROBATCHES = 4, 2, 1024, 16
-_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
-_UNKNOWN = 2**63 - 1
-
-
-def cycles(module: Module, computation: str) -> int:
-    """Estimated cycles of a computation, loops as often as they go round, longest branches."""
-    total = 0
-    for line in module.lines(computation):
-        found = _CYCLES.search(line.rest)
-        if line.op == "while":
-            total += (line.trip_count or 1) * cycles(module, line.body)
-        elif line.op == "conditional":
-            total += max(cycles(module, branch) for branch in line.branches)
-        elif found and int(found[1]) != _UNKNOWN:
-            total += int(found[1])
-    return total
 
 
 def row(kind: str, name: str) -> list[str]:
@@ -95,7 +78,7 @@ def row(kind: str, name: str) -> list[str]:
     program = Module(text)
     # The loop over the ticks of the steady run goes round most often for what it holds.
     loops = [line for line in program.loops() if re.search(r"ticks_\d+_\d+", line.scope)]
-    steady = max(loops, key=lambda line: (line.trip_count or 1) * cycles(program, line.body))
+    steady = max(loops, key=lambda line: program.trip_count(line) * cycles(program, line.body))
     lines = program.lines(steady.body)
     exchanges = [line for line in lines if line.op.startswith("collective-permute")]
     beside = sum(line.op == "collective-permute-start" for line in exchanges)

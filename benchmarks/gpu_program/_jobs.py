@@ -43,6 +43,7 @@ class Job:
         num_microbatches: Microbatches of a step.
         interval: Blocks of a recomputed group; 0: nothing is recomputed.
         attention: Implementation of attention.
+        kind: Kind of the devices.
     """
 
     schedule: str
@@ -64,17 +65,18 @@ class Job:
     num_microbatches: int = 32
     interval: int = 0
     attention: Any = "cudnn"
+    kind: str = "h200"
 
     @property
     def num_devices(self) -> int:
-        """GPUs."""
+        """Devices."""
         return self.stages * self.data * self.model
 
     @property
     def hosts(self) -> tuple[int, ...]:
         """The host of each device of the program."""
         return tuple(
-            HARDWARE["h200"].host_of(int(place))
+            HARDWARE[self.kind].host_of(int(place))
             for place in _places(self.stages, self.data, self.model, self.across)
         )
 
@@ -137,11 +139,20 @@ class Job:
             zero_optimization=ZeroSection(stage=self.zero_stage),
         )
 
+    @property
+    def mesh(self) -> Mesh:
+        """Devices that are not there."""
+        return _mesh(self.kind, self.stages, self.data, self.model, self.across)
+
     def pipeline(self) -> jaxpipe.Pipeline:
         """Cut the model for its mesh."""
-        mesh = _mesh(self.stages, self.data, self.model, self.across)
         return jaxpipe.Pipeline(
-            self.module, optax.adamw(1e-4), mesh, self.example, self.num_microbatches, self.config
+            self.module,
+            optax.adamw(1e-4),
+            self.mesh,
+            self.example,
+            self.num_microbatches,
+            self.config,
         )
 
     def plan(self, **kwargs: Any) -> jaxpipe.forecast.StepPlan:
@@ -156,7 +167,7 @@ class Job:
             self.module,
             self.config,
             self.example,
-            f"h200:{self.num_devices}",
+            f"{self.kind}:{self.num_devices}",
             optimizer=optax.adamw(1e-4),
             places={"model": self.model} if self.model > 1 else None,
             **{**own, **kwargs},
@@ -207,8 +218,8 @@ class FamilyJob(Job):
 
 
 @functools.cache
-def _mesh(stages: int, data: int, model: int, across: str) -> Mesh:
-    devices = compilable_devices(HARDWARE["h200"], stages * data * model)
+def _mesh(kind: str, stages: int, data: int, model: int, across: str) -> Mesh:
+    devices = compilable_devices(HARDWARE[kind], stages * data * model)
     shape = {"stage": stages, "data": data} | ({"model": model} if model > 1 else {})
     places = np.array(devices)[_places(stages, data, model, across)].reshape(*shape.values())
     return Mesh(places, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))

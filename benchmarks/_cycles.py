@@ -1,0 +1,56 @@
+"""Times of programs for TPUs by the cycles that their compiler estimates for each kernel."""
+
+import re
+
+from benchmarks.gpu_program._cost import Cost, Costs
+from benchmarks.gpu_program._hlo import Instruction, Module
+from jaxpipe.forecast import HARDWARE, kernel_s
+
+CLOCK_HZ = {"v5e": 1.5e9, "v5p": 1.75e9}
+"""Published clock rates."""
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_UNKNOWN = 2**63 - 1
+
+
+def kernel_cycles(line: Instruction) -> int:
+    """Estimated cycles of a kernel; 0 where there is no estimate."""
+    found = _CYCLES.search(line.rest)
+    return int(found[1]) if found and int(found[1]) != _UNKNOWN else 0
+
+
+def cycles(module: Module, computation: str) -> int:
+    """Estimated cycles of a computation, loops as often as they go round, longest branches."""
+    total = 0
+    for line in module.lines(computation):
+        if line.op == "while":
+            total += (module.trip_count(line) or 1) * cycles(module, line.body)
+        elif line.op == "conditional":
+            total += max(cycles(module, branch) for branch in line.branches)
+        else:
+            total += kernel_cycles(line)
+    return total
+
+
+class CycleCosts(Costs):
+    """Costs of the kernels of a module on TPUs.
+
+    Attention's kernels, for which there is no estimate, take what the roofline says; whatever else
+    has none takes no time: copies to and from fast memory beside other kernels, sorts, and what
+    sparse cores do.
+    """
+
+    def __init__(self, module: Module, kind: str) -> None:
+        super().__init__(module, HARDWARE[kind])
+        self._clock_hz = CLOCK_HZ[kind]
+
+    def kernel_cost(self, computation: str, line: Instruction) -> Cost:
+        """The cycles that are estimated, else the arithmetic of attention."""
+        flops = self.module.flops(computation, line)
+        attention = self.module.attention_flops(computation, line)
+        seconds = kernel_cycles(line) / self._clock_hz
+        if attention:
+            seconds = kernel_s(self.machine, 0.0, attention, 0.0)
+        category = "attention" if attention else "gemm" if flops else "elementwise"
+        cost = Cost()
+        cost.add(category, seconds, 0.0, flops + attention)
+        return cost
