@@ -4,11 +4,12 @@ These are written as small as they can be.
 
 The same GPT, float32, parameters, tokens, mean loss and SGD step on simulated devices of one
 process: jaxpipe's `1f1b` beside the forms of `benchmarks._jax_forms`, which names their origins,
-each with and without every block computed again in the backward. Losses are compared step by step
-and must be equal. Members step in turn; times are medians, ratios those of a member's time to that
-of jaxpipe with the same recompute, turn by turn. `cpu s` is processor time of all threads. `MiB`
-are compiled temporaries on the device with most; for one program a stage also the residuals and
-gradient sums that wait between programs.
+each with and without every block computed again in the backward. The circular form, with two chunks
+a stage, computes at least all but products and attention again: else it keeps the weights of each
+tick. Losses are compared step by step and must be equal. Members step in turn; times are medians,
+ratios those of a member's time to that of jaxpipe with the same recompute, turn by turn. `cpu s` is
+processor time of all threads. `MiB` are compiled temporaries on the device with most; for one
+program a stage also the residuals and gradient sums that wait between programs.
 
 Expected: every ratio above 1, those of one program a stage at least 1.05; with recompute no more
 MiB than GPipe.
@@ -92,7 +93,6 @@ def make_steps(
     for remat in (False, True):
         steps[remat, "jaxpipe"] = jaxpipe_step(num_stages, settings, x, y, remat=remat)
         for name, form in FORMS.items():
-            # The circular form would else keep the weights of each tick.
             kept = "cheap" if name.startswith("circular") else "nothing"
             model = forms.Model(
                 Embed(settings["vocab"], settings["dim"]),
