@@ -8,6 +8,9 @@ from jaxpipe.forecast import HARDWARE, kernel_s
 
 CLOCK_HZ = {"v5e": 1.5e9, "v5p": 1.75e9}
 """Published clock rates."""
+_DIMS = {"v5e": 2, "v5p": 3}
+"""Dims of a slice. XLA runs a sum or a gather over all of its chips along all dims at once
+(`UniDirectionNDRingStrategy` in the compiled program), an exchange over one link."""
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _UNKNOWN = 2**63 - 1
 
@@ -41,7 +44,13 @@ class CycleCosts(Costs):
 
     def __init__(self, module: Module, kind: str) -> None:
         super().__init__(module, HARDWARE[kind])
-        self._clock_hz = CLOCK_HZ[kind]
+        self._clock_hz, self._dims = CLOCK_HZ[kind], _DIMS[kind]
+
+    def wire_s(self, line: Instruction, num_devices: int) -> float:
+        """Seconds of a collective alone."""
+        seconds = super().wire_s(line, num_devices)
+        is_over_all = len(line.group) in (0, num_devices) and not line.pairs
+        return seconds / self._dims if is_over_all else seconds
 
     def kernel_cost(self, computation: str, line: Instruction) -> Cost:
         """The cycles that are estimated, else the arithmetic of attention."""

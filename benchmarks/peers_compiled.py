@@ -13,9 +13,10 @@ state donated.
 - TFLOP are those of products and attention (its causal half) that a device runs in a step, sent GB
   what it sends to others: means over the devices, from the compiled program.
 - Times are a model. On H200s they are those of `benchmarks.gpu_program`; on TPUs kernels take the
-  cycles that the compiler estimates and attention what a roofline says (see `benchmarks._cycles`),
-  and collectives go over one link. Stages wait for their neighbours. Exposed are collectives beyond
-  the kernels beside them, on the stage where they take longest.
+  cycles that the compiler estimates and attention what a roofline says (see `benchmarks._cycles`);
+  exchanges go over one link, sums and gathers over one for each dim of the slice. Stages wait for
+  their neighbours. Exposed are collectives beyond the kernels beside them, on the stage where they
+  take longest.
 
 Expected, before the first run, on H200s: GPipe needs more than the 141 GB of a device unless all is
 recomputed, and jaxpipe at most 50; 1f1b has the step of GPipe with `cheap`, for the bubble is the

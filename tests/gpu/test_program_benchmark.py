@@ -246,6 +246,15 @@ def test_programs_for_tpus_are_read() -> None:
     assert cost.total_s == pytest.approx(7 * (1000 / CLOCK_HZ["v5p"] + attention_s))
 
 
+def test_sums_over_all_chips_of_a_slice_use_all_links() -> None:
+    module = Module(LOCKSTEP)
+    lines, plain = module.computations["scan"], Costs(module, HARDWARE["v5p"])
+    costs = CycleCosts(module, "v5p")
+    assert costs.wire_s(lines["sum"], 2) == pytest.approx(plain.wire_s(lines["sum"], 2) / 3)
+    for line, num_devices in ((lines["sum"], 4), (lines["send"], 4)):
+        assert costs.wire_s(line, num_devices) == plain.wire_s(line, num_devices)
+
+
 THUNKS = """\
 000: kCommandBuffer [source | next=002 (1)]
     001: kCustomKernel [source | sink] before
