@@ -52,6 +52,11 @@ class CycleCosts(Costs):
         is_over_all = len(line.group) in (0, num_devices) and not line.pairs
         return seconds / self._dims if is_over_all else seconds
 
+    @property
+    def wait_s(self) -> float:
+        """No host waits: a conditional is a jump on the chip."""
+        return self.machine.branch_s
+
     def kernel_cost(self, computation: str, line: Instruction) -> Cost:
         """The cycles that are estimated, else the arithmetic of attention."""
         flops = self.module.flops(computation, line)

@@ -27,7 +27,8 @@ memory or less.
 Needs the CUDA plugin or libtpu, as benchmarks.gpu_program and benchmarks.tpu_program do.
 
 Run: JAX_PLATFORMS=cpu python -m benchmarks.peers_compiled [--kind h200|v5p]
-     [--only "circular:all;1f1b:nothing"] [--json FILE] [--text FOLDER] [--smoke]
+     [--only "circular, scan over vmap:all;1f1b:nothing"] [--microbatches 32] [--json FILE]
+     [--text FOLDER] [--smoke]
 """
 
 import argparse
@@ -207,12 +208,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--kind", choices=list(JOBS), default="h200", help="kind of device")
+    parser.add_argument("--microbatches", type=int, help="microbatches of a step")
     parser.add_argument("--only", help="rows as NAME:RECOMPUTE, with semicolons between")
     parser.add_argument("--json", type=Path, help="where the figures go")
     parser.add_argument("--text", type=Path, help="folder where each program's HLO goes")
     parser.add_argument("--smoke", action="store_true", help="a tiny model; figures mean nothing")
     options = parser.parse_args()
     job = JOBS[options.kind]
+    if options.microbatches:
+        job = replace(job, num_microbatches=options.microbatches)
     if options.smoke:
         job = replace(job, **_SMOKE, attention="xla" if options.kind == "h200" else "auto")
     rows = [tuple(row.split(":")) for row in options.only.split(";")] if options.only else ROWS
