@@ -37,6 +37,7 @@ QUICK = {
     "vocab": ["--repeats", "1"],
     "gpu": ["--smoke"],
     "gpu_program": ["--smoke"],
+    "peers_compiled": ["--smoke"],
 }
 """The benchmarks in the order in which they run, and what makes each quick."""
 

@@ -1,34 +1,45 @@
 """Pipelines as programs of JAX's ecosystem write them, as small as they can be.
 
-The same GPT, loss and SGD step.
+The same model, loss and optimiser step.
 
 - `scan_in_shard_map`: GPipe as a scan over ticks in which stages exchange by `ppermute`,
   differentiated as a whole.
 - `scan_over_vmap`: the same with a dim of stages, mapped over and rolled; XLA's partitioner makes
-  the exchange. MaxText and Praxis have this form.
+  the exchange. MaxText and Praxis have this form. Microbatches may go round the stages several
+  times, through another chunk of blocks each time: MaxText's circular pipeline.
 - `program_per_stage`: 1F1B driven from Python, a jitted forward and backward for each stage. JaxPP
   has this form.
 
 In the scans idle stages compute and drop what they computed, as they do in the originals. Where it
-is a choice, what is faster here is taken: blocks in straight-line code, each block's weights an
-array of its own, head and loss divided over the stages.
+is a choice, the better one is taken: blocks in straight-line code, each block's weights an array of
+its own, head and loss divided over the stages, and so are the parameters of embedding and head and
+what the optimiser keeps of them.
 """
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks._gpt import Block, Embed, Head, cross_entropy
+from jaxpipe.checkpointing import keep_kernels
 
 LEARNING_RATE = 0.1
 Params = dict[str, Any]
+Loss = Callable[[Params, jax.Array, jax.Array], jax.Array]
+"""The mean loss of a batch `[num_microbatches, microbatch_size, ...]`."""
+
+_KEEP_PRODUCTS = jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.dots_saveable, keep_kernels
+)
 
 
 @dataclass(frozen=True)
@@ -45,147 +56,293 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Gpt:
+class Model:
     """The model as functions of the parameters of one layer.
 
     Attributes:
-        dim: Width.
-        heads: Attention heads.
-        vocab: Tokens.
-        remat: Whether each block is computed again in the backward.
+        embed: The first layer.
+        block: The layer that is repeated.
+        head: The last layer.
+        loss_fn: The mean loss of the head's output and labels.
+        recompute: What of a block is computed again in the backward: nothing that JAX keeps by
+            itself, all but matrix products and attention (MaxText's policy `minimal`), or all.
+        dtype: What layers compute in. Parameters and sums of gradients keep their own dtype.
     """
 
-    dim: int
-    heads: int
-    vocab: int
-    remat: bool
+    embed: nn.Module
+    block: nn.Module
+    head: nn.Module
+    loss_fn: Callable[[jax.Array, jax.Array], jax.Array]
+    recompute: Literal["nothing", "cheap", "all"]
+    dtype: Any = jnp.float32
 
-    def embed(self, params: Params, x: jax.Array) -> jax.Array:
-        """Map `[..., time]` to `[..., time, dim]`."""
-        return Embed(self.vocab, self.dim).apply({"params": params}, x)
+    def enter(self, params: Params, x: jax.Array) -> jax.Array:
+        """Embed tokens `[..., time]`."""
+        return self._apply(self.embed, params, x)
 
-    def blocks(self, blocks: list[Params], x: jax.Array, *, prevent_cse: bool) -> jax.Array:
-        """Apply blocks one after another to `[batch, time, dim]`."""
+    def blocks(
+        self,
+        blocks: list[Params],
+        x: jax.Array,
+        *,
+        prevent_cse: bool,
+        pick: Callable[[jax.Array], jax.Array] = lambda leaf: leaf,
+    ) -> jax.Array:
+        """Apply blocks one after another to `[batch, time, dim]`.
+
+        `pick` takes the weights of the block out of each array; a backward that computes anything
+        again takes them anew, so that no tick keeps a copy.
+        """
 
         def block(params: Params, x: jax.Array) -> jax.Array:
-            return Block(self.dim, self.heads).apply({"params": params}, x)
+            return self._apply(self.block, jax.tree.map(pick, params), x)
 
+        if self.recompute != "nothing":
+            policy = _KEEP_PRODUCTS if self.recompute == "cheap" else None
+            block = jax.checkpoint(block, prevent_cse=prevent_cse, policy=policy)
         for params in blocks:
-            x = (jax.checkpoint(block, prevent_cse=prevent_cse) if self.remat else block)(params, x)
+            x = block(params, x)
         return x
 
     def loss(self, params: Params, x: jax.Array, y: jax.Array) -> jax.Array:
         """Head and mean loss of `[..., time, dim]`."""
-        return cross_entropy(Head(self.vocab).apply({"params": params}, x), y)
+        return self.loss_fn(self._apply(self.head, params, x), y)
+
+    def _apply(self, layer: nn.Module, params: Params, x: jax.Array) -> Any:
+        return layer.apply({"params": jax.tree.map(lambda p: p.astype(self.dtype), params)}, x)
 
 
-def scan_in_shard_map(
-    gpt: Gpt, num_stages: int, layers: list[Params], x: np.ndarray, y: np.ndarray
-) -> Step:
-    """GPipe: each stage a device in `shard_map`."""
-    mesh = jax.make_mesh((num_stages,), ("stage",), devices=jax.devices()[:num_stages])
-    count, last = len(x), num_stages - 1
+@dataclass(frozen=True)
+class Form:
+    """A pipeline whose training step is one program.
 
-    def loss_fn(params: Params, x: jax.Array, y: jax.Array) -> jax.Array:
-        stage = lax.axis_index("stage")
-        blocks = jax.tree.map(lambda leaf: leaf[0], params["blocks"])
+    Attributes:
+        loss: Makes the loss of the whole batch, for stages along a mesh.
+        repeats: Chunks of blocks that a stage holds.
+        maps_stages: Whether stages are a dim that is mapped over. XLA's partitioner does not divide
+            kernels that it does not know: layers must call them in a `shard_map`.
+    """
 
-        def tick(state: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
-            entering = gpt.embed(params["embed"], x[jnp.minimum(t, count - 1)])
-            state = gpt.blocks(blocks, jnp.where(stage == 0, entering, state), prevent_cse=False)
-            return lax.ppermute(state, "stage", [(s, s + 1) for s in range(last)]), state
-
-        start = lax.pcast(jnp.zeros((*x.shape[1:], gpt.dim)), "stage", to="varying")
-        outputs = lax.scan(tick, start, jnp.arange(count + last))[1][last:]
-        # Of the last stage's outputs every stage takes an equal share through the head.
-        outputs = lax.psum_scatter(jnp.where(stage == last, outputs, 0.0), "stage", tiled=True)
-        labels = lax.dynamic_slice_in_dim(y, stage * (count // num_stages), count // num_stages)
-        return lax.pmean(gpt.loss(params["head"], outputs, labels), "stage")
-
-    specs = {"embed": P(), "blocks": P("stage"), "head": P()}
-    return _one_program(
-        jax.shard_map(loss_fn, mesh=mesh, in_specs=(specs, P(), P()), out_specs=P()),
-        mesh,
-        layers,
-        x,
-        y,
-    )
+    loss: Callable[[Model, Mesh], Loss]
+    repeats: int = 1
+    maps_stages: bool = False
 
 
-def scan_over_vmap(
-    gpt: Gpt, num_stages: int, layers: list[Params], x: np.ndarray, y: np.ndarray
-) -> Step:
-    """GPipe: stages a sharded dim that is mapped over."""
-    mesh = jax.make_mesh(
-        (num_stages,),
-        ("stage",),
-        devices=jax.devices()[:num_stages],
-        axis_types=(jax.sharding.AxisType.Auto,),
-    )
-    by_stage, last = NamedSharding(mesh, P("stage")), num_stages - 1
+class OneProgram:
+    """The training step of a form, for devices that need not be there.
 
-    def loss_fn(params: Params, x: jax.Array, y: jax.Array) -> jax.Array:
-        def tick(state: jax.Array, entering: jax.Array) -> tuple[jax.Array, jax.Array]:
-            state = lax.with_sharding_constraint(
-                jnp.roll(state, 1, axis=0).at[0].set(entering), by_stage
-            )
-            state = jax.vmap(lambda blocks, x: gpt.blocks(blocks, x, prevent_cse=False))(
-                params["blocks"], state
-            )
-            return lax.with_sharding_constraint(state, by_stage), state[-1]
+    Attributes:
+        init: Makes parameters and the optimiser's state from the parameters of all layers.
+        state: Shapes of what `init` makes.
+        step: The jitted step of a state, tokens and labels. Gives the next state and the loss, and
+            donates the state.
+    """
 
-        entering = jnp.pad(gpt.embed(params["embed"], x), ((0, last), (0, 0), (0, 0), (0, 0)))
-        start = jnp.zeros((num_stages, *entering.shape[1:]))
-        outputs = lax.with_sharding_constraint(lax.scan(tick, start, entering)[1][last:], by_stage)
-        return gpt.loss(params["head"], outputs, lax.with_sharding_constraint(y, by_stage))
+    def __init__(
+        self,
+        form: Form,
+        model: Model,
+        devices: Sequence[Any],
+        layers: Any,
+        optimizer: optax.GradientTransformation,
+    ) -> None:
+        """`layers` are parameters, or their shapes, of embedding, blocks and head."""
+        mesh = Mesh(np.array(devices), ("stage",))
+        loss_fn = form.loss(model, mesh)
 
-    return _one_program(loss_fn, mesh, layers, x, y)
+        def init(layers: list[Params]) -> tuple[Params, Any]:
+            params = _stacked(layers, mesh.size, form.repeats)
+            return params, optimizer.init(params)
 
+        def step(state: tuple[Params, Any], x: jax.Array, y: jax.Array) -> Any:
+            params, kept = state
+            loss, grads = jax.value_and_grad(loss_fn)(params, x, y)
+            updates, kept = optimizer.update(grads, kept, params)
+            return (optax.apply_updates(params, updates), kept), loss
 
-def _one_program(
-    loss_fn: Callable[..., jax.Array],
-    mesh: jax.sharding.Mesh,
-    layers: list[Params],
-    x: np.ndarray,
-    y: np.ndarray,
-) -> Step:
-    """The step of a loss of the whole batch, its parameters on the mesh."""
-
-    def step(params: Params, x: jax.Array, y: jax.Array) -> tuple[Params, jax.Array]:
-        loss, grads = jax.value_and_grad(loss_fn)(params, x, y)
-        return jax.tree.map(lambda p, g: p - LEARNING_RATE * g, params, grads), loss
-
-    num_stages = mesh.size
-    blocks = layers[1:-1]
-    per_stage = len(blocks) // num_stages
-    stacked = [
-        jax.tree.map(lambda *leaves: np.stack(leaves), *blocks[i::per_stage])
-        for i in range(per_stage)
-    ]
-    params: Params = {"embed": layers[0], "blocks": stacked, "head": layers[-1]}
-    specs = {"embed": P(), "blocks": P("stage"), "head": P()}
-    shardings = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
-    # A copy: the step donates its parameters, and on CPU an array may share the host's memory.
-    held = [
-        jax.tree.map(
-            jnp.copy, {name: jax.device_put(params[name], shardings[name]) for name in params}
+        self.state = jax.eval_shape(init, layers)
+        specs = _specs(self.state, mesh.size)
+        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+        whole = NamedSharding(mesh, P())
+        self.init = jax.jit(init, out_shardings=shardings)
+        self.step = jax.jit(
+            step,
+            donate_argnums=0,
+            in_shardings=(shardings, whole, whole),
+            out_shardings=(shardings, whole),
         )
-    ]
-    x, y = jax.device_put((x, y), NamedSharding(mesh, P()))
-    out_shardings = (jax.tree.map(lambda leaf: leaf.sharding, held[0]), NamedSharding(mesh, P()))
-    compiled = (
-        jax.jit(step, donate_argnums=0, out_shardings=out_shardings).lower(held[0], x, y).compile()
-    )
+
+
+def _stacked(layers: list[Params], num_stages: int, repeats: int) -> Params:
+    """Parameters with those of blocks `[num_stages, repeats, ...]`, one array per block of a chunk.
+
+    Stage s has the chunks s, s + num_stages and so on.
+    """
+    blocks = layers[1:-1]
+    chunk_size = len(blocks) // (num_stages * repeats)
+
+    def stack(*leaves: jax.Array) -> jax.Array:
+        chunks = jnp.stack(leaves)
+        return chunks.reshape(repeats, num_stages, *chunks.shape[1:]).swapaxes(0, 1)
+
+    return {
+        "embed": layers[0],
+        "blocks": [jax.tree.map(stack, *blocks[i::chunk_size]) for i in range(chunk_size)],
+        "head": layers[-1],
+    }
+
+
+def _specs(tree: Any, num_stages: int) -> Any:
+    """Arrays divided over the stages along their first dim, where that is possible."""
+
+    def spec(leaf: Any) -> P:
+        return P("stage") if leaf.ndim and leaf.shape[0] % num_stages == 0 else P()
+
+    return jax.tree.map(spec, tree)
+
+
+def run_one_program(
+    form: Form, model: Model, num_stages: int, layers: list[Params], x: np.ndarray, y: np.ndarray
+) -> Step:
+    """The step of a form on this process's devices, with SGD."""
+    devices, optimizer = jax.devices()[:num_stages], optax.sgd(LEARNING_RATE)
+    program = OneProgram(form, model, devices, layers, optimizer)
+    state, compiled = [program.init(layers)], program.step.lower(program.state, x, y).compile()
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    x, y = jax.device_put((x, y), compiled.input_shardings[0][1:])
 
     def run() -> float:
-        held[0], loss = jax.block_until_ready(compiled(held[0], x, y))
+        state[0], loss = jax.block_until_ready(compiled(state[0], x, y))
         return float(loss)
 
-    return Step(run, compiled.memory_analysis().temp_size_in_bytes)
+    return Step(run, memory.temp_size_in_bytes)
+
+
+def scan_in_shard_map(model: Model, mesh: Mesh) -> Loss:
+    """GPipe: each stage a device in `shard_map`."""
+    num_stages = mesh.size
+    last = num_stages - 1
+
+    def loss_fn(params: Params, x: jax.Array, y: jax.Array) -> jax.Array:
+        specs = _specs(params, num_stages)
+
+        def gather(leaf: jax.Array, spec: P) -> jax.Array:
+            return lax.all_gather(leaf, "stage", tiled=True) if spec == P("stage") else leaf
+
+        def local_loss(local: Params, x: jax.Array, y: jax.Array) -> jax.Array:
+            stage, share = lax.axis_index("stage"), len(x) // num_stages
+            blocks = jax.tree.map(lambda leaf: leaf[0, 0], local["blocks"])
+            embed, head = (
+                jax.tree.map(gather, local[name], specs[name]) for name in ("embed", "head")
+            )
+
+            def tick(state: jax.Array, entering: jax.Array) -> tuple[jax.Array, jax.Array]:
+                state = jnp.where(stage == 0, entering, state)
+                state = model.blocks(blocks, state, prevent_cse=False)
+                return lax.ppermute(state, "stage", [(s, s + 1) for s in range(last)]), state
+
+            entering = model.enter(embed, x)
+            entering = jnp.pad(entering, ((0, last), *((0, 0),) * (entering.ndim - 1)))
+            outputs = lax.scan(tick, jnp.zeros_like(entering[0]), entering)[1][last:]
+            # Of the last stage's outputs every stage takes an equal share through the head.
+            outputs = jnp.where(stage == last, outputs, jnp.zeros_like(outputs))
+            outputs = lax.psum_scatter(outputs, "stage", tiled=True)
+            labels = lax.dynamic_slice_in_dim(y, stage * share, share)
+            return lax.pmean(model.loss(head, outputs, labels), "stage")
+
+        # Kernels do not say over which axes their results vary.
+        return jax.shard_map(
+            local_loss, mesh=mesh, in_specs=(specs, P(), P()), out_specs=P(), check_vma=False
+        )(params, x, y)
+
+    return loss_fn
+
+
+def scan_over_vmap(model: Model, mesh: Mesh, *, repeats: int = 1) -> Loss:
+    """GPipe, or with `repeats` the circular pipeline: stages a sharded dim that is mapped over.
+
+    In tick t stage s runs its chunk (t - s) // num_microbatches. Embedded microbatches lie divided
+    over the stages and move towards the first one as it takes them; outputs of the last stage come
+    behind them. Between two rounds a microbatch waits on the first stage.
+    """
+    num_stages = mesh.size
+    by_stage = NamedSharding(mesh, P("stage"))
+
+    def loss_fn(params: Params, x: jax.Array, y: jax.Array) -> jax.Array:
+        count = len(x)
+        share = count // num_stages
+        stages = jnp.arange(num_stages)
+        ends = {
+            name: lax.with_sharding_constraint(params[name], NamedSharding(mesh, P()))
+            for name in ("embed", "head")
+        }
+
+        def at_stage(index: int, value: jax.Array, other: jax.Array) -> jax.Array:
+            is_it = (stages == index).reshape(-1, *[1] * (other.ndim - 1))
+            return jnp.where(is_it, value, other)
+
+        def run_chunks(t: jax.Array, state: jax.Array) -> jax.Array:
+            def run_chunk(blocks: list[Params], x: jax.Array, chunk: jax.Array) -> jax.Array:
+                if repeats == 1:
+                    return model.blocks(blocks, x, prevent_cse=False, pick=lambda leaf: leaf[0])
+
+                def pick(leaf: jax.Array) -> jax.Array:
+                    return lax.dynamic_index_in_dim(leaf, chunk, keepdims=False)
+
+                return model.blocks(blocks, x, prevent_cse=False, pick=pick)
+
+            chunks = jnp.clip((t - stages) // count, 0, repeats - 1)
+            run = jax.vmap(run_chunk, spmd_axis_name="stage")
+            return lax.with_sharding_constraint(run(params["blocks"], state, chunks), by_stage)
+
+        def tick(carry: Any, t: jax.Array) -> tuple[Any, None]:
+            # `arrived` are the outputs of the tick before, each on the next stage.
+            arrived, stream, waiting = carry
+            slot = t % share
+            moving = lax.dynamic_index_in_dim(stream, slot, 1, keepdims=False)
+            entering = moving
+            if repeats > 1:
+                waiting = lax.dynamic_update_index_in_dim(
+                    waiting, arrived, (t - num_stages) % count, 1
+                )
+                again = lax.dynamic_index_in_dim(waiting, t % count, 1, keepdims=False)
+                entering = jnp.where(t < count, moving, again)
+            state = run_chunks(t, at_stage(0, entering, arrived))
+            moved = at_stage(num_stages - 1, state, jnp.roll(moving, -1, axis=0))
+            stream = lax.dynamic_update_index_in_dim(stream, moved, slot, 1)
+            carry = jnp.roll(state, 1, axis=0), stream, waiting
+            return lax.with_sharding_constraint(carry, by_stage), None
+
+        def divided(batch: jax.Array) -> jax.Array:
+            batch = batch.reshape(num_stages, share, *batch.shape[1:])
+            return lax.with_sharding_constraint(batch, by_stage)
+
+        stream = model.enter(ends["embed"], divided(x))
+        waiting = (
+            jnp.zeros((num_stages, count, *stream.shape[2:]), stream.dtype) if repeats > 1 else None
+        )
+        start = jnp.zeros_like(stream[:, 0]), stream, waiting
+        ticks = jnp.arange(count * repeats + num_stages - 1)
+        outputs = lax.scan(tick, lax.with_sharding_constraint(start, by_stage), ticks)[0][1]
+        # Microbatch i of a stage's share has ended in slot i + num_stages - 1.
+        return model.loss(ends["head"], outputs, jnp.roll(divided(y), num_stages - 1, axis=1))
+
+    return loss_fn
+
+
+FORMS = {
+    "GPipe, scan in shard_map": Form(scan_in_shard_map),
+    "GPipe, scan over vmap": Form(scan_over_vmap, maps_stages=True),
+    "circular, scan over vmap": Form(
+        functools.partial(scan_over_vmap, repeats=2), repeats=2, maps_stages=True
+    ),
+}
+"""Forms of one program, by what the tables call them."""
 
 
 def program_per_stage(
-    gpt: Gpt, num_stages: int, layers: list[Params], x: np.ndarray, y: np.ndarray
+    model: Model, num_stages: int, layers: list[Params], x: np.ndarray, y: np.ndarray
 ) -> Step:
     """1F1B: Python starts each forward and backward of each stage, and moves what they exchange."""
     per_stage = (len(layers) - 2) // num_stages
@@ -195,7 +352,7 @@ def program_per_stage(
     parts[0]["embed"] = layers[0]
     parts[-1]["head"] = layers[-1]
     stages = [
-        _Stage(gpt, part, device, len(x))
+        _Stage(model, part, device, len(x))
         for part, device in zip(parts, jax.devices(), strict=False)
     ]
     xs, ys = jax.device_put(list(x), stages[0].device), jax.device_put(list(y), stages[-1].device)
@@ -225,7 +382,7 @@ def program_per_stage(
         jax.block_until_ready([stage.run_update() for stage in stages])
         return float(sum(losses)) / len(x)
 
-    value = np.zeros((*x.shape[1:], gpt.dim), np.float32)
+    value = np.zeros(jax.eval_shape(model.enter, layers[0], x[0]).shape, np.float32)
     num_bytes = [stage.last_bytes(value, y[0]) if stage is stages[-1] else 0 for stage in stages]
     for s, stage in enumerate(stages[:-1]):
         num_bytes[s] = stage.num_bytes(value if s else x[0], min(len(x), num_stages - s))
@@ -249,10 +406,12 @@ def _one_f_one_b(num_stages: int, num_microbatches: int) -> Iterator[tuple[int, 
 class _Stage:
     """A stage's programs, parameters and gradient sums, and the backwards that wait."""
 
-    def __init__(self, gpt: Gpt, params: Params, device: jax.Device, num_microbatches: int) -> None:
+    def __init__(
+        self, model: Model, params: Params, device: jax.Device, num_microbatches: int
+    ) -> None:
         def apply(params: Params, x: jax.Array) -> jax.Array:
-            entering = gpt.embed(params["embed"], x) if "embed" in params else x
-            return gpt.blocks(params["blocks"], entering, prevent_cse=True)
+            entering = model.enter(params["embed"], x) if "embed" in params else x
+            return model.blocks(params["blocks"], entering, prevent_cse=True)
 
         def forward(params: Params, x: jax.Array) -> tuple[jax.Array, Any]:
             # The backward as a value: an array for each residual. Tokens have no gradient.
@@ -268,7 +427,7 @@ class _Stage:
             sums: Params, params: Params, x: jax.Array, y: jax.Array
         ) -> tuple[Params, jax.Array, jax.Array]:
             def loss_fn(params: Params, x: jax.Array) -> jax.Array:
-                return gpt.loss(params["head"], apply(params, x), y)
+                return model.loss(params["head"], apply(params, x), y)
 
             loss, (grads, dx) = jax.value_and_grad(loss_fn, argnums=(0, 1))(params, x)
             return jax.tree.map(jnp.add, sums, grads), dx, loss

@@ -4,11 +4,12 @@ These are written as small as they can be.
 
 The same GPT, float32, parameters, tokens, mean loss and SGD step on simulated devices of one
 process: jaxpipe's `1f1b` beside the forms of `benchmarks._jax_forms`, which names their origins,
-each with and without every block computed again in the backward. Losses are compared step by step
-and must be equal. Members step in turn; times are medians, ratios those of a member's time to that
-of jaxpipe with the same recompute, turn by turn. `cpu s` is processor time of all threads. `MiB`
-are compiled temporaries on the device with most; for one program a stage also the residuals and
-gradient sums that wait between programs.
+each with and without every block computed again in the backward. The circular form, with two chunks
+a stage, computes at least all but products and attention again: else it keeps the weights of each
+tick. Losses are compared step by step and must be equal. Members step in turn; times are medians,
+ratios those of a member's time to that of jaxpipe with the same recompute, turn by turn. `cpu s` is
+processor time of all threads. `MiB` are compiled temporaries on the device with most; for one
+program a stage also the residuals and gradient sums that wait between programs.
 
 Expected: every ratio above 1, those of one program a stage at least 1.05; with recompute no more
 MiB than GPipe.
@@ -18,6 +19,7 @@ Run: python -m benchmarks.jax_peers [--stages 2,4] [--size 256x8x128x4] [--micro
 """
 
 import argparse
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -31,7 +33,7 @@ import optax  # noqa: E402
 
 import jaxpipe  # noqa: E402
 from benchmarks import _jax_forms as forms  # noqa: E402
-from benchmarks._gpt import gpt, tokens  # noqa: E402
+from benchmarks._gpt import Block, Embed, Head, cross_entropy, gpt, tokens  # noqa: E402
 from benchmarks._table import print_head, print_row  # noqa: E402
 from jaxpipe.config import PipelineConfig, TrainConfig  # noqa: E402
 from jaxpipe.topology import make_pipeline_mesh  # noqa: E402
@@ -41,8 +43,7 @@ LOSS_TOLERANCE = 1e-5
 """Relative; the sums of a loss are taken in different orders."""
 
 FORMS: dict[str, Callable[..., forms.Step]] = {
-    "GPipe, scan in shard_map": forms.scan_in_shard_map,
-    "GPipe, scan over vmap": forms.scan_over_vmap,
+    **{name: functools.partial(forms.run_one_program, form) for name, form in forms.FORMS.items()},
     "1F1B, one program a stage": forms.program_per_stage,
 }
 COLUMNS = (
@@ -90,9 +91,16 @@ def make_steps(
     ]
     steps: dict[tuple, forms.Step] = {}
     for remat in (False, True):
-        model = forms.Gpt(settings["dim"], settings["heads"], settings["vocab"], remat)
         steps[remat, "jaxpipe"] = jaxpipe_step(num_stages, settings, x, y, remat=remat)
         for name, form in FORMS.items():
+            kept = "cheap" if name.startswith("circular") else "nothing"
+            model = forms.Model(
+                Embed(settings["vocab"], settings["dim"]),
+                Block(settings["dim"], settings["heads"]),
+                Head(settings["vocab"]),
+                cross_entropy,
+                recompute="all" if remat else kept,
+            )
             steps[remat, name] = form(model, num_stages, layers, x, y)
     return steps
 
@@ -161,7 +169,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     if options.smoke:
-        options.stages, options.size, options.microbatches, options.repeats = "2", "16x2x8x2", 4, 1
+        options.stages, options.size, options.microbatches, options.repeats = "2", "16x4x8x2", 4, 1
     dim, num_blocks, length, microbatch = map(int, options.size.split("x"))
     settings = {"dim": dim, "num_blocks": num_blocks, "vocab": VOCAB, "heads": HEADS}
     x, y, _ = tokens(options.microbatches, microbatch, length, VOCAB)

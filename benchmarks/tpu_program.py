@@ -21,14 +21,13 @@ import jax.numpy as jnp
 import optax
 
 import jaxpipe
+from benchmarks._cycles import CLOCK_HZ, kernel_cycles
 from benchmarks._table import print_head, print_row
 from benchmarks.gpu_program._hlo import Module
 from jaxpipe.executor import without_cache
 from jaxpipe.forecast import HARDWARE, compilable_devices
 from jaxpipe.models import LlamaConfig, llama
 
-CLOCK_HZ = {"v5e": 1.5e9, "v5p": 1.75e9}
-"""Published clock rates."""
 SCHEDULES = {
     "1f1b": {"schedule": "1f1b"},
     "interleaved": {"schedule": "interleaved", "num_chunks": 2},
@@ -36,8 +35,6 @@ SCHEDULES = {
     "zero-bubble-v": {"schedule": "zero-bubble-v"},
 }
 STAGES, REPLICAS, TIME, MICROBATCHES = 4, 2, 1024, 16
-_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
-_UNKNOWN = 2**63 - 1
 
 
 def cycles(module: Module, computation: str) -> int:
@@ -48,11 +45,10 @@ def cycles(module: Module, computation: str) -> int:
     loops = [line for line in module.lines(computation) if line.op == "while"]
     total = max((cycles(module, line.body) for line in loops), default=0)
     for line in module.lines(computation):
-        found = _CYCLES.search(line.rest)
         if line.op == "conditional":
             total += max(cycles(module, branch) for branch in line.branches)
-        elif found and int(found[1]) != _UNKNOWN:
-            total += int(found[1])
+        else:
+            total += kernel_cycles(line)
     return total
 
 

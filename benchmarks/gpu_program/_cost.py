@@ -36,11 +36,19 @@ _WAIT_S = 15e-6
 
 @dataclass
 class Cost:
-    """Seconds, bytes and operations, by category."""
+    """Seconds, bytes and operations, by category.
+
+    Attributes:
+        seconds: Seconds.
+        bytes: Bytes of memory that are read and written.
+        flops: Operations of matrix products.
+        sent_bytes: Bytes that go to other devices, a mean over devices.
+    """
 
     seconds: dict[str, float] = field(default_factory=dict)
     bytes: dict[str, float] = field(default_factory=dict)
     flops: dict[str, float] = field(default_factory=dict)
+    sent_bytes: float = 0.0
 
     @property
     def total_s(self) -> float:
@@ -63,6 +71,7 @@ class Cost:
         ):
             for category, value in theirs.items():
                 mine[category] = mine.get(category, 0.0) + times * value
+        self.sent_bytes += times * other.sent_bytes
 
 
 class Costs:
@@ -79,10 +88,17 @@ class Costs:
 
     @functools.cache  # noqa: B019 - a module is looked at once, and its loops tick by tick
     def kernel(self, computation: str, line: Instruction) -> Cost:
-        """Cost of one kernel: the longer of its arithmetic and its traffic."""
+        """Cost of one kernel."""
+        return self.kernel_cost(computation, line)
+
+    def kernel_cost(self, computation: str, line: Instruction) -> Cost:
+        """The longer of its arithmetic and its traffic."""
         module, machine, cost = self.module, self.machine, Cost()
         num_bytes = module.num_bytes(computation, line)
-        flops, attention = module.flops(computation, line), module.attention_flops(line)
+        flops, attention = (
+            module.flops(computation, line),
+            module.attention_flops(computation, line),
+        )
         seconds = kernel_s(machine, flops, attention, num_bytes)
         cost.add(self.category(line, flops, attention), seconds, num_bytes, flops + attention)
         return cost
@@ -114,22 +130,33 @@ class Costs:
 
     def wire_s(self, line: Instruction, num_devices: int) -> float:
         """Seconds of a collective alone."""
-        machine, group = self.machine, line.group or tuple(range(num_devices))
-        size = len(group)
+        group = line.group or tuple(range(num_devices))
         joined = line.pairs or [(group[0], device) for device in group]
         inside = all(self._host_of(a) == self._host_of(b) for a, b in joined)
+        num_bytes = self._travelling_bytes(line, len(group))
+        kind = line.op.removesuffix("-start")
+        return collective_s(self.machine, kind, num_bytes, len(group), inside_host=inside)
+
+    def sent_bytes(self, line: Instruction, num_devices: int) -> float:
+        """Bytes that a device sends in a collective, a mean over devices."""
+        size = len(line.group) or num_devices
+        kind, num_bytes = line.op.removesuffix("-start"), self._travelling_bytes(line, size)
+        if kind == "collective-permute":
+            return num_bytes * sum(a != b for a, b in line.pairs) / num_devices
+        return num_bytes * (2 if kind == "all-reduce" else 1) * (size - 1) / size
+
+    def _travelling_bytes(self, line: Instruction, size: int) -> float:
+        """Bytes of the whole array of a collective of `size` devices."""
         kind = line.op.removesuffix("-start")
         sizes = [array.num_bytes for array in line.arrays]
         if line.op in ("all-gather-start", "reduce-scatter-start"):
             # Of several arrays that travel at once first all operands, then all results: shares,
             # and whole arrays.
-            num_bytes = sum(map(max, sizes[: len(sizes) // 2], sizes[len(sizes) // 2 :]))
-        elif kind == "collective-permute":
-            num_bytes = max(sizes)
-        else:
-            # The result of a reduce-scatter is one share of what travels.
-            num_bytes = sum(sizes) * (size if kind == "reduce-scatter" else 1)
-        return collective_s(machine, kind, num_bytes, size, inside_host=inside)
+            return sum(map(max, sizes[: len(sizes) // 2], sizes[len(sizes) // 2 :]))
+        if kind == "collective-permute":
+            return max(sizes)
+        # The result of a reduce-scatter is one share of what travels.
+        return sum(sizes) * (size if kind == "reduce-scatter" else 1)
 
     @property
     def wait_s(self) -> float:
@@ -149,10 +176,11 @@ class Costs:
                 cost.merge(max(branches, key=lambda branch: branch.total_s))
                 cost.add("branch", self.machine.branch_s)
             elif line.op == "while":
-                cost.merge(self.straight(line.body, num_devices), line.trip_count or 1)
+                cost.merge(self.straight(line.body, num_devices), self.module.trip_count(line) or 1)
             elif self.module.is_collective(line):
                 if not line.op.endswith("-done"):
                     cost.add("exchange", self.wire_s(line, num_devices))
+                    cost.sent_bytes += self.sent_bytes(line, num_devices)
             elif self.module.is_kernel(line):
                 cost.merge(self.kernel(computation, line))
         return cost

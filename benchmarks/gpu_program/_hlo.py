@@ -32,6 +32,9 @@ _FREE = frozenset(
     }
 )
 _SLICES = frozenset({"dynamic-slice", "slice", "gather"})
+_WINDOW = ("size", "stride", "pad", "lhs_dilate", "rhs_dilate")
+_SPLASH = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}
+"""Matrix products of the kernels of `splash_attention`."""
 COLLECTIVES = (
     "all-reduce",
     "all-gather",
@@ -88,7 +91,7 @@ class Instruction:
     @cached_property
     def scope(self) -> str:
         """Names of JAX's functions, Flax's modules and the primitive that it comes from."""
-        return self._find(r'op_name="([^"]*)"')
+        return self.find(r'op_name="([^"]*)"')
 
     @property
     def num_bytes(self) -> int:
@@ -98,31 +101,34 @@ class Instruction:
     @property
     def called(self) -> str:
         """Name of the computation that a fusion runs."""
-        return self._find(r"calls=%?([\w.\-]+)")
+        return self.find(r"calls=%?([\w.\-]+)")
 
     @property
     def body(self) -> str:
         """Name of a loop's body."""
-        return self._find(r"body=%?([\w.\-]+)")
+        return self.find(r"body=%?([\w.\-]+)")
+
+    @property
+    def condition(self) -> str:
+        """Name of a loop's condition."""
+        return self.find(r"condition=%?([\w.\-]+)")
 
     @property
     def trip_count(self) -> int:
         """Iterations of a loop; 0 where it does not say."""
-        return int(self._find(r'known_trip_count":\s*\{"n":\s*"(\d+)"') or 0)
+        return int(self.find(r'known_trip_count":\s*\{"n":\s*"(\d+)"') or 0)
 
     @cached_property
     def branches(self) -> tuple[str, ...]:
         """Computations of a conditional, in the order of its index (false before true)."""
-        if listed := self._find(r"branch_computations=\{([^}]*)\}"):
+        if listed := self.find(r"branch_computations=\{([^}]*)\}"):
             return tuple(name.strip().lstrip("%") for name in listed.split(","))
-        return tuple(
-            self._find(rf"{which}_computation=%?([\w.\-]+)") for which in ("false", "true")
-        )
+        return tuple(self.find(rf"{which}_computation=%?([\w.\-]+)") for which in ("false", "true"))
 
     @property
     def target(self) -> str:
         """What a custom call calls."""
-        return self._find(r'custom_call_target="([^"]*)"')
+        return self.find(r'custom_call_target="([^"]*)"')
 
     @property
     def is_sync(self) -> bool:
@@ -132,13 +138,13 @@ class Instruction:
     @cached_property
     def pairs(self) -> tuple[tuple[int, int], ...]:
         """Sources and targets of a permute."""
-        listed = self._find(r"source_target_pairs=\{(\{.*?\})\}")
+        listed = self.find(r"source_target_pairs=\{(\{.*?\})\}")
         return tuple((int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", listed))
 
     @cached_property
     def group(self) -> tuple[int, ...]:
         """Devices of a collective's first group; none where it joins all."""
-        if listed := self._find(r"replica_groups=\{\{([\d,]+)\}"):
+        if listed := self.find(r"replica_groups=\{\{([\d,]+)\}"):
             return tuple(map(int, listed.split(",")))
         found = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", self.rest)
         if not found:
@@ -149,7 +155,8 @@ class Instruction:
         ids = np.arange(math.prod(dims)).reshape(dims)
         return tuple(int(n) for n in (ids.transpose(order) if order else ids).reshape(shape)[0])
 
-    def _find(self, pattern: str) -> str:
+    def find(self, pattern: str) -> str:
+        """The first group of a pattern in its operands and attributes; else nothing."""
         found = re.search(pattern, self.rest)
         return found.group(1) if found else ""
 
@@ -164,7 +171,9 @@ class Module:
     def __init__(self, text: str) -> None:
         self.computations: dict[str, dict[str, Instruction]] = {}
         self.entry, current = "", {}
-        for line in re.sub(r"/\*index=\d+\*/", "", text).splitlines():
+        # Metadata of Pallas kernels go over several lines.
+        text = re.sub(r'/\*index=\d+\*/|\n(?="|\}\})', "", text)
+        for line in text.splitlines():
             if head := _HEAD.match(line):
                 current = self.computations.setdefault(head.group(2), {})
                 self.entry = head.group(2) if head.group(1) else self.entry
@@ -183,6 +192,18 @@ class Module:
     def loops(self) -> list[Instruction]:
         """Loops of the entry, in the order in which they run."""
         return [line for line in self.lines(self.entry) if line.op == "while"]
+
+    def trip_count(self, loop: Instruction) -> int:
+        """Iterations of a loop; 0 where neither it nor its condition says."""
+        if loop.trip_count:
+            return loop.trip_count
+        # On TPUs a loop does not say. Those of JAX count from 0.
+        condition = self.computations.get(loop.condition, {})
+        root = next((line for line in condition.values() if line.is_root), None)
+        if root is None or root.op != "compare" or "direction=LT" not in root.rest:
+            return 0
+        bound = condition[root.operands[1]]
+        return int(bound.rest.partition(")")[0]) if bound.op == "constant" else 0
 
     def is_kernel(self, line: Instruction) -> bool:
         """Whether the device runs it as a kernel: no bookkeeping, loop, branch or collective."""
@@ -213,26 +234,60 @@ class Module:
         if line.op == "dot":
             left = self.computations[computation][line.operands[0]].arrays[0].dims
             contracted = [
-                int(n) for n in line._find(r"lhs_contracting_dims=\{([\d,]+)\}").split(",")
+                int(n) for n in line.find(r"lhs_contracting_dims=\{([\d,]+)\}").split(",")
             ]
             return 2 * math.prod(line.arrays[0].dims) * math.prod(left[i] for i in contracted)
+        if line.op == "convolution":
+            return self._convolution_flops(computation, line)
         if "cublas" in line.target:
             sides = [
                 self.computations[computation][name].arrays[0].dims for name in line.operands[:2]
             ]
-            dims = line._find(r'lhs_contracting_dimensions":\s*\[([^\]]*)\]')
+            dims = line.find(r'lhs_contracting_dimensions":\s*\[([^\]]*)\]')
             contracted = [int(n) for n in re.findall(r"\d+", dims)]
             return 2 * math.prod(line.arrays[0].dims) * math.prod(sides[0][i] for i in contracted)
         return 0.0
 
-    def attention_flops(self, line: Instruction) -> float:
-        """Operations of cuDNN's attention.
+    def _convolution_flops(self, computation: str, line: Instruction) -> float:
+        """Operations of a convolution, as which TPUs have matrix products.
 
-        Half of the square where it is causal, 2.5 times for a backward.
+        Products with padding do not count.
         """
+        known = self.computations[computation]
+        image, kernel = (known[name].arrays[0].dims for name in line.operands[:2])
+        labels = line.find(r"dim_labels=(\w+->\w+)")
+        of_image, of_kernel, of_result = re.split("_|->", labels)
+        window = {name: line.find(rf"[{{ ]{name}=([\dx_\-]+)") for name in _WINDOW}
+        sizes, strides, pads, dilations, kernel_dilations = (
+            found.split("x") if found else [] for found in window.values()
+        )
+        flops = 2.0 * math.prod(line.arrays[0].dims) * kernel[of_kernel.index("i")]
+        for place, size in enumerate(sizes):
+            outputs = line.arrays[0].dims[of_result.index(str(place))]
+            inputs = image[of_image.index(str(place))]
+            stride, dilation, kernel_dilation = (
+                int(found[place]) if found else 1
+                for found in (strides, dilations, kernel_dilations)
+            )
+            low = int(pads[place].partition("_")[0]) if pads else 0
+            taps = stride * np.arange(outputs)[:, None] + kernel_dilation * np.arange(int(size))
+            taps -= low
+            is_inside = (taps >= 0) & (taps <= dilation * (inputs - 1)) & (taps % dilation == 0)
+            flops *= float(is_inside.sum()) / outputs
+        return flops
+
+    def attention_flops(self, computation: str, line: Instruction) -> float:
+        """Operations of fused attention.
+
+        cuDNN's: half of the square where it is causal, 2.5 times for a backward. A TPU's, which is
+        taken to be causal: the products of each of its kernels.
+        """
+        if products := next((n for name, n in _SPLASH.items() if line.name.startswith(name)), 0):
+            queries = self.computations[computation][line.operands[2]].arrays[0].dims
+            return float(products * math.prod(queries) * queries[-2])
         if "fmha" not in line.target:
             return 0.0
-        listed = line._find(r'intermediate_tensor_shape":\s*\{.*?"dimensions":\s*\[([^\]]*)\]')
+        listed = line.find(r'intermediate_tensor_shape":\s*\{.*?"dimensions":\s*\[([^\]]*)\]')
         scores = math.prod(int(n) for n in re.findall(r"\d+", listed))
         head_dim = line.arrays[0].dims[-1]
         half = 0.5 if re.search(r'mask_type":\s*"CAUSAL"', line.rest) else 1.0

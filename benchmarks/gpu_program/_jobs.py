@@ -44,6 +44,7 @@ class Job:
         num_microbatches: Microbatches of a step.
         interval: Blocks of a recomputed group; 0: nothing is recomputed.
         attention: Implementation of attention.
+        kind: Kind of the devices.
     """
 
     schedule: str
@@ -65,17 +66,18 @@ class Job:
     num_microbatches: int = 32
     interval: int = 0
     attention: Any = "cudnn"
+    kind: str = "h200"
 
     @property
     def num_devices(self) -> int:
-        """GPUs."""
+        """Devices."""
         return self.stages * self.data * self.model
 
     @property
     def hosts(self) -> tuple[int, ...]:
         """The host of each device of the program."""
         return tuple(
-            HARDWARE["h200"].host_of(int(place))
+            HARDWARE[self.kind].host_of(int(place))
             for place in _places(self.stages, self.data, self.model, self.across)
         )
 
@@ -138,20 +140,30 @@ class Job:
             zero_optimization=ZeroSection(stage=self.zero_stage),
         )
 
-    def pipeline(self, devices: Sequence[Any] | None = None) -> jaxpipe.Pipeline:
-        """Cut the model for a mesh; without devices for H200s that programs are compiled for."""
-        if devices is None:
-            devices = _h200s(self.num_devices)
+    @property
+    def mesh(self) -> Mesh:
+        """Devices that are not there."""
+        return self._mesh_of(_compilable(self.kind, self.num_devices))
+
+    def _mesh_of(self, devices: Sequence[Any]) -> Mesh:
         shape = {"stage": self.stages, "data": self.data}
         shape |= {"model": self.model} if self.model > 1 else {}
         places = _places(self.stages, self.data, self.model, self.across)
-        mesh = Mesh(
+        return Mesh(
             np.array(devices)[places].reshape(*shape.values()),
             tuple(shape),
             axis_types=(AxisType.Auto,) * len(shape),
         )
+
+    def pipeline(self, devices: Sequence[Any] | None = None) -> jaxpipe.Pipeline:
+        """Cut the model for these devices, or for those that it is compiled for."""
         return jaxpipe.Pipeline(
-            self.module, optax.adamw(1e-4), mesh, self.example, self.num_microbatches, self.config
+            self.module,
+            optax.adamw(1e-4),
+            self.mesh if devices is None else self._mesh_of(devices),
+            self.example,
+            self.num_microbatches,
+            self.config,
         )
 
     def plan(self, **kwargs: Any) -> jaxpipe.forecast.StepPlan:
@@ -166,7 +178,7 @@ class Job:
             self.module,
             self.config,
             self.example,
-            f"h200:{self.num_devices}",
+            f"{self.kind}:{self.num_devices}",
             optimizer=optax.adamw(1e-4),
             places={"model": self.model} if self.model > 1 else None,
             **{**own, **kwargs},
@@ -217,8 +229,8 @@ class FamilyJob(Job):
 
 
 @functools.cache
-def _h200s(count: int) -> Sequence[Any]:
-    return compilable_devices(HARDWARE["h200"], count)
+def _compilable(kind: str, count: int) -> Sequence[Any]:
+    return compilable_devices(HARDWARE[kind], count)
 
 
 def _places(stages: int, data: int, model: int, across: str) -> np.ndarray:

@@ -42,8 +42,13 @@ def rotary(x: jax.Array) -> jax.Array:
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, implementation: Any) -> jax.Array:
-    """Causal attention; cuDNN has none in float32, in which parameters are made."""
-    narrow = (x.astype(jnp.bfloat16) for x in (q, k, v))
+    """Causal attention; cuDNN has none in float32, in which parameters are made.
+
+    `implementation` is one of `jaxpipe.attention`, or a function of queries, keys and values.
+    """
+    narrow = [x.astype(jnp.bfloat16) for x in (q, k, v)]
+    if callable(implementation):
+        return implementation(*narrow).astype(q.dtype)
     return attention(*narrow, causal=True, implementation=implementation).astype(q.dtype)
 
 

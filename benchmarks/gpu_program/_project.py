@@ -34,12 +34,14 @@ class Projection:
             reductions over replicas what no tick hides.
         middle: Cost of a microbatch, forward and backward, in the steady run, on the median stage.
         longest: The same on the stage where it is longest.
+        whole: Cost of the whole step, by stage.
     """
 
     step_s: float
     outside_s: float
     middle: Cost
     longest: Cost
+    whole: list[Cost]
 
 
 class Simulation:
@@ -76,8 +78,8 @@ class Simulation:
                 self._event(entry, line, run, run.start, actions[ticks], started)
             else:
                 outside_s += self._outside(entry, line, started)
-        found = self._steady(loops)
-        return Projection(max(self._now), outside_s, found[len(found) // 2], found[-1])
+        whole, found = self._tick_costs, self._steady(loops)
+        return Projection(max(self._now), outside_s, found[len(found) // 2], found[-1], whole)
 
     def _loops_of_runs(self) -> dict[str, TickRun]:
         """The run of each loop over ticks."""
@@ -219,11 +221,12 @@ class Simulation:
         Where it has no known length it goes round once, or not at all.
         """
         cost, body = Cost(), Cost()
-        rounds = line.trip_count or self._rounds(line, stage, tick)
+        known = self._module.trip_count(line)
+        rounds = known or self._rounds(line, stage, tick)
         if rounds:
             self._computation(line.body, stage, tick, body)
             cost.merge(body, rounds)
-        if not line.trip_count:
+        if not known:
             # The host waits for its condition, each time.
             cost.add("branch", self._costs.wait_s * (1 + rounds))
         return cost
@@ -264,6 +267,9 @@ class Simulation:
             self._end(*started.pop(line.operands[0]))
             return
         event = list(self._now), self._costs.wire_s(line, self._num_devices), line
+        for stage, cost in enumerate(self._tick_costs):
+            if self._others(stage, line):
+                cost.sent_bytes += self._costs.sent_bytes(line, self._num_devices)
         if line.op.endswith("-start") and not line.is_sync:
             started[line.name] = event
         elif line.op.endswith("-start"):
@@ -316,6 +322,7 @@ class Simulation:
             elif self._module.is_collective(line):
                 if not line.op.endswith("-done"):
                     cost.add("exchange", self._costs.wire_s(line, self._num_devices))
+                    cost.sent_bytes += self._costs.sent_bytes(line, self._num_devices)
             elif line.op == "while":
                 cost.merge(self._loop_in_tick(line, stage, tick))
             elif self._module.is_kernel(line):
@@ -345,7 +352,9 @@ class Simulation:
     def _is_action(self, line: Instruction) -> bool:
         """Whether its branches, or the one round of a loop, are whole actions: they run blocks."""
         if line.op == "while":
-            return not line.trip_count and self._block in self._module.scopes(line.body)
+            return not self._module.trip_count(line) and self._block in self._module.scopes(
+                line.body
+            )
         return any(self._block in self._module.scopes(name) for name in line.branches)
 
     def _action_index(
@@ -394,6 +403,36 @@ class Simulation:
         if now is tables.backward and tables.weight.microbatch[stage][tick] >= 0:
             chunk = chunk if chunk >= 0 else tables.weight.chunk[stage][tick]
         return chunk >= 0 and virtual[stage][chunk] == part
+
+
+def lockstep(costs: Costs, computation: str, num_devices: int) -> Cost:
+    """Cost of a computation that all devices run alike, so that none waits for another.
+
+    What a collective takes beyond the kernels between its start and its end is its cost.
+    """
+    module, cost = costs.module, Cost()
+    started: dict[str, tuple[float, float]] = {}
+    for line in module.lines(computation):
+        if line.op == "while":
+            rounds = module.trip_count(line) or 1
+            cost.merge(lockstep(costs, line.body, num_devices), rounds)
+        elif line.op == "conditional":
+            branches = [lockstep(costs, name, num_devices) for name in line.branches]
+            cost.merge(max(branches, key=lambda branch: branch.total_s))
+            cost.add("branch", costs.machine.branch_s)
+        elif module.is_collective(line) and line.op.endswith("-done"):
+            start_s, wire_s = started.pop(line.operands[0])
+            cost.add("exchange", max(0.0, start_s + wire_s - cost.total_s))
+        elif module.is_collective(line):
+            wire_s = costs.wire_s(line, num_devices)
+            cost.sent_bytes += costs.sent_bytes(line, num_devices)
+            if line.op.endswith("-start"):
+                started[line.name] = cost.total_s, wire_s
+            if line.is_sync or not line.op.endswith("-start"):
+                cost.add("exchange", wire_s)
+        elif module.is_kernel(line):
+            cost.merge(costs.kernel(computation, line))
+    return cost
 
 
 def _ticks_of(line: Instruction) -> tuple[int, int] | None:

@@ -13,10 +13,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT))  # benchmarks are no part of the installed package
 
+from benchmarks._cycles import CLOCK_HZ, CycleCosts, cycles  # noqa: E402
 from benchmarks.gpu_program._cost import Costs  # noqa: E402
 from benchmarks.gpu_program._hlo import Instruction, Module  # noqa: E402
 from benchmarks.gpu_program._jobs import Job  # noqa: E402
-from benchmarks.gpu_program._project import Simulation  # noqa: E402
+from benchmarks.gpu_program._project import Simulation, lockstep  # noqa: E402
 from benchmarks.gpu_program._thunks import Launches, parse_thunks, steady_launches  # noqa: E402
 from jaxpipe.forecast import HARDWARE, Hardware  # noqa: E402
 from jaxpipe.schedules import lower_schedule, with_ends_apart  # noqa: E402
@@ -44,7 +45,7 @@ def test_slices_of_a_ring_are_read_and_written_alone(name: str, num_bytes: int) 
 
 def test_products_inside_fusions_and_half_of_causal_attention_are_counted() -> None:
     assert MODULE.flops("body", line("product")) == 2 * 64 * 128 * 256
-    assert MODULE.attention_flops(line("attention")) == 4 * 2 * 64 * 64 * 32 / 2
+    assert MODULE.attention_flops("body", line("attention")) == 4 * 2 * 64 * 64 * 32 / 2
 
 
 @pytest.mark.parametrize(
@@ -81,6 +82,7 @@ def test_a_tick_takes_its_longest_branch_and_its_exchange() -> None:
     )
     assert cost.seconds["exchange"] == pytest.approx(ACTIVATION / machine.wire_bytes_per_s)
     assert cost.flops["gemm"] == 2 * 64 * 128 * 256
+    assert cost.sent_bytes == pytest.approx(ACTIVATION * 2 / 3)
 
 
 def test_operations_of_a_step_are_counted_as_published() -> None:
@@ -169,6 +171,90 @@ def test_of_a_gather_outside_of_loops_what_the_first_tick_does_not_hide_counts()
         assert found.step_s == pytest.approx(found.outside_s + 20 + 4 * 28)
 
 
+LOCKSTEP = """
+%scan (a.1: f32[5]) -> f32[5] {
+  %a.1 = f32[5]{0} parameter(0)
+  %send = (f32[8]{0}, f32[8]{0}) collective-permute-start(%a.1),\
+ source_target_pairs={{0,1},{1,2},{2,3},{3,3}}
+  %block = f32[5]{0} custom-call(), custom_call_target="x"
+  %arrived = f32[8]{0} collective-permute-done(%send)
+  ROOT %sum = f32[1]{0} all-reduce(%block), replica_groups={{0,1},{2,3}}
+}
+ENTRY %main (a: f32[5]) -> f32[5] {
+  %a = f32[5]{0} parameter(0)
+  ROOT %loop = f32[5]{0} while(%a), body=%scan, backend_config={"known_trip_count":{"n":"3"}}
+}
+"""
+
+
+def test_where_all_devices_do_the_same_an_exchange_costs_what_no_kernel_hides() -> None:
+    """In each of 3 rounds a kernel of 20 bytes beside an exchange of 32, and a sum of 4."""
+    machine = Hardware(
+        "slow", 1e15, 1e9, 1.0, 1.0, traffic_share=1.0, wire_share=1.0, latency_s=0.0, branch_s=0.0
+    )
+    cost = lockstep(Costs(Module(LOCKSTEP), machine), "main", 4)
+    assert cost.seconds == pytest.approx({"slices": 3 * 20, "exchange": 3 * (12 + 4)})
+    assert cost.sent_bytes == pytest.approx(3 * (32 * 3 / 4 + 4))
+
+
+TPU = """
+%cond (a.1: s32[]) -> pred[] {
+  %a.1 = s32[] parameter(0)
+  %end = s32[]{:T(128)} constant(7), metadata={op_name="step"}
+  ROOT %lt = pred[] compare(%a.1, %end), direction=LT
+}
+%body (a.2: bf16[64,128]) -> bf16[64,32] {
+  %a.2 = bf16[64,128]{1,0} parameter(0)
+  %weight = bf16[128,32]{1,0} constant(0)
+  %x = bf16[64,128,1]{1,0,2} bitcast(%a.2)
+  %heads = bf16[8,32,128]{2,1,0} constant(0)
+  %q = bf16[2,64,16]{2,1,0} constant(0)
+  %product = bf16[64,32]{1,0} convolution(%a.2, %weight), dim_labels=bf_io->bf,\
+ backend_config={"estimated_cycles":"700"}
+  %by_heads = bf16[64,8,32]{2,0,1} convolution(%x, %heads),\
+ window={size=8 pad=7_7 rhs_reversal=1}, dim_labels=bf0_0oi->b0f,\
+ backend_config={"estimated_cycles":"300"}
+  %unknown = bf16[64,32]{1,0} copy(%product),\
+ backend_config={"estimated_cycles":"9223372036854775807"}
+  %splash_mha_dq_no_residuals.1 = (bf16[2,64,16]{2,1,0}) custom-call(%x, %x, %q),\
+ frontend_attributes={kernel_metadata={
+"xprof_metadata":"{}"
+}}, metadata={op_name="step/attention"}
+  ROOT %out = bf16[64,32]{1,0} bitcast(%product)
+}
+ENTRY %main (a: bf16[64,128]) -> bf16[64,128] {
+  %a = bf16[64,128]{1,0} parameter(0)
+  ROOT %loop = bf16[64,128]{1,0} while(%a), condition=%cond, body=%body
+}
+"""
+
+
+def test_programs_for_tpus_are_read() -> None:
+    """Products are convolutions there, and loops do not say how often they go round."""
+    module = Module(TPU)
+    body, attention = module.computations["body"], 3 * 2 * 64 * 64 * 16
+    assert module.trip_count(module.loops()[0]) == 7
+    assert module.flops("body", body["product"]) == 2 * 64 * 128 * 32
+    assert module.flops("body", body["by_heads"]) == 2 * 64 * 128 * 8 * 32
+    kernel = body["splash_mha_dq_no_residuals.1"]
+    assert kernel.scope == "step/attention"
+    assert module.attention_flops("body", kernel) == attention
+    assert cycles(module, "main") == 7 * 1000
+    machine = HARDWARE["v5p"]
+    cost = lockstep(CycleCosts(module, "v5p"), "main", 8)
+    attention_s = attention / machine.flops_per_s / machine.attention_share
+    assert cost.total_s == pytest.approx(7 * (1000 / CLOCK_HZ["v5p"] + attention_s))
+
+
+def test_sums_over_all_chips_of_a_slice_use_all_links() -> None:
+    module = Module(LOCKSTEP)
+    lines, plain = module.computations["scan"], Costs(module, HARDWARE["v5p"])
+    costs = CycleCosts(module, "v5p")
+    assert costs.wire_s(lines["sum"], 2) == pytest.approx(plain.wire_s(lines["sum"], 2) / 3)
+    for line, num_devices in ((lines["sum"], 4), (lines["send"], 4)):
+        assert costs.wire_s(line, num_devices) == plain.wire_s(line, num_devices)
+
+
 THUNKS = """\
 000: kCommandBuffer [source | next=002 (1)]
     001: kCustomKernel [source | sink] before
@@ -232,3 +318,28 @@ def test_it_runs(tmp_path: Path) -> None:
         assert math.isfinite(found["real"]["step_ms"])
         assert found["real"]["middle"]["tflop"]["gemm"] > 0
         assert found["ideal"]["step_ms"] < found["real"]["step_ms"]
+
+
+@pytest.mark.gpu_aot
+@pytest.mark.skipif(
+    not any(map(importlib.util.find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin"))),
+    reason="needs the CUDA plugin",
+)
+def test_forms_of_others_are_compiled_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    rows = "GPipe, scan in shard_map:all", "circular, scan over vmap:cheap", "1f1b:nothing"
+    command = [sys.executable, "-m", "benchmarks.peers_compiled", "--smoke", "--json", str(path)]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    subprocess.run(
+        [*command, "--only", ";".join(rows)],
+        check=True,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        timeout=300,
+    )
+    for found in map(json.loads(path.read_text()).get, rows):
+        assert found["total_gb"] > 0
+        assert found["tflop"] > 0
+        assert found["sent_gb"] > 0
+        assert found["step_ms"] > found["exposed_ms"]
