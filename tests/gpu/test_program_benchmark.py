@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT))  # benchmarks are no part of the installed package
 
-from benchmarks._cycles import CLOCK_HZ, CycleCosts, cycles  # noqa: E402
+from benchmarks._cycles import CLOCK_HZ, CycleCosts  # noqa: E402
 from benchmarks.gpu_program._cost import Costs  # noqa: E402
 from benchmarks.gpu_program._hlo import Instruction, Module  # noqa: E402
 from benchmarks.gpu_program._jobs import Job  # noqa: E402
@@ -239,7 +239,6 @@ def test_programs_for_tpus_are_read() -> None:
     kernel = body["splash_mha_dq_no_residuals.1"]
     assert kernel.scope == "step/attention"
     assert module.attention_flops("body", kernel) == attention
-    assert cycles(module, "main") == 7 * 1000
     machine = HARDWARE["v5p"]
     cost = lockstep(CycleCosts(module, "v5p"), "main", 8)
     attention_s = attention / machine.flops_per_s / machine.attention_share
