@@ -63,6 +63,17 @@ def test_first_and_last_tick_as_runs_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in schedule_names() if name != "auto"])
+def test_the_first_and_the_last_tick_have_an_action(name: str) -> None:
+    for num_stages in (1, 2, 3, 4):
+        for num_microbatches in (1, 2, 5, 8):
+            program = lower_schedule(name, num_microbatches, num_stages)
+            tables = program.tables
+            for tick in (0, -1):
+                kinds = (tables.forward, tables.backward, tables.weight)
+                assert any(row[tick] >= 0 for kind in kinds for row in kind.microbatch)
+
+
+@pytest.mark.parametrize("name", [name for name in schedule_names() if name != "auto"])
 def test_runs_with_ends_apart_cover_all_ticks_and_compute_no_idle_action_of_a_second_kind(
     name: str,
 ) -> None:
