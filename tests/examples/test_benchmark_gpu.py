@@ -31,6 +31,7 @@ def promoting() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 def test_the_only_stage_of_a_pipeline_computes_what_the_pipeline_does() -> None:
     job = replace(JOB, stages=1)
     pipeline = job.pipeline(jax.devices()[:1])

@@ -69,7 +69,8 @@ def example(replicas: int = 1) -> tuple[Any, Any]:
 
 def planned(replicas: int = 1, num_stages: int = 2, **kwargs: Any) -> StepPlan:
     hardware = f"h200:{num_stages * replicas}"
-    kwargs = {"optimizer": optax.adamw(1e-3), "schedules": ["1f1b"], "recompute": [0]} | kwargs
+    plain = {"optimizer": optax.adamw(1e-3), "schedules": ["1f1b"], "recompute": [0]}
+    kwargs = {**plain, "alternatives": False, **kwargs}
     settings = kwargs.pop("config", config())
     return jaxpipe.plan(
         kwargs.pop("model", model(num_stages)), settings, example(replicas), hardware, **kwargs
@@ -238,7 +239,7 @@ def test_a_vocabulary_that_is_kept_whole_is_split_before_anything_else() -> None
 
 
 def test_other_settings_are_what_a_plan_with_them_finds() -> None:
-    found = planned(replicas=4, num_stages=4)
+    found = planned(replicas=4, num_stages=4, alternatives=True)
     assert [each.change for each in found.alternatives] == [
         *(f"zero_optimization.stage={stage}" for stage in (1, 2, 3)),
         "num_stages=2, gradient_accumulation_steps=4",
@@ -246,8 +247,8 @@ def test_other_settings_are_what_a_plan_with_them_finds() -> None:
     ]
     zero = config(zero_optimization={"stage": 2})
     asked = [
-        planned(4, 4, config=zero, alternatives=False),
-        planned(8, 2, config=config(gradient_accumulation_steps=4), alternatives=False),
+        planned(4, 4, config=zero),
+        planned(8, 2, config=config(gradient_accumulation_steps=4)),
     ]
     assert [found.alternatives[i].forecast for i in (1, 3)] == [one.best for one in asked]
     assert not any(one.alternatives for one in asked)
@@ -269,7 +270,7 @@ class Divided(nn.Module):
 def test_an_axis_model_is_looked_at_where_weights_are_divided_over_it() -> None:
     layers = [nn.Dense(WIDTH), *(Divided() for _ in range(4)), nn.Dense(8)]
     module = jaxpipe.PipelineModule(layers, 2, loss_fn=loss_fn)
-    found = planned(replicas=4, model=module)
+    found = planned(replicas=4, model=module, alternatives=True)
     (one,) = (each for each in found.alternatives if "model" in each.change)
     assert one.change == "places={'model': 4}, gradient_accumulation_steps=32"
     asked = jaxpipe.plan(
@@ -425,7 +426,8 @@ def test_more_microbatches_take_as_long_as_if_all_were_gone_through() -> None:
 def test_an_example_of_one_replica_is_enough(zero_stage: int) -> None:
     settings = config(zero_optimization={"stage": zero_stage})
     for replicas in (1, 2, 4):
-        options = {"optimizer": optax.sgd(0.1), "schedules": ["1f1b"], "recompute": [0]}
+        options: dict[str, Any] = {"optimizer": optax.sgd(0.1), "alternatives": False}
+        options |= {"schedules": ["1f1b"], "recompute": [0]}
         plans = [
             jaxpipe.plan(model(), settings, example(given), f"h200:{2 * replicas}", **options)
             for given in (1, replicas)

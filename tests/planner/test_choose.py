@@ -25,22 +25,25 @@ from jaxpipe.planner import _calibrate as calibrate
 BF16 = {"bf16": {"enabled": True}}
 
 
+JOBS = [
+    (8, 4, 1, {}, {}),
+    (8, 2, 2, {}, {"zero_optimization": {"stage": 1}}),
+    (8, 2, 2, {}, {"zero_optimization": {"stage": 3}, **BF16}),
+    (8, 4, 1, {"activation_checkpoint_interval": 1}, {}),
+    (8, 4, 1, {}, {"pipeline": {"split_vocabulary": True}}),
+    (8, 4, 1, {}, {"pipeline": {"memory_limit_gb": 0.012}}),
+    (32, 4, 1, {}, {}),
+    (3, 4, 1, {}, BF16),
+    (8, 4, 1, {"partition_method": "parameters"}, {}),
+    (8, 4, 1, {"partition_method": "profile:flops"}, {}),
+    (8, 4, 1, {"partition_method": [0, 3, 6, 8, 10, 12, 14, 16, 18]}, {}),
+    (16, 4, 1, {}, {"pipeline": {"num_chunks": 2, "max_pending_weights": 1}}),
+]
+
+
 @pytest.mark.parametrize(
     ("num_microbatches", "num_stages", "replicas", "options", "sections"),
-    [
-        (8, 4, 1, {}, {}),
-        (32, 4, 1, {}, {}),
-        (3, 4, 1, {}, BF16),
-        (8, 2, 2, {}, {"zero_optimization": {"stage": 1}}),
-        (8, 2, 2, {}, {"zero_optimization": {"stage": 3}, **BF16}),
-        (8, 4, 1, {"activation_checkpoint_interval": 1}, {}),
-        (8, 4, 1, {"partition_method": "parameters"}, {}),
-        (8, 4, 1, {"partition_method": "profile:flops"}, {}),
-        (8, 4, 1, {"partition_method": [0, 3, 6, 8, 10, 12, 14, 16, 18]}, {}),
-        (8, 4, 1, {}, {"pipeline": {"split_vocabulary": True}}),
-        (16, 4, 1, {}, {"pipeline": {"num_chunks": 2, "max_pending_weights": 1}}),
-        (8, 4, 1, {}, {"pipeline": {"memory_limit_gb": 0.012}}),
-    ],
+    [*JOBS[:6], *(pytest.param(*job, marks=pytest.mark.slow) for job in JOBS[6:])],
 )
 def test_the_plan_and_auto_agree(
     num_microbatches: int,
@@ -62,7 +65,7 @@ def test_the_plan_and_auto_agree(
 @pytest.mark.parametrize(
     "section",
     slow_after(
-        4,
+        3,
         [
             {"gather_weights": "tick"},
             {"overlap_vocabulary": True},
@@ -122,6 +125,7 @@ def candidates_of(
         optimizer=optax.adamw(1e-3),
         partition=[module.partition_method],
         recompute=[module.activation_checkpoint_interval],
+        alternatives=False,
     ).candidates
 
 

@@ -66,7 +66,9 @@ def test_a_large_vocabulary_is_split_and_plan_agrees(section: dict[str, Any]) ->
     )
     config = {**SIZES, "pipeline": section}
     found = jaxpipe.plan(
-        model(), config, (tokens(), tokens()), "h100:4", optimizer=optax.adamw(1e-2)
+        *(model(), config, (tokens(), tokens()), "h100:4"),
+        optimizer=optax.adamw(1e-2),
+        alternatives=False,
     )
     assert any("the loss are split over the stages" in line for line in found.assumptions)
 
@@ -210,6 +212,7 @@ def test_a_model_without_a_vocabulary_hears_nothing(caplog: pytest.LogCaptureFix
     assert "vocabulary" not in caplog.text + describe_pipeline(pipeline)
 
 
+@pytest.mark.slow
 def test_the_engine_keeps_its_first_choice() -> None:
     def engine(module: PipelineModule) -> Any:
         mesh = jaxpipe.mesh_for(module, jax.devices()[:4])
