@@ -15,12 +15,14 @@ from ._compile import CompiledStep as CompiledStep
 from ._compile import compilable_devices as compilable_devices
 from ._devices import absent_devices as absent_devices
 from ._plan import plan as plan
+from ._result import Alternative as Alternative
 from ._result import StepPlan as StepPlan
 
 __all__ = [
     # For users.
     "ASSUMED",
     "HARDWARE",
+    "Alternative",
     "CompiledStep",
     "DeviceMemory",
     "Forecast",

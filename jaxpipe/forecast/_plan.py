@@ -146,10 +146,8 @@ def plan(  # noqa: PLR0913  # what to look at, one argument each
     )
     asked = _Asked.read(setup.traced.module, settings, schedules, num_chunks, partition, recompute)
     found, traced = setup.forecasts(asked), setup.traced
-    others = _alternatives(setup, asked, found)
-    if alternatives:
-        others = tuple(others)
-    advice = _advice(setup, asked, found, others)
+    listed = tuple(_alternatives(setup, asked, found)) if alternatives else ()
+    advice = _advice(setup, found, listed or _alternatives(setup, asked, found))
     step_plan = StepPlan(
         hardware=chosen_hardware,
         num_devices=count,
@@ -160,7 +158,7 @@ def plan(  # noqa: PLR0913  # what to look at, one argument each
         num_params=sum(math.prod(x.shape) for x in jax.tree.leaves(traced.trace.tree())),
         candidates=tuple(found),
         best=found[0] if found[0].fits else None,
-        alternatives=others if isinstance(others, tuple) else (),
+        alternatives=listed,
         advice=advice,
         assumptions=_assumptions(setup),
         measured_step_s=measured_step_s,
@@ -441,6 +439,11 @@ class _Setup:
         )
 
     @property
+    def free_replicas(self) -> int:
+        """Places along `data`, those included that ZeRO 2 and 3 make places along `fsdp`."""
+        return num_batch_shards(self.traced.mesh) // self._arguments[-1].get(FSDP, 1)
+
+    @property
     def num_stages(self) -> int:
         """Stages of the job."""
         return self._module.num_stages
@@ -467,7 +470,11 @@ class _Setup:
 
     def with_stages(self, num_microbatches: int, num_stages: int) -> "_Setup":
         """The same job on more or fewer stages, which take or leave places of replicas."""
-        model = self._arguments[0].replace(num_stages=num_stages)
+        given = self._arguments[0]
+        # Boundaries are those of so many stages.
+        is_named = isinstance(given.partition_method, str)
+        method = given.partition_method if is_named else "best"
+        model = given.replace(num_stages=num_stages, partition_method=method)
         return self._with(model, gradient_accumulation_steps=num_microbatches)
 
     def _with(
@@ -516,9 +523,7 @@ def _topology(model: PipelineModule, count: int, places: Mapping[str, int]) -> P
     )
 
 
-def _advice(
-    setup: _Setup, asked: _Asked, found: Sequence[Forecast], others: Iterable[Alternative]
-) -> str:
+def _advice(setup: _Setup, found: Sequence[Forecast], others: Iterable[Alternative]) -> str:
     """Candidates that do not fit, and the first change that makes it fit."""
     large = [one for one in found if not one.fits]
     if not large:
@@ -566,46 +571,61 @@ _MOST_INSIDE = 8
 """Places of an axis `model` that are looked at: products get small, and sums long, beyond."""
 
 
+@dataclasses.dataclass(frozen=True)
+class _Change:
+    """Another setting for the same batch on the same devices.
+
+    Attributes:
+        words: The setting.
+        made: The job with it.
+        divides: Whether it is worth a look only where it divides weights further.
+    """
+
+    words: str
+    made: Callable[[], _Setup]
+    divides: bool = False
+
+
 def _alternatives(setup: _Setup, asked: _Asked, found: Sequence[Forecast]) -> Iterator[Alternative]:
     """The best of the job with each change, the cheapest change first."""
-    least = min(one.memory.masters for one in found)
+    least = min(one.memory.gradient_sums for one in found)
     wanted = asked
-    if not any(one.fits for one in found):
-        wanted = dataclasses.replace(asked, recompute=tuple({*asked.recompute, 1}))
-    for change, made in _changes(setup, asked, wanted):
+    if 1 not in asked.recompute and not any(one.fits for one in found):
+        wanted = dataclasses.replace(asked, recompute=(*asked.recompute, 1))
+    for change in _changes(setup, recomputes=wanted is not asked):
         try:
-            best = made().forecasts(wanted)[0]
+            best = change.made().forecasts(wanted)[0]
         except JaxpipeError:  # this model or mesh cannot have it
             continue
-        # Weights that are whole along `model` would be computed as often as it has places.
-        if "'model'" not in change or best.memory.masters < least:
-            yield Alternative(change, best)
+        if not change.divides or best.memory.gradient_sums < least:
+            yield Alternative(change.words, best)
 
 
-def _changes(
-    setup: _Setup, asked: _Asked, wanted: _Asked
-) -> Iterator[tuple[str, Callable[[], _Setup]]]:
-    """Changes of a job, the cheapest first: in words, and how to have each."""
+def _changes(setup: _Setup, *, recomputes: bool) -> Iterator[_Change]:
+    """Changes of a job, the cheapest first; with `recomputes` that is one of them."""
     if setup.keeps_vocabulary_whole:
-        yield "pipeline.split_vocabulary='auto'", setup.with_split
-    if wanted is not asked and wanted.recompute != asked.recompute:
-        yield "pipeline.activation_checkpoint_interval=1 (recompute each layer)", lambda: setup
+        yield _Change("pipeline.split_vocabulary='auto'", setup.with_split)
+    if recomputes:
+        words = "pipeline.activation_checkpoint_interval=1 (recompute each layer)"
+        yield _Change(words, lambda: setup)
     mesh, count, num_stages = setup.traced.mesh, setup.num_microbatches, setup.num_stages
-    replicas = num_batch_shards(mesh)
-    for stage in range(setup.config.zero_optimization.stage + 1, 4) if replicas > 1 else ():
-        yield f"zero_optimization.stage={stage}", functools.partial(setup.with_zero, stage)
-    if not set(mesh.shape) <= {*MANUAL_AXES, FSDP}:
-        return
-    inside = math.gcd(replicas, min(setup.hardware.devices_per_host, _MOST_INSIDE))
-    if inside > 1:
+    for stage in range(setup.config.zero_optimization.stage + 1, 4):
+        if num_batch_shards(mesh) > 1:
+            words = f"zero_optimization.stage={stage}"
+            yield _Change(words, functools.partial(setup.with_zero, stage))
+    # Places that further axes or stages may take: not those of an axis that was asked for.
+    free = setup.free_replicas
+    inside = math.gcd(free, min(setup.hardware.devices_per_host, _MOST_INSIDE))
+    if inside > 1 and set(mesh.shape) <= {*MANUAL_AXES, FSDP}:
         words = f"places={{'model': {inside}}}, gradient_accumulation_steps={count * inside}"
-        yield words, functools.partial(setup.with_places, count * inside, model=inside)
+        made = functools.partial(setup.with_places, count * inside, model=inside)
+        yield _Change(words, made, divides=True)
     if num_stages % 2 == 0 and count % 2 == 0:
         words = f"num_stages={num_stages // 2}, gradient_accumulation_steps={count // 2}"
-        yield words, functools.partial(setup.with_stages, count // 2, num_stages // 2)
-    if replicas % 2 == 0:
+        yield _Change(words, functools.partial(setup.with_stages, count // 2, num_stages // 2))
+    if free % 2 == 0:
         words = f"num_stages={2 * num_stages}, gradient_accumulation_steps={2 * count}"
-        yield words, functools.partial(setup.with_stages, 2 * count, 2 * num_stages)
+        yield _Change(words, functools.partial(setup.with_stages, 2 * count, 2 * num_stages))
 
 
 def _beside(setup: _Setup) -> str:

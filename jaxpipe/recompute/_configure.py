@@ -196,8 +196,12 @@ def _resolve(unit: Any, config: ConfigLike, explicit: Mapping[str, Any]) -> Reco
         )
     device = unit.devices.flat[0] if isinstance(unit, Mesh) else jax.local_devices()[0]
     if values["checkpoint_in_cpu"]:
-        kinds = [memory.kind for memory in device.addressable_memories()]
-        check_host_memory(device.platform, device.default_memory().kind, kinds)
+        # Of a device that is not there the platform alone is known.
+        is_absent = getattr(device, "is_absent", False)
+        memories = () if is_absent else device.addressable_memories()
+        kinds = [memory.kind for memory in memories] or ["pinned_host"]
+        default = "device" if is_absent else device.default_memory().kind
+        check_host_memory(device.platform, default, kinds)
     has_effect = {
         "partition_activations": not isinstance(unit, Mesh) or unit.shape.get("model", 1) > 1,
         "checkpoint_in_cpu": device.platform != "cpu",

@@ -284,6 +284,57 @@ def test_an_axis_model_is_looked_at_where_weights_are_divided_over_it() -> None:
     assert one.forecast == asked.best
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_an_axis_model_is_looked_at_beside_zero(stage: int) -> None:
+    layers = [nn.Dense(WIDTH), *(Divided() for _ in range(4)), nn.Dense(8)]
+    module = jaxpipe.PipelineModule(layers, 2, loss_fn=loss_fn)
+    settings = config(zero_optimization={"stage": stage})
+    found = planned(replicas=4, model=module, config=settings, alternatives=True)
+    assert any("'model': 4" in each.change for each in found.alternatives)
+    plain = planned(replicas=4, config=settings, alternatives=True)
+    assert not any("model" in each.change for each in plain.alternatives)
+
+
+def test_places_that_were_asked_for_stay() -> None:
+    layers = [nn.Dense(WIDTH), *(Divided() for _ in range(4)), nn.Dense(8)]
+    divided = jaxpipe.PipelineModule(layers, 2, loss_fn=loss_fn)
+    for module, places in ((divided, {"model": 2}), (model(), {"fsdp": 4})):
+        found = jaxpipe.plan(
+            *(module, config(), example(), "h200:16"),
+            optimizer=optax.adamw(1e-3),
+            places=places,
+            schedules=["1f1b"],
+            recompute=[0],
+        )
+        changes = [each.change for each in found.alternatives]
+        assert "num_stages=4, gradient_accumulation_steps=16" in changes
+        assert "num_stages=1, gradient_accumulation_steps=4" in changes
+
+
+def test_boundaries_are_no_reason_to_leave_more_stages_out() -> None:
+    module = model(partition_method=[0, 5, 10])
+    found = planned(replicas=2, model=module, alternatives=True)
+    assert any("num_stages=4" in each.change for each in found.alternatives)
+
+
+@pytest.mark.parametrize("asked", [[0], [1, 0]])
+def test_recompute_is_another_setting_only_where_it_was_not_asked_for(asked: list[int]) -> None:
+    size = {"usable_share": 1.0, "communicator_bytes": 0.0, "memory_bytes": 1e4}
+    found = planned(assume=size, recompute=asked, alternatives=True)
+    changes = [each.change for each in found.alternatives]
+    assert any("activation_checkpoint_interval" in each for each in changes) == (asked == [0])
+
+
+def test_residuals_in_host_memory_are_refused_on_tpus_and_planned_for_gpus() -> None:
+    settings = config(activation_checkpointing={"cpu_checkpointing": True})
+    options: dict[str, Any] = {"optimizer": optax.sgd(0.1), "schedules": ["1f1b"]}
+    module = model(activation_checkpoint_interval=1)
+    with pytest.raises(JaxpipeError, match="cpu_checkpointing must be false on TPUs"):
+        jaxpipe.plan(module, settings, example(), "v5e:2", **options)
+    found = jaxpipe.plan(module, settings, example(), "h200:2", recompute=[1], **options)
+    assert found.best is not None
+
+
 def planned_on(hardware: Hardware) -> StepPlan:
     return jaxpipe.plan(
         model(),
