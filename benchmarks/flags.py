@@ -24,6 +24,7 @@ from typing import Any
 
 import jax
 
+from benchmarks._compiled import GRAPHS, GRAPHS_OPTION, first_line, planned_bytes
 from benchmarks._table import print_head, print_row
 from benchmarks.gpu_program._cost import Costs
 from benchmarks.gpu_program._hlo import Module
@@ -50,8 +51,6 @@ _PLAIN = Job(
 )
 JOBS = {"1f1b": _PLAIN, "ZeRO 3": replace(_PLAIN, data=2, zero_stage=3)}
 
-_GRAPHS = "xla_gpu_enable_command_buffer"
-_DEFAULT_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL"
 _PIPELINED = ("all_gather", "all_reduce", "reduce_scatter")
 FLAGS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -60,7 +59,9 @@ FLAGS: dict[str, dict[str, Any]] = {
         "xla_gpu_enable_latency_hiding_scheduler": False
     },
     "xla_gpu_enable_pipelined_*=true": {f"xla_gpu_enable_pipelined_{x}": True for x in _PIPELINED},
-    "xla_gpu_pipeline_*=on": {f"xla_gpu_pipeline_{x}": "on" for x in _PIPELINED},
+    "xla_gpu_pipeline_*=on": {
+        f"xla_gpu_pipeline_{x}": "COLLECTIVE_PIPELINING_MODE_ON" for x in _PIPELINED
+    },
     "xla_gpu_enable_while_loop_double_buffering=true": {
         "xla_gpu_enable_while_loop_double_buffering": True
     },
@@ -86,9 +87,9 @@ FLAGS: dict[str, dict[str, Any]] = {
     "xla_gpu_*_combine_threshold_bytes=256 MiB": {
         f"xla_gpu_{x}_combine_threshold_bytes": 2**28 for x in _PIPELINED
     },
-    "xla_gpu_enable_command_buffer= (no graphs)": {_GRAPHS: ""},
-    "xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL": {_GRAPHS: "FUSION,CUSTOM_CALL"},
-    "xla_gpu_enable_command_buffer=...,WHILE": {_GRAPHS: f"{_DEFAULT_GRAPHS},WHILE"},
+    "xla_gpu_enable_command_buffer= (no graphs)": {GRAPHS_OPTION: ""},
+    "xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL": {GRAPHS_OPTION: "FUSION,CUSTOM_CALL"},
+    "xla_gpu_enable_command_buffer=...,WHILE": {GRAPHS_OPTION: f"{GRAPHS},WHILE"},
     "xla_gpu_enable_nccl_user_buffers=true": {"xla_gpu_enable_nccl_user_buffers": True},
     "xla_gpu_experimental_scheduler_memory_fencing_slack_windows=1": {
         "xla_gpu_experimental_scheduler_memory_fencing_slack_windows": 1
@@ -111,13 +112,11 @@ def row_of(job: Job, flags: dict[str, Any]) -> list[str]:
         try:
             compiled = lowered.compile(compiler_options={**flags, DUMP_OPTION: folder})
         except Exception as error:  # noqa: BLE001 - what a compiler says of a flag is of any kind
-            return [f"refused: {str(error).splitlines()[0][:80]}"]
+            return [f"refused: {first_line(error)}"]
         thunks, names = read_thunks(Path(folder))
-    memory, text = compiled.memory_analysis(), compiled.as_text()
-    assert memory is not None
+    text = compiled.as_text()
     assert text is not None
-    total = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    total += memory.output_size_in_bytes - memory.alias_size_in_bytes
+    total = planned_bytes(compiled)
     module, block = Module(text), type(job.block).__name__
     costs = Costs(module, HARDWARE["h200"], job.hosts)
     try:

@@ -47,6 +47,7 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from benchmarks._compiled import planned_bytes
 from benchmarks._cycles import CycleCosts
 from benchmarks._jax_forms import FORMS, Form, Model, OneProgram
 from benchmarks._table import print_head, print_row
@@ -187,8 +188,7 @@ def measure(name: str, recompute: str, job: Job, text_at: Path | None) -> Found:
         block = type(job.block).__name__
         found = Simulation(costs, pipeline.program, job.num_devices, block).run()
         step_s, stages = found.step_s, found.whole
-    total = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    total += memory.output_size_in_bytes - memory.alias_size_in_bytes
+    total = planned_bytes(compiled)
     return Found(
         compile_s=compile_s,
         argument_gb=memory.argument_size_in_bytes / 1e9,

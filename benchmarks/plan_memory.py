@@ -13,6 +13,7 @@ import argparse
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from benchmarks._compiled import planned_bytes
 from benchmarks._table import print_head, print_row
 from benchmarks.gpu_program._jobs import Job
 from jaxpipe.config import TrainConfig
@@ -74,10 +75,7 @@ def main() -> None:
         pipeline = job.pipeline()
         with without_cache():
             compiled = pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct).compile()
-        memory = compiled.memory_analysis()
-        assert memory is not None
-        total = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-        total += memory.output_size_in_bytes - memory.alias_size_in_bytes
+        total = planned_bytes(compiled)
         counted = job.plan(partition=[list(pipeline.parts)]).candidates[0].memory.total
         row = f"{counted / 1e9:.2f}", f"{total / 1e9:.2f}", f"{counted / total:.3f}"
         print_row(name, *row)

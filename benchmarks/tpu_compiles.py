@@ -27,6 +27,7 @@ import jax
 import optax
 
 import jaxpipe
+from benchmarks._compiled import first_line, planned_bytes
 from benchmarks._small_models import MODELS
 from benchmarks._table import print_head, print_row
 from jaxpipe.executor import without_cache
@@ -168,16 +169,12 @@ def row(number: int, chip: str) -> list[str]:
     """Seconds, megabytes of a device, and the outcome."""
     start = time.perf_counter()
     try:
-        memory = (
-            CASES[number].compile(compilable_devices(HARDWARE[chip], DEVICES)).memory_analysis()
-        )
+        compiled = CASES[number].compile(compilable_devices(HARDWARE[chip], DEVICES))
     except Exception as error:  # noqa: BLE001  # whatever refuses is what is asked for
-        first = str(error).strip().splitlines()[0].replace("|", "\\|")
+        first = first_line(error, 200).replace("|", "\\|")
         return [f"{time.perf_counter() - start:.0f}", "", f"{type(error).__name__}: {first}"]
-    assert memory is not None
-    total = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    total += memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return [f"{time.perf_counter() - start:.0f}", f"{total / 1e6:.1f}", "compiled"]
+    size = f"{planned_bytes(compiled) / 1e6:.1f}"
+    return [f"{time.perf_counter() - start:.0f}", size, "compiled"]
 
 
 class Compiler:

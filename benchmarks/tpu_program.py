@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import optax
 
 import jaxpipe
+from benchmarks._compiled import planned_bytes
 from benchmarks._cycles import CLOCK_HZ, kernel_cycles
 from benchmarks._table import print_head, print_row
 from benchmarks.gpu_program._hlo import Module
@@ -92,14 +93,14 @@ def row(kind: str, name: str) -> list[str]:
     memory, text = compiled.memory_analysis(), compiled.as_text()
     assert memory is not None
     assert text is not None
-    total = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    total += memory.output_size_in_bytes - memory.alias_size_in_bytes
+    total = planned_bytes(compiled)
     counted = jaxpipe.plan(
         *(module, settings, (tokens, tokens), f"{kind}:{STAGES * REPLICAS}"),
         optimizer=optax.adamw(1e-4),
         schedules=[name],
         recompute=[0],
         partition=["trunk"],
+        alternatives=False,
     ).candidates[0]
     program = Module(text)
     # The steady run is that of most ticks; XLA for TPUs does not say how often a loop goes round.

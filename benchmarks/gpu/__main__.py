@@ -19,9 +19,12 @@ The model has 7 billion parameters (Llama's block, width 4096, 4 blocks a stage)
 - `beside`, only where it is asked for: the stage's program and the pipeline's, compiled for H200s
   without a GPU, as `benchmarks.gpu_program` does; the pipeline's are the expected values.
 
-Each measurement has a process of its own, so that one that fails leaves the others alone, and its
-most memory in use is its own. Beside each number stands what was expected of an H100 before any GPU
-was asked. Not to be seen on one GPU are exchanges, what hides them, and hangs.
+Each measurement has a process of its own: one that fails leaves the others alone, and the most
+memory in use is its own. Each number has beside it what was expected of an H100 before the first
+run. One GPU cannot show exchanges, what overlaps them, or hangs.
+
+`--parts tick:1f1b:3` runs one case of a part. A file that `--json` names keeps what earlier runs
+wrote into it.
 
 Run: python -m benchmarks.gpu [--parts env,peaks,tick] [--json FILE] [--smoke]
 """
@@ -33,6 +36,8 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+
+import jax
 
 from benchmarks._table import print_head, print_row
 
@@ -51,6 +56,12 @@ def measure_apart(part: str, case: str, sizes: Sizes) -> list[Row]:
             return [Row(f"{part} {case}", "failed: its process ended", "-")]
 
 
+def backend_apart() -> str:
+    """JAX's default backend, asked in a process of its own: here it would take the GPU's memory."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(jax.default_backend).result()
+
+
 def main() -> None:
     """Measure the parts that were asked for, and print a table of each."""
     parser = argparse.ArgumentParser(
@@ -64,25 +75,38 @@ def main() -> None:
         help="tiny sizes on any device, in one process; the numbers mean nothing",
     )
     options = parser.parse_args()
-    names = options.parts.split(",")
-    if unknown := [name for name in names if name not in PARTS]:
-        parser.error(f"--parts must name some of {', '.join(PARTS)}, but got {unknown[0]!r}.")
     sizes, run = (TINY, measure) if options.smoke else (Sizes(), measure_apart)
-    results: dict[str, list[dict[str, str]]] = {}
-    for part in names:
+    chosen: dict[str, list[str]] = {}
+    for text in options.parts.split(","):
+        part, _, case = text.partition(":")
+        if part not in PARTS or case not in ("", *sizes.cases(part)):
+            known = ", ".join(PARTS)
+            parser.error(f"--parts must name some of {known}, or cases of them, but got {text!r}.")
+        chosen.setdefault(part, []).extend([case] if case else sizes.cases(part))
+    if not options.smoke and set(chosen) != {"beside"} and (found := backend_apart()) != "gpu":
+        parser.error(
+            f"JAX's default backend must be a GPU, but got {found!r}. Use --smoke to try it "
+            "without one, or --parts beside."
+        )
+    results: dict[str, dict[str, list[dict[str, str]]]] = {}
+    if options.json and options.json.exists():
+        results = json.loads(options.json.read_text())
+    failed = False
+    for part, cases in chosen.items():
         start = time.perf_counter()
         print(f"\n{part}\n", flush=True)
         print_head("what", "found", "expected of an H100")
-        for case in sizes.cases(part):
+        for case in cases:
             rows = run(part, case, sizes)
             for row in rows:
                 print_row(*row)
-            results.setdefault(part, []).extend(row._asdict() for row in rows)
+            failed |= any(row.found.startswith("failed") for row in rows)
+            results.setdefault(part, {})[case] = [row._asdict() for row in rows]
             # After each case: what was found is kept, however the run ends.
             if options.json:
                 options.json.write_text(json.dumps(results, indent=1) + "\n")
         print(f"\n{time.perf_counter() - start:.0f} s", flush=True)
-    if any(row["found"].startswith("failed") for rows in results.values() for row in rows):
+    if failed:
         raise SystemExit("some measurements failed, see above.")
 
 

@@ -1,9 +1,10 @@
 """One stage of a pipeline as a program of one device.
 
 The step is traced for the devices of the whole pipeline, none of which need be there, and the
-program of a device is taken out of its `shard_map`. Exchanges and sums over the mesh hand on what
-they get, and the stage's number is an argument. What is left is the stage's own work: its kernels,
-rings of activations, sums of gradients, loops over ticks, branches and update.
+program of a device is taken out of its `shard_map`. An exchange gives noise in place of what a
+neighbour would send, for a GPU multiplies zeros faster; a sum over the mesh gives what it gets; and
+the stage's number is an argument. What is left is the stage's own work: its kernels, rings of
+activations, sums of gradients, loops over ticks, branches and update.
 """
 
 import dataclasses
@@ -31,7 +32,8 @@ from jaxpipe.jaxpr import (
 )
 from jaxpipe.jaxpr import primitives as names
 
-_HANDED_ON = {"ppermute", "psum", "psum_invariant", "pmax", "pmin", "pvary"}
+_EXCHANGE = "ppermute"
+_SUMS = {"psum", "psum_invariant", "pmax", "pmin", "pvary"}
 _SHARED = {"all_gather", "reduce_scatter", "all_to_all"}
 
 
@@ -71,10 +73,7 @@ class OneStage:
         return jax.ShapeDtypeStruct((), jnp.int32), state, batch
 
     def example(self, vocab: int) -> tuple[PyTree, PyTree]:
-        """A state of random parameters and a batch of random tokens.
-
-        Random, since a GPU multiplies zeros faster.
-        """
+        """A state of random parameters and a batch of random tokens."""
         _, state, batch = self.structs
         key = jax.random.key(0)
 
@@ -135,13 +134,8 @@ def _equation(eqn: Any, args: list[Any], stage: jax.Array) -> Sequence[Any]:
         return lambda *values: tuple(_results(closed, values, stage))
 
     name = eqn.primitive.name
-    if name == "axis_index":
-        return [stage if eqn.params["axis_name"] == "stage" else jnp.int32(0)]
-    if name in _HANDED_ON:
-        return args
-    if name in _SHARED:
-        shapes = [x.aval.shape for x in eqn.outvars]
-        return [jnp.resize(x, shape) for x, shape in zip(args, shapes, strict=True)]
+    if (found := _alone(eqn, args, stage)) is not None:
+        return found
     if name == names.SHARD_MAP:
         return on_one(programs_inside(eqn)[0])(*args)
     if (called := called_program(eqn)) is not None:
@@ -154,6 +148,29 @@ def _equation(eqn: Any, args: list[Any], stage: jax.Array) -> Sequence[Any]:
         return jax.lax.switch(args[0], [on_one(branch) for branch in branches], *args[1:])
     with jax.named_scope(scope_of(eqn)):
         return bind_here(eqn, args)
+
+
+def _alone(eqn: Any, args: list[Any], stage: jax.Array) -> Sequence[Any] | None:
+    """What an equation that speaks of the mesh gives where there is none; None: it does not."""
+    name = eqn.primitive.name
+    if name == "axis_index":
+        return [stage if eqn.params["axis_name"] == "stage" else jnp.int32(0)]
+    if name == _EXCHANGE:
+        return [_noisy(x) for x in args]
+    if name in _SUMS:
+        return args
+    if name in _SHARED:
+        shapes = [x.aval.shape for x in eqn.outvars]
+        return [jnp.resize(x, shape) for x, shape in zip(args, shapes, strict=True)]
+    return None
+
+
+def _noisy(x: jax.Array) -> jax.Array:
+    """Numbers below 1 that depend on the values, so that what makes these is not left out."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    noise = jnp.sin(1.7 * jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape)
+    return noise.astype(x.dtype) + x * 2**-20
 
 
 def _scan(form: ScanForm, args: list[Any], body: Callable[..., tuple]) -> Sequence[Any]:

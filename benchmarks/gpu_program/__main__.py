@@ -36,6 +36,7 @@ from typing import Any
 
 import jax
 
+from benchmarks._compiled import GRAPHS, GRAPHS_OPTION, planned_bytes
 from benchmarks._table import print_head, print_row
 from jaxpipe.executor import without_cache
 from jaxpipe.forecast import HARDWARE
@@ -46,9 +47,6 @@ from ._jobs import JOBS, SMOKE, Job
 from ._project import Projection, Simulation
 from ._thunks import DUMP_OPTION, known_rounds, read_thunks, steady_launches
 
-GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,WHILE"
-"""What may be in CUDA graphs with `--loops-in-graphs`: XLA's default, and loops."""
-
 
 def measure(job: Job, text_at: Path | None, *, loops_in_graphs: bool = False) -> dict[str, Any]:
     """Compile a job and read its program."""
@@ -58,7 +56,7 @@ def measure(job: Job, text_at: Path | None, *, loops_in_graphs: bool = False) ->
     # What comes from JAX's cache on disk is not dumped.
     with tempfile.TemporaryDirectory() as folder, without_cache():
         options: dict[str, Any] = {DUMP_OPTION: folder}
-        options |= {"xla_gpu_enable_command_buffer": GRAPHS} if loops_in_graphs else {}
+        options |= {GRAPHS_OPTION: f"{GRAPHS},WHILE"} if loops_in_graphs else {}
         compiled = lowered.compile(compiler_options=options)
         thunks, names = read_thunks(Path(folder))
     compile_s = time.perf_counter() - start
@@ -67,8 +65,7 @@ def measure(job: Job, text_at: Path | None, *, loops_in_graphs: bool = False) ->
     assert text is not None
     if text_at is not None:
         text_at.write_text(text)
-    total = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    total += memory.output_size_in_bytes - memory.alias_size_in_bytes
+    total = planned_bytes(compiled)
     counted, module, block = job.plan().candidates[0], Module(text), type(job.block).__name__
     real, ideal = (
         Simulation(

@@ -181,6 +181,7 @@ class Job:
             f"{self.kind}:{self.num_devices}",
             optimizer=optax.adamw(1e-4),
             places={"model": self.model} if self.model > 1 else None,
+            alternatives=False,
             **{**own, **kwargs},
         )
 

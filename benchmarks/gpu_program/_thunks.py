@@ -89,7 +89,9 @@ def read_thunks(folder: Path, step: str = "train_step") -> tuple[list[Thunk], di
     """The thunks of a step that XLA dumped into a folder, and the names of their instructions."""
     # Without graphs there is no pass after which XLA would write the list anew.
     listed = next(folder.glob(f"*{step}*.thunk_sequence_after_thunk_passes.txt"), None)
-    listed = listed or next(folder.glob(f"*{step}*.thunk_sequence.txt"))
+    listed = listed or next(folder.glob(f"*{step}*.thunk_sequence.txt"), None)
+    if listed is None:
+        raise ValueError(f"XLA must dump the thunks of {step}, but left none in {folder}.")
     (metadata,) = folder.glob(f"*{step}*.thunk_metadata.txt")
     names = {int(number): name for name, number in _METADATA.findall(metadata.read_text())}
     return parse_thunks(listed.read_text()), names

@@ -16,8 +16,9 @@ from jaxpipe.forecast import HARDWARE
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT))  # benchmarks are no part of the installed package
 
+from benchmarks.gpu.__main__ import measure_apart  # noqa: E402
 from benchmarks.gpu._one_stage import OneStage  # noqa: E402
-from benchmarks.gpu._parts import PARTS  # noqa: E402
+from benchmarks.gpu._parts import PARTS, TINY  # noqa: E402
 from benchmarks.gpu_program._jobs import SMOKE, Job  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("promoting")
@@ -74,4 +75,28 @@ def test_every_part_finds_something() -> None:
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    assert all(f"\n{part}\n" in done.stdout for part in PARTS if part != "beside")
+    head = "| what | found | expected of an H100 |\n|---|---|---|\n| "
+    assert all(f"\n{part}\n\n{head}" in done.stdout for part in PARTS if part != "beside")
+
+
+@pytest.mark.slow
+def test_a_middle_stage_does_not_multiply_zeros() -> None:
+    job = replace(JOB, blocks=4, stages=4)
+    one = OneStage(job, HARDWARE["h100"])
+    _, metrics = one.step(jnp.int32(1), *one.example(job.vocab))
+    assert 0 < metrics["grad_norm"] < 1e6
+
+
+def test_a_case_has_a_process_of_its_own() -> None:
+    rows = measure_apart("env", "", TINY)
+    assert [row.what for row in rows][:2] == ["devices", "JAX"]
+
+
+def test_without_a_gpu_it_says_so() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "benchmarks.gpu"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 2
+    assert "default backend must be a GPU, but got 'cpu'" in done.stderr
