@@ -369,6 +369,7 @@ def count(size: Size, form: str, attention: str, *, keep: bool) -> DeviceMemory:
             num_chunks=[size.chunks],
             partition=["trunk"],
             recompute=[0],
+            alternatives=False,
         )
         .candidates[0]
         .memory
