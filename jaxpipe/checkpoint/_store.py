@@ -176,9 +176,10 @@ def _hash(block: np.ndarray) -> str:
 def make_bare(error: BaseException) -> None:
     """Take from an error the hundreds of lines of Orbax that it came through.
 
-    They are logged for who debugs it.
+    They are logged for who debugs it, and shown where no storage fails so.
     """
-    _LOGGER.debug("Orbax failed", exc_info=error)
+    is_fault = isinstance(error, LookupError | TypeError | AttributeError)
+    _LOGGER.log(logging.WARNING if is_fault else logging.DEBUG, "Orbax failed", exc_info=error)
     error.__cause__ = error.__context__ = error.__traceback__ = None
 
 
