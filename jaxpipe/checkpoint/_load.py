@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxpipe._typing import PyTree
 from jaxpipe.distributed import run_on_all
-from jaxpipe.errors import CheckpointError
+from jaxpipe.errors import CheckpointError, shown
 from jaxpipe.layers import join_path, split_path, unflatten_dict
 from jaxpipe.pipeline import Pipeline
 from jaxpipe.state import HostRows, Leaf, Source, TrainState, read_leaf, state_arrays, with_arrays
@@ -22,6 +22,7 @@ from ._open import Checkpoint, open_checkpoint, reread
 from ._store import read_arrays
 
 _OPTIMIZER = "opt_state/"
+_AVERAGE, _AVERAGED = "opt_state/params_ema/", "opt_state/ema_updates"
 _PARAMS = "params/"
 
 
@@ -83,8 +84,16 @@ def load_state(
             else ""
         )
         warnings.warn(f"{text}{others}The rest is loaded.", stacklevel=7)
+    # A run that averaged nothing begins to with the parameters that it has.
+    begins = pipeline.config.ema is not None and (
+        not optimizer or not any(key.startswith(_AVERAGE) for key in stored)
+    )
     rest = _compare_optimizer(
-        checkpoint, wanted, optimizer, lr_scheduler, strict=strict if model.is_exact else None
+        checkpoint,
+        {key: leaf for key, leaf in wanted.items() if not (begins and _is_of_average(key))},
+        optimizer,
+        lr_scheduler,
+        strict=strict if model.is_exact else None,
     )
     keys = (*model.fitting, *rest)
     # What nobody trains, layers would get in that dtype anyway.
@@ -96,7 +105,8 @@ def load_state(
     read = read_into(
         pipeline, state, keys, lambda mine: _cast_leaves(checkpoint, wanted, mine), when_read
     )
-    return dataclasses.replace(read, **scalars)
+    new = dataclasses.replace(read, **scalars)
+    return pipeline.restart_average(new) if begins else new
 
 
 def read_into(
@@ -159,7 +169,7 @@ def _cast_leaves(
         yield key, value.astype(jnp.dtype(wanted[key].dtype), copy=False)
 
 
-def load_params(path: str | Path, tag: str | None = None) -> PyTree:
+def load_params(path: str | Path, tag: str | None = None, *, params: str | None = None) -> PyTree:
     """Read the parameters of a checkpoint.
 
     The plain Flax parameters of each layer, on the host, without an engine.
@@ -167,15 +177,17 @@ def load_params(path: str | Path, tag: str | None = None) -> PyTree:
     Args:
         path: What was given to `save_checkpoint`, or a checkpoint's own folder.
         tag: Name of the checkpoint; None: the latest.
+        params: `"ema"` reads the average that the section `ema` kept; None: the parameters that
+            were trained.
 
     Returns:
         The tree that `PipelineModule.init` returns, for `PipelineModule.apply`: numpy arrays at
         `layers/<index>_<name>` and `tied/<key>`.
 
     Raises:
-        CheckpointError: There is no checkpoint, or it is damaged.
+        CheckpointError: There is no checkpoint, it is damaged, or holds no average.
     """
-    return _load_part(path, tag, "params/")
+    return _load_part(path, tag, "params/", params)
 
 
 def load_collections(path: str | Path, tag: str | None = None) -> dict[str, PyTree]:
@@ -213,9 +225,35 @@ def read_leaves(checkpoint: Checkpoint, keys: Sequence[str]) -> Iterator[tuple[s
             )
 
 
-def _load_part(path: str | Path, tag: str | None, part: str) -> dict[str, PyTree]:
+def with_params(checkpoint: Checkpoint, params: str | None) -> Checkpoint:
+    """A checkpoint whose parameters are those of this name: `"ema"`, or None for the trained ones.
+
+    Raises CheckpointError where it holds no such parameters.
+    """
+    if params is None:
+        return checkpoint
+    leaves = checkpoint.index.leaves
+    averages = {
+        _PARAMS + key.removeprefix(_AVERAGE): leaf
+        for key, leaf in leaves.items()
+        if key.startswith(_AVERAGE)
+    }
+    if params != "ema" or not averages:
+        held = "holds no average" if params == "ema" else "has no parameters of that name"
+        raise CheckpointError(
+            "params must be None, or 'ema' for a checkpoint of a run with the section ema, but got "
+            f"params={shown(params)}, and {checkpoint.path} {held}. Leave it out for the "
+            "parameters that were trained."
+        )
+    index = dataclasses.replace(checkpoint.index, leaves={**leaves, **averages})
+    return dataclasses.replace(checkpoint, index=index)
+
+
+def _load_part(
+    path: str | Path, tag: str | None, part: str, params: str | None = None
+) -> dict[str, PyTree]:
     def read() -> dict[str, np.ndarray]:
-        checkpoint = open_checkpoint(path, tag)
+        checkpoint = with_params(open_checkpoint(path, tag), params)
         keys = [key for key in checkpoint.index.leaves if key.startswith(part)]
         return dict(read_leaves(checkpoint, keys))
 
@@ -267,6 +305,10 @@ def _compare_optimizer(
             f"{text} What fits is loaded; {argument}=False loads none of it.", stacklevel=8
         )
     return found.fitting
+
+
+def _is_of_average(key: str) -> bool:
+    return key.startswith(_AVERAGE) or key == _AVERAGED
 
 
 def _schedule_keys(keys: set[str]) -> Callable[[str], bool]:

@@ -37,7 +37,7 @@ from jaxpipe.weights import (
     write_safetensors,
 )
 
-from ._load import read_into, read_leaves
+from ._load import read_into, read_leaves, with_params
 from ._open import Checkpoint, open_checkpoint, reread
 
 _PARAMS, _COLLECTIONS = "params/", "collections/"
@@ -87,16 +87,17 @@ def load_huggingface(
         paths = [key.removeprefix(_PARAMS) for key in keys]
         return ((_PARAMS + path, value) for path, value in files.leaves(paths))
 
-    return read_into(pipeline, state, keys, source, when_read)
+    return pipeline.restart_average(read_into(pipeline, state, keys, source, when_read))
 
 
-def save_huggingface(
+def save_huggingface(  # noqa: PLR0913  # one file or choice each
     path: str | PathLike[str],
     folder: str | PathLike[str],
     renames: Sequence[Rename],
     *,
     config: Source | None = None,
     tag: str | None = None,
+    params: str | None = None,
     dtype: Any = None,
     lora_alpha: float | None = None,
     max_shard_bytes: int | None = _SHARD_BYTES,
@@ -117,6 +118,7 @@ def save_huggingface(
             `LlamaConfig.to_huggingface` gives. It is written with the dtype that the tensors have.
             None: none is written, for a folder that has one.
         tag: Name of the checkpoint; None: the latest.
+        params: As for `load_params`: `"ema"` writes the average.
         dtype: What floating-point tensors are converted to, such as `"bfloat16"`. None: they stay
             as they are.
         lora_alpha: As `jaxpipe.layers.lora` was given it: adapters are merged into their kernels.
@@ -139,7 +141,8 @@ def save_huggingface(
     target = local_path(folder, "folder", CheckpointError) / "model.safetensors"
 
     def write() -> list[Path]:
-        tensors = _Tensors(open_checkpoint(path, tag), renames, to, lora_alpha)
+        checkpoint = with_params(open_checkpoint(path, tag), params)
+        tensors = _Tensors(checkpoint, renames, to, lora_alpha)
         beside = (
             {} if contents is None else {CONFIG: dump_config(contents, tensors.structs.values())}
         )
@@ -276,6 +279,7 @@ def export_safetensors(
     out: str | PathLike[str],
     tag: str | None = None,
     *,
+    params: str | None = None,
     max_shard_bytes: int | None = None,
 ) -> list[Path]:
     """Write the parameters of a checkpoint, and what layers keep beside them, as safetensors.
@@ -291,6 +295,7 @@ def export_safetensors(
         path: What was given to `save_checkpoint`, or a checkpoint's own folder.
         out: The file, such as `model.safetensors`; one of an earlier export is replaced.
         tag: Name of the checkpoint; None: the latest.
+        params: As for `load_params`.
         max_shard_bytes: Largest sum of tensors in a file, unless one alone is larger. If one file
             is not enough, they are called `model-00001-of-00002.safetensors`, and
             `model.safetensors.index.json` tells what is where, as Hugging Face libraries do. None:
@@ -306,7 +311,12 @@ def export_safetensors(
     """
     target = check_target(local_path(out, "out", CheckpointError))
     check_shard_size(max_shard_bytes)
-    return reread(path, lambda: _export(open_checkpoint(path, tag), target, max_shard_bytes))
+
+    def write() -> list[Path]:
+        checkpoint = with_params(open_checkpoint(path, tag), params)
+        return _export(checkpoint, target, max_shard_bytes)
+
+    return reread(path, write)
 
 
 def _export(checkpoint: Checkpoint, target: Path, max_shard_bytes: int | None) -> list[Path]:

@@ -9,6 +9,7 @@ from ._classes import BatchConfig as BatchConfig
 from ._classes import FP16Config as FP16Config
 from ._classes import TrainingConfig as TrainingConfig
 from ._collect import Collector as Collector
+from ._ema import EMASection as EMASection
 from ._load import ConfigWarning as ConfigWarning
 from ._load import load_config as load_config
 from ._monitors import CometSection as CometSection
@@ -49,6 +50,7 @@ __all__ = [
     "Config",
     "ConfigWarning",
     "DataTypesSection",
+    "EMASection",
     "FP16Config",
     "FP16Section",
     "FlopsProfilerSection",

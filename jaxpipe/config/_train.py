@@ -9,6 +9,7 @@ from jaxpipe.errors import ConfigError
 
 from ._batch import BatchSizes, resolve_batch_sizes
 from ._checkpoint import CheckpointSection
+from ._ema import EMASection
 from ._monitors import CometSection, CSVMonitorSection, TensorBoardSection, WandbSection
 from ._optimizer import OptimizerSection, SchedulerSection
 from ._precision import BF16Section, DataTypesSection, Dtype, FP16Section
@@ -123,6 +124,7 @@ class TrainConfig(Section):
         zero_optimization: The section `zero_optimization`.
         optimizer: The section `optimizer`; None: no optimizer is named.
         scheduler: The section `scheduler`; None: no learning-rate schedule is named.
+        ema: The section `ema`; None: nothing is averaged.
         activation_checkpointing: The section `activation_checkpointing`.
         checkpoint: The section `checkpoint`.
         tensorboard: The section `tensorboard`.
@@ -156,6 +158,7 @@ class TrainConfig(Section):
     zero_optimization: ZeroSection = subsection(ZeroSection, instead=refuse_flag)
     optimizer: OptimizerSection | None = subsection(OptimizerSection, absent=True)
     scheduler: SchedulerSection | None = subsection(SchedulerSection, absent=True)
+    ema: EMASection | None = subsection(EMASection, absent=True)
     activation_checkpointing: ActivationCheckpointingSection = subsection(
         ActivationCheckpointingSection
     )

@@ -1,8 +1,10 @@
 """`Engine`: DeepSpeed's names, over the objects that do the work."""
 
 import dataclasses
+import functools
 import json
 import signal
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
@@ -34,6 +36,7 @@ from ._alike import describe_leaves
 from ._breakdown import Breakdown, stage_devices
 from ._checkpointer import Checkpointer, LoadOptions
 from ._compile import Reporter, print_line
+from ._evaluator import Evaluator
 from ._hold import hold_signals
 from ._html import engine_html
 from ._lockstep import Lockstep
@@ -131,6 +134,7 @@ class Engine(ABC):
         self.data_shard: Shard = self._trainer.data_shard
         self._source, self._lockstep = MicrobatchSource(data_iter), Lockstep(self.data_shard)
         self._reports = Reports(self._trainer, chosen.schedules)
+        self._evaluator = Evaluator(self._trainer, self._take)
         self._checkpointer = Checkpointer(self._trainer, self._source, self._when_loaded)
         self._breakdown = Breakdown(self._trainer)
         self._telemetry = Telemetry(self._trainer, self._reports, self._breakdown, monitors)
@@ -280,6 +284,8 @@ class Engine(ABC):
         reduce_output: str | None = "avg",
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
+        *,
+        params: str | None = None,
     ) -> Any:
         """Evaluate one batch, forward only, with layers outside training.
 
@@ -291,6 +297,7 @@ class Engine(ABC):
                 averaged over replicas, of shape `[num_micro_batches]`.
             bcast_loss: False: the loss is None in a process without a device of the last stage.
             num_micro_batches: Entries to pull; None: as many as in training.
+            params: As for `evaluate`.
 
         Returns:
             The loss, or with `return_logits` `(loss, outputs)`. Outputs are those of all
@@ -312,7 +319,7 @@ class Engine(ABC):
                 "iter(eval_loader), outside a loop over batches."
             )
         count = self.micro_batches if asked is None else asked
-        run = self._trainer.run
+        run = functools.partial(self._trainer.run, params=params)
         metrics: Mapping[str, Any] = {}
         outputs: PyTree = None
         with self._source.transaction():
@@ -334,7 +341,90 @@ class Engine(ABC):
         return (loss, outputs) if return_logits else loss
 
     @one_thread
-    def predict(self, inputs: PyTree, *, side: Mapping[str, PyTree] | None = None) -> PyTree:
+    def evaluate(self, loader: Iterable[Entry], *, params: str | None = None) -> dict[str, Any]:
+        """Evaluate a whole set of samples, such as a dev set, with layers outside training.
+
+        The loss is the mean over all samples, or where `loss_fn` returns `(sum, weight)` over all
+        that weighs; so are the metrics that it returns. Neither depends on how samples are spread
+        over entries, microbatches and replicas. An entry may have fewer samples than a microbatch,
+        such as the last one: it is filled up, and what was added does not count. Every number of
+        samples is evaluated by one program.
+
+        The result goes to the monitors and into one printed line.
+
+        Args:
+            loader: Entries `(inputs, labels)` or `(inputs, labels, side)`, each of up to
+                `micro_batch_size * replicas` samples; all of them are read. Each process gives
+                samples of its own, any number above 0.
+            params: `"ema"` evaluates the average that the section `ema` keeps, `"base"` the model
+                without the adapters of `jaxpipe.layers.lora`; None: the parameters that are
+                trained.
+
+        Returns:
+            `{"loss": ..., "num_samples": ..., "metrics": {name: ...}}` as numbers of Python;
+            `metrics` only if there are any.
+
+        Raises:
+            DataError: There is no sample, an entry is too large, or not like the others.
+            PipelineError: An entry is not full, and its loss is not that of its samples one by one,
+                as where `loss_fn` compares samples of a microbatch with each other.
+            ConfigError: There are no such parameters.
+        """
+        began = time.perf_counter()
+        found = self._evaluator.means(loader, self._source.mapped, params)
+        self._reports.evaluation = found
+        if self._telemetry.is_on:
+            self._telemetry.note_evaluation(found)
+        elapsed_s = time.perf_counter() - began
+        self._trainer.compiler.report(self._reports.evaluation_line(params, elapsed_s))
+        return {**found}
+
+    @one_thread
+    def log_probs(
+        self,
+        inputs: PyTree,
+        labels: jax.Array | np.ndarray,
+        *,
+        side: Mapping[str, PyTree] | None = None,
+        segment_ids: jax.Array | np.ndarray | None = None,
+        num_segments: int | None = None,
+        params: str | None = None,
+    ) -> np.ndarray:
+        """Log-probabilities of labels, summed over each sample; see `jaxpipe.losses.log_probs`.
+
+        What preference tuning needs of its reference, and distillation of sequences of its teacher.
+        The logits stay on the devices. Samples are cut into microbatches as by `predict`, and run
+        in batches of `micro_batches` of them, filled up where they are fewer.
+
+        Args:
+            inputs: Inputs of this process's samples: arrays `[num_samples, ...]`.
+            labels: Integers `[num_samples, length]`, -100 where a position does not count.
+            side: Side inputs by name, likewise.
+            segment_ids: The answer of each position where samples hold several, from 0; -1: none.
+            num_segments: How many answers a sample holds.
+            params: As for `evaluate`: `"base"` is the reference of a model with adapters.
+
+        Returns:
+            `float32[num_samples]`, or with `segment_ids` `float32[num_samples, num_segments]`.
+
+        Raises:
+            DataError: Leaves disagree on how many samples there are, or one is no array of numbers.
+            LayerError: Labels or segments are not integers of the shape of the logits.
+            ConfigError: There are no such parameters.
+        """
+        given = labels if segment_ids is None else (labels, segment_ids)
+        if segment_ids is None:
+            num_segments = None
+        return self._evaluator.log_probs(inputs, given, side, num_segments, params)
+
+    @one_thread
+    def predict(
+        self,
+        inputs: PyTree,
+        *,
+        side: Mapping[str, PyTree] | None = None,
+        params: str | None = None,
+    ) -> PyTree:
         """Run the model forward without labels, for any number of samples.
 
         Samples are cut into microbatches of the configured size, the last one filled up with copies
@@ -344,6 +434,7 @@ class Engine(ABC):
         Args:
             inputs: The inputs of all samples: arrays `[num_samples, ...]`.
             side: Side inputs by name, likewise.
+            params: As for `evaluate`.
 
         Returns:
             The model's outputs: arrays `[num_samples, ...]`, on every device.
@@ -369,7 +460,9 @@ class Engine(ABC):
         # Whole on every process, as the caller gave it: each gives all samples, and gets all
         # outputs.
         (pipeline, num_samples), batch = self._take("predict", read, is_whole=True)
-        outputs = trainer.run("prediction", pipeline.predict, pipeline.place_batch(batch))
+        outputs = trainer.run(
+            "prediction", pipeline.predict, pipeline.place_batch(batch), params=params
+        )
         trainer.block_until_ready()  # joining is a program of its own
         joined = join_samples(outputs, num_samples, self.mesh)
         trainer.note_in_flight(joined)
@@ -631,19 +724,24 @@ class Engine(ABC):
         self._checkpointer.save_on_preemption(save_dir, signals, client_state)
 
     @one_thread
-    def module_state_dict(self) -> PyTree:
+    def module_state_dict(self, *, params: str | None = None) -> PyTree:
         """The present parameters as numpy arrays.
 
         Their form is that of `PipelineModule.init`, or a plain model's own. Before the first batch
         they are `model_parameters` as they were given; where there are none, shapes are needed.
 
+        Args:
+            params: As for `evaluate`.
+
         Raises:
             PipelineError: No shapes are known yet, and no parameters.
+            ConfigError: There are no such parameters.
         """
         trainer = self._trainer
-        if trainer.model_parameters is not None and trainer.programs.latest is None:
+        is_given = trainer.model_parameters is not None and trainer.programs.latest is None
+        if params is None and is_given:
             return trainer.tree.unwrap(jax.tree.map(np.array, trainer.model_parameters))
-        return trainer.tree.unwrap(trainer.pipeline.params_tree(trainer.state.params))
+        return trainer.tree.unwrap(trainer.pipeline.params_tree(trainer.state_with(params).params))
 
     @one_thread
     def module_collections(self) -> dict[str, PyTree]:
@@ -747,8 +845,13 @@ class Engine(ABC):
         `loss`, `grad_norm` and the rest of `Pipeline.step`'s metrics.
 
         Arrays on the devices, computed while the caller goes on; empty before the first batch.
+        `evaluation` is what `evaluate` returned last.
         """
-        return {**(self._reports.metrics or {})}
+        evaluation = self._reports.evaluation
+        return {
+            **(self._reports.metrics or {}),
+            **({} if evaluation is None else {"evaluation": evaluation}),
+        }
 
     @one_thread
     def get_lr(self) -> list[float]:

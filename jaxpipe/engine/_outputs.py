@@ -17,27 +17,31 @@ from jaxpipe.pipeline import Pipeline
 
 
 def split_samples(
-    inputs: PyTree, side: Mapping[str, PyTree] | None, size: int
+    inputs: PyTree,
+    side: Mapping[str, PyTree] | None,
+    size: int,
+    labels: PyTree = (),
+    call: str = "predict",
 ) -> tuple[Batch, int]:
     """Cut samples into microbatches of all replicas; copies of the last sample fill the last one.
 
-    `inputs` and `side` have leaves `[num_samples, ...]`; `size` is samples per microbatch over all
-    replicas. Returns the batch without labels, leaves `[num_microbatches, size, ...]`, and the
-    number of samples. Raises DataError where there is no sample, leaves disagree on how many there
-    are, or one is no array of numbers.
+    `inputs`, `labels` and `side` have leaves `[num_samples, ...]`; `size` is samples per microbatch
+    over all replicas. `call` is for errors. Returns the batch, leaves `[num_microbatches, size,
+    ...]`, and the number of samples. Raises DataError where there is no sample, leaves disagree on
+    how many there are, or one is no array of numbers.
     """
     if hasattr(inputs, "__next__"):
         raise DataError(
-            "predict must be given the inputs of all samples as arrays, but got a "
+            f"{call} must be given the inputs of all samples as arrays, but got a "
             f"{type(inputs).__name__}. For an iterator call eval_batch(data_iter, "
             "return_logits=True, compute_loss=False)."
         )
-    given = split_entry((inputs, (), side), "predict")
+    given = split_entry((inputs, labels, side), call)
     named = {
         name: jax.tree.map_with_path(
             lambda path, leaf, name=name: host_array(leaf, name + keystr(path)), tree
         )
-        for name, tree in (("inputs", given.inputs), ("side", given.side))
+        for name, tree in given._asdict().items()
     }
     counts = {
         name + keystr(path): leaf.shape[0] if leaf.ndim else None
@@ -62,9 +66,7 @@ def split_samples(
         filled = np.concatenate([leaf, np.repeat(leaf[-1:], missing, axis=0)]) if missing else leaf
         return filled.reshape(num_microbatches, size, *leaf.shape[1:])
 
-    return Batch(
-        jax.tree.map(split, named["inputs"]), (), jax.tree.map(split, named["side"])
-    ), num_samples
+    return Batch(**jax.tree.map(split, named)), num_samples
 
 
 def join_samples(outputs: PyTree, num_samples: int, mesh: Mesh) -> PyTree:

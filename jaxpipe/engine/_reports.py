@@ -32,6 +32,7 @@ class Reports:
 
     Attributes:
         metrics: Metrics of the last step; None before the first.
+        evaluation: What the last evaluation of a set of samples found; None before the first.
     """
 
     def __init__(self, trainer: Trainer, schedules: Mapping[str, optax.Schedule]) -> None:
@@ -50,6 +51,7 @@ class Reports:
     def forget(self) -> None:
         """Forget the steps so far."""
         self.metrics: Metrics | None = None
+        self.evaluation: dict[str, Any] | None = None
         self._clock: _Clock | None = None
         self._num_tokens: int | None = 0
         """Tokens trained so far; None: a batch held something else."""
@@ -148,6 +150,16 @@ class Reports:
             if now.num_tokens and since.num_tokens is not None:
                 parts.append(f"{(now.num_tokens - since.num_tokens) / elapsed_s:,.0f} tokens/s")
         self._clock = now
+        return ", ".join(parts)
+
+    def evaluation_line(self, params: str | None, elapsed_s: float) -> str:
+        """A line on the last evaluation of a set of samples, of parameters by name."""
+        found = self.evaluation
+        assert found is not None, "something has been evaluated"
+        what = "evaluation" if params is None else f"evaluation of {params!r}"
+        parts = [f"step {self._trainer.global_steps}, {what}: loss {found['loss']:.4f}"]
+        parts += [f"{name} {value:.4f}" for name, value in found.get("metrics", {}).items()]
+        parts += [f"{found['num_samples']:,} samples", f"{elapsed_s:.1f} s"]
         return ", ".join(parts)
 
     def _now(self) -> "_Clock":

@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import logging
 import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -272,6 +272,10 @@ class MicrobatchSource:
             error.add_note(f"This came from data_iter {lost}: nothing was computed from them.")
             raise
         return stack.batch()
+
+    def mapped(self, entries: Iterable[Any]) -> Iterator[Any]:
+        """Entries that are not for training, in the form of a batch's; see `set_batch_fn`."""
+        return (self._mapped(entry, has_labels=True) for entry in entries)
 
     def _begin(self, iterator: Any, count: int) -> _Pulled:
         """Begin a batch from an iterator, with the entries that an interrupt left over."""

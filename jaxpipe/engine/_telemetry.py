@@ -3,6 +3,7 @@
 import contextlib
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from ._breakdown import Breakdown
 from ._reports import Reports
 from ._trainer import Trainer
 
-_PREFIX = "Train/Samples/"
+_PREFIX, _EVALUATION = "Train/Samples/", "Evaluation/Samples/"
 
 
 class Telemetry:
@@ -84,6 +85,13 @@ class Telemetry:
             return [Event(_PREFIX + name, value, samples) for name, value in values.items()]
 
         self._put(read)
+
+    def note_evaluation(self, found: Mapping[str, Any]) -> None:
+        """A set of samples has been evaluated; called where `is_on` is true."""
+        samples = self._trainer.global_samples
+        values = {"loss": found["loss"], **found.get("metrics", {})}
+        events = [Event(_EVALUATION + name, x, samples) for name, x in values.items()]
+        self._put(lambda: events)
 
     @contextlib.contextmanager
     def timed(self, what: str) -> Generator[None]:

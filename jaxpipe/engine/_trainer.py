@@ -166,9 +166,25 @@ class Trainer:
         self.note_in_flight(jax.tree.leaves(results)[-1])
         return results
 
-    def run(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
-        """Prepare and call a program that leaves the state as it is."""
-        return self.launch(function, self.prepare(name, function, *args), *args)
+    def run(
+        self, name: str, function: Callable[..., Any], *args: Any, params: str | None = None
+    ) -> Any:
+        """Prepare and call a program that leaves the state as it is.
+
+        `params` is as for `Pipeline.with_params`; None: the parameters that are trained.
+        """
+        self.prepare(name, function, *args)
+        return self.launch(function, self.state_with(params), *args)
+
+    def state_with(self, params: str | None) -> TrainState:
+        """The state, with other parameters where they are named; see `Pipeline.with_params`."""
+        if params is None:
+            return self.state
+        self.block_until_ready()
+        state = self.pipeline.with_params(self.state, params)
+        self.note_in_flight(jax.tree.leaves(state.params)[0])
+        self.block_until_ready()
+        return state
 
     def note_in_flight(self, result: jax.Array) -> None:
         """Note a result of the program that was started last."""

@@ -10,6 +10,7 @@ from ._batch import microbatch_key as microbatch_key
 from ._batch import samples_spec as samples_spec
 from ._evaluate import EvaluateLoop as EvaluateLoop
 from ._loss import Objective as Objective
+from ._loss import SampleTerms as SampleTerms
 from ._loss import loss_divisor as loss_divisor
 from ._metrics import EvaluationMetrics as EvaluationMetrics
 from ._metrics import GradientMetrics as GradientMetrics

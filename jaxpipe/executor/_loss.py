@@ -1,7 +1,7 @@
 """From sums over microbatches to the loss of a batch: what the sums are divided by."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,28 @@ from jaxpipe._typing import PyTree
 from jaxpipe.errors import LayerError
 from jaxpipe.jaxpr import output_dependence
 from jaxpipe.layers import PipelineModule
+from jaxpipe.losses import over_samples
 from jaxpipe.topology import axes_length, sum_over
+
+
+class SampleTerms(NamedTuple):
+    """What the microbatches of an evaluation add to the sums of a whole set of samples.
+
+    A sum has the loss times its weight, then each metric times its weight, `1 + metrics` numbers in
+    the order of their names. Where the loss is a mean, each sample weighs 1.
+
+    Attributes:
+        sums: Those of a microbatch of one replica, `[num_microbatches, replicas, 1 + metrics]`.
+        weights: Its weight, `[num_microbatches, replicas]`.
+        sample_sums: Those of each sample by itself, `[num_microbatches, samples, 1 + metrics]`;
+            None: the loss does not take one sample alone.
+        sample_weights: Its weight, `[num_microbatches, samples]`.
+    """
+
+    sums: jax.Array
+    weights: jax.Array
+    sample_sums: jax.Array | None
+    sample_weights: jax.Array | None
 
 
 class Objective:
@@ -64,6 +85,19 @@ class Objective:
         """What one microbatch gives, as `(LossTerms.sums, weight)`; the weight of a mean is 1."""
         terms = self._module.loss_terms(outputs, labels)
         return terms.sums(), jnp.float32(1) if terms.weight is None else terms.weight
+
+    def measure_samples(self, outputs: PyTree, labels: PyTree) -> SampleTerms:
+        """What one microbatch gives, and what each of its samples gives by itself."""
+        sums, weight = self.measure(outputs, labels)
+        num_samples = jax.tree.leaves(labels)[0].shape[0] if jax.tree.leaves(labels) else 1
+        if not self.is_weighted:
+            sums, weight = num_samples * sums, jnp.float32(num_samples)
+        try:
+            of_samples = over_samples(self.measure, outputs, labels)
+        # Whatever the user's function raises: losses of pairs, or of outputs without samples.
+        except Exception:  # noqa: BLE001
+            of_samples = None, None
+        return SampleTerms(sums[None], weight[None], *of_samples)
 
     def named(self, values: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The loss and its metrics by name, from means of what `measure` gives."""

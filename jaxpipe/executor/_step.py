@@ -32,7 +32,7 @@ from jaxpipe.topology import broadcast_sum, sum_over
 from ._batch import DeviceBatch
 from ._buffers import select
 from ._evaluate import EvaluateLoop, Measure
-from ._loss import Objective, gather_values, loss_divisor
+from ._loss import Objective, SampleTerms, gather_values, loss_divisor
 from ._metrics import EvaluationMetrics, GradientMetrics, Metrics, PartialMetrics, UpdateMetrics
 from ._stage import Stage, Weights
 from ._tick_loop import Device, LossCotangents
@@ -118,12 +118,35 @@ class DevicePrograms:
         """The loss, and that of each microbatch."""
         return self._means(self._results(state, batch, self._objective.measure))
 
+    def choose(self, choice: Callable[[PyTree, PyTree], PyTree], state: TrainState) -> PyTree:
+        """Other parameters in place of the state's, of the same layout; see `Updater.choose`."""
+        master, layout = self._pinned(state.params), self._sharding.trained.shards
+        opt_state = self._updater.constrain(_squeeze(state.opt_state))
+        params = select_arrays(layout, master)
+        chosen = layout.constrain(
+            self._updater.choose(choice, self._shard_kind(), params, opt_state)
+        )
+        return _expand(_merged(master, self._same_tied(chosen)))
+
+    def restart_average(self, state: TrainState) -> PyTree:
+        """The optimiser's state, whose average of the parameters begins anew at these."""
+        params = select_arrays(self._sharding.trained.shards, self._pinned(state.params))
+        opt_state = self._updater.constrain(_squeeze(state.opt_state))
+        new = self._updater.restart_average(self._shard_kind(), params, opt_state)
+        return _expand(self._updater.constrain(new))
+
+    def measured(self, measure: Measure, state: TrainState, batch: Batch) -> PyTree:
+        """What a function of outputs and labels gives for every microbatch, on every stage."""
+        # All stages but the last have zeros.
+        return broadcast_sum(self._results(state, batch, measure), "stage")
+
+    def evaluate_samples(self, state: TrainState, batch: Batch) -> SampleTerms:
+        """Sums of each microbatch and of each sample, for a set with samples that do not count."""
+        return self.measured(self._objective.measure_samples, state, batch)
+
     def predict(self, state: TrainState, batch: Batch) -> PyTree:
         """Outputs of the model for every microbatch, on every stage."""
-        # All stages but the last have zeros.
-        return broadcast_sum(
-            self._results(state, batch, lambda outputs, _: self._whole(outputs)), "stage"
-        )
+        return self.measured(lambda outputs, _: self._whole(outputs), state, batch)
 
     def evaluate_and_predict(
         self, state: TrainState, batch: Batch
@@ -267,9 +290,7 @@ class DevicePrograms:
         grads = clip_to(self._limit, norm, self._unscale(state, grads))
         new_params, new_opt = self._updater.update(shard_kind, params, grads, opt_state)
         new_params, new_opt = layout.constrain(new_params), self._updater.constrain(new_opt)
-        # Copies of a tied parameter get one stage's update: two programs may round alike sums
-        # differently.
-        new_params = broadcast_tied(self._tied, self._sharding.trained, shard_kind, new_params)
+        new_params = self._same_tied(new_params)
         metrics: UpdateMetrics = {"grad_norm": norm}
         changes: dict[str, Any] = {}
         if self._scaler is not None:
@@ -280,9 +301,7 @@ class DevicePrograms:
             changes["loss_scale"] = self._scaler.update(state.loss_scale, overflow)
             changes["skipped_steps"] = state.skipped_steps + overflow.astype(jnp.int32)
             metrics["loss_scale"], metrics["overflow"] = scale, overflow
-        new_params = Storage(
-            {**master.packed, **new_params.packed}, {**master.stacked, **new_params.stacked}
-        )
+        new_params = _merged(master, new_params)
         # Skipped steps count too, as in DeepSpeed: keys of dropout depend on the number of batches
         # seen.
         changes |= {
@@ -291,6 +310,13 @@ class DevicePrograms:
             "opt_state": _expand(new_opt),
         }
         return dataclasses.replace(state, **changes), metrics
+
+    def _same_tied(self, trained: Storage) -> Storage:
+        """Trained parameters whose tied copies all have one stage's values.
+
+        Two programs may round alike sums differently.
+        """
+        return broadcast_tied(self._tied, self._sharding.trained, self._shard_kind(), trained)
 
     def _without_frozen(self, stage: jax.Array, grads: Storage) -> Storage:
         """Gradients with zeros for parameters of the trunk that this stage has frozen.
@@ -327,6 +353,11 @@ def collections_after(metrics: UpdateMetrics, old: PyTree, new: PyTree) -> PyTre
     A step that is skipped leaves batch statistics as they were, too.
     """
     return select(metrics["overflow"], old, new) if "overflow" in metrics else new
+
+
+def _merged(master: Storage, trained: Storage) -> Storage:
+    """All parameters of a row, with these trained ones."""
+    return Storage({**master.packed, **trained.packed}, {**master.stacked, **trained.stacked})
 
 
 def _squeeze(tree: PyTree) -> PyTree:

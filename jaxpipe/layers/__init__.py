@@ -21,6 +21,7 @@ from ._vocab import VocabHead as VocabHead
 from ._axes import call_on_one as call_on_one
 from ._axes import on_mesh as on_mesh
 from ._build import NamedLayer as NamedLayer
+from ._lora import without_adapters as without_adapters
 from ._model_trace import ModelTrace as ModelTrace
 from ._param_paths import ParamPaths as ParamPaths
 from ._param_paths import merge_layers as merge_layers
@@ -54,6 +55,7 @@ __all__ = [
     "lora",
     "merge_lora",
     # For other rooms.
+    "without_adapters",
     "ModelTrace",
     "NamedLayer",
     "ParamPaths",

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import flax.linen as nn
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -102,6 +103,17 @@ def check_targets(layers: Iterable[NamedLayer], paths: Iterable[Path]) -> None:
                 f"{pattern!r}, which finds none of {len(kernels)}. The nearest are: "
                 f"{', '.join(nearest) or 'none'}."
             )
+
+
+def without_adapters(params: PyTree, _: PyTree = None) -> PyTree:
+    """Parameters whose adapters add nothing."""
+    leaves = flatten_dict(params)
+    return unflatten_dict(
+        {
+            path: jnp.zeros_like(leaf) if path[-1] == LORA_B else leaf
+            for path, leaf in leaves.items()
+        }
+    )
 
 
 def merge_lora(params: PyTree, alpha: float, dtype: Any = None) -> dict[str, PyTree]:

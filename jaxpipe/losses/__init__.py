@@ -2,20 +2,24 @@
 
 # For users.
 from ._cross_entropy import cross_entropy as cross_entropy
+from ._cross_entropy import log_probs as log_probs
 from ._cross_entropy import vocab_cross_entropy as vocab_cross_entropy
 from ._split_logits import SplitLogits as SplitLogits
 
 # isort: split
 # For other rooms.
 from ._split_logits import local_indices as local_indices
+from ._split_logits import over_samples as over_samples
 from ._split_logits import signed as signed
 
 __all__ = [
     # For users.
     "SplitLogits",
     "cross_entropy",
+    "log_probs",
     "vocab_cross_entropy",
     # For other rooms.
     "local_indices",
+    "over_samples",
     "signed",
 ]

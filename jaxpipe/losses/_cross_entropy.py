@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpipe._numbers import as_integer
 from jaxpipe.errors import LayerError, shown
 from jaxpipe.topology import sum_over
 
@@ -120,6 +121,59 @@ def vocab_cross_entropy(
     return terms.log_normaliser - terms.of_label
 
 
+def log_probs(
+    logits: Logits,
+    labels: jax.Array,
+    segment_ids: jax.Array | None = None,
+    num_segments: int | None = None,
+    *,
+    ignore_index: int = -100,
+) -> jax.Array:
+    """Log-probabilities of the labels, summed over the positions of each sample that count.
+
+    For losses that compare whole answers, such as those of preference tuning; in float32, or wider.
+    `engine.log_probs` gives those of a model that is not trained.
+
+    Args:
+        logits: `[samples, ..., vocab_size]`, whole or split over the stages.
+        labels: Integers in `[0, vocab_size)`, or `ignore_index`, of the leading shape. Others give
+            NaN.
+        segment_ids: Integers of the shape of the labels, where several answers are packed into a
+            sample: the answer of each position, from 0; those of others, such as -1, do not count.
+        num_segments: How many answers a sample has; with `segment_ids` only.
+        ignore_index: A label that marks positions which do not count.
+
+    Returns:
+        `[samples]`, or with `segment_ids` `[samples, num_segments]`.
+
+    Raises:
+        LayerError: Labels or segments are not integers of the leading shape, or `num_segments` is
+            not a positive integer where segments are given.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> found = log_probs(jnp.zeros((1, 3, 4)), jnp.array([[2, 0, -100]]))
+        >>> bool(jnp.allclose(found, -2 * jnp.log(4.0)))
+        True
+
+    Reference:
+        What Rafailov et al., Direct Preference Optimization (2023), section 4, compare.
+    """
+    _check(logits, labels, None, 0.0, 0.0)
+    _check_segments(labels, segment_ids, num_segments)
+    labels = signed(jnp.asarray(labels))
+    is_class = (labels >= 0) & (labels < logits.shape[-1])
+    values = -vocab_cross_entropy(logits, jnp.where(is_class, labels, 0))
+    values = jnp.where(labels != ignore_index, jnp.where(is_class, values, jnp.nan), 0.0)
+    inner = tuple(range(1, labels.ndim))
+    if segment_ids is None:
+        return values.sum(inner)
+    assert num_segments is not None  # checked above
+    is_of = jax.nn.one_hot(segment_ids, num_segments, dtype=jnp.bool_)
+    # Selected, not multiplied: what does not count may be NaN.
+    return jnp.where(is_of, values[..., None], 0.0).sum(inner)
+
+
 class _Reduced(NamedTuple):
     """What a loss needs of the logits of each position, `[...]`, the same on every stage.
 
@@ -153,6 +207,27 @@ def _reduced(logits: Logits, labels: jax.Array, *, needs_mean: bool) -> _Reduced
         else jnp.zeros_like(of_label)
     )
     return _Reduced(jnp.log(total) + highest, of_label, mean)
+
+
+def _check_segments(labels: Any, segment_ids: Any, num_segments: Any) -> None:
+    count = as_integer(num_segments, 1)
+    if segment_ids is None and num_segments is None:
+        return
+    dtype: Any = getattr(segment_ids, "dtype", None)
+    shape = getattr(segment_ids, "shape", None)
+    if (
+        shape != labels.shape
+        or dtype is None
+        or not jnp.issubdtype(dtype, jnp.integer)
+        or count is None
+    ):
+        found = "None" if dtype is None else f"{dtype}{list(shape or ())}"
+        raise LayerError(
+            f"segment_ids must be integers of the shape of the labels, {list(labels.shape)}, and "
+            f"num_segments their number, but got segment_ids={found} and num_segments="
+            f"{num_segments!r}. Number the answers of each sample from 0, and give -1 to positions "
+            "of none."
+        )
 
 
 def _check(logits: Any, labels: Any, weights: Any, label_smoothing: Any, z_loss: Any) -> None:

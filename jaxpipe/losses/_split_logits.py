@@ -1,5 +1,6 @@
 """Logits of which each stage holds a slice of the vocabulary."""
 
+from collections.abc import Callable
 from types import EllipsisType
 from typing import Any
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpipe._typing import PyTree
 from jaxpipe.errors import LayerError
 
 STAGE = "stage"
@@ -82,6 +84,28 @@ class SplitLogits:
                 f"{list(sizes)}. Write for instance logits.reshape(-1, {self.shape[-1]})."
             )
         return SplitLogits(self.local.reshape(*sizes[:-1], self.local.shape[-1]), self.shape[-1])
+
+
+def over_samples(
+    function: Callable[[PyTree, PyTree], PyTree], outputs: PyTree, labels: PyTree
+) -> PyTree:
+    """What a function of outputs and labels gives for each sample as a microbatch of one.
+
+    All leaves have the samples as their first dim, those of the result too. Outputs may hold split
+    logits.
+    """
+    leaves, treedef = jax.tree.flatten(outputs, is_leaf=lambda x: isinstance(x, SplitLogits))
+    sizes = [x.shape[-1] if isinstance(x, SplitLogits) else None for x in leaves]
+
+    def one(locals_: list[jax.Array], labels: PyTree) -> PyTree:
+        alone = [
+            x[None] if size is None else SplitLogits(x[None], size)
+            for x, size in zip(locals_, sizes, strict=True)
+        ]
+        return function(jax.tree.unflatten(treedef, alone), jax.tree.map(lambda x: x[None], labels))
+
+    arrays = [x.local if isinstance(x, SplitLogits) else x for x in leaves]
+    return jax.vmap(one)(arrays, labels)
 
 
 def local_indices(

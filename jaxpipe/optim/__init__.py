@@ -1,5 +1,9 @@
 """Optimisers and learning-rate schedules by name, their state, and the loss scale of float16."""
 
+from ._average import AverageState as AverageState
+from ._average import average_of as average_of
+from ._average import restart_average as restart_average
+from ._average import with_average as with_average
 from ._base import LRSchedule as LRSchedule
 from ._hyperparams import next_hyperparams as next_hyperparams
 from ._hyperparams import read_hyperparams as read_hyperparams
@@ -41,7 +45,9 @@ __all__ = [
     "make_optimizer",
     "make_schedule",
     # For other rooms.
+    "AverageState",
     "apply_update",
+    "average_of",
     "check_leafwise",
     "check_separable",
     "factory_schedules",
@@ -54,8 +60,10 @@ __all__ = [
     "optimizer_lr",
     "read_hyperparams",
     "replace_hyperparams",
+    "restart_average",
     "set_hyperparams",
     "state_struct",
     "trace_optimizer",
+    "with_average",
     "with_schedule",
 ]

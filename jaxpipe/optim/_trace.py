@@ -14,6 +14,7 @@ from jaxpipe.errors import ConfigError
 from jaxpipe.jaxpr import ClosedJaxpr, value_numbers
 from jaxpipe.layers import flatten_dict, join_path, unflatten_dict
 
+from ._average import AVERAGED
 from ._optax import REJECTIONS
 
 
@@ -119,9 +120,13 @@ def apply_update(
 
 
 def leaf_paths(tree: PyTree) -> list[Path]:
-    """The path of every leaf of a tree, as the names of its keys, attributes and indices."""
+    """The path of every leaf of a tree, as the names of its keys, attributes and indices.
+
+    An optimiser's state beside an average has the paths that it has without.
+    """
     paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
-    return [tuple(jax.tree_util.keystr((key,), simple=True) for key in path) for path in paths]
+    named = [tuple(jax.tree_util.keystr((key,), simple=True) for key in path) for path in paths]
+    return [path[1:] if path[:1] == (AVERAGED,) else path for path in named]
 
 
 def find_param(state_path: Path, known: Collection[Path]) -> tuple[int, int] | None:

@@ -1,5 +1,6 @@
 """The optimiser and learning-rate schedule of a run, from the call or from the configuration."""
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxpipe._numbers import as_number
-from jaxpipe.config import Collector, OptimizerSection, TrainConfig
+from jaxpipe.config import Collector, EMASection, OptimizerSection, TrainConfig
 from jaxpipe.errors import ConfigError, shown
 from jaxpipe.optim import (
     factory_schedules,
@@ -18,6 +19,7 @@ from jaxpipe.optim import (
     make_optimizer,
     make_schedule,
     optimizer_lr,
+    with_average,
     with_schedule,
 )
 
@@ -100,7 +102,20 @@ def choose_optimizer(
             _check_finished(config, optimizer, lr_scheduler)
             chosen = ChosenOptimizer(optimizer)
     errors.raise_all()
-    return chosen
+    return chosen if config.ema is None else _averaged(chosen, config.ema)
+
+
+def _averaged(chosen: ChosenOptimizer, ema: EMASection) -> ChosenOptimizer:
+    """The optimiser, which keeps an average of the parameters beside its state."""
+    if chosen.transformation is None:
+        raise ConfigError(
+            "an average must have an optimizer whose updates it follows, but got "
+            f"ema.decay={ema.decay} and optimizer=None. Remove the section ema; the average of a "
+            "checkpoint is read by jaxpipe.checkpoint.load_params(path, params='ema').",
+            paths=["ema", "optimizer"],
+        )
+    averaged = with_average(chosen.transformation, ema.decay, warms_up=ema.warmup)
+    return dataclasses.replace(chosen, transformation=averaged)
 
 
 def _named_optimizer(section: OptimizerSection, schedule: optax.Schedule | None) -> ChosenOptimizer:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.config import TrainConfig
 from jaxpipe.data import Batch, split_entry
+from jaxpipe.errors import ConfigError
 from jaxpipe.executor import (
     DevicePrograms,
     EvaluateLoop,
@@ -24,6 +26,7 @@ from jaxpipe.executor import (
     Objective,
     PartialMetrics,
     Plan,
+    SampleTerms,
     Stage,
     TrainLoop,
     UpdateMetrics,
@@ -31,6 +34,7 @@ from jaxpipe.executor import (
     batch_spec,
 )
 from jaxpipe.layers import (
+    LORA_PARAMETERS,
     ModelTrace,
     PipelineModule,
     device_bytes,
@@ -38,8 +42,9 @@ from jaxpipe.layers import (
     join_path,
     struct_of,
     unflatten_dict,
+    without_adapters,
 )
-from jaxpipe.optim import LossScaler
+from jaxpipe.optim import LossScaler, average_of
 from jaxpipe.partition import StageCut
 from jaxpipe.planner import make_plan
 from jaxpipe.recompute import RecomputeSettings, current_settings, use_settings, warn_unfollowed
@@ -78,6 +83,13 @@ from ._traced import trace_model
 from ._validate import check_batch, check_jit, check_params
 
 _BatchLike = Sequence[PyTree]  # a `Batch`, or a tuple (inputs, labels) or (inputs, labels, side)
+
+
+_CHOICES: Mapping[str, Callable[[PyTree, PyTree], PyTree]] = {
+    "ema": average_of,
+    "base": without_adapters,
+}
+"""Parameters that a state holds beside those that are trained, from these and the optimiser's."""
 
 
 class Pipeline:
@@ -127,6 +139,9 @@ class Pipeline:
         predict: `predict(state, batch) -> outputs`, jitted, leaves
             `[num_microbatches, microbatch_size * replicas, ...]`.
         evaluate_and_predict: Both, in one run.
+        evaluate_samples: `evaluate_samples(state, batch) -> terms`, jitted: what each microbatch of
+            each replica, and each sample by itself, adds to the sums of a set of samples, of which
+            some may not count; a `jaxpipe.executor.SampleTerms`.
         config: With what was left open in its section `pipeline` decided.
         plan: What was decided before the pipeline was built: schedule, placement and cut.
         loss_metrics: Names of the metrics that `loss_fn` returns.
@@ -157,6 +172,7 @@ class Pipeline:
     evaluate: Compiled[[TrainState, _BatchLike], EvaluationMetrics]
     predict: Compiled[[TrainState, _BatchLike], PyTree]
     evaluate_and_predict: Compiled[[TrainState, _BatchLike], tuple[EvaluationMetrics, PyTree]]
+    evaluate_samples: Compiled[[TrainState, _BatchLike], SampleTerms]
 
     def __init__(
         self,
@@ -426,15 +442,57 @@ class Pipeline:
         return check_params(tree, flatten_dict(self.trace.tree()))
 
     def replace_params(self, state: TrainState, tree: PyTree) -> TrainState:
-        """The state with other parameters; everything else stays.
+        """The state with other parameters, at which an average begins anew; all else stays.
 
         Raises:
             LayerError: A parameter is missing, unexpected, of another shape, or no array of
                 floating-point numbers.
         """
-        return with_arrays(
-            state, self._place("params", _from_tree("params", self.check_params(tree)))
-        )
+        arrays = self._place("params", _from_tree("params", self.check_params(tree)))
+        return self.restart_average(with_arrays(state, arrays))
+
+    def restart_average(self, state: TrainState) -> TrainState:
+        """The state, where the section `ema` keeps an average with one that begins anew."""
+        if self.config.ema is None:
+            return state
+        return dataclasses.replace(state, opt_state=self._restart_average(state))
+
+    def with_params(self, state: TrainState, name: str) -> TrainState:
+        """The state with other parameters that it holds, to evaluate them; nothing is donated.
+
+        Args:
+            state: The state.
+            name: `"ema"`: the average that the section `ema` keeps. `"base"`: the parameters
+                without the adapters of `jaxpipe.layers.lora`.
+
+        Returns:
+            A state that shares all other arrays.
+
+        Raises:
+            ConfigError: The state holds no such parameters.
+        """
+        if name not in self._choosing:
+            raise ConfigError(
+                f"params must be 'ema' or 'base', but got params={name!r}. Leave it out for the "
+                "parameters that are trained."
+            )
+        if name == "ema" and self.config.ema is None:
+            raise ConfigError(
+                "params='ema' must have an average to read, but got a configuration without the "
+                'section ema. Train with for instance "ema": {"decay": 0.999}.'
+            )
+        others = [
+            path
+            for path in map(join_path, self._params.trained)
+            if not re.search(LORA_PARAMETERS, path)
+        ]
+        if name == "base" and others:
+            raise ConfigError(
+                "params='base' must find nothing trained but the adapters of jaxpipe.layers.lora, "
+                f"but got a model that trains {others[0]}. Train "
+                "PipelineModule(trainable=LORA_PARAMETERS), or make an engine of the reference."
+            )
+        return dataclasses.replace(state, params=self._choosing[name](state))
 
     def replace_collections(self, state: TrainState, tree: PyTree) -> TrainState:
         """The state with other collections, in the form of `PipelineModule.init_collections`.
@@ -633,6 +691,9 @@ class Pipeline:
         of_gradients = (P(), rows, P("stage")), (everywhere, of_trained, of_state.collections)
         self.gradients = compiled("gradients", programs.gradients, *of_gradients)
         self.evaluate = compiled("evaluate", programs.evaluate, P(), everywhere)
+        self.evaluate_samples = compiled(
+            "evaluate_samples", programs.evaluate_samples, over_data, everywhere
+        )
         self.predict = compiled("predict", programs.predict, over_data, of_outputs)
         self.evaluate_and_predict = compiled(
             "evaluate_and_predict",
@@ -651,6 +712,18 @@ class Pipeline:
         update = on_each_device(programs.update, self.mesh, (specs, rows), (specs, P()))
         jitted = jax.jit(update, out_shardings=(of_state, everywhere), donate_argnums=(0,))
         self.update = Program(jitted, self.mesh)
+        restart = on_each_device(programs.restart_average, self.mesh, (specs,), rows)
+        # Not donated: the state stays whole where this is broken off.
+        self._restart_average = jax.jit(restart, out_shardings=of_state.opt_state)
+        self._choosing = {
+            name: jax.jit(
+                on_each_device(
+                    functools.partial(programs.choose, choice), self.mesh, (specs,), rows
+                ),
+                out_shardings=of_state.params,
+            )
+            for name, choice in _CHOICES.items()
+        }
 
 
 def _computing(

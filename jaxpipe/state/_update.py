@@ -1,7 +1,7 @@
 """The optimiser, run on each device for the parameters of its shard."""
 
 import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from jaxpipe.optim import (
     find_param,
     is_uniform_over_stages,
     leaf_paths,
+    restart_average,
     state_struct,
     trace_optimizer,
 )
@@ -174,9 +175,7 @@ class Updater:
         `grads` are mean gradients, in the shard's layout.
         """
         stacked, packed, new_state = {}, shard.packed, {}
-        off_trunk = [name for name in shard.stacked if name not in self._trunk_names]
-        for name, names in (("trunk", self._trunk_names), ("own", off_trunk)):
-            has_packed = name == "own"  # all that lies in packed buffers is off the trunk
+        for name, names, has_packed in self._divided(shard):
             taken = [_take(tree, names, with_packed=has_packed) for tree in (shard, grads)]
             function = functools.partial(self._update, name)
             changed, new_state[name] = switch_stages(
@@ -186,27 +185,85 @@ class Updater:
             packed = changed.packed if has_packed else packed
         return Storage(packed, stacked), new_state
 
+    def choose(
+        self,
+        choice: Callable[[PyTree, PyTree], PyTree],
+        shard_kind: jax.Array,
+        shard: Storage,
+        state: PyTree,
+    ) -> Storage:
+        """Other parameters in place of this device's shard.
+
+        `choice` gives a tree of parameters from one with their paths in the model, and from the
+        optimiser's state for it.
+        """
+        stacked, packed = {}, shard.packed
+        for name, names, has_packed in self._divided(shard):
+            taken = _take(shard, names, with_packed=has_packed)
+            function = functools.partial(self._choose, choice, name)
+            changed = switch_stages(shard_kind, self._programs[name], function, taken, state[name])
+            stacked |= changed.stacked
+            packed = changed.packed if has_packed else packed
+        return Storage(packed, stacked)
+
+    def restart_average(self, shard_kind: jax.Array, shard: Storage, state: PyTree) -> PyTree:
+        """This device's optimiser state, whose average begins anew at the shard's parameters."""
+        return {
+            name: switch_stages(
+                shard_kind,
+                self._programs[name],
+                functools.partial(self._restart_average, name),
+                _take(shard, names, with_packed=has_packed),
+                state[name],
+            )
+            for name, names, has_packed in self._divided(shard)
+        }
+
+    def _restart_average(
+        self, name: str, shard_kind: int, params: Storage, state: Storage
+    ) -> Storage:
+        group, layout = self._groups[name][shard_kind], self._layouts[name]
+        leaves = group.restart_average(params, layout.unpack(shard_kind, state))
+        return layout.pack(shard_kind, leaves)
+
+    def _divided(self, shard: Storage) -> Iterator[tuple[str, Sequence[str], bool]]:
+        """Each group: its name, those of its stacked parameters, and whether it has the packed."""
+        off_trunk = [name for name in shard.stacked if name not in self._trunk_names]
+        yield "trunk", self._trunk_names, False
+        yield "own", off_trunk, True  # all that lies in packed buffers is off the trunk
+
     def _update(
         self, name: str, shard_kind: int, params: Storage, grads: Storage, state: Storage
     ) -> tuple[Storage, Storage]:
-        group, layout, shards = (
-            self._groups[name][shard_kind],
-            self._layouts[name],
-            self._sharding.shards,
-        )
+        group, layout = self._groups[name][shard_kind], self._layouts[name]
         changed, leaves = group.update(params, grads, layout.unpack(shard_kind, state))
-        packed = {}
+        return self._packed(shard_kind, params, changed), layout.pack(shard_kind, leaves)
+
+    def _choose(
+        self,
+        choice: Callable[[PyTree, PyTree], PyTree],
+        name: str,
+        shard_kind: int,
+        params: Storage,
+        state: Storage,
+    ) -> Storage:
+        group, layout = self._groups[name][shard_kind], self._layouts[name]
+        changed = group.choose(choice, params, layout.unpack(shard_kind, state))
+        return self._packed(shard_kind, params, changed)
+
+    def _packed(
+        self, shard_kind: int, params: Storage, changed: Mapping[str, jax.Array]
+    ) -> Storage:
+        """A shard's parameters with changed ones, by name, in their places."""
+        shards, packed = self._sharding.shards, {}
         if params.packed:
             # What this stage has frozen of a trunk that lies in buffers stays.
             still = [
                 n for n in shards.names(shard_kind) if n not in shards.stacked and n not in changed
             ]
-            packed = shards.pack_buffers(
-                shard_kind, changed | {n: shards.get(shard_kind, n, params) for n in still}
-            )
-        return Storage(
-            packed, {n: changed.get(n, old) for n, old in params.stacked.items()}
-        ), layout.pack(shard_kind, leaves)
+            kept = {n: shards.get(shard_kind, n, params) for n in still}
+            packed = shards.pack_buffers(shard_kind, {**changed, **kept})
+        return Storage(packed, {n: changed.get(n, old) for n, old in params.stacked.items()})
 
 
 _NOTHING = optax.identity()  # for a group without parameters beside one that has some
@@ -285,9 +342,30 @@ class _Group:
     ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
         params = self._tree(shard)
         new, opt_state = apply_update(self.optimizer, self._tree(grads), self.state(state), params)
-        flat = flatten_dict(new) if self.paths else {}
-        changed = {name: flat[path] for name, path in self.paths.items()}
-        return changed, dict(zip(self.state_leaves, jax.tree.leaves(opt_state), strict=True))
+        return self._by_param(new), dict(
+            zip(self.state_leaves, jax.tree.leaves(opt_state), strict=True)
+        )
+
+    def choose(
+        self,
+        choice: Callable[[PyTree, PyTree], PyTree],
+        shard: Storage,
+        state: Mapping[str, jax.Array],
+    ) -> dict[str, jax.Array]:
+        if not self.paths:
+            return {}
+        return self._by_param(choice(self._tree(shard), self.state(state)))
+
+    def restart_average(
+        self, shard: Storage, state: Mapping[str, jax.Array]
+    ) -> Mapping[str, jax.Array]:
+        if not self.paths:
+            return state
+        return self.by_name(restart_average(self._tree(shard), self.state(state)))
+
+    def _by_param(self, tree: PyTree) -> dict[str, jax.Array]:
+        flat = flatten_dict(tree) if self.paths else {}
+        return {name: flat[path] for name, path in self.paths.items()}
 
     def _tree(self, shard: Storage) -> PyTree:
         return unflatten_dict(

@@ -1,0 +1,291 @@
+"""A whole set of samples, evaluated by microbatches of one shape whatever their number."""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxpipe._typing import PyTree
+from jaxpipe.data import Batch, MicrobatchStack, RepeatingLoader, host_array, split_entry
+from jaxpipe.distributed import gather_numbers, run_on_all
+from jaxpipe.errors import DataError, PipelineError
+from jaxpipe.executor import SampleTerms
+from jaxpipe.losses import log_probs
+from jaxpipe.pipeline import Pipeline
+
+from ._outputs import split_samples
+from ._programs import LossFn
+from ._trainer import Trainer
+
+_SAME = 0.02
+"""How far the loss of a microbatch may be from that of its samples, as a share, in bfloat16."""
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Microbatches for one run of a program.
+
+    Attributes:
+        batch: Leaves `[num_microbatches, samples, ...]`; microbatches that are not full are filled
+            up with copies of their last sample, and missing ones are copies of the last one.
+        counts: How many samples of each microbatch count, from the first on.
+    """
+
+    batch: Batch
+    counts: tuple[int, ...]
+
+
+class Evaluator:
+    """Evaluates any number of samples by one program.
+
+    `take` lets all processes take the next batch, or none; see `Lockstep.take`.
+    """
+
+    def __init__(self, trainer: Trainer, take: Callable[..., tuple[Pipeline, Batch]]) -> None:
+        self._trainer, self._take = trainer, take
+
+    def means(
+        self, loader: Any, mapped: Callable[[Iterable[Any]], Iterator[Any]], params: str | None
+    ) -> dict[str, Any]:
+        """See `Engine.evaluate`; `mapped` gives entries the form of a batch's."""
+        if not isinstance(loader, Iterable) or isinstance(loader, RepeatingLoader):
+            raise DataError(
+                "evaluate must be given a loader that ends, but got a "
+                f"{type(loader).__name__}. Pass a list of (inputs, labels), or a loader that goes "
+                "round once."
+            )
+        sums, names = _Sums(), ()
+        for group, pipeline, terms in self._terms("evaluate", mapped(loader), params):
+            names, num_samples = pipeline.loss_metrics, self._size * pipeline.num_replicas
+            num_samples //= len(self._trainer.data_shard.replicas)
+            shard = self._trainer.data_shard.index
+            sums.add(terms, _counted(group.counts, shard, self._size, num_samples))
+        if not sums.num_samples:
+            raise DataError(
+                "evaluate must be given at least one sample, but got a loader without any. An "
+                "iterator that has been read to its end begins no second time: give the loader."
+            )
+        loss, *metrics = sums.means()
+        found: dict[str, Any] = {"loss": loss, "num_samples": sums.num_samples}
+        return {**found, "metrics": dict(zip(names, metrics, strict=True))} if names else found
+
+    def log_probs(
+        self,
+        inputs: PyTree,
+        labels: PyTree,
+        side: Mapping[str, PyTree] | None,
+        num_segments: int | None,
+        params: str | None,
+    ) -> np.ndarray:
+        """See `Engine.log_probs`."""
+        size, first = self._size, self._trainer.data_shard.index * self._size
+        batch, num_samples = split_samples(inputs, side, size, labels, call="log_probs")
+        count = jax.tree.leaves(batch)[0].shape[0]
+        entries = (tuple(jax.tree.map(lambda x, m=m: x[m], batch)) for m in range(count))
+        rows: list[np.ndarray] = []
+        for _, _, terms in self._terms("log_probs", entries, params, _log_probs_loss(num_segments)):
+            sums = np.asarray(jax.device_get(terms.sample_sums))[:, first : first + size]
+            rows += [*sums.reshape(-1, sums.shape[-1])]
+        found = np.stack(rows)[:num_samples]
+        return found[:, 0] if num_segments is None else found[:, 1:]
+
+    @property
+    def _size(self) -> int:
+        """Samples of a microbatch in this process."""
+        trainer = self._trainer
+        return trainer.sizes.train_micro_batch_size_per_gpu * len(trainer.data_shard.replicas)
+
+    def _terms(
+        self,
+        call: str,
+        entries: Iterable[Any],
+        params: str | None,
+        loss_fn: LossFn | None = None,
+    ) -> Iterator[tuple[_Group, Pipeline, SampleTerms]]:
+        """What samples add to sums, group by group, one run of a program each."""
+        trainer, count = self._trainer, self._trainer.sizes.gradient_accumulation_steps
+        for group in _groups(entries, count, self._size):
+
+            def read(group: _Group = group) -> tuple[Pipeline, Batch]:
+                found = trainer.programs.for_batch(group.batch, count, loss_fn=loss_fn)
+                return found, group.batch
+
+            pipeline, batch = self._take(call, read)
+            placed = pipeline.place_batch(batch, trainer.data_shard.replicas)
+            terms = trainer.run(
+                "evaluation of samples", pipeline.evaluate_samples, placed, params=params
+            )
+            yield group, pipeline, terms
+
+
+def _groups(entries: Iterable[Any], num_microbatches: int, size: int) -> Iterator[_Group]:
+    """The entries of a loader as groups of `num_microbatches`, each entry of up to `size` samples.
+
+    All processes go round together: one whose entries have ended gives its last group again, of
+    which no sample counts, and the end comes when all have ended. Raises DataError on all processes
+    where an entry of one is none, and where one has no entry at all.
+    """
+    iterator, last = iter(entries), None
+    while True:
+        group = run_on_all(lambda: _next_group(iterator, num_microbatches, size))
+        has_entries = gather_numbers([group is not None, last is not None])
+        if not has_entries[:, 0].any():
+            return
+        if not has_entries.any(axis=1).all():
+            without = np.flatnonzero(~has_entries.any(axis=1)).tolist()
+            raise DataError(
+                "each process must have at least one sample to evaluate, but got none in processes "
+                f"{without}. Share the samples out, or evaluate in one process."
+            )
+        if group is None:
+            assert last is not None
+            group = _Group(last.batch, (0,) * num_microbatches)
+        last = group
+        yield group
+
+
+def _next_group(iterator: Iterator[Any], num_microbatches: int, size: int) -> _Group | None:
+    stack, counts, last = MicrobatchStack(num_microbatches), list[int](), ()
+    for entry in iterator:
+        filled, count = _filled(entry, len(counts), size)
+        if count:
+            stack.add(filled)
+            counts.append(count)
+            last = filled
+        if len(counts) == num_microbatches:
+            break
+    if not counts:
+        return None
+    missing = num_microbatches - len(counts)
+    for _ in range(missing):
+        stack.add(last)
+    return _Group(stack.batch(), (*counts, *[0] * missing))
+
+
+def _filled(entry: Any, number: int, size: int) -> tuple[tuple[Any, ...], int]:
+    """An entry with `size` samples, and how many of them it had."""
+    parts = split_entry(entry, f"entry {number}")
+    arrays = [
+        jax.tree.map_with_path(
+            lambda path, leaf, name=name: host_array(leaf, name + jax.tree_util.keystr(path)), tree
+        )
+        for name, tree in zip(Batch._fields, parts, strict=True)
+    ]
+    shapes = {leaf.shape[0] if leaf.ndim else None for leaf in jax.tree.leaves(arrays)}
+    count = next(iter(shapes), None)
+    if len(shapes) != 1 or count is None or count > size:
+        found = ", ".join(sorted("no dim" if each is None else str(each) for each in shapes))
+        raise DataError(
+            "every leaf of an entry must have the same number of samples as its first dim, at "
+            f"most {size} in this process (train_micro_batch_size_per_gpu * replicas), but got "
+            f"{found or 'no arrays'}. Let the loader yield batches of {size} samples; the last one "
+            "may be smaller."
+        )
+
+    def fill(leaf: np.ndarray) -> np.ndarray:
+        # Copies of a real sample: for zeros a model may divide by 0 or index out of range.
+        more = np.repeat(leaf[-1:], size - count, axis=0)
+        return np.concatenate([leaf, more]) if len(more) else leaf
+
+    if not count:
+        return (), 0
+    return tuple(jax.tree.map(fill, part) for part in arrays[: len(entry)]), count
+
+
+class _Sums:
+    """Sums over the samples that count, of groups one after another, in float64.
+
+    Attributes:
+        num_samples: How many have counted.
+    """
+
+    def __init__(self) -> None:
+        self.num_samples = 0
+        self._sums: Any = 0.0
+        self._weight = 0.0
+        self._fault = ""
+
+    def add(self, terms: SampleTerms, counted: np.ndarray) -> None:
+        """Add what the program gave for a group; `counted` is bool `[num_microbatches, samples]`.
+
+        Raises PipelineError where a microbatch counts in part, and the loss of this or an earlier
+        one is not that of its samples.
+        """
+        terms = jax.tree.map(np.asarray, jax.device_get(terms))
+        by_replica = counted.reshape(*terms.weights.shape, -1)
+        is_whole = np.asarray(by_replica.all(-1))
+        is_part = np.asarray(by_replica.any(-1)) & ~is_whole
+        self._fault = self._fault or _fault_of_samples(terms)
+        of_microbatches: Any = terms.sums, terms.weights
+        self._add(*(each[is_whole] for each in of_microbatches))
+        if is_part.any():
+            if self._fault:
+                raise PipelineError(
+                    "the loss of a microbatch must be the mean of its samples' losses, or their "
+                    "sum and the sum of their weights, where an entry is not full, but got "
+                    f"{self._fault}. Leave out the last entry, or make the number of samples a "
+                    "multiple of an entry's."
+                )
+            chosen = (by_replica & is_part[..., None]).reshape(counted.shape)
+            of_samples: Any = terms.sample_sums, terms.sample_weights
+            self._add(*(each[chosen] for each in of_samples))
+        self.num_samples += int(counted.sum())
+
+    def _add(self, sums: np.ndarray, weights: np.ndarray) -> None:
+        self._sums = self._sums + sums.sum(0, dtype=np.float64)
+        self._weight += float(weights.sum(dtype=np.float64))
+
+    def means(self) -> list[float]:
+        """The loss, then the metrics; 0 where nothing weighs."""
+        return [float(x) / (self._weight or 1.0) for x in np.atleast_1d(self._sums)]
+
+
+def _fault_of_samples(terms: SampleTerms) -> str:
+    """What is wrong with the losses of single samples; empty: they make up the microbatches'."""
+    if terms.sample_sums is None or terms.sample_weights is None:
+        return "a loss_fn that does not take one sample alone"
+    shape = (*terms.weights.shape, -1)
+    found = terms.sample_sums[..., 0].reshape(shape).sum(-1)
+    weights = terms.sample_weights.reshape(shape).sum(-1)
+    is_same = np.isclose(found, terms.sums[..., 0], rtol=_SAME, atol=1e-4, equal_nan=True)
+    is_same &= np.isclose(weights, terms.weights, rtol=_SAME)
+    if is_same.all():
+        return ""
+    at = tuple(np.argwhere(~is_same)[0])
+    return (
+        f"{terms.sums[at][0]:.6g} / {terms.weights[at]:g} for a microbatch and {found[at]:.6g} / "
+        f"{weights[at]:g} for its samples one by one: they depend on each other"
+    )
+
+
+@functools.cache
+def _log_probs_loss(num_segments: int | None) -> LossFn:
+    """A loss whose sums are the log-probabilities of labels, then those of each segment."""
+
+    def loss(outputs: Any, labels: Any) -> tuple[jax.Array, float, dict[str, jax.Array]]:
+        labels, segments = labels if isinstance(labels, tuple) else (labels, None)
+        found = log_probs(outputs, labels, segments, num_segments)
+        by_segment = found.reshape(found.shape[0], -1).sum(0)
+        names = [] if num_segments is None else [f"{i:06d}" for i in range(num_segments)]
+        num_samples = float(labels.shape[0])
+        values = dict(zip(names, by_segment / num_samples, strict=False))
+        return found.sum(), num_samples, values
+
+    return loss
+
+
+def _counted(counts: Sequence[int], shard: int, size: int, num_samples: int) -> np.ndarray:
+    """Which samples of a group count, of all processes: bool `[num_microbatches, num_samples]`.
+
+    `counts` and `shard` are this process's, `size` is that of a microbatch in one process. All
+    processes call.
+    """
+    rows = gather_numbers([shard, *counts])
+    counted = np.zeros((len(counts), num_samples), bool)
+    for index, *of_process in rows.tolist():
+        for number, count in enumerate(of_process):
+            counted[number, index * size : index * size + count] = True
+    return counted
