@@ -19,6 +19,12 @@ BATCH = 8
 LARGE = _batch.LARGE
 
 
+def own_samples(count: int, seed: int) -> Any:
+    """Samples of a shard."""
+    tokens, labels = np.random.default_rng(seed).integers(0, 11, (2, count, 3), np.int32)
+    return tokens, labels
+
+
 @dataclass(frozen=True)
 class Layout:
     """Stages, replicas, stage of ZeRO, and the model of `_models`."""

@@ -20,7 +20,7 @@ warnings.simplefilter("error")
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
-from _layouts import Layout  # noqa: E402
+from _layouts import Layout, own_samples  # noqa: E402
 
 import jaxpipe  # noqa: E402
 from jaxpipe.checkpoint import (  # noqa: E402
@@ -36,7 +36,7 @@ from jaxpipe.checkpoint import (  # noqa: E402
 )
 from jaxpipe.data import BatchLoader  # noqa: E402
 from jaxpipe.distributed import failure_of  # noqa: E402
-from jaxpipe.errors import CheckpointError  # noqa: E402
+from jaxpipe.errors import CheckpointError, DataError  # noqa: E402
 from jaxpipe.layers import flatten_dict  # noqa: E402
 from jaxpipe.state import state_arrays, with_arrays  # noqa: E402
 
@@ -71,6 +71,27 @@ class Actions:
         loss = self.engine.eval_batch(self.entries(50), reduce_output=None)
         outputs = self.engine.predict(next(self.layout.entries(51))[0])
         return [*np.asarray(loss).tolist(), float(np.asarray(outputs, np.float64).sum())]
+
+    def evaluate_set(self, *counts: int) -> list[Any]:
+        """Each shard has so many samples of its own; the loss, and sums of log-probabilities."""
+        shard, size = self.engine.data_shard, 2 * len(self.engine.data_shard.replicas)
+        tokens, labels = own_samples(counts[shard.index], shard.index)
+        entries = [
+            (tokens[at : at + size], labels[at : at + size]) for at in range(0, len(tokens), size)
+        ]
+        found = self.engine.evaluate(entries)
+        sums = self.engine.log_probs(tokens, labels)
+        return [found["loss"], found["num_samples"], sums.tolist()]
+
+    def evaluate_set_broken(self) -> None:
+        """The loader of process 1 fails after an entry."""
+
+        def entries() -> Iterator[Any]:
+            yield own_samples(2 * len(self.engine.data_shard.replicas), 0)
+            if jax.process_index() == 1:
+                raise DataError("the shard must be readable, but got none. Mount it.")
+
+        self.engine.evaluate(entries())
 
     def save(self, path: str) -> bool:
         saved = self.engine.save_checkpoint(path, client_state={"by": jax.process_count()})

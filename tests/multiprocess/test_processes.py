@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from _covering import slow_after
 from _job import Job, free_port, run_job
-from _layouts import Layout, shared_engine, train
+from _layouts import Layout, own_samples, shared_engine, train
 from _tolerances import ROUNDING, assert_loss
 from safetensors.numpy import save_file
 
@@ -52,6 +52,50 @@ def test_the_same_losses_and_equal_replicas(name: str, tmp_path: Path) -> None:
         [*losses.tolist(), float(outputs.astype(float).sum())],
         tolerance=10 * ROUNDING,
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "counts"),
+    [
+        ({"stages": 1, "data": 2}, (13, 4)),
+        ({"stages": 2, "data": 2, "spread": True}, (7,)),
+        ({"stages": 2, "data": 1, "fsdp": 2}, (9,)),
+    ],
+)
+def test_sets_of_samples(layout: dict[str, Any], counts: tuple[int, ...], tmp_path: Path) -> None:
+    """Each process has a number of its own."""
+    devices = layout["stages"] * layout["data"] * layout.get("fsdp", 1) // 2
+    results = run_job(
+        tmp_path,
+        2,
+        devices,
+        layout,
+        [
+            ["evaluate_set", *counts],
+            ["error", "evaluate_set", *[0 for _ in counts[1:]], 3],
+            ["error", "evaluate_set_broken"],
+            ["train", 0, 2],
+        ],
+    )
+    engine = Layout(1, 1).engine()
+    samples = [own_samples(count, seed) for seed, count in enumerate(counts)]
+    tokens, labels = (np.concatenate(each) for each in zip(*samples, strict=True))
+    engine.predict(tokens)
+    logits = engine.module.apply(engine.module_state_dict(), tokens)
+    wanted = engine.module.loss(logits, labels)
+    sums = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), labels[..., None], -1)
+    for shard, (found, empty, broken, losses) in enumerate(results):
+        loss, num_samples, own_sums = found
+        assert_loss(loss, wanted, tolerance=ROUNDING)
+        assert num_samples == sum(counts)
+        start = sum(counts[:shard]) if len(counts) > 1 else 0
+        own = sums.sum((1, 2))[start : start + len(own_sums)]
+        np.testing.assert_allclose(own_sums, own, rtol=1e-5)
+        if len(counts) > 1:
+            assert "each process must have at least one sample" in empty[1]
+        assert "the shard must be readable" in broken[1]
+        assert len(losses) == 2
 
 
 @pytest.mark.slow
