@@ -38,6 +38,7 @@ _GIVEN: dict[str, Any] = {
     },
     "bf16": {"enabled": False, "immediate_grad_update": False, "check_grad_overflow": False},
     "data_types": {"grad_accum_dtype": "fp32"},
+    "ema": {"decay": 0.99},
     "zero_optimization": {"stage": 1},
     "optimizer": {
         "type": "AdamW",

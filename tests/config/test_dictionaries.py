@@ -56,6 +56,7 @@ _BY_HAND: dict[str, st.SearchStrategy[Any]] = {
     "fp16.enabled": st.just(False),  # not with that of bf16
     "fp16.loss_scale": numbers,
     "fp16.initial_scale_power": st.integers(0, 127),
+    "ema.decay": st.floats(0, 1, exclude_max=True),
     "fp16.min_loss_scale": st.floats(1e-30, 1e30),
     "data_types.grad_accum_dtype": st.sampled_from([None, "float32", "bfloat16", "float16"]),
     "zero_optimization.stage": st.integers(0, 3),

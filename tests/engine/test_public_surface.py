@@ -15,10 +15,10 @@ from _small import MICROBATCHES, build, entry, mean_square
 import jaxpipe
 
 NAMES = """
-    add_monitor backward config data_shard eval eval_batch flush_monitors forward
+    add_monitor backward config data_shard eval eval_batch evaluate flush_monitors forward
     get_additional_losses get_batch_info get_global_grad_norm get_lr get_mom global_samples
     global_steps gradient_accumulation_steps grid is_first_stage is_gradient_accumulation_boundary
-    is_last_stage load_checkpoint load_huggingface load_module_state_dict loss_scale lower
+    is_last_stage load_checkpoint load_huggingface load_module_state_dict log_probs loss_scale lower
     lr_scheduler mesh metrics micro_batch_size micro_batches module module_collections
     module_state_dict next_stage num_stages opt_state_tree optimizer pipeline predict prev_stage
     reset_activation_shape save_checkpoint save_on_preemption schedule_trace set_batch_fn
