@@ -86,8 +86,8 @@ class Checkpointer:
         save_latest: bool,
         exclude_frozen: bool = False,
         is_last: bool = False,
-    ) -> None:
-        """Write a checkpoint; see `Engine.save_checkpoint`.
+    ) -> Path:
+        """Write a checkpoint; see `Engine.save_checkpoint`. Returns its folder.
 
         Where it is the last one that there will be, what cannot be stored of the place in the data
         is left out.
@@ -106,7 +106,7 @@ class Checkpointer:
             config=_as_json(dataclasses.asdict(without_secrets(trainer.config))),
         )
         background = self._section.async_save
-        self._writer.save(
+        path = self._writer.save(
             folder,
             pipeline,
             state,
@@ -118,6 +118,7 @@ class Checkpointer:
         )
         # Writing takes longer than a step; the launcher is not to take it for a stall.
         trainer.heartbeat.touch()
+        return path
 
     def wait(self) -> None:
         """Wait until the last checkpoint is on disk.

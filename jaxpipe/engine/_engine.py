@@ -140,6 +140,7 @@ class Engine(ABC):
         self._telemetry = Telemetry(self._trainer, self._reports, self._breakdown, monitors)
         is_repeated = isinstance(data_iter, RepeatingLoader)
         self.training_dataloader: Any = data_iter.loader if is_repeated else data_iter
+        self._has_heading = False
         self._micro_steps = 0
         """Microbatches of all batches trained so far."""
         self._turn = Turn()
@@ -254,6 +255,7 @@ class Engine(ABC):
             )
             if breakdown is not None:
                 breakdown.note("data")
+            self._show_heading(pipeline)
             # Before signals are held: compiling takes long and must be interruptible.
             state = trainer.prepare("the training step", pipeline.step, batch)
             # The step donates the old state's arrays, and until it is counted nobody has the new.
@@ -610,13 +612,20 @@ class Engine(ABC):
             DeepSpeed's `save_checkpoint`, whose files are pickles.
         """
         self._check_between_batches("save_checkpoint")
+        began = time.perf_counter()
         with self._telemetry.timed("save_checkpoint"):
-            self._checkpointer.save(
+            path = self._checkpointer.save(
                 save_dir,
                 tag,
                 client_state,
                 save_latest=save_latest,
                 exclude_frozen=exclude_frozen_parameters,
+            )
+        if self.config.steps_per_print:
+            how = "is being written to" if self.config.checkpoint.async_save else "saved to"
+            elapsed_s = time.perf_counter() - began
+            self._trainer.compiler.report(
+                f"{self._reports.step_name()}, {how} {path}, {elapsed_s:.1f} s"
             )
         return True
 
@@ -1146,6 +1155,12 @@ class Engine(ABC):
         self._micro_steps += num_microbatches
         self._begin_batch()
         self._reports.start_clock()
+
+    def _show_heading(self, pipeline: Pipeline) -> None:
+        """Show what is trained, before the first step of an engine that shows steps."""
+        if self.config.steps_per_print and not self._has_heading:
+            self._has_heading = True
+            self._trainer.compiler.report(self._reports.heading(pipeline))
 
     def _end_step(self) -> None:
         """Report an update, and end where that was asked for."""

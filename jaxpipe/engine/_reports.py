@@ -1,6 +1,7 @@
 """`Reports`: hyperparameters, metrics and speed of an engine's training."""
 
 import dataclasses
+import datetime
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -12,16 +13,22 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxpipe._numbers import as_integer
+from jaxpipe.checkpoint import library_versions
 from jaxpipe.data import Batch
 from jaxpipe.errors import PipelineError
 from jaxpipe.executor import Metrics
 from jaxpipe.optim import LossScaler, next_hyperparams
-from jaxpipe.pipeline import Hyperparams
+from jaxpipe.pipeline import Hyperparams, Pipeline
+from jaxpipe.profile import model_flops, peak_flops
+from jaxpipe.topology import mesh_shape
 
 from ._hold import hold_signals
 from ._trainer import Trainer
 
 _RATE = "learning_rate"
+_AXES = {"stage": "stages", "data": "replicas"}
+"""What places along an axis are called in a line."""
 
 
 class Reports:
@@ -46,6 +53,7 @@ class Reports:
         self._written = {np.float32(x): x for x in _numbers(sections)}
         """By the value that the optimiser's state has in float32, a number as the user wrote it."""
         self._access: Hyperparams | None = None
+        self._flops: tuple[Pipeline, float] | None = None
         self.forget()
 
     def forget(self) -> None:
@@ -128,12 +136,61 @@ class Reports:
         rates = {name: value for name, value in found.items() if name.endswith(_RATE)}
         return {"lr" if name == _RATE else name: value for name, value in rates.items()}
 
+    def heading(self, pipeline: Pipeline) -> str:
+        """A line on the run: when, with what, on what, and which batches it trains."""
+        trainer, sizes = self._trainer, self._trainer.sizes
+        versions = ", ".join(f"{name} {version}" for name, version in library_versions().items())
+        shape = mesh_shape(trainer.mesh)
+        places = " x ".join(
+            f"{length} {_AXES.get(axis, axis)}" for axis, length in shape.items() if length > 1
+        )
+        given: Any = pipeline.config.pipeline.schedule
+        schedule = getattr(given, "__name__", given)
+        num_params = sum(pipeline.trace.num_own_params())
+        return (
+            f"{datetime.datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}, {versions}; "
+            f"{trainer.mesh.size} x {trainer.mesh.devices.flat[0].device_kind}: "
+            f"{places or 'one place'}, schedule {schedule}, layers cut at {list(pipeline.parts)}; "
+            f"{num_params:,} parameters in {trainer.config.compute_dtype}; "
+            f"{sizes.train_batch_size} samples a step, in {sizes.gradient_accumulation_steps} "
+            f"microbatches of {sizes.train_micro_batch_size_per_gpu} a replica"
+        )
+
+    def step_name(self) -> str:
+        """The present step, and of how many where a schedule says so."""
+        total = self._num_steps
+        return f"step {self._trainer.global_steps}" + ("" if total is None else f" of {total}")
+
+    @property
+    def _num_steps(self) -> int | None:
+        """Steps of the whole run, by the section `scheduler`; None: not known."""
+        section = self._trainer.config.scheduler
+        return None if section is None else as_integer(section.params.get("total_num_steps"))
+
+    def flops_per_sample(self) -> float:
+        """Operations for a sample; counted once for each shape of a batch."""
+        pipeline = self._trainer.pipeline
+        if self._flops is None or self._flops[0] is not pipeline:
+            samples = pipeline.num_microbatches * pipeline.microbatch_size * pipeline.num_replicas
+            self._flops = pipeline, model_flops(pipeline) / samples
+        return self._flops[1]
+
+    def mfu(self, flops_per_s: float) -> float | None:
+        """The share of a device's peak that it reaches; None where the peak is not known."""
+        peak = peak_flops(self._trainer.mesh.local_devices[0].device_kind)
+        return flops_per_s / peak if peak else None
+
+    def peak_memory_gb(self) -> float | None:
+        """The most that a device of this process has held; None where none of them tells."""
+        stats = [device.memory_stats() for device in self._trainer.mesh.local_devices]
+        return max((x["peak_bytes_in_use"] / 1e9 for x in stats if x), default=None)
+
     def line(self) -> str:
         """A line on the last batch and the speed since the last line; waits for it."""
         # Waits for the batch, and asks for its numbers at once.
         metrics = jax.device_get(self.metrics)
         assert metrics is not None, "a step has ended"
-        parts = [f"step {self._trainer.global_steps}", f"loss {float(metrics['loss']):.4f}"]
+        parts = [self.step_name(), f"loss {float(metrics['loss']):.4f}"]
         rates = self._next_hyperparams()
         parts += [f"lr {rates[_RATE]:.3e}"] if _RATE in rates else []
         parts.append(f"grad norm {float(metrics['grad_norm']):.4f}")
@@ -142,28 +199,48 @@ class Reports:
             if self._scaler.enabled and "loss_scale" in metrics
             else []
         )
+        # After the batch has been waited for above: else only the calls would be timed.
         now, since = self._now(), self._clock
-        if since is not None and now.num_samples > since.num_samples:
-            # After the batch has been waited for above: else only the calls would be timed.
-            elapsed_s = now.at_s - since.at_s
-            parts.append(f"{(now.num_samples - since.num_samples) / elapsed_s:.1f} samples/s")
-            if now.num_tokens and since.num_tokens is not None:
-                parts.append(f"{(now.num_tokens - since.num_tokens) / elapsed_s:,.0f} tokens/s")
+        parts += (
+            [] if since is None or now.num_steps == since.num_steps else self._speed(since, now)
+        )
         self._clock = now
         return ", ".join(parts)
+
+    def _speed(self, since: "_Clock", now: "_Clock") -> list[str]:
+        """Parts of a line on the time between two moments, and on what is left."""
+        elapsed_s, num_steps = now.at_s - since.at_s, now.num_steps - since.num_steps
+        step_s, samples_per_s = (
+            elapsed_s / num_steps,
+            (now.num_samples - since.num_samples) / elapsed_s,
+        )
+        parts = [f"{1e3 * step_s:.1f} ms a step", f"{samples_per_s:.1f} samples/s"]
+        if now.num_tokens and since.num_tokens is not None:
+            parts.append(f"{(now.num_tokens - since.num_tokens) / elapsed_s:,.0f} tokens/s")
+        reached = samples_per_s * self.flops_per_sample() / self._trainer.mesh.size
+        mfu, memory_gb, total = self.mfu(reached), self.peak_memory_gb(), self._num_steps
+        parts += [] if mfu is None else [f"MFU {mfu:.1%}"]
+        parts += [] if memory_gb is None else [f"{memory_gb:.1f} GB"]
+        if total is not None and total > now.num_steps:
+            left = datetime.timedelta(seconds=round(step_s * (total - now.num_steps)))
+            parts.append(f"{left} left")
+        return parts
 
     def evaluation_line(self, params: str | None, elapsed_s: float) -> str:
         """A line on the last evaluation of a set of samples, of parameters by name."""
         found = self.evaluation
         assert found is not None, "something has been evaluated"
         what = "evaluation" if params is None else f"evaluation of {params!r}"
-        parts = [f"step {self._trainer.global_steps}, {what}: loss {found['loss']:.4f}"]
+        parts = [f"{self.step_name()}, {what}: loss {found['loss']:.4f}"]
         parts += [f"{name} {value:.4f}" for name, value in found.get("metrics", {}).items()]
         parts += [f"{found['num_samples']:,} samples", f"{elapsed_s:.1f} s"]
         return ", ".join(parts)
 
     def _now(self) -> "_Clock":
-        return _Clock(self._trainer.global_samples, self._num_tokens, time.perf_counter())
+        trainer = self._trainer
+        return _Clock(
+            trainer.global_steps, trainer.global_samples, self._num_tokens, time.perf_counter()
+        )
 
     def _hyperparams(self) -> Hyperparams:
         """Access to the optimiser's state, with no program in flight on simulated devices."""
@@ -204,8 +281,9 @@ class Reports:
 
 @dataclass(frozen=True)
 class _Clock:
-    """Samples and tokens trained up to a moment."""
+    """Steps, samples and tokens trained up to a moment."""
 
+    num_steps: int
     num_samples: int
     num_tokens: int | None
     at_s: float

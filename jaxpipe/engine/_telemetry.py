@@ -10,8 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe.monitor import Event, Monitor, MonitorLog, open_monitors
-from jaxpipe.pipeline import Pipeline
-from jaxpipe.profile import model_flops, peak_flops
 
 from ._breakdown import Breakdown
 from ._reports import Reports
@@ -39,7 +37,6 @@ class Telemetry:
             breakdown,
             trainer.config,
         )
-        self._flops: tuple[Pipeline, float] | None = None
         self._log, self._speed = MonitorLog(monitors), _Speed()
         sections = (config.tensorboard, config.wandb, config.csv_monitor, config.comet)
         self.is_on = bool(monitors) or any(section.enabled for section in sections)
@@ -66,9 +63,8 @@ class Telemetry:
             self._trainer.global_samples,
             self._reports.num_tokens,
         )
-        devices, speed = self._trainer.mesh.local_devices, self._speed
-        flops_per_sample = self._flops_per_sample()
-        num_devices, peak = self._trainer.mesh.size, peak_flops(devices[0].device_kind)
+        reports, speed, num_devices = self._reports, self._speed, self._trainer.mesh.size
+        flops_per_sample = reports.flops_per_sample()
 
         def read() -> list[Event]:
             values = {name: _number(array) for name, array in arrays.items()}
@@ -77,11 +73,10 @@ class Telemetry:
             if "samples_per_s" in values:
                 reached = values["samples_per_s"] * flops_per_sample / num_devices
                 values["tflops_per_device"] = reached / 1e12
-                values |= {"mfu": reached / peak} if peak else {}
-            peaks = [
-                stats["peak_bytes_in_use"] for device in devices if (stats := device.memory_stats())
-            ]
-            values |= {"peak_memory_gb": max(peaks) / 1e9} if peaks else {}
+                mfu = reports.mfu(reached)
+                values |= {} if mfu is None else {"mfu": mfu}
+            peak_gb = reports.peak_memory_gb()
+            values |= {} if peak_gb is None else {"peak_memory_gb": peak_gb}
             return [Event(_PREFIX + name, value, samples) for name, value in values.items()]
 
         self._put(read)
@@ -130,14 +125,6 @@ class Telemetry:
         found |= {f"losses/{name}": value for name, value in metrics.get("losses", {}).items()}
         found |= {f"metrics/{name}": value for name, value in metrics.get("metrics", {}).items()}
         return found | self._reports.start_rates()
-
-    def _flops_per_sample(self) -> float:
-        """Operations for a sample; counted once for each shape of a batch."""
-        pipeline = self._trainer.pipeline
-        if self._flops is None or self._flops[0] is not pipeline:
-            samples = pipeline.num_microbatches * pipeline.microbatch_size * pipeline.num_replicas
-            self._flops = pipeline, model_flops(pipeline) / samples
-        return self._flops[1]
 
     def _put(self, record: Callable[[], list[Event]]) -> None:
         if jax.process_index() == 0:

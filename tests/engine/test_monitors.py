@@ -112,7 +112,7 @@ def test_a_plain_model_and_text(tmp_path: Path) -> None:
 
 
 def test_the_share_of_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxpipe.engine._telemetry.peak_flops", lambda kind: 5e11)
+    monkeypatch.setattr("jaxpipe.engine._reports.peak_flops", lambda kind: 5e11)
     recording = Recording()
     train(build(monitors=[recording]))
     speeds = recording.of("tflops_per_device")

@@ -4,6 +4,7 @@ import functools
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -256,7 +257,7 @@ def test_a_line_every_few_steps() -> None:
     for step, line in zip((2, 4), shown, strict=True):
         assert re.fullmatch(
             rf"step {step}, loss {losses[step - 1]:.4f}, lr 1\.000e-02, grad norm \d+\.\d{{4}}, "
-            r"loss scale 2, \d+\.\d samples/s",
+            r"loss scale 2, \d+\.\d ms a step, \d+\.\d samples/s",
             line,
         )
 
@@ -264,13 +265,37 @@ def test_a_line_every_few_steps() -> None:
 def test_lines_go_to_stderr_unless_told_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
     build(config={"steps_per_print": 1}).train_batch(entries())
     out, err = capsys.readouterr()
-    compiling, compiled, step = err.splitlines()
+    heading, compiling, compiled, step = err.splitlines()
+    assert re.fullmatch(
+        r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d \S+, python \S+, .*jax .*; 2 x cpu: 2 stages, schedule "
+        r"1f1b, layers cut at \[0, 1, 2\]; 19 parameters in float32; 4 samples a step, in 2 "
+        r"microbatches of 2 a replica",
+        heading,
+    ), heading
     of = "2 microbatches of inputs float32[2, 4], labels float32[2, 1]"
     assert (out, compiling) == ("", f"compiling the training step for {of}")
     assert re.fullmatch(r"compiled the training step in \d+\.\d s", compiled)
     assert re.fullmatch(r"step 1, loss \d+\.\d{4}, lr 1\.000e-02, grad norm \d+\.\d{4}", step)
     build(reporter=None).eval_batch(entries())
     assert capsys.readouterr() == ("", "")
+
+
+def test_what_is_left_and_what_is_saved(tmp_path: Path) -> None:
+    lines: list[str] = []
+    scheduler = {
+        "type": "WarmupDecayLR",
+        "params": {"total_num_steps": 1000, "warmup_num_steps": 2},
+    }
+    engine = build(config={"steps_per_print": 2, "scheduler": scheduler}, reporter=lines.append)
+    for _ in range(4):
+        engine.train_batch(entries())
+    assert re.search(r"^step 4 of 1000, loss .* samples/s, \d+:\d\d:\d\d left$", lines[-1])
+    engine.save_checkpoint(tmp_path)
+    path = tmp_path / "global_step4"
+    assert re.fullmatch(rf"step 4 of 1000, saved to {re.escape(str(path))}, \d+\.\d s", lines[-1])
+    engine.evaluate([entry()])
+    assert lines[-1].startswith("step 4 of 1000, evaluation: loss ")
+    assert sum(" x cpu" in line for line in lines) == 1
 
 
 class Text(nn.Module):
