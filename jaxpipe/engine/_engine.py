@@ -36,7 +36,7 @@ from ._alike import describe_leaves
 from ._breakdown import Breakdown, stage_devices
 from ._checkpointer import Checkpointer, LoadOptions
 from ._compile import Reporter, print_line
-from ._evaluator import Evaluator
+from ._evaluator import Evaluator, Sampling
 from ._hold import hold_signals
 from ._html import engine_html
 from ._lockstep import Lockstep
@@ -140,7 +140,7 @@ class Engine(ABC):
         self._telemetry = Telemetry(self._trainer, self._reports, self._breakdown, monitors)
         is_repeated = isinstance(data_iter, RepeatingLoader)
         self.training_dataloader: Any = data_iter.loader if is_repeated else data_iter
-        self._has_heading = False
+        self._has_heading = not config.steps_per_print
         self._micro_steps = 0
         """Microbatches of all batches trained so far."""
         self._turn = Turn()
@@ -255,7 +255,8 @@ class Engine(ABC):
             )
             if breakdown is not None:
                 breakdown.note("data")
-            self._show_heading(pipeline)
+            if not self._has_heading:
+                self._show_heading(pipeline)
             # Before signals are held: compiling takes long and must be interruptible.
             state = trainer.prepare("the training step", pipeline.step, batch)
             # The step donates the old state's arrays, and until it is counted nobody has the new.
@@ -418,6 +419,49 @@ class Engine(ABC):
         if segment_ids is None:
             num_segments = None
         return self._evaluator.log_probs(inputs, given, side, num_segments, params)
+
+    @one_thread
+    def generate(
+        self,
+        tokens: jax.Array | np.ndarray,
+        max_new_tokens: int,
+        *,
+        lengths: Sequence[int] | np.ndarray | None = None,
+        temperature: float = 0.0,
+        seed: int = 0,
+        eos_token_id: int | None = None,
+        side: Mapping[str, PyTree] | None = None,
+        params: str | None = None,
+    ) -> np.ndarray:
+        """Go on with texts, by a causal language model whose output is its logits.
+
+        To look at what a model has learned, while it trains. Each new token runs the whole model on
+        the whole text: nothing is kept from one to the next, as a pipeline for training has no
+        cache of keys and values. To serve a model, export it with
+        `jaxpipe.checkpoint.save_huggingface` and open it in vLLM or `transformers`. Only the new
+        tokens leave the devices.
+
+        Args:
+            tokens: Prompts of this process's samples, integers `[num_samples, length]`; shorter
+                ones are padded at the end.
+            max_new_tokens: How many tokens to add.
+            lengths: How long each prompt is, `[num_samples]`; None: all of `length`.
+            temperature: 0 takes the likeliest token; else one is drawn from the logits divided by
+                it.
+            seed: Of the draws. What is drawn for a sample depends on the seed and its place alone.
+            eos_token_id: A token that ends a text; it is repeated to the end.
+            side: Side inputs by name, arrays for `length + max_new_tokens` positions.
+            params: As for `evaluate`.
+
+        Returns:
+            `[num_samples, max_new_tokens]`, in the prompts' dtype.
+
+        Raises:
+            DataError: The prompts are no such array, or lengths do not fit.
+            ConfigError: A number is out of range, or there are no such parameters.
+        """
+        options = Sampling(max_new_tokens, temperature, seed, eos_token_id)
+        return self._evaluator.generate(tokens, lengths, options, side, params)
 
     @one_thread
     def predict(
@@ -1158,9 +1202,8 @@ class Engine(ABC):
 
     def _show_heading(self, pipeline: Pipeline) -> None:
         """Show what is trained, before the first step of an engine that shows steps."""
-        if self.config.steps_per_print and not self._has_heading:
-            self._has_heading = True
-            self._trainer.compiler.report(self._reports.heading(pipeline))
+        self._has_heading = True
+        self._trainer.compiler.report(self._reports.heading(pipeline))
 
     def _end_step(self) -> None:
         """Report an update, and end where that was asked for."""

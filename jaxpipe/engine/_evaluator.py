@@ -6,19 +6,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from jaxpipe._numbers import as_integer, as_number
 from jaxpipe._typing import PyTree
 from jaxpipe.data import Batch, MicrobatchStack, RepeatingLoader, host_array, split_entry
 from jaxpipe.distributed import gather_numbers, run_on_all
-from jaxpipe.errors import DataError, PipelineError
+from jaxpipe.errors import ConfigError, DataError, PipelineError, shown
 from jaxpipe.executor import SampleTerms
-from jaxpipe.losses import log_probs
+from jaxpipe.losses import log_probs, put_together
 from jaxpipe.pipeline import Pipeline
 
 from ._outputs import split_samples
-from ._programs import LossFn
+from ._source import Entry
 from ._trainer import Trainer
+
+Measure = Callable[[PyTree, PyTree], PyTree]
 
 _SAME = 0.02
 """How far the loss of a microbatch may be from that of its samples, as a share, in bfloat16."""
@@ -58,7 +62,7 @@ class Evaluator:
                 "round once."
             )
         sums, names = _Sums(), ()
-        for group, pipeline, terms in self._terms("evaluate", mapped(loader), params):
+        for group, pipeline, terms in self._evaluated("evaluate", mapped(loader), params):
             names, num_samples = pipeline.loss_metrics, self._size * pipeline.num_replicas
             num_samples //= len(self._trainer.data_shard.replicas)
             shard = self._trainer.data_shard.index
@@ -81,16 +85,48 @@ class Evaluator:
         params: str | None,
     ) -> np.ndarray:
         """See `Engine.log_probs`."""
+        measure = _measure_log_probs(num_segments)
+        return self._measured("log_probs", (inputs, labels, side), measure, params)
+
+    def generate(
+        self, tokens: Any, lengths: Any, options: "Sampling", side: Any, params: str | None
+    ) -> np.ndarray:
+        """See `Engine.generate`."""
+        prompts, lengths, num_new = _checked_prompts(tokens, lengths, options)
+        num_samples, end = prompts.shape[0], options.eos_token_id
+        samples = np.arange(num_samples, dtype=np.int32)
+        empty = np.full((num_samples, num_new), 0 if end is None else end, prompts.dtype)
+        texts, has_ended = np.concatenate([prompts, empty], axis=1), np.zeros(num_samples, bool)
+        for step in range(num_new):
+            numbers = np.broadcast_to(np.array([step, options.seed], np.int32), (num_samples, 2))
+            labels = (
+                lengths + step - 1,
+                np.concatenate([samples[:, None], numbers], axis=1),
+                np.full(num_samples, options.temperature, np.float32),
+            )
+            found = self._measured("generate", (texts, labels, side), _next_token, params)
+            if end is not None:
+                found = np.where(has_ended, end, found)
+                has_ended |= found == end
+            texts[samples, lengths + step] = found
+            # All processes go on until the last sample of any has ended.
+            if not gather_numbers([not has_ended.all()]).any():
+                break
+        return np.stack([texts[samples, lengths + step] for step in range(num_new)], axis=1)
+
+    def _measured(
+        self, call: str, samples: Entry, measure: Measure, params: str | None
+    ) -> np.ndarray:
+        """What a function of outputs and labels gives for each sample of this process."""
+        inputs, labels, side = samples
         size, first = self._size, self._trainer.data_shard.index * self._size
-        batch, num_samples = split_samples(inputs, side, size, labels, call="log_probs")
+        batch, num_samples = split_samples(inputs, side, size, labels, call)
         count = jax.tree.leaves(batch)[0].shape[0]
         entries = (tuple(jax.tree.map(lambda x, m=m: x[m], batch)) for m in range(count))
         rows: list[np.ndarray] = []
-        for _, _, terms in self._terms("log_probs", entries, params, _log_probs_loss(num_segments)):
-            sums = np.asarray(jax.device_get(terms.sample_sums))[:, first : first + size]
-            rows += [*sums.reshape(-1, sums.shape[-1])]
-        found = np.stack(rows)[:num_samples]
-        return found[:, 0] if num_segments is None else found[:, 1:]
+        for _, _, values in self._evaluated(call, entries, params, measure):
+            rows += [*np.asarray(jax.device_get(values))[:, first : first + size]]
+        return np.concatenate(rows)[:num_samples]
 
     @property
     def _size(self) -> int:
@@ -98,27 +134,30 @@ class Evaluator:
         trainer = self._trainer
         return trainer.sizes.train_micro_batch_size_per_gpu * len(trainer.data_shard.replicas)
 
-    def _terms(
+    def _evaluated(
         self,
         call: str,
         entries: Iterable[Any],
         params: str | None,
-        loss_fn: LossFn | None = None,
-    ) -> Iterator[tuple[_Group, Pipeline, SampleTerms]]:
-        """What samples add to sums, group by group, one run of a program each."""
+        measure: Measure | None = None,
+    ) -> Iterator[tuple[_Group, Pipeline, Any]]:
+        """What `measure` gives for samples, group by group, one run of a program each.
+
+        None: their `SampleTerms`.
+        """
         trainer, count = self._trainer, self._trainer.sizes.gradient_accumulation_steps
         for group in _groups(entries, count, self._size):
 
             def read(group: _Group = group) -> tuple[Pipeline, Batch]:
-                found = trainer.programs.for_batch(group.batch, count, loss_fn=loss_fn)
+                has_labels = measure is None
+                found = trainer.programs.for_batch(group.batch, count, has_labels=has_labels)
                 return found, group.batch
 
             pipeline, batch = self._take(call, read)
             placed = pipeline.place_batch(batch, trainer.data_shard.replicas)
-            terms = trainer.run(
-                "evaluation of samples", pipeline.evaluate_samples, placed, params=params
-            )
-            yield group, pipeline, terms
+            program = pipeline.measuring(measure) if measure else pipeline.evaluate_samples
+            what = "evaluation of samples" if measure is None else call
+            yield group, pipeline, trainer.run(what, program, placed, params=params)
 
 
 def _groups(entries: Iterable[Any], num_microbatches: int, size: int) -> Iterator[_Group]:
@@ -262,19 +301,81 @@ def _fault_of_samples(terms: SampleTerms) -> str:
 
 
 @functools.cache
-def _log_probs_loss(num_segments: int | None) -> LossFn:
-    """A loss whose sums are the log-probabilities of labels, then those of each segment."""
-
-    def loss(outputs: Any, labels: Any) -> tuple[jax.Array, float, dict[str, jax.Array]]:
+def _measure_log_probs(num_segments: int | None) -> Measure:
+    def measure(outputs: Any, labels: Any) -> jax.Array:
         labels, segments = labels if isinstance(labels, tuple) else (labels, None)
-        found = log_probs(outputs, labels, segments, num_segments)
-        by_segment = found.reshape(found.shape[0], -1).sum(0)
-        names = [] if num_segments is None else [f"{i:06d}" for i in range(num_segments)]
-        num_samples = float(labels.shape[0])
-        values = dict(zip(names, by_segment / num_samples, strict=False))
-        return found.sum(), num_samples, values
+        return log_probs(outputs, labels, segments, num_segments)
 
-    return loss
+    return measure
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How new tokens are chosen.
+
+    Attributes:
+        max_new_tokens: How many.
+        temperature: What logits are divided by before one is drawn; 0: the likeliest is taken.
+        seed: Of the draws.
+        eos_token_id: What ends a text; None: nothing does.
+    """
+
+    max_new_tokens: int
+    temperature: float
+    seed: int
+    eos_token_id: int | None
+
+
+def _next_token(logits: Any, labels: Any) -> jax.Array:
+    """The token after a position of each sample: `(positions, (sample, step, seed), temperature)`.
+
+    Logits may be split over the stages; only those of one position are put together.
+    """
+    positions, numbers, temperature = labels
+    at = logits[jnp.arange(positions.shape[0]), positions]
+    at = put_together(at).astype(jnp.float32)
+    keys = jax.vmap(_key_of)(numbers)
+    drawn = jax.vmap(jax.random.categorical)(keys, at / jnp.maximum(temperature, 1e-6)[:, None])
+    return jnp.where(temperature > 0, drawn, at.argmax(-1)).astype(jnp.int32)
+
+
+def _key_of(numbers: jax.Array) -> jax.Array:
+    sample, step, seed = numbers
+    # By sample, not by place: whatever shares a microbatch with it, a sample goes on alike.
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), sample), step)
+
+
+def _checked_prompts(
+    tokens: Any, lengths: Any, options: Sampling
+) -> tuple[np.ndarray, np.ndarray, int]:
+    prompts = host_array(tokens, "tokens")
+    if prompts.ndim != 2 or prompts.dtype.kind not in "iu" or not prompts.size:
+        raise DataError(
+            "generate must be given prompts as integers [num_samples, length], but got tokens="
+            f"{prompts.dtype}{list(prompts.shape)}. Pad prompts of several lengths at their end, "
+            "and give lengths."
+        )
+    num_samples, length = prompts.shape
+    given = np.full(num_samples, length) if lengths is None else host_array(lengths, "lengths")
+    if given.shape != (num_samples,) or given.dtype.kind not in "iu" or given.min() < 1:
+        raise DataError(
+            f"lengths must be the number of tokens of each of {num_samples} prompts, at least 1, "
+            f"but got {shown(lengths)}. Leave it out where no prompt is padded."
+        )
+    if given.max() > length:
+        raise DataError(
+            f"lengths must be at most the length of the padded prompts, {length}, but got "
+            f"{given.max()}."
+        )
+    count, seed = as_integer(options.max_new_tokens, 1), as_integer(options.seed, 0)
+    temperature = as_number(options.temperature)
+    if count is None or seed is None or temperature is None or temperature < 0:
+        raise ConfigError(
+            "generate must have max_new_tokens of at least 1, a temperature and a seed of at least "
+            f"0, but got max_new_tokens={options.max_new_tokens!r}, temperature="
+            f"{options.temperature!r} and seed={options.seed!r}."
+        )
+    return prompts, given.astype(np.int32), count
 
 
 def _counted(counts: Sequence[int], shard: int, size: int, num_samples: int) -> np.ndarray:

@@ -25,8 +25,6 @@ from jaxpipe.topology import num_batch_shards
 
 from ._hold import hold_signals
 
-LossFn = Callable[[PyTree, PyTree], Any]
-
 MAX_PROGRAMS = 8
 """Shapes whose programs are kept; beyond it the one least recently used is dropped."""
 
@@ -98,7 +96,6 @@ class ProgramCache:
         num_microbatches: int,
         *,
         has_labels: bool = True,
-        loss_fn: LossFn | None = None,
         is_whole: bool = False,
         microbatch_size: int | None = None,
     ) -> Pipeline:
@@ -106,30 +103,26 @@ class ProgramCache:
 
         `entry` is `(inputs, labels)` or `(inputs, labels, side)`, arrays or shapes, with leaves
         `[microbatch_size * replicas, ...]`. It is for the replicas of this process, or with
-        `is_whole` for all. Without `has_labels`, its labels are empty and the pipeline only
-        predicts; with a `loss_fn` it evaluates that in place of the model's, on labels of its
-        own. `microbatch_size` is samples per microbatch and replica; None: as many as
-        configured.
+        `is_whole` for all. Without `has_labels`, its labels are none of the model's, often empty,
+        and the pipeline only predicts. `microbatch_size` is samples per microbatch and replica;
+        None: as many as configured.
 
         Raises DataError where the leading size is wrong, structure or dtypes are not those of the
         first batch, or the shapes would need another form of state.
         """
         struct = self._whole(entry, is_whole, microbatch_size or self._microbatch_size)
-        has_labels = has_labels and loss_fn is None
         self._check_like(struct, has_labels)
         leaves, treedef = jax.tree.flatten(struct)
         key = (
             num_microbatches,
             has_labels,
-            loss_fn,
             getattr(jax.config, _PRECISION),  # part of what layers are traced with
             treedef,
             tuple((x.shape, x.dtype) for x in leaves),
         )
         pipeline = self._programs.get(key)
         if pipeline is None:
-            own_loss = None if has_labels else loss_fn or _no_loss
-            pipeline = self._make(struct, num_microbatches, own_loss)
+            pipeline = self._make(struct, num_microbatches, has_labels)
             self._make_room(struct)
             self._programs[key] = pipeline
         self._programs.move_to_end(key)
@@ -168,19 +161,18 @@ class ProgramCache:
             (key, each) for key, each in self._programs.items() if each is self.latest
         )
 
-    def _make(self, struct: Batch, num_microbatches: int, own_loss: LossFn | None) -> Pipeline:
-        """A pipeline with the model's loss, or with another one."""
+    def _make(self, struct: Batch, num_microbatches: int, has_labels: bool) -> Pipeline:
         planned = self._planned_microbatches()
         # What is chosen stays for all shapes, so the first choice must be for training, not for an
         # evaluation.
         if self._form is None and self._is_open and num_microbatches != planned:
-            self._make(struct, planned, own_loss)
-        module = self.module if own_loss is None else self.module.replace(loss_fn=own_loss)
+            self._make(struct, planned, has_labels)
+        # A pipeline needs a loss to be built; this one is 0 for any outputs, and never asked for.
+        module = self.module if has_labels else self.module.replace(loss_fn=_no_loss)
         parts = None if self._form is None else self._form.boundaries
         config = self._config
-        is_open = self._optimizer is not None and config.pipeline.split_vocabulary == "auto"
-        if own_loss is not None and is_open:
-            # Whether the model's loss can be split is not known yet, and what is chosen here stays.
+        if not has_labels and config.pipeline.split_vocabulary == "auto":
+            # Whether the loss can be split is not known yet, and what is chosen here stays.
             config = dataclasses.replace(
                 config, pipeline=dataclasses.replace(config.pipeline, split_vocabulary=False)
             )
@@ -269,7 +261,7 @@ def _describe(struct: Batch) -> str:
 
 
 def _no_loss(outputs: PyTree, labels: PyTree) -> jax.Array:
-    """Loss of a model without labels, which a pipeline needs to be built: 0 for any outputs."""
+    """Loss of a model without labels."""
     del outputs, labels
     return jnp.zeros((), jnp.float32)
 

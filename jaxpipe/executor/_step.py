@@ -140,9 +140,9 @@ class DevicePrograms:
         # All stages but the last have zeros.
         return broadcast_sum(self._results(state, batch, measure), "stage")
 
-    def evaluate_samples(self, state: TrainState, batch: Batch) -> SampleTerms:
-        """Sums of each microbatch and of each sample, for a set with samples that do not count."""
-        return self.measured(self._objective.measure_samples, state, batch)
+    def measure_samples(self, outputs: PyTree, labels: PyTree) -> SampleTerms:
+        """Sums of a microbatch and of each sample, for a set with samples that do not count."""
+        return self._objective.measure_samples(outputs, labels)
 
     def predict(self, state: TrainState, batch: Batch) -> PyTree:
         """Outputs of the model for every microbatch, on every stage."""

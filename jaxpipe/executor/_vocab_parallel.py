@@ -10,7 +10,6 @@ are summed over the stages afterwards.
 
 import functools
 import logging
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +20,8 @@ from jaxpipe.distributed import log
 from jaxpipe.errors import LayerError
 from jaxpipe.jaxpr import effect_axes
 from jaxpipe.layers import check_split_loss, format_struct, with_split_logits
-from jaxpipe.losses import SplitLogits
-from jaxpipe.topology import broadcast_sum, sum_over
+from jaxpipe.losses import put_together
+from jaxpipe.topology import broadcast_sum
 
 from ._batch import Context, Microbatch
 from ._blueprint import Blueprint
@@ -133,7 +132,7 @@ class VocabLoss:
 
     def whole(self, outputs: PyTree) -> PyTree:
         """Outputs put together from those of all stages."""
-        return jax.tree.map(_put_together, outputs)
+        return jax.tree.map(put_together, outputs)
 
     def loss_and_gradients(
         self,
@@ -189,16 +188,6 @@ class VocabLoss:
         outputs = _run(self._sharded, sharded, handed, context, train=train)
         outputs = with_split_logits(outputs, self._whole)
         return self.whole(outputs) if self._gathers else outputs
-
-
-def _put_together(leaf: Any) -> jax.Array:
-    """Logits of all stages, in a form whose transpose gives each stage its slice's cotangent."""
-    if not isinstance(leaf, SplitLogits):
-        return leaf
-    start = jax.lax.axis_index(_AXIS) * leaf.local.shape[-1]
-    nothing = jnp.zeros(leaf.shape, leaf.dtype)
-    placed = jax.lax.dynamic_update_slice_in_dim(nothing, leaf.local, start, axis=leaf.ndim - 1)
-    return sum_over(placed, _AXIS)
 
 
 def _outputs_struct(blueprint: Blueprint, segment: Segment) -> PyTree:

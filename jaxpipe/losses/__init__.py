@@ -10,6 +10,7 @@ from ._split_logits import SplitLogits as SplitLogits
 # For other rooms.
 from ._split_logits import local_indices as local_indices
 from ._split_logits import over_samples as over_samples
+from ._split_logits import put_together as put_together
 from ._split_logits import signed as signed
 
 __all__ = [
@@ -21,5 +22,6 @@ __all__ = [
     # For other rooms.
     "local_indices",
     "over_samples",
+    "put_together",
     "signed",
 ]

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxpipe._typing import PyTree
 from jaxpipe.errors import LayerError
+from jaxpipe.topology import sum_over
 
 STAGE = "stage"
 
@@ -84,6 +85,16 @@ class SplitLogits:
                 f"{list(sizes)}. Write for instance logits.reshape(-1, {self.shape[-1]})."
             )
         return SplitLogits(self.local.reshape(*sizes[:-1], self.local.shape[-1]), self.shape[-1])
+
+
+def put_together(logits: Any) -> jax.Array:
+    """Whole logits, in a form whose transpose gives each stage its slice's cotangent."""
+    if not isinstance(logits, SplitLogits):
+        return logits
+    start = jax.lax.axis_index(STAGE) * logits.local.shape[-1]
+    nothing = jnp.zeros(logits.shape, logits.dtype)
+    placed = jax.lax.dynamic_update_slice_in_dim(nothing, logits.local, start, axis=logits.ndim - 1)
+    return sum_over(placed, STAGE)
 
 
 def over_samples(

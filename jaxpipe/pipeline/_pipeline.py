@@ -582,6 +582,24 @@ class Pipeline:
         shardings = jax.tree.map(lambda x: x.sharding, self.state_struct.opt_state)
         return Hyperparams(self.mesh, self._sharding, self._updater, schedules, shardings)
 
+    def measuring(
+        self, measure: Callable[[PyTree, PyTree], PyTree]
+    ) -> Compiled[[TrainState, _BatchLike], PyTree]:
+        """A program that evaluates a function of the outputs and labels of each microbatch.
+
+        It runs where the outputs are, so that these need not leave the devices.
+
+        Args:
+            measure: Gives arrays `[samples, ...]`; of outputs whose logits are split over the
+                stages it gets `jaxpipe.losses.SplitLogits`. The same function gives the same
+                program.
+
+        Returns:
+            `program(state, batch) -> arrays`, leaves `[num_microbatches, microbatch_size *
+            replicas, ...]`, on every device.
+        """
+        return self._measuring(measure)
+
     @property
     def _key(self) -> jax.Array:
         return jax.random.key(self.module.base_seed)
@@ -691,9 +709,14 @@ class Pipeline:
         of_gradients = (P(), rows, P("stage")), (everywhere, of_trained, of_state.collections)
         self.gradients = compiled("gradients", programs.gradients, *of_gradients)
         self.evaluate = compiled("evaluate", programs.evaluate, P(), everywhere)
-        self.evaluate_samples = compiled(
-            "evaluate_samples", programs.evaluate_samples, over_data, everywhere
-        )
+
+        @functools.cache
+        def measuring(measure: Callable[[PyTree, PyTree], PyTree]) -> Any:
+            function = functools.partial(programs.measured, measure)
+            return compiled("measure", function, over_data, everywhere)
+
+        self._measuring = measuring
+        self.evaluate_samples = measuring(programs.measure_samples)
         self.predict = compiled("predict", programs.predict, over_data, of_outputs)
         self.evaluate_and_predict = compiled(
             "evaluate_and_predict",

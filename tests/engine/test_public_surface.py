@@ -15,7 +15,7 @@ from _small import MICROBATCHES, build, entry, mean_square
 import jaxpipe
 
 NAMES = """
-    add_monitor backward config data_shard eval eval_batch evaluate flush_monitors forward
+    add_monitor backward config data_shard eval eval_batch evaluate flush_monitors forward generate
     get_additional_losses get_batch_info get_global_grad_norm get_lr get_mom global_samples
     global_steps gradient_accumulation_steps grid is_first_stage is_gradient_accumulation_boundary
     is_last_stage load_checkpoint load_huggingface load_module_state_dict log_probs loss_scale lower
