@@ -112,15 +112,15 @@ def slow_after(
 ) -> list[Any]:
     """Parameters of a test of which the first few run by default.
 
-    Of the others every fourth is slow, the rest soak.
+    Of the others every eighth is slow, the rest soak.
 
     Args:
         count: How many run by default.
         cases: The values.
         unpack: Whether each is a tuple of values of several arguments.
-        soak: Of many cases: every sixteenth is slow.
+        soak: Of many cases: every 32nd is slow.
     """
-    every = 16 if soak else 4
+    every = 32 if soak else 8
     marks = [
         pytest.mark.slow if i % every == 0 else pytest.mark.soak for i in range(len(cases) - count)
     ]

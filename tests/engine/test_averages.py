@@ -73,6 +73,7 @@ def test_without_a_warm_up() -> None:
     assert_close(engine.module_state_dict(params="ema"), wanted)
 
 
+@pytest.mark.slow
 def test_it_is_resumed_at_another_layout_and_exported(tmp_path: Path) -> None:
     layers = [LayerSpec(nn.Dense, 4), *[LayerSpec(nn.Dense, 4)] * 3, LayerSpec(nn.Dense, 1)]
     first = build(module(*layers, stages=4), EMA, example_batch=entry())
@@ -143,6 +144,7 @@ def test_learning_rates_are_read_and_set() -> None:
     assert engine.get_lr() == [0.5]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["tied", pytest.param("dropout", marks=pytest.mark.slow)])
 def test_of_tied_parameters(model: str) -> None:
     made = MODELS[model].module(2)

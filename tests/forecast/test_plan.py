@@ -208,6 +208,7 @@ def test_what_does_not_fit_is_named_with_what_makes_it_fit() -> None:
     assert "or train adapters (jaxpipe.layers.lora)" in hopeless.advice
 
 
+@pytest.mark.slow
 def test_the_least_change_that_makes_it_fit_is_named() -> None:
     def least(stage: int) -> float:
         settings = config(zero_optimization={"stage": stage})
@@ -400,7 +401,7 @@ def test_a_device_that_communicators_fill_is_refused() -> None:
         planned(2, memory_gb=2)
 
 
-@pytest.mark.parametrize("given", [1, 2])
+@pytest.mark.parametrize("given", slow_after(1, [1, 2]))
 def test_an_axis_of_the_model_is_tried_whatever_the_example_holds(given: int) -> None:
     """That weights are not split by it says the advice that follows."""
     size = {"usable_share": 1.0, "communicator_bytes": 0.0, "memory_bytes": 1e5}
@@ -473,6 +474,7 @@ def test_more_microbatches_take_as_long_as_if_all_were_gone_through() -> None:
     assert other.bubble < one.bubble
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", slow_after(1, [0, 3]))
 def test_an_example_of_one_replica_is_enough(zero_stage: int) -> None:
     settings = config(zero_optimization={"stage": zero_stage})
@@ -836,7 +838,9 @@ def pipeline_of(
     return jaxpipe.make_pipeline(module, optax.adamw(1e-3), settings, mesh, example(replicas))
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2)])
+@pytest.mark.parametrize(
+    ("schedule", "chunks"), slow_after(1, [("1f1b", 1), ("interleaved", 2)], unpack=True)
+)
 def test_weights_are_gathered_when_the_pipeline_gathers_them(schedule: str, chunks: int) -> None:
     held: dict[str, set[float]] = {}
     for gather in ("step", "tick"):

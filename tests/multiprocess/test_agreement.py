@@ -93,6 +93,7 @@ def test_one_process_reads_checkpoints_by_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_a_process_whose_storage_takes_nothing_is_told_in_all(tmp_path: Path) -> None:
     """At once, or where a thread saves as soon as it has been silent for a while.
 
@@ -238,6 +239,7 @@ WANTED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_processes_that_begin_otherwise_are_told(tmp_path: Path) -> None:
     job = Job(tmp_path, 2, 1).start([], {}, program=START)

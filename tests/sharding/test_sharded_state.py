@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from _annotated import ANNOTATED, Sharded, Spec
-from _covering import slow_after
+from _covering import slow_after, soak_after
 from _oracle import sequential_model
 from _tolerances import STATE_BYTES
 
@@ -139,7 +139,7 @@ def test_a_device_holds_its_share_of_its_stage(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["block", "tied", "nnx", "experts"])
+@pytest.mark.parametrize("name", soak_after(2, ["tied", "experts", "block", "nnx"]))
 def test_zero_divides_the_shares_over_the_replicas(name: str) -> None:
     axes = (("expert", 2),) if name == "experts" else (("model", 2),)
     used = {}
