@@ -20,6 +20,7 @@ def make_settings(
     grad_accum_dtype: Any = None,
     zero_stage: int = 0,
     loss_scaler: LossScaler | None = None,
+    gradient_norms_by_layer: bool = False,
     **pipeline: Any,
 ) -> TrainConfig:
     """What a `Pipeline` takes.
@@ -30,6 +31,7 @@ def make_settings(
     return TrainConfig(
         pipeline=PipelineConfig(schedule=schedule, **keys),
         gradient_clipping=gradient_clipping,
+        gradient_norms_by_layer=gradient_norms_by_layer,
         data_types=DataTypesSection(grad_accum_dtype=grad_accum_dtype),
         zero_optimization=ZeroSection(stage=zero_stage),
         bf16=BF16Section(enabled=loss_scaler == LossScaler.none()),

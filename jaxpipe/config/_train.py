@@ -118,6 +118,8 @@ class TrainConfig(Section):
         gradient_clipping: Largest global norm of the gradients over all stages; 0 does not clip.
             Where the key is absent nothing is clipped, whereas DeepSpeed 0.19 silently clips at
             1.0.
+        gradient_norms_by_layer: Whether `engine.metrics["grad_norms"]` and the monitors have the
+            norm of each layer's gradient, before clipping.
         fp16: The section `fp16`.
         bf16: The section `bf16`, which may also be written `bfloat16`.
         data_types: The section `data_types`.
@@ -152,6 +154,7 @@ class TrainConfig(Section):
     steps_per_print: int | None = setting(None, optional(integer_of_at_least(1)))
     pipeline: PipelineConfig = subsection(PipelineConfig)
     gradient_clipping: float = setting(0.0, number_of_at_least(0))
+    gradient_norms_by_layer: bool = setting(False, read_flag)
     fp16: FP16Section = subsection(FP16Section)
     bf16: BF16Section = subsection(BF16Section)
     data_types: DataTypesSection = subsection(DataTypesSection)

@@ -122,6 +122,8 @@ class Telemetry:
             found["skipped_steps"] = jnp.copy(trainer.state.skipped_steps)
         if trainer.scaler is not None and trainer.scaler.enabled and "loss_scale" in metrics:
             found["loss_scale"] = metrics["loss_scale"]
+        norms = metrics.get("grad_norms", {})
+        found |= {f"grad_norms/{name}": value for name, value in norms.items()}
         found |= {f"losses/{name}": value for name, value in metrics.get("losses", {}).items()}
         found |= {f"metrics/{name}": value for name, value in metrics.get("metrics", {}).items()}
         return found | self._reports.start_rates()

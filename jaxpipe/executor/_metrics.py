@@ -40,9 +40,11 @@ class GradientMetrics(PartialMetrics):
 
     Attributes:
         grad_norm: Global norm of the gradient before clipping.
+        grad_norms: That of each layer, by its name; where `gradient_norms_by_layer` asks for them.
     """
 
     grad_norm: jax.Array
+    grad_norms: NotRequired[dict[str, jax.Array]]
 
 
 class UpdateMetrics(TypedDict):
@@ -50,12 +52,14 @@ class UpdateMetrics(TypedDict):
 
     Attributes:
         grad_norm: Global norm of the gradient before clipping.
+        grad_norms: That of each layer, by its name; where `gradient_norms_by_layer` asks for them.
         loss_scale: The loss scale of the step, if there is one.
         overflow: True if gradients overflowed and the update was skipped; where there is a loss
             scale.
     """
 
     grad_norm: jax.Array
+    grad_norms: NotRequired[dict[str, jax.Array]]
     loss_scale: NotRequired[jax.Array]
     overflow: NotRequired[jax.Array]
 

@@ -23,6 +23,7 @@ from jaxpipe.state import (
     broadcast_tied,
     clip_to,
     global_norm,
+    layer_norms,
     mean_over_replicas,
     select_arrays,
     sum_tied,
@@ -61,6 +62,7 @@ class DevicePrograms:
         self._stage, self._sharding, self._updater = stage, sharding, updater
         self._train, self._evaluate, self._objective = train, evaluate, objective
         self._scaler, self._limit = LossScaler.from_config(config), config.gradient_clipping
+        self._norms_by_layer = config.gradient_norms_by_layer
         self._tied, self._shard_dims = stage.params.tied, shard_dims
         self._whole: Callable[[PyTree], PyTree] = (
             stage.vocab_loss.whole if stage.vocab_loss else lambda outputs: outputs
@@ -93,6 +95,8 @@ class DevicePrograms:
         # As `update` finds it: of scaled gradients, and then divided.
         norm = global_norm(self._tied, self._sharding, self._shard_kind(), grads)
         metrics: GradientMetrics = {**partial, "grad_norm": norm / self._loss_scale(state)}
+        if self._norms_by_layer:
+            metrics["grad_norms"] = self._layer_norms(state, grads)
         return metrics, _expand(self._unscale(state, grads)), _expand(collections)
 
     def partial_gradients(
@@ -287,11 +291,14 @@ class DevicePrograms:
         # The norm is taken of scaled gradients and then divided: an overflow shows in it, and costs
         # no second pass.
         norm = scaled_norm / scale
+        by_layer = self._layer_norms(state, grads) if self._norms_by_layer else {}
         grads = clip_to(self._limit, norm, self._unscale(state, grads))
         new_params, new_opt = self._updater.update(shard_kind, params, grads, opt_state)
         new_params, new_opt = layout.constrain(new_params), self._updater.constrain(new_opt)
         new_params = self._same_tied(new_params)
         metrics: UpdateMetrics = {"grad_norm": norm}
+        if self._norms_by_layer:
+            metrics["grad_norms"] = by_layer
         changes: dict[str, Any] = {}
         if self._scaler is not None:
             # Selected, not branched around: the update is elementwise, and a branch would copy all
@@ -310,6 +317,12 @@ class DevicePrograms:
             "opt_state": _expand(new_opt),
         }
         return dataclasses.replace(state, **changes), metrics
+
+    def _layer_norms(self, state: TrainState, grads: PyTree) -> dict[str, jax.Array]:
+        """Norms by layer, of gradients that are still multiplied with the loss scale."""
+        paths = self._stage.params.trained_paths
+        found = layer_norms(paths, self._tied, self._sharding, self._shard_kind(), grads)
+        return {name: norm / self._loss_scale(state) for name, norm in found.items()}
 
     def _same_tied(self, trained: Storage) -> Storage:
         """Trained parameters whose tied copies all have one stage's values.

@@ -30,6 +30,7 @@ from ._made import made_collections as made_collections
 from ._made import made_params as made_params
 from ._norm import clip_to as clip_to
 from ._norm import global_norm as global_norm
+from ._norm import layer_norms as layer_norms
 from ._params import ModelCollections as ModelCollections
 from ._params import ModelParams as ModelParams
 from ._params import check_collections as check_collections

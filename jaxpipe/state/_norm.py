@@ -1,14 +1,15 @@
 """The global norm of gradients over all stages, and clipping by it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 
-from jaxpipe._typing import PyTree
+from jaxpipe._typing import Path, PyTree
 from jaxpipe.topology import sum_over
 
 from ._layout import Storage
+from ._switch import switch_stages
 from ._tied import drop_copies
 from ._zero import ZeroSharding
 
@@ -33,6 +34,39 @@ def global_norm(
     # Over those axes alone along which shards differ: replicas that hold the same do not add up.
     # Padding is zero.
     return jnp.sqrt(sum_over(squares, sharding.row_axes))
+
+
+def layer_norms(
+    paths: Sequence[Mapping[str, Path]],
+    tied: Mapping[str, tuple[int, ...]],
+    sharding: ZeroSharding,
+    shard_kind: jax.Array,
+    shard: Storage,
+) -> dict[str, jax.Array]:
+    """L2 norms of the gradients of each layer by its name, and of tied parameters by their keys.
+
+    As `global_norm` otherwise. `paths` has the path of each trained parameter by name, by stage.
+    """
+    counted, layout = drop_copies(tied, sharding.trained, shard_kind, shard), sharding.trained
+    named = {path: _layer_of(path) for of_stage in paths for path in of_stage.values()}
+    layers = sorted(set(named.values()))
+
+    def squares(kind: int, counted: Storage) -> jax.Array:
+        found = [jnp.zeros((), jnp.float32) for _ in layers]
+        of_stage = paths[layout.stage_of(kind)]
+        for name in layout.shards.names(kind):
+            if name in of_stage:
+                leaf = layout.shards.get(kind, name, counted)
+                found[layers.index(named[of_stage[name]])] += _sum_squares(leaf)
+        return jnp.stack(found)
+
+    kinds = range(layout.shards.num_stages)
+    own = switch_stages(shard_kind, kinds, squares, counted)
+    return dict(zip(layers, jnp.sqrt(sum_over(own, sharding.row_axes)), strict=True))
+
+
+def _layer_of(path: Path) -> str:
+    return path[1] if path[0] == "layers" else "/".join(path[:2])
 
 
 def _sum_squares(tree: PyTree) -> jax.Array:
