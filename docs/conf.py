@@ -20,7 +20,8 @@ html_title = "jaxpipe"
 smartquotes_action = "D"
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
-exclude_patterns = ["_build"]
+# The keys are a part of configuration.md.
+exclude_patterns = ["_build", "configuration_keys.md"]
 html_theme = "sphinx_book_theme"
 html_theme_options = {"navbar_persistent": [], "use_download_button": False, "show_navbar_depth": 1}
 html_context = {"default_mode": "auto"}
@@ -50,7 +51,6 @@ autosummary_generate = False
 napoleon_use_ivar = True
 napoleon_attr_annotations = False
 
-_generate.write_configuration(HERE / "_build" / "configuration.md")
 _generate.write_schedules(HERE / "_build")
 
 

@@ -8,6 +8,7 @@ from ._checkpoint import CheckpointSection as CheckpointSection
 from ._classes import BatchConfig as BatchConfig
 from ._classes import FP16Config as FP16Config
 from ._classes import TrainingConfig as TrainingConfig
+from ._cli import main as main
 from ._collect import Collector as Collector
 from ._load import ConfigWarning as ConfigWarning
 from ._load import load_config as load_config
@@ -69,6 +70,7 @@ __all__ = [
     "Reader",
     "config_from_args",
     "integer_of_at_least",
+    "main",
     "number",
     "optional",
     "read_flag",
