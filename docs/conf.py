@@ -20,8 +20,7 @@ html_title = "jaxpipe"
 smartquotes_action = "D"
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
-# The keys are a part of configuration.md.
-exclude_patterns = ["_build", "configuration_keys.md"]
+exclude_patterns = ["_build"]
 html_theme = "sphinx_book_theme"
 html_theme_options = {"navbar_persistent": [], "use_download_button": False, "show_navbar_depth": 1}
 html_context = {"default_mode": "auto"}

@@ -21,6 +21,11 @@ Names = Mapping[str, str]
 """By the path of a key: the names that it may have for a value, where other rooms know them."""
 
 _WIDTH = 96
+_PAGE = (
+    "Every key, for whoever looks one up. [Configuration](configuration.md) says how a configuration "
+    "is given; in a terminal `jaxpipe config KEY` shows one key, `jaxpipe config` all.\n\n"
+    "<!-- Written by: jaxpipe config --markdown > docs/configuration_keys.md -->"
+)
 _UNUSED = "Keys of DeepSpeed that change no number. They are accepted, and named in one warning."
 _REFUSED = (
     "Keys of DeepSpeed that would change results, or what fits. Values that ask for nothing pass."
@@ -75,15 +80,15 @@ def reference_text(names: Names, path: str | None = None) -> str:
 
 
 def reference_markdown(names: Names) -> str:
-    """The reference as tables of Markdown.
+    """The reference as a page of Markdown.
 
     Args:
         names: As for `reference_text`.
 
     Returns:
-        The tables, each under a heading.
+        The page: a table for each section.
     """
-    lines = ["<!-- Written by: jaxpipe config --markdown > docs/configuration_keys.md -->", ""]
+    lines = ["# Configuration keys", "", _PAGE, ""]
     for cls in _sections(TrainConfig):
         rows = [
             (f"`{key.path.rpartition('.')[2]}`", key.values, f"`{key.default}`", key.meaning)
