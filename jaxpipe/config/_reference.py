@@ -22,8 +22,8 @@ Names = Mapping[str, str]
 
 _WIDTH = 96
 _PAGE = (
-    "Every key, for whoever looks one up. [Configuration](configuration.md) says how a configuration "
-    "is given; in a terminal `jaxpipe config KEY` shows one key, `jaxpipe config` all.\n\n"
+    "Every key, for whoever looks one up. [Configuration](configuration.md) says how it is given; "
+    "in a terminal `jaxpipe config KEY` shows one key, `jaxpipe config` all.\n\n"
     "<!-- Written by: jaxpipe config --markdown > docs/configuration_keys.md -->"
 )
 _UNUSED = "Keys of DeepSpeed that change no number. They are accepted, and named in one warning."
