@@ -14,7 +14,9 @@ from ._load import ConfigWarning as ConfigWarning
 from ._load import load_config as load_config
 from ._monitors import CometSection as CometSection
 from ._monitors import CSVMonitorSection as CSVMonitorSection
+from ._monitors import MLflowSection as MLflowSection
 from ._monitors import TensorBoardSection as TensorBoardSection
+from ._monitors import TrackioSection as TrackioSection
 from ._monitors import WandbSection as WandbSection
 from ._optimizer import OptimizerSection as OptimizerSection
 from ._optimizer import SchedulerSection as SchedulerSection
@@ -53,10 +55,12 @@ __all__ = [
     "FP16Config",
     "FP16Section",
     "FlopsProfilerSection",
+    "MLflowSection",
     "OptimizerSection",
     "PipelineConfig",
     "SchedulerSection",
     "TensorBoardSection",
+    "TrackioSection",
     "TrainConfig",
     "TrainingConfig",
     "WandbSection",

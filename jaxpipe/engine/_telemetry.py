@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe.monitor import Event, Monitor, MonitorLog, open_monitors
+from jaxpipe.monitor import Event, Monitor, MonitorLog, asks_for_monitors, open_monitors
 from jaxpipe.pipeline import Pipeline
 from jaxpipe.profile import model_flops, peak_flops
 
@@ -40,8 +40,7 @@ class Telemetry:
         )
         self._flops: tuple[Pipeline, float] | None = None
         self._log, self._speed = MonitorLog(monitors), _Speed()
-        sections = (config.tensorboard, config.wandb, config.csv_monitor, config.comet)
-        self.is_on = bool(monitors) or any(section.enabled for section in sections)
+        self.is_on = bool(monitors) or asks_for_monitors(config)
 
     def open(self) -> None:
         """Begin to write what the configuration asks for."""
