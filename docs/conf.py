@@ -50,7 +50,6 @@ autosummary_generate = False
 napoleon_use_ivar = True
 napoleon_attr_annotations = False
 
-_generate.write_configuration(HERE / "_build" / "configuration.md")
 _generate.write_schedules(HERE / "_build")
 
 

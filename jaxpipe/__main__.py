@@ -3,13 +3,19 @@
 import sys
 from collections.abc import Sequence
 
+from jaxpipe.config import main as config
 from jaxpipe.forecast import main as plan
 from jaxpipe.launch import launch
+from jaxpipe.optim import optim_values
+from jaxpipe.partition import METHOD_NAMES
+from jaxpipe.schedules import schedule_names
 
 _USAGE = """usage: jaxpipe launch [options] SCRIPT [arguments]
        jaxpipe plan [options] MODULE:FUNCTION
+       jaxpipe config [KEY]
        jaxpipe launch --help
        jaxpipe plan --help
+       jaxpipe config --help
 """
 
 
@@ -20,16 +26,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments, a command first; None: those of the process.
 
     Returns:
-        The exit status; see `jaxpipe launch --help` and `jaxpipe plan --help`.
+        The exit status; see `jaxpipe launch --help` and the other commands'.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["launch"]:
         return launch(words[1:], "jaxpipe launch")
     if words[:1] == ["plan"]:
         return plan(words[1:], "jaxpipe plan")
+    if words[:1] == ["config"]:
+        return config(words[1:], "jaxpipe config", _values())
     is_help = words in (["--help"], ["-h"])
     (sys.stdout if is_help else sys.stderr).write(_USAGE)
     return 0 if is_help else 2
+
+
+def _values() -> dict[str, str]:
+    """By the path of a key: names that the configuration takes, and other rooms know."""
+    schedules = ", ".join(map(repr, ["auto", *schedule_names()]))
+    return {
+        "pipeline.schedule": schedules,
+        "pipeline.partition": METHOD_NAMES,
+        **optim_values(),
+    }
 
 
 if __name__ == "__main__":

@@ -8,13 +8,16 @@ from ._checkpoint import CheckpointSection as CheckpointSection
 from ._classes import BatchConfig as BatchConfig
 from ._classes import FP16Config as FP16Config
 from ._classes import TrainingConfig as TrainingConfig
+from ._cli import main as main
 from ._collect import Collector as Collector
 from ._ema import EMASection as EMASection
 from ._load import ConfigWarning as ConfigWarning
 from ._load import load_config as load_config
 from ._monitors import CometSection as CometSection
 from ._monitors import CSVMonitorSection as CSVMonitorSection
+from ._monitors import MLflowSection as MLflowSection
 from ._monitors import TensorBoardSection as TensorBoardSection
+from ._monitors import TrackioSection as TrackioSection
 from ._monitors import WandbSection as WandbSection
 from ._optimizer import OptimizerSection as OptimizerSection
 from ._optimizer import SchedulerSection as SchedulerSection
@@ -54,10 +57,12 @@ __all__ = [
     "FP16Config",
     "FP16Section",
     "FlopsProfilerSection",
+    "MLflowSection",
     "OptimizerSection",
     "PipelineConfig",
     "SchedulerSection",
     "TensorBoardSection",
+    "TrackioSection",
     "TrainConfig",
     "TrainingConfig",
     "WandbSection",
@@ -71,6 +76,7 @@ __all__ = [
     "Reader",
     "config_from_args",
     "integer_of_at_least",
+    "main",
     "number",
     "optional",
     "read_flag",

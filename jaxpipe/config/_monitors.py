@@ -1,4 +1,7 @@
-"""The sections that say where a run's numbers are written, with DeepSpeed's names and defaults."""
+"""The sections that say where a run's numbers are written, with DeepSpeed's names and defaults.
+
+`mlflow` and `trackio` are this library's own.
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -111,3 +114,56 @@ class CometSection(Section):
     mode: Literal["get", "create", "get_or_create"] | None = setting(
         None, optional(one_of("get", "create", "get_or_create"))
     )
+
+
+@dataclass(frozen=True)
+class MLflowSection(Section):
+    """The section `mlflow`: a run of MLflow.
+
+    The one that the program has begun, where it has. DeepSpeed has no such section.
+
+    Attributes:
+        enabled: Whether to log there; needs the extra `jaxpipe[mlflow]`.
+        tracking_uri: Where runs are kept, such as `sqlite:///runs.db` or the address of a server;
+            None is MLflow's own to find, in its environment.
+        experiment_name: The experiment, which is made where there is none of the name.
+        run_name: The run's name; None: MLflow makes one.
+
+    Raises:
+        ConfigError: A value is of the wrong type.
+    """
+
+    path: ClassVar[str] = "mlflow"
+    switch: ClassVar[str | None] = "enabled"
+
+    enabled: bool = setting(False, read_flag)
+    tracking_uri: str | None = setting(None, optional(read_text))
+    experiment_name: str = setting("jaxpipe", read_text)
+    run_name: str | None = setting(None, optional(read_text))
+
+
+@dataclass(frozen=True)
+class TrackioSection(Section):
+    """The section `trackio`: a run of Trackio, on this machine or in a Hugging Face Space.
+
+    The one that the program has begun, where it has. DeepSpeed has no such section.
+
+    Attributes:
+        enabled: Whether to log there; needs the extra `jaxpipe[trackio]`.
+        project: The project.
+        name: The run's name, which goes on where there is one of the name; None: Trackio makes one.
+        group: The group of runs.
+        space_id: The Space, `owner/name`; None: this machine, or what Trackio's environment says.
+
+    Raises:
+        ConfigError: A value is of the wrong type.
+    """
+
+    path: ClassVar[str] = "trackio"
+    switch: ClassVar[str | None] = "enabled"
+
+    enabled: bool = setting(False, read_flag)
+    project: str = setting("jaxpipe", read_text)
+    name: str | None = setting(None, optional(read_text))
+    group: str | None = setting(None, optional(read_text))
+    space_id: str | None = setting(None, optional(read_text))

@@ -147,7 +147,7 @@ UNUSED: Mapping[str, Unused] = MappingProxyType(
         ),
         "max_elements_per_comm": _old_size,
         "monitor_config": _object._replace(
-            reason="use the sections tensorboard, wandb, csv_monitor and comet"
+            reason="use the sections tensorboard, wandb, csv_monitor, comet, mlflow and trackio"
         ),
         "optimizer.legacy_fusion": _flag,
         "pipeline.grad_partitioned": _flag,

@@ -126,7 +126,7 @@ def _inner_keys(cls: type[Section]) -> Iterator[str]:
         meanings = key_meanings(section)
         for item in fields(section):
             if "section" not in item.metadata:
-                value = _default(item)
+                value = default_of(item)
                 default = "required" if value is MISSING else f"default {shown(value)}"
                 yield f"{join(section.path, item.name)} ({default}): {meanings.get(item.name, '')}"
         yield from _inner_keys(section)
@@ -160,7 +160,7 @@ def read_section(
             values[name] = _read_value(known[name], value, join(path, str(key)), found)
     for name, item in known.items():
         if name not in values:
-            values[name] = _default(item)
+            values[name] = default_of(item)
             if values[name] is MISSING:
                 where, given = join(path, name), shown(mapping)
                 message = (
@@ -211,10 +211,11 @@ def _read_value(item: Field[Any], value: object, path: str, errors: Collector) -
         if section is not None and isinstance(value, Mapping):
             return read_section(section, cast("Mapping[object, object]", value), path, errors)
         return item.metadata["reader"](plain(value), path)
-    return _default(item)
+    return default_of(item)
 
 
-def _default(item: Field[Any]) -> Any:
+def default_of(item: Field[Any]) -> Any:
+    """The value of a key that is absent; `MISSING` where it must be there."""
     return item.default if item.default_factory is MISSING else item.default_factory()
 
 

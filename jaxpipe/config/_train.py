@@ -10,7 +10,14 @@ from jaxpipe.errors import ConfigError
 from ._batch import BatchSizes, resolve_batch_sizes
 from ._checkpoint import CheckpointSection
 from ._ema import EMASection
-from ._monitors import CometSection, CSVMonitorSection, TensorBoardSection, WandbSection
+from ._monitors import (
+    CometSection,
+    CSVMonitorSection,
+    MLflowSection,
+    TensorBoardSection,
+    TrackioSection,
+    WandbSection,
+)
 from ._optimizer import OptimizerSection, SchedulerSection
 from ._precision import BF16Section, DataTypesSection, Dtype, FP16Section
 from ._profiler import FlopsProfilerSection
@@ -133,6 +140,8 @@ class TrainConfig(Section):
         wandb: The section `wandb`.
         csv_monitor: The section `csv_monitor`.
         comet: The section `comet`.
+        mlflow: The section `mlflow`.
+        trackio: The section `trackio`.
         flops_profiler: The section `flops_profiler`.
         wall_clock_breakdown: Whether a line every `steps_per_print` steps, or every 10 where that
             is None, says what steps wait for: data, the host, a checkpoint, the devices; and what
@@ -170,6 +179,8 @@ class TrainConfig(Section):
     wandb: WandbSection = subsection(WandbSection)
     csv_monitor: CSVMonitorSection = subsection(CSVMonitorSection)
     comet: CometSection = subsection(CometSection)
+    mlflow: MLflowSection = subsection(MLflowSection)
+    trackio: TrackioSection = subsection(TrackioSection)
     flops_profiler: FlopsProfilerSection = subsection(FlopsProfilerSection)
     wall_clock_breakdown: bool = setting(False, read_flag)
     memory_breakdown: bool = setting(False, read_flag)

@@ -18,6 +18,7 @@ from jaxpipe.config import TrainConfig, without_secrets
 from jaxpipe.distributed import checksum, compiler_variables, gather_numbers, gather_texts, listed
 from jaxpipe.errors import ConfigError
 from jaxpipe.layers import PipelineModule, format_struct, struct_of
+from jaxpipe.monitor import MONITOR_SECTIONS
 from jaxpipe.pipeline import Pipeline
 
 SAME_START = "Start all with the same program, arguments, configuration, packages and environment."
@@ -46,10 +47,7 @@ _SETTINGS = (
 )
 # Process 0 alone writes there, and a process may well be told to be silent.
 _OF_PROCESS_0 = (
-    "tensorboard",
-    "wandb",
-    "csv_monitor",
-    "comet",
+    *MONITOR_SECTIONS,
     "dump_state",
     "flops_profiler.output_file",
 )

@@ -108,16 +108,16 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's arguments
             compile. By default they go to stderr; `logging.getLogger("train").info` puts them into
             a log, None drops them.
         monitors: Functions that are given the numbers of each step, beside what the configuration's
-            sections `tensorboard`, `wandb`, `csv_monitor` and `comet` write. They are called in
-            process 0, in a thread of their own, when the devices have computed the step, with a
-            list of `Event(name, value, samples)`; one that raises is switched off with a warning in
-            the log. Names begin with `Train/Samples/`: `train_loss`, `lr` (of the next update, as
-            `get_lr`), `grad_norm`, `losses/*` and `metrics/*` that layers report, `loss_scale` in
-            float16, `skipped_steps`, `samples_per_s`, `tokens_per_s`, `tflops_per_device` and, on
-            known GPUs, `mfu` (operations of forward and backward, recompute left out),
-            `peak_memory_gb` (the largest of the process's devices), `elapsed_time_ms_*` of
-            `save_checkpoint`, `load_checkpoint`, and where a step is recorded for
-            `wall_clock_breakdown` or `flops_profiler`, of its phases.
+            sections `tensorboard`, `wandb`, `csv_monitor`, `comet`, `mlflow` and `trackio` write.
+            They are called in process 0, in a thread of their own, when the devices have computed
+            the step, with a list of `Event(name, value, samples)`; one that raises is switched off
+            with a warning in the log. Names begin with `Train/Samples/`: `train_loss`, `lr` (of the
+            next update, as `get_lr`), `grad_norm`, `losses/*` and `metrics/*` that layers report,
+            `loss_scale` in float16, `skipped_steps`, `samples_per_s`, `tokens_per_s`,
+            `tflops_per_device` and, on known GPUs, `mfu` (operations of forward and backward,
+            recompute left out), `peak_memory_gb` (the largest of the process's devices),
+            `elapsed_time_ms_*` of `save_checkpoint`, `load_checkpoint`, and where a step is
+            recorded for `wall_clock_breakdown` or `flops_profiler`, of its phases.
 
     Returns:
         `(engine, optimizer, dataloader, lr_scheduler)`: what is in use, None where there is none.

@@ -28,6 +28,9 @@ from ._hold import hold_signals
 MAX_PROGRAMS = 8
 """Shapes whose programs are kept; beyond it the one least recently used is dropped."""
 
+MANY_SHAPES = 4
+"""Shapes of batches at which a warning says that each is a program of its own."""
+
 _PRECISION = "jax_default_matmul_precision"
 
 
@@ -75,6 +78,8 @@ class ProgramCache:
         ).train_micro_batch_size_per_gpu
         self._planned_microbatches = planned_microbatches
         self._programs: OrderedDict[Hashable, Pipeline] = OrderedDict()
+        self._shapes: list[str] = []
+        """Shapes that have come, until there are many."""
         self._form: _Form | None = None
         self._like: dict[str, PyTree] = {}
         self._latest_has_labels = False
@@ -125,6 +130,7 @@ class ProgramCache:
             pipeline = self._make(struct, num_microbatches, has_labels)
             self._make_room(struct)
             self._programs[key] = pipeline
+            self._warn_of_many(struct)
         self._programs.move_to_end(key)
         # After it was built: shapes that were refused do not bind the batches that follow.
         self._like |= {
@@ -149,6 +155,7 @@ class ProgramCache:
     def forget(self) -> None:
         """Drop all programs and what is known of shapes, as before the first batch."""
         self._programs.clear()
+        self._shapes = []
         self._form, self._like = None, {}
         # The cut and the schedule too: those chosen for shapes that were refused need not fit the
         # next ones.
@@ -227,6 +234,22 @@ class ProgramCache:
                         f"before, which had {format_struct(before)}, but got {format_struct(x)}. "
                         "Only shapes may change: convert it, or map entries with set_batch_fn."
                     )
+
+    def _warn_of_many(self, struct: Batch) -> None:
+        """Say once that each new shape compiles, before a run has lost hours to it."""
+        shape = _describe(struct._replace(labels=()))
+        if len(self._shapes) >= MANY_SHAPES or shape in self._shapes:
+            return
+        self._shapes.append(shape)
+        if len(self._shapes) == MANY_SHAPES:
+            log(
+                logging.WARNING,
+                "batches have come in %d shapes, and each is a program of its own, which takes as "
+                "long to compile as the first: %s. Pad all microbatches of a step to one of a few "
+                "lengths.",
+                MANY_SHAPES,
+                "; ".join(self._shapes),
+            )
 
     def _make_room(self, struct: Batch) -> None:
         """Drop the program that was not used for the longest time, where there are too many."""

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe.monitor import Event, Monitor, MonitorLog, open_monitors
+from jaxpipe.monitor import Event, Monitor, MonitorLog, asks_for_monitors, open_monitors
 
 from ._breakdown import Breakdown
 from ._reports import Reports
@@ -38,8 +38,7 @@ class Telemetry:
             trainer.config,
         )
         self._log, self._speed = MonitorLog(monitors), _Speed()
-        sections = (config.tensorboard, config.wandb, config.csv_monitor, config.comet)
-        self.is_on = bool(monitors) or any(section.enabled for section in sections)
+        self.is_on = bool(monitors) or asks_for_monitors(config)
 
     def open(self) -> None:
         """Begin to write what the configuration asks for."""

@@ -1,11 +1,13 @@
 """Writers of the numbers of a run.
 
-TensorBoard, Weights & Biases, Comet, CSV files, and users' functions.
+TensorBoard, Weights & Biases, Comet, MLflow, Trackio, CSV files, and users' functions.
 """
 
 from ._event import Event as Event
 from ._event import Monitor as Monitor
 from ._log import MonitorLog as MonitorLog
+from ._open import MONITOR_SECTIONS as MONITOR_SECTIONS
+from ._open import asks_for_monitors as asks_for_monitors
 from ._open import check_monitors as check_monitors
 from ._open import open_monitors as open_monitors
 
@@ -14,7 +16,9 @@ __all__ = [
     "Event",
     "Monitor",
     # For other rooms.
+    "MONITOR_SECTIONS",
     "MonitorLog",
+    "asks_for_monitors",
     "check_monitors",
     "open_monitors",
 ]

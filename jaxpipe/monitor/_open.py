@@ -3,6 +3,7 @@
 import importlib.util
 import logging
 from collections.abc import Callable
+from typing import Any
 
 from jaxpipe.config import TrainConfig
 from jaxpipe.distributed import log
@@ -11,11 +12,28 @@ from jaxpipe.errors import ConfigError
 from ._comet import CometMonitor
 from ._csv import CSVMonitor
 from ._event import Monitor
+from ._mlflow import MLflowMonitor
 from ._tensorboard import TensorBoardMonitor
+from ._trackio import TrackioMonitor
 from ._wandb import WandbMonitor
 
-_LIBRARIES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
-"""By the section and extra, what is imported."""
+_KINDS: dict[str, tuple[Callable[[Any], Monitor], str | None]] = {
+    "tensorboard": (TensorBoardMonitor, "tensorboard"),
+    "wandb": (WandbMonitor, "wandb"),
+    "csv_monitor": (CSVMonitor, None),
+    "comet": (CometMonitor, "comet_ml"),
+    "mlflow": (MLflowMonitor, "mlflow"),
+    "trackio": (TrackioMonitor, "trackio"),
+}
+"""By the section, which is the extra's name too: its monitor, and the library that it needs."""
+
+MONITOR_SECTIONS = tuple(_KINDS)
+"""Sections of the configuration that say where numbers are written."""
+
+
+def asks_for_monitors(config: TrainConfig) -> bool:
+    """True if the configuration asks for a monitor."""
+    return any(getattr(config, section).enabled for section in _KINDS)
 
 
 def check_monitors(config: TrainConfig) -> None:
@@ -24,13 +42,10 @@ def check_monitors(config: TrainConfig) -> None:
     Raises:
         ConfigError: One is not installed.
     """
-    wanted = {
-        "tensorboard": config.tensorboard.enabled,
-        "wandb": config.wandb.enabled,
-        "comet": config.comet.enabled,
-    }
-    for section, library in _LIBRARIES.items():
-        if wanted[section] and importlib.util.find_spec(library) is None:
+    for section, (_, library) in _KINDS.items():
+        if library is None or not getattr(config, section).enabled:
+            continue
+        if importlib.util.find_spec(library) is None:
             raise ConfigError(
                 f"{section}.enabled must be false unless the package {library} is installed, but "
                 f"got {section}.enabled=True. Run pip install 'jaxpipe[{section}]', or remove the "
@@ -51,23 +66,18 @@ def open_monitors(config: TrainConfig) -> list[Monitor]:
     Returns:
         The monitors.
     """
-    asked: list[tuple[str, bool, Callable[[], Monitor]]] = [
-        ("tensorboard", config.tensorboard.enabled, lambda: TensorBoardMonitor(config.tensorboard)),
-        ("wandb", config.wandb.enabled, lambda: WandbMonitor(config.wandb)),
-        ("csv_monitor", config.csv_monitor.enabled, lambda: CSVMonitor(config.csv_monitor)),
-        ("comet", config.comet.enabled, lambda: CometMonitor(config.comet)),
-    ]
     found: list[Monitor] = []
-    for section, enabled, start in asked:
-        if not enabled:
+    for name, (start, _) in _KINDS.items():
+        section = getattr(config, name)
+        if not section.enabled:
             continue
         try:
-            found.append(start())
+            found.append(start(section))
         except Exception as error:  # noqa: BLE001  # whatever these libraries raise
             log(
                 logging.WARNING,
                 "%s could not begin and is switched off, training goes on: %s: %s",
-                section,
+                name,
                 type(error).__name__,
                 error,
             )

@@ -18,6 +18,7 @@ from ._optimizers import hyperparam_schedules as hyperparam_schedules
 from ._optimizers import make_optimizer as make_optimizer
 from ._optimizers import optimizer_lr as optimizer_lr
 from ._optimizers import with_schedule as with_schedule
+from ._reference import optim_values as optim_values
 from ._requirements import check_leafwise as check_leafwise
 from ._requirements import check_separable as check_separable
 from ._requirements import is_elementwise as is_elementwise
@@ -57,6 +58,7 @@ __all__ = [
     "is_uniform_over_stages",
     "leaf_paths",
     "next_hyperparams",
+    "optim_values",
     "optimizer_lr",
     "read_hyperparams",
     "replace_hyperparams",

@@ -8,6 +8,7 @@ from ._costs import NO_COST as NO_COST
 from ._costs import LayerCost as LayerCost
 from ._costs import Profile as Profile
 from ._costs import StageMemory as StageMemory
+from ._methods import METHOD_NAMES as METHOD_NAMES
 from ._methods import is_method as is_method
 from ._methods import needs_shapes as needs_shapes
 from ._methods import partition_layers as partition_layers
@@ -31,6 +32,7 @@ __all__ = [
     "partition_profile",
     "partition_uniform",
     # For other rooms.
+    "METHOD_NAMES",
     "NO_COST",
     "StageCut",
     "Tick",

@@ -19,6 +19,9 @@ from ._uniform import partition_uniform
 
 _TYPE = "type:"
 
+METHOD_NAMES = "'best', 'uniform', 'parameters', 'profile', 'type:REGEX', 'trunk'"
+"""As errors and the reference of the configuration list them."""
+
 
 @dataclass(frozen=True)
 class _Layers:
@@ -173,10 +176,10 @@ def _method(method: str, layers: _Layers) -> Callable[[str, _Layers], Sequence[i
     if profile_source(method) is not None:
         return _profile
     near = nearest(name.split(":")[0], [*methods, "profile", _TYPE.rstrip(":")])
-    known = "'best', 'uniform', 'parameters', 'profile', 'type:REGEX', 'trunk', or boundaries"
     hint = "'type:REGEX'" if near == "type" else f"{near!r}"
     raise PartitionError(
-        f"partition_method must be one of {known} such as {_example(layers)}, but got "
+        f"partition_method must be one of {METHOD_NAMES}, or boundaries such as "
+        f"{_example(layers)}, but got "
         f"partition_method={method!r}. {f'Did you mean {hint}?' if near else 'Use one of these.'} "
         f"The layers:{layers.listing()}"
     )

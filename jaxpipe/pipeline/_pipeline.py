@@ -142,6 +142,8 @@ class Pipeline:
         evaluate_samples: `evaluate_samples(state, batch) -> terms`, jitted: what each microbatch of
             each replica, and each sample by itself, adds to the sums of a set of samples, of which
             some may not count; a `jaxpipe.executor.SampleTerms`.
+        restart_average: `restart_average(state) -> state`: an average of the section `ema` begins
+            anew at the state's parameters; without one the state is as it was.
         config: With what was left open in its section `pipeline` decided.
         plan: What was decided before the pipeline was built: schedule, placement and cut.
         loss_metrics: Names of the metrics that `loss_fn` returns.
@@ -173,6 +175,8 @@ class Pipeline:
     predict: Compiled[[TrainState, _BatchLike], PyTree]
     evaluate_and_predict: Compiled[[TrainState, _BatchLike], tuple[EvaluationMetrics, PyTree]]
     evaluate_samples: Compiled[[TrainState, _BatchLike], SampleTerms]
+
+    restart_average: Callable[[TrainState], TrainState]
 
     def __init__(
         self,
@@ -450,12 +454,6 @@ class Pipeline:
         """
         arrays = self._place("params", _from_tree("params", self.check_params(tree)))
         return self.restart_average(with_arrays(state, arrays))
-
-    def restart_average(self, state: TrainState) -> TrainState:
-        """The state, where the section `ema` keeps an average with one that begins anew."""
-        if self.config.ema is None:
-            return state
-        return dataclasses.replace(state, opt_state=self._restart_average(state))
 
     def with_params(self, state: TrainState, name: str) -> TrainState:
         """The state with other parameters that it holds, to evaluate them; nothing is donated.
@@ -737,7 +735,12 @@ class Pipeline:
         self.update = Program(jitted, self.mesh)
         restart = on_each_device(programs.restart_average, self.mesh, (specs,), rows)
         # Not donated: the state stays whole where this is broken off.
-        self._restart_average = jax.jit(restart, out_shardings=of_state.opt_state)
+        restarting = jax.jit(restart, out_shardings=of_state.opt_state)
+        self.restart_average = lambda state: (
+            state
+            if self.config.ema is None
+            else dataclasses.replace(state, opt_state=restarting(state))
+        )
         self._choosing = {
             name: jax.jit(
                 on_each_device(

@@ -66,6 +66,19 @@ _GIVEN: dict[str, Any] = {
         "experiment_name": "seventh",
         "experiment_key": "7777777",
     },
+    "mlflow": {
+        "enabled": True,
+        "tracking_uri": "sqlite:///runs.db",
+        "experiment_name": "seven",
+        "run_name": "seventh",
+    },
+    "trackio": {
+        "enabled": True,
+        "project": "seven",
+        "name": "seventh",
+        "group": "ours",
+        "space_id": "us/seven",
+    },
 }
 
 

@@ -86,6 +86,8 @@ WRONG_VALUES: dict[str, list[Any]] = {
     "wandb.project": [""],
     "comet.samples_log_interval": [0, -1],
     "comet.project": [""],
+    "mlflow.experiment_name": [""],
+    "trackio.project": [""],
     "flops_profiler.profile_step": [0, -1],
     "flops_profiler.module_depth": [-2],
     "flops_profiler.top_modules": [-1],

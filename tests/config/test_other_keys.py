@@ -84,7 +84,7 @@ def test_their_values_are_checked_all_the_same(path: str) -> None:
         (
             "monitor_config",
             {"enabled": True},
-            "use the sections tensorboard, wandb, csv_monitor and comet",
+            "use the sections tensorboard, wandb, csv_monitor, comet, mlflow and trackio",
         ),
         ("dataloader_drop_last", False, "is not full is dropped all the same"),
         ("prescale_gradients", True, "averaged over the axis data once a step"),

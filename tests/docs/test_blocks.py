@@ -1,9 +1,11 @@
 """The blocks of the documentation run, and its configurations are read."""
 
+import ast
 import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,18 @@ def blocks(page: Path, language: str) -> list[str]:
     )
 
 
+OPTIONAL = {"datasets", "qwix", "torch", "torchdata"}
+"""Packages of the extra `oracles`: blocks that import one are run where all are installed."""
+
+
+def needs(block: str) -> set[str]:
+    """The optional packages that a block imports."""
+    nodes = [*ast.walk(ast.parse(block))]
+    found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    found |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    return {name.partition(".")[0] for name in found} & OPTIONAL
+
+
 # Most are programs of many compiled steps: the one that compiles none runs by default.
 PROGRAMS = sorted(
     (page for page in PAGES if blocks(page, "python")),
@@ -36,9 +50,27 @@ PROGRAMS = sorted(
     ],
 )
 def test_python_runs_from_top_to_bottom(page: Path, tmp_path: Path) -> None:
+    run([block for block in blocks(page, "python") if not needs(block)], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PROGRAMS if any(map(needs, blocks(page, "python")))],
+    ids=lambda page: page.stem,
+)
+def test_python_with_optional_packages_runs_too(page: Path, tmp_path: Path) -> None:
+    found = blocks(page, "python")
+    for name in set().union(*map(needs, found)):
+        if find_spec(name) is None:
+            pytest.skip(f"needs {name}")
+    run(found, tmp_path)
+
+
+def run(program: list[str], tmp_path: Path) -> None:
     start = 'import jax\njax.config.update("jax_num_cpu_devices", 8)\n'
     file = tmp_path / "page.py"
-    file.write_text(start + "\n".join(blocks(page, "python")), encoding="utf-8")
+    file.write_text(start + "\n".join(program), encoding="utf-8")
     paths = [str(Path(jaxpipe.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ,
@@ -52,7 +84,7 @@ def test_python_runs_from_top_to_bottom(page: Path, tmp_path: Path) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]

@@ -4,7 +4,10 @@ import csv
 import importlib.util
 import json
 import logging
+import os
 import resource
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -161,6 +164,80 @@ def test_wandb_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert list(tmp_path.rglob("run-*.wandb"))
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("is_own", [True, False])
+def test_mlflow_without_a_server(
+    is_own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    uri = f"sqlite:///{tmp_path}/runs.db"
+    monkeypatch.chdir(tmp_path)  # what MLflow keeps beside its database
+    if not is_own:
+        mlflow.set_tracking_uri(uri)
+        mlflow.set_experiment("theirs")
+        mlflow.start_run(run_name="first")
+    section = {"tracking_uri": uri, "experiment_name": "ours", "run_name": "first"}
+    engine = build(config={"mlflow": {"enabled": True, **section}})
+    losses = train(engine)
+    client = mlflow.MlflowClient(uri)
+    experiment = client.get_experiment_by_name("ours" if is_own else "theirs")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.run_name == "first"
+    found = client.get_metric_history(run.info.run_id, TAG + "train_loss")
+    assert [(metric.step, metric.value) for metric in found] == [
+        (SAMPLES * (step + 1), loss) for step, loss in enumerate(losses)
+    ]
+    assert {TAG + "lr", TAG + "grad_norm"} <= set(run.data.metrics)
+    engine._telemetry._log._worker.end()
+    engine._telemetry._log._worker._thread.join()
+    status = client.get_run(run.info.run_id).info.status
+    assert status == ("FINISHED" if is_own else "RUNNING")
+    if not is_own:
+        mlflow.end_run()
+
+
+@pytest.mark.slow
+def test_trackio_on_this_machine(tmp_path: Path) -> None:
+    """In a process of its own: Trackio reads its folder from the environment when imported."""
+    pytest.importorskip("trackio")
+    program = """
+import sys
+sys.path.append(sys.argv[1])
+import jax
+jax.config.update("jax_num_cpu_devices", 8)
+import trackio
+from trackio.sqlite_storage import SQLiteStorage
+from _small import build, entries
+
+for name in ("ours", "again", "theirs"):
+    if name == "theirs":
+        run = trackio.init(project="p", name=name)
+    engine = build(config={"trackio": {"enabled": True, "project": "p", "name": name}})
+    losses = [float(engine.train_batch(entries(step))) for step in range(3)]
+    engine.flush_monitors()
+    worker = engine._telemetry._log._worker
+    worker.end()
+    worker._thread.join()
+    if name == "theirs":
+        run.log({"own": 1.0}, step=99)  # it was not ended
+        trackio.finish()
+    logged = SQLiteStorage.get_logs("p", name)
+    found = [row["Train/Samples/train_loss"] for row in logged if "own" not in row]
+    assert found == losses, (found, losses)
+    assert [row["step"] for row in logged] == [4, 8, 12, *([99] if name == "theirs" else [])]
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(Path(__file__).parent)],
+        env={**os.environ, "TRACKIO_DIR": str(tmp_path), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
 def test_comet_as_the_section_says(monkeypatch: pytest.MonkeyPatch) -> None:
     comet_ml = pytest.importorskip("comet_ml")
     started: list[dict[str, Any]] = []
@@ -259,7 +336,7 @@ def test_one_that_cannot_begin_is_left_out(
     train(engine, 1)
 
 
-@pytest.mark.parametrize("section", ["tensorboard", "wandb", "comet"])
+@pytest.mark.parametrize("section", ["tensorboard", "wandb", "comet", "mlflow", "trackio"])
 def test_a_missing_library_is_named_before_anything_compiles(
     section: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

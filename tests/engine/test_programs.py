@@ -108,6 +108,25 @@ def test_programs_are_bounded_and_can_be_dropped(
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(engine.state.params), before)
 
 
+def test_many_shapes_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    engine = build(optimizer=None, example_batch=entry(0, 2))
+    for length in (2, 3, 4, 3, 2, 4):
+        engine.eval_batch(entries(0, length), compute_loss=False)
+    engine.predict(entry(0, 2)[0])
+    assert caplog.records == []  # three shapes, whatever is done with them
+    for length in (5, 6, 7):
+        engine.eval_batch(entries(0, length), compute_loss=False)
+    assert [(record.levelno, record.getMessage()) for record in caplog.records] == [
+        (
+            logging.WARNING,
+            "batches have come in 4 shapes, and each is a program of its own, which takes as long "
+            "to compile as the first: inputs float32[2, 2, 4]; inputs float32[2, 3, 4]; inputs "
+            "float32[2, 4, 4]; inputs float32[2, 5, 4]. Pad all microbatches of a step to one of a "
+            "few lengths.",
+        )
+    ]
+
+
 def test_training_goes_on_over_lengths() -> None:
     engine = build()
     engine.predict(entry(0, 3)[0])

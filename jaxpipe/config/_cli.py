@@ -1,0 +1,47 @@
+"""`jaxpipe config`: what each key of the configuration is, on the command line."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from jaxpipe.errors import ConfigError
+
+from ._reference import Names, reference_markdown, reference_text
+
+_WRONG_USE = 2
+
+
+def main(argv: Sequence[str] | None, prog: str, names: Names) -> int:
+    """Run `jaxpipe config`.
+
+    Args:
+        argv: The arguments; None: those of the process.
+        prog: What the user typed before them.
+        names: By the path of a key: the names that it may have for a value. Schedules, partition
+            methods and optimisers belong to rooms that this one does not know.
+
+    Returns:
+        0; 2 for an unknown key.
+    """
+    parser = argparse.ArgumentParser(
+        prog=prog, description="The keys of the configuration, with their defaults and meanings."
+    )
+    parser.add_argument(
+        "key",
+        nargs="?",
+        metavar="KEY",
+        help="a key, such as pipeline.schedule, or a section, such as pipeline; without it, all",
+    )
+    parser.add_argument(
+        "--markdown", action="store_true", help="all of them, as the tables of the documentation"
+    )
+    args = parser.parse_args(argv)
+    if args.markdown and args.key is not None:
+        parser.error(f"--markdown must be given without KEY, but got {args.key}. Leave one out.")
+    try:
+        text = reference_markdown(names) if args.markdown else reference_text(names, args.key)
+    except ConfigError as error:
+        sys.stderr.write(f"{prog}: {error}\n")
+        return _WRONG_USE
+    sys.stdout.write(f"{text}\n")
+    return 0

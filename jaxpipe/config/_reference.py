@@ -1,0 +1,231 @@
+"""The reference of all keys, as text and as Markdown: what the command and the page show."""
+
+import inspect
+import json
+import re
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, fields
+from difflib import get_close_matches
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from jaxpipe.errors import ConfigError
+
+from ._other_keys import REFUSED, UNUSED
+from ._params import Params
+from ._section import Section, default_of, join, key_meanings
+from ._train import TrainConfig
+
+Names = Mapping[str, str]
+"""By the path of a key: the names that it may have for a value, where other rooms know them."""
+
+_WIDTH = 96
+_PAGE = (
+    "Every key, for whoever looks one up. [Configuration](configuration.md) says how it is given; "
+    "in a terminal `jaxpipe config KEY` shows one key, `jaxpipe config` all.\n\n"
+    "<!-- Written by: jaxpipe config --markdown > docs/configuration_keys.md -->"
+)
+_UNUSED = "Keys of DeepSpeed that change no number. They are accepted, and named in one warning."
+_REFUSED = (
+    "Keys of DeepSpeed that would change results, or what fits. Values that ask for nothing pass."
+)
+_SAYS_RULE = re.compile(r" must be (.*?), but got ", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class _Key:
+    """One key: its path, what it may be, its default as JSON or `required`, and what it does."""
+
+    path: str
+    values: str
+    default: str
+    meaning: str
+
+
+def reference_text(names: Names, path: str | None = None) -> str:
+    """The reference as plain text.
+
+    Args:
+        names: By the path of a key: the names that it may have for a value.
+        path: The path of a section or a key; None: the whole configuration.
+
+    Returns:
+        The text; of one key with the values that it may have.
+
+    Raises:
+        ConfigError: There is no such key. The error proposes the nearest.
+    """
+    if path is None:
+        sections = (_section_lines(cls, names) for cls in _sections(TrainConfig))
+        others = (
+            _described(title, text, {", ".join(keys): why for why, keys in _grouped(found).items()})
+            for title, text, found in _others()
+        )
+        return "\n".join(line for lines in (*sections, *others) for line in lines).rstrip()
+    found = _without_aliases(path)
+    sections = {cls.path: cls for cls in _sections(TrainConfig)}
+    if found and found in sections:
+        return "\n".join(_section_lines(sections[found], names)).rstrip()
+    keys = {key.path: key for cls in sections.values() for key in _keys(cls, names)}
+    if found in keys:
+        key = keys[found]
+        facts = {"default": key.default, "values": key.values}
+        lines = [_filled(f"{name:7}  {text}", 13) for name, text in facts.items()]
+        return "\n".join([found, *lines, "", _filled(key.meaning)])
+    for title, _, others in _others():
+        if found in others:
+            return f"{found} ({title.lower()})\n{_filled(others[found])}"
+    raise _unknown(path)
+
+
+def reference_markdown(names: Names) -> str:
+    """The reference as a page of Markdown.
+
+    Args:
+        names: As for `reference_text`.
+
+    Returns:
+        The page: a table for each section.
+    """
+    lines = ["# Configuration keys", "", _PAGE, ""]
+    for cls in _sections(TrainConfig):
+        rows = [
+            (f"`{key.path.rpartition('.')[2]}`", key.values, f"`{key.default}`", key.meaning)
+            for key in _keys(cls, names)
+        ]
+        lines += [f"## {f'`{cls.path}`' if cls.path else 'Outermost keys'}", "", _summary(cls), ""]
+        lines += _table(("key", "values", "default", "meaning"), rows)
+    for title, text, found in _others():
+        rows = [
+            (", ".join(f"`{key}`" for key in keys), why) for why, keys in _grouped(found).items()
+        ]
+        lines += [f"## {title}", "", text, "", *_table(("key", "why"), rows)]
+    return "\n".join(lines).rstrip()
+
+
+def _sections(cls: type[Section]) -> Iterator[type[Section]]:
+    """A section and all inside it."""
+    yield cls
+    for item in fields(cls):
+        if "section" in item.metadata:
+            yield from _sections(item.metadata["section"])
+
+
+def _keys(cls: type[Section], names: Names) -> Iterator[_Key]:
+    """The keys of a section, without those of the sections inside."""
+    hints, meanings = get_type_hints(cls), key_meanings(cls)
+    for item in fields(cls):
+        path = join(cls.path, item.name)
+        values = _values(item, hints[item.name], names.get(path))
+        yield _Key(path, values, _default(item), meanings.get(item.name, ""))
+
+
+def _values(item: Field[Any], hint: Any, names: str | None) -> str:
+    """What a key may be, in the words of the error for a value that it may not be."""
+    if "section" in item.metadata:
+        return "an object"
+    try:
+        item.metadata["reader"](object(), item.name)  # which no key may be
+    except ConfigError as error:
+        rule = _SAYS_RULE.search(str(error))
+    else:
+        rule = None
+    text = rule[1] if rule else "anything"
+    text += f": {names}" if names else ""
+    kinds = [*_kinds(hint)]
+    # What `auto_or` and `optional` let pass before they ask the reader inside.
+    text += ", or 'auto'" if "auto" in kinds and "'auto'" not in text else ""
+    return text + (", or null" if NoneType in kinds else "")
+
+
+def _kinds(hint: Any) -> Iterator[Any]:
+    """The members of a union, and the values of those that are spelled out."""
+    inner = get_args(hint)
+    if get_origin(hint) is Literal or not inner:
+        yield from inner or (hint,)
+    else:
+        for each in inner:
+            yield from _kinds(each)
+
+
+def _default(item: Field[Any]) -> str:
+    value = default_of(item)
+    if value is MISSING:
+        return "required"
+    if isinstance(value, Section | Params):
+        return "{}"
+    return json.dumps(value)
+
+
+def _others() -> Iterator[tuple[str, str, dict[str, str]]]:
+    """Keys that are no settings here, and why: with a title and what holds for all."""
+    unused = {key: _sentence(unused.reason) for key, unused in sorted(UNUSED.items())}
+    yield "Without effect", _UNUSED, unused
+    refused = {
+        key: f"{_sentence(refusal.reason)} {_sentence(refusal.repair)}"
+        for key, refusal in sorted(REFUSED.items())
+    }
+    yield "Refused", _REFUSED, refused
+
+
+def _grouped(others: Mapping[str, str]) -> dict[str, list[str]]:
+    """The keys of each reason."""
+    found: dict[str, list[str]] = {}
+    for key, why in others.items():
+        found.setdefault(why, []).append(key)
+    return found
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _summary(cls: type[Section]) -> str:
+    """A section's docstring before the attributes."""
+    return " ".join(inspect.cleandoc(cls.__doc__ or "").split("\nAttributes:")[0].split())
+
+
+def _without_aliases(path: str) -> str:
+    outer, dot, rest = path.partition(".")
+    return TrainConfig.aliases.get(outer, outer) + dot + rest
+
+
+def _section_lines(cls: type[Section], names: Names) -> list[str]:
+    keys = {f"{key.path} = {key.default}": key.meaning for key in _keys(cls, names)}
+    return _described(cls.path or "Outermost keys", _summary(cls), keys)
+
+
+def _described(title: str, text: str, keys: Mapping[str, str]) -> list[str]:
+    lines = [title, "-" * len(title), textwrap.fill(text, _WIDTH), ""]
+    for head, meaning in keys.items():
+        lines += [*textwrap.wrap(head, _WIDTH), _filled(meaning)]
+    return [*lines, ""]
+
+
+def _filled(text: str, hanging: int = 4) -> str:
+    return textwrap.fill(
+        text,
+        _WIDTH,
+        initial_indent=" " * 4,
+        subsequent_indent=" " * hanging,
+        break_on_hyphens=False,
+    )
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = [heads, ["---"] * len(heads), *rows]
+    # A vertical bar would end the cell.
+    cells = ([text.replace("|", "\\|") for text in line] for line in lines)
+    return [*(f"| {' | '.join(line)} |" for line in cells), ""]
+
+
+def _unknown(path: str) -> ConfigError:
+    known = [key.path for cls in _sections(TrainConfig) for key in _keys(cls, {})]
+    known += [*UNUSED, *REFUSED]
+    # A key is often asked for without its section.
+    words = {key: key if "." in path else key.rpartition(".")[2] for key in known}
+    near = get_close_matches(path, set(words.values()), n=3)
+    keys = [key for word in near for key in known if words[key] == word]
+    repair = f"Did you mean {' or '.join(keys)}?" if keys else "Without a key all are listed."
+    return ConfigError(f"{path} is not a known key. {repair}", paths=[path])

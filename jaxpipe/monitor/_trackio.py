@@ -1,0 +1,40 @@
+"""`TrackioMonitor`: a run of Trackio."""
+
+import importlib
+from collections.abc import Sequence
+from typing import Any, final
+
+from jaxpipe.config import TrackioSection
+
+from ._event import Event
+
+
+@final
+class TrackioMonitor:
+    """Logs into the program's run of Trackio, or into its own where there is none."""
+
+    def __init__(self, section: TrackioSection) -> None:
+        # An optional library, which types need not find.
+        trackio: Any = importlib.import_module("trackio")
+        current: Any = importlib.import_module("trackio.context_vars").current_run
+        self._is_own = current.get() is None
+        # `init` would end a run that the program has begun.
+        self._run: Any = current.get() or trackio.init(
+            project=section.project,
+            name=section.name,
+            group=section.group,
+            space_id=section.space_id,
+            resume="allow",
+            embed=False,
+        )
+        if self._is_own:
+            # Else the program's next `init` would end it, and the next engine would take it.
+            current.set(None)
+
+    def __call__(self, events: Sequence[Event]) -> None:
+        self._run.log({event.name: event.value for event in events}, step=events[0].samples)
+
+    def close(self) -> None:
+        """End the run, if it was begun here."""
+        if self._is_own:
+            self._run.finish()

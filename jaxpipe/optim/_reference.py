@@ -1,0 +1,46 @@
+"""What the reference of the configuration says of optimisers and learning-rate schedules."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, fields
+from typing import Any
+
+from ._optimizers import deepspeed_optimizers
+from ._schedules import deepspeed_schedules
+
+
+def optim_values() -> dict[str, str]:
+    """DeepSpeed's names and their parameters, by the path of the key that takes them.
+
+    Of optax there is a word alone: its names are other ones in each release.
+    """
+    optimizers = {
+        name: {key: default for key, (default, _) in recipe.params.items()}
+        for name, recipe in deepspeed_optimizers().items()
+    }
+    schedules = {
+        name: {item.name: item.default for item in fields(cls) if not item.metadata["hidden"]}
+        for name, cls in deepspeed_schedules().items()
+    }
+    return {
+        "optimizer.type": f"{_names(optimizers)}, or one of optax or optax.contrib that takes "
+        "learning_rate, such as 'adafactor'",
+        "optimizer.params": f"{_params(optimizers)}; or what optax's function takes",
+        "scheduler.type": f"{_names(schedules)}, or one of optax, such as 'cosine_decay_schedule'",
+        "scheduler.params": f"{_params(schedules)}; or what optax's function takes",
+    }
+
+
+def _names(found: Iterable[str]) -> str:
+    return ", ".join(map(repr, found))
+
+
+def _params(found: Mapping[str, Mapping[str, Any]]) -> str:
+    return "; ".join(
+        f"{name}: {', '.join(_param(*param) for param in params.items())}"
+        for name, params in found.items()
+    )
+
+
+def _param(name: str, default: Any) -> str:
+    return f"{name} (required)" if default is MISSING else f"{name}={json.dumps(default)}"
