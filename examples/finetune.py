@@ -25,7 +25,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import jaxpipe
 from jaxpipe.checkpoint import save_huggingface
-from jaxpipe.layers import LORA_PARAMETERS, lora, merge_lora
+from jaxpipe.layers import LORA_PARAMETERS, lora
 from jaxpipe.models import LlamaConfig, llama, llama_names
 from jaxpipe.weights import load_safetensors, rename, rename_back
 
@@ -95,10 +95,11 @@ def make_small(folder: Path, text: str) -> None:
     )
 
 
-def plain_params(engine: jaxpipe.PipelineEngine, rank: int) -> Any:
-    """The parameters of the layers of `llama`, adapters merged into them."""
-    params = engine.module_state_dict()
-    return merge_lora(params, 2.0 * rank) if rank else params
+def live(engine: jaxpipe.PipelineEngine, tokenizer: Any, count: int = 24) -> str:
+    """Continue the prompt with the likeliest tokens, through the pipeline."""
+    prompt = np.array([tokenizer.encode(PROMPT).ids], np.int32)
+    found = engine.generate(prompt, count)
+    return repr(tokenizer.decode([*prompt[0].tolist(), *found[0].tolist()]))
 
 
 def complete(module: jaxpipe.PipelineModule, params: Any, tokenizer: Any, count: int = 24) -> str:
@@ -156,20 +157,17 @@ def main() -> None:
         config={
             "train_micro_batch_size_per_gpu": 4,
             "gradient_accumulation_steps": 8,
-            "steps_per_print": 10**9,
         },
     )
     engine.load_huggingface(folder, llama_names(config))  # adapters stay as they were drawn
-    plain = jaxpipe.PipelineModule(llama(config), num_stages=1)
-    print("before:", complete(plain, plain_params(engine, args.rank), tokenizer))
+    print("before:", live(engine, tokenizer))
     data = batches(ids, 4 * args.replicas, args.length)
     for step in range(args.steps):
         loss = engine.train_batch(data)
         if step % 10 == 0 or step == args.steps - 1:
             print(f"step {step}: loss {float(loss):.3f}")
 
-    tuned = plain_params(engine, args.rank)
-    print("after:", complete(plain, tuned, tokenizer))
+    print("after:", live(engine, tokenizer))
     engine.save_checkpoint(args.out / "checkpoints")
     alpha = 2.0 * args.rank if args.rank else None
     save_huggingface(
@@ -177,7 +175,9 @@ def main() -> None:
     )
     (args.out / "tokenizer.json").write_text((folder / "tokenizer.json").read_text())
     print(f"wrote {args.out}")
-    reopened = rename(load_safetensors(args.out), llama_names(args.out), tuned)
+    plain = jaxpipe.PipelineModule(llama(config), num_stages=1)
+    like = plain.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))
+    reopened = rename(load_safetensors(args.out), llama_names(args.out), like)
     print("reopened:", complete(plain, reopened, tokenizer))
 
 

@@ -735,21 +735,18 @@ class Pipeline:
         self.update = Program(jitted, self.mesh)
         restart = on_each_device(programs.restart_average, self.mesh, (specs,), rows)
         # Not donated: the state stays whole where this is broken off.
-        restarting = jax.jit(restart, out_shardings=of_state.opt_state)
+        restarting = Program(jax.jit(restart, out_shardings=of_state.opt_state), self.mesh)
         self.restart_average = lambda state: (
             state
             if self.config.ema is None
             else dataclasses.replace(state, opt_state=restarting(state))
         )
-        self._choosing = {
-            name: jax.jit(
-                on_each_device(
-                    functools.partial(programs.choose, choice), self.mesh, (specs,), rows
-                ),
-                out_shardings=of_state.params,
-            )
-            for name, choice in _CHOICES.items()
-        }
+        self._choosing = {}
+        for name, choice in _CHOICES.items():
+            choose = functools.partial(programs.choose, choice)
+            mapped = on_each_device(choose, self.mesh, (specs,), rows)
+            jitted = jax.jit(mapped, out_shardings=of_state.params)
+            self._choosing[name] = Program(jitted, self.mesh)
 
 
 def _computing(
