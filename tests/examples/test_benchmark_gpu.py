@@ -1,5 +1,3 @@
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _run_example import run_benchmark
 from _tolerances import assert_close, assert_loss
 
 from jaxpipe.forecast import HARDWARE
@@ -69,14 +68,9 @@ def test_a_stage_has_the_products_of_the_pipeline_and_no_collectives(job: Job) -
 
 @pytest.mark.slow
 def test_every_part_finds_something() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "benchmarks.gpu", "--smoke"]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    printed = run_benchmark("gpu", "--smoke")
     head = "| what | found | expected of an H100 |\n|---|---|---|\n| "
-    assert all(f"\n{part}\n\n{head}" in done.stdout for part in PARTS if part != "beside")
+    assert all(f"\n{part}\n\n{head}" in printed for part in PARTS if part != "beside")
 
 
 @pytest.mark.slow
@@ -93,10 +87,5 @@ def test_a_case_has_a_process_of_its_own() -> None:
 
 
 def test_without_a_gpu_it_says_so() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "benchmarks.gpu"]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 2
-    assert "default backend must be a GPU, but got 'cpu'" in done.stderr
+    printed = run_benchmark("gpu", status=2)
+    assert "default backend must be a GPU, but got 'cpu'" in printed

@@ -3,12 +3,11 @@
 import importlib.util
 import json
 import math
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from _run_example import run_benchmark
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT))  # benchmarks are no part of the installed package
@@ -307,11 +306,7 @@ def test_what_waits_for_the_host_is_counted_outside_of_graphs() -> None:
 )
 def test_it_runs(tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
-    command = [sys.executable, "-m", "benchmarks.gpu_program", "--smoke", "--json", str(path)]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    subprocess.run(
-        command, check=True, cwd=tmp_path, env=environment, capture_output=True, timeout=300
-    )
+    run_benchmark("gpu_program", "--smoke", "--json", str(path))
     for found in map(json.loads(path.read_text()).get, ("1f1b", "llama")):
         assert found["total_gb"] > 0
         assert math.isfinite(found["real"]["step_ms"])
@@ -327,16 +322,7 @@ def test_it_runs(tmp_path: Path) -> None:
 def test_forms_of_others_are_compiled_beside_it(tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
     rows = "GPipe, scan in shard_map:all", "circular, scan over vmap:cheap", "1f1b:nothing"
-    command = [sys.executable, "-m", "benchmarks.peers_compiled", "--smoke", "--json", str(path)]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    subprocess.run(
-        [*command, "--only", ";".join(rows)],
-        check=True,
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        timeout=300,
-    )
+    run_benchmark("peers_compiled", "--smoke", "--json", str(path), "--only", ";".join(rows))
     for found in map(json.loads(path.read_text()).get, rows):
         assert found["total_gb"] > 0
         assert found["tflop"] > 0

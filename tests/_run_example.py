@@ -1,4 +1,4 @@
-"""Run an example as its user would, in a process of its own."""
+"""Run an example or a benchmark as its user would, in a process of its own."""
 
 import os
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jaxpipe
 
-_EXAMPLES = Path(__file__).parents[2] / "examples"
+_ROOT = Path(__file__).parents[1]
 
 
 def run_example(name: str, *arguments: str, status: int = 0) -> str:
@@ -16,18 +16,33 @@ def run_example(name: str, *arguments: str, status: int = 0) -> str:
 
     Its error output where it is expected to end with another status.
     """
-    paths = [str(Path(jaxpipe.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    done = _run([str(_ROOT / "examples" / name), *arguments], status)
+    return done.stdout or done.stderr
+
+
+def run_benchmark(name: str, *arguments: str, status: int = 0) -> str:
+    """What a benchmark prints, its error output last."""
+    done = _run(["-m", f"benchmarks.{name}", *arguments], status)
+    return done.stdout + done.stderr
+
+
+def _run(arguments: list[str], status: int) -> subprocess.CompletedProcess[str]:
+    paths = [str(Path(jaxpipe.__file__).parents[1]), str(_ROOT), os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "JAX_PLATFORMS": "cpu",
     }
-    command = [sys.executable, str(_EXAMPLES / name), *arguments]
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
     )
-    assert done.returncode == status, done.stderr[-4000:]
-    return done.stdout or done.stderr
+    assert done.returncode == status, done.stdout[-2000:] + done.stderr[-4000:]
+    return done
 
 
 def check_sharded_run(printed: str, largest_share: float) -> None:
