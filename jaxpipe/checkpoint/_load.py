@@ -3,12 +3,13 @@
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from os import PathLike
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpipe._stores import StorePath
 from jaxpipe._typing import PyTree
 from jaxpipe.distributed import run_on_all
 from jaxpipe.errors import CheckpointError
@@ -159,7 +160,7 @@ def _cast_leaves(
         yield key, value.astype(jnp.dtype(wanted[key].dtype), copy=False)
 
 
-def load_params(path: str | Path, tag: str | None = None) -> PyTree:
+def load_params(path: str | PathLike[str] | StorePath, tag: str | None = None) -> PyTree:
     """Read the parameters of a checkpoint.
 
     The plain Flax parameters of each layer, on the host, without an engine.
@@ -178,7 +179,9 @@ def load_params(path: str | Path, tag: str | None = None) -> PyTree:
     return _load_part(path, tag, "params/")
 
 
-def load_collections(path: str | Path, tag: str | None = None) -> dict[str, PyTree]:
+def load_collections(
+    path: str | PathLike[str] | StorePath, tag: str | None = None
+) -> dict[str, PyTree]:
     """Read what layers keep beside parameters, as `PipelineModule.init_collections` returns it.
 
     Args:
@@ -213,7 +216,9 @@ def read_leaves(checkpoint: Checkpoint, keys: Sequence[str]) -> Iterator[tuple[s
             )
 
 
-def _load_part(path: str | Path, tag: str | None, part: str) -> dict[str, PyTree]:
+def _load_part(
+    path: str | PathLike[str] | StorePath, tag: str | None, part: str
+) -> dict[str, PyTree]:
     def read() -> dict[str, np.ndarray]:
         checkpoint = open_checkpoint(path, tag)
         keys = [key for key in checkpoint.index.leaves if key.startswith(part)]
