@@ -161,11 +161,24 @@ class StorePath:
                 raise
 
     def rmdir(self) -> None:
-        """Nothing: a folder goes with the last object in it."""
+        """Remove an empty folder where the store has some; one that is not empty stays."""
+        # Of a bucket it would be the bucket, with some drivers.
+        if "/" in self._key.strip("/"):
+            with contextlib.suppress(Exception):
+                if self._driver.isdir(self._key) and not self.iterdir():
+                    self._driver.rmdir(self._key)
 
     def remove_tree(self) -> None:
         """Remove all objects below a folder."""
-        at_once(lambda file: file.unlink(missing_ok=True), self.files())
+        files = list(self.files())
+        at_once(lambda file: file.unlink(missing_ok=True), files)
+        if files and self.exists():  # a store that has folders
+            above = {file.parent for file in files}
+            while above - {self}:
+                for folder in above - {self}:
+                    folder.rmdir()
+                above = {folder.parent for folder in above if len(folder.url) > len(self.url)}
+            self.rmdir()
 
     @contextlib.contextmanager
     def _asked(self, *, writes: bool = False) -> Generator[None]:

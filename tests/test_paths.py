@@ -159,7 +159,7 @@ TAKERS_OF_STORES: dict[str, Callable[[Any, str], Any]] = {
     "save_huggingface_of": lambda engine, url: checkpoint.save_huggingface(url, "out", []),
 }
 NO_STORES = {
-    "oci://bucket/run": r"whose driver for fsspec is installed, .*: Install ocifs .*\. Install it\.",
+    "oci://bucket/run": r"whose driver for fsspec is installed, .*: Install ocifs .* Install it\.",
     "nothing://bucket/run": r"that fsspec opens, .* ValueError: Protocol not known: nothing\. .* "
     "Give a directory or a URL",
     "memory://": "must name a folder on the store, .* 'memory://bucket/run'",

@@ -307,7 +307,7 @@ class _FailingAtTheEnd:
 
 def _finish(job: _Job, keep_last: int | None, keep_every: int | None, *, background: bool) -> None:
     """Write the checkpoint; every process runs it."""
-    started, is_there = time.perf_counter(), False
+    started, is_there, may_come = time.perf_counter(), False, False
     # In a thread a process has nothing but its files to tell the others that it failed; here all
     # hear of it at once.
     write = partial(_write, job)
@@ -336,7 +336,7 @@ def _finish(job: _Job, keep_last: int | None, keep_every: int | None, *, backgro
         raise failed
     else:
         make_bare(failed)
-        raise _failure(job, failed, is_there=is_there) from failed
+        raise _failure(job, failed, is_there=is_there, may_come=may_come) from failed
 
 
 def _caught(action: Callable[[], object]) -> BaseException | None:
@@ -530,12 +530,18 @@ def _raise(error: Exception | None) -> None:
         raise error
 
 
-def _failure(job: _Job, error: BaseException, *, is_there: bool) -> CheckpointError:
+def _failure(job: _Job, error: BaseException, *, is_there: bool, may_come: bool) -> CheckpointError:
     path = job.save_dir / job.tag
     if is_there:
         return CheckpointError(
             f"{path} was written, but may be lost if the machine's power is: {_first_line(error)}. "
             "Check the file system, and save again."
+        )
+    if may_come:
+        return CheckpointError(
+            f"{path} may be written or not, for the store did not answer the last request: "
+            f"{_first_line(error)}. It is whole if it is found, and other checkpoints are as they "
+            f"were. {repair(path, '')}, and save again."
         )
     return CheckpointError(
         f"{path} could not be written: {_first_line(error)}. Earlier checkpoints are as they were. "
