@@ -37,18 +37,20 @@ class StorePath:
 
     Attributes:
         url: As the user gives it, without a slash at its end.
+        driver: The file system of fsspec.
+        key: What the driver calls it.
     """
 
     url: str
-    _driver: Any = field(repr=False, compare=False)
-    _key: str = field(repr=False, compare=False)
+    driver: Any = field(repr=False, compare=False)
+    key: str = field(repr=False, compare=False)
     _listed_as: str = field(default="", repr=False, compare=False)
 
     def __str__(self) -> str:
         return self.url
 
     def __truediv__(self, name: str) -> "StorePath":
-        return StorePath(f"{self.url}/{name}", self._driver, f"{self._key}/{name}")
+        return StorePath(f"{self.url}/{name}", self.driver, f"{self.key}/{name}")
 
     @property
     def name(self) -> str:
@@ -61,7 +63,7 @@ class StorePath:
         above, _, name = self.url.rpartition("/")
         if above.endswith("/") or not name:
             return self
-        return StorePath(above, self._driver, self._key.rpartition("/")[0])
+        return StorePath(above, self.driver, self.key.rpartition("/")[0])
 
     def with_name(self, name: str) -> "StorePath":
         """Another one beside it."""
@@ -71,37 +73,33 @@ class StorePath:
         """Itself: no working directory changes it."""
         return self
 
-    def resolve(self) -> "StorePath":
-        """Itself."""
-        return self
-
     def is_symlink(self) -> bool:
         """False: stores have no links."""
         return False
 
     def exists(self) -> bool:
         """True for an object and for a folder."""
-        with self._asked():
-            return self._driver.exists(self._key)
+        with self.asking():
+            return self.driver.exists(self.key)
 
     def is_dir(self) -> bool:
         """True for a folder."""
         if self._listed_as:
             return self._listed_as == "directory"
-        with self._asked():
-            return self._driver.isdir(self._key)
+        with self.asking():
+            return self.driver.isdir(self.key)
 
     def iterdir(self) -> "list[StorePath]":
         """What lies directly in a folder; nothing where there is none."""
         try:
-            with self._asked():
-                found = self._driver.ls(self._key, detail=True)
+            with self.asking():
+                found = self.driver.ls(self.key, detail=True)
         except FileNotFoundError:
             return []
-        prefix = self._key.rstrip("/") + "/"
+        prefix = self.key.rstrip("/") + "/"
         names = {each["name"].rstrip("/"): each["type"] for each in found}
         return [
-            StorePath(f"{self.url}/{key.removeprefix(prefix)}", self._driver, key, kind)
+            StorePath(f"{self.url}/{key.removeprefix(prefix)}", self.driver, key, kind)
             for key, kind in sorted(names.items())
             # Some drivers list an object as the one thing in itself, or a folder's own mark.
             if key.startswith(prefix) and key != prefix
@@ -109,9 +107,9 @@ class StorePath:
 
     def files(self) -> "dict[StorePath, int]":
         """All objects below a folder, with their bytes."""
-        prefix = self._key.rstrip("/") + "/"
-        with self._asked():
-            found: dict[str, Any] = self._driver.find(self._key, detail=True)
+        prefix = self.key.rstrip("/") + "/"
+        with self.asking():
+            found: dict[str, Any] = self.driver.find(self.key, detail=True)
         return {
             self / key.removeprefix(prefix): int(each["size"] or 0)
             for key, each in found.items()
@@ -120,18 +118,18 @@ class StorePath:
 
     def size(self) -> int:
         """Bytes of an object."""
-        with self._asked():
-            return self._driver.size(self._key)
+        with self.asking():
+            return self.driver.size(self.key)
 
     def modified(self) -> float:
         """When an object was last written, in seconds by the clock of the store."""
-        with self._asked():
-            return self._driver.modified(self._key).timestamp()
+        with self.asking():
+            return self.driver.modified(self.key).timestamp()
 
     def read_bytes(self, start: int | None = None, stop: int | None = None) -> bytes:
         """An object, or the bytes of a range of it."""
-        with self._asked():
-            return self._driver.cat_file(self._key, start=start, end=stop)
+        with self.asking():
+            return self.driver.cat_file(self.key, start=start, end=stop)
 
     def read_text(self) -> str:
         """An object as a text."""
@@ -139,23 +137,18 @@ class StorePath:
 
     def write_bytes(self, content: bytes) -> None:
         """Write an object by one request: it is the old one or the new one."""
-        with self._asked(writes=True):
-            self._driver.pipe_file(self._key, content)
+        with self.asking(writes=True):
+            self.driver.pipe_file(self.key, content)
 
     def write_text(self, content: str) -> None:
         """Write an object by one request."""
         self.write_bytes(content.encode())
 
-    def upload(self, file: Path) -> None:
-        """Copy a file of any size; readers may see a part of it meanwhile."""
-        with self._asked(writes=True):
-            self._driver.put_file(str(file), self._key)
-
     def unlink(self, missing_ok: bool = False) -> None:
         """Remove an object."""
         try:
-            with self._asked():
-                self._driver.rm_file(self._key)
+            with self.asking():
+                self.driver.rm_file(self.key)
         except FileNotFoundError:
             if not missing_ok:
                 raise
@@ -163,25 +156,13 @@ class StorePath:
     def rmdir(self) -> None:
         """Remove an empty folder where the store has some; one that is not empty stays."""
         # Of a bucket it would be the bucket, with some drivers.
-        if "/" in self._key.strip("/"):
+        if "/" in self.key.strip("/"):
             with contextlib.suppress(Exception):
-                if self._driver.isdir(self._key) and not self.iterdir():
-                    self._driver.rmdir(self._key)
-
-    def remove_tree(self) -> None:
-        """Remove all objects below a folder."""
-        files = list(self.files())
-        at_once(lambda file: file.unlink(missing_ok=True), files)
-        if files and self.exists():  # a store that has folders
-            above = {file.parent for file in files}
-            while above - {self}:
-                for folder in above - {self}:
-                    folder.rmdir()
-                above = {folder.parent for folder in above if len(folder.url) > len(self.url)}
-            self.rmdir()
+                if self.driver.isdir(self.key) and not self.iterdir():
+                    self.driver.rmdir(self.key)
 
     @contextlib.contextmanager
-    def _asked(self, *, writes: bool = False) -> Generator[None]:
+    def asking(self, *, writes: bool = False) -> Generator[None]:
         """Make one of two kinds of errors of all that drivers raise."""
         try:
             yield
@@ -195,6 +176,25 @@ class StorePath:
 
 
 AnyPath = Path | StorePath
+
+
+def upload(file: Path, to: StorePath) -> None:
+    """Copy a file of any size to a store; readers may see a part of it meanwhile."""
+    with to.asking(writes=True):
+        to.driver.put_file(str(file), to.key)
+
+
+def remove_tree(folder: StorePath) -> None:
+    """Remove all objects below a folder."""
+    files = list(folder.files())
+    at_once(lambda file: file.unlink(missing_ok=True), files)
+    if files and folder.exists():  # a store that has folders
+        above = {file.parent for file in files} - {folder}
+        while above:
+            for each in above:
+                each.rmdir()
+            above = {each.parent for each in above} - {folder}
+        folder.rmdir()
 
 
 def open_store(url: str, name: str, error: Callable[[str], Exception]) -> StorePath:

@@ -200,7 +200,7 @@ def test_paths_on_stores() -> None:
     path = any_path("MEMORY://a//b/ c#?%20/", "save_dir")
     assert isinstance(path, StorePath)
     assert str(path) == "memory://a//b/ c#?%20"
-    assert (path / "x").parent == path == path.absolute() == path.resolve()
+    assert (path / "x").parent == path == path.absolute()
     assert any_path(path, "save_dir") is path
     assert any_path(Path("memory://a/b"), "save_dir") == any_path("memory://a/b", "save_dir")
     assert any_path("memory://a", "save_dir").parent == any_path("memory://a", "save_dir")

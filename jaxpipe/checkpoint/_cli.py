@@ -4,6 +4,7 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from jaxpipe._imports import import_named
 from jaxpipe._paths import any_path, local_path
@@ -163,7 +164,8 @@ def _renames(text: str | None, config: str | None) -> Sequence[Rename]:
 
 def _path(text: str) -> AnyPath:
     """The whole path, so that `.` has a name too."""
-    return any_path(text, "PATH").resolve()
+    found = any_path(text, "PATH")
+    return found.resolve() if isinstance(found, Path) else found
 
 
 def _size(text: str) -> int:

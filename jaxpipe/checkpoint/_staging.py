@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from jaxpipe._stores import AnyPath, StorePath, at_once, staging_folder
+from jaxpipe._stores import AnyPath, StorePath, at_once, staging_folder, upload
 
 _MANIFEST = "manifest.ocdbt"
 _PROCESS = "ocdbt.process_"
@@ -62,7 +62,7 @@ def _files(folder: Path) -> list[str]:
 
 
 def _upload(folder: Path, to: StorePath, names: Iterable[str]) -> None:
-    at_once(lambda name: (to / name).upload(folder / name), names)
+    at_once(lambda name: upload(folder / name, to / name), names)
 
 
 class Arrays:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from jaxpipe._files import read_file, sync
-from jaxpipe._stores import AnyPath, StoreError, StorePath, at_once
+from jaxpipe._stores import AnyPath, StoreError, StorePath, at_once, remove_tree
 
 PARTIAL = ".partial"
 MARK = ".jaxpipe"
@@ -136,7 +136,7 @@ def was_made_here(data: AnyPath, inside: str) -> bool:
 def remove_marked(data: AnyPath) -> None:
     """Remove a folder that was made with a mark, which goes last."""
     if isinstance(data, StorePath):
-        data.remove_tree()
+        remove_tree(data)
         return
     for inner in [inner for inner in data.iterdir() if inner.name != MARK]:
         shutil.rmtree(inner) if inner.is_dir() and not inner.is_symlink() else inner.unlink()
@@ -147,7 +147,7 @@ def try_to_remove(folder: AnyPath) -> None:
     """Remove of a folder what can be removed now."""
     if isinstance(folder, StorePath):
         with contextlib.suppress(OSError):
-            folder.remove_tree()
+            remove_tree(folder)
     else:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -33,7 +33,7 @@ from jaxpipe._files import (
     write_file,
 )
 from jaxpipe._paths import local_path, readable
-from jaxpipe._stores import AnyPath, StorePath, staging_folder
+from jaxpipe._stores import AnyPath, StorePath, staging_folder, upload
 from jaxpipe.errors import CheckpointError, shown
 from jaxpipe.layers import split_path, unflatten_dict
 
@@ -196,7 +196,7 @@ def _write_to_store(
         for name in gone:
             target.with_name(name).unlink(missing_ok=True)
         for name, partial in partials.items():
-            target.with_name(name).upload(partial)
+            upload(partial, target.with_name(name))
     for name, content in last.items():
         target.with_name(name).write_bytes(content)
 
