@@ -255,8 +255,11 @@ def staging_folder() -> Generator[Path]:
     _remove_leftovers(top)
     folder = Path(tempfile.mkdtemp(prefix=_STAGING, dir=top))
     try:
-        with (folder / _CLAIM).open("wb") as claim:
-            fcntl.flock(claim, fcntl.LOCK_EX)  # until the process ends, however it does
+        with (folder / f"{_CLAIM}.new").open("wb") as claim:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(claim, fcntl.LOCK_EX)  # until the process ends, however it does
+            # Now, so that no other process finds it there and not locked.
+            (folder / f"{_CLAIM}.new").rename(folder / _CLAIM)
             yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -35,6 +35,7 @@ from ._storage import (
     read,
     read_each,
     remove_marked,
+    repair,
     replace_file,
     sync_folder,
     was_made_here,
@@ -113,8 +114,8 @@ def read_commit(folder: AnyPath) -> Commit | None:
         return None
     except OSError as error:
         raise CheckpointError(
-            f"{path} must be readable, but got {error.strerror or error}. Check its permissions, "
-            "or load another tag."
+            f"{path} must be readable, but got {error.strerror or error}. "
+            f"{repair(path, 'Check its permissions')}, or load another tag."
         ) from error
     try:
         given = parse_json(content)
@@ -189,7 +190,7 @@ def _look_for_tags(save_dir: AnyPath) -> tuple[dict[str, Commit], dict[str, Chec
     except OSError as error:
         raise CheckpointError(
             f"{save_dir} must be a directory that can be listed, but got {error.strerror or error}."
-            " Check its permissions."
+            f" {repair(save_dir, 'Check its permissions')}."
         ) from error
     folders.sort(key=str)
     found = dict(zip((path.name for path in folders), read_each(folders, _try_commit), strict=True))

@@ -50,8 +50,8 @@ def to_finish(arrays: AnyPath) -> Generator[Path]:
     with staging_folder() as top:
         folder = top / arrays.name
         parts = [path for path in arrays.iterdir() if path.name.startswith(_PROCESS)]
-        for part in parts:
-            _Tree(part).write_nodes(folder / part.name)
+        for part, tree in zip(parts, at_once(_Tree, parts), strict=True):
+            tree.write_nodes(folder / part.name)
         before = set(_files(folder))
         yield folder
         _upload(folder, arrays, [name for name in _files(folder) if name not in before])
@@ -139,7 +139,7 @@ class _Tree:
 
         for name, content in self._whole.items():
             (folder / name).write_bytes(content)
-        base = ts.KvStore.open(f"file://{folder}/").result()
+        base = ts.KvStore.open({"driver": "file", "path": f"{folder}/"}).result()
         manifest: Any = ts.ocdbt.dump(base).result()
         level = _locations(manifest["versions"][-1]["root"].get("location"))
         while level:

@@ -239,5 +239,8 @@ def identity(folder: AnyPath) -> str:
 def repair(path: AnyPath, of_files: str) -> str:
     """What to do where a path cannot be written: `of_files`, or its counterpart on a store."""
     if isinstance(path, StorePath):
-        return "Check the bucket, its permissions, the credentials and the network"
+        return (
+            "Check the bucket, its permissions, the credentials and the network, and that TMPDIR "
+            "has room"
+        )
     return of_files

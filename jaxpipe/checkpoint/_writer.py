@@ -139,8 +139,8 @@ class CheckpointWriter:
         """Write a checkpoint; all processes call.
 
         Args:
-            save_dir: The directory, made where it is not there; on a file system that all processes
-                see.
+            save_dir: The directory, made where it is not there; on a file system or an object store
+                that all processes see.
             pipeline: What the state belongs to.
             state: What to write. Steps may donate it as soon as the call returns.
             run: What else to write.
