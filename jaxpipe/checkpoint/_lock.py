@@ -141,6 +141,8 @@ class DirectoryLock:
                 return
         others = [file for file in _files(self._file.parent) if file != self._file]
         names = " and ".join(_describe(_owner_of(file)) for file in others) or "nobody"
+        if isinstance(self._file, StorePath):
+            self.release()  # neither of two that have it commits while both do
         raise OSError(f"this job lost its lock on the directory, which is now held by {names}")
 
     def release(self) -> None:
@@ -171,6 +173,8 @@ class DirectoryLock:
         while not self._released.wait(_BEAT_S):
             try:
                 touch(self._file)
+                if self._released.is_set():  # meanwhile, so that this has written it again
+                    self._file.unlink(missing_ok=True)
             except FileNotFoundError:  # it is lost
                 return
             except OSError:  # an outage, which may end

@@ -28,7 +28,7 @@ import jax
 import pytest
 from _covering import slow_after
 from _disk_store import DiskStore
-from _layouts import Layout, all_leaves, assert_same, shared_engine, train
+from _layouts import Layout, all_leaves, assert_same, shared_engine
 from _one_run import Run, assert_holds, make_run
 from _save_to_store import STEPS, make
 from _train_and_save import KEEP_LAST, saves
@@ -48,7 +48,7 @@ from jaxpipe.checkpoint import (
     verify_checkpoint,
 )
 from jaxpipe.checkpoint.__main__ import main
-from jaxpipe.checkpoint._lock import _new_owner, _Owner
+from jaxpipe.checkpoint._lock import DirectoryLock, _new_owner, _Owner
 from jaxpipe.checkpoint._reports import collect, remove_reports, report, still_writing
 from jaxpipe.checkpoint._staging import _array_of, _joined, _Range
 from jaxpipe.errors import CheckpointError
@@ -117,7 +117,6 @@ LAYOUTS = [
 @pytest.mark.parametrize(("source", "target"), slow_after(1, LAYOUTS, unpack=True), ids=str)
 def test_any_layout_in_any_other(source: Layout, target: Layout, memory: str) -> None:
     engine = shared_engine(source)
-    train(engine, source, range(2))
     engine.save_checkpoint(memory, client_state={"epoch": 3})
     leaves = all_leaves(engine)
     other = shared_engine(target)
@@ -167,14 +166,13 @@ def test_old_ones_are_removed(memory: str) -> None:
 
 
 def test_in_the_background(memory: str) -> None:
-    run = make_run(checkpoint={"async_save": True})
-    run.train(1)
-    wanted = run.held()
-    run.engine.save_checkpoint(memory)
-    run.train(1)
-    run.engine.wait_for_checkpoint()
-    run.engine.load_checkpoint(memory)
-    assert_holds(run, wanted)
+    writer, engine = CheckpointWriter(), trained().engine
+    run = RunState(global_steps=1)
+    for tag in ("a", "b"):
+        writer.save(memory, engine.pipeline, engine.state, run, tag=tag, background=True)
+    writer.wait()
+    assert list(committed_tags(memory)) == ["a", "b"]
+    assert leaves_of(memory, "a") == leaves_of(memory, "b") == params_of(trained())
 
 
 def test_files_of_the_temporary_directory_go(
@@ -339,6 +337,9 @@ def test_who_lost_the_lock_does_not_commit(
             save(memory, "after")
     assert list(committed_tags(memory)) == ["before"]
     assert leaves_of(memory) == wanted
+    (other,) = (store(memory) / ".lock").iterdir()  # its own is given back
+    other.unlink()
+    save(memory, "after")
 
 
 def test_one_that_asks_for_the_lock_does_not_take_it(
@@ -352,13 +353,35 @@ def test_one_that_asks_for_the_lock_does_not_take_it(
     assert list(committed_tags(memory)) == ["a", "b"]
 
 
+def test_a_lock_that_is_given_back_does_not_come_again(
+    disk: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sign of life is a request of its own, which may be the later one."""
+    monkeypatch.setattr(_lock, "_BEAT_S", 0.05)
+    lock, released = DirectoryLock(store(disk)), threading.Event()
+
+    def release(number: int, name: str, path: str, is_done: bool) -> None:
+        if name == "put" and not is_done and not released.is_set():
+            lock.release()
+            assert names_in(disk) == set()
+            released.set()
+
+    with DiskStore.hooked(release):
+        assert released.wait(10)
+        for thread in threading.enumerate():
+            if thread.name == "checkpoint lock":
+                thread.join(1)
+    assert names_in(disk) == set()
+
+
 def test_of_many_that_begin_at_once_one_gets_the_lock(
     memory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of a host of its own, so that none knows of another but by the store."""
     monkeypatch.setattr(_lock, "_POLL_S", 0.01)
+    monkeypatch.setattr(_lock, "_YIELD_S", 0.3)
     rng = random.Random(0)
-    for number in range(5):
+    for number in range(4):
         folder = store(f"{memory}/{number}")
         own = _new_owner(folder)
         # The one that takes it is not the first by its name.
@@ -383,7 +406,8 @@ def takes(folder: StorePath, owner: _Owner, pause_s: float, *, ended: list[str])
     except CheckpointError:
         ended.append(owner.name)
         return False
-    while len(ended) < 5:
+    deadline = time.monotonic() + 10
+    while len(ended) < 5 and time.monotonic() < deadline:
         _storage.touch(folder / ".lock" / owner.name)
         time.sleep(0.02)
     return True
@@ -527,6 +551,28 @@ def test_a_commit_whose_answer_is_lost(disk: str) -> None:
         save(disk, "new")
     assert leaves_of(disk, "new") == params_of(small())
     save(disk, "new", trained())
+    check_after_failure(disk, None)
+
+
+def test_a_commit_that_comes_late(disk: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store does it once the driver has given up; what it names is there still."""
+    late: dict[str, bytes] = {}
+    true = DiskStore.pipe_file
+
+    def pipe_file(self: DiskStore, path: str, value: bytes, **kwargs: Any) -> None:
+        if path.endswith("/commit.json"):
+            late[path] = value
+            raise RefusedError("timed out")
+        true(self, path, value, **kwargs)
+
+    prepare(disk)
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskStore, "pipe_file", pipe_file)
+        with pytest.raises(CheckpointError, match=r"may be written or not, .* RefusedError"):
+            save(disk, "new", trained())
+    assert leaves_of(disk, "new") == params_of(small())
+    for path, value in late.items():
+        Path(path).write_bytes(value)
     check_after_failure(disk, None)
 
 
