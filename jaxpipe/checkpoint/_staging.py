@@ -44,11 +44,18 @@ def to_write(arrays: AnyPath) -> Generator[Path]:
 @contextlib.contextmanager
 def to_finish(arrays: AnyPath) -> Generator[Path]:
     """Where Orbax puts together what all processes wrote."""
-    if not isinstance(arrays, StorePath):
+    if not isinstance(arrays, StorePath) and "[" not in str(arrays.absolute()):
         yield arrays
         return
     with staging_folder() as top:
         folder = top / arrays.name
+        if not isinstance(arrays, StorePath):
+            # Orbax 0.12 looks for what was written by a pattern of the whole path, in which
+            # brackets mean one of what is between them: it finds nothing, and says nothing.
+            folder.symlink_to(arrays.absolute())
+            yield folder
+            return
+        folder.mkdir()
         parts = [path for path in arrays.iterdir() if path.name.startswith(_PROCESS)]
         for part, tree in zip(parts, at_once(_Tree, parts), strict=True):
             tree.write_nodes(folder / part.name)
