@@ -279,16 +279,24 @@ def claim(url: str, content: str = "taken", **differs: str) -> StorePath:
     return file
 
 
-def test_held_by_a_process_of_this_machine(memory: str) -> None:
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    """Another process of this machine."""
     with subprocess.Popen(["sleep", "600"]) as child:
-        pid = str(child.pid)
-        file = claim(memory, pid=pid, start=_lock._start_of(pid), since="1700000000")
-        with pytest.raises(
-            CheckpointError, match=rf"got save_dir='{memory}', .* held by process {pid} on .* Save"
-        ):
-            save(memory)
-        assert names_in(memory) == {f".lock/{file.name}"}
+        yield child
         child.kill()
+
+
+def test_held_by_a_process_of_this_machine(memory: str, sleeper: subprocess.Popen[bytes]) -> None:
+    pid = str(sleeper.pid)
+    file = claim(memory, pid=pid, start=_lock._start_of(pid), since="1700000000")
+    with pytest.raises(
+        CheckpointError, match=rf"got save_dir='{memory}', .* held by process {pid} on .* Save"
+    ):
+        save(memory)
+    assert names_in(memory) == {f".lock/{file.name}"}
+    sleeper.kill()
+    sleeper.wait()
     save(memory)
     assert not file.exists()
 
