@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
+from jaxpipe._stores import AnyPath, StorePath, open_store
 from jaxpipe.errors import CheckpointError, ConfigError, shown
 
 # Of the two slashes of `s3://bucket` a `pathlib.Path` keeps one.
@@ -47,6 +48,25 @@ def local_path(
     return found.absolute() if str(found).startswith("~") or _URL.match(str(found)) else found
 
 
+def any_path(
+    given: str | PathLike[str] | StorePath,
+    name: str,
+    error: Callable[[str], Exception] = CheckpointError,
+) -> AnyPath:
+    """The path that a user means, on a file system or on a store that fsspec opens.
+
+    Arguments are those of `local_path`. A chain of fsspec, such as `simplecache::s3://bucket/run`,
+    is none: it answers from memory.
+    """
+    if isinstance(given, StorePath):
+        return given
+    url = _URL.match(os.fspath(given)) if isinstance(given, str | PathLike) else None
+    if url is None or url[1].lower() == "file" or "::" in url[1] or "\0" in url[0]:
+        return local_path(given, name, error)
+    scheme, host, rest = url.groups(default="")
+    return open_store(f"{scheme.lower()}://{host}{rest}", name, error)
+
+
 def _path_of_url(
     path: str, scheme: str, host: str, rest: str, *, name: str, error: Callable[[str], Exception]
 ) -> Path:
@@ -66,7 +86,7 @@ def _path_of_url(
 
 
 @contextlib.contextmanager
-def readable(path: Path) -> Generator[None]:
+def readable(path: AnyPath) -> Generator[None]:
     """What the file system does not read below a path is a CheckpointError."""
     try:
         yield

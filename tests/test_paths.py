@@ -3,6 +3,7 @@
 Homes, `file://`, and refused before anything is made what is on no file system.
 """
 
+import itertools
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,7 +17,8 @@ import pytest
 
 import jaxpipe
 from jaxpipe import checkpoint
-from jaxpipe._paths import local_path
+from jaxpipe._paths import any_path, local_path
+from jaxpipe._stores import StorePath
 from jaxpipe.checkpoint import CheckpointWriter, RunState
 from jaxpipe.checkpoint.__main__ import main as checkpoint_command
 from jaxpipe.config import CSVMonitorSection, FlopsProfilerSection, TensorBoardSection, load_config
@@ -124,11 +126,21 @@ def write(engine: Any, url: str) -> None:
 
 
 TAKERS: dict[str, Callable[[Any, str], Any]] = {
+    "load_huggingface": lambda engine, url: engine.load_huggingface(url, []),
+    "schedule_trace": lambda engine, url: engine.schedule_trace(url),
+    "load_safetensors": lambda engine, url: checkpoint.load_safetensors(f"{url}/x.safetensors"),
+    "config_json": lambda engine, url: LlamaConfig.from_huggingface(url),
+    "draw": lambda engine, url: draw(engine.pipeline.program).save(f"{url}/x.svg"),
+    "config": lambda engine, url: load_config(f"{url}/config.json"),
+    "tensorboard": lambda engine, url: TensorBoardSection(enabled=True, output_path=url),
+    "csv_monitor": lambda engine, url: CSVMonitorSection(enabled=True, output_path=url),
+    "flops_profiler": lambda engine, url: FlopsProfilerSection(output_file=url),
+    "transformer": lambda engine, url: DeepSpeedTransformerConfig.from_json_file(url),
+}
+TAKERS_OF_STORES: dict[str, Callable[[Any, str], Any]] = {
     "save_checkpoint": lambda engine, url: engine.save_checkpoint(url),
     "load_checkpoint": lambda engine, url: engine.load_checkpoint(url),
-    "load_huggingface": lambda engine, url: engine.load_huggingface(url, []),
     "save_on_preemption": lambda engine, url: engine.save_on_preemption(url, ()),
-    "schedule_trace": lambda engine, url: engine.schedule_trace(url),
     "CheckpointWriter": write,
     "load_params": lambda engine, url: checkpoint.load_params(url),
     "load_collections": lambda engine, url: checkpoint.load_collections(url),
@@ -143,16 +155,15 @@ TAKERS: dict[str, Callable[[Any, str], Any]] = {
     "export_safetensors_of": lambda engine, url: checkpoint.export_safetensors(
         url, "x.safetensors"
     ),
-    "load_safetensors": lambda engine, url: checkpoint.load_safetensors(f"{url}/x.safetensors"),
     "save_huggingface": lambda engine, url: checkpoint.save_huggingface(".", url, []),
     "save_huggingface_of": lambda engine, url: checkpoint.save_huggingface(url, "out", []),
-    "config_json": lambda engine, url: LlamaConfig.from_huggingface(url),
-    "draw": lambda engine, url: draw(engine.pipeline.program).save(f"{url}/x.svg"),
-    "config": lambda engine, url: load_config(f"{url}/config.json"),
-    "tensorboard": lambda engine, url: TensorBoardSection(enabled=True, output_path=url),
-    "csv_monitor": lambda engine, url: CSVMonitorSection(enabled=True, output_path=url),
-    "flops_profiler": lambda engine, url: FlopsProfilerSection(output_file=url),
-    "transformer": lambda engine, url: DeepSpeedTransformerConfig.from_json_file(url),
+}
+NO_STORES = {
+    "oci://bucket/run": r"whose driver for fsspec is installed, .*: Install ocifs .* Install it\.",
+    "nothing://bucket/run": r"that fsspec opens, .* ValueError: Protocol not known: nothing\. .* "
+    "Give a directory or a URL",
+    "memory://": "must name a folder on the store, .* 'memory://bucket/run'",
+    "simplecache::memory://run": "must lie on a file system of this machine, .* memory:// is none",
 }
 
 
@@ -168,11 +179,39 @@ def test_nothing_that_takes_a_path_makes_a_folder_named_by_a_url(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("taker", "url"),
+    # of that one the file in it is an object
+    sorted(
+        {*itertools.product(TAKERS_OF_STORES, NO_STORES)} - {("export_safetensors", "memory://")}
+    ),
+)
+def test_a_store_that_cannot_be_opened(
+    engine: Any, taker: str, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    match = NO_STORES[url].replace("memory:// is", r".* is")
+    with pytest.raises(JaxpipeError, match=match):
+        TAKERS_OF_STORES[taker](engine, url)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_paths_on_stores() -> None:
+    path = any_path("MEMORY://a//b/ c#?%20/", "save_dir")
+    assert isinstance(path, StorePath)
+    assert str(path) == "memory://a//b/ c#?%20"
+    assert (path / "x").parent == path == path.absolute()
+    assert any_path(path, "save_dir") is path
+    assert any_path(Path("memory://a/b"), "save_dir") == any_path("memory://a/b", "save_dir")
+    assert any_path("memory://a", "save_dir").parent == any_path("memory://a", "save_dir")
+    assert any_path("a:b/c", "save_dir") == Path("a:b/c")
+
+
 def test_the_command_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    url = "gs://bucket/x"
+    url = "oci://bucket/x"
     for words in (["--hostfile", url, "x.py"], ["--nproc", "1", "--log-dir", url, "x.py"]):
         assert launch(words, "jaxpipe launch") == 2
         assert "must lie on a file system of this machine" in capsys.readouterr().err
@@ -188,7 +227,7 @@ def test_the_command_lines(
         told.append((checkpoint_command(words), capsys.readouterr().err))
     for code, text in told:
         assert code == 1
-        assert "and gs:// is none" in text
+        assert "Install ocifs" in text
         assert len(text.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
 

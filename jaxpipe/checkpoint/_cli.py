@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxpipe._imports import import_named
-from jaxpipe._paths import local_path
+from jaxpipe._paths import any_path, local_path
+from jaxpipe._stores import AnyPath
 from jaxpipe._text import format_bytes
-from jaxpipe.errors import CheckpointError, ConfigError, JaxpipeError, counted, shown
+from jaxpipe.errors import ConfigError, JaxpipeError, counted, shown
 from jaxpipe.weights import Rename
 
 from ._inspect import inspect_checkpoint
+from ._storage import size
 from ._verify import verify_checkpoint
 from ._weights import export_safetensors, save_huggingface
 
@@ -139,7 +141,7 @@ def _export(args: argparse.Namespace) -> str:
             lora_alpha=args.lora_alpha,
             **options,
         )
-    return "\n".join(f"{path}  {format_bytes(path.stat().st_size)}" for path in written)
+    return "\n".join(f"{path}  {format_bytes(size(path))}" for path in written)
 
 
 def _renames(text: str | None, config: str | None) -> Sequence[Rename]:
@@ -160,9 +162,10 @@ def _renames(text: str | None, config: str | None) -> Sequence[Rename]:
     return found
 
 
-def _path(text: str) -> Path:
+def _path(text: str) -> AnyPath:
     """The whole path, so that `.` has a name too."""
-    return local_path(text, "PATH", CheckpointError).resolve()
+    found = any_path(text, "PATH")
+    return found.resolve() if isinstance(found, Path) else found
 
 
 def _size(text: str) -> int:

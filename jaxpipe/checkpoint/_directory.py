@@ -12,25 +12,34 @@ tag is whole or not there at every moment, also while it is being written again.
 to belongs to somebody else: it is read, but never changed or removed.
 """
 
-import contextlib
 import json
 import logging
-import os
 import re
 import secrets
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
-from jaxpipe._files import parse_json, read_file, sync
-from jaxpipe._paths import local_path
+from jaxpipe._files import parse_json
+from jaxpipe._paths import any_path
+from jaxpipe._stores import AnyPath, StorePath
 from jaxpipe.distributed import log
 from jaxpipe.errors import CheckpointError, shown
 
 from ._lock import LOCK
+from ._storage import (
+    PARTIAL,
+    make_marked,
+    partials,
+    read,
+    read_each,
+    remove_marked,
+    repair,
+    replace_file,
+    sync_folder,
+    was_made_here,
+)
 
 COMMIT = "commit.json"
 LATEST = "latest"
@@ -40,8 +49,6 @@ VERSION = 1
 
 _DATA = re.compile(r"data-[0-9]+-[0-9a-f]+")
 _STEP_TAG = re.compile(r"global_step([0-9]+)")
-_PARTIAL = ".partial"
-_MARK = ".jaxpipe"
 
 
 @dataclass(frozen=True)
@@ -84,7 +91,7 @@ def check_tag(tag: Any) -> str:
 def _is_name(tag: str) -> bool:
     is_text = tag == tag.encode(errors="replace").decode()
     is_reserved = (
-        tag in (".", "..", LATEST, COMMIT) or tag.startswith(LOCK) or tag.endswith(_PARTIAL)
+        tag in (".", "..", LATEST, COMMIT) or tag.startswith(LOCK) or tag.endswith(PARTIAL)
     )
     return (
         bool(tag)
@@ -95,20 +102,20 @@ def _is_name(tag: str) -> bool:
     )
 
 
-def read_commit(folder: Path) -> Commit | None:
+def read_commit(folder: AnyPath) -> Commit | None:
     """The commit in a tag's folder; None where nothing is committed.
 
     Raises CheckpointError where it cannot be read, is damaged, or of an unknown format.
     """
     path = folder / COMMIT
     try:
-        content = read_file(path)
+        content = read(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise CheckpointError(
-            f"{path} must be readable, but got {error.strerror or error}. Check its permissions, "
-            "or load another tag."
+            f"{path} must be readable, but got {error.strerror or error}. "
+            f"{repair(path, 'Check its permissions')}, or load another tag."
         ) from error
     try:
         given = parse_json(content)
@@ -147,26 +154,26 @@ _SOUND: Mapping[str, Callable[[Any], bool]] = {
 """Tests of the entries of a commit."""
 
 
-def _damaged(path: Path, found: str) -> CheckpointError:
+def _damaged(path: AnyPath, found: str) -> CheckpointError:
     return CheckpointError(
         f"{path} must be a commit as save_checkpoint writes it, but got {found}: it is damaged. "
         "Load another tag, or restore the file, or move the folder away."
     )
 
 
-def committed_tags(save_dir: str | PathLike[str]) -> dict[str, Commit]:
+def committed_tags(save_dir: str | PathLike[str] | StorePath) -> dict[str, Commit]:
     """The checkpoints of a directory, the oldest first.
 
     Raises:
         CheckpointError: A commit is damaged, or the directory cannot be listed.
     """
-    commits, damaged = sound_tags(local_path(save_dir, "save_dir", CheckpointError))
+    commits, damaged = sound_tags(any_path(save_dir, "save_dir"))
     for error in damaged.values():
         raise error
     return commits
 
 
-def sound_tags(save_dir: Path) -> tuple[dict[str, Commit], dict[str, CheckpointError]]:
+def sound_tags(save_dir: AnyPath) -> tuple[dict[str, Commit], dict[str, CheckpointError]]:
     """Checkpoints of a directory, the oldest first, and errors of damaged commits; both by tag."""
     commits, damaged = _look_for_tags(save_dir)
     # The only one may have been replaced between the listing and the reading, never twice.
@@ -175,33 +182,36 @@ def sound_tags(save_dir: Path) -> tuple[dict[str, Commit], dict[str, CheckpointE
     return dict(sorted(commits.items(), key=lambda item: item[1].sequence)), damaged
 
 
-def _look_for_tags(save_dir: Path) -> tuple[dict[str, Commit], dict[str, CheckpointError]]:
+def _look_for_tags(save_dir: AnyPath) -> tuple[dict[str, Commit], dict[str, CheckpointError]]:
     try:
-        folders = sorted(path for path in save_dir.iterdir() if path.is_dir())
+        folders = [path for path in save_dir.iterdir() if path.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
         return {}, {}
     except OSError as error:
         raise CheckpointError(
             f"{save_dir} must be a directory that can be listed, but got {error.strerror or error}."
-            " Check its permissions."
+            f" {repair(save_dir, 'Check its permissions')}."
         ) from error
-    commits: dict[str, Commit] = {}
-    damaged: dict[str, CheckpointError] = {}
-    for folder in folders:
-        try:
-            found = read_commit(folder)
-        except CheckpointError as error:
-            damaged[folder.name] = error
-        else:
-            commits |= {} if found is None else {folder.name: found}
-    return commits, damaged
+    folders.sort(key=str)
+    found = dict(zip((path.name for path in folders), read_each(folders, _try_commit), strict=True))
+    return (
+        {name: each for name, each in found.items() if isinstance(each, Commit)},
+        {name: each for name, each in found.items() if isinstance(each, CheckpointError)},
+    )
 
 
-def read_latest(save_dir: Path) -> str | None:
+def _try_commit(folder: AnyPath) -> Commit | CheckpointError | None:
+    try:
+        return read_commit(folder)
+    except CheckpointError as error:
+        return error
+
+
+def read_latest(save_dir: AnyPath) -> str | None:
     """The tag that `latest` names; None where there is no file of that name."""
     path = save_dir / LATEST
     try:
-        return read_file(path).decode().strip()
+        return read(path).decode().strip()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
@@ -211,7 +221,7 @@ def read_latest(save_dir: Path) -> str | None:
         ) from error
 
 
-def commit(save_dir: Path, tag: str, content: Commit) -> None:
+def commit(save_dir: AnyPath, tag: str, content: Commit) -> None:
     """Make a tag a checkpoint, in one step, and let `latest` name it.
 
     The data of the tag must all be there.
@@ -231,118 +241,48 @@ def commit(save_dir: Path, tag: str, content: Commit) -> None:
             )
 
 
-class NotSyncedError(OSError):
-    """A file was replaced, but may be the old one again after a loss of power."""
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Write a file so that at every moment it is the old one or the new one.
-
-    It stays after a loss of power. Raises NotSyncedError where it is the new one, but may not stay,
-    and OSError where it is the old one.
-    """
-    partial = path.with_name(path.name + _PARTIAL)
-    try:
-        partial.unlink(missing_ok=True)
-        with partial.open("xb") as file:  # a new file, so that nothing is written through a link
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        raise
-    try:
-        sync([path.parent])
-    except OSError as error:
-        raise NotSyncedError(error.errno, error.strerror, str(path)) from error
-
-
-def sync_tree(folder: Path) -> None:
-    """Let all below a folder stay after a loss of power: the files, then the names in folders."""
-
-    def fail(error: OSError) -> None:  # otherwise a folder that cannot be listed is passed over
-        raise error
-
-    places = [(Path(place), names) for place, _, names in os.walk(folder, onerror=fail)]
-    sync(place / name for place, names in places for name in names)
-    sync(place for place, _ in places)
-
-
-def make_folder(folder: Path) -> None:
-    """Make a folder and those that it lies in, which stay after a loss of power."""
-    try:
-        folder.mkdir()
-    except FileNotFoundError:
-        if folder.parent == folder:
-            raise
-        make_folder(folder.parent)
-        make_folder(folder)
-    except OSError:
-        if not folder.is_dir():
-            raise
-    else:
-        sync([folder.parent])
-
-
-def remove_leftovers(save_dir: Path) -> list[Path]:
+def remove_leftovers(save_dir: AnyPath) -> list[AnyPath]:
     """Remove data that no commit names, left by unfinished saves, and nothing else.
 
     What cannot be removed stays, with a warning: it is in nobody's way. This job must have locked
     the directory. Returns what was removed.
     """
-    removed: list[Path] = []
-    for folder in [path for path in save_dir.iterdir() if path.is_dir() and not path.is_symlink()]:
-        try:
-            named = read_commit(folder)
-            left = remove_data(folder, None if named is None else named.data) + _remove_partial(
-                folder
-            )
-            if left and not any(folder.iterdir()):
-                folder.rmdir()
-            removed += left
-        except (CheckpointError, OSError) as error:
-            log(logging.WARNING, "left alone: %s", error)
+    folders = [path for path in save_dir.iterdir() if path.is_dir() and not path.is_symlink()]
+    removed = [path for left in read_each(folders, _remove_leftovers_in) for path in left]
     return removed + _remove_partial(save_dir)
 
 
-def make_data(folder: Path, sequence: int) -> Path:
+def _remove_leftovers_in(folder: AnyPath) -> list[AnyPath]:
+    try:
+        named = read_commit(folder)
+        left = remove_data(folder, None if named is None else named.data) + _remove_partial(folder)
+        if left and not any(folder.iterdir()):
+            folder.rmdir()
+    except (CheckpointError, OSError) as error:
+        log(logging.WARNING, "left alone: %s", error)
+        return []
+    return left
+
+
+def make_data(folder: AnyPath, sequence: int) -> AnyPath:
     """Make a marked folder for a checkpoint's data, with a name that no attempt before had."""
     data = folder / f"data-{sequence}-{secrets.token_hex(4)}"
-    folder.mkdir(parents=True, exist_ok=True)
-    data.mkdir()
-    (data / _MARK).mkdir()
-    (data / ARRAYS).mkdir()
+    make_marked(data, ARRAYS)
     return data
 
 
-def remove_data(folder: Path, but: str | None = None) -> list[Path]:
+def remove_data(folder: AnyPath, but: str | None = None) -> list[AnyPath]:
     """Remove the data in a tag's folder that was made here, all but one; return what was removed.
 
     Warns of what cannot be removed.
     """
     data = [path for path in folder.iterdir() if _DATA.fullmatch(path.name) and path.name != but]
-    return [path for path in data if _was_made_here(path) and _is_removed(path, _remove_folder)]
+    return [
+        path for path in data if was_made_here(path, ARRAYS) and _is_removed(path, remove_marked)
+    ]
 
 
-def _was_made_here(data: Path) -> bool:
-    """True for a folder of data that a save has made; a link never is one."""
-    if data.is_symlink() or not data.is_dir():
-        return False
-    # A save that failed removes its folder with the mark, and writers that were late make it again
-    # without.
-    names = {path.name for path in data.iterdir()}
-    return _MARK in names or names <= {ARRAYS}
-
-
-def _remove_folder(data: Path) -> None:
-    for inner in [inner for inner in data.iterdir() if inner.name != _MARK]:
-        shutil.rmtree(inner) if inner.is_dir() and not inner.is_symlink() else inner.unlink()
-    shutil.rmtree(data)  # the mark goes last
-
-
-def _is_removed(path: Path, remove: Callable[[Path], object]) -> bool:
+def _is_removed(path: AnyPath, remove: Callable[[AnyPath], object]) -> bool:
     try:
         remove(path)
     except OSError as error:
@@ -351,13 +291,16 @@ def _is_removed(path: Path, remove: Callable[[Path], object]) -> bool:
     return True
 
 
-def _remove_partial(folder: Path) -> list[Path]:
-    paths = [folder / (name + _PARTIAL) for name in (COMMIT, LATEST)]
-    found = [path for path in paths if path.exists() or path.is_symlink()]
-    return [path for path in found if _is_removed(path, Path.unlink)]
+def _remove_partial(folder: AnyPath) -> list[AnyPath]:
+    found = partials(folder, (COMMIT, LATEST))
+    return [path for path in found if _is_removed(path, _unlink)]
 
 
-def remove_old(save_dir: Path, keep_last: int | None, keep_every: int | None) -> list[str]:
+def _unlink(path: AnyPath) -> None:
+    path.unlink()
+
+
+def remove_old(save_dir: AnyPath, keep_last: int | None, keep_every: int | None) -> list[str]:
     """Remove the checkpoints that are not retained; return their tags, the oldest first.
 
     Only tags of the form `global_step<N>` are removed, and no links. `keep_last` says how many to
@@ -380,15 +323,15 @@ def remove_old(save_dir: Path, keep_last: int | None, keep_every: int | None) ->
     ]
 
 
-def _is_linked(folder: Path, commit: Commit) -> bool:
+def _is_linked(folder: AnyPath, commit: Commit) -> bool:
     """True if a checkpoint, or its data, lies elsewhere."""
     return folder.is_symlink() or (folder / commit.data).is_symlink()
 
 
-def _remove_tag(folder: Path) -> None:
+def _remove_tag(folder: AnyPath) -> None:
     """Remove a checkpoint: first the commit, so that it is never half there."""
     (folder / COMMIT).unlink()
-    sync([folder])
+    sync_folder(folder)
     remove_data(folder)
     if not any(folder.iterdir()):
         folder.rmdir()

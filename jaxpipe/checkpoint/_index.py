@@ -6,17 +6,18 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from operator import index
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe._files import parse_json, read_file
+from jaxpipe._files import parse_json
+from jaxpipe._stores import AnyPath
 from jaxpipe.errors import CheckpointError, shown
 from jaxpipe.state import Leaf, Span
 
 from ._json import check_json, decode_state
+from ._storage import read
 from ._struct import checked_struct, load_struct
 
 INDEX = "index.json"
@@ -141,10 +142,10 @@ _PLAIN = (
 )
 
 
-def read_index(path: Path, sha256: str) -> Index:
+def read_index(path: AnyPath, sha256: str) -> Index:
     """Read an index, whose bytes must have this hash, in hexadecimal."""
     try:
-        content = read_file(path)
+        content = read(path)
     except OSError as error:
         raise CheckpointError(
             f"{path} must be readable, but got {error.strerror or error}. Load another tag, or "

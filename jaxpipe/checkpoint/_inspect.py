@@ -1,18 +1,16 @@
 """A checkpoint as text, from its index alone."""
 
-import contextlib
 import datetime
 import math
-import os
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from os import PathLike
-from pathlib import Path
 
 import jax.numpy as jnp
 
+from jaxpipe._stores import StorePath
 from jaxpipe._text import format_bytes, format_table
 from jaxpipe.errors import CheckpointError, counted
 from jaxpipe.state import Leaf
@@ -20,6 +18,7 @@ from jaxpipe.state import Leaf
 from ._directory import committed_tags
 from ._index import Index, StoredLayer
 from ._open import Checkpoint, open_checkpoint, reread
+from ._storage import file_sizes
 
 _WIDTH = 110
 _GLUE = "\0"  # a space at which no line ends
@@ -42,7 +41,7 @@ class _Totals:
     num_bytes: int
 
 
-def inspect_checkpoint(path: str | PathLike[str], tag: str | None = None) -> str:
+def inspect_checkpoint(path: str | PathLike[str] | StorePath, tag: str | None = None) -> str:
     """Describe a checkpoint: when and how it was written, its layers by stage, and its size.
 
     No array is read.
@@ -214,7 +213,7 @@ def _totals(checkpoint: Checkpoint) -> list[str]:
                     format_bytes(total.num_bytes),
                 )
             )
-    sizes = list(_file_sizes(checkpoint.path))
+    sizes = file_sizes(checkpoint.path)
     rows.append(
         (
             f"on disk, in {counted(len(sizes), 'file')}",
@@ -224,14 +223,6 @@ def _totals(checkpoint: Checkpoint) -> list[str]:
         )
     )
     return format_table(rows, "<>>>")
-
-
-def _file_sizes(folder: Path) -> Iterator[int]:
-    """Sizes of the files that are there still: a job may remove the checkpoint at any moment."""
-    for place, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(OSError):
-                yield (Path(place) / name).stat().st_size
 
 
 def _sum(leaves: Mapping[str, Leaf], keys: Iterable[str]) -> _Totals:

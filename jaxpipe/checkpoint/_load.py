@@ -3,12 +3,13 @@
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from os import PathLike
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpipe._stores import StorePath
 from jaxpipe._typing import PyTree
 from jaxpipe.distributed import run_on_all
 from jaxpipe.errors import CheckpointError, shown
@@ -169,7 +170,9 @@ def _cast_leaves(
         yield key, value.astype(jnp.dtype(wanted[key].dtype), copy=False)
 
 
-def load_params(path: str | Path, tag: str | None = None, *, params: str | None = None) -> PyTree:
+def load_params(
+    path: str | PathLike[str] | StorePath, tag: str | None = None, *, params: str | None = None
+) -> PyTree:
     """Read the parameters of a checkpoint.
 
     The plain Flax parameters of each layer, on the host, without an engine.
@@ -190,7 +193,9 @@ def load_params(path: str | Path, tag: str | None = None, *, params: str | None 
     return _load_part(path, tag, "params/", params)
 
 
-def load_collections(path: str | Path, tag: str | None = None) -> dict[str, PyTree]:
+def load_collections(
+    path: str | PathLike[str] | StorePath, tag: str | None = None
+) -> dict[str, PyTree]:
     """Read what layers keep beside parameters, as `PipelineModule.init_collections` returns it.
 
     Args:
@@ -250,7 +255,10 @@ def with_params(checkpoint: Checkpoint, params: str | None) -> Checkpoint:
 
 
 def _load_part(
-    path: str | Path, tag: str | None, part: str, params: str | None = None
+    path: str | PathLike[str] | StorePath,
+    tag: str | None,
+    part: str,
+    params: str | None = None,
 ) -> dict[str, PyTree]:
     def read() -> dict[str, np.ndarray]:
         checkpoint = with_params(open_checkpoint(path, tag), params)

@@ -9,6 +9,11 @@ network file systems too. The file is empty, so that it is never half written an
 disk: its name tells whose it is, and its time of change is the owner's last sign of life. The file
 of an owner that is gone is removed by its name, which no other has: several that take over at once
 cannot remove each other's.
+
+A store has no rename, and not every one writes an object on the condition that there is none. There
+each writes its own object and lists the folder after that: who finds itself alone holds the lock.
+Of two the later one to write finds the other, on every store whose lists show what was written
+before, as those of S3, Google Cloud and Azure do; so there are never two.
 """
 
 import contextlib
@@ -25,13 +30,20 @@ import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
+from jaxpipe._stores import AnyPath, StorePath
 from jaxpipe.errors import CheckpointError
+
+from ._storage import changed, identity, is_same, touch
 
 LOCK = ".lock"
 
 _BEAT_S, _SILENT_S = 5.0, 60.0
 """Between signs of life, and without one until an owner on another machine counts as gone."""
 _POLL_S = 0.25
+_YIELD_S = 2.0
+"""How long on a store one of two that want the lock waits for the other to withdraw."""
+_TAKEN_TEXT = "taken"
+"""Content of the object of the owner on a store; that of one that asks for the lock is empty."""
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST)
 _NAME = re.compile(
     r"([0-9]{1,11})-([0-9]{1,10})-([0-9]*)-([0-9a-f]{8})-([0-9a-f]{8})-(.+)", re.DOTALL
@@ -75,7 +87,7 @@ class DirectoryLock:
     where the directory cannot be written.
     """
 
-    def __init__(self, save_dir: Path) -> None:
+    def __init__(self, save_dir: AnyPath) -> None:
         self._owner = _new_owner(save_dir)
         self._file = save_dir / LOCK / self._owner.name
         self._runs: set[int] = set()
@@ -90,7 +102,7 @@ class DirectoryLock:
         threading.Thread(target=self._beat, daemon=True, name="checkpoint lock").start()
 
     @classmethod
-    def begin_save(cls, save_dir: Path) -> "DirectoryLock":
+    def begin_save(cls, save_dir: AnyPath) -> "DirectoryLock":
         """Lock a directory for a save, or use the lock that a run of this process holds there.
 
         Raises like the class, and CheckpointError where another save of this process is under way
@@ -123,16 +135,15 @@ class DirectoryLock:
 
         Raises OSError where it is not: this process was silent too long, or somebody removed it.
         """
-        try:
-            os.utime(self._file)
-        except FileNotFoundError as error:
-            names = (
-                " and ".join(_describe(_owner_of(file)) for file in _files(self._file.parent))
-                or "nobody"
-            )
-            raise OSError(
-                f"this job lost its lock on the directory, which is now held by {names}"
-            ) from error
+        with contextlib.suppress(FileNotFoundError):
+            touch(self._file)
+            if not isinstance(self._file, StorePath) or _is_alone(self._file):
+                return
+        others = [file for file in _files(self._file.parent) if file != self._file]
+        names = " and ".join(_describe(_owner_of(file)) for file in others) or "nobody"
+        if isinstance(self._file, StorePath):
+            self.release()  # neither of two that have it commits while both do
+        raise OSError(f"this job lost its lock on the directory, which is now held by {names}")
 
     def release(self) -> None:
         """Give it back; nothing happens where it is lost."""
@@ -146,12 +157,12 @@ class DirectoryLock:
         with contextlib.suppress(OSError):  # another job has taken it since
             self._file.parent.rmdir()
 
-    def is_at(self, file: Path) -> bool:
+    def is_at(self, file: AnyPath) -> bool:
         """True if this process has not forked since, and the file is the lock's own.
 
         No copy of it elsewhere.
         """
-        return self._owner.pid == str(os.getpid()) and self._file.samefile(file)
+        return self._owner.pid == str(os.getpid()) and is_same(self._file, file)
 
     def _forget(self, run: int) -> None:
         self._runs.discard(run)
@@ -161,7 +172,9 @@ class DirectoryLock:
     def _beat(self) -> None:
         while not self._released.wait(_BEAT_S):
             try:
-                os.utime(self._file)
+                touch(self._file)
+                if self._released.is_set():  # meanwhile, so that this has written it again
+                    self._file.unlink(missing_ok=True)
             except FileNotFoundError:  # it is lost
                 return
             except OSError:  # an outage, which may end
@@ -176,7 +189,10 @@ It is the process that holds a lock, for all of its engines.
 """
 
 
-def _take(save_dir: Path, owner: _Owner) -> None:
+def _take(save_dir: AnyPath, owner: _Owner) -> None:
+    if isinstance(save_dir, StorePath):
+        _take_on_store(save_dir, owner)
+        return
     folder, mine = save_dir / LOCK, save_dir / f"{LOCK}-{owner.nonce}"
     mine.mkdir()
     try:
@@ -200,6 +216,46 @@ def _take(save_dir: Path, owner: _Owner) -> None:
                 _remove(left)
 
 
+def _take_on_store(save_dir: StorePath, owner: _Owner) -> None:
+    mine = save_dir / LOCK / owner.name
+    mine.write_bytes(b"")
+    try:
+        withdraws_by = time.monotonic() + _YIELD_S
+        while others := [file for file in _files(mine.parent) if file != mine]:
+            for file in others:
+                # Of two that begin at once the one of the later name withdraws, as soon as it sees
+                # a sign of life of the other. It stays if it holds the lock.
+                touch(mine)
+                if file.name < owner.name or time.monotonic() > withdraws_by:
+                    _wait_until_gone(save_dir, file, owner, mine)
+                    file.unlink(missing_ok=True)
+            time.sleep(_POLL_S)
+        mine.write_text(_TAKEN_TEXT)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            mine.unlink(missing_ok=True)
+        raise
+
+
+def _is_alone(mine: StorePath) -> bool:
+    """False if another job holds the lock too, which took this one for dead.
+
+    What was written here as a sign of life may have come after the other had removed the object.
+    """
+    gives_up_by = time.monotonic() + _YIELD_S
+    while others := [file for file in _files(mine.parent) if file != mine]:
+        for file in others:
+            with contextlib.suppress(FileNotFoundError):
+                if isinstance(file, StorePath) and file.read_text() == _TAKEN_TEXT:
+                    return False
+        # The rest ask for it, and withdraw when they see this one change, or were killed.
+        if time.monotonic() > gives_up_by:
+            return True
+        time.sleep(_POLL_S)
+        touch(mine)
+    return True
+
+
 def _renamed(mine: Path, folder: Path, owner: _Owner) -> bool:
     try:
         mine.rename(folder)
@@ -221,50 +277,38 @@ def _remove(folder: Path) -> None:
         folder.rmdir()
 
 
-def _files(folder: Path) -> list[Path]:
+def _files(folder: AnyPath) -> list[AnyPath]:
     try:
         return list(folder.iterdir())
     except FileNotFoundError:
         return []
 
 
-def _owner_of(file: Path) -> _Owner:
+def _owner_of(file: AnyPath) -> _Owner:
     """Whose file it is; of a name that is no owner's only the host is filled in."""
     found = _NAME.fullmatch(file.name)
     return _Owner(*found.groups()) if found else _Owner("", "", "", "", "", file.name)
 
 
-def _wait_until_gone(save_dir: Path, file: Path, own: _Owner, clock: Path) -> None:
+def _wait_until_gone(save_dir: AnyPath, file: AnyPath, own: _Owner, clock: AnyPath) -> None:
     """Return when an owner is gone; raise as soon as it is known to be there."""
-    first, other = _changed(file), _owner_of(file)
+    first, other = changed(file), _owner_of(file)
     while not _is_gone(file, own, clock):
-        if _is_alive(other, own) or _changed(file) not in (first, None):
+        if _is_alive(other, own) or changed(file) not in (first, None):
             raise _held(save_dir, other, own)
         time.sleep(_POLL_S)
 
 
-def _is_gone(file: Path, own: _Owner, clock: Path) -> bool:
+def _is_gone(file: AnyPath, own: _Owner, clock: AnyPath) -> bool:
     """True if an owner has died, or been silent for long by the clock of the file system."""
-    os.utime(clock)
-    found, now, other = _changed(file), _changed(clock), _owner_of(file)
+    touch(clock)
+    found, now, other = changed(file), changed(clock), _owner_of(file)
     if found is None or now is None or _is_dead(other, own) or _is_copy(file):
         return True
     return not _is_alive(other, own) and now - found > _SILENT_S
 
 
-def _changed(file: Path) -> float | None:
-    try:
-        # Network file systems answer from memory otherwise.
-        number = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
-    except FileNotFoundError:
-        return None
-    try:
-        return os.fstat(number).st_mtime
-    finally:
-        os.close(number)
-
-
-def _is_copy(file: Path) -> bool:
+def _is_copy(file: AnyPath) -> bool:
     """True for a copy of a lock that this process holds, made with the directory it lies in."""
     held = _HELD.get(file.name)
     return held is not None and not held.is_at(file)
@@ -307,9 +351,9 @@ def _start_of(pid: str) -> str:
     return "ended" if fields[0] in "ZX" else fields[19]
 
 
-def _new_owner(save_dir: Path) -> _Owner:
+def _new_owner(save_dir: AnyPath) -> _Owner:
     host, pid = socket.gethostname(), str(os.getpid())
-    facts = [host, str(save_dir.stat().st_ino)]
+    facts = [host, identity(save_dir)]
     with contextlib.suppress(OSError):
         facts += [
             Path("/proc/sys/kernel/random/boot_id").read_text(),
@@ -333,7 +377,7 @@ def _describe(other: _Owner) -> str:
     return f"process {other.pid} on {other.host} since {since:%Y-%m-%d %H:%M:%S} UTC"
 
 
-def _held(save_dir: Path, other: _Owner, own: _Owner) -> CheckpointError:
+def _held(save_dir: AnyPath, other: _Owner, own: _Owner) -> CheckpointError:
     itself = ", which is this process" if (other.place, other.pid) == (own.place, own.pid) else ""
     return CheckpointError(
         f"save_dir must be written by one job at a time, but got save_dir={str(save_dir)!r}, which "

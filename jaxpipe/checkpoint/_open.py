@@ -4,10 +4,10 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike
-from pathlib import Path
 from typing import TypeVar
 
-from jaxpipe._paths import local_path
+from jaxpipe._paths import any_path
+from jaxpipe._stores import AnyPath, StorePath
 from jaxpipe.errors import CheckpointError
 
 from ._directory import ARRAYS, Commit, check_tag, read_commit, read_latest, sound_tags
@@ -29,18 +29,20 @@ class Checkpoint:
         index: What is in it.
     """
 
-    path: Path
+    path: AnyPath
     tag: str
     commit: Commit
     index: Index
 
     @property
-    def arrays(self) -> Path:
+    def arrays(self) -> AnyPath:
         """The folder of its arrays."""
         return self.path / self.commit.data / ARRAYS
 
 
-def find_checkpoint(load_dir: str | PathLike[str], tag: str | None = None) -> Checkpoint | None:
+def find_checkpoint(
+    load_dir: str | PathLike[str] | StorePath, tag: str | None = None
+) -> Checkpoint | None:
     """Open a checkpoint.
 
     Args:
@@ -54,7 +56,7 @@ def find_checkpoint(load_dir: str | PathLike[str], tag: str | None = None) -> Ch
     Raises:
         CheckpointError: There is none with that tag; `latest` names none; or it is damaged.
     """
-    folder = local_path(load_dir, "load_dir", CheckpointError)
+    folder = any_path(load_dir, "load_dir")
     if tag is not None:
         return open_folder(folder / check_tag(tag), folder)
     if read_commit(folder) is not None:
@@ -82,7 +84,7 @@ def find_checkpoint(load_dir: str | PathLike[str], tag: str | None = None) -> Ch
     return open_folder(folder / found[-1], folder)
 
 
-def open_checkpoint(path: str | PathLike[str], tag: str | None = None) -> Checkpoint:
+def open_checkpoint(path: str | PathLike[str] | StorePath, tag: str | None = None) -> Checkpoint:
     """Open a checkpoint that must be there.
 
     Args:
@@ -95,7 +97,7 @@ def open_checkpoint(path: str | PathLike[str], tag: str | None = None) -> Checkp
     Raises:
         CheckpointError: There is none, or it is damaged.
     """
-    folder = local_path(path, "path", CheckpointError)
+    folder = any_path(path, "path")
     found = find_checkpoint(folder, tag)
     if found is None:
         raise CheckpointError(
@@ -107,7 +109,9 @@ def open_checkpoint(path: str | PathLike[str], tag: str | None = None) -> Checkp
 
 
 def reread(
-    path: str | PathLike[str], read: Callable[[], T], agreed: Callable[[bool], bool] = bool
+    path: str | PathLike[str] | StorePath,
+    read: Callable[[], T],
+    agreed: Callable[[bool], bool] = bool,
 ) -> T:
     """Read a checkpoint, again where a job that saves there replaced or removed it meanwhile.
 
@@ -123,7 +127,7 @@ def reread(
         CheckpointError: What the function raised while the directory stayed as it was, or every
             time.
     """
-    folder, num_readings = local_path(path, "path", CheckpointError), 0
+    folder, num_readings = any_path(path, "path"), 0
     while True:
         before = _commits(folder)
         num_readings += 1
@@ -142,7 +146,7 @@ def reread(
                 ) from error
 
 
-def _commits(folder: Path) -> dict[str, Commit | None] | None:
+def _commits(folder: AnyPath) -> dict[str, Commit | None] | None:
     """Commits in a directory of checkpoints, or in a checkpoint's own folder, by tag.
 
     None: storage fails.
@@ -156,7 +160,7 @@ def _commits(folder: Path) -> dict[str, Commit | None] | None:
     return found
 
 
-def open_folder(folder: Path, load_dir: Path) -> Checkpoint:
+def open_folder(folder: AnyPath, load_dir: AnyPath) -> Checkpoint:
     """Open the checkpoint in a tag's folder; `load_dir` is for the error where there is none."""
     commit = read_commit(folder)
     if commit is None:

@@ -20,9 +20,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpipe._stores import AnyPath, StoreError
 from jaxpipe.errors import CheckpointError
 
 from ._index import StoredArray
+from ._staging import Arrays, to_finish, to_write
+from ._storage import repair
 
 _LOGGER = logging.getLogger("jaxpipe")
 _WRITE_BYTES = 128 << 20
@@ -34,7 +37,7 @@ _READ_BYTES = 256 << 20
 """Bytes read at a time, unless one array is larger."""
 
 
-def write_arrays(path: Path, arrays: Mapping[str, jax.Array]) -> None:
+def write_arrays(path: AnyPath, arrays: Mapping[str, jax.Array]) -> None:
     """Write this process's blocks of global arrays, which must not change before the end.
 
     `path` is a folder that all processes see; `finish_arrays` puts together what all wrote. This is
@@ -44,12 +47,14 @@ def write_arrays(path: Path, arrays: Mapping[str, jax.Array]) -> None:
     ocp = _orbax()
     full = {name: array for name, array in arrays.items() if array.size}
     args = ocp.args.PyTreeSave(full, ocdbt_target_data_file_size=_FILE_BYTES)
-    _writer().save(_orbax_path(path), args=args)
+    with to_write(path) as folder:
+        _writer().save(_orbax_path(folder), args=args)
 
 
-def finish_arrays(path: Path) -> None:
+def finish_arrays(path: AnyPath) -> None:
     """Make the arrays readable, once all processes have written their blocks; one process calls."""
-    _writer().finalize(_orbax_path(path))
+    with to_finish(path) as folder:
+        _writer().finalize(_orbax_path(folder))
 
 
 def _orbax_path(path: Path) -> Any:
@@ -73,7 +78,7 @@ def _writer() -> Any:
 
 
 def read_arrays(
-    path: Path, arrays: Mapping[str, StoredArray], rows: Mapping[str, Sequence[int]]
+    path: AnyPath, arrays: Mapping[str, StoredArray], rows: Mapping[str, Sequence[int]]
 ) -> Iterator[dict[str, np.ndarray]]:
     """Read global arrays into host memory, a few at a time, by name, and check their content.
 
@@ -84,12 +89,19 @@ def read_arrays(
     if empty:
         yield {name: np.zeros(arrays[name].shape, jnp.dtype(arrays[name].dtype)) for name in empty}
     nonempty = {name: array for name, array in arrays.items() if array.num_bytes}
+    source = Arrays(path)
     for names in _batches(nonempty, {name: None for name in rows if name in nonempty}):
         try:
-            _check_files(
-                path, sum(array.num_bytes for array in nonempty.values()) + _OVERHEAD_BYTES
-            )
-            found = _read(path, {name: nonempty[name] for name in names})
+            with source.holding(names) as folder:
+                _check_files(
+                    folder, sum(array.num_bytes for array in nonempty.values()) + _OVERHEAD_BYTES
+                )
+                found = _read(folder, {name: nonempty[name] for name in names})
+        except StoreError as error:  # which says nothing of the files
+            raise CheckpointError(
+                f"{path} must be readable, but got {error.strerror} at {error.filename}. "
+                f"{repair(path, 'Check it')}, and load again."
+            ) from error
         except Exception as error:  # whatever the libraries below raise for damaged files
             make_bare(error)
             raise CheckpointError(

@@ -3,8 +3,8 @@
 import contextlib
 from dataclasses import dataclass
 from os import PathLike
-from pathlib import Path
 
+from jaxpipe._stores import AnyPath, StorePath
 from jaxpipe.errors import CheckpointError
 
 from ._open import Checkpoint, open_checkpoint, reread
@@ -25,14 +25,16 @@ class Verification:
         num_bytes: Size of the arrays.
     """
 
-    path: Path
+    path: AnyPath
     tag: str
     num_arrays: int
     num_rows: int
     num_bytes: int
 
 
-def verify_checkpoint(path: str | PathLike[str], tag: str | None = None) -> Verification:
+def verify_checkpoint(
+    path: str | PathLike[str] | StorePath, tag: str | None = None
+) -> Verification:
     """Read all of a checkpoint and compare it with the hashes of what was written.
 
     One process calls.

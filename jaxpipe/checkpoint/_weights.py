@@ -3,14 +3,14 @@
 import re
 from collections.abc import Callable, Iterator, Sequence
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe._paths import local_path
+from jaxpipe._paths import any_path, local_path
+from jaxpipe._stores import AnyPath, StorePath
 from jaxpipe.distributed import run_on_all
 from jaxpipe.errors import CheckpointError, shown
 from jaxpipe.layers import (
@@ -91,8 +91,8 @@ def load_huggingface(
 
 
 def save_huggingface(  # noqa: PLR0913  # one file or choice each
-    path: str | PathLike[str],
-    folder: str | PathLike[str],
+    path: str | PathLike[str] | StorePath,
+    folder: str | PathLike[str] | StorePath,
     renames: Sequence[Rename],
     *,
     config: Source | None = None,
@@ -101,7 +101,7 @@ def save_huggingface(  # noqa: PLR0913  # one file or choice each
     dtype: Any = None,
     lora_alpha: float | None = None,
     max_shard_bytes: int | None = _SHARD_BYTES,
-) -> list[Path]:
+) -> list[AnyPath]:
     """Write the parameters of a checkpoint as a folder that Hugging Face's libraries open.
 
     One process calls.
@@ -138,9 +138,9 @@ def save_huggingface(  # noqa: PLR0913  # one file or choice each
     check_shard_size(max_shard_bytes)
     contents = None if config is None else read_config_json(config)
     to = _floating(dtype)
-    target = local_path(folder, "folder", CheckpointError) / "model.safetensors"
+    target = any_path(folder, "folder") / "model.safetensors"
 
-    def write() -> list[Path]:
+    def write() -> list[AnyPath]:
         checkpoint = with_params(open_checkpoint(path, tag), params)
         tensors = _Tensors(checkpoint, renames, to, lora_alpha)
         beside = (
@@ -275,13 +275,13 @@ def _check_whole(checkpoint: Checkpoint, adapters: Sequence[str], lora_alpha: fl
 
 
 def export_safetensors(
-    path: str | PathLike[str],
-    out: str | PathLike[str],
+    path: str | PathLike[str] | StorePath,
+    out: str | PathLike[str] | StorePath,
     tag: str | None = None,
     *,
     params: str | None = None,
     max_shard_bytes: int | None = None,
-) -> list[Path]:
+) -> list[AnyPath]:
     """Write the parameters of a checkpoint, and what layers keep beside them, as safetensors.
 
     One process calls.
@@ -309,17 +309,17 @@ def export_safetensors(
             not, `out` is no such name, cannot be written or lies beside an export in other files,
             or `max_shard_bytes` is not positive.
     """
-    target = check_target(local_path(out, "out", CheckpointError))
+    target = check_target(any_path(out, "out"))
     check_shard_size(max_shard_bytes)
 
-    def write() -> list[Path]:
+    def write() -> list[AnyPath]:
         checkpoint = with_params(open_checkpoint(path, tag), params)
         return _export(checkpoint, target, max_shard_bytes)
 
     return reread(path, write)
 
 
-def _export(checkpoint: Checkpoint, target: Path, max_shard_bytes: int | None) -> list[Path]:
+def _export(checkpoint: Checkpoint, target: AnyPath, max_shard_bytes: int | None) -> list[AnyPath]:
     index = checkpoint.index
     ordered = [key for layer in index.layers for key in layer.parameters]
     rest = sorted(key for key in index.leaves if key.startswith((_PARAMS, _COLLECTIONS)))

@@ -7,7 +7,6 @@ import hashlib
 import json
 import logging
 import math
-import shutil
 import sys
 import threading
 import time
@@ -17,13 +16,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from os import PathLike
-from pathlib import Path
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 
-from jaxpipe._paths import local_path
+from jaxpipe._paths import any_path
+from jaxpipe._stores import AnyPath, StoreError, StorePath
 from jaxpipe.distributed import gather_texts, log, run_on_all
 from jaxpipe.errors import CheckpointError
 from jaxpipe.layers import join_path
@@ -37,28 +36,32 @@ from ._directory import (
     ARRAYS,
     COMMIT,
     Commit,
-    NotSyncedError,
     check_tag,
     commit,
     make_data,
-    make_folder,
     next_sequence,
     read_commit,
     read_latest,
     remove_data,
     remove_leftovers,
     remove_old,
-    replace_file,
     sound_tags,
     step_tag,
-    sync,
-    sync_tree,
 )
 from ._index import INDEX, Index, StoredArray, dump_index
 from ._json import check_json, dump_json
 from ._lock import DirectoryLock
 from ._reports import collect, remove_reports, report, still_writing
 from ._snapshot import snapshot
+from ._storage import (
+    NotSyncedError,
+    link_of,
+    make_folder,
+    repair,
+    replace_file,
+    sync_tree,
+    try_to_remove,
+)
 from ._store import finish_arrays, grid_of, hash_blocks, make_bare, write_arrays
 from ._struct import dump_struct
 
@@ -92,10 +95,10 @@ class _Job:
     """A checkpoint on its way to disk."""
 
     lock: DirectoryLock | None
-    save_dir: Path
+    save_dir: AnyPath
     tag: str
     sequence: int
-    data: Path
+    data: AnyPath
     arrays: Mapping[str, jax.Array]
     scalars: Mapping[str, jax.Array]
     leaves: Mapping[str, Leaf]
@@ -123,7 +126,7 @@ class CheckpointWriter:
 
     def save(
         self,
-        save_dir: str | PathLike[str],
+        save_dir: str | PathLike[str] | StorePath,
         pipeline: Pipeline,
         state: TrainState,
         run: RunState,
@@ -132,12 +135,12 @@ class CheckpointWriter:
         save_latest: bool = True,
         background: bool = False,
         exclude_frozen: bool = False,
-    ) -> Path:
+    ) -> AnyPath:
         """Write a checkpoint; all processes call.
 
         Args:
-            save_dir: The directory, made where it is not there; on a file system that all processes
-                see.
+            save_dir: The directory, made where it is not there; on a file system or an object store
+                that all processes see.
             pipeline: What the state belongs to.
             state: What to write. Steps may donate it as soon as the call returns.
             run: What else to write.
@@ -157,7 +160,7 @@ class CheckpointWriter:
                 JSON does not know; the tag is a link; another job saves there; the directory cannot
                 be written; or the last save in the background failed. No checkpoint has changed.
         """
-        folder = local_path(save_dir, "save_dir", CheckpointError)
+        folder = any_path(save_dir, "save_dir")
         self.wait()
         tag = self._agreed_tag(step_tag(run.global_steps) if tag is None else tag)
         # All that can be refused is, before anything is locked or written.
@@ -304,7 +307,7 @@ class _FailingAtTheEnd:
 
 def _finish(job: _Job, keep_last: int | None, keep_every: int | None, *, background: bool) -> None:
     """Write the checkpoint; every process runs it."""
-    started, is_there = time.perf_counter(), False
+    started, is_there, may_come = time.perf_counter(), False, False
     # In a thread a process has nothing but its files to tell the others that it failed; here all
     # hear of it at once.
     write = partial(_write, job)
@@ -316,8 +319,12 @@ def _finish(job: _Job, keep_last: int | None, keep_every: int | None, *, backgro
     if job.lock is not None and failed is None:
         _make_room(job, keep_last, keep_every)
     elif job.lock is not None:
-        is_commit = isinstance(failed, NotSyncedError) and Path(failed.filename).name == COMMIT
-        is_there = _clean_up(job) or is_commit
+        is_commit = isinstance(failed, NotSyncedError | StoreError) and str(
+            failed.filename
+        ).endswith(f"/{COMMIT}")
+        # A store that did not answer may have taken the request, and commit still.
+        may_come = is_commit and isinstance(failed, StoreError)
+        is_there = _clean_up(job, may_come=may_come) or (is_commit and not may_come)
     if failed is None:
         log(
             logging.INFO,
@@ -329,7 +336,7 @@ def _finish(job: _Job, keep_last: int | None, keep_every: int | None, *, backgro
         raise failed
     else:
         make_bare(failed)
-        raise _failure(job, failed, is_there=is_there) from failed
+        raise _failure(job, failed, is_there=is_there, may_come=may_come) from failed
 
 
 def _caught(action: Callable[[], object]) -> BaseException | None:
@@ -364,7 +371,6 @@ def _commit(job: _Job, lock: DirectoryLock) -> None:
     remove_reports(job.data)
     # Of what Orbax writes it syncs the arrays' values alone, and no reader does without the rest.
     sync_tree(job.data)
-    sync([job.data.parent, job.save_dir])
     done = Commit(
         sequence=job.sequence,
         data=job.data.name,
@@ -409,17 +415,17 @@ class _Prepared:
     sequence: int
 
 
-def _prepare(save_dir: Path, tag: str) -> _Prepared:
+def _prepare(save_dir: AnyPath, tag: str) -> _Prepared:
     """Make room and the folder for the data."""
     with _told(save_dir):
         make_folder(save_dir)
         lock = DirectoryLock.begin_save(save_dir.absolute())
         try:
-            if (save_dir / tag).is_symlink():
+            if link := link_of(save_dir / tag):
                 raise CheckpointError(
                     "tag must not be a link, which may lead to another run's checkpoint, but got "
                     f"tag={tag!r} in save_dir={str(save_dir)!r}, a link to "
-                    f"{str((save_dir / tag).readlink())!r}. Remove the link, or choose another tag."
+                    f"{str(link)!r}. Remove the link, or choose another tag."
                 )
             for path in remove_leftovers(save_dir):
                 log(logging.INFO, "removed %s, which an unfinished save had left", path)
@@ -430,7 +436,7 @@ def _prepare(save_dir: Path, tag: str) -> _Prepared:
             raise
 
 
-def _checked_data(data: Path, save_dir: Path) -> Path:
+def _checked_data(data: AnyPath, save_dir: AnyPath) -> AnyPath:
     with _told(save_dir):
         if data.is_dir():
             return data
@@ -442,15 +448,15 @@ def _checked_data(data: Path, save_dir: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _told(save_dir: Path) -> Generator[None]:
+def _told(save_dir: AnyPath) -> Generator[None]:
     """Tell of what the file system does not do."""
     try:
         yield
     except OSError as error:
         raise CheckpointError(
             f"save_dir must be a directory that can be written, but got save_dir={str(save_dir)!r} "
-            f"and {error.strerror or error} at {error.filename}. Check its permissions, or choose "
-            "another."
+            f"and {error.strerror or error} at {error.filename}. "
+            f"{repair(save_dir, 'Check its permissions')}, or choose another."
         ) from error
 
 
@@ -487,7 +493,7 @@ def _index(job: _Job, reports: list[Hashes]) -> Index:
     return Index(leaves=job.leaves, arrays=arrays, scalars=dump_scalars(job.scalars), **job.content)
 
 
-def _clean_up(job: _Job) -> bool:
+def _clean_up(job: _Job, *, may_come: bool) -> bool:
     """Make room after a failure, unless that came after the commit; True where it did.
 
     Where one array cannot be written Orbax leaves the writers of the others alone, and these make
@@ -499,10 +505,13 @@ def _clean_up(job: _Job) -> bool:
         committed = read_commit(job.data.parent)
         if committed is not None and committed.data == job.data.name:
             return True
+        if may_come:
+            log(logging.WARNING, "%s is left for the next save to remove", job.data)
+            return False
         num_quiet, deadline = 0, time.monotonic() + _CLEANING_S
         while num_quiet < _QUIET_POLLS and time.monotonic() < deadline:
             num_quiet = 0 if job.data.exists() else num_quiet + 1
-            shutil.rmtree(job.data, ignore_errors=True)
+            try_to_remove(job.data)
             time.sleep(_QUIET_PAUSE_S)
         with contextlib.suppress(OSError):  # a tag that was there before has data of its own
             job.data.parent.rmdir()
@@ -521,16 +530,22 @@ def _raise(error: Exception | None) -> None:
         raise error
 
 
-def _failure(job: _Job, error: BaseException, *, is_there: bool) -> CheckpointError:
+def _failure(job: _Job, error: BaseException, *, is_there: bool, may_come: bool) -> CheckpointError:
     path = job.save_dir / job.tag
     if is_there:
         return CheckpointError(
             f"{path} was written, but may be lost if the machine's power is: {_first_line(error)}. "
             "Check the file system, and save again."
         )
+    if may_come:
+        return CheckpointError(
+            f"{path} may be written or not, for the store did not answer the last request: "
+            f"{_first_line(error)}. It is whole if it is found, and other checkpoints are as they "
+            f"were. {repair(path, '')}, and save again."
+        )
     return CheckpointError(
         f"{path} could not be written: {_first_line(error)}. Earlier checkpoints are as they were. "
-        "Make room or check the file system, and save again."
+        f"{repair(path, 'Make room or check the file system')}, and save again."
     )
 
 

@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike
-from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
 import jax
 
 from jaxpipe._imports import raised
-from jaxpipe._paths import local_path
+from jaxpipe._paths import any_path, local_path
+from jaxpipe._stores import AnyPath, StorePath
 from jaxpipe.checkpoint import (
     Checkpoint,
     CheckpointWriter,
@@ -73,26 +73,26 @@ class Checkpointer:
         self._trainer, self._source, self._when_loaded = trainer, source, when_loaded
         self._section = trainer.config.checkpoint
         self._writer = CheckpointWriter(self._section.keep_last, self._section.keep_every)
-        self._preemption: tuple[_PreemptionWatch, Path, Callable[[], Mapping[str, Any]]] | None = (
-            None
-        )
+        self._preemption: (
+            tuple[_PreemptionWatch, AnyPath, Callable[[], Mapping[str, Any]]] | None
+        ) = None
 
     def save(
         self,
-        save_dir: str | PathLike[str],
+        save_dir: str | PathLike[str] | StorePath,
         tag: str | None,
         client_state: Mapping[str, Any],
         *,
         save_latest: bool,
         exclude_frozen: bool = False,
         is_last: bool = False,
-    ) -> Path:
+    ) -> AnyPath:
         """Write a checkpoint; see `Engine.save_checkpoint`. Returns its folder.
 
         Where it is the last one that there will be, what cannot be stored of the place in the data
         is left out.
         """
-        folder = local_path(save_dir, "save_dir", CheckpointError)
+        folder = any_path(save_dir, "save_dir")
         trainer = self._trainer
         pipeline, state = trainer.pipeline, trainer.state
         trainer.block_until_ready()
@@ -128,10 +128,10 @@ class Checkpointer:
         self._writer.wait()
 
     def load(
-        self, load_dir: str | PathLike[str], tag: str | None, what: LoadOptions
+        self, load_dir: str | PathLike[str] | StorePath, tag: str | None, what: LoadOptions
     ) -> tuple[str | None, dict[str, Any]]:
         """Go on from a checkpoint; see `Engine.load_checkpoint`."""
-        folder = local_path(load_dir, "load_dir", CheckpointError)
+        folder = any_path(load_dir, "load_dir")
         self._writer.wait()
         return reread(
             folder,
@@ -157,7 +157,7 @@ class Checkpointer:
         log(logging.INFO, "loaded parameters from %s", source)
 
     def _load(
-        self, load_dir: Path, tag: str | None, what: LoadOptions
+        self, load_dir: AnyPath, tag: str | None, what: LoadOptions
     ) -> tuple[str | None, dict[str, Any]]:
         found = run_on_all(lambda: find_checkpoint(load_dir, tag))
         # A network file system may show a new checkpoint to some processes later than to others.
@@ -236,13 +236,13 @@ class Checkpointer:
 
     def save_on_preemption(
         self,
-        save_dir: str | PathLike[str],
+        save_dir: str | PathLike[str] | StorePath,
         signals: Sequence[signal.Signals],
         client_state: Callable[[], Mapping[str, Any]],
     ) -> None:
         """Begin to watch for signals; see `Engine.save_on_preemption`."""
         # As seen from here: the program may be elsewhere when it ends.
-        folder = local_path(save_dir, "save_dir", CheckpointError).absolute()
+        folder = any_path(save_dir, "save_dir").absolute()
         self._preemption = (_PreemptionWatch(signals), folder, client_state)
 
     def end_if_preempted(self) -> None:

@@ -632,7 +632,8 @@ class Engine(ABC):
         training may go on; `wait_for_checkpoint`, or the end of the program, waits for the rest.
 
         Args:
-            save_dir: A directory that all processes see. Only one run may save there at a time.
+            save_dir: A directory that all processes see, or a folder on a store, such as
+                `s3://bucket/run`. Only one run may save there at a time.
             tag: Name of the checkpoint, a folder; None: `global_step<N>`.
             client_state: A dictionary of numbers, strings, lists and dictionaries, which
                 `load_checkpoint` returns.

@@ -33,6 +33,7 @@ from jaxpipe._files import (
     write_file,
 )
 from jaxpipe._paths import local_path, readable
+from jaxpipe._stores import AnyPath, StorePath, staging_folder, upload
 from jaxpipe.errors import CheckpointError, shown
 from jaxpipe.layers import split_path, unflatten_dict
 
@@ -64,13 +65,13 @@ class _File:
     """A safetensors file to write.
 
     Attributes:
-        path: Its final name.
+        name: Its final name.
         header: Its first bytes.
         starts: Where each tensor begins in it, by its name.
         size: Bytes of header and tensors.
     """
 
-    path: Path
+    name: str
     header: bytes
     starts: Mapping[str, int]
     size: int
@@ -90,17 +91,18 @@ def check_shard_size(max_shard_bytes: int | None) -> None:
 
 
 def write_safetensors(
-    source: Path,
-    target: Path,
+    source: AnyPath,
+    target: AnyPath,
     tensors: Mapping[str, jax.ShapeDtypeStruct],
     values: Iterable[tuple[str, np.ndarray]],
     metadata: Mapping[str, str],
     max_shard_bytes: int | None,
     beside: Mapping[str, bytes] | None = None,
-) -> list[Path]:
+) -> list[AnyPath]:
     """Write tensors to one file, or to several and an index.
 
-    They get their names when all of them are whole.
+    They get their names when all of them are whole. On a store they are written in the temporary
+    directory and uploaded, and nobody else may write them meanwhile.
 
     Args:
         source: Where the tensors are from, for errors.
@@ -127,38 +129,76 @@ def write_safetensors(
             )
     shards = _split(tensors, max_shard_bytes)
     files = [
-        _lay_out(_shard_path(target, i, len(shards)), shard, metadata)
+        _lay_out(_shard_name(target.name, i, len(shards)), shard, metadata)
         for i, shard in enumerate(shards)
     ]
-    index = target.with_name(target.name.removesuffix(_SUFFIX) + _INDEX_SUFFIX)
+    index = target.name.removesuffix(_SUFFIX) + _INDEX_SUFFIX
     # What readers look for first: gone while the shards are changed, and written when all are
     # there.
-    last = {target.with_name(name): content for name, content in (beside or {}).items()}
+    last = dict(beside or {})
     if len(files) > 1:
         last[index] = _dump_weight_map(files, tensors)
-    written = [*(file.path for file in files), *last]
+    gone = {index, *last}
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with _claimed(target):
-            _check_others(target, written)
-            _remove_leftovers(target)
-            with contextlib.ExitStack() as stack:
-                partials = {file.path: stack.enter_context(new_beside(file.path)) for file in files}
-                _write(files, partials, values)
-                for path in {index, *last}:
-                    path.unlink(missing_ok=True)
-                for path, partial in partials.items():
-                    partial.replace(path)
-            for path, content in last.items():
-                write_file(path, content)
-            sync([target.parent])
+        if isinstance(target, StorePath):
+            _write_to_store(target, files, values, gone, last)
+        else:
+            _write_to_folder(target, files, values, gone, last)
     except OSError as error:
         raise CheckpointError(
             f"out must be a file that can be written, but got out={str(target)!r} and "
             f"{error.strerror or error}. Make room, check the folder's permissions, or choose "
             "another."
         ) from error
-    return written
+    return [target.with_name(name) for name in (*(file.name for file in files), *last)]
+
+
+def _write_to_folder(
+    target: Path,
+    files: Sequence[_File],
+    values: Iterable[tuple[str, np.ndarray]],
+    gone: Iterable[str],
+    last: Mapping[str, bytes],
+) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _claimed(target):
+        _check_others(target, files, last)
+        _remove_leftovers(target)
+        with contextlib.ExitStack() as stack:
+            partials = {
+                file.name: stack.enter_context(new_beside(target.with_name(file.name)))
+                for file in files
+            }
+            _write(files, partials, values)
+            for name in gone:
+                target.with_name(name).unlink(missing_ok=True)
+            for name, partial in partials.items():
+                partial.replace(target.with_name(name))
+        for name, content in last.items():
+            write_file(target.with_name(name), content)
+        sync([target.parent])
+
+
+def _write_to_store(
+    target: StorePath,
+    files: Sequence[_File],
+    values: Iterable[tuple[str, np.ndarray]],
+    gone: Iterable[str],
+    last: Mapping[str, bytes],
+) -> None:
+    # Tensors come in any order, and an object is written from its beginning to its end.
+    _check_others(target, files, last)
+    with staging_folder() as folder:
+        partials = {file.name: folder / file.name for file in files}
+        for partial in partials.values():
+            partial.touch()
+        _write(files, partials, values)
+        for name in gone:
+            target.with_name(name).unlink(missing_ok=True)
+        for name, partial in partials.items():
+            upload(partial, target.with_name(name))
+    for name, content in last.items():
+        target.with_name(name).write_bytes(content)
 
 
 def load_safetensors(
@@ -212,7 +252,7 @@ def load_safetensors(
     return unflatten_dict({each[prefix:]: found[name] for each, name in paths.items()})
 
 
-def check_target(out: Path) -> Path:
+def check_target(out: AnyPath) -> AnyPath:
     """Refuse what is no name of a file to write.
 
     Raises:
@@ -252,17 +292,13 @@ def _split(
     return shards
 
 
-def _shard_path(target: Path, number: int, count: int) -> Path:
-    stem = target.name.removesuffix(_SUFFIX)
-    return (
-        target
-        if count == 1
-        else target.with_name(f"{stem}-{number + 1:05d}-of-{count:05d}{_SUFFIX}")
-    )
+def _shard_name(name: str, number: int, count: int) -> str:
+    stem = name.removesuffix(_SUFFIX)
+    return name if count == 1 else f"{stem}-{number + 1:05d}-of-{count:05d}{_SUFFIX}"
 
 
 def _lay_out(
-    path: Path, tensors: Mapping[str, jax.ShapeDtypeStruct], metadata: Mapping[str, str]
+    file_name: str, tensors: Mapping[str, jax.ShapeDtypeStruct], metadata: Mapping[str, str]
 ) -> _File:
     """Place tensors in a file, the widest dtypes first so that all are aligned."""
     header: dict[str, Any] = {"__metadata__": metadata}
@@ -279,20 +315,21 @@ def _lay_out(
     text += b" " * (-len(text) % 8)
     begin = 8 + len(text)
     starts = {name: begin + offset for name, offset in offsets.items()}
-    return _File(path, struct.pack("<Q", len(text)) + text, starts, begin + end)
+    return _File(file_name, struct.pack("<Q", len(text)) + text, starts, begin + end)
 
 
-def _check_others(target: Path, written: Sequence[Path]) -> None:
+def _check_others(target: AnyPath, files: Sequence[_File], last: Iterable[str]) -> None:
     """Refuse to leave an older export of that name beside the new one.
 
     Readers could not tell which is meant.
     """
+    written = {*(file.name for file in files), *last}
     stem = target.name.removesuffix(_SUFFIX)
     others = sorted(
         path.name
         for path in target.parent.iterdir()
         if path.name.startswith(stem)
-        and path not in written
+        and path.name not in written
         and (
             path.name in (target.name, stem + _INDEX_SUFFIX)
             or _SHARD.fullmatch(path.name.removeprefix(stem))
@@ -345,16 +382,18 @@ def _remove_leftovers(target: Path) -> None:
 
 
 def _write(
-    files: Sequence[_File], partials: Mapping[Path, Path], values: Iterable[tuple[str, np.ndarray]]
+    files: Sequence[_File],
+    partials: Mapping[str, Path],
+    values: Iterable[tuple[str, np.ndarray]],
 ) -> None:
     for file in files:
-        with open_to_change(partials[file.path]) as handle:
+        with open_to_change(partials[file.name]) as handle:
             handle.write(file.header)
             handle.truncate(file.size)
     file_of = {name: file for file in files for name in file.starts}
     for name, value in values:
         file = file_of[name]
-        with open_to_change(partials[file.path]) as handle:
+        with open_to_change(partials[file.name]) as handle:
             handle.seek(file.starts[name])
             handle.write(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
     for partial in partials.values():
@@ -363,7 +402,7 @@ def _write(
 
 
 def _dump_weight_map(files: Sequence[_File], tensors: Mapping[str, jax.ShapeDtypeStruct]) -> bytes:
-    weight_map = {name: file.path.name for file in files for name in file.starts}
+    weight_map = {name: file.name for file in files for name in file.starts}
     total = sum(_num_bytes(tensor) for tensor in tensors.values())
     content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     return (json.dumps(content, indent=2) + "\n").encode()

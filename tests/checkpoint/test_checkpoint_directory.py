@@ -18,6 +18,7 @@ from jaxpipe.checkpoint import (
     find_checkpoint,
     load_params,
     open_checkpoint,
+    verify_checkpoint,
 )
 from jaxpipe.errors import CheckpointError
 
@@ -329,6 +330,14 @@ def test_tags_with_odd_names(run: Run, tmp_path: Path, tag: str) -> None:
     save(run, tmp_path, 4)
     assert found(tmp_path) == ("global_step4", 4)
     assert steps_of(tmp_path) == {"global_step1": 1, tag: 3, "global_step4": 4}
+
+
+@pytest.mark.parametrize(("folder", "tag"), [("lr[0.1]", "a"), ("run", "best[1]*?")])
+def test_what_is_a_pattern_elsewhere(run: Run, tmp_path: Path, folder: str, tag: str) -> None:
+    save(run, tmp_path / folder, 1, tag=tag)
+    assert verify_checkpoint(tmp_path / folder).tag == tag
+    assert [path.name for path in (tmp_path / folder / tag).glob("data-*/*")] != []
+    assert not any(path.is_symlink() for path in (tmp_path / folder).rglob("*"))
 
 
 def test_a_checkpoints_own_folder(run: Run, tmp_path: Path) -> None:

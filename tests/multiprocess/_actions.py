@@ -17,6 +17,7 @@ from typing import Any
 
 warnings.simplefilter("error")
 
+import _disk_store  # noqa: E402, F401
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402

@@ -5,6 +5,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import _disk_store  # noqa: F401
 import jax
 import numpy as np
 import pytest
@@ -119,6 +120,44 @@ def test_checkpoints_of_any_number_of_processes(tmp_path: Path) -> None:
     back = run_job(tmp_path / "c", 4, 1, four, [["load", second], ["train", 3, 5], ["params"]])
     assert [back[0][1], back[0][2]] == [written[0][2], written[0][3]]
     assert set(jaxpipe.checkpoint.committed_tags(tmp_path / "first")) == {"global_step3"}
+
+
+@pytest.mark.slow
+def test_checkpoints_on_a_store(tmp_path: Path) -> None:
+    """Written by two processes, in the background too, and opened by one and by four.
+
+    In the memory of each process it is refused, and where the store of one fails all hear of it.
+    """
+    two: dict[str, Any] = {"stages": 2, "data": 1}
+    path, failed = f"disk://{tmp_path}/bucket/run", f"disk://{tmp_path}/bucket/failed"
+    written = run_job(
+        tmp_path / "a",
+        2,
+        1,
+        two,
+        [
+            ["train", 0, 1],
+            ["error", "save", "memory://run"],
+            ["save_in_outage", failed, True],
+            ["save_in_outage", failed, False],
+            ["save_often", path],
+            ["train", 6, 8],
+        ],
+    )
+    for results in written:
+        assert "must be a directory that all processes see" in results[1][1]
+        for told, _ in results[2:4]:
+            assert "could not be written: " in told
+            assert "[Errno 5] Input/output error" in told
+    assert set(jaxpipe.checkpoint.committed_tags(failed)) == {"after"}
+    engine = shared_engine(Layout(1, 1))
+    assert engine.load_checkpoint(path)[0] == f"{path}/global_step7"
+    assert_loss(train(engine, Layout(1, 1), range(6, 8)), written[0][5], tolerance=ROUNDING)
+    assert jaxpipe.checkpoint.verify_checkpoint(path).num_bytes > 0
+    four: dict[str, Any] = {"stages": 4, "data": 1}
+    opened = run_job(tmp_path / "b", 4, 1, four, [["load", path], ["train", 6, 8]])
+    assert opened[0][0][0] == f"{path}/global_step7"
+    assert_loss(opened[0][1], written[0][5], tolerance=ROUNDING)
 
 
 @pytest.mark.slow

@@ -1,0 +1,238 @@
+"""Arrays on an object store, by way of files of this machine that Orbax writes and reads.
+
+Orbax and TensorStore have drivers of their own for some stores: Orbax 0.12 opens `gs://`, no path
+of S3 and nothing else, and both take credentials and addresses from elsewhere than fsspec, by which
+the rest of a checkpoint is written. So there is one way for all stores. Each process writes its
+blocks to a folder of its own in the temporary directory, and uploads that. Process 0 puts together
+what all wrote by references, for which it needs the nodes of their B-trees and no values. A reader
+downloads the nodes, and of the values the ranges that hold the arrays it asks for, into files of
+which the rest are holes.
+
+On disk that is, for as long as it takes, a process's share of the checkpoint while it saves, and
+the arrays of one reading, `_store._READ_BYTES` or the largest array, while it loads.
+"""
+
+import contextlib
+import os
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from jaxpipe._stores import AnyPath, StorePath, at_once, staging_folder, upload
+
+_MANIFEST = "manifest.ocdbt"
+_PROCESS = "ocdbt.process_"
+_GAP_BYTES, _REQUEST_BYTES = 64 << 10, 64 << 20
+"""Ranges of a file nearer than this are one request; larger ones are several."""
+
+
+@contextlib.contextmanager
+def to_write(arrays: AnyPath) -> Generator[Path]:
+    """Where Orbax writes this process's blocks; on a store they are there at the end."""
+    if not isinstance(arrays, StorePath):
+        yield arrays
+        return
+    with staging_folder() as top:
+        folder = top / arrays.name
+        folder.mkdir()
+        yield folder
+        _upload(folder, arrays, _files(folder))
+
+
+@contextlib.contextmanager
+def to_finish(arrays: AnyPath) -> Generator[Path]:
+    """Where Orbax puts together what all processes wrote."""
+    if not isinstance(arrays, StorePath) and "[" not in str(arrays.absolute()):
+        yield arrays
+        return
+    with staging_folder() as top:
+        folder = top / arrays.name
+        if not isinstance(arrays, StorePath):
+            # Orbax 0.12 looks for what was written by a pattern of the whole path, in which
+            # brackets mean one of what is between them: it finds nothing, and says nothing.
+            folder.symlink_to(arrays.absolute())
+            yield folder
+            return
+        folder.mkdir()
+        parts = [path for path in arrays.iterdir() if path.name.startswith(_PROCESS)]
+        for part, tree in zip(parts, at_once(_Tree, parts), strict=True):
+            tree.write_nodes(folder / part.name)
+        before = set(_files(folder))
+        yield folder
+        _upload(folder, arrays, [name for name in _files(folder) if name not in before])
+
+
+def _files(folder: Path) -> list[str]:
+    return [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+
+
+def _upload(folder: Path, to: StorePath, names: Iterable[str]) -> None:
+    at_once(lambda name: upload(folder / name, to / name), names)
+
+
+class Arrays:
+    """Arrays of a checkpoint to read."""
+
+    def __init__(self, path: AnyPath) -> None:
+        self._path = path
+        self._tree: _Tree | None = None
+
+    @contextlib.contextmanager
+    def holding(self, names: Sequence[str]) -> Generator[Path]:
+        """A folder in which Orbax finds these arrays; on a file system the one that holds all.
+
+        Raises OSError or ValueError where they are damaged or missing.
+        """
+        if not isinstance(self._path, StorePath):
+            yield self._path
+            return
+        if self._tree is None:
+            self._tree = _Tree(self._path)
+        with staging_folder() as top:
+            folder = top / self._path.name
+            self._tree.write_nodes(folder)
+            self._tree.write_values(folder, names)
+            yield folder
+
+
+@dataclass(frozen=True, order=True)
+class _Range:
+    """Bytes of a file, by its path below the arrays."""
+
+    file: str
+    start: int
+    stop: int
+
+
+class _Tree:
+    """What an OCDBT database of TensorStore keeps beside values: where each lies.
+
+    Args:
+        path: Its folder on a store, which holds its manifest.
+    """
+
+    def __init__(self, path: StorePath) -> None:
+        self._path = path
+        self._whole: dict[str, bytes] = {}
+        self._nodes: dict[_Range, bytes] = {}
+        self._values: dict[str, list[_Range]] = {}
+        files = [each for each in path.iterdir() if not each.is_dir()]
+        self._whole = {
+            each.name: content
+            for each, content in zip(files, at_once(StorePath.read_bytes, files), strict=True)
+        }
+        if _MANIFEST not in self._whole:
+            raise FileNotFoundError(f"{path / _MANIFEST} is missing")
+        with staging_folder() as folder:
+            self._walk(folder)
+
+    def write_nodes(self, folder: Path) -> None:
+        """Write files with all but the values, which are holes in them."""
+        folder.mkdir(parents=True)
+        for name, content in self._whole.items():
+            (folder / name).write_bytes(content)
+        _fill(folder, self._nodes)
+
+    def write_values(self, folder: Path, names: Sequence[str]) -> None:
+        """Write the values of some arrays too."""
+        wanted = [part for name in names for part in self._values.get(name, ())]
+        for parts in _batches(_joined(wanted)):
+            _fill(folder, _read(self._path, parts))
+
+    def _walk(self, folder: Path) -> None:
+        import tensorstore as ts
+
+        for name, content in self._whole.items():
+            (folder / name).write_bytes(content)
+        base = ts.KvStore.open({"driver": "file", "path": f"{folder}/"}).result()
+        manifest: Any = ts.ocdbt.dump(base).result()
+        level = _locations(manifest["versions"][-1]["root"].get("location"))
+        while level:
+            found = _read(self._path, list(level.values()))
+            _fill(folder, found)
+            self._nodes |= found
+            entries = [
+                entry
+                for node in at_once(lambda at: ts.ocdbt.dump(base, at).result(), level)
+                for entry in node["entries"]
+            ]
+            for entry in entries:
+                for part in _locations(entry.get("indirect_value")).values():
+                    name = _array_of(entry["key"].decode())
+                    self._values.setdefault(name, []).append(part)
+            level = _locations(*(entry.get("location") for entry in entries))
+
+
+def _array_of(key: str) -> str:
+    """Name of the array whose chunk a key of zarr names: `<name>/c/<index>/<index>`."""
+    parts = key.split("/")
+    while parts and parts[-1].isdigit():
+        parts.pop()
+    return "/".join(parts[:-1])
+
+
+def _locations(*texts: str | None) -> dict[str, _Range]:
+    """Ranges by the text of a location, `<kind>:<folder>:<file>:<offset>:<length>`."""
+    found: dict[str, _Range] = {}
+    for text in texts:
+        if text is not None:
+            _, *file, offset, length = text.split(":")
+            name = unquote("".join(file))
+            if name.startswith("/") or ".." in name.split("/"):
+                raise ValueError(f"{name!r} is no file below the arrays")
+            found[text] = _Range(name, int(offset), int(offset) + int(length))
+    return found
+
+
+def _joined(parts: Iterable[_Range]) -> list[_Range]:
+    """Ranges that hold others, for fewer requests, and none too large for one."""
+    joined: list[_Range] = []
+    for part in sorted(set(parts)):
+        last = joined[-1] if joined else None
+        if (
+            last is not None
+            and last.file == part.file
+            and part.start <= last.stop + _GAP_BYTES
+            and part.stop - last.start <= _REQUEST_BYTES
+        ):
+            joined[-1] = _Range(last.file, last.start, max(last.stop, part.stop))
+        else:
+            joined.append(part)
+    return [
+        _Range(part.file, start, min(start + _REQUEST_BYTES, part.stop))
+        for part in joined
+        for start in range(part.start, part.stop, _REQUEST_BYTES)
+    ]
+
+
+def _batches(parts: Sequence[_Range]) -> Generator[list[_Range]]:
+    """Ranges that are in memory together while they go from the store to the disk."""
+    batch: list[_Range] = []
+    for part in parts:
+        batch.append(part)
+        if sum(each.stop - each.start for each in batch) >= 4 * _REQUEST_BYTES:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def _read(path: StorePath, parts: Sequence[_Range]) -> dict[_Range, bytes]:
+    contents = at_once(lambda part: (path / part.file).read_bytes(part.start, part.stop), parts)
+    for part, content in zip(parts, contents, strict=True):
+        if len(content) != part.stop - part.start:
+            raise ValueError(f"{path / part.file} ends before byte {part.stop}")
+    return dict(zip(parts, contents, strict=True))
+
+
+def _fill(folder: Path, contents: Mapping[_Range, bytes]) -> None:
+    for part, content in contents.items():
+        file = folder / part.file
+        file.parent.mkdir(parents=True, exist_ok=True)
+        number = os.open(file, os.O_WRONLY | os.O_CREAT, 0o600)
+        try:
+            os.pwrite(number, content, part.start)
+        finally:
+            os.close(number)

@@ -1,0 +1,760 @@
+"""Checkpoints on object stores.
+
+The format is that on disk; what a process that dies, a request that fails and another job leave
+behind is whole.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import jax
+import pytest
+from _covering import slow_after
+from _disk_store import DiskStore
+from _layouts import Layout, all_leaves, assert_same, shared_engine
+from _one_run import Run, assert_holds, make_run
+from _save_to_store import STEPS, make
+from _train_and_save import KEEP_LAST, saves
+
+import jaxpipe
+from jaxpipe import checkpoint
+from jaxpipe._paths import any_path
+from jaxpipe._stores import StorePath
+from jaxpipe.checkpoint import (
+    CheckpointWriter,
+    RunState,
+    _lock,
+    _reports,
+    _storage,
+    _writer,
+    committed_tags,
+    verify_checkpoint,
+)
+from jaxpipe.checkpoint.__main__ import main
+from jaxpipe.checkpoint._lock import DirectoryLock, _new_owner, _Owner
+from jaxpipe.checkpoint._reports import collect, remove_reports, report, still_writing
+from jaxpipe.checkpoint._staging import _array_of, _joined, _Range
+from jaxpipe.errors import CheckpointError
+from jaxpipe.layers import flatten_dict
+
+SCRIPT = Path(__file__).parent / "_save_to_store.py"
+NUMBERS = itertools.count()
+Held = dict[str, int]
+
+
+@pytest.fixture
+def memory() -> str:
+    """A folder in the memory of this process that no other test uses."""
+    return f"memory://bucket/{next(NUMBERS)}"
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> str:
+    return f"disk://{tmp_path}/bucket/run"
+
+
+@functools.cache
+def small() -> Run:
+    """An engine that nobody trains."""
+    return make_run()
+
+
+@functools.cache
+def trained() -> Run:
+    """The same one after a step."""
+    run = make_run()
+    run.train(1)
+    return run
+
+
+def save(url: str | Path, tag: str | None = None, run: Run | None = None) -> None:
+    """Save as a job does that ends after that."""
+    engine = (run or small()).engine
+    CheckpointWriter().save(
+        url, engine.pipeline, engine.state, RunState(global_steps=engine.global_steps), tag=tag
+    )
+
+
+def on_disk(url: str) -> Path:
+    return Path(url.removeprefix("disk://"))
+
+
+def names_in(url: str) -> set[str]:
+    """Objects below a folder."""
+    driver, key = fsspec.core.url_to_fs(url)
+    return {name.removeprefix(f"{key}/") for name in driver.find(key)}
+
+
+def leaves_of(path: Any, tag: str | None = None) -> dict[Any, bytes]:
+    found = flatten_dict(checkpoint.load_params(path, tag))
+    return {key: leaf.tobytes() for key, leaf in found.items()}
+
+
+LAYOUTS = [
+    (Layout(2, 2, zero=1), Layout(1, 2)),
+    (Layout(2, 1, schedule="interleaved", num_chunks=2), Layout(4, 2, zero=1)),
+    (Layout(1, 1), Layout(2, 2, schedule="1f1b-v", zero=1)),
+]
+
+
+@pytest.mark.parametrize(("source", "target"), slow_after(1, LAYOUTS, unpack=True), ids=str)
+def test_any_layout_in_any_other(source: Layout, target: Layout, memory: str) -> None:
+    engine = shared_engine(source)
+    engine.save_checkpoint(memory, client_state={"epoch": 3})
+    leaves = all_leaves(engine)
+    other = shared_engine(target)
+    tag = f"global_step{engine.global_steps}"
+    assert other.load_checkpoint(memory) == (f"{memory}/{tag}", {"epoch": 3})
+    assert_same(all_leaves(other), leaves)
+    assert other.global_steps == engine.global_steps
+    assert verify_checkpoint(memory).num_bytes > 0
+    names = {name.partition("/")[0] for name in names_in(memory)}
+    assert names == {tag, "latest", ".lock"}
+
+
+def test_the_format_is_that_on_disk(memory: str, tmp_path: Path) -> None:
+    """A copy of either, without its empty folders, opens as the other."""
+    driver = fsspec.filesystem("memory")
+    save(tmp_path / "here")
+    for file in [file for file in (tmp_path / "here").rglob("*") if file.is_file()]:
+        driver.put_file(str(file), f"{memory}/up/{file.relative_to(tmp_path / 'here')}")
+    assert leaves_of(f"{memory}/up") == leaves_of(tmp_path / "here")
+    save(f"{memory}/there", "x")
+    for name in names_in(f"{memory}/there"):
+        (tmp_path / "down" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "down" / name).write_bytes(driver.cat_file(f"{memory}/there/{name}"))
+    assert leaves_of(tmp_path / "down") == leaves_of(tmp_path / "here")
+    assert verify_checkpoint(tmp_path / "down").tag == "x"
+    # A checkpoint that came so is replaced whole, on either side.
+    save(f"{memory}/up")
+    assert len(names_of_data(f"{memory}/up")) == 1
+    save(tmp_path / "down", "x")
+    assert len(list((tmp_path / "down/x").glob("data-*"))) == 1
+
+
+def names_of_data(url: str) -> set[str]:
+    return {"/".join(name.split("/")[:2]) for name in names_in(url) if "/data-" in name}
+
+
+def test_old_ones_are_removed(memory: str) -> None:
+    engine, writer = small().engine, CheckpointWriter(keep_last=2, keep_every=3)
+    for step in range(1, 7):
+        writer.save(memory, engine.pipeline, engine.state, RunState(global_steps=step))
+    run, not_latest = RunState(global_steps=6), {"tag": "best", "save_latest": False}
+    writer.save(memory, engine.pipeline, engine.state, run, **not_latest)
+    kept = ["global_step3", "global_step5", "global_step6", "best"]
+    assert list(committed_tags(memory)) == kept
+    assert len(names_of_data(memory)) == 4
+    assert checkpoint.open_checkpoint(memory).tag == "global_step6"
+
+
+def test_in_the_background(memory: str) -> None:
+    writer, engine = CheckpointWriter(), trained().engine
+    run = RunState(global_steps=1)
+    for tag in ("a", "b"):
+        writer.save(memory, engine.pipeline, engine.state, run, tag=tag, background=True)
+    writer.wait()
+    assert list(committed_tags(memory)) == ["a", "b"]
+    assert leaves_of(memory, "a") == leaves_of(memory, "b") == params_of(trained())
+
+
+def test_files_of_the_temporary_directory_go(
+    memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left = tmp_path / "jaxpipe-staging-of-a-killed-process"
+    left.mkdir()
+    (left / ".in_use").touch()
+    (tmp_path / "jaxpipe-staging-notes").mkdir()
+    save(memory)
+    small().engine.load_checkpoint(memory)
+    assert [path.name for path in tmp_path.iterdir()] == ["jaxpipe-staging-notes"]
+
+
+def test_exports(memory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(f"{memory}/run")
+    here = checkpoint.export_safetensors(f"{memory}/run", tmp_path / "model.safetensors")
+    assert main(["export", f"{memory}/run", "--out", f"{memory}/model.safetensors"]) == 0
+    assert f"{memory}/model.safetensors  " in capsys.readouterr().out
+    driver = fsspec.filesystem("memory")
+    assert driver.cat_file(f"{memory}/model.safetensors") == here[0].read_bytes()
+    with pytest.raises(CheckpointError, match="without an export in other files, .* beside model"):
+        checkpoint.export_safetensors(
+            f"{memory}/run", f"{memory}/model.safetensors", max_shard_bytes=8
+        )
+    written = checkpoint.export_safetensors(
+        f"{memory}/run", f"{memory}/parts/model.safetensors", max_shard_bytes=8
+    )
+    assert {path.name for path in written} == names_in(f"{memory}/parts")
+    driver.get(f"{memory}/parts", str(tmp_path / "parts"), recursive=True)
+    assert flatten_dict(checkpoint.load_safetensors(tmp_path / "parts")).keys() == (
+        flatten_dict(checkpoint.load_params(f"{memory}/run")).keys()
+    )
+
+
+def test_on_the_command_line(memory: str, capsys: pytest.CaptureFixture[str]) -> None:
+    save(memory)
+    assert main(["inspect", memory]) == 0
+    assert f"checkpoint    {memory}/global_step0" in capsys.readouterr().out
+    assert main(["verify", memory]) == 0
+    assert main(["verify", f"{memory}/nothing"]) == 1
+    assert "no checkpoint. Give the directory" in capsys.readouterr().err
+    driver = fsspec.filesystem("memory")
+    damaged = max(
+        names_in(memory), key=lambda name: "/d/" in name and driver.size(f"{memory}/{name}")
+    )
+    content = driver.cat_file(f"{memory}/{damaged}")
+    driver.pipe_file(f"{memory}/{damaged}", bytes(255 - byte for byte in content))
+    assert main(["verify", memory]) == 1
+    assert "damaged" in capsys.readouterr().err
+    driver.rm_file(f"{memory}/{damaged}")
+    with pytest.raises(CheckpointError, match="are damaged or missing: load another tag"):
+        small().engine.load_checkpoint(memory)
+
+
+def test_a_reader_asks_for_what_it_needs(disk: str) -> None:
+    """Of the arrays' files the nodes, and the ranges of the parameters."""
+    engine = make_run(4096).engine
+    engine.save_checkpoint(disk)
+    everything = sum(file.stat().st_size for file in on_disk(disk).rglob("*") if file.is_file())
+    read: list[int] = []
+    true = DiskStore.cat_file
+
+    def cat_file(self: DiskStore, *args: Any, **kwargs: Any) -> bytes:
+        content = true(self, *args, **kwargs)
+        read.append(len(content))
+        return content
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DiskStore, "cat_file", cat_file)
+        found = checkpoint.load_params(disk)
+    num_bytes = sum(leaf.nbytes for leaf in flatten_dict(found).values())
+    assert num_bytes < everything / 2
+    assert num_bytes < sum(read) < num_bytes + everything / 4
+
+
+def test_ranges_of_a_file() -> None:
+    near, far = _Range("a", 0, 10), _Range("a", 1 << 20, 1 << 21)
+    assert _joined([far, _Range("a", 12, 20), near]) == [_Range("a", 0, 20), far]
+    large = _Range("b", 5, (130 << 20) + 5)
+    parts = _joined([large])
+    assert [part.stop - part.start for part in parts] == [64 << 20, 64 << 20, 2 << 20]
+    assert (parts[0].start, parts[-1].stop) == (large.start, large.stop)
+    assert [_array_of(key) for key in ("a/b/c/0/1", "a/b/zarr.json", "c/c", "x/0/c/2")] == [
+        *("a/b", "a/b", "c", "x/0")
+    ]
+
+
+# What other jobs do.
+
+
+def store(url: str) -> StorePath:
+    found = any_path(url, "url")
+    assert isinstance(found, StorePath)
+    return found
+
+
+def claim(url: str, content: str = "taken", **differs: str) -> StorePath:
+    """The lock as another process takes it, or asks for it."""
+    owner = dataclasses.replace(_new_owner(store(url)), **differs)
+    file = store(url) / ".lock" / owner.name
+    file.write_text(content)
+    return file
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    """Another process of this machine."""
+    with subprocess.Popen(["sleep", "600"]) as child:
+        yield child
+        child.kill()
+
+
+def test_held_by_a_process_of_this_machine(memory: str, sleeper: subprocess.Popen[bytes]) -> None:
+    pid = str(sleeper.pid)
+    file = claim(memory, pid=pid, start=_lock._start_of(pid), since="1700000000")
+    with pytest.raises(
+        CheckpointError, match=rf"got save_dir='{memory}', .* held by process {pid} on .* Save"
+    ):
+        save(memory)
+    assert names_in(memory) == {f".lock/{file.name}"}
+    sleeper.kill()
+    sleeper.wait()
+    save(memory)
+    assert not file.exists()
+
+
+def test_held_elsewhere_while_it_gives_signs_of_life(
+    memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_lock, "_SILENT_S", 1.5)
+    file, ended = claim(memory, place="89abcdef", host="far", since="1700000000"), threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(0.5):
+            file.write_text("taken")
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    with pytest.raises(CheckpointError, match="which is held by process [0-9]+ on far since 2023"):
+        save(memory)
+    ended.set()
+    thread.join()
+    save(memory)  # once it has been silent for long
+    assert not file.exists()
+
+
+@pytest.mark.parametrize("moment", ["commit", "sign of life"])
+def test_who_lost_the_lock_does_not_commit(
+    memory: str, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    true = _writer.collect
+
+    def taken_over(data: StorePath, check: Callable[[], object]) -> Any:
+        own = (store(memory) / ".lock").iterdir()[0]
+        if moment == "commit":
+            own.unlink()
+        # else its own object came back after another had removed it
+        claim(memory, place="89abcdef", host="far")
+        return true(data, lambda: None)
+
+    save(memory, "before")
+    wanted = leaves_of(memory)
+    with monkeypatch.context() as patch:
+        patch.setattr(_writer, "collect", taken_over)
+        with pytest.raises(
+            CheckpointError, match="lost its lock on the directory, .* by process [0-9]+ on far"
+        ):
+            save(memory, "after")
+    assert list(committed_tags(memory)) == ["before"]
+    assert leaves_of(memory) == wanted
+    (other,) = (store(memory) / ".lock").iterdir()  # its own is given back
+    other.unlink()
+    save(memory, "after")
+
+
+def test_one_that_asks_for_the_lock_does_not_take_it(
+    memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_lock, "_YIELD_S", 0.3)
+    writer, (pipeline, state) = CheckpointWriter(), (small().engine.pipeline, small().engine.state)
+    writer.save(memory, pipeline, state, RunState(global_steps=1), tag="a")
+    claim(memory, "", place="89abcdef", host="far")
+    writer.save(memory, pipeline, state, RunState(global_steps=1), tag="b")
+    assert list(committed_tags(memory)) == ["a", "b"]
+
+
+def test_a_lock_that_is_given_back_does_not_come_again(
+    disk: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sign of life is a request of its own, which may be the later one."""
+    monkeypatch.setattr(_lock, "_BEAT_S", 0.05)
+    lock, released = DirectoryLock(store(disk)), threading.Event()
+
+    def release(number: int, name: str, path: str, is_done: bool) -> None:
+        if name == "put" and not is_done and not released.is_set():
+            lock.release()
+            assert names_in(disk) == set()
+            released.set()
+
+    with DiskStore.hooked(release):
+        assert released.wait(10)
+        for thread in threading.enumerate():
+            if thread.name == "checkpoint lock":
+                thread.join(1)
+    assert names_in(disk) == set()
+
+
+def test_of_many_that_begin_at_once_one_gets_the_lock(
+    memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of a host of its own, so that none knows of another but by the store."""
+    monkeypatch.setattr(_lock, "_POLL_S", 0.01)
+    monkeypatch.setattr(_lock, "_YIELD_S", 0.3)
+    rng = random.Random(0)
+    for number in range(4):
+        folder = store(f"{memory}/{number}")
+        own = _new_owner(folder)
+        # The one that takes it is not the first by its name.
+        owners = [
+            dataclasses.replace(own, place=f"{i:08x}", pid=str(rng.randrange(10_000)))
+            for i in range(6)
+        ]
+        pauses = [rng.uniform(0, 0.03) for _ in owners]
+        with ThreadPoolExecutor(len(owners)) as pool:
+            got = list(pool.map(functools.partial(takes, folder, ended=[]), owners, pauses))
+        assert sum(got) == 1
+        assert [file.name for file in (folder / ".lock").iterdir()] == [
+            owner.name for owner, has_it in zip(owners, got, strict=True) if has_it
+        ]
+
+
+def takes(folder: StorePath, owner: _Owner, pause_s: float, *, ended: list[str]) -> bool:
+    """Ask for the lock, and give signs of life if it is had until the five others have ended."""
+    time.sleep(pause_s)
+    try:
+        _lock._take_on_store(folder, owner)
+    except CheckpointError:
+        ended.append(owner.name)
+        return False
+    deadline = time.monotonic() + 10
+    while len(ended) < 5 and time.monotonic() < deadline:
+        _storage.touch(folder / ".lock" / owner.name)
+        time.sleep(0.02)
+    return True
+
+
+def test_processes_tell_process_0_through_the_store(
+    memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(_reports, "_BEAT_S", 0.05)
+    monkeypatch.setattr(_reports, "_SILENT_S", 0.5)
+    data = store(memory)
+    report(data, sha256={"a": {"0": ["x"]}})
+    with pytest.raises(TimeoutError, match=rf"^process 1 has written nothing to {memory} for"):
+        collect(data, lambda: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "process_index", lambda: 1)
+        with still_writing(data):
+            time.sleep(0.2)
+            report(data, error="OSError: no room")
+    assert names_in(memory) == {"report-0.json", "report-1.json", "writing-1"}
+    with pytest.raises(OSError, match=r"^process 1: OSError: no room"):
+        collect(data, lambda: None)
+    remove_reports(data)
+    assert names_in(memory) == set()
+
+
+# Requests that fail.
+
+
+class RefusedError(Exception):
+    """What a driver raises: not always an OSError."""
+
+
+def test_a_store_that_refuses_all(disk: str) -> None:
+    save(disk)
+    wanted = leaves_of(disk)
+
+    def refuse(number: int, name: str, path: str, is_done: bool) -> None:
+        raise RefusedError("no such key 'AKIA'\nand more")
+
+    with DiskStore.hooked(refuse):
+        for call in (
+            lambda: save(disk),
+            lambda: small().engine.load_checkpoint(disk),
+            lambda: checkpoint.load_params(disk),
+            lambda: committed_tags(disk),
+            lambda: checkpoint.inspect_checkpoint(disk),
+            lambda: checkpoint.export_safetensors(disk, "x.safetensors"),
+        ):
+            with pytest.raises(CheckpointError, match="RefusedError: no such key 'AKIA'") as caught:
+                call()
+            assert len(str(caught.value).splitlines()) == 1
+    assert leaves_of(disk) == wanted
+
+
+def prepare(disk: str) -> None:
+    """Make two checkpoints of a run before its first step."""
+    save(disk, "old")
+    save(disk, "new")
+
+
+@functools.cache
+def requests_of_a_save(top: Path) -> int:
+    prepare(f"disk://{top}/counted")
+    with DiskStore.hooked(None):
+        save(f"disk://{top}/counted", "new")
+        return DiskStore.number
+
+
+def params_of(run: Run) -> dict[Any, bytes]:
+    found = flatten_dict(run.engine.module_state_dict())
+    return {key: leaf.tobytes() for key, leaf in found.items()}
+
+
+def check_after_failure(disk: str, error: str | None) -> None:
+    """The old one is as it was; the new one is whole, and there if the save has said so."""
+    before, after = params_of(small()), params_of(trained())
+    assert before != after
+    assert set(committed_tags(disk)) == {"old", "new"}
+    assert leaves_of(disk, "old") == before
+    now = leaves_of(disk, "new")
+    if error is None:
+        assert now == after
+    elif "may be written or not" in error:
+        assert now in (before, after)
+    else:
+        assert "could not be written" in error or "must be a directory that can be" in error
+        assert now == before
+    for tag in ("old", "new"):
+        verify_checkpoint(disk, tag)
+    save(disk, "next", trained())
+    assert leaves_of(disk, "next") == after
+    assert len(names_of_data(disk)) == 3
+    shutil.rmtree(on_disk(disk) / "next")
+
+
+def failing(numbers: set[int], after: bool) -> Callable[[int, str, str, bool], None]:
+    def fail(number: int, name: str, path: str, is_done: bool) -> None:
+        if number in numbers and is_done == after:
+            raise RefusedError("503 Slow Down")
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 100))]
+)
+def test_requests_that_fail(disk: str, seed: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """One, or all from one on for a while, before they are done or with the answer lost."""
+    rng, total = random.Random(seed), requests_of_a_save(tmp_path_factory.getbasetemp())
+    first = rng.randrange(total)
+    last = first if seed % 4 < 2 else first + rng.randrange(40)
+    prepare(disk)
+    error = None
+    with DiskStore.hooked(failing(set(range(first, last + 1)), after=seed % 2 == 1)):
+        try:
+            save(disk, "new", trained())
+        except CheckpointError as failed:
+            error = str(failed)
+    assert error is None or "503 Slow Down" in error
+    check_after_failure(disk, error)
+
+
+def test_a_commit_whose_answer_is_lost(disk: str) -> None:
+    prepare(disk)
+
+    def lose(number: int, name: str, path: str, is_done: bool) -> None:
+        if name in names and path.endswith("/new/commit.json") and is_done:
+            raise RefusedError("timed out")
+
+    names = ["put"]  # the next request finds it there
+    with DiskStore.hooked(lose):
+        save(disk, "new", trained())
+    check_after_failure(disk, None)
+    names = ["put", "get"]
+    with (
+        DiskStore.hooked(lose),
+        pytest.raises(CheckpointError, match="may be written or not, for the store did not .*save"),
+    ):
+        save(disk, "new")
+    assert leaves_of(disk, "new") == params_of(small())
+    save(disk, "new", trained())
+    check_after_failure(disk, None)
+
+
+def test_a_commit_that_comes_late(disk: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store does it once the driver has given up; what it names is there still."""
+    late: dict[str, bytes] = {}
+    true = DiskStore.pipe_file
+
+    def pipe_file(self: DiskStore, path: str, value: bytes, **kwargs: Any) -> None:
+        if path.endswith("/commit.json"):
+            late[path] = value
+            raise RefusedError("timed out")
+        true(self, path, value, **kwargs)
+
+    prepare(disk)
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskStore, "pipe_file", pipe_file)
+        with pytest.raises(CheckpointError, match=r"may be written or not, .* RefusedError"):
+            save(disk, "new", trained())
+    assert leaves_of(disk, "new") == params_of(small())
+    for path, value in late.items():
+        Path(path).write_bytes(value)
+    check_after_failure(disk, None)
+
+
+def test_loads_that_fail(disk: str) -> None:
+    run = small()
+    save(disk)
+    wanted = run.held()
+    with DiskStore.hooked(None):
+        run.engine.load_checkpoint(disk)
+        total = DiskStore.number
+    for number in range(0, total, 3):
+        # What is read only to see whether anything has changed may fail.
+        hook = failing({number}, after=number % 2 == 0)
+        with DiskStore.hooked(hook), contextlib.suppress(CheckpointError):
+            run.engine.load_checkpoint(disk)
+        assert_holds(run, wanted)
+
+
+# Processes that die.
+
+
+@functools.cache
+def uninterrupted() -> tuple[Run, list[dict[str, Any]]]:
+    """A run that nobody killed: all that the engine held after each step."""
+    run = make()
+    held = [run.held()]
+    for _ in range(STEPS):
+        run.train(1)
+        held.append(run.held())
+    return run, held
+
+
+def run_script(url: str, *options: Any) -> tuple[int, list[str]]:
+    paths = [str(Path(jaxpipe.__file__).parents[1]), str(SCRIPT.parents[1])]
+    done = subprocess.run(
+        [sys.executable, SCRIPT, url, *map(str, options)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode in (0, -signal.SIGKILL), done.stderr[-4000:]
+    return done.returncode, done.stdout.split()
+
+
+@functools.cache
+def num_requests(top: Path) -> int:
+    """Of the script, when nobody kills it; their order differs, their number hardly does."""
+    code, words = run_script(f"disk://{top}/counted")
+    assert code == 0
+    return int(words[-1])
+
+
+def after(num_saves: int) -> Held:
+    """The checkpoints after so many saves."""
+    held: Held = {}
+    for tag, step in saves(STEPS)[:num_saves]:
+        held.pop(tag, None)
+        held[tag] = step
+        for old in [each for each in held if each.startswith("global_step")][:-KEEP_LAST]:
+            del held[old]
+    return held
+
+
+def check_killed(url: str, num_saved: int) -> None:
+    """All that was reported is there, whole, and the next save removes the rest."""
+    run, states = uninterrupted()
+    held = {tag: commit.global_steps for tag, commit in committed_tags(url).items()}
+    new = dict(saves(STEPS)[num_saved : num_saved + 1])
+    before = after(num_saved)
+    during = {tag: step for tag, step in before.items() if tag not in new}
+    assert held in [before, {**during, **new}, after(num_saved + 1)]
+    for tag, step in held.items():
+        run.engine.load_checkpoint(url, tag)
+        assert_holds(run, states[step])
+    if held:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # `latest` may name the one before
+            run.engine.load_checkpoint(url)
+        assert_holds(run, states[list(held.values())[-1]])
+    engine = make().engine
+    engine.save_checkpoint(url, "next")
+    assert names_of_data(url) == {
+        f"{tag}/{commit.data}" for tag, commit in committed_tags(url).items()
+    }
+    assert len([name for name in names_in(url) if name.startswith(".lock/")]) == 1
+
+
+SEEDS = [
+    pytest.param(i, marks=pytest.mark.slow if i < 12 else pytest.mark.soak) for i in range(100)
+]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_killed_at_a_request(
+    disk: str, seed: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    total = num_requests(tmp_path_factory.getbasetemp())
+    number = random.Random(seed).randrange(total * 9 // 10)
+    options = ["--after"] * (seed % 2) + ["--background"] * (seed % 4 > 1)
+    code, words = run_script(disk, "--request", number, *options)
+    # How often a process asks whether it may go on is not the same each time.
+    assert code == -signal.SIGKILL or int(words[-1]) <= number
+    check_killed(disk, words.count("saved"))
+
+
+@pytest.mark.slow
+def test_two_jobs_at_once(disk: str) -> None:
+    """One saves all, the other is refused; whichever it is."""
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(lambda name: run_again(disk, name), "ab"))
+    for (name, lines), (_, others) in (both, both[::-1]):
+        refused = [line for line in lines if line.startswith("refused")]
+        assert all("which is held by process" in line for line in refused)
+        assert len([line for line in lines if line.startswith("saved")]) == 3
+        assert name
+        assert others
+    assert verify_checkpoint(disk).num_bytes > 0
+    assert names_of_data(disk) == {
+        f"{tag}/{commit.data}" for tag, commit in committed_tags(disk).items()
+    }
+
+
+def run_again(url: str, name: str) -> tuple[str, list[str]]:
+    program = f"import _disk_store, _save_again_and_again as x; x.main({url!r}, {name!r}, '3')"
+    paths = [str(Path(jaxpipe.__file__).parents[1]), str(SCRIPT.parents[1]), str(SCRIPT.parent)]
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return name, done.stdout.splitlines()
+
+
+# A server that speaks S3.
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[Any]:
+    pytest.importorskip("s3fs")
+    server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {
+            "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+            "AWS_ACCESS_KEY_ID": "somebody",
+            "AWS_SECRET_ACCESS_KEY": "secret",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }.items():
+            patch.setenv(name, value)
+        fsspec.filesystem("s3", use_listings_cache=False).mkdir("bucket")
+        yield server
+    server.stop()
+
+
+@pytest.mark.slow
+def test_s3(s3: Any, tmp_path: Path) -> None:
+    run = make_run(4096, checkpoint={"keep_last": 2})
+    for step in range(4):
+        run.engine.save_checkpoint("s3://bucket/run", client_state={"step": step})
+        wanted = run.held()
+        run.train(1)
+    assert run.engine.load_checkpoint("s3://bucket/run")[1] == {"step": 3}
+    assert_holds(run, wanted)
+    assert list(committed_tags("s3://bucket/run")) == ["global_step2", "global_step3"]
+    assert len(names_of_data("s3://bucket/run")) == 2
+    assert verify_checkpoint("s3://bucket/run").num_bytes > 0
+    driver = fsspec.filesystem("s3", use_listings_cache=False)
+    driver.get("bucket/run", str(tmp_path / "run"), recursive=True)
+    assert leaves_of(tmp_path / "run") == leaves_of("s3://bucket/run")
+    checkpoint.export_safetensors("s3://bucket/run", "s3://bucket/out/model.safetensors")
+    assert driver.ls("bucket/out", detail=False) == ["bucket/out/model.safetensors"]
+    with pytest.raises(CheckpointError, match=r"bucket does not exist .*\. Check the bucket, its"):
+        run.engine.save_checkpoint("s3://nothing/run")
