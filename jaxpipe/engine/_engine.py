@@ -379,6 +379,7 @@ class Engine(ABC):
         if self._telemetry.is_on:
             self._telemetry.note_evaluation(found)
         elapsed_s = time.perf_counter() - began
+        self._reports.leave_out(elapsed_s)
         self._trainer.compiler.report(self._reports.evaluation_line(params, elapsed_s))
         return {**found}
 
@@ -666,9 +667,10 @@ class Engine(ABC):
                 save_latest=save_latest,
                 exclude_frozen=exclude_frozen_parameters,
             )
+        elapsed_s = time.perf_counter() - began
+        self._reports.leave_out(elapsed_s)
         if self.config.steps_per_print:
             how = "is being written to" if self.config.checkpoint.async_save else "saved to"
-            elapsed_s = time.perf_counter() - began
             self._trainer.compiler.report(
                 f"{self._reports.step_name()}, {how} {path}, {elapsed_s:.1f} s"
             )

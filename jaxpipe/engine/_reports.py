@@ -119,6 +119,11 @@ class Reports:
         if self._clock is None:
             self._clock = self._now()
 
+    def leave_out(self, elapsed_s: float) -> None:
+        """Leave time that went into something else than steps out of their speed."""
+        if self._clock is not None:
+            self._clock = dataclasses.replace(self._clock, at_s=self._clock.at_s + elapsed_s)
+
     @property
     def num_tokens(self) -> int | None:
         """Tokens trained so far; None where a batch held something else."""

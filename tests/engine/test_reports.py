@@ -4,6 +4,7 @@ import functools
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -296,6 +297,17 @@ def test_what_is_left_and_what_is_saved(tmp_path: Path) -> None:
     engine.evaluate([entry()])
     assert lines[-1].startswith("step 4 of 1000, evaluation: loss ")
     assert sum(" x cpu" in line for line in lines) == 1
+
+    def slow_set() -> Any:
+        time.sleep(2.0)
+        yield entry()
+
+    engine.evaluate(slow_set())
+    for _ in range(2):
+        engine.train_batch(entries())
+    found = re.search(r" ([\d.]+) ms a step", lines[-1])
+    assert found is not None
+    assert float(found[1]) < 1000  # the set's two seconds are no part of two steps
 
 
 class Text(nn.Module):
