@@ -85,9 +85,10 @@ def load_state(
             else ""
         )
         warnings.warn(f"{text}{others}The rest is loaded.", stacklevel=7)
-    # A run that averaged nothing begins to with the parameters that it has.
+    # An average that is not all there begins with the parameters.
     begins = pipeline.config.ema is not None and (
-        not optimizer or not any(key.startswith(_AVERAGE) for key in stored)
+        not optimizer
+        or any(_is_of_average(key) and not _fits(stored.get(key), wanted[key]) for key in wanted)
     )
     rest = _compare_optimizer(
         checkpoint,
@@ -313,6 +314,10 @@ def _compare_optimizer(
             f"{text} What fits is loaded; {argument}=False loads none of it.", stacklevel=8
         )
     return found.fitting
+
+
+def _fits(stored: Leaf | None, wanted: Leaf) -> bool:
+    return stored is not None and stored.shape == wanted.shape
 
 
 def _is_of_average(key: str) -> bool:

@@ -11,8 +11,8 @@ from ._values import number, read_flag
 class EMASection(Section):
     """The section `ema`: an exponential moving average of the trained parameters.
 
-    DeepSpeed has none. The average lies beside the optimiser's state, in the parameters' dtype, and
-    is divided by `zero_optimization` as that is. `"ema"` names it in `engine.evaluate`,
+    DeepSpeed has none. The average lies beside the optimiser's state, in float32 or wider, and is
+    divided by `zero_optimization` as that is. `"ema"` names it in `engine.evaluate`,
     `eval_batch`, `predict`, `log_probs` and `module_state_dict`, and where checkpoints are read.
 
     Attributes:

@@ -44,6 +44,7 @@ from ._model_tree import ModelTree, merge_params
 from ._outputs import check_outputs, join_samples, split_samples
 from ._overflow import OverflowWatch
 from ._reports import Reports
+from ._run_log import RunLog
 from ._source import Entry, MicrobatchSource
 from ._telemetry import Telemetry
 from ._trainer import Trainer
@@ -134,13 +135,13 @@ class Engine(ABC):
         self.data_shard: Shard = self._trainer.data_shard
         self._source, self._lockstep = MicrobatchSource(data_iter), Lockstep(self.data_shard)
         self._reports = Reports(self._trainer, chosen.schedules)
+        self._run_log = RunLog(self._trainer, self._reports)
         self._evaluator = Evaluator(self._trainer, self._take)
         self._checkpointer = Checkpointer(self._trainer, self._source, self._when_loaded)
         self._breakdown = Breakdown(self._trainer)
         self._telemetry = Telemetry(self._trainer, self._reports, self._breakdown, monitors)
         is_repeated = isinstance(data_iter, RepeatingLoader)
         self.training_dataloader: Any = data_iter.loader if is_repeated else data_iter
-        self._has_heading = not config.steps_per_print
         self._micro_steps = 0
         """Microbatches of all batches trained so far."""
         self._turn = Turn()
@@ -255,8 +256,8 @@ class Engine(ABC):
             )
             if breakdown is not None:
                 breakdown.note("data")
-            if not self._has_heading:
-                self._show_heading(pipeline)
+            if not self._run_log.has_heading:
+                self._run_log.show_heading(pipeline)
             # Before signals are held: compiling takes long and must be interruptible.
             state = trainer.prepare("the training step", pipeline.step, batch)
             # The step donates the old state's arrays, and until it is counted nobody has the new.
@@ -322,11 +323,14 @@ class Engine(ABC):
                 "iter(eval_loader), outside a loop over batches."
             )
         count = self.micro_batches if asked is None else asked
-        run = functools.partial(self._trainer.run, params=params)
+        chosen = self._evaluator.chosen(params)
+        run = functools.partial(self._trainer.run, chosen=chosen.state)
         metrics: Mapping[str, Any] = {}
         outputs: PyTree = None
         with self._source.transaction():
-            pipeline, batch = self._pull(data_iter, count, has_labels=compute_loss)
+            pipeline, batch = self._pull(
+                data_iter, count, has_labels=compute_loss, call=f"eval_batch{chosen.name}"
+            )
             if return_logits:
                 check_outputs(pipeline)
             if compute_loss and return_logits:
@@ -348,10 +352,10 @@ class Engine(ABC):
         """Evaluate a whole set of samples, such as a dev set, with layers outside training.
 
         The loss is the mean over all samples, or where `loss_fn` returns `(sum, weight)` over all
-        that weighs; so are the metrics that it returns. Neither depends on how samples are spread
-        over entries, microbatches and replicas. An entry may have fewer samples than a microbatch,
-        such as the last one: it is filled up, and what was added does not count. Every number of
-        samples is evaluated by one program.
+        that weighs; so are the metrics that it returns, which must be means over samples too.
+        Neither then depends on how samples are spread over entries, microbatches and replicas. An
+        entry may have fewer samples than a microbatch, such as the last one: it is filled up, and
+        what was added does not count. Every number of samples is evaluated by one program.
 
         The result goes to the monitors and into one printed line.
 
@@ -379,8 +383,7 @@ class Engine(ABC):
         if self._telemetry.is_on:
             self._telemetry.note_evaluation(found)
         elapsed_s = time.perf_counter() - began
-        self._reports.leave_out(elapsed_s)
-        self._trainer.compiler.report(self._reports.evaluation_line(params, elapsed_s))
+        self._run_log.show_evaluation(params, elapsed_s)
         return {**found}
 
     @one_thread
@@ -417,8 +420,6 @@ class Engine(ABC):
             ConfigError: There are no such parameters.
         """
         given = labels if segment_ids is None else (labels, segment_ids)
-        if segment_ids is None:
-            num_segments = None
         return self._evaluator.log_probs(inputs, given, side, num_segments, params)
 
     @one_thread
@@ -449,7 +450,8 @@ class Engine(ABC):
             lengths: How long each prompt is, `[num_samples]`; None: all of `length`.
             temperature: 0 takes the likeliest token; else one is drawn from the logits divided by
                 it.
-            seed: Of the draws. What is drawn for a sample depends on the seed and its place alone.
+            seed: Of the draws. What is drawn for a sample depends on the seed, its place among the
+                samples and its process's shard alone.
             eos_token_id: A token that ends a text; it is repeated to the end.
             side: Side inputs by name, arrays for `length + max_new_tokens` positions.
             params: As for `evaluate`.
@@ -506,10 +508,10 @@ class Engine(ABC):
 
         # Whole on every process, as the caller gave it: each gives all samples, and gets all
         # outputs.
-        (pipeline, num_samples), batch = self._take("predict", read, is_whole=True)
-        outputs = trainer.run(
-            "prediction", pipeline.predict, pipeline.place_batch(batch), params=params
-        )
+        chosen = self._evaluator.chosen(params)
+        (pipeline, num_samples), batch = self._take(f"predict{chosen.name}", read, is_whole=True)
+        placed = pipeline.place_batch(batch)
+        outputs = trainer.run("prediction", pipeline.predict, placed, chosen=chosen.state)
         trainer.block_until_ready()  # joining is a program of its own
         joined = join_samples(outputs, num_samples, self.mesh)
         trainer.note_in_flight(joined)
@@ -667,13 +669,7 @@ class Engine(ABC):
                 save_latest=save_latest,
                 exclude_frozen=exclude_frozen_parameters,
             )
-        elapsed_s = time.perf_counter() - began
-        self._reports.leave_out(elapsed_s)
-        if self.config.steps_per_print:
-            how = "is being written to" if self.config.checkpoint.async_save else "saved to"
-            self._trainer.compiler.report(
-                f"{self._reports.step_name()}, {how} {path}, {elapsed_s:.1f} s"
-            )
+        self._run_log.show_save(path, time.perf_counter() - began)
         return True
 
     def wait_for_checkpoint(self) -> None:
@@ -1138,6 +1134,7 @@ class Engine(ABC):
         *,
         has_labels: bool = True,
         is_training: bool = False,
+        call: str = "train_batch",
     ) -> tuple[Pipeline, Batch]:
         what = f"step {self.global_steps + 1}" if is_training else "an evaluation"
 
@@ -1153,7 +1150,7 @@ class Engine(ABC):
                 batch, num_microbatches, has_labels=has_labels
             ), batch
 
-        pipeline, batch = self._take("train_batch" if is_training else "eval_batch", read)
+        pipeline, batch = self._take(call, read)
         return pipeline, pipeline.place_batch(batch, self.data_shard.replicas)
 
     def _take(
@@ -1201,12 +1198,7 @@ class Engine(ABC):
         trainer.global_samples += num_samples
         self._micro_steps += num_microbatches
         self._begin_batch()
-        self._reports.start_clock()
-
-    def _show_heading(self, pipeline: Pipeline) -> None:
-        """Show what is trained, before the first step of an engine that shows steps."""
-        self._has_heading = True
-        self._trainer.compiler.report(self._reports.heading(pipeline))
+        self._run_log.start_clock()
 
     def _end_step(self) -> None:
         """Report an update, and end where that was asked for."""
@@ -1214,8 +1206,7 @@ class Engine(ABC):
             self._telemetry.note_step()
         every = self.config.steps_per_print
         if every and self.global_steps % every == 0:
-            line = self._reports.line()  # on all processes, which must agree
-            self._trainer.compiler.report(line)
+            self._run_log.show_step()  # on all processes, which must agree
         self._checkpointer.end_if_preempted()
 
     def _when_loaded(self) -> None:
@@ -1224,6 +1215,7 @@ class Engine(ABC):
         trainer.watch = OverflowWatch(trainer.scaler)
         trainer.model_parameters = None
         self._reports.forget()
+        self._run_log.forget()
         self._telemetry.forget()
         self._micro_steps = trainer.global_steps * self.micro_batches
         self._begin_batch()

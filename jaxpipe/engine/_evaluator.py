@@ -1,5 +1,6 @@
 """A whole set of samples, evaluated by microbatches of one shape whatever their number."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,10 +14,11 @@ from jaxpipe._numbers import as_integer, as_number
 from jaxpipe._typing import PyTree
 from jaxpipe.data import Batch, MicrobatchStack, RepeatingLoader, host_array, split_entry
 from jaxpipe.distributed import gather_numbers, run_on_all
-from jaxpipe.errors import ConfigError, DataError, PipelineError, shown
+from jaxpipe.errors import ConfigError, DataError, LayerError, PipelineError, shown
 from jaxpipe.executor import SampleTerms
 from jaxpipe.losses import log_probs, put_together
-from jaxpipe.pipeline import Pipeline
+from jaxpipe.pipeline import Pipeline, check_params_name
+from jaxpipe.state import TrainState
 
 from ._outputs import split_samples
 from ._source import Entry
@@ -25,7 +27,7 @@ from ._trainer import Trainer
 Measure = Callable[[PyTree, PyTree], PyTree]
 
 _SAME = 0.02
-"""How far the loss of a microbatch may be from that of its samples, as a share, in bfloat16."""
+"""How far a sum over a microbatch may be from that over its samples, as a share, in bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,20 @@ class _Group:
 
     batch: Batch
     counts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The parameters that a call evaluates.
+
+    Attributes:
+        name: How a call that asks for them is told from others; empty: they are those that are
+            trained.
+        state: Gives the state that holds them.
+    """
+
+    name: str
+    state: Callable[[], TrainState]
 
 
 class Evaluator:
@@ -62,7 +78,8 @@ class Evaluator:
                 "round once."
             )
         sums, names = _Sums(), ()
-        for group, pipeline, terms in self._evaluated("evaluate", mapped(loader), params):
+        entries, chosen = mapped(loader), self.chosen(params)
+        for group, pipeline, terms in self._evaluated(f"evaluate{chosen.name}", entries, chosen):
             names, num_samples = pipeline.loss_metrics, self._size * pipeline.num_replicas
             num_samples //= len(self._trainer.data_shard.replicas)
             shard = self._trainer.data_shard.index
@@ -85,26 +102,36 @@ class Evaluator:
         params: str | None,
     ) -> np.ndarray:
         """See `Engine.log_probs`."""
-        measure = _measure_log_probs(num_segments)
-        return self._measured("log_probs", (inputs, labels, side), measure, params)
+        if num_segments is not None and as_integer(num_segments, 1) is None:
+            raise LayerError(
+                "num_segments must be how many answers a sample holds, at least 1, but got "
+                f"num_segments={num_segments!r}. Leave it out where there is one."
+            )
+        measure, chosen = _measure_log_probs(num_segments), self.chosen(params)
+        call = f"log_probs{chosen.name}"
+        return self._measured(call, (inputs, labels, side), measure, chosen)
 
     def generate(
         self, tokens: Any, lengths: Any, options: "Sampling", side: Any, params: str | None
     ) -> np.ndarray:
         """See `Engine.generate`."""
         prompts, lengths, num_new = _checked_prompts(tokens, lengths, options)
-        num_samples, end = prompts.shape[0], options.eos_token_id
+        num_samples, end, chosen = prompts.shape[0], options.eos_token_id, self.chosen(params)
         samples = np.arange(num_samples, dtype=np.int32)
         empty = np.full((num_samples, num_new), 0 if end is None else end, prompts.dtype)
         texts, has_ended = np.concatenate([prompts, empty], axis=1), np.zeros(num_samples, bool)
+        call, measure = f"generate of {num_new} tokens{chosen.name}", _next_token(texts.shape[1])
+        shard, largest = self._trainer.data_shard.index, np.iinfo(texts.dtype).max
         for step in range(num_new):
-            numbers = np.broadcast_to(np.array([step, options.seed], np.int32), (num_samples, 2))
+            numbers = np.array([options.seed, shard, step], np.int32)
+            numbers = np.broadcast_to(numbers, (num_samples, 3))
             labels = (
                 lengths + step - 1,
                 np.concatenate([samples[:, None], numbers], axis=1),
                 np.full(num_samples, options.temperature, np.float32),
             )
-            found = self._measured("generate", (texts, labels, side), _next_token, params)
+            found = self._measured(call, (texts, labels, side), measure, chosen)
+            run_on_all(functools.partial(_check_tokens, found, texts.dtype, largest))
             if end is not None:
                 found = np.where(has_ended, end, found)
                 has_ended |= found == end
@@ -115,7 +142,7 @@ class Evaluator:
         return np.stack([texts[samples, lengths + step] for step in range(num_new)], axis=1)
 
     def _measured(
-        self, call: str, samples: Entry, measure: Measure, params: str | None
+        self, call: str, samples: Entry, measure: Measure, chosen: "Chosen"
     ) -> np.ndarray:
         """What a function of outputs and labels gives for each sample of this process."""
         inputs, labels, side = samples
@@ -124,9 +151,15 @@ class Evaluator:
         count = jax.tree.leaves(batch)[0].shape[0]
         entries = (tuple(jax.tree.map(lambda x, m=m: x[m], batch)) for m in range(count))
         rows: list[np.ndarray] = []
-        for _, _, values in self._evaluated(call, entries, params, measure):
+        for _, _, values in self._evaluated(call, entries, chosen, measure):
             rows += [*np.asarray(jax.device_get(values))[:, first : first + size]]
         return np.concatenate(rows)[:num_samples]
+
+    def chosen(self, params: str | None) -> "Chosen":
+        """Parameters by name, checked; made once for a call, when the first batch is known."""
+        check_params_name(params, self._trainer.config)
+        name = "" if params is None else f" of params={params!r}"
+        return Chosen(name, functools.cache(lambda: self._trainer.state_with(params)))
 
     @property
     def _size(self) -> int:
@@ -138,7 +171,7 @@ class Evaluator:
         self,
         call: str,
         entries: Iterable[Any],
-        params: str | None,
+        chosen: "Chosen",
         measure: Measure | None = None,
     ) -> Iterator[tuple[_Group, Pipeline, Any]]:
         """What `measure` gives for samples, group by group, one run of a program each.
@@ -157,7 +190,7 @@ class Evaluator:
             placed = pipeline.place_batch(batch, trainer.data_shard.replicas)
             program = pipeline.measuring(measure) if measure else pipeline.evaluate_samples
             what = "evaluation of samples" if measure is None else call
-            yield group, pipeline, trainer.run(what, program, placed, params=params)
+            yield group, pipeline, trainer.run(what, program, placed, chosen=chosen.state)
 
 
 def _groups(entries: Iterable[Any], num_microbatches: int, size: int) -> Iterator[_Group]:
@@ -263,10 +296,10 @@ class _Sums:
         if is_part.any():
             if self._fault:
                 raise PipelineError(
-                    "the loss of a microbatch must be the mean of its samples' losses, or their "
-                    "sum and the sum of their weights, where an entry is not full, but got "
-                    f"{self._fault}. Leave out the last entry, or make the number of samples a "
-                    "multiple of an entry's."
+                    "the loss of a microbatch, and its metrics, must be the mean of its samples' "
+                    "losses, or their sum and the sum of their weights, where an entry is not "
+                    f"full, but got {self._fault}. Leave out the last entry, or make the number of "
+                    "samples a multiple of an entry's."
                 )
             chosen = (by_replica & is_part[..., None]).reshape(counted.shape)
             of_samples: Any = terms.sample_sums, terms.sample_weights
@@ -285,18 +318,21 @@ class _Sums:
 def _fault_of_samples(terms: SampleTerms) -> str:
     """What is wrong with the losses of single samples; empty: they make up the microbatches'."""
     if terms.sample_sums is None or terms.sample_weights is None:
-        return "a loss_fn that does not take one sample alone"
+        return "a loss that one sample alone does not have"
     shape = (*terms.weights.shape, -1)
-    found = terms.sample_sums[..., 0].reshape(shape).sum(-1)
-    weights = terms.sample_weights.reshape(shape).sum(-1)
-    is_same = np.isclose(found, terms.sums[..., 0], rtol=_SAME, atol=1e-4, equal_nan=True)
-    is_same &= np.isclose(weights, terms.weights, rtol=_SAME)
+    of_samples = np.asarray(terms.sample_sums).reshape(*shape, terms.sums.shape[-1])
+    weights = np.asarray(terms.sample_weights).reshape(shape)
+    found, size = of_samples.sum(2), abs(of_samples).sum(2)
+    is_same = (abs(found - terms.sums) <= _SAME * size) | np.isnan(terms.sums)
+    is_same &= np.isclose(weights.sum(-1), terms.weights, rtol=_SAME)[..., None]
     if is_same.all():
         return ""
     at = tuple(np.argwhere(~is_same)[0])
+    what = "a loss" if at[-1] == 0 else "a metric"
     return (
-        f"{terms.sums[at][0]:.6g} / {terms.weights[at]:g} for a microbatch and {found[at]:.6g} / "
-        f"{weights[at]:g} for its samples one by one: they depend on each other"
+        f"{what} of {terms.sums[at]:.6g} / {terms.weights[at[:2]]:g} for a microbatch and "
+        f"{found[at]:.6g} / {weights[at[:2]].sum():g} for its samples one by one: they depend on "
+        "each other"
     )
 
 
@@ -326,36 +362,59 @@ class Sampling:
     eos_token_id: int | None
 
 
-def _next_token(logits: Any, labels: Any) -> jax.Array:
-    """The token after a position of each sample: `(positions, (sample, step, seed), temperature)`.
+@functools.cache
+def _next_token(length: int) -> Measure:
+    """The token after a position of each sample, of texts of a length.
 
-    Logits may be split over the stages; only those of one position are put together.
+    Labels are `(positions, (sample, seed, shard, step), temperature)`. Logits may be split over the
+    stages; only those of one position are put together.
     """
-    positions, numbers, temperature = labels
-    at = logits[jnp.arange(positions.shape[0]), positions]
-    at = put_together(at).astype(jnp.float32)
-    keys = jax.vmap(_key_of)(numbers)
-    drawn = jax.vmap(jax.random.categorical)(keys, at / jnp.maximum(temperature, 1e-6)[:, None])
-    return jnp.where(temperature > 0, drawn, at.argmax(-1)).astype(jnp.int32)
+
+    def measure(logits: Any, labels: Any) -> jax.Array:
+        positions, numbers, temperature = labels
+        if getattr(logits, "ndim", 0) != 3 or logits.shape[1] != length:
+            raise LayerError(
+                f"generate must be given a model that returns logits [samples, {length}, "
+                f"vocab_size], one for each token, but got {shown(logits)}."
+            )
+        at = logits[jnp.arange(positions.shape[0]), positions]
+        at = put_together(at).astype(jnp.float32)
+        keys = jax.vmap(_key_of)(numbers)
+        drawn = jax.vmap(jax.random.categorical)(keys, at / jnp.maximum(temperature, 1e-6)[:, None])
+        return jnp.where(temperature > 0, drawn, at.argmax(-1)).astype(jnp.int32)
+
+    return measure
 
 
 def _key_of(numbers: jax.Array) -> jax.Array:
-    sample, step, seed = numbers
+    sample, seed, shard, step = numbers
+    key = jax.random.fold_in(jax.random.key(seed), shard)
     # By sample, not by place: whatever shares a microbatch with it, a sample goes on alike.
-    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), sample), step)
+    return jax.random.fold_in(jax.random.fold_in(key, sample), step)
+
+
+def _check_tokens(found: np.ndarray, dtype: Any, largest: int) -> None:
+    if found.size and found.max() > largest:
+        raise DataError(
+            "prompts must have a dtype that holds every token of the model, but got "
+            f"tokens={dtype} and the new token {found.max()}. Convert them to int32."
+        )
 
 
 def _checked_prompts(
     tokens: Any, lengths: Any, options: Sampling
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    prompts = host_array(tokens, "tokens")
+    with contextlib.suppress(ValueError):  # of rows of several lengths, which is told below
+        tokens = np.asarray(tokens) if isinstance(tokens, list | tuple) else tokens
+    prompts = np.zeros(0) if isinstance(tokens, list | tuple) else host_array(tokens, "tokens")
     if prompts.ndim != 2 or prompts.dtype.kind not in "iu" or not prompts.size:
         raise DataError(
             "generate must be given prompts as integers [num_samples, length], but got tokens="
-            f"{prompts.dtype}{list(prompts.shape)}. Pad prompts of several lengths at their end, "
+            f"{shown(tokens)}. Pad prompts of several lengths at their end, "
             "and give lengths."
         )
-    num_samples, length = prompts.shape
+    shape: Any = prompts.shape
+    num_samples, length = shape
     given = np.full(num_samples, length) if lengths is None else host_array(lengths, "lengths")
     if given.shape != (num_samples,) or given.dtype.kind not in "iu" or given.min() < 1:
         raise DataError(
@@ -368,12 +427,17 @@ def _checked_prompts(
             f"{given.max()}."
         )
     count, seed = as_integer(options.max_new_tokens, 1), as_integer(options.seed, 0)
-    temperature = as_number(options.temperature)
-    if count is None or seed is None or temperature is None or temperature < 0:
+    temperature, end = as_number(options.temperature), options.eos_token_id
+    if end is not None and as_integer(end, 0) is None:
         raise ConfigError(
-            "generate must have max_new_tokens of at least 1, a temperature and a seed of at least "
-            f"0, but got max_new_tokens={options.max_new_tokens!r}, temperature="
-            f"{options.temperature!r} and seed={options.seed!r}."
+            f"eos_token_id must be one token, an integer of at least 0, but got {end!r}."
+        )
+    is_seed = seed is not None and seed < 1 << 31
+    if count is None or not is_seed or temperature is None or temperature < 0:
+        raise ConfigError(
+            "generate must have max_new_tokens of at least 1, a temperature of at least 0 and a "
+            f"seed from 0 to 2**31 - 1, but got max_new_tokens={options.max_new_tokens!r}, "
+            f"temperature={options.temperature!r} and seed={options.seed!r}."
         )
     return prompts, given.astype(np.int32), count
 

@@ -1,11 +1,8 @@
-"""`Reports`: hyperparameters, metrics and speed of an engine's training."""
+"""`Reports`: hyperparameters, metrics and counts of an engine's training."""
 
 import dataclasses
-import datetime
 import math
-import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -13,26 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxpipe._numbers import as_integer
-from jaxpipe.checkpoint import library_versions
 from jaxpipe.data import Batch
 from jaxpipe.errors import PipelineError
 from jaxpipe.executor import Metrics
 from jaxpipe.optim import LossScaler, next_hyperparams
 from jaxpipe.pipeline import Hyperparams, Pipeline
 from jaxpipe.profile import model_flops, peak_flops
-from jaxpipe.topology import mesh_shape
 
 from ._hold import hold_signals
 from ._trainer import Trainer
 
-_RATE = "learning_rate"
-_AXES = {"stage": "stages", "data": "replicas"}
-"""What places along an axis are called in a line."""
+RATE = "learning_rate"
 
 
 class Reports:
-    """Hyperparameters, metrics and speed of a training.
+    """Hyperparameters, metrics and counts of a training.
 
     Nothing is fetched from the devices before it is asked for. `schedules` are the hyperparameters
     that follow a schedule.
@@ -60,21 +52,20 @@ class Reports:
         """Forget the steps so far."""
         self.metrics: Metrics | None = None
         self.evaluation: dict[str, Any] | None = None
-        self._clock: _Clock | None = None
         self._num_tokens: int | None = 0
         """Tokens trained so far; None: a batch held something else."""
 
     def learning_rates(self) -> list[float]:
         """See `Engine.get_lr`."""
-        values = self._next_hyperparams()
-        others = [value for name, value in values.items() if name.endswith(f"_{_RATE}")]
-        if _RATE not in values:
+        values = self.next_hyperparams()
+        others = [value for name, value in values.items() if name.endswith(f"_{RATE}")]
+        if RATE not in values:
             raise self._not_kept("learning rate", "get_lr", values)
-        return [values[_RATE], *others]
+        return [values[RATE], *others]
 
     def momenta(self) -> list[float | tuple[float, float]]:
         """See `Engine.get_mom`."""
-        values = self._next_hyperparams()
+        values = self.next_hyperparams()
         found: list[float | tuple[float, float]] = (
             [values["momentum"]] if "momentum" in values else []
         )
@@ -111,18 +102,10 @@ class Reports:
             num_tokens = math.prod(*shapes) if is_text and len(*shapes) == 3 else None
             self._num_tokens = None if num_tokens is None else self._num_tokens + num_tokens
 
-    def start_clock(self) -> None:
-        """Begin to measure speed, unless that has begun.
-
-        The first batch compiles and does not count.
-        """
-        if self._clock is None:
-            self._clock = self._now()
-
-    def leave_out(self, elapsed_s: float) -> None:
-        """Leave time that went into something else than steps out of their speed."""
-        if self._clock is not None:
-            self._clock = dataclasses.replace(self._clock, at_s=self._clock.at_s + elapsed_s)
+    @property
+    def has_loss_scale(self) -> bool:
+        """Whether losses are scaled."""
+        return self._scaler.enabled
 
     @property
     def num_tokens(self) -> int | None:
@@ -138,39 +121,8 @@ class Reports:
             return {}
         # Nothing is waited for: the program exchanges nothing, so that it can wait for no other.
         found = self._access_to_state().start_read(self._trainer.state.opt_state)
-        rates = {name: value for name, value in found.items() if name.endswith(_RATE)}
-        return {"lr" if name == _RATE else name: value for name, value in rates.items()}
-
-    def heading(self, pipeline: Pipeline) -> str:
-        """A line on the run: when, with what, on what, and which batches it trains."""
-        trainer, sizes = self._trainer, self._trainer.sizes
-        versions = ", ".join(f"{name} {version}" for name, version in library_versions().items())
-        shape = mesh_shape(trainer.mesh)
-        places = " x ".join(
-            f"{length} {_AXES.get(axis, axis)}" for axis, length in shape.items() if length > 1
-        )
-        given: Any = pipeline.config.pipeline.schedule
-        schedule = getattr(given, "__name__", given)
-        num_params = sum(pipeline.trace.num_own_params())
-        return (
-            f"{datetime.datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}, {versions}; "
-            f"{trainer.mesh.size} x {trainer.mesh.devices.flat[0].device_kind}: "
-            f"{places or 'one place'}, schedule {schedule}, layers cut at {list(pipeline.parts)}; "
-            f"{num_params:,} parameters in {trainer.config.compute_dtype}; "
-            f"{sizes.train_batch_size} samples a step, in {sizes.gradient_accumulation_steps} "
-            f"microbatches of {sizes.train_micro_batch_size_per_gpu} a replica"
-        )
-
-    def step_name(self) -> str:
-        """The present step, and of how many where a schedule says so."""
-        total = self._num_steps
-        return f"step {self._trainer.global_steps}" + ("" if total is None else f" of {total}")
-
-    @property
-    def _num_steps(self) -> int | None:
-        """Steps of the whole run, by the section `scheduler`; None: not known."""
-        section = self._trainer.config.scheduler
-        return None if section is None else as_integer(section.params.get("total_num_steps"))
+        rates = {name: value for name, value in found.items() if name.endswith(RATE)}
+        return {"lr" if name == RATE else name: value for name, value in rates.items()}
 
     def flops_per_sample(self) -> float:
         """Operations for a sample; counted once for each shape of a batch."""
@@ -190,63 +142,6 @@ class Reports:
         stats = [device.memory_stats() for device in self._trainer.mesh.local_devices]
         return max((x["peak_bytes_in_use"] / 1e9 for x in stats if x), default=None)
 
-    def line(self) -> str:
-        """A line on the last batch and the speed since the last line; waits for it."""
-        # Waits for the batch, and asks for its numbers at once.
-        metrics = jax.device_get(self.metrics)
-        assert metrics is not None, "a step has ended"
-        parts = [self.step_name(), f"loss {float(metrics['loss']):.4f}"]
-        rates = self._next_hyperparams()
-        parts += [f"lr {rates[_RATE]:.3e}"] if _RATE in rates else []
-        parts.append(f"grad norm {float(metrics['grad_norm']):.4f}")
-        parts += (
-            [f"loss scale {float(metrics['loss_scale']):g}"]
-            if self._scaler.enabled and "loss_scale" in metrics
-            else []
-        )
-        # After the batch has been waited for above: else only the calls would be timed.
-        now, since = self._now(), self._clock
-        parts += (
-            [] if since is None or now.num_steps == since.num_steps else self._speed(since, now)
-        )
-        self._clock = now
-        return ", ".join(parts)
-
-    def _speed(self, since: "_Clock", now: "_Clock") -> list[str]:
-        """Parts of a line on the time between two moments, and on what is left."""
-        elapsed_s, num_steps = now.at_s - since.at_s, now.num_steps - since.num_steps
-        step_s, samples_per_s = (
-            elapsed_s / num_steps,
-            (now.num_samples - since.num_samples) / elapsed_s,
-        )
-        parts = [f"{1e3 * step_s:.1f} ms a step", f"{samples_per_s:.1f} samples/s"]
-        if now.num_tokens and since.num_tokens is not None:
-            parts.append(f"{(now.num_tokens - since.num_tokens) / elapsed_s:,.0f} tokens/s")
-        reached = samples_per_s * self.flops_per_sample() / self._trainer.mesh.size
-        mfu, memory_gb, total = self.mfu(reached), self.peak_memory_gb(), self._num_steps
-        parts += [] if mfu is None else [f"MFU {mfu:.1%}"]
-        parts += [] if memory_gb is None else [f"{memory_gb:.1f} GB"]
-        if total is not None and total > now.num_steps:
-            left = datetime.timedelta(seconds=round(step_s * (total - now.num_steps)))
-            parts.append(f"{left} left")
-        return parts
-
-    def evaluation_line(self, params: str | None, elapsed_s: float) -> str:
-        """A line on the last evaluation of a set of samples, of parameters by name."""
-        found = self.evaluation
-        assert found is not None, "something has been evaluated"
-        what = "evaluation" if params is None else f"evaluation of {params!r}"
-        parts = [f"{self.step_name()}, {what}: loss {found['loss']:.4f}"]
-        parts += [f"{name} {value:.4f}" for name, value in found.get("metrics", {}).items()]
-        parts += [f"{found['num_samples']:,} samples", f"{elapsed_s:.1f} s"]
-        return ", ".join(parts)
-
-    def _now(self) -> "_Clock":
-        trainer = self._trainer
-        return _Clock(
-            trainer.global_steps, trainer.global_samples, self._num_tokens, time.perf_counter()
-        )
-
     def _hyperparams(self) -> Hyperparams:
         """Access to the optimiser's state, with no program in flight on simulated devices."""
         self._trainer.block_until_ready()
@@ -257,7 +152,8 @@ class Reports:
             self._access = self._trainer.pipeline.hyperparams(self._schedules)
         return self._access
 
-    def _next_hyperparams(self) -> Mapping[str, float]:
+    def next_hyperparams(self) -> Mapping[str, float]:
+        """Hyperparameters of the next update, by name; nothing without an optimiser."""
         optimizer = self._trainer.optimizer
         if optimizer is None:
             return {}
@@ -282,16 +178,6 @@ class Reports:
             "Name the optimizer in the config, pass optimizer=optax.adamw with lr_scheduler, or "
             "build it with optax.inject_hyperparams(optax.adamw)(...)."
         )
-
-
-@dataclass(frozen=True)
-class _Clock:
-    """Steps, samples and tokens trained up to a moment."""
-
-    num_steps: int
-    num_samples: int
-    num_tokens: int | None
-    at_s: float
 
 
 def _numbers(value: Any) -> Iterator[float]:

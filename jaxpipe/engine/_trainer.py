@@ -167,14 +167,18 @@ class Trainer:
         return results
 
     def run(
-        self, name: str, function: Callable[..., Any], *args: Any, params: str | None = None
+        self,
+        name: str,
+        function: Callable[..., Any],
+        *args: Any,
+        chosen: Callable[[], TrainState] | None = None,
     ) -> Any:
         """Prepare and call a program that leaves the state as it is.
 
-        `params` is as for `Pipeline.with_params`; None: the parameters that are trained.
+        `chosen` gives a state to run it on, in place of the present one.
         """
-        self.prepare(name, function, *args)
-        return self.launch(function, self.state_with(params), *args)
+        state = self.prepare(name, function, *args)
+        return self.launch(function, chosen() if chosen else state, *args)
 
     def state_with(self, params: str | None) -> TrainState:
         """The state, with other parameters where they are named; see `Pipeline.with_params`."""

@@ -212,8 +212,8 @@ class UnpipelinedEngine(Engine):
             return trainer.run("evaluation", pipeline.evaluate, batch)["loss"]
         forward = self._forward_of(pipeline, self.micro_batches)
         index = place_everywhere(np.int32(begun.index), pipeline.mesh)
-        if not self._has_heading:
-            self._show_heading(self.pipeline)
+        if not self._run_log.has_heading:
+            self._run_log.show_heading(self.pipeline)
         state = trainer.prepare("forward and backward", forward, batch, index)
         with hold_signals():
             # The first forward since the update: a step that overflows goes back to these.

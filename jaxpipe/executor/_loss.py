@@ -89,7 +89,8 @@ class Objective:
     def measure_samples(self, outputs: PyTree, labels: PyTree) -> SampleTerms:
         """What one microbatch gives, and what each of its samples gives by itself."""
         sums, weight = self.measure(outputs, labels)
-        num_samples = jax.tree.leaves(labels)[0].shape[0] if jax.tree.leaves(labels) else 1
+        leaf = (jax.tree.leaves(labels) or jax.tree.leaves(outputs))[0]
+        num_samples = leaf.shape[0] if leaf.ndim else 1
         if not self.is_weighted:
             sums, weight = num_samples * sums, jnp.float32(num_samples)
         try:

@@ -32,7 +32,8 @@ def with_average(
 ) -> optax.GradientTransformation:
     """The optimiser, which keeps an average of the parameters after each of its updates.
 
-    `average = d * average + (1 - d) * parameters`, from the first parameters on, in their dtype.
+    `average = d * average + (1 - d) * parameters`, from the first parameters on, in float32 or
+    wider: bfloat16 would round its steps away.
     `d` is the decay; with `warms_up` it is at most `(1 + t) / (10 + t)` in update `t`, counted from
     1, so that the first parameters are soon forgotten.
 
@@ -42,20 +43,21 @@ def with_average(
 
     def init(params: PyTree) -> AverageState:
         count = jnp.zeros((), jnp.int32)
-        return AverageState(count, jax.tree.map(jnp.asarray, params), optimizer.init(params))
+        return AverageState(count, jax.tree.map(_wide, params), optimizer.init(params))
 
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None
     ) -> tuple[PyTree, AverageState]:
         updates, inner = optimizer.update(updates, state.averaged_optimizer, params)
         count: Any = optax.safe_increment(state.ema_updates)
-        kept = jnp.float32(decay)
+        kept = jnp.asarray(decay)
         if warms_up:
-            kept = jnp.minimum(kept, (1 + count) / (10 + count))
+            kept = jnp.minimum(kept, ((1 + count) / (10 + count)).astype(kept.dtype))
 
         def average(before: jax.Array, now: jax.Array) -> jax.Array:
             # In the form of a step towards the parameters: exact where they do not change.
-            return (before + (1 - kept) * (now - before)).astype(before.dtype)
+            share = (1 - kept).astype(before.real.dtype)
+            return before + share * (now.astype(before.dtype) - before)
 
         assert params is not None, "an update has the parameters"
         new = optax.apply_updates(params, updates)
@@ -67,11 +69,14 @@ def with_average(
 def restart_average(params: PyTree, state: AverageState) -> AverageState:
     """The state of an optimiser of `with_average`, whose average begins anew at parameters."""
     return state._replace(
-        ema_updates=jnp.zeros_like(state.ema_updates), params_ema=jax.tree.map(jnp.asarray, params)
+        ema_updates=jnp.zeros_like(state.ema_updates), params_ema=jax.tree.map(_wide, params)
     )
 
 
 def average_of(params: PyTree, state: PyTree) -> PyTree:
     """The average in the state of an optimiser of `with_average`, for these parameters."""
-    del params
-    return state.params_ema
+    return jax.tree.map(lambda x, average: average.astype(x.dtype), params, state.params_ema)
+
+
+def _wide(leaf: jax.Array) -> jax.Array:
+    return jnp.asarray(leaf, jnp.promote_types(leaf.dtype, jnp.float32))

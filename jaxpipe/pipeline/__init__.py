@@ -14,6 +14,7 @@ from ._pipeline import Pipeline as Pipeline
 from ._traced import trace_model as trace_model
 from ._validate import check_mesh as check_mesh
 from ._validate import check_params as check_params
+from ._validate import check_params_name as check_params_name
 from ._validate import entry_struct as entry_struct
 from ._validate import read_params as read_params
 
@@ -26,6 +27,7 @@ __all__ = [
     "Prepared",
     "check_mesh",
     "check_params",
+    "check_params_name",
     "choose_optimizer",
     "configure_model",
     "describe_pipeline",

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.config import TrainConfig
 from jaxpipe.data import Batch, split_entry
-from jaxpipe.errors import ConfigError
 from jaxpipe.executor import (
     DevicePrograms,
     EvaluateLoop,
@@ -34,7 +32,6 @@ from jaxpipe.executor import (
     batch_spec,
 )
 from jaxpipe.layers import (
-    LORA_PARAMETERS,
     ModelTrace,
     PipelineModule,
     device_bytes,
@@ -80,7 +77,7 @@ from jaxpipe.topology import FSDP, adopt_mesh, mesh_shape
 from ._hyperparams import Hyperparams
 from ._program import Compiled, Program, ProgramOfBatch, on_each_device
 from ._traced import trace_model
-from ._validate import check_batch, check_jit, check_params
+from ._validate import check_base, check_batch, check_jit, check_params, check_params_name
 
 _BatchLike = Sequence[PyTree]  # a `Batch`, or a tuple (inputs, labels) or (inputs, labels, side)
 
@@ -469,27 +466,9 @@ class Pipeline:
         Raises:
             ConfigError: The state holds no such parameters.
         """
-        if name not in self._choosing:
-            raise ConfigError(
-                f"params must be 'ema' or 'base', but got params={name!r}. Leave it out for the "
-                "parameters that are trained."
-            )
-        if name == "ema" and self.config.ema is None:
-            raise ConfigError(
-                "params='ema' must have an average to read, but got a configuration without the "
-                'section ema. Train with for instance "ema": {"decay": 0.999}.'
-            )
-        others = [
-            path
-            for path in map(join_path, self._params.trained)
-            if not re.search(LORA_PARAMETERS, path)
-        ]
-        if name == "base" and others:
-            raise ConfigError(
-                "params='base' must find nothing trained but the adapters of jaxpipe.layers.lora, "
-                f"but got a model that trains {others[0]}. Train "
-                "PipelineModule(trainable=LORA_PARAMETERS), or make an engine of the reference."
-            )
+        check_params_name(name, self.config)
+        if name == "base":
+            check_base(map(join_path, self._params.struct), map(join_path, self._params.trained))
         return dataclasses.replace(state, params=self._choosing[name](state))
 
     def replace_collections(self, state: TrainState, tree: PyTree) -> TrainState:

@@ -3,7 +3,8 @@
 Batches, parameter trees, and optimisers where devices hold slices of arrays.
 """
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,9 +14,11 @@ import optax
 from jax.sharding import Mesh
 
 from jaxpipe._typing import Path, PyTree
+from jaxpipe.config import TrainConfig
 from jaxpipe.data import Batch, array_fault, split_entry
 from jaxpipe.errors import ConfigError, DataError, LayerError, PipelineError, TopologyError
 from jaxpipe.layers import (
+    LORA_PARAMETERS,
     ModelTrace,
     PipelineModule,
     flatten_dict,
@@ -74,6 +77,36 @@ def entry_struct(
                     f"sizes in the config.{'' if leaf.shape else _LISTS}"
                 )
     return struct
+
+
+def check_params_name(name: Any, config: TrainConfig) -> None:
+    """Refuse a name of parameters that a state does not hold."""
+    if name is not None and name not in ("ema", "base"):
+        raise ConfigError(
+            f"params must be 'ema' or 'base', but got params={name!r}. Leave it out for the "
+            "parameters that are trained."
+        )
+    if name == "ema" and config.ema is None:
+        raise ConfigError(
+            "params='ema' must have an average to read, but got a configuration without the "
+            'section ema. Train with for instance "ema": {"decay": 0.999}.'
+        )
+
+
+def check_base(paths: Iterable[str], trained: Iterable[str]) -> None:
+    """Refuse to leave adapters out of a model that trains more than all of its adapters, or less.
+
+    Without them it would not be what it was before training.
+    """
+    adapters = {path for path in paths if re.search(LORA_PARAMETERS, path)}
+    differing = sorted(adapters.symmetric_difference(trained))
+    if not adapters or differing:
+        found = f"one in which {differing[0]} is the first to differ" if adapters else "no adapters"
+        raise ConfigError(
+            "params='base' must find a model that trains its adapters, those of "
+            f"jaxpipe.layers.lora, and nothing else, but got {found}. Train "
+            "PipelineModule(trainable=LORA_PARAMETERS), or make an engine of the reference."
+        )
 
 
 def check_batch(batch: Batch, wanted: Batch, microbatch_size: int, num_replicas: int) -> None:

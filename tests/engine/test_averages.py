@@ -5,6 +5,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -182,14 +183,55 @@ def test_the_base_of_adapters() -> None:
     assert_loss(engine.evaluate([entry()], params="base")["loss"], wanted["loss"])
 
 
+def test_adapters_that_are_not_trained_stay_no_reference() -> None:
+    layers = lora([LayerSpec(nn.Dense, 4), LayerSpec(nn.Dense, 1)], 2, 4.0, "kernel")
+    model = PipelineModule(layers, num_stages=1, loss_fn=mean_square, trainable="lora_a$")
+    engine = build(model, example_batch=entry(samples=16))
+    with pytest.raises(ConfigError, match="lora_b is the first to differ"):
+        engine.evaluate([entry()], params="base")
+
+
+def test_of_parameters_in_half_precision() -> None:
+    """Steps that bfloat16 would round away."""
+    engine = build(
+        module(LayerSpec(nn.Dense, 3, param_dtype=jnp.bfloat16), LayerSpec(nn.Dense, 1)),
+        {"ema": {"decay": 0.999, "warmup": False}},
+        example_batch=entry(),
+    )
+    first = engine.module_state_dict()["layers"]["0_Dense"]["kernel"].astype(np.float32)
+    wanted = first.copy()
+    for step in range(20):
+        engine.train_batch(entries(seed=step))
+        now = engine.module_state_dict()["layers"]["0_Dense"]["kernel"].astype(np.float32)
+        wanted = 0.999 * wanted + 0.001 * now
+    state: Any = engine.opt_state_tree()
+    kernel = state.params_ema["layers"]["0_Dense"]["kernel"]
+    assert kernel.dtype == np.float32
+    assert np.abs(wanted - first).max() > 0
+    np.testing.assert_allclose(kernel, wanted, rtol=1e-6)
+
+
+def test_what_is_trained_anew_begins_to_be_averaged(tmp_path: Path) -> None:
+    layers = [LayerSpec(nn.Dense, 4), LayerSpec(nn.Dense, 1)]
+    part = build(module(*layers, trainable="1_Dense"), EMA, example_batch=entry())
+    part.train_batch(entries())
+    part.save_checkpoint(tmp_path)
+    whole = build(module(*layers), EMA, example_batch=entry())
+    with pytest.warns(UserWarning, match="0_Dense"):
+        whole.load_checkpoint(tmp_path, load_module_strict=False)
+    found, wanted = whole.module_state_dict(params="ema"), whole.module_state_dict()
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
 def test_what_there_is_not() -> None:
     engine = build(example_batch=entry())
     with pytest.raises(ConfigError, match="section ema"):
         engine.evaluate([entry()], params="ema")
     with pytest.raises(ConfigError, match="adapters"):
         engine.predict(entry()[0], params="base")
-    with pytest.raises(ConfigError, match="'ema' or 'base'"):
-        engine.module_state_dict(params="best")
+    for name in ("best", ["ema"]):
+        with pytest.raises(ConfigError, match="'ema' or 'base'"):
+            engine.module_state_dict(params=name)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError, match="average"):
         build(config={**EMA, "optimizer": ADAM}, optimizer=None)
     with pytest.raises(ConfigError, match="ema.decay"):

@@ -135,6 +135,30 @@ def test_losses_that_compare_samples_take_full_entries_alone(loss_fn: Any) -> No
         engine.evaluate([entry(), entry(1, samples=1)])
 
 
+def test_metrics_that_are_no_means_over_samples() -> None:
+    def loss_fn(outputs: jax.Array, labels: jax.Array) -> Any:
+        squares = (outputs - labels) ** 2
+        return squares.sum(), float(squares.size), {"largest": squares.max()}
+
+    engine = build(module(loss_fn=loss_fn))
+    engine.evaluate(entries(count=3))
+    with pytest.raises(PipelineError, match="a metric of"):
+        engine.evaluate([entry(), entry(1, samples=1)])
+
+
+def test_small_losses_that_compare_samples() -> None:
+    engine = build(module(loss_fn=lambda y, t: 1e-6 * centred_loss(y, t)))
+    with pytest.raises(PipelineError, match="a loss of"):
+        engine.evaluate([entry(), entry(1, samples=1)])
+
+
+def test_without_labels() -> None:
+    engine = build(module(loss_fn=lambda outputs, _: (outputs**2).mean()))
+    inputs, _ = entry(2, samples=5)
+    found = engine.evaluate([(inputs[i : i + 2], ()) for i in range(0, 5, 2)])
+    assert_loss(found["loss"], (apply(engine, inputs) ** 2).mean())
+
+
 def test_weights() -> None:
     engine = build(module(loss_fn=weighted_square))
     inputs, labels = entry(2, samples=3)
@@ -272,8 +296,9 @@ def test_labels_of_log_probabilities() -> None:
         engine.log_probs(inputs, labels.astype(np.float32))
     with pytest.raises(LayerError, match="segment_ids must be integers"):
         engine.log_probs(inputs, labels, segment_ids=labels[:, :2], num_segments=2)
-    with pytest.raises(LayerError, match="num_segments"):
-        engine.log_probs(inputs, labels, segment_ids=labels)
+    for options in ({"segment_ids": labels}, {"num_segments": 2}, {"num_segments": [2]}):
+        with pytest.raises(LayerError, match="num_segments"):
+            engine.log_probs(inputs, labels, **options)
     with pytest.raises(DataError, match="same number of samples"):
         engine.log_probs(inputs, labels[:1])
     wrong = labels.copy()

@@ -11,7 +11,7 @@ import pytest
 
 import jaxpipe
 from jaxpipe import LayerSpec, PipeDataParallelTopology, PipelineEngine, PipelineModule
-from jaxpipe.errors import ConfigError, DataError
+from jaxpipe.errors import ConfigError, DataError, LayerError
 from jaxpipe.losses import cross_entropy
 
 VOCAB, DIM, NEW = 16, 8, 4
@@ -78,7 +78,7 @@ def test_tokens_are_those_of_one_device(stages: int, data: int, settings: Any) -
     assert found.tolist() == greedy
 
     def draw(sample: int) -> Any:
-        key = jax.random.fold_in(jax.random.key(7), sample)
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(7), 0), sample)
         return lambda logits, step: jax.random.categorical(
             jax.random.fold_in(key, step), logits / 0.7
         )
@@ -95,7 +95,10 @@ def test_tokens_are_those_of_one_device(stages: int, data: int, settings: Any) -
 @pytest.mark.parametrize(
     ("tokens", "options", "kind", "message"),
     [
+        (prompts(2), {"seed": 1 << 31}, ConfigError, "a seed from 0"),
+        (prompts(2), {"eos_token_id": [1, 2]}, ConfigError, "must be one token"),
         (prompts(2).astype(np.float32), {}, DataError, "prompts as integers"),
+        ([[1, 2], [3]], {}, DataError, "Pad prompts of several lengths"),
         (prompts(2), {"lengths": [5]}, DataError, "each of 2 prompts"),
         (prompts(2), {"lengths": [5, 6]}, DataError, "at most the length"),
         (prompts(2), {"temperature": -1.0}, ConfigError, "a temperature"),
@@ -105,3 +108,22 @@ def test_tokens_are_those_of_one_device(stages: int, data: int, settings: Any) -
 def test_what_is_no_prompt(tokens: Any, options: Any, kind: Any, message: str) -> None:
     with pytest.raises(kind, match=message):
         build(1, 1).generate(tokens, **{"max_new_tokens": 2, **options})
+
+
+def test_tokens_that_the_prompts_dtype_does_not_hold() -> None:
+    def last(x: jax.Array) -> jax.Array:
+        return jnp.eye(300)[None, jnp.full(x.shape[1], 299)] + 0.0 * x[..., :1]
+
+    module = PipelineModule([LayerSpec(nn.Embed, 300, DIM), last], num_stages=1)
+    engine = jaxpipe.initialize(model=module, config={"train_micro_batch_size_per_gpu": 2})[0]
+    assert engine.generate(prompts(1), 2).tolist() == [[299, 299]]
+    narrow = jaxpipe.initialize(model=module, config={"train_micro_batch_size_per_gpu": 2})[0]
+    with pytest.raises(DataError, match="holds every token.*tokens=uint8 and the new token 299"):
+        narrow.generate(prompts(1).astype(np.uint8), 2)
+
+
+def test_a_model_without_logits_for_each_token() -> None:
+    module = PipelineModule([LayerSpec(nn.Embed, VOCAB, DIM), lambda x: x.mean(1)], num_stages=1)
+    engine = jaxpipe.initialize(model=module, config={"train_micro_batch_size_per_gpu": 2})[0]
+    with pytest.raises(LayerError, match="one for each token"):
+        engine.generate(prompts(1), 2)

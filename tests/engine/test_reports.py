@@ -307,9 +307,9 @@ def test_an_evaluation_is_no_part_of_a_steps_time() -> None:
         time.sleep(0.2)
         yield entry()
 
-    before: Any = engine._reports._clock
+    before: Any = engine._run_log._clock
     engine.evaluate(slow_set())
-    after: Any = engine._reports._clock
+    after: Any = engine._run_log._clock
     assert after.at_s - before.at_s > 0.2
 
 

@@ -1,0 +1,165 @@
+"""`RunLog`: what a run shows of itself, line by line."""
+
+import dataclasses
+import datetime
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxpipe._numbers import as_integer
+from jaxpipe.checkpoint import library_versions
+from jaxpipe.pipeline import Pipeline
+from jaxpipe.topology import mesh_shape
+
+from ._reports import RATE, Reports
+from ._trainer import Trainer
+
+_AXES = {"stage": "stages", "data": "replicas"}
+"""What places along an axis are called in a line."""
+
+
+class RunLog:
+    """Shows lines on a run: what it is, its steps and their speed, evaluations and saves."""
+
+    def __init__(self, trainer: Trainer, reports: Reports) -> None:
+        self._trainer, self._reports = trainer, reports
+        self._clock: _Clock | None = None
+        self._is_on = bool(trainer.config.steps_per_print)
+        self.has_heading = not self._is_on
+
+    def forget(self) -> None:
+        """Forget the steps so far."""
+        self._clock = None
+
+    def start_clock(self) -> None:
+        """Begin to measure speed, unless that has begun.
+
+        The first batch compiles and does not count.
+        """
+        if self._clock is None:
+            self._clock = self._now()
+
+    def _leave_out(self, elapsed_s: float) -> None:
+        """Leave time that went into something else than steps out of their speed."""
+        if self._clock is not None:
+            self._clock = dataclasses.replace(self._clock, at_s=self._clock.at_s + elapsed_s)
+
+    def show_heading(self, pipeline: Pipeline) -> None:
+        """Show when the run began, with what, on what, and which batches it trains."""
+        self.has_heading = True
+        trainer, sizes = self._trainer, self._trainer.sizes
+        versions = ", ".join(f"{name} {version}" for name, version in library_versions().items())
+        shape = mesh_shape(trainer.mesh)
+        places = " x ".join(
+            f"{length} {_AXES.get(axis, axis)}" for axis, length in shape.items() if length > 1
+        )
+        given: Any = pipeline.config.pipeline.schedule
+        schedule = getattr(given, "__name__", given)
+        num_params = sum(pipeline.trace.num_own_params())
+        self._trainer.compiler.report(
+            f"{datetime.datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}, {versions}; "
+            f"{trainer.mesh.size} x {trainer.mesh.devices.flat[0].device_kind}: "
+            f"{places or 'one place'}, schedule {schedule}, layers cut at {list(pipeline.parts)}; "
+            f"{num_params:,} parameters in {trainer.config.compute_dtype}; "
+            f"{sizes.train_batch_size} samples a step, in {sizes.gradient_accumulation_steps} "
+            f"microbatches of {sizes.train_micro_batch_size_per_gpu} a replica"
+        )
+
+    def _step_name(self) -> str:
+        """The present step, and of how many where a schedule says so."""
+        total = self._num_steps
+        return f"step {self._trainer.global_steps}" + ("" if total is None else f" of {total}")
+
+    @property
+    def _num_steps(self) -> int | None:
+        """Steps of the whole run, by the section `scheduler`; None: not known."""
+        section = self._trainer.config.scheduler
+        return None if section is None else as_integer(section.params.get("total_num_steps"))
+
+    def show_step(self) -> None:
+        """Show the last batch, and the speed since the last line; waits for it.
+
+        All processes call.
+        """
+        # Waits for the batch, and asks for its numbers at once.
+        metrics = jax.device_get(self._reports.metrics)
+        assert metrics is not None, "a step has ended"
+        parts = [self._step_name(), f"loss {float(metrics['loss']):.4f}"]
+        rates = self._reports.next_hyperparams()
+        parts += [f"lr {rates[RATE]:.3e}"] if RATE in rates else []
+        parts.append(f"grad norm {float(metrics['grad_norm']):.4f}")
+        parts += (
+            [f"loss scale {float(metrics['loss_scale']):g}"]
+            if self._reports.has_loss_scale and "loss_scale" in metrics
+            else []
+        )
+        # After the batch has been waited for above: else only the calls would be timed.
+        now, since = self._now(), self._clock
+        parts += (
+            [] if since is None or now.num_steps == since.num_steps else self._speed(since, now)
+        )
+        self._clock = now
+        self._trainer.compiler.report(", ".join(parts))
+
+    def _speed(self, since: "_Clock", now: "_Clock") -> list[str]:
+        """Parts of a line on the time between two moments, and on what is left."""
+        elapsed_s, num_steps = now.at_s - since.at_s, now.num_steps - since.num_steps
+        step_s, samples_per_s = (
+            elapsed_s / num_steps,
+            (now.num_samples - since.num_samples) / elapsed_s,
+        )
+        parts = [f"{1e3 * step_s:.1f} ms a step", f"{samples_per_s:.1f} samples/s"]
+        if now.num_tokens and since.num_tokens is not None:
+            parts.append(f"{(now.num_tokens - since.num_tokens) / elapsed_s:,.0f} tokens/s")
+        reached = samples_per_s * self._reports.flops_per_sample() / self._trainer.mesh.size
+        mfu, memory_gb, total = (
+            self._reports.mfu(reached),
+            self._reports.peak_memory_gb(),
+            self._num_steps,
+        )
+        parts += [] if mfu is None else [f"MFU {mfu:.1%}"]
+        parts += [] if memory_gb is None else [f"{memory_gb:.1f} GB"]
+        if total is not None and total > now.num_steps:
+            left = datetime.timedelta(seconds=round(step_s * (total - now.num_steps)))
+            parts.append(f"{left} left")
+        return parts
+
+    def show_evaluation(self, params: str | None, elapsed_s: float) -> None:
+        """Show the last evaluation of a set of samples, of parameters by name."""
+        self._leave_out(elapsed_s)
+        found = self._reports.evaluation
+        assert found is not None, "something has been evaluated"
+        what = "evaluation" if params is None else f"evaluation of {params!r}"
+        parts = [f"{self._step_name()}, {what}: loss {found['loss']:.5g}"]
+        parts += [f"{name} {value:.5g}" for name, value in found.get("metrics", {}).items()]
+        parts += [f"{found['num_samples']:,} samples", f"{elapsed_s:.1f} s"]
+        self._trainer.compiler.report(", ".join(parts))
+
+    def show_save(self, path: Any, elapsed_s: float) -> None:
+        """Show that a checkpoint is written, or begins to be."""
+        self._leave_out(elapsed_s)
+        how = "is being written to" if self._trainer.config.checkpoint.async_save else "saved to"
+        if self._is_on:
+            line = f"{self._step_name()}, {how} {path}, {elapsed_s:.1f} s"
+            self._trainer.compiler.report(line)
+
+    def _now(self) -> "_Clock":
+        trainer = self._trainer
+        return _Clock(
+            trainer.global_steps,
+            trainer.global_samples,
+            self._reports.num_tokens,
+            time.perf_counter(),
+        )
+
+
+@dataclass(frozen=True)
+class _Clock:
+    """Steps, samples and tokens trained up to a moment."""
+
+    num_steps: int
+    num_samples: int
+    num_tokens: int | None
+    at_s: float
