@@ -190,7 +190,10 @@ class Evaluator:
             placed = pipeline.place_batch(batch, trainer.data_shard.replicas)
             program = pipeline.measuring(measure) if measure else pipeline.evaluate_samples
             what = "evaluation of samples" if measure is None else call
-            yield group, pipeline, trainer.run(what, program, placed, chosen=chosen.state)
+            values = trainer.run(what, program, placed, chosen=chosen.state)
+            # Before processes exchange numbers, which is a program too.
+            trainer.block_until_ready()
+            yield group, pipeline, values
 
 
 def _groups(entries: Iterable[Any], num_microbatches: int, size: int) -> Iterator[_Group]:
