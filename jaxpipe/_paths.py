@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
+from jaxpipe._files import read_file
 from jaxpipe._stores import AnyPath, StorePath, open_store
 from jaxpipe.errors import CheckpointError, ConfigError, shown
 
@@ -83,6 +84,11 @@ def _path_of_url(
             f"{name}={shown(path)}. Write for instance 'file:///data/run'."
         )
     return Path(os.fsdecode(decoded))
+
+
+def read_any(path: AnyPath) -> bytes:
+    """Read a small file; raises OSError."""
+    return path.read_bytes() if isinstance(path, StorePath) else read_file(path)
 
 
 @contextlib.contextmanager

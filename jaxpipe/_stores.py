@@ -15,6 +15,7 @@ from jaxpipe.errors import shown
 
 _REQUESTS = 16
 """Requests of one process at a time."""
+_RANGE_BYTES = 1 << 25
 _STAGING, _CLAIM = "jaxpipe-staging-", ".in_use"
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 
@@ -182,6 +183,13 @@ def upload(file: Path, to: StorePath) -> None:
     """Copy a file of any size to a store; readers may see a part of it meanwhile."""
     with to.asking(writes=True):
         to.driver.put_file(str(file), to.key)
+
+
+def read_range(file: StorePath, start: int, stop: int) -> bytes:
+    """The bytes of a range of any size, by several requests at a time."""
+    starts = range(start, stop, _RANGE_BYTES)
+    parts = at_once(lambda at: file.read_bytes(at, min(at + _RANGE_BYTES, stop)), starts)
+    return b"".join(parts)
 
 
 def remove_tree(folder: StorePath) -> None:

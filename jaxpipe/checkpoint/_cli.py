@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxpipe._imports import import_named
-from jaxpipe._paths import any_path, local_path
+from jaxpipe._paths import any_path
 from jaxpipe._stores import AnyPath
 from jaxpipe._text import format_bytes
 from jaxpipe.errors import ConfigError, JaxpipeError, counted, shown
@@ -153,7 +153,7 @@ def _renames(text: str | None, config: str | None) -> Sequence[Rename]:
         )
     found = import_named(text, "--renames", example)
     if callable(found):
-        found = found() if config is None else found(local_path(config, "--config"))
+        found = found() if config is None else found(any_path(config, "--config"))
     if not isinstance(found, Sequence) or not all(isinstance(each, Rename) for each in found):
         raise ConfigError(
             "--renames must name a sequence of jaxpipe.weights.Rename, or a function that returns "

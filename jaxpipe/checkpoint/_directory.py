@@ -22,7 +22,7 @@ from os import PathLike
 from typing import Any
 
 from jaxpipe._files import parse_json
-from jaxpipe._paths import any_path
+from jaxpipe._paths import any_path, read_any
 from jaxpipe._stores import AnyPath, StorePath
 from jaxpipe.distributed import log
 from jaxpipe.errors import CheckpointError, shown
@@ -32,7 +32,6 @@ from ._storage import (
     PARTIAL,
     make_marked,
     partials,
-    read,
     read_each,
     remove_marked,
     repair,
@@ -109,7 +108,7 @@ def read_commit(folder: AnyPath) -> Commit | None:
     """
     path = folder / COMMIT
     try:
-        content = read(path)
+        content = read_any(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -211,7 +210,7 @@ def read_latest(save_dir: AnyPath) -> str | None:
     """The tag that `latest` names; None where there is no file of that name."""
     path = save_dir / LATEST
     try:
-        return read(path).decode().strip()
+        return read_any(path).decode().strip()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:

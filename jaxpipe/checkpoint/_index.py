@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe._files import parse_json
+from jaxpipe._paths import read_any
 from jaxpipe._stores import AnyPath
 from jaxpipe.errors import CheckpointError, shown
 from jaxpipe.state import Leaf, Span
 
 from ._json import check_json, decode_state
-from ._storage import read
 from ._struct import checked_struct, load_struct
 
 INDEX = "index.json"
@@ -145,7 +145,7 @@ _PLAIN = (
 def read_index(path: AnyPath, sha256: str) -> Index:
     """Read an index, whose bytes must have this hash, in hexadecimal."""
     try:
-        content = read(path)
+        content = read_any(path)
     except OSError as error:
         raise CheckpointError(
             f"{path} must be readable, but got {error.strerror or error}. Load another tag, or "

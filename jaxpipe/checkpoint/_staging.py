@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from jaxpipe._stores import AnyPath, StorePath, at_once, staging_folder, upload
+from jaxpipe._stores import AnyPath, StoreError, StorePath, at_once, staging_folder, upload
 
 _MANIFEST = "manifest.ocdbt"
 _PROCESS = "ocdbt.process_"
@@ -115,24 +115,19 @@ class _Tree:
 
     def __init__(self, path: StorePath) -> None:
         self._path = path
-        self._whole: dict[str, bytes] = {}
-        self._nodes: dict[_Range, bytes] = {}
         self._values: dict[str, list[_Range]] = {}
         files = [each for each in path.iterdir() if not each.is_dir()]
-        self._whole = {
-            each.name: content
+        if not any(each.name == _MANIFEST for each in files):
+            raise FileNotFoundError(f"{path / _MANIFEST} is missing")
+        self._nodes = {
+            _Range(each.name, 0, len(content)): content
             for each, content in zip(files, at_once(StorePath.read_bytes, files), strict=True)
         }
-        if _MANIFEST not in self._whole:
-            raise FileNotFoundError(f"{path / _MANIFEST} is missing")
         with staging_folder() as folder:
             self._walk(folder)
 
     def write_nodes(self, folder: Path) -> None:
         """Write files with all but the values, which are holes in them."""
-        folder.mkdir(parents=True)
-        for name, content in self._whole.items():
-            (folder / name).write_bytes(content)
         _fill(folder, self._nodes)
 
     def write_values(self, folder: Path, names: Sequence[str]) -> None:
@@ -144,8 +139,7 @@ class _Tree:
     def _walk(self, folder: Path) -> None:
         import tensorstore as ts
 
-        for name, content in self._whole.items():
-            (folder / name).write_bytes(content)
+        _fill(folder, self._nodes)
         base = ts.KvStore.open({"driver": "file", "path": f"{folder}/"}).result()
         manifest: Any = ts.ocdbt.dump(base).result()
         level = _locations(manifest["versions"][-1]["root"].get("location"))
@@ -228,11 +222,15 @@ def _read(path: StorePath, parts: Sequence[_Range]) -> dict[_Range, bytes]:
 
 
 def _fill(folder: Path, contents: Mapping[_Range, bytes]) -> None:
-    for part, content in contents.items():
-        file = folder / part.file
-        file.parent.mkdir(parents=True, exist_ok=True)
-        number = os.open(file, os.O_WRONLY | os.O_CREAT, 0o600)
-        try:
-            os.pwrite(number, content, part.start)
-        finally:
-            os.close(number)
+    """Write ranges of files; raises StoreError where the temporary directory has no room."""
+    try:
+        for part, content in contents.items():
+            file = folder / part.file
+            file.parent.mkdir(parents=True, exist_ok=True)
+            number = os.open(file, os.O_WRONLY | os.O_CREAT, 0o600)
+            with os.fdopen(number, "wb") as handle:
+                handle.seek(part.start)
+                handle.write(content)
+    except OSError as error:
+        text = f"{error.strerror} in the temporary directory"
+        raise StoreError(error.errno, text, str(folder)) from error

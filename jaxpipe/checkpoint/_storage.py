@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from jaxpipe._files import read_file, sync
+from jaxpipe._files import sync
 from jaxpipe._stores import AnyPath, StoreError, StorePath, at_once, remove_tree
 
 PARTIAL = ".partial"
@@ -23,11 +23,6 @@ T = TypeVar("T")
 
 class NotSyncedError(OSError):
     """A file was replaced, but may be the old one again after a loss of power."""
-
-
-def read(path: AnyPath) -> bytes:
-    """Read a small file; raises OSError."""
-    return path.read_bytes() if isinstance(path, StorePath) else read_file(path)
 
 
 def replace_file(path: AnyPath, content: bytes) -> None:

@@ -97,7 +97,7 @@ def read_arrays(
                     folder, sum(array.num_bytes for array in nonempty.values()) + _OVERHEAD_BYTES
                 )
                 found = _read(folder, {name: nonempty[name] for name in names})
-        except StoreError as error:  # which says nothing of the files
+        except StoreError as error:  # which says nothing of the files there
             raise CheckpointError(
                 f"{path} must be readable, but got {error.strerror} at {error.filename}. "
                 f"{repair(path, 'Check it')}, and load again."

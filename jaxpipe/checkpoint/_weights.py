@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe._paths import any_path, local_path
+from jaxpipe._paths import any_path
 from jaxpipe._stores import AnyPath, StorePath
 from jaxpipe.distributed import run_on_all
 from jaxpipe.errors import CheckpointError, shown
@@ -45,7 +45,7 @@ _SHARD_BYTES = 5_000_000_000
 
 
 def load_huggingface(
-    folder: str | PathLike[str],
+    folder: str | PathLike[str] | StorePath,
     renames: Sequence[Rename],
     pipeline: Pipeline,
     state: TrainState,
@@ -78,9 +78,7 @@ def load_huggingface(
         if key.startswith(_PARAMS) and not re.search(LORA_PARAMETERS, key)
     ]
     leaves = {key.removeprefix(_PARAMS): _struct_of(pipeline.catalog[key]) for key in keys}
-    files = run_on_all(
-        lambda: RenamedFiles(local_path(folder, "folder", CheckpointError), renames, leaves)
-    )
+    files = run_on_all(lambda: RenamedFiles(any_path(folder, "folder"), renames, leaves))
     assert files is not None  # it ran on all processes
 
     def source(keys: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:

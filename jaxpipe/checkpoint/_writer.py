@@ -21,6 +21,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
+from jaxpipe._exit import before_exit
 from jaxpipe._paths import any_path
 from jaxpipe._stores import AnyPath, StoreError, StorePath
 from jaxpipe.distributed import gather_texts, log, run_on_all
@@ -252,20 +253,12 @@ class CheckpointWriter:
         self._is_waited_for = True
         reference = weakref.ref(self)
 
-        def wait() -> None:
-            writer = reference()
-            if writer is not None:
-                writer._ended.wait()
-
         def report() -> None:
             writer = reference()
             if writer is not None and writer._error is not None:
                 sys.stdout = _FailingAtTheEnd(sys.stdout, writer._error)
 
-        # Saving needs executors, which refuse work once the main thread has ended, and `atexit`
-        # runs after that. Python has no public hook before it; `concurrent.futures` uses this one
-        # too.
-        getattr(threading, "_register_atexit", atexit.register)(wait)
+        before_exit(self._ended.wait)
         atexit.register(report)
 
     def _run(self, finish: Callable[[], None], lock: DirectoryLock | None) -> None:

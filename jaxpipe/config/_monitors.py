@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from ._section import Section, setting
-from ._values import integer_of_at_least, one_of, optional, read_flag, read_path, read_text
+from ._values import integer_of_at_least, one_of, optional, read_any_path, read_flag, read_text
 
 _JOB = "DeepSpeedJobName"
 
@@ -18,7 +18,8 @@ class TensorBoardSection(Section):
 
     Attributes:
         enabled: Whether to write them; needs the extra `jaxpipe[tensorboard]`.
-        output_path: The folder in which `job_name` is made; empty: the working directory.
+        output_path: The folder in which `job_name` is made, or its URL on a store; empty: the
+            working directory.
         job_name: The run's folder.
 
     Raises:
@@ -29,7 +30,7 @@ class TensorBoardSection(Section):
     switch: ClassVar[str | None] = "enabled"
 
     enabled: bool = setting(False, read_flag)
-    output_path: str = setting("", read_path)
+    output_path: str = setting("", read_any_path)
     job_name: str = setting(_JOB, read_text)
 
 
@@ -39,7 +40,8 @@ class CSVMonitorSection(Section):
 
     Attributes:
         enabled: Whether to write them.
-        output_path: The folder in which `job_name` is made; empty: the working directory.
+        output_path: The folder in which `job_name` is made, or its URL on a store; empty: the
+            working directory.
         job_name: The run's folder.
 
     Raises:
@@ -50,7 +52,7 @@ class CSVMonitorSection(Section):
     switch: ClassVar[str | None] = "enabled"
 
     enabled: bool = setting(False, read_flag)
-    output_path: str = setting("", read_path)
+    output_path: str = setting("", read_any_path)
     job_name: str = setting(_JOB, read_text)
 
 

@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any, Literal, TypeVar, cast
 
 from jaxpipe._numbers import as_flag, as_integer, as_number
-from jaxpipe._paths import local_path
+from jaxpipe._paths import any_path, local_path
+from jaxpipe._stores import AnyPath
 from jaxpipe.errors import ConfigError, shown
 
 from ._collect import Collector
@@ -141,9 +142,18 @@ def read_text(value: object, path: str) -> str:
 
 def read_path(value: object, path: str) -> str:
     """Read the path of a file or a folder on this machine, or an empty text."""
+    return _as_path(value, path, local_path)
+
+
+def read_any_path(value: object, path: str) -> str:
+    """Read a path on this machine, the URL of a folder on a store, or an empty text."""
+    return _as_path(value, path, any_path)
+
+
+def _as_path(value: object, path: str, mean: Callable[..., AnyPath]) -> str:
     if not isinstance(value, str):
         raise wrong_value(path, "a path", value, "Write it in quotes")
-    return value and str(local_path(value, path, partial(ConfigError, paths=[path])))
+    return value and str(mean(value, path, partial(ConfigError, paths=[path])))
 
 
 def one_of(*names: str) -> Reader:

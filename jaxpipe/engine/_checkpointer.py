@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import jax
 
 from jaxpipe._imports import raised
-from jaxpipe._paths import any_path, local_path
+from jaxpipe._paths import any_path
 from jaxpipe._stores import AnyPath, StorePath
 from jaxpipe.checkpoint import (
     Checkpoint,
@@ -139,9 +139,11 @@ class Checkpointer:
             agreed=lambda changed: bool(gather_numbers([changed]).any()),
         )
 
-    def load_huggingface(self, folder: str | PathLike[str], renames: Sequence[Rename]) -> None:
+    def load_huggingface(
+        self, folder: str | PathLike[str] | StorePath, renames: Sequence[Rename]
+    ) -> None:
         """Read parameters out of safetensors files; see `Engine.load_huggingface`."""
-        source = local_path(folder, "folder", CheckpointError)
+        source = any_path(folder, "folder")
         self._writer.wait()
         trainer = self._trainer
         trainer.block_until_ready()

@@ -737,8 +737,8 @@ class Engine(ABC):
         that lies in its memory. The optimiser's state, counters and collections stay as they are.
 
         Args:
-            folder: Holds `model.safetensors`, or an index and the shards that it names; all
-                processes see it.
+            folder: Holds `model.safetensors`, or an index and the shards that it names, on a file
+                system that all processes see, or on a store.
             renames: The table of names, such as `jaxpipe.models.llama_names(config)`. Adapters of
                 `jaxpipe.layers.lora` keep their values.
 

@@ -3,13 +3,13 @@
 import csv
 import io
 from collections.abc import Sequence
-from pathlib import Path
 from typing import final
 
 from jaxpipe._files import open_to_append
 from jaxpipe.config import CSVMonitorSection
 
 from ._event import Event
+from ._folder import RunFolder
 
 
 @final
@@ -21,12 +21,11 @@ class CSVMonitor:
     """
 
     def __init__(self, section: CSVMonitorSection) -> None:
-        self._folder = Path(section.output_path) / section.job_name
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._folder = RunFolder(section.output_path, section.job_name, goes_on=True)
 
     def __call__(self, events: Sequence[Event]) -> None:
         for event in events:
-            path = self._folder / f"{event.name.replace('/', '_').replace(' ', '_')}.csv"
+            path = self._folder.path / f"{event.name.replace('/', '_').replace(' ', '_')}.csv"
             with open_to_append(path) as file:
                 rows = io.StringIO()
                 writer = csv.writer(rows)
@@ -34,3 +33,12 @@ class CSVMonitor:
                     writer.writerow(["step", event.name.rpartition("/")[2]])
                 writer.writerow([event.samples, event.value])
                 file.write(rows.getvalue().encode())
+        self._folder.upload_in_time()
+
+    def flush(self) -> None:
+        """Upload what a store has not yet."""
+        self._folder.upload()
+
+    def close(self) -> None:
+        """The same, and remove what was kept for it."""
+        self._folder.close()

@@ -1,6 +1,5 @@
 """`MonitorLog`: events on their way to monitors, in a thread of their own."""
 
-import atexit
 import contextlib
 import logging
 import queue
@@ -8,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 
+from jaxpipe._exit import before_exit
 from jaxpipe.distributed import log
 
 from ._event import Event, Monitor
@@ -57,8 +57,9 @@ class MonitorLog:
             self._worker.put(record)
 
     def flush(self) -> None:
-        """Wait until everything that was put has been written."""
+        """Wait until everything that was put has been written, and flush monitors that can."""
         self._worker.waiting.join()
+        self._worker.call("flush")
 
 
 class _Worker:
@@ -77,9 +78,8 @@ class _Worker:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, daemon=True, name="monitors")
             self._thread.start()
-            # Registered after JAX's own, and so called before it: later there are no devices to
-            # read from.
-            atexit.register(self._end_and_wait)
+            # Before JAX's own: later there are no devices to read from.
+            before_exit(self._end_and_wait)
         try:
             self.waiting.put_nowait((record, tuple(self.monitors)))
         except queue.Full:
@@ -99,7 +99,6 @@ class _Worker:
             return
         with contextlib.suppress(queue.Full):  # then a monitor hangs, and nothing is to wait for it
             self.waiting.put_nowait(None)
-        atexit.unregister(self._end_and_wait)
 
     def _end_and_wait(self) -> None:
         thread = self._thread
@@ -134,14 +133,19 @@ class _Worker:
                 self.monitors.remove(monitor)
                 _warn(monitor, error)
 
-    def _close(self) -> None:
-        for monitor in self.monitors:
-            close = getattr(monitor, "close", None)
+    def call(self, method: str) -> None:
+        """Call a method of all monitors that have it."""
+        for monitor in tuple(self.monitors):
+            found = getattr(monitor, method, None)
             try:
-                if callable(close):
-                    close()
+                if callable(found):
+                    found()
             except Exception as error:  # noqa: BLE001  # as above
+                self.monitors.remove(monitor)
                 _warn(monitor, error)
+
+    def _close(self) -> None:
+        self.call("close")
         self.monitors.clear()
 
 

@@ -1,12 +1,12 @@
 """`TensorBoardMonitor`: event files."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, final
 
 from jaxpipe.config import TensorBoardSection
 
 from ._event import Event
+from ._folder import RunFolder
 
 
 @final
@@ -16,7 +16,8 @@ class TensorBoardMonitor:
     def __init__(self, section: TensorBoardSection) -> None:
         from tensorboard.summary import Writer
 
-        self._writer: Any = Writer(str(Path(section.output_path) / section.job_name))
+        self._folder = RunFolder(section.output_path, section.job_name)
+        self._writer: Any = Writer(str(self._folder.path))
 
     def __call__(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -24,7 +25,15 @@ class TensorBoardMonitor:
         # Its own thread writes once in two minutes; an error of that thread is raised by the next
         # call here.
         self._writer.flush()
+        self._folder.upload_in_time()
+
+    def flush(self) -> None:
+        """Upload what a store has not yet."""
+        self._folder.upload()
 
     def close(self) -> None:
         """Close the file."""
-        self._writer.close()
+        try:
+            self._writer.close()
+        finally:
+            self._folder.close()

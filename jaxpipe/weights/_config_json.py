@@ -8,13 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpipe._files import parse_json, read_file
-from jaxpipe._paths import local_path
+from jaxpipe._files import parse_json
+from jaxpipe._paths import any_path, read_any
+from jaxpipe._stores import StorePath
 from jaxpipe.errors import ConfigError, shown
 
 CONFIG = "config.json"
 
-Source = str | PathLike[str] | Mapping[str, Any]
+Source = str | PathLike[str] | StorePath | Mapping[str, Any]
 """A folder that has a `config.json`, that file, or its contents."""
 
 
@@ -26,15 +27,15 @@ def read_config_json(source: Source) -> Mapping[str, Any]:
     """
     if isinstance(source, Mapping):
         return source
-    if not isinstance(source, (str, PathLike)):
+    if not isinstance(source, (str, PathLike, StorePath)):
         raise ConfigError(
             "a model's config.json must be a folder, a file or a dictionary, but got "
             f"{shown(source)}. Name the folder that it is in."
         )
-    path = local_path(source, "a model's config.json")
-    path = path / CONFIG if path.is_dir() else path
+    path = any_path(source, "a model's config.json", ConfigError)
     try:
-        values = parse_json(read_file(path))
+        path = path / CONFIG if path.is_dir() else path
+        values = parse_json(read_any(path))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"a model's config.json must be readable, but got {path}: {error}. Name the folder "

@@ -2,13 +2,13 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpipe._stores import AnyPath
 from jaxpipe.errors import CheckpointError
 
 from ._rename import Match, Rename, check_theirs, first_of, match_renames
@@ -29,10 +29,10 @@ class RenamedFiles:
     """
 
     def __init__(
-        self, folder: Path, renames: Sequence[Rename], leaves: Mapping[str, jax.ShapeDtypeStruct]
+        self, folder: AnyPath, renames: Sequence[Rename], leaves: Mapping[str, jax.ShapeDtypeStruct]
     ) -> None:
         self._shapes = {path: leaf.shape for path, leaf in leaves.items()}
-        self._file_of: dict[str, Path] = {}
+        self._file_of: dict[str, AnyPath] = {}
         theirs: dict[str, Shape] = {}
         dtypes: dict[str, str] = {}
         for file, names in safetensors_files(folder).items():
@@ -49,7 +49,7 @@ class RenamedFiles:
     def leaves(self, paths: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:
         """Leaves by their paths."""
         with contextlib.ExitStack() as stack:
-            opened: dict[Path, Any] = {}
+            opened: dict[AnyPath, Any] = {}
             for path in paths:
                 match = self._match_of[path]
                 for name in (name for names in match.theirs for name in names):
@@ -70,7 +70,7 @@ class RenamedFiles:
 
 
 def _check_dtypes(
-    folder: Path,
+    folder: AnyPath,
     matches: Sequence[Match],
     leaves: Mapping[str, jax.ShapeDtypeStruct],
     dtypes: Mapping[str, str],

@@ -28,14 +28,15 @@ from jaxpipe._files import (
     open_to_append,
     open_to_change,
     parse_json,
-    read_file,
     sync,
     write_file,
 )
-from jaxpipe._paths import local_path, readable
+from jaxpipe._paths import any_path, read_any, readable
 from jaxpipe._stores import AnyPath, StorePath, staging_folder, upload
 from jaxpipe.errors import CheckpointError, shown
 from jaxpipe.layers import split_path, unflatten_dict
+
+from ._on_store import DTYPES, StoreTensors
 
 _SUFFIX = ".safetensors"
 _INDEX_SUFFIX = _SUFFIX + ".index.json"
@@ -43,21 +44,6 @@ _SHARD = re.compile(r"-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
 _PARAMS, _COLLECTIONS = "params/", "collections/"
 _DEEPEST = 100
 """Most parts of a path in a tree: what walks one calls itself for each."""
-_DTYPES = {
-    "bool": "BOOL",
-    "int8": "I8",
-    "int16": "I16",
-    "int32": "I32",
-    "int64": "I64",
-    "uint8": "U8",
-    "uint16": "U16",
-    "uint32": "U32",
-    "uint64": "U64",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float32": "F32",
-    "float64": "F64",
-}
 
 
 @dataclass(frozen=True)
@@ -121,7 +107,7 @@ def write_safetensors(
         CheckpointError: As `export_safetensors`.
     """
     for name, tensor in tensors.items():
-        if tensor.dtype.name not in _DTYPES:
+        if tensor.dtype.name not in DTYPES:
             raise CheckpointError(
                 f"{source} must hold dtypes that safetensors has, but got {name!r} of "
                 f"dtype={tensor.dtype.name}. Read it with load_params and convert it, or leave it "
@@ -202,13 +188,13 @@ def _write_to_store(
 
 
 def load_safetensors(
-    path: str | PathLike[str], part: Literal["params", "collections"] = "params"
+    path: str | PathLike[str] | StorePath, part: Literal["params", "collections"] = "params"
 ) -> dict[str, Any]:
     """Read what `export_safetensors` wrote, or files of that form from elsewhere.
 
     Args:
         path: A file, the index of shards, or a folder that holds one of these; of several the one
-            for `model`, as `transformers` chooses.
+            for `model`, as `transformers` chooses. On a file system or a store.
         part: `"params"`: the parameters, as `load_params` returns them. `"collections"`: what
             layers keep beside them, as `load_collections` does.
 
@@ -226,7 +212,7 @@ def load_safetensors(
             f"part must be 'params' or 'collections', but got part={part!r}. Write one of these."
         )
     found: dict[str, np.ndarray] = {}
-    for file, names in safetensors_files(local_path(path, "path", CheckpointError)).items():
+    for file, names in safetensors_files(any_path(path, "path")).items():
         wanted = [
             name for name in names if name.startswith(_COLLECTIONS) == (part == "collections")
         ]
@@ -307,7 +293,7 @@ def _lay_out(
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
         offsets[name], end = end, end + _num_bytes(tensor)
         header[name] = {
-            "dtype": _DTYPES[tensor.dtype.name],
+            "dtype": DTYPES[tensor.dtype.name],
             "shape": list(tensor.shape),
             "data_offsets": [offsets[name], end],
         }
@@ -408,7 +394,7 @@ def _dump_weight_map(files: Sequence[_File], tensors: Mapping[str, jax.ShapeDtyp
     return (json.dumps(content, indent=2) + "\n").encode()
 
 
-def _resolve(path: Path) -> Path:
+def _resolve(path: AnyPath) -> AnyPath:
     """The file or index that a path means."""
     if not path.is_dir():
         return path
@@ -429,7 +415,7 @@ def _resolve(path: Path) -> Path:
     return path / found[0]
 
 
-def safetensors_files(path: Path) -> dict[Path, list[str]]:
+def safetensors_files(path: AnyPath) -> dict[AnyPath, list[str]]:
     """The files that a path means, each with the names of its tensors.
 
     It is the path of a file, of the index of shards, or of a folder that holds one of these.
@@ -438,13 +424,13 @@ def safetensors_files(path: Path) -> dict[Path, list[str]]:
         return _files(_resolve(path))
 
 
-def _files(path: Path) -> dict[Path, list[str]]:
-    if path.suffix != ".json":
+def _files(path: AnyPath) -> dict[AnyPath, list[str]]:
+    if not path.name.endswith(".json"):
         with open_safetensors(path) as tensors:
             return {path: list(tensors.keys())}
     listed = _read_weight_map(path)
     homes: dict[str, str] = {}
-    found: dict[Path, list[str]] = {}
+    found: dict[AnyPath, list[str]] = {}
     for shard in dict.fromkeys(listed.values()):
         with open_safetensors(path.with_name(shard)) as tensors:
             found[path.with_name(shard)] = names = list(tensors.keys())
@@ -460,16 +446,16 @@ def _files(path: Path) -> dict[Path, list[str]]:
     return found
 
 
-def _disagreement(path: Path, text: str) -> CheckpointError:
+def _disagreement(path: AnyPath, text: str) -> CheckpointError:
     return CheckpointError(
         f"{path} must give each tensor the one shard that holds it, but got {text}. The files are "
         "not of one export: restore them, or export again."
     )
 
 
-def _read_weight_map(path: Path) -> dict[str, str]:
+def _read_weight_map(path: AnyPath) -> dict[str, str]:
     try:
-        found = parse_json(read_file(path))["weight_map"]
+        found = parse_json(read_any(path))["weight_map"]
         is_map = bool(found) and all(isinstance(shard, str) for shard in found.values())
     except OSError as error:
         raise CheckpointError(
@@ -494,7 +480,8 @@ def _read_weight_map(path: Path) -> dict[str, str]:
                 f"{path} must name safetensors files that lie beside it, but got "
                 f"weight_map[{name!r}]={shard!r}. Write its plain name, and put the file there."
             )
-        if not path.with_name(shard).is_file():
+        there = path.with_name(shard)
+        if there.is_dir() or not there.exists():
             raise CheckpointError(
                 f"{path} must name safetensors files that lie beside it, but got "
                 f"weight_map[{name!r}]={shard!r}, which is missing. Restore it, or export again."
@@ -503,9 +490,12 @@ def _read_weight_map(path: Path) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def open_safetensors(path: Path) -> Generator[Any]:
+def open_safetensors(path: AnyPath) -> Generator[Any]:
     """Open a file; what fails in it is a CheckpointError."""
     try:
+        if isinstance(path, StorePath):
+            yield StoreTensors(path)
+            return
         check_is_file(path)
         with safe_open(str(path), framework="numpy") as tensors:
             yield tensors

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from _covering import slow_after, soak_after
+from _disk_store import DiskStore
 from safetensors.numpy import save_file
 
 import jaxpipe
@@ -84,6 +85,17 @@ def test_it_has_the_values_of_the_file(topology: str, *, tied: bool, tmp_path: P
     save_file(tensors_of(config), tmp_path / "model.safetensors")
     engine = make_engine(config, topology)
     engine.load_huggingface(tmp_path, llama_names(config))
+    assert_loaded(engine, params_of(config))
+
+
+def test_it_reads_from_a_store(tmp_path: Path) -> None:
+    config = config_of(tied=True)
+    save_file(tensors_of(config), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config.to_huggingface(64)))
+    folder = f"{DiskStore.protocol}://{tmp_path}"
+    assert LlamaConfig.from_huggingface(folder) == config
+    engine = make_engine(config)
+    engine.load_huggingface(folder, llama_names(config))
     assert_loaded(engine, params_of(config))
 
 

@@ -10,6 +10,7 @@ import functools
 import itertools
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from typing import Any
 
 import fsspec
 import jax
+import numpy as np
 import pytest
 from _covering import slow_after
 from _disk_store import DiskStore
@@ -51,8 +53,11 @@ from jaxpipe.checkpoint.__main__ import main
 from jaxpipe.checkpoint._lock import DirectoryLock, _new_owner, _Owner
 from jaxpipe.checkpoint._reports import collect, remove_reports, report, still_writing
 from jaxpipe.checkpoint._staging import _array_of, _joined, _Range
+from jaxpipe.config import CSVMonitorSection
 from jaxpipe.errors import CheckpointError
 from jaxpipe.layers import flatten_dict
+from jaxpipe.monitor import Event
+from jaxpipe.monitor._csv import CSVMonitor
 
 SCRIPT = Path(__file__).parent / "_save_to_store.py"
 NUMBERS = itertools.count()
@@ -186,6 +191,22 @@ def test_files_of_the_temporary_directory_go(
     save(memory)
     small().engine.load_checkpoint(memory)
     assert [path.name for path in tmp_path.iterdir()] == ["jaxpipe-staging-notes"]
+
+
+def test_a_load_says_that_the_temporary_directory_is_full(memory: str) -> None:
+    run = make_run(4096)
+    run.engine.save_checkpoint(memory)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
+    try:
+        with pytest.raises(
+            CheckpointError,
+            match=r"must be readable, but got File too large in the temporary .*TMPDIR",
+        ):
+            run.engine.load_checkpoint(memory)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    run.engine.load_checkpoint(memory)
 
 
 def test_exports(memory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -716,44 +737,83 @@ def run_again(url: str, name: str) -> tuple[str, list[str]]:
     return name, done.stdout.splitlines()
 
 
-# A server that speaks S3.
+# Servers that speak the protocols of Amazon and Google.
 
 
-@pytest.fixture(scope="module")
-def s3() -> Iterator[Any]:
+@contextlib.contextmanager
+def s3() -> Iterator[None]:
     pytest.importorskip("s3fs")
     server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
+    variables = {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "somebody",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {
-            "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-            "AWS_ACCESS_KEY_ID": "somebody",
-            "AWS_SECRET_ACCESS_KEY": "secret",
-            "AWS_DEFAULT_REGION": "us-east-1",
-        }.items():
+        for name, value in variables.items():
             patch.setenv(name, value)
-        fsspec.filesystem("s3", use_listings_cache=False).mkdir("bucket")
-        yield server
+        yield
     server.stop()
 
 
+@contextlib.contextmanager
+def gs() -> Iterator[None]:
+    server = pytest.importorskip("gcp_storage_emulator.server").create_server(
+        "localhost", 0, in_memory=True
+    )
+    server.start()
+    port = server._api._httpd.server_address[1]
+    variables = {
+        "STORAGE_EMULATOR_HOST": f"http://localhost:{port}",
+        "GOOGLE_CLOUD_PROJECT": "project",
+        # Else it asks Google itself, and not the emulator, which kind of bucket it is.
+        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        pytest.importorskip("gcsfs")
+        yield
+    server.stop()
+
+
+@pytest.fixture(params=[s3, gs], ids=lambda start: start.__name__)
+def server(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The protocol of a store that has a bucket named `bucket`."""
+    with request.param():
+        protocol = request.param.__name__
+        fsspec.filesystem(protocol, use_listings_cache=False).mkdir("bucket")
+        yield protocol
+
+
 @pytest.mark.slow
-def test_s3(s3: Any, tmp_path: Path) -> None:
+def test_servers(server: str, tmp_path: Path) -> None:
+    bucket = f"{server}://bucket"
     run = make_run(4096, checkpoint={"keep_last": 2})
     for step in range(4):
-        run.engine.save_checkpoint("s3://bucket/run", client_state={"step": step})
+        run.engine.save_checkpoint(f"{bucket}/run", client_state={"step": step})
         wanted = run.held()
         run.train(1)
-    assert run.engine.load_checkpoint("s3://bucket/run")[1] == {"step": 3}
+    assert run.engine.load_checkpoint(f"{bucket}/run")[1] == {"step": 3}
     assert_holds(run, wanted)
-    assert list(committed_tags("s3://bucket/run")) == ["global_step2", "global_step3"]
-    assert len(names_of_data("s3://bucket/run")) == 2
-    assert verify_checkpoint("s3://bucket/run").num_bytes > 0
-    driver = fsspec.filesystem("s3", use_listings_cache=False)
+    assert list(committed_tags(f"{bucket}/run")) == ["global_step2", "global_step3"]
+    assert len(names_of_data(f"{bucket}/run")) == 2
+    assert verify_checkpoint(f"{bucket}/run").num_bytes > 0
+    driver = fsspec.filesystem(server, use_listings_cache=False)
     driver.get("bucket/run", str(tmp_path / "run"), recursive=True)
-    assert leaves_of(tmp_path / "run") == leaves_of("s3://bucket/run")
-    checkpoint.export_safetensors("s3://bucket/run", "s3://bucket/out/model.safetensors")
+    assert leaves_of(tmp_path / "run") == leaves_of(f"{bucket}/run")
+    checkpoint.export_safetensors(f"{bucket}/run", f"{bucket}/out/model.safetensors")
     assert driver.ls("bucket/out", detail=False) == ["bucket/out/model.safetensors"]
-    with pytest.raises(CheckpointError, match=r"bucket does not exist .*\. Check the bucket, its"):
-        run.engine.save_checkpoint("s3://nothing/run")
+    found = checkpoint.load_safetensors(f"{bucket}/out")
+    jax.tree.map(np.testing.assert_array_equal, found, checkpoint.load_params(f"{bucket}/run"))
+    monitor = CSVMonitor(CSVMonitorSection(True, f"{bucket}/logs", "job"))
+    monitor([Event("a", 0.5, 8)])
+    monitor.close()
+    assert driver.cat_file("bucket/logs/job/a.csv").split() == [b"step,a", b"8,0.5"]
+    with pytest.raises(
+        CheckpointError, match=r"gs://nothing|bucket does not exist .*Check the bucket, its"
+    ):
+        run.engine.save_checkpoint(f"{server}://nothing/run")

@@ -1,13 +1,16 @@
 """Events reach monitors in order, and no monitor costs anybody else anything."""
 
 import logging
+import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from _disk_store import DiskStore
 
 from jaxpipe.config import CSVMonitorSection
 from jaxpipe.monitor import Event, MonitorLog
@@ -118,3 +121,64 @@ for step in range(3):
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert (done.stdout.split(), done.stderr) == (["0.0", "1.0", "2.0", "closed"], "")
+
+
+def test_a_store_has_what_was_flushed_and_a_run_that_goes_on_appends(tmp_path: Path) -> None:
+    section = CSVMonitorSection(True, f"{DiskStore.protocol}://{tmp_path}/runs", "job")
+    file = tmp_path / "runs" / "job" / "a.csv"
+    for begin, wanted in ((0, ["step,a", "0,0.0"]), (1, ["step,a", "0,0.0", "1,0.0", "2,0.0"])):
+        log = MonitorLog([CSVMonitor(section)])
+        log.put(lambda begin=begin: [Event("a", 0.0, begin)])
+        assert not file.exists() or file.read_text().split() == wanted[: begin + 1]
+        log.flush()
+        assert file.read_text().split() == wanted[: begin + 2]
+        if begin:
+            log.put(lambda: [Event("a", 0.0, 2)])
+            with DiskStore.hooked(None):
+                del log
+                while file.read_text().split() != wanted:
+                    time.sleep(0.01)
+                assert [name for name, _ in DiskStore.calls if name == "put"] == ["put"]
+
+
+@pytest.mark.parametrize("job", ["", "/sub"])
+def test_a_store_has_everything_when_the_program_ends(tmp_path: Path, job: str) -> None:
+    program = f"""
+from _disk_store import DiskStore
+from jaxpipe.config import CSVMonitorSection, TensorBoardSection
+from jaxpipe.monitor import Event, MonitorLog
+from jaxpipe.monitor._csv import CSVMonitor
+from jaxpipe.monitor._tensorboard import TensorBoardMonitor
+url = "disk://{tmp_path}/runs{job}"
+log = MonitorLog([
+    CSVMonitor(CSVMonitorSection(True, url, "job")),
+    TensorBoardMonitor(TensorBoardSection(True, url, "board")),
+])
+for step in range(3):
+    log.put(lambda step=step: [Event("a", float(step), step)])
+"""
+    tests = Path(__file__).parents[1]
+    subprocess.run(
+        [sys.executable, "-c", program],
+        check=True,
+        env={**os.environ, "PYTHONPATH": f"{tests.parent}:{tests}", "TMPDIR": str(tmp_path)},
+    )
+    runs = Path(f"{tmp_path}/runs{job}")
+    assert (runs / "job" / "a.csv").read_text().split() == ["step,a", "0,0.0", "1,1.0", "2,2.0"]
+    assert [path.name[:8] for path in (runs / "board").iterdir()] == ["events.o"]
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+
+
+def test_a_store_that_fails_ends_its_monitor_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(number: int, name: str, path: str, is_done: bool) -> None:
+        raise ConnectionError("no route")
+
+    log = MonitorLog([CSVMonitor(CSVMonitorSection(True, f"disk://{tmp_path}", "job"))])
+    log.put(lambda: [Event("a", 0.0, 0)])
+    with DiskStore.hooked(fails), caplog.at_level(logging.WARNING, "jaxpipe"):
+        log.flush()
+    (record,) = caplog.records
+    assert "CSVMonitor failed and is switched off, training goes on: StoreError" in record.message
+    assert log.is_empty

@@ -1,0 +1,100 @@
+"""Safetensors files on a store: their tensors are fetched by ranges of bytes."""
+
+import json
+import struct
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpipe._stores import StorePath, read_range
+
+DTYPES = {
+    "bool": "BOOL",
+    "int8": "I8",
+    "int16": "I16",
+    "int32": "I32",
+    "int64": "I64",
+    "uint8": "U8",
+    "uint16": "U16",
+    "uint32": "U32",
+    "uint64": "U64",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+}
+"""What safetensors calls the dtypes of numpy."""
+_NAMES = {theirs: ours for ours, theirs in DTYPES.items()}
+_LONGEST_HEADER = 100_000_000
+"""Bytes, as the library has it."""
+
+
+class StoreTensors:
+    """A file with the methods of the library's `safe_open`.
+
+    Args:
+        path: The object.
+
+    Raises:
+        OSError: It is not there, or the store does not answer.
+        ValueError: It is no safetensors file.
+    """
+
+    def __init__(self, path: StorePath) -> None:
+        size = path.size()
+        (length,) = struct.unpack("<Q", path.read_bytes(0, 8).ljust(8, b"\xff"))
+        begin = 8 + length
+        if begin > size or length > _LONGEST_HEADER:
+            raise ValueError(f"a header of {length} bytes in a file of {size}")
+        header = json.loads(path.read_bytes(8, begin))
+        header.pop("__metadata__", None)
+        self._tensors: dict[str, _Tensor] = {}
+        end = begin
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            start, stop = (begin + offset for offset in entry["data_offsets"])
+            if start != end:
+                raise ValueError(f"the bytes of {name!r} begin at {start} and not at {end}")
+            self._tensors[name] = _Tensor(path, entry["dtype"], entry["shape"], start, stop)
+            end = stop
+        if end != size:
+            raise ValueError(f"tensors up to byte {end} in a file of {size} bytes")
+
+    def keys(self) -> list[str]:
+        """Names of the tensors."""
+        return list(self._tensors)
+
+    def get_tensor(self, name: str) -> np.ndarray:
+        """A tensor."""
+        return self.get_slice(name)[...]
+
+    def get_slice(self, name: str) -> "_Tensor":
+        """A tensor that is fetched when it is first indexed."""
+        return replace(self._tensors[name])
+
+
+@dataclass
+class _Tensor:
+    path: StorePath
+    dtype: str
+    shape: list[int]
+    start: int
+    stop: int
+
+    def get_shape(self) -> list[int]:
+        return self.shape
+
+    def get_dtype(self) -> str:
+        return self.dtype
+
+    def __getitem__(self, at: Any, /) -> np.ndarray:
+        return self._fetched[at]
+
+    @cached_property
+    def _fetched(self) -> np.ndarray:
+        if self.dtype not in _NAMES:
+            raise ValueError(f"the dtype {self.dtype} is none of numpy's")
+        content = read_range(self.path, self.start, self.stop)
+        return np.frombuffer(content, jnp.dtype(_NAMES[self.dtype])).reshape(self.shape)
