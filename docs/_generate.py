@@ -1,17 +1,19 @@
-"""What is written when the documentation is built.
-
-The schedules, docstrings' markup.
-"""
+"""What is written when the documentation is built: schedules, a plan, docstrings' markup."""
 
 import inspect
 import re
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 from docutils.nodes import Element
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 
+from jaxpipe import PipelineModule, plan
+from jaxpipe.losses import cross_entropy
+from jaxpipe.models import LlamaConfig, llama
 from jaxpipe.schedules import draw, lower_schedule, makespan, schedule_names
 
 
@@ -48,6 +50,34 @@ def write_schedules(folder: Path, num_microbatches: int = 8, num_stages: int = 4
         parts += [f"({name})=", f"## {name}", "", _markdown(text), ""]
         parts += [f"![{picture.title}](_build/{name}.svg)", ""]
     (folder / "schedules.md").write_text("\n".join([*rows, "", *parts]) + "\n", encoding="utf-8")
+
+
+def write_plan(folder: Path) -> None:
+    """Write `plan.html`, the page of a plan of Llama 3 8B on eight H200s.
+
+    Args:
+        folder: Where to.
+    """
+    folder.mkdir(exist_ok=True, parents=True)
+    sizes = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+    )
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 32,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}},
+    }
+    model = PipelineModule(llama(sizes), num_stages=4, loss_fn=cross_entropy)
+    tokens = jax.ShapeDtypeStruct((1, 4096), jnp.int32)
+    schedules = ["1f1b", "interleaved", "zero-bubble"]
+    found = plan(model, config, (tokens, tokens), "h200:8", schedules=schedules, alternatives=False)
+    found.to_html(folder / "plan.html")
 
 
 def mark_code(

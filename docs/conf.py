@@ -7,6 +7,9 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import _generate  # noqa: E402
+import _messages  # noqa: E402
+import _pictures  # noqa: E402
+import _prose  # noqa: E402
 from sphinx.application import Sphinx  # noqa: E402
 
 import jaxpipe  # noqa: E402
@@ -26,6 +29,7 @@ html_theme_options = {"navbar_persistent": [], "use_download_button": False, "sh
 html_context = {"default_mode": "auto"}
 html_favicon = "_static/favicon.svg"
 html_static_path = ["_static"]
+html_extra_path = ["_build/whole_pages"]
 html_css_files = ["jaxpipe.css"]
 
 # Notebooks are run when the site is built. The blocks of other pages are not:
@@ -51,10 +55,14 @@ napoleon_use_ivar = True
 napoleon_attr_annotations = False
 
 _generate.write_schedules(HERE / "_build")
+_pictures.write_pictures(HERE / "_build")
+_generate.write_plan(HERE / "_build" / "whole_pages")
 
 
 def setup(app: Sphinx) -> None:
-    """Connect what is done to docstrings and signatures."""
+    """Connect what is done to pages, docstrings and signatures."""
+    app.connect("source-read", _prose.check_prose)
+    app.connect("source-read", _messages.show_messages)
     app.connect("autodoc-process-docstring", _generate.mark_code, priority=100)
     app.connect("autodoc-process-signature", _generate.hide_arguments)
     app.connect("missing-reference", _generate.find_in_package)

@@ -1,43 +1,37 @@
 """The messages that the page on troubleshooting quotes are those of the code."""
 
-import ast
-import re
-from collections.abc import Iterator
+import sys
 from pathlib import Path
 
 import pytest
 
-import jaxpipe
-
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "docs"))
+import _messages  # noqa: E402
+
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
-ENTRIES = re.findall(r"^(`+)(.+?)\1(?: \((\w+)\))?\n: ", PAGE, re.MULTILINE)
-OWN = [quoted for _, quoted, owner in ENTRIES if not owner]
+ENTRIES = _messages.ENTRY.findall(PAGE)
 OTHERS = {"JAX", "XLA", "Gloo", "pip"}
 
 
-def literals(tree: ast.AST) -> Iterator[str]:
-    """The parts of strings that stand in the code, of adjacent ones as one; without docstrings."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            continue
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield node.value
-        yield from literals(node)
-
-
-@pytest.fixture(scope="module")
-def package() -> list[str]:
-    files = sorted(Path(jaxpipe.__file__).parent.rglob("*.py"))
-    return [
-        text for path in files for text in literals(ast.parse(path.read_text(encoding="utf-8")))
-    ]
-
-
-@pytest.mark.parametrize("quoted", OWN)
-def test_a_quoted_message_is_in_the_package(quoted: str, package: list[str]) -> None:
+@pytest.mark.parametrize("quoted", [quoted for _, quoted, owner in ENTRIES if not owner])
+def test_a_quoted_message_is_in_the_package(quoted: str) -> None:
     assert len(quoted) >= 12
-    assert any(quoted in text for text in package)
+    assert any(quoted in text for text in _messages.messages())
+
+
+def test_the_site_shows_whole_messages() -> None:
+    source = ["`Did you mean another `\n: Nothing.\n\n`so JAX says` (JAX)\n: x\n"]
+    with pytest.raises(ValueError, match="no message of the package has 'Did you mean another '"):
+        _messages.show_messages(None, "troubleshooting", source)
+    source = ["`must lie on a file system of this machine`\n: x\n\n`so JAX says` (JAX)\n: x\n"]
+    _messages.show_messages(None, "index", source)
+    assert source[0].startswith("`must lie")
+    _messages.show_messages(None, "troubleshooting", source)
+    assert source[0].startswith(
+        "`` … must lie on a file system of this machine, but got …=…, and …:// is none."
+    )
+    assert source[0].endswith("``\n: x\n\n`so JAX says` (JAX)\n: x\n")
 
 
 def test_every_entry_is_read() -> None:
