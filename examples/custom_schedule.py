@@ -1,10 +1,10 @@
-"""Write a pipeline schedule of one's own, have it proved sound, and train with it.
+"""Write your own pipeline schedule, have it checked, and train with it.
 
     python examples/custom_schedule.py
 
-A schedule says what each stage does in each step, and nothing of devices or arrays. This one runs
-all forwards of the batch first, as GPipe does, and then the backwards last in, first out: the last
-stage turns round on the microbatch it has just finished, whose activations are the youngest.
+A schedule defines what each stage does in each step. It knows nothing about devices or arrays. This
+one runs all forwards of the batch first, as GPipe does, and then the backwards in last-in-first-out
+order: the last stage starts its backwards with the microbatch that it has just finished.
 """
 
 import argparse
@@ -26,43 +26,44 @@ NUM_STAGES, NUM_MICROBATCHES, NUM_STEPS = 3, 4, 5
 class LastInFirstOut(schedules.TimetableSchedule):
     """All forwards, then all backwards from the last microbatch to the first.
 
-    A timetable says what runs when: (chunk, microbatch), where a stage with one chunk has chunk 0
-    and a microbatch that does not exist means that the stage idles. Loads, exchanges, buffers and
-    the optimiser step follow from it. One that needs more says every instruction itself:
-    `schedules.PipeSchedule`.
+    A timetable names the chunk and the microbatch that a stage runs in each step. A stage with one
+    chunk has chunk 0, and a microbatch that does not exist means that the stage is idle. Loads,
+    exchanges, buffers and the optimiser step are derived from the timetable. A schedule that needs
+    more control subclasses `schedules.PipeSchedule` and gives every instruction itself.
     """
 
     hop = 1
-    """Steps from a backward on one stage to the same on the stage before."""
+    """Steps between a microbatch's backward on one stage and on the stage before."""
 
     def num_steps(self) -> int:
-        """Give the number of steps: `M + S - 1` for the forwards, as many for the backwards."""
+        """Return the number of steps: `M + S - 1` for forwards and as many for backwards."""
         return 2 * (self.micro_batches + self.stages - 1)
 
     def forward_at(self, step: int) -> tuple[int, int]:
-        """Give the forward of a step: stage s runs that of microbatch m at step `m + s`."""
+        """Return the forward of a step: stage s runs microbatch m at step `m + s`."""
         return 0, step - self.stage_id
 
     def backward_at(self, step: int) -> tuple[int, int]:
-        """Give the backward of a step.
+        """Return the backward of a step.
 
-        The last stage starts at `M + S - 1`, with the last microbatch.
+        The last stage starts at step `M + S - 1` with the last microbatch.
         """
         start = self.num_steps() // 2 + self.hop * (self.stages - 1 - self.stage_id)
         return 0, self.micro_batches - 1 - (step - start)
 
 
 class Impatient(LastInFirstOut):
-    """A mistake.
+    """A schedule with a mistake, which the checker finds.
 
-    Every stage runs its backwards when the last stage does, without waiting for the gradients.
+    Every stage runs its backwards at the same time as the last stage, before the gradients have
+    arrived.
     """
 
     hop = 0
 
 
 def train(schedule: str | type[schedules.PipeSchedule], num_steps: int) -> list[float]:
-    """Losses of some steps of a small model under a schedule."""
+    """Train a small model with a schedule and return the losses of its steps."""
     layers = [jaxpipe.LayerSpec(nn.Dense, 16), jnp.tanh, jaxpipe.LayerSpec(nn.Dense, 16), jnp.tanh]
     model = jaxpipe.PipelineModule(
         [*layers, jaxpipe.LayerSpec(nn.Dense, 1)],
@@ -84,7 +85,7 @@ def train(schedule: str | type[schedules.PipeSchedule], num_steps: int) -> list[
 
 
 def main() -> None:
-    """Print the grid, the checker's verdicts and the losses."""
+    """Print the schedule's grid, the checker's verdicts and the losses."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

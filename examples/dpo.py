@@ -3,11 +3,17 @@
     python examples/dpo.py
     python examples/dpo.py --whole
 
-Each sample holds a prompt with a good answer and the same prompt with a bad one, packed side by
-side: `segment_ids` keeps the two apart. The reference of DPO is the model as it was. Adapters alone
-are trained, so the reference is the same model without them, `params="base"`; with `--whole` all is
-trained, and the reference is a second engine without an optimizer. Its log-probabilities come to
-the loss as labels. An average of the trained parameters is evaluated on pairs that were held out.
+Each sample packs two texts into one sequence: a prompt with a good answer, and the same prompt with
+a bad answer. `segment_ids` separates the two. DPO compares the trained model with a reference, the
+model before training:
+
+- by default only adapters are trained, so the reference is the same model without its adapters,
+  `params="base"`;
+- with `--whole` all parameters are trained, and the reference is a second engine without an
+  optimiser.
+
+The reference's log-probabilities are passed to the loss as labels. At the end the script evaluates
+the trained parameters and their moving average on held-out pairs.
 
 Without an accelerator the stages and replicas run on simulated CPU devices.
 """
@@ -41,11 +47,16 @@ Pairs = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 def make_pairs(count: int, seed: int) -> Pairs:
-    """Prompts with two answers: of tokens from the lower half, and from the upper half.
+    """Make prompts with two answers each.
 
-    Returns tokens, the tokens that follow them, the text of each position (0: with the good answer,
-    1: with the bad one), and the same where the next token belongs to an answer, else -1: each
-    `int32[count, 2 * (PROMPT + ANSWER - 1)]`.
+    The good answer has tokens from the lower half of the vocabulary, the bad one from the upper
+    half.
+
+    Returns:
+        Four arrays, each `int32[count, 2 * (PROMPT + ANSWER - 1)]`: the tokens; the token that
+        follows each of them; the text of each position, 0 for the one with the good answer and 1
+        for the one with the bad answer; and the same text number where the next token belongs to
+        an answer, -1 elsewhere.
     """
     rng, half = np.random.default_rng(seed), MODEL.vocab_size // 2
     prompts = np.repeat(rng.integers(0, 2 * half, (count, 1, PROMPT)), 2, axis=1)
@@ -62,7 +73,10 @@ def make_pairs(count: int, seed: int) -> Pairs:
 
 
 def dpo_loss(logits: Any, labels: Any) -> tuple[jax.Array, float, dict[str, jax.Array]]:
-    """Rafailov et al. (2023), equation 7, summed over pairs; and how often the good answer wins."""
+    """Sum the DPO loss over pairs (Rafailov et al., 2023, equation 7).
+
+    Also measures how often the good answer wins, and by how much.
+    """
     following, answer_of, reference = labels
     gained = log_probs(logits, following, answer_of, 2) - reference
     margins = BETA * (gained[:, 0] - gained[:, 1])
@@ -75,7 +89,7 @@ def dpo_loss(logits: Any, labels: Any) -> tuple[jax.Array, float, dict[str, jax.
 
 
 def make_engine(args: argparse.Namespace, *, trains: bool = True) -> jaxpipe.PipelineEngine:
-    """The model to train, or the reference, on the same devices."""
+    """Make the engine that trains, or the one of the reference on the same devices."""
     layers = llama(MODEL)
     if trains and not args.whole:
         layers = lora(layers, 4, 8.0, TARGETS)
@@ -98,7 +112,7 @@ def make_engine(args: argparse.Namespace, *, trains: bool = True) -> jaxpipe.Pip
 
 
 def example(replicas: int) -> tuple[Any, Any, Any]:
-    """Shapes of an entry."""
+    """Return the shapes and dtypes of an entry."""
     length = 2 * (PROMPT + ANSWER - 1)
     ids = jax.ShapeDtypeStruct((SAMPLES * replicas, length), jnp.int32)
     reference = jax.ShapeDtypeStruct((SAMPLES * replicas, 2), jnp.float32)
@@ -106,7 +120,7 @@ def example(replicas: int) -> tuple[Any, Any, Any]:
 
 
 def with_reference(engine: jaxpipe.PipelineEngine, pairs: Pairs, params: str | None) -> Any:
-    """A batch of pairs as the loss takes it, with the reference's log-probabilities."""
+    """Make a batch for the loss: the pairs and the reference's log-probabilities."""
     tokens, following, text_of, answer_of = pairs
     reference = engine.log_probs(
         tokens,
@@ -120,13 +134,13 @@ def with_reference(engine: jaxpipe.PipelineEngine, pairs: Pairs, params: str | N
 
 
 def entries(batch: Any, size: int) -> Iterator[Any]:
-    """Microbatches of a batch."""
+    """Yield the microbatches of a batch."""
     for start in range(0, len(batch[0]), size):
         yield jax.tree.map(lambda x, at=start: x[at : at + size], batch)
 
 
 def main() -> None:
-    """Train, and evaluate what was held out."""
+    """Train, then evaluate on held-out pairs."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -136,7 +150,7 @@ def main() -> None:
     parser.add_argument("--whole", action="store_true", help="train all parameters, not adapters")
     parser.add_argument("--rate", type=float, default=1e-2, help="learning rate")
     args = parser.parse_args()
-    # Used where there is no accelerator.
+    # Takes effect only without an accelerator.
     jax.config.update("jax_num_cpu_devices", args.stages * args.replicas)
 
     engine, params = make_engine(args), None if args.whole else "base"

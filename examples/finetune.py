@@ -1,12 +1,13 @@
-"""Fine-tune a Llama in Hugging Face's files through a pipeline of stages: whole, or adapters alone.
+r"""Fine-tune a Llama from Hugging Face through a pipeline of stages, whole or with LoRA adapters.
 
-    python examples/finetune.py --out small python examples/finetune.py --model SmolLM2-135M --text
-    book.txt --length 512 --rate 3e-4 --out tuned
+    python examples/finetune.py --out small
+    python examples/finetune.py --model SmolLM2-135M --text book.txt --length 512 \
+        --rate 3e-4 --out tuned
 
 `--model` is a folder with config.json, safetensors files and tokenizer.json: any Llama, Mistral,
-Qwen or SmolLM. Without it a small one with random weights is made, and a tokenizer of the text.
-Without an accelerator the stages and replicas run on simulated CPU devices. What is written to
-`--out` opens in `transformers`.
+Qwen or SmolLM. Without `--model` the script makes a small model with random weights and trains a
+tokenizer on the text. Without an accelerator the stages and replicas run on simulated CPU devices.
+`transformers` can load the folder written to `--out`.
 """
 
 import argparse
@@ -70,12 +71,12 @@ def settings() -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=3e-3, help="learning rate")
     args = parser.parse_args()
     if args.rank is None:
-        args.rank = 8 if args.model else 0  # random weights leave adapters little to adapt
+        args.rank = 8 if args.model else 0  # adapters on random weights learn little
     return args
 
 
 def make_small(folder: Path, text: str) -> None:
-    """Write a small model with random weights, and a tokenizer of byte pairs."""
+    """Write a small model with random weights, and a byte-pair tokenizer trained on the text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -105,7 +106,7 @@ def live(engine: jaxpipe.PipelineEngine, tokenizer: Any, count: int = 24) -> str
 def complete(module: jaxpipe.PipelineModule, params: Any, tokenizer: Any, count: int = 24) -> str:
     """Continue the prompt with the likeliest tokens, on one device."""
     tokens = tokenizer.encode(PROMPT).ids
-    padded = np.zeros((1, len(tokens) + count), np.int32)  # what follows is masked by the attention
+    padded = np.zeros((1, len(tokens) + count), np.int32)  # causal attention masks the padding
     padded[0, : len(tokens)] = tokens
     logits_of = jax.jit(lambda x: module.apply(params, x))
     for end in range(len(tokens), padded.shape[1]):
@@ -114,9 +115,9 @@ def complete(module: jaxpipe.PipelineModule, params: Any, tokenizer: Any, count:
 
 
 def batches(ids: np.ndarray, rows: int, length: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Entries for `train_batch`.
+    """Yield entries for `train_batch` without end.
 
-    Tokens and the tokens that follow them, from random places of the text.
+    An entry holds windows from random positions of the text, and the token that follows each token.
     """
     rng = np.random.default_rng(0)
     while True:
@@ -126,11 +127,11 @@ def batches(ids: np.ndarray, rows: int, length: int) -> Iterator[tuple[np.ndarra
 
 
 def main() -> None:
-    """Read, train, write."""
+    """Load the model, train it, save it, and load the saved files again."""
     args = settings()
     if args.out.exists():
         raise SystemExit(f"--out={args.out} exists; name a folder that does not.")
-    # Used where there is no accelerator.
+    # Takes effect only without an accelerator.
     jax.config.update("jax_num_cpu_devices", args.stages * args.replicas)
     text = args.text.read_text() if args.text else "\n\n".join(topics.topics.values())
     folder = args.model or args.out / "base"
@@ -159,7 +160,7 @@ def main() -> None:
             "gradient_accumulation_steps": 8,
         },
     )
-    engine.load_huggingface(folder, llama_names(config))  # adapters stay as they were drawn
+    engine.load_huggingface(folder, llama_names(config))  # adapters keep their initial values
     print("before:", live(engine, tokenizer))
     data = batches(ids, 4 * args.replicas, args.length)
     for step in range(args.steps):

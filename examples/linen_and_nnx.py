@@ -1,12 +1,13 @@
-"""All kinds of layers in one pipeline.
+"""Mix all kinds of layers in one pipeline.
 
-Linen and NNX modules, a function, tied layers, and a mask that rides along.
+The model combines Linen and NNX modules, a plain function and tied layers, and passes a mask
+through all stages.
 
     python examples/linen_and_nnx.py
 
-The model fills gaps: sequences count upwards from a random start, some of their numbers are hidden,
-and the loss looks at those alone. Which are hidden is an integer mask. It travels beside the
-activations through all stages, so every layer takes and returns a pair.
+The model fills gaps. Sequences count upwards from a random start, some of their numbers are hidden,
+and the loss counts only the hidden ones. An integer mask marks them. The stages exchange the mask
+together with the activations, so every layer takes and returns a pair.
 """
 
 import argparse
@@ -28,12 +29,12 @@ NUM_STEPS, VOCAB_SIZE, LENGTH, DIM = 60, 32, 12, 32
 Pair = tuple[jax.Array, jax.Array]
 """Activations `[batch, LENGTH, DIM]` and the mask int32 `[batch, LENGTH]`.
 
-The mask is 1 where a number is hidden.
+The mask is 1 where a number is hidden, 0 elsewhere.
 """
 
 
 class Attention(nn.Module):
-    """A Linen module: attention to what is not hidden."""
+    """A Linen module: attention to the positions that are not hidden."""
 
     heads: int
 
@@ -48,7 +49,7 @@ class Attention(nn.Module):
 
 
 class Feedforward(nnx.Module):
-    """An NNX module: two linear layers and dropout. The pipeline gives it `rngs`."""
+    """An NNX module: two linear layers and dropout. The pipeline passes it `rngs`."""
 
     def __init__(self, dim: int, *, rngs: nnx.Rngs) -> None:
         self.norm = nnx.LayerNorm(dim, rngs=rngs)
@@ -57,13 +58,13 @@ class Feedforward(nnx.Module):
         self.narrow = nnx.Linear(4 * dim, dim, rngs=rngs)
 
     def __call__(self, pair: Pair) -> Pair:
-        """Compute."""
+        """Apply norm, linear layers and dropout, and add the residual."""
         x, hidden = pair
         return x + self.narrow(self.dropout(nnx.gelu(self.widen(self.norm(x))))), hidden
 
 
 def embed(table: nn.Embed, pair: Pair) -> Pair:
-    """First use of the tied table: numbers to vectors, zero for what is hidden."""
+    """First use of the tied table: numbers to vectors, zero where they are hidden."""
     numbers, hidden = pair
     return table(numbers) * (1 - hidden)[..., None], hidden
 
@@ -80,14 +81,14 @@ def normalize(pair: Pair) -> Pair:
 
 
 def loss_fn(outputs: Pair, numbers: jax.Array) -> jax.Array:
-    """Mean loss of the hidden numbers."""
+    """Mean loss over the hidden numbers."""
     logits, hidden = outputs
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, numbers)
     return jnp.sum(losses * hidden) / jnp.maximum(jnp.sum(hidden), 1)
 
 
 def batches() -> Iterator[tuple[tuple[np.ndarray, np.ndarray], np.ndarray]]:
-    """Entries `((numbers, mask), labels)` without end."""
+    """Yield entries `((numbers, mask), labels)` without end."""
     rng = np.random.default_rng(0)
     while True:
         numbers = (
@@ -99,7 +100,7 @@ def batches() -> Iterator[tuple[tuple[np.ndarray, np.ndarray], np.ndarray]]:
 
 
 def main() -> None:
-    """Train, and print losses and parameters."""
+    """Train, then print the parameters and one filled sequence."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""A small regression on 4 pipeline stages of simulated devices.
+"""Train a small regression on 4 pipeline stages of simulated devices.
 
 python examples/minimal.py
 """

@@ -1,23 +1,23 @@
-"""Train a character-level GPT with mixtures of experts.
+"""Train a character-level GPT with mixture-of-experts layers.
 
-The experts of a layer are on different devices of its stage.
+The experts of a layer are divided over the devices of its stage.
 
     python examples/mixture_of_experts.py
 
-The mesh has the axes `stage`, `data` and `expert`. The last is named in the topology and means what
-the layers say of it, which is three things; XLA finds the exchanges:
+The mesh has the axes `stage`, `data` and `expert`. The topology names the axis `expert`, and the
+layers define how it is used. They shard three kinds of arrays over it, and XLA inserts the
+collectives:
 
-- the weights of experts, `[EXPERTS, ...]`, are sharded along their first dim: each device has some
-  of the experts;
-- the residual stream is sharded along the batch: of the other layers, each device does the work for
-  some sequences;
-- what goes to the experts and comes back, `[EXPERTS, batch, room, DIM]`, is sharded along its first
-  dim. Between the one sharding and the other, tokens move by an all-to-all.
+- The expert weights, `[EXPERTS, ...]`, are sharded along their first dim, so each device stores
+  some of the experts.
+- The residual stream is sharded along the batch, so each device computes the other layers for some
+  of the sequences.
+- The experts' inputs and outputs, `[EXPERTS, batch, room, DIM]`, are sharded along their first dim.
+  XLA switches between sharding by batch and by expert with an all-to-all.
 
-Each token goes to the two experts with the largest gates (Shazeer et al., 2017). An expert takes so
-many tokens of a sequence as it has room for, first choices before second ones, and the others pass
-it by; a loss that is added to the model's keeps experts equally busy (Lepikhin et al., 2021,
-GShard).
+Each token is sent to the two experts with the largest gates (Shazeer et al., 2017). Each expert has
+a fixed capacity per sequence. First choices are served before second ones, and tokens over capacity
+skip the expert. An auxiliary loss keeps the experts equally busy (Lepikhin et al., 2021, GShard).
 """
 
 import argparse
@@ -37,35 +37,36 @@ from jaxpipe.topology import ProcessTopology
 
 NUM_STAGES, NUM_REPLICAS, NUM_EXPERT = 2, 2, 2
 NUM_MICROBATCHES, MICROBATCH_SIZE, NUM_STEPS = 4, 8, 60
-# The vocabulary is the characters from ' ' on; others become the last one.
+# The vocabulary is ASCII from ' ' on. Other characters become '?'.
 VOCAB_SIZE, LENGTH, DIM, HEADS, BLOCKS = 96, 32, 64, 4, 4
-# Room over what equally busy experts need; weight of the loss that balances them.
+# ROOM is the capacity relative to that of equally busy experts; BALANCE weights the auxiliary loss.
 EXPERTS, CHOICES, ROOM, BALANCE = 4, 2, 1.25, 0.01
 
 NORMAL = nn.initializers.normal(0.02)
-LECUN = nn.initializers.lecun_normal(batch_axis=0)  # one expert's kernel at a time
+LECUN = nn.initializers.lecun_normal(batch_axis=0)  # fan-in of one expert's kernel
 
 
 def over_expert(x: jax.Array) -> jax.Array:
-    """The same array, sharded over `expert` along its first dim."""
+    """Shard an array over `expert` along its first dim."""
     return jax.lax.with_sharding_constraint(x, P("expert", *(None,) * (x.ndim - 1)))
 
 
 def route(gates: jax.Array, room: int) -> tuple[jax.Array, jax.Array]:
-    """Which token of a sequence takes which slot of which expert.
+    """Assign the tokens of a sequence to slots of experts.
 
     Args:
         gates: Probabilities `[batch, time, EXPERTS]`.
-        room: Slots of an expert for one sequence.
+        room: Slots that an expert has for one sequence.
 
     Returns:
-        What each token's output is multiplied with, `[batch, time, EXPERTS, room]`, zero where it
-        is not sent, and the share of choices for which there was no room.
+        The factor of each slot's output in the result of each token, `[batch, time, EXPERTS,
+        room]`, zero where the token does not use the slot, and the share of choices for which there
+        was no room.
     """
     best, chosen = jax.lax.top_k(gates, CHOICES)
     choices = jax.nn.one_hot(chosen, EXPERTS, dtype=jnp.int32)  # [batch, time, CHOICES, EXPERTS]
     batch, length, _, _ = choices.shape
-    # All first choices before all second ones.
+    # First choices queue before second ones.
     queue = choices.swapaxes(1, 2).reshape(batch, CHOICES * length, EXPERTS)
     turns = jnp.cumsum(queue, axis=1).reshape(batch, CHOICES, length, EXPERTS).swapaxes(1, 2)
     turn = jnp.sum(turns * choices, axis=-1) - 1  # [batch, time, CHOICES]
@@ -75,11 +76,11 @@ def route(gates: jax.Array, room: int) -> tuple[jax.Array, jax.Array]:
 
 
 class Experts(nn.Module):
-    """An MLP of which each token passes two of several, `[batch, time, DIM]` to the same shape."""
+    """Several MLPs, two of which process each token: `[batch, time, DIM]` to the same shape."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Send tokens to experts, and fetch what they make of them."""
+        """Send the tokens to their experts and combine the outputs."""
         _, length, _ = x.shape
         gates = nn.softmax(nn.Dense(EXPERTS, use_bias=False, kernel_init=NORMAL, name="router")(x))
         combine, passed_by = route(gates, math.ceil(ROOM * CHOICES * length / EXPERTS))
@@ -129,7 +130,7 @@ class Head(nn.Module):
 
 
 def entries() -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Random sequences of English, and the same one character on.
+    """Yield random sequences of English text, and the same shifted by one character.
 
     The text is the standard library's manual.
     """

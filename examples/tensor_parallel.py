@@ -1,29 +1,26 @@
-"""Train a character-level GPT whose layers are split over devices inside each stage.
-
-Pipeline x tensor x data parallel.
+"""Train a character-level GPT with pipeline, tensor and data parallelism.
 
     python examples/tensor_parallel.py
     python examples/tensor_parallel.py --sequence
 
-The mesh has three axes: `stage`, `data` and `model`. The blocks are those of any Flax model and
-compute with whole arrays. What is split over `model` is said in two ways, and XLA finds the
-exchanges:
+The mesh has three axes: `stage`, `data` and `model`. The blocks are ordinary Flax modules and
+compute with whole arrays. Two annotations split them over `model`, and XLA inserts the collectives:
 
-- `flax.linen.with_partitioning(init, (None, "model"))` says along which dim a weight is sharded:
-  the gradient, the optimiser's moments and the checkpoint's pieces go with it. What says nothing is
-  the same on all devices of the axis;
-- `jax.lax.with_sharding_constraint(x, P(None, None, "model"))` says it of an activation. It names
-  neither `data` nor `stage`: a layer sees the samples of one replica. Where it is said of what lies
-  between two sharded weights, XLA leaves the weights where they are; else it may gather a small
-  weight to save an exchange of activations.
+- `flax.linen.with_partitioning(init, (None, "model"))` names the dim along which a weight is
+  sharded. Its gradient, its optimiser state and its checkpoint files are sharded the same way.
+  Unannotated parameters are replicated over the axis.
+- `jax.lax.with_sharding_constraint(x, P(None, None, "model"))` does the same for an activation. The
+  spec names neither `data` nor `stage`, because a layer sees the samples of one replica. Annotate
+  the activations between two sharded weights, so that XLA keeps the weights sharded. Otherwise it
+  may gather a small weight to save an exchange of activations.
 
-Two layers in a row need one exchange: the first is sharded by columns, so that each device has some
-features of the result, the second by rows, so that each device adds its share to the whole (Shoeybi
-et al., 2019, Megatron-LM).
+Two consecutive layers need one all-reduce. The first is sharded by columns, so each device computes
+some features of the result. The second is sharded by rows, so each device computes one term of a
+sum (Shoeybi et al., 2019, Megatron-LM).
 
-With `--sequence` the residual stream is sharded along the sequence: norms and sums work on a share
-of the positions, and a share is all that waits for the backward and travels to the next stage
-(Korthikanti et al., 2022).
+With `--sequence` the residual stream is sharded along the sequence. Each device then normalises and
+adds only its share of the positions, stores only this share for the backward pass, and sends only
+this share to the next stage (Korthikanti et al., 2022).
 """
 
 import argparse
@@ -43,7 +40,7 @@ from jaxpipe.topology import PipeModelDataParallelTopology
 
 NUM_STAGES, NUM_MODEL, NUM_REPLICAS = 2, 2, 2
 NUM_MICROBATCHES, MICROBATCH_SIZE, NUM_STEPS = 4, 8, 60
-# The vocabulary is the characters from ' ' on; others become the last one.
+# The vocabulary is ASCII from ' ' on. Other characters become '?'.
 VOCAB_SIZE, LENGTH, DIM, HEADS, BLOCKS = 96, 32, 64, 4, 4
 
 NORMAL = nn.initializers.normal(0.02)
@@ -54,14 +51,14 @@ BY_ROWS = nn.with_partitioning(
 
 
 def over_model(x: jax.Array, dim: int) -> jax.Array:
-    """The same array, sharded over `model` along a dim."""
+    """Shard an array over `model` along a dim."""
     return jax.lax.with_sharding_constraint(
         x, P(*("model" if d == dim else None for d in range(x.ndim)))
     )
 
 
 class Embed(nn.Module):
-    """Token plus position embedding; each device has the rows of some tokens."""
+    """Token plus position embedding; each device stores the rows of some tokens."""
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -74,7 +71,7 @@ class Embed(nn.Module):
 class Block(nn.Module):
     """A pre-norm transformer block.
 
-    Each device has some of the heads and some of the MLP's features.
+    Each device computes some of the heads and some of the MLP's features.
     """
 
     sequence: bool = False
@@ -104,12 +101,13 @@ class Block(nn.Module):
         return over_model(x, dim=1) if self.sequence else x
 
     def summed(self, y: jax.Array) -> jax.Array:
-        """A product by rows, of which each device has a share.
+        """Sum the terms of a product with a weight sharded by rows, one term per device.
 
-        Its sum, whole on each or in shares of the positions.
+        The result is replicated, or sharded along the sequence with `sequence`.
 
-        It is named, so that recomputing activations does not repeat the sum. Said to be whole
-        first: with the shares alone XLA would gather the gradient of the product twice.
+        `reduced` names the sum, so that recomputing activations does not repeat it. The first
+        constraint makes the sum replicated before it is sharded: without it, XLA would gather the
+        gradient of the product twice.
         """
         y = jax.lax.with_sharding_constraint(y, P())
         return reduced(over_model(y, dim=1) if self.sequence else y)
@@ -118,7 +116,7 @@ class Block(nn.Module):
 class Head(nn.Module):
     """Final norm and projection to logits `[batch, time, VOCAB_SIZE]`.
 
-    No device ever holds the logits as a whole.
+    The logits stay divided over the devices.
     """
 
     @nn.compact
@@ -129,7 +127,7 @@ class Head(nn.Module):
 
 
 def entries() -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Random sequences of English, and the same one character on.
+    """Yield random sequences of English text, and the same shifted by one character.
 
     The text is the standard library's manual.
     """

@@ -4,20 +4,23 @@
     python examples/train_gpt.py --stages 2 --replicas 1 --schedule gpipe --recompute 1 --tied
     python examples/train_gpt.py --text book.txt --steps 1000 --blocks 8 --check
 
-Without an accelerator the stages and replicas run on simulated CPU devices, as many as they need.
-With accelerators they take stages x replicas real ones; JAX_PLATFORMS=cpu goes back to simulated
-devices.
+The script needs stages x replicas devices. Without an accelerator it simulates them on the CPU. On
+a machine with accelerators, set JAX_PLATFORMS=cpu to use simulated devices.
 
-The text is by default the English of the standard library's `pydoc_data.topics`. It is cut at blank
-lines into paragraphs; one that repeats an earlier one is dropped, because manuals quote themselves.
-The rest is gathered in order into blocks of about 2,000 characters, and every sixth block is held
-out. A training paragraph that shares 60 characters in a row with the held-out text is dropped too,
-so that nothing longer than a phrase is in both.
+By default the text is the English of the standard library's `pydoc_data.topics`. The script cuts it
+at blank lines into paragraphs and drops repeated ones, because manuals quote themselves. It gathers
+the paragraphs in order into blocks of about 2,000 characters and holds out every sixth block. It
+also drops each training paragraph that shares 60 consecutive characters with the held-out text, so
+that the two have nothing longer than a phrase in common.
 
-At the end come some sampled text, the loss on the held-out text beside that of a Kneser-Ney trigram
-model of the same training text, and the share of the sampled words of four letters or more that
-occur in the held-out text, beside the share of the training text's own words that do: what a writer
-of perfect spelling on the same subject reaches.
+At the end the script prints:
+
+- sampled text;
+- the loss on the held-out text, and the loss of a Kneser-Ney trigram model of the same training
+  text;
+- the share of the sampled words of four letters or more that occur in the held-out text, and the
+  same share of the training text's words, which is what a writer with perfect spelling would reach
+  on the same subject.
 """
 
 import argparse
@@ -43,21 +46,21 @@ from tqdm import tqdm
 import jaxpipe
 from jaxpipe.topology import PipeDataParallelTopology
 
-BLOCK_CHARS, HELDOUT_EVERY, SHARED_CHARS = 2000, 6, 60  # see above
+BLOCK_CHARS, HELDOUT_EVERY, SHARED_CHARS = 2000, 6, 60  # see the docstring
 MAX_VOCAB = 256  # rarer characters share one symbol
-READ_EVERY = 10  # steps from one look at the loss to the next
+READ_EVERY = 10  # steps between two readings of the loss
 NUM_SAMPLES, SAMPLE_CHARS, TEMPERATURE, PROMPT = 24, 256, 0.7, "\n"
 WORD_GOAL = 0.6
 
 
 def setting(default: Any, meaning: str) -> Any:
-    """A field of the settings that is also a command-line flag."""
+    """Make a field of the settings, which is also a command-line flag."""
     return field(default=default, metadata={"help": meaning})
 
 
 @dataclass(frozen=True)
 class Settings:
-    """All that can be set, by a flag of the same name."""
+    """The settings of a run, each with a flag of the same name."""
 
     text: str = setting(
         "", "file to train on; default: the English of the standard library's manual"
@@ -86,13 +89,13 @@ class Settings:
 
 
 class Phases:
-    """Wall and CPU seconds of the parts of the run."""
+    """Wall and CPU time of the phases of a run, in seconds."""
 
     def __init__(self) -> None:
         self._ends = [("", time.perf_counter(), time.process_time())]
 
     def end(self, name: str) -> None:
-        """Close a part."""
+        """End a phase."""
         self._ends.append((name, time.perf_counter(), time.process_time()))
 
     def __str__(self) -> str:
@@ -104,7 +107,7 @@ class Phases:
 
 
 def load_text(path: str) -> str:
-    """Read the file, or without one join the articles of `pydoc_data.topics`."""
+    """Read the file. Without one, join the articles of `pydoc_data.topics`."""
     if path:
         return Path(path).read_text(encoding="utf-8", errors="replace")
     return "\n\n".join(topics.topics.values())
@@ -137,7 +140,7 @@ def _passages(text: str) -> list[str]:
 
 
 class Vocabulary:
-    """The commonest characters of a text, numbered from 1; 0 stands for any other."""
+    """The most frequent characters of a text, numbered from 1; 0 is any other."""
 
     def __init__(self, text: str) -> None:
         self.characters = sorted(
@@ -149,18 +152,18 @@ class Vocabulary:
         return len(self.characters) + 1
 
     def encode(self, text: str) -> np.ndarray:
-        """Text as int32 ids."""
+        """Convert text to int32 ids."""
         return np.array([self._ids.get(character, 0) for character in text], dtype=np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Ids as text; 0 becomes the replacement character."""
+        """Convert ids to text; 0 becomes the replacement character."""
         return "".join("\ufffd" if i == 0 else self.characters[i - 1] for i in map(int, ids))
 
 
 def trigram_loss(train: np.ndarray, heldout: np.ndarray, vocab_size: int) -> float:
-    """Held-out nats per character of a trigram model.
+    """Compute the held-out loss of a trigram model, in nats per character.
 
-    It has Kneser-Ney smoothing, interpolated down to uniform.
+    The model uses Kneser-Ney smoothing, interpolated down to the uniform distribution.
     """
     counts = np.zeros((vocab_size,) * 3, np.float32)
     np.add.at(counts, (train[:-2], train[1:-1], train[2:]), 1)
@@ -182,14 +185,14 @@ def trigram_loss(train: np.ndarray, heldout: np.ndarray, vocab_size: int) -> flo
 
 
 def words(text: str) -> list[str]:
-    """The words of four letters or more, in lower case."""
+    """Return the words of four letters or more, in lower case."""
     return [word.lower() for word in re.findall(r"[^\W\d_]{4,}", text)]
 
 
 def word_share(texts: Sequence[str], heldout: str) -> tuple[float, int]:
-    """Share of the texts' words that occur in the held-out text, and their number.
+    """Return the share of the texts' words that occur in the held-out text, and their number.
 
-    The last word of each text is left out, because the end may have cut it.
+    The last word of each text is not counted, because the end of the text may have cut it.
     """
     known = set(words(heldout))
     drawn = [word for text in texts for word in words(re.sub(r"[^\W_]*$", "", text))]
@@ -202,7 +205,7 @@ def word_share(texts: Sequence[str], heldout: str) -> tuple[float, int]:
 class Embed(nn.Module):
     """Token plus position embedding: int32 `[batch, time]` to `[batch, time, dim]`.
 
-    `attend` is its use as a head.
+    `attend` uses it as the output head.
     """
 
     vocab_size: int
@@ -223,7 +226,7 @@ class Embed(nn.Module):
         return self.token(tokens) + self.position(jnp.arange(tokens.shape[-1]))
 
     def attend(self, features: jax.Array) -> jax.Array:
-        """Logits: products of the features with the token embeddings."""
+        """Compute logits: products of the features with the token embeddings."""
         return self.token.attend(features)
 
 
@@ -264,9 +267,9 @@ class Head(nn.Module):
 
 
 def make_layers(settings: Settings, vocab_size: int) -> list[jaxpipe.LayerSpec]:
-    """The model as a list: embedding, blocks, head.
+    """Return the model as a list of layers: embedding, blocks, head.
 
-    Tied, the head is a norm and the embedding used backwards.
+    With `tied` the head is a norm followed by the transposed embedding.
     """
     embed = (vocab_size, settings.context, settings.dim)
     blocks = [
@@ -282,7 +285,7 @@ def make_layers(settings: Settings, vocab_size: int) -> list[jaxpipe.LayerSpec]:
 
 
 def make_engine(settings: Settings, vocab_size: int) -> jaxpipe.PipelineEngine:
-    """The pipeline with its optimizer, built for the shapes of one microbatch."""
+    """Build the pipeline and its optimiser for the shapes of one microbatch."""
     model = jaxpipe.PipelineModule(
         make_layers(settings, vocab_size),
         topology=PipeDataParallelTopology(settings.stages, settings.replicas),
@@ -319,17 +322,14 @@ def make_engine(settings: Settings, vocab_size: int) -> jaxpipe.PipelineEngine:
 def entries(
     ids: np.ndarray, starts: np.ndarray, settings: Settings
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Inputs and targets of the sequences that begin at `starts`.
-
-    One microbatch comes after the other.
-    """
+    """Yield inputs and targets of the sequences that begin at `starts`, by microbatches."""
     for part in np.split(starts, len(starts) // (settings.microbatch_size * settings.replicas)):
         sequences = ids[part[:, None] + np.arange(settings.context + 1)]
         yield sequences[:, :-1], sequences[:, 1:]
 
 
 def random_entries(ids: np.ndarray, settings: Settings) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Microbatches of random sequences, without end."""
+    """Yield microbatches of random sequences without end."""
     rng = np.random.default_rng(settings.seed)
     while True:
         yield from entries(
@@ -340,9 +340,9 @@ def random_entries(ids: np.ndarray, settings: Settings) -> Iterator[tuple[np.nda
 def train(
     engine: jaxpipe.PipelineEngine, ids: np.ndarray, settings: Settings, phases: Phases
 ) -> None:
-    """Train behind a progress bar, which reads the loss of some steps ago.
+    """Train, with a progress bar.
 
-    The devices never wait for it.
+    The bar shows the loss from some steps before, so the devices never wait for it.
     """
     data_iter = random_entries(ids, settings)
     losses = [engine.train_batch(data_iter).block_until_ready()]
@@ -362,7 +362,7 @@ def train(
 
 
 def evaluate(engine: jaxpipe.PipelineEngine, ids: np.ndarray, settings: Settings) -> float:
-    """Mean loss over the text cut into sequences, as many as fill whole batches."""
+    """Mean loss over the text, cut into as many sequences as fill whole batches."""
     starts = np.arange(0, len(ids) - settings.context, settings.context)
     num_batches = max(len(starts) // settings.sequences, 1)
     data_iter = entries(ids, np.resize(starts, num_batches * settings.sequences), settings)
@@ -377,10 +377,10 @@ def sample(
 ) -> Any:
     """Draw ids `[NUM_SAMPLES, SAMPLE_CHARS]` on one device.
 
-    All sequences are drawn at once, in one compiled loop.
+    One compiled loop draws all sequences in parallel.
 
-    The model sees a window of fixed size: the characters so far, filled up on the right (a causal
-    model does not look there), later the last `context` of them.
+    The model sees a window of fixed size: first the characters so far, padded on the right (a
+    causal model ignores the padding), later the last `context` characters.
     """
     key, context, end = jax.random.key(settings.seed), settings.context, len(prompt) + SAMPLE_CHARS
     text = jnp.zeros((NUM_SAMPLES, end + context), jnp.int32).at[:, : len(prompt)].set(prompt)
@@ -398,10 +398,10 @@ def sample(
 
 
 def main(settings: Settings) -> int:
-    """Run it all; the result is the exit status."""
-    # More give simulated ones more threads.
+    """Run everything and return the exit status."""
+    # At least 8, because more simulated devices give the CPU more threads.
     num_devices = max(8, settings.stages * settings.replicas)
-    jax.config.update("jax_num_cpu_devices", num_devices)  # real accelerators go before these
+    jax.config.update("jax_num_cpu_devices", num_devices)  # no effect on real accelerators
     phases = Phases()
     train_text, heldout_text = split_text(load_text(settings.text))
     vocabulary = Vocabulary(train_text)
@@ -446,7 +446,7 @@ def main(settings: Settings) -> int:
 
 
 def parse(arguments: Sequence[str] | None = None) -> Settings:
-    """Settings from the command line."""
+    """Read the settings from the command line."""
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").partition("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,

@@ -1,7 +1,7 @@
 """DeepSpeed-style pipeline parallelism for JAX and Flax.
 
-A model is a list of layers, cut into stages that lie on the `stage` axis of a mesh; a schedule such
-as 1F1B is compiled into one program that moves activations and gradients between them.
+A model is a list of layers, divided into stages along the `stage` axis of a mesh. A schedule such
+as 1F1B is compiled into one program that sends activations and gradients between the stages.
 
     model = jaxpipe.PipelineModule(layers, num_stages=4, loss_fn=loss_fn)
     engine, optimizer, loader, schedule = jaxpipe.initialize(
@@ -9,24 +9,24 @@ as 1F1B is compiled into one program that moves activations and gradients betwee
     )
     loss = engine.train_batch(data_iter)
 
-What to look at first:
-    `PipelineModule`, `LayerSpec`, `TiedLayerSpec`: the model; `jaxpipe.layers` has more kinds.
-    `initialize`: an engine with `train_batch`, `eval_batch`, `predict`, `save_checkpoint`,
-        `load_checkpoint`.
-    `make_pipeline`, `describe_pipeline`: the same without an engine, and what was decided.
-    `plan`: memory and time of a job before it runs, without a GPU; `jaxpipe.forecast`: the hardware
-        it knows.
-    `jaxpipe.schedules`: 1F1B, interleaved, zero-bubble, GPipe, and the base of one's own.
-    `jaxpipe.config`: the keys of a configuration. `jaxpipe.errors`: what is raised.
-    `attention`: for transformer blocks, by cuDNN where it can. `jaxpipe.transformer`: DeepSpeed's
-        layer of them.
+Main entry points:
+    `PipelineModule`, `LayerSpec`, `TiedLayerSpec`: the model. `jaxpipe.layers` has more kinds of
+        layers.
+    `initialize`: creates an engine with `train_batch`, `eval_batch`, `predict`, `save_checkpoint`
+        and `load_checkpoint`.
+    `make_pipeline`, `describe_pipeline`: a pipeline without an engine, and a description of it.
+    `plan`: estimates memory and time of a job without a GPU. `jaxpipe.forecast` lists the hardware
+        that it knows.
+    `jaxpipe.schedules`: 1F1B, interleaved, zero-bubble, GPipe, and the base class for your own.
+    `jaxpipe.config`: the keys of a configuration. `jaxpipe.errors`: all exceptions.
+    `attention`: attention for transformer blocks, by cuDNN where possible. `jaxpipe.transformer`:
+        DeepSpeed's transformer layer.
     `jaxpipe.losses`: cross entropy of language models, which can be split over the stages.
-    `jaxpipe.models`: Llama, Mistral, Qwen, SmolLM, GPT-2, BERT as lists of layers.
-    `jaxpipe.weights`: those of other libraries, by tables of names.
-    `jaxpipe.checkpoint`: files on disk. `jaxpipe.checkpointing`: recompute, by DeepSpeed's name for
-        it.
-    `jaxpipe.deepspeed`: DeepSpeed's names that have no counterpart in JAX.
-    `jaxpipe launch`, on the command line: many processes.
+    `jaxpipe.models`: Llama, Mistral, Qwen, SmolLM, GPT-2 and BERT as lists of layers.
+    `jaxpipe.weights`: weights of other libraries, by tables of names.
+    `jaxpipe.checkpoint`: files on disk. `jaxpipe.checkpointing`: recompute, under DeepSpeed's name.
+    `jaxpipe.deepspeed`: names of DeepSpeed that have no counterpart in JAX.
+    `jaxpipe launch`, on the command line: starts the processes of a job.
 """
 
 from jaxpipe import checkpoint as checkpoint

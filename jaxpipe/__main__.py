@@ -1,4 +1,4 @@
-"""The program `jaxpipe`, and `python -m jaxpipe`: one word says which command."""
+"""The program `jaxpipe`, also run as `python -m jaxpipe`, and its commands."""
 
 import sys
 from collections.abc import Sequence
@@ -23,10 +23,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the program `jaxpipe`.
 
     Args:
-        argv: The arguments, a command first; None: those of the process.
+        argv: The arguments, starting with a command. None uses the arguments of the process.
 
     Returns:
-        The exit status; see `jaxpipe launch --help` and the other commands'.
+        The exit status of the command, see for example `jaxpipe launch --help`.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["launch"]:
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _values() -> dict[str, str]:
-    """By the path of a key: names that the configuration takes, and other rooms know."""
+    """Maps the path of a key to the names that its value may have, from other packages."""
     schedules = ", ".join(map(repr, ["auto", *schedule_names()]))
     return {
         "pipeline.schedule": schedules,

@@ -1,4 +1,4 @@
-"""What the end of the program waits for."""
+"""Calls before the end of the program."""
 
 import atexit
 import threading
@@ -8,10 +8,10 @@ from typing import Any
 
 
 def before_exit(method: Callable[..., Any]) -> None:
-    """Call a bound method when the program ends, if its object still exists then.
+    """Call a bound method when the program ends, if its object still exists.
 
-    It is called while executors still take work, which `atexit` is too late for. Python has no
-    public hook that early; `concurrent.futures` uses the same one.
+    The method is called while executors still accept work, for which `atexit` is too late. Python
+    has no public hook that early. `concurrent.futures` uses the same private one.
     """
     reference = weakref.WeakMethod(method)
 

@@ -1,4 +1,4 @@
-"""Files of users: nothing waits for a pipe, reads a device, or writes through a link."""
+"""Access to users' files that never blocks on a pipe, reads a device, or writes through a link."""
 
 import contextlib
 import errno
@@ -12,27 +12,27 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 LARGEST = 1 << 30
-"""Bytes of the largest file that is read as a whole."""
+"""Maximum bytes of a file that is read as a whole."""
 PARTIAL = ".partial"
-"""How names of files end until they are whole."""
+"""Suffix of the names of incomplete files."""
 _NOT_SYNCED = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EISDIR, errno.EACCES, errno.EPERM)
 
 
 def check_is_file(path: str | os.PathLike[str]) -> None:
-    """Refuse what is there and no file, before it is opened: some devices act when they are.
+    """Refuse anything but a regular file before opening it, because opening affects some devices.
 
-    Raises OSError, also where there is nothing.
+    Raises OSError, also if nothing exists there.
     """
     _check_mode(Path(path).stat().st_mode, path)
 
 
 def read_file(path: str | os.PathLike[str], most_bytes: int = LARGEST) -> bytes:
-    """Read a file that is one: no pipe, which would never end, and no device.
+    """Read a regular file, but not a pipe, which might never end, and not a device.
 
-    Raises OSError also where it is larger than `most_bytes`.
+    Raises OSError also if the file is larger than `most_bytes`.
     """
     check_is_file(path)
-    # Opening a pipe, which may have come since, waits for its other end otherwise.
+    # O_NONBLOCK: opening a pipe that was created after the check would wait for its other end.
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         found = os.fstat(file.fileno())
         _check_mode(found.st_mode, path)
@@ -42,9 +42,9 @@ def read_file(path: str | os.PathLike[str], most_bytes: int = LARGEST) -> bytes:
 
 
 def write_file(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Write a file, whole or not at all, in the place of a link rather than through it.
+    """Write a file atomically. A link is replaced instead of followed.
 
-    What is no file, such as `/dev/stdout` or a pipe, is written to as it is.
+    Anything that is not a file, such as `/dev/stdout` or a pipe, is written to directly.
     """
     path = Path(path)
     data = content.encode() if isinstance(content, str) else content
@@ -61,7 +61,7 @@ def write_file(path: str | os.PathLike[str], content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def new_beside(path: Path) -> Generator[Path]:
-    """A new file beside another, by a name that nobody knows before; removed unless renamed."""
+    """Create a file with a random name next to another one, and remove it unless it is renamed."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}{PARTIAL}")
     partial.open("xb").close()
     try:
@@ -71,12 +71,12 @@ def new_beside(path: Path) -> Generator[Path]:
 
 
 def open_to_change(path: Path) -> BinaryIO:
-    """Open a file that is there to write anywhere in it; raises OSError for a link or a pipe."""
+    """Open an existing file to write anywhere in it. Raises OSError for a link or a pipe."""
     return os.fdopen(_opened(path, os.O_WRONLY), "wb")
 
 
 def open_to_append(path: Path, *, anew: bool = False) -> FileIO:
-    """Open a file to write to its end, unbuffered, as it is or emptied.
+    """Open a file to append to it, unbuffered. With `anew` its content is removed first.
 
     Raises OSError for a link to a file, and for a pipe.
     """
@@ -87,7 +87,7 @@ def open_to_append(path: Path, *, anew: bool = False) -> FileIO:
 
 
 def _opened(path: Path, flags: int) -> int:
-    # A link to a device such as /dev/null leads to nothing of anybody.
+    # A link to a device such as /dev/null is allowed, because it does not lead to anyone's file.
     is_device = path.is_char_device()
     try:
         number = os.open(path, flags | os.O_NONBLOCK | (0 if is_device else os.O_NOFOLLOW), 0o666)
@@ -100,19 +100,19 @@ def _opened(path: Path, flags: int) -> int:
     found = os.fstat(number).st_mode
     if stat.S_ISCHR(found) != is_device or not (is_device or stat.S_ISREG(found)):
         os.close(number)
-        raise OSError(errno.EINVAL, f"{path.name} is no file", str(path))
+        raise OSError(errno.EINVAL, f"{path.name} is not a file", str(path))
     return number
 
 
 def _check_mode(mode: int, path: str | os.PathLike[str]) -> None:
     if not stat.S_ISREG(mode):
         raise OSError(
-            errno.EINVAL, "what is no file but a folder, a pipe or a device", os.fspath(path)
+            errno.EINVAL, "something other than a file: a folder, pipe or device", os.fspath(path)
         )
 
 
 def sync(paths: Iterable[Path]) -> None:
-    """Let files, or the names in folders, stay after a loss of power."""
+    """Flush files, or the names in folders, so that they survive a loss of power."""
     for path in paths:
         try:
             number = os.open(path, os.O_RDONLY)
@@ -126,7 +126,7 @@ def sync(paths: Iterable[Path]) -> None:
 
 
 def parse_json(content: bytes) -> Any:
-    """The value of a JSON text; raises ValueError also where it is nested too deep."""
+    """Parse a JSON text. Raises ValueError also if it is nested too deep."""
     try:
         return json.loads(content)
     except RecursionError as error:

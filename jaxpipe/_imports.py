@@ -10,10 +10,10 @@ from jaxpipe.errors import ConfigError, JaxpipeError
 
 
 def import_named(text: str, what: str, example: str) -> Any:
-    """Import `module:name`; modules are looked for where the user is, as `python -m` does.
+    """Import `module:name`, also from the working directory, as `python -m` does.
 
-    `what` is its name in errors, for example `JOB` or `--renames`; `example` is a right one. Raises
-    ConfigError also where the module fails.
+    `what` is its name in errors, for example `JOB` or `--renames`. `example` is a correct value.
+    Raises ConfigError also if the module raises an error.
     """
     name, colon, attribute = text.partition(":")
     if not (name and colon and attribute):
@@ -26,15 +26,15 @@ def import_named(text: str, what: str, example: str) -> Any:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"{what}'s module must be importable from here, but got {text!r}: {error}. Start where "
-            f"{name} lies, or install what it imports."
+            f"{what}'s module must be importable from here, but got {text!r}: {error}. Start in "
+            f"the folder of {name}, or install the packages that it imports."
         ) from error
     except JaxpipeError:
         raise
     except Exception as error:
         raise ConfigError(
             f"{what}'s module must be importable from here, but got {text!r}: {raised(error)}. "
-            f"Mend {name}."
+            f"Fix {name}."
         ) from error
     if not hasattr(module, attribute):
         raise ConfigError(
@@ -44,12 +44,9 @@ def import_named(text: str, what: str, example: str) -> Any:
 
 
 def raised(error: Exception) -> str:
-    """An error of a user's code in one line.
-
-    Its kind, its message, and the line of code that raised it.
-    """
+    """An error of a user's code in one line: its class, its message, and the line of code."""
     last = traceback.extract_tb(error.__traceback__)[-1]
-    # The message of an error of syntax names file and line, which no frame has run.
+    # The message of a syntax error already names the file and line, which no frame has run.
     place = (
         ""
         if isinstance(error, SyntaxError)

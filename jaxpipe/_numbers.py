@@ -1,4 +1,4 @@
-"""Integers, numbers and truth values as Python's own, whatever library holds them."""
+"""Conversion of integers, numbers and truth values of other libraries to Python's own types."""
 
 import math
 from numbers import Integral, Real
@@ -6,23 +6,23 @@ from typing import Any, cast
 
 
 def plain(value: Any) -> Any:
-    """A value as Python has it: NumPy's numbers and arrays as numbers and lists, all else as it is.
+    """Convert NumPy numbers to Python numbers and arrays to lists. Other values are unchanged.
 
-    NumPy's integers are no `int`, and its booleans no number at all.
+    NumPy's integers are not instances of `int`, and its booleans are not numbers.
     """
-    # Not by class: rooms that are plain Python do without NumPy.
+    # Not by class, so that modules in plain Python need not import NumPy.
     is_array = hasattr(value, "dtype") and hasattr(value, "tolist")
     return value.tolist() if is_array and not isinstance(value, type) else value
 
 
 def as_flag(value: object) -> bool | None:
-    """A value as a truth value if it is one; None for all else, numbers included."""
+    """A truth value as a bool, or None for any other value, including numbers."""
     found = plain(value)
     return found if isinstance(found, bool) else None
 
 
 def as_integer(value: object, least: int | None = None) -> int | None:
-    """An integer of at least `least`; None for a bool, a float, and all that is not an integer."""
+    """An integer of at least `least`, or None for a bool, a float and any other value."""
     found = plain(value)
     if isinstance(found, bool) or not isinstance(found, Integral):
         return None
@@ -31,9 +31,9 @@ def as_integer(value: object, least: int | None = None) -> int | None:
 
 
 def as_number(value: object) -> float | None:
-    """A finite number as a float; None for a bool, an infinity, a NaN, and what is not a number."""
+    """A finite number as a float, or None for a bool, an infinity, a NaN and any other value."""
     found = plain(value)
-    # A bool is a number to Python, but `true` in JSON is a mistake where a number belongs.
+    # Python counts a bool as a number, but `true` in JSON instead of a number is a mistake.
     if isinstance(found, bool) or not isinstance(found, Real):
         return None
     try:

@@ -1,4 +1,4 @@
-"""What a user gives as a path."""
+"""Reading the paths that users give."""
 
 import contextlib
 import os
@@ -13,19 +13,19 @@ from jaxpipe._files import read_file
 from jaxpipe._stores import AnyPath, StorePath, open_store
 from jaxpipe.errors import CheckpointError, ConfigError, shown
 
-# Of the two slashes of `s3://bucket` a `pathlib.Path` keeps one.
+# A `pathlib.Path` keeps only one of the two slashes in `s3://bucket`.
 _URL = re.compile(r"\s*(\w[\w+.:-]*):/(?:/([^/]*)(?=/|$))?(.*)", re.DOTALL)
 
 
 def local_path(
     given: str | PathLike[str], name: str, error: Callable[[str], Exception] = ConfigError
 ) -> Path:
-    """The file or directory that a user means; relative where it was given so.
+    """The local file or directory for a user's path. A relative path stays relative.
 
-    `~` and `~user` at the beginning are homes; `file://` is the local path that follows,
-    percent-decoded. `name` is the argument, option or key that the path was given as. Raises what
-    `error` makes of a message for a path that is empty or on no file system, such as
-    `s3://bucket/run`.
+    `~` and `~user` at the beginning are home directories. `file://` is followed by a local path,
+    which is percent-decoded. `name` is the name of the argument, option or key in errors. If the
+    path is empty or not on a file system, such as `s3://bucket/run`, this raises the exception that
+    `error` makes from a message.
     """
     path: Any = os.fspath(given) if isinstance(given, str | PathLike) else None
     if not isinstance(path, str) or not path or "\0" in path:
@@ -41,11 +41,11 @@ def local_path(
         found = Path(path).expanduser() if path.startswith("~") else Path(path)
     except RuntimeError as unknown:
         raise error(
-            f"{name} must begin with the name of a user where it begins with '~', but got "
+            f"{name} must begin with the name of a user after '~', but got "
             f"{name}={shown(path)}. Write the whole path, or {'./' + path!r} for a directory of "
             "that name."
         ) from unknown
-    # A name that was meant as it is, such as `./~`, means the same when it is given on.
+    # A literal name such as `./~` must keep its meaning if it is passed on.
     return found.absolute() if str(found).startswith("~") or _URL.match(str(found)) else found
 
 
@@ -54,10 +54,10 @@ def any_path(
     name: str,
     error: Callable[[str], Exception] = CheckpointError,
 ) -> AnyPath:
-    """The path that a user means, on a file system or on a store that fsspec opens.
+    """The path for a user's path or URL, on a file system or on a store that fsspec opens.
 
-    Arguments are those of `local_path`. A chain of fsspec, such as `simplecache::s3://bucket/run`,
-    is none: it answers from memory.
+    The arguments are the same as for `local_path`. Chained fsspec URLs, such as
+    `simplecache::s3://bucket/run`, are refused, because they answer from a cache.
     """
     if isinstance(given, StorePath):
         return given
@@ -87,13 +87,13 @@ def _path_of_url(
 
 
 def read_any(path: AnyPath) -> bytes:
-    """Read a small file; raises OSError."""
+    """Read a small file. Raises OSError."""
     return path.read_bytes() if isinstance(path, StorePath) else read_file(path)
 
 
 @contextlib.contextmanager
 def readable(path: AnyPath) -> Generator[None]:
-    """What the file system does not read below a path is a CheckpointError."""
+    """Convert errors of the file system to a CheckpointError that names the path."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Paths on object stores, such as `s3://bucket/run`, by the drivers of fsspec."""
+"""Paths on object stores, such as `s3://bucket/run`, through the drivers of fsspec."""
 
 import contextlib
 import errno
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from jaxpipe.errors import shown
 
 _REQUESTS = 16
-"""Requests of one process at a time."""
+"""Maximum number of concurrent requests of a process."""
 _RANGE_BYTES = 1 << 25
 _STAGING, _CLAIM = "jaxpipe-staging-", ".in_use"
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
@@ -24,22 +24,22 @@ R = TypeVar("R")
 
 
 class StoreError(OSError):
-    """A request that a store refused or did not answer, once its driver has given up."""
+    """A request failed or was not answered, after the retries of the store's driver."""
 
 
 @dataclass(frozen=True)
 class StorePath:
-    """An object on a store, or the common beginning of several: its folder.
+    """An object on a store, or a folder, which is a common prefix of objects.
 
-    It has the names of `pathlib.Path` for what both do. A folder is there while an object is below
-    it, so that none is made or removed; one object is written whole or not at all; and nothing is a
-    link. Every method that asks the store raises StoreError, or FileNotFoundError for an object
-    that is not there.
+    Methods that `pathlib.Path` also has have the same names. A folder exists as long as there are
+    objects below it, so folders are neither created nor removed. An object is written completely or
+    not at all. There are no links. Every method that sends a request raises StoreError, or
+    FileNotFoundError for an object that does not exist.
 
     Attributes:
-        url: As the user gives it, without a slash at its end.
+        url: The URL that the user gave, without a slash at its end.
         driver: The file system of fsspec.
-        key: What the driver calls it.
+        key: The name of the object for the driver.
     """
 
     url: str
@@ -55,23 +55,23 @@ class StorePath:
 
     @property
     def name(self) -> str:
-        """What follows the last slash."""
+        """The part after the last slash."""
         return self.url.rpartition("/")[2]
 
     @property
     def parent(self) -> "StorePath":
-        """The folder that it lies in; of a store's root the root."""
+        """The folder that contains it. The parent of a store's root is the root itself."""
         above, _, name = self.url.rpartition("/")
         if above.endswith("/") or not name:
             return self
         return StorePath(above, self.driver, self.key.rpartition("/")[0])
 
     def with_name(self, name: str) -> "StorePath":
-        """Another one beside it."""
+        """A path with another name in the same folder."""
         return self.parent / name
 
     def absolute(self) -> "StorePath":
-        """Itself: no working directory changes it."""
+        """The path itself, because it does not depend on the working directory."""
         return self
 
     def is_symlink(self) -> bool:
@@ -91,7 +91,7 @@ class StorePath:
             return self.driver.isdir(self.key)
 
     def iterdir(self) -> "list[StorePath]":
-        """What lies directly in a folder; nothing where there is none."""
+        """The objects and folders directly in a folder. Empty if it does not exist."""
         try:
             with self.asking():
                 found = self.driver.ls(self.key, detail=True)
@@ -102,12 +102,12 @@ class StorePath:
         return [
             StorePath(f"{self.url}/{key.removeprefix(prefix)}", self.driver, key, kind)
             for key, kind in sorted(names.items())
-            # Some drivers list an object as the one thing in itself, or a folder's own mark.
+            # Some drivers list an object as its own only content, or the marker of a folder.
             if key.startswith(prefix) and key != prefix
         ]
 
     def files(self) -> "dict[StorePath, int]":
-        """All objects below a folder, with their bytes."""
+        """All objects below a folder, with their sizes in bytes."""
         prefix = self.key.rstrip("/") + "/"
         with self.asking():
             found: dict[str, Any] = self.driver.find(self.key, detail=True)
@@ -118,31 +118,31 @@ class StorePath:
         }
 
     def size(self) -> int:
-        """Bytes of an object."""
+        """The size of an object in bytes."""
         with self.asking():
             return self.driver.size(self.key)
 
     def modified(self) -> float:
-        """When an object was last written, in seconds by the clock of the store."""
+        """When an object was last written, in seconds of the store's clock."""
         with self.asking():
             return self.driver.modified(self.key).timestamp()
 
     def read_bytes(self, start: int | None = None, stop: int | None = None) -> bytes:
-        """An object, or the bytes of a range of it."""
+        """Read an object, or a range of its bytes."""
         with self.asking():
             return self.driver.cat_file(self.key, start=start, end=stop)
 
     def read_text(self) -> str:
-        """An object as a text."""
+        """Read an object as text."""
         return self.read_bytes().decode()
 
     def write_bytes(self, content: bytes) -> None:
-        """Write an object by one request: it is the old one or the new one."""
+        """Write an object in one request, so that readers see either the old or the new one."""
         with self.asking(writes=True):
             self.driver.pipe_file(self.key, content)
 
     def write_text(self, content: str) -> None:
-        """Write an object by one request."""
+        """Write an object in one request."""
         self.write_bytes(content.encode())
 
     def unlink(self, missing_ok: bool = False) -> None:
@@ -155,8 +155,8 @@ class StorePath:
                 raise
 
     def rmdir(self) -> None:
-        """Remove an empty folder where the store has some; one that is not empty stays."""
-        # Of a bucket it would be the bucket, with some drivers.
+        """Remove a folder if it is empty and the store has real folders."""
+        # For a bucket, some drivers would remove the bucket itself.
         if "/" in self.key.strip("/"):
             with contextlib.suppress(Exception):
                 if self.driver.isdir(self.key) and not self.iterdir():
@@ -164,10 +164,10 @@ class StorePath:
 
     @contextlib.contextmanager
     def asking(self, *, writes: bool = False) -> Generator[None]:
-        """Make one of two kinds of errors of all that drivers raise."""
+        """Convert all errors of drivers to StoreError or FileNotFoundError."""
         try:
             yield
-        except Exception as error:  # those of botocore and aiohttp are no OSError
+        except Exception as error:  # errors of botocore and aiohttp are not OSErrors
             first = (str(error).strip().splitlines() or [""])[0][:300]
             if isinstance(error, FileNotFoundError) and not writes:
                 raise FileNotFoundError(errno.ENOENT, f"nothing is there: {first}", self.url) from (
@@ -180,13 +180,13 @@ AnyPath = Path | StorePath
 
 
 def upload(file: Path, to: StorePath) -> None:
-    """Copy a file of any size to a store; readers may see a part of it meanwhile."""
+    """Copy a file of any size to a store. Until it is complete, readers may see a part of it."""
     with to.asking(writes=True):
         to.driver.put_file(str(file), to.key)
 
 
 def read_range(file: StorePath, start: int, stop: int) -> bytes:
-    """The bytes of a range of any size, by several requests at a time."""
+    """Read a range of bytes of any size, with several concurrent requests."""
     starts = range(start, stop, _RANGE_BYTES)
     parts = at_once(lambda at: file.read_bytes(at, min(at + _RANGE_BYTES, stop)), starts)
     return b"".join(parts)
@@ -196,7 +196,7 @@ def remove_tree(folder: StorePath) -> None:
     """Remove all objects below a folder."""
     files = list(folder.files())
     at_once(lambda file: file.unlink(missing_ok=True), files)
-    if files and folder.exists():  # a store that has folders
+    if files and folder.exists():  # a store with real folders
         above = {file.parent for file in files} - {folder}
         while above:
             for each in above:
@@ -206,16 +206,16 @@ def remove_tree(folder: StorePath) -> None:
 
 
 def open_store(url: str, name: str, error: Callable[[str], Exception]) -> StorePath:
-    """The path that a URL means, once its driver is there; asks nothing of the store.
+    """The path for a URL, after checking that its driver is installed. Sends no request.
 
-    `name` is the argument, option or key that it was given as. Raises what `error` makes of a
-    message.
+    `name` is the name of the argument, option or key in errors. Raises the exception that `error`
+    makes from a message.
     """
     import fsspec
 
     scheme = url.partition(":")[0]
     try:
-        # Others write there too: what was listed once is not what is there now.
+        # Other processes also write there, so an earlier listing may be out of date.
         driver, key = fsspec.core.url_to_fs(url, use_listings_cache=False)
     except ImportError as missing:
         extra = _EXTRAS.get(scheme.lower())
@@ -241,9 +241,9 @@ def open_store(url: str, name: str, error: Callable[[str], Exception]) -> StoreP
 
 
 def at_once(action: Callable[[T], R], items: Iterable[T]) -> list[R]:
-    """Do the same to many objects, several at a time.
+    """Apply a function to many objects, several at a time.
 
-    Raises the first error once all have ended.
+    Raises the first error after all calls have ended.
     """
     items = list(items)
     if len(items) < 2:
@@ -254,10 +254,10 @@ def at_once(action: Callable[[T], R], items: Iterable[T]) -> list[R]:
 
 @contextlib.contextmanager
 def staging_folder() -> Generator[Path]:
-    """A folder for files on their way to a store or from it, in the temporary directory.
+    """A folder in the temporary directory for files that are sent to a store or read from it.
 
-    It is removed at the end; that of a process that was killed, by the next one. `TMPDIR` says
-    where that directory is.
+    It is removed at the end. The folder of a process that was killed is removed by the next
+    process. `TMPDIR` sets the temporary directory.
     """
     top = Path(tempfile.gettempdir())
     _remove_leftovers(top)
@@ -265,8 +265,8 @@ def staging_folder() -> Generator[Path]:
     try:
         with (folder / f"{_CLAIM}.new").open("wb") as claim:
             with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(claim, fcntl.LOCK_EX)  # until the process ends, however it does
-            # Now, so that no other process finds it there and not locked.
+                fcntl.flock(claim, fcntl.LOCK_EX)  # until the process ends, in any way
+            # Renamed only now, so that no other process finds it without its lock.
             (folder / f"{_CLAIM}.new").rename(folder / _CLAIM)
             yield folder
     finally:

@@ -1,4 +1,4 @@
-"""Sizes and tables as people read them."""
+"""Formatting of sizes and tables."""
 
 import html
 from collections.abc import Iterable, Sequence
@@ -7,7 +7,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def format_bytes(num_bytes: int) -> str:
-    """A size in the largest unit that keeps it at least 1.
+    """Format a size in the largest unit in which it is at least 1.
 
     Example:
         >>> format_bytes(512), format_bytes(1536)
@@ -18,9 +18,9 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def format_table(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
-    """A table as lines, without spaces at their ends; heads are the first row.
+    """Format a table as lines without trailing spaces. The first row has the heads.
 
-    `sides` has `<` for left or `>` for right for each column; one letter is for all columns.
+    `sides` has `<` (left) or `>` (right) for each column, or one of them for all columns.
 
     Example:
         >>> format_table([("stage", "layers"), ("0", "Embed")], "><")
@@ -36,9 +36,9 @@ def format_table(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
 
 
 def html_table(heads: Sequence[str], rows: Iterable[Sequence[str]], cell_style: str = "") -> str:
-    """A table as HTML, which scrolls by itself where it is wider than the page.
+    """Format a table as HTML, with its own scroll bar if it is wider than the page.
 
-    Texts are escaped; `cell_style` is CSS of each cell.
+    Texts are escaped. `cell_style` is the CSS of each cell.
     """
     style = f' style="{cell_style}"' if cell_style else ""
 

@@ -1,9 +1,9 @@
-"""Type names shared by all rooms."""
+"""Type names shared by all packages."""
 
 from typing import Any, TypeAlias
 
 PyTree: TypeAlias = Any
-"""A nest of containers whose leaves are arrays, or stand for arrays."""
+"""Nested containers whose leaves are arrays, or descriptions of arrays."""
 
 Path: TypeAlias = tuple[str, ...]
-"""Path of a leaf in a tree of nested dictionaries: its keys from the root."""
+"""The path of a leaf in nested dictionaries, as its keys from the root."""

@@ -1,7 +1,7 @@
-"""Recompute under DeepSpeed's names, and its tracker of random streams.
+"""Recompute under DeepSpeed's names, and DeepSpeed's tracker of random streams.
 
 Here *checkpointing* means DeepSpeed's activation checkpointing: the inner activations of a function
-are computed again in the backward pass instead of kept. Files on disk are another matter.
+are recomputed in the backward pass instead of stored. For files on disk see `jaxpipe.checkpoint`.
 """
 
 from jaxpipe.deepspeed import CheckpointFunction as CheckpointFunction

@@ -1,4 +1,4 @@
-"""Every exception the library raises on purpose, under one base class, and helpers for messages."""
+"""All exceptions of jaxpipe under one base class, and helpers for messages."""
 
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
@@ -12,18 +12,18 @@ class JaxpipeError(Exception):
 
 
 class ConfigError(JaxpipeError, ValueError):
-    """A configuration value is unknown, missing, or contradicts another.
+    """A configuration value is unknown or missing, or contradicts another value.
 
-    Or a list of all that is wrong.
+    It may also list several errors.
 
     Args:
-        message: What is wrong and what to do about it.
+        message: What is wrong and how to correct it.
         paths: JSON paths of the keys that the error is about, such as `"fp16.enabled"`.
-        errors: The errors that the message lists, where it lists any.
+        errors: The errors that the message lists, if it lists any.
 
     Attributes:
-        paths: As given; those of all `errors` where there are any.
-        errors: As given.
+        paths: The given paths. If there are `errors`, their paths instead.
+        errors: The given errors.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class TopologyError(JaxpipeError, ValueError):
 
 
 class PartitionError(JaxpipeError, ValueError):
-    """The layers cannot be cut into the stages that were asked for."""
+    """The layers cannot be divided into the requested stages."""
 
 
 class ScheduleError(JaxpipeError, ValueError):
@@ -54,7 +54,7 @@ class LayerError(JaxpipeError, TypeError):
 
 
 class DataError(JaxpipeError, ValueError):
-    """A batch does not have the structure, shapes or dtypes the engine was built for."""
+    """A batch does not have the structure, shapes or dtypes that the engine was built for."""
 
 
 class CheckpointError(JaxpipeError, RuntimeError):
@@ -66,50 +66,77 @@ class LaunchError(JaxpipeError, RuntimeError):
 
 
 class PipelineError(JaxpipeError, RuntimeError):
-    """An engine method that has no meaning in a pipeline was called; DeepSpeed's name."""
+    """A method was called that has no meaning in a pipeline. The name is DeepSpeed's."""
 
 
 def refused(name: str, reason: str) -> Callable[..., NoReturn]:
-    """A function or method of DeepSpeed's without meaning here; calls raise `PipelineError`.
+    """Create a function for a DeepSpeed name without a meaning here. It raises `PipelineError`.
 
-    `name` is for errors; `reason` is why, and what takes its place.
+    Args:
+        name: The name of the function in errors.
+        reason: Why it must not be called, and what to use instead.
+
+    Returns:
+        The function.
     """
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise PipelineError(f"{name} must not be called: {reason}")
 
     refuse.__name__ = name.rpartition(".")[2]
-    refuse.__doc__ = "Refused: a call raises a `PipelineError` that says what takes its place."
+    refuse.__doc__ = "Not supported: a call raises a `PipelineError` that names the replacement."
     return refuse
 
 
 def shown(value: object, text_of: Callable[[object], str] = repr) -> str:
-    """Write a value for an error, in at most 80 characters.
+    """Format a value for an error, in about 80 characters.
 
-    The end is cut off where the text is long. A value without text is shown by its type.
+    A longer text is cut off. A value that cannot be formatted is shown by its type.
+
+    Args:
+        value: The value.
+        text_of: Function that formats it.
+
+    Returns:
+        The text.
     """
     if isinstance(value, str) and len(value) > 80:
         return f"{value[:40]!r}... ({len(value)} characters)"
     try:
         text = text_of(value)
-    except (ValueError, RecursionError):  # Python prints no integer of more than 4300 digits
+    except (ValueError, RecursionError):  # Python prints no integers of more than 4300 digits
         return f"<{type(value).__name__} too long to be printed>"
-    except Exception:  # noqa: BLE001  # classes of users
+    except Exception:  # noqa: BLE001  # a class of the user
         return f"<{type(value).__name__}>"
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def counted(number: int, noun: str, plural: str = "s") -> str:
-    """A number with its noun, which gets the ending where it is not one."""
+    """Format a number with its noun in the singular or plural.
+
+    Args:
+        number: The number.
+        noun: The noun in the singular.
+        plural: The ending of the plural.
+
+    Returns:
+        The text.
+    """
     return f"{number:,} {noun}{'' if number == 1 else plural}"
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Find the known name that an unknown one may stand for, in capitals or not.
+    """Find the known name that is most similar to an unknown one, ignoring case.
 
-    `cutoff` is the least likeness, from 0 to 1; None where nothing is as similar.
+    Args:
+        name: The unknown name.
+        known: The known names.
+        cutoff: Minimum similarity, from 0 to 1.
+
+    Returns:
+        The name, or None if no name is similar enough.
     """
-    # Likeness of long texts takes minutes.
+    # Comparing long texts takes minutes.
     lowered = {each.lower(): each for each in known if len(each) <= _LONGEST_NAME}
     if len(name) > _LONGEST_NAME:
         return None

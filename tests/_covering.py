@@ -89,7 +89,7 @@ def first_values_then_pairs(
 ) -> list[Any]:
     """Parameters of a test: cases with every value of every factor, then all pairs of values.
 
-    A third of the first run by default; of the others every fourth is slow, of the pairs every
+    A ninth of the first run by default; of the others every fourth is slow, of the pairs every
     sixteenth.
 
     Args:
@@ -104,7 +104,7 @@ def first_values_then_pairs(
         [to_case(x) for x in covering(factors, is_valid, strength)] for strength in (1, 2)
     )
     rest = [case for case in pairs if case not in values]
-    return [*slow_after(len(values) // 3, values), *slow_after(0, rest, soak=True)]
+    return [*slow_after(len(values) // 9, values), *slow_after(0, rest, soak=True)]
 
 
 def slow_after(

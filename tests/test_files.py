@@ -48,20 +48,20 @@ def no_file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("reader", list(READERS))
 def test_readers_refuse_what_is_no_file(reader: str, no_file: Path) -> None:
-    with pytest.raises(JaxpipeError, match="what is no file but a folder, a pipe or a device"):
+    with pytest.raises(JaxpipeError, match="something other than a file: a folder, pipe or device"):
         READERS[reader](no_file)
 
 
 def test_safetensors_that_are_no_file_are_not_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model.safetensors")
-    with pytest.raises(JaxpipeError, match="what is no file but a folder, a pipe or a device"):
+    with pytest.raises(JaxpipeError, match="something other than a file: a folder, pipe or device"):
         load_safetensors(tmp_path)
 
 
 def test_reading(tmp_path: Path, no_file: Path) -> None:
-    with pytest.raises(OSError, match="what is no file"):
+    with pytest.raises(OSError, match="something other than a file"):
         read_file(no_file)
-    with pytest.raises(OSError, match="what is no file"):
+    with pytest.raises(OSError, match="something other than a file"):
         check_is_file(tmp_path)
     (tmp_path / "a").write_bytes(b"abc")
     assert read_file(tmp_path / "a", 3) == b"abc"
@@ -129,7 +129,7 @@ def test_nothing_is_opened_through_a_link(
     with pytest.raises(OSError, match="is a link, through which nothing is written"):
         opened(tmp_path / "link")
     if not no_file.is_char_device():  # what is written there is gone, as its owner wants
-        with pytest.raises(OSError, match="is no file|No such device"):
+        with pytest.raises(OSError, match="is not a file|No such device"):
             opened(no_file)
 
 

@@ -1,4 +1,4 @@
-"""Residuals of a function, the smallest of them, and its backward in one piece or two."""
+"""Finds a function's smallest residuals, and builds its backward, whole or split in two."""
 
 from ._policy import without_complex as without_complex
 from ._residuals import Residuals as Residuals

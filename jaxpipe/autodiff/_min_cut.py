@@ -1,10 +1,8 @@
-"""Values that one part of a program hands to another.
+"""Chooses the values that one part of a program passes to another, by a minimum cut.
 
-A minimum cut through what the second is computed from.
-
-Holding a value costs its bytes, computing it again costs nothing where its equation is cheap and is
-ruled out where it is not. The cheapest set of values from which the goals follow by cheap equations
-is a minimum vertex cut between what must not be computed again and the goals.
+Storing a value costs its bytes. Recomputing it is free if its equation is cheap, and not allowed
+otherwise. The cheapest set of values from which cheap equations compute the goals is a minimum
+vertex cut between the values that must not be recomputed and the goals.
 """
 
 import math
@@ -19,15 +17,15 @@ from jaxpipe.jaxpr import Program, Slice, computed_by, needed_for, operands, var
 
 from ._policy import is_cheap
 
-# Prices of a byte of what B hands to W. A residual is in memory already and is only read again (and
-# held on until W); a value that B computes anyway is written and read; one that B would not compute
-# lengthens B too, which others wait for.
+# Price per byte of the values that B passes to W. A residual is already in memory and is only read
+# again (and stored until W). A value that B computes anyway is written and read. A value that B
+# would not compute otherwise also makes B longer, and other stages wait for B.
 _RESIDUAL, _COMPUTED, _ADDED = 2, 4, 5
 
 _ENDLESS = math.inf
 
 _LARGEST_FLOW = 2**29
-"""scipy's capacities have 32 bits, and a residual capacity may be the sum of two of them."""
+"""SciPy's capacities have 32 bits, and a residual capacity may be the sum of two capacities."""
 
 
 def pending_values(
@@ -40,14 +38,14 @@ def pending_values(
     weight_only: Set[Any],
     residuals: Set[Any],
 ) -> list[Any]:
-    """Values that B, the backward of the inputs, hands to W, that of the weights.
+    """Choose the values that B, the input gradient, passes to W, the weight gradient.
 
-    The fewest bytes are held, and nothing expensive runs twice. A value may be outside what B
-    computes for its own goals. Then B grows, and only B computes what it grew by.
+    The choice stores the fewest bytes, and nothing expensive runs twice. B may not compute a chosen
+    value for its own goals. It is then extended by the equations of this value, which only B runs.
 
-    `forced` are ids of equations that B runs too. Variables that are not `batch_dependent` follow
-    from the parameters. B must not compute `weight_only` variables for W, which can read
-    `residuals`. The result has variables of the program and of its bodies, in the program's order.
+    `forced` are ids of equations that B must also run. Variables that are not `batch_dependent` are
+    computed from the parameters. B must not compute `weight_only` variables for W. W can read
+    `residuals`. Returns variables of the program and of its bodies, in the program's order.
     """
     part = needed_for(program, input_goals, forced=forced)
     while True:
@@ -66,8 +64,8 @@ def pending_values(
         grown = needed_for(program, [*input_goals, *pending], forced=forced)
         if grown.steps <= part.steps:
             return pending
-        # What B now computes in addition is not to be computed again by W either, which may move
-        # the cut: once more.
+        # W must not recompute the values that B now computes in addition. This may move the cut, so
+        # try again.
         part = Slice(part.variables | grown.variables, part.steps | grown.steps)
 
 
@@ -78,17 +76,17 @@ def smallest_cut(
     computed: Set[Any],
     price: Callable[[Any, int], float],
 ) -> tuple[list[Any], float]:
-    """The cheapest values from which others follow without doing anything expensive again.
+    """Find the cheapest values from which the goals follow without expensive recomputation.
 
-    Goals are variables of the program and of its bodies, or literals. Only what is
-    `batch_dependent` is held, and what is `computed` is computed again only where that is cheap.
-    `price` is infinite where a value of so many bytes cannot be held.
+    Goals are variables of the program and of its bodies, or literals. Only `batch_dependent` values
+    are stored, and `computed` values are only recomputed if that is cheap. `price` takes a variable
+    and its bytes, and is infinite for values that cannot be stored.
 
-    The result is `(variables in the program's order, their price)`. Of several sets with one price
-    it is the one nearest to the goals, which leaves the least to compute again.
+    Returns `(variables in the program's order, their price)`. Of several sets with equal price it
+    is the one nearest to the goals, which leaves the least to recompute.
     """
-    # In the program's order, and the cut after it: sets have none, and all processes must lower the
-    # same program.
+    # The cut is ordered like the program: sets have no order, and all processes must lower the same
+    # program.
     num_bytes = {var: _size(var) for var in program.inputs} | dict(_num_bytes(program, 1))
     part = needed_for(program, goals)
     prices = {var: price(var, size) for var, size in num_bytes.items()}
@@ -110,16 +108,16 @@ def smallest_cut(
 def _origins(
     program: Program, part: Slice, computed: Set[Any]
 ) -> Iterator[tuple[Any, Sequence[Any] | None]]:
-    """Each value of a part with what it is computed from.
+    """Yield each value of a part and the operands that it is computed from.
 
-    None where it is not to be computed again.
+    The operands are None if the value must not be recomputed.
     """
     for i, eqn in enumerate(program.eqns):
         if id(eqn) not in part.steps:
             continue
         if i in program.scans:
             scan = program.scans[i]
-            # What a step carries in is the first value or the output of the step before.
+            # The carry of a step is the initial value or the previous step's output.
             yield from ((v, [x]) for x, v in (*scan.fixed, *scan.sliced, *scan.stacked))
             yield from (
                 (v, [c.initial, c.output]) for c in scan.carried for v in (c.inner, c.result)
@@ -131,7 +129,7 @@ def _origins(
 
 
 def _num_bytes(program: Program, times: int) -> Iterator[tuple[Any, int]]:
-    """Bytes of each value that can be held; what scans slice is held outside of them."""
+    """Yield the bytes of each value that can be stored; a scan slices values stored outside it."""
     for i, eqn in enumerate(program.eqns):
         if i in program.scans:
             steps = times * program.scans[i].form.length
@@ -141,7 +139,7 @@ def _num_bytes(program: Program, times: int) -> Iterator[tuple[Any, int]]:
 
 
 def _size(var: Any) -> int:
-    # At least one, so that an empty array is not held where it need not be.
+    # At least one byte, so that empty arrays are not stored needlessly.
     return max(1, var.aval.size * var.aval.dtype.itemsize)
 
 
@@ -151,23 +149,24 @@ def min_cut(
     uses: Iterable[tuple[Any, Any]],
     goals: Iterable[Any],
 ) -> set[Any]:
-    """The cheapest values that the goals can be computed from; of several sets the nearest to them.
+    """Find the cheapest values that the goals can be computed from.
 
-    `prices` are integers or infinity; what has none cannot be held. Values in `fixed` are not
-    computed again. `uses` are pairs `(operand, value computed from it)`.
+    Of several sets with equal price it is the one nearest to the goals. `prices` are integers or
+    infinity, and values without a price cannot be stored. Values in `fixed` are not recomputed.
+    `uses` are pairs `(operand, value computed from it)`.
     """
     fixed, uses, goals = list(fixed), list(uses), list(goals)
     if not goals:
         return set()
     values = dict.fromkeys((*fixed, *goals, *(x for pair in uses for x in pair)))
-    # A value before it is held; `node + 1` is the held value.
+    # `node` is the value before it is stored, `node + 1` the stored value.
     node = {value: 2 * i for i, value in enumerate(values)}
     source, sink = 2 * len(node), 2 * len(node) + 1
     finite = {
         value: int(prices[value]) for value in values if prices.get(value, _ENDLESS) < _ENDLESS
     }
-    # Sizes are multiples of a common one, so this is exact but for sums above 2**29 of it: there a
-    # price is rounded up by at most a part in 2**29 of the sum of all prices.
+    # Sizes are multiples of a common unit, so this is exact unless their sum exceeds 2**29 units.
+    # In that case a price is rounded up by at most the sum of all prices divided by 2**29.
     unit = max(1, math.gcd(*finite.values()), -(-sum(finite.values()) // _LARGEST_FLOW))
     units = {value: -(-price // unit) for value, price in finite.items()}
     endless = sum(units.values()) + 1
@@ -175,11 +174,11 @@ def min_cut(
     capacities |= {(source, node[value]): endless for value in fixed}
     capacities |= {(node[x] + 1, node[value]): endless for x, value in uses}
     capacities |= {(node[value] + 1, sink): endless for value in goals}
-    starts, ends = np.array(list(capacities), np.int32).T  # the only indices that SciPy 1.14 takes
+    starts, ends = np.array(list(capacities), np.int32).T  # SciPy 1.14 only accepts int32 indices
     shape = (sink + 1, sink + 1)
     graph = csr_array((np.array(list(capacities.values()), np.int32), (starts, ends)), shape)
-    # From these nodes more could flow to the goals: the side of the goals in the cut that is
-    # nearest to them.
+    # More could flow from these nodes to the goals. They are the goals' side of the cut that is
+    # nearest to the goals.
     residual = (graph - maximum_flow(graph, source, sink).flow) > 0
     behind = set(breadth_first_order(residual.T, sink, return_predecessors=False).tolist())
     return {value for value, i in node.items() if i + 1 in behind and i not in behind}

@@ -1,8 +1,8 @@
-"""Equations that cost less to run again than writing their result to memory and reading it back.
+"""Equations that are cheaper to run again than to write their result to memory and read it back.
 
-Residuals are written once and read once per microbatch, through memory. Products, reductions,
-random bits and whatever is not known are not run again; element-wise arithmetic and changes of form
-are part of the fusions that read their results.
+Residuals are written to memory and read from it once per microbatch. Matrix products, reductions,
+random bits and unknown equations are not recomputed. Element-wise arithmetic, casts and reshapes
+are fused with the kernels that read their results.
 """
 
 import functools
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxpipe.jaxpr import name_of, primitives
 
-# A slice at an index is one read of what lies in memory already.
+# A slice at an index is one read of an array that is already in memory.
 _CHEAP = (
     primitives.ARITHMETIC
     | primitives.COMPARISONS
@@ -24,18 +24,19 @@ _CHEAP = (
 
 
 def is_cheap(eqn: Any) -> bool:
-    """True if an equation is run again where that leaves fewer residuals.
+    """True if an equation may be recomputed to reduce residuals.
 
-    It is element-wise or changes a form.
+    Cheap equations are element-wise, or only change shape, dtype or memory.
     """
     return name_of(eqn) in _CHEAP
 
 
 def is_kept_in_branches(primitive: Any, *inputs: Any, **params: Any) -> bool:
-    """The policy for a branch of a `cond`.
+    """Decide what JAX keeps in a branch of a `cond`, as a policy of `jax.checkpoint`.
 
-    There JAX keeps a value or computes it again, but cannot take a later one. So comparisons, one
-    byte each, are kept instead of the random bits that masks of dropout come from.
+    In a branch JAX keeps a value or recomputes it, but cannot keep a later value instead. So the
+    policy keeps comparisons, of one byte per element, instead of the random bits from which dropout
+    masks are made.
     """
     return (
         primitive.name in primitives.COMPARISONS
@@ -44,17 +45,16 @@ def is_kept_in_branches(primitive: Any, *inputs: Any, **params: Any) -> bool:
 
 
 def without_complex(policy: Callable[..., Any]) -> Callable[..., Any]:
-    """A policy of `jax.checkpoint` that recomputes complex numbers and asks `policy` for the rest.
+    """Make a policy of `jax.checkpoint` that recomputes complex values and otherwise asks `policy`.
 
-    JAX (0.10) rounds what a policy keeps to the precision that it has, and raises where that is
-    complex.
+    JAX (0.10) rounds the values that a policy keeps to their own precision, and raises for complex
+    values.
     """
     return functools.partial(_decide, policy)
 
 
 def _decide(policy: Callable[..., Any], primitive: Any, *inputs: Any, **params: Any) -> Any:
-    # Not everything that a policy is asked about is an array, and casts alone name the dtype of
-    # their result.
+    # Not all inputs of a policy are arrays, and only casts name the dtype of their result.
     dtypes = [*(getattr(x, "dtype", jnp.bool_) for x in inputs), params.get("new_dtype", jnp.bool_)]
     is_complex = any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes)
     if is_complex or primitive.name in primitives.MAKING_COMPLEX:

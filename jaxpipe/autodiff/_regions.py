@@ -1,9 +1,7 @@
-"""A traced function arranged so that JAX keeps little of it for the backward.
+"""Rearranges a traced function so that JAX keeps little of it for the backward.
 
-That is done before it is differentiated.
-
-A region is a call of `jax.checkpoint`. JAX differentiates it by its own policy, whatever surrounds
-it.
+This happens before the function is differentiated. A region is a call of `jax.checkpoint`. JAX
+differentiates a region by the region's own policy, independent of its surroundings.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
@@ -34,33 +32,34 @@ from ._policy import is_cheap, is_kept_in_branches, without_complex
 _KEPT_IN_BRANCHES = without_complex(is_kept_in_branches)
 
 _FOLLOWED = primitives.CALLS | primitives.REGIONS | {primitives.SCAN, primitives.COND}
-"""Equations in whose programs regions are looked for.
+"""Equations whose programs are searched for regions.
 
-A custom rule is none: JAX differentiates it as a whole.
+Custom rules are not included, because JAX differentiates them as a whole.
 """
 
 
 def find_regions(closed: ClosedJaxpr) -> list[set[int]]:
-    """The regions of a function by kind: ids of equations that do the same.
+    """Find the regions of a function: for each kind the ids of equations with the same program.
 
-    Those of arithmetic alone are left out.
+    Regions with only arithmetic are left out.
     """
     kinds: dict[str, set[int]] = {}
     for eqn in _with_inside(closed.jaxpr.eqns):
         if _is_region(eqn) and not _is_light(eqn):
-            # As printed: layers of one kind decide together, and what tells constants apart does
-            # not matter here.
+            # Compared as printed: layers of one kind are decided together, and differences between
+            # constants do not matter here.
             kinds.setdefault(str(programs_inside(eqn)[0]), set()).add(id(eqn))
     return list(kinds.values())
 
 
 def arrange(closed: ClosedJaxpr, regions: Set[int]) -> Callable[..., list[Any]]:
-    """A function that gives the same as a traced one and keeps less.
+    """Make a function that computes the same as a traced one and keeps less for its backward.
 
-    Regions whose ids are not in `regions` are dissolved, as those of arithmetic alone always are:
-    what follows by cheap equations is computed again in any case, where that leaves less to keep.
-    Of a branch JAX would keep everything, its weights too; it is made to recompute what is cheap,
-    and all of it where it holds a region, but for what that keeps by name.
+    Regions whose ids are not in `regions` are inlined, and regions with only arithmetic are always
+    inlined: values that follow by cheap equations are recomputed in any case, if less is kept then.
+    JAX would keep all values of a branch, including its weights. A branch is therefore made to
+    recompute its cheap equations. A branch that contains a region recomputes everything, except for
+    the values that the region keeps by name.
     """
     return lambda *args: _run(closed.jaxpr, closed.consts, args, regions)
 
@@ -77,8 +76,8 @@ def _equation(eqn: Any, values: list[Any], regions: Set[int]) -> list[Any]:
     if branches_of(eqn):
         inside = [region_policy(x) for x in _with_inside([eqn]) if id(x) in regions]
         policy = (save_reduced if save_reduced in inside else None) if inside else _KEPT_IN_BRANCHES
-        # No barrier: a branch of the backward is a program of its own, with which XLA merges
-        # nothing of the forward.
+        # No barrier: a branch of the backward is a separate program, and XLA merges nothing of the
+        # forward with it.
         return jax.checkpoint(lambda *xs: bind(eqn, xs), policy=policy, prevent_cse=False)(*values)
     if not any(_changes(x, regions) for x in _with_inside([eqn])):
         return bind(eqn, values)
@@ -114,7 +113,7 @@ def _is_region(eqn: Any) -> bool:
 
 
 def _is_light(eqn: Any) -> bool:
-    """True if a region does arithmetic and sums alone, and has no policy of a user's own."""
+    """True if a region only has arithmetic and reductions, and no policy set by the user."""
     return region_policy(eqn) in (None, save_reduced) and _is_arithmetic(
         programs_inside(eqn)[0].jaxpr
     )
@@ -130,5 +129,5 @@ def _is_arithmetic(jaxpr: Jaxpr) -> bool:
 
 
 def _with_inside(eqns: Iterable[Any]) -> Iterator[Any]:
-    """Equations and those inside of them in which regions are looked for."""
+    """Yield equations and the equations inside them, where regions are searched for."""
     return all_equations(eqns, lambda eqn: eqn.primitive.name in _FOLLOWED)

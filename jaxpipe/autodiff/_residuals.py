@@ -1,10 +1,10 @@
-"""A function cut into a forward that returns residuals, what its backward needs, and the backward.
+"""Cuts a function into a forward that returns residuals and a backward that reads them.
 
-Residuals are arrays that depend on the function's inputs: the fewest bytes from which all else that
-the backward reads follows by cheap equations. Everything that follows from the parameters alone
-(the weights themselves, casts of them, causal masks) is computed again from the parameters when the
-backward runs, so weights are never held per microbatch. What a layer does beside computing, such as
-printing, it does in the forward; the backward repeats it only where it recomputes.
+Residuals are arrays that depend on the function's inputs. They are the fewest bytes from which
+cheap equations compute everything else that the backward reads. Values that only depend on the
+parameters (the weights themselves, casts of them, causal masks) are recomputed from the parameters
+in the backward, so weights are never stored per microbatch. Side effects of a layer, such as
+printing, run in the forward. The backward only repeats them if it recomputes the layer.
 """
 
 import functools
@@ -39,19 +39,19 @@ from ._min_cut import smallest_cut
 from ._regions import arrange, find_regions
 
 _MANY_KINDS = 6
-"""With more kinds of layers that recompute inside, either all of them do or none does.
+"""With more kinds of regions than this, either all of them recompute or none does.
 
-Each try costs a trace.
+Each attempt costs a trace.
 """
 
 
 def differentiable(tree: PyTree) -> list[jax.Array]:
-    """The leaves that have a gradient: floating point and complex."""
+    """Return the leaves that have a gradient: floating-point and complex ones."""
     return [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
 
 
 def replace_differentiable(tree: PyTree, values: Sequence[jax.Array]) -> PyTree:
-    """The tree with its differentiable leaves replaced, in order."""
+    """Replace the differentiable leaves of a tree, in order."""
     leaves, treedef = jax.tree.flatten(tree)
     new = iter(values)
     return jax.tree.unflatten(
@@ -62,23 +62,23 @@ def replace_differentiable(tree: PyTree, values: Sequence[jax.Array]) -> PyTree:
 class Residuals:
     """Forward and backward of `function(params, inputs, context) -> (outputs, others)`.
 
-    Gradients are taken of the outputs, for the parameters that are trained and the differentiable
-    leaves of the inputs; `context` (keys, side inputs, collections) and `others` (collections,
-    metrics) have none.
+    The outputs are differentiated with respect to the trained parameters and the differentiable
+    leaves of the inputs. `context` (keys, side inputs, collections) and `others` (collections,
+    metrics) have no gradients.
 
-    A layer that recomputes inside has said which of its values are residuals, and its backward
-    computes the rest again as JAX has it. Of what JAX keeps, here and of all other layers, only
-    that is held which does not follow from the rest. A layer that would hold less without recompute
-    than with it, as one whose inputs are wider than what it computes with, does not recompute: to
-    ask for recompute never adds to what is held.
+    The policy of a layer with recompute determines its residuals, and its backward recomputes the
+    rest as JAX does. Of all values that JAX keeps, for these and for all other layers, only those
+    are stored that cannot be computed cheaply from the others. A layer does not recompute if it
+    would store less without recompute, for example if its inputs are wider than the dtype in which
+    it computes. So recompute never increases the memory of residuals.
 
-    The parameters, inputs and context are given as shapes and dtypes. `frozen` are indices among
-    the leaves of the parameters, those without a gradient. What their gradients alone would need is
-    neither computed nor kept.
+    The parameters, inputs and context are given as shapes and dtypes. `frozen` are the indices of
+    parameter leaves without a gradient. Values that only their gradients would need are neither
+    computed nor kept.
 
     Attributes:
         structs: Shapes and dtypes of the residuals.
-        is_hosted: For each of them whether recompute asked for it to wait in host memory.
+        is_hosted: Whether the recompute policy offloads each residual to host memory.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Residuals:
         )
         self.is_hosted = self._cut.is_hosted
         self._encodings: list[Encoding] = []
-        # Traced here once, which also finds out the encodings that a backward decodes with.
+        # Traced once here, which also determines the encodings that a backward decodes.
         self.structs: list[jax.ShapeDtypeStruct] = jax.eval_shape(self.forward, *structs)[2]
 
     def forward(
@@ -136,9 +136,9 @@ class Residuals:
         """Compute gradients of the parameters, and of the inputs' differentiable leaves.
 
         `cotangents` are gradients of the differentiable leaves of the outputs. Frozen parameters
-        get None. Each group has indices among the leaves of the parameters, those of one layer.
-        Their gradients are replaced by `reduce(index, gradient)`, under the backward of the layer
-        before it.
+        have gradient None. Each group has the indices of one layer's parameter leaves. Their
+        gradients are replaced by `reduce(index, gradient)`, which the backward of the preceding
+        layer overlaps.
         """
         args = [*jax.tree.leaves(params), *residuals, *cotangents]
         turns: Turns = {}
@@ -165,9 +165,9 @@ class Residuals:
 
     @property
     def param_gradients(self) -> list[Any]:
-        """Of the program's outputs the gradient of each leaf of the parameters.
+        """The program's outputs that are gradients of parameters, one for each leaf.
 
-        None where it is frozen.
+        Frozen leaves have None.
         """
         grads = iter(self.program.outputs)
         return [
@@ -177,14 +177,15 @@ class Residuals:
 
     @property
     def input_gradients(self) -> list[Any]:
-        """Of the program's outputs the gradients of the differentiable leaves of the inputs."""
+        """The program's outputs that are gradients of the inputs' differentiable leaves."""
         return list(self.program.outputs[len(jax.tree.leaves(self._params)) - len(self._frozen) :])
 
     def specs(self, params: Sequence[P], inputs: Sequence[P], mesh: AbstractMesh) -> list[P]:
-        """Shardings of the residuals over automatic axes, at least: XLA may divide them further.
+        """Find the residuals' shardings over automatic axes. XLA may divide them further.
 
-        `params` and `inputs` have a spec for each leaf. Where the outputs are alike and
-        constrained, the inputs have theirs instead. `mesh` is the mesh around this code.
+        `params` and `inputs` have a spec for each leaf. If the outputs have the shapes and dtypes
+        of the inputs and are constrained, their specs are used for the inputs. `mesh` is the
+        current mesh.
         """
         closed = jax.make_jaxpr(self.forward)(*self._arguments)
         _, given, context = map(jax.tree.leaves, self._arguments)
@@ -204,9 +205,9 @@ class Residuals:
 
     @functools.cached_property
     def program(self) -> Program:
-        """The backward of parameters, residuals and cotangents.
+        """The backward as a function of parameters, residuals and cotangents.
 
-        What it computes again of the forward is in it.
+        It includes the recomputed parts of the forward.
         """
 
         def pull(
@@ -221,12 +222,12 @@ class Residuals:
 
     @functools.cached_property
     def effects(self) -> set[int]:
-        """Ids of the program's equations that do something beside giving results."""
+        """Ids of the program's equations with side effects."""
         return effects_of(self.program)
 
     @functools.cached_property
     def batch_dependent(self) -> set[Any]:
-        """The program's variables that do not follow from the parameters alone."""
+        """The program's variables that depend on more than the parameters."""
         return reached_from(
             self.program, set(self.program.inputs[len(jax.tree.leaves(self._params)) :])
         )
@@ -237,9 +238,10 @@ class Residuals:
 
 
 def _fewest_bytes(kinds: list[set[int]], cut: Callable[[Sequence[set[int]]], "_Cut"]) -> "_Cut":
-    """The cut that holds the fewest bytes.
+    """Find the cut that stores the fewest bytes.
 
-    It is one of those with all kinds of regions, without one after another, and with none.
+    The candidates are the cut with all kinds of regions, cuts from which one kind after another is
+    removed, and the cut without regions.
     """
     best = cut(kinds)
     while len(kinds) > 1:
@@ -253,23 +255,23 @@ def _fewest_bytes(kinds: list[set[int]], cut: Callable[[Sequence[set[int]]], "_C
         if better.num_bytes >= best.num_bytes:
             break
         best = better
-    # In a tie with recompute, which was asked for: `min` gives the first.
+    # In a tie keep the recompute that the user asked for: `min` returns the first.
     return min(best, cut([]), key=lambda one: one.num_bytes) if kinds else best
 
 
 class _Cut:
-    """A function's forward with all that `jax.vjp` keeps of it.
+    """A function's forward with all values that `jax.vjp` keeps.
 
-    The residuals are the fewest values from which that follows. `function` takes the leaves of
-    `(params, inputs, context)`, which are given as shapes and dtypes; `results` is the structure of
-    its results, `(outputs, others)`. `frozen` are indices of the parameters' leaves without a
-    gradient.
+    The residuals are the smallest values from which the kept values can be computed. `function`
+    takes the leaves of `(params, inputs, context)`, which are given as shapes and dtypes. `results`
+    is the structure of its results, `(outputs, others)`. `frozen` are the indices of parameter
+    leaves without a gradient.
 
     Attributes:
-        program: The forward, with its moves between memories.
-        outputs: Variables of the program: its results.
-        variables: Variables of the program and of its bodies: the residuals.
-        is_hosted: For each of them whether recompute asked for it to wait in host memory.
+        program: The forward, including its moves between memories.
+        outputs: Variables of the program that are its results.
+        variables: Variables of the program and of its bodies that are residuals.
+        is_hosted: Whether the recompute policy offloads each residual to host memory.
         num_bytes: Bytes of residuals on the device.
     """
 
@@ -287,8 +289,7 @@ class _Cut:
         def trace(
             params: PyTree, inputs: PyTree, context: PyTree
         ) -> tuple[list[jax.Array], list[jax.Array]]:
-            # Of floating point alone: for integers and keys `jax.vjp` asks for cotangents of type
-            # float0.
+            # Only floating-point leaves: for integers and keys `jax.vjp` needs float0 cotangents.
             leaves = dict(enumerate(jax.tree.leaves(params)))
             trained = {i: leaf for i, leaf in leaves.items() if i not in frozen}
 
@@ -300,11 +301,11 @@ class _Cut:
                 found = function(*jax.tree.leaves(args))
                 return differentiable(jax.tree.unflatten(results, found)[0]), found
 
-            # The pullback is a pytree, and its leaves are what JAX keeps of the forward.
+            # The pullback is a pytree whose leaves are the values that JAX keeps of the forward.
             _, pullback, found = jax.vjp(of_inexact, trained, differentiable(inputs), has_aux=True)
             residuals, treedef = jax.tree.flatten(pullback)
             encodings = [Encoding.of(leaf) for leaf in residuals]
-            # Beside the result: `jax.make_jaxpr` returns arrays alone.
+            # Not returned, because `jax.make_jaxpr` only returns arrays.
             pullbacks.append((treedef, encodings))
             return found, [
                 code.encode(leaf) for code, leaf in zip(encodings, residuals, strict=True)
@@ -320,7 +321,7 @@ class _Cut:
         hosted = set(variables(x for x, code in leaves if code.is_hosted))
 
         def price(var: Any, size: int) -> int:
-            return 0 if var in hosted else size  # host memory is not what runs short
+            return 0 if var in hosted else size  # host memory is not scarce
 
         self.variables, self.num_bytes = smallest_cut(
             program, self._leaves, batch_dependent, program.variables, price
@@ -328,11 +329,11 @@ class _Cut:
         self.is_hosted = [var in hosted for var in self.variables]
 
     def pullback(self, params: Sequence[jax.Array], residuals: Sequence[Any]) -> Callable[..., Any]:
-        """The pullback that `jax.vjp` returned, from parameters and the values of `variables`."""
+        """Rebuild the pullback of `jax.vjp` from parameters and the values of `variables`."""
         given = dict(zip(self.variables, residuals, strict=True))
         part = needed_for(self.program, self._leaves, given=given)
-        # The parameters are the first inputs; the others are needed for nothing, as what depends on
-        # them is given.
+        # The parameters are the first inputs. The others are not needed, because all values that
+        # depend on them are given.
         values, _ = evaluate(
             self.program, dict(zip(self.program.inputs, params, strict=False)), part, given, []
         )
@@ -344,11 +345,11 @@ class _Cut:
 
 
 class Encoding(NamedTuple):
-    """Form of a value as numbers in a device array, the only kind that rings and branches hold.
+    """How a value is stored as numbers in a device array, as rings and branches require.
 
     Attributes:
-        key_impl: The generator that it is a key of; None for other values.
-        is_hosted: Whether it is in host memory.
+        key_impl: The key's generator, if the value is a PRNG key; otherwise None.
+        is_hosted: Whether the value is in host memory.
     """
 
     key_impl: Any
@@ -356,19 +357,19 @@ class Encoding(NamedTuple):
 
     @staticmethod
     def of(value: jax.Array) -> "Encoding":
-        """The encoding of an array."""
+        """Return the encoding of an array."""
         is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
         is_hosted = jax.typeof(value).memory_space == jax.memory.Space.Host
         return Encoding(jax.random.key_impl(value) if is_key else None, is_hosted)
 
     def encode(self, value: Any) -> jax.Array:
-        """The numbers, in the device's memory."""
+        """Convert a value to numbers in device memory."""
         if self.is_hosted:
             value = jax.device_put(value, jax.memory.Space.Device)
         return value if self.key_impl is None else jax.random.key_data(value)
 
     def decode(self, value: jax.Array) -> Any:
-        """The value again."""
+        """Convert the numbers back to the value."""
         if self.is_hosted:
             return jax.device_put(value, jax.memory.Space.Host)
         return (

@@ -1,11 +1,10 @@
-"""A backward cut in two.
+"""Splits a backward into B and W: the input gradient and the weight gradient.
 
-B, whose result the stage before waits for, and W, gradients of weights, which can wait.
-
-A product `y = x @ w` has two products in its backward, `dx = dy @ w.T` and `dw = x.T @ dy`. Only
-the first is needed by the layers before it. B (`BackwardInput` in schedules) computes the gradients
-of the inputs with all they need; W (`BackwardWeight`) computes what is left, from residuals, from
-parameters, and from what B hands over.
+The previous stage waits for the result of B, while W can run later. The backward of a matrix
+product `y = x @ w` has two products, `dx = dy @ w.T` and `dw = x.T @ dy`. The preceding layers only
+need the first. B (`BackwardInput` in schedules) computes the gradients of the inputs and all values
+that they need. W (`BackwardWeight`) computes the rest from residuals, parameters and the values
+that B passes to it.
 """
 
 import logging
@@ -34,31 +33,33 @@ from ._policy import is_cheap
 from ._residuals import Encoding, Residuals
 
 _SMALLEST = 256
-"""A product is large where it is at least this share of the largest parameter."""
+"""A product is large if its size times this is at least that of the largest parameter."""
 
 
 class SplitBackward:
-    """The backward of `Residuals` as B and W, whose work together is that of the whole.
+    """The backward of `Residuals` as B and W, which together do the work of the whole backward.
 
-    W gives the gradients that have a large product (`dot_general`, a convolution, a kernel of
-    unknown content; at least 1/256 of the largest parameter) in that part of the backward which the
-    gradients of the inputs do not need: those of the weights of matrix products and convolutions.
-    Scales, biases and embedding tables stay with B: their gradients are small sums over arrays that
-    would have to be held for them. So do weights whose gradients one equation gives together with
-    those of the inputs, as kernels and branches of a `cond` may. Where the inputs have no gradient,
-    everything waits.
+    W computes the gradients of the weights of matrix products and convolutions. More precisely, it
+    computes each gradient that needs a large product (`dot_general`, a convolution or a kernel of
+    unknown content, of at least 1/256 of the size of the largest parameter) which the input
+    gradients do not need. B computes the gradients of scales, biases and embedding tables: they are
+    small sums over arrays that would have to be stored for W. B also computes the gradients of
+    weights that one equation computes together with the input gradients, as kernels and branches of
+    a `cond` may do. If the inputs have no gradient, W computes everything.
 
-    No product is computed twice, whatever the recompute, except of parameters alone: what both need
-    is handed over, or taken from residuals. Element-wise arithmetic is done again where that leaves
-    less to hold. Callbacks that give nothing run once, in B.
+    No product is computed twice, with or without recompute, except products that depend on
+    parameters only. Values that both B and W need are passed from B to W, or read from residuals.
+    Element-wise arithmetic is repeated if less memory is needed then. Callbacks without results run
+    once, in B.
 
     Attributes:
-        deferred: Indices among the leaves of the parameters: whose gradients W gives.
-        immediate: The other indices of what is trained: whose gradients B gives.
-        inseparable: Of these the ones that cannot wait because they come with the gradients of the
-            inputs, each with the name of the primitive that gives both.
-        weight_reads: Indices among `residuals.structs`: the residuals that W reads.
-        pending: Shapes and dtypes of what B hands to W.
+        deferred: Indices of the parameter leaves whose gradients W computes.
+        immediate: Indices of the other trained parameter leaves, whose gradients B computes.
+        inseparable: Indices in `immediate` that cannot be deferred because their gradients are
+            computed together with the input gradients, each with the name of the primitive that
+            computes both.
+        weight_reads: Indices among `residuals.structs` of the residuals that W reads.
+        pending: Shapes and dtypes of the values that B passes to W.
 
     Reference:
         Zero Bubble Pipeline Parallelism (Qi et al., 2023), section 2: B and W.
@@ -74,7 +75,7 @@ class SplitBackward:
         batch_dependent, effects = residuals.batch_dependent, residuals.effects
         needed_by_dx = needed_for(program, self._dx, forced=effects)
         largest = max((leaf.size for leaf in leaves), default=0)
-        # Without gradients of inputs nobody waits for B, so all of the backward is W.
+        # Without input gradients no stage waits for B, so the whole backward is W.
         can_wait = _with_product(program, needed_by_dx, largest) if self._dx else batch_dependent
         trained = [i for i, x in enumerate(self._grads) if x is not None]
         self.deferred = tuple(
@@ -89,9 +90,9 @@ class SplitBackward:
             if (name := _shared(program, needed_by_dx, self._grads[i]))
         }
 
-        # What has a product and depends on cotangents is work of W: B must not do it to have less
-        # to hand over. What depends on residuals alone is recompute, which B may do for W where
-        # both need it.
+        # Values that need a product and depend on cotangents are the work of W: B must not compute
+        # them to pass fewer bytes. Values that only depend on residuals are recompute, which B may
+        # do for W if both need them.
         weight_only = (
             can_wait & reached_from(program, set(cotangents)) if self._dx else batch_dependent
         )
@@ -121,12 +122,12 @@ class SplitBackward:
 
     @property
     def is_whole(self) -> bool:
-        """True if nothing can wait: then B is the whole backward."""
+        """True if nothing can be deferred, so that B is the whole backward."""
         return not self.deferred
 
     @property
     def reason(self) -> str:
-        """Why the backward, or a part of it, cannot be cut; empty where it can."""
+        """Why the backward, or a part of it, cannot be split; empty if it can."""
         if self.inseparable:
             names = ", ".join(sorted(set(self.inseparable.values())))
             return f"{names} gives gradients of weights together with those of the inputs"
@@ -137,16 +138,16 @@ class SplitBackward:
     def backward_input(
         self, params: PyTree, residuals: Sequence[jax.Array], cotangents: Sequence[jax.Array]
     ) -> tuple[PyTree, list[jax.Array], list[jax.Array]]:
-        """B: compute the gradients of the inputs, from what `Residuals.backward` takes.
+        """Run B: compute the input gradients, from the arguments of `Residuals.backward`.
 
-        The result is `(gradients of the parameters, those of the differentiable leaves of the
-        inputs, what W needs)`. The first are None where W gives them or they are frozen.
+        Returns `(gradients of the parameters, gradients of the inputs' differentiable leaves,
+        values for W)`. Gradients of parameters are None if W computes them or they are frozen.
         """
         args = [*jax.tree.leaves(params), *residuals, *cotangents]
         env = dict(zip(self._program.inputs, args, strict=True))
         values, handed = evaluate(self._program, env, self._input_part, {}, self._pending)
-        # Rings and branches hold plain arrays: keys travel as their numbers, and W makes keys of
-        # them again.
+        # Rings and branches can only store plain arrays, so keys are passed as numbers and W turns
+        # them into keys again.
         self._encodings = [Encoding.of(handed[x]) for x in self._pending]
         pending = [
             code.encode(handed[x]) for code, x in zip(self._encodings, self._pending, strict=True)
@@ -156,10 +157,10 @@ class SplitBackward:
     def backward_weight(
         self, params: PyTree, residuals: Sequence[jax.Array | None], pending: Sequence[jax.Array]
     ) -> PyTree:
-        """W: compute the gradients of the weights; None where B gives them.
+        """Run W: compute the gradients of the weights; None for those that B computes.
 
-        Anything may take the place of residuals that `weight_reads` leaves out. `pending` is as B
-        returned it.
+        Residuals that are not in `weight_reads` may have any value. `pending` are the values that B
+        returned.
         """
         env = dict(zip(self._program.inputs, [*jax.tree.leaves(params), *residuals], strict=False))
         values = [code.decode(x) for code, x in zip(self._encodings, pending, strict=True)]
@@ -174,7 +175,7 @@ class SplitBackward:
 
 
 def _with_product(program: Program, part: Slice, largest: int) -> set[Any]:
-    """Variables that need a large product which a part of the program does not run."""
+    """Find the variables that need a large product outside a part of the program."""
 
     def starts(eqn: Any, times: int) -> bool:
         size = max((var.aval.size for var in eqn.outvars), default=0) * times
@@ -184,11 +185,11 @@ def _with_product(program: Program, part: Slice, largest: int) -> set[Any]:
 
 
 def _shared(program: Program, part: Slice, var: Any) -> str:
-    """The primitive that gives a value together with others that a part of the program needs.
+    """Name the primitive that computes a value together with others that a part needs.
 
-    Empty if none does.
+    Empty if there is none.
     """
-    # Backwards through what only changes its form, up to the equation that computes it.
+    # Backwards through equations that only change the form, up to the one that computes the value.
     for i in reversed(range(len(program.eqns))):
         eqn = program.eqns[i]
         if isinstance(var, Literal) or var not in eqn.outvars:
@@ -207,15 +208,15 @@ def _shared(program: Program, part: Slice, var: Any) -> str:
 
 
 def split_backward(residuals: Residuals, params: PyTree, layers: str) -> SplitBackward:
-    """Cut a backward in two.
+    """Split a backward into B and W.
 
-    The log says where these layers' backward could not be cut, or not all of it.
+    Logs a line if the backward of these layers cannot be split completely.
     """
     split = SplitBackward(residuals, params)
     if split.reason and split.immediate:
         log(
             logging.INFO,
-            "the backward of %s stays whole, or a part of it does: %s",
+            "the backward of %s cannot be split completely: %s",
             layers,
             split.reason,
         )

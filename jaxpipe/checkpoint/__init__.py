@@ -1,6 +1,7 @@
 """Checkpoints.
 
-Written by the devices that hold the rows, opened at any number of stages, replicas and processes.
+Each device writes the rows that it holds. A checkpoint can be opened with any number of stages,
+replicas and processes.
 """
 
 from jaxpipe.weights import Rename as Rename

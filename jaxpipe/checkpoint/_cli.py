@@ -26,10 +26,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `python -m jaxpipe.checkpoint`.
 
     Args:
-        argv: The arguments; None: those of the process.
+        argv: The arguments. None uses the arguments of the process.
 
     Returns:
-        The exit status: 0, or 1 where there is no sound checkpoint. Wrong usage exits with 2.
+        The exit status: 0 on success, 1 if there is no intact checkpoint. Wrong usage exits with 2.
     """
     try:
         args = _parser().parse_args(argv)
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jaxpipe.checkpoint",
-        description="Look at checkpoints, check them, and write their parameters for other "
+        description="Inspect and verify checkpoints, and export their parameters for other "
         "libraries.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -80,8 +80,8 @@ def _parser() -> argparse.ArgumentParser:
         "--max-shard-bytes",
         metavar="SIZE",
         type=_size,
-        help="largest file, such as 5GB or 4GiB; more are written with an index, as Hugging Face "
-        "libraries do",
+        help="largest size of a file, such as 5GB or 4GiB; if one file is not enough, several are "
+        "written with an index, as Hugging Face libraries do",
     )
     export.add_argument(
         "--format",
@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     theirs.add_argument("--config", metavar="FILE", help="the config.json to write, or its folder")
     theirs.add_argument(
-        "--dtype", help="what floating-point tensors are converted to, such as bfloat16"
+        "--dtype", help="dtype to convert floating-point tensors to, such as bfloat16"
     )
     theirs.add_argument(
         "--lora-alpha", metavar="ALPHA", type=float, help="merge adapters, made with this alpha"
@@ -163,13 +163,13 @@ def _renames(text: str | None, config: str | None) -> Sequence[Rename]:
 
 
 def _path(text: str) -> AnyPath:
-    """The whole path, so that `.` has a name too."""
+    """Return the absolute path, so that `.` has a name too."""
     found = any_path(text, "PATH")
     return found.resolve() if isinstance(found, Path) else found
 
 
 def _size(text: str) -> int:
-    """Bytes of a size such as `5GB` or `4GiB`."""
+    """Convert a size such as `5GB` or `4GiB` to bytes."""
     match = _SIZE.fullmatch(text.strip())
     unit = (match[2] or "").upper() if match else ""
     size = (

@@ -1,4 +1,4 @@
-"""Comparison of the leaves of a checkpoint with those of a pipeline."""
+"""Comparison of a checkpoint's leaves with a pipeline's leaves."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ Leaves = Mapping[str, Leaf]
 
 @dataclass(frozen=True)
 class Comparison:
-    """The leaves of a checkpoint against those of a pipeline.
+    """The differences between a checkpoint's leaves and a pipeline's leaves.
 
     Attributes:
-        fitting: Keys that both have, of one shape.
+        fitting: Keys that both have, with the same shape.
         missing: Keys that the checkpoint lacks.
         unexpected: Keys that the pipeline lacks.
-        misshapen: Keys that both have in different shapes, with both.
+        misshapen: Keys that both have with different shapes, mapped to a text with both shapes.
     """
 
     fitting: tuple[str, ...]
@@ -30,11 +30,11 @@ class Comparison:
 
     @property
     def is_exact(self) -> bool:
-        """True if all fit."""
+        """Whether all leaves fit."""
         return not (self.missing or self.unexpected or self.misshapen)
 
     def describe(self, stored: Leaves, wanted: Leaves) -> str:
-        """The differences, whole layers by their name and single leaves by their key."""
+        """Describe the differences: whole layers by name, single leaves by key."""
         parts = [
             ("missing", _by_layer(self.missing, wanted)),
             ("unexpected", _by_layer(self.unexpected, stored)),
@@ -47,7 +47,7 @@ class Comparison:
 
 
 def compare(stored: Leaves, wanted: Leaves, chosen: Callable[[str], bool]) -> Comparison:
-    """Compare leaves of a checkpoint with those of a pipeline, where their keys are `chosen`."""
+    """Compare the leaves of a checkpoint and a pipeline for which `chosen(key)` is true."""
     stored = {key: leaf for key, leaf in stored.items() if chosen(key)}
     wanted = {key: leaf for key, leaf in wanted.items() if chosen(key)}
     misshapen = {
@@ -78,7 +78,7 @@ def _short(key: str) -> str:
 
 
 def _layer(key: str) -> str:
-    """The layer that a leaf belongs to, such as `layers/3_Dense`; of other leaves the key."""
+    """Return a leaf's layer, such as `layers/3_Dense`; for a leaf outside any layer, its key."""
     part, *path = key.split("/")
     if part == "collections":
         return f"layers/{path[0]}"
@@ -89,7 +89,7 @@ def _layer(key: str) -> str:
 
 
 def _by_layer(keys: Iterable[str], known: Leaves) -> list[str]:
-    """Names of layers all of whose leaves are among the keys, and the other keys."""
+    """Return the names of layers whose leaves are all among the keys, and the remaining keys."""
     keys = set(keys)
     layers: dict[tuple[str, str], list[str]] = {}
     for key in known:

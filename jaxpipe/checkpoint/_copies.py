@@ -1,4 +1,4 @@
-"""Comparing the copies of a state that replicas hold, before one of them becomes a checkpoint."""
+"""Checks that all replicas hold the same state before a checkpoint is committed."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,10 +16,11 @@ Hashes = Mapping[str, Mapping[str, Sequence[str]]]
 def merge_hashes(
     reports: Sequence[Hashes], grids: Mapping[str, tuple[int, ...]], leaves: Mapping[str, Leaf]
 ) -> dict[str, dict[int, str]]:
-    """The one hash of each block, by array name and block number, from all processes' reports.
+    """Merge all processes' reports into one hash per block, by array name and block number.
 
-    `grids` says into how many blocks each array is cut along each dim. Raises CheckpointError where
-    replicas differ: Orbax divides the writing over them, so that the files would hold a mixture.
+    `grids` gives the number of blocks of each array along each dim. Raises CheckpointError if
+    replicas differ: Orbax divides the writing between replicas, so the files would hold a mixture
+    of their values.
     """
     holders: dict[tuple[str, int], dict[str, list[int]]] = {}
     for process, report in enumerate(reports):
@@ -33,7 +34,7 @@ def merge_hashes(
     for (name, number), having in holders.items():
         if len(having) > 1:
             row = number // math.prod(grids[name][1:])
-            # On two devices of one process too.
+            # Two devices of one process can differ too.
             shares = " and in ".join(listed(processes) for processes in having.values())
             differing |= dict.fromkeys(_leaves_in(leaves, name, row), shares)
     if differing:
@@ -41,9 +42,9 @@ def merge_hashes(
         more = f" and {len(lines) - _SHOWN} more leaves" if len(lines) > _SHOWN else ""
         raise CheckpointError(
             "all replicas must hold the same values, but got different ones of "
-            f"{', '.join(lines[:_SHOWN])}{more}. Nothing was saved, and earlier checkpoints are as "
-            "they were: load one, which makes replicas equal again. Give all processes the same "
-            "parameters; if they had them, look for a device that computes wrongly."
+            f"{', '.join(lines[:_SHOWN])}{more}. Nothing was saved, and earlier checkpoints are "
+            "unchanged: load one to make the replicas equal again. Give all processes the same "
+            "parameters; if they had the same ones, look for a device that computes wrongly."
         )
     merged: dict[str, dict[int, str]] = {}
     for (name, number), having in holders.items():
@@ -52,9 +53,9 @@ def merge_hashes(
 
 
 def _leaves_in(leaves: Mapping[str, Leaf], array: str, row: int) -> list[str]:
-    """Keys of the leaves of which a row holds something.
+    """Return the keys of the leaves that have values in a row.
 
-    The array's name where it is none of the catalog's.
+    If the catalog does not know the array, return the array's name.
     """
     found = [
         key

@@ -1,4 +1,4 @@
-"""Describing a pipeline and a run for the index."""
+"""Descriptions of a pipeline and a run for the index."""
 
 import platform
 from collections.abc import Collection, Mapping
@@ -18,7 +18,7 @@ _LIBRARIES = ("jaxpipe", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "
 
 
 def describe_layers(pipeline: Pipeline, keys: Collection[str]) -> tuple[StoredLayer, ...]:
-    """The layers of a model, in order, of their parameters those with these keys."""
+    """Describe the layers of a model, in order; only parameters with these keys are listed."""
     boundaries, parts = pipeline.trace.boundaries, pipeline.parts
     return tuple(
         StoredLayer(
@@ -38,7 +38,7 @@ def describe_layers(pipeline: Pipeline, keys: Collection[str]) -> tuple[StoredLa
 
 
 def library_versions() -> dict[str, str]:
-    """Versions of what a checkpoint is written with."""
+    """Return the versions of the libraries that write a checkpoint."""
     found = {"python": platform.python_version()}
     for name in _LIBRARIES:
         try:
@@ -49,9 +49,9 @@ def library_versions() -> dict[str, str]:
 
 
 def scalar_arrays(pipeline: Pipeline, state: TrainState) -> dict[str, jax.Array]:
-    """Small arrays of a state beside its rows, by name, each on every device.
+    """Return the small arrays of a state, by name; each is on every device.
 
-    A loss scale only if it moves.
+    The loss scale is included only if it is dynamic.
     """
     loss_scale = {
         f"loss_scale/{jax.tree_util.keystr(path, simple=True)}": leaf
@@ -64,7 +64,7 @@ def scalar_arrays(pipeline: Pipeline, state: TrainState) -> dict[str, jax.Array]
 
 
 def dump_scalars(arrays: Mapping[str, jax.Array]) -> dict[str, Any]:
-    """The arrays of `scalar_arrays` as JSON; waits for them."""
+    """Convert the arrays of `scalar_arrays` to JSON values; blocks until they are ready."""
     found: dict[str, Any] = {"loss_scale": {}}
     for name, array in arrays.items():
         value = np.asarray(array.addressable_shards[0].data).tolist()
@@ -86,11 +86,11 @@ def _has_moving_scale(pipeline: Pipeline) -> bool:
 def load_scalars(
     scalars: Mapping[str, Any], pipeline: Pipeline, *, loss_scale: bool
 ) -> dict[str, Any]:
-    """Fields of a state by name, on every device, from what `dump_scalars` returned.
+    """Make fields of a state, by name and on every device, from the result of `dump_scalars`.
 
-    With `loss_scale`, the loss scale is taken too, where it moves in both.
+    With `loss_scale`, the loss scale is restored too if it is dynamic in both.
     """
-    # Put: `jax.transfer_guard` refuses what goes to a device unsaid.
+    # `device_put` because `jax.transfer_guard` refuses implicit transfers to a device.
     words = jax.device_put(np.asarray(scalars["rng"]["words"], np.uint32))
     rng = jax.random.wrap_key_data(words, impl=scalars["rng"]["impl"])
     fields: dict[str, Any] = {

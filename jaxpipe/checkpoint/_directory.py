@@ -1,15 +1,13 @@
-"""The directory that checkpoints lie in.
-
-Which tags are committed, which is the latest, what is left over.
+"""The directory of checkpoints: committed tags, the latest tag, and leftovers.
 
     save_dir/latest                    the last committed tag
-    save_dir/.lock/                    from a job's first save there to its end
-    save_dir/<tag>/commit.json         names the data; a tag without it is no checkpoint
-    save_dir/<tag>/data-<n>-<x>/       index.json, and the arrays
+    save_dir/.lock/                    exists from a job's first save there until the job ends
+    save_dir/<tag>/commit.json         names the data; a tag without it is not a checkpoint
+    save_dir/<tag>/data-<n>-<x>/       index.json and the arrays
 
-A save writes its data first and replaces `commit.json` last, in one step of the file system. So a
-tag is whole or not there at every moment, also while it is being written again. What a link leads
-to belongs to somebody else: it is read, but never changed or removed.
+Saves are atomic. A save writes its data first and replaces `commit.json` last, in one step of the
+file system, so a tag is complete or missing at every moment, even while it is being overwritten.
+The target of a link belongs to somebody else: it is read, but never changed or removed.
 """
 
 import json
@@ -55,12 +53,12 @@ class Commit:
     """The file whose presence makes a tag a checkpoint.
 
     Attributes:
-        sequence: Counts the checkpoints of a directory in the order of their commits.
-        data: The folder beside it that holds the data.
+        sequence: Number of the checkpoint in its directory, in the order of commits.
+        data: Name of the folder next to this file that holds the data.
         index_sha256: Hash of the index, in hexadecimal.
         global_steps: Batches trained.
-        is_latest: Whether it may be found without its tag.
-        saved_at: When, in UTC.
+        is_latest: Whether the checkpoint can be found without its tag.
+        saved_at: Time of the save, in UTC.
     """
 
     sequence: int
@@ -72,12 +70,12 @@ class Commit:
 
 
 def step_tag(global_steps: int) -> str:
-    """The tag of a checkpoint that is given none; DeepSpeed's form."""
+    """Return the default tag of a checkpoint, in DeepSpeed's form."""
     return f"global_step{global_steps}"
 
 
 def check_tag(tag: Any) -> str:
-    """Refuse what cannot be the name of a folder."""
+    """Raise CheckpointError unless a tag can be the name of a folder."""
     if not isinstance(tag, str) or not _is_name(tag):
         raise CheckpointError(
             "tag must be a plain name of a folder, without blanks at its ends, and not "
@@ -102,9 +100,9 @@ def _is_name(tag: str) -> bool:
 
 
 def read_commit(folder: AnyPath) -> Commit | None:
-    """The commit in a tag's folder; None where nothing is committed.
+    """Read the commit in a tag's folder; None if nothing is committed.
 
-    Raises CheckpointError where it cannot be read, is damaged, or of an unknown format.
+    Raises CheckpointError if the commit cannot be read, is damaged, or has an unknown format.
     """
     path = folder / COMMIT
     try:
@@ -120,7 +118,7 @@ def read_commit(folder: AnyPath) -> Commit | None:
         given = parse_json(content)
         found = given.pop("format"), given.pop("version")
     except (ValueError, TypeError, AttributeError, KeyError) as error:
-        raise _damaged(path, f"{len(content)} bytes that are no commit") from error
+        raise _damaged(path, f"{len(content)} bytes that are not a commit") from error
     if found[0] != FORMAT or found[1] != VERSION:
         raise CheckpointError(
             f"{path} must be of format={FORMAT!r}, version={VERSION}, but got "
@@ -150,7 +148,7 @@ _SOUND: Mapping[str, Callable[[Any], bool]] = {
     "is_latest": lambda value: isinstance(value, bool),
     "saved_at": lambda value: isinstance(value, str),
 }
-"""Tests of the entries of a commit."""
+"""Checks of a commit's entries."""
 
 
 def _damaged(path: AnyPath, found: str) -> CheckpointError:
@@ -161,7 +159,13 @@ def _damaged(path: AnyPath, found: str) -> CheckpointError:
 
 
 def committed_tags(save_dir: str | PathLike[str] | StorePath) -> dict[str, Commit]:
-    """The checkpoints of a directory, the oldest first.
+    """List the checkpoints of a directory, oldest first.
+
+    Args:
+        save_dir: The directory that was passed to `save_checkpoint`.
+
+    Returns:
+        Commits by tag.
 
     Raises:
         CheckpointError: A commit is damaged, or the directory cannot be listed.
@@ -173,9 +177,9 @@ def committed_tags(save_dir: str | PathLike[str] | StorePath) -> dict[str, Commi
 
 
 def sound_tags(save_dir: AnyPath) -> tuple[dict[str, Commit], dict[str, CheckpointError]]:
-    """Checkpoints of a directory, the oldest first, and errors of damaged commits; both by tag."""
+    """Return a directory's checkpoints, oldest first, and its damaged commits' errors, by tag."""
     commits, damaged = _look_for_tags(save_dir)
-    # The only one may have been replaced between the listing and the reading, never twice.
+    # The only checkpoint may have been replaced between listing and reading, but not twice.
     if not commits:
         commits, damaged = _look_for_tags(save_dir)
     return dict(sorted(commits.items(), key=lambda item: item[1].sequence)), damaged
@@ -207,7 +211,7 @@ def _try_commit(folder: AnyPath) -> Commit | CheckpointError | None:
 
 
 def read_latest(save_dir: AnyPath) -> str | None:
-    """The tag that `latest` names; None where there is no file of that name."""
+    """Return the tag that `latest` names; None if there is no such file."""
     path = save_dir / LATEST
     try:
         return read_any(path).decode().strip()
@@ -221,16 +225,16 @@ def read_latest(save_dir: AnyPath) -> str | None:
 
 
 def commit(save_dir: AnyPath, tag: str, content: Commit) -> None:
-    """Make a tag a checkpoint, in one step, and let `latest` name it.
+    """Turn a tag into a checkpoint, atomically, and make `latest` name it.
 
-    The data of the tag must all be there.
+    All data of the tag must be on disk.
     """
     text = json.dumps({"format": FORMAT, "version": VERSION, **asdict(content)}, indent=1)
     replace_file(save_dir / tag / COMMIT, text.encode())
     if content.is_latest:
         try:
             replace_file(save_dir / LATEST, tag.encode())
-        except OSError as error:  # the checkpoint is there, and is found without the file
+        except OSError as error:  # the checkpoint can be found without `latest`
             log(
                 logging.WARNING,
                 "%s is committed, but %s still names another: %s",
@@ -241,10 +245,10 @@ def commit(save_dir: AnyPath, tag: str, content: Commit) -> None:
 
 
 def remove_leftovers(save_dir: AnyPath) -> list[AnyPath]:
-    """Remove data that no commit names, left by unfinished saves, and nothing else.
+    """Remove data that unfinished saves left and no commit names, and nothing else.
 
-    What cannot be removed stays, with a warning: it is in nobody's way. This job must have locked
-    the directory. Returns what was removed.
+    Data that cannot be removed is harmless: it stays, with a warning. This job must have locked
+    the directory. Returns the removed paths.
     """
     folders = [path for path in save_dir.iterdir() if path.is_dir() and not path.is_symlink()]
     removed = [path for left in read_each(folders, _remove_leftovers_in) for path in left]
@@ -258,22 +262,22 @@ def _remove_leftovers_in(folder: AnyPath) -> list[AnyPath]:
         if left and not any(folder.iterdir()):
             folder.rmdir()
     except (CheckpointError, OSError) as error:
-        log(logging.WARNING, "left alone: %s", error)
+        log(logging.WARNING, "not cleaned up: %s", error)
         return []
     return left
 
 
 def make_data(folder: AnyPath, sequence: int) -> AnyPath:
-    """Make a marked folder for a checkpoint's data, with a name that no attempt before had."""
+    """Make a marked folder for a checkpoint's data, with a name that no earlier attempt used."""
     data = folder / f"data-{sequence}-{secrets.token_hex(4)}"
     make_marked(data, ARRAYS)
     return data
 
 
 def remove_data(folder: AnyPath, but: str | None = None) -> list[AnyPath]:
-    """Remove the data in a tag's folder that was made here, all but one; return what was removed.
+    """Remove all data in a tag's folder that jaxpipe made, except `but`; return the removed paths.
 
-    Warns of what cannot be removed.
+    Warns about data that cannot be removed.
     """
     data = [path for path in folder.iterdir() if _DATA.fullmatch(path.name) and path.name != but]
     return [
@@ -300,11 +304,11 @@ def _unlink(path: AnyPath) -> None:
 
 
 def remove_old(save_dir: AnyPath, keep_last: int | None, keep_every: int | None) -> list[str]:
-    """Remove the checkpoints that are not retained; return their tags, the oldest first.
+    """Remove checkpoints beyond the retention limits; return their tags, oldest first.
 
-    Only tags of the form `global_step<N>` are removed, and no links. `keep_last` says how many to
-    keep; None: all. Kept are also those whose N is a multiple of `keep_every`, and always the one
-    that is found without its tag. This job must have locked the directory.
+    Only tags of the form `global_step<N>` are removed, and never links. `keep_last` is the number
+    of checkpoints to keep; None keeps all. Tags whose N is a multiple of `keep_every` are kept too,
+    and so is the checkpoint that is found without its tag. This job must have locked the directory.
     """
     if keep_last is None:
         return []
@@ -323,12 +327,12 @@ def remove_old(save_dir: AnyPath, keep_last: int | None, keep_every: int | None)
 
 
 def _is_linked(folder: AnyPath, commit: Commit) -> bool:
-    """True if a checkpoint, or its data, lies elsewhere."""
+    """Whether a checkpoint's folder or its data is a link."""
     return folder.is_symlink() or (folder / commit.data).is_symlink()
 
 
 def _remove_tag(folder: AnyPath) -> None:
-    """Remove a checkpoint: first the commit, so that it is never half there."""
+    """Remove a checkpoint, the commit first, so that no partial checkpoint is ever visible."""
     (folder / COMMIT).unlink()
     sync_folder(folder)
     remove_data(folder)
@@ -337,5 +341,5 @@ def _remove_tag(folder: AnyPath) -> None:
 
 
 def next_sequence(commits: Mapping[str, Commit]) -> int:
-    """The number of the next commit."""
+    """Return the number of the next commit."""
     return 1 + max((each.sequence for each in commits.values()), default=0)

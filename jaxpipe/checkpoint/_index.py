@@ -1,4 +1,4 @@
-"""The index of a checkpoint: what is in it, and where it lies."""
+"""The index of a checkpoint: its contents and where they are stored."""
 
 import hashlib
 import json
@@ -30,10 +30,10 @@ class StoredArray:
     Attributes:
         shape: Its shape, `[num_rows, ...]`.
         dtype: Its dtype, by name.
-        grid: Into how many blocks it is cut along each dim: into rows, and these where devices hold
-            parts of a row.
-        sha256: For each block the hash of its bytes, in hexadecimal; blocks along the last dim are
-            next to each other.
+        grid: Number of blocks along each dim. The first dim is cut into rows; the others are cut
+            if devices hold parts of a row.
+        sha256: Hash of each block's bytes, in hexadecimal, with blocks along the last dim next to
+            each other.
     """
 
     shape: tuple[int, ...]
@@ -42,7 +42,7 @@ class StoredArray:
     sha256: tuple[str, ...]
 
     def blocks(self, row: int) -> list[tuple[int, tuple[slice, ...]]]:
-        """The blocks of a row: the number of each, and where it lies in the row."""
+        """Return the blocks of a row, each as its number and its slices of the row."""
         sizes = [size // count for size, count in zip(self.shape[1:], self.grid[1:], strict=True)]
         first = row * math.prod(self.grid[1:])
         return [
@@ -64,11 +64,11 @@ class StoredLayer:
     """One layer of the model.
 
     Attributes:
-        name: Its name, which begins with its place in the model.
-        kind: Its class or function.
+        name: Its name, which begins with its index in the model.
+        kind: Name of its class or function.
         stage: The stage that it was on.
-        signature: Shapes and dtypes of one microbatch before and after it.
-        parameters: Keys of its parameters, those it shares included.
+        signature: Shapes and dtypes of its input and output for one microbatch.
+        parameters: Keys of its parameters, including tied parameters.
     """
 
     name: str
@@ -85,15 +85,15 @@ class Index:
     Attributes:
         global_steps: Batches trained.
         global_samples: Samples trained.
-        mesh: Lengths of the mesh's axes.
+        mesh: Sizes of the mesh's axes.
         zero_stage: Stage of ZeRO.
-        layers: The model.
-        leaves: Where each leaf lies, by its key.
-        arrays: The global arrays by name.
+        layers: The layers of the model.
+        leaves: Where each leaf is stored, by key.
+        arrays: The global arrays, by name.
         scalars: `step`, `skipped_steps`, `rng` and `loss_scale` of the state.
-        batch: Form of a microbatch, if it has a plain one.
-        data_iterators: State of the data iterator of each process; None where it has none.
-        client_state: What the caller gave.
+        batch: Structure of a microbatch, if it consists of dictionaries, lists and tuples.
+        data_iterators: State of each process's data iterator; None if it has no state.
+        client_state: The caller's own state.
         config: The configuration.
         versions: Versions of the libraries.
         excluded: Keys of frozen parameters that were left out.
@@ -116,7 +116,7 @@ class Index:
 
 
 def dump_index(index: Index) -> bytes:
-    """The index as JSON."""
+    """Convert an index to JSON."""
     content = {
         **{name: getattr(index, name) for name in _PLAIN},
         "layers": [asdict(layer) for layer in index.layers],
@@ -143,7 +143,7 @@ _PLAIN = (
 
 
 def read_index(path: AnyPath, sha256: str) -> Index:
-    """Read an index, whose bytes must have this hash, in hexadecimal."""
+    """Read an index and check its bytes against this hash, in hexadecimal."""
     try:
         content = read_any(path)
     except OSError as error:
@@ -188,7 +188,7 @@ def _load_index(given: Mapping[str, Any]) -> Index:
         load_struct(given["batch"])
     for name, is_sound in _SOUND.items():
         _check(is_sound(given[name]), name, given[name])
-    excluded = given.get("excluded", [])  # which checkpoints of before 0.1 lack
+    excluded = given.get("excluded", [])  # missing in checkpoints from before 0.1
     is_sound = isinstance(excluded, list) and all(
         isinstance(key, str) and key not in leaves for key in excluded
     )
@@ -243,7 +243,7 @@ _SOUND: Mapping[str, Callable[[Any], bool]] = {
     "config": lambda given: isinstance(given, dict),
     "versions": lambda given: all(isinstance(version, str) for version in given.values()),
 }
-"""Tests of the plain entries of an index; they may also raise."""
+"""Checks of the plain entries of an index; a check may also raise."""
 
 
 def _load_array(name: str, given: Mapping[str, Any]) -> StoredArray:

@@ -1,4 +1,4 @@
-"""A checkpoint as text, from its index alone."""
+"""A description of a checkpoint as text, made only from its index."""
 
 import datetime
 import math
@@ -21,7 +21,7 @@ from ._open import Checkpoint, open_checkpoint, reread
 from ._storage import file_sizes
 
 _WIDTH = 110
-_GLUE = "\0"  # a space at which no line ends
+_GLUE = "\0"  # a space at which lines are not broken
 _AXES = {"stage": "stage", "data": "replica", "model": "model shard"}
 _PARTS = {
     "params/": "parameters",
@@ -47,11 +47,11 @@ def inspect_checkpoint(path: str | PathLike[str] | StorePath, tag: str | None = 
     No array is read.
 
     Args:
-        path: What was given to `save_checkpoint`, or a checkpoint's own folder.
-        tag: Name of the checkpoint; None: the latest.
+        path: The directory that was passed to `save_checkpoint`, or a checkpoint's own folder.
+        tag: Name of the checkpoint. None selects the latest.
 
     Returns:
-        Lines of at most 110 characters, unless a name is longer. No newline at the end.
+        Lines of at most 110 characters, unless a name is longer, without a newline at the end.
 
     Raises:
         CheckpointError: There is no checkpoint, or its index is damaged.
@@ -106,7 +106,7 @@ def _moment(text: str) -> str:
 
 
 def _others(checkpoint: Checkpoint) -> str:
-    """The other checkpoints of the directory."""
+    """List the other checkpoints of the directory."""
     try:
         commits = committed_tags(checkpoint.path.parent)
     except CheckpointError as error:
@@ -120,7 +120,7 @@ def _others(checkpoint: Checkpoint) -> str:
 
 
 def _layers(index: Index) -> list[str]:
-    """A table of stages and their layers; equal neighbours share a row."""
+    """Make a table of stages and their layers; equal neighbours share a row."""
     rows: list[Row] = [("stage", "layers", "parameters", "size", "one microbatch before and after")]
     details: list[str] = [""]
     shown: dict[str, str] = {}
@@ -159,9 +159,9 @@ def _layers(index: Index) -> list[str]:
 
 
 def _layer_row(index: Index, run: Sequence[StoredLayer], shown: dict[str, str]) -> tuple[Row, str]:
-    """A row for equal layers, and the line below it.
+    """Make the row for a run of equal layers, and the line below it.
 
-    What was shown for a layer before is not shown again.
+    Details that were shown for an earlier layer are not repeated.
     """
     first, last = run[0], run[-1]
     total = _sum(index.leaves, {key for layer in run for key in layer.parameters})
@@ -180,9 +180,9 @@ def _layer_row(index: Index, run: Sequence[StoredLayer], shown: dict[str, str]) 
 
 
 def _shapes(index: Index, layer: StoredLayer) -> str:
-    """The parameters of a layer with their shapes, by dtype.
+    """List the parameters of a layer with their shapes, by dtype.
 
-    Those that are shared with their whole path.
+    Tied parameters are listed with their full path.
     """
     own = f"params/layers/{layer.name}/"
     by_dtype: dict[str, list[str]] = {}
@@ -235,9 +235,9 @@ def _sum(leaves: Mapping[str, Leaf], keys: Iterable[str]) -> _Totals:
 
 
 def _wrapped(first: str, text: str) -> list[str]:
-    """A text behind a beginning, in lines that go on below the text's own beginning.
+    """Wrap a text after a prefix; further lines are indented to where the text begins.
 
-    Shapes stay in one piece.
+    Lines are not broken inside shapes.
     """
     glued, depth = "", 0
     for letter in text:

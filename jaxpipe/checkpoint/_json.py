@@ -1,4 +1,4 @@
-"""Values of the JSON part of a checkpoint."""
+"""Conversion and checks of the values in the JSON part of a checkpoint."""
 
 import base64
 import importlib.util
@@ -13,29 +13,32 @@ from jaxpipe.errors import CheckpointError, shown
 _BYTES = "base64"
 _DEEPEST = 100
 _MOST_DIGITS, _MOST_BITS = 4300, 14284
-"""Beyond these digits Python reads no integer; fewer bits have no more."""
+"""Python refuses to parse integers with more digits; integers of fewer bits are never longer."""
 _SHOWN = 200
 
 
 def check_json(value: Any, where: str, depth: int = 0) -> None:
-    """Refuse a value that would not come back as it is; numbers of numpy come back as Python's.
+    """Refuse a value that does not survive a round trip through JSON.
+
+    NumPy scalars are allowed, and come back as Python numbers.
 
     Args:
-        value: The value.
-        where: What it is called, for the error.
-        depth: How many lists and dictionaries it lies in.
+        value: The value to check.
+        where: Name of the value in error messages.
+        depth: Number of lists and dictionaries that enclose it.
 
     Raises:
-        CheckpointError: Something in it is neither None, a truth value, number or string, nor a
-            list or a dictionary with strings for keys; or it lies too deep, as in a list that holds
-            itself; or has too many digits.
+        CheckpointError: The value contains something other than None, booleans, numbers, strings,
+            lists and dictionaries with string keys; is nested too deeply, like a list that contains
+            itself; or contains an integer with too many digits.
     """
     if isinstance(value, np.generic):
         value = value.item()
     if depth > _DEEPEST:
         raise CheckpointError(
             f"{where[:_SHOWN]}... must be nested at most {_DEEPEST} deep, as it is stored as JSON, "
-            "but got one that is nested deeper, or holds itself. Store what it can be made from."
+            "but got one that is nested deeper, or contains itself. Store plain values to rebuild "
+            "it from."
         )
     if isinstance(value, dict):
         for key, item in value.items():
@@ -56,7 +59,7 @@ def check_json(value: Any, where: str, depth: int = 0) -> None:
     elif value is not None and type(value) not in (bool, int, float, str):
         raise CheckpointError(
             f"{where} must be a number, a string, true, false or None, or a list or dictionary of "
-            f"such, as it is stored as JSON, but got a {type(value).__name__}. {_repair(value)}"
+            f"these, as it is stored as JSON, but got a {type(value).__name__}. {_repair(value)}"
         )
 
 
@@ -69,28 +72,28 @@ def _repair(value: Any) -> str:
         return "Write value.item()."
     if hasattr(value, "tolist"):
         return "Write value.tolist(), or make it a collection of a layer if it is large."
-    return "Store what it can be made from."
+    return "Store plain values to rebuild it from."
 
 
 def dump_json(value: Any) -> str:
-    """A value that `check_json` allows as JSON."""
+    """Convert a value that `check_json` allows to JSON."""
     return json.dumps(value, default=np.generic.item)
 
 
 def encode_state(value: Any, where: str, depth: int = 0) -> Any:
-    """The state of a data iterator as JSON.
+    """Encode the state of a data iterator as a JSON value.
 
     Args:
-        value: What JSON knows, bytes, tuples, dictionaries with integers for keys, arrays of numpy
-            and tensors of torch; numbers of numpy become Python's.
-        where: What it is called, for the error.
-        depth: How many containers it lies in.
+        value: JSON values, bytes, tuples, dictionaries with integer keys, NumPy arrays and torch
+            tensors. NumPy scalars become Python numbers.
+        where: Name of the value in error messages.
+        depth: Number of containers that enclose it.
 
     Returns:
         The JSON value.
 
     Raises:
-        CheckpointError: It is of another type.
+        CheckpointError: The value contains another type.
     """
     if depth > _DEEPEST:
         check_json(None, where, depth)
@@ -123,23 +126,29 @@ def encode_state(value: Any, where: str, depth: int = 0) -> Any:
 
 
 def _is_array(value: Any) -> bool:
-    """True for what numpy holds as numbers, and a tensor of torch that it can read."""
+    """Whether a value is a NumPy array of numbers or text, or a torch tensor NumPy can read."""
     if isinstance(value, np.ndarray):
         return value.dtype.kind in "biufcSU"
     kind = type(value)
     if (kind.__module__, kind.__name__) != ("torch", "Tensor"):
         return False
-    # Numpy has no bfloat16; what lies on a device or has gradients is no state of data.
+    # NumPy has no bfloat16. Tensors on a device or with gradients are not state of a data iterator.
     is_plain = value.device.type == "cpu" and not value.requires_grad
     return is_plain and f"{value.dtype}" != "torch.bfloat16"
 
 
 def decode_state(value: Any) -> Any:
-    """The inverse of `encode_state`.
+    """Decode a result of `encode_state`.
+
+    Args:
+        value: The JSON value.
+
+    Returns:
+        The state.
 
     Raises:
-        Exception: It is none of its results: any of `KeyError`, `AttributeError`, `TypeError` and
-            `ValueError`.
+        Exception: The value is not a result of `encode_state`. The error is a `KeyError`,
+            `AttributeError`, `TypeError` or `ValueError`.
     """
     if isinstance(value, list):
         return [decode_state(item) for item in value]
@@ -152,7 +161,7 @@ def decode_state(value: Any) -> Any:
     if "array" in value:
         content = bytearray(base64.b64decode(value["array"]))
         array = np.ndarray(value["shape"], np.dtype(value["dtype"]), content)
-        # Where there is no torch, nothing is there that could want its tensor.
+        # Without torch, no code in the process can expect a torch tensor.
         is_tensor = value["is_torch"] and importlib.util.find_spec("torch") is not None
         return importlib.import_module("torch").from_numpy(array) if is_tensor else array
     if "tuple" in value:

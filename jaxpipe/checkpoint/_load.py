@@ -1,4 +1,4 @@
-"""From a checkpoint to the state of a pipeline, whatever stages, replicas and places either has."""
+"""Loading of a checkpoint into a pipeline with any stages, replicas and processes."""
 
 import dataclasses
 import warnings
@@ -38,33 +38,35 @@ def load_state(
     counters: bool = True,
     when_read: Callable[[], None] = lambda: None,
 ) -> TrainState:
-    """Read a state.
+    """Read the state of a pipeline from a checkpoint.
 
     Args:
-        checkpoint: Where from.
-        pipeline: What the state belongs to; of the same layers, cut in any way.
-        state: The present one, which gives what is not read. Once everything has been read, what is
-            replaced is deleted, so that devices never hold both. None: everything is read.
-        strict: Refuse parameters and collections that are not exactly the model's. Otherwise what
-            fits is read and a warning names the rest.
-        optimizer: Read the optimiser's state and the loss scale.
-        lr_scheduler: Read the hyperparameters that the optimiser keeps, such as the rate, and their
-            schedule's count.
-        counters: Read the step, which keys dropout, and the run's key.
-        when_read: Called when everything has been read and nothing changed yet; what it raises ends
-            the call.
+        checkpoint: The checkpoint to read.
+        pipeline: The pipeline that the state is for. It must have the same layers, but may divide
+            them over stages in any way.
+        state: The current state. It provides the leaves that are not read. Once everything has been
+            read, the leaves to replace are deleted, so that devices never hold old and new leaves
+            together. With None, everything is read.
+        strict: Whether parameters and collections must match the model exactly. If False, the
+            leaves that fit are read and a warning names the others.
+        optimizer: Whether to read the optimiser's state and the loss scale.
+        lr_scheduler: Whether to read the hyperparameters that the optimiser stores, such as the
+            learning rate, and the count of their schedule.
+        counters: Whether to read the step, from which dropout keys are derived, and the run's key.
+        when_read: Called when everything has been read and before anything changes. If it raises,
+            the error is passed on and the state is unchanged.
 
     Returns:
         The new state.
 
     Raises:
-        CheckpointError: Layers or the optimiser's state do not fit, each difference named; or it is
-            damaged.
+        CheckpointError: The layers or the optimiser's state do not fit (the error names every
+            difference), or the checkpoint is damaged.
     """
     stored, wanted = checkpoint.index.leaves, pipeline.catalog
     frozen = {join_path(("params", *path)) for path in pipeline.trace.frozen}
-    # Frozen here too, they have the values that they began with, and a checkpoint of what was
-    # trained goes on top.
+    # Parameters that are also frozen here keep their current values; the checkpoint provides only
+    # the trained ones.
     absent = frozen & set(checkpoint.index.excluded)
     model = compare(
         stored, wanted, lambda key: not key.startswith(_OPTIMIZER) and key not in absent
@@ -80,12 +82,12 @@ def load_state(
                 "load_module_strict=False."
             )
         others = (
-            "What is missing or of another shape keeps its values. "
+            "Missing leaves and leaves of another shape keep their values. "
             if model.missing or model.misshapen
             else ""
         )
         warnings.warn(f"{text}{others}The rest is loaded.", stacklevel=7)
-    # An average that is not all there begins with the parameters.
+    # An average that is missing or incomplete starts from the parameters.
     begins = pipeline.config.ema is not None and (
         not optimizer
         or any(_is_of_average(key) and not _fits(stored.get(key), wanted[key]) for key in wanted)
@@ -98,7 +100,7 @@ def load_state(
         strict=strict if model.is_exact else None,
     )
     keys = (*model.fitting, *rest)
-    # What nobody trains, layers would get in that dtype anyway.
+    # Layers would receive untrained parameters in that dtype anyway, so a cast needs no warning.
     untrained = frozen if pipeline.trains else {key for key in keys if key.startswith(_PARAMS)}
     _warn_of_casts(stored, wanted, [key for key in keys if key not in untrained])
     if state is None and (len(keys) < len(wanted) or not counters):
@@ -118,10 +120,10 @@ def read_into(
     source: Source,
     when_read: Callable[[], None],
 ) -> TrainState:
-    """Replace leaves of a state by what is read; what is replaced is deleted after that.
+    """Replace leaves of a state by the leaves of a source, and delete the old ones.
 
-    Without a state all leaves must be read. `when_read` is called when everything has been read and
-    nothing changed yet; what it raises ends the call. All processes call.
+    Without a state, all leaves must be read. `when_read` is called when everything has been read
+    and before anything changes; an error that it raises is passed on. All processes must call this.
     """
     wanted, struct = pipeline.catalog, pipeline.state_struct
     arrays = state_arrays(struct if state is None else state)
@@ -141,13 +143,13 @@ def read_into(
         }
     )
     run_on_all(lambda: rows.fill(wanted, keys, source))
-    # All is in host memory on every process, and nothing has changed yet.
+    # On every process, everything is in host memory and nothing has changed yet.
     run_on_all(when_read)
     if state is None:
         state = dataclasses.replace(struct, **pipeline.init_scalars())
     else:
         for name in touched:
-            # Before the new ones come: a device may not have room for both.
+            # Delete before the new arrays are placed: a device may not have room for both.
             arrays.pop(name).delete()
     return with_arrays(state, rows.place())
 
@@ -159,8 +161,9 @@ def _load_scalars(
         return load_scalars(checkpoint.index.scalars, pipeline, loss_scale=loss_scale)
     except (OverflowError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{checkpoint.path} must hold the step, the key and the loss scale of a run, but got "
-            f"some that fail with {type(error).__name__}: {str(error)[:300]}. Load another tag."
+            f"{checkpoint.path} must hold the step, the key and the loss scale of a run, but "
+            f"reading them failed with {type(error).__name__}: {str(error)[:300]}. Load another "
+            "tag."
         ) from error
 
 
@@ -176,20 +179,20 @@ def load_params(
 ) -> PyTree:
     """Read the parameters of a checkpoint.
 
-    The plain Flax parameters of each layer, on the host, without an engine.
+    Returns the plain Flax parameters of each layer, on the host; no engine is needed.
 
     Args:
-        path: What was given to `save_checkpoint`, or a checkpoint's own folder.
-        tag: Name of the checkpoint; None: the latest.
-        params: `"ema"` reads the average that the section `ema` kept; None: the parameters that
-            were trained.
+        path: The directory that was passed to `save_checkpoint`, or a checkpoint's own folder.
+        tag: Name of the checkpoint. None selects the latest.
+        params: `"ema"` reads the moving average that the section `ema` configures. None reads the
+            trained parameters.
 
     Returns:
-        The tree that `PipelineModule.init` returns, for `PipelineModule.apply`: numpy arrays at
-        `layers/<index>_<name>` and `tied/<key>`.
+        The tree that `PipelineModule.init` returns and `PipelineModule.apply` takes, with NumPy
+        arrays at `layers/<index>_<name>` and `tied/<key>`.
 
     Raises:
-        CheckpointError: There is no checkpoint, it is damaged, or holds no average.
+        CheckpointError: There is no checkpoint, it is damaged, or it has no average.
     """
     return _load_part(path, tag, "params/", params)
 
@@ -197,14 +200,17 @@ def load_params(
 def load_collections(
     path: str | PathLike[str] | StorePath, tag: str | None = None
 ) -> dict[str, PyTree]:
-    """Read what layers keep beside parameters, as `PipelineModule.init_collections` returns it.
+    """Read the collections of a checkpoint.
+
+    Collections are the variables of layers that are not parameters. They have the form that
+    `PipelineModule.init_collections` returns.
 
     Args:
         path: As for `load_params`.
         tag: As for `load_params`.
 
     Returns:
-        Collections by the layer's name, as numpy arrays.
+        Collections by layer name, as NumPy arrays.
 
     Raises:
         CheckpointError: There is no checkpoint, or it is damaged.
@@ -213,7 +219,7 @@ def load_collections(
 
 
 def read_leaves(checkpoint: Checkpoint, keys: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:
-    """Read some leaves of a checkpoint, in the order in which it has them."""
+    """Read some leaves of a checkpoint, in the order in which it stores them."""
     leaves = {key: checkpoint.index.leaves[key] for key in keys}
     needed: dict[str, list[int]] = {}
     keys_of: dict[str, list[str]] = {}
@@ -232,9 +238,9 @@ def read_leaves(checkpoint: Checkpoint, keys: Sequence[str]) -> Iterator[tuple[s
 
 
 def with_params(checkpoint: Checkpoint, params: str | None) -> Checkpoint:
-    """A checkpoint whose parameters are those of this name: `"ema"`, or None for the trained ones.
+    """Select a checkpoint's parameters: `"ema"` for the average, None for the trained ones.
 
-    Raises CheckpointError where it holds no such parameters.
+    Raises CheckpointError if the checkpoint does not have them.
     """
     if params is None:
         return checkpoint
@@ -280,9 +286,9 @@ def _compare_optimizer(
     *,
     strict: bool | None,
 ) -> tuple[str, ...]:
-    """The keys of the optimiser's state to read.
+    """Return the keys of the optimiser's state to read.
 
-    With `strict=None` differences follow from those of the layers.
+    With `strict=None`, differences are accepted because they follow from differences of the layers.
     """
     stored = checkpoint.index.leaves
     is_schedule = _schedule_keys({*stored, *wanted})
@@ -307,8 +313,7 @@ def _compare_optimizer(
                 "take what fits of it with load_module_strict=False, or " if found.fitting else ""
             )
             raise CheckpointError(
-                f"{text} Use the same optimizer, or {fits}begin its state anew with "
-                f"{argument}=False."
+                f"{text} Use the same optimizer, or {fits}reset its state with {argument}=False."
             )
         warnings.warn(
             f"{text} What fits is loaded; {argument}=False loads none of it.", stacklevel=8
@@ -325,7 +330,7 @@ def _is_of_average(key: str) -> bool:
 
 
 def _schedule_keys(keys: set[str]) -> Callable[[str], bool]:
-    """A test for keys that hold hyperparameters, or count the updates of their schedules."""
+    """Make a test for the keys of hyperparameters and of their schedules' update counts."""
     marks = ("hyperparams", "hyperparams_states")
     owners = {
         path[:i] for path in map(split_path, keys) for i, at in enumerate(path) if at in marks

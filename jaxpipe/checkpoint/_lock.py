@@ -1,19 +1,20 @@
 """The lock on a directory of checkpoints.
 
-One job at a time saves there, from its first save to its end.
+Only one job at a time saves to a directory, from its first save there until the job ends.
 
     save_dir/.lock/<since>-<pid>-<start>-<place>-<nonce>-<host>
 
-The folder appears with the one file in it, by a rename, which only one of several can do, on
-network file systems too. The file is empty, so that it is never half written and fits on a full
-disk: its name tells whose it is, and its time of change is the owner's last sign of life. The file
-of an owner that is gone is removed by its name, which no other has: several that take over at once
-cannot remove each other's.
+The folder is created by a rename, with its one file already in it. Only one of several processes
+can succeed in that rename, on network file systems too. The file is empty, so it is never half
+written and fits on a full disk: its name identifies the owner, and its modification time is the
+owner's last heartbeat. The file of a dead owner is removed by its name. Names are unique, so
+processes that take over at the same time cannot remove each other's files.
 
-A store has no rename, and not every one writes an object on the condition that there is none. There
-each writes its own object and lists the folder after that: who finds itself alone holds the lock.
-Of two the later one to write finds the other, on every store whose lists show what was written
-before, as those of S3, Google Cloud and Azure do; so there are never two.
+Object stores have no rename, and not every store supports conditional writes. On a store, each
+process writes its own object and then lists the folder. The process that finds only its own object
+holds the lock. Of two processes, the later one to write finds the other's object if lists show all
+earlier writes, as they do on S3, Google Cloud Storage and Azure. So two processes never both hold
+the lock.
 """
 
 import contextlib
@@ -38,12 +39,12 @@ from ._storage import changed, identity, is_same, touch
 LOCK = ".lock"
 
 _BEAT_S, _SILENT_S = 5.0, 60.0
-"""Between signs of life, and without one until an owner on another machine counts as gone."""
+"""Seconds between heartbeats, and seconds without one after which a remote owner counts as dead."""
 _POLL_S = 0.25
 _YIELD_S = 2.0
-"""How long on a store one of two that want the lock waits for the other to withdraw."""
+"""Seconds for which one of two contenders on a store waits for the other to withdraw."""
 _TAKEN_TEXT = "taken"
-"""Content of the object of the owner on a store; that of one that asks for the lock is empty."""
+"""Content of the owner's object on a store; the object of a contender is empty."""
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST)
 _NAME = re.compile(
     r"([0-9]{1,11})-([0-9]{1,10})-([0-9]*)-([0-9a-f]{8})-([0-9a-f]{8})-(.+)", re.DOTALL
@@ -53,16 +54,17 @@ _TEMPORARY = re.compile(r"\.lock-[0-9a-f]{8}")
 
 @dataclass(frozen=True)
 class _Owner:
-    """Process that holds the lock.
+    """The process that holds a lock.
 
     Attributes:
-        since: When it was taken, in seconds of the epoch.
-        pid: The process.
-        start: When that process began, in ticks of its machine; empty where the system does not
-            tell.
-        place: Hash of all that process numbers depend on: machine, its last start, and container;
-            and of the directory, so that a copy of it is not held by whoever holds the first.
-        nonce: Makes the name its own.
+        since: When the lock was taken, in seconds since the epoch.
+        pid: The process's number.
+        start: When the process started, in clock ticks of its machine; empty if the system does not
+            report it.
+        place: Hash of everything that process numbers depend on (the machine, its last boot and
+            the container) and of the directory. The directory is included so that the owner of the
+            original does not appear to hold a copy of the directory.
+        nonce: Random text that makes the file name unique.
         host: The machine's name.
     """
 
@@ -75,16 +77,16 @@ class _Owner:
 
     @property
     def name(self) -> str:
-        """Of its file."""
+        """The name of the lock file."""
         return "-".join((self.since, self.pid, self.start, self.place, self.nonce, self.host))
 
 
 class DirectoryLock:
-    """A lock that this process holds; in a job of several processes one holds it for all.
+    """A lock that this process holds; in a job of several processes, one holds it for all.
 
-    Raises CheckpointError where somebody else holds it: who, and since when. An owner that has died
-    is not waited for; on another machine only silence shows that, after a minute. Raises OSError
-    where the directory cannot be written.
+    Raises CheckpointError if another process holds the lock; the error says which, and since when.
+    The lock of a dead process is taken over. If that process ran on another machine, it counts as
+    dead after a minute without a heartbeat. Raises OSError if the directory cannot be written.
     """
 
     def __init__(self, save_dir: AnyPath) -> None:
@@ -93,7 +95,7 @@ class DirectoryLock:
         self._runs: set[int] = set()
         self._is_saving = True
         self._released = threading.Event()
-        _HELD[self._owner.name] = self  # before others of this process can see the file
+        _HELD[self._owner.name] = self  # before other threads of this process can see the file
         try:
             _take(save_dir, self._owner)
         except BaseException:
@@ -105,8 +107,8 @@ class DirectoryLock:
     def begin_save(cls, save_dir: AnyPath) -> "DirectoryLock":
         """Lock a directory for a save, or use the lock that a run of this process holds there.
 
-        Raises like the class, and CheckpointError where another save of this process is under way
-        there.
+        Raises the errors of the class, and CheckpointError if another save of this process to the
+        directory is in progress.
         """
         for file in _files(save_dir / LOCK):
             held = _HELD.get(file.name)
@@ -118,10 +120,10 @@ class DirectoryLock:
         return cls(save_dir)
 
     def end_save(self, run: object, *, is_kept: bool) -> None:
-        """Let another save of this process begin.
+        """End a save, so that another save of this process can begin.
 
-        With `is_kept` the lock is held for `run`, which saved, until it is deleted or the program
-        ends. Else the lock is given back, unless it is held for a run already.
+        With `is_kept`, the lock is held for `run` until `run` is deleted or the program ends.
+        Otherwise the lock is released, unless it is already held for another run.
         """
         if is_kept and id(run) not in self._runs:
             self._runs.add(id(run))
@@ -131,9 +133,10 @@ class DirectoryLock:
             self.release()
 
     def check(self) -> None:
-        """Make sure that it is still held.
+        """Make sure that this process still holds the lock.
 
-        Raises OSError where it is not: this process was silent too long, or somebody removed it.
+        Raises OSError if the lock is lost: this process missed its heartbeats for too long, or
+        somebody removed the file.
         """
         with contextlib.suppress(FileNotFoundError):
             touch(self._file)
@@ -142,14 +145,14 @@ class DirectoryLock:
         others = [file for file in _files(self._file.parent) if file != self._file]
         names = " and ".join(_describe(_owner_of(file)) for file in others) or "nobody"
         if isinstance(self._file, StorePath):
-            self.release()  # neither of two that have it commits while both do
+            self.release()  # while two processes have the lock, neither may commit
         raise OSError(f"this job lost its lock on the directory, which is now held by {names}")
 
     def release(self) -> None:
-        """Give it back; nothing happens where it is lost."""
+        """Release the lock; does nothing if the lock is lost."""
         if self._owner.pid != str(os.getpid()):  # a fork of the process that holds it
             return
-        # First: what cannot be removed now, in an outage, is then nobody's.
+        # Forget the lock first: a file that an outage keeps from being removed then has no owner.
         _HELD.pop(self._owner.name, None)
         self._released.set()
         with contextlib.suppress(OSError):
@@ -158,10 +161,7 @@ class DirectoryLock:
             self._file.parent.rmdir()
 
     def is_at(self, file: AnyPath) -> bool:
-        """True if this process has not forked since, and the file is the lock's own.
-
-        No copy of it elsewhere.
-        """
+        """Whether `file` is this lock's own file, not a copy, and this process is not a fork."""
         return self._owner.pid == str(os.getpid()) and is_same(self._file, file)
 
     def _forget(self, run: int) -> None:
@@ -173,9 +173,9 @@ class DirectoryLock:
         while not self._released.wait(_BEAT_S):
             try:
                 touch(self._file)
-                if self._released.is_set():  # meanwhile, so that this has written it again
+                if self._released.is_set():  # so `touch` may have written it again
                     self._file.unlink(missing_ok=True)
-            except FileNotFoundError:  # it is lost
+            except FileNotFoundError:  # the lock is lost
                 return
             except OSError:  # an outage, which may end
                 continue
@@ -183,9 +183,9 @@ class DirectoryLock:
 
 _GUARD = threading.Lock()
 _HELD: dict[str, DirectoryLock] = {}
-"""What this process holds, by the names of the files.
+"""The locks that this process holds, by file name.
 
-It is the process that holds a lock, for all of its engines.
+A lock belongs to the process and covers all of its engines.
 """
 
 
@@ -201,11 +201,12 @@ def _take(save_dir: AnyPath, owner: _Owner) -> None:
             for file in _files(folder):
                 _wait_until_gone(save_dir, file, owner, mine / owner.name)
                 file.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # where a rename does not replace an empty folder
+            # Some systems do not let a rename replace an empty folder.
+            with contextlib.suppress(OSError):
                 folder.rmdir()
     finally:
-        _remove(mine)  # after a success it has been renamed
-    # Leftovers of killed processes; the lock is taken, removed or not.
+        _remove(mine)  # only left if the rename did not succeed
+    # Remove leftovers of killed processes. The lock is taken even if that fails.
     with contextlib.suppress(OSError):
         for left in [
             path
@@ -223,8 +224,8 @@ def _take_on_store(save_dir: StorePath, owner: _Owner) -> None:
         withdraws_by = time.monotonic() + _YIELD_S
         while others := [file for file in _files(mine.parent) if file != mine]:
             for file in others:
-                # Of two that begin at once the one of the later name withdraws, as soon as it sees
-                # a sign of life of the other. It stays if it holds the lock.
+                # If two processes start at the same time, the one with the later name withdraws as
+                # soon as it sees a heartbeat of the other, unless it already holds the lock.
                 touch(mine)
                 if file.name < owner.name or time.monotonic() > withdraws_by:
                     _wait_until_gone(save_dir, file, owner, mine)
@@ -238,9 +239,9 @@ def _take_on_store(save_dir: StorePath, owner: _Owner) -> None:
 
 
 def _is_alone(mine: StorePath) -> bool:
-    """False if another job holds the lock too, which took this one for dead.
+    """Return False if another job took this one for dead and holds the lock too.
 
-    What was written here as a sign of life may have come after the other had removed the object.
+    This can happen because a heartbeat may recreate the object after the other job removed it.
     """
     gives_up_by = time.monotonic() + _YIELD_S
     while others := [file for file in _files(mine.parent) if file != mine]:
@@ -248,7 +249,8 @@ def _is_alone(mine: StorePath) -> bool:
             with contextlib.suppress(FileNotFoundError):
                 if isinstance(file, StorePath) and file.read_text() == _TAKEN_TEXT:
                     return False
-        # The rest ask for it, and withdraw when they see this one change, or were killed.
+        # The others are contenders, which withdraw when they see this object change, or were
+        # killed.
         if time.monotonic() > gives_up_by:
             return True
         time.sleep(_POLL_S)
@@ -260,7 +262,7 @@ def _renamed(mine: Path, folder: Path, owner: _Owner) -> bool:
     try:
         mine.rename(folder)
     except OSError as error:
-        # A network file system asked twice, and reports the second answer.
+        # A network file system may send a rename twice and report the result of the second try.
         if (folder / owner.name).exists():
             return True
         if error.errno in _TAKEN:
@@ -270,7 +272,7 @@ def _renamed(mine: Path, folder: Path, owner: _Owner) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder of this module's, unless it holds what is none of it."""
+    """Remove a folder that this module made, unless it has other files in it."""
     with contextlib.suppress(OSError):
         for file in [file for file in _files(folder) if _owner_of(file).pid]:
             file.unlink()
@@ -285,13 +287,13 @@ def _files(folder: AnyPath) -> list[AnyPath]:
 
 
 def _owner_of(file: AnyPath) -> _Owner:
-    """Whose file it is; of a name that is no owner's only the host is filled in."""
+    """Parse the owner from a file's name; for any other name, only the host is filled in."""
     found = _NAME.fullmatch(file.name)
     return _Owner(*found.groups()) if found else _Owner("", "", "", "", "", file.name)
 
 
 def _wait_until_gone(save_dir: AnyPath, file: AnyPath, own: _Owner, clock: AnyPath) -> None:
-    """Return when an owner is gone; raise as soon as it is known to be there."""
+    """Block until an owner is known to be dead; raise as soon as it is known to be alive."""
     first, other = changed(file), _owner_of(file)
     while not _is_gone(file, own, clock):
         if _is_alive(other, own) or changed(file) not in (first, None):
@@ -300,7 +302,7 @@ def _wait_until_gone(save_dir: AnyPath, file: AnyPath, own: _Owner, clock: AnyPa
 
 
 def _is_gone(file: AnyPath, own: _Owner, clock: AnyPath) -> bool:
-    """True if an owner has died, or been silent for long by the clock of the file system."""
+    """Whether an owner has died, or has missed heartbeats by the clock of the file system."""
     touch(clock)
     found, now, other = changed(file), changed(clock), _owner_of(file)
     if found is None or now is None or _is_dead(other, own) or _is_copy(file):
@@ -309,22 +311,22 @@ def _is_gone(file: AnyPath, own: _Owner, clock: AnyPath) -> bool:
 
 
 def _is_copy(file: AnyPath) -> bool:
-    """True for a copy of a lock that this process holds, made with the directory it lies in."""
+    """Whether a file is a copy of this process's lock, made by copying its directory."""
     held = _HELD.get(file.name)
     return held is not None and not held.is_at(file)
 
 
 def _is_dead(other: _Owner, own: _Owner) -> bool:
-    """True if a process of this place is known to have ended, or this one gave the lock back.
+    """Whether a process of this place has ended, or this process has released the lock.
 
-    A process's number may be another's now.
+    The start time is compared too, because process numbers are reused.
     """
     if other.place != own.place:
         return False
     if other.pid == own.pid:
         return other.start != own.start or other.name not in _HELD
     try:
-        # Signal 0 is not sent: the call only tells whether the process is there.
+        # Signal 0 is not delivered: the call only checks that the process exists.
         os.kill(int(other.pid), 0)
     except ProcessLookupError:
         return True
@@ -338,13 +340,13 @@ def _is_alive(other: _Owner, own: _Owner) -> bool:
 
 
 def _start_of(pid: str) -> str:
-    """When a process of this place began.
+    """Return when a process of this place started.
 
-    Empty where the system does not tell, `ended` of one that has.
+    Empty if the system does not report it, `ended` if the process has ended.
     """
     try:
-        # The second field is the program's name, which may hold blanks and brackets itself: the
-        # rest begins at the last one.
+        # The second field is the program's name, which may contain spaces and brackets, so parse
+        # what follows the last bracket.
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return ""
@@ -381,6 +383,6 @@ def _held(save_dir: AnyPath, other: _Owner, own: _Owner) -> CheckpointError:
     itself = ", which is this process" if (other.place, other.pid) == (own.place, own.pid) else ""
     return CheckpointError(
         f"save_dir must be written by one job at a time, but got save_dir={str(save_dir)!r}, which "
-        f"is held by {_describe(other)}{itself}. Save again when that has ended, or give each job "
-        "a directory of its own."
+        f"is held by {_describe(other)}{itself}. Save again when that process has ended, or give "
+        "each job its own directory."
     )

@@ -1,4 +1,4 @@
-"""Finding a checkpoint."""
+"""Lookup of checkpoints in a directory."""
 
 import warnings
 from collections.abc import Callable
@@ -25,8 +25,8 @@ class Checkpoint:
     Attributes:
         path: Its folder.
         tag: Its name.
-        commit: What makes it one.
-        index: What is in it.
+        commit: Its commit.
+        index: The index of its contents.
     """
 
     path: AnyPath
@@ -43,18 +43,20 @@ class Checkpoint:
 def find_checkpoint(
     load_dir: str | PathLike[str] | StorePath, tag: str | None = None
 ) -> Checkpoint | None:
-    """Open a checkpoint.
+    """Open a checkpoint, if there is one.
 
     Args:
-        load_dir: What was given to `save_checkpoint`, or without a tag also a checkpoint's own
-            folder.
-        tag: Its name; None: the last one that was committed with `save_latest`.
+        load_dir: The directory that was passed to `save_checkpoint`. Without a tag, it may also be
+            a checkpoint's own folder.
+        tag: Name of the checkpoint. None selects the last one that was committed with
+            `save_latest`.
 
     Returns:
-        The checkpoint; None: the directory holds none.
+        The checkpoint, or None if the directory contains no checkpoint.
 
     Raises:
-        CheckpointError: There is none with that tag; `latest` names none; or it is damaged.
+        CheckpointError: There is no checkpoint with that tag, `latest` names a checkpoint that does
+            not exist, or the checkpoint is damaged.
     """
     folder = any_path(load_dir, "load_dir")
     if tag is not None:
@@ -85,7 +87,7 @@ def find_checkpoint(
 
 
 def open_checkpoint(path: str | PathLike[str] | StorePath, tag: str | None = None) -> Checkpoint:
-    """Open a checkpoint that must be there.
+    """Open a checkpoint that must exist.
 
     Args:
         path: As for `find_checkpoint`.
@@ -95,15 +97,15 @@ def open_checkpoint(path: str | PathLike[str] | StorePath, tag: str | None = Non
         The checkpoint.
 
     Raises:
-        CheckpointError: There is none, or it is damaged.
+        CheckpointError: There is no checkpoint, or it is damaged.
     """
     folder = any_path(path, "path")
     found = find_checkpoint(folder, tag)
     if found is None:
         raise CheckpointError(
             f"path must be a checkpoint, or a directory with one, but got path={str(path)!r} and "
-            f"{_listed(sound_tags(folder)[0])}. Give the directory that save_checkpoint was given, "
-            "or its tag."
+            f"{_listed(sound_tags(folder)[0])}. Pass the directory that was passed to "
+            "save_checkpoint, or a tag in it."
         )
     return found
 
@@ -113,19 +115,20 @@ def reread(
     read: Callable[[], T],
     agreed: Callable[[bool], bool] = bool,
 ) -> T:
-    """Read a checkpoint, again where a job that saves there replaced or removed it meanwhile.
+    """Read a checkpoint; retry if another job replaced or removed it meanwhile.
 
     Args:
         path: As for `find_checkpoint`.
         read: Finds the checkpoint and reads it.
-        agreed: From whether this process sees that the directory has changed, whether any does.
+        agreed: Given whether this process sees that the directory has changed, returns whether any
+            process does.
 
     Returns:
-        What the function returned.
+        The result of `read`.
 
     Raises:
-        CheckpointError: What the function raised while the directory stayed as it was, or every
-            time.
+        CheckpointError: `read` raised it although the directory had not changed, or in every
+            attempt.
     """
     folder, num_readings = any_path(path, "path"), 0
     while True:
@@ -134,22 +137,22 @@ def reread(
         try:
             return read()
         except CheckpointError as error:
-            # All processes go round again or none does: reading exchanges messages.
+            # Either all processes retry or none does, because reading exchanges messages.
             after = _commits(folder)
             if not agreed(before is not None and after is not None and after != before):
                 raise
             if num_readings == _READINGS:
                 raise CheckpointError(
                     f"checkpoints must stay while they are read, but got path={str(path)!r}, where "
-                    f"they were replaced {_READINGS} times meanwhile; at last: {error} Save less "
-                    "often, or keep more with checkpoint.keep_last."
+                    f"they were replaced in each of {_READINGS} attempts; the last error: {error} "
+                    "Save less often, or keep more with checkpoint.keep_last."
                 ) from error
 
 
 def _commits(folder: AnyPath) -> dict[str, Commit | None] | None:
-    """Commits in a directory of checkpoints, or in a checkpoint's own folder, by tag.
+    """Return the commits in a directory of checkpoints, or in one checkpoint's folder, by tag.
 
-    None: storage fails.
+    Returns None if the storage fails.
     """
     found: dict[str, Commit | None] = {}
     try:
@@ -161,7 +164,7 @@ def _commits(folder: AnyPath) -> dict[str, Commit | None] | None:
 
 
 def open_folder(folder: AnyPath, load_dir: AnyPath) -> Checkpoint:
-    """Open the checkpoint in a tag's folder; `load_dir` is for the error where there is none."""
+    """Open the checkpoint in a tag's folder; `load_dir` is only used in error messages."""
     commit = read_commit(folder)
     if commit is None:
         raise CheckpointError(

@@ -1,6 +1,6 @@
-"""What the processes of a job tell process 0 of a save, through its folder.
+"""Reports of a job's processes to process 0 about a save, as files in the save's folder.
 
-In a thread they share nothing else.
+In a background thread, processes have no other way to communicate.
 """
 
 import contextlib
@@ -19,19 +19,16 @@ from ._copies import Hashes
 from ._storage import present, read_each, send
 
 _BEAT_S = 5.0
-"""Seconds after which a process that writes says that it still does."""
+"""Seconds between heartbeats of a process that is writing."""
 _SILENT_S = 90.0
-"""Seconds without a word after which a process counts as failed."""
+"""Seconds without a report or heartbeat after which a process counts as failed."""
 _TOLD = re.compile(r"report-.*\.json|writing-.*")
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
 
 
 @contextlib.contextmanager
 def still_writing(data: AnyPath) -> Generator[None]:
-    """Say every few seconds that this process still writes.
-
-    So process 0 waits for it, however long that takes.
-    """
+    """Write a heartbeat every few seconds, so that process 0 keeps waiting for this process."""
     if jax.process_index() == 0:
         yield
         return
@@ -40,7 +37,7 @@ def still_writing(data: AnyPath) -> Generator[None]:
     def beat() -> None:
         number = 0
         while True:
-            # A storage that takes no beat is what silence means.
+            # If the storage does not accept a heartbeat, the missing heartbeat reports that.
             with contextlib.suppress(OSError):
                 path.write_text(str(number))
             number += 1
@@ -59,9 +56,11 @@ def still_writing(data: AnyPath) -> Generator[None]:
 def report(
     data: AnyPath, error: str | None = None, sha256: Mapping[str, Any] | None = None
 ) -> None:
-    """Tell process 0 that this process's blocks are on disk, with their hashes, or why not."""
-    # It is a message, not a part of the checkpoint: a report that is there but could not be synced
-    # would count for process 0 and as a failure here.
+    """Report to process 0 that this process's blocks are on disk, with hashes, or why they are not.
+
+    The report is a message and not a part of the checkpoint, so it is not synced.
+    """
+    # If syncing an existing report failed, process 0 would see success and this process a failure.
     send(
         _report_path(data, jax.process_index()),
         json.dumps({"error": error, "sha256": sha256 or {}}),
@@ -69,10 +68,10 @@ def report(
 
 
 def collect(data: AnyPath, check: Callable[[], object]) -> list[Hashes]:
-    """Hashes that each process has reported, in order; waits for those that still write.
+    """Return the hashes that each process reported, in order; blocks until all have reported.
 
-    `data` is the folder of the save. `check` raises where nothing is to wait for any more. Raises
-    OSError where a process failed, has not been heard of for `_SILENT_S`, or the folder is gone.
+    `data` is the folder of the save. `check` raises if waiting is pointless. Raises OSError if a
+    process failed, has sent no heartbeat for `_SILENT_S`, or the folder is gone.
     """
     own = jax.process_index()
     missing = {index: _Silence() for index in range(jax.process_count())}
@@ -102,7 +101,7 @@ def collect(data: AnyPath, check: Callable[[], object]) -> list[Hashes]:
 
 
 def remove_reports(data: AnyPath) -> None:
-    """Remove what processes have told, which no reader needs."""
+    """Remove the processes' reports, which no reader needs."""
     told = [path for path in data.iterdir() if _TOLD.fullmatch(path.name)]
     read_each(told, lambda path: path.unlink())
 
@@ -113,16 +112,16 @@ def _without_report(data: AnyPath, among: Mapping[int, "_Silence"]) -> dict[int,
 
 
 class _Silence:
-    """How long a process has said nothing.
+    """The time without a heartbeat of a process.
 
-    The time in which this process itself waited for the storage does not count.
+    The time in which this process itself was blocked by the storage does not count.
     """
 
     def __init__(self) -> None:
         self._last, self._silent_s = "", 0.0
 
     def lasts(self, path: AnyPath, pause_s: float) -> float:
-        """Seconds of silence, after `pause_s` more."""
+        """Add `pause_s` and return the seconds without a heartbeat so far."""
         said = ""
         with contextlib.suppress(OSError):
             said = path.read_text()

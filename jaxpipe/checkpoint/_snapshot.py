@@ -1,4 +1,4 @@
-"""A copy of global arrays that training does not change."""
+"""Copies of global arrays that training does not change."""
 
 from collections.abc import Mapping
 
@@ -7,10 +7,10 @@ import numpy as np
 
 
 def snapshot(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Copy arrays to host memory, row by row where they are; waits for no more than the copy.
+    """Copy arrays to host memory, each row on the host of its device; blocks only for the copy.
 
-    Values and layout stay. Where devices are the host itself nothing is copied yet: as long as
-    somebody looks at a buffer, a step that is given it to reuse writes its results elsewhere.
+    Values and layout are unchanged. On CPU nothing is copied: as long as a view of a buffer exists,
+    a step that the buffer is donated to writes its results elsewhere.
     """
     return {
         name: _view(array) if _is_on_host(array) else _copy(array) for name, array in arrays.items()

@@ -1,15 +1,14 @@
-"""Arrays on an object store, by way of files of this machine that Orbax writes and reads.
+"""Arrays on an object store, staged in local files that Orbax writes and reads.
 
-Orbax and TensorStore have drivers of their own for some stores: Orbax 0.12 opens `gs://`, no path
-of S3 and nothing else, and both take credentials and addresses from elsewhere than fsspec, by which
-the rest of a checkpoint is written. So there is one way for all stores. Each process writes its
-blocks to a folder of its own in the temporary directory, and uploads that. Process 0 puts together
-what all wrote by references, for which it needs the nodes of their B-trees and no values. A reader
-downloads the nodes, and of the values the ranges that hold the arrays it asks for, into files of
-which the rest are holes.
+Orbax and TensorStore have their own drivers for some stores, but Orbax 0.12 opens only `gs://`,
+and both take credentials and addresses from other sources than fsspec, which writes the rest of a
+checkpoint. Staging works the same way for all stores. Each process writes its blocks to its own
+folder in the temporary directory, and uploads that folder. Process 0 combines all blocks by
+reference; for that it needs the nodes of their B-trees but no values. A reader downloads the nodes,
+and only those ranges of the values that hold the arrays it needs, into files with holes elsewhere.
 
-On disk that is, for as long as it takes, a process's share of the checkpoint while it saves, and
-the arrays of one reading, `_store._READ_BYTES` or the largest array, while it loads.
+Temporary disk space: while a process saves, its share of the checkpoint; while it loads, the
+arrays that are read at a time (`_store._READ_BYTES`, or the largest array).
 """
 
 import contextlib
@@ -25,12 +24,12 @@ from jaxpipe._stores import AnyPath, StoreError, StorePath, at_once, staging_fol
 _MANIFEST = "manifest.ocdbt"
 _PROCESS = "ocdbt.process_"
 _GAP_BYTES, _REQUEST_BYTES = 64 << 10, 64 << 20
-"""Ranges of a file nearer than this are one request; larger ones are several."""
+"""Ranges of a file with at most this gap become one request, and the largest size of a request."""
 
 
 @contextlib.contextmanager
 def to_write(arrays: AnyPath) -> Generator[Path]:
-    """Where Orbax writes this process's blocks; on a store they are there at the end."""
+    """Yield the folder in which Orbax writes this process's blocks; upload it at the end."""
     if not isinstance(arrays, StorePath):
         yield arrays
         return
@@ -43,15 +42,15 @@ def to_write(arrays: AnyPath) -> Generator[Path]:
 
 @contextlib.contextmanager
 def to_finish(arrays: AnyPath) -> Generator[Path]:
-    """Where Orbax puts together what all processes wrote."""
+    """Yield the folder in which Orbax combines the blocks of all processes."""
     if not isinstance(arrays, StorePath) and "[" not in str(arrays.absolute()):
         yield arrays
         return
     with staging_folder() as top:
         folder = top / arrays.name
         if not isinstance(arrays, StorePath):
-            # Orbax 0.12 looks for what was written by a pattern of the whole path, in which
-            # brackets mean one of what is between them: it finds nothing, and says nothing.
+            # Orbax 0.12 finds the written blocks by a glob pattern made from the whole path. If the
+            # path contains brackets, the pattern silently matches nothing.
             folder.symlink_to(arrays.absolute())
             yield folder
             return
@@ -73,7 +72,7 @@ def _upload(folder: Path, to: StorePath, names: Iterable[str]) -> None:
 
 
 class Arrays:
-    """Arrays of a checkpoint to read."""
+    """The arrays of a checkpoint, for reading."""
 
     def __init__(self, path: AnyPath) -> None:
         self._path = path
@@ -81,9 +80,9 @@ class Arrays:
 
     @contextlib.contextmanager
     def holding(self, names: Sequence[str]) -> Generator[Path]:
-        """A folder in which Orbax finds these arrays; on a file system the one that holds all.
+        """Yield a folder with these arrays; on a file system, it is the folder of all arrays.
 
-        Raises OSError or ValueError where they are damaged or missing.
+        Raises OSError or ValueError if they are damaged or missing.
         """
         if not isinstance(self._path, StorePath):
             yield self._path
@@ -99,7 +98,7 @@ class Arrays:
 
 @dataclass(frozen=True, order=True)
 class _Range:
-    """Bytes of a file, by its path below the arrays."""
+    """A range of bytes of a file, which is given by its path below the arrays' folder."""
 
     file: str
     start: int
@@ -107,10 +106,10 @@ class _Range:
 
 
 class _Tree:
-    """What an OCDBT database of TensorStore keeps beside values: where each lies.
+    """The tree of a TensorStore OCDBT database, which maps keys to the locations of values.
 
     Args:
-        path: Its folder on a store, which holds its manifest.
+        path: The database's folder on a store, with its manifest.
     """
 
     def __init__(self, path: StorePath) -> None:
@@ -127,11 +126,11 @@ class _Tree:
             self._walk(folder)
 
     def write_nodes(self, folder: Path) -> None:
-        """Write files with all but the values, which are holes in them."""
+        """Write the database's files with holes instead of values."""
         _fill(folder, self._nodes)
 
     def write_values(self, folder: Path, names: Sequence[str]) -> None:
-        """Write the values of some arrays too."""
+        """Fill in the values of some arrays."""
         wanted = [part for name in names for part in self._values.get(name, ())]
         for parts in _batches(_joined(wanted)):
             _fill(folder, _read(self._path, parts))
@@ -160,7 +159,7 @@ class _Tree:
 
 
 def _array_of(key: str) -> str:
-    """Name of the array whose chunk a key of zarr names: `<name>/c/<index>/<index>`."""
+    """Return the array's name from a zarr chunk key, `<name>/c/<index>/<index>`."""
     parts = key.split("/")
     while parts and parts[-1].isdigit():
         parts.pop()
@@ -168,7 +167,7 @@ def _array_of(key: str) -> str:
 
 
 def _locations(*texts: str | None) -> dict[str, _Range]:
-    """Ranges by the text of a location, `<kind>:<folder>:<file>:<offset>:<length>`."""
+    """Parse locations of the form `<kind>:<folder>:<file>:<offset>:<length>` into ranges."""
     found: dict[str, _Range] = {}
     for text in texts:
         if text is not None:
@@ -181,7 +180,7 @@ def _locations(*texts: str | None) -> dict[str, _Range]:
 
 
 def _joined(parts: Iterable[_Range]) -> list[_Range]:
-    """Ranges that hold others, for fewer requests, and none too large for one."""
+    """Join nearby ranges for fewer requests, and split ranges that are too large for one."""
     joined: list[_Range] = []
     for part in sorted(set(parts)):
         last = joined[-1] if joined else None
@@ -202,7 +201,7 @@ def _joined(parts: Iterable[_Range]) -> list[_Range]:
 
 
 def _batches(parts: Sequence[_Range]) -> Generator[list[_Range]]:
-    """Ranges that are in memory together while they go from the store to the disk."""
+    """Group ranges that are in memory together while they are copied from the store to disk."""
     batch: list[_Range] = []
     for part in parts:
         batch.append(part)
@@ -222,7 +221,7 @@ def _read(path: StorePath, parts: Sequence[_Range]) -> dict[_Range, bytes]:
 
 
 def _fill(folder: Path, contents: Mapping[_Range, bytes]) -> None:
-    """Write ranges of files; raises StoreError where the temporary directory has no room."""
+    """Write ranges of files; raises StoreError if the temporary directory has no room."""
     try:
         for part, content in contents.items():
             file = folder / part.file

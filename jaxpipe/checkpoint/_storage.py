@@ -1,7 +1,8 @@
-"""What a save does otherwise on an object store than on a file system; the one place that asks.
+"""File operations that differ between file systems and object stores.
 
-A store has no rename, no folders, no links and nothing to sync: an object appears whole by one
-request, and stays. So what is done in several steps on a file system is one write there.
+Only this module distinguishes the two. A store has no rename, no folders, no links and nothing to
+sync: one request makes an object visible, complete and durable. So operations that take several
+steps on a file system are a single write on a store.
 """
 
 import contextlib
@@ -16,34 +17,34 @@ from jaxpipe._stores import AnyPath, StoreError, StorePath, at_once, remove_tree
 
 PARTIAL = ".partial"
 MARK = ".jaxpipe"
-"""In a folder of data that a save has made."""
+"""Name of the mark in a folder of data that a save has made."""
 
 T = TypeVar("T")
 
 
 class NotSyncedError(OSError):
-    """A file was replaced, but may be the old one again after a loss of power."""
+    """A file was replaced, but the replacement may be lost in a power failure."""
 
 
 def replace_file(path: AnyPath, content: bytes) -> None:
-    """Write a file so that at every moment it is the old one or the new one.
+    """Replace a file atomically and durably: readers see the old content or the new content.
 
-    It stays after a loss of power. Raises NotSyncedError where it is the new one, but may not stay,
-    and OSError where it is the old one.
+    Raises NotSyncedError if the file was replaced but may not survive a power failure, and OSError
+    if it was not replaced.
     """
     if isinstance(path, StorePath):
         try:
             path.write_bytes(content)
         except StoreError:
             with contextlib.suppress(OSError):
-                if path.read_bytes() == content:  # the answer was lost, not the request
+                if path.read_bytes() == content:  # the response was lost, not the request
                     return
             raise
         return
     partial = path.with_name(path.name + PARTIAL)
     try:
         partial.unlink(missing_ok=True)
-        with partial.open("xb") as file:  # a new file, so that nothing is written through a link
+        with partial.open("xb") as file:  # always a new file: never write through a link
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -59,7 +60,7 @@ def replace_file(path: AnyPath, content: bytes) -> None:
 
 
 def send(path: AnyPath, text: str) -> None:
-    """Write a file of which readers see nothing or all; it may go with a loss of power."""
+    """Write a file atomically but not durably: a power failure may remove it."""
     if isinstance(path, StorePath):
         path.write_text(text)
         return
@@ -69,14 +70,14 @@ def send(path: AnyPath, text: str) -> None:
 
 
 def sync_tree(folder: AnyPath) -> None:
-    """Let all below a folder stay after a loss of power: the files, then the names in folders.
+    """Sync everything below a folder to disk: first the files, then the folders' entries.
 
-    Then the names of the two folders above.
+    The entries of the two folders above are synced last.
     """
     if isinstance(folder, StorePath):
         return
 
-    def fail(error: OSError) -> None:  # otherwise a folder that cannot be listed is passed over
+    def fail(error: OSError) -> None:  # by default `os.walk` skips a folder that it cannot list
         raise error
 
     places = [(Path(place), names) for place, _, names in os.walk(folder, onerror=fail)]
@@ -86,7 +87,7 @@ def sync_tree(folder: AnyPath) -> None:
 
 
 def make_folder(folder: AnyPath) -> None:
-    """Make a folder and those that it lies in, which stay after a loss of power."""
+    """Make a folder and its parents, durably."""
     if isinstance(folder, StorePath):
         return
     try:
@@ -104,7 +105,7 @@ def make_folder(folder: AnyPath) -> None:
 
 
 def make_marked(data: AnyPath, inside: str) -> None:
-    """Make a new folder with a mark in it, and a folder of that name beside the mark."""
+    """Make a new folder that contains a mark and a folder named `inside`."""
     if isinstance(data, StorePath):
         (data / MARK).write_bytes(b"")
         return
@@ -115,21 +116,20 @@ def make_marked(data: AnyPath, inside: str) -> None:
 
 
 def was_made_here(data: AnyPath, inside: str) -> bool:
-    """True for a folder by the name of data that a save has made; a link never is one."""
+    """Whether a save has made this folder of data; always False for a link."""
     if data.is_symlink() or not data.is_dir():
         return False
     if isinstance(data, StorePath):
-        # By its name alone: what copies a checkpoint to a store leaves the mark out, an empty
-        # folder, and nobody makes others there by hand.
+        # Decided only by the name. A tool that copies a checkpoint to a store drops the mark, which
+        # is an empty folder, and nobody makes folders of this name there by hand.
         return True
-    # A save that failed removes its folder with the mark, and writers that were late make it again
-    # without.
+    # A failed save removes its folder with the mark, and late writers recreate it without the mark.
     names = {path.name for path in data.iterdir()}
     return MARK in names or names <= {inside}
 
 
 def remove_marked(data: AnyPath) -> None:
-    """Remove a folder that was made with a mark, which goes last."""
+    """Remove a folder that was made with a mark; the mark is removed last."""
     if isinstance(data, StorePath):
         remove_tree(data)
         return
@@ -139,7 +139,7 @@ def remove_marked(data: AnyPath) -> None:
 
 
 def try_to_remove(folder: AnyPath) -> None:
-    """Remove of a folder what can be removed now."""
+    """Remove as much of a folder as can be removed now."""
     if isinstance(folder, StorePath):
         with contextlib.suppress(OSError):
             remove_tree(folder)
@@ -148,13 +148,13 @@ def try_to_remove(folder: AnyPath) -> None:
 
 
 def sync_folder(folder: AnyPath) -> None:
-    """Let the names in a folder stay after a loss of power."""
+    """Sync the entries of a folder to disk."""
     if not isinstance(folder, StorePath):
         sync([folder])
 
 
 def partials(folder: AnyPath, names: Sequence[str]) -> list[AnyPath]:
-    """What `replace_file` has left of these names when its process was killed."""
+    """Return the temporary files that killed calls of `replace_file` left for these names."""
     if isinstance(folder, StorePath):
         return []
     paths = [folder / (name + PARTIAL) for name in names]
@@ -162,30 +162,30 @@ def partials(folder: AnyPath, names: Sequence[str]) -> list[AnyPath]:
 
 
 def present(folder: AnyPath, names: Iterable[str]) -> set[str]:
-    """Which of these files are in a folder."""
+    """Return those of the named files that are in a folder."""
     if isinstance(folder, StorePath):
         return {path.name for path in folder.iterdir()} & set(names)  # one request for all
     return {name for name in names if (folder / name).exists()}
 
 
 def read_each(paths: Sequence[AnyPath], action: Callable[[AnyPath], T]) -> list[T]:
-    """Do the same to several files; requests to a store go out at once."""
+    """Apply an action to several files; requests to a store run in parallel."""
     on_store = any(isinstance(path, StorePath) for path in paths)
     return at_once(action, paths) if on_store else [action(path) for path in paths]
 
 
 def size(path: AnyPath) -> int:
-    """Bytes of a file."""
+    """Return the size of a file in bytes."""
     return path.size() if isinstance(path, StorePath) else path.stat().st_size
 
 
 def link_of(path: AnyPath) -> Path | None:
-    """Where a link leads; None for what is none."""
+    """Return the target of a link; None if the path is not a link."""
     return path.readlink() if isinstance(path, Path) and path.is_symlink() else None
 
 
 def file_sizes(folder: AnyPath) -> list[int]:
-    """Bytes of all files below a folder; of none that comes or goes meanwhile."""
+    """Return the sizes of all files below a folder; files that disappear meanwhile are skipped."""
     if isinstance(folder, StorePath):
         return list(folder.files().values())
     sizes: list[int] = []
@@ -197,7 +197,7 @@ def file_sizes(folder: AnyPath) -> list[int]:
 
 
 def touch(file: AnyPath) -> None:
-    """Change the time of a file that is there; raises FileNotFoundError where it is not."""
+    """Update the modification time of a file; raises FileNotFoundError if it does not exist."""
     if isinstance(file, StorePath):
         file.write_bytes(file.read_bytes())
     else:
@@ -205,11 +205,11 @@ def touch(file: AnyPath) -> None:
 
 
 def changed(file: AnyPath) -> float | None:
-    """When a file has changed, by the clock of its storage; None where it is not there."""
+    """Return a file's modification time by its storage's clock; None if it does not exist."""
     try:
         if isinstance(file, StorePath):
             return file.modified()
-        # Network file systems answer from memory otherwise.
+        # Opening the file keeps network file systems from answering from a cache.
         number = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
         return None
@@ -220,19 +220,19 @@ def changed(file: AnyPath) -> float | None:
 
 
 def is_same(file: AnyPath, other: AnyPath) -> bool:
-    """True if two paths lead to one file."""
+    """Whether two paths are the same file."""
     if isinstance(file, Path) and isinstance(other, Path):
         return file.samefile(other)
     return file == other
 
 
 def identity(folder: AnyPath) -> str:
-    """What a copy of a folder has not."""
+    """Return a text that identifies a folder and differs for a copy of it."""
     return folder.url if isinstance(folder, StorePath) else str(folder.stat().st_ino)
 
 
 def repair(path: AnyPath, of_files: str) -> str:
-    """What to do where a path cannot be written: `of_files`, or its counterpart on a store."""
+    """Suggest a repair for a path that cannot be written: `of_files`, or a hint for a store."""
     if isinstance(path, StorePath):
         return (
             "Check the bucket, its permissions, the credentials and the network, and that TMPDIR "

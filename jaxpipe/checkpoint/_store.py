@@ -1,8 +1,8 @@
-"""Global arrays to and from disk: every call of Orbax is here.
+"""Writing and reading of global arrays. All calls of Orbax are in this module.
 
-It is imported by the calls, not by this module: that takes longer than the import of all the rest,
-and it gives the root logger a handler, with which a program's own `logging.basicConfig` would do
-nothing.
+Orbax is imported inside the functions, not at the top. Its import takes longer than the rest of
+jaxpipe's imports, and it adds a handler to the root logger, after which a program's own
+`logging.basicConfig` would have no effect.
 """
 
 import functools
@@ -29,20 +29,20 @@ from ._storage import repair
 
 _LOGGER = logging.getLogger("jaxpipe")
 _WRITE_BYTES = 128 << 20
-"""Largest sum of buffers while writing."""
+"""Largest total size of buffers while writing."""
 _FILE_BYTES = 256 << 20
 _OVERHEAD_BYTES = 64 << 20
-"""By how much no file is larger than all arrays."""
+"""Upper bound on the size of a file beyond the total size of the arrays."""
 _READ_BYTES = 256 << 20
 """Bytes read at a time, unless one array is larger."""
 
 
 def write_arrays(path: AnyPath, arrays: Mapping[str, jax.Array]) -> None:
-    """Write this process's blocks of global arrays, which must not change before the end.
+    """Write this process's blocks of global arrays, which must not change until this returns.
 
-    `path` is a folder that all processes see; `finish_arrays` puts together what all wrote. This is
-    by Orbax's handler of trees and not by its `save`, whose processes wait for each other: one
-    whose storage fails would leave the others waiting.
+    `path` is a folder that all processes see. `finish_arrays` combines the blocks of all processes.
+    This uses Orbax's tree handler instead of its `save`, which synchronises the processes: if
+    storage failed in one process, the others would block.
     """
     ocp = _orbax()
     full = {name: array for name, array in arrays.items() if array.size}
@@ -52,7 +52,7 @@ def write_arrays(path: AnyPath, arrays: Mapping[str, jax.Array]) -> None:
 
 
 def finish_arrays(path: AnyPath) -> None:
-    """Make the arrays readable, once all processes have written their blocks; one process calls."""
+    """Make the arrays readable once all processes have written; only one process calls this."""
     with to_finish(path) as folder:
         _writer().finalize(_orbax_path(folder))
 
@@ -65,8 +65,8 @@ def _orbax_path(path: Path) -> Any:
 
 def _writer() -> Any:
     ocp = _orbax()
-    # Without a store of the arrays' metadata: process 0 makes its folder, and others would wait ten
-    # minutes for that.
+    # No array metadata store: process 0 would make its folder, and the other processes would wait
+    # up to ten minutes for it.
     handler = ocp.type_handlers.ArrayHandler(array_metadata_store=None)
     impl = ocp.BasePyTreeCheckpointHandler(
         type_handler_registry=ocp.type_handlers.create_type_handler_registry((jax.Array, handler)),
@@ -82,8 +82,8 @@ def read_arrays(
 ) -> Iterator[dict[str, np.ndarray]]:
     """Read global arrays into host memory, a few at a time, by name, and check their content.
 
-    `arrays` are all in the folder; `rows` are those to read, with the rows that will be used.
-    Raises CheckpointError where something cannot be read, or a row is not what was written.
+    `arrays` describes all arrays in the folder. `rows` names the arrays to read, and their rows
+    that will be used. Raises CheckpointError if an array cannot be read or a row is damaged.
     """
     empty = [name for name in rows if not arrays[name].num_bytes]
     if empty:
@@ -97,12 +97,12 @@ def read_arrays(
                     folder, sum(array.num_bytes for array in nonempty.values()) + _OVERHEAD_BYTES
                 )
                 found = _read(folder, {name: nonempty[name] for name in names})
-        except StoreError as error:  # which says nothing of the files there
+        except StoreError as error:  # does not mean that the files are damaged
             raise CheckpointError(
                 f"{path} must be readable, but got {error.strerror} at {error.filename}. "
                 f"{repair(path, 'Check it')}, and load again."
             ) from error
-        except Exception as error:  # whatever the libraries below raise for damaged files
+        except Exception as error:  # the libraries raise many types for damaged files
             make_bare(error)
             raise CheckpointError(
                 f"{path} must hold the arrays as they were written, but reading {names[0]} and the "
@@ -124,23 +124,23 @@ def read_arrays(
 
 
 def _check_files(path: Path | str, most_bytes: int) -> None:
-    """Refuse what no reader ends with.
+    """Refuse files that would block a reader.
 
-    A pipe in place of a file, or a file larger than all that was written.
+    These are pipes instead of files, and files larger than everything that was written.
     """
     with os.scandir(path) as entries:
         for entry in entries:
             if entry.is_dir():
                 _check_files(entry.path, most_bytes)
             elif not entry.is_file() or entry.stat().st_size > most_bytes:
-                raise OSError(f"{entry.path} is no file, or one of {entry.stat().st_size} bytes")
+                raise OSError(f"{entry.path} is not a file, or has {entry.stat().st_size} bytes")
 
 
 def hash_blocks(arrays: Mapping[str, jax.Array]) -> dict[str, dict[int, list[str]]]:
-    """Hash every copy of this process's blocks: which of them Orbax writes is its own choice.
+    """Hash every copy of this process's blocks, because Orbax chooses which copy it writes.
 
-    Hashes are in hexadecimal, by the array's name and the block's number; see `StoredArray`. A
-    block has one where its copies are equal.
+    Hashes are in hexadecimal, by array name and block number (see `StoredArray`). If all copies of
+    a block are equal, the block has one hash.
     """
     found: dict[str, dict[int, list[str]]] = {}
     for name, array in arrays.items():
@@ -153,20 +153,20 @@ def hash_blocks(arrays: Mapping[str, jax.Array]) -> dict[str, dict[int, list[str
 
 def _hashes(copies: Sequence[Any]) -> list[str]:
     first = _bytes(copies[0].data)
-    # Comparing is many times as fast as hashing, and by bytes: a NaN is equal to itself.
+    # Comparing is much faster than hashing. Bytes are compared, so that a NaN equals itself.
     others = [copy for copy in copies[1:] if not np.array_equal(_bytes(copy.data), first)]
     return [_hash(first), *sorted({_hash(np.asarray(copy.data)) for copy in others})]
 
 
 def grid_of(array: jax.Array) -> tuple[int, ...]:
-    """Into how many blocks the devices cut an array along each dim."""
+    """Return the number of blocks into which the devices divide an array along each dim."""
     return tuple(
         n // max(size, 1) or 1 for n, size in zip(array.shape, _block_shape(array), strict=True)
     )
 
 
 def is_damaged(stored: StoredArray, array: np.ndarray, row: int) -> bool:
-    """True if a row is not what was written."""
+    """Whether a row differs from what was written."""
     return any(_hash(array[row][at]) != stored.sha256[number] for number, at in stored.blocks(row))
 
 
@@ -186,9 +186,9 @@ def _hash(block: np.ndarray) -> str:
 
 
 def make_bare(error: BaseException) -> None:
-    """Take from an error the hundreds of lines of Orbax that it came through.
+    """Remove the hundreds of lines of Orbax from an error's traceback.
 
-    They are logged for who debugs it, and shown where no storage fails so.
+    They are logged: at debug level, or as a warning if storage does not raise errors of that type.
     """
     is_fault = isinstance(error, LookupError | TypeError | AttributeError)
     _LOGGER.log(logging.WARNING if is_fault else logging.DEBUG, "Orbax failed", exc_info=error)
@@ -197,12 +197,12 @@ def make_bare(error: BaseException) -> None:
 
 @functools.cache
 def _orbax() -> Any:
-    """Orbax, told to leave errors to us."""
+    """Import Orbax and keep it from printing errors."""
     import orbax.checkpoint as ocp
 
-    # What fails in a thread of Orbax is raised here, and told once. Each thread prints it too, and
-    # so do those that it leaves alone after the first failure: in an outage a thousand lines around
-    # the one that says what happened.
+    # An error in a thread of Orbax is raised here and reported once. Every thread would also print
+    # its own error, and so would the threads that Orbax abandons after the first failure. In an
+    # outage these are a thousand lines around the one that matters.
     for name in ("absl", "asyncio"):
         logging.getLogger(name).addFilter(_is_news)
     show = sys.unraisablehook
@@ -224,10 +224,11 @@ def _bytes(block: Any) -> np.ndarray:
 
 
 def _read(path: Path, arrays: Mapping[str, StoredArray]) -> Mapping[str, np.ndarray]:
-    """Read whole arrays, in this process alone.
+    """Read whole arrays, in this process only.
 
-    By Orbax's handler of trees and not by its `load`, which waits for all processes of the job:
-    each process reads what it needs, some of them nothing, and one may read a checkpoint by itself.
+    This uses Orbax's tree handler instead of its `load`, which synchronises all processes of the
+    job. Here each process reads only what it needs, which may be nothing, and a single process may
+    read a checkpoint by itself.
     """
     ocp = _orbax()
     like = {name: _like(array) for name, array in arrays.items()}
@@ -243,7 +244,7 @@ def _read(path: Path, arrays: Mapping[str, StoredArray]) -> Mapping[str, np.ndar
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """False for an exception that was raised inside Orbax; a filter of loggers."""
+    """Filter log records: drop exceptions that were raised inside Orbax."""
     error = record.exc_info[1] if record.exc_info else None
     frames = [] if error is None else traceback.extract_tb(error.__traceback__)
     if not any("/orbax/" in frame.filename for frame in frames):
@@ -253,7 +254,7 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 def _like(array: StoredArray) -> np.ndarray:
-    # A shape and dtype for Orbax, with one element of memory behind it.
+    # Gives Orbax a shape and a dtype, with memory for only one element.
     return np.broadcast_to(np.zeros((), jnp.dtype(array.dtype)), array.shape)
 
 

@@ -10,14 +10,14 @@ import numpy as np
 
 from jaxpipe._typing import PyTree
 
-_NAME = re.compile("[a-z][a-z0-9_]{0,31}")  # numpy parses others as Python
+_NAME = re.compile("[a-z][a-z0-9_]{0,31}")  # NumPy parses other names as Python
 _MOST_DIMS, _MOST_BYTES = 32, 1 << 62
 
 
 def dump_struct(tree: PyTree) -> Any:
-    """Shapes and dtypes of a tree of dictionaries, lists and tuples as JSON.
+    """Convert the shapes and dtypes of a tree of dictionaries, lists and tuples to JSON.
 
-    None where it has other nodes.
+    Returns None if the tree has other nodes.
     """
     if isinstance(tree, dict):
         inner = {str(key): dump_struct(value) for key, value in tree.items()}
@@ -34,10 +34,16 @@ def dump_struct(tree: PyTree) -> Any:
 
 
 def load_struct(given: Any) -> PyTree:
-    """The inverse of `dump_struct`.
+    """Convert a result of `dump_struct` back.
+
+    Args:
+        given: The JSON value.
+
+    Returns:
+        The tree of shapes and dtypes.
 
     Raises:
-        ValueError: It is none of its results.
+        ValueError: The value is not a result of `dump_struct`.
     """
     match given:
         case {"shape": shape, "dtype": dtype}:
@@ -51,13 +57,13 @@ def load_struct(given: Any) -> PyTree:
         case {"none": None}:
             return None
         case _:
-            raise ValueError(f"{given!r:.100} is no shape and dtype")
+            raise ValueError(f"{given!r:.100} is not a shape and dtype")
 
 
 def checked_struct(shape: Any, dtype: Any) -> tuple[tuple[int, ...], np.dtype]:
-    """A shape and a dtype from JSON.
+    """Convert a shape and a dtype from JSON.
 
-    Raises ValueError where one is none, or the array would be larger than any memory.
+    Raises ValueError if either is invalid, or the array would not fit in any memory.
     """
     is_shape = isinstance(shape, list) and all(
         type(n) is int and 0 <= n < _MOST_BYTES for n in shape
@@ -67,7 +73,7 @@ def checked_struct(shape: Any, dtype: Any) -> tuple[tuple[int, ...], np.dtype]:
         or len(shape) > _MOST_DIMS
         or math.prod(n for n in shape if n) >= _MOST_BYTES // 16
     ):
-        raise ValueError(f"shape={shape!r:.100} is none")
+        raise ValueError(f"shape={shape!r:.100} is not a shape")
     try:
         found = jnp.dtype(dtype) if isinstance(dtype, str) and _NAME.fullmatch(dtype) else None
     except TypeError:
@@ -77,5 +83,5 @@ def checked_struct(shape: Any, dtype: Any) -> tuple[tuple[int, ...], np.dtype]:
         or found.name != dtype
         or not (jnp.issubdtype(found, jnp.number) or found == jnp.bool)
     ):
-        raise ValueError(f"dtype={dtype!r:.100} is none")
+        raise ValueError(f"dtype={dtype!r:.100} is not a dtype")
     return tuple(shape), found

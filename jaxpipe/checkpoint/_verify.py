@@ -1,4 +1,4 @@
-"""Reading a checkpoint only to see whether it is whole."""
+"""Verification of a checkpoint against the hashes of what was written."""
 
 import contextlib
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ class Verification:
     """Outcome of reading a whole checkpoint and comparing it with its hashes.
 
     Attributes:
-        path: Its folder.
+        path: The checkpoint's folder.
         tag: Its name.
-        num_arrays: Global arrays.
-        num_rows: Rows of these.
-        num_bytes: Size of the arrays.
+        num_arrays: Number of global arrays.
+        num_rows: Total number of their rows.
+        num_bytes: Total size of the arrays.
     """
 
     path: AnyPath
@@ -35,19 +35,20 @@ class Verification:
 def verify_checkpoint(
     path: str | PathLike[str] | StorePath, tag: str | None = None
 ) -> Verification:
-    """Read all of a checkpoint and compare it with the hashes of what was written.
+    """Read a whole checkpoint and compare it with the hashes of what was written.
 
-    One process calls.
+    Call this from one process.
 
     Args:
-        path: What was given to `save_checkpoint`, or a checkpoint's own folder.
-        tag: Name of the checkpoint; None: the latest.
+        path: The directory that was passed to `save_checkpoint`, or a checkpoint's own folder.
+        tag: Name of the checkpoint. None selects the latest.
 
     Returns:
-        What was read.
+        The amount of data that was read and verified.
 
     Raises:
-        CheckpointError: There is no checkpoint, or it is damaged; all damaged arrays are named.
+        CheckpointError: There is no checkpoint, or it is damaged. The error names all damaged
+            arrays.
     """
     return reread(path, lambda: _verify(open_checkpoint(path, tag)))
 
@@ -74,9 +75,9 @@ def _verify(checkpoint: Checkpoint) -> Verification:
 
 
 def _damaged(checkpoint: Checkpoint) -> tuple[dict[str, str], str]:
-    """Damage by the array's name, and the reason why the first could not be read.
+    """Return the damage by array name, and the reason why the first array could not be read.
 
-    Where something is, each array is read alone, so that one that fails hides no other.
+    If anything is damaged, each array is read separately, so that one failure does not hide others.
     """
     stored = checkpoint.index.arrays
     with contextlib.suppress(CheckpointError):

@@ -1,4 +1,4 @@
-"""Parameters of checkpoints as safetensors files: by our paths, and by Hugging Face's names."""
+"""Parameters of checkpoints as safetensors files, with our paths or Hugging Face's names."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -51,26 +51,27 @@ def load_huggingface(
     state: TrainState,
     when_read: Callable[[], None] = lambda: None,
 ) -> TrainState:
-    """Read the parameters of a state out of safetensors files; all processes call.
+    """Read the parameters of a state from safetensors files; all processes must call this.
 
-    A process reads the tensors of its own stages alone, one after another.
+    Each process reads only the tensors of its own stages, one at a time.
 
     Args:
-        folder: Holds one safetensors file, or the index of several; or the path of that file.
+        folder: A folder with one safetensors file or with the index of several, or the path of
+            such a file.
         renames: The table of names, such as `jaxpipe.models.llama_names(config)`. Adapters of
-            `jaxpipe.layers.lora` are not in it, and keep their values.
-        pipeline: What the state belongs to.
-        state: The present one. Once everything has been read its parameters are deleted; everything
-            else stays.
-        when_read: Called when everything has been read and nothing changed yet.
+            `jaxpipe.layers.lora` do not belong in the table; they keep their values.
+        pipeline: The pipeline that the state is for.
+        state: The current state. Its parameters are deleted once everything has been read; the rest
+            of the state is unchanged.
+        when_read: Called when everything has been read and before anything changes.
 
     Returns:
-        The new state; parameters have the dtypes they had.
+        The new state. Parameters keep their dtypes.
 
     Raises:
-        CheckpointError: A file is missing or damaged; the table does not name every leaf once; or
-            tensors are missing, left over, of another shape, or of integers for floating-point
-            leaves; the state is as it was.
+        CheckpointError: A file is missing or damaged; the table does not name every leaf exactly
+            once; or tensors are missing, are left over, have another shape, or hold integers for
+            floating-point leaves. The state is unchanged.
     """
     keys = [
         key
@@ -79,7 +80,7 @@ def load_huggingface(
     ]
     leaves = {key.removeprefix(_PARAMS): _struct_of(pipeline.catalog[key]) for key in keys}
     files = run_on_all(lambda: RenamedFiles(any_path(folder, "folder"), renames, leaves))
-    assert files is not None  # it ran on all processes
+    assert files is not None  # set on every process
 
     def source(keys: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:
         paths = [key.removeprefix(_PARAMS) for key in keys]
@@ -100,37 +101,35 @@ def save_huggingface(  # noqa: PLR0913  # one file or choice each
     lora_alpha: float | None = None,
     max_shard_bytes: int | None = _SHARD_BYTES,
 ) -> list[AnyPath]:
-    """Write the parameters of a checkpoint as a folder that Hugging Face's libraries open.
+    """Write the parameters of a checkpoint as a folder that Hugging Face's libraries can open.
 
-    One process calls.
-
-    The files get their names when they are whole. No more than a few of the checkpoint's arrays are
-    held in memory, and those leaves of which several are one tensor there. A tokenizer's files are
-    for the caller to copy.
+    Call this from one process. Files get their final names only once they are complete. At most a
+    few of the checkpoint's arrays are in memory at a time, and the leaves that are combined into
+    one tensor. Tokenizer files are not written; copy them yourself.
 
     Args:
-        path: What was given to `save_checkpoint`, or a checkpoint's own folder.
-        folder: Where to write; files of an earlier call are replaced.
+        path: The directory that was passed to `save_checkpoint`, or a checkpoint's own folder.
+        folder: The folder to write. Files of an earlier call are replaced.
         renames: The table of names, such as `jaxpipe.models.llama_names(config)`.
-        config: Their `config.json`: the file, the folder that holds it, or its contents, such as
-            `LlamaConfig.to_huggingface` gives. It is written with the dtype that the tensors have.
-            None: none is written, for a folder that has one.
-        tag: Name of the checkpoint; None: the latest.
-        params: As for `load_params`: `"ema"` writes the average.
-        dtype: What floating-point tensors are converted to, such as `"bfloat16"`. None: they stay
-            as they are.
-        lora_alpha: As `jaxpipe.layers.lora` was given it: adapters are merged into their kernels.
-        max_shard_bytes: As for `export_safetensors`; 5 GB, as `transformers` has it, if it is not
-            given.
+        config: The model's `config.json`: the file, its folder, or its contents, such as the result
+            of `LlamaConfig.to_huggingface`. It is written with the dtype of the tensors. With None,
+            no file is written, for a folder that already has one.
+        tag: Name of the checkpoint. None selects the latest.
+        params: As for `load_params`: `"ema"` writes the moving average.
+        dtype: The dtype to convert floating-point tensors to, such as `"bfloat16"`. None keeps
+            their dtypes.
+        lora_alpha: The alpha that was passed to `jaxpipe.layers.lora`. Adapters are merged into
+            their kernels.
+        max_shard_bytes: As for `export_safetensors`. The default is 5 GB, as in `transformers`.
 
     Returns:
-        What was written.
+        The paths of the written files.
 
     Raises:
-        CheckpointError: There is no checkpoint, it is damaged, lacks frozen parameters, has
-            collections, which no table names, or adapters while `lora_alpha` is not given; the
-            table does not name every leaf once; `dtype` is no floating-point dtype; or the folder
-            cannot be written, or another process is writing there.
+        CheckpointError: There is no checkpoint, or it is damaged, lacks frozen parameters, has
+            collections (which no table can name), or has adapters although `lora_alpha` is not
+            given. Also raised if the table does not name every leaf exactly once, `dtype` is not a
+            floating-point dtype, the folder cannot be written, or another process is writing there.
         ConfigError: `config` cannot be read.
     """
     check_shard_size(max_shard_bytes)
@@ -144,7 +143,7 @@ def save_huggingface(  # noqa: PLR0913  # one file or choice each
         beside = (
             {} if contents is None else {CONFIG: dump_config(contents, tensors.structs.values())}
         )
-        metadata = {"format": "pt"}  # without it `transformers` does not open a file
+        metadata = {"format": "pt"}  # `transformers` does not open files without it
         return write_safetensors(
             tensors.path,
             target,
@@ -176,9 +175,9 @@ def _struct_of(leaf: Leaf) -> jax.ShapeDtypeStruct:
 
 
 class _Tensors:
-    """Tensors under Hugging Face's names, of the leaves of a checkpoint.
+    """The leaves of a checkpoint as tensors with Hugging Face's names.
 
-    Floating-point tensors are converted to `dtype`, if there is one. `lora_alpha` is as for
+    Floating-point tensors are converted to `dtype` unless it is None. `lora_alpha` is as for
     `save_huggingface`.
     """
 
@@ -203,8 +202,7 @@ class _Tensors:
         beside: dict[str, list[str]] = {}
         for key in adapters:
             beside.setdefault(key.rpartition("/")[0], []).append(key)
-        # For each match the keys of what it needs: its leaves, and the adapters of those that have
-        # any.
+        # For each match, the keys that it needs: its leaves and their adapters, if any.
         self._needs: list[tuple[Match, list[str]]] = []
         self.structs: dict[str, jax.ShapeDtypeStruct] = {}
         for match in matches:
@@ -219,7 +217,7 @@ class _Tensors:
             self.structs |= {names[0]: jax.ShapeDtypeStruct(shape, to) for names in match.theirs}
 
     def values(self) -> Iterator[tuple[str, np.ndarray]]:
-        """All tensors by name, as their leaves are read."""
+        """Yield all tensors with their names, in the order in which their leaves are read."""
         match_of = {key: (match, keys) for match, keys in self._needs for key in keys}
         waiting: dict[str, np.ndarray] = {}
         for read, value in read_leaves(self._checkpoint, list(match_of)):
@@ -229,9 +227,9 @@ class _Tensors:
                 continue
             leaves = {key.removeprefix(_PARAMS): waiting.pop(key) for key in keys}
             if len(leaves) > len(match.ours):
-                assert self._alpha is not None  # checked where there are adapters
+                assert self._alpha is not None  # checked earlier if there are adapters
                 tree = unflatten_dict({split_path(path): leaf for path, leaf in leaves.items()})
-                # Rounded to the kernel's dtype before, small changes would be lost.
+                # Merge in float32: rounding to the kernel's dtype first would lose small changes.
                 merged = flatten_dict(merge_lora(tree, self._alpha, np.float32))
                 leaves = {join_path(path): leaf for path, leaf in merged.items()}
             ours = [leaves[path] for path in match.ours]
@@ -243,7 +241,7 @@ class _Tensors:
 
 
 def _check_whole(checkpoint: Checkpoint, adapters: Sequence[str], lora_alpha: float | None) -> None:
-    """Refuse what would be no whole model."""
+    """Refuse a checkpoint whose export would not be a complete model."""
     index = checkpoint.index
     if index.excluded:
         raise CheckpointError(
@@ -256,8 +254,8 @@ def _check_whole(checkpoint: Checkpoint, adapters: Sequence[str], lora_alpha: fl
     ]
     if collections:
         raise CheckpointError(
-            f"{checkpoint.path} must hold parameters alone, which are what renames names, but got "
-            f"collections such as {collections[0]!r}. Write them with export_safetensors."
+            f"{checkpoint.path} must hold only parameters, because renames covers nothing more, "
+            f"but got collections such as {collections[0]!r}. Write them with export_safetensors."
         )
     if bool(adapters) != (lora_alpha is not None):
         repair = (
@@ -280,32 +278,32 @@ def export_safetensors(
     params: str | None = None,
     max_shard_bytes: int | None = None,
 ) -> list[AnyPath]:
-    """Write the parameters of a checkpoint, and what layers keep beside them, as safetensors.
+    """Write the parameters and collections of a checkpoint as safetensors files.
 
-    One process calls.
-
-    Tensors are named by their path in the model's tree: `layers/<index>_<name>/...`,
-    `tied/<key>/...`, and `collections/<index>_<name>/...`; a slash inside a parameter's own name is
-    `%2F`. The files are the same for every number of stages and replicas. They get their names when
-    they are whole, and no more than a few of the checkpoint's arrays are held in memory.
+    Call this from one process. Tensors are named by their path in the model's tree:
+    `layers/<index>_<name>/...`, `tied/<key>/...`, and `collections/<index>_<name>/...`. A slash
+    inside a parameter's own name is written as `%2F`. The files do not depend on the number of
+    stages and replicas. Files get their final names only once they are complete, and at most a few
+    of the checkpoint's arrays are in memory at a time.
 
     Args:
-        path: What was given to `save_checkpoint`, or a checkpoint's own folder.
-        out: The file, such as `model.safetensors`; one of an earlier export is replaced.
-        tag: Name of the checkpoint; None: the latest.
+        path: The directory that was passed to `save_checkpoint`, or a checkpoint's own folder.
+        out: The file to write, such as `model.safetensors`. An earlier export with this name is
+            replaced.
+        tag: Name of the checkpoint. None selects the latest.
         params: As for `load_params`.
-        max_shard_bytes: Largest sum of tensors in a file, unless one alone is larger. If one file
-            is not enough, they are called `model-00001-of-00002.safetensors`, and
-            `model.safetensors.index.json` tells what is where, as Hugging Face libraries do. None:
-            one file.
+        max_shard_bytes: Largest total size of the tensors in a file, unless a single tensor is
+            larger. If one file is not enough, files are named `model-00001-of-00002.safetensors`
+            and so on, and `model.safetensors.index.json` lists which tensor is in which file, as
+            Hugging Face libraries do. None writes one file.
 
     Returns:
-        What was written; an index is the last.
+        The paths of the written files; an index comes last.
 
     Raises:
-        CheckpointError: There is no checkpoint, it is damaged, it has a dtype that safetensors has
-            not, `out` is no such name, cannot be written or lies beside an export in other files,
-            or `max_shard_bytes` is not positive.
+        CheckpointError: There is no checkpoint, it is damaged, or it has a dtype that safetensors
+            does not support. Also raised if `out` does not end in `.safetensors`, cannot be written
+            or is next to an export in other files, or `max_shard_bytes` is not positive.
     """
     target = check_target(any_path(out, "out"))
     check_shard_size(max_shard_bytes)

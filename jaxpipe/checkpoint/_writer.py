@@ -1,4 +1,4 @@
-"""Writing checkpoints, one after another, in the foreground or in the background."""
+"""Writing of checkpoints, one at a time, in the foreground or in the background."""
 
 import atexit
 import contextlib
@@ -67,21 +67,20 @@ from ._store import finish_arrays, grid_of, hash_blocks, make_bare, write_arrays
 from ._struct import dump_struct
 
 _CLEANING_S, _QUIET_POLLS, _QUIET_PAUSE_S = 10.0, 50, 0.01
-"""Seconds to go on removing data of a failed save, and how often in a row they must be found gone.
-"""
+"""Seconds to keep removing data of a failed save, and how often in a row it must be found gone."""
 
 
 @dataclass(frozen=True)
 class RunState:
-    """State of a run beside its `TrainState`.
+    """State of a run that is not in its `TrainState`.
 
     Attributes:
         global_steps: Batches trained.
         global_samples: Samples trained.
-        data_iterator: State of this process's data iterator, as `encode_state` gives it; None: it
-            has none.
-        client_state: What the caller wants to keep, as JSON knows it.
-        config: The configuration, likewise.
+        data_iterator: State of this process's data iterator, as returned by `encode_state`. None if
+            it has no state.
+        client_state: The caller's own state, as JSON values.
+        config: The configuration, as JSON values.
     """
 
     global_steps: int
@@ -93,7 +92,7 @@ class RunState:
 
 @dataclass(frozen=True)
 class _Job:
-    """A checkpoint on its way to disk."""
+    """A checkpoint that is being written."""
 
     lock: DirectoryLock | None
     save_dir: AnyPath
@@ -108,14 +107,15 @@ class _Job:
 
 
 class CheckpointWriter:
-    """Writes the states of one run.
+    """Writes the checkpoints of one run.
 
-    Only one job may save to a directory, from its first save there until its runs are deleted or
-    its program ends, which a lock sees to. What unfinished saves left there is removed.
+    A lock ensures that only one job saves to a directory, from its first save there until its runs
+    are deleted or its program ends. Leftovers of unfinished saves are removed.
 
     Args:
-        keep_last: How many checkpoints with tags of the form `global_step<N>` to keep; None: all.
-        keep_every: Keep also those whose N is a multiple of this.
+        keep_last: Number of checkpoints with tags of the form `global_step<N>` to keep. None keeps
+            all.
+        keep_every: Also keep checkpoints whose N is a multiple of this.
     """
 
     def __init__(self, keep_last: int | None = None, keep_every: int | None = None) -> None:
@@ -137,34 +137,35 @@ class CheckpointWriter:
         background: bool = False,
         exclude_frozen: bool = False,
     ) -> AnyPath:
-        """Write a checkpoint; all processes call.
+        """Write a checkpoint; all processes must call this.
 
         Args:
-            save_dir: The directory, made where it is not there; on a file system or an object store
-                that all processes see.
-            pipeline: What the state belongs to.
-            state: What to write. Steps may donate it as soon as the call returns.
-            run: What else to write.
-            tag: Name of the checkpoint; None: `global_step<N>`. A tag that is there is replaced,
-                whole, at the end.
-            save_latest: Whether it is found without its tag.
-            background: Return as soon as the state cannot change any more, and write while training
-                goes on.
-            exclude_frozen: Leave out parameters that are not trained; it opens where they are there
-                already.
+            save_dir: The directory of checkpoints, on a file system or an object store that all
+                processes see. It is created if it does not exist.
+            pipeline: The pipeline that the state belongs to.
+            state: The state to write. Training steps may donate it as soon as the call returns.
+            run: The rest of the run's state.
+            tag: Name of the checkpoint. None means `global_step<N>`. An existing checkpoint with
+                this tag is replaced atomically, at the end of the save.
+            save_latest: Whether the checkpoint can be found without its tag.
+            background: Whether to return as soon as later steps cannot change what is saved, and
+                write while training continues.
+            exclude_frozen: Whether to leave out frozen parameters. Such a checkpoint can be loaded
+                only into an engine that has these parameters already.
 
         Returns:
             The checkpoint's folder.
 
         Raises:
-            CheckpointError: The tag is no name, or not the same on all processes; `run` holds what
-                JSON does not know; the tag is a link; another job saves there; the directory cannot
-                be written; or the last save in the background failed. No checkpoint has changed.
+            CheckpointError: The tag is invalid, is a link, or differs between processes; `run`
+                contains values that JSON does not support; another job saves there; the directory
+                cannot be written; or the last save in the background failed. No checkpoint has
+                changed.
         """
         folder = any_path(save_dir, "save_dir")
         self.wait()
         tag = self._agreed_tag(step_tag(run.global_steps) if tag is None else tag)
-        # All that can be refused is, before anything is locked or written.
+        # Everything that can be refused is refused before anything is locked or written.
         run_on_all(lambda: _check_client_state(run.client_state))
         hold = snapshot if background else dict
         frozen = (
@@ -214,8 +215,8 @@ class CheckpointWriter:
             thread = threading.Thread(target=self._run, args=(finish, lock), name=f"save {tag}")
             thread.start()
             if (3, 12) <= sys.version_info < (3, 12, 2):
-                # These start no thread once the main one has ended (CPython gh-113964), and Orbax
-                # starts some.
+                # These versions start no thread once the main thread has ended (CPython gh-113964),
+                # but Orbax starts some.
                 thread.join()
         else:
             self._run(finish, lock)
@@ -223,10 +224,10 @@ class CheckpointWriter:
         return folder / tag
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is on disk; all processes call.
+        """Wait until the last checkpoint is on disk; all processes must call this.
 
         Raises:
-            CheckpointError: It could not be written.
+            CheckpointError: The checkpoint could not be written.
         """
         self._ended.wait()
         error, self._error = self._error, None
@@ -239,15 +240,12 @@ class CheckpointWriter:
             named = ", ".join(f"process {i}: {each!r}" for i, each in enumerate(tags))
             raise CheckpointError(
                 f"tag must be the same on all processes, but got {named}. Nothing was written: "
-                "make it from what all know, such as the step."
+                "make it from a value that all processes share, such as the step."
             )
         return tag
 
     def _finish_at_exit(self) -> None:
-        """Let the interpreter wait for saves in the background, however the program ends.
-
-        Where one failed, it fails.
-        """
+        """Make the interpreter wait for background saves at exit, and fail if one failed."""
         if self._is_waited_for:
             return
         self._is_waited_for = True
@@ -262,16 +260,16 @@ class CheckpointWriter:
         atexit.register(report)
 
     def _run(self, finish: Callable[[], None], lock: DirectoryLock | None) -> None:
-        """End a save; `wait` tells what failed, on all processes."""
+        """Finish a save; `wait` raises what failed, on all processes."""
         is_saved = False
         try:
             finish()
             is_saved = True
-        # Whatever it is: a save that is not told of counts as done.
+        # Catch every exception: a save whose failure is not reported would count as successful.
         except Exception as error:  # noqa: BLE001
             self._error = error
             if threading.current_thread() is not threading.main_thread():
-                # Not by `log`, which writes in process 0 alone.
+                # Not with `log`, which logs only in process 0.
                 logging.getLogger("jaxpipe").error("%s", error)
         finally:
             if lock is not None:
@@ -280,9 +278,9 @@ class CheckpointWriter:
 
 
 class _FailingAtTheEnd:
-    """A stream that the interpreter cannot flush when it ends.
+    """A stream that cannot be flushed when the interpreter exits.
 
-    The interpreter then prints why, and its exit status is 120.
+    The interpreter then prints the error and exits with status 120.
     """
 
     def __init__(self, stream: Any, error: Exception) -> None:
@@ -292,7 +290,7 @@ class _FailingAtTheEnd:
         return getattr(self._stream, name)
 
     def flush(self) -> None:
-        """Flush the stream, unless it is the last time."""
+        """Flush the stream, except at exit."""
         self._stream.flush()
         if sys.is_finalizing():
             raise self._error
@@ -301,8 +299,8 @@ class _FailingAtTheEnd:
 def _finish(job: _Job, keep_last: int | None, keep_every: int | None, *, background: bool) -> None:
     """Write the checkpoint; every process runs it."""
     started, is_there, may_come = time.perf_counter(), False, False
-    # In a thread a process has nothing but its files to tell the others that it failed; here all
-    # hear of it at once.
+    # In a background thread, a process can report a failure only through files. In the foreground,
+    # all processes learn of it immediately.
     write = partial(_write, job)
     failed = _caught(write if background else lambda: run_on_all(write))
     if failed is not None and background:
@@ -315,7 +313,7 @@ def _finish(job: _Job, keep_last: int | None, keep_every: int | None, *, backgro
         is_commit = isinstance(failed, NotSyncedError | StoreError) and str(
             failed.filename
         ).endswith(f"/{COMMIT}")
-        # A store that did not answer may have taken the request, and commit still.
+        # A store that did not answer may have received the request, and may still commit.
         may_come = is_commit and isinstance(failed, StoreError)
         is_there = _clean_up(job, may_come=may_come) or (is_commit and not may_come)
     if failed is None:
@@ -333,19 +331,19 @@ def _finish(job: _Job, keep_last: int | None, keep_every: int | None, *, backgro
 
 
 def _caught(action: Callable[[], object]) -> BaseException | None:
-    """The exception that an action raises; None where it raises none."""
+    """Run an action and return its exception; None if it succeeds."""
     try:
         action()
-    # Whatever the libraries below raise; the caller reports it.
+    # The libraries may raise any type; the caller reports it.
     except BaseException as error:  # noqa: BLE001
         return error
     return None
 
 
 def _write(job: _Job) -> None:
-    """Write this process's blocks, hash them meanwhile, and report to process 0."""
+    """Write this process's blocks, hash them at the same time, and report to process 0."""
     with still_writing(job.data), ThreadPoolExecutor(1) as pool:
-        # Hashing lets go of Python's lock.
+        # Hashing releases the GIL.
         hashes = pool.submit(hash_blocks, {**job.arrays, **job.scalars})
         write_arrays(job.data / ARRAYS, job.arrays)
         sha256 = hashes.result()
@@ -353,16 +351,16 @@ def _write(job: _Job) -> None:
 
 
 def _commit(job: _Job, lock: DirectoryLock) -> None:
-    """Put together what all processes report, and commit."""
+    """Combine what all processes wrote, and commit."""
     reports = collect(job.data, lock.check)
     finish_arrays(job.data / ARRAYS)
     content = dump_index(_index(job, reports))
-    # A commit names only what is on disk: the arrays, the index with their hashes, then the
-    # folders' entries, and last, by `commit`, one small file. Before it the tag is not there, after
-    # it the tag is whole.
+    # A commit names only data that is on disk. The order is: the arrays, the index with their
+    # hashes, the folders' entries, and last, in `commit`, one small file. Before that file is
+    # written the tag is missing; afterwards it is complete.
     replace_file(job.data / INDEX, content)
     remove_reports(job.data)
-    # Of what Orbax writes it syncs the arrays' values alone, and no reader does without the rest.
+    # Orbax syncs only the arrays' values, but readers need its other files too.
     sync_tree(job.data)
     done = Commit(
         sequence=job.sequence,
@@ -372,14 +370,14 @@ def _commit(job: _Job, lock: DirectoryLock) -> None:
         is_latest=job.save_latest or read_latest(job.save_dir) == job.tag,
         saved_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )
-    # Checked last: a job that took this one for dead may have begun to write, and one of two
-    # commits is too many.
+    # Check the lock last: a job that took this one for dead may have begun to write, and only one
+    # of the two may commit.
     lock.check()
     commit(job.save_dir, job.tag, done)
 
 
 def _make_room(job: _Job, keep_last: int | None, keep_every: int | None) -> None:
-    """Remove old checkpoints; the new one is committed, whatever happens here."""
+    """Remove old checkpoints; the new one is already committed, so failures are only logged."""
     try:
         remove_data(job.data.parent, but=job.data.name)
         remove_old(job.save_dir, keep_last, keep_every)
@@ -398,10 +396,7 @@ def _check_client_state(client_state: Any) -> None:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A directory in which a checkpoint may be written.
-
-    It is locked, and the folder for the data is there.
-    """
+    """A directory that is ready for a save: it is locked, and the data's folder exists."""
 
     lock: DirectoryLock
     data: str
@@ -409,7 +404,7 @@ class _Prepared:
 
 
 def _prepare(save_dir: AnyPath, tag: str) -> _Prepared:
-    """Make room and the folder for the data."""
+    """Remove leftovers and make the folder for the data."""
     with _told(save_dir):
         make_folder(save_dir)
         lock = DirectoryLock.begin_save(save_dir.absolute())
@@ -435,14 +430,14 @@ def _checked_data(data: AnyPath, save_dir: AnyPath) -> AnyPath:
             return data
     raise CheckpointError(
         f"save_dir must be a directory that all processes see, but got save_dir={str(save_dir)!r}, "
-        f"in which process {jax.process_index()} does not find {data} that process 0 made. Give an "
+        f"in which process {jax.process_index()} does not find {data} that process 0 made. Pass an "
         "absolute path on a shared disk."
     )
 
 
 @contextlib.contextmanager
 def _told(save_dir: AnyPath) -> Generator[None]:
-    """Tell of what the file system does not do."""
+    """Convert errors of the file system to CheckpointError."""
     try:
         yield
     except OSError as error:
@@ -456,7 +451,7 @@ def _told(save_dir: AnyPath) -> Generator[None]:
 def _content(
     pipeline: Pipeline, run: RunState, iterators: list[Any], leaves: Mapping[str, Leaf]
 ) -> dict[str, Any]:
-    """The index without what the devices hold."""
+    """Return the parts of the index that do not depend on the devices' data."""
     batch = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), pipeline.batch_struct
     )
@@ -487,12 +482,12 @@ def _index(job: _Job, reports: list[Hashes]) -> Index:
 
 
 def _clean_up(job: _Job, *, may_come: bool) -> bool:
-    """Make room after a failure, unless that came after the commit; True where it did.
+    """Remove the data of a failed save; return True, and keep it, if the commit had succeeded.
 
-    Where one array cannot be written Orbax leaves the writers of the others alone, and these make
-    folders again. It says neither how many they are nor when the last one ends. So the data are
-    removed until they stay away; the next save removes what comes later still, and all of it where
-    storage does not answer now.
+    If one array cannot be written, Orbax abandons the writers of the others, which may recreate
+    folders. It does not report how many there are or when the last one ends. So the data is removed
+    repeatedly until it stays away. The next save removes data that appears even later, and all of
+    it if storage does not answer now.
     """
     try:
         committed = read_commit(job.data.parent)
@@ -506,7 +501,7 @@ def _clean_up(job: _Job, *, may_come: bool) -> bool:
             num_quiet = 0 if job.data.exists() else num_quiet + 1
             try_to_remove(job.data)
             time.sleep(_QUIET_PAUSE_S)
-        with contextlib.suppress(OSError):  # a tag that was there before has data of its own
+        with contextlib.suppress(OSError):  # an earlier checkpoint of this tag has its own data
             job.data.parent.rmdir()
     except (CheckpointError, OSError) as error:
         log(
@@ -527,14 +522,14 @@ def _failure(job: _Job, error: BaseException, *, is_there: bool, may_come: bool)
     path = job.save_dir / job.tag
     if is_there:
         return CheckpointError(
-            f"{path} was written, but may be lost if the machine's power is: {_first_line(error)}. "
+            f"{path} was written, but may be lost in a power failure: {_first_line(error)}. "
             "Check the file system, and save again."
         )
     if may_come:
         return CheckpointError(
             f"{path} may be written or not, for the store did not answer the last request: "
-            f"{_first_line(error)}. It is whole if it is found, and other checkpoints are as they "
-            f"were. {repair(path, '')}, and save again."
+            f"{_first_line(error)}. If it is found, it is complete. Other checkpoints are "
+            f"unchanged. {repair(path, '')}, and save again."
         )
     return CheckpointError(
         f"{path} could not be written: {_first_line(error)}. Earlier checkpoints are as they were. "

@@ -19,9 +19,9 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     """Add DeepSpeed's arguments to a script's parser.
 
     `--deepspeed_config` is the path of the configuration. `--deepspeed` is a flag for the script's
-    own use: nothing here reads it. `--local_rank` and `--local-rank`, which DeepSpeed's launcher
-    and torchrun pass, are understood and not used, because one process drives all devices of its
-    host; a script may have its own, added before or after.
+    own use: jaxpipe does not read it. `--local_rank` and `--local-rank`, which DeepSpeed's launcher
+    and torchrun pass, are accepted and ignored, because one process drives all devices of its host.
+    A script may add its own `--local_rank` before or after this call.
 
     Args:
         parser: The script's parser.
@@ -57,9 +57,9 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
                 launcher.add_argument(name, **options, help="passed by launchers; not used")
         return parse(args, namespace)
 
-    # Only when the parser is used is it known whether the script has the option itself: argparse
-    # refuses to add one twice, so one added here would be in the way of a script that adds its own
-    # later. To type checkers it is a method, hence `setattr`.
+    # Whether the script has the option itself is known only when it parses. argparse refuses to add
+    # an option twice, so adding it now would break a script that adds its own later. Type checkers
+    # see a method here, hence `setattr`.
     setattr(parser, "parse_known_args", parse_with_local_rank)  # noqa: B010
     return parser
 
@@ -70,13 +70,13 @@ def config_from_args(
     config_params: TrainConfig | Mapping[str, Any] | str | PathLike[str] | None = None,
     errors: Collector | None = None,
 ) -> TrainConfig:
-    """Read the configuration from the one place that gives it.
+    """Read the configuration from the one argument that gives it.
 
-    Whether `args.deepspeed` is true does not matter, as in DeepSpeed.
+    As in DeepSpeed, the value of `args.deepspeed` does not matter.
 
     Args:
-        args: A namespace or dictionary whose `deepspeed_config` is the path of the configuration,
-            or anything without one.
+        args: A namespace or dictionary whose `deepspeed_config` is the path of the configuration.
+            Any object without this attribute is ignored.
         config: A dictionary, a path, or a configuration.
         config_params: DeepSpeed's older name of `config`.
         errors: As for `load_config`.
@@ -85,8 +85,8 @@ def config_from_args(
         The configuration.
 
     Raises:
-        ConfigError: No place or more than one gives a configuration, `args` uses a name that
-            DeepSpeed gave up, or the configuration is wrong.
+        ConfigError: None or several of the arguments give a configuration, `args` uses a name that
+            DeepSpeed has deprecated, or the configuration is wrong.
     """
     for name in _DEPRECATED:
         value = _argument(args, name)

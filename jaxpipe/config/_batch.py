@@ -1,4 +1,4 @@
-"""The three sizes of a batch, of which the engine needs all."""
+"""The three sizes of a batch."""
 
 from dataclasses import dataclass
 
@@ -15,10 +15,10 @@ _EQUATION = (
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Sizes that agree with each other.
+    """Batch sizes that are consistent with each other.
 
     Attributes:
-        train_batch_size: Samples per optimizer step, over all replicas.
+        train_batch_size: Samples per optimiser step, over all replicas.
         train_micro_batch_size_per_gpu: Samples per microbatch on one replica.
         gradient_accumulation_steps: Microbatches per step.
     """
@@ -37,22 +37,22 @@ def resolve_batch_sizes(
 ) -> BatchSizes:
     """Complete the sizes of a batch.
 
-    They obey `train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x
-    data_parallel_size`. Any two give the third. One of the first two alone means one accumulation
-    step.
+    The sizes satisfy `train_batch_size = train_micro_batch_size_per_gpu x
+    gradient_accumulation_steps x data_parallel_size`. Any two of the first three determine the
+    third. If only one of the first two is given, there is one accumulation step.
 
     Args:
-        train_batch_size: Samples per optimizer step, over all replicas.
+        train_batch_size: Samples per optimiser step, over all replicas.
         train_micro_batch_size_per_gpu: Samples per microbatch on one replica.
         gradient_accumulation_steps: Microbatches per step.
         data_parallel_size: Number of replicas.
 
     Returns:
-        All three.
+        All three sizes.
 
     Raises:
-        ConfigError: A size is not a positive integer, neither of the first two is given, or the
-            equation cannot hold.
+        ConfigError: A size is not a positive integer, neither of the first two is given, or no
+            sizes satisfy the equation.
 
     Example:
         >>> sizes = resolve_batch_sizes(64, 4, data_parallel_size=2)
@@ -84,7 +84,7 @@ def resolve_batch_sizes(
         steps = given["gradient_accumulation_steps"] = 1
     if batch is None:
         batch = (micro or 1) * (steps or 1) * data_parallel_size
-    # An unknown size counts as 1: the batch must then be a multiple of what is known.
+    # An unknown size counts as 1, so the batch must be a multiple of the known factors.
     factor = (micro or 1) * (steps or 1) * data_parallel_size
     if batch % factor or (micro and steps and batch != factor):
         repair = _repair(batch, micro, steps, factor)

@@ -1,4 +1,4 @@
-"""The section that says how checkpoints are written and which are kept."""
+"""The section that sets how checkpoints are written and which ones are kept."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,15 +14,15 @@ from ._values import integer_of_at_least, optional, read_flag
 class CheckpointSection(Section):
     """The section `checkpoint`.
 
-    The keys are this library's own. Of DeepSpeed's, `tag_validation` has no effect: tags that
-    differ between processes are always an error.
+    These keys are specific to jaxpipe. DeepSpeed's key `tag_validation` has no effect, because tags
+    that differ between processes are always an error.
 
     Attributes:
-        async_save: Whether `save_checkpoint` returns before everything is on disk, and training
-            goes on while it is written. Call `wait_for_checkpoint` before the program ends.
-        keep_last: How many checkpoints with tags of the form `global_step<N>` to keep; None keeps
-            all.
-        keep_every: Keep also those whose N is a multiple of this.
+        async_save: Whether `save_checkpoint` returns before everything is on disk, so that training
+            continues during the write. Call `wait_for_checkpoint` before the program ends.
+        keep_last: Number of checkpoints to keep among the tags of the form `global_step<N>`. By
+            default all are kept.
+        keep_every: Also keep the tags whose N is a multiple of this number.
 
     Raises:
         ConfigError: A value is of the wrong type or out of range, or `keep_every` is given without
@@ -36,7 +36,7 @@ class CheckpointSection(Section):
     keep_every: int | None = setting(None, optional(integer_of_at_least(1)))
 
     def check(self) -> Iterable[ConfigError]:
-        """Check that what is kept apart would be removed otherwise."""
+        """Check that `keep_every` is given only together with `keep_last`."""
         if self.keep_every is not None and self.keep_last is None:
             yield ConfigError(
                 "checkpoint.keep_every must come with checkpoint.keep_last, without which nothing "

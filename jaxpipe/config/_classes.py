@@ -1,4 +1,4 @@
-"""The configuration as classes to extend, in the form of DeepSpeed's first reference manual."""
+"""The configuration as classes to subclass, as in DeepSpeed's first reference manual."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -19,10 +19,10 @@ class BatchConfig(Config):
     """The sizes of a batch.
 
     Attributes:
-        train_batch_size: Samples per optimizer step, over all replicas.
+        train_batch_size: Samples per optimiser step, over all replicas.
         train_micro_batch_size_per_gpu: Samples per microbatch on one replica.
         gradient_accumulation_steps: Microbatches per step.
-        data_parallel_size: Number of replicas that `resolve` counts with; an engine counts its own.
+        data_parallel_size: Number of replicas that `resolve` assumes. An engine uses its own.
 
     Example:
         >>> config = BatchConfig(train_batch_size=64, train_micro_batch_size_per_gpu=4)
@@ -39,11 +39,11 @@ class BatchConfig(Config):
         """Complete the sizes, as `resolve_batch_sizes` does.
 
         Returns:
-            The configuration itself, which has all sizes now.
+            The configuration itself, now with all sizes.
 
         Raises:
-            ConfigError: A size is not a positive integer, the sizes do not suffice, or they do not
-                multiply.
+            ConfigError: A size is not a positive integer, a size is missing that cannot be
+                computed, or the sizes contradict each other.
         """
         sizes = resolve_batch_sizes(
             self.train_batch_size,
@@ -58,23 +58,23 @@ class FP16Config(Config):
     """Computing in float16.
 
     Attributes:
-        enabled: Whether to compute in float16; None does not.
-        clip: Largest global norm of the gradients, `TrainConfig.gradient_clipping`; None does not
-            clip.
+        enabled: Whether to compute in float16. None means no.
+        clip: Maximum global norm of the gradients, as `TrainConfig.gradient_clipping`. None means
+            no clipping.
     """
 
     enabled: bool | None = None
     clip: float | None = None
 
     def resolve(self) -> Self:
-        """Fill in what is not given.
+        """Fill in the values that are not given.
 
         Returns:
-            The configuration itself, in which `enabled` is a truth value now and `clip` a number, 0
+            The configuration itself. `enabled` is now a truth value, and `clip` a number, with 0
             for no clipping.
 
         Raises:
-            ConfigError: `enabled` is no truth value or `clip` no number of at least 0.
+            ConfigError: `enabled` is not a truth value, or `clip` is not a number of at least 0.
         """
         enabled = optional(read_flag)(self.enabled, "fp16.enabled") or False
         clip = optional(number_of_at_least(0))(self.clip, "fp16.clip") or 0.0
@@ -82,10 +82,11 @@ class FP16Config(Config):
 
 
 class TrainingConfig(Config):
-    """The whole configuration in this form; `load_config` and `initialize` take it too.
+    """The whole configuration in this form, for `load_config` and `initialize`.
 
-    A subclass may add fields. Those with the name of a key of `TrainConfig` (in a subclass of
-    `FP16Config`: of the section `fp16`) set that key, all others are the script's own.
+    A subclass may add fields. A field with the name of a key of `TrainConfig` sets that key. In a
+    subclass of `FP16Config`, so does a field with the name of a key of the section `fp16`. All
+    other fields are for the script's own use.
 
     Attributes:
         batch: The sizes of a batch.
@@ -103,15 +104,15 @@ class TrainingConfig(Config):
     fp16: FP16Config = FP16Config()
 
     def to_train_config(self) -> TrainConfig:
-        """The configuration that engines read.
+        """Convert to the configuration that engines read.
 
-        Sizes that are missing stay so, to be completed for its replicas.
+        Missing sizes stay missing. An engine completes them for its number of replicas.
 
         Returns:
             The configuration.
 
         Raises:
-            ConfigError: Values are wrong, or clipping is given twice.
+            ConfigError: A value is wrong, or clipping is given twice.
         """
         errors, clip = Collector(), self.fp16.clip
         own = _keys_of(TrainConfig, {name: value for name, value in self.items() if name != "fp16"})
@@ -136,6 +137,6 @@ class TrainingConfig(Config):
 
 
 def _keys_of(section: type[Section], config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that a section knows and that are given."""
+    """The given fields that are keys of a section."""
     names = {item.name for item in fields(section)}
     return {name: value for name, value in config.items() if name in names and value is not None}

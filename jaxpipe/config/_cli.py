@@ -1,4 +1,4 @@
-"""`jaxpipe config`: what each key of the configuration is, on the command line."""
+"""`jaxpipe config`: the reference of the configuration keys on the command line."""
 
 import argparse
 import sys
@@ -15,13 +15,13 @@ def main(argv: Sequence[str] | None, prog: str, names: Names) -> int:
     """Run `jaxpipe config`.
 
     Args:
-        argv: The arguments; None: those of the process.
-        prog: What the user typed before them.
-        names: By the path of a key: the names that it may have for a value. Schedules, partition
-            methods and optimisers belong to rooms that this one does not know.
+        argv: The arguments. None uses the arguments of the process.
+        prog: The command that the user typed before them.
+        names: Maps the path of a key to the names that its value may have. Schedules, partition
+            methods and optimisers are defined in packages that this one does not import.
 
     Returns:
-        0; 2 for an unknown key.
+        0, or 2 for an unknown key.
     """
     parser = argparse.ArgumentParser(
         prog=prog, description="The keys of the configuration, with their defaults and meanings."
@@ -30,10 +30,10 @@ def main(argv: Sequence[str] | None, prog: str, names: Names) -> int:
         "key",
         nargs="?",
         metavar="KEY",
-        help="a key, such as pipeline.schedule, or a section, such as pipeline; without it, all",
+        help="a key, such as pipeline.schedule, or a section, such as pipeline; default: all keys",
     )
     parser.add_argument(
-        "--markdown", action="store_true", help="all of them, as the tables of the documentation"
+        "--markdown", action="store_true", help="print all keys as the page of the documentation"
     )
     args = parser.parse_args(argv)
     if args.markdown and args.key is not None:

@@ -1,4 +1,4 @@
-"""A collector of errors, so that all that is wrong with a configuration is said at once."""
+"""A collector of errors, so that everything wrong with a configuration is reported together."""
 
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
@@ -9,12 +9,12 @@ from jaxpipe.errors import ConfigError, JaxpipeError
 class Collector:
     """Errors about one configuration, in the order in which they were found.
 
-    Where a value is wrong its default is read on with, so an error that compares several values may
-    follow from that default alone: such errors are dropped where one of their keys is refused
-    already.
+    Reading continues with the default of a wrong value, so a later comparison of several values may
+    fail only because of that default. The collector drops an error from a comparison if one of its
+    keys has already been refused.
 
     Attributes:
-        source: File that the configuration was read from; None for one that was given in Python.
+        source: File that the configuration was read from, or None if it was given in Python.
 
     Example:
         >>> errors = Collector()
@@ -31,11 +31,12 @@ class Collector:
 
     @contextmanager
     def catch(self, *, compares: bool = False) -> Generator[None]:
-        """Keep what a block raises, one by one where it raises a list, and go on after it.
+        """Collect the errors that a block raises, and continue after the block.
+
+        A list of errors is collected one by one.
 
         Args:
-            compares: Whether the block compares values that may be defaults in the place of wrong
-                ones.
+            compares: Whether the block compares values that may be defaults of wrong values.
 
         Yields:
             Nothing.
@@ -43,11 +44,11 @@ class Collector:
         try:
             yield
         except JaxpipeError as error:
-            # A list is taken apart, so that lists inside lists come out as one.
+            # Split up a list, so that nested lists become one.
             self.add(getattr(error, "errors", ()) or [error], compares=compares)
 
     def add(self, errors: Iterable[JaxpipeError], *, compares: bool = True) -> None:
-        """Keep errors that nothing was raised for.
+        """Collect errors without raising them.
 
         Args:
             errors: Single errors.
@@ -61,23 +62,34 @@ class Collector:
 
     @property
     def is_clear(self) -> bool:
-        """True as long as nothing is wrong."""
+        """True if no error has been collected."""
         return not self._errors
 
     def mark(self, path: str) -> None:
-        """Count a key as refused that no error names, such as the one a misspelt key stands for."""
+        """Count a key as refused that no error names, such as the correct name of a misspelt key.
+
+        Args:
+            path: JSON path of the key.
+        """
         self._paths.add(path)
 
     def refuses(self, *paths: str) -> bool:
-        """True if an error is about one of these keys, an object holding it, or something in it."""
+        """True if an error concerns one of these keys, an object around it, or a key inside it.
+
+        Args:
+            *paths: JSON paths of the keys.
+
+        Returns:
+            Whether there is such an error.
+        """
         return any(_is_within(a, b) or _is_within(b, a) for a in paths for b in self._paths)
 
     def raise_all(self) -> None:
-        """Raise the errors kept so far; nothing happens where nothing is wrong.
+        """Raise the collected errors, if there are any.
 
         Raises:
-            ConfigError: A list of all errors.
-            JaxpipeError: The only one.
+            ConfigError: A list of all errors, if there are several.
+            JaxpipeError: The error, if there is only one.
         """
         if not self._errors:
             return

@@ -1,4 +1,4 @@
-"""The section that says how parameters are averaged."""
+"""The section that sets how parameters are averaged."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,14 +11,15 @@ from ._values import number, read_flag
 class EMASection(Section):
     """The section `ema`: an exponential moving average of the trained parameters.
 
-    DeepSpeed has none. The average lies beside the optimiser's state, in float32 or wider, and is
-    divided by `zero_optimization` as that is. `"ema"` names it in `engine.evaluate`,
-    `eval_batch`, `predict`, `log_probs` and `module_state_dict`, and where checkpoints are read.
+    DeepSpeed has no such section. The average is stored in float32 or wider, and
+    `zero_optimization` shards it like the optimiser's state. Pass `"ema"` to use it in
+    `engine.evaluate`, `eval_batch`, `predict`, `log_probs` and `module_state_dict`, and when
+    reading checkpoints.
 
     Attributes:
-        decay: What is kept of the average in an update, from 0 to below 1.
-        warmup: Whether the update `t` keeps at most `(1 + t) / (10 + t)`, so that the first
-            parameters are soon forgotten.
+        decay: Fraction of the average that an update keeps, at least 0 and below 1.
+        warmup: Whether update `t` keeps at most `(1 + t) / (10 + t)` of the average, so that the
+            first parameters are soon forgotten.
 
     Raises:
         ConfigError: A value is of the wrong type or out of range.

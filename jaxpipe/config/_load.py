@@ -1,4 +1,4 @@
-"""From a file or a dictionary to the configuration."""
+"""Load the configuration from a file or a dictionary."""
 
 import json
 import re
@@ -17,8 +17,8 @@ from ._collect import Collector
 from ._section import idle_keys, join, read_section
 from ._train import TrainConfig
 
-# Texts first in both, so that what looks like a comment or a comma inside one is passed over. What
-# nobody ended counts to its end, so that nothing is read twice; JSON refuses it there.
+# Both patterns match strings first, so that they skip comments and commas inside them. A string
+# that is not closed extends to the end, so that nothing is read twice. JSON refuses it there.
 _TEXT = r'"(?:[^"\\]|\\.)*+"?'
 _COMMENT = re.compile(rf"({_TEXT})|#[^\n]*|//[^\n]*|/\*.*?\*/|(/\*.*)", re.DOTALL)
 _TRAILING_COMMA = re.compile(rf"({_TEXT}|[\[{{,:]\s*,)|,(?=\s*[}}\]])", re.DOTALL)
@@ -26,7 +26,7 @@ _MOST_BYTES = 1 << 26
 
 
 class ConfigWarning(UserWarning):
-    """Settings are accepted and have no effect."""
+    """Warning about settings that are accepted but have no effect."""
 
 
 def load_config(
@@ -35,26 +35,26 @@ def load_config(
 ) -> TrainConfig:
     """Read the configuration.
 
-    Every key is checked: one that is misspelt or that DeepSpeed knows and this library does not is
-    an error, never ignored, unless its value asks for nothing, as in `"elasticity": {"enabled":
-    false}`. All that is wrong comes in one error. Keys that change no number, because they tune
-    PyTorch, measure or report, are accepted, with one `ConfigWarning` for all of them.
+    Every key is checked. A misspelt key, or a DeepSpeed key that this library does not support, is
+    an error unless its value asks for nothing, as in `"elasticity": {"enabled": false}`. One error
+    lists everything that is wrong. Keys that change no number, because they tune PyTorch, measure
+    or report, are accepted with a single `ConfigWarning`.
 
-    A file is JSON, with comments (`#`, `//`, `/* */`) and commas before a closing bracket as in
-    HJSON.
+    A file contains JSON. As in HJSON, it may have comments (`#`, `//`, `/* */`) and commas before a
+    closing bracket.
 
     Args:
-        config: A dictionary, the path of a JSON file, a `TrainConfig` (returned as it is), a
+        config: A dictionary, the path of a JSON file, a `TrainConfig` (returned unchanged), a
             `TrainingConfig`, or None for all defaults.
-        errors: Gets what is wrong with single keys instead of an error here, to be raised with what
-            is found later.
+        errors: Collects the errors of single keys, to be raised later with others. By default they
+            are raised here.
 
     Returns:
-        The configuration; with `errors`, the default stands in the place of each wrong value.
+        The configuration. With `errors`, wrong values are replaced by their defaults.
 
     Raises:
-        ConfigError: The file cannot be read or is not JSON; or keys are given twice, are unknown or
-            refused, or values are of the wrong type or out of range.
+        ConfigError: The file cannot be read or is not JSON. Or a key is given twice, unknown or
+            refused, or a value is of the wrong type or out of range.
     """
     found = Collector() if errors is None else errors
     result = _load(config, found)
@@ -91,7 +91,7 @@ def _read(mapping: Mapping[object, object], errors: Collector) -> TrainConfig:
         config = read_section(TrainConfig, mapping, "", errors)
     except RecursionError as error:
         raise ConfigError(
-            "config must be nested as far as JSON is at most, but got an object inside itself, or "
+            "config must be nested no deeper than JSON can be, but got an object inside itself, or "
             "hundreds of levels. Give a dictionary of plain values."
         ) from error
     _warn_of_idle_keys(mapping, errors)
@@ -99,7 +99,7 @@ def _read(mapping: Mapping[object, object], errors: Collector) -> TrainConfig:
 
 
 def _warn_of_idle_keys(mapping: Mapping[object, object], errors: Collector) -> None:
-    # A warning beside errors would be read first; it comes when they are mended.
+    # Errors come first. The warning is shown once they are fixed.
     if not errors.is_clear:
         return
     paths_of: dict[str, list[str]] = {}
@@ -118,11 +118,11 @@ def _warn_of_idle_keys(mapping: Mapping[object, object], errors: Collector) -> N
 
 
 class _Object(dict[object, object]):
-    """A JSON object that remembers which of its keys came more than once, with all their values."""
+    """A JSON object that remembers its repeated keys, with all their values."""
 
     def __init__(self, pairs: list[tuple[str, object]]) -> None:
         super().__init__(pairs)
-        # Told later, with the path, which the parser does not know here.
+        # Reported later, together with the path, which the parser does not know here.
         self.repeated: dict[str, list[object]] = {}
         if len(self) < len(pairs):
             for key, value in pairs:
@@ -133,9 +133,9 @@ class _Object(dict[object, object]):
 
 
 class _LongNumber:
-    """An integer of more digits than Python reads.
+    """An integer with more digits than Python can read.
 
-    No reader takes it, so it is refused at its path.
+    No reader accepts it, so it is refused at its path.
     """
 
     def __init__(self, digits: str) -> None:
@@ -147,14 +147,14 @@ class _LongNumber:
 
 def _integer(digits: str) -> object:
     try:
-        # Python refuses more than 4300 digits, with an error that has neither key nor line.
+        # Python refuses more than 4300 digits, with an error that names neither key nor line.
         return int(digits)
     except ValueError:
         return _LongNumber(digits)
 
 
 def _parse(file: Path) -> _Object:
-    """The JSON object that a file holds."""
+    """Read the JSON object in a file."""
     try:
         text = re.sub("\r\n?", "\n", read_file(file, _MOST_BYTES).decode())
     except FileNotFoundError as error:
@@ -174,8 +174,8 @@ def _parse(file: Path) -> _Object:
     except json.JSONDecodeError as error:
         raise ConfigError(
             f"config must be valid JSON, but got {error.msg} in {file} at line {error.lineno}, "
-            f"column {error.colno}. Correct the file there; beyond JSON only comments and trailing "
-            "commas are read."
+            f"column {error.colno}. Correct the file there; besides JSON, only "
+            "comments and trailing commas are allowed."
         ) from error
     except RecursionError as error:
         raise ConfigError(
@@ -190,10 +190,9 @@ def _parse(file: Path) -> _Object:
 
 
 def _as_strict_json(text: str) -> str:
-    """JSON with blanks in place of comments and trailing commas, so that lines and columns stay."""
-    # Nothing else of HJSON: where it finds no JSON it takes the rest of the line for a text without
-    # quotes, so that a forgotten comma would turn `"lr": 1 "eps": 2` into something nobody has
-    # written.
+    """Replace comments and trailing commas with blanks, which keeps lines and columns."""
+    # No other HJSON syntax is supported. HJSON reads a malformed line as a string without quotes,
+    # so a forgotten comma would turn `"lr": 1 "eps": 2` into a value that nobody wrote.
     text = _COMMENT.sub(lambda match: match[1] or match[2] or re.sub(r"[^\n]", " ", match[0]), text)
     return _TRAILING_COMMA.sub(lambda match: match[1] or " ", text)
 

@@ -1,6 +1,6 @@
-"""The sections that say where a run's numbers are written, with DeepSpeed's names and defaults.
+"""The sections that set where a run's metrics are written, with DeepSpeed's names and defaults.
 
-`mlflow` and `trackio` are this library's own.
+`mlflow` and `trackio` are specific to jaxpipe.
 """
 
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ class TensorBoardSection(Section):
     """The section `tensorboard`: event files for TensorBoard.
 
     Attributes:
-        enabled: Whether to write them; needs the extra `jaxpipe[tensorboard]`.
-        output_path: The folder in which `job_name` is made, or its URL on a store; empty: the
-            working directory.
-        job_name: The run's folder.
+        enabled: Whether to write event files. Requires the extra `jaxpipe[tensorboard]`.
+        output_path: Folder, or URL of a folder on a store, in which the folder `job_name` is
+            created. The default is the working directory.
+        job_name: Name of the run's folder.
 
     Raises:
         ConfigError: A value is of the wrong type.
@@ -36,13 +36,13 @@ class TensorBoardSection(Section):
 
 @dataclass(frozen=True)
 class CSVMonitorSection(Section):
-    """The section `csv_monitor`: a file of samples and values for each name.
+    """The section `csv_monitor`: one file of sample counts and values for each metric.
 
     Attributes:
-        enabled: Whether to write them.
-        output_path: The folder in which `job_name` is made, or its URL on a store; empty: the
-            working directory.
-        job_name: The run's folder.
+        enabled: Whether to write CSV files.
+        output_path: Folder, or URL of a folder on a store, in which the folder `job_name` is
+            created. The default is the working directory.
+        job_name: Name of the run's folder.
 
     Raises:
         ConfigError: A value is of the wrong type.
@@ -58,15 +58,15 @@ class CSVMonitorSection(Section):
 
 @dataclass(frozen=True)
 class WandbSection(Section):
-    """The section `wandb`: a run of Weights & Biases.
+    """The section `wandb`: a run in Weights & Biases.
 
-    The one that the program has begun, where it has.
+    If the program has already started a run, that run is used.
 
     Attributes:
-        enabled: Whether to log there; needs the extra `jaxpipe[wandb]`.
-        group: The group of runs.
-        team: The team or user that the project belongs to.
-        project: The project.
+        enabled: Whether to log to Weights & Biases. Requires the extra `jaxpipe[wandb]`.
+        group: Name of the group of runs.
+        team: Name of the team or user that owns the project.
+        project: Name of the project.
 
     Raises:
         ConfigError: A value is of the wrong type.
@@ -83,20 +83,21 @@ class WandbSection(Section):
 
 @dataclass(frozen=True)
 class CometSection(Section):
-    """The section `comet`: an experiment of Comet.
+    """The section `comet`: an experiment in Comet.
 
-    What is None is Comet's own to find, in its file or environment.
+    Comet reads settings that are not given here from its own file or environment variables.
 
     Attributes:
-        enabled: Whether to log there; needs the extra `jaxpipe[comet]`.
-        samples_log_interval: Samples from one value of a name to the next that is logged.
-        project: The project.
-        workspace: The workspace.
-        api_key: The key; it is not stored in checkpoints.
-        experiment_name: The experiment's name.
-        experiment_key: The experiment's key.
-        online: Whether it goes to the server, or to a file.
-        mode: Whether the experiment is made anew, gone on with, or either.
+        enabled: Whether to log to Comet. Requires the extra `jaxpipe[comet]`.
+        samples_log_interval: Number of samples between logged values of a metric.
+        project: Name of the project.
+        workspace: Name of the workspace.
+        api_key: The API key. It is not stored in checkpoints.
+        experiment_name: Name of the experiment.
+        experiment_key: Key of the experiment.
+        online: Whether to log to the server. If false, the experiment is written to a file.
+        mode: Whether to continue an existing experiment (`'get'`), create a new one (`'create'`),
+            or allow both (`'get_or_create'`).
 
     Raises:
         ConfigError: A value is of the wrong type or out of range.
@@ -120,16 +121,16 @@ class CometSection(Section):
 
 @dataclass(frozen=True)
 class MLflowSection(Section):
-    """The section `mlflow`: a run of MLflow.
+    """The section `mlflow`: a run in MLflow.
 
-    The one that the program has begun, where it has. DeepSpeed has no such section.
+    If the program has already started a run, that run is used. DeepSpeed has no such section.
 
     Attributes:
-        enabled: Whether to log there; needs the extra `jaxpipe[mlflow]`.
-        tracking_uri: Where runs are kept, such as `sqlite:///runs.db` or the address of a server;
-            None is MLflow's own to find, in its environment.
-        experiment_name: The experiment, which is made where there is none of the name.
-        run_name: The run's name; None: MLflow makes one.
+        enabled: Whether to log to MLflow. Requires the extra `jaxpipe[mlflow]`.
+        tracking_uri: Where runs are stored, such as `sqlite:///runs.db` or the address of a server.
+            By default MLflow reads it from its environment variables.
+        experiment_name: Name of the experiment. It is created if it does not exist.
+        run_name: Name of the run. By default MLflow generates one.
 
     Raises:
         ConfigError: A value is of the wrong type.
@@ -146,16 +147,18 @@ class MLflowSection(Section):
 
 @dataclass(frozen=True)
 class TrackioSection(Section):
-    """The section `trackio`: a run of Trackio, on this machine or in a Hugging Face Space.
+    """The section `trackio`: a run in Trackio, on this machine or in a Hugging Face Space.
 
-    The one that the program has begun, where it has. DeepSpeed has no such section.
+    If the program has already started a run, that run is used. DeepSpeed has no such section.
 
     Attributes:
-        enabled: Whether to log there; needs the extra `jaxpipe[trackio]`.
-        project: The project.
-        name: The run's name, which goes on where there is one of the name; None: Trackio makes one.
-        group: The group of runs.
-        space_id: The Space, `owner/name`; None: this machine, or what Trackio's environment says.
+        enabled: Whether to log to Trackio. Requires the extra `jaxpipe[trackio]`.
+        project: Name of the project.
+        name: Name of the run. An existing run of this name is continued. By default Trackio
+            generates a name.
+        group: Name of the group of runs.
+        space_id: The Space, as `owner/name`. By default runs are stored on this machine, unless
+            Trackio's environment variables name a Space.
 
     Raises:
         ConfigError: A value is of the wrong type.

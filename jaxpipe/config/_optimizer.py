@@ -1,4 +1,4 @@
-"""The sections that name an optimizer and a learning-rate schedule."""
+"""The sections that name an optimiser and a learning-rate schedule."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -12,13 +12,13 @@ from ._section import Section, join, required
 from ._values import read_text, wrong_value
 
 _ONE_BIT = (
-    "sends momenta of one bit each, which XLA's collectives cannot; a reduction in full precision "
-    "gives what it approximates",
+    "sends momenta of one bit each, which XLA's collectives cannot; it approximates a reduction in "
+    "full precision",
     {"onebitadam": "Adam", "zerooneadam": "Adam", "onebitlamb": "Lamb"},
 )
 _MUP = (
     "scales the rates by base shapes that the package mup records on PyTorch modules; for rates by "
-    "path pass optax.multi_transform as optimizer= to initialize",
+    "path, pass optax.multi_transform as optimizer= to initialize",
     {"muadam": "Adam", "muadamw": "AdamW", "musgd": "SGD"},
 )
 _REFUSED_TYPES = MappingProxyType(
@@ -31,9 +31,9 @@ _REFUSED_TYPES = MappingProxyType(
 
 
 def read_optimizer_type(value: object, path: str) -> str:
-    """Read the name of an optimizer; refuses one that only PyTorch has.
+    """Read the name of an optimiser, and refuse the ones that exist only in PyTorch.
 
-    Whether there is one of that name is checked where optimizers are known.
+    Whether the name exists is checked by `jaxpipe.optim`.
     """
     name = read_text(value, path)
     if name.lower() in _REFUSED_TYPES:
@@ -49,12 +49,13 @@ class OptimizerSection(Section):
     """The section `optimizer`.
 
     Attributes:
-        type: Name of the optimizer, DeepSpeed's or optax's.
-        params: Its settings, frozen: lists are tuples. They are checked where optimizers are known.
+        type: Name of an optimiser of DeepSpeed or Optax.
+        params: Settings of the optimiser, stored frozen, with lists as tuples. They are checked
+            when the optimiser is created.
 
     Raises:
-        ConfigError: A value is of the wrong type, the optimizer is one that only PyTorch has, or
-            `params` asks for clipping.
+        ConfigError: A value is of the wrong type, the optimiser exists only in PyTorch, or `params`
+            asks for clipping.
     """
 
     path: ClassVar[str] = "optimizer"
@@ -63,12 +64,12 @@ class OptimizerSection(Section):
     params: Params = field(default=Params({}), metadata={"reader": read_params})
 
     def check(self) -> Iterable[ConfigError]:
-        """Refuse clipping among the optimizer's settings, and numbers that are none."""
+        """Refuse clipping among the optimiser's settings, and numbers that are not finite."""
         yield from infinite_in(self.params, join(self.path, "params"))
         if "max_grad_norm" in self.params:
             norm = self.params["max_grad_norm"]
             repair = (
-                f"Set gradient_clipping={shown(norm)} beside the optimizer: it clips by the norm "
+                f"Set gradient_clipping={shown(norm)} outside the optimizer: it clips by the norm "
                 "over all stages"
             )
             yield wrong_value(join(self.path, "params.max_grad_norm"), "left out", norm, repair)
@@ -79,8 +80,9 @@ class SchedulerSection(Section):
     """The section `scheduler`.
 
     Attributes:
-        type: Name of the learning-rate schedule, DeepSpeed's or optax's.
-        params: Its settings, frozen: lists are tuples. They are checked where schedules are known.
+        type: Name of a learning-rate schedule of DeepSpeed or Optax.
+        params: Settings of the schedule, stored frozen, with lists as tuples. They are checked when
+            the schedule is created.
 
     Raises:
         ConfigError: A value is of the wrong type.
@@ -92,5 +94,5 @@ class SchedulerSection(Section):
     params: Params = field(default=Params({}), metadata={"reader": read_params})
 
     def check(self) -> Iterable[ConfigError]:
-        """Refuse numbers that are none."""
+        """Refuse numbers that are not finite."""
         return infinite_in(self.params, join(self.path, "params"))

@@ -1,9 +1,7 @@
-"""Keys of DeepSpeed's configuration that are no settings here.
+"""Keys of DeepSpeed's configuration that are not settings of jaxpipe.
 
-Those without effect, and those that are refused.
-
-A key is without effect where results are the same numbers without it, and refused where they are
-not, or where a run would not fit or would store elsewhere.
+A key is accepted without effect if the results are the same numbers without it. It is refused if
+they are not, or if a run would not fit or would store its files elsewhere.
 """
 
 from collections.abc import Mapping
@@ -31,8 +29,8 @@ class Unused(NamedTuple):
 
     Attributes:
         reader: Checks its value.
-        reason: Why it has no effect, and what has it.
-        off: Values that ask for nothing, as in `Refusal`; of these nothing is said.
+        reason: Why it has no effect, and what to use instead.
+        off: Values that ask for nothing, as in `Refusal`. They cause no warning.
     """
 
     reader: Reader
@@ -44,10 +42,10 @@ class Refusal(NamedTuple):
     """Why a key is refused.
 
     Attributes:
-        reason: What stands against it.
+        reason: Why it is not supported.
         repair: What to do instead.
         off: Values that ask for nothing and are accepted, see `is_off`.
-        can_idle: Whether it asks for nothing in a section that is switched off.
+        can_idle: Whether it is accepted in a section that is switched off.
     """
 
     reason: str
@@ -59,7 +57,8 @@ class Refusal(NamedTuple):
 def is_off(value: object, off: tuple[object, ...]) -> bool:
     """True for a value that asks for nothing: None, or one of `off`.
 
-    An object in `off` matches all objects that have its entries, the empty object only itself.
+    An object in `off` matches every object that contains its entries. The empty object matches only
+    itself.
     """
     return value is None or any(_matches(value, other) for other in off)
 
@@ -84,21 +83,21 @@ def _matches(given: object, off: object) -> bool:
 _ENABLED: tuple[object, ...] = ({}, {"enabled": False})
 _NEVER: tuple[object, ...] = ()
 
-_TUNING = "it tunes PyTorch, its kernels or its exchanges, and XLA has no counterpart"
+_TUNING = "it tunes PyTorch, its kernels or its communication, and XLA has no counterpart"
 _OLD_TUNING = f"an old name; {_TUNING}"
 _AVERAGING = (
-    "gradients are averaged over the axis data once a step, in the dtype they are accumulated in, "
-    "and over fsdp (with ZeRO 2 and 3) after every microbatch, in the dtype that layers compute in"
+    "gradients are averaged over the axis data once per step, in the dtype of accumulation, and "
+    "over fsdp (with ZeRO 2 and 3) after every microbatch, in the dtype that layers compute in"
 )
 
 _flag = Unused(optional(read_flag), _TUNING)
 _old_flag = _flag._replace(reason=_OLD_TUNING)
-# Sizes are "auto" in files for Hugging Face's Trainer, which computes them; without an effect any
-# will do.
+# Files for Hugging Face's Trainer have "auto" as sizes, which the Trainer computes. The sizes have
+# no effect here, so any of them is accepted.
 _size = Unused(optional(auto_or(number_of_at_least(0))), _TUNING, _NEVER)
 _old_size = _size._replace(reason=_OLD_TUNING)
 _FETCHED = (
-    "XLA schedules when weights are gathered; pipeline.gather_weights says how long they are held"
+    "XLA schedules when weights are gathered; pipeline.gather_weights sets how long they are kept"
 )
 _FETCHES = (
     "max_live_parameters",
@@ -110,7 +109,7 @@ _FETCHES = (
 )
 _FETCH_FLAGS = ("allgather_sequential", "use_all_reduce_for_fetch_params")
 _fetch, _fetch_flag = _size._replace(reason=_FETCHED), _flag._replace(reason=_FETCHED)
-_gather_on_save = _flag._replace(reason="what is saved or exported is whole at any stage of ZeRO")
+_gather_on_save = _flag._replace(reason="saved and exported weights are whole at any ZeRO stage")
 _object = Unused(optional(read_object), _TUNING, _ENABLED)
 _profiler = _object._replace(reason="it measures PyTorch; use jax.profiler")
 
@@ -129,13 +128,13 @@ UNUSED: Mapping[str, Unused] = MappingProxyType(
         "comms_logger": _profiler,
         "dataloader_drop_last": Unused(
             optional(read_flag),
-            "a last batch of training_data that is not full is dropped all the same",
+            "an incomplete last batch of training_data is always dropped",
             (True,),
         ),
         "disable_allgather": _flag,
         "flops_profiler.recompute_fwd_factor": Unused(
             optional(number_of_at_least(0)),
-            "what is recomputed is counted as the model says",
+            "the FLOPs of recompute are never counted",
             (0.0,),
         ),
         "fp16.fused_mode": _flag,
@@ -158,7 +157,7 @@ UNUSED: Mapping[str, Unused] = MappingProxyType(
         "timers": _object._replace(off=(*_ENABLED, {"throughput": {"enabled": False}})),
         "vocabulary_size": Unused(optional(integer_of_at_least(1)), _TUNING, _NEVER),
         "zero_allow_untested_optimizer": _flag._replace(
-            reason="every optimizer that is accepted works with ZeRO"
+            reason="every supported optimizer works with ZeRO"
         ),
         "zero_force_ds_cpu_optimizer": _flag,
         "zero_max_elements_per_comm": _old_size,
@@ -167,7 +166,7 @@ UNUSED: Mapping[str, Unused] = MappingProxyType(
         "zero_optimization.allgather_size": _old_size,
         "zero_optimization.contiguous_gradients": _flag,
         "zero_optimization.elastic_checkpoint": _flag._replace(
-            reason="every checkpoint opens at any layout"
+            reason="every checkpoint can be loaded with any layout"
         ),
         "zero_optimization.enable_sanity_checks": _flag,
         "zero_optimization.find_unused_parameters": _old_flag,
@@ -211,15 +210,16 @@ _FLAG = Refusal("it is not supported", "Remove the key")
 _MASTERS = Refusal("master weights and the optimizer's state are float32", "Remove the key")
 _OFFLOAD = Refusal(
     "nothing is offloaded to the host or to disk, because one compiled step holds the whole update",
-    "Remove the key, and divide the optimizer's state with zero_optimization.stage=1, or the "
-    "weights too with 3",
+    "Remove the key, and shard the optimizer's state with zero_optimization.stage=1, or also the "
+    "weights with stage 3",
     (False, {}, {"device": "none"}),
 )
 _MICS = Refusal(
-    "it belongs to MiCS, whose groups are not there", "Use a mesh with the axes data and fsdp"
+    "it belongs to MiCS, whose groups are not supported", "Use a mesh with the axes data and fsdp"
 )
 _ZERO_PP = Refusal(
-    "it belongs to ZeRO++, whose groups and quantised exchanges are not there", "Remove the key"
+    "it belongs to ZeRO++, whose groups and quantised collectives are not supported",
+    "Remove the key",
 )
 
 
@@ -228,7 +228,7 @@ def _other_name(of: str) -> Refusal:
 
 
 _CLIPPING = Refusal(
-    "clipping is no setting of the precision or the optimizer",
+    "clipping is not a setting of the precision or the optimizer",
     "Use gradient_clipping",
     (0,),
     can_idle=False,
@@ -252,19 +252,23 @@ _ZERO: dict[str, Refusal] = {
 
 REFUSED: Mapping[str, Refusal] = MappingProxyType(
     {
-        "amp": Refusal("NVIDIA Apex is PyTorch's", 'Use "bf16": {"enabled": true}', _ENABLED),
+        "amp": Refusal(
+            "NVIDIA Apex works only with PyTorch", 'Use "bf16": {"enabled": true}', _ENABLED
+        ),
         "autotuning": _FEATURE,
         "batch": Refusal(
-            "it is a section of TrainingConfig in Python alone", "Use its keys without it", ({},)
+            "it is a section of TrainingConfig, which exists only in Python",
+            "Use its keys at the outermost level",
+            ({},),
         ),
         "bf16.bf16_master_weights_and_grads": _MASTERS,
         "bf16.bf16_optimizer_states": _MASTERS,
         "bf16.check_overflow": _other_name("bf16.check_grad_overflow"),
         "checkpoint.load_universal": Refusal(
-            "every checkpoint opens at any layout", "Remove the key"
+            "every checkpoint can be loaded with any layout", "Remove the key"
         ),
         "checkpoint.use_node_local_storage": Refusal(
-            "all processes write to one directory that all of them see", "Remove the key"
+            "all processes write to one shared directory", "Remove the key"
         ),
         "coalesce_grad_reduction": _REDUCTION,
         "communication_data_type": _REDUCTION._replace(off=("fp32",)),
@@ -291,7 +295,9 @@ REFUSED: Mapping[str, Refusal] = MappingProxyType(
             "there is only one kind of checkpoint", "Remove the key"
         ),
         "managed_gradient_accumulation": Refusal(
-            "a pipeline's step is one whole batch", "Remove the key, or use true", (True,)
+            "a step of a pipeline always processes a whole batch",
+            "Remove the key, or use true",
+            (True,),
         ),
         "max_grad_norm": _CLIPPING,
         "nebula": _FEATURE,
@@ -302,12 +308,12 @@ REFUSED: Mapping[str, Refusal] = MappingProxyType(
         "sequence_parallel_size": _FLAG._replace(off=(1,)),
         "sparse_attention": _FEATURE._replace(off=_NEVER),
         "tensor_parallel": Refusal(
-            "layers are split by the topology",
+            "the topology defines how layers are split",
             "Use PipeModelDataParallelTopology",
             (*_ENABLED, {"autotp_size": 0}),
         ),
         "torch_autocast": Refusal(
-            "autocasting is PyTorch's", 'Use "bf16": {"enabled": true}', _ENABLED
+            "autocasting is a feature of PyTorch", 'Use "bf16": {"enabled": true}', _ENABLED
         ),
         "train_step_batch_size": _other_name("train_micro_batch_size_per_gpu"),
         "use_data_before_expert_parallelism": _FLAG,

@@ -1,7 +1,4 @@
-"""Settings that are passed on to something the configuration does not know.
-
-A frozen copy of a JSON object.
-"""
+"""Settings that are passed on without being interpreted, as a frozen copy of a JSON object."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from numbers import Real
@@ -15,11 +12,10 @@ from ._values import wrong_value
 
 
 class Params(Mapping[str, Any]):
-    """A dictionary that never changes and can be hashed.
+    """An immutable, hashable dictionary.
 
     Args:
-        values: What it holds; lists are given as tuples and dictionaries as `Params`, see
-            `read_params`.
+        values: Its items, with tuples for lists and `Params` for dictionaries, see `read_params`.
     """
 
     __slots__ = ("_values",)
@@ -44,18 +40,18 @@ class Params(Mapping[str, Any]):
 
 
 def read_params(value: object, path: str) -> Params:
-    """Read a JSON object of any content.
+    """Read a JSON object with any content.
 
     Args:
-        value: The value; None reads as an empty object.
+        value: The value. None is read as an empty object.
         path: Its JSON path.
 
     Returns:
-        A frozen copy, its lists as tuples.
+        A frozen copy, with lists as tuples.
 
     Raises:
-        ConfigError: The value is no object, keys are no strings, or something inside is no JSON
-            value; all of them.
+        ConfigError: The value is not an object, a key is not a string, or a value inside is not a
+            JSON value. All errors are raised together.
     """
     if value is None:
         return Params({})
@@ -79,7 +75,7 @@ def read_params(value: object, path: str) -> Params:
 def infinite_in(value: object, path: str) -> Iterator[ConfigError]:
     """An error for each number in the settings that is NaN, infinite, or too large for a float.
 
-    `value` is what `read_params` returned.
+    `value` is a result of `read_params`.
     """
     if isinstance(value, Params):
         for key, inner in value.items():
@@ -104,6 +100,6 @@ def _frozen(given: object, path: str) -> object:
         path,
         "a JSON value",
         value,
-        "Use a number, a text, true, false, null, a list or an object; pass anything else to "
+        "Use a number, a string, true, false, null, a list or an object; pass anything else to "
         "initialize as an object",
     )

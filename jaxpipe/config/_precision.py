@@ -1,4 +1,4 @@
-"""The sections that say in which dtypes to compute and to accumulate."""
+"""The sections that set the dtypes of computation and accumulation."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -17,7 +17,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 def read_dtype(value: object, path: str) -> Dtype | None:
-    """Read a floating dtype, by DeepSpeed's short name or its long one, and return the long one.
+    """Read a floating dtype by its short DeepSpeed name or long name, and return the long name.
 
     None stays None.
     """
@@ -40,20 +40,20 @@ def read_dtype(value: object, path: str) -> Dtype | None:
 class FP16Section(Section):
     """The section `fp16`: parameters in float16, and a scaled loss.
 
-    Layers get their parameters in float16. Inputs, side inputs and what layers return stay as they
-    are. Between steps parameters are float32. The dynamic scale is halved by an overflow and
-    doubled after a window without one; a step that overflows is skipped.
+    Layers receive their parameters in float16. Inputs, side inputs and the outputs of layers are
+    not cast. Between steps the parameters are float32. The dynamic loss scale is halved after an
+    overflow and doubled after a window without one. A step that overflows is skipped.
 
     Attributes:
-        enabled: Whether layers get their parameters in float16.
-        auto_cast: Whether the first layer gets floating-point inputs in float16 too; side inputs
-            stay.
-        loss_scale: Constant scale of the loss; 0 adapts it.
-        initial_scale_power: The adapted scale starts at two to this power.
-        loss_scale_window: Steps without overflow after which the scale doubles.
-        hysteresis: Overflows until the scale is halved.
-        consecutive_hysteresis: Whether a step without overflow sets the count of overflows back.
-        min_loss_scale: The scale never falls below it.
+        enabled: Whether layers receive their parameters in float16.
+        auto_cast: Whether to cast the floating-point inputs of the first layer to float16 too. Side
+            inputs are not cast.
+        loss_scale: Constant loss scale. 0 selects the dynamic scale.
+        initial_scale_power: The dynamic scale starts at 2 to this power.
+        loss_scale_window: Number of steps without overflow after which the scale is doubled.
+        hysteresis: Number of overflows before the scale is halved.
+        consecutive_hysteresis: Whether a step without overflow resets the count of overflows.
+        min_loss_scale: Lower bound of the dynamic scale.
 
     Raises:
         ConfigError: A value is of the wrong type or out of range.
@@ -76,13 +76,14 @@ class FP16Section(Section):
 class BF16Section(Section):
     """The section `bf16`, in older files `bfloat16`: parameters in bfloat16.
 
-    Layers get their parameters in bfloat16. Inputs, side inputs and what layers return stay as they
-    are. Between steps parameters are float32.
+    Layers receive their parameters in bfloat16. Inputs, side inputs and the outputs of layers are
+    not cast. Between steps the parameters are float32.
 
     Attributes:
-        enabled: Whether layers get their parameters in bfloat16.
-        immediate_grad_update: Without effect: gradients are always added up as they are made.
-        check_grad_overflow: Whether a step whose gradients are not finite is skipped.
+        enabled: Whether layers receive their parameters in bfloat16.
+        immediate_grad_update: No effect: gradients are always accumulated as soon as they are
+            computed.
+        check_grad_overflow: Whether to skip steps whose gradients are not finite.
 
     Raises:
         ConfigError: A value is of the wrong type.
@@ -101,12 +102,12 @@ class DataTypesSection(Section):
     """The section `data_types`.
 
     Attributes:
-        grad_accum_dtype: Dtype in which the gradients of the microbatches are added up, by its long
-            name; None means float32, or the parameters' dtype where that is wider. DeepSpeed takes
-            the dtype of the model.
+        grad_accum_dtype: Dtype in which the gradients of the microbatches are summed, stored under
+            its long name. The default is float32, or the parameters' dtype if that is wider.
+            DeepSpeed uses the dtype of the model.
 
     Raises:
-        ConfigError: The value is no floating dtype of at most 32 bits.
+        ConfigError: The value is not a floating dtype of at most 32 bits.
     """
 
     path: ClassVar[str] = "data_types"

@@ -1,4 +1,4 @@
-"""The section that says when a step is profiled, with DeepSpeed's names and defaults."""
+"""The section that sets when a step is profiled, with DeepSpeed's names and defaults."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,18 +11,17 @@ from ._values import integer_of_at_least, optional, read_flag, read_path
 class FlopsProfilerSection(Section):
     """The section `flops_profiler`.
 
-    Parameters, operations and time of each layer, printed for one step.
-
-    Operations are counted in the traced layers, and time is what a recorded step took.
+    The profiler prints the parameters, operations and time of each layer for one step. Operations
+    are counted in the traced layers. Times are measured in a recorded step.
 
     Attributes:
         enabled: Whether to profile.
-        profile_step: The step, counted from 1.
-        module_depth: 0 prints the model alone; any other number its layers, the deepest that is
-            counted.
-        top_modules: How many layers with most operations the summary names.
+        profile_step: The step to profile, counted from 1.
+        module_depth: 0 prints only the whole model. Any other number prints its layers, the deepest
+            level that is counted.
+        top_modules: Number of layers that the summary lists, starting with the most operations.
         detailed: Whether to print all layers.
-        output_file: A file to write to instead of printing.
+        output_file: File to write the profile to. By default it is printed.
 
     Raises:
         ConfigError: A value is of the wrong type or out of range.

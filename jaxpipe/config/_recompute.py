@@ -1,4 +1,4 @@
-"""The section that says what recomputed groups of layers keep."""
+"""The section that sets how recomputed groups of layers store their inputs."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,22 +12,20 @@ from ._values import integer_of_at_least, optional, read_flag
 
 @dataclass(frozen=True)
 class ActivationCheckpointingSection(Section):
-    """The section `activation_checkpointing`.
-
-    Where the inputs of a recomputed group of layers are stored.
+    """The section `activation_checkpointing`: how inputs of recomputed groups of layers are stored.
 
     Attributes:
-        partition_activations: Whether they are sharded over the model axis.
-        cpu_checkpointing: Whether they lie in host memory.
-        contiguous_memory_optimization: Whether they lie in one buffer; needs
+        partition_activations: Whether to shard the stored inputs over the model axis.
+        cpu_checkpointing: Whether to keep the stored inputs in host memory.
+        contiguous_memory_optimization: Whether to keep the stored inputs in one buffer. Requires
             `partition_activations` and `number_checkpoints`.
-        number_checkpoints: Number of groups.
+        number_checkpoints: Number of recomputed groups.
         synchronize_checkpoint_boundary: Whether devices wait for each other at each group.
-        profile: Whether each group's time is logged.
+        profile: Whether to log the time of each group.
 
     Raises:
         ConfigError: A value is of the wrong type or out of range, or
-            `contiguous_memory_optimization` lacks what it needs.
+            `contiguous_memory_optimization` is set without the keys that it requires.
     """
 
     path: ClassVar[str] = "activation_checkpointing"
@@ -40,7 +38,7 @@ class ActivationCheckpointingSection(Section):
     profile: bool = setting(False, read_flag)
 
     def check(self) -> Iterable[ConfigError]:
-        """Check what one buffer for all groups needs."""
+        """Check that the keys that one buffer requires are set."""
         if not self.contiguous_memory_optimization:
             return
         path = join(self.path, "contiguous_memory_optimization")

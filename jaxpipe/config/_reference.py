@@ -1,4 +1,4 @@
-"""The reference of all keys, as text and as Markdown: what the command and the page show."""
+"""The reference of all keys, as text for the command and as Markdown for the page."""
 
 import inspect
 import json
@@ -18,24 +18,27 @@ from ._section import Section, default_of, join, key_meanings
 from ._train import TrainConfig
 
 Names = Mapping[str, str]
-"""By the path of a key: the names that it may have for a value, where other rooms know them."""
+"""Maps the path of a key to the names that its value may have, for names of other packages."""
 
 _WIDTH = 96
 _PAGE = (
-    "Every key, for whoever looks one up. [Configuration](configuration.md) says how it is given; "
-    "in a terminal `jaxpipe config KEY` shows one key, `jaxpipe config` all.\n\n"
+    "The reference of all keys. [Configuration](configuration.md) explains how to set them. In a "
+    "terminal, `jaxpipe config KEY` shows one key and `jaxpipe config` shows all.\n\n"
     "<!-- Written by: jaxpipe config --markdown > docs/configuration_keys.md -->"
 )
-_UNUSED = "Keys of DeepSpeed that change no number. They are accepted, and named in one warning."
+_UNUSED = (
+    "DeepSpeed keys that change no number. They are accepted, and a single warning lists them."
+)
 _REFUSED = (
-    "Keys of DeepSpeed that would change results, or what fits. Values that ask for nothing pass."
+    "DeepSpeed keys that would change the results, or whether a job fits in memory. They raise an "
+    "error, unless the value asks for nothing, such as `false`."
 )
 _SAYS_RULE = re.compile(r" must be (.*?), but got ", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class _Key:
-    """One key: its path, what it may be, its default as JSON or `required`, and what it does."""
+    """One key: its path, its accepted values, its default as JSON or `required`, its meaning."""
 
     path: str
     values: str
@@ -47,14 +50,14 @@ def reference_text(names: Names, path: str | None = None) -> str:
     """The reference as plain text.
 
     Args:
-        names: By the path of a key: the names that it may have for a value.
-        path: The path of a section or a key; None: the whole configuration.
+        names: Maps the path of a key to the names that its value may have.
+        path: The path of a section or a key. None shows the whole configuration.
 
     Returns:
-        The text; of one key with the values that it may have.
+        The text. For a single key it includes the accepted values.
 
     Raises:
-        ConfigError: There is no such key. The error proposes the nearest.
+        ConfigError: The key does not exist. The error proposes the nearest keys.
     """
     if path is None:
         sections = (_section_lines(cls, names) for cls in _sections(TrainConfig))
@@ -86,7 +89,7 @@ def reference_markdown(names: Names) -> str:
         names: As for `reference_text`.
 
     Returns:
-        The page: a table for each section.
+        The page, with one table per section.
     """
     lines = ["# Configuration keys", "", _PAGE, ""]
     for cls in _sections(TrainConfig):
@@ -105,7 +108,7 @@ def reference_markdown(names: Names) -> str:
 
 
 def _sections(cls: type[Section]) -> Iterator[type[Section]]:
-    """A section and all inside it."""
+    """A section and all sections inside it."""
     yield cls
     for item in fields(cls):
         if "section" in item.metadata:
@@ -113,7 +116,7 @@ def _sections(cls: type[Section]) -> Iterator[type[Section]]:
 
 
 def _keys(cls: type[Section], names: Names) -> Iterator[_Key]:
-    """The keys of a section, without those of the sections inside."""
+    """The keys of a section, without the keys of its inner sections."""
     hints, meanings = get_type_hints(cls), key_meanings(cls)
     for item in fields(cls):
         path = join(cls.path, item.name)
@@ -122,11 +125,11 @@ def _keys(cls: type[Section], names: Names) -> Iterator[_Key]:
 
 
 def _values(item: Field[Any], hint: Any, names: str | None) -> str:
-    """What a key may be, in the words of the error for a value that it may not be."""
+    """The accepted values of a key, in the words of the error for a wrong value."""
     if "section" in item.metadata:
         return "an object"
     try:
-        item.metadata["reader"](object(), item.name)  # which no key may be
+        item.metadata["reader"](object(), item.name)  # no key accepts a bare object
     except ConfigError as error:
         rule = _SAYS_RULE.search(str(error))
     else:
@@ -134,13 +137,13 @@ def _values(item: Field[Any], hint: Any, names: str | None) -> str:
     text = rule[1] if rule else "anything"
     text += f": {names}" if names else ""
     kinds = [*_kinds(hint)]
-    # What `auto_or` and `optional` let pass before they ask the reader inside.
+    # `auto_or` and `optional` accept these before they call their inner reader.
     text += ", or 'auto'" if "auto" in kinds and "'auto'" not in text else ""
     return text + (", or null" if NoneType in kinds else "")
 
 
 def _kinds(hint: Any) -> Iterator[Any]:
-    """The members of a union, and the values of those that are spelled out."""
+    """The members of a union, with the values of its literals."""
     inner = get_args(hint)
     if get_origin(hint) is Literal or not inner:
         yield from inner or (hint,)
@@ -159,7 +162,7 @@ def _default(item: Field[Any]) -> str:
 
 
 def _others() -> Iterator[tuple[str, str, dict[str, str]]]:
-    """Keys that are no settings here, and why: with a title and what holds for all."""
+    """Keys that are not settings, with their reasons, under a title and an introduction."""
     unused = {key: _sentence(unused.reason) for key, unused in sorted(UNUSED.items())}
     yield "Without effect", _UNUSED, unused
     refused = {
@@ -170,7 +173,7 @@ def _others() -> Iterator[tuple[str, str, dict[str, str]]]:
 
 
 def _grouped(others: Mapping[str, str]) -> dict[str, list[str]]:
-    """The keys of each reason."""
+    """The keys, grouped by their reason."""
     found: dict[str, list[str]] = {}
     for key, why in others.items():
         found.setdefault(why, []).append(key)
@@ -182,7 +185,7 @@ def _sentence(text: str) -> str:
 
 
 def _summary(cls: type[Section]) -> str:
-    """A section's docstring before the attributes."""
+    """The part of a section's docstring before the attributes."""
     return " ".join(inspect.cleandoc(cls.__doc__ or "").split("\nAttributes:")[0].split())
 
 
@@ -223,9 +226,9 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 def _unknown(path: str) -> ConfigError:
     known = [key.path for cls in _sections(TrainConfig) for key in _keys(cls, {})]
     known += [*UNUSED, *REFUSED]
-    # A key is often asked for without its section.
+    # Users often leave out the section of a key.
     words = {key: key if "." in path else key.rpartition(".")[2] for key in known}
     near = get_close_matches(path, set(words.values()), n=3)
     keys = [key for word in near for key in known if words[key] == word]
-    repair = f"Did you mean {' or '.join(keys)}?" if keys else "Without a key all are listed."
+    repair = f"Did you mean {' or '.join(keys)}?" if keys else "Without KEY all keys are listed."
     return ConfigError(f"{path} is not a known key. {repair}", paths=[path])

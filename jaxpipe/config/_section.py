@@ -1,4 +1,4 @@
-"""The base of all sections of the configuration, and the reading of one."""
+"""The base class of all sections of the configuration, and the function that reads one."""
 
 import inspect
 import re
@@ -22,14 +22,15 @@ S = TypeVar("S", bound="Section")
 class Section:
     """One JSON object of the configuration: a frozen dataclass whose fields are its keys.
 
-    A subclass declares each key with `required`, `setting` or `subsection`, and is checked key by
-    key whenever it is made, whether from JSON or by keyword; what ties keys to each other goes into
-    `check`. All errors are raised together. Keys of `UNUSED` and `REFUSED` are no fields.
+    A subclass declares each key with `required`, `setting` or `subsection`. Every instance is
+    checked key by key, whether it is read from JSON or created with keywords. Rules between keys
+    belong in `check`. All errors are raised together. Keys in `UNUSED` and `REFUSED` are not
+    fields.
 
     Attributes:
-        path: Where the section stands in the configuration.
+        path: JSON path of the section in the configuration.
         aliases: Other names of its keys.
-        switch: The key that must be true for the others to have an effect, if there is one.
+        switch: The key that must be true for the others to have an effect, or None.
     """
 
     path: ClassVar[str] = ""
@@ -40,45 +41,53 @@ class Section:
         errors = Collector()
         for item in fields(self):
             value = _read_value(item, getattr(self, item.name), join(self.path, item.name), errors)
-            # The dataclass is frozen, and readers convert: a list becomes a tuple, so that the
-            # section can be hashed.
+            # The dataclass is frozen, but readers convert values: a list becomes a tuple, so that
+            # the section can be hashed.
             object.__setattr__(self, item.name, value)
         errors.add(self.check())
         errors.raise_all()
 
     def check(self) -> Iterable[ConfigError]:
-        """Errors for values that contradict each other, each of which is right by itself.
+        """Errors for values that are valid on their own but contradict each other.
 
-        An error has the paths of all keys that have a part in it.
+        Each error has the paths of all keys that are involved.
         """
         return ()
 
 
 def setting(default: Any, reader: Reader, *, is_secret: bool = False) -> Any:
-    """Declare a key of a section; `default` is its value where the key is absent.
+    """Declare a key of a section, with the value that it has if it is absent.
 
-    The reader checks and converts its value. A secret value is neither shown nor stored.
+    The reader checks and converts the value. A secret value is neither shown nor stored.
     """
     return field(default=default, repr=not is_secret, metadata={"reader": reader})
 
 
 def without_secrets(section: S) -> S:
-    """A section without the values that are to be shown and stored nowhere."""
+    """Replace the secret values of a section with their defaults.
+
+    Args:
+        section: The section.
+
+    Returns:
+        A copy that may be shown and stored.
+    """
     inner = {x.name: getattr(section, x.name) for x in fields(section) if "section" in x.metadata}
     changes = {name: without_secrets(value) for name, value in inner.items() if value is not None}
     return replace(section, **changes, **{x.name: x.default for x in fields(section) if not x.repr})
 
 
 def required(reader: Reader) -> Any:
-    """Declare a key that must be there; the reader checks and converts its value."""
+    """Declare a required key. The reader checks and converts its value."""
     return field(metadata={"reader": reader})
 
 
 def subsection(cls: type[Section], *, absent: bool = False, instead: Reader | None = None) -> Any:
     """Declare a key that holds an object.
 
-    Its default is the section with its defaults, or with `absent` None, for which null may be
-    written. `instead` is called with a value that is no object, to raise a better error.
+    The default is the section with its own defaults. With `absent` the default is None, which is
+    written as null in JSON. `instead` is called with a value that is not an object, to raise a
+    better error.
     """
 
     def read(value: object, path: str) -> Section | None:
@@ -100,9 +109,9 @@ def subsection(cls: type[Section], *, absent: bool = False, instead: Reader | No
 
 
 def key_meanings(cls: type[Section]) -> dict[str, str]:
-    """What each key of a section means, on one line, as the attributes in its docstring say.
+    """The meaning of each key of a section, on one line, from the attributes in its docstring.
 
-    Nothing where Python runs without docstrings.
+    Empty if Python runs without docstrings.
     """
     text = inspect.cleandoc(cls.__doc__ or "")
     block = re.search(r"^Attributes:\n(.*?)(?=^\S|\Z)", text, re.MULTILINE | re.DOTALL)
@@ -112,7 +121,7 @@ def key_meanings(cls: type[Section]) -> dict[str, str]:
 
 
 def with_inner_keys(cls: type[S]) -> type[S]:
-    """Add the keys of the sections inside a section, with their meanings, to its docstring."""
+    """Add the keys of all inner sections, with their meanings, to a section's docstring."""
     found = "\n\n".join(textwrap.fill(text, 96) for text in _inner_keys(cls))
     cls.__doc__ = f"{inspect.cleandoc(cls.__doc__ or '')}\n\nKeys of the sections:\n\n{found}\n"
     return cls
@@ -135,17 +144,17 @@ def _inner_keys(cls: type[Section]) -> Iterator[str]:
 def read_section(
     cls: type[S], mapping: Mapping[object, object], path: str, errors: Collector
 ) -> S | None:
-    """Read one JSON object, with the default in the place of each wrong value.
+    """Read one JSON object, and use the default instead of each wrong value.
 
-    `errors` gets all that is wrong: keys that are unknown or refused, missing or given under two
-    names, values of the wrong type or out of range, unless the section has its switch at false, and
-    contradictions. Returns None where a key without default is wrong.
+    `errors` collects everything that is wrong: keys that are unknown, refused, missing or given
+    under two names, contradictions, and values of the wrong type or out of range unless the
+    section's switch is false. Returns None if a key without a default is wrong.
     """
     known = {item.name: item for item in fields(cls)}
     values: dict[str, Any] = {}
     off = _is_switched_off(cls, mapping)
-    # Of a section that says that it is off no value is used, so none is wrong. One that says
-    # nothing may be meant to be on.
+    # A section that is explicitly off uses none of its values, so their errors are ignored. A
+    # section without its switch may be meant to be on.
     says_off = mapping.get(cls.switch, True) is False
     for key, value in mapping.items():
         with errors.catch():
@@ -169,8 +178,8 @@ def read_section(
                 errors.add([ConfigError(message, paths=[where])])
     if any(value is MISSING for value in values.values()):
         return None
-    # Filled in and not called: where a value was wrong, `check` would raise, and the section is
-    # still to be compared.
+    # Set the fields without calling the class: after a wrong value its `check` would raise, but the
+    # section still has to be compared with others.
     section = object.__new__(cls)
     for name, value in values.items():
         object.__setattr__(section, name, value)
@@ -181,7 +190,7 @@ def read_section(
 def idle_keys(
     cls: type[Section], mapping: Mapping[object, object], path: str = ""
 ) -> Iterator[tuple[str, str]]:
-    """Paths of keys in a valid JSON object that ask for something and have no effect, and why."""
+    """The path and reason of each key in a valid JSON object that has no effect."""
     inner = {
         item.name: item.metadata["section"] for item in fields(cls) if "section" in item.metadata
     }
@@ -200,12 +209,12 @@ def idle_keys(
 
 
 def join(path: str, key: str) -> str:
-    """The path of a key in the object at `path`, which is empty for the outermost."""
+    """The path of a key in the object at `path`, which is empty for the outermost object."""
     return f"{path}.{key}" if path else key
 
 
 def _read_value(item: Field[Any], value: object, path: str, errors: Collector) -> Any:
-    """The value of a key; its default, or `MISSING` where it has none, if it is wrong."""
+    """The value of a key. If it is wrong, its default, or `MISSING` without one."""
     section: type[Section] | None = item.metadata.get("section")
     with errors.catch():
         if section is not None and isinstance(value, Mapping):
@@ -215,7 +224,7 @@ def _read_value(item: Field[Any], value: object, path: str, errors: Collector) -
 
 
 def default_of(item: Field[Any]) -> Any:
-    """The value of a key that is absent; `MISSING` where it must be there."""
+    """The value of an absent key, or `MISSING` if the key is required."""
     return item.default if item.default_factory is MISSING else item.default_factory()
 
 
@@ -278,7 +287,7 @@ def _check_other_key(
 
 
 def _nearest(cls: type[Section], key: str) -> str | None:
-    """The known key nearest to an unknown one, from the section that it is in."""
+    """The known key nearest to an unknown one, relative to its section."""
     names = [item.name for item in fields(cls)]
     candidates = _other_keys(cls)
     for item in fields(cls):
@@ -286,13 +295,13 @@ def _nearest(cls: type[Section], key: str) -> str | None:
             inner: type[Section] = item.metadata["section"]
             keys = (*(key.name for key in fields(inner)), *_other_keys(inner))
             candidates = {name: f"{item.name}.{name}" for name in keys} | candidates
-    # Last, so that a key of the section itself wins over one of the same name inside.
+    # Last, so that a key of the section itself wins over a key of the same name in an inner one.
     candidates |= {name: name for name in (*cls.aliases, *names)}
     near = nearest(key, candidates, cutoff=0.7)
     return candidates[near] if near else None
 
 
 def _other_keys(cls: type[Section]) -> dict[str, str]:
-    """Keys of a section that are no fields."""
+    """Keys of a section that are not fields."""
     names = [other.rpartition(".") for other in (*UNUSED, *REFUSED)]
     return {name: name for parent, _, name in names if parent == cls.path}

@@ -1,4 +1,4 @@
-"""A struct to be extended by topic, in the form of DeepSpeed's first reference manual."""
+"""A struct to subclass for each topic, as in DeepSpeed's first reference manual."""
 
 import copy
 from collections.abc import Iterator, Mapping
@@ -13,18 +13,18 @@ from ._collect import Collector
 class Config(Mapping[str, Any]):
     """A struct whose fields are read as attributes and as items.
 
-    They change only where `resolve` completes them.
+    Fields change only when `resolve` completes them.
 
-    `Config` itself takes any field. A subclass declares its fields as class attributes, whose
-    values are the defaults, and takes no others; a field whose default is a `Config` may be given
-    as a dictionary.
+    `Config` itself accepts any field. A subclass declares its fields as class attributes, whose
+    values are the defaults, and accepts no other fields. A field whose default is a `Config` may be
+    given as a dictionary.
 
     Args:
         **kwargs: Values of the fields.
 
     Raises:
-        ConfigError: A field is unknown or has the name of a method, or a field that holds a
-            `Config` is given something else.
+        ConfigError: A field is unknown or has the name of a method, or the value for an inner
+            `Config` is neither a dictionary nor a `Config` of its class.
 
     Example:
         >>> c = Config(verbose=True)
@@ -41,8 +41,7 @@ class Config(Mapping[str, Any]):
 
     def __init__(self, **kwargs: Any) -> None:
         cls = type(self)
-        # A default that is a `Config` belongs to the class: each struct completes a copy of its
-        # own.
+        # A default that is a `Config` belongs to the class, so each struct completes its own copy.
         values = {
             k: copy.deepcopy(v) if isinstance(v, Config) else v for k, v in _defaults(cls).items()
         }
@@ -65,7 +64,7 @@ class Config(Mapping[str, Any]):
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any]) -> Self:
-        """Make a configuration from a dictionary.
+        """Create a configuration from a dictionary.
 
         Args:
             mapping: Values of the fields.
@@ -74,7 +73,7 @@ class Config(Mapping[str, Any]):
             The configuration.
 
         Raises:
-            ConfigError: A key is no text, or what the class itself raises.
+            ConfigError: A key is not a string, or the class refuses the fields.
         """
         for key in cast("Mapping[object, object]", mapping):
             if not isinstance(key, str):
@@ -85,20 +84,22 @@ class Config(Mapping[str, Any]):
         return cls(**mapping)
 
     def resolve(self) -> Self:
-        """Infer what is missing, in every `Config` inside too.
+        """Infer missing values, here and in every inner `Config`.
 
-        A subclass completes its own fields here, by `return self._complete(field=value)`.
+        A subclass overrides this method to complete its own fields, with
+        `return self._complete(field=value)`.
 
         Returns:
             The configuration itself, completed.
 
         Raises:
-            ConfigError: What is given is wrong, or does not suffice; all of it.
+            ConfigError: A given value is wrong, or a missing value cannot be inferred. All errors
+                are raised together.
         """
         return self._complete()
 
     def is_valid(self) -> bool:
-        """True if the configuration can be completed; it is, as far as it goes.
+        """True if the configuration can be completed. It is then completed in place.
 
         Returns:
             Whether `resolve` succeeds.
@@ -110,12 +111,12 @@ class Config(Mapping[str, Any]):
         return True
 
     def _complete(self, **values: Any) -> Self:
-        """Set the fields that a subclass has inferred, and complete every `Config` inside.
+        """Set the fields that a subclass has inferred, and complete every inner `Config`.
 
-        Returns the configuration itself. Raises together what `resolve` of those inside raises.
+        Returns the configuration itself. Errors of the inner `resolve` calls are raised together.
         """
-        # Through a new struct, so that completed values are checked like given ones; `__setattr__`
-        # refuses all others.
+        # A new struct checks completed values like given ones. `__setattr__` refuses any other
+        # change.
         self.__dict__.update(type(self)(**{**self, **values}))
         errors = Collector()
         for value in self.values():

@@ -42,49 +42,52 @@ class PipelineConfig(Section):
     """The section `pipeline`.
 
     Attributes:
-        stages: Number of stages; `'auto'` takes the module's.
-        partition: Name of the partition method, or the layer boundaries; `'best'` takes the
+        stages: Number of stages. `'auto'` uses the module's number.
+        partition: Name of the partition method, or a list of layer boundaries. `'best'` uses the
             module's method.
-        schedule: Name of the training schedule, or (in a dictionary) a `PipeSchedule` class;
-            `'auto'` chooses one.
-        activation_checkpoint_interval: Number of layers per recomputed group; 0 takes the module's.
-        skip_idle: Whether idle actions are branched around instead of computed and dropped;
-            `'auto'` decides by backend, schedule and mesh.
-        scan_trunk: Whether equal layers of a stage run as one scan, for compile time that does not
-            grow with depth; it costs a copy of the trunk's parameters per step.
-        seed_layers: Whether each layer's random keys depend on its place alone; None takes the
-            module's. DeepSpeed reads the key and does nothing with it.
-        num_chunks: Model chunks on each stage, for schedules that interleave them; `'auto'` takes
-            the schedule's own number, or leaves it to the schedule `'auto'`.
-        max_pending_weights: The most weight gradients, counted on each chunk, that the schedules
-            `'zero-bubble'`, `'zero-bubble-h1'`, `'zero-bubble-v'` and `'dual-pipe-v'` keep pending
-            on a stage; `'auto'` takes the schedule's own number, or as many as fit where
-            `memory_limit_gb` is set. With recompute they are what takes most memory: about 26 GB
-            for a model of 7B parameters on 8 stages (1.85 GB each).
-        memory_limit_gb: What the schedule `'auto'`, the pending weight gradients of the schedules
-            with split backwards and the partition `'profile'` may plan for on a device, in GB of
-            10^9 bytes, all that training holds included; refused where none is used. `'auto'` takes
-            the device's memory, but leaves the pending weight gradients of a named schedule as they
-            are.
-        offload_activations: Whether what waits between forward and backward lies in host memory.
-        gather_weights: When weights that are divided over an axis `fsdp` are gathered. `'step'`
-            gathers them once and holds them to the end of the step. `'tick'` gathers a layer's
-            weights in every action and frees them after it. `'auto'` is `'step'` with
-            `zero_optimization.stage` 2, else `'tick'`.
-        split_vocabulary: Whether the embedding, the layer that makes the logits, and the loss are
-            split over the stages, so that the loss takes an equal share of a tick on every stage.
-            The first layer must be an `nn.Embed` or `nnx.Embed`, the last an `nn.Dense` or
-            `nnx.Linear`, or the embedding again, tied, by `attend`; and the loss must give the
-            logits to `jaxpipe.losses.cross_entropy`. Numbers, names and checkpoints stay. `'auto'`
-            splits where all of this holds and a step is then at least 1 % shorter, by operations
-            and bytes, and says what it decided. `true` refuses layers of another form; for a loss
-            of another form it puts the logits together on every stage, and warns of it.
-        overlap_vocabulary: Whether last layers that are split over the stages run with the loss a
-            tick after the forward whose output they take, and the backward with them: what they
-            exchange over the stages then travels under the next forward. A stage holds the
-            residuals of one microbatch more; most schedules take no longer, `'zero-bubble-v'` does.
-            `'auto'` does so on accelerators where stages lie on several hosts and the schedule
-            takes at most 2 % longer for it; inside a host nothing is gained.
+        schedule: Name of the training schedule, or a `PipeSchedule` class if the configuration is a
+            dictionary. `'auto'` chooses one.
+        activation_checkpoint_interval: Number of layers in each recomputed group. 0 uses the
+            module's interval.
+        skip_idle: Whether to branch around idle actions instead of computing them and discarding
+            the result. `'auto'` decides by backend, schedule and mesh.
+        scan_trunk: Whether to run equal layers of a stage as one scan, so that compile time does
+            not grow with depth. It costs one copy of the trunk's parameters per step.
+        seed_layers: Whether each layer's random keys depend only on its position in the model. By
+            default the module decides. DeepSpeed reads this key but ignores it.
+        num_chunks: Number of model chunks on each stage, for schedules that interleave them.
+            `'auto'` uses the schedule's default, or lets the schedule `'auto'` choose.
+        max_pending_weights: Maximum number of weight gradients per chunk that the schedules
+            `'zero-bubble'`, `'zero-bubble-h1'`, `'zero-bubble-v'` and `'dual-pipe-v'` may keep
+            pending on a stage. `'auto'` uses the schedule's default, or as many as fit if
+            `memory_limit_gb` is set. With recompute they take the most memory: about 26 GB for a
+            model with 7B parameters on 8 stages (1.85 GB each).
+        memory_limit_gb: Memory of a device that planning may use, in GB of 10^9 bytes, including
+            everything that training keeps there. It limits the schedule `'auto'`, the pending
+            weight gradients of schedules with split backward passes, and the partition
+            `'profile'`. Setting it when none of them is used is an error. `'auto'` uses the
+            device's memory, but does not change the pending weight gradients of a named schedule.
+        offload_activations: Whether to keep residuals in host memory between the forward and the
+            backward pass.
+        gather_weights: When to gather weights that are divided over the axis `fsdp`. `'step'`
+            gathers them once and keeps them until the end of the step. `'tick'` gathers a layer's
+            weights in every action and frees them afterwards. `'auto'` means `'step'` with
+            `zero_optimization.stage` 2, and `'tick'` otherwise.
+        split_vocabulary: Whether to split the embedding, the layer that computes the logits, and
+            the loss over the stages, so that the loss takes an equal share of a tick on every
+            stage. The first layer must be an `nn.Embed` or `nnx.Embed`. The last layer must be an
+            `nn.Dense`, an `nnx.Linear`, or the tied embedding used through `attend`. The loss must
+            pass the logits to `jaxpipe.losses.cross_entropy`. Results, parameter names and
+            checkpoints do not change. `'auto'` splits if all of this holds and the step becomes at
+            least 1 % shorter, estimated from operations and bytes, and logs its decision. `true`
+            raises an error for layers of another form. For a loss of another form it gathers the
+            logits on every stage, and warns about it.
+        overlap_vocabulary: Whether last layers that are split over the stages run with the loss one
+            tick after the forward pass that feeds them, and the backward pass with them. The next
+            forward pass then overlaps their exchanges between stages. Each stage keeps the
+            residuals of one more microbatch. Most schedules do not become longer, but
+            `'zero-bubble-v'` does. `'auto'` enables it on accelerators if the stages are on several
+            hosts and the schedule becomes at most 2 % longer. Within one host it gains nothing.
 
     Raises:
         ConfigError: A value is of the wrong type or out of range.
@@ -116,24 +119,24 @@ class TrainConfig(Section):
     """The whole configuration.
 
     Attributes:
-        train_batch_size: Samples per optimizer step, over all replicas.
+        train_batch_size: Samples per optimiser step, over all replicas.
         train_micro_batch_size_per_gpu: Samples per microbatch on one replica.
         gradient_accumulation_steps: Microbatches per step.
-        steps_per_print: Steps from one line with loss, rate and speed to the next; None, unlike
-            DeepSpeed's 10, prints none, since each waits for its step.
+        steps_per_print: Number of steps between log lines with loss, learning rate and speed. The
+            default prints none, unlike DeepSpeed's 10, because each line waits for its step.
         pipeline: The section `pipeline`.
-        gradient_clipping: Largest global norm of the gradients over all stages; 0 does not clip.
-            Where the key is absent nothing is clipped, whereas DeepSpeed 0.19 silently clips at
+        gradient_clipping: Maximum global norm of the gradients, over all stages. 0 disables
+            clipping. Without this key nothing is clipped, whereas DeepSpeed 0.19 silently clips at
             1.0.
-        gradient_norms_by_layer: Whether `engine.metrics["grad_norms"]` and the monitors have the
+        gradient_norms_by_layer: Whether `engine.metrics["grad_norms"]` and the monitors report the
             norm of each layer's gradient, before clipping.
         fp16: The section `fp16`.
         bf16: The section `bf16`, which may also be written `bfloat16`.
         data_types: The section `data_types`.
         zero_optimization: The section `zero_optimization`.
-        optimizer: The section `optimizer`; None: no optimizer is named.
-        scheduler: The section `scheduler`; None: no learning-rate schedule is named.
-        ema: The section `ema`; None: nothing is averaged.
+        optimizer: The section `optimizer`. By default no optimiser is named.
+        scheduler: The section `scheduler`. By default no learning-rate schedule is named.
+        ema: The section `ema`. By default no average is kept.
         activation_checkpointing: The section `activation_checkpointing`.
         checkpoint: The section `checkpoint`.
         tensorboard: The section `tensorboard`.
@@ -143,12 +146,12 @@ class TrainConfig(Section):
         mlflow: The section `mlflow`.
         trackio: The section `trackio`.
         flops_profiler: The section `flops_profiler`.
-        wall_clock_breakdown: Whether a line every `steps_per_print` steps, or every 10 where that
-            is None, says what steps wait for: data, the host, a checkpoint, the devices; and what
-            the last of them, which is recorded, spends in each phase.
-        memory_breakdown: Whether a line after the first step says what the memory of a device
-            holds.
-        dump_state: Whether the configuration is shown when the engine is made.
+        wall_clock_breakdown: Whether to log how long steps wait for data, the host, a checkpoint
+            and the devices. The line is printed every `steps_per_print` steps, or every 10 if that
+            is not set. The last step before a line is recorded, and the line also shows its time in
+            each phase.
+        memory_breakdown: Whether to log, after the first step, what the memory of a device holds.
+        dump_state: Whether to log the configuration when the engine is created.
 
     Raises:
         ConfigError: A value is of the wrong type or out of range, or `fp16` and `bf16` are both
@@ -187,7 +190,7 @@ class TrainConfig(Section):
     dump_state: bool = setting(False, read_flag)
 
     def check(self) -> Iterable[ConfigError]:
-        """Check that one dtype is computed in."""
+        """Check that at most one of `fp16` and `bf16` is enabled."""
         if self.fp16.enabled and self.bf16.enabled:
             yield ConfigError(
                 "fp16.enabled and bf16.enabled must not both be true, but got fp16.enabled=True "
@@ -197,7 +200,7 @@ class TrainConfig(Section):
 
     @property
     def compute_dtype(self) -> Dtype:
-        """The dtype in which layers get their parameters."""
+        """The dtype of the parameters that layers receive."""
         if self.fp16.enabled:
             return "float16"
         return "bfloat16" if self.bf16.enabled else "float32"
@@ -209,11 +212,11 @@ class TrainConfig(Section):
             data_parallel_size: Number of replicas.
 
         Returns:
-            All three sizes, as `resolve_batch_sizes` finds them.
+            All three sizes, as computed by `resolve_batch_sizes`.
 
         Raises:
             ConfigError: Neither `train_batch_size` nor `train_micro_batch_size_per_gpu` is set, or
-                the sizes do not multiply.
+                the sizes contradict each other.
         """
         return resolve_batch_sizes(
             self.train_batch_size,

@@ -1,7 +1,7 @@
 """Readers of single values.
 
-A reader takes a value and its JSON path, and returns what the configuration stores, or raises
-`ConfigError`.
+A reader takes a value and its JSON path. It returns the value that the configuration stores, or
+raises `ConfigError`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,11 +28,11 @@ def wrong_value(path: str, rule: str, value: object, repair: str) -> ConfigError
     Args:
         path: JSON path of the key.
         rule: What the value must be.
-        value: What it is.
-        repair: What to do about it.
+        value: The value that was given.
+        repair: How to correct it.
 
     Returns:
-        The error, with the value cut to a line's length.
+        The error. A long value is shortened to one line.
     """
     if isinstance(value, str) and value == "auto":
         repair += "; 'auto' belongs to Hugging Face's Trainer, which writes its own arguments there"
@@ -47,10 +47,10 @@ def integer_of_at_least(
     """A reader of integers.
 
     Args:
-        minimum: The smallest that is accepted.
-        below: Integers from here on are refused, a power of two; None: those of more than 64 bits.
-        whole_floats: Whether a float without a fraction counts as an integer, as `1e3` does in
-            JSON.
+        minimum: The smallest accepted integer.
+        below: A power of two. Integers of at least `below` are refused. None refuses only integers
+            of more than 64 bits.
+        whole_floats: Whether to accept floats without a fraction, such as `1e3` in JSON.
 
     Returns:
         The reader.
@@ -96,9 +96,9 @@ def number(
     """A reader of finite numbers, stored as floats.
 
     Args:
-        minimum: The smallest that is accepted; None: any.
-        below: Numbers from here on are refused; None: none.
-        repair: What the error proposes.
+        minimum: The smallest accepted number. None means no minimum.
+        below: Numbers of at least `below` are refused. None means no maximum.
+        repair: The repair that the error proposes.
 
     Returns:
         The reader.
@@ -134,19 +134,19 @@ def read_positive_number(value: object, path: str) -> float:
 
 
 def read_text(value: object, path: str) -> str:
-    """Read a text that is not empty."""
+    """Read a string that is not empty."""
     if not isinstance(value, str) or not value:
-        raise wrong_value(path, "a text that is not empty", value, "Write a name in quotes")
+        raise wrong_value(path, "a non-empty string", value, "Write a name in quotes")
     return value
 
 
 def read_path(value: object, path: str) -> str:
-    """Read the path of a file or a folder on this machine, or an empty text."""
+    """Read the path of a file or a folder on this machine, or an empty string."""
     return _as_path(value, path, local_path)
 
 
 def read_any_path(value: object, path: str) -> str:
-    """Read a path on this machine, the URL of a folder on a store, or an empty text."""
+    """Read a path on this machine, the URL of a folder on a store, or an empty string."""
     return _as_path(value, path, any_path)
 
 
@@ -157,7 +157,7 @@ def _as_path(value: object, path: str, mean: Callable[..., AnyPath]) -> str:
 
 
 def one_of(*names: str) -> Reader:
-    """A reader of a name, in capitals or not, which returns it as it is written in `names`."""
+    """A reader that ignores the case of a name and returns it as written in `names`."""
 
     def read(value: object, path: str) -> str:
         known = {name.lower(): name for name in names}
@@ -171,7 +171,7 @@ def one_of(*names: str) -> Reader:
 
 
 def read_object(value: object, path: str) -> Mapping[object, object]:
-    """Read a JSON object; its keys are not checked."""
+    """Read a JSON object without checking its keys."""
     if not isinstance(value, Mapping):
         raise wrong_value(path, "a JSON object", value, "Use an object such as {}")
     return cast("Mapping[object, object]", value)
@@ -181,7 +181,7 @@ def optional(reader: Reader) -> Reader:
     """A reader that also accepts None, JSON's `null`.
 
     Args:
-        reader: Reads all other values.
+        reader: The reader of all other values.
 
     Returns:
         The reader.
@@ -194,7 +194,7 @@ def optional(reader: Reader) -> Reader:
 
 
 def auto_or(reader: Reader) -> Reader:
-    """A reader that also accepts `'auto'`, but no other text."""
+    """A reader that also accepts `'auto'`, but no other string."""
 
     def read(value: object, path: str) -> object:
         if isinstance(value, str):
@@ -212,13 +212,13 @@ def auto_or(reader: Reader) -> Reader:
 
 
 def unless_auto(value: T | Literal["auto"]) -> T | None:
-    """A value that `'auto'` leaves open.
+    """Replace `'auto'` with None.
 
     Args:
-        value: What a reader of `auto_or` gave.
+        value: A value that was read by a reader of `auto_or`.
 
     Returns:
-        The value; None for `'auto'`.
+        The value, or None for `'auto'`.
     """
     return None if isinstance(value, str) else value
 
@@ -234,7 +234,7 @@ def read_flag(value: object, path: str) -> bool:
         The truth value.
 
     Raises:
-        ConfigError: The value is something else.
+        ConfigError: The value is not a truth value.
     """
     flag = as_flag(value)
     if flag is None:
@@ -243,9 +243,9 @@ def read_flag(value: object, path: str) -> bool:
 
 
 def read_schedule(value: object, path: str) -> str | type:
-    """Read a schedule: its name, or a class.
+    """Read a schedule: a name or a class.
 
-    Whether it is one is checked where schedules are known.
+    Whether it is a schedule is checked by `jaxpipe.schedules`.
     """
     if isinstance(value, type) or (isinstance(value, str) and value):
         return value
@@ -255,7 +255,7 @@ def read_schedule(value: object, path: str) -> str | type:
 
 
 def read_partition(value: object, path: str) -> str | tuple[int, ...]:
-    """Read a partition method: its name, or layer boundaries, which become a tuple."""
+    """Read a partition method: a name, or a sequence of layer boundaries as a tuple."""
     if isinstance(value, str) and value:
         return value
     boundaries: Sequence[object] = ()

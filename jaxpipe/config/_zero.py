@@ -1,4 +1,4 @@
-"""The section that says what is sharded over the replicas."""
+"""The section that configures what is sharded over the replicas."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -10,7 +10,7 @@ from ._values import wrong_value
 
 
 def read_stage(value: object, path: str) -> int:
-    """Read the stage of ZeRO, 0 to 3."""
+    """Read the ZeRO stage, 0 to 3."""
     stage = as_integer(value)
     if stage in (0, 1, 2, 3):
         return stage
@@ -18,7 +18,7 @@ def read_stage(value: object, path: str) -> int:
 
 
 def refuse_flag(value: object, path: str) -> None:
-    """Refuse a truth value in place of the section, as the first releases of DeepSpeed had it."""
+    """Refuse a truth value instead of the section, the form of DeepSpeed's first releases."""
     if isinstance(value, bool):
         rule = "a JSON object (true and false are DeepSpeed's deprecated form)"
         raise wrong_value(path, rule, value, f'Use {{"stage": {int(value)}}}')
@@ -29,18 +29,18 @@ class ZeroSection(Section):
     """The section `zero_optimization`.
 
     Attributes:
-        stage: 0 keeps the optimizer's state and the float32 weights whole on every replica. 1
-            shards them over the replicas: weights are gathered and gradients summed once a step. 2
-            and 3 make of the `data` axis an axis `fsdp`, over which the sums of gradients are
-            sharded too, and so reduced after every microbatch; with 2 weights are gathered once a
-            step, with 3 in every tick of the schedule again. Gradients are reduced over `fsdp` in
-            the dtype that layers compute in, such as bfloat16, and summed over microbatches in that
-            of `data_types.grad_accum_dtype`, float32 unless given; who wants one reduction a step
-            uses 1. Places along `fsdp` compute on one microbatch together, so that statistics of a
-            batch are those of all its samples.
+        stage: Stage 0 keeps the optimiser's state and the float32 weights whole on every replica.
+            Stage 1 shards them over the replicas, so weights are gathered and gradients summed once
+            per step. Stages 2 and 3 turn the `data` axis into an axis `fsdp`, which also shards the
+            gradient sums, so gradients are reduced after every microbatch. Stage 2 gathers the
+            weights once per step, and stage 3 gathers them again in every tick of the schedule.
+            Gradients are reduced over `fsdp` in the dtype that layers compute in, such as bfloat16.
+            They are summed over microbatches in `data_types.grad_accum_dtype`, by default float32.
+            For a single reduction per step, use stage 1. Devices along `fsdp` compute each
+            microbatch together, so batch statistics cover all of its samples.
 
     Raises:
-        ConfigError: The stage is another.
+        ConfigError: The stage is not 0, 1, 2 or 3.
     """
 
     path: ClassVar[str] = "zero_optimization"

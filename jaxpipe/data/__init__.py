@@ -1,4 +1,4 @@
-"""Batches on their way to the engine."""
+"""Loaders, shards and batches of training data."""
 
 from ._leaves import array_fault as array_fault
 from ._leaves import host_array as host_array

@@ -1,4 +1,4 @@
-"""Leaves that are arrays of numbers, and what is wrong with others."""
+"""Conversion of leaves to numpy arrays, and the faults of leaves that are not arrays of numbers."""
 
 from typing import Any
 
@@ -15,18 +15,18 @@ _WIDEST = (np.dtype(np.float64), np.dtype(np.complex128))
 
 
 def array_fault(leaf: Any) -> tuple[str, str] | None:
-    """Reason why a leaf is not an array of numbers.
+    """The reason why a leaf is not an array of numbers.
 
     Args:
-        leaf: Anything: an array of numpy or JAX, a number, an object with `__array__`.
+        leaf: Any object: a numpy or JAX array, a number, an object with `__array__`.
 
     Returns:
-        What it is instead, and the repair; None where nothing is wrong.
+        What the leaf is instead, and the repair. None if the leaf is an array of numbers.
     """
     if isinstance(leaf, np.ma.MaskedArray):
         return (
             f"a masked array of {leaf.dtype}{list(leaf.shape)}",
-            "Fill it, and pass its mask as an array of its own",
+            "Fill it, and pass its mask as a separate array",
         )
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return f"the shape {leaf.dtype}{list(leaf.shape)} without values", "Give an array"
@@ -34,13 +34,12 @@ def array_fault(leaf: Any) -> tuple[str, str] | None:
         if leaf.is_deleted():
             return (
                 f"an array that has been deleted or donated, {leaf.dtype}{list(leaf.shape)}",
-                "Keep a copy of what is given to a program that donates it",
+                "Keep a copy of arrays that are passed to a program that donates them",
             )
         if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
             return (
-                "a global array that other processes hold parts of, "
-                f"{leaf.dtype}{list(leaf.shape)}",
-                "Give what this process is to feed, as an array of its own",
+                f"a global array with parts on other processes, {leaf.dtype}{list(leaf.shape)}",
+                "Give the samples of this process as a local array",
             )
         dtype: Any = leaf.dtype
     else:
@@ -50,14 +49,14 @@ def array_fault(leaf: Any) -> tuple[str, str] | None:
             first = (str(error).splitlines() or [""])[0]
             return (
                 f"a {type(leaf).__name__} that numpy cannot read ({type(error).__name__}: {first})",
-                "Convert it to an array of numpy",
+                "Convert it to a numpy array",
             )
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return (
             f"PRNG keys, {dtype}{list(leaf.shape)}",
             "Pass jax.random.key_data(keys), and wrap them where they are used",
         )
-    # numpy's long double is another format on each machine, and XLA has none of them.
+    # The format of numpy's long double depends on the machine, and XLA supports none of them.
     if dtype in _LONG and dtype not in _WIDEST:
         return f"an array of {dtype}", "Convert it to float32"
     if not jnp.issubdtype(dtype, jnp.number) and dtype != np.bool_:
@@ -68,17 +67,18 @@ def array_fault(leaf: Any) -> tuple[str, str] | None:
 
 
 def host_array(leaf: Any, where: str) -> np.ndarray:
-    """A leaf of a batch as an array of numpy, in the machine's byte order.
+    """Convert a leaf of a batch to a numpy array in the machine's byte order.
 
     Args:
-        leaf: Anything.
-        where: How errors name it.
+        leaf: Any object.
+        where: The name of the leaf in errors.
 
     Returns:
-        The array; it may share the leaf's memory.
+        The array. It may share the leaf's memory.
 
     Raises:
-        DataError: It is no array of numbers, or holds integers that the device would cut off.
+        DataError: The leaf is not an array of numbers, or its integers do not fit the dtype on the
+            device.
     """
     fault = array_fault(leaf)
     if fault is not None:
@@ -86,7 +86,7 @@ def host_array(leaf: Any, where: str) -> np.ndarray:
             f"A leaf of a batch must be an array of numbers, but got {where} = {fault[0]}. "
             f"{fault[1]}."
         )
-    # Got from a device by name: `jax.transfer_guard` refuses what comes unsaid.
+    # An explicit transfer: `jax.transfer_guard` may refuse implicit ones.
     array = np.asarray(jax.device_get(leaf) if isinstance(leaf, jax.Array) else leaf)
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
@@ -95,7 +95,7 @@ def host_array(leaf: Any, where: str) -> np.ndarray:
         limits, least, most = np.iinfo(on_device), array.min(), array.max()
         if least < limits.min or most > limits.max:
             raise DataError(
-                f"Integers of a batch must fit into {on_device}, which devices hold them in, but "
+                f"Integers of a batch must fit into {on_device}, their dtype on devices, but "
                 f"got {where} with values from {least} to {most}. Use smaller numbers, or "
                 "jax.config.update('jax_enable_x64', True)."
             )

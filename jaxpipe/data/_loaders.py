@@ -23,7 +23,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Dataset(Protocol[T_co]):
-    """A sequence of samples: a length, and a sample for each index from 0."""
+    """A sequence of samples, with a length and a sample for each index from 0."""
 
     def __len__(self) -> int: ...
 
@@ -31,13 +31,14 @@ class Dataset(Protocol[T_co]):
 
 
 class LoaderIterator(Generic[T]):
-    """One round over a loader, which knows its place where the loader does, or its iterator.
+    """One round over a loader, with a position if the loader or its iterator has one.
 
-    A loader with `state_dict` and `load_state_dict`, such as torchdata's `StatefulDataLoader`, goes
-    to a place in its next round; one with `set_epoch` is told the next epoch when a round ends.
+    A loader with `state_dict` and `load_state_dict`, such as torchdata's `StatefulDataLoader`,
+    restores a position at the start of its next round. If a loader has `set_epoch`, it is called
+    with the next epoch when a round ends.
 
     Args:
-        loader: What to iterate.
+        loader: The iterable to iterate over.
 
     Attributes:
         loader: The loader.
@@ -46,11 +47,11 @@ class LoaderIterator(Generic[T]):
     def __init__(self, loader: Iterable[T]) -> None:
         self.loader = loader
         self._iterator: Iterator[T] | None = None
-        """The round under way; None before the first."""
+        """The current round, or None before the first one."""
         self._position = 0
         self._is_over = False
         self._set: Mapping[str, Any] | None = None
-        """The place that the loader was sent to, until it has given an item from there."""
+        """The position that was set, until the loader has yielded an item from there."""
 
     def __iter__(self) -> Self:
         return self
@@ -64,8 +65,8 @@ class LoaderIterator(Generic[T]):
             self._is_over = True
             holder = epoch_holder(self.loader)
             if holder is not None:
-                # Also because a Hugging Face dataset begins every round of an epoch where it was
-                # once sent.
+                # Needed also because a Hugging Face dataset starts every round of an epoch at the
+                # position that was last restored in it.
                 holder.set_epoch(holder.epoch + 1)
         raise StopIteration
 
@@ -73,11 +74,11 @@ class LoaderIterator(Generic[T]):
         """The position, for a checkpoint.
 
         Returns:
-            What `set_state` takes; None where the loader is no sequence, and neither it nor its
+            A state for `set_state`. None if the loader is not a sequence, and neither it nor its
             iterators have `get_state` and `set_state`, or `state_dict` and `load_state_dict`.
         """
         if self._set is not None:
-            # Until it is iterated, a Hugging Face dataset tells the place where it was before.
+            # Until it is iterated, a Hugging Face dataset reports its previous position.
             return self._set
         holder, epochs = self._holder(), epoch_holder(self.loader)
         if holder is not None:
@@ -86,13 +87,14 @@ class LoaderIterator(Generic[T]):
         return {"position": self._position} if isinstance(self.loader, Sequence) else None
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from where another one stood.
+        """Continue from a saved position.
 
         Args:
-            state: What `get_state` of one over the same items returned, or the loader's iterator.
+            state: The result of `get_state` of an iterator over the same items, or the state of the
+                loader's own iterator.
 
         Raises:
-            DataError: It is that of another kind of loader.
+            DataError: The state belongs to another kind of loader.
         """
         size = len(self.loader) if isinstance(self.loader, Sequence) else -1
         known = state if isinstance(state, Mapping) else {}
@@ -108,9 +110,9 @@ class LoaderIterator(Generic[T]):
             self._iterator = itertools.islice(self.loader, self._position, None)
         else:
             raise DataError(
-                "state must be that of a repeated loader of the same kind, but got "
+                "state must come from a repeated loader of the same kind, but got "
                 f"state={state!r} and loader=<{type(self.loader).__name__}>. Pass the loader that "
-                "was trained with."
+                "was used for training."
             )
         self._is_over = False
 
@@ -128,21 +130,21 @@ class LoaderIterator(Generic[T]):
 
 
 class RepeatingLoader(LoaderIterator[T]):
-    """An endless iterator over a loader that begins anew whenever it ends.
+    """An endless iterator over a loader, which starts a new round whenever the loader ends.
 
-    A loader that shuffles itself at each `iter()`, such as `BatchLoader`, gives a new order each
-    time round, and so does one that shuffles by `set_epoch`, itself or its `dataset` or `sampler`:
-    each round is told the next epoch. The first round begins with the first item that is asked for.
+    A loader that shuffles itself at each `iter()`, such as `BatchLoader`, has a new order in each
+    round. So does a loader with `set_epoch`, on itself or on its `dataset` or `sampler`, because
+    each round sets the next epoch. The first round starts when the first item is requested.
 
     Args:
-        loader: What to iterate. An iterator or generator can be gone through only once: to repeat,
-            pass something that returns a fresh iterator at each `iter()`.
+        loader: The iterable to repeat. An iterator or generator can be consumed only once, so pass
+            an object that returns a fresh iterator at each `iter()`.
 
     Attributes:
         loader: The loader.
 
     Raises:
-        DataError: When asked for an item: the loader yields nothing, or nothing any more.
+        DataError: When an item is requested: the loader yields nothing, or nothing more.
     """
 
     def __init__(self, loader: Iterable[T]) -> None:
@@ -173,7 +175,7 @@ class RepeatingLoader(LoaderIterator[T]):
         return True
 
     def __len__(self) -> int:
-        """Items until the loader begins anew. Raises TypeError where it has no length."""
+        """Number of items in a round. Raises TypeError if the loader has no length."""
         if not isinstance(self.loader, Sized):
             raise TypeError(f"object of type '{type(self.loader).__name__}' has no len()")
         return len(self.loader)
@@ -182,35 +184,36 @@ class RepeatingLoader(LoaderIterator[T]):
 class BatchLoader(Generic[T]):
     """Batches of samples, in a new order each epoch.
 
-    Each `iter()` begins an epoch, but for the first one after `set_state`, which goes on within
-    one. An order is a function of the seed and the epoch's number alone, so that it does not depend
-    on what else draws random numbers, and any epoch can be repeated by setting `epoch`.
+    Each `iter()` starts an epoch, except the first one after `set_state`, which continues an epoch.
+    The order depends only on the seed and the number of the epoch. It is therefore independent of
+    other random numbers, and any epoch can be repeated by setting `epoch`.
 
     Args:
-        dataset: Anything with a length and indexing. Samples are pytrees of arrays and numbers,
-            such as `(x, y)`, all of the same structure, shapes and dtypes.
+        dataset: Any object with a length and indexing. Samples are pytrees of arrays and numbers,
+            such as `(x, y)`, all with the same structure, shapes and dtypes.
         batch_size: Samples per batch.
         seed: A non-negative integer.
-        shuffle: Whether to shuffle; else samples come in the order of the data set, as those that
-            are sorted by length must.
-        collate_fn: Makes a batch of a list of samples. Default: leaves are stacked along a new
-            leading dim.
+        shuffle: Whether to shuffle. Set it to False to keep the order of the data set, for example
+            if the samples are sorted by length.
+        collate_fn: Function that makes a batch from a list of samples. By default leaves are
+            stacked along a new leading dim.
         drop_last: Whether to leave out the last batch of an epoch if it is not full.
-        shard: The part of every batch that this process loads, as `process_shard` tells. A batch of
-            all shards has `batch_size * shard.count` samples, of which shard i takes the i-th
-            `batch_size`; so the order of all samples depends on neither.
+        shard: The part of every batch that this process loads, from `process_shard`. A batch of all
+            shards has `batch_size * shard.count` samples, and shard i takes the i-th `batch_size`
+            of them. The order of the samples therefore depends on neither number.
 
     Attributes:
         batch_size: Samples per batch.
         total_size: Samples per batch of all shards.
-        epoch: Number of the epoch that the next `iter()` begins, from 0; may be set.
+        epoch: Number of the epoch that the next `iter()` starts, from 0. May be set.
 
     Raises:
-        DataError: The data set has no length, no indexing, or fewer samples than a batch;
-            `batch_size` or `seed` is not such an integer, `shuffle` no boolean, or `collate_fn` no
-            function. When iterated: samples do not stack, or one ended with StopIteration.
-        Exception: When iterated: what the data set or `collate_fn` raised, with a note that names
-            the samples.
+        DataError: The data set has no length, no indexing, or fewer samples than a batch. Or
+            `batch_size` or `seed` is not such an integer, `shuffle` is not a boolean, or
+            `collate_fn` is not a function. When iterated: samples cannot be stacked, or a sample
+            raised StopIteration.
+        Exception: When iterated: any exception of the data set or of `collate_fn`, with a note that
+            names the samples.
     """
 
     def __init__(
@@ -227,8 +230,8 @@ class BatchLoader(Generic[T]):
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise DataError(
                 "A data set must have a length and indexing, but got "
-                f"dataset=<{type(dataset).__name__}>. Pass a sequence of samples; batches from an "
-                "iterator go to train_batch directly."
+                f"dataset=<{type(dataset).__name__}>. Pass a sequence of samples; pass an iterator "
+                "of batches to train_batch directly."
             )
         for name, value, minimum in (("batch_size", batch_size, 1), ("seed", seed, 0)):
             if isinstance(value, bool) or not isinstance(value, Integral) or value < minimum:
@@ -252,7 +255,7 @@ class BatchLoader(Generic[T]):
                 getattr(column, "ndim", 0) for column in dataset
             )
             columns = (
-                " A tuple of arrays becomes a sequence of samples as list(zip(*arrays))."
+                " Convert a tuple of arrays to a sequence of samples with list(zip(*arrays))."
                 if is_columns
                 else ""
             )
@@ -262,16 +265,16 @@ class BatchLoader(Generic[T]):
             )
         if count > 1 and not drop_last:
             raise DataError(
-                "drop_last must be true where samples are shared out, but got drop_last=False and "
-                f"{count} shards, whose last batches could differ. Pad the data set, or leave "
-                "drop_last out."
+                "drop_last must be true if samples are divided over shards, but got "
+                f"drop_last=False and {count} shards, whose last batches could differ. Pad the "
+                "data set, or leave drop_last out."
             )
         self.batch_size, self.total_size = int(batch_size), int(batch_size) * count
         self._epoch = 0
         self._latest: EpochIterator | None = None
-        """The epoch that was begun last."""
+        """The epoch that was started last."""
         self._resumed: EpochIterator | None = None
-        """The epoch that the next `iter()` goes on with."""
+        """The epoch that the next `iter()` continues."""
         self._dataset = dataset
         self._seed = int(seed)
         self._shuffle = shuffle
@@ -279,7 +282,7 @@ class BatchLoader(Generic[T]):
         self._drop_last = drop_last
 
     def __len__(self) -> int:
-        """The number of batches in an epoch, including a last one that is kept though not full."""
+        """The number of batches in an epoch, including an incomplete last one if it is kept."""
         full, rest = divmod(len(self._dataset), self.total_size)
         return full + (1 if rest and not self._drop_last else 0)
 
@@ -293,7 +296,7 @@ class BatchLoader(Generic[T]):
 
     @property
     def epoch(self) -> int:
-        """Number of the epoch that the next `iter()` begins."""
+        """Number of the epoch that the next `iter()` starts."""
         return self._epoch
 
     @epoch.setter
@@ -301,15 +304,20 @@ class BatchLoader(Generic[T]):
         self._epoch, self._latest, self._resumed = number, None, None
 
     def adopt(self, iterator: "EpochIterator", epoch: int) -> None:
-        """Take an iterator that was put into an epoch for the one that was begun last."""
+        """Treat an iterator that was restored into an epoch as the one that was started last.
+
+        Args:
+            iterator: The iterator.
+            epoch: Number of its epoch.
+        """
         self.epoch = epoch + 1
         self._latest = iterator
 
     def get_state(self) -> dict[str, int]:
-        """The place of the epoch that was begun last, for a checkpoint.
+        """The position in the epoch that was started last, for a checkpoint.
 
         Returns:
-            What `set_state` takes.
+            A state for `set_state`.
         """
         found = self._resumed or self._latest
         if found is None:
@@ -318,43 +326,57 @@ class BatchLoader(Generic[T]):
 
     @property
     def order_facts(self) -> dict[str, int]:
-        """What the order of an epoch depends on beside its number."""
+        """The values, besides the number of an epoch, that its order depends on."""
         return {"seed": self._seed, "num_samples": len(self._dataset), "shuffle": self._shuffle}
 
     def set_state(self, state: Mapping[str, int]) -> None:
-        """Let the next `iter()` go on from where another one stood.
+        """Let the next `iter()` continue from a saved position.
 
-        From the end of an epoch it begins the next.
+        At the end of an epoch it starts the next one.
 
         Args:
-            state: What `get_state` returned, of a loader or of an epoch's iterator.
+            state: The result of `get_state` of a loader or of an epoch's iterator.
 
         Raises:
-            DataError: It is no place in an epoch of this loader.
+            DataError: The state is not a position in an epoch of this loader.
         """
         resumed = EpochIterator(self, 0)
         resumed.set_state(state)
         self._resumed = resumed
 
     def order(self, epoch: int) -> list[int]:
-        """The indices of samples in the order of an epoch."""
+        """The order of an epoch.
+
+        Args:
+            epoch: Number of the epoch.
+
+        Returns:
+            The indices of the samples.
+        """
         order = np.arange(len(self._dataset))
         if self._shuffle:
             np.random.default_rng((self._seed, epoch)).shuffle(order)
         return order.tolist()
 
     def batch(self, indices: Sequence[int]) -> Any:
-        """This shard's part of a batch of these samples."""
+        """Load this shard's part of a batch.
+
+        Args:
+            indices: The samples of all shards.
+
+        Returns:
+            The batch of this shard.
+        """
         own = indices[self._shard * self.batch_size : (self._shard + 1) * self.batch_size]
         try:
             return self._collate([self._sample(index) for index in own])
         except StopIteration as error:
-            # A `StopIteration` raised here would end the caller's loop as if the epoch were over.
+            # A `StopIteration` from here would end the caller's loop as if the epoch were over.
             among = f"{[*own[:_SHOWN]]}{'...' if len(own) > _SHOWN else ''}"
             raise DataError(
-                f"a data set must give every sample of its length, {len(self._dataset)}, but got "
-                f"StopIteration from one of the samples {among}. Let its length be the number of "
-                "samples that it has."
+                f"a data set must have as many samples as its length, {len(self._dataset)}, but "
+                f"got StopIteration from one of the samples {among}. Let its length be the number "
+                "of samples that it has."
             ) from error
 
     def _sample(self, index: int) -> T:
@@ -369,12 +391,12 @@ class BatchLoader(Generic[T]):
     def _stack(self, samples: list[Any]) -> Any:
         repair = "Pad, cut or convert it before it is batched, in collate_fn for instance"
         if self._shuffle:
-            repair += "; where the data set is sorted by shape, keep its order with shuffle=False"
+            repair += "; if the data set is sorted by shape, keep its order with shuffle=False"
         return stack_trees(samples, "sample", "sample", repair)
 
 
 class EpochIterator:
-    """The batches of one epoch of a `BatchLoader`, from any place in it."""
+    """The batches of one epoch of a `BatchLoader`, from any position in it."""
 
     def __init__(self, loader: BatchLoader[Any], epoch: int) -> None:
         self._loader, self._epoch, self._position = loader, epoch, 0
@@ -385,7 +407,7 @@ class EpochIterator:
 
     @property
     def is_over(self) -> bool:
-        """True once all batches were given."""
+        """True after all batches have been yielded."""
         return self._position >= len(self._loader)
 
     def __next__(self) -> Any:
@@ -399,18 +421,18 @@ class EpochIterator:
     def get_state(self) -> dict[str, int]:
         """The position, for a checkpoint.
 
-        It has the epoch's number, how many of its samples were given, over all shards, and what
-        their order depends on.
+        It has the number of the epoch, the number of samples that all shards have yielded, and the
+        values that the order depends on.
         """
         samples = min(self._position * self._loader.total_size, len(self._order))
         return {"epoch": self._epoch, "samples": samples, **self._loader.order_facts}
 
     def set_state(self, state: Mapping[str, int]) -> None:
-        """Go on from the place of another one; the loader's next epoch is then the one after it.
+        """Continue from a saved position. The loader's next epoch is then the one after it.
 
-        `state` is what `get_state` returned. A warning says so where the epoch was begun in another
-        order: with another seed, number of samples or `shuffle`. Raises DataError where it is no
-        place in an epoch of this loader.
+        `state` is a result of `get_state`. Warns if the epoch was started in another order: with
+        another seed, number of samples or `shuffle`. Raises DataError if the state is not a
+        position in an epoch of this loader.
         """
         try:
             epoch, samples = int(state["epoch"]), int(state["samples"])
@@ -422,7 +444,7 @@ class EpochIterator:
         size = self._loader.total_size
         position, rest = divmod(samples, size)
         if samples == state.get("num_samples", len(self._order)):
-            # Also where the last batch was not full, or there are other samples now.
+            # Holds also if the last batch was not full, or if the data set has changed.
             position, rest = len(self._loader), 0
         if epoch < 0:
             raise DataError(
@@ -431,9 +453,9 @@ class EpochIterator:
             )
         if rest or not 0 <= position <= len(self._loader):
             raise DataError(
-                f"state must lie between two of the {len(self._loader)} batches of an epoch, but "
+                f"state must be between two of the {len(self._loader)} batches of an epoch, but "
                 f"got samples={samples} and batch_size={size}. Use a batch size that divides "
-                f"{samples} and the data set of before."
+                f"{samples}, and the same data set as before."
             )
         self._epoch, self._position = epoch, position
         self._order = self._loader.order(epoch)
@@ -445,8 +467,9 @@ class EpochIterator:
             now = ", ".join(f"{name}={facts[name]}" for name in differing)
             warnings.warn(
                 f"epoch {epoch} must go on in the order that it was begun in, but got a loader "
-                f"with {now}, and {samples} samples taken of one with {before}: some samples will "
-                "come twice in this epoch, and others never. Give BatchLoader, or training_data "
-                "and base_seed, those of before; or go on: the epochs after this one are whole.",
+                f"with {now}, after {samples} samples from a loader with {before}: some samples "
+                "will come twice in this epoch, and others never. Give BatchLoader, or "
+                "training_data and base_seed, the values used before; or continue: later epochs "
+                "are complete.",
                 stacklevel=3,
             )

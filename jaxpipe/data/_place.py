@@ -1,34 +1,53 @@
-"""Where iterables of batches stand, and how they go there."""
+"""Saving and restoring the position of iterables of batches."""
 
 import copy
 from typing import Any
 
 _WAYS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
-"""How to tell a place, and go to it: as grain names it, and as torchdata and datasets do."""
+"""The methods that save and restore a position: in grain, and in torchdata and datasets."""
 
 
 def has_place(source: Any) -> bool:
-    """True if something can tell its place, and go to one."""
+    """True if an iterable can save and restore its position.
+
+    Args:
+        source: A loader or an iterator.
+
+    Returns:
+        Whether it has such a pair of methods.
+    """
     return _way(source) is not None
 
 
 def get_place(source: Any) -> Any:
-    """The place of something that can go back to it; None: it cannot."""
+    """Save the position of an iterable.
+
+    Args:
+        source: A loader or an iterator.
+
+    Returns:
+        The position, for `set_place`. None if the iterable cannot restore one.
+    """
     way = _way(source)
-    # A copy: some give the very dictionary that they go on changing, and take the one that they
-    # will change.
+    # A copy: some iterables return a dictionary that they keep changing, or keep the one that they
+    # are given and change it.
     return None if way is None else copy.deepcopy(getattr(source, way[0])())
 
 
 def set_place(source: Any, place: Any) -> None:
-    """Let something that `has_place` go on from what `get_place` gave."""
+    """Restore the position of an iterable.
+
+    Args:
+        source: A loader or an iterator for which `has_place` is true.
+        place: A position that `get_place` returned.
+    """
     way = _way(source)
     assert way is not None, "has_place was asked"
     getattr(source, way[1])(copy.deepcopy(place))
 
 
 def epoch_holder(loader: Any) -> Any:
-    """What of a loader shuffles by the number it was given with `set_epoch`; None: nothing does."""
+    """The part of a loader that shuffles by the epoch from `set_epoch`, or None."""
     for part in (loader, getattr(loader, "dataset", None), getattr(loader, "sampler", None)):
         if hasattr(part, "set_epoch") and type(getattr(part, "epoch", None)) is int:
             return part

@@ -12,15 +12,15 @@ from jaxpipe.topology import FSDP, num_batch_shards
 
 @dataclass(frozen=True)
 class Shard:
-    """The replicas whose samples this process feeds.
+    """The replicas that this process feeds with samples.
 
     Processes with the same index hold parts of the same replicas and must feed the same samples.
     For grain: `grain.sharding.ShardOptions(shard_index=shard.index, shard_count=shard.count)`.
 
     Attributes:
-        index: Its place among the shards, from 0.
+        index: Index of the shard, from 0.
         count: Number of shards.
-        replicas: The replicas, one after another: shard i feeds the i-th block of every global
+        replicas: The replicas, which are consecutive: shard i feeds the i-th block of every global
             microbatch.
     """
 
@@ -36,11 +36,11 @@ def process_shard(mesh: Mesh) -> Shard:
         mesh: A pipeline's mesh.
 
     Returns:
-        The shard; `Shard(0, 1, all replicas)` where one process has devices of all replicas.
+        The shard. It is `Shard(0, 1, all replicas)` if one process has devices of all replicas.
 
     Raises:
-        TopologyError: The replicas of two processes overlap without being the same, or do not lie
-            side by side.
+        TopologyError: The replicas of two processes overlap without being the same, or the replicas
+            of a process are not neighbours.
     """
     num_replicas = num_batch_shards(mesh)
     replicas: dict[int, set[int]] = {}

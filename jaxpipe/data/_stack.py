@@ -17,14 +17,14 @@ _REPAIR = "Pad, cut or convert it before it is batched"
 class Batch(NamedTuple):
     """The microbatches of one step, or one microbatch.
 
-    A tuple, and a pytree whose leaves may be arrays or shapes.
+    It is a tuple, and a pytree with arrays or shapes as leaves.
 
     Attributes:
-        inputs: What the first layer takes. Leaves of a step's batch are
-            `[num_microbatches, microbatch_size * replicas, ...]`, those of a microbatch lack the
-            first dim.
-        labels: What the loss compares the model's outputs with; `()` where nothing is compared.
-        side: Side inputs, by the names of the layers' arguments; often empty.
+        inputs: The inputs of the first layer. The leaves of a step's batch have the shape
+            `[num_microbatches, microbatch_size * replicas, ...]`. The leaves of a microbatch do not
+            have the first dim.
+        labels: The labels that the loss compares with the model's outputs. `()` without labels.
+        side: Side inputs, keyed by the names of the layers' arguments. Often empty.
     """
 
     inputs: PyTree
@@ -33,13 +33,12 @@ class Batch(NamedTuple):
 
 
 class MicrobatchStack:
-    """The microbatches of one step, each copied into its place as it comes.
+    """The microbatches of one step, each copied into the stack when it is added.
 
-    An iterator may yield the same array again with other values: what it does to an entry after it
-    was added is not seen here.
+    Because entries are copied, an iterator may reuse the same array for the next entry.
 
     Args:
-        num_microbatches: How many there will be.
+        num_microbatches: Number of microbatches in the step.
     """
 
     def __init__(self, num_microbatches: int) -> None:
@@ -54,12 +53,13 @@ class MicrobatchStack:
         """Copy the next microbatch.
 
         Args:
-            entry: `(inputs, labels)` or `(inputs, labels, side)`, as a tuple or list; each part any
-                pytree of arrays or numbers, alike in all entries.
+            entry: `(inputs, labels)` or `(inputs, labels, side)`, as a tuple or list. Each part is
+                a pytree of arrays or numbers. All entries have the same structure, shapes and
+                dtypes.
 
         Raises:
-            DataError: It is not such a tuple, or structure, shapes or dtypes are not those of the
-                first; the message names leaf and entry.
+            DataError: The entry is not such a tuple, or its structure, shapes or dtypes differ from
+                the first entry. The message names the leaf and the entry.
         """
         split = split_entry(entry, f"entry {self._count}")
         self._num_parts = self._num_parts or len(entry)
@@ -77,13 +77,17 @@ class MicrobatchStack:
         """The stacked microbatches.
 
         Returns:
-            The batch, every leaf a read-only numpy array `[num_microbatches, ...]` of the entries'
-            dtype.
+            The batch. Each leaf is a read-only numpy array `[num_microbatches, ...]` with the dtype
+            of the entries.
         """
         return Batch(*(part.tree() for part in self._parts))
 
     def entries(self) -> list[tuple[Any, ...]]:
-        """The copies of what was added so far, each in the form in which it came."""
+        """The entries that have been added so far.
+
+        Returns:
+            Their copies, each a tuple with as many parts as the entry had.
+        """
         if not self._count:
             return []
         batch = self.batch()[: self._num_parts]
@@ -91,19 +95,20 @@ class MicrobatchStack:
 
 
 def stack_microbatches(entries: Sequence[Any]) -> tuple[Any, ...]:
-    """Stack what an iterator yielded for one step.
+    """Stack the entries of one step.
 
     Args:
         entries: One `(inputs, labels)` or `(inputs, labels, side)` per microbatch, as tuples or
-            lists; each part any pytree of arrays or numbers, alike in all entries.
+            lists. Each part is a pytree of arrays or numbers. All entries have the same structure,
+            shapes and dtypes.
 
     Returns:
-        One tuple of the same parts, every leaf a read-only numpy array `[num_microbatches, ...]` of
-        the entries' dtype.
+        One tuple of the same parts. Each leaf is a read-only numpy array `[num_microbatches, ...]`
+        with the dtype of the entries.
 
     Raises:
-        DataError: There is no entry, an entry is not such a tuple, or structures, shapes or dtypes
-            differ; the message names leaf and entry.
+        DataError: There are no entries, an entry is not such a tuple, or structures, shapes or
+            dtypes differ. The message names the leaf and the entry.
     """
     if not entries:
         raise DataError(
@@ -117,18 +122,19 @@ def stack_microbatches(entries: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def split_entry(entry: Any, name: str) -> Batch:
-    """A microbatch, or a whole batch, from the tuple in which the caller gives it.
+    """Split an entry, or a whole batch in the same form, into its named parts.
 
     Args:
-        entry: `(inputs, labels)` or `(inputs, labels, side)`, as a tuple or list; `side` may be
+        entry: `(inputs, labels)` or `(inputs, labels, side)`, as a tuple or list. `side` may be
             None.
-        name: What the entry is called, for messages.
+        name: The name of the entry in messages.
 
     Returns:
-        Its parts by name; `side` is empty where there is none.
+        The parts by name. `side` is empty if the entry has no side inputs.
 
     Raises:
-        DataError: It is not such a tuple, or `side` is no dictionary with names as keys.
+        DataError: The entry is not such a tuple, or `side` is not a dictionary with strings as
+            keys.
     """
     if not isinstance(entry, tuple | list) or len(entry) not in (2, 3):
         what = f"{type(entry).__name__}" + (
@@ -154,9 +160,9 @@ def split_entry(entry: Any, name: str) -> Batch:
 def stack_trees(trees: Sequence[Any], name: str, item: str, repair: str = _REPAIR) -> Any:
     """Stack pytrees leaf by leaf along a new leading dim, into numpy arrays.
 
-    For messages, `name` is what the trees are called, `item` what one is called, and `repair` what
-    to do where shapes or dtypes differ. At least one tree is needed. Raises DataError
-    where a leaf is no array of numbers, or structures, shapes or dtypes differ.
+    In messages, `name` is the name of the trees, `item` the name of one of them, and `repair` what
+    to do if shapes or dtypes differ. At least one tree is required. Raises DataError if a leaf is
+    not an array of numbers, or if structures, shapes or dtypes differ.
     """
     stack = _TreeStack(len(trees), name, item, repair)
     for tree in trees:
@@ -200,7 +206,7 @@ class _TreeStack:
         self._count += 1
 
     def tree(self) -> Any:
-        # Read-only, so that nothing copies them again on their way to the devices.
+        # Read-only arrays are not copied again when they are sent to the devices.
         for column in self._columns:
             column.flags.writeable = False
         return jax.tree.unflatten(jax.tree.structure(self._first), self._columns)
@@ -210,14 +216,14 @@ def structures_differ(first: Any, tree: Any, name: str, this: str, other: str) -
     """The error for two trees of different structure.
 
     Args:
-        first: The tree that the other one should be like.
-        tree: The other one.
-        name: What both are called; paths to leaves begin with it.
-        this: Where the other one was found.
-        other: Where the first one was found.
+        first: The tree with the expected structure.
+        tree: The tree with another structure.
+        name: The name of both trees, with which the paths of leaves begin.
+        this: Where `tree` was found.
+        other: Where `first` was found.
 
     Returns:
-        An error that names the first leaf that one of them lacks.
+        An error that names the first leaf that is only in one of the trees.
     """
     paths = [
         {name + jax.tree_util.keystr(path): None for path, _ in jax.tree.leaves_with_path(t)}

@@ -1,11 +1,11 @@
-"""DeepSpeed's names without a counterpart in JAX, for programs that are ported from it.
+"""DeepSpeed names without a JAX counterpart, for programs ported from DeepSpeed.
 
-No other room needs them.
+No other package of jaxpipe uses them.
 
-Some stay where the library needs them, and the first two are named here too:
-`PipelineParallelGrid`, the type of `engine.grid`; the struct classes of DeepSpeed 0.3, which
-`load_config` reads; and methods of `PipelineEngine` and `PipelineModule` that are refused, with
-what takes their place.
+Some other DeepSpeed names are defined where the library needs them. Of these, this package
+re-exports `PipelineParallelGrid`, the type of `engine.grid`, and the struct classes of DeepSpeed
+0.3, which `load_config` reads. Methods of `PipelineEngine` and `PipelineModule` that are not
+supported raise an error that names the replacement.
 """
 
 from jaxpipe.config import BatchConfig as BatchConfig

@@ -1,4 +1,4 @@
-"""Names of DeepSpeed's `checkpointing` that say nothing new here, or nothing at all."""
+"""Names of DeepSpeed's `checkpointing` that are aliases here, or have no effect."""
 
 import warnings
 
@@ -8,13 +8,13 @@ from jaxpipe.errors import ConfigError, refused
 from jaxpipe.recompute import checkpoint
 
 non_reentrant_checkpoint = checkpoint
-"""DeepSpeed's second name of `checkpoint`: JAX has one kind of recompute, and it is not reentrant.
+"""DeepSpeed's second name for `checkpoint`. JAX has one kind of recompute, which is not reentrant.
 """
 
 
 _AUTOGRAD = (
     "JAX differentiates functions and has no autograd objects. Use "
-    "jaxpipe.checkpointing.checkpoint(function, *args), and jax.grad or jax.vjp around it."
+    "jaxpipe.checkpointing.checkpoint(function, *args) inside jax.grad or jax.vjp."
 )
 
 
@@ -23,11 +23,11 @@ class CheckpointFunction:
 
     `CheckpointFunction.apply(function, *args)` is `checkpoint(function, *args)`.
 
-    There is no list of outputs to pass beside it, nothing to construct, and no `forward` or
-    `backward` to call: JAX differentiates functions.
+    Because JAX differentiates functions, there is no list of outputs to pass, no object to
+    construct, and no `forward` or `backward` to call.
 
     Raises:
-        PipelineError: It is constructed.
+        PipelineError: An instance is constructed.
     """
 
     __init__ = refused("CheckpointFunction", _AUTOGRAD)
@@ -37,27 +37,27 @@ class CheckpointFunction:
 
 
 def reset() -> None:
-    """Do nothing: no buffers are held between calls, so there are none to free after an evaluation.
+    """Do nothing, because no buffers are kept between calls that an evaluation would have to free.
 
-    DeepSpeed's name. The settings stay, as they do there.
+    The name is DeepSpeed's. As in DeepSpeed, the settings are kept.
     """
 
 
 def set_num_layers(nlayers: int) -> None:
-    """No effect, with a warning.
+    """Warn that the setting has no effect.
 
-    DeepSpeed sizes its contiguous buffer by it, and there is no such buffer.
+    DeepSpeed uses it as the size of its contiguous buffer. There is no such buffer here.
 
     Args:
         nlayers: Number of layers.
 
     Raises:
-        ConfigError: It is no positive integer.
+        ConfigError: `nlayers` is not a positive integer.
     """
     _check_num_layers(nlayers)
     warnings.warn(
         "No effect: num_checkpoints (activation_checkpointing.number_checkpoints): there is no "
-        "buffer whose size it would give.",
+        "contiguous buffer to size.",
         ConfigWarning,
         stacklevel=2,
     )
@@ -67,5 +67,5 @@ def _check_num_layers(nlayers: object) -> None:
     if as_integer(nlayers, 1) is None:
         raise ConfigError(
             f"num_checkpoints must be an integer >= 1, but got num_checkpoints={nlayers!r}. Give "
-            "the number of recomputed groups, or leave it out."
+            "the number of recomputed groups, or remove the call."
         )

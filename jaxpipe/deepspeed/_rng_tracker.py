@@ -1,4 +1,4 @@
-"""Named random streams over JAX keys, after DeepSpeed's tracker of CUDA's random states."""
+"""Named streams of JAX keys, modelled on DeepSpeed's tracker of CUDA random states."""
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,12 +20,12 @@ _MAX_SEED = 2**31
 
 
 class RNGState(NamedTuple):
-    """One stream: plain numbers, so that it can be written beside a checkpoint as it is.
+    """The state of one stream, in plain numbers that can be stored with a checkpoint.
 
     Attributes:
-        seed: The stream's seed; on model rank r of a stream that is `over_model`, `seed + r`.
-        num_forks: How many keys have been taken.
-        over_model: Whether the stream is another one on each place of the `model` axis.
+        seed: The stream's seed. With `over_model`, model rank r uses `seed + r`.
+        num_forks: Number of keys taken so far.
+        over_model: Whether the stream differs between the ranks of the `model` axis.
     """
 
     seed: int
@@ -36,16 +36,16 @@ class RNGState(NamedTuple):
 class CudaRNGStatesTracker:
     """Named streams of random keys.
 
-    JAX has no hidden random state that `fork` could swap: it yields the key to use. Outside
-    compiled code the stream counts, and each `fork` yields a new key. Inside a function that JAX
-    traces, a count would be frozen into the program, so there the key comes from the caller's own
-    one, which changes from call to call:
+    JAX has no hidden random state that `fork` could swap, so `fork` yields the key to use. Outside
+    compiled code, the stream has a counter, and each `fork` yields a new key. Inside a traced
+    function, the counter would become a constant of the program. There the key is derived from the
+    caller's own key, which changes from call to call:
 
         with tracker.fork(key=layer_key) as key:
             mask = jax.random.bernoulli(key, keep, x.shape)
 
     Reference:
-        DeepSpeed's class of the same name, after Megatron-LM's.
+        DeepSpeed's class of the same name, modelled on Megatron-LM's.
     """
 
     def __init__(self) -> None:
@@ -56,18 +56,18 @@ class CudaRNGStatesTracker:
         self._states = {}
 
     def get_states(self) -> dict[str, RNGState]:
-        """The streams by name; a copy."""
+        """Return a copy of the streams by name."""
         return dict(self._states)
 
     def set_states(self, states: Mapping[str, RNGState | list[Any]]) -> None:
         """Replace all streams.
 
         Args:
-            states: As `get_states` returned it; a stream may also be a list `[seed, num_forks,
-                over_model]`, as JSON gives it back.
+            states: Streams as `get_states` returns them. A stream may also be a list `[seed,
+                num_forks, over_model]`, as read from JSON.
 
         Raises:
-            ConfigError: It is no mapping from names to such states.
+            ConfigError: `states` is not a mapping from names to stream states.
         """
         self._states = _checked_states(states)
 
@@ -75,14 +75,15 @@ class CudaRNGStatesTracker:
         """Start a stream.
 
         Args:
-            name: Its name.
-            seed: Its seed, another one than any other stream's.
-            over_model: Whether it is another stream on each place of the `model` axis, with the
-                seed `seed + rank`; by default only `"model-parallel-rng"` is, to which DeepSpeed's
-                callers add the rank themselves.
+            name: Name of the stream.
+            seed: Seed of the stream, which no other stream may have.
+            over_model: Whether the stream differs between the ranks of the `model` axis, with the
+                seed `seed + rank`. Default: True only for `"model-parallel-rng"`, where callers of
+                DeepSpeed add the rank themselves.
 
         Raises:
-            ConfigError: The name or the seed is taken, or the seed is no integer in `[0, 2**31)`.
+            ConfigError: The name or the seed is already in use, or the seed is not an integer in
+                `[0, 2**31)`.
         """
         _check_seed(seed)
         taken = {state.seed: other for other, state in self._states.items()}
@@ -94,7 +95,7 @@ class CudaRNGStatesTracker:
         if seed in taken:
             raise ConfigError(
                 f"seed must be new to the tracker, but got seed={seed}, which stream "
-                f"{taken[seed]!r} has. Choose another seed: equal seeds give equal streams."
+                f"{taken[seed]!r} uses. Choose another seed: equal seeds produce equal streams."
             )
         self._states[name] = RNGState(
             seed, 0, name == MODEL_PARALLEL_RNG if over_model is None else over_model
@@ -110,27 +111,28 @@ class CudaRNGStatesTracker:
     ) -> Generator[jax.Array]:
         """Take a key from a stream.
 
-        With s = the stream's seed, plus the model rank if it is `over_model`:
+        Let s be the stream's seed, plus the model rank if the stream is `over_model`.
 
-        - without `key`: `fold_in(jax.random.key(s), n)` for the n-th such call since `add`, n from
-          0. The stream counts, and `get_states`/`set_states` repeat it. Only outside traced code.
-        - with `key`: `fold_in(key, s)`. The stream does not count: equal keys give equal keys, so
-          give each use in a layer a key of its own. This works anywhere, and under recompute; it
-          differs between steps, microbatches, layers and data replicas just where `key` does, and
-          between model ranks where the stream is `over_model`.
+        - Without `key`, the result is `fold_in(jax.random.key(s), n)`, where n counts these calls
+          since `add`, from 0. `get_states` and `set_states` save and restore the counter. This
+          works only outside traced code.
+        - With `key`, the result is `fold_in(key, s)`. The stream does not count: equal keys produce
+          equal keys, so pass a different key for each use in a layer. This works anywhere, also
+          under recompute. The result differs between steps, microbatches, layers and data replicas
+          exactly if `key` does, and between model ranks if the stream is `over_model`.
 
         Args:
-            name: The stream.
-            key: The caller's key; a layer's own inside traced code.
-            model_rank: Place on the `model` axis. Default: the place where the code runs, inside a
-                `shard_map` over that axis; else 0.
+            name: Name of the stream.
+            key: The caller's key; inside traced code, the layer's own key.
+            model_rank: Index on the `model` axis. Default: the index of the device that runs the
+                code, inside a `shard_map` over that axis; otherwise 0.
 
         Yields:
             The key.
 
         Raises:
-            ConfigError: There is no such stream.
-            LayerError: No `key` is given in traced code.
+            ConfigError: The stream does not exist.
+            LayerError: `key` is not given in traced code.
         """
         if name not in self._states:
             known = ", ".join(map(repr, self._states)) or "none"
@@ -147,7 +149,7 @@ class CudaRNGStatesTracker:
             raise LayerError(
                 "fork must be given a key inside traced code, where a count would be the same in "
                 f"every call of the program, but got key=None for stream {name!r}. Write "
-                f"fork({name!r}, key=key) with a key that the function gets, such as the layer's "
+                f"fork({name!r}, key=key) with a key passed to the function, such as the layer's "
                 "make_rng('dropout')."
             )
         self._states[name] = state._replace(num_forks=state.num_forks + 1)
@@ -157,13 +159,13 @@ class CudaRNGStatesTracker:
 _TRACKER: ContextVar[CudaRNGStatesTracker] = ContextVar("jaxpipe_rng_tracker")
 """The tracker that `get_cuda_rng_tracker` returns.
 
-DeepSpeed's calls name no tracker, so one has to be found from anywhere. A context variable keeps
-those of different threads apart, which a plain global would not.
+DeepSpeed's functions take no tracker as an argument, so it must be accessible from anywhere. A
+context variable gives each thread its own tracker; a plain global would not.
 """
 
 
 def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
-    """The tracker of this thread; at first it is empty."""
+    """Return the tracker of this thread, which is empty at first."""
     tracker = _TRACKER.get(None)
     if tracker is None:
         tracker = CudaRNGStatesTracker()
@@ -172,21 +174,21 @@ def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Start the tracker's two streams anew.
+    """Reset the tracker and start its two streams.
 
-    - `"default-rng"`, seed `seed`: the same on all places of the `model` axis, for dropout of what
-      is replicated there. DeepSpeed keeps this one as CUDA's own state.
-    - `"model-parallel-rng"`, seed `seed + 2718 + model rank`: another one on each place, for
-      dropout of what is sharded there.
+    - `"default-rng"`, with seed `seed`, is the same on all ranks of the `model` axis, for dropout
+      of replicated activations. DeepSpeed uses CUDA's own state for this stream.
+    - `"model-parallel-rng"`, with seed `seed + 2718 + model rank`, differs between the ranks of the
+      `model` axis, for dropout of sharded activations.
 
-    Neither depends on the data replica by itself; with `fork(name, key=key)` both do if the key
-    does, as the keys that layers get from the pipeline.
+    Neither stream depends on the data replica. With `fork(name, key=key)`, the result depends on
+    the replica if the key does, as do the keys that layers receive from the pipeline.
 
     Args:
-        seed: An integer.
+        seed: The seed.
 
     Raises:
-        ConfigError: It is no integer in `[0, 2**31 - 2718)`.
+        ConfigError: `seed` is not an integer in `[0, 2**31 - 2718)`.
     """
     _check_seed(seed, _MAX_SEED - _MODEL_PARALLEL_OFFSET)
     tracker = get_cuda_rng_tracker()
@@ -196,13 +198,14 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
 
 
 def model_parallel_reconfigure_tp_seed(seed: int) -> None:
-    """Start the stream `"model-parallel-rng"` anew and leave the others.
+    """Restart the stream `"model-parallel-rng"`, and keep the others.
 
     Args:
-        seed: An integer; the stream's seed is `seed + 2718 + model rank`.
+        seed: An integer. The stream's seed is `seed + 2718 + model rank`.
 
     Raises:
-        ConfigError: It is no integer in `[0, 2**31 - 2718)`, or another stream has its seed.
+        ConfigError: `seed` is not an integer in `[0, 2**31 - 2718)`, or another stream uses the
+            resulting seed.
     """
     _check_seed(seed, _MAX_SEED - _MODEL_PARALLEL_OFFSET)
     tracker = get_cuda_rng_tracker()
@@ -233,7 +236,7 @@ def _check_seed(seed: Any, limit: int = _MAX_SEED) -> None:
     if as_integer(seed, 0) is None or seed >= limit:
         raise ConfigError(
             f"seed must be an integer in [0, {limit}), but got seed={seed!r}. Pass a number, not a "
-            "JAX key: a stream makes its own keys."
+            "JAX key: a stream creates its own keys."
         )
 
 
@@ -241,7 +244,7 @@ def _checked_states(states: object) -> dict[str, RNGState]:
     if not isinstance(states, Mapping):
         raise ConfigError(
             f"states must be a mapping from stream names to states, but got states={states!r}. "
-            "Pass what get_states() returned."
+            "Pass the result of get_states()."
         )
     return {
         name: _checked_state(name, state)
@@ -257,6 +260,6 @@ def _checked_state(name: str, state: object) -> RNGState:
     ):
         raise ConfigError(
             f"the state of stream {name!r} must be an RNGState (seed, num_forks, over_model), but "
-            f"got {state!r}. Pass what get_states() returned."
+            f"got {state!r}. Pass the result of get_states()."
         )
     return RNGState(*fields)

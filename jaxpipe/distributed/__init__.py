@@ -1,4 +1,4 @@
-"""Joining the processes of a job, and what they tell each other."""
+"""Joining the processes of a job, and communication between them."""
 
 from ._address import DEFAULT_PORT as DEFAULT_PORT
 from ._address import bracketed as bracketed

@@ -1,4 +1,4 @@
-"""Addresses of hosts and of the coordinator as text."""
+"""Parsing and formatting the addresses of hosts and of the coordinator."""
 
 import ipaddress
 
@@ -7,11 +7,18 @@ from jaxpipe.errors import LaunchError, shown
 from ._numbers import whole_number
 
 DEFAULT_PORT = 29500
-"""DeepSpeed's and torch's port of the coordinator."""
+"""The default port of the coordinator in DeepSpeed and torch."""
 
 
 def is_ipv6(host: str) -> bool:
-    """True for an IPv6 address, without brackets."""
+    """True for an IPv6 address without brackets.
+
+    Args:
+        host: A host.
+
+    Returns:
+        Whether it is one.
+    """
     try:
         ipaddress.IPv6Address(host)
     except ValueError:
@@ -20,29 +27,29 @@ def is_ipv6(host: str) -> bool:
 
 
 def bracketed(host: str) -> str:
-    """A host as it stands before a colon: an IPv6 address in brackets, all else as it is.
+    """Put an IPv6 address in brackets, so that a port can follow it.
 
     Args:
-        host: A name, an IPv4 address, or an IPv6 address with brackets or without.
+        host: A name, an IPv4 address, or an IPv6 address with or without brackets.
 
     Returns:
-        The text.
+        The host in the form that a colon and a port may follow.
     """
     return f"[{host}]" if is_ipv6(host) else host
 
 
 def read_address(text: str, what: str = "the coordinator's address") -> tuple[str, int]:
-    """Take `host:port` apart.
+    """Split `host:port`.
 
     Args:
-        text: The address; an IPv6 host in brackets.
-        what: What it is called in an error.
+        text: The address, with an IPv6 host in brackets.
+        what: The name of the address in errors.
 
     Returns:
         The host, without brackets, and the port.
 
     Raises:
-        LaunchError: It is not of this form.
+        LaunchError: The text does not have this form.
     """
     before, _, after = text.rpartition(":")
     port = whole_number(after) or 0

@@ -1,7 +1,4 @@
-"""JAX's devices.
-
-Asking for them the first time, and noticing that a node has more than its processes use.
-"""
+"""Checks of JAX's devices: that there are any, and that a node uses all of them."""
 
 import os
 import socket
@@ -19,14 +16,14 @@ from ._gather import gather_numbers
 
 
 def check_devices() -> None:
-    """Let JAX look for its devices, and say what may be missing where it finds none.
+    """Let JAX initialise its devices, and raise a helpful error if it finds none.
 
     Raises:
-        LaunchError: It finds none for a platform that it is told to use.
+        LaunchError: JAX finds no devices of a platform that it is configured to use.
     """
     try:
         jax.devices()
-    # The latter where no plugin for the platform is installed.
+    # AssertionError: no plugin for the platform is installed.
     except (RuntimeError, AssertionError) as error:
         first = (str(error).strip().splitlines() or ["no plugin for it"])[0]
         raise LaunchError(
@@ -38,12 +35,10 @@ def check_devices() -> None:
 
 
 def warn_of_unused_devices() -> None:
-    """Warn where the processes of this node together use fewer GPUs than it has.
+    """Warn if the processes of this node together use fewer GPUs than it has.
 
-    All processes call.
-
-    Slurm and Open MPI are taken to give each process one GPU, so that one process for a whole node
-    uses one of its GPUs and leaves the others idle.
+    All processes must call it. Under Slurm and Open MPI, JAX assumes one GPU per process, so a
+    single process on a node uses one of its GPUs and leaves the others idle.
     """
     platform = jax.local_devices()[0].platform
     own = [zlib.crc32(socket.gethostname().encode()), jax.local_device_count()]
@@ -61,10 +56,10 @@ def warn_of_unused_devices() -> None:
 
 
 def count_gpus(root: Path, environ: Mapping[str, str]) -> int:
-    """Number of NVIDIA GPUs that a process could see.
+    """The number of NVIDIA GPUs that a process can see.
 
-    They are those that `CUDA_VISIBLE_DEVICES` leaves, or all that the driver knows. `root` is that
-    of the file system.
+    These are all GPUs that the driver knows, unless `CUDA_VISIBLE_DEVICES` excludes some. `root` is
+    the root of the file system.
     """
     known = len(list(root.glob("proc/driver/nvidia/gpus/*")))
     visible = environ.get("CUDA_VISIBLE_DEVICES")

@@ -1,4 +1,4 @@
-"""Descriptions of a job in the environment, by launcher."""
+"""Detection of a job from the environment variables of its launcher."""
 
 import os
 import re
@@ -13,20 +13,20 @@ from ._numbers import whole_number
 _OWN_FLAG = re.compile("dump|path|dir|file|host_platform_device_count")
 _TF32 = "NVIDIA_TF32_OVERRIDE"
 MPI4PY = "mpi4py"
-"""Source of jobs under MPICH, Intel MPI or Open MPI 5, which JAX asks through mpi4py."""
+"""Source of jobs under MPICH, Intel MPI or Open MPI 5, which JAX queries through mpi4py."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """Way of a process to the others of its job.
+    """How a process finds the other processes of its job.
 
     Attributes:
-        source: Where that was found, in words.
-        coordinator_address: `host:port` of process 0; None: JAX finds it.
-        num_processes: How many there are; None: JAX finds it.
-        process_id: This one's index; None: JAX finds it.
-        local_device_ids: The accelerators of the node that this process uses; None: all, or what
-            JAX finds.
+        source: Where the description was found, in words.
+        coordinator_address: `host:port` of process 0. None if JAX detects it.
+        num_processes: Number of processes. None if JAX detects it.
+        process_id: Index of this process. None if JAX detects it.
+        local_device_ids: The accelerators of the node that this process uses. None for all of them,
+            or for those that JAX detects.
     """
 
     source: str
@@ -42,10 +42,10 @@ class Job:
 
 
 def find_job(environ: Mapping[str, str], port: int = DEFAULT_PORT) -> Job | None:
-    """The job that the environment describes; None where it describes none.
+    """The job that the environment describes, or None.
 
-    `port` is the coordinator's where the environment gives none. Raises LaunchError where some
-    variables of a kind are set and others missing, or one is no valid number.
+    `port` is the port of the coordinator if the environment gives none. Raises LaunchError if only
+    some variables of a launcher are set, or if one is not a valid number.
     """
     for find in (_from_jax, _from_torchrun, _from_skypilot, _from_schedulers):
         found = find(environ, port)
@@ -96,7 +96,7 @@ def _from_skypilot(environ: Mapping[str, str], port: int) -> Job | None:
 
 
 def _from_schedulers(environ: Mapping[str, str], port: int) -> Job | None:
-    """A job that JAX detects by itself; None where it would be of one process."""
+    """A job that JAX detects by itself, or None if it would have one process."""
     slurm = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
     if (
         all(name in environ for name in slurm)
@@ -132,7 +132,7 @@ def _job(
 def check_index(
     process_id: int, num_processes: int, index: str = "process_id", count: str = "num_processes"
 ) -> None:
-    """Refuse an index that is not one of the processes."""
+    """Refuse an index that is not below the number of processes."""
     if not 0 <= process_id < num_processes:
         raise LaunchError(
             f"{index} must be in [0, {count}={num_processes}), but got {index}={process_id}. "
@@ -160,9 +160,10 @@ def _number(name: str, text: str) -> int:
 
 
 def compiler_variables() -> dict[str, str]:
-    """Variables that change what a compiled program computes.
+    """The environment variables that change what a compiled program computes.
 
-    Flags that say where a process writes are left out.
+    Returns:
+        The variables by name, without flags that only set where a process writes.
     """
     flags = os.environ.get("XLA_FLAGS", "").split()
     common = sorted(flag for flag in flags if not _OWN_FLAG.search(flag.partition("=")[0]))
@@ -170,7 +171,11 @@ def compiler_variables() -> dict[str, str]:
 
 
 def asks_for_determinism() -> bool:
-    """True if XLA is told by its flags to give the same bits in each run, on GPUs too."""
+    """True if XLA's flags request bitwise reproducible results on GPUs too.
+
+    Returns:
+        Whether `--xla_gpu_deterministic_ops` is set.
+    """
     flags = os.environ.get("XLA_FLAGS", "").split()
     return any(
         flag in ("--xla_gpu_deterministic_ops", "--xla_gpu_deterministic_ops=true")
@@ -179,5 +184,5 @@ def asks_for_determinism() -> bool:
 
 
 def compiles_for_tpus_anywhere() -> None:
-    """Let libtpu compile where there is no TPU, and no server of the cloud to ask what is here."""
+    """Let libtpu compile on machines without a TPU or a cloud metadata server."""
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")

@@ -1,4 +1,4 @@
-"""Letting all processes come to the same end."""
+"""Raising the error of one process in all processes."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -13,30 +13,32 @@ T = TypeVar("T")
 
 
 def run_on_all(action: Callable[[], T], who: Sequence[int] | None = None) -> T | None:
-    """Run something on some processes and raise on all if it fails on one; all processes call.
+    """Run a function on some processes, and raise on all processes if it fails on one.
 
-    So one process's mistake does not leave the others waiting for it.
+    All processes must call it. A failure of one process then does not leave the others waiting.
 
     Args:
-        action: What to run.
-        who: Indices of the processes that run it; None: all.
+        action: The function to run.
+        who: Indices of the processes that run it. None for all processes.
 
     Returns:
-        What it returned here; None where it did not run.
+        The result of the function, or None on processes that did not run it.
 
     Raises:
-        Exception: What it raised here; where it failed elsewhere the same kind of `JaxpipeError`,
-            with the index of the first process that failed and its message.
+        Exception: The error of the function on this process. If it failed on another process, a
+            `JaxpipeError` of the same class, with the index of the first process that failed and
+            its message.
     """
     result, failure = None, ""
     own: Exception | None = None
     if who is None or jax.process_index() in who:
         try:
             result = action()
-        except Exception as error:  # noqa: BLE001  # raised again below, when all processes know
+        except Exception as error:  # noqa: BLE001  # raised again below, on all processes
             own, failure = error, failure_of(error)
     if own is not None and not jax.distributed.is_initialized():
-        # Alone; and to count processes is to ask JAX for its devices, of which it may have none.
+        # There is only one process. Counting processes would initialise JAX's devices, and there
+        # may be none.
         raise own
     if jax.process_count() > 1:
         raise_on_all(own, gather_texts(failure))
@@ -46,25 +48,32 @@ def run_on_all(action: Callable[[], T], who: Sequence[int] | None = None) -> T |
 
 
 def failure_of(error: Exception) -> str:
-    """An error as `raise_on_all` takes it."""
+    """Format an error for `raise_on_all`.
+
+    Args:
+        error: The error.
+
+    Returns:
+        The name of its class, a line break and its message.
+    """
     try:
         text = str(error)
-    # A class of the user's: the others must hear of it all the same.
+    # A faulty class of the user: the other processes must still be informed.
     except Exception:  # noqa: BLE001
         text = "(an error whose text cannot be made)"
     return f"{type(error).__name__}\n{text}"
 
 
 def raise_on_all(own: Exception | None, failures: Sequence[str]) -> None:
-    """Raise if some process failed.
+    """Raise an error if any process failed.
 
     Args:
-        own: What this process raised.
-        failures: For each process the name of the error's class, a line break and what it says;
-            empty where it did not fail.
+        own: The error of this process, or None.
+        failures: For each process its error from `failure_of`, or an empty string if it did not
+            fail.
 
     Raises:
-        Exception: This process's own, or one that tells of the first of the others.
+        Exception: The error of this process, or one that reports the first error of the others.
     """
     if own is not None:
         raise own

@@ -1,4 +1,4 @@
-"""Small values from every process to every process, on the host's side."""
+"""Exchange of small host values between all processes."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -11,16 +11,16 @@ from jax.sharding import PartitionSpec as P
 
 
 def gather_numbers(values: Sequence[int]) -> np.ndarray:
-    """The numbers of each process; all processes call, with equally many.
+    """Gather the numbers of all processes.
 
-    Where JAX knows the processors of all processes the exchange runs there, and accelerators go on
-    with what they do.
+    All processes must call it, with equally many numbers. If JAX knows the CPU devices of all
+    processes, the exchange runs on these and does not interrupt the accelerators.
 
     Args:
         values: Integers from 0 to 2**32 - 1.
 
     Returns:
-        Shape `[num_processes, len(values)]`, in the order of process indices.
+        An array `[num_processes, len(values)]`, in the order of process indices.
     """
     own = np.asarray(values, np.uint32)[None]
     if jax.process_count() == 1:
@@ -35,8 +35,17 @@ def gather_numbers(values: Sequence[int]) -> np.ndarray:
 
 
 def gather_texts(text: str) -> list[str]:
-    """A text of each process, in the order of process indices; all processes call."""
-    # What a file's name or an error brings with it need not be UTF-8.
+    """Gather a text of each process.
+
+    All processes must call it.
+
+    Args:
+        text: The text of this process.
+
+    Returns:
+        The texts, in the order of process indices.
+    """
+    # File names and error messages need not be valid UTF-8.
     own = text.encode(errors="surrogatepass")
     sizes = gather_numbers([len(own)])[:, 0]
     if not sizes.any():
@@ -57,9 +66,9 @@ def _program() -> tuple[Mesh, Any, Any]:
     for device in _devices():
         firsts.setdefault(device.process_index, device)
     devices = np.array([firsts[i] for i in range(jax.process_count())])
-    # One axis for each prime factor of their number: 1,024 processes exchange in 10 rounds of
-    # pairs, each with 10 others, where a single axis would be a ring of 1,023 hops in which each
-    # process has a connection to all others.
+    # One axis for each prime factor of the number of processes: 1,024 processes exchange in 10
+    # rounds of pairs, each with 10 others. A single axis would be a ring of 1,023 hops, in which
+    # each process has a connection to all others.
     factors = prime_factors(len(devices))
     names = tuple(f"factor_{i}" for i in range(len(factors)))
     mesh = Mesh(devices.reshape(factors), names, axis_types=(AxisType.Auto,) * len(names))
@@ -76,7 +85,7 @@ def _program() -> tuple[Mesh, Any, Any]:
 
 
 def prime_factors(number: int) -> list[int]:
-    """Prime factors of a number, the smallest first; of 1 none."""
+    """The prime factors of a number in ascending order, none for 1."""
     found, factor = list[int](), 2
     while number > 1:
         if number % factor:

@@ -1,4 +1,4 @@
-"""Trying every axis of a mesh before anything depends on it."""
+"""Testing the communication along every mesh axis before anything depends on it."""
 
 import threading
 from collections.abc import Callable
@@ -16,17 +16,19 @@ from ._gather import gather_numbers
 
 
 def meet(call: str, timeout_s: float) -> None:
-    """Wait until all processes have come to a call; all make it.
+    """Block until all processes have reached a call.
+
+    All processes must call it.
 
     Args:
-        call: Its name.
+        call: The name of the call in errors.
         timeout_s: Seconds to wait.
 
     Raises:
-        LaunchError: Some did not come in time, or ended.
+        LaunchError: Some processes did not reach it in time, or ended.
     """
-    # Asked first: counting processes asks JAX for its devices, which a wrong argument must not wait
-    # for.
+    # Checked first, because counting processes initialises JAX's devices, which should not delay
+    # the error for a wrong argument.
     if not jax.distributed.is_initialized() or jax.process_count() == 1:
         return
     found = _run_in_time(lambda: gather_numbers([0]), timeout_s, call)
@@ -44,18 +46,20 @@ def meet(call: str, timeout_s: float) -> None:
 
 
 def handshake(mesh: Mesh, timeout_s: float) -> None:
-    """Let every device pass a number to its neighbour along each axis; all processes call.
+    """Send a number from every device to its neighbour along each axis.
+
+    All processes must call it.
 
     Args:
         mesh: The devices.
         timeout_s: Seconds that one axis may take.
 
     Raises:
-        LaunchError: An axis did not answer in time, or gave wrong numbers; the message names the
-            axis and the processes on both sides.
+        LaunchError: An axis did not answer in time, or returned wrong numbers. The message names
+            the axis and the processes on both sides.
 
     Reference:
-        DeepSpeed's pipeline engine lets neighbours exchange a tensor when it is built.
+        DeepSpeed's pipeline engine exchanges a tensor between neighbours when it is built.
     """
     for axis, length in mesh.shape.items():
         if length > 1:
@@ -100,16 +104,16 @@ def _try_axis(mesh: Mesh, axis: str, timeout_s: float) -> None:
 
 
 def _run_in_time(run: Callable[[], Any], timeout_s: float, name: str) -> Any:
-    """What a function returns or raises.
+    """Return the result of a function or the error that it raised.
 
-    None where it takes longer, and goes on in a thread of its own.
+    Returns None if it takes longer than the timeout. It then continues in its own thread.
     """
     found: list[Any] = []
 
     def note() -> None:
         try:
             found.append(run())
-        # Whatever the backend raises; the caller reports it.
+        # The backend may raise anything. The caller reports it.
         except Exception as error:  # noqa: BLE001
             found.append(error)
 
@@ -130,7 +134,7 @@ _REPAIR = (
 
 
 def _links(mesh: Mesh, at: int) -> str:
-    """This process's links along an axis, by the processes on the other side."""
+    """Names this process's links along an axis by the processes on the other side."""
     own = jax.process_index()
     owners = np.vectorize(lambda device: device.process_index)(mesh.devices)
     others = set(np.roll(owners, 1, at)[owners == own].tolist()) | set(

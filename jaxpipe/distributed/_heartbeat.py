@@ -1,4 +1,4 @@
-"""Telling the launcher that steps finish."""
+"""Reporting finished steps to the launcher."""
 
 import os
 import queue
@@ -9,16 +9,17 @@ from typing import Any
 import jax
 
 HEARTBEAT_FILE = "JAXPIPE_HEARTBEAT_FILE"
-"""The environment variable for the file whose time of change says when the last step finished.
+"""The environment variable for the heartbeat file.
 
-Its text, if it has any, says which step that was and on what.
+The modification time of the file is when the last step finished. Its text, if it has any, names
+that step and its data.
 """
 
 
 class Heartbeat:
-    """Touches a file whenever a step has finished on the devices, and writes into it which.
+    """Touches a file and writes the name of the step whenever a step has finished on the devices.
 
-    Does nothing where the environment names none.
+    It does nothing if the environment names no file.
     """
 
     def __init__(self) -> None:
@@ -29,12 +30,17 @@ class Heartbeat:
             threading.Thread(target=self._watch, daemon=True, name="heartbeat").start()
 
     def note(self, result: jax.Array, name: str = "") -> None:
-        """A step was started that gives this result; `name` is what to call it."""
+        """Watch a step that was started.
+
+        Args:
+            result: A result of the step, which is complete when the step has finished.
+            name: The text to write into the file when the step has finished.
+        """
         if self._path is not None:
             self._steps.put((result, name))
 
     def touch(self) -> None:
-        """Something else has finished that takes long."""
+        """Report that another long operation has finished."""
         if self._path is not None:
             self._path.touch()
 

@@ -1,4 +1,4 @@
-"""`jaxpipe.init_distributed`: joining the other processes of a job."""
+"""`jaxpipe.init_distributed`, which joins the other processes of a job."""
 
 import atexit
 import contextlib
@@ -50,42 +50,49 @@ def init_distributed(  # noqa: PLR0913  # DeepSpeed's arguments
     local_device_ids: Sequence[int] | None = None,
     heartbeat_timeout_s: int = HEARTBEAT_TIMEOUT_S,
 ) -> Job:
-    """Join the other processes of the job, through JAX's own coordination service.
+    """Join the other processes of the job through JAX's coordination service.
 
-    Where they are is taken from the first of these that says so: the arguments;
-    `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`; torchrun's `MASTER_ADDR`,
-    `MASTER_PORT`, `WORLD_SIZE` and `RANK`; SkyPilot's variables; Slurm, Open MPI, other MPIs
-    (through mpi4py), a Cloud TPU of several hosts or Kubernetes, as JAX detects them. Without any,
-    or with one process, nothing is done. Call it before anything asks JAX for a device;
-    `initialize` does where the environment names other processes. Later calls do nothing.
+    The job is described by the first of these sources that is present:
+
+    - the arguments,
+    - `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`,
+    - torchrun's `MASTER_ADDR`, `MASTER_PORT`, `WORLD_SIZE` and `RANK`,
+    - SkyPilot's variables,
+    - Slurm, Open MPI, other MPIs (through mpi4py), a Cloud TPU with several hosts, or Kubernetes,
+      as detected by JAX.
+
+    Without any of them, or with a single process, this function does nothing. Call it before
+    anything initialises JAX's devices. `initialize` calls it if the environment describes other
+    processes. Later calls do nothing.
 
     Args:
-        dist_backend: DeepSpeed's name of the collectives: `'gloo'` and `'mpi'` choose those between
-            CPUs; others have no effect, as accelerators have their own.
-        auto_mpi_discovery: Whether Slurm, Open MPI, Cloud TPUs and Kubernetes count.
-        distributed_port: Port of the coordinator where nothing else gives one.
-        verbose: Whether to log what was found.
-        timeout: Seconds, or a `timedelta`, to wait for all processes; None: 300 s.
-        init_method: `'env://'`, or `'tcp://host:port'`, the coordinator's address.
-        dist_init_required: False does nothing; None and True join.
-        config: Not looked at.
-        rank: DeepSpeed's `process_id`.
-        world_size: DeepSpeed's `num_processes`.
-        coordinator_address: `host:port` of process 0, which must be free there.
+        dist_backend: DeepSpeed's name of the collectives. `'gloo'` and `'mpi'` select the
+            collectives between CPUs. Other names have no effect, because accelerators have their
+            own collectives.
+        auto_mpi_discovery: Whether to detect Slurm, Open MPI, Cloud TPUs and Kubernetes.
+        distributed_port: Port of the coordinator if no source gives one.
+        verbose: Whether to log the source of the description.
+        timeout: Time to wait for all processes, in seconds or as a `timedelta`. None for 300 s.
+        init_method: `'env://'`, or the coordinator's address as `'tcp://host:port'`.
+        dist_init_required: False does nothing. None and True join the job.
+        config: Ignored.
+        rank: DeepSpeed's name of `process_id`.
+        world_size: DeepSpeed's name of `num_processes`.
+        coordinator_address: Address of process 0, as `host:port`. The port must be free there.
         num_processes: Number of processes.
-        process_id: Index of this one.
-        local_device_ids: The accelerators of its node that this process uses; None: all, unless the
-            scheduler gives each process its own.
-        heartbeat_timeout_s: Seconds after which a process that died is missed and the others end.
-            JAX's own default is 100.
+        process_id: Index of this process.
+        local_device_ids: The accelerators of the node that this process uses. None for all of them,
+            unless the scheduler assigns devices to each process.
+        heartbeat_timeout_s: Seconds after which the death of a process is detected and the others
+            end. JAX's own default is 100.
 
     Returns:
-        What was found, with its source.
+        The description of the job, with its source.
 
     Raises:
-        LaunchError: The environment is half set, arguments are incomplete or contradict each other,
-            the coordinator does not answer in time, or JAX finds no devices of the platform that it
-            is told to use.
+        LaunchError: The environment is only partly set, arguments are incomplete or contradict each
+            other, the coordinator does not answer in time, or JAX finds no devices of the platform
+            that it is configured to use.
 
     Reference:
         DeepSpeed's `deepspeed.init_distributed`; `jax.distributed.initialize`.
@@ -119,10 +126,13 @@ def init_distributed(  # noqa: PLR0913  # DeepSpeed's arguments
 
 
 def names_other_processes() -> bool:
-    """True if the environment speaks of other processes.
+    """True if the environment describes a job with other processes.
+
+    Returns:
+        Whether there are other processes.
 
     Raises:
-        LaunchError: It is half set.
+        LaunchError: The environment is only partly set.
     """
     job = find_job(os.environ)
     return job is not None and not job.is_alone
@@ -217,11 +227,11 @@ def _join(job: Job, timeout_s: int, heartbeat_timeout_s: int) -> None:
 
 
 def _end_soon_after_an_error() -> None:
-    """Let an exception that nobody catches end this process without waiting for the others.
+    """Let an uncaught exception end this process without waiting for the others.
 
-    At its end JAX waits for all processes to come to theirs, as long as a process that is missed:
-    an error in one would be known only then, and by the errors of the others. What else is done at
-    the end gets a few seconds.
+    When a process ends, JAX waits for all processes to end, up to the heartbeat timeout. An error
+    in one process would become known only after that, through the errors of the others. Other exit
+    handlers get a few seconds.
     """
     show = sys.excepthook
     failures: list[int] = []
@@ -240,7 +250,7 @@ def _end_soon_after_an_error() -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         show(kind, error, trace)
         is_main = threading.current_thread() is threading.main_thread()
-        # Extensions call this too, for errors that they recover from; in these the frame has a
+        # Extensions also call this hook for errors that they recover from. Their frame has a
         # caller.
         if is_main and (trace is None or trace.tb_frame.f_back is None) and not failures:
             failures.append(128 + signal.SIGINT if issubclass(kind, KeyboardInterrupt) else 1)
@@ -256,11 +266,11 @@ def _end_soon_after_an_error() -> None:
         threading.Thread(target=wait_aloud, daemon=True, name="wait at the end").start()
 
     sys.excepthook = hook
-    atexit.register(at_end)  # comes before JAX's own, which was registered earlier
+    atexit.register(at_end)  # runs before JAX's own handler, which was registered earlier
 
 
 def _detection(job: Job) -> str | None:
-    """JAX's own method of finding what the job leaves open, if it needs one."""
+    """The detection method of JAX for the values that the job leaves open, or None."""
     if job.coordinator_address is not None:
         return "deactivate"
     if job.source != MPI4PY:
@@ -275,10 +285,7 @@ def _detection(job: Job) -> str | None:
 
 
 def _check_reachable(job: Job, timeout_s: int) -> None:
-    """End with a clear message where the coordinator does not answer.
-
-    JAX ends the process for that.
-    """
+    """Raise a clear error if the coordinator does not answer, before JAX ends the process."""
     host, port = read_address(str(job.coordinator_address))
     if job.process_id == 0:
         _check_free(job, host, port)

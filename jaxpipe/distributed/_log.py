@@ -1,4 +1,4 @@
-"""A log that is written once, not once per process."""
+"""Logging in one process instead of all."""
 
 import logging
 
@@ -10,7 +10,7 @@ def log(level: int, message: str, *values: object) -> None:
 
     Args:
         level: As for `logging.Logger.log`.
-        message: With places for the values, in the form of `%`.
+        message: The message, with `%` placeholders for the values.
         *values: The values.
     """
     if jax.process_index() == 0:

@@ -1,4 +1,4 @@
-"""Whole numbers in text of any length."""
+"""Reading whole numbers from text of any length."""
 
 _MOST_DIGITS = 18
 
@@ -6,14 +6,14 @@ _MOST_DIGITS = 18
 def whole_number(text: str) -> int | None:
     """Read a whole number.
 
-    Python itself raises at more than 4300 digits.
+    Unlike `int`, it does not raise an error for more than 4300 digits.
 
     Args:
-        text: Anything.
+        text: Any text.
 
     Returns:
-        The number; None where the text is not digits alone, or is of a number that nothing here can
-        be.
+        The number. None if the text has other characters than digits, or if the number has more
+        than 18 digits.
     """
     digits = text.lstrip("0") or text[-1:]
     return (

@@ -3,19 +3,19 @@
 import re
 
 WAITS_AT_ITS_END = "has come to its end and waits for the others, which have not"
-"""Said by a process that ended its program early, as after `sys.exit`.
+"""Printed by a process whose program ended early, for example with `sys.exit`.
 
-JAX ends them all 30 s later.
+JAX ends all processes 30 s later.
 """
 
-# What JAX says when it ends a process with SIGABRT because another is gone (0.10.2). With other
-# words such a process would be taken for one that failed by itself.
+# JAX's message when it ends a process with SIGABRT because another one is gone (0.10.2). If the
+# wording changes, such a process counts as one that failed by itself.
 _ENDED_BY_JAX = b"JAX distributed service detected fatal errors"
 _KEPT_BYTES = 1 << 16
 _TRACEBACK = "Traceback (most recent call last)"
 _TROUBLE = re.compile(f"{re.escape(_TRACEBACK)}|{WAITS_AT_ITS_END}".encode())
 _LONGEST = max(len(_TRACEBACK), len(WAITS_AT_ITS_END))
-# With more lines after it than these, a traceback is taken for one that the process recovered from.
+# If more lines than these follow a traceback, the process is assumed to have recovered from it.
 _RECENT_LINES = 60
 _FRAME_LINES = 4
 _ERROR_LINES = 8
@@ -23,11 +23,10 @@ _OTHER_LINES = 5
 
 
 class Tail:
-    """The end of what a process wrote to standard error.
+    """The last output of a process on standard error.
 
     Attributes:
-        trouble_at: When its last traceback began, by the monotonic clock; None where there was
-            none.
+        trouble_at: When its last traceback began, by the monotonic clock. None without a traceback.
     """
 
     def __init__(self) -> None:
@@ -35,11 +34,11 @@ class Tail:
         self.trouble_at: float | None = None
 
     def add(self, data: bytes, at: float) -> None:
-        """Take what comes next.
+        """Append output.
 
         Args:
-            data: The bytes as they were written.
-            at: When they were seen.
+            data: The bytes that were written.
+            at: When they were read.
         """
         before = self._kept[-_LONGEST:]
         if any(match.end() > len(before) for match in _TROUBLE.finditer(before + data)):
@@ -48,14 +47,14 @@ class Tail:
 
     @property
     def was_ended_by_jax(self) -> bool:
-        """True if JAX ended the process because another was gone."""
+        """True if JAX ended the process because another process was gone."""
         return _ENDED_BY_JAX in self._kept
 
     def last_error(self) -> list[str]:
-        """The end of the last traceback, with the frame that raised; else the last lines of all.
+        """The end of the last traceback, with the frame that raised, or the last lines without one.
 
         Returns:
-            Lines without their ends; none where nothing was written.
+            Lines without line endings. Empty if nothing was written.
         """
         lines = re.split(r"\r\n|\r|\n", self._kept.decode(errors="replace").strip())
         first = max((i for i, line in enumerate(lines) if _TRACEBACK in line), default=None)

@@ -1,4 +1,4 @@
-"""DeepSpeed's face: an engine that holds the state, and the call that makes one."""
+"""DeepSpeed's API: an engine that holds the state, and the function that creates it."""
 
 from ._engine import Engine as Engine
 from ._initialize import initialize as initialize

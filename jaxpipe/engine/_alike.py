@@ -1,4 +1,4 @@
-"""What all processes of a job must do alike, compared before anything depends on it."""
+"""Checks that all processes of a job do the same, made before anything depends on it."""
 
 import os
 import platform
@@ -37,7 +37,7 @@ _FLAGS = (
     "jax_threefry_partitionable",
     "jax_use_shardy_partitioner",
 )
-"""JAX's flags that change what a program computes, or how it is divided."""
+"""JAX flags that change what a program computes, or how it is partitioned."""
 _SETTINGS = (
     "num_stages",
     "base_seed",
@@ -45,7 +45,7 @@ _SETTINGS = (
     "partition_method",
     "activation_checkpoint_interval",
 )
-# Process 0 alone writes there, and a process may well be told to be silent.
+# Only process 0 writes there, so the settings may differ between processes.
 _OF_PROCESS_0 = (
     *MONITOR_SECTIONS,
     "dump_state",
@@ -63,10 +63,10 @@ def describe_start(  # noqa: PLR0913  # one part or value each
     model_parameters: PyTree,
     num_samples: int | None,
 ) -> dict[str, dict[str, str]]:
-    """Arguments of `initialize`, in parts as `check_equal` takes them.
+    """Describe the arguments of `initialize`, in the sections that `check_equal` compares.
 
-    `example_batch` is one entry. `num_samples` is the length of the training data; None: there are
-    none, or they have no length.
+    `example_batch` is one entry. `num_samples` is the length of the training data, or None if there
+    are none or they have no length.
     """
     named = {name: getattr(module, name) for name in _SETTINGS}
     layers = {f"layers[{each.index}]": each.name for each in module.layers}
@@ -86,15 +86,15 @@ def describe_start(  # noqa: PLR0913  # one part or value each
 
 
 def describe_state(pipeline: Pipeline) -> dict[str, str]:
-    """The form of a model's state, and how it is cut."""
-    # The optimiser's follow from these.
+    """Describe the structure of a model's state, and how the model is divided into stages."""
+    # The optimiser state follows from the parameters.
     params = {key: leaf for key, leaf in pipeline.catalog.items() if key.startswith("params/")}
     leaves = {key: f"{leaf.dtype}{list(leaf.shape)}" for key, leaf in params.items()}
     return {**leaves, "cut": str(pipeline.parts), "schedule": pipeline.program.name}
 
 
 def describe_leaves(tree: PyTree) -> dict[str, str]:
-    """Shapes and checksums of a tree's leaves, in host memory or on this process's devices."""
+    """Return shapes and checksums of leaves in host memory or on this process's devices."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): _leaf(leaf)
         for path, leaf in jax.tree.leaves_with_path(tree)
@@ -102,11 +102,11 @@ def describe_leaves(tree: PyTree) -> dict[str, str]:
 
 
 def check_program(name: str, lowered: jax.stages.Lowered) -> None:
-    """Compare a program between the processes that run it together. All processes call.
+    """Compare a program between the processes that run it together. All processes must call it.
 
-    It holds what no other comparison sees: a number in a layer, in the loss or in an optimiser of
-    the user's. Raises ConfigError where programs differ, with the first line that does. `name` is
-    for users.
+    The program shows differences that no other check finds, such as a constant in a layer, in the
+    loss or in the user's optimiser. Raises ConfigError if the programs differ, and quotes the first
+    line that does. `name` is the program's name in messages.
     """
     if jax.process_count() == 1:
         return
@@ -132,8 +132,8 @@ def check_program(name: str, lowered: jax.stages.Lowered) -> None:
     shares = "; ".join(f"{text!r} in {listed(who)}" for text, who in having.items())
     raise ConfigError(
         f"all processes must run the same program for {name}, but got in its line {same + 1}: "
-        f"{shares}. A layer, the loss, the optimizer or a schedule is another one there: build "
-        "them from the same code and numbers."
+        f"{shares}. A layer, the loss, the optimizer or a schedule differs between processes: "
+        "build them from the same code and numbers."
     )
 
 
@@ -154,7 +154,7 @@ def _configuration(settings: TrainConfig) -> dict[str, str]:
 
 
 def _texts(values: Mapping[str, Any]) -> dict[str, str]:
-    """Values as texts that are equal in processes which run the same code."""
+    """Convert values to text that is equal in all processes that run the same code."""
     return {name: _ADDRESS.sub("0x", str(value)) for name, value in values.items()}
 
 

@@ -1,4 +1,4 @@
-"""`Breakdown`: what `wall_clock_breakdown`, `memory_breakdown` and `flops_profiler` show."""
+"""`Breakdown`: the output of `wall_clock_breakdown`, `memory_breakdown` and `flops_profiler`."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,17 +16,17 @@ from ._compile import Reporter
 from ._trainer import Trainer
 
 _EVERY = 10
-"""Steps from one line on times to the next where `steps_per_print` is None.
+"""Number of steps between two timing lines if `steps_per_print` is None.
 
-DeepSpeed's default of that.
+This is DeepSpeed's default for `steps_per_print`.
 """
 
 
 class Breakdown:
-    """Measures steps and shows what they take, as the configuration asks for it.
+    """Measures steps and shows their cost, as the configuration requests.
 
     Attributes:
-        is_on: Whether it has anything to do.
+        is_on: Whether the configuration requests any output.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -40,33 +40,33 @@ class Breakdown:
         self._since, self._at_s, self._mark_s = 0, 0.0, 0.0
 
     def begin(self) -> Callable[[Sequence[Operation]], None] | None:
-        """A step begins; gives what takes its operations, if it is to be recorded."""
+        """Begin a step. If it is to be recorded, return the function that takes its operations."""
         self._mark_s = time.perf_counter()
         step = self._trainer.global_steps + 1
         profiles = self._section.enabled and step == self._section.profile_step
         return self._take if profiles or self._is_due(step) else None
 
     def note(self, what: str) -> None:
-        """A part of the host's work has ended.
+        """Record that a phase of the host's work has ended.
 
-        It began with the step, or where the last part ended.
+        The phase began with the step, or at the end of the previous phase.
         """
         now = time.perf_counter()
         self._totals[what] = self._totals.get(what, 0.0) + now - self._mark_s
         self._mark_s = now
 
     def add(self, what: str, elapsed_s: float) -> None:
-        """Something outside of steps took this long."""
+        """Add time spent outside steps."""
         self._totals[what] = self._totals.get(what, 0.0) + elapsed_s
 
     def show(
         self, pipeline: Pipeline, arguments: tuple[TrainState, Batch] | None
     ) -> Mapping[str, float]:
-        """Show what is due after a step of `pipeline`.
+        """Show the output that is due after a step of `pipeline`.
 
-        `arguments` are state and batch, or their shapes, of its program; None: it has run in
-        several calls. Returns the seconds of the step's phases, as `phase_times` gives them; empty
-        where it was not recorded.
+        `arguments` are the state and the batch of the step's program, or their shapes. They are
+        None if the step ran as several calls. Returns the seconds of the step's phases, as
+        `phase_times` does; the result is empty if the step was not recorded.
         """
         phases = phase_times(self._recorded)
         step, report = self._trainer.global_steps, self._trainer.compiler.report
@@ -78,7 +78,7 @@ class Breakdown:
         if self._is_due(step):
             report(self._line(step, phases))
         elif not self._at_s:
-            # The first step has compiled, and is no measure of the others.
+            # The first step includes compilation, so it does not count.
             self._totals, self._since, self._at_s = {}, step, time.perf_counter()
         self._recorded = ()
         return phases
@@ -114,9 +114,9 @@ class Breakdown:
 
 
 def stage_devices(devices: Any) -> dict[int, int]:
-    """Local number of one device of each stage that this process has devices of.
+    """Return the local number of one device for each stage that this process has devices of.
 
-    `devices` are the mesh's, stages along the first dim.
+    `devices` are the devices of the mesh, with stages along the first dim.
     """
     own = {
         stage: [device for device in row.flat if device.process_index == jax.process_index()]

@@ -1,4 +1,4 @@
-"""`Checkpointer`: saving and loading in an engine, and saving when the process is asked to end."""
+"""`Checkpointer`: an engine's saves and loads, and the save when a process is asked to end."""
 
 import contextlib
 import dataclasses
@@ -44,13 +44,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """Parts of a checkpoint to load; `Engine.load_checkpoint` has them as its arguments.
+    """Which parts of a checkpoint to load, as in the arguments of `Engine.load_checkpoint`.
 
     Attributes:
-        strict: Refuse layers that are not exactly the model's.
-        optimizer: Load the optimiser's state and the loss scale.
+        strict: Raise an error unless the checkpoint has exactly the model's layers.
+        optimizer: Load the optimiser state and the loss scale.
         lr_scheduler: Load the hyperparameters that the optimiser keeps.
-        module_only: Load parameters and collections, and nothing else.
+        module_only: Load only parameters and collections.
     """
 
     strict: bool
@@ -62,9 +62,9 @@ class LoadOptions:
 class Checkpointer:
     """Writes and reads the checkpoints of an engine.
 
-    They hold the state and all of the configuration of `trainer`, and the state of the iterator of
-    `source`. `when_loaded` is called as soon as another state is in place, to forget what belongs
-    to the steps before.
+    A checkpoint contains the state and the whole configuration of `trainer`, and the state of
+    `source`'s iterator. `when_loaded` is called as soon as a new state is in place, to discard data
+    about earlier steps.
     """
 
     def __init__(
@@ -87,10 +87,10 @@ class Checkpointer:
         exclude_frozen: bool = False,
         is_last: bool = False,
     ) -> AnyPath:
-        """Write a checkpoint; see `Engine.save_checkpoint`. Returns its folder.
+        """Write a checkpoint and return its folder; see `Engine.save_checkpoint`.
 
-        Where it is the last one that there will be, what cannot be stored of the place in the data
-        is left out.
+        If `is_last`, a position in the data that cannot be stored is omitted instead of raising an
+        error.
         """
         folder = any_path(save_dir, "save_dir")
         trainer = self._trainer
@@ -116,21 +116,21 @@ class Checkpointer:
             background=background,
             exclude_frozen=exclude_frozen,
         )
-        # Writing takes longer than a step; the launcher is not to take it for a stall.
+        # Writing takes longer than a step, and the launcher must not mistake it for a stall.
         trainer.heartbeat.touch()
         return path
 
     def wait(self) -> None:
         """Wait until the last checkpoint is on disk.
 
-        Raises CheckpointError where it could not be written.
+        Raises CheckpointError if it could not be written.
         """
         self._writer.wait()
 
     def load(
         self, load_dir: str | PathLike[str] | StorePath, tag: str | None, what: LoadOptions
     ) -> tuple[str | None, dict[str, Any]]:
-        """Go on from a checkpoint; see `Engine.load_checkpoint`."""
+        """Resume from a checkpoint; see `Engine.load_checkpoint`."""
         folder = any_path(load_dir, "load_dir")
         self._writer.wait()
         return reread(
@@ -142,7 +142,7 @@ class Checkpointer:
     def load_huggingface(
         self, folder: str | PathLike[str] | StorePath, renames: Sequence[Rename]
     ) -> None:
-        """Read parameters out of safetensors files; see `Engine.load_huggingface`."""
+        """Load parameters from safetensors files; see `Engine.load_huggingface`."""
         source = any_path(folder, "folder")
         self._writer.wait()
         trainer = self._trainer
@@ -172,12 +172,12 @@ class Checkpointer:
             named = ", ".join(f"process {i}: {each or 'none'}" for i, each in enumerate(tags))
             raise CheckpointError(
                 f"all processes must find the same checkpoint in {str(load_dir)!r}, but got "
-                f"{named}. Give them one directory on a file system that all of them see."
+                f"{named}. Use one directory on a file system that all processes can see."
             )
         if found is None:
             warnings.warn(
-                f"load_checkpoint found no checkpoint in {str(load_dir)!r}; the engine is as it "
-                "was.",
+                f"load_checkpoint found no checkpoint in {str(load_dir)!r}; the engine is "
+                "unchanged.",
                 stacklevel=7,
             )
             return None, {}
@@ -186,20 +186,20 @@ class Checkpointer:
             undo = trainer.build_for(
                 load_struct(found.index.batch) if found.index.batch is not None else None
             )
-        except Exception as error:  # whatever a model raises for shapes that are not its own
+        except Exception as error:  # a model may raise anything for shapes it does not support
             layers = ", ".join(layer.name for layer in found.index.layers)
             raise CheckpointError(
-                f"{found.path} must be of the model in use, but holds the layers {layers}, and for "
-                f"the batches they were trained with the model's own failed: {error} Build the "
-                "model from the same layers, or give initialize(example_batch=...) the shapes of "
-                "its batches."
+                f"{found.path} must be of the model in use, but holds the layers {layers}, and the "
+                f"model's own layers failed for the batches of that checkpoint: {error} Build the "
+                "model from the same layers, or pass the shapes of its batches to "
+                "initialize(example_batch=...)."
             ) from error
         trainer.block_until_ready()
-        # Without an optimiser there is a state to fill, but nothing that its numbers would be for.
+        # Without an optimiser there is still a state to fill, but no use for optimiser state.
         optimizer = what.optimizer and not what.module_only and trainer.optimizer is not None
         lr_scheduler = what.lr_scheduler and not what.module_only
-        # Then nothing of the present state is used, and one that has not been made, or is lost,
-        # need not be.
+        # If everything is loaded, nothing of the present state is used. It then need not exist: it
+        # may not have been made yet, or be lost.
         needs_all = what.strict and optimizer and lr_scheduler and not found.index.excluded
         restore = self._source.snapshot()
         with contextlib.ExitStack() as exchange:
@@ -207,8 +207,8 @@ class Checkpointer:
             def when_read() -> None:
                 if not what.module_only:
                     self._source.set_state(**_data_position(found))
-                # From here on the old state's arrays go and the new ones come; between them an
-                # engine has neither.
+                # From here on the new arrays replace the old ones, and in between the engine has no
+                # complete state.
                 exchange.enter_context(hold_signals())
 
             try:
@@ -243,7 +243,7 @@ class Checkpointer:
         client_state: Callable[[], Mapping[str, Any]],
     ) -> None:
         """Begin to watch for signals; see `Engine.save_on_preemption`."""
-        # As seen from here: the program may be elsewhere when it ends.
+        # Resolved now, because the program may change its working directory before it ends.
         folder = any_path(save_dir, "save_dir").absolute()
         self._preemption = (_PreemptionWatch(signals), folder, client_state)
 
@@ -255,7 +255,7 @@ class Checkpointer:
         exit_code = watch.exit_code()
         if exit_code is None:
             return
-        # Whatever fails beside the weights: this is the last chance to keep what was trained.
+        # Save the weights even if anything else fails: this is the last chance to keep them.
         _what_fits(self.wait, None)
         given = _what_fits(lambda: dict(client_state()), {})
         state = {
@@ -275,32 +275,33 @@ class Checkpointer:
 
 
 class _PreemptionWatch:
-    """Catches signals that announce the end of this process; all processes look between steps.
+    """Catches signals that announce the end of this process. All processes check between steps.
 
-    Must be made in the main thread, which alone may catch signals.
+    It must be created in the main thread, because only that thread may catch signals.
     """
 
     def __init__(self, signals: Sequence[signal.Signals]) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise CheckpointError(
-                "save_on_preemption must be called in the main thread, which alone may catch "
-                f"signals, but got thread={threading.current_thread().name!r}. Call it where the "
-                "program begins."
+                "save_on_preemption must be called in the main thread, the only one that may catch "
+                f"signals, but got thread={threading.current_thread().name!r}. Call it at the "
+                "start of the program."
             )
         self._received = 0
         for each in signals:
             signal.signal(each, self._note)
 
     def exit_code(self) -> int | None:
-        """Exit status of a process that the signal ended, the same on all. All processes call.
+        """Return the exit status for the signal, the same on all processes. All must call it.
 
-        It is 128 plus the signal's number, whichever process got it; None: no signal came.
+        It is 128 plus the signal's number, whichever process received the signal, or None if no
+        process did.
         """
-        # `jax.experimental.multihost_utils.reached_preemption_sync_point` takes 0.03 ms where this
-        # gather takes 4 ms (JAX 0.10.2, two processes that share two cores), but cannot replace it:
-        # it is always False in one process without jax.distributed, knows SIGTERM alone and not
-        # which signal came, is deaf as soon as Python has a handler of SIGTERM that was set after
-        # jax.distributed.initialize, and lets one or two more steps pass.
+        # `jax.experimental.multihost_utils.reached_preemption_sync_point` takes 0.03 ms and this
+        # gather 4 ms (JAX 0.10.2, two processes that share two cores), but it cannot replace the
+        # gather. It is always False in one process without jax.distributed. It handles only SIGTERM
+        # and does not say which signal came. It misses the signal if Python's handler of SIGTERM
+        # was set after jax.distributed.initialize. And one or two more steps run before it reacts.
         received = int(gather_numbers([self._received]).max())
         return 128 + received if received else None
 
@@ -310,11 +311,11 @@ class _PreemptionWatch:
 
 
 def _what_fits(give: Callable[[], T], otherwise: T) -> T:
-    """What a function gives for the last checkpoint; if it fails, something else, and a warning."""
+    """Call `give` for the last checkpoint. If it fails, log a warning and return `otherwise`."""
     try:
         return give()
-    except Exception as error:  # noqa: BLE001  # of users' code too
-        # Not by `log`, which writes in process 0 alone.
+    except Exception as error:  # noqa: BLE001  # users' code may raise anything
+        # Not `log`, which writes only in process 0.
         logging.getLogger("jaxpipe").warning(
             "asked to end, and saving without this: %s", raised(error)
         )
@@ -327,14 +328,15 @@ def _check_item(key: Any, value: Any) -> bool:
 
 
 def _data_position(found: Checkpoint) -> dict[str, Any]:
-    """State of this process's data iterator, as arguments of `MicrobatchSource.set_state`."""
+    """Return the state of this process's data iterator as `MicrobatchSource.set_state` takes it."""
     positions = found.index.data_iterators
     if len(positions) == jax.process_count():
         return _checked_position(found, decode_state(positions[jax.process_index()]))
     if any(each != positions[0] for each in positions):
         warnings.warn(
             f"{found.path} holds the places of {len(positions)} data iterators, and there are "
-            f"{jax.process_count()} processes now: the data begin where the iterators stand.",
+            f"{jax.process_count()} processes now: the data continue from the current position of "
+            "each iterator.",
             stacklevel=3,
         )
         return {"state": None, "is_own": False}
@@ -353,7 +355,7 @@ def _checked_position(found: Checkpoint, position: Any) -> dict[str, Any]:
 
 
 def _as_json(value: Any) -> Any:
-    """A configuration as JSON: classes by their names."""
+    """Convert a configuration to JSON. Classes are replaced by their names."""
     if isinstance(value, Mapping):
         return {str(key): _as_json(item) for key, item in value.items()}
     if isinstance(value, tuple | list):

@@ -1,7 +1,4 @@
-"""Compiling programs before their first call, with a line before and one after.
-
-Lines in other long waits.
-"""
+"""Compiles programs before their first call, and reports compiles and other long waits."""
 
 import contextlib
 import functools
@@ -21,21 +18,21 @@ from ._alike import check_program
 Reporter = Callable[[str], None]
 
 _EVERY_S = 20.0
-"""Seconds of a save or a load from one line to the next; what takes less shows none."""
+"""Seconds between progress lines of a save or a load. A shorter one shows no line."""
 
 
 def print_line(line: str) -> None:
-    """Write a line for the person who watches a run.
+    """Print a line for the person who watches a run.
 
-    To stderr, since stdout belongs to the program.
+    It is printed to stderr, because stdout belongs to the program.
     """
     print(line, file=sys.stderr, flush=True)  # noqa: T201  # the one place that prints
 
 
 class Compiler:
-    """Compiles jitted functions, each once, with a line before and one with the time after.
+    """Compiles each jitted function once, with one line before and one with the time after.
 
-    `reporter` takes the lines; None: they are dropped.
+    `reporter` receives the lines. None: they are dropped.
     """
 
     def __init__(self, reporter: Reporter | None) -> None:
@@ -43,19 +40,19 @@ class Compiler:
         self._compiled: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def report(self, line: str) -> None:
-        """Show a line, in process 0."""
+        """Pass a line to the reporter, in process 0."""
         if self._reporter is not None and jax.process_index() == 0:
             self._reporter(line)
 
     def compile(
         self, function: Any, args: tuple[Any, ...], name: str, describe: Callable[[], str]
     ) -> None:
-        """Compile a function whose arguments always have one form, unless that is done.
+        """Compile a function whose arguments always have the same types, if not done before.
 
-        The next call finds the program in JAX's own cache. So the long part is over before a state
-        is donated, and can be interrupted. `name` is for users; `describe` returns a description of
-        the arguments, for example " for 4 microbatches". Raises ConfigError where another process
-        has another program.
+        The next call finds the program in JAX's own cache. So the slow part runs before a state is
+        donated, and can be interrupted. `name` is the function's name in messages; `describe`
+        returns a description of the arguments, for example " for 4 microbatches". Raises
+        ConfigError if another process compiles a different program.
         """
         if function in self._compiled:
             return
@@ -67,7 +64,7 @@ class Compiler:
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Generator[None]:
-        """Show now and then that a call outside of steps goes on, by its name."""
+        """Report from time to time that a call outside steps is still running."""
         is_over, began = threading.Event(), time.perf_counter()
 
         def show() -> None:

@@ -1,4 +1,4 @@
-"""`Engine`: DeepSpeed's names, over the objects that do the work."""
+"""`Engine`: DeepSpeed's API on top of the objects that do the work."""
 
 import dataclasses
 import functools
@@ -54,52 +54,54 @@ T = TypeVar("T")
 
 
 class Engine(ABC):
-    """The names that both engines answer to alike; made by `jaxpipe.initialize`.
+    """The interface that both engines share; `jaxpipe.initialize` makes them.
 
-    It pulls microbatches from iterators and calls the functional step on the one `TrainState` it
-    holds. Every entry of an iterator is `(inputs, labels)` or `(inputs, labels, side)` with leaves
-    `[microbatch_size * replicas, ...]`, of which replica r takes the r-th contiguous block. The
-    replicas are the places along `data`, times those along `fsdp` where the mesh has that axis.
-    Where there are several processes, each feeds the samples of its own replicas, `data_shard`,
-    with leaves `[microbatch_size * len(data_shard.replicas), ...]`. Batches may differ in shape,
-    such as the length of a sequence: each new shape is compiled once, with a line that names it,
-    and the programs of the last 8 shapes are kept.
+    An engine holds one `TrainState`, pulls microbatches from iterators and runs the training step
+    on the state. Every entry of an iterator is `(inputs, labels)` or `(inputs, labels, side)` with
+    leaves `[microbatch_size * replicas, ...]`. Replica r gets the r-th contiguous block. The number
+    of replicas is the size of the mesh axis `data`, times that of `fsdp` if the mesh has it. With
+    several processes, each process supplies the samples of its own replicas, `data_shard`, with
+    leaves `[microbatch_size * len(data_shard.replicas), ...]`. Batches may differ in shape, for
+    example in sequence length. Each new shape is compiled once, with a log line that names it, and
+    the programs of the 8 most recently used shapes are kept.
 
-    One thread at a time may be in its methods; another is refused. Ctrl-C, or another signal whose
-    handler raises, never costs the state: while a step exchanges it the signal waits for the few
-    milliseconds that this takes, and microbatches that were pulled for a batch which then does not
-    run come again with the next from the same iterator. Tracing, compiling and waiting for results
-    are interrupted at once.
+    Only one thread at a time may call the engine; a call from a second thread raises an error.
+    Ctrl-C, or any other signal whose handler raises, never loses the state. While a step replaces
+    the state, the signal is delayed by a few milliseconds. If a batch is interrupted before it
+    runs, the microbatches already pulled for it are used by the next batch from the same iterator.
+    Tracing, compiling and waiting for results can be interrupted immediately.
 
     Args:
-        module: The layers and their cut.
-        chosen: The optimiser, as `choose_optimizer` finds it.
+        module: The layers and how they are divided over the stages.
+        chosen: The optimiser, as `choose_optimizer` returns it.
         config: The configuration.
-        mesh: The devices.
-        tree: The form of the user's parameters; by default that of `PipelineModule.init`.
-        model_parameters: Initial parameters in that form; None: made from `base_seed`.
-        example_batch: One entry, arrays or shapes; None: the first batch gives the first shapes.
-        data_iter: What `train_batch()` reads when not given an iterator.
+        mesh: The mesh of devices.
+        tree: The structure of the user's parameters. Default: that of `PipelineModule.init`.
+        model_parameters: Initial parameters with that structure. None: initialise them from
+            `base_seed`.
+        example_batch: One entry of arrays or shapes. None: shapes are taken from the first batch.
+        data_iter: The iterator that `train_batch()` reads if it is called without one.
         reporter: As for `initialize`.
         monitors: As for `initialize`.
 
     Attributes:
-        optimizer: The optax transformation in use; None: the engine only evaluates.
-        lr_scheduler: The schedule in use, where one was given apart from the optimiser.
+        optimizer: The optax transformation in use. None: the engine only evaluates.
+        lr_scheduler: The learning rate schedule in use, if it was given separately from the
+            optimiser.
         config: The configuration.
-        mesh: The devices, axes `stage` and `data`.
-        training_dataloader: What `set_dataloader` was given, or else what `train_batch()` reads;
-            None: nothing.
-        data_shard: The replicas whose samples this process feeds; all of them where there is one
-            process.
+        mesh: The mesh, with the axes `stage` and `data`.
+        training_dataloader: The loader given to `set_dataloader`, otherwise what `train_batch()`
+            reads. None if there is neither.
+        data_shard: The replicas whose samples this process supplies. With one process, all of them.
         grid: Ranks and groups of the module's topology, for this process's first device. Rank r is
-            the device at the topology's r-th place: `jax.devices()[r]`, unless a mesh was given.
+            the device with the r-th coordinates of the topology: `jax.devices()[r]`, unless a mesh
+            was given.
 
     Raises:
-        ConfigError: The batch sizes do not fit, or the optimiser couples parameters of different
-            stages.
-        JaxpipeError: What `make_pipeline` raises, if shapes are known; `model_parameters` are
-            checked then too.
+        ConfigError: The batch sizes are inconsistent, or the optimiser couples parameters of
+            different stages.
+        JaxpipeError: If shapes are known, whatever `make_pipeline` raises. `model_parameters` are
+            then checked too.
     """
 
     def __init__(  # noqa: PLR0913  # what initialize gathers
@@ -143,14 +145,14 @@ class Engine(ABC):
         is_repeated = isinstance(data_iter, RepeatingLoader)
         self.training_dataloader: Any = data_iter.loader if is_repeated else data_iter
         self._micro_steps = 0
-        """Microbatches of all batches trained so far."""
+        """Microbatches in all batches trained so far."""
         self._turn = Turn()
         self._recorder: Callable[[Sequence[Operation]], None] | None = None
-        """Takes the operations of the next step, if it is to be recorded."""
+        """Receives the operations of the next step, if that step is to be recorded."""
         if example_batch is not None:
             self._trainer.programs.get(example_batch, self.micro_batches)
             self._trainer.check_parameters()
-        # Last, so that what is wrong above leaves no files and no runs behind.
+        # Last, so that an error above leaves no files and no started runs behind.
         self._telemetry.open()
         if config.dump_state:
             shown = json.dumps(
@@ -171,7 +173,7 @@ class Engine(ABC):
         )
 
     def _repr_html_(self) -> str:
-        """The engine as notebooks show it: the layers by stage, and the schedule as a picture."""
+        """HTML for notebooks: the layers of each stage, and a drawing of the schedule."""
         facts = {
             "devices": ", ".join(
                 f"{length} along {axis}" for axis, length in mesh_shape(self.mesh).items()
@@ -185,22 +187,22 @@ class Engine(ABC):
 
     @property
     def module(self) -> PipelineModule:
-        """The layers, with their cut once the shapes of a batch are known."""
+        """The layers. Once the shapes of a batch are known, they include the stage boundaries."""
         return self._trainer.programs.module
 
     @property
     def global_steps(self) -> int:
-        """Batches trained so far, those whose update was skipped included."""
+        """Number of batches trained so far, including those whose update was skipped."""
         return self._trainer.global_steps
 
     @property
     def global_samples(self) -> int:
-        """Samples trained so far."""
+        """Number of samples trained so far."""
         return self._trainer.global_samples
 
     @property
     def pipeline(self) -> Pipeline:
-        """The functional form that the engine called last, or will call first.
+        """The functional `Pipeline` that the engine last called, or will call first.
 
         Raises:
             PipelineError: No shapes are known yet.
@@ -209,10 +211,10 @@ class Engine(ABC):
 
     @property
     def state(self) -> TrainState:
-        """The present state; the next `train_batch` donates its buffers.
+        """The current training state. The next `train_batch` donates its buffers.
 
         Raises:
-            PipelineError: No shapes are known yet, or the state is lost.
+            PipelineError: No shapes are known yet, or the state has been lost.
         """
         return self._trainer.state
 
@@ -221,21 +223,21 @@ class Engine(ABC):
         """Train one batch of `gradient_accumulation_steps()` microbatches.
 
         Args:
-            data_iter: Iterator of entries; None: the one given to `set_dataiterator`, or made of
-                `training_data`.
+            data_iter: Iterator of entries. None: the one given to `set_dataiterator`, or the one
+                made from `training_data`.
 
         Returns:
-            The loss of the batch, the mean over microbatches and replicas: a scalar on all devices,
-            computed while the caller goes on. `float(loss)` waits for it.
+            The loss of the batch, averaged over microbatches and replicas, as a scalar on all
+            devices. It is computed asynchronously; `float(loss)` blocks until it is ready.
 
         Raises:
-            StopIteration: The iterator ended; nothing has changed. Where it ended within the batch,
-                the log names the microbatches that are lost.
-            PipelineError: There is no optimiser or no iterator, another thread is in the engine, a
-                batch has been begun with `backward`, or gradients overflowed at the smallest loss
-                scale, now or in a batch before.
-            DataError: An entry does not fit its neighbours or the batches before; nothing has
-                changed.
+            StopIteration: The iterator ended. The training state is unchanged. If the iterator
+                ended within the batch, a log line says how many microbatches are lost.
+            PipelineError: There is no optimiser or no iterator, another thread is using the engine,
+                a batch has been started with `backward`, or gradients overflowed at the smallest
+                loss scale in this batch or an earlier one.
+            DataError: An entry does not match the other entries or the earlier batches. The
+                training state is unchanged.
         """
         self._check_between_batches("train_batch")
         trainer = self._trainer
@@ -244,7 +246,7 @@ class Engine(ABC):
                 "train_batch must have an optimizer, but got optimizer=None. Give "
                 "initialize(optimizer=...) an optax transformation, or name one in the config."
             )
-        # Before data are pulled: a batch that cannot be trained is not to be lost.
+        # Before data are pulled, so that a batch that cannot be trained is not lost.
         trainer.watch.check()
         breakdown = self._breakdown if self._breakdown.is_on else None
         if breakdown is not None:
@@ -260,9 +262,10 @@ class Engine(ABC):
                 self._run_log.show_heading(pipeline)
             # Before signals are held: compiling takes long and must be interruptible.
             state = trainer.prepare("the training step", pipeline.step, batch)
-            # The step donates the old state's arrays, and until it is counted nobody has the new.
+            # The step donates the arrays of the old state, and the engine has no new state until
+            # `_count_step` has stored it.
             with hold_signals():
-                # Profilers tell steps apart by it.
+                # Profilers use the annotation to separate steps.
                 with jax.profiler.StepTraceAnnotation(
                     "jaxpipe_train_step", step_num=trainer.global_steps
                 ):
@@ -291,36 +294,37 @@ class Engine(ABC):
         *,
         params: str | None = None,
     ) -> Any:
-        """Evaluate one batch, forward only, with layers outside training.
+        """Evaluate one batch, forward only, with the layers in evaluation mode.
 
         Args:
-            data_iter: Iterator of entries, other than that of the training data.
-            return_logits: Return the model's outputs too.
-            compute_loss: False: labels are not looked at and may be None, and the loss is None.
-            reduce_output: `"avg"` gives the loss of the batch; None gives that of each microbatch,
-                averaged over replicas, of shape `[num_micro_batches]`.
-            bcast_loss: False: the loss is None in a process without a device of the last stage.
-            num_micro_batches: Entries to pull; None: as many as in training.
+            data_iter: Iterator of entries. It must not be the iterator of the training data.
+            return_logits: Also return the model's outputs.
+            compute_loss: If False, labels are ignored and may be None, and the loss is None.
+            reduce_output: `"avg"` returns the loss of the batch. None returns the loss of each
+                microbatch, averaged over replicas, with shape `[num_micro_batches]`.
+            bcast_loss: If False, the loss is None in processes without a device of the last stage.
+            num_micro_batches: Number of entries to pull. None: as many as in training.
             params: As for `evaluate`.
 
         Returns:
-            The loss, or with `return_logits` `(loss, outputs)`. Outputs are those of all
-            microbatches, on all stages, with leaves `[num_micro_batches, microbatch_size *
-            replicas, ...]`; DeepSpeed gives the last microbatch's on the last stage alone.
+            The loss, or `(loss, outputs)` with `return_logits`. The outputs contain all
+            microbatches, are available on all stages and have leaves `[num_micro_batches,
+            microbatch_size * replicas, ...]`. DeepSpeed returns only the last microbatch's outputs,
+            and only on the last stage.
 
         Raises:
             StopIteration: The iterator ended.
-            PipelineError: It is None.
-            ConfigError: `reduce_output` or `num_micro_batches` is no such value.
-            DataError: An entry does not fit its neighbours or the batches before.
-            LayerError: Outputs are asked for and have no dim of samples.
+            PipelineError: `data_iter` is None.
+            ConfigError: `reduce_output` or `num_micro_batches` is invalid.
+            DataError: An entry does not match the other entries or the earlier batches.
+            LayerError: Outputs are requested but have no sample dim.
         """
         asked = _checked_count(reduce_output, num_micro_batches)
         if data_iter is None:
             raise PipelineError(
-                "eval_batch must be given an iterator of its own, but got data_iter=None: what it "
-                "took from the training data would never be trained on. Pass one, such as "
-                "iter(eval_loader), outside a loop over batches."
+                "eval_batch must be given an iterator of its own, but got data_iter=None: entries "
+                "taken from the training data would never be trained on. Create one before the "
+                "loop over batches, such as iter(eval_loader), and pass it."
             )
         count = self.micro_batches if asked is None else asked
         chosen = self._evaluator.chosen(params)
@@ -349,33 +353,33 @@ class Engine(ABC):
 
     @one_thread
     def evaluate(self, loader: Iterable[Entry], *, params: str | None = None) -> dict[str, Any]:
-        """Evaluate a whole set of samples, such as a dev set, with layers outside training.
+        """Evaluate a whole dataset, such as a dev set, with the layers in evaluation mode.
 
-        The loss is the mean over all samples, or where `loss_fn` returns `(sum, weight)` over all
-        that weighs; so are the metrics that it returns, which must be means over samples too.
-        Neither then depends on how samples are spread over entries, microbatches and replicas. An
-        entry may have fewer samples than a microbatch, such as the last one: it is filled up, and
-        what was added does not count. Every number of samples is evaluated by one program.
+        The loss is the mean over all samples. If `loss_fn` returns `(sum, weight)`, it is the
+        weighted mean. Metrics that `loss_fn` returns are averaged the same way and must be means
+        over samples too. The results do not depend on how the samples are divided into entries,
+        microbatches and replicas. An entry, such as the last one, may have fewer samples than a
+        microbatch: it is padded, and the padding does not count. One program handles any number of
+        samples.
 
-        The result goes to the monitors and into one printed line.
+        The result is sent to the monitors and printed as one line.
 
         Args:
-            loader: Entries `(inputs, labels)` or `(inputs, labels, side)`, each of up to
-                `micro_batch_size * replicas` samples; all of them are read. Each process gives
-                samples of its own, any number above 0.
-            params: `"ema"` evaluates the average that the section `ema` keeps, `"base"` the model
-                without the adapters of `jaxpipe.layers.lora`; None: the parameters that are
-                trained.
+            loader: Entries `(inputs, labels)` or `(inputs, labels, side)`, each with at most
+                `micro_batch_size * replicas` samples. All entries are read. Each process passes its
+                own samples and must have at least one.
+            params: `"ema"` evaluates the average kept by the section `ema`. `"base"` evaluates the
+                model without the adapters of `jaxpipe.layers.lora`. None: the trained parameters.
 
         Returns:
-            `{"loss": ..., "num_samples": ..., "metrics": {name: ...}}` as numbers of Python;
-            `metrics` only if there are any.
+            `{"loss": ..., "num_samples": ..., "metrics": {name: ...}}` as Python numbers.
+            `metrics` is present only if there are any.
 
         Raises:
-            DataError: There is no sample, an entry is too large, or not like the others.
-            PipelineError: An entry is not full, and its loss is not that of its samples one by one,
-                as where `loss_fn` compares samples of a microbatch with each other.
-            ConfigError: There are no such parameters.
+            DataError: There are no samples, or an entry is too large or does not match the others.
+            PipelineError: An entry is not full and its loss cannot be computed sample by sample,
+                for example because `loss_fn` compares the samples of a microbatch with each other.
+            ConfigError: `params` names parameters that do not exist.
         """
         began = time.perf_counter()
         found = self._evaluator.means(loader, self._source.mapped, params)
@@ -397,27 +401,31 @@ class Engine(ABC):
         num_segments: int | None = None,
         params: str | None = None,
     ) -> np.ndarray:
-        """Log-probabilities of labels, summed over each sample; see `jaxpipe.losses.log_probs`.
+        """Return the log-probabilities of the labels, summed over each sample.
 
-        What preference tuning needs of its reference, and distillation of sequences of its teacher.
-        The logits stay on the devices. Samples are cut into microbatches as by `predict`, and run
-        in batches of `micro_batches` of them, filled up where they are fewer.
+        Use it for the reference model of preference tuning, or the teacher in sequence
+        distillation. See `jaxpipe.losses.log_probs`. The logits stay on the devices. Samples are
+        split into microbatches as in `predict` and run in batches of `micro_batches` microbatches;
+        the last batch is padded.
 
         Args:
             inputs: Inputs of this process's samples: arrays `[num_samples, ...]`.
-            labels: Integers `[num_samples, length]`, -100 where a position does not count.
-            side: Side inputs by name, likewise.
-            segment_ids: The answer of each position where samples hold several, from 0; -1: none.
-            num_segments: How many answers a sample holds.
-            params: As for `evaluate`: `"base"` is the reference of a model with adapters.
+            labels: Integers `[num_samples, length]`, with -100 at positions that do not count.
+            side: Side inputs by name: arrays `[num_samples, ...]`.
+            segment_ids: If a sample contains several answers, the index of the answer that each
+                position belongs to, from 0. -1: the position belongs to no answer.
+            num_segments: Number of answers in a sample.
+            params: As for `evaluate`. `"base"` is the reference of a model with adapters.
 
         Returns:
-            `float32[num_samples]`, or with `segment_ids` `float32[num_samples, num_segments]`.
+            `float32[num_samples]`, or `float32[num_samples, num_segments]` with `segment_ids`.
 
         Raises:
-            DataError: Leaves disagree on how many samples there are, or one is no array of numbers.
-            LayerError: Labels or segments are not integers of the shape of the logits.
-            ConfigError: There are no such parameters.
+            DataError: The leaves have different numbers of samples, or a leaf is not a numeric
+                array.
+            LayerError: Labels or segment IDs are not integers, or do not match the shape of the
+                logits.
+            ConfigError: `params` names parameters that do not exist.
         """
         given = labels if segment_ids is None else (labels, segment_ids)
         return self._evaluator.log_probs(inputs, given, side, num_segments, params)
@@ -435,33 +443,33 @@ class Engine(ABC):
         side: Mapping[str, PyTree] | None = None,
         params: str | None = None,
     ) -> np.ndarray:
-        """Go on with texts, by a causal language model whose output is its logits.
+        """Generate text from prompts with a causal language model whose output is its logits.
 
-        To look at what a model has learned, while it trains. Each new token runs the whole model on
-        the whole text: nothing is kept from one to the next, as a pipeline for training has no
-        cache of keys and values. To serve a model, export it with
-        `jaxpipe.checkpoint.save_huggingface` and open it in vLLM or `transformers`. Only the new
-        tokens leave the devices.
+        Use it to see what a model has learned while it trains. A pipeline for training has no
+        key-value cache, so each new token runs the whole model on the whole text. To serve a model,
+        export it with `jaxpipe.checkpoint.save_huggingface` and open it in vLLM or `transformers`.
+        Only the new tokens are copied from the devices.
 
         Args:
-            tokens: Prompts of this process's samples, integers `[num_samples, length]`; shorter
-                ones are padded at the end.
-            max_new_tokens: How many tokens to add.
-            lengths: How long each prompt is, `[num_samples]`; None: all of `length`.
-            temperature: 0 takes the likeliest token; else one is drawn from the logits divided by
-                it.
-            seed: Of the draws. What is drawn for a sample depends on the seed, its place among the
-                samples and its process's shard alone.
-            eos_token_id: A token that ends a text; it is repeated to the end.
-            side: Side inputs by name, arrays for `length + max_new_tokens` positions.
+            tokens: Prompts of this process's samples: integers `[num_samples, length]`. Pad shorter
+                prompts at the end.
+            max_new_tokens: Number of tokens to generate.
+            lengths: Length of each prompt, `[num_samples]`. None: all prompts have `length` tokens.
+            temperature: 0 picks the most likely token. Otherwise a token is sampled from the logits
+                divided by the temperature.
+            seed: Seed of the sampling. The tokens sampled for a prompt depend only on the seed, the
+                prompt's index among the samples and its process's data shard.
+            eos_token_id: The token that ends a text. It fills the remaining positions.
+            side: Side inputs by name: arrays for `length + max_new_tokens` positions.
             params: As for `evaluate`.
 
         Returns:
-            `[num_samples, max_new_tokens]`, in the prompts' dtype.
+            The new tokens, `[num_samples, max_new_tokens]`, in the dtype of the prompts.
 
         Raises:
-            DataError: The prompts are no such array, or lengths do not fit.
-            ConfigError: A number is out of range, or there are no such parameters.
+            DataError: `tokens` is not an integer array of that shape, or `lengths` does not match
+                it.
+            ConfigError: A number is out of range, or `params` names parameters that do not exist.
         """
         options = Sampling(max_new_tokens, temperature, seed, eos_token_id)
         return self._evaluator.generate(tokens, lengths, options, side, params)
@@ -476,22 +484,22 @@ class Engine(ABC):
     ) -> PyTree:
         """Run the model forward without labels, for any number of samples.
 
-        Samples are cut into microbatches of the configured size, the last one filled up with copies
-        of the last sample, so they must not influence each other outside training. Each number of
-        microbatches is a program of its own.
+        Samples are split into microbatches of the configured size. The last microbatch is padded
+        with copies of the last sample, so samples must not influence each other in evaluation mode.
+        A program is compiled for each number of microbatches.
 
         Args:
             inputs: The inputs of all samples: arrays `[num_samples, ...]`.
-            side: Side inputs by name, likewise.
+            side: Side inputs by name: arrays `[num_samples, ...]`.
             params: As for `evaluate`.
 
         Returns:
             The model's outputs: arrays `[num_samples, ...]`, on every device.
 
         Raises:
-            DataError: There is no sample, leaves disagree on how many there are, one is no array of
-                numbers, or structure or dtypes are not those of the batches before.
-            LayerError: Outputs have no dim of samples.
+            DataError: There are no samples, the leaves have different numbers of samples, a leaf is
+                not a numeric array, or the structure or dtypes differ from earlier batches.
+            LayerError: Outputs have no sample dim.
         """
         trainer = self._trainer
 
@@ -506,13 +514,12 @@ class Engine(ABC):
             check_outputs(pipeline)
             return (pipeline, num_samples), batch
 
-        # Whole on every process, as the caller gave it: each gives all samples, and gets all
-        # outputs.
+        # Every process passes all samples and gets all outputs.
         chosen = self._evaluator.chosen(params)
         (pipeline, num_samples), batch = self._take(f"predict{chosen.name}", read, is_whole=True)
         placed = pipeline.place_batch(batch)
         outputs = trainer.run("prediction", pipeline.predict, placed, chosen=chosen.state)
-        trainer.block_until_ready()  # joining is a program of its own
+        trainer.block_until_ready()  # joining runs another program
         joined = join_samples(outputs, num_samples, self.mesh)
         trainer.note_in_flight(joined)
         return joined
@@ -521,18 +528,18 @@ class Engine(ABC):
     def lower(self, batch: Entry) -> jax.stages.Lowered:
         """Lower the training step without running it.
 
-        For memory analysis, HLO, or compiling ahead of time.
+        Use the result to analyse memory, inspect the HLO or compile ahead of time.
 
         Args:
-            batch: A whole batch `(inputs, labels)` or `(inputs, labels, side)`, arrays or shapes,
-                leaves `[num_microbatches, microbatch_size * replicas, ...]`.
+            batch: A whole batch `(inputs, labels)` or `(inputs, labels, side)` of arrays or shapes
+                with leaves `[num_microbatches, microbatch_size * replicas, ...]`.
 
         Returns:
             The lowered step.
 
         Raises:
-            DataError: The batch has another number of microbatches or samples, or other dtypes than
-                those before.
+            DataError: The batch has the wrong number of microbatches or samples, or its dtypes
+                differ from those of earlier batches.
         """
         whole = split_entry(batch, "the batch")
         pipeline = self._trainer.programs.for_batch(whole, self.micro_batches, is_whole=True)
@@ -549,29 +556,30 @@ class Engine(ABC):
         backward_s: float = 2e-3,
         weight_s: float | None = None,
     ) -> None:
-        """Write a step of the schedule as a trace for https://ui.perfetto.dev or chrome://tracing.
+        """Write one step of the schedule as a trace file.
 
-        A track a stage, with every forward and backward at the time that is planned for it. In
-        notebooks, `jaxpipe.schedules.draw(engine.pipeline.program)` shows the same as a picture.
+        Open the file in https://ui.perfetto.dev or chrome://tracing. The trace has one track per
+        stage, with every forward and backward at its planned time. In notebooks,
+        `jaxpipe.schedules.draw(engine.pipeline.program)` draws the same schedule.
 
-        With `measure`, a batch is trained as by `train_batch`, recorded by JAX's profiler, and
-        written beside the plan: on the stages that this process has devices of, one device each,
-        with what their operations took.
+        With `measure`, the method trains a batch like `train_batch`, records it with JAX's profiler
+        and adds the measured times to the trace. They cover the stages that this process has
+        devices of, one device per stage.
 
         Args:
-            path: The file, JSON.
+            path: The JSON file to write.
             measure: Whether to train a batch and measure it.
             data_iter: As for `train_batch`.
-            forward_s: Seconds of the forward of one microbatch through a whole stage, all its
-                chunks.
-            backward_s: Seconds of its whole backward.
-            weight_s: Seconds of the weight gradient of that, where backwards are split. Default:
-                half of it.
+            forward_s: Seconds of the forward pass of one microbatch through a whole stage, that is,
+                through all its chunks.
+            backward_s: Seconds of its whole backward pass.
+            weight_s: Seconds of the weight gradient within `backward_s`, for schedules that split
+                the backward pass. Default: half of `backward_s`.
 
         Raises:
-            PipelineError: No shapes are known yet; or with `measure`, the operations of the step
-                are not those of the schedule, as where idle actions are computed and dropped.
-            ScheduleError: The times are none.
+            PipelineError: No shapes are known yet. With `measure`: the recorded operations do not
+                match the schedule, for example because idle actions are computed and discarded.
+            ScheduleError: The times are invalid.
         """
         target = local_path(path, "path")
         steps: dict[str, Sequence[Slice]] = {}
@@ -581,38 +589,38 @@ class Engine(ABC):
         write_file(target, json.dumps(trace_of(steps)))
 
     def set_dataiterator(self, iterator: Iterator[Entry]) -> None:
-        """Store the iterator that `train_batch()` reads.
+        """Set the iterator that `train_batch()` reads.
 
         Raises:
-            DataError: It is not an iterator.
+            DataError: The argument is not an iterator.
         """
         self._source.set_iterator(iterator)
 
     def set_dataloader(self, loader: Iterable[Entry]) -> None:
-        """Store a loader whose microbatches `train_batch()` reads, from one `iter()` of it.
+        """Set the loader whose microbatches `train_batch()` reads, from a single `iter()` of it.
 
-        DeepSpeed's name.
+        The name is DeepSpeed's.
 
         Raises:
-            DataError: It cannot be iterated.
+            DataError: The argument is not iterable.
         """
         if not isinstance(loader, Iterable):
             raise DataError(
-                "set_dataloader must be given something to iterate, but got a "
-                f"{type(loader).__name__}. Pass a loader or a list of (inputs, labels), or "
-                "RepeatingLoader(...) of it to go round without end."
+                "set_dataloader must be given an iterable, but got a "
+                f"{type(loader).__name__}. Pass a loader or a list of (inputs, labels), or wrap it "
+                "in RepeatingLoader(...) to repeat it endlessly."
             )
         iterator = loader if isinstance(loader, Iterator) else LoaderIterator(loader)
         self._source.set_iterator(iterator)
         self.training_dataloader = loader
 
     def set_batch_fn(self, fn: Callable[[Any], Entry] | None) -> None:
-        """Map every entry pulled from an iterator.
+        """Set a function that maps every entry pulled from an iterator.
 
-        The function returns `(inputs, labels)` or `(inputs, labels, side)`; None maps none.
+        The function returns `(inputs, labels)` or `(inputs, labels, side)`. None removes it.
 
         Raises:
-            DataError: It is not callable.
+            DataError: `fn` is not callable.
         """
         self._source.set_batch_fn(fn)
 
@@ -625,36 +633,40 @@ class Engine(ABC):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write a checkpoint to `save_dir/tag`; all processes call.
+        """Write a checkpoint to `save_dir/tag`. All processes must call it.
 
-        It holds parameters, the optimiser's state, the loss scale, collections of the layers,
-        counters, the run's key, the learning rate's state, the state of the training iterator if it
-        has `get_state` and `set_state`, the configuration and a table of layers, and opens at any
-        number of stages and replicas. It is there whole or not at all, at every moment; a tag that
-        is there is replaced at the end. With `checkpoint.async_save` the call returns as soon as
-        training may go on; `wait_for_checkpoint`, or the end of the program, waits for the rest.
+        The checkpoint contains the parameters, the optimiser state, the loss scale, the layers'
+        collections, the counters, the run's random key, the learning rate state, the configuration
+        and a table of the layers. It also contains the state of the training iterator, if the
+        iterator has `get_state` and `set_state`. It can be loaded with any number of stages and
+        replicas.
+
+        Saves are atomic: a tag is either complete or missing, even if the process is killed while
+        writing. An existing tag is replaced only at the end. With `checkpoint.async_save`, the call
+        returns as soon as training can continue. `wait_for_checkpoint` waits for the rest, as does
+        the end of the program.
 
         Args:
-            save_dir: A directory that all processes see, or a folder on a store, such as
-                `s3://bucket/run`. Only one run may save there at a time.
-            tag: Name of the checkpoint, a folder; None: `global_step<N>`.
+            save_dir: A directory that all processes can see, or a folder in an object store, such
+                as `s3://bucket/run`. Only one run at a time may save there.
+            tag: Name of the checkpoint's folder. None: `global_step<N>`.
             client_state: A dictionary of numbers, strings, lists and dictionaries, which
                 `load_checkpoint` returns.
-            save_latest: Whether `load_checkpoint` without a tag may find it; the file `latest` then
-                names it.
-            exclude_frozen_parameters: Leave out what `PipelineModule(trainable=...)` freezes. Such
-                a checkpoint opens where this is frozen too, and has its values already, from
-                `model_parameters` or another checkpoint.
+            save_latest: Whether `load_checkpoint` finds this checkpoint when it is called without a
+                tag. The file `latest` then names it.
+            exclude_frozen_parameters: Leave out the parameters that `PipelineModule(trainable=...)`
+                freezes. To load the checkpoint, the same parameters must be frozen and must already
+                have their values, from `model_parameters` or from another checkpoint.
 
         Returns:
             True, as in DeepSpeed.
 
         Raises:
-            CheckpointError: `save_dir` is no path, the tag is no name or differs between processes,
-                `client_state` holds something else, the directory cannot be written, or the last
-                save in the background failed. Earlier checkpoints are as they were.
-            PipelineError: No shapes are known yet, or a batch has been begun, whose gradients no
-                checkpoint holds.
+            CheckpointError: `save_dir` is not a path, the tag is not a valid name or differs
+                between processes, `client_state` contains other types, the directory cannot be
+                written, or the last background save failed. Earlier checkpoints are unchanged.
+            PipelineError: No shapes are known yet, or a batch is incomplete; checkpoints do not
+                contain accumulated gradients.
 
         Reference:
             DeepSpeed's `save_checkpoint`, whose files are pickles.
@@ -673,13 +685,13 @@ class Engine(ABC):
         return True
 
     def wait_for_checkpoint(self) -> None:
-        """Wait until the last checkpoint is on disk; all processes call.
+        """Wait until the last checkpoint is on disk. All processes must call it.
 
-        A program that ends without it waits too, and where the checkpoint could not be written says
-        so and exits with status 120.
+        A program that ends without this call waits too. If the checkpoint could not be written, the
+        program then reports the error and exits with status 120.
 
         Raises:
-            CheckpointError: It could not be written.
+            CheckpointError: The checkpoint could not be written.
         """
         with self._trainer.compiler.waiting("wait_for_checkpoint"):
             self._checkpointer.wait()
@@ -694,32 +706,35 @@ class Engine(ABC):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Go on from a checkpoint of any number of stages and replicas, with or without ZeRO.
+        """Resume from a checkpoint of any number of stages and replicas, with or without ZeRO.
 
         Args:
-            load_dir: What was given to `save_checkpoint`.
-            tag: Name of the checkpoint; None: the last that was committed with `save_latest`.
-            load_module_strict: Refuse layers that are not exactly the model's. Otherwise what fits
-                is loaded and a warning names the rest, which keeps its values.
-            load_optimizer_states: Load the optimiser's state and the loss scale; else they stay.
-            load_lr_scheduler_states: Load the hyperparameters that the optimiser keeps, such as the
-                learning rate, and the place in their schedule; else they stay.
-            load_module_only: Load parameters and collections, and nothing else: no counters, no
+            load_dir: The directory that was passed to `save_checkpoint`.
+            tag: Name of the checkpoint. None: the last one committed with `save_latest`.
+            load_module_strict: Raise an error unless the checkpoint has exactly the model's layers.
+                Otherwise load the matching parameters. A warning names the others, which keep their
+                values.
+            load_optimizer_states: Load the optimiser state and the loss scale. Otherwise they keep
+                their values.
+            load_lr_scheduler_states: Load the hyperparameters in the optimiser state, such as the
+                learning rate, and the position in their schedules. Otherwise they keep their
+                values.
+            load_module_only: Load only parameters and collections, without the counters and the
                 state of the data iterator.
 
         Returns:
-            `(path, client_state)`: the checkpoint's folder, and what `save_checkpoint` was given.
-            `(None, {})` with a warning where the directory holds no checkpoint.
+            `(path, client_state)`: the checkpoint's folder and the `client_state` passed to
+            `save_checkpoint`. If the directory contains no checkpoint, `(None, {})` with a warning.
 
         Raises:
-            CheckpointError: `load_dir` is no path, there is none with that tag, it is damaged, or
-                its layers or the optimiser's state do not fit; the engine is as it was.
-            DataError: The state of the data iterator does not fit the one that is set; the engine
-                is as it was.
-            PipelineError: No shapes are known yet, and the checkpoint holds none.
+            CheckpointError: `load_dir` is not a path, the tag does not exist, the checkpoint is
+                damaged, or its layers or optimiser state do not match. The engine is unchanged.
+            DataError: The saved state does not match the data iterator in use. The engine is
+                unchanged.
+            PipelineError: No shapes are known yet, and the checkpoint contains none.
 
         Reference:
-            DeepSpeed's `load_checkpoint`, which returns `(None, None)` where there is none.
+            DeepSpeed's `load_checkpoint`, which returns `(None, None)` if there is no checkpoint.
         """
         what = LoadOptions(
             load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only
@@ -729,24 +744,23 @@ class Engine(ABC):
 
     @one_thread
     def load_huggingface(self, folder: str | PathLike[str], renames: Sequence[Rename]) -> None:
-        """Take the parameters out of the safetensors files of Hugging Face's libraries.
+        """Load parameters from the safetensors files that Hugging Face's libraries write.
 
-        All processes call.
-
-        A process reads the tensors of its own stages alone, one after another, and never more than
-        that lies in its memory. The optimiser's state, counters and collections stay as they are.
+        All processes must call it. Each process reads only the tensors of its own stages, one at a
+        time, and never holds more than one in host memory. The optimiser state, counters and
+        collections keep their values.
 
         Args:
-            folder: Holds `model.safetensors`, or an index and the shards that it names, on a file
-                system that all processes see, or on a store.
+            folder: A folder with `model.safetensors`, or with an index and the shards it names. It
+                is on a file system that all processes can see, or in an object store.
             renames: The table of names, such as `jaxpipe.models.llama_names(config)`. Adapters of
                 `jaxpipe.layers.lora` keep their values.
 
         Raises:
             CheckpointError: A file is missing or damaged; the table does not name every parameter
-                once; tensors are missing, left over, of another shape, or of integers for
-                floating-point parameters; or two names of one tied tensor differ. The engine is as
-                it was.
+                exactly once; tensors are missing, unexpected, of the wrong shape, or integers where
+                the parameters are floating-point; or the two names of a tied tensor have different
+                values. The engine is unchanged.
             PipelineError: No shapes are known yet.
         """
         with self._telemetry.timed("load_huggingface"):
@@ -758,36 +772,36 @@ class Engine(ABC):
         signals: Sequence[signal.Signals] = (signal.SIGTERM,),
         client_state: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
-        """From now on, when the process is asked to end, finish the step, save, and exit.
+        """When a termination signal arrives, finish the step, save a checkpoint and exit.
 
-        Schedulers send SIGTERM some time before they take a node away. The next `train_batch` that
-        ends after it, or the `step` that updates, writes a checkpoint with the tag
-        `global_step<N>`, waits until it is committed, and raises `SystemExit` with 128 plus the
-        signal's number, so that `finally` clauses run. All processes call.
+        Schedulers send SIGTERM some time before they reclaim a node. The next `train_batch` that
+        finishes after the signal, or the next `step` that updates, writes a checkpoint with the tag
+        `global_step<N>` and waits until it is committed. It then raises `SystemExit` with 128 plus
+        the signal's number, so that `finally` clauses run. All processes must call this method.
 
         Args:
             save_dir: As for `save_checkpoint`.
-            signals: What to wait for.
-            client_state: Called for the `client_state` of that checkpoint.
+            signals: The signals to handle.
+            client_state: A function that returns the `client_state` of the checkpoint.
 
         Raises:
-            CheckpointError: It is not called in the main thread, or `save_dir` is no path.
+            CheckpointError: The call is not in the main thread, or `save_dir` is not a path.
         """
         self._checkpointer.save_on_preemption(save_dir, signals, client_state)
 
     @one_thread
     def module_state_dict(self, *, params: str | None = None) -> PyTree:
-        """The present parameters as numpy arrays.
+        """Return the current parameters as numpy arrays.
 
-        Their form is that of `PipelineModule.init`, or a plain model's own. Before the first batch
-        they are `model_parameters` as they were given; where there are none, shapes are needed.
+        The tree is that of `PipelineModule.init`, or a plain model's own. Before the first batch it
+        contains `model_parameters` as they were given. If none were given, shapes must be known.
 
         Args:
             params: As for `evaluate`.
 
         Raises:
-            PipelineError: No shapes are known yet, and no parameters.
-            ConfigError: There are no such parameters.
+            PipelineError: Neither shapes nor `model_parameters` are known yet.
+            ConfigError: `params` names parameters that do not exist.
         """
         trainer = self._trainer
         is_given = trainer.model_parameters is not None and trainer.programs.latest is None
@@ -797,9 +811,9 @@ class Engine(ABC):
 
     @one_thread
     def module_collections(self) -> dict[str, PyTree]:
-        """Mutable collections of the layers, such as batch statistics, as numpy arrays.
+        """Return the layers' mutable collections, such as batch statistics, as numpy arrays.
 
-        In the form of `PipelineModule.init_collections`, or in a plain model's own, such as
+        The tree is that of `PipelineModule.init_collections`, or a plain model's own, such as
         `{"batch_stats": ...}`.
 
         Raises:
@@ -812,12 +826,12 @@ class Engine(ABC):
 
     @one_thread
     def opt_state_tree(self) -> PyTree:
-        """The present state of the optimiser as optax has it for the whole model, in numpy arrays.
+        """Return the current optimiser state as optax has it for the whole model, as numpy arrays.
 
-        The structure is that of `optimizer.init(params)` for the parameters that are trained, at
-        any number of stages: optax's own functions read it, such as `optax.tree.get(state, "ema")`
-        or `optax.contrib.schedule_free_eval_params(state, params)`. All processes call, and each
-        gets all of it.
+        With any number of stages, the structure is that of `optimizer.init(params)` for the trained
+        parameters. Optax's own functions can read it, such as `optax.tree.get(state, "ema")` or
+        `optax.contrib.schedule_free_eval_params(state, params)`. All processes must call it, and
+        each gets the whole state.
 
         Raises:
             PipelineError: No shapes are known yet.
@@ -833,18 +847,19 @@ class Engine(ABC):
         *,
         collections: Mapping[str, PyTree] | None = None,
     ) -> None:
-        """Set the parameters; optimiser state and counters stay.
+        """Set the parameters. The optimiser state and counters keep their values.
 
         Args:
             state_dict: A tree as `module_state_dict` returns it.
-            strict: Refuse a tree that is not exactly the model's. Otherwise what fits is taken and
-                a warning names the rest.
-            collections: What `module_collections` returned; None: they stay.
+            strict: Raise an error unless the tree has exactly the model's parameters. Otherwise use
+                the matching parameters and name the others in a warning.
+            collections: Collections as `module_collections` returns them. None: they keep their
+                values.
 
         Raises:
-            LayerError: Parameters are missing, unexpected or of another shape, and `strict` is
-                true; one is no array of floating-point numbers; or another process gives other
-                values. Nothing changed.
+            LayerError: With `strict`, parameters are missing, unexpected or of the wrong shape. Or
+                a leaf is not a floating-point array, or processes pass different values. Nothing
+                has changed.
             PipelineError: No shapes are known yet.
         """
         trainer, tree = self._trainer, self._trainer.tree
@@ -862,7 +877,7 @@ class Engine(ABC):
                 "collections": describe_leaves(collections),
             },
             LayerError,
-            "Give all processes the same trees: nothing changed.",
+            "Pass the same trees in all processes: nothing changed.",
         )
         state = trainer.pipeline.replace_params(trainer.state, params)
         if collections is not None:
@@ -871,33 +886,30 @@ class Engine(ABC):
 
     @one_thread
     def add_monitor(self, monitor: Monitor) -> None:
-        """Give a function the numbers of all steps from now on.
+        """Add a function that receives the metrics of every step from now on.
 
-        All processes call, and in process 0 it is called.
-
-        What it is given, when and where is as for `initialize(monitors=...)`.
+        All processes must call this method; the function itself is called only in process 0.
+        `initialize(monitors=...)` describes what it receives, and when.
 
         Args:
             monitor: A function of a list of `Event`.
 
         Raises:
-            ConfigError: It is not callable.
+            ConfigError: `monitor` is not callable.
         """
         _check_monitor(monitor)
         self._telemetry.add(monitor)
 
     def flush_monitors(self) -> None:
-        """Wait until the numbers of all steps so far have been given to the monitors."""
+        """Wait until the monitors have received the metrics of all steps so far."""
         self._telemetry.flush()
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """Metrics of the last trained batch.
+        """Metrics of the last trained batch: `loss`, `grad_norm` and the others of `Pipeline.step`.
 
-        `loss`, `grad_norm` and the rest of `Pipeline.step`'s metrics.
-
-        Arrays on the devices, computed while the caller goes on; empty before the first batch.
-        `evaluation` is what `evaluate` returned last.
+        The values are arrays on the devices, computed asynchronously. Before the first batch there
+        are none. `evaluation` is the last result of `evaluate`.
         """
         evaluation = self._reports.evaluation
         return {
@@ -907,29 +919,31 @@ class Engine(ABC):
 
     @one_thread
     def get_lr(self) -> list[float]:
-        """The learning rate of the next update, in a list as DeepSpeed's groups have it.
+        """Return the learning rate of the next update, in a list like DeepSpeed's parameter groups.
 
-        The optimiser computes with it in float32. A number of the configuration, or one that was
-        set, is given as it was written there, any other as the shortest that is the same in
-        float32.
+        The optimiser computes with the rate in float32. A rate from the configuration, or from
+        `set_lr`, is returned exactly as it was written. Any other is returned as the shortest
+        decimal number with the same float32 value.
 
-        For Muon the second is that of the parameters which Adam updates. A schedule built into a
-        finished optax optimiser is not known here: its rate is that of the last update.
+        With Muon, the second entry is the rate of the parameters that Adam updates. The engine
+        cannot see a schedule inside an optax optimiser that is already built. The rate is then that
+        of the last update.
 
         Raises:
-            PipelineError: The optimiser does not keep it in its state, or there is no optimiser.
+            PipelineError: The optimiser does not keep the rate in its state, or there is no
+                optimiser.
         """
         return self._reports.learning_rates()
 
     @one_thread
     def get_mom(self) -> list[float | tuple[float, float]]:
-        """The momentum of the next update, in a list as DeepSpeed's groups have it.
+        """Return the momentum of the next update, in a list like DeepSpeed's parameter groups.
 
-        It is in numbers, as in `get_lr`: `momentum`, or `(b1, b2)`, or `b1` alone where the state
-        does not keep `b2`; for Muon both.
+        The values are Python numbers, as in `get_lr`: `momentum`, or `(b1, b2)`, or only `b1` if
+        the state does not keep `b2`. With Muon, the list has both.
 
         Raises:
-            PipelineError: The optimiser keeps none in its state, or there is no optimiser.
+            PipelineError: The optimiser keeps no momentum in its state, or there is no optimiser.
         """
         return self._reports.momenta()
 
@@ -940,7 +954,7 @@ class Engine(ABC):
             lr: The rate, at least 0.
 
         Raises:
-            ConfigError: As `set_hyperparams` raises it.
+            ConfigError: As for `set_hyperparams`.
             PipelineError: No shapes are known yet.
         """
         self.set_hyperparams(learning_rate=lr)
@@ -949,32 +963,33 @@ class Engine(ABC):
     def set_hyperparams(self, **values: float) -> None:
         """Set hyperparameters that the optimiser keeps in its state, for all updates from now on.
 
-        Those of the configuration's optimisers are kept there, and those of
-        `optax.inject_hyperparams`.
+        Optimisers from the configuration keep their hyperparameters there, as do optimisers wrapped
+        in `optax.inject_hyperparams`.
 
         Args:
-            **values: Name to number, such as `learning_rate=1e-4`.
+            **values: Hyperparameters by name, such as `learning_rate=1e-4`.
 
         Raises:
-            ConfigError: The optimiser keeps none of that name, it follows a schedule, or a value is
-                no finite number or out of the range that the configuration would accept.
+            ConfigError: The optimiser keeps no hyperparameter of that name, the hyperparameter
+                follows a schedule, or a value is not finite or not in the range that the
+                configuration accepts.
             PipelineError: No shapes are known yet.
         """
         self._reports.set_hyperparams(values)
         self._lockstep.settings |= {name: str(value) for name, value in values.items()}
 
     def get_global_grad_norm(self) -> jax.Array | None:
-        """Norm of the last batch's gradient over all stages, before clipping.
+        """Return the global norm of the last batch's gradient over all stages, before clipping.
 
-        None before the first batch.
+        It is None before the first batch.
         """
         metrics = self._reports.metrics
         return None if metrics is None else metrics["grad_norm"]
 
     def get_additional_losses(self) -> dict[str, jax.Array] | None:
-        """Losses that layers reported in the last trained batch, by `layer/name`.
+        """Return the losses that layers reported in the last trained batch, by `layer/name`.
 
-        None where none did.
+        The result is None if no layer reported a loss.
         """
         metrics = self._reports.metrics
         return None if metrics is None else metrics.get("losses")
@@ -982,23 +997,23 @@ class Engine(ABC):
     @property
     @one_thread
     def skipped_steps(self) -> int:
-        """Updates skipped because gradients overflowed."""
+        """Number of updates skipped because gradients overflowed."""
         return int(self.state.skipped_steps) if self._trainer.has_state else 0
 
     def was_step_applied(self) -> bool:
-        """True if the last trained batch changed the parameters; false before the first."""
+        """Return True if the last batch updated the parameters; False before the first batch."""
         metrics = self._reports.metrics
         return metrics is not None and not metrics.get("overflow", False)
 
     @property
     @one_thread
     def loss_scale(self) -> float:
-        """The factor that the next loss is multiplied with; 1 unless training is in float16."""
+        """The factor by which the next loss is multiplied; 1 unless training is in float16."""
         return self._reports.loss_scale()
 
     @property
     def micro_batches(self) -> int:
-        """Microbatches per batch; the same as `gradient_accumulation_steps()`."""
+        """Microbatches per batch, the same as `gradient_accumulation_steps()`."""
         return self._trainer.sizes.gradient_accumulation_steps
 
     @property
@@ -1021,34 +1036,35 @@ class Engine(ABC):
     def get_batch_info(self) -> tuple[int, int, int]:
         """`train_batch_size`, `train_micro_batch_size_per_gpu` and `gradient_accumulation_steps`.
 
-        DeepSpeed's name.
+        The name is DeepSpeed's.
         """
         return self.train_batch_size(), self.micro_batch_size, self.micro_batches
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> NoReturn:
-        """Refused.
+        """Not supported.
 
-        The samples of a microbatch are what data are cut into and programs are made for.
+        The data loader and the compiled programs depend on the size of a microbatch.
 
         Raises:
             PipelineError: Always.
         """
         raise PipelineError(
             "train_micro_batch_size_per_gpu must stay as it is while an engine runs, but got "
-            f"micro_batch_size={micro_batch_size!r} in place of {self.micro_batch_size}. Call "
-            "set_train_batch_size, which changes how many microbatches a batch has, or load a "
-            "checkpoint into an engine of that size."
+            f"micro_batch_size={micro_batch_size!r} instead of {self.micro_batch_size}. Call "
+            "set_train_batch_size, which changes the number of microbatches per batch, or load a "
+            "checkpoint into an engine with that microbatch size."
         )
 
     @one_thread
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change how many microbatches a batch has; the size of a microbatch stays.
+        """Change the number of microbatches per batch. The size of a microbatch stays the same.
 
         Args:
             train_batch_size: Samples per batch over all replicas, from the next batch on.
 
         Raises:
-            ConfigError: It is no positive multiple of the samples in a microbatch of all replicas.
+            ConfigError: `train_batch_size` is not a positive multiple of the number of samples in a
+                microbatch over all replicas.
         """
         micro, replicas = self.micro_batch_size, self._trainer.num_replicas
         unit = micro * replicas
@@ -1059,17 +1075,17 @@ class Engine(ABC):
             raise ConfigError(
                 "train_batch_size must be a multiple of train_micro_batch_size_per_gpu * replicas "
                 f"= {micro} * {replicas} = {unit}, but got train_batch_size={train_batch_size!r}. "
-                f"Use for instance {nearest}."
+                f"Use for example {nearest}."
             )
         self._trainer.sizes = BatchSizes(size, micro, size // unit)
         self._lockstep.settings["train_batch_size"] = str(size)
 
     def is_first_stage(self) -> bool:
-        """True if this process has a device of the first stage."""
+        """Return True if this process has a device of the first stage."""
         return self._addresses(0)
 
     def is_last_stage(self) -> bool:
-        """True if this process has a device of the last stage."""
+        """Return True if this process has a device of the last stage."""
         return self._addresses(-1)
 
     @property
@@ -1079,15 +1095,15 @@ class Engine(ABC):
 
     @property
     def stage_id(self) -> int:
-        """The stage of this process, from 0 at the input, where all its devices are of one.
+        """The stage of this process, counted from 0 at the input.
 
         Raises:
-            PipelineError: They are of several.
+            PipelineError: This process does not have the devices of exactly one stage.
         """
         own = [stage for stage in range(self.num_stages) if self._addresses(stage)]
         if len(own) != 1:
             raise PipelineError(
-                "stage_id must be asked for in a process whose devices are all of one stage, but "
+                "stage_id must be read in a process whose devices all belong to one stage, but "
                 f"got devices of stages {own}. Use is_first_stage() and is_last_stage(), "
                 "engine.grid, or engine.mesh for each device."
             )
@@ -1098,7 +1114,7 @@ class Engine(ABC):
         """`stage_id - 1`, as in DeepSpeed; -1 on the first stage.
 
         Raises:
-            PipelineError: As `stage_id` raises it.
+            PipelineError: As for `stage_id`.
         """
         return self.stage_id - 1
 
@@ -1107,25 +1123,25 @@ class Engine(ABC):
         """`stage_id + 1`, as in DeepSpeed; `num_stages` on the last stage.
 
         Raises:
-            PipelineError: As `stage_id` raises it.
+            PipelineError: As for `stage_id`.
         """
         return self.stage_id + 1
 
     @property
     def world_size(self) -> int:
-        """Number of devices of the mesh, DeepSpeed's ranks.
+        """Number of devices in the mesh, which are DeepSpeed's ranks.
 
-        `jax.process_count()` is that of processes.
+        For the number of processes, use `jax.process_count()`.
         """
         return self.mesh.size
 
     @abstractmethod
     def _check_between_batches(self, call: str) -> None:
-        """Refuse a call while some microbatches of a batch are trained and others are to come."""
+        """Raise PipelineError if only some microbatches of the current batch have been trained."""
 
     @abstractmethod
     def _begin_batch(self) -> None:
-        """Forget microbatches that belong to a state which is no more; signals are held."""
+        """Forget microbatches that belong to a replaced state. Signals are held meanwhile."""
 
     def _pull(
         self,
@@ -1157,12 +1173,12 @@ class Engine(ABC):
         self, call: str, read: Callable[[], tuple[T, Batch]], *, is_whole: bool = False
     ) -> tuple[T, Batch]:
         """Take a batch together with the other processes."""
-        if jax.process_count() > 1:  # the exchange with them is a program too
+        if jax.process_count() > 1:  # the exchange between processes is a program too
             self._trainer.block_until_ready()
         return self._lockstep.take(call, read, is_whole=is_whole)
 
     def _measured_slices(self, data_iter: Iterator[Entry] | None) -> Sequence[Slice]:
-        """Train a batch and record it: its actions, with their times."""
+        """Train and record a batch. Return its actions with their times."""
         recorded: list[Operation] = []
         self._recorder = recorded.extend
         try:
@@ -1178,7 +1194,7 @@ class Engine(ABC):
     def _launch_recorded(
         self, step: Any, state: TrainState, batch: Batch
     ) -> tuple[TrainState, Metrics]:
-        """Run a step that is to be recorded, to its end."""
+        """Run a step to its end and record it."""
         recorder, self._recorder = self._recorder, None
         assert recorder is not None, "a step is to be recorded"
         text = step.lower(state, batch).compile().as_text() or ""
@@ -1189,7 +1205,7 @@ class Engine(ABC):
     def _count_step(
         self, state: TrainState, metrics: Metrics, num_microbatches: int, num_samples: int
     ) -> None:
-        """Set the state after an update, and count it; signals are held."""
+        """Store the state after an update and count the step. Signals are held meanwhile."""
         trainer = self._trainer
         trainer.state = state
         self._reports.metrics = metrics
@@ -1201,17 +1217,17 @@ class Engine(ABC):
         self._run_log.start_clock()
 
     def _end_step(self) -> None:
-        """Report an update, and end where that was asked for."""
+        """Report an update, and exit if a termination signal has arrived."""
         if self._telemetry.is_on:
             self._telemetry.note_step()
         every = self.config.steps_per_print
         if every and self.global_steps % every == 0:
-            self._run_log.show_step()  # on all processes, which must agree
+            self._run_log.show_step()  # all processes must call it
         self._checkpointer.end_if_preempted()
 
     def _when_loaded(self) -> None:
         trainer = self._trainer
-        # The old one holds flags of steps that are no more.
+        # The old watch holds flags of steps that were discarded.
         trainer.watch = OverflowWatch(trainer.scaler)
         trainer.model_parameters = None
         self._reports.forget()
@@ -1227,7 +1243,7 @@ class Engine(ABC):
 
 
 def _first_rank(devices: Sequence[Any]) -> int:
-    """The rank of this process's first device; 0 where it has none."""
+    """Return the rank of this process's first device, or 0 if it has none."""
     return next(
         (
             rank
@@ -1239,10 +1255,7 @@ def _first_rank(devices: Sequence[Any]) -> int:
 
 
 def _plain(value: Any) -> Any:
-    """A value that JSON does not know, as it is shown.
-
-    An object of any content, a class of schedules.
-    """
+    """Convert a value that JSON cannot store, such as a mapping or a schedule class."""
     return dict(value) if isinstance(value, Mapping) else str(value)
 
 
@@ -1250,24 +1263,24 @@ def _check_monitor(monitor: Any) -> None:
     if not callable(monitor):
         raise ConfigError(
             f"a monitor must be a function of a list of events, but got monitor={monitor!r}. Pass "
-            "for instance lambda events: print(*events)."
+            "for example lambda events: print(*events)."
         )
 
 
 def _checked_count(reduce_output: Any, num_micro_batches: Any) -> int | None:
-    """Check the arguments of `eval_batch`; return the count, a positive integer or None.
+    """Check arguments of `eval_batch` and return the count, a positive integer or None.
 
     `reduce_output` must be `"avg"` or None.
     """
     if reduce_output not in ("avg", None):
         raise ConfigError(
             f"reduce_output must be 'avg' or None, but got reduce_output={reduce_output!r}. Use "
-            "None for the losses of all microbatches, and reduce them."
+            "None to get the loss of every microbatch, and reduce the losses yourself."
         )
     count = as_integer(num_micro_batches, 1)
     if count is None and num_micro_batches is not None:
         raise ConfigError(
             "num_micro_batches must be an integer of at least 1, but got "
-            f"num_micro_batches={num_micro_batches!r}. Leave it out for as many as in training."
+            f"num_micro_batches={num_micro_batches!r}. Omit it to use as many as in training."
         )
     return count

@@ -1,4 +1,4 @@
-"""A whole set of samples, evaluated by microbatches of one shape whatever their number."""
+"""Evaluation of a whole dataset in microbatches of one shape, whatever the number of samples."""
 
 import contextlib
 import functools
@@ -27,7 +27,7 @@ from ._trainer import Trainer
 Measure = Callable[[PyTree, PyTree], PyTree]
 
 _SAME = 0.02
-"""How far a sum over a microbatch may be from that over its samples, as a share, in bfloat16."""
+"""Relative tolerance in bfloat16 between a microbatch's sum and the sum over its samples."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class _Group:
     """Microbatches for one run of a program.
 
     Attributes:
-        batch: Leaves `[num_microbatches, samples, ...]`; microbatches that are not full are filled
-            up with copies of their last sample, and missing ones are copies of the last one.
-        counts: How many samples of each microbatch count, from the first on.
+        batch: Leaves `[num_microbatches, samples, ...]`. Microbatches that are not full are padded
+            with copies of their last sample. Missing microbatches are copies of the last one.
+        counts: Number of samples that count in each microbatch, from its first.
     """
 
     batch: Batch
@@ -49,9 +49,9 @@ class Chosen:
     """The parameters that a call evaluates.
 
     Attributes:
-        name: How a call that asks for them is told from others; empty: they are those that are
-            trained.
-        state: Gives the state that holds them.
+        name: Suffix of the call's name that identifies the parameters. Empty for the trained
+            parameters.
+        state: Returns the state that contains them.
     """
 
     name: str
@@ -59,9 +59,9 @@ class Chosen:
 
 
 class Evaluator:
-    """Evaluates any number of samples by one program.
+    """Evaluates any number of samples with one program.
 
-    `take` lets all processes take the next batch, or none; see `Lockstep.take`.
+    `take` makes all processes take the next batch, or none of them; see `Lockstep.take`.
     """
 
     def __init__(self, trainer: Trainer, take: Callable[..., tuple[Pipeline, Batch]]) -> None:
@@ -70,12 +70,12 @@ class Evaluator:
     def means(
         self, loader: Any, mapped: Callable[[Iterable[Any]], Iterator[Any]], params: str | None
     ) -> dict[str, Any]:
-        """See `Engine.evaluate`; `mapped` gives entries the form of a batch's."""
+        """See `Engine.evaluate`. `mapped` converts entries to the form that a batch takes."""
         if not isinstance(loader, Iterable) or isinstance(loader, RepeatingLoader):
             raise DataError(
                 "evaluate must be given a loader that ends, but got a "
-                f"{type(loader).__name__}. Pass a list of (inputs, labels), or a loader that goes "
-                "round once."
+                f"{type(loader).__name__}. Pass a list of (inputs, labels), or a loader that "
+                "yields its entries once."
             )
         sums, names = _Sums(), ()
         entries, chosen = mapped(loader), self.chosen(params)
@@ -87,7 +87,7 @@ class Evaluator:
         if not sums.num_samples:
             raise DataError(
                 "evaluate must be given at least one sample, but got a loader without any. An "
-                "iterator that has been read to its end begins no second time: give the loader."
+                "exhausted iterator does not start again: pass the loader."
             )
         loss, *metrics = sums.means()
         found: dict[str, Any] = {"loss": loss, "num_samples": sums.num_samples}
@@ -104,8 +104,8 @@ class Evaluator:
         """See `Engine.log_probs`."""
         if num_segments is not None and as_integer(num_segments, 1) is None:
             raise LayerError(
-                "num_segments must be how many answers a sample holds, at least 1, but got "
-                f"num_segments={num_segments!r}. Leave it out where there is one."
+                "num_segments must be the number of answers in a sample, at least 1, but got "
+                f"num_segments={num_segments!r}. Omit it if there is only one."
             )
         measure, chosen = _measure_log_probs(num_segments), self.chosen(params)
         call = f"log_probs{chosen.name}"
@@ -136,7 +136,7 @@ class Evaluator:
                 found = np.where(has_ended, end, found)
                 has_ended |= found == end
             texts[samples, lengths + step] = found
-            # All processes go on until the last sample of any has ended.
+            # All processes continue until every sample of every process has ended.
             if not gather_numbers([not has_ended.all()]).any():
                 break
         return np.stack([texts[samples, lengths + step] for step in range(num_new)], axis=1)
@@ -144,7 +144,7 @@ class Evaluator:
     def _measured(
         self, call: str, samples: Entry, measure: Measure, chosen: "Chosen"
     ) -> np.ndarray:
-        """What a function of outputs and labels gives for each sample of this process."""
+        """Return the values of a function of outputs and labels for this process's samples."""
         inputs, labels, side = samples
         size, first = self._size, self._trainer.data_shard.index * self._size
         batch, num_samples = split_samples(inputs, side, size, labels, call)
@@ -156,14 +156,14 @@ class Evaluator:
         return np.concatenate(rows)[:num_samples]
 
     def chosen(self, params: str | None) -> "Chosen":
-        """Parameters by name, checked; made once for a call, when the first batch is known."""
+        """Check the name and return its parameters, made once per call at the first batch."""
         check_params_name(params, self._trainer.config)
         name = "" if params is None else f" of params={params!r}"
         return Chosen(name, functools.cache(lambda: self._trainer.state_with(params)))
 
     @property
     def _size(self) -> int:
-        """Samples of a microbatch in this process."""
+        """Number of samples of a microbatch in this process."""
         trainer = self._trainer
         return trainer.sizes.train_micro_batch_size_per_gpu * len(trainer.data_shard.replicas)
 
@@ -174,9 +174,9 @@ class Evaluator:
         chosen: "Chosen",
         measure: Measure | None = None,
     ) -> Iterator[tuple[_Group, Pipeline, Any]]:
-        """What `measure` gives for samples, group by group, one run of a program each.
+        """Yield the values of `measure` group by group, one run of a program each.
 
-        None: their `SampleTerms`.
+        If `measure` is None, the values are the group's `SampleTerms`.
         """
         trainer, count = self._trainer, self._trainer.sizes.gradient_accumulation_steps
         for group in _groups(entries, count, self._size):
@@ -191,17 +191,17 @@ class Evaluator:
             program = pipeline.measuring(measure) if measure else pipeline.evaluate_samples
             what = "evaluation of samples" if measure is None else call
             values = trainer.run(what, program, placed, chosen=chosen.state)
-            # Before processes exchange numbers, which is a program too.
+            # Before processes exchange numbers, because the exchange is a program too.
             trainer.block_until_ready()
             yield group, pipeline, values
 
 
 def _groups(entries: Iterable[Any], num_microbatches: int, size: int) -> Iterator[_Group]:
-    """The entries of a loader as groups of `num_microbatches`, each entry of up to `size` samples.
+    """Group the entries of a loader by `num_microbatches`; an entry has at most `size` samples.
 
-    All processes go round together: one whose entries have ended gives its last group again, of
-    which no sample counts, and the end comes when all have ended. Raises DataError on all processes
-    where an entry of one is none, and where one has no entry at all.
+    All processes iterate together. A process whose entries have ended yields its last group again,
+    and none of its samples count. Iteration ends when all processes have reached their end. Raises
+    DataError on all processes if one has an invalid entry or no entry at all.
     """
     iterator, last = iter(entries), None
     while True:
@@ -213,7 +213,7 @@ def _groups(entries: Iterable[Any], num_microbatches: int, size: int) -> Iterato
             without = np.flatnonzero(~has_entries.any(axis=1)).tolist()
             raise DataError(
                 "each process must have at least one sample to evaluate, but got none in processes "
-                f"{without}. Share the samples out, or evaluate in one process."
+                f"{without}. Distribute the samples over all processes, or evaluate in one process."
             )
         if group is None:
             assert last is not None
@@ -241,7 +241,7 @@ def _next_group(iterator: Iterator[Any], num_microbatches: int, size: int) -> _G
 
 
 def _filled(entry: Any, number: int, size: int) -> tuple[tuple[Any, ...], int]:
-    """An entry with `size` samples, and how many of them it had."""
+    """Pad an entry to `size` samples, and return it with the number that it had."""
     parts = split_entry(entry, f"entry {number}")
     arrays = [
         jax.tree.map_with_path(
@@ -261,7 +261,7 @@ def _filled(entry: Any, number: int, size: int) -> tuple[tuple[Any, ...], int]:
         )
 
     def fill(leaf: np.ndarray) -> np.ndarray:
-        # Copies of a real sample: for zeros a model may divide by 0 or index out of range.
+        # Copies of a real sample, because zeros may make a model divide by 0 or index out of range.
         more = np.repeat(leaf[-1:], size - count, axis=0)
         return np.concatenate([leaf, more]) if len(more) else leaf
 
@@ -271,10 +271,10 @@ def _filled(entry: Any, number: int, size: int) -> tuple[tuple[Any, ...], int]:
 
 
 class _Sums:
-    """Sums over the samples that count, of groups one after another, in float64.
+    """Sums over the samples that count, accumulated over groups in float64.
 
     Attributes:
-        num_samples: How many have counted.
+        num_samples: Number of samples counted so far.
     """
 
     def __init__(self) -> None:
@@ -284,10 +284,10 @@ class _Sums:
         self._fault = ""
 
     def add(self, terms: SampleTerms, counted: np.ndarray) -> None:
-        """Add what the program gave for a group; `counted` is bool `[num_microbatches, samples]`.
+        """Add the values of a group; `counted` is bool `[num_microbatches, samples]`.
 
-        Raises PipelineError where a microbatch counts in part, and the loss of this or an earlier
-        one is not that of its samples.
+        Raises PipelineError if only some samples of a microbatch count, and its loss or that of an
+        earlier microbatch is not the loss of its samples.
         """
         terms = jax.tree.map(np.asarray, jax.device_get(terms))
         by_replica = counted.reshape(*terms.weights.shape, -1)
@@ -301,8 +301,8 @@ class _Sums:
                 raise PipelineError(
                     "the loss of a microbatch, and its metrics, must be the mean of its samples' "
                     "losses, or their sum and the sum of their weights, where an entry is not "
-                    f"full, but got {self._fault}. Leave out the last entry, or make the number of "
-                    "samples a multiple of an entry's."
+                    f"full, but got {self._fault}. Drop the last entry, or make the number of "
+                    "samples a multiple of the entry size."
                 )
             chosen = (by_replica & is_part[..., None]).reshape(counted.shape)
             of_samples: Any = terms.sample_sums, terms.sample_weights
@@ -314,14 +314,14 @@ class _Sums:
         self._weight += float(weights.sum(dtype=np.float64))
 
     def means(self) -> list[float]:
-        """The loss, then the metrics; 0 where nothing weighs."""
+        """Return the loss, then the metrics. They are 0 if the total weight is 0."""
         return [float(x) / (self._weight or 1.0) for x in np.atleast_1d(self._sums)]
 
 
 def _fault_of_samples(terms: SampleTerms) -> str:
-    """What is wrong with the losses of single samples; empty: they make up the microbatches'."""
+    """Describe what is wrong with the samples' losses. Empty: they add up to the microbatches'."""
     if terms.sample_sums is None or terms.sample_weights is None:
-        return "a loss that one sample alone does not have"
+        return "a loss that is not defined for a single sample"
     shape = (*terms.weights.shape, -1)
     of_samples = np.asarray(terms.sample_sums).reshape(*shape, terms.sums.shape[-1])
     weights = np.asarray(terms.sample_weights).reshape(shape)
@@ -350,13 +350,13 @@ def _measure_log_probs(num_segments: int | None) -> Measure:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How new tokens are chosen.
+    """How new tokens are sampled.
 
     Attributes:
-        max_new_tokens: How many.
-        temperature: What logits are divided by before one is drawn; 0: the likeliest is taken.
-        seed: Of the draws.
-        eos_token_id: What ends a text; None: nothing does.
+        max_new_tokens: Number of new tokens.
+        temperature: Divisor of the logits before sampling. 0 picks the most likely token.
+        seed: Seed of the sampling.
+        eos_token_id: The token that ends a text. None: no token does.
     """
 
     max_new_tokens: int
@@ -367,10 +367,10 @@ class Sampling:
 
 @functools.cache
 def _next_token(length: int) -> Measure:
-    """The token after a position of each sample, of texts of a length.
+    """Return a function that samples the token after one position of each text of `length`.
 
     Labels are `(positions, (sample, seed, shard, step), temperature)`. Logits may be split over the
-    stages; only those of one position are put together.
+    stages; only the logits of one position are gathered.
     """
 
     def measure(logits: Any, labels: Any) -> jax.Array:
@@ -392,14 +392,14 @@ def _next_token(length: int) -> Measure:
 def _key_of(numbers: jax.Array) -> jax.Array:
     sample, seed, shard, step = numbers
     key = jax.random.fold_in(jax.random.key(seed), shard)
-    # By sample, not by place: whatever shares a microbatch with it, a sample goes on alike.
+    # By sample number, so that a text does not depend on the other samples in its microbatch.
     return jax.random.fold_in(jax.random.fold_in(key, sample), step)
 
 
 def _check_tokens(found: np.ndarray, dtype: Any, largest: int) -> None:
     if found.size and found.max() > largest:
         raise DataError(
-            "prompts must have a dtype that holds every token of the model, but got "
+            "prompts must have a dtype that can represent every token of the model, but got "
             f"tokens={dtype} and the new token {found.max()}. Convert them to int32."
         )
 
@@ -407,14 +407,14 @@ def _check_tokens(found: np.ndarray, dtype: Any, largest: int) -> None:
 def _checked_prompts(
     tokens: Any, lengths: Any, options: Sampling
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    with contextlib.suppress(ValueError):  # of rows of several lengths, which is told below
+    with contextlib.suppress(ValueError):  # rows of different lengths, reported below
         tokens = np.asarray(tokens) if isinstance(tokens, list | tuple) else tokens
     prompts = np.zeros(0) if isinstance(tokens, list | tuple) else host_array(tokens, "tokens")
     if prompts.ndim != 2 or prompts.dtype.kind not in "iu" or not prompts.size:
         raise DataError(
             "generate must be given prompts as integers [num_samples, length], but got tokens="
-            f"{shown(tokens)}. Pad prompts of several lengths at their end, "
-            "and give lengths."
+            f"{shown(tokens)}. Pad prompts of different lengths at the end, "
+            "and pass lengths."
         )
     shape: Any = prompts.shape
     num_samples, length = shape
@@ -422,7 +422,7 @@ def _checked_prompts(
     if given.shape != (num_samples,) or given.dtype.kind not in "iu" or given.min() < 1:
         raise DataError(
             f"lengths must be the number of tokens of each of {num_samples} prompts, at least 1, "
-            f"but got {shown(lengths)}. Leave it out where no prompt is padded."
+            f"but got {shown(lengths)}. Omit it if no prompt is padded."
         )
     if given.max() > length:
         raise DataError(
@@ -446,10 +446,10 @@ def _checked_prompts(
 
 
 def _counted(counts: Sequence[int], shard: int, size: int, num_samples: int) -> np.ndarray:
-    """Which samples of a group count, of all processes: bool `[num_microbatches, num_samples]`.
+    """Return which samples of all processes count: bool `[num_microbatches, num_samples]`.
 
-    `counts` and `shard` are this process's, `size` is that of a microbatch in one process. All
-    processes call.
+    `counts` and `shard` belong to this process. `size` is the microbatch size in one process. All
+    processes must call it.
     """
     rows = gather_numbers([shard, *counts])
     counted = np.zeros((len(counts), num_samples), bool)

@@ -1,4 +1,4 @@
-"""`hold_signals`: handlers wait while an engine exchanges its state."""
+"""`hold_signals`: delays signal handlers while an engine replaces its state."""
 
 import contextlib
 import signal
@@ -8,24 +8,24 @@ from types import FrameType
 from typing import Any
 
 PRESSES = 3
-"""Number of times the same signal must come to be let through at once."""
+"""Number of times that the same signal must arrive to be delivered immediately."""
 
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2")
-# Not every system has all.
+# Not every system has all of them.
 _SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
 
 
 @contextlib.contextmanager
 def hold_signals() -> Generator[None]:
-    """Let handlers of signals run after the body, not within it.
+    """Run signal handlers after the body instead of within it.
 
-    A step takes the buffers of the old state before it gives the new one. A handler that raises in
-    between, as Python's own does for Ctrl-C, would leave an engine without either. Signals that
-    came are delivered at the end, before the next line of the caller; signals that end the process
-    without a handler do so at once. The third of a kind is let through, so that a body that takes
-    long can be broken off, at the price of the state.
+    A step donates the buffers of the old state before it returns the new one. A handler that raises
+    in between, as Python's own handler of Ctrl-C does, would leave the engine without any state.
+    Signals that arrive are delivered at the end of the body, before the caller's next line. Signals
+    that end the process without a handler still do so immediately. The third signal of the same
+    kind is delivered immediately, so that a long body can be interrupted at the cost of the state.
 
-    Python runs handlers in the main thread alone, so in any other nothing is held back.
+    Python runs handlers only in the main thread, so in other threads nothing is held back.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -41,8 +41,8 @@ def hold_signals() -> Generator[None]:
             del received[number]
             handlers[signal.Signals(number)](number, frame)
 
-    # Each callback runs, whatever those before it raise; SIGINT's runs last, until then it can
-    # break nothing off.
+    # Each callback runs even if an earlier one raises. SIGINT's runs last, so that SIGINT cannot
+    # interrupt the others.
     with contextlib.ExitStack() as after:
         for number, handler in handlers.items():
             after.callback(_deliver, number, handler, received)
@@ -51,8 +51,8 @@ def hold_signals() -> Generator[None]:
 
 
 def _deliver(number: int, handler: Callable[..., Any], received: dict[int, int]) -> None:
-    """Restore a handler, and deliver the signal that came for it."""
+    """Restore a handler, and deliver the signal that arrived for it."""
     signal.signal(number, handler)
-    # Only now: it is the restored handler that is to run.
+    # Only after the handler has been restored, because that handler must run.
     if number in received:
         signal.raise_signal(number)

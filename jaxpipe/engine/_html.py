@@ -1,4 +1,4 @@
-"""An engine as notebooks show it."""
+"""The HTML that notebooks show for an engine."""
 
 import html
 from collections.abc import Mapping
@@ -9,19 +9,19 @@ from jaxpipe.pipeline import Pipeline
 from jaxpipe.schedules import draw
 
 _CELL = "text-align: left; padding: 0.1em 1em 0.1em 0"
-"""Notebooks set tables to the right or in the middle, and cells close together."""
+"""Overrides the style of notebooks, which align tables right or centre and pack cells closely."""
 
 _MOST_ACTIONS = 4096
-"""Actions of a schedule that is drawn; a browser takes seconds for more."""
+"""The most actions that a drawn schedule may have; a browser takes seconds for more."""
 
 
 def engine_html(
     title: str, module: PipelineModule, pipeline: Pipeline | None, facts: Mapping[str, object]
 ) -> str:
-    """Show an engine: what it is, its layers by stage, and its schedule as a picture.
+    """Return HTML with an engine's facts, its layers by stage, and a drawing of its schedule.
 
-    The HTML is whole in itself, and nothing is asked of the devices. `pipeline` gives the cut and
-    the schedule; None: not known yet. `facts` are numbers by name.
+    The HTML is self-contained, and nothing is read from the devices. `pipeline` provides the
+    boundaries and the schedule; it is None if they are not known yet. `facts` are values by name.
     """
     lines = [
         f"<div><p><b>{html.escape(title)}</b></p>",

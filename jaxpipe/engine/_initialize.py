@@ -33,12 +33,12 @@ from ._unpipelined import UnpipelinedEngine, as_one_stage, further_inputs
 
 Optimizer = optax.GradientTransformation | Callable[..., optax.GradientTransformation]
 MEETING_TIMEOUT_S = 300.0
-"""Seconds the first process waits for the last to call `initialize`, as `init_distributed` does."""
+"""Seconds the first process waits for the last to call `initialize`, as in `init_distributed`."""
 HANDSHAKE_TIMEOUT_S = 120.0
 """Seconds that the first exchange along an axis of the mesh may take."""
 
-# A plain model gets an `UnpipelinedEngine`. With a union of both, type checkers would refuse the
-# result wherever a function is annotated with one of them.
+# For a plain model the engine is an `UnpipelinedEngine`. With a union of both, type checkers would
+# reject the result wherever a function is annotated with one of them.
 Initialized = tuple[
     PipelineEngine | Any,
     optax.GradientTransformation | None,
@@ -69,70 +69,72 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's arguments
 ) -> Initialized:
     """Build an engine for a model.
 
-    Shapes come from `example_batch`, else from `training_data`, else from the first batch; what
-    needs shapes is checked as soon as they are known.
+    Shapes are taken from `example_batch`, otherwise from `training_data`, otherwise from the first
+    batch. Checks that need shapes run as soon as the shapes are known.
 
     Args:
         args: A namespace or dictionary whose `deepspeed_config` is the path of the configuration.
-        model: A `PipelineModule`: the layers and their cut. Or a plain model, a Linen module, a
-            `LayerSpec` or a function: its engine has `forward`, `backward` and `step`, and a
-            replica on every device.
-        optimizer: An optax transformation; or, for use with a schedule, a constructor with an
-            argument `learning_rate`, such as `optax.adamw`. None: the one that the configuration
-            names; if it names none, the engine only evaluates, and keeps its parameters in the
-            dtype that layers get them in.
-        model_parameters: Initial parameters as `PipelineModule.init` returns them. None: made from
-            the module's `base_seed`, each stage's on its own devices.
-        training_data: A sequence of samples `(input, label)` or `(input, label, side)`;
-            `train_batch()` reads it epoch after epoch, without end. The last samples of an epoch
-            that fill no microbatch of all replicas are left out, with a line in the log.
+        model: A `PipelineModule`: the layers and how they are divided over the stages. Or a plain
+            model: a Linen module, a `LayerSpec` or a function. The engine of a plain model has
+            `forward`, `backward` and `step`, and a replica on every device.
+        optimizer: An optax transformation. For use with a schedule, a constructor that takes
+            `learning_rate`, such as `optax.adamw`. None: the optimiser of the configuration. If the
+            configuration has none either, the engine only evaluates, and keeps its parameters in
+            the dtype that the layers compute with.
+        model_parameters: Initial parameters as `PipelineModule.init` returns them. None: the
+            parameters are initialised from the module's `base_seed`, each stage's on its own
+            devices.
+        training_data: A sequence of samples `(input, label)` or `(input, label, side)`.
+            `train_batch()` reads it epoch after epoch, endlessly. Samples at the end of an epoch
+            that do not fill a microbatch on all replicas are dropped, with a line in the log.
         lr_scheduler: The learning rate as a function of the number of updates: an optax schedule,
-            or one of `jaxpipe.optim`. None: the one that the configuration names, if it does.
+            or one of `jaxpipe.optim`. None: the schedule of the configuration, if it has one.
         mpu: Must be None: the module knows its topology.
-        dist_init_required: True calls `init_distributed` first, False never; None where the
+        dist_init_required: Whether to call `init_distributed` first. None: call it if the
             environment names other processes.
-        collate_fn: Makes an entry of a list of samples of `training_data`; None stacks the leaves.
+        collate_fn: Makes an entry from a list of samples of `training_data`. None: stack the
+            leaves.
         config: DeepSpeed's configuration: a dictionary, the path of a JSON file, or a
             `TrainConfig`.
-        config_params: DeepSpeed's older name of `config`.
-        loss_fn: The loss of a plain model, `loss_fn(outputs, labels)`; None: its output is the
-            loss.
-        example_batch: One entry `(inputs, labels)` or `(inputs, labels, side)`, leaves
-            `[microbatch_size * replicas, ...]`, arrays or shapes.
-        mesh: A mesh with the axes `stage` and `data`, and further ones as in `make_pipeline`. None:
-            the topology's, over all devices.
-        shuffle: Whether `training_data` is shuffled anew each epoch, from `base_seed`; else samples
-            come in their order, as those that are sorted by length must.
-        reporter: Called in process 0 with each line for the person who watches: one every
-            `steps_per_print` steps, with loss, rate and speed, and one before and after each
-            compile. By default they go to stderr; `logging.getLogger("train").info` puts them into
-            a log, None drops them.
-        monitors: Functions that are given the numbers of each step, beside what the configuration's
-            sections `tensorboard`, `wandb`, `csv_monitor`, `comet`, `mlflow` and `trackio` write.
-            They are called in process 0, in a thread of their own, when the devices have computed
-            the step, with a list of `Event(name, value, samples)`; one that raises is switched off
-            with a warning in the log. Names begin with `Train/Samples/`: `train_loss`, `lr` (of the
-            next update, as `get_lr`), `grad_norm`, `losses/*` and `metrics/*` that layers report,
-            `loss_scale` in float16, `skipped_steps`, `samples_per_s`, `tokens_per_s`,
-            `tflops_per_device` and, on known GPUs, `mfu` (operations of forward and backward,
-            recompute left out), `peak_memory_gb` (the largest of the process's devices),
-            `elapsed_time_ms_*` of `save_checkpoint`, `load_checkpoint`, and where a step is
-            recorded for `wall_clock_breakdown` or `flops_profiler`, of its phases.
+        config_params: DeepSpeed's older name for `config`.
+        loss_fn: The loss of a plain model, `loss_fn(outputs, labels)`. None: the model's output is
+            the loss.
+        example_batch: One entry `(inputs, labels)` or `(inputs, labels, side)` of arrays or shapes
+            with leaves `[microbatch_size * replicas, ...]`.
+        mesh: A mesh with the axes `stage` and `data`, and optionally others as in `make_pipeline`.
+            None: the mesh of the topology, over all devices.
+        shuffle: Whether to reshuffle `training_data` each epoch, seeded with `base_seed`. If False,
+            samples are read in order, which samples sorted by length need.
+        reporter: Called in process 0 with each progress line: one every `steps_per_print` steps
+            with loss, learning rate and speed, and one before and one after each compile. By
+            default the lines are printed to stderr. `logging.getLogger("train").info` sends them to
+            a log, and None drops them.
+        monitors: Functions that receive the metrics of each step, in addition to the monitors of
+            the configuration's sections `tensorboard`, `wandb`, `csv_monitor`, `comet`, `mlflow`
+            and `trackio`. They are called in process 0, in a separate thread, with a list of
+            `Event(name, value, samples)` when the devices have computed the step. A function that
+            raises an error is disabled, with a warning in the log. All names begin with
+            `Train/Samples/`. They are `train_loss`, `lr` (of the next update, as in `get_lr`),
+            `grad_norm`, `losses/*` and `metrics/*` that layers report, `loss_scale` in float16,
+            `skipped_steps`, `samples_per_s`, `tokens_per_s`, `tflops_per_device`, `mfu` on known
+            GPUs (forward and backward operations, without recompute), `peak_memory_gb` (the largest
+            of the process's devices), `elapsed_time_ms_*` of `save_checkpoint` and
+            `load_checkpoint`, and `elapsed_time_ms_*` of the phases of a step if the step is
+            recorded for `wall_clock_breakdown` or `flops_profiler`.
 
     Returns:
-        `(engine, optimizer, dataloader, lr_scheduler)`: what is in use, None where there is none.
-        The dataloader gives the microbatches of `training_data`: `for batch in dataloader` goes
-        through one epoch of `len(dataloader)`, the next loop through the next; `train_batch()`
-        reads it without end.
+        `(engine, optimizer, dataloader, lr_scheduler)`, each None if there is none. The dataloader
+        yields the microbatches of `training_data`: each loop `for batch in dataloader` reads the
+        next epoch, of `len(dataloader)` microbatches. `train_batch()` reads it endlessly.
 
     Raises:
-        ConfigError: No model or no configuration; two configurations, optimisers or schedules; a
-            schedule for an optimiser that is built already; an argument that has no meaning here;
-            or a configuration that is wrong or contradicts the model.
-        TopologyError: Devices, mesh and stages do not fit.
-        LayerError: `model_parameters` holds something that is no array of floating-point numbers.
-        LaunchError: The environment is half set, or other processes do not answer.
-        JaxpipeError: What building the pipeline raises, where shapes are known.
+        ConfigError: The model or the configuration is missing; there are two configurations,
+            optimisers or schedules; a schedule is given with an optimiser that is already built; an
+            argument is not supported; or the configuration is invalid or contradicts the model.
+        TopologyError: The devices, the mesh and the number of stages do not match.
+        LayerError: A leaf of `model_parameters` is not a floating-point array.
+        LaunchError: The environment is incomplete, or other processes do not answer.
+        JaxpipeError: If shapes are known, whatever building the pipeline raises.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, optax
@@ -155,7 +157,7 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's arguments
         DeepSpeed's `deepspeed.initialize`.
     """
     is_pipeline = isinstance(model, PipelineModule)
-    # Before anything below asks JAX for devices: from then on a process can no longer join others.
+    # Before anything below asks JAX for devices, because after that a process cannot join others.
     if dist_init_required or (dist_init_required is None and names_other_processes()):
         init_distributed()
     meet("initialize", MEETING_TIMEOUT_S)
@@ -163,8 +165,8 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's arguments
     def read() -> tuple[Prepared, TrainConfig, PyTree | None]:
         if mpu is not None:
             raise ConfigError(
-                f"mpu must be None, but got mpu={mpu!r}. Instead, the topology says how devices "
-                "are used; give PipelineModule(topology=...)."
+                f"mpu must be None, but got mpu={mpu!r}. The topology defines how devices are "
+                "used: pass PipelineModule(topology=...) instead."
             )
         errors = Collector()
         module, settings = (
@@ -178,7 +180,7 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's arguments
             None if model_parameters is None else read_params(model_parameters),
         )
 
-    # What is wrong in one process alone, such as a file that is missing there, is an error in all.
+    # An error in one process, such as a file that is missing there, raises in all processes.
     prepared, settings, model_parameters = cast(
         "tuple[Prepared, TrainConfig, PyTree | None]", run_on_all(read)
     )
@@ -193,8 +195,8 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's arguments
     )
     if jax.process_count() > 1:
         check_mesh(module, mesh)
-        # Before minutes are spent on compiling: what does not answer is found, and named, by a
-        # program of a few bytes.
+        # Before minutes are spent on compiling, a program of a few bytes finds and names devices
+        # that do not answer.
         handshake(mesh, HANDSHAKE_TIMEOUT_S)
     loader = None
     if training_data is not None:

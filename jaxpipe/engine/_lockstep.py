@@ -1,4 +1,4 @@
-"""`Lockstep`: all processes take the next batch, or none."""
+"""`Lockstep`: either all processes take the next batch, or none does."""
 
 import json
 import zlib
@@ -24,40 +24,40 @@ from jaxpipe.layers import format_struct, struct_of
 T = TypeVar("T")
 
 _ADVICE = (
-    "Give each process the samples of its own replicas and equally many batches, as "
+    "Give each process the samples of its own replicas and the same number of batches, as "
     "jaxpipe.data.BatchLoader with shard=jaxpipe.data.process_shard(mesh) does."
 )
 
 
 class Lockstep:
-    """Lets all processes take the next batch, or none.
+    """Makes all processes take the next batch, or none of them.
 
-    Processes exchange whether they have a batch, of what form and for which call, before anything
-    starts that all must take part in; a checksum, since processes that hold parts of one replica
-    must feed the same samples; and what the user has set since the engine was made. `shard` is what
-    this process feeds.
+    Before they start anything in which all must take part, processes compare whether they have a
+    batch, its shapes and the call. They also compare a checksum, because processes that contain
+    parts of one replica must supply the same samples, and the settings that the user has changed
+    since the engine was made. `shard` is the data shard that this process supplies.
 
     Attributes:
-        settings: What calls have set, by name.
+        settings: Values set by calls, by name.
     """
 
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
         self.settings: dict[str, str] = {}
         self._is_alone = False
-        """True once it is known that no other process feeds the same shard."""
+        """True once it is known that no other process supplies the same shard."""
 
     def take(
         self, call: str, read: Callable[[], tuple[T, Batch]], *, is_whole: bool = False
     ) -> tuple[T, Batch]:
-        """Take a batch, for what `call` names; returns what `read` does. All processes call.
+        """Take a batch for `call` and return the result of `read`. All processes must call it.
 
-        `read` returns something made for this process's part of the batch, and the part. With
-        `is_whole` each process gives the batch of all replicas.
+        `read` returns a value and the batch of this process's replicas. With `is_whole`, each
+        process passes the batch of all replicas.
 
-        Raises StopIteration where the data of all processes ended, and DataError where only some
-        did or the batches do not go together. Raises ConfigError where `settings` differ. Where
-        `read` raised, that error is raised here, and one of its kind on the other processes.
+        Raises StopIteration if the data of all processes have ended, and DataError if only some
+        have or the batches do not match. Raises ConfigError if `settings` differ. If `read` raises
+        an error, it is raised here, and an error of the same kind on the other processes.
         """
         if jax.process_count() == 1:
             return read()
@@ -72,7 +72,7 @@ class Lockstep:
         form = "" if found is None else f"{call} of {format_struct(struct_of(found[1]))}"
         shard = 0 if is_whole else self._shard.index
         content = 0 if found is None or (self._is_alone and not is_whole) else _checksum(found[1])
-        # One exchange for all questions, since every step waits for it; texts follow only where
+        # One exchange for all questions, because every step waits for it. Text is exchanged only if
         # something is wrong.
         settings = zlib.crc32(json.dumps(self.settings, sort_keys=True).encode())
         gathered = gather_numbers(
@@ -81,7 +81,10 @@ class Lockstep:
         if gathered[:, 0].any():
             raise_on_all(error, gather_texts(failure))
         if len(set(gathered[:, 5].tolist())) > 1:
-            repair = "Make set_lr, set_hyperparams and set_train_batch_size the same calls in all."
+            repair = (
+                "Make the same calls of set_lr, set_hyperparams and set_train_batch_size in all "
+                "processes."
+            )
             check_equal(lambda: {"settings": self.settings}, ConfigError, repair)
         if end is not None and gathered[:, 1].all():
             raise end
@@ -96,7 +99,7 @@ class Lockstep:
 
 
 def _check_batches(gathered: np.ndarray, form: str, repair: str) -> None:
-    """Raise where the batches of all processes do not go together."""
+    """Raise DataError if the batches of all processes do not match."""
     if gathered[:, 1].any():
         raise DataError(
             "the data of all processes must end after the same batch, but got the end in "
@@ -112,7 +115,7 @@ def _check_batches(gathered: np.ndarray, form: str, repair: str) -> None:
         if len(set(gathered[gathered[:, 4] == shard, 3].tolist())) > 1:
             raise DataError(
                 "processes that hold parts of the same replicas must feed the same samples, but "
-                f"got other ones in {_listed(gathered[:, 4] == shard)}, all of shard {shard}. "
+                f"got different ones in {_listed(gathered[:, 4] == shard)}, all of shard {shard}. "
                 f"{repair}"
             )
 

@@ -28,18 +28,18 @@ from jaxpipe.state import TrainState
 class GradientAccumulator:
     """Sums over the microbatches of a step that have been trained so far.
 
-    A whole batch divides by the weight of all its microbatches before it differentiates. Here the
-    weights of those to come are not known, so each microbatch is divided by its own, its gradients
-    are multiplied with it again, and `mean` divides the sum by all of them.
+    A step over a whole batch divides by the total weight of its microbatches before it
+    differentiates. Here the weights of later microbatches are not known yet. So each microbatch is
+    divided by its own weight, its gradients are multiplied by that weight again, and `mean` divides
+    the sum by the total weight.
 
     Attributes:
-        gradients: Gradients of `loss` over the number of microbatches in a step, in the form of
-            `TrainState.params`.
+        gradients: Gradients of `loss` divided by the number of microbatches in a step, with the
+            structure of `TrainState.params`.
         loss: Sum of the losses, not yet divided by any weight.
-        weight: How many losses that is the mean of, or the sum of the weights that `loss_fn`
-            returns.
-        of_loss: Sums of the metrics that `loss_fn` returns, weighted as the loss.
-        reported: What layers reported, summed over microbatches.
+        weight: Number of losses in the sum, or the sum of the weights that `loss_fn` returns.
+        of_loss: Sums of the metrics that `loss_fn` returns, weighted like the loss.
+        reported: Losses and metrics that layers reported, summed over microbatches.
         count: Number of microbatches.
     """
 
@@ -54,12 +54,12 @@ class GradientAccumulator:
     def of_microbatch(
         cls, metrics: PartialMetrics, gradients: PyTree, loss_metrics: Collection[str]
     ) -> "GradientAccumulator":
-        """The sums over one microbatch, from what `Pipeline.partial_gradients` returns."""
+        """Return the sums over one microbatch from the result of `Pipeline.partial_gradients`."""
         weight = metrics["weight"]
-        # 1 for a microbatch that weighs nothing, whose gradients are 0 and stay so.
+        # 1 for a microbatch of weight 0, whose gradients are 0 and remain 0.
         divisor = loss_divisor(weight)
-        # The gradients are those of a sum over its weight; the product is that of the sum, which
-        # adds up.
+        # These are gradients of a sum divided by its weight. Multiplied by the weight, they are
+        # gradients of the sum, which can be added up.
         gradients = jax.tree.map(lambda g: g * divisor.astype(g.real.dtype), gradients)
         reported: ReportedMetrics = {}
         if "losses" in metrics:
@@ -72,13 +72,13 @@ class GradientAccumulator:
 
     @functools.partial(jax.jit, donate_argnums=0)
     def add(self, other: "GradientAccumulator") -> "GradientAccumulator":
-        """The sums over the microbatches of both; this one is donated."""
+        """Return the sums over the microbatches of both. This accumulator is donated."""
         return jax.tree.map(jnp.add, self, other)
 
     def mean(self) -> tuple[PartialMetrics, PyTree]:
-        """Metrics and gradients of the step, as those of a whole batch."""
+        """Return the metrics and gradients of the step, equal to those of a whole batch."""
         divisor = loss_divisor(self.weight)
-        # Gradients were divided by the number of microbatches, as if they weighed alike.
+        # Gradients were divided by the number of microbatches, as if all had the same weight.
         gradients = jax.tree.map(
             lambda g: g * (self.count / divisor).astype(g.real.dtype), self.gradients
         )
@@ -94,13 +94,13 @@ def compile_forward(
 ) -> Callable[..., tuple[PyTree, GradientAccumulator, jax.Array]]:
     """Make the function that a step calls for each of its microbatches.
 
-    It is `forward(state, batch, index) -> (collections, accumulator, loss)`, jitted; `index` counts
-    the step's microbatches. `pipeline` is one of one microbatch.
+    The function is `forward(state, batch, index) -> (collections, accumulator, loss)`, jitted.
+    `index` counts the step's microbatches. `pipeline` must have one microbatch.
 
-    Layers see the cotangent of the mean over the step's microbatches, as they do in a whole batch.
-    Where losses are `(sum, weight)`, the weights of microbatches that are still to come are taken
-    to be that of the present one: only a layer whose backward is not linear can tell. Raises
-    PipelineError where layers add losses to that loss and a step has several microbatches.
+    Layers see the cotangent of the mean over the step's microbatches, as in a whole batch. If
+    losses are `(sum, weight)`, later microbatches are assumed to have the weight of the current
+    one. This only makes a difference in a layer whose backward is not linear. Raises PipelineError
+    if losses are `(sum, weight)`, layers add losses, and a step has several microbatches.
     """
     if num_microbatches > 1:
         _check_aux_losses(pipeline, num_microbatches)
@@ -122,9 +122,9 @@ def compile_update(
 ) -> Callable[[TrainState, PyTree, GradientAccumulator], tuple[TrainState, Metrics]]:
     """Make the function that ends a step: it clips and applies the mean gradient.
 
-    It is `update(state, collections, accumulator) -> (state, metrics)`, jitted, the state donated.
-    `collections` are those before the step, to which a step whose gradients overflowed goes back.
-    Any pipeline with states of this form will do.
+    The function is `update(state, collections, accumulator) -> (state, metrics)`, jitted, and
+    donates the state. `collections` are the collections before the step; they are restored if
+    gradients overflow. `pipeline` may be any pipeline whose state has the same structure.
     """
 
     def jaxpipe_update(
@@ -138,7 +138,7 @@ def compile_update(
             **more,
         }
 
-    # As the state lay: the next program is compiled for it.
+    # The same sharding as before, because the next program is compiled for it.
     of_state = jax.tree.map(lambda x: x.sharding, pipeline.state_struct)
     return jax.jit(jaxpipe_update, donate_argnums=0, out_shardings=(of_state, None))
 
@@ -160,6 +160,6 @@ def _check_aux_losses(pipeline: Pipeline, num_microbatches: int) -> None:
         raise PipelineError(
             "a loss_fn that returns (sum, weight) must be alone in a step of several forward "
             f"calls, but got gradient_accumulation_steps={num_microbatches} and the layers' loss "
-            f"{names[0]!r}, which all microbatches share evenly. Call train_batch(data_iter), or "
+            f"{names[0]!r}, which weighs all microbatches equally. Call train_batch(data_iter), or "
             "let loss_fn return a mean."
         )

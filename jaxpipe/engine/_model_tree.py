@@ -1,4 +1,4 @@
-"""Parameters and collections of an engine's model, in the form in which its user holds them."""
+"""Parameters and collections of an engine's model, with the tree structure that its user sees."""
 
 import warnings
 from dataclasses import dataclass
@@ -12,49 +12,49 @@ from jaxpipe.pipeline import Pipeline, check_params, read_params
 
 @dataclass(frozen=True)
 class ModelTree:
-    """The form of the user's parameters and collections.
+    """The tree structure of the user's parameters and collections.
 
     Attributes:
-        layer: The one layer that is the user's model, whose own tree is used; None: the tree of all
-            layers, as `PipelineModule.init` returns it.
+        layer: Name of the single layer that is the user's model; its own tree is used. None: the
+            tree of all layers, as `PipelineModule.init` returns it.
     """
 
     layer: str | None = None
 
     def wrap(self, params: PyTree) -> PyTree:
-        """The parameters of all layers, from those of the user."""
+        """Convert the user's parameters to those of all layers."""
         return params if self.layer is None else {"layers": {self.layer: params}}
 
     def unwrap(self, params: PyTree) -> PyTree:
-        """The parameters of the user, from those of all layers."""
+        """Convert the parameters of all layers to the user's."""
         return params if self.layer is None else params.get("layers", {}).get(self.layer, {})
 
     def wrap_collections(self, collections: PyTree) -> PyTree:
-        """The collections of all layers, from those of the user."""
+        """Convert the user's collections to those of all layers."""
         return collections if self.layer is None else {self.layer: collections}
 
     def unwrap_collections(self, collections: PyTree) -> PyTree:
-        """The collections of the user, from those of all layers."""
+        """Convert the collections of all layers to the user's."""
         return collections if self.layer is None else collections.get(self.layer, {})
 
     def unwrap_state(self, state: PyTree) -> PyTree:
-        """An optimiser's state with the parameters' trees in it as the user has them."""
+        """Convert every parameter-shaped tree in an optimiser's state to the user's structure."""
         if self.layer is None:
             return state
-        # A part of it in the form of the parameters, such as a moment, is a tree of all layers, of
-        # which there is one.
+        # A subtree with the structure of the parameters, such as a moment, is a tree of all layers,
+        # and there is one layer.
         return jax.tree.map(
             lambda x: self.unwrap(x) if _is_of_layers(x) else x, state, is_leaf=_is_of_layers
         )
 
     def check(self, pipeline: Pipeline, params: PyTree) -> None:
-        """Compare parameters of all layers with the model's; errors are in the user's words."""
+        """Check parameters of all layers against the model. Errors show the user's tree paths."""
         if self.layer is None:
             pipeline.check_params(params)
             return
         wanted = flatten_dict(self.unwrap(pipeline.trace.tree()))
         check_params(
-            self.unwrap(params), wanted, "Give variables['params'] of the model's own init"
+            self.unwrap(params), wanted, "Pass variables['params'] of the model's own init"
         )
 
 
@@ -63,10 +63,10 @@ def _is_of_layers(tree: PyTree) -> bool:
 
 
 def merge_params(present: PyTree, given: PyTree) -> PyTree:
-    """Replace the parameters that another tree has in the same shape, and warn of the rest.
+    """Replace the parameters that `given` has with the same shape, and warn about the others.
 
-    `given` may lack some, hold others, or have other shapes. Raises LayerError where a leaf is no
-    array of floating-point numbers.
+    `given` may lack parameters, contain unknown ones, or have different shapes. Raises LayerError
+    if a leaf is not a floating-point array.
     """
     now, new = flatten_dict(present), flatten_dict(read_params(given))
     fits = {

@@ -1,4 +1,4 @@
-"""From any number of samples to microbatches, and from their outputs back to samples."""
+"""Splits any number of samples into microbatches, and joins the outputs again."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,12 +23,12 @@ def split_samples(
     labels: PyTree = (),
     call: str = "predict",
 ) -> tuple[Batch, int]:
-    """Cut samples into microbatches of all replicas; copies of the last sample fill the last one.
+    """Split samples into microbatches, and pad the last one with copies of the last sample.
 
-    `inputs`, `labels` and `side` have leaves `[num_samples, ...]`; `size` is samples per microbatch
-    over all replicas. `call` is for errors. Returns the batch, leaves `[num_microbatches, size,
-    ...]`, and the number of samples. Raises DataError where there is no sample, leaves disagree on
-    how many there are, or one is no array of numbers.
+    `inputs`, `labels` and `side` have leaves `[num_samples, ...]`. `size` is the number of samples
+    per microbatch over all replicas. `call` is used in errors. Returns the batch, with leaves
+    `[num_microbatches, size, ...]`, and the number of samples. Raises DataError if there are no
+    samples, the leaves have different numbers of samples, or a leaf is not a numeric array.
     """
     if hasattr(inputs, "__next__"):
         raise DataError(
@@ -55,13 +55,12 @@ def split_samples(
         )
         raise DataError(
             "all inputs must have the same number of samples as their first dim, and at least one, "
-            f"but got {shown or 'no arrays'}. Add the dim, or cut them to one length."
+            f"but got {shown or 'no arrays'}. Add the dim, or make their lengths equal."
         )
     num_microbatches = -(-num_samples // size)
 
     def split(leaf: np.ndarray) -> np.ndarray:
-        # Copies of a real sample, not zeros, for which a model may divide by 0 or index out of
-        # range.
+        # Copies of a real sample, because zeros may make a model divide by 0 or index out of range.
         missing = num_microbatches * size - num_samples
         filled = np.concatenate([leaf, np.repeat(leaf[-1:], missing, axis=0)]) if missing else leaf
         return filled.reshape(num_microbatches, size, *leaf.shape[1:])
@@ -70,11 +69,11 @@ def split_samples(
 
 
 def join_samples(outputs: PyTree, num_samples: int, mesh: Mesh) -> PyTree:
-    """Put the outputs of microbatches together, on every device.
+    """Join the outputs of microbatches, on every device.
 
-    Leaves `[num_microbatches, size, ...]` become `[num_samples, ...]`: only real samples are kept.
+    Leaves `[num_microbatches, size, ...]` become `[num_samples, ...]`, without the padding.
     """
-    # In a program: rows on the devices of other processes cannot be sliced from the host.
+    # In a program, because the host cannot slice rows on the devices of other processes.
     return jax.jit(_join, static_argnums=1, out_shardings=NamedSharding(mesh, P()))(
         outputs, num_samples
     )
@@ -85,15 +84,15 @@ def _join(outputs: PyTree, num_samples: int) -> PyTree:
 
 
 def check_outputs(pipeline: Pipeline) -> None:
-    """Refuse a model whose output has a leaf without a dim of samples, with a LayerError.
+    """Raise LayerError if an output leaf of the model has no sample dim.
 
-    Outputs of microbatches could not be put side by side.
+    The outputs of microbatches could not be joined.
     """
     struct: Any = pipeline.trace.boundaries[-1]
     size = jax.tree.leaves(pipeline.microbatch_struct)[0].shape[0]
     if any(leaf.shape[:1] != (size,) for leaf in jax.tree.leaves(struct)):
         raise LayerError(
             "the model's outputs must have the samples of a microbatch as their first dim to be "
-            f"returned, {size} here, but got {format_struct(struct)}. Compute what belongs to the "
-            "whole microbatch in loss_fn."
+            f"returned, {size} here, but got {format_struct(struct)}. Compute values of the whole "
+            "microbatch in loss_fn."
         )

@@ -1,7 +1,4 @@
-"""`OverflowWatch`.
-
-Errors where the loss scale can fall no further, without waiting for the devices.
-"""
+"""`OverflowWatch`: reports overflow at the smallest loss scale without waiting for the devices."""
 
 from typing import Any
 
@@ -14,11 +11,11 @@ from jaxpipe.state import TrainState
 
 
 class OverflowWatch:
-    """Looks at the loss scale of past steps.
+    """Checks the loss scale of past steps.
 
-    A step whose result has arrived is looked at before the next; one still under way is waited for
-    only when a second one is under way behind it. So the error comes one step late at most, and the
-    devices never wait for the host. Without a dynamic `scaler` there is nothing to look at.
+    A step whose result has arrived is checked before the next step. A running step is waited for
+    only if a second step has been started after it. So the error is raised at most one step late,
+    and the devices never wait for the host. Without a dynamic `scaler` there is nothing to check.
     """
 
     def __init__(self, scaler: LossScaler | None) -> None:
@@ -27,26 +24,26 @@ class OverflowWatch:
         self._is_exhausted = False
 
     def note(self, state: TrainState) -> None:
-        """Copy the flag of the state after a step, which the next step may donate."""
+        """Copy the flag from the state after a step, because the next step may donate the state."""
         if self._scaler is not None:
             loss_scale: Any = state.loss_scale
             self._pending.append(jnp.copy(loss_scale.exhausted))
 
     def check(self) -> None:
-        """Look at the steps whose results have arrived.
+        """Check the steps whose results have arrived.
 
-        Raises PipelineError where gradients overflowed at the smallest loss scale.
+        Raises PipelineError if gradients overflowed at the smallest loss scale.
         """
-        is_alone = jax.process_count() == 1  # else processes could come to different ends
+        is_alone = jax.process_count() == 1  # otherwise processes could decide differently
         while self._pending and (
             len(self._pending) > 1 or (is_alone and self._pending[0].is_ready())
         ):
-            # Waits for the step, unless it has ended.
+            # Blocks until the step has ended.
             self._is_exhausted |= bool(jax.device_get(self._pending.pop(0)))
         if self._is_exhausted and self._scaler is not None:
             raise PipelineError(
                 "gradients must be finite at the smallest loss scale, but got an overflow at "
                 f"fp16.min_loss_scale={self._scaler.min_scale:g}, below which it cannot fall. Look "
                 "for values that are not finite in the batches, lower the learning rate, or use "
-                "bf16 in place of fp16."
+                "bf16 instead of fp16."
             )

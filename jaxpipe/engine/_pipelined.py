@@ -18,20 +18,20 @@ class PipelineEngine(Engine):
     """Trains a `PipelineModule` batch by batch; made by `jaxpipe.initialize`.
 
     Arguments, attributes and errors are those of `Engine`. A pipeline interleaves forward, backward
-    and step of many microbatches, so DeepSpeed's calls for one microbatch are refused.
+    and step of many microbatches, so DeepSpeed's calls for one microbatch raise an error.
 
     Reference:
         DeepSpeed's `deepspeed.runtime.pipe.engine.PipelineEngine`.
     """
 
     def train(self, mode: bool = True) -> None:
-        """Accepted and changes nothing.
+        """Do nothing; provided for compatibility with DeepSpeed.
 
-        `train_batch` always trains, `eval_batch` and `predict` never do.
+        `train_batch` always trains, and `eval_batch` and `predict` never do.
         """
 
     def eval(self) -> None:
-        """As `train`."""
+        """Do nothing, like `train`."""
 
     forward = refused("PipelineEngine.forward", _WHOLE)
     backward = refused("PipelineEngine.backward", _WHOLE)
@@ -39,23 +39,23 @@ class PipelineEngine(Engine):
     __call__ = refused("PipelineEngine.__call__", _WHOLE)
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Always true.
+        """Return True, always.
 
-        Gradients have been reduced and applied, as `train_batch` runs whole batches only.
+        `train_batch` trains whole batches, so gradients have been reduced and applied.
         """
         return True
 
     @one_thread
     def reset_activation_shape(self) -> None:
-        """Drop the programs of all shapes but the last batch's; DeepSpeed's name.
+        """Drop the programs of all shapes except the last batch's, to free their memory.
 
-        Never needed: unlike there, a batch of another shape is seen by itself. It frees the
-        programs' memory.
+        The name is DeepSpeed's. Unlike in DeepSpeed, the call is never required, because the engine
+        detects batches of another shape.
         """
         self._trainer.programs.clear()
 
     def _check_between_batches(self, call: str) -> None:
-        """Nothing: batches are trained whole."""
+        """Do nothing, because batches are always trained whole."""
 
     def _begin_batch(self) -> None:
-        """Nothing: batches are trained whole."""
+        """Do nothing, because batches are always trained whole."""

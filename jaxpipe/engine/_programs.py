@@ -1,4 +1,4 @@
-"""The compiled programs of an engine: one for each shape that batches have."""
+"""The compiled programs of an engine, one for each shape of its batches."""
 
 import dataclasses
 import logging
@@ -26,17 +26,17 @@ from jaxpipe.topology import num_batch_shards
 from ._hold import hold_signals
 
 MAX_PROGRAMS = 8
-"""Shapes whose programs are kept; beyond it the one least recently used is dropped."""
+"""Number of shapes whose programs are kept. Beyond it, the least recently used is dropped."""
 
 MANY_SHAPES = 4
-"""Shapes of batches at which a warning says that each is a program of its own."""
+"""Number of batch shapes at which a warning says that each one compiles a program."""
 
 _PRECISION = "jax_default_matmul_precision"
 
 
 @dataclass(frozen=True)
 class _Form:
-    """Properties that batches of all shapes share: the model's cut and the form of its state."""
+    """Properties shared by batches of all shapes: the model's boundaries and state structure."""
 
     boundaries: tuple[int, ...]
     cuts: Any
@@ -46,18 +46,18 @@ class _Form:
 
 
 class ProgramCache:
-    """Makes and keeps pipelines, all over one form of state.
+    """Creates and caches pipelines that all share one state structure.
 
-    There is a `Pipeline` for each shape of a batch and number of microbatches. It traces its layers
-    once, so there is one for each `jax.default_matmul_precision` too. Without `optimizer` nothing
-    is trained. `replicas` are those whose samples this process feeds. `planned_microbatches`
-    returns the number of microbatches of a training step, for which a schedule or a cut is chosen,
-    whatever the first batch has.
+    There is one `Pipeline` for each batch shape and number of microbatches. A pipeline traces its
+    layers once, so there is also one for each `jax.default_matmul_precision`. Without `optimizer`,
+    nothing is trained. `replicas` are the replicas whose samples this process supplies.
+    `planned_microbatches` returns the number of microbatches of a training step. Schedule and
+    boundaries are chosen for this number, whatever the first batch has.
 
     Attributes:
-        module: The layers, with their cut once it is known.
-        latest: The pipeline of the last batch with labels, or of the last at all if none had; None
-            before the first.
+        module: The layers. Once the boundaries are known, they are included.
+        latest: The pipeline of the last batch with labels, or of the last batch if none had labels.
+            None before the first batch.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class ProgramCache:
         self._planned_microbatches = planned_microbatches
         self._programs: OrderedDict[Hashable, Pipeline] = OrderedDict()
         self._shapes: list[str] = []
-        """Shapes that have come, until there are many."""
+        """Shapes seen so far, until there are `MANY_SHAPES`."""
         self._form: _Form | None = None
         self._like: dict[str, PyTree] = {}
         self._latest_has_labels = False
@@ -89,9 +89,9 @@ class ProgramCache:
         return len(self._programs)
 
     def for_batch(self, batch: Batch, num_microbatches: int, **options: Any) -> Pipeline:
-        """Pipeline that `get` returns for the microbatches of a batch.
+        """Return the pipeline for a batch; see `get`.
 
-        Leaves are `[num_microbatches, samples, ...]`.
+        The batch has leaves `[num_microbatches, samples, ...]`.
         """
         return self.get(_entry_of(batch), num_microbatches, **options)
 
@@ -104,16 +104,16 @@ class ProgramCache:
         is_whole: bool = False,
         microbatch_size: int | None = None,
     ) -> Pipeline:
-        """The pipeline for shapes, made anew where they are new; all share one form of state.
+        """Return the pipeline for the shapes of an entry, created if the shapes are new.
 
-        `entry` is `(inputs, labels)` or `(inputs, labels, side)`, arrays or shapes, with leaves
-        `[microbatch_size * replicas, ...]`. It is for the replicas of this process, or with
-        `is_whole` for all. Without `has_labels`, its labels are none of the model's, often empty,
-        and the pipeline only predicts. `microbatch_size` is samples per microbatch and replica;
-        None: as many as configured.
+        `entry` is `(inputs, labels)` or `(inputs, labels, side)` of arrays or shapes, with leaves
+        `[microbatch_size * replicas, ...]` for the replicas of this process, or for all replicas
+        with `is_whole`. Without `has_labels`, the labels are not meant for the model and often
+        empty, and the pipeline only predicts. `microbatch_size` is the number of samples per
+        microbatch and replica. None: the configured number.
 
-        Raises DataError where the leading size is wrong, structure or dtypes are not those of the
-        first batch, or the shapes would need another form of state.
+        Raises DataError if the leading size is wrong, the structure or dtypes differ from those of
+        the first batch, or the shapes would need another state structure.
         """
         struct = self._whole(entry, is_whole, microbatch_size or self._microbatch_size)
         self._check_like(struct, has_labels)
@@ -121,7 +121,7 @@ class ProgramCache:
         key = (
             num_microbatches,
             has_labels,
-            getattr(jax.config, _PRECISION),  # part of what layers are traced with
+            getattr(jax.config, _PRECISION),  # layers are traced with it
             treedef,
             tuple((x.shape, x.dtype) for x in leaves),
         )
@@ -132,18 +132,18 @@ class ProgramCache:
             self._programs[key] = pipeline
             self._warn_of_many(struct)
         self._programs.move_to_end(key)
-        # After it was built: shapes that were refused do not bind the batches that follow.
+        # After it was built, so that invalid shapes do not constrain later batches.
         self._like |= {
             name: part for name, part in struct._asdict().items() if name != "labels" or has_labels
         }
-        # `latest` is what parameters and state are read through: one that can train, once there is
-        # one.
+        # Parameters and state are read through `latest`, so it is a pipeline that can train once
+        # there is one.
         if has_labels or not self._latest_has_labels:
             self.latest, self._latest_has_labels = pipeline, has_labels
         return pipeline
 
     def _whole(self, entry: Sequence[PyTree], is_whole: bool, size: int) -> Batch:
-        """Shapes for all replicas, from those of the part that is given."""
+        """Return the shapes for all replicas."""
         num_replicas = self._num_replicas
         if is_whole or len(self._replicas) == num_replicas:
             return entry_struct(entry, size, num_replicas)
@@ -153,33 +153,33 @@ class ProgramCache:
         )
 
     def forget(self) -> None:
-        """Drop all programs and what is known of shapes, as before the first batch."""
+        """Drop all programs and everything known about shapes, as before the first batch."""
         self._programs.clear()
         self._shapes = []
         self._form, self._like = None, {}
-        # The cut and the schedule too: those chosen for shapes that were refused need not fit the
-        # next ones.
+        # The boundaries and the schedule too: those chosen for rejected shapes may not fit the next
+        # ones.
         self.module, self._config = self._given
         self.latest, self._latest_has_labels = None, False
 
     def clear(self) -> None:
-        """Drop the programs of all shapes but the latest."""
+        """Drop the programs of all shapes except the latest."""
         self._programs = OrderedDict(
             (key, each) for key, each in self._programs.items() if each is self.latest
         )
 
     def _make(self, struct: Batch, num_microbatches: int, has_labels: bool) -> Pipeline:
         planned = self._planned_microbatches()
-        # What is chosen stays for all shapes, so the first choice must be for training, not for an
+        # The first choice is kept for all shapes, so it must be made for training, not for an
         # evaluation.
         if self._form is None and self._is_open and num_microbatches != planned:
             self._make(struct, planned, has_labels)
-        # A pipeline needs a loss to be built; this one is 0 for any outputs, and never asked for.
+        # A pipeline cannot be built without a loss; this one is 0 for any outputs and never used.
         module = self.module if has_labels else self.module.replace(loss_fn=_no_loss)
         parts = None if self._form is None else self._form.boundaries
         config = self._config
         if not has_labels and config.pipeline.split_vocabulary == "auto":
-            # Whether the loss can be split is not known yet, and what is chosen here stays.
+            # It is not known yet whether the loss can be split, and a choice made here is final.
             config = dataclasses.replace(
                 config, pipeline=dataclasses.replace(config.pipeline, split_vocabulary=False)
             )
@@ -210,7 +210,7 @@ class ProgramCache:
 
     @property
     def _is_open(self) -> bool:
-        """True if the model's costs choose the schedule, the cut or the split of the vocabulary."""
+        """True if model costs determine the schedule, the boundaries or the vocabulary split."""
         section = self._config.pipeline
         is_profiled = profile_source(self.module.partition_method) is not None
         return self.module.num_stages > 1 and (
@@ -218,7 +218,7 @@ class ProgramCache:
         )
 
     def _check_like(self, struct: Batch, has_labels: bool) -> None:
-        """Compare structure and dtypes with those of the batches before."""
+        """Compare the structure and dtypes with those of earlier batches."""
         for name, given in struct._asdict().items():
             like = self._like.get(name)
             if like is None or (name == "labels" and not has_labels):
@@ -236,7 +236,7 @@ class ProgramCache:
                     )
 
     def _warn_of_many(self, struct: Batch) -> None:
-        """Say once that each new shape compiles, before a run has lost hours to it."""
+        """Warn once that each new shape compiles a program, before that costs a run hours."""
         shape = _describe(struct._replace(labels=()))
         if len(self._shapes) >= MANY_SHAPES or shape in self._shapes:
             return
@@ -252,7 +252,7 @@ class ProgramCache:
             )
 
     def _make_room(self, struct: Batch) -> None:
-        """Drop the program that was not used for the longest time, where there are too many."""
+        """Drop the least recently used program if there are too many."""
         if len(self._programs) < MAX_PROGRAMS:
             return
         self._programs.popitem(last=False)
@@ -266,13 +266,13 @@ class ProgramCache:
 
 
 def describe_batch(batch: Batch) -> str:
-    """Description of a batch in a line on compiling; leaves `[num_microbatches, ...]`."""
+    """Describe a batch with leaves `[num_microbatches, ...]` for a line about compiling."""
     count = jax.tree.leaves(batch)[0].shape[0]
     return f" for {counted(count, 'microbatch', 'es')} of {_describe(_entry_of(batch))}"
 
 
 def _entry_of(batch: Batch) -> Batch:
-    """Shapes of one microbatch of a batch."""
+    """Return the shapes of one microbatch of a batch."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), struct_of(batch))
 
 
@@ -284,13 +284,13 @@ def _describe(struct: Batch) -> str:
 
 
 def _no_loss(outputs: PyTree, labels: PyTree) -> jax.Array:
-    """Loss of a model without labels."""
+    """Return a zero loss, for a model without labels."""
     del outputs, labels
     return jnp.zeros((), jnp.float32)
 
 
 def _check_form(new: _Form, first: _Form) -> None:
-    """Make sure that one state serves pipelines of both forms."""
+    """Raise DataError unless pipelines of both forms can use the same state."""
     repair = "Pad or cut the batches to one shape, or make these layers independent of it."
     for path in {**first.params, **new.params}:
         found, wanted = new.params.get(path), first.params.get(path)
@@ -305,13 +305,13 @@ def _check_form(new: _Form, first: _Form) -> None:
                 f"inputs={new.inputs} with {name}={_shown(found)} where inputs={first.inputs} had "
                 f"{name}={_shown(wanted)}. {repair}"
             )
-    # Cuts too: signatures that differ with the shapes move layers out of the trunk, and their
-    # parameters into other arrays.
+    # Compare the cuts too: if signatures change with the shapes, layers move out of the trunk and
+    # their parameters move into other arrays.
     if new.cuts != first.cuts or not _same(new.state, first.state):
         raise DataError(
             "the shapes of a batch must leave the form of the state as it is, but got "
-            f"inputs={new.inputs} for which other layers are alike, or keep other collections, "
-            f"than for inputs={first.inputs}. {repair}"
+            f"inputs={new.inputs} for which different layers have equal signatures, or keep "
+            f"different collections, than for inputs={first.inputs}. {repair}"
         )
 
 

@@ -24,14 +24,14 @@ RATE = "learning_rate"
 
 
 class Reports:
-    """Hyperparameters, metrics and counts of a training.
+    """Hyperparameters, metrics and counts of a training run.
 
-    Nothing is fetched from the devices before it is asked for. `schedules` are the hyperparameters
-    that follow a schedule.
+    Values are fetched from the devices only on request. `schedules` are the hyperparameters that
+    follow a schedule.
 
     Attributes:
-        metrics: Metrics of the last step; None before the first.
-        evaluation: What the last evaluation of a set of samples found; None before the first.
+        metrics: Metrics of the last step. None before the first step.
+        evaluation: Result of the last `evaluate` call. None before the first call.
     """
 
     def __init__(self, trainer: Trainer, schedules: Mapping[str, optax.Schedule]) -> None:
@@ -43,7 +43,7 @@ class Reports:
             if section
         ]
         self._written = {np.float32(x): x for x in _numbers(sections)}
-        """By the value that the optimiser's state has in float32, a number as the user wrote it."""
+        """Numbers as the user wrote them, by their float32 values in the optimiser state."""
         self._access: Hyperparams | None = None
         self._flops: tuple[Pipeline, float] | None = None
         self.forget()
@@ -53,7 +53,7 @@ class Reports:
         self.metrics: Metrics | None = None
         self.evaluation: dict[str, Any] | None = None
         self._num_tokens: int | None = 0
-        """Tokens trained so far; None: a batch held something else."""
+        """Tokens trained so far. None: a batch contained other data than tokens."""
 
     def learning_rates(self) -> list[float]:
         """See `Engine.get_lr`."""
@@ -78,7 +78,7 @@ class Reports:
     def set_hyperparams(self, values: Mapping[str, float]) -> None:
         """See `Engine.set_hyperparams`."""
         state, access = self._trainer.state, self._hyperparams()
-        with hold_signals():  # the write donates the optimiser's state
+        with hold_signals():  # the write donates the optimiser state
             self._trainer.state = dataclasses.replace(
                 state, opt_state=access.write(state.opt_state, values)
             )
@@ -92,7 +92,7 @@ class Reports:
         return float(jax.device_get(scale.scale))
 
     def count_tokens(self, batch: Batch) -> None:
-        """Add the trained tokens if all inputs are integers of one shape `[samples, length]`."""
+        """Count the batch's tokens if all inputs are integers of one shape `[samples, length]`."""
         leaves = jax.tree.leaves(batch.inputs)
         shapes = {leaf.shape for leaf in leaves}
         is_text = len(shapes) == 1 and all(
@@ -109,23 +109,23 @@ class Reports:
 
     @property
     def num_tokens(self) -> int | None:
-        """Tokens trained so far; None where a batch held something else."""
+        """Tokens trained so far. None if a batch contained other data than tokens."""
         return self._num_tokens
 
     def start_rates(self) -> dict[str, jax.Array]:
-        """The learning rates of the next update, computed while the caller goes on.
+        """Return the learning rates of the next update, computed asynchronously.
 
-        `lr` is DeepSpeed's name.
+        The name `lr` is DeepSpeed's.
         """
         if self._trainer.optimizer is None:
             return {}
-        # Nothing is waited for: the program exchanges nothing, so that it can wait for no other.
+        # No need to block: this program has no collectives, so it cannot wait for another program.
         found = self._access_to_state().start_read(self._trainer.state.opt_state)
         rates = {name: value for name, value in found.items() if name.endswith(RATE)}
         return {"lr" if name == RATE else name: value for name, value in rates.items()}
 
     def flops_per_sample(self) -> float:
-        """Operations for a sample; counted once for each shape of a batch."""
+        """Return the floating-point operations per sample, counted once for each batch shape."""
         pipeline = self._trainer.pipeline
         if self._flops is None or self._flops[0] is not pipeline:
             samples = pipeline.num_microbatches * pipeline.microbatch_size * pipeline.num_replicas
@@ -133,17 +133,17 @@ class Reports:
         return self._flops[1]
 
     def mfu(self, flops_per_s: float) -> float | None:
-        """The share of a device's peak that it reaches; None where the peak is not known."""
+        """Return the fraction of a device's peak FLOPs, or None if the peak is not known."""
         peak = peak_flops(self._trainer.mesh.local_devices[0].device_kind)
         return flops_per_s / peak if peak else None
 
     def peak_memory_gb(self) -> float | None:
-        """The most that a device of this process has held; None where none of them tells."""
+        """Return the largest peak memory of this process's devices. None: they do not report it."""
         stats = [device.memory_stats() for device in self._trainer.mesh.local_devices]
         return max((x["peak_bytes_in_use"] / 1e9 for x in stats if x), default=None)
 
     def _hyperparams(self) -> Hyperparams:
-        """Access to the optimiser's state, with no program in flight on simulated devices."""
+        """Return access to the optimiser state. Simulated devices first finish their program."""
         self._trainer.block_until_ready()
         return self._access_to_state()
 
@@ -153,7 +153,7 @@ class Reports:
         return self._access
 
     def next_hyperparams(self) -> Mapping[str, float]:
-        """Hyperparameters of the next update, by name; nothing without an optimiser."""
+        """Return the hyperparameters of the next update by name; empty without an optimiser."""
         optimizer = self._trainer.optimizer
         if optimizer is None:
             return {}
@@ -181,7 +181,7 @@ class Reports:
 
 
 def _numbers(value: Any) -> Iterator[float]:
-    """All Python numbers in dictionaries and lists that float32 has."""
+    """Yield all Python numbers in dictionaries and lists that are in the range of float32."""
     if isinstance(value, Mapping | list | tuple):
         for item in value.values() if isinstance(value, Mapping) else value:
             yield from _numbers(item)

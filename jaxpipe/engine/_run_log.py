@@ -1,4 +1,4 @@
-"""`RunLog`: what a run shows of itself, line by line."""
+"""`RunLog`: the progress lines of a run."""
 
 import dataclasses
 import datetime
@@ -17,11 +17,11 @@ from ._reports import RATE, Reports
 from ._trainer import Trainer
 
 _AXES = {"stage": "stages", "data": "replicas"}
-"""What places along an axis are called in a line."""
+"""Names in a progress line for the devices along an axis."""
 
 
 class RunLog:
-    """Shows lines on a run: what it is, its steps and their speed, evaluations and saves."""
+    """Reports a run line by line: a heading, steps and their speed, evaluations and saves."""
 
     def __init__(self, trainer: Trainer, reports: Reports) -> None:
         self._trainer, self._reports = trainer, reports
@@ -34,20 +34,20 @@ class RunLog:
         self._clock = None
 
     def start_clock(self) -> None:
-        """Begin to measure speed, unless that has begun.
+        """Start measuring speed, unless the clock is already running.
 
-        The first batch compiles and does not count.
+        The first batch includes compilation and does not count.
         """
         if self._clock is None:
             self._clock = self._now()
 
     def _leave_out(self, elapsed_s: float) -> None:
-        """Leave time that went into something else than steps out of their speed."""
+        """Exclude time spent outside steps from their speed."""
         if self._clock is not None:
             self._clock = dataclasses.replace(self._clock, at_s=self._clock.at_s + elapsed_s)
 
     def show_heading(self, pipeline: Pipeline) -> None:
-        """Show when the run began, with what, on what, and which batches it trains."""
+        """Show the start time, versions, devices, schedule, parameters and batch sizes."""
         self.has_heading = True
         trainer, sizes = self._trainer, self._trainer.sizes
         versions = ", ".join(f"{name} {version}" for name, version in library_versions().items())
@@ -68,22 +68,22 @@ class RunLog:
         )
 
     def _step_name(self) -> str:
-        """The present step, and of how many where a schedule says so."""
+        """The current step, with the total number if the configured scheduler has one."""
         total = self._num_steps
         return f"step {self._trainer.global_steps}" + ("" if total is None else f" of {total}")
 
     @property
     def _num_steps(self) -> int | None:
-        """Steps of the whole run, by the section `scheduler`; None: not known."""
+        """Number of steps in the whole run, from the section `scheduler`. None: not known."""
         section = self._trainer.config.scheduler
         return None if section is None else as_integer(section.params.get("total_num_steps"))
 
     def show_step(self) -> None:
-        """Show the last batch, and the speed since the last line; waits for it.
+        """Wait for the last batch, and show it with the speed since the last line.
 
-        All processes call.
+        All processes must call it.
         """
-        # Waits for the batch, and asks for its numbers at once.
+        # Waits for the batch and fetches all its metrics in one call.
         metrics = jax.device_get(self._reports.metrics)
         assert metrics is not None, "a step has ended"
         parts = [self._step_name(), f"loss {float(metrics['loss']):.4f}"]
@@ -95,7 +95,7 @@ class RunLog:
             if self._reports.has_loss_scale and "loss_scale" in metrics
             else []
         )
-        # After the batch has been waited for above: else only the calls would be timed.
+        # After the wait for the batch above; otherwise only the calls would be timed.
         now, since = self._now(), self._clock
         parts += (
             [] if since is None or now.num_steps == since.num_steps else self._speed(since, now)
@@ -104,7 +104,7 @@ class RunLog:
         self._trainer.compiler.report(", ".join(parts))
 
     def _speed(self, since: "_Clock", now: "_Clock") -> list[str]:
-        """Parts of a line on the time between two moments, and on what is left."""
+        """Return the parts of a line about the speed between two moments and the time left."""
         elapsed_s, num_steps = now.at_s - since.at_s, now.num_steps - since.num_steps
         step_s, samples_per_s = (
             elapsed_s / num_steps,
@@ -127,7 +127,7 @@ class RunLog:
         return parts
 
     def show_evaluation(self, params: str | None, elapsed_s: float) -> None:
-        """Show the last evaluation of a set of samples, of parameters by name."""
+        """Show the last evaluation of a dataset with the parameters named `params`."""
         self._leave_out(elapsed_s)
         found = self._reports.evaluation
         assert found is not None, "something has been evaluated"
@@ -138,7 +138,7 @@ class RunLog:
         self._trainer.compiler.report(", ".join(parts))
 
     def show_save(self, path: Any, elapsed_s: float) -> None:
-        """Show that a checkpoint is written, or begins to be."""
+        """Show that a checkpoint has been saved, or that an asynchronous save has started."""
         self._leave_out(elapsed_s)
         how = "is being written to" if self._trainer.config.checkpoint.async_save else "saved to"
         if self._is_on:
@@ -157,7 +157,7 @@ class RunLog:
 
 @dataclass(frozen=True)
 class _Clock:
-    """Steps, samples and tokens trained up to a moment."""
+    """Steps, samples and tokens trained up to a point in time."""
 
     num_steps: int
     num_samples: int

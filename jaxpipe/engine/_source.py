@@ -1,4 +1,4 @@
-"""`MicrobatchSource`: batches of microbatches, pulled from iterators."""
+"""`MicrobatchSource`: pulls microbatches from iterators and stacks them to batches."""
 
 import contextlib
 import itertools
@@ -25,15 +25,15 @@ _REPAIR = (
 
 @dataclass
 class _Pulled:
-    """Entries that were pulled for a batch which has not run yet.
+    """Entries pulled for a batch that has not run yet.
 
     Attributes:
-        iterator: The iterator they came from.
-        state: Its state before; None: it cannot go back.
-        entries: The entries as they came, and copies of those that an interrupt left over.
-        num_mapped: How many entries, from the first, have the form of a batch's already.
-        count: Entries that the batch takes.
-        stack: Copies of the entries that have been looked at.
+        iterator: The iterator they were pulled from.
+        state: The iterator's state before the pull. None: it cannot be restored.
+        entries: The entries as pulled, and copies of entries that an interrupt left over.
+        num_mapped: Number of entries, from the first, that have already been mapped.
+        count: Number of entries that the batch needs.
+        stack: Copies of the entries that have been checked.
     """
 
     iterator: Any
@@ -44,14 +44,14 @@ class _Pulled:
     stack: MicrobatchStack = field(default_factory=lambda: MicrobatchStack(0))
 
     def detach(self) -> None:
-        """Replace arrays that the iterator may fill anew by their copies."""
+        """Replace arrays that the iterator may overwrite with copies."""
         self.entries[: len(self.stack)] = self.stack.entries()
-        # The copies are mapped already, and must not go through `set_batch_fn` again.
+        # The copies are already mapped, and the function of `set_batch_fn` must not map them again.
         self.num_mapped = max(self.num_mapped, len(self.stack))
 
 
 class MicrobatchSource:
-    """Pulls microbatches from iterators and stacks them; reads `data_iter` where none is given."""
+    """Pulls microbatches from iterators and stacks them; `data_iter` is the default iterator."""
 
     def __init__(self, data_iter: Iterator[Entry] | None) -> None:
         self._data_iter = data_iter
@@ -59,42 +59,43 @@ class MicrobatchSource:
         self._trained: Any = None
         """The iterator that training read last."""
         self._num_trained = 0
-        """How many batches in a row it gave."""
+        """Number of consecutive batches from that iterator."""
         self._has_warned = False
         self._pending: tuple[Any, bool] | None = None
-        """A state that waits for the iterator that training will read.
+        """A state for the iterator that training will read next.
 
-        With it, whether it is the state of an iterator that was set.
+        The flag says whether it is the state of the default iterator.
         """
         self._has_moved = False
-        """Whether the iterator that is set was sent to another place since the last `snapshot`."""
+        """Whether the default iterator's state has been set since the last `snapshot`."""
         self._pulled = _Pulled(None)
 
     def set_iterator(self, iterator: Iterator[Entry]) -> None:
-        """Replace the iterator that is read where none is given."""
+        """Replace the default iterator."""
         self._data_iter, self._trained = _checked_iterator(iterator), None
         self._resume(self._data_iter)
 
     @property
     def is_own(self) -> bool:
-        """True if training reads the iterator that is set, not one that it is given each time."""
+        """True if training reads the default iterator, not one passed to each call."""
         if self._pending is not None:
             return self._pending[1]
         return self._trained is None or self._trained is self._data_iter
 
     def get_state(self) -> Any:
-        """State of the iterator that training reads; None: it has none to give."""
+        """Return the state of the iterator that training reads, or None if it provides none."""
         if self._pending is not None:
             return self._pending[0]
         return get_place(self._data_iter if self._trained is None else self._trained)
 
     def position(self) -> dict[str, Any]:
-        """Place in the data for a checkpoint, as JSON of what `set_state` takes.
+        """Return the position in the data for a checkpoint: `set_state`'s arguments as JSON.
 
-        Warns, once, if there is none.
+        Warns, once, if there is no position.
         """
         state, why = self.get_state(), None
-        # An iterator that gives one batch alone is made for each: then the caller knows the place.
+        # An iterator that yields a single batch was made for that batch, so the caller knows the
+        # position.
         if state is None and self._trained is not None and (self.is_own or self._num_trained > 1):
             methods = "get_state and set_state nor state_dict and load_state_dict"
             why = f"a {_kind(self._trained)} has neither {methods}"
@@ -102,7 +103,7 @@ class MicrobatchSource:
         try:
             encoded = encode_state(found, "the state of the data iterator")
         except CheckpointError as error:
-            # No reason to keep a job from saving all the rest.
+            # This must not keep a job from saving everything else.
             encoded, why = {**found, "state": None}, str(error).removesuffix(".")
         if why is None:
             return encoded
@@ -116,18 +117,19 @@ class MicrobatchSource:
         return {**encoded, "why_none": why}
 
     def set_state(self, state: Any, *, is_own: bool, why_none: str | None = None) -> None:
-        """Go on from the iterator's state in another run.
+        """Resume from an iterator's state in another run.
 
-        `state` is what `get_state` returned there, `is_own` what `is_own` was. Without a state,
-        iterators stay where they are. With `is_own` the iterator that is set takes the state at
-        once; else, or where none is set, the next one that training reads does. `why_none` says why
-        there is no state, for a warning; None: there is one, or none is missed. Raises DataError
-        where the iterator that is set is of another kind.
+        `state` is the result of `get_state` in that run, and `is_own` the property's value. Without
+        a state, iterators keep their positions. With `is_own`, the default iterator is set to the
+        state immediately. Otherwise, or if there is no default iterator, the next iterator that
+        training reads is. `why_none` is the reason for a warning that there is no state. None:
+        there is a state, or none is needed. Raises DataError if the default iterator is of another
+        kind.
         """
         if why_none is not None:
             warnings.warn(
                 f"the checkpoint holds no place in the data, because {why_none}: training goes on "
-                f"with the data where the iterator stands. {_REPAIR}",
+                f"from the iterator's current position. {_REPAIR}",
                 stacklevel=2,
             )
         waits = state is not None and not (is_own and self._data_iter is not None)
@@ -138,7 +140,7 @@ class MicrobatchSource:
         self._pending = (state, is_own) if waits else None
 
     def snapshot(self) -> Callable[[], None]:
-        """Note the state of the iterators; the result is a function that restores it."""
+        """Record the state of the iterators, and return a function that restores it."""
         pending, trained = self._pending, self._trained
         iterator, self._has_moved = self._data_iter, False
         state = get_place(iterator)
@@ -151,27 +153,27 @@ class MicrobatchSource:
         return restore
 
     def _resume(self, iterator: Any) -> None:
-        """Give an iterator the state that waits for it, if one does."""
+        """Set an iterator to the pending state, if there is one."""
         if self._pending is not None:
             _put(iterator, self._pending[0])
             self._pending = None
 
     def set_batch_fn(self, fn: Callable[[Any], Entry] | None) -> None:
-        """Map every entry pulled from now on; None maps none."""
+        """Map every entry pulled from now on. None removes the function."""
         if fn is not None and not callable(fn):
             raise DataError(
                 f"set_batch_fn must be given a function of one entry, but got fn={fn!r}. Pass None "
-                "for none."
+                "to remove it."
             )
         self._batch_fn = fn
 
     @contextlib.contextmanager
     def transaction(self) -> Generator[None]:
-        """Take back what the body pulls if an interrupt ends it before `commit` is called.
+        """Undo the body's pulls if an interrupt ends it before `commit` is called.
 
-        An iterator that knows its place goes back to where it stood; of any other the entries are
-        kept for the next batch that is pulled from it. An ordinary error is not an interrupt: its
-        cause, such as an entry that does not fit, would come again.
+        An iterator with a state is set back to its earlier position. For any other iterator, the
+        entries are kept for the next batch that is pulled from it. An ordinary error is not an
+        interrupt: its cause, such as an invalid entry, would occur again.
         """
         try:
             yield
@@ -182,8 +184,8 @@ class MicrobatchSource:
             pulled = self._pulled
             if pulled.entries:
                 interrupt.add_note(
-                    f"A batch was not run for which {len(pulled.entries)} of {pulled.count} "
-                    "microbatches had been pulled; the next batch from the same iterator begins "
+                    f"The batch did not run, but {len(pulled.entries)} of its {pulled.count} "
+                    "microbatches had been pulled. The next batch from the same iterator begins "
                     "with them."
                 )
             if pulled.state is None:
@@ -194,7 +196,7 @@ class MicrobatchSource:
             raise
 
     def commit(self) -> None:
-        """Let go of what was pulled: its batch has run."""
+        """Release the pulled entries, because their batch has run."""
         self._pulled.state = None
         del self._pulled.entries[: self._pulled.count]
         self._pulled.num_mapped = max(0, self._pulled.num_mapped - self._pulled.count)
@@ -211,13 +213,14 @@ class MicrobatchSource:
     ) -> Batch:
         """Pull a batch with leaves `[num_microbatches, ...]`, as numpy arrays.
 
-        Entries that are pulled for a batch which cannot be completed are lost: they are named, not
-        given again. `data_iter=None` reads the iterator that is set, which is for training. `what`
-        names the batch in messages. Without `has_labels`, the labels of every entry are left out,
-        whatever they are. With `is_training`, `get_state` gives the state of this iterator.
+        If a batch cannot be completed, the entries pulled for it are lost. A message says how many,
+        and they are not used again. `data_iter=None` reads the default iterator, which is for
+        training. `what` names the batch in messages. Without `has_labels`, the labels of every
+        entry are dropped, whatever they are. With `is_training`, `get_state` returns the state of
+        this iterator.
 
-        Raises StopIteration where the iterator ended; where it did within a batch, with a line in
-        the log. An error of the iterator gets a note of how many entries it had given.
+        Raises StopIteration if the iterator ended, with a log line if it ended within a batch. An
+        error of the iterator gets a note that says how many entries had been pulled.
         """
         iterator = self._data_iter if data_iter is None else _checked_iterator(data_iter)
         if iterator is None:
@@ -226,8 +229,7 @@ class MicrobatchSource:
                 "Pass an iterator, or call set_dataiterator."
             )
         if is_training:
-            # Evaluations do not count: the state that a checkpoint stores is that of the training
-            # data.
+            # Evaluations do not count, because a checkpoint stores the state of the training data.
             self._num_trained = self._num_trained + 1 if iterator is self._trained else 1
             self._trained = iterator
             self._resume(iterator)
@@ -236,8 +238,8 @@ class MicrobatchSource:
         try:
             for index in range(num_microbatches):
                 if index == len(pulled.entries):
-                    # Python runs no handler of a signal within one call in C, so none can lose an
-                    # entry on its way.
+                    # Python runs no signal handler within a single C call, so an entry cannot be
+                    # lost between `next` and the list.
                     pulled.entries.extend(itertools.islice(iterator, 1))
                 if index == len(pulled.entries):
                     raise StopIteration
@@ -252,8 +254,8 @@ class MicrobatchSource:
                 if isinstance(error, StopIteration):
                     raise StopIteration(
                         f"the data ended before {what}: a {_kind(iterator)} has no more entries. "
-                        "For another epoch give a fresh iterator, or RepeatingLoader(...), which "
-                        "goes round without end."
+                        "For another epoch pass a new iterator, or RepeatingLoader(...), which "
+                        "repeats the data endlessly."
                     ) from error
                 raise
             lost = (
@@ -262,11 +264,11 @@ class MicrobatchSource:
             if isinstance(error, StopIteration):
                 message = (
                     f"the data ended {lost}: nothing was computed from them. Give a multiple of "
-                    f"{num_microbatches} entries, or RepeatingLoader(...), which goes round "
-                    "without end."
+                    f"{num_microbatches} entries, or RepeatingLoader(...), which repeats the "
+                    "data endlessly."
                 )
-                # Loops take StopIteration for the end of an epoch, so that its words alone would
-                # not be seen.
+                # Loops treat StopIteration as the end of an epoch, so its message alone would not
+                # be seen.
                 log(logging.WARNING, "%s", message)
                 raise StopIteration(message) from error
             error.add_note(f"This came from data_iter {lost}: nothing was computed from them.")
@@ -274,11 +276,11 @@ class MicrobatchSource:
         return stack.batch()
 
     def mapped(self, entries: Iterable[Any]) -> Iterator[Any]:
-        """Entries that are not for training, in the form of a batch's; see `set_batch_fn`."""
+        """Map entries that are not for training; see `set_batch_fn`."""
         return (self._mapped(entry, has_labels=True) for entry in entries)
 
     def _begin(self, iterator: Any, count: int) -> _Pulled:
-        """Begin a batch from an iterator, with the entries that an interrupt left over."""
+        """Begin a batch from an iterator with the entries that an interrupt left over."""
         if self._pulled.iterator is not iterator:
             self._pulled = _Pulled(iterator)
         pulled = self._pulled
@@ -287,7 +289,7 @@ class MicrobatchSource:
         return pulled
 
     def _mapped(self, entry: Any, *, has_labels: bool) -> Any:
-        """An entry in the form of `(inputs, labels)` or `(inputs, labels, side)`."""
+        """Convert an entry to `(inputs, labels)` or `(inputs, labels, side)`."""
         entry = entry if self._batch_fn is None else self._batch_fn(entry)
         if not has_labels and isinstance(entry, tuple | list) and len(entry) in (2, 3):
             entry = (entry[0], (), *entry[2:])
@@ -295,19 +297,19 @@ class MicrobatchSource:
 
 
 def _put(iterator: Any, state: Any) -> None:
-    """Set the state that another iterator had."""
+    """Set the state of an iterator from another run."""
     if has_place(iterator):
         set_place(iterator, state)
         return
     warnings.warn(
-        f"a {_kind(iterator)} has no set_state or load_state_dict: training goes on with the data "
-        f"where it stands, not where the checkpoint was written. {_REPAIR}",
+        f"a {_kind(iterator)} has no set_state or load_state_dict: training goes on from its "
+        f"current position, not from the position at which the checkpoint was written. {_REPAIR}",
         stacklevel=4,
     )
 
 
 def _kind(iterator: Any) -> str:
-    """The name of an iterator's class, or of the loader's that it goes over."""
+    """Return the class name of an iterator, or of the loader that it iterates over."""
     return type(iterator.loader if isinstance(iterator, LoaderIterator) else iterator).__name__
 
 
@@ -315,7 +317,7 @@ def _checked_iterator(iterator: Any) -> Iterator[Entry]:
     if not hasattr(iterator, "__next__"):
         raise DataError(
             f"data_iter must be an iterator, but got a {type(iterator).__name__}. Pass iter(...) "
-            "of it once, outside the training loop, or RepeatingLoader(...) to go round without "
-            "end."
+            "of it once, outside the training loop, or RepeatingLoader(...) to repeat it "
+            "endlessly."
         )
     return iterator

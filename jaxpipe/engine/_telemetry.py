@@ -1,4 +1,4 @@
-"""`Telemetry`: what an engine tells its monitors."""
+"""`Telemetry`: sends an engine's metrics to its monitors."""
 
 import contextlib
 import time
@@ -19,13 +19,13 @@ _PREFIX, _EVALUATION = "Train/Samples/", "Evaluation/Samples/"
 
 
 class Telemetry:
-    """Gives the numbers of each step to monitors, which read them when devices have computed them.
+    """Sends the metrics of each step to the monitors when the devices have computed them.
 
-    `breakdown` learns how long calls outside of steps take. `monitors` are the user's.
+    `breakdown` receives the duration of calls outside steps. `monitors` are the user's.
 
     Attributes:
-        is_on: Whether there are or were monitors. It is the same in all processes, each of which
-            takes part in the programs that read the state.
+        is_on: Whether there are or were monitors. It is the same in all processes, because every
+            process takes part in the programs that read the state.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Telemetry:
         self.is_on = bool(monitors) or asks_for_monitors(config)
 
     def open(self) -> None:
-        """Begin to write what the configuration asks for."""
+        """Open the monitors of the configuration."""
         if self.is_on and jax.process_index() == 0:
             for monitor in open_monitors(self._trainer.config):
                 self._log.add(monitor)
@@ -56,7 +56,7 @@ class Telemetry:
         self._log.flush()
 
     def note_step(self) -> None:
-        """A step has been started; called where `is_on` is true."""
+        """Record a step that has been started. Called only if `is_on` is true."""
         arrays, samples, num_tokens = (
             self._arrays(),
             self._trainer.global_samples,
@@ -67,7 +67,7 @@ class Telemetry:
 
         def read() -> list[Event]:
             values = {name: _number(array) for name, array in arrays.items()}
-            # After the values have been waited for: else only the calls would be timed.
+            # After waiting for the values; otherwise only the calls would be timed.
             values |= speed.after(samples, num_tokens)
             if "samples_per_s" in values:
                 reached = values["samples_per_s"] * flops_per_sample / num_devices
@@ -81,7 +81,7 @@ class Telemetry:
         self._put(read)
 
     def note_evaluation(self, found: Mapping[str, Any]) -> None:
-        """A set of samples has been evaluated; called where `is_on` is true."""
+        """Record the evaluation of a dataset. Called only if `is_on` is true."""
         samples = self._trainer.global_samples
         values = {"loss": found["loss"], **found.get("metrics", {})}
         events = [Event(_EVALUATION + name, x, samples) for name, x in values.items()]
@@ -89,7 +89,7 @@ class Telemetry:
 
     @contextlib.contextmanager
     def timed(self, what: str) -> Generator[None]:
-        """Log how long a call outside of steps takes, and show that it goes on if it takes long."""
+        """Record the duration of a call outside steps, and report progress if it takes long."""
         began = time.perf_counter()
         with self._trainer.compiler.waiting(what):
             yield
@@ -98,7 +98,7 @@ class Telemetry:
         self.note_times({what: elapsed_s})
 
     def note_times(self, times: Mapping[str, float]) -> None:
-        """Log how long parts of a step, or calls outside of steps, have taken, in seconds."""
+        """Record the seconds that phases of a step, or calls outside steps, have taken."""
         if times:
             samples = self._trainer.global_samples
             events = [
@@ -112,12 +112,12 @@ class Telemetry:
         self._speed = _Speed()
 
     def _arrays(self) -> dict[str, jax.Array]:
-        """Scalars of the last step, or rows of equal ones, by name."""
+        """Return the last step's scalars by name, or arrays whose elements are all equal."""
         trainer, metrics = self._trainer, self._reports.metrics
         assert metrics is not None, "a step has been started"
         found = {"train_loss": metrics["loss"], "grad_norm": metrics["grad_norm"]}
         if "overflow" in metrics:
-            # Copied, as the next step takes the state's buffers.
+            # Copied, because the next step donates the state's buffers.
             found["skipped_steps"] = jnp.copy(trainer.state.skipped_steps)
         if trainer.scaler is not None and trainer.scaler.enabled and "loss_scale" in metrics:
             found["loss_scale"] = metrics["loss_scale"]
@@ -133,18 +133,18 @@ class Telemetry:
 
 
 class _Speed:
-    """Samples and tokens a second, from one step's end to the next.
+    """Samples and tokens per second, from the end of one step to the end of the next.
 
-    Belongs to the thread that waits for steps.
+    It is used only by the thread that waits for steps.
     """
 
     def __init__(self) -> None:
         self._last: tuple[int, int | None, float] | None = None
 
     def after(self, num_samples: int, num_tokens: int | None) -> Mapping[str, float]:
-        """Speed of the step that has just ended; nothing after the first, which compiled.
+        """Return the speed of the step that has just ended; empty for the first, which compiled.
 
-        Takes samples and tokens trained so far; tokens where they are counted.
+        The arguments are the samples and tokens trained so far. Tokens are None if not counted.
         """
         now = time.perf_counter()
         last, self._last = self._last, (num_samples, num_tokens, now)
@@ -158,5 +158,5 @@ class _Speed:
 
 
 def _number(array: jax.Array) -> float:
-    """The scalar that this process's part of an array holds."""
+    """Return the scalar in this process's shard of an array."""
     return float(np.asarray(array.addressable_shards[0].data).reshape(-1)[0])

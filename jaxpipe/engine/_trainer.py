@@ -27,24 +27,24 @@ from ._programs import ProgramCache, describe_batch
 
 
 class Trainer:
-    """The one `TrainState` of an engine, its counters, and the programs that run on it.
+    """The single `TrainState` of an engine, its counters, and the programs that run on it.
 
-    Without `optimizer` nothing is trained. `tree` is the form of the user's parameters, and so of
-    `model_parameters`; without these, parameters are made from `base_seed`. `reporter` takes a line
-    before and after each compile.
+    Without `optimizer`, nothing is trained. `tree` is the structure of the user's parameters, and
+    thus of `model_parameters`. If `model_parameters` is None, parameters are initialised from
+    `base_seed`. `reporter` receives one line before and one after each compile.
 
     Attributes:
-        sizes: Sizes of a batch.
-        num_replicas: Shares of a batch: places along `data`, times those along `fsdp`.
-        data_shard: The replicas whose samples this process feeds.
-        programs: A `Pipeline` for each shape of a batch.
-        compiler: Compiles, and shows lines.
-        watch: Looks at the loss scale of past steps.
+        sizes: Batch sizes.
+        num_replicas: Number of replicas: the size of `data`, times that of `fsdp`.
+        data_shard: The replicas whose samples this process supplies.
+        programs: One `Pipeline` for each batch shape.
+        compiler: Compiles programs and reports progress lines.
+        watch: Checks the loss scale of past steps.
         heartbeat: Signals to the launcher that steps finish.
-        model_parameters: Initial parameters of all layers until the state is made of them; else
-            None.
-        global_steps: Batches trained so far.
-        global_samples: Samples trained so far.
+        model_parameters: Initial parameters of all layers, until the state is made from them. None
+            afterwards, or if none were given.
+        global_steps: Number of batches trained so far.
+        global_samples: Number of samples trained so far.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class Trainer:
         self.watch = OverflowWatch(self.scaler)
         self.global_steps = 0
         self.global_samples = 0
-        # A copy: what the caller does to these arrays until shapes are known must not change the
-        # run.
+        # A copy, so that the run does not change if the caller modifies the arrays before shapes
+        # are known.
         given = None if model_parameters is None else tree.wrap(model_parameters)
         self.model_parameters = jax.tree.map(owned, given)
         self._state: TrainState | None = None
@@ -85,7 +85,7 @@ class Trainer:
 
     @property
     def pipeline(self) -> Pipeline:
-        """The pipeline of the last batch; raises PipelineError where no shapes are known yet."""
+        """The pipeline of the last batch. Raises PipelineError if no shapes are known yet."""
         if self.programs.latest is None:
             size = self.sizes.train_micro_batch_size_per_gpu * self.num_replicas
             raise PipelineError(
@@ -99,24 +99,24 @@ class Trainer:
 
     @property
     def state(self) -> TrainState:
-        """The present state, made when it is first asked for.
+        """The current state, created on first use.
 
-        Raises PipelineError where no shapes are known yet, or the state is lost.
+        Raises PipelineError if no shapes are known yet, or the state has been lost.
         """
         if self._state is None:
             pipeline, given = self.pipeline, self.model_parameters
             self.check_parameters()
-            # Made here, not when the engine is: until now a checkpoint could be loaded without
-            # paying for initial weights. Seeds and initialisers, users' among them, are made of
-            # numbers of the host; once.
+            # Created here and not with the engine, so that loading a checkpoint first does not cost
+            # an initialisation. Seeds and initialisers, including users' own, use numbers from the
+            # host; this happens once.
             with jax.transfer_guard_host_to_device("allow"):
                 self._state = pipeline.init() if given is None else pipeline.init_from(given)
             self.model_parameters = None
         if self.present() is None:
             raise PipelineError(
                 "the engine must have its state for this, but got one whose arrays are gone: a "
-                "step or a load was broken off by force, or pipeline.step was given engine.state. "
-                "Call load_checkpoint, or initialize anew."
+                "step or a load was forcibly interrupted, or engine.state was passed to "
+                "pipeline.step. Call load_checkpoint, or initialize again."
             )
         return self._state
 
@@ -130,24 +130,24 @@ class Trainer:
         return self._state is not None
 
     def present(self) -> TrainState | None:
-        """The state if there is one whose arrays are there."""
-        # A step that was broken off has taken the buffers of the state it was given.
+        """Return the state, or None if there is none or its arrays have been deleted."""
+        # An interrupted step has already donated the buffers of its state.
         for leaf in jax.tree.leaves(self._state):
             if leaf.is_deleted():
                 return None
         return self._state
 
     def check_parameters(self) -> None:
-        """Refuse initial parameters that are not the model's, where some wait."""
+        """Raise an error if initial parameters are pending that do not match the model."""
         if self.model_parameters is not None:
             self.tree.check(self.pipeline, self.model_parameters)
 
     def prepare(self, name: str, function: Callable[..., Any], *args: Any) -> TrainState:
-        """Do all that a call of a program on the state waits for; return the state to call it on.
+        """Prepare a call of a program on the state, and return the state to call it with.
 
-        That is the state, the program before it, and the compiler. The program is `function(state,
-        *args)`, jitted, and `name` is its name for users. The batch, if it takes one, is the first
-        of `args`.
+        This creates the state, waits for the previous program and compiles the new one. The program
+        is `function(state, *args)`, jitted, and `name` is its name in messages. If it takes a
+        batch, the batch is the first of `args`.
         """
         state = self.state
         self.block_until_ready()
@@ -159,10 +159,10 @@ class Trainer:
     def launch(self, function: Callable[..., Any], state: TrainState, *args: Any) -> Any:
         """Call a program that has been prepared.
 
-        One that takes the state's buffers: while signals are held.
+        If it donates the state's buffers, signals must be held.
         """
         results = function(state, *args)
-        # The last leaf is never part of the state, whose buffers are donated.
+        # The last leaf is never part of the state, whose buffers will be donated.
         self.note_in_flight(jax.tree.leaves(results)[-1])
         return results
 
@@ -173,15 +173,15 @@ class Trainer:
         *args: Any,
         chosen: Callable[[], TrainState] | None = None,
     ) -> Any:
-        """Prepare and call a program that leaves the state as it is.
+        """Prepare and call a program that does not change the state.
 
-        `chosen` gives a state to run it on, in place of the present one.
+        `chosen` returns the state to run it on instead of the current one.
         """
         state = self.prepare(name, function, *args)
         return self.launch(function, chosen() if chosen else state, *args)
 
     def state_with(self, params: str | None) -> TrainState:
-        """The state, with other parameters where they are named; see `Pipeline.with_params`."""
+        """Return the state, optionally with other parameters; see `Pipeline.with_params`."""
         if params is None:
             return self.state
         self.block_until_ready()
@@ -191,15 +191,15 @@ class Trainer:
         return state
 
     def note_in_flight(self, result: jax.Array) -> None:
-        """Note a result of the program that was started last."""
+        """Record a result of the program that was started last."""
         self._in_flight = result
         self.heartbeat.note(result, f"on {self._place} at global_steps={self.global_steps}")
 
     def block_until_ready(self) -> None:
-        """On simulated devices, let the program in flight end before the next starts.
+        """On simulated devices, wait for the program in flight before the next one starts.
 
-        They share one pool of threads, and a collective holds its thread until all devices have
-        come; two programs in flight could hold all threads and wait for each other.
+        Simulated devices share one thread pool, and a collective blocks its thread until all
+        devices have joined. Two programs in flight could block all threads and deadlock.
         """
         if self.mesh.devices.flat[0].platform == "cpu":
             jax.block_until_ready(self._in_flight)
@@ -207,8 +207,8 @@ class Trainer:
     def build_for(self, batch: Any) -> Callable[[], None]:
         """Build the pipeline for a microbatch of another run, unless shapes are known.
 
-        `batch` is `(inputs, labels, side)`, shapes and dtypes; None: not known. Returns a function
-        that undoes it.
+        `batch` is `(inputs, labels, side)` with shapes and dtypes, or None if they are not known.
+        Returns a function that undoes the build.
         """
         if self.programs.latest is not None:
             return lambda: None
@@ -232,7 +232,7 @@ class Trainer:
 
 
 def _stages_here(mesh: Mesh) -> str:
-    """The stages that this process has devices of."""
+    """Name the stages that this process has devices of."""
     axis, here = mesh.axis_names.index("stage"), jax.process_index()
     devices = np.ndenumerate(mesh.devices)
     found = sorted({place[axis] for place, device in devices if device.process_index == here})

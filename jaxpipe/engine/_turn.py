@@ -1,4 +1,4 @@
-"""One thread at a time in an engine."""
+"""The lock that admits one thread at a time to an engine."""
 
 import functools
 import threading
@@ -9,10 +9,10 @@ from jaxpipe.errors import PipelineError
 
 
 class Turn:
-    """Lock of an engine: one thread at a time, which may call further methods from within.
+    """A re-entrant lock of an engine, for one thread at a time.
 
-    A second thread is refused, not made to wait: where there are several processes their calls must
-    come in one order, which no lock of one process can see to.
+    A second thread gets an error instead of blocking. With several processes, all must make their
+    calls in the same order, which a lock within one process cannot ensure.
     """
 
     def __init__(self) -> None:
@@ -21,14 +21,14 @@ class Turn:
         self._holder = ("", "")
 
     def take(self, call: str) -> None:
-        """Begin a call; raises PipelineError where another thread is within one."""
+        """Begin a call. Raises PipelineError if another thread is in a call."""
         name = threading.current_thread().name
         if not self._lock.acquire(blocking=False):
             holder, running = self._holder
             raise PipelineError(
                 f"{call} must be called while no other thread is in the engine, but got "
                 f"thread={name!r} while thread {holder!r} is in {running}. Call the engine from "
-                "one thread, or let both take a threading.Lock of your own around each call."
+                "one thread, or let both acquire a threading.Lock of your own around each call."
             )
         # Methods call each other; an error names the one that the user called.
         if not self._depth:
@@ -36,13 +36,13 @@ class Turn:
         self._depth += 1
 
     def end(self) -> None:
-        """End what `take` began."""
+        """End the call that `take` began."""
         self._depth -= 1
         self._lock.release()
 
 
 class HasTurn(Protocol):
-    """An object whose methods take turns."""
+    """An object whose methods only one thread at a time may call."""
 
     @property
     def _turn(self) -> Turn: ...
@@ -54,16 +54,16 @@ R = TypeVar("R")
 
 
 def one_thread(method: Callable[Concatenate[Self, P], R]) -> Callable[Concatenate[Self, P], R]:
-    """A method that refuses to begin while another thread is in one like it.
+    """Make a method raise an error while another thread is in a method decorated like it.
 
-    It is for what reads or replaces the state. Steps take the buffers of the state they are given:
-    a second thread would see a state that is gone, or start a program beside another that uses the
-    same devices.
+    Use it for methods that read or replace the state. Steps donate the buffers of their state, so a
+    second thread would see a deleted state, or start a program while another one uses the same
+    devices.
     """
 
     @functools.wraps(method)
     def call(self: Self, *args: P.args, **kwargs: P.kwargs) -> Any:
-        # What it decorates are methods of the same class.
+        # It decorates methods of the same class.
         turn = self._turn  # pyright: ignore[reportPrivateUsage]
         turn.take(method.__name__)
         try:

@@ -1,7 +1,4 @@
-"""`UnpipelinedEngine`.
-
-DeepSpeed's forward, backward and step for a model that is not cut into stages.
-"""
+"""`UnpipelinedEngine`: DeepSpeed's forward, backward and step, for a model without stages."""
 
 import dataclasses
 import functools
@@ -33,7 +30,7 @@ from ._turn import one_thread
 
 
 def as_one_stage(model: Any, loss_fn: Callable[[PyTree, PyTree], Any] | None) -> PipelineModule:
-    """A plain model as a `PipelineModule` of one layer.
+    """Wrap a plain model in a `PipelineModule` of one layer.
 
     `model` is a Linen module, a `LayerSpec` of a Linen or NNX class, or a function of the inputs.
     Without `loss_fn`, its output is the loss.
@@ -50,9 +47,9 @@ def as_one_stage(model: Any, loss_fn: Callable[[PyTree, PyTree], Any] | None) ->
 
 
 def further_inputs(model: Any) -> tuple[str, ...]:
-    """Names of the arguments that a plain model's call takes by position after its first.
+    """Return the names of a plain model's positional arguments after the first.
 
-    `model` is as for `as_one_stage`. There are none where the call has no signature.
+    `model` is as for `as_one_stage`. The result is empty if the call has no signature.
     """
     is_class = isinstance(model, LayerSpec) and isinstance(model.typename, type)
     call = (
@@ -74,13 +71,13 @@ class _OpenBatch:
     """Microbatches that `forward`, `backward` and `step` have trained since the last update.
 
     Attributes:
-        index: Of the present microbatch in its batch.
-        pending: Loss and gradients of the last forward, and the samples by which its microbatch is
-            short of a full one; None: no forward waits for backward.
-        total: Gradients that backward has added up; None: none yet.
+        index: Index of the current microbatch in its batch.
+        pending: Loss and gradients of the last forward, and the number of samples by which its
+            microbatch is smaller than a full one. None: no forward is pending.
+        total: Gradients that backward has accumulated. None: none yet.
         awaits_step: True if a backward has not been followed by its step.
         collections: Collections before the first forward.
-        missing: Samples by which the microbatches are short of full ones.
+        missing: Number of samples by which the microbatches are smaller than full ones.
     """
 
     index: int = 0
@@ -95,26 +92,27 @@ class _OpenBatch:
 class UnpipelinedEngine(Engine):
     """Trains a plain Flax model in three calls per microbatch; made by `jaxpipe.initialize`.
 
-    `loss = engine(inputs, labels)`, `engine.backward(loss)`, `engine.step()`; for a model of
-    several inputs that returns its loss, `engine(a, b)`. An array of JAX does not know how it was
-    computed, so the engine must know the loss: `initialize(loss_fn=...)`, or a model whose output
-    is the loss. In training, `forward` returns the loss and makes its gradients at once, `backward`
-    takes that very array and adds the gradients up, and `step` updates after every
-    `gradient_accumulation_steps()` microbatches and only counts otherwise. The result is that of
-    `train_batch` on the same microbatches, dropout and loss scale included.
+    The calls are `loss = engine(inputs, labels)`, `engine.backward(loss)` and `engine.step()`. For
+    a model that takes several inputs and returns its loss, write `engine(a, b)`. A JAX array does
+    not know how it was computed, so the engine must know the loss: pass `initialize(loss_fn=...)`,
+    or use a model whose output is the loss. In training, `forward` returns the loss and also
+    computes its gradients. `backward` takes that same array and accumulates the gradients. `step`
+    updates the parameters after every `gradient_accumulation_steps()` microbatches and otherwise
+    only counts. The result is that of `train_batch` on the same microbatches, including dropout and
+    the loss scale.
 
-    Everything else is as in `PipelineEngine`, for one stage and a replica on every device.
-    `train_batch` needs less memory and communication than the three calls, since one program runs
-    all its microbatches; it must not be called within a batch. Parameters go in and out as the
-    model's own tree, in Flax `variables["params"]`.
+    Everything else works as in `PipelineEngine`, with one stage and a replica on every device.
+    `train_batch` needs less memory and communication than the three calls, because one program runs
+    all its microbatches. It must not be called within a batch. Parameters are passed and returned
+    as the model's own tree, which is `variables["params"]` in Flax.
 
     Args:
-        module: What `as_one_stage` returns.
+        module: The module that `as_one_stage` returns.
         chosen: As for `PipelineEngine`.
         config: As for `PipelineEngine`.
-        mesh: As for `PipelineEngine`, its `stage` axis of length 1.
-        further_inputs: Names of the model's arguments after its first, in order.
-        **options: Further arguments of `PipelineEngine`; `model_parameters` is the model's own
+        mesh: As for `PipelineEngine`, with a `stage` axis of length 1.
+        further_inputs: Names of the model's arguments after the first, in order.
+        **options: Further arguments of `PipelineEngine`. `model_parameters` is the model's own
             tree.
 
     Attributes:
@@ -145,18 +143,18 @@ class UnpipelinedEngine(Engine):
 
     @property
     def micro_steps(self) -> int:
-        """Microbatches trained so far."""
+        """Number of microbatches trained so far."""
         return self._micro_steps + self._batch.index
 
     def train(self, mode: bool = True) -> None:
-        """Let `forward` train from now on, or with `mode=False` evaluate.
+        """Make `forward` train from now on, or evaluate with `mode=False`.
 
-        `train_batch` and `eval_batch` ignore it.
+        `train_batch` and `eval_batch` ignore the mode.
         """
         self.training = mode
 
     def eval(self) -> None:
-        """Let `forward` evaluate from now on: layers outside training, no gradients."""
+        """Make `forward` evaluate from now on, with layers in evaluation mode and no gradients."""
         self.training = False
 
     def __call__(self, inputs: PyTree, *others: PyTree, **named: PyTree) -> Any:
@@ -167,30 +165,31 @@ class UnpipelinedEngine(Engine):
     def forward(self, inputs: PyTree, *others: PyTree, **named: PyTree) -> Any:
         """Run the model on one microbatch of all replicas.
 
-        In training it makes the gradients too and keeps them until `backward`; batch statistics
-        move on.
+        In training it also computes the gradients, keeps them until `backward`, and updates batch
+        statistics.
 
         Args:
-            inputs: The model's first input, leaves `[microbatch_size * replicas, ...]`; replica r
-                takes the r-th block. A microbatch may be smaller, as the last of an epoch is, if it
-                divides over the replicas; its mean loss counts as much as that of a full one.
-            *others: Where there is a `loss_fn`, the labels that it compares the output with. Where
-                the model's output is the loss, the model's further inputs in the order of its call,
-                arrays with the same first dim.
-            **named: Further inputs of the model by name, and with a `loss_fn` perhaps `labels`.
+            inputs: The model's first input, with leaves `[microbatch_size * replicas, ...]`.
+                Replica r gets the r-th block. A microbatch may be smaller, such as the last one of
+                an epoch, if it divides evenly over the replicas. Its mean loss has the same weight
+                as that of a full microbatch.
+            *others: With a `loss_fn`, the labels. If the model's output is the loss, the model's
+                other positional inputs, arrays with the same first dim.
+            **named: Other inputs of the model by name. With a `loss_fn`, `labels` may be among
+                them.
 
         Returns:
-            The mean loss over replicas with what layers add to it, a scalar on all devices. Outside
-            training without labels, if there is a `loss_fn`: the model's output, as `predict` gives
-            it for any number of samples.
+            The loss averaged over replicas, including the losses that layers add, as a scalar on
+            all devices. In evaluation mode with a `loss_fn` but without labels: the model's output,
+            as `predict` returns it for any number of samples.
 
         Raises:
-            PipelineError: There are too many inputs; or in training, the labels or the optimiser
-                are missing, `step` has not been called since the last `backward`, or gradients
+            PipelineError: There are too many inputs. In training: the labels or the optimiser are
+                missing, `step` has not been called since the last `backward`, or gradients
                 overflowed at the smallest loss scale.
-            DataError: The microbatch does not fit the batches before, is larger than configured, or
-                does not divide over the replicas.
-            JaxpipeError: What building the pipeline raises, for new shapes.
+            DataError: The microbatch does not match earlier batches, is larger than configured, or
+                does not divide evenly over the replicas.
+            JaxpipeError: For new shapes, whatever building the pipeline raises.
         """
         has_loss_fn = self.module.loss_fn is not None
         names = ("labels",) if has_loss_fn else self._further_inputs
@@ -216,7 +215,7 @@ class UnpipelinedEngine(Engine):
             self._run_log.show_heading(self.pipeline)
         state = trainer.prepare("forward and backward", forward, batch, index)
         with hold_signals():
-            # The first forward since the update: a step that overflows goes back to these.
+            # At the first forward since the update: a step that overflows restores these.
             if begun.total is None and begun.pending is None:
                 begun.collections = state.collections
             collections, gradients, loss = trainer.launch(forward, state, batch, index)
@@ -234,24 +233,25 @@ class UnpipelinedEngine(Engine):
         retain_graph: bool = False,
         scale_wrt_gas: bool = True,
     ) -> jax.Array:
-        """Add the gradients of a loss to those since the last update.
+        """Add the gradients of a loss to those accumulated since the last update.
 
         Args:
-            loss: The array that the last `forward` in training returned, itself.
-            allreduce_gradients: DeepSpeed's; must be True: `forward` has averaged them over the
-                replicas.
-            release_loss: DeepSpeed's; must be False: the loss is an array that is freed when nobody
-                refers to it.
-            retain_graph: DeepSpeed's; must be False: `forward` has made the gradients, there is no
-                graph.
-            scale_wrt_gas: DeepSpeed's; must be True: gradients are the mean over microbatches.
+            loss: The very array that the last `forward` in training returned.
+            allreduce_gradients: DeepSpeed's argument. Must be True, because `forward` has already
+                averaged the gradients over the replicas.
+            release_loss: DeepSpeed's argument. Must be False, because the loss is freed when
+                nothing refers to it any more.
+            retain_graph: DeepSpeed's argument. Must be False, because `forward` has computed the
+                gradients and there is no graph.
+            scale_wrt_gas: DeepSpeed's argument. Must be True, because gradients are averaged over
+                microbatches.
 
         Returns:
             The loss.
 
         Raises:
-            PipelineError: It is any other value, or has been given before; or another argument is
-                not what it must be.
+            PipelineError: `loss` is another array or has already been passed, or another argument
+                has an unsupported value.
         """
         _refuse_unless(True, "backward", "allreduce_gradients", allreduce_gradients, _AVERAGED)
         _refuse_unless(
@@ -259,14 +259,14 @@ class UnpipelinedEngine(Engine):
             "backward",
             "release_loss",
             release_loss,
-            "The loss is freed when nobody refers to it",
+            "The loss is freed when nothing refers to it",
         )
         _refuse_unless(
             False,
             "backward",
             "retain_graph",
             retain_graph,
-            "Forward has made the gradients: there is none",
+            "Forward has computed the gradients and there is no graph",
         )
         _refuse_unless(
             True,
@@ -280,10 +280,10 @@ class UnpipelinedEngine(Engine):
             raise PipelineError(
                 "backward must be given the very array that the last forward in training returned, "
                 f"and once, but got loss={loss!r}. Call loss = engine(inputs, labels) and pass it "
-                "as it is; scale or combine losses inside loss_fn, since an array of JAX does not "
+                "unchanged. Scale or combine losses inside loss_fn, because a JAX array does not "
                 "know how it was computed."
             )
-        self._trainer.block_until_ready()  # adding is a program of its own
+        self._trainer.block_until_ready()  # adding runs another program
         _, gradients, missing = begun.pending
         with hold_signals():
             begun.missing += missing
@@ -293,16 +293,18 @@ class UnpipelinedEngine(Engine):
 
     @one_thread
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Count a microbatch.
+        """Count a microbatch, and update the parameters after the last one of a batch.
 
-        At the last of `gradient_accumulation_steps()`, clip, update and begin anew.
+        The update clips the gradients that `gradient_accumulation_steps()` microbatches have
+        accumulated and applies them.
 
         Args:
-            lr_kwargs: DeepSpeed's; must be None or empty: a schedule is a function of the number of
-                updates.
+            lr_kwargs: DeepSpeed's argument. Must be None or empty, because a schedule is a function
+                of the number of updates.
 
         Raises:
-            PipelineError: There was no `backward` since the last call, or `lr_kwargs` is given.
+            PipelineError: `backward` has not been called since the last `step`, or `lr_kwargs` is
+                given.
         """
         _refuse_unless(
             None,
@@ -324,15 +326,15 @@ class UnpipelinedEngine(Engine):
             self._batch.awaits_step = False
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """True if the next `step` updates.
+        """Return True if the next `step` updates the parameters.
 
-        The present microbatch is the last of `gradient_accumulation_steps()`.
+        The current microbatch is then the last of `gradient_accumulation_steps()`.
         """
         return self._batch.index + 1 >= self.gradient_accumulation_steps()
 
     @one_thread
     def reset_activation_shape(self) -> None:
-        """As `PipelineEngine.reset_activation_shape`."""
+        """Drop cached programs; see `PipelineEngine.reset_activation_shape`."""
         self._trainer.programs.clear()
         self._forward_of.cache_clear()
 
@@ -343,7 +345,7 @@ class UnpipelinedEngine(Engine):
             raise PipelineError(
                 f"{call} must not be called within a batch, but got "
                 f"{begun.index + begun.awaits_step} of gradient_accumulation_steps={size} "
-                "microbatches. Go on with forward, backward and step until the update."
+                "microbatches. Continue with forward, backward and step until the update."
             )
         if begun.pending is not None and call == "save_checkpoint":
             raise PipelineError(
@@ -356,23 +358,24 @@ class UnpipelinedEngine(Engine):
         self._batch = _OpenBatch()
 
     def _size_of(self, inputs: PyTree) -> int:
-        """Samples per replica of a microbatch, `[1, samples, ...]`.
+        """Return the samples per replica in a microbatch `[1, samples, ...]`.
 
-        As many as configured, or fewer.
+        There may be fewer than configured.
         """
         num_replicas = len(self.data_shard.replicas)
         shapes = [leaf.shape for leaf in jax.tree.leaves(inputs)]
         num_samples = shapes[0][1] if shapes and len(shapes[0]) > 1 else 0
-        # Each process looks at the part of the replicas that it feeds.
+        # Each process checks the samples of its own replicas.
         size, rest = divmod(num_samples, num_replicas)
-        # Too many or none: left to the check of the full size, whose error names the leaf.
+        # If there are too many or none, the check of the full size raises an error that names the
+        # leaf.
         if not 0 < num_samples < self.micro_batch_size * num_replicas:
             return self.micro_batch_size
         if rest:
             raise DataError(
                 f"a smaller microbatch must divide over the replicas, but got {num_samples} "
-                f"samples for {num_replicas} replicas. Leave out the last {rest}, or let the data "
-                f"set have a multiple of {num_replicas} samples."
+                f"samples for {num_replicas} replicas. Leave out the last {rest}, or use a data "
+                f"set with a multiple of {num_replicas} samples."
             )
         return size
 
@@ -400,7 +403,7 @@ class UnpipelinedEngine(Engine):
 
     def _apply(self) -> None:
         trainer, begun = self._trainer, self._batch
-        # One for all shapes of batches: an update sees the state and the gradients alone.
+        # One for all batch shapes, because an update depends only on the state and the gradients.
         self._update = self._update or compile_update(self.pipeline)
         arguments = (begun.collections, begun.total)
         state = trainer.prepare("the update", self._update, *arguments)
@@ -420,21 +423,21 @@ class UnpipelinedEngine(Engine):
         twice = [name for name in names[: len(others)] if name in named]
         got = f"{twice[0]} twice" if twice else f"{1 + len(others)} of them"
         repair = (
-            "Give the model's further inputs by name"
+            "Pass the model's other inputs by name"
             if self.module.loss_fn
-            else "Give what its call takes"
+            else "Pass what the model's call takes"
         )
         return PipelineError(
-            f"the arguments of engine({taken}) must be those, by position or name, but got {got}. "
+            f"engine({taken}) must be given these arguments, by position or name, but got {got}. "
             f"{repair}, such as engine({taken}, mask=mask)."
         )
 
 
-_AVERAGED = "Forward has averaged them over the replicas, inside its program"
+_AVERAGED = "Forward has already averaged the gradients over the replicas"
 
 
 def _refuse_unless(neutral: Any, call: str, name: str, value: Any, why: str) -> None:
-    """Refuse an argument of DeepSpeed's that means nothing here, unless it changes nothing."""
+    """Raise an error for an unsupported DeepSpeed argument, unless its value has no effect."""
     if value is not neutral:
         raise PipelineError(
             f"{name} must be {neutral} in {call}, but got {name}={value!r}. {why}: leave it out."

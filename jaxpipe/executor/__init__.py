@@ -1,7 +1,4 @@
-"""The step of one device.
-
-A tick program run over a stage's layers, with its sends, receives and gradients.
-"""
+"""The step of one device: a tick program with its computations, exchanges and gradient sums."""
 
 from ._batch import WHOLE as WHOLE
 from ._batch import batch_shard_dims as batch_shard_dims

@@ -1,6 +1,6 @@
-"""Running a tick's actions.
+"""Run the actions of a tick.
 
-What a device does where its stage is idle is in the action's plan, and is done here.
+The plan of an action says what a device does while its stage is idle, and this module does it.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,18 +20,18 @@ Row = Tables[jax.Array]
 
 
 class Action(NamedTuple):
-    """An action of a device: what it computes, and where that goes.
+    """An action of a device: what it computes, and where it writes the result.
 
     Attributes:
-        plan: How it runs in these ticks.
-        now: Its microbatch and chunk, out of a tick's row.
-        functions: What can be computed, one for each kind in the plan, from `(virtual stage, carry,
-            row, values)`; all give trees of one form.
-        write: From `(carry, row, values, result)` the carry after it, and what the tick's other
-            actions take of it.
-        which: Index of the function, out of a tick's row.
-        chunk: Where chunks are no branches, the chunk whose weights are taken; the action's own, or
-            any where it is idle.
+        plan: How the action runs in these ticks.
+        now: Reads the microbatch and the chunk from a tick's row.
+        functions: The computations, one for each kind in the plan, called with `(virtual stage,
+            carry, row, values)`. All return trees with the same structure, shapes and dtypes.
+        write: Maps `(carry, row, values, result)` to the next carry and to the values that the
+            tick's other actions use.
+        which: Reads the index of the function from a tick's row.
+        chunk: Reads the chunk whose weights are used from a tick's row, where chunks are not
+            branches. It is the action's own chunk, or any chunk where the action is idle.
     """
 
     plan: ActionPlan
@@ -53,10 +53,9 @@ def run_action(
 ) -> tuple[Any, Any]:
     """Run an action in a tick, or its replacement where the stage is idle.
 
-    The functions and `write` read nothing that changes from tick to tick but their arguments.
-    `values` is what else the action takes, `nothing` what the other actions take where this one has
-    no round of its loop. The result is the carry after it, and what the tick's other actions take
-    of it.
+    The functions and `write` must depend on the tick only through their arguments. `values` are the
+    action's further inputs. `nothing` replaces the values for the other actions where the action is
+    a loop that runs zero times. Returns the next carry and the values for the tick's other actions.
     """
     idle = action.plan.idle
 
@@ -77,9 +76,9 @@ def run_action(
         return act(carry, row, values)
 
     def one_round(number: jax.Array, before: tuple[Any, PyTree]) -> tuple[Any, PyTree]:
-        # What does not depend on the loop's own state XLA moves in front of it, where idle actions
-        # run it too. Of entries behind a barrier all would be held, tick by tick; a zero is added
-        # to those that are read.
+        # XLA hoists whatever does not depend on the loop state out of the loop, where idle actions
+        # run it too, so the inputs are made to depend on it. A barrier on the entries would keep
+        # all of them in every tick, so only those that are read get a zero added.
         read, zero, _ = jax.lax.optimization_barrier((values, jnp.int32(0), number))
         return act(before[0], jax.tree.map(lambda entry: entry + zero, row), read)
 
@@ -89,11 +88,11 @@ def run_action(
 def _branches(
     action: Action, stage: jax.Array, placement: Placement, carry: Any, row: Row, values: PyTree
 ) -> tuple[jax.Array | int, list[Callable[[], Any]]]:
-    """Everything that a tick's action can be, and which of it it is where it is not idle."""
+    """Return the branches of a tick's action, and the index of the one that runs when busy."""
     plan, which, now = action.plan, action.which(row), action.now(row)
     chunks: Sequence[jax.Array | int] = plan.chunks
     if len(chunks) > 1 and plan.branches_on_chunk:
-        # The functions' first, in the order below.
+        # Functions are the outer index, as in the list below.
         numbers = jnp.asarray(plan.chunks, jnp.int32)
         number = jnp.searchsorted(numbers, now.chunk, method="compare_all").astype(jnp.int32)
         which = which * len(chunks) + number
@@ -109,9 +108,9 @@ def _branches(
 
 
 def run_on_all_stages(idle: Idle, microbatch: jax.Array, compute: Callable[[], PyTree]) -> PyTree:
-    """Run what all stages run at once, or do what the plan says in ticks whose microbatch is -1.
+    """Run a computation that all stages run together, or treat it as idle if the microbatch is -1.
 
-    It may hold collectives over the stages, as all of them take the same branch.
+    The computation may contain collectives over the stages: all stages take the same branch.
     """
     if idle in (Idle.NEVER, Idle.COMPUTE):
         return compute()

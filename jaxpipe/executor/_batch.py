@@ -1,4 +1,4 @@
-"""The batch of one device: how it lies on the mesh, and what an action is given of it."""
+"""The batch of one device: how it is sharded, and what each action reads from it."""
 
 import dataclasses
 import math
@@ -18,10 +18,10 @@ from jaxpipe.topology import FSDP
 from ._buffers import read_ring
 
 WHOLE = -1
-"""In place of a dim: the leaf is not sharded over the stages."""
+"""Used instead of a dim: the leaf is not sharded over the stages."""
 
 LARGE = 2**25
-"""Bytes of one leaf of a batch, on one replica, from which on it is sharded over the stages."""
+"""Bytes per replica from which a leaf of a batch is sharded over the stages."""
 
 Context = tuple[jax.Array | None, PyTree]
 """A microbatch's key (None in evaluation) and its side inputs."""
@@ -29,14 +29,14 @@ Context = tuple[jax.Array | None, PyTree]
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Microbatch of an action: model inputs, labels, key and side inputs."""
+    """The data of an action's microbatch: model inputs, labels, key and side inputs."""
 
     inputs: PyTree
     labels: PyTree
     context: Context
 
     def without_key(self) -> "Microbatch":
-        """The same for evaluation, where nothing random happens."""
+        """Return the microbatch without its key, for evaluation, where nothing is random."""
         return dataclasses.replace(self, context=(None, self.context[1]))
 
 
@@ -45,13 +45,13 @@ class DeviceBatch:
     """A replica's batch on one device.
 
     Attributes:
-        leaves: The batch, leaves `[num_microbatches, microbatch_size, ...]`; of leaves that are
-            sharded over the stages this stage's shard.
-        shard_dims: Per leaf the dim of a microbatch along which it is sharded, or `WHOLE`.
+        leaves: The batch, with leaves `[num_microbatches, microbatch_size, ...]`. A leaf that is
+            sharded over the stages is this stage's shard.
+        shard_dims: The dim of a microbatch along which each leaf is sharded, or `WHOLE`.
         rng: The run's key.
         step: Number of batches so far.
         replica: Index along the `data` axis.
-        first: Index in its step of the first microbatch, where the batch is only a part of a step.
+        first: Index of the batch's first microbatch in its step, if the batch is part of a step.
     """
 
     leaves: Batch
@@ -64,27 +64,29 @@ class DeviceBatch:
     def microbatch(
         self, input_index: jax.Array, loss_index: jax.Array, index: jax.Array
     ) -> Microbatch:
-        """Microbatches of a tick's actions; index -1 (idle) gives microbatch 0.
+        """Return the data of a tick's actions; index -1 (idle) gives microbatch 0.
 
-        It has the inputs and the labels of two others: those that the first part of the model and
-        the loss take. All stages must ask together, for the same ones: shards are gathered.
+        The result combines three microbatches: the inputs of the one that enters the model, the
+        labels of the one that reaches the loss, and the context of microbatch `index`. All stages
+        must call this together with the same `input_index` and `loss_index`, because it gathers
+        shards.
         """
         return Microbatch(self.inputs(input_index), self.labels(loss_index), self.context(index))
 
     def context(self, index: jax.Array) -> tuple[jax.Array, PyTree]:
-        """Key and side inputs of a microbatch."""
+        """Return the key and the side inputs of a microbatch."""
         at = jnp.maximum(index, 0)
         side = jax.tree.map(lambda x: _gathered(x, WHOLE, at), self.leaves.side)
         return microbatch_key(self.rng, self.step, self.first + at, self.replica), side
 
     def inputs(self, index: jax.Array) -> PyTree:
-        """The inputs of a microbatch."""
+        """Return the inputs of a microbatch."""
         return jax.tree.map(
             lambda x, dim: _gathered(x, dim, index), self.leaves.inputs, self.shard_dims.inputs
         )
 
     def labels(self, index: jax.Array) -> PyTree:
-        """The labels of a microbatch."""
+        """Return the labels of a microbatch."""
         return jax.tree.map(
             lambda x, dim: _gathered(x, dim, index), self.leaves.labels, self.shard_dims.labels
         )
@@ -96,9 +98,9 @@ def microbatch_key(
     microbatch: jax.Array | int,
     replica: jax.Array | int,
 ) -> jax.Array:
-    """The key of one microbatch on one data replica; each layer folds its own index into it.
+    """Derive the key of one microbatch on one data replica. Each layer folds in its own index.
 
-    It depends on nothing of the pipeline's layout, so that dropout is the same for any number of
+    The key does not depend on the pipeline's layout, so dropout is the same for any number of
     stages.
 
     Args:
@@ -108,7 +110,7 @@ def microbatch_key(
         replica: Index along the `data` axis, from 0.
 
     Returns:
-        A key. Give it to `PipelineModule.apply(..., key=)` to repeat an engine's dropout.
+        A key. Pass it to `PipelineModule.apply(..., key=)` to repeat an engine's dropout.
     """
     return jax.random.fold_in(
         jax.random.fold_in(jax.random.fold_in(seed_key, step), microbatch), replica
@@ -116,11 +118,12 @@ def microbatch_key(
 
 
 def batch_shard_dims(struct: Batch, num_microbatches: int, num_stages: int) -> Batch:
-    """Choose which leaves of a batch are sharded over the stages: those of at least `LARGE` bytes.
+    """Choose the leaves of a batch to shard over the stages: those of at least `LARGE` bytes.
 
-    Each leaf of inputs and labels gets the first dim of a microbatch that `num_stages` divides, or
-    `WHOLE`. Side inputs are `WHOLE`: every stage reads its own microbatch of them, so there is no
-    one microbatch to gather. `struct` is one microbatch of one replica.
+    Each large leaf of inputs and labels gets the first dim of a microbatch that is divisible by
+    `num_stages`, or `WHOLE`. Side inputs are `WHOLE`, because in a tick each stage reads the side
+    inputs of another microbatch, so there is no common one to gather. `struct` is one microbatch of
+    one replica.
     """
 
     def choose(leaf: Any) -> int:
@@ -134,7 +137,7 @@ def batch_shard_dims(struct: Batch, num_microbatches: int, num_stages: int) -> B
 
 
 def batch_spec(dim: int) -> P:
-    """Sharding of a leaf `[num_microbatches, microbatch_size * replicas, ...]`.
+    """Return the sharding of a leaf `[num_microbatches, microbatch_size * replicas, ...]`.
 
     `dim` is the dim of a microbatch that is sharded over the stages, or `WHOLE`.
     """
@@ -144,21 +147,20 @@ def batch_spec(dim: int) -> P:
 
 
 def samples_spec(leaf: Any, mesh: AbstractMesh) -> P:
-    """Sharding of a microbatch over automatic axes.
+    """Return the sharding of a microbatch over automatic axes.
 
-    Its samples are divided over `fsdp`, where they can be.
+    The samples are divided over `fsdp` where their number is divisible.
     """
     size = mesh.shape.get(FSDP, 0)
-    # Indices are small, and stay whole: XLA (JAX 0.10) aborts at a lookup in a table that another
-    # axis divides where the indices are divided, too ("Check failed:
-    # partition_group_list.num_replica_groups()").
+    # Integer leaves are small and are not divided: XLA (JAX 0.10) aborts ("Check failed:
+    # partition_group_list.num_replica_groups()") at a lookup with divided indices in a table that
+    # is divided over another axis.
     is_divided = size and jnp.issubdtype(leaf.dtype, jnp.inexact) and leaf.ndim and leaf.shape[0]
     return P(FSDP) if is_divided and leaf.shape[0] % size == 0 else P()
 
 
 def _gathered(leaf: jax.Array, dim: int, index: jax.Array) -> jax.Array:
-    # Gathered microbatch by microbatch, when it is needed: whole, the batch would fill every
-    # device.
+    # Each microbatch is gathered only when it is needed: the whole batch would fill every device.
     shard = read_ring(leaf, index)
     whole = shard if dim == WHOLE else jax.lax.all_gather(shard, "stage", axis=dim, tiled=True)
     return constrained(whole, samples_spec(whole, jax.sharding.get_abstract_mesh()))

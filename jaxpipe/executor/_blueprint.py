@@ -1,4 +1,4 @@
-"""A model with its cut and its layout, from which prologue, trunk and epilogue are built."""
+"""A cut model with the layout of its parameters, from which the segments are built."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -12,16 +12,16 @@ from jaxpipe.state import ModelCollections, ModelParams
 
 @dataclass(frozen=True)
 class Blueprint:
-    """A model, cut.
+    """A model that is cut into virtual stages.
 
     Attributes:
         module: The model.
-        trace: Its shapes.
-        signatures: Per layer a value that is equal for layers of the same program.
-        cuts: The virtual stages, from the model's input on.
+        trace: The shapes of the model.
+        signatures: A value per layer, equal for layers that run the same program.
+        cuts: The virtual stages, counted from the model's input.
         placement: The stage and chunk of each virtual stage.
-        params: Where the parameters lie, in the dtype the layers compute in.
-        collections: Where the layers' collections lie.
+        params: The layout of the parameters, in the dtype that the layers compute in.
+        collections: The layout of the layers' collections.
         context: Shapes and dtypes of a microbatch's key and side inputs.
     """
 

@@ -1,4 +1,4 @@
-"""The epilogue: the last layers, after the trunk, and the loss, as one fused value and gradient."""
+"""The epilogue: the layers after the trunk and the loss, with value and gradient fused."""
 
 from typing import Any
 
@@ -15,13 +15,13 @@ from ._segment import Segment
 
 
 class Epilogue:
-    """Loss of one microbatch and its gradients, without residuals: no ring holds the logits.
+    """The loss of one microbatch and its gradients, without residuals: no ring holds the logits.
 
-    `activations` is the common form of what virtual stages hand over, `gradients` that of its
-    gradients.
+    `activations` is the common form of the outputs of virtual stages, and `gradients` the common
+    form of their gradients.
 
     Attributes:
-        aux: What its layers report.
+        aux: The values that the layers report.
     """
 
     def __init__(self, blueprint: Blueprint, activations: Packing, gradients: Packing) -> None:
@@ -34,7 +34,7 @@ class Epilogue:
     def outputs(
         self, storage: PyTree, collections: PyTree, output: PyTree, context: Context
     ) -> PyTree:
-        """The model's output for one microbatch from that of the last trunk, outside training."""
+        """Compute the model's output outside training, from the last trunk's output."""
         inputs = self._activations.unpack(self._last, output)
         full_context = (0, *context, self._segment.collections(collections))
         return self._segment.run(self._segment.take(storage), inputs, full_context, train=False)[0]
@@ -47,10 +47,10 @@ class Epilogue:
         batch: Microbatch,
         cotangents: tuple[jax.Array, jax.Array],
     ) -> LossResult:
-        """The loss of one microbatch with its gradients, from the trunk's output in common form.
+        """Compute the loss of one microbatch and its gradients, from the trunk's packed output.
 
-        Before differentiation the loss, and the losses that layers report, are multiplied with
-        `cotangents`.
+        The loss and the losses that layers report are multiplied by `cotangents` before they are
+        differentiated.
         """
         segment, inputs = self._segment, self._activations.unpack(self._last, output)
         full_context = (0, *batch.context, segment.collections(collections))
@@ -70,8 +70,8 @@ class Epilogue:
             )
             return total, (sums, new, reported)
 
-        # One function for value and gradient: nothing lies between forward and backward, so logits,
-        # the largest activations of a language model, live only inside it.
+        # One function computes value and gradient. Nothing runs between forward and backward, so
+        # logits, the largest activations of a language model, exist only inside it.
         gradient = jax.grad(total_loss, argnums=(0, 1), has_aux=True)
         (grads, dx), (sums, new, reported) = gradient(trained, differentiable(inputs))
         off_trunk = segment.off_trunk(grads)

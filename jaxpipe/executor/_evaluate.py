@@ -1,7 +1,4 @@
-"""The evaluation loop.
-
-A forward-only tick program, from a batch to the model's outputs or their losses.
-"""
+"""The evaluation loop: a forward-only tick program that computes outputs or losses of a batch."""
 
 import dataclasses
 from collections.abc import Callable
@@ -20,15 +17,15 @@ from ._tick_loop import Device, TickLoop
 from ._virtual_stage import VirtualStage
 
 Measure = Callable[[PyTree, PyTree], PyTree]
-"""A function of `(outputs, labels)` of one microbatch, with arrays for results."""
+"""A function of `(outputs, labels)` of one microbatch that returns a tree of arrays."""
 
 
 class EvaluateCarry(NamedTuple):
     """Carry of a device from tick to tick.
 
     Attributes:
-        activations: Activations on their way.
-        results: What was measured, `[num_microbatches, ...]`.
+        activations: Buffers of the activations between stages.
+        results: The measured values, `[num_microbatches, ...]`.
     """
 
     activations: TransferBuffers[PyTree]
@@ -36,16 +33,16 @@ class EvaluateCarry(NamedTuple):
 
 
 class EvaluateLoop(TickLoop):
-    """A forward-only tick program bound to the computing of a model's stages."""
+    """A forward-only tick program, bound to the computations of a model's stages."""
 
     def run(self, device: Device, measure: Measure) -> PyTree:
-        """Run the program and measure each microbatch where the last part is; elsewhere zeros.
+        """Run the program and measure each microbatch on the stage of the last virtual stage.
 
-        Leaves are `[num_microbatches, ...]`. Where all stages run vocabulary-parallel last layers,
-        all of them measure.
+        Returns leaves `[num_microbatches, ...]`, which are zero on the other stages. If the last
+        layers are vocabulary-parallel, all stages compute the measurement.
         """
 
-        # Traced for shapes alone, so it may name a microbatch that there is not.
+        # Only traced for shapes, so it may use a microbatch index that does not exist.
         def start() -> PyTree:
             nothing, none = self.stage.activations.zeros(), jnp.int32(-1)
             return self._measure(
@@ -96,15 +93,15 @@ class EvaluateLoop(TickLoop):
             return carry
         is_last, index = self.is_last(device, row.forward.chunk), row.loss_microbatch
         if self.stage.vocab_loss is not None:
-            # All stages run these layers at once, and only one of them is in the forward of this
-            # microbatch.
+            # All stages run these layers together, but only one of them runs the forward of this
+            # microbatch in this tick.
             batch = dataclasses.replace(batch, context=device.batch.context(index))
         else:
             index = jnp.where(is_last, index, -1)
         result = run_on_all_stages(
             run.loss, index, lambda: self._measure(device, batch, output, measure)
         )
-        # By microbatch, not by tick: a schedule may finish them in any order.
+        # Indexed by microbatch, not by tick: a schedule may finish microbatches in any order.
         slot = jnp.where(is_last, row.forward.microbatch, -1)
         return carry._replace(results=write_ring_if(carry.results, result, slot))
 

@@ -1,4 +1,4 @@
-"""Sends and receives: how activations and gradients reach the action that takes them."""
+"""Sends and receives: how activations and gradients reach the action that uses them."""
 
 import jax
 
@@ -10,17 +10,17 @@ from ._packing import Packing
 
 
 class Channel:
-    """One kind of value that travels, from stage to stage and between the chunks of one stage.
+    """The exchange of one kind of value between stages, and between the chunks of one stage.
 
-    What was computed in one tick and is sent in the next does not wait in a buffer. With
-    `sends_early` it is sent at the end of its own tick, so the exchange overlaps the tick's
-    backward. On CPU an exchange waits for the other stage, and where idle actions are skipped, one
-    amid a tick would make stages without a forward wait for those that have one; there it is sent
-    at the beginning of the next tick. So it is on GPU in schedules that send both ways and have
-    forwards and backwards on different stages.
+    A value that is computed in one tick and sent in the next is not buffered. With `sends_early` it
+    is sent at the end of its own tick, so the exchange overlaps the tick's backward. On CPU an
+    exchange blocks until the other stage takes part. Where idle actions are skipped, an exchange
+    within a tick would make stages without a forward wait for those with one, so on CPU the value
+    is sent at the beginning of the next tick. The same holds on GPU for schedules that send both
+    ways and run forwards and backwards on different stages.
 
-    `depth` is the number of slots of each buffer, `unbuffered` which buffers the tick program does
-    not need.
+    `depth` is the number of slots of each buffer. `unbuffered` marks the buffers that the tick
+    program does not need.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Channel:
         self._sends_early = sends_early and unbuffered.send
 
     def empty(self) -> TransferBuffers[PyTree]:
-        """The buffers before the first tick; those that are not needed hold nothing."""
+        """Make the buffers before the first tick; those that are not needed are empty trees."""
 
         def ring(num_slots: int) -> PyTree:
             return (
@@ -60,9 +60,9 @@ class Channel:
         row: Transfers[jax.Array],
         stage: jax.Array,
     ) -> tuple[PyTree, TransferBuffers[PyTree]]:
-        """Do the exchange of a tick; gives what the tick's action takes, and the buffers."""
-        # What is sent early is exchanged at the end of the tick before: `send` holds what has
-        # arrived.
+        """Run the exchange of a tick. Returns the value for the tick's action, and the buffers."""
+        # With early sends the exchange ran at the end of the previous tick, so `send` already holds
+        # the value that arrived.
         arrived = buffers.send if self._sends_at_once else self._form.zeros()
         if sends and not self._sends_early:
             with jax.named_scope("send"):
@@ -71,12 +71,11 @@ class Channel:
         with jax.named_scope("receive"):
             if self._keeps_received:
                 if sends:
-                    # Before the read: a value may be taken in the tick in which it arrives.
+                    # Written before the read: a value may be used in the tick in which it arrives.
                     buffers = buffers._replace(recv=write_ring_if(buffers.recv, arrived, row.recv))
                 arrived = read_ring(buffers.recv, row.read)
             if self._depth.local:
-                # Between chunks of one stage nothing is sent: such a value has waited in a buffer
-                # of its own.
+                # Chunks of one stage exchange values through a local buffer, without a send.
                 arrived = select(
                     row.local_read >= 0, read_ring(buffers.local, row.local_read), arrived
                 )
@@ -90,7 +89,7 @@ class Channel:
         stage: jax.Array,
         value: PyTree,
     ) -> TransferBuffers[PyTree]:
-        """Hand on what a tick's action has computed; `next_sends`: those after the tick."""
+        """Pass on the output of a tick's action. `next_sends` are the sends after the tick."""
         with jax.named_scope("send"):
             value = self._form.constrain(value)
             if self._depth.local:
@@ -100,7 +99,7 @@ class Channel:
             if self._sends_early:
                 value = exchange(value, next_sends, stage, row.next_recv_from, self._num_stages)
                 # Without the barrier XLA moves the exchange into the next tick, right before its
-                # use: nothing hides it.
+                # use, where nothing overlaps it.
                 value = jax.lax.optimization_barrier(value)
             if self._sends_at_once:
                 return buffers._replace(send=value)
@@ -112,16 +111,16 @@ class Channel:
 def exchange(
     value: PyTree, sends: Sends, stage: jax.Array, recv_from: jax.Array, num_stages: int
 ) -> PyTree:
-    """Send a value on; gives what arrives from stage `recv_from`, or anything where that is -1."""
+    """Send a value and return what stage `recv_from` sent; if it is -1, return any value."""
     arrived = None
     for hop, pairs in sends.items():
-        # One ppermute for each distance: a stage may send one way in a tick and receive the other
-        # way.
+        # One ppermute per distance: in one tick a stage may send in one direction and receive from
+        # the other.
         other = jax.tree.map(lambda x, pairs=pairs: jax.lax.ppermute(x, "stage", pairs), value)
         arrived = (
             other
             if arrived is None
             else select((recv_from + hop) % num_stages == stage, other, arrived)
         )
-    # Where nobody sends, any value of this form will do.
+    # If no stage sends, any value of this structure will do.
     return value if arrived is None else arrived

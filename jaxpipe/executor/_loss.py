@@ -1,4 +1,4 @@
-"""From sums over microbatches to the loss of a batch: what the sums are divided by."""
+"""The loss of a batch from its sums over microbatches, and the divisor of the sums."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -15,17 +15,17 @@ from jaxpipe.topology import axes_length, sum_over
 
 
 class SampleTerms(NamedTuple):
-    """What the microbatches of an evaluation add to the sums of a whole set of samples.
+    """Contributions of an evaluation's microbatches to the sums over a whole set of samples.
 
-    A sum has the loss times its weight, then each metric times its weight, `1 + metrics` numbers in
-    the order of their names. Where the loss is a mean, each sample weighs 1.
+    A sum has `1 + metrics` numbers: the loss times its weight, then each metric times its weight,
+    in the order of the metrics' names. If the loss is a mean, each sample has weight 1.
 
     Attributes:
-        sums: Those of a microbatch of one replica, `[num_microbatches, replicas, 1 + metrics]`.
-        weights: Its weight, `[num_microbatches, replicas]`.
-        sample_sums: Those of each sample by itself, `[num_microbatches, samples, 1 + metrics]`;
-            None: the loss does not take one sample alone.
-        sample_weights: Its weight, `[num_microbatches, samples]`.
+        sums: Sums of each microbatch of each replica, `[num_microbatches, replicas, 1 + metrics]`.
+        weights: Weights of these microbatches, `[num_microbatches, replicas]`.
+        sample_sums: Sums of each single sample, `[num_microbatches, samples, 1 + metrics]`. None if
+            the loss does not accept a single sample.
+        sample_weights: Weights of these samples, `[num_microbatches, samples]`.
     """
 
     sums: jax.Array
@@ -35,11 +35,12 @@ class SampleTerms(NamedTuple):
 
 
 class Objective:
-    """Loss of a batch: mean over microbatches and replicas, or sum of sums over sum of weights.
+    """Loss of a batch: the mean over microbatches and replicas, or a weighted mean.
 
-    `outputs` and `labels` are shapes and dtypes for a microbatch; `num_terms` is microbatches times
-    replicas. Raises LayerError where the loss is no scalar, or its weight depends on the model's
-    output.
+    A weighted mean is the sum of the losses divided by the sum of their weights. `outputs` and
+    `labels` are the shapes and dtypes of a microbatch, `num_terms` is the number of microbatches
+    times replicas. Raises LayerError if the loss is not a scalar, or if its weight depends on the
+    model's output.
 
     Attributes:
         metric_names: Names of the metrics that `loss_fn` returns, in order.
@@ -52,8 +53,8 @@ class Objective:
         terms = jax.eval_shape(module.loss_terms, outputs, labels)
         self.is_weighted, self.metric_names = terms.weight is not None, tuple(sorted(terms.metrics))
         if self.is_weighted:
-            # The divisor is needed before the first loss, so weights are computed ahead, from
-            # labels alone.
+            # The divisor is needed before the first loss, so weights are computed in advance, from
+            # the labels only.
             closed = jax.make_jaxpr(lambda y, t: module.loss_terms(y, t).weight)(outputs, labels)
             num_outputs = len(jax.tree.leaves(outputs))
             bits = [int(i < num_outputs) for i in range(len(closed.jaxpr.invars))]
@@ -66,28 +67,28 @@ class Objective:
                 )
 
     def divisor(self, labels: Callable[[jax.Array], PyTree], num_microbatches: int) -> jax.Array:
-        """Divisor of the sum of all losses, `float32[]`, equal on all devices.
+        """Compute the divisor of the sum of all losses, `float32[]`, equal on all devices.
 
-        Callers are inside `shard_map`. `labels` gives this replica's labels of a microbatch.
+        Must be called inside `shard_map`. `labels` returns this replica's labels of a microbatch.
         """
         if not self.is_weighted:
             return jnp.float32(self.num_terms)
-        # Outputs of zeros stand in: the weight does not depend on them, so XLA removes what they go
-        # into.
+        # The outputs are replaced by zeros: the weight does not depend on them, so XLA removes all
+        # computations that use them.
         nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._outputs)
         weights = jax.lax.map(
             lambda m: self.measure(nothing, labels(m))[1], jnp.arange(num_microbatches)
         )
-        # Not over the stages: each of them has all labels of its replica.
+        # Not summed over the stages: each stage has all labels of its replica.
         return sum_over(jnp.sum(weights), "data")
 
     def measure(self, outputs: PyTree, labels: PyTree) -> tuple[jax.Array, jax.Array]:
-        """What one microbatch gives, as `(LossTerms.sums, weight)`; the weight of a mean is 1."""
+        """Compute `(LossTerms.sums, weight)` of one microbatch; the weight of a mean is 1."""
         terms = self._module.loss_terms(outputs, labels)
         return terms.sums(), jnp.float32(1) if terms.weight is None else terms.weight
 
     def measure_samples(self, outputs: PyTree, labels: PyTree) -> SampleTerms:
-        """What one microbatch gives, and what each of its samples gives by itself."""
+        """Compute the sums and weights of one microbatch and of each of its samples."""
         sums, weight = self.measure(outputs, labels)
         leaf = (jax.tree.leaves(labels) or jax.tree.leaves(outputs))[0]
         num_samples = leaf.shape[0] if leaf.ndim else 1
@@ -95,35 +96,36 @@ class Objective:
             sums, weight = num_samples * sums, jnp.float32(num_samples)
         try:
             of_samples = over_samples(self.measure, outputs, labels)
-        # Whatever the user's function raises: losses of pairs, or of outputs without samples.
+        # The user's function may raise anything, for example if the loss compares pairs of samples
+        # or the outputs have no samples.
         except Exception:  # noqa: BLE001
             of_samples = None, None
         return SampleTerms(sums[None], weight[None], *of_samples)
 
     def named(self, values: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The loss and its metrics by name, from means of what `measure` gives."""
+        """Name the loss and the metrics in means of the values that `measure` returns."""
         return values[0], dict(zip(self.metric_names, values[1:], strict=True))
 
 
 def loss_divisor(weight: jax.Array) -> jax.Array:
-    """Divisor of a sum of losses with this weight: where nothing weighs the loss is 0, not NaN."""
+    """Return the divisor for a weight: 1 if the weight is 0, so that the loss is 0, not NaN."""
     return jnp.where(weight == 0, 1.0, weight)
 
 
 def gather_values(
     values: jax.Array, names: Sequence[Sequence[tuple[str, str]]], divisor: Any
 ) -> dict[str, dict[str, jax.Array]]:
-    """Reports of the layers of all stages, on every device.
+    """Gather the values that the layers of all stages report, on every device.
 
-    `values` are this stage's sums over microbatches, `float32[n]`. `names` has the kind and name of
-    each value per stage, empty where it is padding. `divisor` is microbatches times replicas. The
-    result is `{"losses": {name: mean}, "metrics": {name: mean}}`.
+    `values` are this stage's sums over microbatches, `float32[n]`. `names` has the kind and name
+    of each value of each stage, empty for padding. `divisor` is the number of microbatches times
+    replicas. Returns `{"losses": {name: mean}, "metrics": {name: mean}}`.
     """
     found: dict[str, dict[str, jax.Array]] = {"losses": {}, "metrics": {}}
     if values.shape[0] == 0:
         return found
-    # Gathered over the stages, as each has layers of its own; summed over the replicas, as all have
-    # the same layers.
+    # Gathered over the stages, which have different layers, and summed over the replicas, which
+    # have the same layers.
     everywhere = sum_over(_gather(values), "data") / divisor
     for stage, slots in enumerate(names):
         for i, (kind, name) in enumerate(slots):

@@ -1,6 +1,6 @@
 """Metrics of a step, by name.
 
-Dictionaries of arrays on the devices, some of whose keys depend on the model.
+They are dictionaries of arrays on the devices. Some of their keys depend on the model.
 """
 
 from typing import NotRequired, TypedDict
@@ -9,14 +9,14 @@ import jax
 
 
 class ReportedMetrics(TypedDict, total=False):
-    """Values that layers report, means over microbatches and replicas.
+    """Values that layers report, averaged over microbatches and replicas.
 
-    A kind that none reports is not there.
+    A key is missing if nothing reports values of its kind.
 
     Attributes:
-        losses: The losses that layers add to the main one, by `layer/name`.
-        metrics: The other values, by `layer/name`, and those that `loss_fn` returns by their names,
-            means weighted as the loss is.
+        losses: The losses that layers add to the main loss, by `layer/name`.
+        metrics: The layers' other values, by `layer/name`, and the metrics that `loss_fn` returns,
+            by their names. The latter are averaged with the same weights as the loss.
     """
 
     losses: dict[str, jax.Array]
@@ -24,11 +24,11 @@ class ReportedMetrics(TypedDict, total=False):
 
 
 class PartialMetrics(ReportedMetrics):
-    """Metrics of a batch, or a part of one, that was differentiated.
+    """Metrics of a batch, or of part of a batch, after its gradients.
 
     Attributes:
-        loss: The loss of the batch, what layers add to it included.
-        weight: What the losses of the batch were divided by: their number, or the sum of weights.
+        loss: The loss of the batch, including the losses that layers add.
+        weight: The divisor of the batch's losses: their number, or the sum of their weights.
     """
 
     loss: jax.Array
@@ -36,11 +36,12 @@ class PartialMetrics(ReportedMetrics):
 
 
 class GradientMetrics(PartialMetrics):
-    """Metrics of a whole batch that was differentiated.
+    """Metrics of a whole batch after its gradients.
 
     Attributes:
         grad_norm: Global norm of the gradient before clipping.
-        grad_norms: That of each layer, by its name; where `gradient_norms_by_layer` asks for them.
+        grad_norms: Gradient norm of each layer, by the layer's name, if `gradient_norms_by_layer`
+            is set.
     """
 
     grad_norm: jax.Array
@@ -52,10 +53,10 @@ class UpdateMetrics(TypedDict):
 
     Attributes:
         grad_norm: Global norm of the gradient before clipping.
-        grad_norms: That of each layer, by its name; where `gradient_norms_by_layer` asks for them.
-        loss_scale: The loss scale of the step, if there is one.
-        overflow: True if gradients overflowed and the update was skipped; where there is a loss
-            scale.
+        grad_norms: Gradient norm of each layer, by the layer's name, if `gradient_norms_by_layer`
+            is set.
+        loss_scale: The loss scale of the step, if loss scaling is on.
+        overflow: True if gradients overflowed and the update was skipped, if loss scaling is on.
     """
 
     grad_norm: jax.Array
@@ -65,7 +66,7 @@ class UpdateMetrics(TypedDict):
 
 
 class Metrics(GradientMetrics, UpdateMetrics):
-    """Metrics of a training step: those of its gradients, and those of its update."""
+    """Metrics of a training step: of its gradients and of its update."""
 
 
 class EvaluationMetrics(TypedDict):
@@ -73,9 +74,8 @@ class EvaluationMetrics(TypedDict):
 
     Attributes:
         loss: The loss of the batch.
-        microbatch_losses: That of each microbatch, `[num_microbatches]`.
-        metrics: What `loss_fn` returns besides, means over the batch by name; not there if it
-            returns none.
+        microbatch_losses: The loss of each microbatch, `[num_microbatches]`.
+        metrics: Means of the metrics that `loss_fn` returns, by name. Missing if it returns none.
     """
 
     loss: jax.Array

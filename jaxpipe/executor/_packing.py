@@ -1,8 +1,8 @@
-"""Trees of different shapes in one common form, so that one program can send or store any of them.
+"""Packs trees of different shapes into a common form that one program can send or store.
 
-Where all trees are alike the form is the tree itself. Otherwise it is one flat buffer per dtype, as
-long as the longest; with automatic axes, an array for each leaf, which leaves of one shape and
-sharding share.
+If all trees have the same structure, shapes and dtypes, the common form is the tree itself.
+Otherwise it is one flat buffer per dtype, as long as the longest tree needs. With automatic axes it
+is one array per leaf instead, and leaves of the same shape and sharding share an array.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,20 +20,19 @@ from ._buffers import zeros_of
 class Packing:
     """The common form of a family of trees.
 
-    `specs` shard each member's leaves over automatic axes; an empty spec says nothing. Where alike
-    members say different things, their common form is whole. Without specs, or where members are
-    not alike, XLA chooses.
+    `specs` shard the leaves of each member over automatic axes. An empty spec leaves the choice
+    open. If members of equal shapes have different specs, their common form is not sharded. Without
+    specs, or if the members differ in shape, XLA chooses the sharding.
 
     Attributes:
-        structs: The same.
-        is_identity: Whether all members are alike, and the common form is theirs.
+        structs: Shapes and dtypes of each member.
+        is_identity: Whether all members are alike, so that the common form is the members' own.
         struct: Shapes and dtypes of the common form.
     """
 
     def __init__(self, structs: Sequence[PyTree], specs: Sequence[PyTree] = ()) -> None:
         self.structs = tuple(structs)
-        # The order in which a tree is flattened is the order in the buffers; `Layout` asks for
-        # names.
+        # Leaves are stored in the order in which a tree is flattened. `Layout` needs names.
         self._leaves = [_by_number(jax.tree.leaves(struct)) for struct in structs]
         self._treedefs = [jax.tree.structure(struct) for struct in structs]
         self.is_identity = len({self.describe(member) for member in range(len(structs))}) <= 1
@@ -41,7 +40,7 @@ class Packing:
             {n: P(*[P.UNCONSTRAINED] * x.ndim) for n, x in leaves.items()}
             for leaves in self._leaves
         ]
-        # A flat buffer cannot be sharded as its leaves are, so with automatic axes each leaf keeps
+        # A flat buffer cannot be sharded like its leaves, so with automatic axes each leaf keeps
         # its dims.
         members = [] if self.is_identity else self._leaves
         self._layout = Layout(
@@ -54,15 +53,15 @@ class Packing:
             self._spec = jax.tree.map(_common_spec, *specs)
 
     def describe(self, member: int) -> tuple[object, ...]:
-        """A value that is equal for members that are packed alike."""
+        """Return a value that is equal for members that are packed alike."""
         return self._treedefs[member], tuple(
             (x.shape, x.dtype) for x in self._leaves[member].values()
         )
 
     def constrain(self, tree: PyTree, num_lead: int = 0) -> PyTree:
-        """A tree in the common form, sharded over automatic axes as its members are.
+        """Shard a tree in common form over automatic axes like its members.
 
-        The form follows `num_lead` dims, for example that of a ring's slots.
+        Its leaves have `num_lead` leading dims, such as a ring's slots.
         """
         if self._spec is None:
             return tree
@@ -71,17 +70,17 @@ class Packing:
         )
 
     def zeros(self) -> PyTree:
-        """The common form, filled with zeros."""
+        """Make the common form, filled with zeros."""
         return self.constrain(zeros_of(self.struct))
 
     def pack(self, member: int, tree: PyTree) -> PyTree:
-        """Bring a member into the common form."""
+        """Convert a member to the common form."""
         if self.is_identity:
             return self.constrain(tree)
         return self._layout.pack_buffers(member, _by_number(jax.tree.leaves(tree)))
 
     def unpack(self, member: int, packed: PyTree) -> PyTree:
-        """Bring the common form back into a member's own."""
+        """Convert the common form back to the form of a member."""
         if self.is_identity:
             return self.constrain(packed)
         leaves = self._layout.unpack(member, Storage(packed))

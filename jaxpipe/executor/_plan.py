@@ -18,22 +18,22 @@ from jaxpipe.schedules import (
 
 @dataclass(frozen=True)
 class Plan:
-    """Decisions on how a model goes onto a pipeline.
+    """Decisions on how a model is mapped to a pipeline.
 
     Attributes:
-        config: With the schedule, and whether idle actions are skipped, decided.
+        config: The configuration, with the schedule and the skipping of idle actions decided.
         schedule: The training schedule's class.
-        program: The same, lowered, with the stage and chunk of each virtual stage, and the plan of
-            each run of ticks.
-        idle: The policy that these plans follow.
-        signatures: Per layer a value that is equal for alike layers; all None on a single virtual
-            stage.
+        program: The lowered schedule, with the stage and chunk of each virtual stage and the plan
+            of each run of ticks.
+        idle: The idle policy of these plans.
+        signatures: A value per layer, equal for alike layers. All are None if there is a single
+            virtual stage.
         parts: Boundaries of the virtual stages, as layer indices.
-        sends_early: Whether activations leave at the end of the tick that computes them, to travel
-            under its backward.
-        profile: Costs of the layers, where the cut was made by them.
-        choice: Where the schedule was `"auto"`, the table of what it was chosen from.
-        notes: Sentences on what the cut costs.
+        sends_early: Whether activations are sent at the end of the tick that computes them, so that
+            its backward overlaps the exchange.
+        profile: Costs of the layers, if the cut is based on them.
+        choice: The table of candidates, if the schedule was `"auto"`.
+        notes: Sentences about the cost of the cut.
     """
 
     config: TrainConfig
@@ -49,7 +49,7 @@ class Plan:
 
     @functools.cached_property
     def forward_only(self) -> TickProgram:
-        """The program of evaluation."""
+        """Lower the forward-only schedule, for evaluation."""
         sizes = self.program.num_microbatches, self.program.num_stages
         return with_idle(
             lower_schedule(forward_schedule(self.schedule), *sizes, training=False), self.idle

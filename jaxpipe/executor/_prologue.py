@@ -1,6 +1,6 @@
-"""The prologue.
+"""The prologue: the layers before the trunk, which differ between virtual stages.
 
-What only some virtual stages have before the trunk, under one switch on the virtual stage.
+They run in one switch on the virtual stage.
 """
 
 import functools
@@ -26,23 +26,24 @@ from ._virtual_stage import VirtualStage
 class Prologue:
     """Forward and backward of each virtual stage's prologue, which ends at the trunk's input.
 
-    At the first one what arrives is the model's inputs, or what vocabulary-parallel layers before
-    it hand over. Virtual stages whose prologues are alike share one branch; where none has a
-    prologue there is no switch.
+    The first virtual stage takes the model's inputs, or the outputs of the vocabulary-parallel
+    layers before it. Virtual stages with equal prologues share one branch. If no virtual stage has
+    a prologue, there is no switch.
 
-    `arriving` is the common form of what virtual stages hand over, `leaving` that of the prologues'
-    outputs, or `arriving` where there is no trunk; member v is of virtual stage v. `gradients` are
-    the members of the common form of gradients: those of what virtual stages hand over, and one
-    more for the input of the first, where it has a gradient. `split` makes the split backward too.
+    `arriving` is the common form of the outputs of virtual stages. `leaving` is the common form of
+    the prologues' outputs, or `arriving` if there is no trunk. Member v belongs to virtual stage v.
+    `gradients` are the members of the common form of gradients: one for the output of each virtual
+    stage, and one more for the input of the first, if it has a gradient. With `split` the split
+    backward is built too.
 
     Attributes:
-        aux: What the prologue of each virtual stage reports.
-        num_reported: Length of the vector of values reported.
-        residuals: Shapes and dtypes of what `forward` leaves for `backward`, in common form.
-        pending: Shapes and dtypes of what a split backward leaves for its weight gradient, in
-            common form.
+        aux: The values that the prologue of each virtual stage reports.
+        num_reported: Length of the vector of reported values.
+        residuals: Shapes and dtypes of the residuals from `forward` to `backward`, in common form.
+        pending: Shapes and dtypes of the values that a split backward keeps for the weight
+            gradient, in common form.
         has_params: Whether any virtual stage has parameters before the trunk.
-        has_deferred: Whether a split backward leaves gradients of any of them to `backward_weight`.
+        has_deferred: Whether a split backward leaves any gradients to `backward_weight`.
     """
 
     def __init__(
@@ -56,8 +57,8 @@ class Prologue:
     ) -> None:
         self._blueprint, self._arriving, self._leaving = blueprint, arriving, leaving
         cuts, boundaries = blueprint.cuts, blueprint.trace.boundaries
-        # The first virtual stage's input has a gradient only where vocabulary-parallel layers come
-        # before it.
+        # The first virtual stage's input has a gradient only if vocabulary-parallel layers precede
+        # it.
         self._before_first = len(cuts) if len(gradients) > len(cuts) else None
         segments = [
             Segment(blueprint, v, [cut.prologue for cut in cuts], split=split)
@@ -84,8 +85,8 @@ class Prologue:
         self._has_immediate = any(
             program.split and program.split.immediate for program in self._programs
         )
-        # The branches of a switch must return one type: residuals are padded to the largest of each
-        # dtype.
+        # All branches of a switch must return the same type, so residuals are padded to the largest
+        # size of each dtype.
         self._residuals = Packing([program.residuals.structs for program in self._programs])
         self._pending = Packing([program.pending for program in self._programs])
         self.residuals, self.pending = self._residuals.struct, self._pending.struct
@@ -106,7 +107,7 @@ class Prologue:
         arrived: PyTree,
         context: Context,
     ) -> ForwardResult:
-        """Forward in training: the trunk's input and the residuals are in common form."""
+        """Run the forward in training. The trunk's input and residuals are in common form."""
         if self._is_empty:
             x = self._arrived_or_inputs(at, inputs, arrived)
             return ForwardResult(
@@ -117,7 +118,7 @@ class Prologue:
             x = self._unpacked(program, inputs, arrived)
             full_context = (program.offset(at), *context, program.collections(collections))
             result = program.forward(program.take(storage), x, full_context)
-            # Inside the branch: only it knows which of the stage's collections are its own.
+            # Done inside the branch, which knows the collections of its own layers.
             updated = program.put(collections, result.collections)
             y = self._leaving.pack(program.virtual_stage, result.output)
             residuals = self._residuals.pack(number, result.residuals)
@@ -135,9 +136,9 @@ class Prologue:
         *,
         split: bool,
     ) -> BackwardResult:
-        """Backward, with all that it gives in common form.
+        """Run the backward, with all results in common form.
 
-        A split one leaves to `backward_weight` what can wait.
+        A split backward leaves the gradients that can wait to `backward_weight`.
         """
         gives = self._has_immediate or not split
         if self._is_empty:
@@ -162,7 +163,7 @@ class Prologue:
     def backward_weight(
         self, at: VirtualStage, storage: PyTree, residuals: PyTree, pending: PyTree
     ) -> PyTree:
-        """Gradients that a split backward has left, in common form, zero where it gave them."""
+        """Compute the gradients that a split backward left, in common form; the others are zero."""
 
         def run(number: int, program: Segment) -> PyTree:
             unpacked, left = (
@@ -182,7 +183,7 @@ class Prologue:
         arrived: PyTree,
         context: Context,
     ) -> PyTree:
-        """Forward outside training."""
+        """Run the forward outside training."""
         if self._is_empty:
             return self._arrived_or_inputs(at, inputs, arrived)
 
@@ -202,18 +203,18 @@ class Prologue:
         return self._arriving.unpack(v - 1, arrived) if v else inputs
 
     def _switch(self, at: VirtualStage, run: Callable[[int, Segment], Any]) -> Any:
-        """Run the program of a virtual stage, of those that it can be."""
+        """Run the program of a virtual stage, which is one of its candidates."""
         wanted = {self._program_of[v] for v in at.candidates}
-        # A virtual stage that this chunk never is gets any branch: its entry is not looked up.
+        # Virtual stages that this chunk can never be get any branch: their entries are not read.
         table = [i if i in wanted else min(wanted) for i in self._program_of]
         return switch_table(
             at.index, table, [functools.partial(run, *each) for each in enumerate(self._programs)]
         )
 
     def _sharing_key(self, segment: Segment) -> Any:
-        """Equal for virtual stages that one branch can serve.
+        """Return a value that is equal for virtual stages that can share a branch.
 
-        Equal layers, with parameters in the same slots.
+        They have equal layers, with parameters in the same slots.
         """
         v, stage, layers, blueprint = (
             segment.virtual_stage,
@@ -221,8 +222,8 @@ class Prologue:
             segment.layers,
             self._blueprint,
         )
-        # The first takes the model's inputs instead of an activation, and a tied layer's parameters
-        # have names of their own on each stage: neither can share another's branch.
+        # The first virtual stage takes the model's inputs instead of an activation, and a tied
+        # layer's parameters have different names on each stage. Neither can share a branch.
         if v == 0 or any(blueprint.module.layers[i].tied_key is not None for i in layers):
             return ("virtual stage", v)
         slots = tuple(blueprint.params.layout.slot(stage, name) for name in segment.names)

@@ -1,7 +1,4 @@
-"""Values that layers report from inside the model.
-
-Losses that are added to the main one, and metrics.
-"""
+"""Values that layers report from inside the model: metrics, and losses added to the main loss."""
 
 from collections.abc import Sequence
 
@@ -17,10 +14,10 @@ _KINDS = ("losses", "metrics")
 class ReportedValues:
     """Scalars that some layers report, as one vector.
 
-    `layers` are those of the whole model; `indices` choose some, in order.
+    `layers` are all layers of the model. `indices` select some of them, in order.
 
     Attributes:
-        names: Per slot `("losses" or "metrics", "layer/name")`.
+        names: `("losses" or "metrics", "layer/name")` of each slot.
         has_losses: Whether any slot is added to the loss.
     """
 
@@ -36,9 +33,9 @@ class ReportedValues:
         self.has_losses = any(kind == "losses" for kind, _ in self.names)
 
     def collect(self, reported: Sequence[PyTree], size: int) -> tuple[jax.Array, jax.Array]:
-        """Put what the layers reported into slots: `(sum of losses, all values as float32[size])`.
+        """Return the sum of the reported losses, and all reported values as `float32[size]`.
 
-        `reported` has `{"losses": {...}, "metrics": {...}}` per layer. `size` is at least the
+        `reported` has `{"losses": {...}, "metrics": {...}}` for each layer. `size` is at least the
         number of slots.
         """
         values = [
@@ -49,7 +46,7 @@ class ReportedValues:
         ]
         losses = [x for x, (kind, _) in zip(values, self.names, strict=True) if kind == "losses"]
         zero = jnp.zeros((), jnp.float32)
-        # `jnp.stack` refuses an empty list.
+        # `jnp.stack` does not accept an empty list.
         vector = (
             jnp.stack([*values, *[zero] * (size - len(values))])
             if size

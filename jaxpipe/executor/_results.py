@@ -1,4 +1,4 @@
-"""Results of a forward, a backward and a loss: of a segment, and of a virtual stage."""
+"""Results of a forward, a backward and a loss, for a segment and for a virtual stage."""
 
 from typing import NamedTuple
 
@@ -8,13 +8,13 @@ from jaxpipe._typing import PyTree
 
 
 class ForwardResult(NamedTuple):
-    """A forward in training.
+    """Result of a forward in training.
 
     Attributes:
-        output: What it hands over.
-        residuals: What its backward needs.
-        collections: The collections after it.
-        reported: Values that its layers report.
+        output: The output.
+        residuals: The values that the backward needs.
+        collections: The collections after the forward.
+        reported: The values that the layers report.
     """
 
     output: PyTree
@@ -24,12 +24,14 @@ class ForwardResult(NamedTuple):
 
 
 class BackwardResult(NamedTuple):
-    """A backward of a segment, the prologue or the trunk.
+    """Result of the backward of a segment, of the prologue or of the trunk.
 
     Attributes:
-        grads: Gradients of parameters; None, leaf by leaf or at all, where they are left for later.
-        input_grad: That of the differentiable inputs.
-        pending: What the weight gradient of a split backward needs; zero of a whole one.
+        grads: Gradients of the parameters. Leaves whose gradients are deferred are None, as is the
+            whole tree if all are deferred.
+        input_grad: Gradient of the differentiable inputs.
+        pending: The values that a split backward keeps for its weight gradient; zero if the
+            backward is not split.
     """
 
     grads: PyTree
@@ -38,13 +40,15 @@ class BackwardResult(NamedTuple):
 
 
 class StageBackwardResult(NamedTuple):
-    """A backward of a virtual stage.
+    """Result of the backward of a virtual stage.
 
     Attributes:
-        trunk: Gradients of the trunk; None for leaves that wait for the weight gradient.
-        off_trunk: Those of the stage's other parameters, zero where they wait; None if all do.
-        input_grad: That of what arrived, in common form.
-        pending: What the weight gradient of a split backward needs; zero of a whole one.
+        trunk: Gradients of the trunk; None for leaves that the weight gradient computes.
+        off_trunk: Gradients of the stage's other parameters; zero for those that the weight
+            gradient computes, None if it computes all of them.
+        input_grad: Gradient of the input that arrived, in common form.
+        pending: The values that a split backward keeps for its weight gradient; zero if the
+            backward is not split.
     """
 
     trunk: PyTree
@@ -54,14 +58,14 @@ class StageBackwardResult(NamedTuple):
 
 
 class LossResult(NamedTuple):
-    """The last layers and the loss.
+    """Result of the last layers and the loss.
 
     Attributes:
-        sums: Those of `LossTerms.sums`.
-        grads: Gradients of trained parameters.
-        output_grad: That of the last virtual stage's output, in common form.
-        collections: The stage's collections after it.
-        reported: Values that its layers report.
+        sums: The sums that `LossTerms.sums` returns.
+        grads: Gradients of the trained parameters.
+        output_grad: Gradient of the last virtual stage's output, in common form.
+        collections: The stage's collections afterwards.
+        reported: The values that the layers report.
     """
 
     sums: jax.Array

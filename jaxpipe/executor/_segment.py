@@ -1,7 +1,4 @@
-"""Segments.
-
-The prologue, the trunk or the epilogue of a virtual stage as one function, with its backward.
-"""
+"""Segments: the prologue, trunk or epilogue of a virtual stage as a function with its backward."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -26,18 +23,18 @@ from ._virtual_stage import VirtualStage
 
 
 class Segment:
-    """Layers of one virtual stage that run one after another.
+    """Consecutive layers of one virtual stage.
 
-    `layers` are those in this segment by virtual stage, since others may run the same program. With
-    `scan`, equal layers run as one `lax.scan`, with their parameters stacked. `split` means that
-    the schedule has split backwards.
+    `layers` has the layers of this segment for each virtual stage, because several virtual stages
+    may run the same program. With `scan`, equal layers run as one `lax.scan` over stacked
+    parameters. `split` means that the schedule has split backwards.
 
     Attributes:
         stage: The stage of the virtual stage.
-        names: The layers' parameters.
-        frozen: Those of them that have no gradient.
-        aux: What the layers report.
-        num_reported: Length of the vector of values reported, that of the virtual stage with most.
+        names: Names of the layers' parameters.
+        frozen: Names of the parameters that have no gradient.
+        aux: The values that the layers report.
+        num_reported: Length of the vector of reported values, the largest of all virtual stages.
     """
 
     def __init__(
@@ -67,7 +64,7 @@ class Segment:
 
     @functools.cached_property
     def struct(self) -> PyTree:
-        """Shapes and dtypes of the parameters as `run` takes them."""
+        """Shapes and dtypes of the parameters that `run` takes."""
         layout = self._blueprint.params.layout
         return jax.eval_shape(
             self.prepare, {name: layout.struct_of(self.stage, name) for name in self.names}
@@ -75,16 +72,16 @@ class Segment:
 
     @property
     def specs(self) -> PyTree:
-        """Shardings of their gradients over automatic axes; None where they are frozen."""
+        """Shardings of the parameters' gradients over automatic axes; None for frozen ones."""
         return self._of_trained(self._specs_in(self._blueprint.params.grad_layout))
 
     @property
     def trained(self) -> PyTree:
-        """`struct` with None for what is frozen."""
+        """`struct` with None for frozen parameters."""
         return self._of_trained(self.struct)
 
     def _of_trained(self, tree: PyTree) -> PyTree:
-        """A tree in the form of the parameters as `run` takes them, None for what is frozen."""
+        """Replace the frozen leaves of a tree like `struct` with None."""
         leaves, treedef = jax.tree.flatten(tree)
         return jax.tree.unflatten(
             treedef, [None if i in self._frozen_leaves else x for i, x in enumerate(leaves)]
@@ -92,15 +89,15 @@ class Segment:
 
     @functools.cached_property
     def _frozen_leaves(self) -> frozenset[int]:
-        """Frozen parameters, as indices among the leaves of the parameters as `run` takes them."""
+        """Indices of the frozen parameters among the leaves of `struct`."""
         is_frozen: dict[str, Any] = {name: name in self.frozen for name in self.names}
-        # Layers that are scanned are frozen alike.
+        # Scanned layers have the same frozen parameters.
         tree = self._views(is_frozen)[0] if self._scan else is_frozen
         return frozenset(i for i, leaf in enumerate(jax.tree.leaves(tree)) if leaf)
 
     def _specs_in(self, layout: Layout) -> PyTree:
         specs: dict[str, Any] = {name: layout.specs.get(name, P()) for name in self.names}
-        # Layers that are scanned are stacked along a new first dim, and have alike shardings.
+        # Scanned layers are stacked along a new first dim, and have equal shardings.
         return (
             jax.tree.map(lambda spec: P(None, *spec), self._views(specs)[0])
             if self._scan
@@ -118,7 +115,7 @@ class Segment:
 
     @functools.cached_property
     def residual_specs(self) -> list[P]:
-        """Shardings of these residuals over automatic axes, at least."""
+        """Shardings of the residuals over automatic axes, as far as they are known."""
         trace = self._blueprint.trace
         if not automatic_axes(trace.mesh):
             return [P() for _ in self.residuals.structs]
@@ -134,14 +131,14 @@ class Segment:
     def _reduced_in_turns(
         self,
     ) -> tuple[list[list[int]], Callable[[int, jax.Array], jax.Array] | None]:
-        """By layer the parameters whose gradients are divided again over `fsdp`.
+        """For each layer the parameters whose gradients are divided over `fsdp` again.
 
-        They are indices among all leaves.
+        They are indices among all leaves. The function divides such a gradient.
         """
         params = self._blueprint.params
         whole, divided = self._specs_in(params.gathered), self._specs_in(params.grad_layout)
-        # Layers that are scanned have one backward, whose gradients are complete at its end. Those
-        # off the trunk run in branches, and what they have is divided in `off_trunk`.
+        # Scanned layers have one backward, whose gradients are complete only at its end. Layers
+        # off the trunk run in branches, and `off_trunk` divides their gradients.
         if self._scan or whole == divided or not self._leaves.trunk.keys() >= set(self.names):
             return [], None
         names = sorted(self.names)  # as the leaves of a dictionary are
@@ -154,24 +151,24 @@ class Segment:
 
     @functools.cached_property
     def split(self) -> SplitBackward | None:
-        """The backward in two, where the schedule asks for it."""
+        """The split backward, if the schedule has split backwards."""
         label = ", ".join(self._blueprint.module.layers[i].name for i in self.layers)
         return split_backward(self.residuals, self.struct, label) if self._is_split else None
 
     @property
     def pending(self) -> list[jax.ShapeDtypeStruct]:
-        """Shapes and dtypes of what a split backward leaves for its weight gradient."""
+        """Shapes and dtypes of the values that a split backward keeps for its weight gradient."""
         return [] if self.split is None else self.split.pending
 
     def serve(self, virtual_stage: int, layers: range) -> None:
-        """Let another virtual stage run this program for alike layers of its own.
+        """Let another virtual stage run this program for its own, equal layers.
 
-        Profiles name these too.
+        Profiles name those layers too.
         """
         self._serves[virtual_stage] = layers
 
     def take(self, storage: Storage) -> dict[str, jax.Array]:
-        """The parameters by name, gathered."""
+        """Return the parameters by name, gathered."""
         leaves = {
             name: self._blueprint.params.layout.get(self.stage, name, storage)
             for name in self.names
@@ -190,13 +187,13 @@ class Segment:
         return jax.tree.map(constrained, params, self._specs_in(model.gathered))
 
     def prepare(self, leaves: Mapping[str, jax.Array]) -> PyTree:
-        """The parameters as `run` takes them, from those by name."""
+        """Convert parameters by name to the form that `run` takes."""
         return (
             jax.tree.map(lambda *xs: jnp.stack(xs), *self._views(leaves)) if self._scan else leaves
         )
 
     def by_name(self, grads: PyTree) -> Mapping[str, jax.Array]:
-        """Gradients by name, from those of what `prepare` gives."""
+        """Convert gradients of prepared parameters to gradients by name."""
         if not self._scan:
             return grads
         stacked = {path: leaf for path, leaf in flatten_dict(grads).items() if leaf is not None}
@@ -209,24 +206,24 @@ class Segment:
         }
 
     def collections(self, storage: Storage) -> list[PyTree]:
-        """The collections of each layer."""
+        """Return the collections of each layer."""
         return self._blueprint.collections.views(self.stage, self.layers, storage)
 
     def put(self, storage: Storage, new: Sequence[PyTree]) -> Storage:
-        """The stage's collections with those of the layers replaced."""
+        """Return the stage's collections with those of these layers replaced."""
         return self._blueprint.collections.put(self.stage, self.layers, storage, new)
 
     def offset(self, at: VirtualStage) -> jax.Array:
-        """Distance of the layers' indices from those of a virtual stage with the same program."""
-        # Keys fold in a layer's index in the model, so that dropout is the same for any cut.
+        """Return the offset from this program's layer indices to those of the virtual stage."""
+        # Keys fold in a layer's index in the model, so dropout does not depend on the cut.
         return jnp.asarray(self._starts, jnp.int32)[at.index] - self.layers.start
 
     def run(
         self, params: PyTree, inputs: PyTree, context: tuple[Any, ...], *, train: bool
     ) -> tuple[PyTree, Sequence[tuple[Any, ...]]]:
-        """Run the layers; gives the outputs, and by layer its collections and what it reports.
+        """Run the layers. Returns the outputs, and per layer its collections and reported values.
 
-        Parameters are prepared; the context is `(offset, key, side inputs, collections)`.
+        `params` are prepared. `context` is `(offset, key, side inputs, collections)`.
         """
         module, (offset, key, side, collections) = self._blueprint.module, context
         if not self._scan:
@@ -235,8 +232,8 @@ class Segment:
                 self.layers, self._views(params), train=train, offset=offset, labels=labels
             )
             return run(inputs, key, side, collections)
-        # Recompute works on groups of layers: the scan's body is a group, so that it is recomputed
-        # as one.
+        # Recompute works on groups of layers. The scan's body is a group, so that a group is
+        # recomputed as a whole.
         interval = module.activation_checkpoint_interval or 1
         group = interval if len(self.layers) % interval == 0 else 1
 
@@ -267,9 +264,9 @@ class Segment:
         *,
         split: bool,
     ) -> BackwardResult:
-        """Run their backward, whole or without the weight gradients that can wait."""
-        # Losses that layers report are one more output, so that their gradients need no pass of
-        # their own.
+        """Run the layers' backward, whole or without the weight gradients that can wait."""
+        # The losses that layers report are one more output, so their gradients need no separate
+        # backward pass.
         cotangents = [*gradient, *([reported_cotangent] if self.aux.has_losses else [])]
         if split and self.split is not None:
             return BackwardResult(*self.split.backward_input(params, residuals, cotangents))
@@ -280,28 +277,27 @@ class Segment:
     def divided(
         self, leaves: Mapping[str, jax.Array]
     ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-        """Parameters by name as those that are trained, and those that are frozen."""
+        """Divide parameters by name into trained and frozen ones."""
         trained = {name: leaf for name, leaf in leaves.items() if name not in self.frozen}
         return trained, {name: leaf for name, leaf in leaves.items() if name in self.frozen}
 
     def backward_weight(
         self, params: PyTree, residuals: list[jax.Array], pending: list[jax.Array]
     ) -> PyTree:
-        """Compute the gradients of parameters that a split backward has left."""
+        """Compute the gradients that a split backward left."""
         assert self.split is not None
         return self.split.backward_weight(params, residuals, pending)
 
     def off_trunk(self, grads: Mapping[str, jax.Array | None]) -> Storage:
-        """Gradients in the form in which those of a stage off the trunk are summed.
+        """Convert gradients to the form in which a stage sums its gradients off the trunk.
 
-        Zero where none is given.
-
-        Packed ones are in the dtype that their layers compute in, where all of a buffer share one:
-        float32 sums are twice as wide as bfloat16 gradients.
+        Missing gradients become zeros. Packed gradients keep the dtype that their layers compute
+        in, if all gradients of a buffer share it: float32 sums are twice as wide as bfloat16
+        gradients.
         """
         params = self._blueprint.params
-        # Whole along `fsdp` first, then divided: from another axis to it XLA would shift slices,
-        # here in a branch.
+        # First whole along `fsdp`, then divided: to reshard from another axis to `fsdp`, XLA would
+        # move slices between devices, here inside a branch.
         specs = params.gathered.specs
         given = {
             name: constrained(grad, specs.get(name, P()))
@@ -309,7 +305,7 @@ class Segment:
             if grad is not None
         }
         layout = params.grad_layout
-        # Fresh zeros instead of the running sums: what is carried through a branch is copied in
+        # Fresh zeros instead of the running sums: values that pass through a branch are copied in
         # full in every tick.
         common = {
             name: given[name].astype(like.dtype)
@@ -321,7 +317,7 @@ class Segment:
         return Storage(layout.pack_buffers(self.stage, given, params.grad_dtypes), common)
 
     def _label(self, start: int, stop: int | None, step: int = 1) -> str:
-        """Name in profiles of the layers at these places, in all virtual stages of this program."""
+        """Return the name in profiles of some layers, in all virtual stages of this program."""
         layers = self._blueprint.module.layers
         each = [
             layers[i].name for of_stage in self._serves.values() for i in of_stage[start:stop:step]

@@ -1,21 +1,21 @@
-"""Devices that one CPU simulates: where JAX treats them differently, and what is done about it.
+"""Simulated devices: how JAX treats them differently, and the workarounds.
 
-Tests and first tries run on them, several in one process (`jax_num_cpu_devices`). Seen with JAX
-0.10.2:
+Tests and first experiments run on several simulated CPU devices in one process
+(`jax_num_cpu_devices`). Observed with JAX 0.10.2:
 
-- They share the CPU's cores, so that an idle action, if it were computed, would take its whole time
-  from the others. A loop of one round or none around it costs nothing; a GPU waits for the host
-  twice: `loops_idle`.
-- A `collective-permute` waits for all devices of the program, also for those that take another
-  branch, and so for ever. XLA's partitioner makes one where it moves slices along an automatic
-  axis. Its other collectives go by groups of devices along that axis, all of which take the same
-  branch: `waits_in_branches`, `check_branches`.
-- A program that comes from JAX's cache on disk has lost the order of its collectives. One device is
-  then in a reduction with its neighbours while another waits in an exchange with all of them, for
-  ever: `compile_program`.
+- Simulated devices share the CPU's cores, so computing an idle action would take its full time away
+  from the other devices. A loop that runs zero or one time around the action costs nothing on CPU.
+  On a GPU such a loop waits for the host twice. See `loops_idle`.
+- A `collective-permute` waits for all devices of the program, even those that take another branch,
+  so it deadlocks inside a branch. XLA's partitioner inserts one where it moves slices along an
+  automatic axis. Its other collectives use groups of devices along that axis, and all devices of a
+  group take the same branch. See `waits_in_branches` and `check_branches`.
+- A program loaded from JAX's cache on disk has lost the order of its collectives. It deadlocks when
+  one device is in a reduction with its neighbours while another waits in an exchange with all
+  devices. See `compile_program`.
 
-GPUs of one process wait for each other in the first call of an exchange, too. Where stages share a
-process, their program is looked at as a simulated one is: `is_checked`.
+GPUs of one process also wait for each other in the first call of an exchange. If stages share a
+process, their program is checked like that of simulated devices. See `is_checked`.
 """
 
 import contextlib
@@ -42,22 +42,22 @@ _OP_NAME = re.compile(r'op_name="([^"]*)"')
 
 
 def loops_idle(mesh: Mesh) -> bool:
-    """True if loops of one round or none skip idle actions best."""
+    """True if idle actions are best skipped by loops that run zero or one time."""
     return is_simulated(mesh) and not automatic_axes(mesh)
 
 
 def waits_in_branches(mesh: Mesh) -> bool:
-    """True if a slice that is moved inside a branch may wait for ever."""
+    """True if moving a slice between devices inside a branch may deadlock."""
     return is_simulated(mesh) and bool(automatic_axes(mesh))
 
 
 def is_simulated(mesh: Mesh) -> bool:
-    """True if a mesh's devices are simulated by the CPU."""
+    """True if the mesh's devices are simulated on the CPU."""
     return mesh.devices.flat[0].platform == "cpu"
 
 
 def is_checked(mesh: Mesh) -> bool:
-    """True if a program for these devices is looked at for slices that are moved in branches."""
+    """True if programs for the mesh must be checked for slices that are moved in branches."""
     is_gpu = mesh.devices.flat[0].platform in ("gpu", "cuda", "rocm")
     may_wait = is_gpu and bool(automatic_axes(mesh)) and _stages_share_process(mesh)
     return waits_in_branches(mesh) or may_wait
@@ -72,13 +72,13 @@ def _stages_share_process(mesh: Mesh) -> bool:
 
 
 def check_branches(text: str) -> None:
-    """Refuse a compiled program that would wait for ever.
+    """Raise LayerError for a compiled program that would deadlock.
 
-    It would where slices are moved from device to device inside a branch. `text` is as
-    `jax.stages.Compiled.as_text` gives it.
+    A program deadlocks if it moves slices from device to device inside a branch. `text` is the
+    result of `jax.stages.Compiled.as_text`.
     """
     computations = _computations(text)
-    # From every branch on, all that it calls: a loop inside a branch is in the branch, too.
+    # Collect all computations called from a branch: a loop inside a branch is part of the branch.
     inside: set[str] = set()
     left = [name for lines in computations.values() for line in lines for name in _branches(line)]
     while left:
@@ -101,11 +101,10 @@ def check_branches(text: str) -> None:
         raise LayerError(
             "layers that only some stages run must not cut what is sharded at other places than "
             f"the mesh does, but got {len(shifts)} slices that are moved from device to device, "
-            f"the first for {where}. Devices of one process, as simulated ones are, would wait for "
-            "each other for ever. Start one process for each GPU; or constrain what is cut there "
-            "with jax.lax.with_sharding_constraint so that it is whole along the dim that is cut, "
-            "or split weights that hold several parts, such as query, key and value, into one "
-            "each."
+            f"the first for {where}. Devices that share one process, such as simulated devices, "
+            "would deadlock. Start one process per GPU, use jax.lax.with_sharding_constraint to "
+            "make the array whole along the dim that is cut, or replace a weight that combines "
+            "several, such as query, key and value, by separate weights."
         )
 
 
@@ -124,7 +123,7 @@ def _computations(text: str) -> Mapping[str, list[str]]:
 def _branches(line: str) -> list[str]:
     if " conditional(" not in line:
         return []
-    # Two branches are printed as `true_computation` and `false_computation`, others as one list.
+    # XLA prints two branches as `true_computation` and `false_computation`, others as one list.
     listed = _BRANCHES.search(line)
     return re.findall(r"[\w.\-]+", listed.group(1)) if listed else _CALLED.findall(line)
 
@@ -134,11 +133,11 @@ def compile_program(
     *args: Any,
     when_lowered: Callable[[jax.stages.Lowered], object] = lambda lowered: None,
 ) -> jax.stages.Compiled:
-    """Compile a jitted function, so that its next call finds the program in memory.
+    """Compile a jitted function in advance, so that its next call finds the program in memory.
 
-    A program for several CPU devices is neither read from JAX's cache on disk nor written to it.
-    `args` may be structs with their shardings; the first leaf determines the devices.
-    `when_lowered` is called before the long part, and what it raises ends the call.
+    Programs for several CPU devices bypass JAX's cache on disk. `args` may be shapes and dtypes
+    with shardings; the first leaf determines the devices. `when_lowered` is called before the
+    program is compiled, and its exceptions are propagated.
     """
     sharding = getattr(jax.tree.leaves(args)[0], "sharding", None)
     devices = () if sharding is None else sharding.device_set
@@ -150,30 +149,30 @@ def compile_program(
 
 
 def compile_checked(function: Any, mesh: Mesh, *args: Any) -> None:
-    """Compile a jitted function, and refuse a program that would wait for ever."""
+    """Compile a jitted function and raise LayerError if the program would deadlock."""
     program = compile_program(function, *args)
     if is_checked(mesh):
         check_branches(program.as_text() or "")
 
 
-# The setting is the whole process's. With two threads in here, the first to leave would switch the
-# cache on for the other.
+# The setting belongs to the whole process. With two threads inside, the first to leave would enable
+# the cache for the other.
 _ONE_AT_A_TIME = threading.RLock()
 
 
 @contextlib.contextmanager
 def without_cache() -> Generator[None]:
-    """Compile apart from JAX's persistent cache inside.
+    """Disable JAX's persistent compilation cache inside the context.
 
-    Also for devices that are not there, which cannot read it.
+    Also used for devices that do not exist on this machine, which cannot read the cache.
     """
     with _ONE_AT_A_TIME:
         settings: dict[str, Any] = jax.config.values
         if not (settings["jax_enable_compilation_cache"] and settings["jax_compilation_cache_dir"]):
             yield
             return
-        # JAX looks at the setting once and keeps the answer: `reset_cache` makes it look again.
-        # Files stay.
+        # JAX reads the setting once and remembers it. `reset_cache` makes JAX read it again and
+        # keeps the files.
         try:
             jax.config.update("jax_enable_compilation_cache", False)
             compilation_cache.reset_cache()

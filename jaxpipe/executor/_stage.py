@@ -1,4 +1,4 @@
-"""The computing of a stage's chunks: prologue, trunk, epilogue and vocabulary-parallel layers."""
+"""Computes a stage's chunks: prologue, trunk, epilogue and vocabulary-parallel layers."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -35,11 +35,11 @@ from ._vocab_parallel import VocabInput, VocabLoss
 
 
 class Weights(NamedTuple):
-    """A device's parameters in the dtype they compute in.
+    """A device's parameters in the dtype that the layers compute in.
 
     Attributes:
-        storage: All of them.
-        trunk: Those of the trunk, as `Trunk.prepare` gives them.
+        storage: All parameters.
+        trunk: The trunk's parameters, as `Trunk.prepare` returns them.
     """
 
     storage: PyTree
@@ -49,18 +49,20 @@ class Weights(NamedTuple):
 class Stage:
     """Forward, loss and backward of a model's virtual stages, the same program on every device.
 
-    Activations and gradients travel in common form (`activations`, `gradients`): member v is the
-    output of virtual stage v; of the last one it is the epilogue's input. Gradients have one member
-    more, that of the first one's input, where vocabulary-parallel layers come before it. `trains`
-    means that parameters have masters.
+    Stages exchange activations and gradients in common form (`activations`, `gradients`). Member v
+    is the output of virtual stage v; for the last virtual stage it is the epilogue's input.
+    `gradients` has one more member, the gradient of the first virtual stage's input, if
+    vocabulary-parallel layers precede it. `trains` means that the parameters have masters.
 
     Attributes:
-        last: The last virtual stage; the only one where it is 0.
+        last: The last virtual stage; 0 if there is only one.
         vocab_input: The vocabulary-parallel layers before the first virtual stage, or None.
-        vocab_loss: Those after the last one, with the loss, or None.
-        residuals: Shapes and dtypes of what a forward leaves for its backward.
-        is_hosted: For each of them whether it waits in host memory.
-        pending: Shapes and dtypes of what a split backward leaves for its weight gradient.
+        vocab_loss: The vocabulary-parallel layers after the last virtual stage and the loss, or
+            None.
+        residuals: Shapes and dtypes of the residuals from a forward to its backward.
+        is_hosted: Whether each residual is stored in host memory.
+        pending: Shapes and dtypes of the values that a split backward keeps for its weight
+            gradient.
     """
 
     def __init__(
@@ -111,13 +113,13 @@ class Stage:
             self.collections,
             context,
         )
-        # Where idle actions are skipped there is a branch for each chunk; else the chunk is an
-        # index into all chunks' weights.
+        # Where idle actions are skipped there is a branch for each chunk. Otherwise the chunk is an
+        # index into the weights of all chunks.
         self.trunk = Trunk(
             blueprint, scan=section.scan_trunk, join=not plan.idle.skips, split=split
         )
         starts = [cut.trunk.start for cut in self.cuts]
-        # Without a trunk the prologue's output goes on as it is.
+        # Without a trunk the prologue's output is the stage's output.
         leaving = self.activations
         if not self.trunk.is_empty:
             leaving = Packing(
@@ -133,27 +135,28 @@ class Stage:
             self.vocab_loss = VocabLoss(blueprint, self.ends.last, self.activations, self.gradients)
         self.residuals = (self.prologue.residuals, self.trunk.residuals)
         self.pending = (self.prologue.pending, self.trunk.pending)
-        # What a layer's recompute asks for is heeded in the trunk alone; the setting holds for all.
+        # Offloading by a layer's recompute policy works only in the trunk. The setting
+        # `offload_activations` applies to all residuals.
         hosted = (jax.tree.map(lambda _: False, self.prologue.residuals), self.trunk.is_hosted)
         self.is_hosted = jax.tree.map(lambda moves: moves or section.offload_activations, hosted)
 
     @property
     def num_reported(self) -> int:
-        """Length of the vector of values that prologue and trunk of a virtual stage report."""
+        """Length of the vector of values reported by a virtual stage's prologue and trunk."""
         return self.prologue.num_reported + len(self.trunk.aux[0].names)
 
     @property
     def aux_names(self) -> list[list[tuple[str, str]]]:
-        """Per stage the kind and name of each value reported.
+        """Kind and name of each value that each stage reports.
 
-        Per chunk prologue (padded) and trunk; epilogue.
+        The order is the prologue (padded) and the trunk of each chunk, then the epilogue.
         """
         names = []
         for s, chunks in enumerate(self.placement.virtual):
             of_stage: list[tuple[str, str]] = []
             for v in chunks:
                 of_prologue = list(self.prologue.aux[v].names)
-                # Padded, as the vector is: all branches of the prologue's switch return one length.
+                # Padded like the vector: all branches of the prologue's switch return one length.
                 of_stage += of_prologue + [("", "")] * (
                     self.prologue.num_reported - len(of_prologue)
                 )
@@ -172,7 +175,7 @@ class Stage:
         collections: PyTree,
         arrived: PyTree,
     ) -> ForwardResult:
-        """Run prologue and trunk on what arrived, and hand over the output, both in common form."""
+        """Run prologue and trunk. The value that arrived and the output are in common form."""
         first = self.prologue.forward(
             at, weights.storage, collections, batch.inputs, arrived, batch.context
         )
@@ -194,14 +197,14 @@ class Stage:
         *,
         split: bool,
     ) -> StageBackwardResult:
-        """Run the backward of trunk and prologue from the gradient of the output, in common form.
+        """Run the backward of trunk and prologue from the output's gradient, in common form.
 
-        A split one leaves the weight gradients to `backward_weight`, as far as they need not be
-        computed for the input's.
+        A split backward leaves the weight gradients to `backward_weight`, except those that the
+        input gradient computes anyway.
         """
         of_prologue, of_trunk = residuals
         if not (self.trunk.is_empty or self.gradients.is_identity):
-            # Only the input of the first one is of another form: outputs of trunks are alike.
+            # Only the input of the first virtual stage differs: all trunks' outputs are alike.
             gradient = self.gradients.unpack(0, gradient)
         trunk = self.trunk.backward(
             at, weights.trunk, of_trunk, gradient, reported_cotangent, split=split
@@ -215,9 +218,10 @@ class Stage:
     def backward_weight(
         self, at: VirtualStage, weights: Weights, residuals: PyTree, pending: PyTree
     ) -> tuple[PyTree, PyTree]:
-        """Gradients that a split backward has left, of the trunk and of other parameters.
+        """Compute the gradients that a split backward left, for the trunk and other parameters.
 
-        None or zero where the split backward gave them; the second is None where it gave all.
+        Gradients that the split backward computed are None or zero. The second tree is None if the
+        split backward computed all of its gradients.
         """
         trunk = self.trunk.backward_weight(at, weights.trunk, residuals[1], pending[1])
         if not self.prologue.has_deferred:
@@ -246,43 +250,41 @@ class Stage:
         )
 
     def pin_trunk_grads(self, grads: PyTree) -> PyTree:
-        """Summed gradients of a chunk's trunk, sharded over automatic axes like its parameters."""
+        """Shard a chunk's summed trunk gradients over automatic axes like its parameters."""
         return jax.tree.map(constrained, grads, self.trunk.specs)
 
     def pin_off_trunk(self, grads: Storage) -> Storage:
-        """The same of the stage's parameters off the trunk."""
+        """Shard the summed gradients off the trunk over automatic axes like their parameters."""
         spec = self.params.grad_layout.spec()
         return jax.tree.map(
             constrained, grads, Storage(spec.packed, {n: spec.stacked[n] for n in grads.stacked})
         )
 
     def zero_off_trunk_grads(self) -> Storage:
-        """Zeros in the form of the summed gradients of a stage's parameters off the trunk."""
+        """Make zeros for the summed gradients of a stage's parameters off the trunk."""
         zeros = self.params.grad_layout.zeros()
         return Storage(
             zeros.packed, {name: zeros.stacked[name] for name in self.params.stacked_off_trunk}
         )
 
     def zero_vocab_grads(self) -> dict[str, jax.Array]:
-        """Zeros in the form of the summed gradients of vocabulary-parallel layers."""
+        """Make zeros for the summed gradients of vocabulary-parallel layers."""
         zeros = self.params.grad_layout.zeros()
         return {name: zeros.stacked[name] for name in self.params.vocab_names}
 
 
 def boundary_specs(module: PipelineModule, trace: ModelTrace, stops: Sequence[int]) -> list[PyTree]:
-    """Shardings of boundaries over automatic axes.
+    """Find the shardings of boundaries over automatic axes.
 
-    As the last layer before each constrains its output.
-
-    What no layer constrains is whole, so that it is not sharded one way on one stage and another
-    way on the next; its samples are divided over `fsdp`. A boundary is given as the number of
-    layers before it.
+    A boundary is sharded as the layer before it constrains its output. A value that no layer
+    constrains is not sharded, except that its samples are divided over `fsdp`. Otherwise XLA might
+    shard it differently on neighbouring stages. A boundary is given as the number of layers before
+    it.
     """
 
     def specs(stop: int) -> PyTree:
         struct = trace.boundaries[stop]
-        # Before the model's inputs no layer constrains anything, and without automatic axes nothing
-        # is sharded.
+        # No layer constrains the model's inputs, and without automatic axes nothing is sharded.
         if not stop or not automatic_axes(trace.mesh):
             return jax.tree.map(lambda x: samples_spec(x, trace.mesh), struct)
         index = stop - 1
@@ -305,7 +307,7 @@ def boundary_specs(module: PipelineModule, trace: ModelTrace, stops: Sequence[in
             treedef, [samples_spec(x, trace.mesh) if spec == P() else spec for x, spec in pairs]
         )
 
-    # Each costs a trace of a layer, and virtual stages may share a boundary.
+    # Each spec costs a trace of a layer, and virtual stages may share a boundary.
     known = {stop: specs(stop) for stop in set(stops)}
     return [known[stop] for stop in stops]
 

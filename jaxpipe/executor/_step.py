@@ -1,7 +1,4 @@
-"""Programs of each device, inside `shard_map`.
-
-A training step, its gradients, its update, and evaluation.
-"""
+"""The programs of each device inside `shard_map`: training step, gradients, update, evaluation."""
 
 import dataclasses
 from collections.abc import Callable
@@ -41,11 +38,11 @@ from ._train import TrainLoop
 
 
 class DevicePrograms:
-    """The functions of one device, over states and batches whose arrays still have their rows.
+    """The functions of one device, inside `shard_map`.
 
-    Rows, the first dim, are dropped only inside. `config` is read for clipping and loss scale.
-    `shard_dims` has for each leaf of a batch the dim along which it is sharded over the stages, or
-    `WHOLE`.
+    States and batches are passed with their rows, the first dim of each array, which these
+    functions drop. `config` is read for clipping and the loss scale. `shard_dims` has the dim along
+    which each leaf of a batch is sharded over the stages, or `WHOLE`.
     """
 
     def __init__(
@@ -69,7 +66,7 @@ class DevicePrograms:
         )
 
     def init_optimizer(self, params: PyTree) -> PyTree:
-        """The optimiser's state for new parameters."""
+        """Make the optimiser's state for new parameters."""
         return _expand(
             self._updater.init(
                 self._shard_kind(),
@@ -78,7 +75,7 @@ class DevicePrograms:
         )
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """Gradients, then the update."""
+        """Compute the gradients, then update the parameters."""
         metrics, grads, collections = self._gradients(state, batch)
         old = state.collections
         with jax.named_scope("update"):
@@ -87,12 +84,12 @@ class DevicePrograms:
         return dataclasses.replace(state, collections=new), {**metrics, **more}
 
     def gradients(self, state: TrainState, batch: Batch) -> tuple[GradientMetrics, PyTree, PyTree]:
-        """Metrics, mean gradients, and the collections after the batch.
+        """Compute metrics, mean gradients and the collections after the batch.
 
-        Gradients are laid out as the trained parameters are.
+        The gradients have the layout of the trained parameters.
         """
         partial, grads, collections = self._gradients(state, batch)
-        # As `update` finds it: of scaled gradients, and then divided.
+        # Same as in `update`: the norm of the scaled gradients, divided by the scale.
         norm = global_norm(self._tied, self._sharding, self._shard_kind(), grads)
         metrics: GradientMetrics = {**partial, "grad_norm": norm / self._loss_scale(state)}
         if self._norms_by_layer:
@@ -102,28 +99,26 @@ class DevicePrograms:
     def partial_gradients(
         self, state: TrainState, batch: Batch, first: jax.Array | int, num_parts: jax.Array | int
     ) -> tuple[PartialMetrics, PyTree, PyTree]:
-        """The same without the norm for one of `num_parts` parts of a step.
+        """Compute the gradients of one of `num_parts` parts of a step, without their norm.
 
-        The part begins with microbatch `first`.
-
-        Gradients are those of the part's mean loss over `num_parts`, which is its share of the mean
-        of all parts.
+        The part begins with microbatch `first`. Its loss is divided by `num_parts`, so that the
+        gradients of all parts add up to those of the mean loss.
         """
         metrics, grads, collections = self._gradients(state, batch, first, num_parts)
         return metrics, _expand(self._unscale(state, grads)), _expand(collections)
 
     def update(self, state: TrainState, grads: PyTree) -> tuple[TrainState, UpdateMetrics]:
-        """One update from gradients as `gradients` returns them."""
+        """Apply one update from gradients that `gradients` returned."""
         with jax.named_scope("update"):
             grads = self._sharding.trained.shards.constrain(_squeeze(grads))
             return self._update(state, self._scale(state, grads))
 
     def evaluate(self, state: TrainState, batch: Batch) -> EvaluationMetrics:
-        """The loss, and that of each microbatch."""
+        """Compute the loss of the batch and of each microbatch."""
         return self._means(self._results(state, batch, self._objective.measure))
 
     def choose(self, choice: Callable[[PyTree, PyTree], PyTree], state: TrainState) -> PyTree:
-        """Other parameters in place of the state's, of the same layout; see `Updater.choose`."""
+        """Return parameters that replace the state's, in the same layout; see `Updater.choose`."""
         master, layout = self._pinned(state.params), self._sharding.trained.shards
         opt_state = self._updater.constrain(_squeeze(state.opt_state))
         params = select_arrays(layout, master)
@@ -133,38 +128,38 @@ class DevicePrograms:
         return _expand(_merged(master, self._same_tied(chosen)))
 
     def restart_average(self, state: TrainState) -> PyTree:
-        """The optimiser's state, whose average of the parameters begins anew at these."""
+        """Return the optimiser's state with the parameter average restarted."""
         params = select_arrays(self._sharding.trained.shards, self._pinned(state.params))
         opt_state = self._updater.constrain(_squeeze(state.opt_state))
         new = self._updater.restart_average(self._shard_kind(), params, opt_state)
         return _expand(self._updater.constrain(new))
 
     def measured(self, measure: Measure, state: TrainState, batch: Batch) -> PyTree:
-        """What a function of outputs and labels gives for every microbatch, on every stage."""
-        # All stages but the last have zeros.
+        """Measure outputs and labels of every microbatch, with the result on every stage."""
+        # All stages but the last hold zeros.
         return broadcast_sum(self._results(state, batch, measure), "stage")
 
     def measure_samples(self, outputs: PyTree, labels: PyTree) -> SampleTerms:
-        """Sums of a microbatch and of each sample, for a set with samples that do not count."""
+        """Compute sums of a microbatch and of each sample, for sets that contain padding."""
         return self._objective.measure_samples(outputs, labels)
 
     def predict(self, state: TrainState, batch: Batch) -> PyTree:
-        """Outputs of the model for every microbatch, on every stage."""
+        """Compute the model's outputs for every microbatch, on every stage."""
         return self.measured(lambda outputs, _: self._whole(outputs), state, batch)
 
     def evaluate_and_predict(
         self, state: TrainState, batch: Batch
     ) -> tuple[EvaluationMetrics, PyTree]:
-        """Losses and outputs, in one run."""
+        """Compute losses and outputs in one run."""
         terms, outputs = self._results(
             state, batch, lambda y, t: (self._objective.measure(y, t), self._whole(y))
         )
         return self._means(terms), broadcast_sum(outputs, "stage")
 
     def _means(self, terms: tuple[jax.Array, jax.Array]) -> EvaluationMetrics:
-        """The loss of the batch and of each microbatch, from this device's sums and weights.
+        """Compute the losses of batch and microbatches from this device's sums and weights.
 
-        It is 0 where nothing weighs.
+        A loss is 0 if its weight is 0.
         """
         sums, weights = sum_over(terms, ("stage", "data"))
         loss, of_loss = self._objective.named(
@@ -179,9 +174,9 @@ class DevicePrograms:
         return metrics
 
     def _pinned(self, rows: Storage) -> Storage:
-        """This device's row of parameters, sharded over automatic axes as its layout says."""
-        # Also at the door: `shard_map` names manual axes alone, and of the others XLA thinks what
-        # it likes inside.
+        """Return this device's row of parameters, sharded over automatic axes as laid out."""
+        # Needed for inputs too: the specs of `shard_map` name only manual axes, and inside XLA
+        # picks the sharding over the automatic axes.
         return self._sharding.master.shards.constrain(_squeeze(rows))
 
     def _shard_kind(self) -> jax.Array:
@@ -190,7 +185,7 @@ class DevicePrograms:
         )
 
     def _results(self, state: TrainState, batch: Batch, measure: Measure) -> PyTree:
-        # Not looked at: nothing is differentiated.
+        # Unused, because nothing is differentiated.
         one = LossCotangents(jnp.float32(1), jnp.float32(1))
         return self._evaluate.run(self._device(state, self._batch(state, batch), one), measure)
 
@@ -202,8 +197,8 @@ class DevicePrograms:
 
     def _device(self, state: TrainState, batch: DeviceBatch, cotangents: LossCotangents) -> Device:
         stage = jax.lax.axis_index("stage")
-        # Once a step, not in every tick: with ZeRO-1 this is the all-gather, in mixed precision the
-        # cast.
+        # Once a step, not in every tick: this is the all-gather with ZeRO-1, and the cast with
+        # mixed precision.
         with jax.named_scope("gather"):
             storage = self._sharding.gather_params(
                 stage, self._shard_kind(), self._pinned(state.params)
@@ -224,15 +219,15 @@ class DevicePrograms:
         first: jax.Array | int = 0,
         num_parts: jax.Array | int = 1,
     ) -> tuple[PartialMetrics, PyTree, PyTree]:
-        """Metrics, gradients of the row times the loss scale, and collections."""
+        """Compute metrics, this row's gradients times the loss scale, and collections."""
         device_batch = self._batch(state, batch, first)
         weight = self._objective.divisor(device_batch.labels, self._train.program.num_microbatches)
         divisor = loss_divisor(weight)
         device = self._device(state, device_batch, self._cotangents(state, divisor, num_parts))
         sums = self._train.run(device, 1 + len(self._objective.metric_names))
         off_trunk = sums.off_trunk_grads.stacked
-        # A parameter that vocabulary-parallel layers share with others is in both: its gradient is
-        # the sum.
+        # A parameter that vocabulary-parallel layers share with other layers is in both, and its
+        # gradient is the sum.
         vocab = {
             name: g + off_trunk[name] if name in off_trunk else g
             for name, g in sums.vocab_grads.items()
@@ -243,14 +238,15 @@ class DevicePrograms:
         )
         with jax.named_scope("reduce"):
             grads = self._without_frozen(device.stage, grads)
-            # Over the stages first: only whole gradients of tied parameters may be cut into shards.
+            # First summed over the stages: tied parameters need complete gradients before they are
+            # cut into shards.
             grads = sum_tied(self._tied, self._stage.params.grad_layout, device.stage, grads)
             grads = self._sharding.reduce_gradients(device.stage, self._shard_kind(), grads)
             grads = self._sharding.trained.shards.constrain(grads)
         reported = gather_values(
             sums.all_reported, self._stage.aux_names, self._objective.num_terms
         )
-        # Zero on all stages but the last, so that the sum over them is a broadcast.
+        # The sums are zero on all stages but the last, so adding over the stages broadcasts them.
         loss, of_loss = self._objective.named(sum_over(sums.loss, ("stage", "data")) / divisor)
         metrics: PartialMetrics = {"loss": sum(reported["losses"].values(), loss), "weight": weight}
         if reported["losses"]:
@@ -262,24 +258,24 @@ class DevicePrograms:
     def _cotangents(
         self, state: TrainState, divisor: jax.Array, num_parts: jax.Array | int
     ) -> LossCotangents:
-        """Factors of losses before differentiation.
+        """Compute the factors of the losses before differentiation.
 
-        With them the losses of all microbatches and replicas add up to the loss of the step times
-        the loss scale. So each layer's backward sees the cotangent that `jax.grad` of that loss
-        gives it, in every precision: a backward that is not linear, which clips or rounds, would
-        not forgive a division afterwards.
+        With these factors the losses of all microbatches and replicas add up to the loss of the
+        step times the loss scale. Each layer's backward therefore sees the cotangent that
+        `jax.grad` of that loss would pass to it, in every precision. A division after the backward
+        would be wrong for a backward that is not linear, such as one that clips or rounds.
         """
-        # float16 has no numbers below 6e-8, where most cotangents of a mean over a large batch
-        # would lie; 1 otherwise.
+        # float16 cannot represent numbers below 6e-8, and most cotangents of a mean over a large
+        # batch would be smaller. Without a scaler the scale is 1.
         scale = self._loss_scale(state)
-        # A step of several calls differentiates one part in each, and its loss is the mean over the
-        # parts.
+        # A step with several calls differentiates one part per call, and its loss is the mean over
+        # the parts.
         scale = scale / num_parts
-        # The main losses count by weight, each of the others as one of microbatches times replicas.
+        # Main losses are averaged by weight, reported losses over microbatches times replicas.
         return LossCotangents(main=scale / divisor, reported=scale / self._objective.num_terms)
 
     def _update(self, state: TrainState, grads: PyTree) -> tuple[TrainState, UpdateMetrics]:
-        """Clip and apply gradients that are still multiplied with the loss scale."""
+        """Clip and apply gradients that are still multiplied by the loss scale."""
         shard_kind, layout = self._shard_kind(), self._sharding.trained.shards
         master, opt_state = (
             self._pinned(state.params),
@@ -288,8 +284,8 @@ class DevicePrograms:
         params = select_arrays(layout, master)
         scaled_norm = global_norm(self._tied, self._sharding, shard_kind, grads)
         scale = self._loss_scale(state)
-        # The norm is taken of scaled gradients and then divided: an overflow shows in it, and costs
-        # no second pass.
+        # The norm of the scaled gradients is computed and then divided, so it also detects an
+        # overflow without a second pass.
         norm = scaled_norm / scale
         by_layer = self._layer_norms(state, grads) if self._norms_by_layer else {}
         grads = clip_to(self._limit, norm, self._unscale(state, grads))
@@ -301,7 +297,7 @@ class DevicePrograms:
             metrics["grad_norms"] = by_layer
         changes: dict[str, Any] = {}
         if self._scaler is not None:
-            # Selected, not branched around: the update is elementwise, and a branch would copy all
+            # A select instead of a branch: the update is elementwise, and a branch would copy all
             # parameters.
             overflow = ~jnp.isfinite(scaled_norm)
             new_params, new_opt = select(overflow, (params, opt_state), (new_params, new_opt))
@@ -309,7 +305,7 @@ class DevicePrograms:
             changes["skipped_steps"] = state.skipped_steps + overflow.astype(jnp.int32)
             metrics["loss_scale"], metrics["overflow"] = scale, overflow
         new_params = _merged(master, new_params)
-        # Skipped steps count too, as in DeepSpeed: keys of dropout depend on the number of batches
+        # Skipped steps count too, as in DeepSpeed: dropout keys depend on the number of batches
         # seen.
         changes |= {
             "step": state.step + 1,
@@ -319,22 +315,22 @@ class DevicePrograms:
         return dataclasses.replace(state, **changes), metrics
 
     def _layer_norms(self, state: TrainState, grads: PyTree) -> dict[str, jax.Array]:
-        """Norms by layer, of gradients that are still multiplied with the loss scale."""
+        """Compute norms by layer, from gradients still multiplied by the loss scale."""
         paths = self._stage.params.trained_paths
         found = layer_norms(paths, self._tied, self._sharding, self._shard_kind(), grads)
         return {name: norm / self._loss_scale(state) for name, norm in found.items()}
 
     def _same_tied(self, trained: Storage) -> Storage:
-        """Trained parameters whose tied copies all have one stage's values.
+        """Give all copies of tied parameters the values of one stage.
 
-        Two programs may round alike sums differently.
+        Two programs may round equal sums differently.
         """
         return broadcast_tied(self._tied, self._sharding.trained, self._shard_kind(), trained)
 
     def _without_frozen(self, stage: jax.Array, grads: Storage) -> Storage:
-        """Gradients with zeros for parameters of the trunk that this stage has frozen.
+        """Zero the gradients of trunk parameters that this stage has frozen.
 
-        Another stage trains these.
+        Another stage trains the parameters in the same slots.
         """
         zeroed = {
             name: jnp.where(jnp.asarray(is_frozen)[stage], 0, grads.stacked[name])
@@ -361,15 +357,15 @@ class DevicePrograms:
 
 
 def collections_after(metrics: UpdateMetrics, old: PyTree, new: PyTree) -> PyTree:
-    """Collections after an update.
+    """Return the collections after an update.
 
-    A step that is skipped leaves batch statistics as they were, too.
+    A skipped step leaves the batch statistics unchanged too.
     """
     return select(metrics["overflow"], old, new) if "overflow" in metrics else new
 
 
 def _merged(master: Storage, trained: Storage) -> Storage:
-    """All parameters of a row, with these trained ones."""
+    """Replace the trained parameters of a row."""
     return Storage({**master.packed, **trained.packed}, {**master.stacked, **trained.stacked})
 
 

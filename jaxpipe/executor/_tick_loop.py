@@ -1,4 +1,4 @@
-"""Running a tick program: its runs as loops, and the action that a device runs in a tick."""
+"""Runs a tick program: its runs as loops, and the action of a device in each tick."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,11 +20,11 @@ _Carry = TypeVar("_Carry")
 
 
 class LossCotangents(NamedTuple):
-    """Factors of losses before differentiation.
+    """Factors of the losses before differentiation.
 
     Attributes:
-        main: Of what `loss_fn` gives.
-        reported: Of the losses that layers report.
+        main: Factor of the loss that `loss_fn` returns.
+        reported: Factor of the losses that layers report.
     """
 
     main: jax.Array
@@ -37,10 +37,10 @@ class Device:
 
     Attributes:
         stage: Index along the `stage` axis.
-        weights: Its parameters, in the dtype they compute in.
+        weights: The parameters, in the dtype that the layers compute in.
         collections: The stage's collections.
-        batch: Its replica's batch.
-        cotangents: Those of the losses.
+        batch: The batch of the device's replica.
+        cotangents: Factors of the losses.
     """
 
     stage: jax.Array
@@ -51,7 +51,7 @@ class Device:
 
 
 class TickLoop:
-    """A tick program bound to the computing of a model's stages.
+    """A tick program, bound to the computations of a model's stages.
 
     With `sends_early`, activations are sent at the end of the tick that computes them, not at the
     beginning of the next.
@@ -70,26 +70,26 @@ class TickLoop:
     def scan(
         self, device: Device, tick: Callable[[TickRun, _Carry, Row], _Carry], carry: _Carry
     ) -> _Carry:
-        """The carry after all ticks, which run as one loop for each run of equal content."""
-        # A loop for each run, not one for all: a run without backwards has no code for them, and
-        # the steady run, where no stage is ever idle, has no branch.
+        """Run all ticks, with one loop for each run of equal ticks, and return the last carry."""
+        # One loop per run instead of one for all: a run without backwards has no code for them, and
+        # the steady run, in which no stage is ever idle, has no branch.
         for run in self.program.runs:
 
             def body(carry: _Carry, row: Row, run: TickRun = run) -> tuple[_Carry, None]:
                 return tick(run, carry, row), None
 
-            # By its name a profile tells a tick's operations from those of the tick after, where a
-            # run is no loop.
+            # The name separates a tick's operations from those of the next tick in a profile, where
+            # a run is not a loop.
             with jax.named_scope(f"ticks_{run.start}_{run.stop}"):
                 carry, _ = jax.lax.scan(body, carry, self._rows(run, device.stage))
         return carry
 
     def _rows(self, run: TickRun, stage: jax.Array) -> Row:
-        """The ticks of a run, as one stage sees them: leaves `int32[ticks]`."""
+        """Return one stage's rows of the tables in a run: leaves `int32[ticks]`."""
 
         def rows(table: Table) -> jax.Array:
-            # Constants of the program, one row of each per device: no communication, and 4 bytes a
-            # tick and table.
+            # Each device indexes its row of the program's constants: no communication, and 4 bytes
+            # per tick and table.
             return jnp.asarray([row[run.start : run.stop] for row in table], jnp.int32)[stage]
 
         return jax.tree.map(rows, self.program.tables, is_leaf=lambda x: type(x) is tuple)
@@ -103,14 +103,14 @@ class TickLoop:
         values: PyTree = None,
         nothing: PyTree = None,
     ) -> tuple[_Carry, Any]:
-        """The carry after a tick's action, and what the tick's other actions take of it.
+        """Run a tick's action. Returns the next carry and the values for the tick's other actions.
 
         See `_actions`.
         """
         return run_action(action, device.stage, self.stage.placement, carry, row, values, nothing)
 
     def entering(self, device: Device, index: jax.Array, *, train: bool) -> PyTree:
-        """What vocabulary-parallel first layers make of a microbatch, on all stages at once."""
+        """Run the vocabulary-parallel first layers on a microbatch, on all stages together."""
         assert self.stage.vocab_input is not None
         key, side = device.batch.context(index)
         context = key if train else None, side
@@ -119,9 +119,9 @@ class TickLoop:
         )
 
     def is_last(self, device: Device, chunk: jax.Array) -> jax.Array:
-        """True if a chunk of this device is the last part of the model."""
+        """True if a chunk of this device is the last virtual stage."""
         return VirtualStage(device.stage, chunk, self.stage.placement).is_at(-1)
 
     def is_first(self, device: Device, chunk: jax.Array) -> jax.Array:
-        """True if a chunk of this device is the first part of the model."""
+        """True if a chunk of this device is the first virtual stage."""
         return VirtualStage(device.stage, chunk, self.stage.placement).is_at(0)

@@ -1,7 +1,4 @@
-"""The training loop.
-
-A tick program run by every device, from a batch to summed losses and gradients.
-"""
+"""The training loop: a tick program that sums the losses and gradients of a batch."""
 
 import functools
 from typing import Any, NamedTuple
@@ -35,26 +32,26 @@ from ._virtual_stage import VirtualStage
 class TrainCarry(NamedTuple):
     """Carry of a device from tick to tick.
 
-    After the last one, its sums over the microbatches of a batch.
+    After the last tick it holds the sums over the microbatches of a batch.
 
     Attributes:
-        activations: Activations on their way.
+        activations: Buffers of the activations between stages.
         collections: The stage's collections after the microbatches so far.
-        entering: What vocabulary-parallel first layers have made for this tick's forward.
-        finished: The output that the tick before has left for the loss, where losses are delayed.
-        gradients: Gradients on their way.
-        leaving: The gradient of what vocabulary-parallel first layers made, which the tick before
-            has left for their backward.
-        loss: Sums of what the loss gives (`LossTerms.sums`), on the stage of the last part, else 0.
-        loss_gradients: Gradients of the model's output that wait for their backward, in the slots
-            of the residuals; empty where every loss is followed by its backward in the same tick.
+        entering: Outputs of the vocabulary-parallel first layers for this tick's forward.
+        finished: The previous tick's output for the loss, if losses are delayed.
+        gradients: Buffers of the gradients between stages.
+        leaving: Gradient of the vocabulary-parallel first layers' outputs, from the previous tick,
+            for their backward.
+        loss: Sums of `LossTerms.sums` on the stage of the last virtual stage, 0 elsewhere.
+        loss_gradients: Gradients of the model's outputs until their backward, in the slots of the
+            residuals. Empty if every loss and its backward run in the same tick.
         loss_reported: Summed values that the epilogue reports.
         off_trunk_grads: Summed gradients of the stage's parameters off the trunk.
-        pending: What split backwards left for their weight gradients, `[slots, ...]`.
+        pending: Values that split backwards keep for their weight gradients, `[slots, ...]`.
         reported: Summed values that prologues and trunks report, `[num_chunks, n]`.
-        residuals: What forwards left for their backwards, `[slots, ...]`.
-        trunk_grads: Summed gradients of the trunk, a tree for each chunk.
-        vocab_grads: Those of vocabulary-parallel layers, by name.
+        residuals: Residuals of forwards until their backwards, `[slots, ...]`.
+        trunk_grads: Summed gradients of the trunk, one tree per chunk.
+        vocab_grads: Summed gradients of vocabulary-parallel layers, by name.
     """
 
     activations: TransferBuffers[PyTree]
@@ -80,7 +77,7 @@ class TrainCarry(NamedTuple):
 
 
 class TrainLoop(TickLoop):
-    """A training program bound to the computing of a model's stages.
+    """A training program, bound to the computations of a model's stages.
 
     With `sends_early`, activations are sent at the end of the tick that computes them, not at the
     beginning of the next.
@@ -88,7 +85,7 @@ class TrainLoop(TickLoop):
 
     def __init__(self, stage: Stage, program: TickProgram, *, sends_early: bool) -> None:
         super().__init__(stage, program, sends_early=sends_early)
-        # Gradients always leave at the beginning of the next tick, where its forward hides the
+        # Gradients are always sent at the beginning of the next tick, whose forward overlaps the
         # exchange.
         depth, unbuffered = program.depth.gradients, program.unbuffered.gradients
         self._gradients = Channel(
@@ -97,9 +94,9 @@ class TrainLoop(TickLoop):
         self._sums = GradientSums(stage, program.num_chunks)
 
     def run(self, device: Device, num_loss_sums: int) -> TrainCarry:
-        """Run the whole program.
+        """Run the whole program and return the carry after its last tick.
 
-        Gives the carry after its last tick, with so many sums of the loss.
+        `num_loss_sums` is the length of the vector of loss sums.
         """
         stage, program = self.stage, self.program
         loss_slots = 0 if program.fuses_loss else program.residual_slots
@@ -133,7 +130,7 @@ class TrainLoop(TickLoop):
         return carry
 
     def _first_entering(self, device: Device) -> PyTree:
-        """What the first tick's forward takes of vocabulary-parallel first layers."""
+        """Compute the vocabulary-parallel first layers' outputs for the first tick's forward."""
         if self.stage.vocab_input is None:
             return ()
         return self.entering(
@@ -143,8 +140,8 @@ class TrainLoop(TickLoop):
     def _tick(self, device: Device, run: TickRun, carry: TrainCarry, row: Row) -> TrainCarry:
         inputs = carry.entering
         carry, arrived = self._receive(device, run, carry, row)
-        # Out of all actions: idle stages, too, take part where inputs and labels are gathered from
-        # shares.
+        # Outside all actions: idle stages take part too when inputs and labels are gathered from
+        # shards.
         labels = device.batch.labels(row.loss_microbatch)
         if self.stage.vocab_input is None:
             inputs = device.batch.inputs(row.input_microbatch)
@@ -159,8 +156,8 @@ class TrainLoop(TickLoop):
             carry, (loss_gradient, gradient) = self.run_action(
                 device, action, carry, row, values, nothing
             )
-        # A model of one virtual stage has no backward of its own: its epilogue is the whole model,
-        # with the loss.
+        # With one virtual stage there is no separate backward: the epilogue is the whole model with
+        # the loss.
         if run.backward is not None and self.stage.last:
             with jax.named_scope("backward"):
                 action = self._backward(device, run, run.backward)
@@ -173,7 +170,7 @@ class TrainLoop(TickLoop):
     def _receive(
         self, device: Device, run: TickRun, carry: TrainCarry, row: Row
     ) -> tuple[TrainCarry, tuple[PyTree, PyTree]]:
-        """Do the tick's exchanges; gives the activation and the gradient that its actions take."""
+        """Run the tick's exchanges. Returns the activation and the gradient for its actions."""
         activation, activations = self.activations.recv(
             carry.activations, run.activation_sends, row.activations, device.stage
         )
@@ -188,9 +185,9 @@ class TrainLoop(TickLoop):
     def _forward(
         self, device: Device, run: TickRun, plan: ActionPlan, labels: PyTree, loss_gradient: PyTree
     ) -> Action:
-        """A forward of inputs and what arrived, and the loss after it.
+        """Make the action of a forward and the loss after it.
 
-        Gives gradients of the output for backwards.
+        It passes the gradient of the output on to the tick's backward.
         """
         stage = self.stage
 
@@ -207,20 +204,19 @@ class TrainLoop(TickLoop):
         ) -> tuple[TrainCarry, tuple[PyTree, PyTree]]:
             output, gradient = result.output, values[2]
             with jax.named_scope("forward"):
-                # An idle forward may have computed on garbage, or given zeros: neither may replace
+                # An idle forward computes on garbage or returns zeros, and neither may replace the
                 # collections.
                 collections = select(
                     row.forward.microbatch >= 0, result.collections, carry.collections
                 )
-                # Also where the forward was idle: the program names a slot that nothing living
-                # uses.
+                # Idle forwards write too: the program directs them to a slot that is not in use.
                 hosted = self._to_memory(result.residuals, jax.memory.Space.Host)
                 residuals = write_ring(carry.residuals, hosted, row.residual_write)
-                # Idle ticks report zeros, so chunk -1, which counts from the end, adds nothing.
+                # Idle ticks report zeros, so nothing is added for chunk -1, the last chunk.
                 reported = carry.reported.at[row.forward.chunk].add(result.reported)
                 if self.sends_early:
-                    # Without the barrier XLA merges exchanges of gradients and activations in one
-                    # direction, and neither of them lies under an action any more.
+                    # Without the barrier XLA merges exchanges of gradients and activations in the
+                    # same direction, and then no action overlaps either of them.
                     output, gradient = jax.lax.optimization_barrier((output, gradient))
                 activations = self.activations.send(
                     carry.activations,
@@ -256,7 +252,7 @@ class TrainLoop(TickLoop):
         labels: PyTree,
         output: PyTree,
     ) -> tuple[TrainCarry, PyTree]:
-        """Run the loss; gives the gradient of the output where the last part is."""
+        """Run the loss. Returns the output's gradient, on the stage of the last virtual stage."""
         if run.loss is None:
             return carry, self.stage.gradients.zeros()
         run_loss = self._epilogue if self.stage.vocab_loss is None else self._vocab_loss
@@ -276,7 +272,7 @@ class TrainLoop(TickLoop):
         labels: PyTree,
         output: PyTree,
     ) -> tuple[TrainCarry, PyTree]:
-        """Run the epilogue where the last part is."""
+        """Run the epilogue on the stage of the last virtual stage."""
         stage, storage, collections = self.stage, device.weights.storage, carry.collections
         is_last = self.is_last(device, row.forward.chunk)
         batch = Microbatch(None, labels, device.batch.context(row.loss_microbatch))
@@ -323,10 +319,8 @@ class TrainLoop(TickLoop):
     def _vocab_input(self, device: Device, run: TickRun, carry: TrainCarry, row: Row) -> TrainCarry:
         """Run the first layers on all stages.
 
-        Their forward for the next tick, their backward for the last one.
-
-        No action of this tick needs either, so that their collectives over the stages travel under
-        its products.
+        Their forward is for the next tick, their backward for the previous one. No action of this
+        tick needs either, so its matrix products overlap their collectives over the stages.
         """
         leaving, last, following = (
             carry.leaving,
@@ -339,7 +333,7 @@ class TrainLoop(TickLoop):
                 return self._vocab_input_gradients(device, last, leaving)
 
             carry = _plus_vocab(carry, run_on_all_stages(run.first_backward, last, gradients))
-            # Taken once: a tick without a backward leaves nothing.
+            # Used once: a tick without a backward leaves zeros.
             carry = carry._replace(leaving=self.stage.gradients.zeros())
         if run.first is not None:
 
@@ -357,9 +351,9 @@ class TrainLoop(TickLoop):
         return self.stage.vocab_input.gradients(device.weights.storage, inputs, context, gradient)
 
     def _backward(self, device: Device, run: TickRun, plan: ActionPlan) -> Action:
-        """A backward, whole or of the input alone.
+        """Make the action of a backward, whole or of the input only.
 
-        It is that of the gradients that arrived and that the loss gave.
+        Its cotangents are the gradients that arrived, or those of the loss.
         """
         stage, kinds = self.stage, plan.splits
 
@@ -382,15 +376,15 @@ class TrainLoop(TickLoop):
                 is_always_split = kinds == (True,) and plan.idle in (Idle.NEVER, Idle.LOOP)
                 write_slot = write_ring if is_always_split else write_ring_if
                 pending = write_slot(pending, result.pending, row.pending_write)
-            # No sends are named: gradients never leave early.
+            # No sends: gradients are never sent early.
             gradients = self._gradients.send(
                 carry.gradients, {}, row.gradients, device.stage, outgoing
             )
             carry = carry._replace(pending=pending, gradients=gradients)
             carry = self._plus(plan, carry, row.backward.chunk, result.trunk, result.off_trunk)
             if stage.vocab_input is not None:
-                # All stages run their backward, and its psums add the cotangents up: only one may
-                # be other than zero.
+                # All stages run the first layers' backward, whose psums add the cotangents of all
+                # stages, so only one of them may be nonzero.
                 leaving = select(
                     self.is_first(device, row.backward.chunk), outgoing, zeros_of(outgoing)
                 )
@@ -402,8 +396,8 @@ class TrainLoop(TickLoop):
             whole, split = functions
 
             def filled(*args: Any) -> StageBackwardResult:
-                # Branches of one switch must return one type: a split backward's missing gradients
-                # become zeros.
+                # All branches of a switch must return the same type, so a split backward's missing
+                # gradients become zeros.
                 return _fill(split(*args), jax.eval_shape(lambda: whole(*args)))
 
             functions = [whole, filled]
@@ -420,15 +414,15 @@ class TrainLoop(TickLoop):
         return Action(plan, lambda row: row.backward, functions, write, which, chunk)
 
     def _weight(self, device: Device, plan: ActionPlan) -> Action:
-        """The weight gradient of a split backward."""
+        """Make the action of the weight gradient of a split backward."""
 
         def compute(
             at: VirtualStage, carry: TrainCarry, row: Row, _: PyTree
         ) -> tuple[PyTree, PyTree]:
             residuals = self._read_residuals(carry.residuals, row.weight_residual_read)
             pending = read_ring(carry.pending, row.pending_read)
-            # Gathered by itself, and only what it reads: a product's weight gradient needs no
-            # weight.
+            # Gathers weights separately, and only those that it reads: the weight gradient of a
+            # matrix product does not need the weight.
             return self.stage.backward_weight(at, device.weights, residuals, pending)
 
         def write(
@@ -452,7 +446,7 @@ class TrainLoop(TickLoop):
         trunk: PyTree,
         off_trunk: PyTree,
     ) -> TrainCarry:
-        """The carry with an action's gradients; those of the trunk may be None leaf by leaf."""
+        """Add an action's gradients to the carry; gradients of the trunk may be None."""
         carry = carry._replace(
             trunk_grads=self._sums.add_trunk(carry.trunk_grads, plan, chunk, trunk)
         )
@@ -470,9 +464,9 @@ def _plus_vocab(carry: TrainCarry, grads: dict[str, jax.Array]) -> TrainCarry:
 
 
 def _fill(split: StageBackwardResult, whole: StageBackwardResult) -> StageBackwardResult:
-    """A split backward's result in the form of a whole one's.
+    """Fill a split backward's result to the structure of a whole backward's.
 
-    Zeros for the gradients that it leaves for later.
+    The gradients that it leaves for later become zeros.
     """
     leaves, treedef = jax.tree.flatten(whole.trunk)
     pairs = zip(treedef.flatten_up_to(split.trunk), leaves, strict=True)

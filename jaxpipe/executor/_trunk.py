@@ -1,7 +1,4 @@
-"""The trunk.
-
-The same layers in every virtual stage, run as one straight program without a conditional.
-"""
+"""The trunk: the same layers in every virtual stage, run as one program without a conditional."""
 
 from collections.abc import Sequence
 
@@ -22,38 +19,39 @@ from ._virtual_stage import VirtualStage
 class Trunk:
     """Forward and backward of the layers that are the same in all virtual stages.
 
-    A chunk is a number where the program is compiled for that chunk alone, or an array: then the
-    chunk's parameters are taken out of those of all chunks when an action runs, which copies them.
+    A chunk is a number if the program is compiled for that chunk only. Otherwise it is an array,
+    and each action takes the chunk's parameters out of those of all chunks, which copies them.
 
     With `scan`, equal layers run as one `lax.scan`, so that the program's size does not grow with
-    their number; their parameters are then stacked once per step. Layers that differ from one
-    another, keep collections or report anything are never scanned. `join` stacks the parameters of
-    all chunks, for chunks that are arrays. `split` makes the split backward too.
+    their number. Their parameters are then stacked once per step. Layers that differ from one
+    another, keep collections or report values are never scanned. `join` stacks the parameters of
+    all chunks, for chunks that are arrays. With `split` the split backward is built too.
 
     Attributes:
-        aux: What the trunk of each virtual stage reports.
-        is_empty: Whether the stages have nothing in common.
-        struct: Shapes and dtypes of one chunk's parameters, prepared.
-        trained: The same with None for what is frozen.
-        specs: How their gradients are sharded over automatic axes.
-        residuals: Shapes and dtypes of what `forward` leaves for `backward`.
-        is_hosted: For each of the residuals whether it waits in host memory.
-        pending: Shapes and dtypes of what a split backward leaves for its weight gradient.
+        aux: The values that the trunk of each virtual stage reports.
+        is_empty: Whether the stages have no layers in common.
+        struct: Shapes and dtypes of one chunk's prepared parameters.
+        trained: `struct` with None for frozen parameters.
+        specs: Shardings of the parameters' gradients over automatic axes.
+        residuals: Shapes and dtypes of the residuals from `forward` to `backward`.
+        is_hosted: Whether each residual is stored in host memory.
+        pending: Shapes and dtypes of the values that a split backward keeps for its weight
+            gradient.
     """
 
     def __init__(self, blueprint: Blueprint, *, scan: bool, join: bool, split: bool) -> None:
         trunks = [cut.trunk for cut in blueprint.cuts]
         each = [Segment(blueprint, v, trunks) for v in range(len(trunks))]
         self.aux, self.is_empty = [segment.aux for segment in each], not trunks[0]
-        # A scan stacks what its body returns, so collections and reports of its layers would need
-        # names of their own.
+        # A scan stacks the results of its body, so its layers' collections and reports would need
+        # separate names.
         is_plain = not (self.aux[0].names or blueprint.collections.has_any(trunks[0]))
         are_alike = len(trunks[0]) > 1 and len({blueprint.signatures[i] for i in trunks[0]}) == 1
         # Scanned layers share the arrays of their sums.
         are_alike = are_alike and len({blueprint.params.frozen_in(0, i) for i in trunks[0]}) == 1
-        # All trunks are the same program: it is built once, from the layers of the first virtual
-        # stage, and the others differ in their parameters and in the layer indices that go into
-        # random keys.
+        # All trunks are the same program, which is built once from the layers of the first virtual
+        # stage. The others differ only in their parameters and in the layer indices that are folded
+        # into random keys.
         self._program = Segment(
             blueprint, 0, trunks, scan=scan and are_alike and is_plain, split=split
         )
@@ -64,20 +62,20 @@ class Trunk:
         self.struct = self._program.struct
         self.trained = self._program.trained
         self.specs = self._program.specs
-        # Without a trunk activations pass by in whatever common form they have.
+        # Without a trunk, activations pass through in their common form.
         self.residuals = [] if self.is_empty else self._program.residuals.structs
         self.is_hosted = [] if self.is_empty else self._program.residuals.is_hosted
         self.pending = [] if self.is_empty else self._program.pending
 
     @property
     def residual_specs(self) -> list[P]:
-        """Shardings of the residuals over automatic axes, at least."""
+        """Shardings of the residuals over automatic axes, as far as they are known."""
         return [] if self.is_empty else self._program.residual_specs
 
     def prepare(self, stacked: dict[str, jax.Array]) -> PyTree:
-        """The trunk's parameters as its actions use them.
+        """Convert the trunk's parameters to the form that its actions use.
 
-        By chunk, or all chunks along a first dim.
+        This is one tree per chunk, or one tree with all chunks along a new first dim.
         """
         each = [
             self._program.prepare(
@@ -89,7 +87,7 @@ class Trunk:
         return jax.tree.map(lambda *xs: jnp.stack(xs), *each) if self._join else each
 
     def named(self, grads: Sequence[PyTree]) -> dict[str, jax.Array]:
-        """Gradients by name, from a tree for each chunk."""
+        """Convert gradients from one tree per chunk to gradients by name."""
         found: dict[str, jax.Array] = {}
         for chunk, tree in zip(self._chunks, grads, strict=True):
             of_chunk = self._program.by_name(tree)
@@ -109,7 +107,7 @@ class Trunk:
         inputs: PyTree,
         context: Context,
     ) -> ForwardResult:
-        """Forward in training; `params` are prepared, `collections` those of the stage."""
+        """Run the forward in training, with prepared `params` and the stage's collections."""
         if self.is_empty:
             return ForwardResult(inputs, [], collections, jnp.zeros((0,), jnp.float32))
         full_context = (self._program.offset(at), *context, self._collections_of(at, collections))
@@ -126,7 +124,7 @@ class Trunk:
         *,
         split: bool,
     ) -> BackwardResult:
-        """Backward, of a gradient for each differentiable leaf of the output."""
+        """Run the backward, from a gradient for each differentiable leaf of the output."""
         if self.is_empty:
             return BackwardResult({}, gradient, [])
         return self._program.backward(
@@ -136,7 +134,7 @@ class Trunk:
     def backward_weight(
         self, at: VirtualStage, params: PyTree, residuals: PyTree, pending: list[jax.Array]
     ) -> PyTree:
-        """Gradients that a split backward has left, None where it gave them."""
+        """Compute the gradients that a split backward left; the others are None."""
         return (
             {}
             if self.is_empty
@@ -151,7 +149,7 @@ class Trunk:
         inputs: PyTree,
         context: Context,
     ) -> PyTree:
-        """Forward outside training."""
+        """Run the forward outside training."""
         if self.is_empty:
             return inputs
         full_context = (self._program.offset(at), *context, self._collections_of(at, collections))
@@ -160,8 +158,8 @@ class Trunk:
     def _take(self, at: VirtualStage, params: PyTree) -> PyTree:
         if not self._join:
             return self._program.gather(params[at.chunk])
-        # A copy of the chunk's parameters in every tick; a switch on the chunk would instead cost
-        # the overlap on GPU.
+        # This copies the chunk's parameters in every tick. A switch on the chunk would instead
+        # prevent overlap on GPU.
         of_chunk = jax.tree.map(
             lambda x: jax.lax.dynamic_index_in_dim(x, at.chunk, keepdims=False), params
         )

@@ -1,4 +1,4 @@
-"""Virtual stages: the parts that a model is cut into, as many as stages times chunks."""
+"""Virtual stages: the pieces that a model is cut into, as many as stages times chunks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ class VirtualStage:
 
     Attributes:
         stage: Index along the `stage` axis.
-        chunk: A number where the program is compiled for one chunk, else an array.
-        placement: Which virtual stage each chunk of each stage is.
+        chunk: A number if the program is compiled for one chunk, otherwise an array.
+        placement: The virtual stage of each chunk of each stage.
     """
 
     stage: jax.Array
@@ -30,13 +30,13 @@ class VirtualStage:
 
     @property
     def candidates(self) -> Sequence[int]:
-        """Virtual stages that it can be, on any stage."""
+        """The virtual stages that this can be on any stage."""
         virtual = self.placement.virtual
         if isinstance(self.chunk, int):
             return [row[self.chunk] for row in virtual]
         return [index for row in virtual for index in row]
 
     def is_at(self, index: int) -> jax.Array:
-        """True if it is a given virtual stage; -1: the last."""
+        """True if this is virtual stage `index`; -1 is the last one."""
         stage, chunk = self.placement.locations[index]
         return (self.stage == stage) & (jnp.asarray(self.chunk) == chunk)

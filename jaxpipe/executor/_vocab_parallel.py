@@ -1,11 +1,11 @@
-"""Vocabulary-parallel layers.
+"""Vocabulary-parallel layers: first or last layers that all stages run together.
 
-The ends of a model run by all stages at once, each with its shards of the parameters.
+Each stage has its own shards of the parameters.
 
 With `check_vma=False` the transpose of a `psum` is a `psum`, so a backward gives every stage the
-gradient of the sum of the cotangents of all stages. These therefore are zero on all stages but one:
-that of the virtual stage which borders on the end. The gradients of what is the same on all stages
-are summed over the stages afterwards.
+gradient of the sum of all stages' cotangents. The cotangents are therefore zero on all stages but
+the one that holds the first or the last virtual stage. Gradients of replicated parameters are
+summed over the stages afterwards.
 """
 
 import functools
@@ -36,10 +36,10 @@ Leaves = dict[str, jax.Array]
 
 
 class VocabInput:
-    """The first layers, without residuals: their backward runs their forward again.
+    """The first layers, without residuals: their backward runs the forward again.
 
-    The last member of `gradients` is that of the layers' output. Raises LayerError where a layer
-    does not accept slices, or the output is not whole on every stage.
+    The last member of `gradients` is the gradient of the layers' output. Raises LayerError if a
+    layer does not accept slices, or if the output is not complete on every stage.
     """
 
     def __init__(self, blueprint: Blueprint, layers: range, gradients: Packing) -> None:
@@ -50,18 +50,21 @@ class VocabInput:
         if wanted != found:
             raise LayerError(
                 f"layer {blueprint.module.layers[layers.stop - 1].name}, which all stages run "
-                f"together, must hand over {wanted} on every stage, but got {found}. Put its "
-                "slices together with a psum or an all_gather over 'stage'."
+                f"together, must hand over {wanted} on every stage, but got {found}. Combine its "
+                "slices with a psum or an all_gather over 'stage'."
             )
 
     def outputs(self, storage: PyTree, inputs: PyTree, context: Context, *, train: bool) -> PyTree:
-        """Outputs of the layers; `inputs` and `context` must be the same on all stages."""
+        """Run the layers; `inputs` and `context` must be the same on all stages."""
         return _run(self._segment, self._segment.take(storage), inputs, context, train=train)
 
     def gradients(
         self, storage: PyTree, inputs: PyTree, context: Context, gradient: PyTree
     ) -> Leaves:
-        """Gradients by name, from that of the output, which is zero on all stages but the first."""
+        """Compute gradients by name.
+
+        The output's gradient is zero on all stages but the one of the first virtual stage.
+        """
         given = self._gradients.unpack(self._member, gradient)
         trained, frozen = self._segment.divided(self._segment.take(storage))
 
@@ -70,21 +73,22 @@ class VocabInput:
                 _run(self._segment, {**trained, **frozen}, inputs, context, train=True)
             )
 
-        # The forward runs again: an embedding's is a lookup, cheaper than a ring of its residuals.
+        # The forward runs again: for an embedding it is a lookup, cheaper than a ring of residuals.
         return jax.vjp(outputs, trained)[1](given)[0]
 
 
 class VocabLoss:
-    """The last layers and the loss, as one fused value and gradient.
+    """The last layers and the loss, with value and gradient fused.
 
-    Only from the first split layer on do all stages compute the same. The layers before it count on
-    the last stage, the one that holds the last part, and what they hand over is then given to all:
-    the cotangent of what all stages have is, on each of them, a share of the whole, and a layer
-    whose backward is not linear must not see shares. Within a split layer it does: what `VocabHead`
-    is given by its own layer has the cotangent of one slice of the logits.
+    All stages compute the same from the first split layer on. The layers before it are only valid
+    on the stage that holds the last virtual stage, and their output is broadcast to all stages. The
+    reason is the cotangent: for a value that all stages have, each stage's cotangent is only a part
+    of the whole, and a layer whose backward is not linear must not see parts. Within a split layer
+    it does see them: the input that `VocabHead` gets from its own layer has the cotangent of one
+    slice of the logits.
 
-    `activations` is the common form of what virtual stages hand over, `gradients` that of its
-    gradients.
+    `activations` is the common form of the outputs of virtual stages, and `gradients` the common
+    form of their gradients.
     """
 
     def __init__(
@@ -95,16 +99,16 @@ class VocabLoss:
         self._module, self._whole = blueprint.module, blueprint.trace.boundaries[-1]
         self._last_stage = blueprint.placement.locations[-1][0]
         self._outputs_struct = _outputs_struct(blueprint, Segment(blueprint, 0, [layers]))
-        self._gathers = False  # whether the loss takes no slices
+        self._gathers = False  # whether the loss needs complete logits
         first = next(i for i in layers if blueprint.trace.stage_dims[i])
         self._unsharded = Segment(blueprint, 0, [range(layers.start, first)])
         self._sharded = Segment(blueprint, 0, [range(first, layers.stop)])
 
     def check_loss(self, labels: PyTree) -> None:
-        """See what the loss takes: slices of the outputs, or outputs put together again.
+        """Find out whether the loss accepts slices of the outputs or needs complete outputs.
 
-        `labels` are shapes and dtypes of a microbatch's labels. Raises LayerError where it takes
-        neither: where it has collectives over the stages of its own.
+        `labels` are shapes and dtypes of a microbatch's labels. Raises LayerError if the loss does
+        not accept slices and has its own collectives over the stages.
         """
         if format_struct(self._outputs_struct) == format_struct(self._whole):
             return
@@ -122,16 +126,16 @@ class VocabLoss:
             )
 
     def outputs(self, storage: PyTree, output: PyTree, context: Context) -> PyTree:
-        """The model's output on this stage, outside training: slices of it as `SplitLogits`.
+        """Compute this stage's slices of the model's output as `SplitLogits`, outside training.
 
-        The trunk's output counts on the last part's stage.
+        The trunk's output is only valid on the stage of the last virtual stage.
         """
         inputs = self._activations.unpack(self._last, output)
         params = self._unsharded.take(storage), self._sharded.take(storage)
         return self._outputs(*params, inputs, context, train=False)
 
     def whole(self, outputs: PyTree) -> PyTree:
-        """Outputs put together from those of all stages."""
+        """Gather the complete outputs from the slices of all stages."""
         return jax.tree.map(put_together, outputs)
 
     def loss_and_gradients(
@@ -142,11 +146,11 @@ class VocabLoss:
         batch: Microbatch,
         cotangent: jax.Array,
     ) -> LossResult:
-        """The loss of one microbatch with its gradients by name, from the trunk's output.
+        """Compute the loss of one microbatch and its gradients by name, from the trunk's output.
 
-        The output, in common form, counts where `is_last` holds: on the stage of the last part.
-        Elsewhere the sums of the loss and the gradient of the output are zero. All stages have the
-        same labels.
+        The output, in common form, is only valid where `is_last` is true: on the stage of the last
+        virtual stage. Elsewhere the loss sums and the output's gradient are zero. All stages have
+        the same labels.
         """
         inputs = self._activations.unpack(self._last, output)
 
@@ -156,8 +160,8 @@ class VocabLoss:
             inputs_now = replace_differentiable(inputs, values)
             leaves = {**unsharded, **frozen[0]}, {**sharded, **frozen[1]}
             outputs = self._outputs(*leaves, inputs_now, batch.context, train=True)
-            # Every stage computes the whole loss. One of them starts the backward: with all, psums
-            # would add them up.
+            # Every stage computes the whole loss, but only one of them starts the backward:
+            # otherwise psums would add the cotangents of all stages.
             sums = jnp.where(is_last, self._module.loss_terms(outputs, batch.labels).sums(), 0.0)
             return sums[0] * cotangent, sums
 
@@ -167,10 +171,10 @@ class VocabLoss:
         trained, frozen = zip(*parts, strict=True)
         gradient = jax.grad(scaled_loss, argnums=(0, 1, 2), has_aux=True)
         (unsharded, sharded, dx), sums = gradient(*trained, differentiable(inputs))
-        # Elsewhere the layers before the sharded one ran on garbage: selected away, as NaN * 0
-        # would stay NaN.
+        # Elsewhere the layers before the sharded one ran on garbage. A select removes it, because
+        # NaN * 0 would stay NaN.
         unsharded, dx = select(is_last, (unsharded, dx), zeros_of((unsharded, dx)))
-        # A parameter tied between layers of the two kinds has a gradient from each.
+        # A parameter that is tied between layers of both kinds has a gradient from each.
         both = {name: unsharded[name] + sharded[name] for name in unsharded.keys() & sharded.keys()}
         output_grad = self._gradients.pack(self._last, dx)
         return LossResult(sums, {**unsharded, **sharded, **both}, output_grad)
@@ -179,10 +183,10 @@ class VocabLoss:
         self, unsharded: Leaves, sharded: Leaves, inputs: PyTree, context: Context, *, train: bool
     ) -> PyTree:
         handed = _run(self._unsharded, unsharded, inputs, context, train=train)
-        # The transpose of this broadcast sends the cotangent back to the last stage. A sum of zeros
-        # and what is there moves twice the bytes of a collective-broadcast, but a program with one
-        # of those XLA (JAX 0.10) schedules without an estimate of what exchanges take, so that
-        # fewer of them lie under products.
+        # The transpose of this broadcast sends the cotangent back to the last stage. The broadcast
+        # is a sum with zeros, which moves twice the bytes of a collective-broadcast. But XLA (JAX
+        # 0.10) schedules a program that contains a collective-broadcast without estimates of
+        # exchange times, so that matrix products overlap fewer exchanges.
         is_source = jax.lax.axis_index(_AXIS) == self._last_stage
         handed = broadcast_sum(select(is_source, handed, zeros_of(handed)), _AXIS)
         outputs = _run(self._sharded, sharded, handed, context, train=train)
@@ -191,7 +195,7 @@ class VocabLoss:
 
 
 def _outputs_struct(blueprint: Blueprint, segment: Segment) -> PyTree:
-    """Shapes and dtypes of some layers' output on one of the stages that run them."""
+    """Return shapes and dtypes of some layers' output on each of the stages that run them."""
     inputs, layers = blueprint.trace.boundaries[segment.layers.start], blueprint.module.layers
     try:
         run = functools.partial(_run, segment, train=False)

@@ -1,4 +1,4 @@
-"""A training job before it runs: memory and time on devices that are not there."""
+"""Forecast the memory and step time of a training job without its devices."""
 
 from jaxpipe.planner import ASSUMED as ASSUMED
 from jaxpipe.planner import HARDWARE as HARDWARE

@@ -1,4 +1,4 @@
-"""`python -m jaxpipe.forecast JOB`, which is `jaxpipe plan JOB`."""
+"""`python -m jaxpipe.forecast JOB`, the same as `jaxpipe plan JOB`."""
 
 import sys
 

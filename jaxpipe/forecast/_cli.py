@@ -1,4 +1,4 @@
-"""`jaxpipe plan`: a plan of what a function gives, on the command line."""
+"""`jaxpipe plan`: plan the job that a function returns, on the command line."""
 
 import argparse
 import inspect
@@ -25,14 +25,14 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpipe.forec
     """Run `jaxpipe plan`.
 
     Args:
-        argv: The arguments; None: those of the process.
-        prog: What the user typed before them.
+        argv: The arguments. None means those of the process.
+        prog: The command that the user typed before the arguments.
 
     Returns:
-        0; 1 where nothing fits; 2 after wrong use, or where the job itself is wrong.
+        0 if a candidate fits, 1 if nothing fits, 2 if the arguments or the job are wrong.
     """
     args = _parser(prog).parse_args(argv)
-    # Planning needs no accelerator, and takes none from those who do.
+    # Planning needs no accelerator and must not occupy one.
     jax.config.update("jax_platforms", "cpu")
     try:
         to_json, to_html = _file("--json", args.json), _file("--html", args.html)
@@ -69,11 +69,11 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpipe.forec
 def _parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=prog,
-        description="Memory and time of a training job on GPUs that are not there. Needs none.",
-        epilog="JOB names a function without arguments that returns (model, config, "
-        "example_batch), with an optimizer as a fourth entry if the configuration names none; or "
-        "a dictionary of the arguments of jaxpipe.plan. An example of one replica's microbatch "
-        "will do for any number of devices.",
+        description="Plan the memory and step time of a training job. Needs no accelerator.",
+        epilog="JOB names a function without arguments. It returns (model, config, "
+        "example_batch), with an optimizer as a fourth entry if the configuration names none, or "
+        "a dictionary of the arguments of jaxpipe.plan. The example of one replica's microbatch "
+        "is enough for any number of devices.",
     )
     parser.add_argument(
         "job", metavar="JOB", help="module:function, such as train:job for job() in train.py"
@@ -82,50 +82,50 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         "--hardware", help=f"NAME:NUMBER, such as h200:64; names: {', '.join(HARDWARE)}"
     )
     parser.add_argument(
-        "--schedules", metavar="LIST", help="such as 1f1b,zero-bubble; without it, all of 'auto'"
+        "--schedules", metavar="LIST", help="such as 1f1b,zero-bubble; default: those of 'auto'"
     )
     parser.add_argument("--num-chunks", metavar="LIST", help="such as 1,2")
     parser.add_argument(
         "--partition", metavar="LIST", help="partition methods, such as best,uniform"
     )
     parser.add_argument(
-        "--recompute", metavar="LIST", help="layers of recomputed groups, 0 for none, such as 0,1"
+        "--recompute", metavar="LIST", help="layers per recomputed group, 0 for none, such as 0,1"
     )
     parser.add_argument(
-        "--places", metavar="LIST", help="further axes of the mesh, such as model=8"
+        "--places", metavar="LIST", help="additional axes of the mesh, such as model=8"
     )
     parser.add_argument(
-        "--measured-step", metavar="SECONDS", type=float, help="of a run, to compare with"
+        "--measured-step", metavar="SECONDS", type=float, help="measured step time to compare with"
     )
     parser.add_argument(
         "--assume",
         metavar="NAME|FILE",
-        help=f"what kernels reach of the peaks: {', '.join(ASSUMED)}, or a file of JSON such as "
+        help=f"share of the peaks that kernels reach: {', '.join(ASSUMED)}, or a JSON file such as "
         '{"gemm_share": 0.6}',
     )
     parser.add_argument(
-        "--memory-gb", metavar="GB", type=float, help="memory of a device, if it has another"
+        "--memory-gb", metavar="GB", type=float, help="memory of a device, if not the named one's"
     )
     parser.add_argument(
         "--no-alternatives",
         dest="alternatives",
         action="store_false",
         default=None,
-        help="do not look at other settings for the same batch",
+        help="do not evaluate other settings for the same batch",
     )
     parser.add_argument(
-        "--compile", action="store_true", default=None, help="compile the best candidate, too"
+        "--compile", action="store_true", default=None, help="also compile the best candidate"
     )
     parser.add_argument(
         "--target-config", metavar="FILE", help="XLA's description of a GPU, for --compile"
     )
-    parser.add_argument("--json", metavar="FILE", help="where to write all figures")
-    parser.add_argument("--html", metavar="FILE", help="where to write a page with pictures")
+    parser.add_argument("--json", metavar="FILE", help="write all figures to this file")
+    parser.add_argument("--html", metavar="FILE", help="write a page with pictures to this file")
     return parser
 
 
 def _job(text: str) -> dict[str, Any]:
-    """Arguments of `plan` that the named function gives."""
+    """Return the arguments of `plan` from the named function."""
     function = import_named(text, "JOB", "train:job")
     if not callable(function):
         raise ConfigError(f"JOB must name a function, but got {text}={shown(function)}. Define it.")
@@ -144,13 +144,13 @@ def _job(text: str) -> dict[str, Any]:
 
 
 def _called(text: str, function: Any) -> Any:
-    """The result of the named function."""
+    """Call the named function and return its result."""
     try:
         inspect.signature(function).bind()
     except TypeError as error:
         raise ConfigError(
             f"JOB must name a function without arguments, but got {text}, which has some: {error}. "
-            "Give them defaults."
+            "Give all of them defaults."
         ) from error
     try:
         return function()
@@ -158,13 +158,13 @@ def _called(text: str, function: Any) -> Any:
         raise
     except Exception as error:
         raise ConfigError(
-            f"{text} must return the job, but got {raised(error)}. Mend it; it is called without "
-            "arguments, where there is no accelerator."
+            f"{text} must return the job, but got {raised(error)}. Fix it; it is called without "
+            "arguments and without an accelerator."
         ) from error
 
 
 def _check_names(text: str, given: dict[str, Any]) -> None:
-    """Refuse arguments that `plan` has not, and ask for those it needs."""
+    """Check that `plan` accepts these arguments and that no required one is missing."""
     known = inspect.signature(plan).parameters
     for name in given:
         if name not in known:
@@ -183,11 +183,11 @@ def _check_names(text: str, given: dict[str, Any]) -> None:
 
 
 def _file(option: str, given: str | None) -> Path | None:
-    """A file to write, in a folder that is there: what is wrong is found out before the work."""
+    """Return the path of a file to write; its folder is checked before the work starts."""
     path = None if given is None else local_path(given, option)
     if path is not None and (path.is_dir() or not path.parent.is_dir()):
         raise ConfigError(
-            f"{option} must be a file in a folder that exists, but got {str(path)!r}. Make the "
+            f"{option} must be a file in a folder that exists, but got {str(path)!r}. Create the "
             "folder."
         )
     return path
@@ -201,12 +201,12 @@ def _assume(given: str | None) -> Any:
         found = json.loads(read_file(path).decode())
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"--assume must be one of {', '.join(ASSUMED)} or a file of JSON, but got {given!r}: "
+            f"--assume must be one of {', '.join(ASSUMED)} or a JSON file, but got {given!r}: "
             f"{error}. Correct it."
         ) from error
     if not isinstance(found, dict):
         raise ConfigError(
-            "--assume must be a file of JSON with a dictionary of fields of Hardware, but got "
+            "--assume must be a JSON file with a dictionary of fields of Hardware, but got "
             f'{given!r} with {shown(found)}. Write for instance {{"gemm_share": 0.6}}.'
         )
     return found
@@ -220,7 +220,7 @@ def _target(given: str | None) -> str | None:
         return read_file(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"--target-config must be a file of text, but got {str(path)!r}: {error}. Correct the "
+            f"--target-config must be a text file, but got {str(path)!r}: {error}. Correct the "
             "path."
         ) from error
 
@@ -234,7 +234,7 @@ def _numbers(option: str, text: str | None) -> list[int] | None:
         return None if text is None else [int(word) for word in text.split(",")]
     except ValueError as error:
         raise ConfigError(
-            f"{option} must be integers with commas between, but got {text!r}. Write 0,1."
+            f"{option} must be integers separated by commas, but got {text!r}. Write 0,1."
         ) from error
 
 
@@ -246,13 +246,12 @@ def _places(text: str | None) -> dict[str, int] | None:
         axis, equals, size = word.partition("=")
         if not equals or not size.strip().isdigit():
             raise ConfigError(
-                f"--places must be AXIS=LENGTH with commas between, but got {text!r}. Write "
+                f"--places must be AXIS=LENGTH separated by commas, but got {text!r}. Write "
                 "model=8."
             )
         if axis.strip() in found:
             raise ConfigError(
-                f"--places must name each axis once, but got {text!r}. Leave out one of "
-                f"{axis.strip()}."
+                f"--places must name each axis once, but got {text!r}. Remove one {axis.strip()}."
             )
         found[axis.strip()] = int(size)
     return found

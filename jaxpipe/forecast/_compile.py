@@ -1,4 +1,4 @@
-"""The real program of a candidate, compiled ahead of time for devices that are not there."""
+"""Compile the real program of a candidate ahead of time, without its devices."""
 
 import importlib.util
 import re
@@ -34,10 +34,10 @@ _UNLIKE: dict[str, dict[str, str]] = {
         "device_description_str": '"NVIDIA B200"',
     },
 }
-"""Fields in which XLA's descriptions of GPUs differ from that of an H200."""
+"""Fields in which XLA's descriptions of other GPUs differ from that of an H200."""
 
 _TPUS = {"v5e": 2, "v5p": 3, "v6e": 2}
-"""TPUs that can be compiled for, and how many dims their slices have."""
+"""TPUs that programs can be compiled for, and the number of dims of their slices."""
 
 _PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 
@@ -48,11 +48,11 @@ class CompiledStep:
 
     Attributes:
         label: The candidate.
-        argument_bytes: Bytes of what the step takes, on each device: masters, moments, the batch.
-        temporary_bytes: Bytes of all else.
+        argument_bytes: Bytes of the step's arguments on each device: masters, moments, the batch.
+        temporary_bytes: Bytes of everything besides the arguments, on each device.
         total_bytes: Bytes on each device.
-        counted_bytes: The same as counted.
-        compile_s: Seconds that it took to trace and compile.
+        counted_bytes: Bytes on each device according to the forecast.
+        compile_s: Seconds to trace and compile the step.
     """
 
     label: str
@@ -66,17 +66,17 @@ class CompiledStep:
         ratio = self.counted_bytes / self.total_bytes
         return (
             f"compiled {self.label} in {self.compile_s:.0f} s: {self.argument_bytes / 1e9:.2f} GB "
-            f"of arguments, {self.temporary_bytes / 1e9:.2f} GB beside them, "
-            f"{self.total_bytes / 1e9:.2f} GB in all; counted were {ratio:.2f} times as many"
+            f"of arguments, {self.temporary_bytes / 1e9:.2f} GB of temporaries, "
+            f"{self.total_bytes / 1e9:.2f} GB in total; the forecast is {ratio:.2f} times that"
         )
 
 
 def target_config(hardware: Hardware) -> str:
-    """XLA's description of a device to compile for; raises ConfigError where there is none."""
+    """Return XLA's description of a device to compile for; raises ConfigError if there is none."""
     if hardware.name not in _UNLIKE:
         known = ", ".join(sorted([*_UNLIKE, *_TPUS]))
         raise ConfigError(
-            f"programs can be compiled ahead of time for {known}, but got {hardware.name!r}. Give "
+            f"programs can be compiled ahead of time for {known}, but got {hardware.name!r}. Pass "
             "target_config=<text of XLA's GpuTargetConfigProto>, or plan without compiling."
         )
     text = _H200.read_text()
@@ -91,13 +91,13 @@ def target_config(hardware: Hardware) -> str:
 
 
 def compilable_devices(hardware: Hardware, count: int, target: str | None = None) -> Sequence[Any]:
-    """Devices that programs can be compiled for, host after host.
+    """Return devices that programs can be compiled for, host by host.
 
-    `target`, or `target_config`, describes them to XLA.
+    XLA gets their description from `target`, or from `target_config` if that is None.
 
     Raises:
-        ConfigError: The CUDA plugin, or libtpu, is not installed, the devices do not fill their
-            hosts, or there is no description.
+        ConfigError: The CUDA plugin or libtpu is not installed, the devices do not fill their
+            hosts, or there is no description of the hardware.
     """
     if hardware.name in _TPUS and target is None:
         return _tpus(hardware, count)
@@ -110,7 +110,7 @@ def compilable_devices(hardware: Hardware, count: int, target: str | None = None
     hosts = max(1, -(-count // hardware.devices_per_host))
     if count % hosts:
         raise ConfigError(
-            f"devices must fill hosts of {hardware.devices_per_host} to be compiled for, but got "
+            f"devices must fill hosts of {hardware.devices_per_host} for compiling, but got "
             f"{count} devices. Use a multiple of {hardware.devices_per_host}."
         )
     description = topologies.get_topology_desc(
@@ -120,10 +120,10 @@ def compilable_devices(hardware: Hardware, count: int, target: str | None = None
 
 
 def _tpus(hardware: Hardware, count: int) -> Sequence[Any]:
-    """Devices of a slice of TPUs, as near to a square or a cube as their number allows."""
+    """Return the devices of a TPU slice that is as close to a square or a cube as possible."""
     if importlib.util.find_spec("libtpu") is None:
         raise ConfigError(
-            "compiling for TPUs needs XLA's compiler for them, but got no package libtpu. Run pip "
+            "compiling for TPUs needs the package libtpu, but got none installed. Run pip "
             "install 'jaxpipe[tpu]', which needs no TPU, or plan without compiling."
         )
     compiles_for_tpus_anywhere()
@@ -134,8 +134,8 @@ def _tpus(hardware: Hardware, count: int) -> Sequence[Any]:
         left //= 2
     if left != 1:
         raise ConfigError(
-            f"programs for TPUs must be compiled for a power of two of chips, but got {count}. "
-            "Round it."
+            "programs for TPUs must be compiled for a number of chips that is a power of two, but "
+            f"got {count}. Round it."
         )
     sides.sort(key=lambda side: (side == 1, side))
     name = f"{hardware.name}:{'x'.join(map(str, sides))}"
@@ -143,13 +143,13 @@ def _tpus(hardware: Hardware, count: int) -> Sequence[Any]:
         return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
     except jax.errors.JaxRuntimeError as error:
         raise ConfigError(
-            f"programs for TPUs must be compiled for a slice that there is, but got {count} chips "
-            f"as {name}: {error}. Use 4 chips or more, and no more than a pod has."
+            f"programs for TPUs must be compiled for a slice that exists, but got {count} chips "
+            f"as {name}: {error}. Use at least 4 chips and at most a pod."
         ) from error
 
 
 def compile_step(label: str, counted_bytes: float, build: Any) -> CompiledStep:
-    """Compile the step of the pipeline that a function builds, and read its memory."""
+    """Compile the step of the pipeline that `build` returns, and read its memory."""
     start = time.perf_counter()
     pipeline = build()
     with without_cache():
@@ -157,7 +157,8 @@ def compile_step(label: str, counted_bytes: float, build: Any) -> CompiledStep:
     memory = compiled.memory_analysis()
     if memory is None:
         raise ConfigError(
-            "the backend must tell the memory of programs, but told none. Plan without compiling."
+            "the backend must report the memory of programs, but got no report. Plan without "
+            "compiling."
         )
     total = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     total += memory.output_size_in_bytes - memory.alias_size_in_bytes

@@ -1,6 +1,6 @@
-"""Devices that are not there.
+"""Placeholders for absent devices.
 
-Enough of one for a mesh, on which models are traced and nothing runs.
+They have enough attributes for a mesh on which models are traced and nothing runs.
 """
 
 from dataclasses import dataclass
@@ -16,18 +16,18 @@ class _NoClient:
     platform: str
 
     def local_devices(self) -> list[Any]:
-        """None of them can be run on."""
+        """Return no devices: nothing can run on this backend."""
         return []
 
 
 @dataclass(frozen=True)
 class AbsentDevice:
-    """A device that is not there: all that a mesh and the planner ask of one.
+    """An absent device, with the attributes that a mesh and the planner need.
 
     Attributes:
-        id: Its number.
-        process_index: The process that would have it.
-        device_kind: Its name.
+        id: The device's number.
+        process_index: The process that would own the device.
+        device_kind: The device's name.
         platform: `"gpu"` or `"tpu"`.
     """
 
@@ -46,7 +46,7 @@ class AbsentDevice:
 
 
 def absent_devices(hardware: Hardware, count: int) -> list[AbsentDevice]:
-    """So many devices in the order of their hosts."""
+    """Return `count` devices in the order of their hosts."""
     return [
         AbsentDevice(i, hardware.host_of(i), hardware.name, hardware.platform) for i in range(count)
     ]

@@ -1,6 +1,6 @@
-"""A plan as one HTML page that needs nothing else.
+"""A plan as one self-contained HTML page.
 
-Tables, bars of memory, and the schedule drawn to scale.
+The page has tables, bars of memory, and the schedule drawn to scale.
 """
 
 import html
@@ -35,7 +35,7 @@ def page_of(
     stages: Sequence[Sequence[str]],
     others: Sequence[Sequence[str]],
 ) -> str:
-    """Write the page, with tables of candidates, stages and other settings, heads first."""
+    """Return the page, with tables of candidates, stages and other settings, headings first."""
     title, *_ = str(plan).splitlines()
     return "\n".join(
         [
@@ -59,9 +59,9 @@ def body_of(
     title: str,
     level: int = 1,
 ) -> str:
-    """The page without its frame, as notebooks show it.
+    """Return the body of the page, as notebooks show it.
 
-    Their own headings are above those from `level` on.
+    Headings start at `level`, so that a notebook's own headings can be above them.
     """
     shown, inner = plan.shown, f"h{level + 1}"
     parts = [f"<h{level}>Plan</h{level}>", f"<p>{html.escape(title)}</p>"]
@@ -134,7 +134,7 @@ def _bars(plan: "StepPlan") -> str:
 
 
 def _picture(plan: "StepPlan", shown: Forecast) -> str:
-    """The ticks of the first microbatches, with the times of the slowest stage."""
+    """Draw the ticks of the first microbatches, with the times of the slowest stage."""
     num_stages = plan.axes["stage"]
     forward, backward = (
         max(getattr(stage, name) for stage in shown.stages) for name in ("forward_s", "backward_s")

@@ -1,4 +1,4 @@
-"""`plan`: what a training job would hold and take on devices that are not there."""
+"""`plan`: the memory and step time of a training job, without its devices."""
 
 import dataclasses
 import functools
@@ -52,7 +52,7 @@ from ._devices import absent_devices
 from ._result import Alternative, StepPlan
 
 
-def plan(  # noqa: PLR0913  # what to look at, one argument each
+def plan(  # noqa: PLR0913  # one argument for each choice
     model: PipelineModule,
     config: ConfigLike,
     example_batch: Sequence[PyTree],
@@ -71,58 +71,56 @@ def plan(  # noqa: PLR0913  # what to look at, one argument each
     compiles: bool = False,
     target_config: str | None = None,
 ) -> StepPlan:
-    """Count what a training job would hold and take, without a GPU.
+    """Estimate the memory and step time of a training job without an accelerator.
 
-    Nothing is allocated, and nothing compiled unasked.
+    Nothing is allocated, and nothing is compiled unless you set `compiles`.
 
-    Layers are traced, equal ones once. Memory is counted by what for; time by a roofline of the
-    named hardware, each kernel the longer of its operations and its bytes; the schedule's ticks are
-    gone through with these times.
+    The layers are traced, equal layers only once. Memory is counted by category. The time of each
+    kernel comes from a roofline model of the named hardware: its arithmetic or its memory traffic,
+    whichever takes longer. The schedule is then simulated tick by tick with these times.
 
     Args:
         model: The layers and their number of stages.
         config: DeepSpeed's configuration, as for `make_pipeline`.
-        example_batch: One entry as a data iterator yields it, `(inputs, labels)` or `(inputs,
-            labels, side)`, leaves `[microbatch_size * replicas, ...]` or, as of one replica,
-            `[microbatch_size, ...]`, arrays or shapes.
-        hardware: Name and number of devices, such as `"h200:64"`, of `forecast.HARDWARE`; or a
-            `Hardware` and a number.
-        optimizer: An optax transformation; None: that of the configuration, and where it names none
-            AdamW.
-        places: Lengths of further axes of the mesh, such as `{"model": 8}` or `{"fsdp": 8}`;
-            replicas take the rest.
-        schedules: Names of schedules. None: that of the configuration, and all that `"auto"` looks
-            at.
-        num_chunks: Numbers of chunks. None: that of the configuration, and with `"auto"` 1, 2 and
-            4.
-        partition: Partition methods, or boundaries. None: the model's, and `"best"`.
-        recompute: Layers of recomputed groups, 0 for none. None: that of the model or the
-            configuration, and where it says nothing 0 and 1.
-        measured_step_s: Seconds of a step of a run, to compare with.
-        assume: What kernels reach of the peaks: `"optimistic"`, `"fair"` or `"pessimistic"`, of
-            `forecast.ASSUMED`, or values of `Hardware`'s fields. None: as the hardware says, which
-            for the named ones is `"optimistic"`.
-        memory_gb: GB (10^9 bytes) of a device's memory, where it is another than the named
-            hardware's.
-        alternatives: Whether to look, too, at what settings that change the mesh, or split the
-            vocabulary, would make of the same batch on the same devices: ZeRO, an axis `model`,
-            more or fewer stages.
-        compiles: Whether to compile the best candidate's program, or the smallest where none fits,
-            ahead of time; that needs JAX's CUDA plugin or libtpu, no device, and a minute or
-            more.
-        target_config: XLA's description of the GPU, a `GpuTargetConfigProto` as text. None: the one
-            that comes with jaxpipe, which there is for H100, H200 and B200.
+        example_batch: One entry of the data iterator, `(inputs, labels)` or `(inputs, labels,
+            side)`, as arrays or shapes. The leaves are `[microbatch_size * replicas, ...]`, or
+            `[microbatch_size, ...]` for the samples of one replica.
+        hardware: Name and number of devices, such as `"h200:64"`, with a name from
+            `forecast.HARDWARE`, or a pair of a `Hardware` and a number.
+        optimizer: An optax transformation. None: the optimiser of the configuration, or AdamW if
+            the configuration names none.
+        places: Lengths of additional axes of the mesh, such as `{"model": 8}` or `{"fsdp": 8}`. The
+            remaining devices are replicas.
+        schedules: Names of schedules. None: the schedule of the configuration and all schedules
+            that `"auto"` considers.
+        num_chunks: Numbers of chunks. None: the number in the configuration, or 1, 2 and 4 if it is
+            `"auto"`.
+        partition: Partition methods or boundaries. None: the model's method and `"best"`.
+        recompute: Layers per recomputed group, 0 for none. None: the number of the model or the
+            configuration, or 0 and 1 if neither sets it.
+        measured_step_s: Seconds of a measured step to compare with.
+        assume: The share of the peaks that kernels reach: `"optimistic"`, `"fair"` or
+            `"pessimistic"` (see `forecast.ASSUMED`), or values for fields of `Hardware`. None: the
+            values of the hardware, which are `"optimistic"` for the named ones.
+        memory_gb: GB (10^9 bytes) of a device's memory, if it differs from the named hardware's.
+        alternatives: Whether to evaluate also other settings for the same batch on the same
+            devices: a split vocabulary, ZeRO, an axis `model`, more or fewer stages.
+        compiles: Whether to compile the program of the best candidate ahead of time, or of the
+            smallest if none fits. This needs JAX's CUDA plugin or libtpu, but no device, and takes
+            a minute or more.
+        target_config: XLA's description of the GPU, a `GpuTargetConfigProto` as text. None: the
+            description included in jaxpipe, which exists for H100, H200 and B200.
 
     Returns:
-        All candidates; `str` shows them as a table, `to_json` and `to_html` write them.
+        All candidates. `str` formats them as tables; `to_json` and `to_html` write them.
 
     Raises:
-        ConfigError: An argument or the configuration is wrong; the hardware is not known.
-        TopologyError: Stages and places do not divide the devices.
+        ConfigError: An argument or the configuration is wrong, or the hardware is unknown.
+        TopologyError: The stages and places do not divide the devices.
         DataError: The example does not fit the configuration.
-        LayerError: Layers do not fit together, or cannot be traced.
-        PartitionError: No cut that was asked for exists.
-        ScheduleError: A schedule is not known, or none can have so many chunks.
+        LayerError: Layers do not fit together or cannot be traced.
+        PartitionError: None of the requested cuts exists.
+        ScheduleError: A schedule is unknown, or none supports the requested number of chunks.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, jaxpipe
@@ -169,7 +167,7 @@ def plan(  # noqa: PLR0913  # what to look at, one argument each
 
 
 def _changed(hardware: Hardware, assume: Any, memory_gb: object) -> Hardware:
-    """Hardware as a user assumes it."""
+    """Return the hardware with the user's assumptions."""
     if assume is not None:
         if not isinstance(assume, str | Mapping):
             raise ConfigError(
@@ -205,7 +203,7 @@ def _check(model: object, measured_step_s: object, optimizer: object) -> None:
     if seconds is None or seconds <= 0:
         raise ConfigError(
             "measured_step_s must be a positive number of seconds, but got "
-            f"measured_step_s={measured_step_s!r}. Leave it out where there is no run to compare "
+            f"measured_step_s={measured_step_s!r}. Leave it out if there is no run to compare "
             "with."
         )
 
@@ -213,7 +211,7 @@ def _check(model: object, measured_step_s: object, optimizer: object) -> None:
 def _check_flag(name: str, value: object) -> None:
     if as_flag(value) is None:
         raise ConfigError(
-            f"{name} must be True or False, but got {name}={shown(value)}. Write one of these."
+            f"{name} must be True or False, but got {name}={shown(value)}. Pass one of these."
         )
 
 
@@ -229,7 +227,7 @@ def _check_compiling(compiles: object, target_config: object) -> None:
     if not compiles:
         raise ConfigError(
             "target_config must be left out where nothing is compiled, but got "
-            f"target_config={shown(target_config)}. Ask for compiles=True (--compile), or leave it "
+            f"target_config={shown(target_config)}. Set compiles=True (--compile), or leave it "
             "out."
         )
 
@@ -245,7 +243,7 @@ def _lengths(places: Mapping[str, int] | None) -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True)
 class _Asked:
-    """The candidates to look at, as a user asks for them."""
+    """The candidates that the user requests."""
 
     schedules: Asked
     partitions: tuple[str | tuple[int, ...], ...]
@@ -326,7 +324,7 @@ def _integers(name: str, values: Any, least: int) -> tuple[int, ...] | None:
 
 
 class _Setup:
-    """A job made from a user's arguments, and its candidates."""
+    """A job built from the user's arguments, and its candidates."""
 
     def __init__(  # noqa: PLR0913  # the arguments of `plan`
         self,
@@ -346,11 +344,11 @@ class _Setup:
         wanted = optax.adamw(1e-4) if self.assumes_optimizer else optimizer
         self._module, chosen, given, sizes = prepare(model, config, wanted, None, given, errors)
         size, replicas = sizes.train_micro_batch_size_per_gpu, num_batch_shards(given)
-        # An example of one replica says as much as one of all, whatever the number of devices.
+        # An example of one replica is enough, whatever the number of devices.
         leaves = jax.tree.leaves(example_batch)
         is_of_one = all(getattr(leaf, "shape", ())[:1] == (size,) for leaf in leaves)
         entry = entry_struct(example_batch, size, 1 if is_of_one else replicas)
-        # That of one replica does for the same job on another mesh.
+        # The entry of one replica is reused for the same job on another mesh.
         self._of_one, entry = (
             jax.tree.map(lambda x, n=n: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype), entry)
             for n in (size, size * replicas)
@@ -367,9 +365,9 @@ class _Setup:
                 sizes.gradient_accumulation_steps,
                 chosen.transformation,
             )
-            # With the split of the vocabulary decided.
+            # These include the decision about splitting the vocabulary.
             module, trace, self.config = traced.module, traced.trace, traced.config
-            # For its errors: without labels the loss is not counted.
+            # Evaluated only for its errors: without labels the loss is not counted.
             outputs, labels = trace.boundaries[-1], traced.microbatch.labels
             trace.on_mesh(lambda: jax.eval_shape(module.loss_terms, outputs, labels))
         self._optimizer = chosen.transformation
@@ -379,12 +377,12 @@ class _Setup:
 
     @property
     def limit_bytes(self) -> float:
-        """Bytes that a device may hold."""
+        """Bytes that training may use on a device."""
         limit = unless_auto(self.config.pipeline.memory_limit_gb)
         return usable_bytes(self.hardware, self.traced.mesh) if limit is None else limit * 1e9
 
     def forecasts(self, asked: _Asked) -> list[Forecast]:
-        """All that was asked for, the best first."""
+        """Return the forecasts of all requested candidates, the best first."""
         found, failed = dict[tuple[Any, ...], Forecast](), list[PartitionError | ScheduleError]()
         with self._tracing():
             for interval in asked.recompute:
@@ -411,7 +409,7 @@ class _Setup:
         )
 
     def compile(self, one: Forecast, target: str | None) -> CompiledStep:
-        """Compile a candidate's step for devices that are not there."""
+        """Compile a candidate's step for absent devices."""
         model, _, _, hardware, count, _, places = self._arguments
         devices = compilable_devices(hardware, count, target)
         section = dataclasses.replace(
@@ -440,7 +438,7 @@ class _Setup:
 
     @property
     def free_replicas(self) -> int:
-        """Places along `data`, those included that ZeRO 2 and 3 make places along `fsdp`."""
+        """Devices along `data`, including those that ZeRO 2 and 3 move to `fsdp`."""
         return num_batch_shards(self.traced.mesh) // self._arguments[-1].get(FSDP, 1)
 
     @property
@@ -450,28 +448,28 @@ class _Setup:
 
     @property
     def keeps_vocabulary_whole(self) -> bool:
-        """True if the settings ask for a vocabulary that is not split."""
+        """Whether the configuration disables splitting the vocabulary."""
         return self._arguments[1].pipeline.split_vocabulary is False
 
     def with_zero(self, stage: int) -> "_Setup":
-        """The same job with another stage of ZeRO."""
+        """Return the same job with another ZeRO stage."""
         zero = dataclasses.replace(self._arguments[1].zero_optimization, stage=stage)
         return self._with(zero_optimization=zero)
 
     def with_split(self) -> "_Setup":
-        """The same job with the vocabulary split where that pays."""
+        """Return the same job with the vocabulary split if that makes the step shorter."""
         section = dataclasses.replace(self._arguments[1].pipeline, split_vocabulary="auto")
         return self._with(pipeline=section)
 
     def with_places(self, num_microbatches: int, **places: int) -> "_Setup":
-        """The same job with further axes, which take places of replicas."""
+        """Return the same job with additional axes, which use the devices of some replicas."""
         axes = {**self._arguments[-1], **places}
         return self._with(axes=axes, gradient_accumulation_steps=num_microbatches)
 
     def with_stages(self, num_microbatches: int, num_stages: int) -> "_Setup":
-        """The same job on more or fewer stages, which take or leave places of replicas."""
+        """Return the same job with more or fewer stages, and fewer or more replicas."""
         given = self._arguments[0]
-        # Boundaries are those of so many stages.
+        # Explicit boundaries fit only the original number of stages.
         is_named = isinstance(given.partition_method, str)
         method = given.partition_method if is_named else "best"
         model = given.replace(num_stages=num_stages, partition_method=method)
@@ -499,13 +497,13 @@ def _topology(model: PipelineModule, count: int, places: Mapping[str, int]) -> P
             or size < 1
         ):
             raise TopologyError(
-                "places must map names of axes beside 'stage' and 'data' to positive lengths, but "
-                f"got places={dict(places)}. Write for instance places={{'model': 8}}; replicas "
-                "take what is left."
+                "places must map axis names, except 'stage' and 'data', to positive lengths, but "
+                f"got places={dict(places)}. Write for instance places={{'model': 8}}; the "
+                "remaining devices are replicas."
             )
     if model.given_topology is not None and places:
         raise TopologyError(
-            "places must be left out where the model has a topology "
+            "places must be left out if the model has a topology "
             f"({model.given_topology.describe()}), but got places={dict(places)}. Put the axes "
             "into the topology."
         )
@@ -524,7 +522,7 @@ def _topology(model: PipelineModule, count: int, places: Mapping[str, int]) -> P
 
 
 def _advice(setup: _Setup, found: Sequence[Forecast], others: Iterable[Alternative]) -> str:
-    """Candidates that do not fit, and the first change that makes it fit."""
+    """Describe the candidates that do not fit, and the first change that makes one fit."""
     large = [one for one in found if not one.fits]
     if not large:
         return ""
@@ -568,7 +566,7 @@ def _advice(setup: _Setup, found: Sequence[Forecast], others: Iterable[Alternati
 
 
 _MOST_INSIDE = 8
-"""Places of an axis `model` that are looked at: products get small, and sums long, beyond."""
+"""The largest axis `model` to try. Beyond it products become small and all-reduces long."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -576,9 +574,9 @@ class _Change:
     """Another setting for the same batch on the same devices.
 
     Attributes:
-        words: The setting.
-        made: The job with it.
-        divides: Whether it is worth a look only where it divides weights further.
+        words: The setting, as text.
+        made: Returns the job with the setting.
+        divides: Whether the setting is useful only if it divides the weights further.
     """
 
     words: str
@@ -587,7 +585,7 @@ class _Change:
 
 
 def _alternatives(setup: _Setup, asked: _Asked, found: Sequence[Forecast]) -> Iterator[Alternative]:
-    """The best of the job with each change, the cheapest change first."""
+    """Yield the best candidate of the job with each change, the cheapest change first."""
     least = min(one.memory.gradient_sums for one in found)
     wanted = asked
     if 1 not in asked.recompute and not any(one.fits for one in found):
@@ -595,14 +593,14 @@ def _alternatives(setup: _Setup, asked: _Asked, found: Sequence[Forecast]) -> It
     for change in _changes(setup, recomputes=wanted is not asked):
         try:
             best = change.made().forecasts(wanted)[0]
-        except JaxpipeError:  # this model or mesh cannot have it
+        except JaxpipeError:  # not possible with this model or mesh
             continue
         if not change.divides or best.memory.gradient_sums < least:
             yield Alternative(change.words, best)
 
 
 def _changes(setup: _Setup, *, recomputes: bool) -> Iterator[_Change]:
-    """Changes of a job, the cheapest first; with `recomputes` that is one of them."""
+    """Yield changes of a job, the cheapest first; `recomputes` includes recompute."""
     if setup.keeps_vocabulary_whole:
         yield _Change("pipeline.split_vocabulary='auto'", setup.with_split)
     if recomputes:
@@ -613,7 +611,7 @@ def _changes(setup: _Setup, *, recomputes: bool) -> Iterator[_Change]:
         if num_batch_shards(mesh) > 1:
             words = f"zero_optimization.stage={stage}"
             yield _Change(words, functools.partial(setup.with_zero, stage))
-    # Places that further axes or stages may take: not those of an axis that was asked for.
+    # New axes and stages use devices of replicas, but not those of an axis that the user requested.
     free = setup.free_replicas
     inside = math.gcd(free, min(setup.hardware.devices_per_host, _MOST_INSIDE))
     if inside > 1 and set(mesh.shape) <= {*MANUAL_AXES, FSDP}:
@@ -629,7 +627,7 @@ def _changes(setup: _Setup, *, recomputes: bool) -> Iterator[_Change]:
 
 
 def _beside(setup: _Setup) -> str:
-    """What communicators hold, in words."""
+    """Describe the memory of the communicators."""
     found, each = communicators(setup.traced.mesh), setup.hardware.communicator_bytes
     if not found or not each or setup.config.pipeline.memory_limit_gb != "auto":
         return ""
@@ -666,10 +664,10 @@ def _assumptions(setup: _Setup) -> tuple[str, ...]:
     if setup.assumes_optimizer:
         found.append("AdamW, as neither an optimizer nor one in the configuration was given")
     if setup.traced.mesh.shape.get("fsdp", 1) > 1:
-        found.append("gathers of weights over fsdp travel under products as far as these last")
+        found.append("gathers of weights over fsdp overlap products, as long as these last")
     if setup.config.pipeline.offload_activations:
         found.append(
-            "what forwards leave lies in host memory, and its copies travel under ticks, of "
-            "whatever size"
+            "residuals are in host memory, and computation hides their copies completely, whatever "
+            "their size"
         )
     return tuple(found)

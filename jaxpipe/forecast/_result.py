@@ -1,6 +1,6 @@
 """The result of a plan.
 
-Candidates with their memory and their step, as data, as a table and as JSON.
+The candidates with their memory and step time, as data, as tables and as JSON.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ class Alternative:
 
     Attributes:
         change: The setting.
-        forecast: The best candidate with it, or the smallest where none fits.
+        forecast: The best candidate with this setting, or the smallest if none fits.
     """
 
     change: str
@@ -39,27 +39,28 @@ class Alternative:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Forecasts of a training job; `str` shows them as a table.
+    """Forecasts of a training job; `str` formats them as tables.
 
     Attributes:
-        hardware: The devices.
-        num_devices: How many.
-        limit_bytes: Bytes that training may hold on a device: those of the settings, or what the
-            hardware leaves beside its communicators.
+        hardware: The type of device.
+        num_devices: The number of devices.
+        limit_bytes: Bytes that training may use on a device: the limit in the configuration, or the
+            usable memory of the hardware without its communicators.
         axes: Lengths of the mesh's axes.
-        num_microbatches: Microbatches of a step.
-        microbatch_size: Samples of a microbatch on one replica.
+        num_microbatches: Microbatches per step.
+        microbatch_size: Samples per microbatch on one replica.
         num_params: Parameters of the model.
-        candidates: All that were looked at, the best first; of the others those that fit first, by
-            their steps.
-        best: The simplest within a hundredth of the shortest step that fits; None where nothing
+        candidates: All candidates, the best first. The others are sorted by step time, those that
+            fit before those that do not.
+        best: The simplest candidate within 1 % of the shortest step that fits; None if nothing
             fits.
-        alternatives: The best with each of some other settings, the cheapest change first; empty
-            where they were not asked for.
-        advice: What does not fit, and the first change that makes it fit; empty where all fits.
-        assumptions: What was assumed.
-        measured_step_s: Seconds of a step of a run to compare with; None: there is none.
-        compiled: The shown candidate's program, where that was asked for.
+        alternatives: The best candidate for each of several other settings, the cheapest change
+            first. Empty if `plan` was called with `alternatives=False`.
+        advice: Which candidates do not fit, and the first change that makes one fit. Empty if all
+            fit.
+        assumptions: The assumptions, as sentences.
+        measured_step_s: Seconds of a measured step to compare with, or None.
+        compiled: The compiled program of `shown`, or None if it was not compiled.
     """
 
     hardware: Hardware
@@ -79,7 +80,7 @@ class StepPlan:
 
     @property
     def shown(self) -> Forecast:
-        """The candidate that is shown stage by stage: the best, or the smallest where none fits."""
+        """The candidate that is shown stage by stage: the best, or the smallest if none fits."""
         return self.candidates[0]
 
     def __str__(self) -> str:
@@ -118,14 +119,14 @@ class StepPlan:
         )
 
     def to_json(self) -> str:
-        """All of it as JSON: bytes and seconds."""
+        """Return the plan as JSON, in bytes and seconds."""
         return json.dumps(dataclasses.asdict(self), indent=1)
 
     def to_html(self, path: str | PathLike[str]) -> None:
-        """Write one page that needs nothing else: bars of memory, the schedule drawn to scale.
+        """Write a self-contained HTML page with bars of memory and the schedule drawn to scale.
 
         Args:
-            path: The file.
+            path: The file to write.
         """
         heads, *rows = candidate_rows(self.candidates)
         stages = [_STAGE_HEADS, *_stage_rows(self.shown)]

@@ -1,4 +1,4 @@
-"""Traced programs: read, compared, cut and evaluated."""
+"""Reads, compares, slices and evaluates traced programs."""
 
 from . import _primitives as primitives
 from ._dependence import output_dependence as output_dependence

@@ -11,15 +11,15 @@ from ._equation import ClosedJaxpr, Jaxpr, Literal, ScanForm, branches_of, calle
 def output_dependence(jaxpr: Jaxpr, inputs: Sequence[int]) -> list[int]:
     """Follow sets of inputs through a jaxpr.
 
-    Calls, scans and conditionals are followed inside; an output of any other equation depends on
+    Calls, scans and conditionals are followed inside. An output of any other equation depends on
     all inputs of that equation.
 
     Args:
         jaxpr: The traced function.
-        inputs: A set per input, as the bits of an integer.
+        inputs: One set per input, as the bits of an integer.
 
     Returns:
-        The set per output: the union over all inputs it is computed from.
+        One set per output: the union of the sets of all inputs that it is computed from.
     """
     env: dict[Any, int] = dict(zip(jaxpr.invars, inputs, strict=True))
 
@@ -54,8 +54,7 @@ def _scan(scan: ScanForm, sets: list[int]) -> list[int]:
     )
     while True:
         outputs = output_dependence(scan.body.jaxpr, [*consts, *carry, *sliced])
-        # What a step reads of the carry may come from any step before it, so sets grow until they
-        # stay.
+        # A step's carry may depend on any earlier step, so the sets grow until they do not change.
         grown = [a | b for a, b in zip(carry, outputs[:num_carry], strict=True)]
         if grown == carry:
             return outputs
@@ -65,5 +64,5 @@ def _scan(scan: ScanForm, sets: list[int]) -> list[int]:
 def _cond(branches: Sequence[ClosedJaxpr], sets: list[int]) -> list[int]:
     choice, *operands = sets
     outputs = [output_dependence(branch.jaxpr, operands) for branch in branches]
-    # Each result is that of one of the branches, and which one of them the choice decides.
+    # A result comes from one of the branches, and also depends on the choice of the branch.
     return [functools.reduce(operator.or_, found, choice) for found in zip(*outputs, strict=True)]

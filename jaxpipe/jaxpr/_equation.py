@@ -1,10 +1,8 @@
-"""What this library reads of a traced program beside its variables.
+"""Accessors for the fields of traced programs that JAX does not promise to keep.
 
-Every field that JAX does not promise to keep.
-
-`jax.extend` and the parameters of equations "offer no compatibility guarantee". They are read here
-and nowhere else, by functions that say what they give, so that a release of JAX is followed in this
-file and in `_primitives.py`.
+`jax.extend` and the parameters of equations "offer no compatibility guarantee". Only this file
+reads them, through functions that document what they return, so that a new release of JAX only
+needs changes in this file and in `_primitives.py`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,10 +33,7 @@ from ._primitives import (
 )
 
 _AXIS_EFFECT = "NamedAxisEffect"
-"""Type of an effect that only says which mesh axis an equation needs.
-
-Collectives and `axis_index` have it.
-"""
+"""Type of the effect that names the mesh axis of a collective or an `axis_index`."""
 
 
 class ScanForm(NamedTuple):
@@ -48,10 +43,10 @@ class ScanForm(NamedTuple):
 
     Attributes:
         body: The program of a step.
-        num_consts: Operands that are the same in every step.
-        num_carry: Operands that are handed from step to step.
+        num_consts: Number of operands that are the same in every step.
+        num_carry: Number of operands that are carried from step to step.
         length: Number of steps.
-        settings: The keywords of `jax.lax.scan` that say how it runs.
+        settings: The keywords of `jax.lax.scan` that determine how it runs.
     """
 
     body: ClosedJaxpr
@@ -62,23 +57,22 @@ class ScanForm(NamedTuple):
 
 
 def name_of(eqn: Any) -> str:
-    """The name by which the sets of `primitives` know an equation.
+    """Return the name of an equation's primitive, as the sets of `primitives` list it.
 
-    That of its primitive. A primitive that none of them knows, as a new release of JAX may bring,
-    and that works element by element counts as `mul` does, which is in the same sets as the rest of
-    the arithmetic.
+    An element-wise primitive that is in no set, such as one of a new JAX release, is returned as
+    `mul`, which is in the same sets as the other arithmetic.
     """
     name = eqn.primitive.name
     return "mul" if not is_known(name) and _is_elementwise(eqn) else name
 
 
 def unknown_primitives(jaxpr: Jaxpr) -> set[str]:
-    """Names of a program's primitives of which this library does not know what they do."""
+    """Return the names of a program's primitives that this library does not know."""
     return {name for eqn in all_equations(jaxpr.eqns) if not is_known(name := name_of(eqn))}
 
 
 def _is_elementwise(eqn: Any) -> bool:
-    """True if operands and result have one shape, and the primitive takes scalars as well."""
+    """True if operands and result have the same shape, and the primitive accepts scalars too."""
     atoms = [*eqn.invars, *eqn.outvars]
     shapes = {getattr(x.aval, "shape", None) for x in atoms}
     if (
@@ -91,20 +85,20 @@ def _is_elementwise(eqn: Any) -> bool:
         return False
     scalars = [jax.ShapeDtypeStruct((), x.aval.dtype) for x in eqn.invars]
     try:
-        # What sums, sorts or factorises along a dim has none here, and raises.
+        # Primitives that sum, sort or factorise along a dim have no dim here, and raise.
         result = jax.eval_shape(lambda *values: bind_here(eqn, values)[0], *scalars)
-    except Exception:  # noqa: BLE001  # whatever the primitive's own rules raise
+    except Exception:  # noqa: BLE001  # the primitive's own rules may raise anything
         return False
     return result.shape == ()
 
 
 def scan_form(eqn: Any) -> ScanForm | None:
-    """What an equation of `jax.lax.scan` says; None for other equations."""
+    """Return the form of a `jax.lax.scan` equation; None for other equations."""
     if eqn.primitive.name != SCAN:
         return None
     body = eqn.params["jaxpr"]
-    # By dims, as JAX's parameters for it change: what is sliced or stacked has one more than it has
-    # inside.
+    # Derived from dims, because JAX's parameters for this change: sliced and stacked values have
+    # one more dim outside than inside.
     num_whole = sum(
         x.aval.ndim == aval.ndim for x, aval in zip(eqn.invars, body.in_avals, strict=True)
     )
@@ -116,34 +110,31 @@ def scan_form(eqn: Any) -> ScanForm | None:
 
 
 def branches_of(eqn: Any) -> tuple[ClosedJaxpr, ...]:
-    """The programs that a `cond` or `switch` chooses from, whose inputs follow its index.
+    """Return the programs that a `cond` or `switch` chooses from; empty for other equations.
 
-    Empty for other equations.
+    Their inputs are the equation's operands after the index.
     """
     return tuple(eqn.params["branches"]) if eqn.primitive.name == COND else ()
 
 
 def is_barrier(eqn: Any) -> bool:
-    """True if an equation hands on each of its operands by itself.
-
-    It only forbids the compiler to look through.
-    """
+    """True if an equation returns each of its operands unchanged, as an optimisation barrier."""
     return eqn.primitive.name == BARRIER
 
 
 def is_call(eqn: Any) -> bool:
-    """True if an equation only runs its program, whatever that says of the derivative."""
+    """True if an equation only runs its program, with or without a special derivative."""
     return eqn.primitive.name in CALLS | REGIONS | CUSTOM_RULES
 
 
 def programs_inside(eqn: Any) -> list[ClosedJaxpr]:
-    """The programs that an equation calls, repeats or chooses from, in its parameters' order.
+    """Return the programs that an equation calls, repeats or chooses from, in parameter order.
 
-    Of a kernel of unknown content none: its own program is not one of arrays.
+    Kernels of unknown content return none, because their programs do not work on arrays.
     """
     if eqn.primitive.name in KERNELS:
         return []
-    # By type, not by name: each primitive has its own name for the parameter that holds its
+    # Found by type, not by name: each primitive uses another name for the parameter with its
     # program.
     return [program for value in eqn.params.values() for program in _programs(value)]
 
@@ -151,11 +142,11 @@ def programs_inside(eqn: Any) -> list[ClosedJaxpr]:
 def all_equations(
     eqns: Iterable[Any], follow: Callable[[Any], bool] = lambda eqn: True
 ) -> Iterator[Any]:
-    """Equations, each before those of the programs inside it.
+    """Yield equations, each followed by the equations of the programs inside it.
 
     Args:
         eqns: The equations.
-        follow: Tells whether to look inside an equation.
+        follow: Whether to look inside an equation.
     """
     for eqn in eqns:
         yield eqn
@@ -165,7 +156,7 @@ def all_equations(
 
 
 def called_program(eqn: Any) -> ClosedJaxpr | None:
-    """The program that a call runs, its inputs and outputs those of the equation.
+    """Return the program of a call, with the equation's inputs and outputs.
 
     None for other equations.
     """
@@ -173,136 +164,136 @@ def called_program(eqn: Any) -> ClosedJaxpr | None:
 
 
 def region_policy(eqn: Any) -> Any:
-    """The policy that a call of `jax.checkpoint` was given."""
+    """Return the policy of a call of `jax.checkpoint`."""
     return eqn.params["policy"]
 
 
 def recomputes_behind_barrier(eqn: Any) -> tuple[bool, ...]:
-    """For each operand of a call in a derivative whether `jax.checkpoint` put a barrier before it.
+    """Return for each operand of a differentiated `jax.checkpoint` whether it has a barrier.
 
-    Else empty.
+    Empty for other equations.
     """
     mark = eqn.params.get("prevent_cse", False)
-    # One mark for all operands, or one for each.
+    # JAX stores one mark for all operands, or one for each.
     marks = mark if isinstance(mark, tuple) else (mark,) * len(eqn.invars)
     return marks if eqn.params.get("differentiated") and any(marks) else ()
 
 
 def kept_bits(eqn: Any) -> tuple[int, int]:
-    """Bits of exponent and mantissa to which an equation of `reduce_precision` rounds."""
+    """Return the bits of exponent and mantissa that a `reduce_precision` rounds to."""
     return eqn.params["exponent_bits"], eqn.params["mantissa_bits"]
 
 
 def target_memories(eqn: Any) -> list[Any]:
-    """Where an equation of `device_put` puts its operands: devices, shardings or memory spaces."""
+    """Return the targets of a `device_put`: devices, shardings or memory spaces."""
     return list(eqn.params.get("devices", ()))
 
 
 def constraint_spec(eqn: Any) -> P | None:
-    """The spec of a sharding constraint; None for other equations."""
+    """Return the spec of a sharding constraint; None for other equations."""
     return eqn.params["sharding"].spec if eqn.primitive.name == CONSTRAINT else None
 
 
 def mapped_out_specs(eqn: Any) -> Sequence[P]:
-    """The specs of the results of a `shard_map`."""
+    """Return the specs of a `shard_map`'s results."""
     return eqn.params["out_specs"]
 
 
 def dot_contracted(eqn: Any) -> Sequence[int]:
-    """The dims of a product's first operand that are summed over."""
+    """Return the contracted dims of a product's first operand."""
     return eqn.params["dimension_numbers"][0][0]
 
 
 def kernel_out_dim(eqn: Any) -> int:
-    """The dim of a convolution's kernel that counts its output channels."""
+    """Return the dim of output channels in a convolution's kernel."""
     return eqn.params["dimension_numbers"].rhs_spec[0]
 
 
 def permutation_of(eqn: Any) -> tuple[int, ...] | None:
-    """The order in which a transpose takes its operand's dims; None for other equations."""
+    """Return the permutation of a transpose; None for other equations."""
     return tuple(eqn.params["permutation"]) if eqn.primitive.name == TRANSPOSE else None
 
 
 def is_causal(eqn: Any) -> bool:
-    """True if an attention kernel of cuDNN leaves out what comes after a position."""
+    """True if an attention kernel of cuDNN has a causal mask."""
     return "CAUSAL" in str(eqn.params.get("mask_type"))
 
 
 def is_named(primitive: Any, params: Any, names: Iterable[str]) -> bool:
     """True if a policy of `jax.checkpoint` is asked about a value with one of these names.
 
-    `checkpoint_name` gives them.
+    Values are named by `checkpoint_name`.
     """
     return primitive.name == NAMED and params["name"] in names
 
 
 def constraint_is_whole(primitive: Any, params: Any) -> bool:
-    """True if a policy is asked about a constraint that shards its value over no axis."""
+    """True if a policy is asked about a constraint that makes its value whole."""
     spec = getattr(params["sharding"], "spec", None) if primitive.name == CONSTRAINT else None
     return spec is not None and all(names in (None, ()) for names in spec)
 
 
 def exponent_of(eqn: Any) -> Any:
-    """The exponent of an integer power, the one factor of arithmetic that stands in a parameter.
+    """Return the exponent of an integer power; None for other equations.
 
-    Else None.
+    It is the only operand of arithmetic that is stored as a parameter.
     """
     return eqn.params.get("y")
 
 
 def scope_of(eqn: Any) -> str:
-    """The named scopes that an equation was traced in."""
+    """Return the named scopes in which an equation was traced."""
     return str(eqn.source_info.name_stack)
 
 
 def effect_axes(traced: Any) -> set[str]:
-    """The mesh axes that a program's or an equation's collectives name."""
+    """Return the mesh axes named by the collectives of a program or an equation."""
     return {effect.name for effect in traced.effects if type(effect).__name__ == _AXIS_EFFECT}
 
 
 def has_side_effects(eqn: Any) -> bool:
-    """True if an equation does something beside giving results, such as a callback that prints."""
+    """True if an equation has side effects, such as a callback that prints."""
     return any(type(effect).__name__ != _AXIS_EFFECT for effect in eqn.effects)
 
 
 def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """The results of an equation, in the scope and the context that it was traced in."""
-    # The context: the mesh, and what `compute_on` said.
+    """Evaluate an equation in the scope and context in which it was traced."""
+    # The context is the mesh and the setting of `compute_on`.
     with jax.named_scope(scope_of(eqn)), eqn.ctx.manager:
         return bind_here(eqn, values)
 
 
 def bind_here(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """The results of an equation in the context that holds now."""
+    """Evaluate an equation in the current context."""
     out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
 def refuses_sharding(error: Exception) -> bool:
-    """True if JAX's rules for explicit axes have none for an equation with operands sharded so."""
-    # The first two by name, as JAX does not export them. A ValueError says that a value of the
-    # program lies on the mesh of automatic axes. What else is raised, such as for a parameter that
-    # has another name, is no refusal.
+    """True if JAX's rules for explicit axes do not support an equation with these shardings."""
+    # The first two are compared by name, because JAX does not export them. A ValueError means that
+    # a value of the program is on the mesh of automatic axes. Other exceptions, for example for a
+    # renamed parameter, do not count.
     names = {"ShardingTypeError", "ReshapeExplicitError"}
     return type(error).__name__ in names or isinstance(error, (NotImplementedError, ValueError))
 
 
 def on_no_mesh() -> Any:
-    """The context of equations that were traced on no mesh."""
+    """Return the context of equations that were traced without a mesh."""
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         return jax.make_jaxpr(jax.numpy.negative)(1.0).eqns[0].ctx
 
 
 def replaced(eqn: Any, *, context: Any, operands: Sequence[Any]) -> Any:
-    """An equation with another context and other operands; a sharding constraint becomes a copy."""
+    """Replace an equation's context and operands; a sharding constraint becomes a copy."""
     eqn = eqn.replace(ctx=context, invars=list(operands))
     return eqn.replace(primitive=copy_p, params={}) if eqn.primitive.name == CONSTRAINT else eqn
 
 
 def unsharded(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """A program whose equations say nothing of shardings.
+    """Remove shardings from a program's equations, except sharding constraints.
 
-    Derivatives carry those of the mesh they were traced on.
+    Derivatives contain the shardings of the mesh on which they were traced.
     """
     names = ("sharding", "out_sharding")
 
@@ -318,12 +309,12 @@ def unsharded(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def with_consts(closed: ClosedJaxpr, consts: Sequence[Any]) -> Any:
-    """A traced program as a function, with other values for what it closes over."""
+    """Convert a traced program to a function, with other values for its constants."""
     return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, list(consts)))
 
 
 def used_operands(jaxpr: Jaxpr) -> list[bool]:
-    """Whether a program's outputs need each input, seen inside calls, loops and branches too."""
+    """Return whether the outputs need each input, following calls, loops and branches."""
     return list(dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1])
 
 

@@ -1,7 +1,4 @@
-"""Kernels of a traced program.
-
-What XLA's fusion makes of it, each with operations and bytes, for one device.
-"""
+"""Counts the kernels of a traced program after XLA's fusion, with FLOPs and bytes per device."""
 
 import math
 import re
@@ -59,41 +56,42 @@ from ._sharding import followed_specs, spec_axes
 from ._slice import evaluate, needed_for
 
 ATTENTION_SCOPE = "attention_kernel"
-"""Named scope of attention in plain JAX that counts as the one kernel that it stands for."""
+"""Named scope of attention in plain JAX that is counted as one kernel."""
 
 _BLOCKS = re.compile(r"\b(\d+)_of_(\d+)_blocks\b")
 
 
 def blocks_scope(num_seen: int, num_blocks: int) -> str:
-    """Name of a scope in it: of how many blocks a mask leaves so many."""
+    """Return the name of an inner scope: how many of the blocks of attention a mask leaves."""
     return f"{num_seen}_of_{num_blocks}_blocks"
 
 
 _FUSED = (
     ARITHMETIC | COMPARISONS | FORMS | RANDOM_KEYS | {SUM_OF_COTANGENTS, NAMED, DRAWN, ROUNDING}
 )
-"""What XLA computes inside of the kernel that reads or writes it."""
+"""Equations that XLA fuses with the kernel that reads or writes their values."""
 
 _SUMS = ("add", SUM_OF_COTANGENTS)
 
 
 _SMALL = 2**16
-"""Bytes below which an operand of attention says nothing of how its work is divided."""
+"""Operands of attention below this many bytes do not show how its work is divided."""
 
 
 class Kernel(NamedTuple):
     """One kernel, or a collective.
 
     Attributes:
-        kind: A matrix product or convolution; attention as a whole; what else moves bytes; a
-            collective over `axis`.
-        flops: Operations of products.
-        num_bytes: Bytes that it reads and writes, or that a collective leaves on a device.
+        kind: `product` is a matrix product or convolution, `attention` attention as a whole,
+            `other` any other kernel that moves bytes, and `reduce` and `gather` are collectives
+            over `axis`.
+        flops: FLOPs of products.
+        num_bytes: Bytes that the kernel reads and writes, or that a collective leaves on a device.
         is_narrow: Whether a product's operands have at most 16 bits.
-        axis: Of a collective.
-        times: How often it runs.
-        result_bytes: Bytes of a product's or attention's results.
-        masked_flops: Operations more that attention without its mask would have.
+        axis: Mesh axis of a collective.
+        times: How often the kernel runs.
+        result_bytes: Bytes of the results of a product or of attention.
+        masked_flops: FLOPs that attention would have in addition without its mask.
     """
 
     kind: Literal["product", "attention", "other", "reduce", "gather"]
@@ -113,21 +111,22 @@ def count_kernels(
     mesh: AbstractMesh | None = None,
     manual: Sequence[str] = (),
 ) -> list[Kernel]:
-    """Count the kernels that the outputs of a function of arguments of these shapes need.
+    """Count the kernels that a function's outputs need.
 
-    Element-wise arithmetic is part of the kernel that reads its results, but that what a product
-    reads is written first, by a kernel that reads what it is made of. A product over a dim that is
-    sharded is followed by a reduction.
+    Element-wise arithmetic is fused with the kernel that reads its results, except that the
+    operands of a product are first written by a separate kernel. A product over a sharded dim is
+    followed by a reduction.
 
     Args:
         function: The function.
-        args: Shapes and dtypes of its arguments.
-        specs: How the leaves of the arguments are sharded over automatic axes; empty: over none.
-        mesh: The mesh; None: one device.
-        manual: Its manual axes.
+        args: Shapes and dtypes of the function's arguments.
+        specs: Shardings of the arguments' leaves over automatic axes; empty if they are not
+            sharded.
+        mesh: The mesh; None for one device.
+        manual: The manual axes of the mesh.
     """
     closed = live_program(function, *args)
-    # Following shardings traces the whole program once more: not where nothing is sharded.
+    # Following shardings traces the whole program again, so it is skipped if nothing is sharded.
     found: Mapping[Any, P] = {}
     if mesh is not None and any(spec != P() for spec in specs):
         found = followed_specs(unsharded(closed), specs, mesh, manual, ATTENTION_SCOPE)
@@ -135,25 +134,25 @@ def count_kernels(
 
 
 def program_kernels(program: ClosedJaxpr) -> list[Kernel]:
-    """Kernels of a program that is traced already, all of it, on one device."""
+    """Count all kernels of a traced program on one device."""
     return list(_Counter({}, None).kernels(program.jaxpr))
 
 
 def num_flops(kernels: Iterable[Kernel]) -> int:
-    """Operations of all products."""
+    """Sum the FLOPs of all products."""
     return sum(each.times * each.flops for each in kernels)
 
 
 def live_program(function: Callable[..., Any], *args: PyTree) -> ClosedJaxpr:
-    """The program of a function of arguments of these shapes.
+    """Trace a function without its calls and without equations that no output needs.
 
-    Calls, and what no output needs, are not in it.
+    `args` are shapes and dtypes.
     """
     program = flatten(jax.make_jaxpr(function)(*args))
     part = needed_for(program, program.outputs)
 
-    # Traced again from the needed equations alone, which also drops from loops and branches what no
-    # output needs.
+    # Traced again from the needed equations only, which also removes unneeded equations from loops
+    # and branches.
     def run(*inputs: jax.Array) -> list[Any]:
         values, _ = evaluate(program, dict(zip(program.inputs, inputs, strict=True)), part, {}, [])
         return [values[x] for x in program.outputs if not isinstance(x, Constant)]
@@ -169,9 +168,9 @@ def result_specs(
     mesh: AbstractMesh,
     manual: Sequence[str],
 ) -> list[P]:
-    """Shardings of the leaves of a function's results over automatic axes.
+    """Return the shardings of the leaves of a function's results over automatic axes.
 
-    Arguments as for `count_kernels`.
+    The arguments are those of `count_kernels`.
     """
     closed = live_program(function, *args)
     found = followed_specs(unsharded(closed), specs, mesh, manual, ATTENTION_SCOPE)
@@ -179,27 +178,28 @@ def result_specs(
 
 
 class _Fusion:
-    """Arithmetic and reductions between two products, which are one kernel.
+    """Arithmetic and reductions between two products, which form one kernel.
 
     Attributes:
-        partial: Products that are yet to be reduced over an axis: of several that are added up the
-            sum is, once.
+        partial: Products that must still be reduced over an axis. If several are added up, their
+            sum is reduced once.
     """
 
     def __init__(self, num_bytes: Callable[[Sequence[Any]], int]) -> None:
         self._num_bytes = num_bytes
         self.partial: dict[Any, Kernel] = {}
         self._sources: dict[Any, frozenset[Any]] = {}
-        """What arithmetic that is not yet written is made of."""
+        """The values from which arithmetic computes results that are not written yet."""
         self._roots: dict[Any, Any] = {}
-        """Values that are others in another form: what is written and read are those."""
+        """For values that are another value in a different form, the value read and written."""
         self._written: set[Any] = set()
         self._read: set[Any] = set()
 
     def add(self, eqn: Any) -> None:
-        """Take in an equation of arithmetic, a change of form or a reduction."""
+        """Add an equation of arithmetic, a change of form or a reduction."""
         if eqn.primitive.name in REDUCTIONS:
-            # A reduction ends in memory: what follows it waits for its last element.
+            # A reduction writes its result to memory, because later equations need its last
+            # element.
             self._written.update(eqn.outvars)
             self._read.update(*map(self._of, eqn.invars))
             return
@@ -211,15 +211,15 @@ class _Fusion:
                     self._sources[out] = frozenset[Any]().union(*map(self._of, taken))
 
     def reduced(self, eqn: Any) -> Iterator[Kernel]:
-        """Reductions that an equation needs before it."""
+        """Yield the reductions over axes that must run before an equation."""
         name, taken = (
             eqn.primitive.name,
             {self._root(x) for x in eqn.invars if not isinstance(x, Constant)},
         )
-        # A change of form can wait for the reduction, which is then that of what it was made of.
+        # A change of form does not need the reduction, which then applies to the original value.
         if name in FORMS and len(eqn.invars) == 1:
             return
-        # A reduction is linear: of partial products that are added up it is done once, of the sum.
+        # A reduction is linear, so partial products that are added up are reduced once, as a sum.
         if name in _SUMS and len(taken) == len(eqn.invars) and taken <= self.partial.keys():
             self.partial[eqn.outvars[0]] = [self.partial.pop(x) for x in taken][0]
             return
@@ -227,9 +227,9 @@ class _Fusion:
             yield self.partial.pop(x)
 
     def ended(self, values: Sequence[Any]) -> Iterator[Kernel]:
-        """The kernel so far, which also writes these values.
+        """Yield the kernel so far, which also writes these values.
 
-        Those that are partial are reduced first.
+        Partial values are reduced first.
         """
         for x in dict.fromkeys(self._root(x) for x in values if not isinstance(x, Constant)):
             if x in self.partial:
@@ -238,7 +238,7 @@ class _Fusion:
                 self._written.add(x)
                 self._read |= self._sources.pop(x)
         if self._written:
-            # What the kernel writes itself it need not read.
+            # The kernel does not read values that it writes itself.
             yield Kernel(
                 "other", 0, self._num_bytes([*self._written, *(self._read - self._written)])
             )
@@ -254,13 +254,13 @@ class _Fusion:
 
 
 class _Counter:
-    """Kernels of programs whose values are sharded so."""
+    """Counts the kernels of programs with given shardings."""
 
     def __init__(self, specs: Mapping[Any, P], mesh: AbstractMesh | None) -> None:
         self._specs, self._mesh = specs, mesh
 
     def kernels(self, jaxpr: Jaxpr) -> Iterator[Kernel]:
-        """Kernels in order; what is written at the end are the program's results."""
+        """Yield kernels in order. The last one writes the program's results."""
         fusion = _Fusion(self._bytes)
         for is_attention, group in groupby(jaxpr.eqns, key=_in_attention):
             eqns = list(group)
@@ -275,7 +275,7 @@ class _Counter:
                     continue
                 yield from fusion.ended(eqn.invars)
                 for each in self._kernel(eqn):
-                    # Only when something reads the product, see `reduced`.
+                    # The reduction only runs when something reads the product, see `reduced`.
                     if each.kind == "reduce":
                         fusion.partial[eqn.outvars[0]] = each
                     else:
@@ -291,13 +291,13 @@ class _Counter:
             masked = flops if is_causal(eqn) else 0
             yield Kernel("attention", flops, num_bytes, result_bytes=made, masked_flops=masked)
         elif name == COND:
-            # The branch that does most: which one runs is not known.
+            # Counts the most expensive branch, because it is not known which one runs.
             branches = [list(self.kernels(program.jaxpr)) for program in inner]
             yield from max(
                 branches, key=lambda kernels: sum(each.flops + each.num_bytes for each in kernels)
             )
         elif is_call(eqn) or name in (SCAN, WHILE, SHARD_MAP):
-            # Rounds of a `while` are not known before it runs: it counts once.
+            # The number of rounds of a `while` is not known before it runs, so it counts once.
             scan = scan_form(eqn)
             times = 1 if scan is None else scan.length
             for program in inner:
@@ -312,8 +312,8 @@ class _Counter:
                 yield Kernel("other", 0, num_bytes)
                 return
             summed, axes = self._contracted(eqn)
-            # A device makes its share of the outputs, and where the dim that is summed is sharded,
-            # of each sum.
+            # A device computes its share of the outputs, and its share of each sum if the
+            # contracted dim is sharded.
             outputs = math.prod(self._shape(eqn.outvars[0])) / max(
                 1, math.prod(eqn.outvars[0].aval.shape)
             )
@@ -330,7 +330,7 @@ class _Counter:
                 yield Kernel("reduce", 0, self._bytes(eqn.outvars), axis=axis)
 
     def _contracted(self, eqn: Any) -> tuple[float, list[str]]:
-        """The share of a product's sums that a device makes, and the axes to reduce them over."""
+        """Return a device's share of a product's sums, and the axes to reduce them over."""
         left = eqn.invars[0]
         if eqn.primitive.name != DOT or isinstance(left, Constant):
             return 1.0, []
@@ -340,13 +340,13 @@ class _Counter:
         return share, [axis for dim in dims if dim < len(spec) for axis in spec_axes(spec[dim])]
 
     def _gathers(self, eqn: Any) -> Iterator[Kernel]:
-        """The collective of a constraint that asks for whole what is divided."""
+        """Yield the collective of a constraint that makes a divided value whole."""
         before, after = (_axes(self._specs.get(x, P())) for x in (eqn.invars[0], eqn.outvars[0]))
         for axis in before - after:
             yield Kernel("gather", 0, self._bytes(eqn.outvars), axis=axis)
 
     def _attention(self, eqns: Sequence[Any], jaxpr: Jaxpr) -> Iterator[Kernel]:
-        """Equations of the scope as one kernel: what goes in and comes out moves, scores do not."""
+        """Count the scope's equations as one kernel, which moves its inputs and outputs only."""
         made = {out for eqn in eqns for out in eqn.outvars}
         read = {
             x for eqn in eqns for x in eqn.invars if not isinstance(x, Constant) and x not in made
@@ -366,9 +366,9 @@ class _Counter:
         ]
         flops, whole = sum(x for x, _ in inner), sum(x * blocks for x, blocks in inner)
         if not flops:
-            return  # arrays laid out for the kernel
-        # Divided as the operand that is divided most, by samples and heads. Small ones, such as
-        # lengths, say nothing.
+            return  # the equations only prepare arrays for the kernel
+        # The work is divided by samples and heads like the operand that is divided most. Small
+        # operands, such as lengths, are ignored.
         heads = min(
             (self._share(x) for x in (*read, *made) if self._bytes([x]) >= _SMALL), default=1.0
         )
@@ -399,7 +399,7 @@ def _in_attention(eqn: Any) -> bool:
 
 
 def _blocks_for_each(eqn: Any) -> float:
-    """Blocks of the whole square for each that attention goes through."""
+    """Return the ratio of all blocks of the square to those that attention computes."""
     found = _BLOCKS.search(scope_of(eqn))
     return int(found[2]) / int(found[1]) if found else 1.0
 
@@ -417,10 +417,10 @@ def _whole_bytes(values: Iterable[Any]) -> int:
 
 
 def _moved_bytes(eqn: Any) -> int:
-    """Bytes of an equation's operands and results that move."""
+    """Return the bytes of an equation's operands and results that move."""
     name = name_of(eqn)
     if name in LOOKUPS:
-        return 2 * _whole_bytes(eqn.outvars)  # reads the rows that it gives, not the whole table
+        return 2 * _whole_bytes(eqn.outvars)  # reads only the rows that it returns, not the table
     if name == UPDATE:
         return 2 * _whole_bytes(eqn.invars[1:2])
     if name in SCATTERS:
@@ -429,20 +429,20 @@ def _moved_bytes(eqn: Any) -> int:
 
 
 def _product_flops(eqn: Any) -> int:
-    """Operations of a product, convolution or fused attention.
+    """Return the FLOPs of a product, convolution or fused attention.
 
-    Two for each multiplication and addition.
+    A multiplication with its addition counts as two.
     """
     name = eqn.primitive.name
     out = sum(math.prod(x.aval.shape) for x in eqn.outvars)
     if name == DOT:
         return 2 * out * math.prod(eqn.invars[0].aval.shape[dim] for dim in dot_contracted(eqn))
     if name == CONVOLUTION:
-        # Each output is a product with the kernel of one output channel.
+        # Each output element is a product with the kernel of one output channel.
         kernel = eqn.invars[1].aval
         return 2 * out * kernel.size // max(1, kernel.shape[kernel_out_dim(eqn)])
     if name.startswith((CUDNN_ATTENTION, CUDNN_ATTENTION_BACKWARD)):
-        # Two products forward, five backward; a causal mask leaves half of each.
+        # Two products forward, five backward. A causal mask halves each of them.
         q, k = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape
         half = 0.5 if is_causal(eqn) else 1.0
         products = 2 if name.startswith(CUDNN_ATTENTION) else 5

@@ -1,4 +1,4 @@
-"""Keys of traced programs and of the values in them: equal where they compute the same."""
+"""Keys of traced programs and their values, which are equal if they compute the same."""
 
 import hashlib
 from collections.abc import Hashable, Mapping, Sequence
@@ -14,13 +14,11 @@ from ._primitives import CUSTOM_RULES
 
 
 def program_key(closed: ClosedJaxpr) -> Hashable:
-    """The identity of a traced program.
+    """Return a key for a traced program: its equations, shapes, constants and callbacks.
 
-    Its equations, shapes, constants and the functions it calls back.
-
-    Constants are compared by value, also those that an inner `jax.jit` closes over, which the
-    printed form of a program leaves out. Python functions are compared by identity. Custom
-    derivative rules do not count: differentiate first where the derivative matters.
+    Constants are compared by value, including those that an inner `jax.jit` closes over, which the
+    printed form of a program omits. Python functions are compared by identity. Custom derivative
+    rules are ignored: if the derivative matters, differentiate first.
 
     Args:
         closed: The trace.
@@ -32,8 +30,8 @@ def program_key(closed: ClosedJaxpr) -> Hashable:
 
 
 def _closed_key(jaxpr: Jaxpr, consts: Sequence[Any]) -> Hashable:
-    # Variables count in the order in which they first occur: their names and identities differ from
-    # trace to trace.
+    # Variables are numbered in the order of their first occurrence, because names and identities
+    # differ between traces.
     numbers: dict[Any, int] = {}
 
     def atom(var: Any) -> Hashable:
@@ -60,15 +58,15 @@ def _closed_key(jaxpr: Jaxpr, consts: Sequence[Any]) -> Hashable:
 
 
 def params_key(primitive: str, params: Mapping[str, Any]) -> Hashable:
-    """A value that is equal for parameters of an equation that mean the same."""
-    # The rest are the rules, which the trace of the gradient holds applied.
+    """Return a value that is equal for equivalent parameters of an equation."""
+    # The other parameters are derivative rules, which the trace of a gradient has already applied.
     if primitive in CUSTOM_RULES:
         return value_key(params["call_jaxpr"])
     return value_key(params)
 
 
 def value_key(value: Any) -> Hashable:
-    """A value that is equal for equal parameters, arrays and programs among them."""
+    """Return a value that is equal for equal parameters, including arrays and programs."""
     if isinstance(value, ClosedJaxpr):
         return _closed_key(value.jaxpr, value.consts)
     if isinstance(value, Jaxpr):
@@ -78,7 +76,7 @@ def value_key(value: Any) -> Hashable:
     if isinstance(value, (tuple, list)):
         return type(value), tuple(value_key(item) for item in value)
     if isinstance(value, (bool, int, float, complex)):
-        # Told apart: 1 and True, 0.0 and -0.0; the same: nan and nan.
+        # 1 and True differ, as do 0.0 and -0.0, but nan equals nan.
         return type(value), repr(value)
     if isinstance(value, jax.Array) or (
         hasattr(value, "__array__") and not isinstance(value, type)
@@ -87,7 +85,7 @@ def value_key(value: Any) -> Hashable:
     try:
         hash(value)
     except TypeError:
-        return Same(value)  # by identity: at worst two programs that are equal count as different
+        return Same(value)  # by identity: at worst, equal programs count as different
     return value
 
 
@@ -96,8 +94,8 @@ def _array_key(array: Any) -> Hashable:
         return Same(array)
     impl = None
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        # This may run while a function is being traced: the numbers are wanted now, not as part of
-        # that trace.
+        # This may run while a function is traced, but the numbers are needed now, not as part of
+        # the trace.
         with jax.ensure_compile_time_eval():
             impl, array = str(jax.random.key_impl(array)), jax.random.key_data(array)
     host = np.asarray(array)
@@ -105,7 +103,7 @@ def _array_key(array: Any) -> Hashable:
 
 
 class Same:
-    """Equal only where it holds the very same object, which it keeps alive."""
+    """A key that compares an object by identity and keeps it alive."""
 
     def __init__(self, value: Any) -> None:
         self._value = value

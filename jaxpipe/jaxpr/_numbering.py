@@ -1,4 +1,4 @@
-"""Numbers of a traced program's values, equal where they are the same expressions."""
+"""Numbers the values of a traced program; the same expressions have equal numbers."""
 
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -12,19 +12,18 @@ def value_numbers(
 ) -> list[int]:
     """Number the results of a traced program.
 
-    Numbers are equal where results are computed alike from inputs that count as equal.
-
-    Calls and conditionals are followed inside; other inner programs, such as the body of a loop,
-    are compared as a whole.
+    Results have equal numbers if they are the same expressions of equal inputs. Calls and
+    conditionals are followed inside. Other inner programs, such as the body of a loop, are compared
+    as a whole.
 
     Args:
         closed: The trace.
-        inputs: What each input counts as.
-        table: The numbers given so far, which grows: programs numbered with one table can be
-            compared. None: a new one.
+        inputs: The identity of each input; inputs with equal identities count as equal.
+        table: The numbers assigned so far, which this function extends. Programs that are numbered
+            with the same table can be compared. None for a new table.
 
     Returns:
-        A number per output.
+        One number per output.
     """
     table = {} if table is None else table
     given = [
@@ -56,7 +55,7 @@ def _results(
         operands = [read(var) for var in eqn.invars]
         program = called_program(eqn)
         if program is not None:
-            # Inside, so that a call and the same equations without one have the same numbers.
+            # Followed inside, so that equations have the same numbers with and without a call.
             env.update(
                 zip(
                     eqn.outvars,
@@ -67,7 +66,7 @@ def _results(
             continue
         branches, order = branches_of(eqn), permutation_of(eqn)
         if branches:
-            # Result by result: each is the same whatever else the branches compute.
+            # Each result is numbered separately, independent of the branches' other results.
             choice, *inside = operands
             results = [_results(each.jaxpr, each.consts, inside, table) for each in branches]
             for var, *chosen in zip(eqn.outvars, *results, strict=True):
@@ -76,8 +75,7 @@ def _results(
         if order is not None:
             env[eqn.outvars[0]] = _transposed(table, operands[0], order)
             continue
-        # All results of an equation from one number: how it is computed is looked up once, its
-        # results are told apart.
+        # The equation is numbered once, and its results by this number and their position.
         computed = _number(
             table, eqn.primitive.name, params_key(eqn.primitive.name, eqn.params), tuple(operands)
         )
@@ -87,7 +85,7 @@ def _results(
 
 
 def _transposed(table: dict[Hashable, int], operand: int, order: tuple[int, ...]) -> int:
-    """The number of a transpose; where it undoes one before it, that of what was transposed."""
+    """Number a transpose; if it inverts an earlier one, return the original value's number."""
     number = _number(table, "transpose", operand, order)
     table.setdefault(("transpose", number, tuple(map(order.index, range(len(order))))), operand)
     return number

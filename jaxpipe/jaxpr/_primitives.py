@@ -1,30 +1,30 @@
 """Names of JAX's primitives by meaning.
 
-All that this library knows of primitives by name stands here, for every version of JAX that it runs
-on. `tests/jaxpr/test_primitives.py` fails with the name of one that the installed JAX does not
-have, and with the name of one that JAX has and no set here does.
+This file has everything that the library knows about primitives by name, for every supported
+version of JAX. `tests/jaxpr/test_primitives.py` fails and names the primitive if a name here does
+not exist in the installed JAX, or if JAX has a primitive that is in no set here.
 """
 
 SCAN, COND, WHILE = "scan", "cond", "while"
 """Loops and branches."""
 
 SHARD_MAP = "shard_map"
-"""Runs its program on each device, with its share of the operands."""
+"""Runs its program on each device, with the device's shards of the operands."""
 
 CONSTRAINT = "sharding_constraint"
 """`jax.lax.with_sharding_constraint`."""
 
 BARRIER = "optimization_barrier"
-"""Hands on each of its operands by itself."""
+"""Returns each of its operands unchanged."""
 
 NAMED = "name"
 """`jax.ad_checkpoint.checkpoint_name`."""
 
 ROUNDING = "reduce_precision"
-"""Rounds to a precision that is given in bits."""
+"""Rounds to a precision given in bits."""
 
 MOVE = "device_put"
-"""Moves to other devices or another memory."""
+"""Moves arrays to other devices or another memory."""
 
 TRANSPOSE = "transpose"
 """Reorders the dims of an array."""
@@ -33,13 +33,13 @@ FILL = "broadcast_in_dim"
 """Repeats its operand along further dims."""
 
 SUM_OF_COTANGENTS = "add_any"
-"""JAX's own addition, where a value is used several times."""
+"""JAX's addition of the cotangents of a value that is used several times."""
 
 DOT, CONVOLUTION, RAGGED_DOT = "dot_general", "conv_general_dilated", "ragged_dot_general"
-"""Products of matrices and convolutions."""
+"""Matrix products and convolutions."""
 
 SLICE_AT = "dynamic_slice"
-"""Reads a block of an array at an index that is computed."""
+"""Reads a block of an array at a computed index."""
 
 LOOKUPS = frozenset({"gather", SLICE_AT})
 """Read some rows of an array."""
@@ -48,16 +48,16 @@ UPDATE = "dynamic_update_slice"
 """Writes some rows of an array."""
 
 CALLS = frozenset({"jit", "closed_call", "eval_jaxpr"})
-"""Run their program as it stands."""
+"""Run their program unchanged."""
 
 REGIONS = frozenset({"remat2"})
-"""`jax.checkpoint`: run their program, and its derivative by the region's own policy."""
+"""`jax.checkpoint`: run their program, and differentiate it by the region's own policy."""
 
 CUSTOM_JVP = "custom_jvp_call"
-"""Runs its program; its derivative is another one, which JAX applies when it differentiates."""
+"""Runs its program. Its derivative is another program, which JAX uses when it differentiates."""
 
 CUSTOM_RULES = frozenset({CUSTOM_JVP, "custom_vjp_call"})
-"""Run their program; its derivative is another one."""
+"""Run their program. Its derivative is another program."""
 
 ARITHMETIC = frozenset(
     {
@@ -106,13 +106,13 @@ ARITHMETIC = frozenset(
     }
     | {"xor", "shift_left", "shift_right_arithmetic", "shift_right_logical", "select_n"}
 )
-"""Each element of the result from the same element of the operands."""
+"""Compute each element of the result from the same element of the operands."""
 
 COMPARISONS = frozenset({"eq", "ge", "gt", "is_finite", "le", "lt", "ne"})
-"""The same with booleans as result."""
+"""Element-wise with boolean results."""
 
 ELEMENTWISE = ARITHMETIC | COMPARISONS | {"cbrt", "ceil", "floor", "nextafter"}
-"""All that is element-wise, also what is too rare to have been measured as cheap."""
+"""All element-wise primitives, including some that are too rare to have been measured as cheap."""
 
 FORMS = frozenset(
     {
@@ -139,34 +139,33 @@ FORMS = frozenset(
         "unstack",
     }
 )
-"""Change shape, type or memory; XLA computes them inside of what reads them."""
+"""Change shape, dtype or memory; XLA fuses them with the equations that read them."""
 
 CASTS = frozenset({"convert_element_type", "copy", "stop_gradient"})
-"""One operand of the result's shape, element by element."""
+"""Element-wise, with one operand of the result's shape."""
 
 FILLS = frozenset({FILL, "convert_element_type", "reshape", "squeeze"})
-"""Give a number the shape and dtype in which it is used."""
+"""Convert a number to the shape and dtype in which it is used."""
 
 RANDOM_KEYS = frozenset(
     {"random_fold_in", "random_seed", "random_split", "random_unwrap", "random_wrap"}
 )
-"""Make keys of keys: a few integers."""
+"""Derive keys from keys, which are a few integers."""
 
 DRAWN = "random_bits"
-"""Draws numbers from a key, with the key's generator."""
+"""Draws numbers from a key with the key's generator."""
 
 RANDOM_BITS = frozenset({DRAWN, "threefry2x32"})
 """Draw numbers from a key."""
 
 DEVICE_RANDOM_BITS = frozenset({"rng_bit_generator", "rng_uniform"})
-"""Draw numbers with a generator of the device, whose numbers depend on how the result is sharded.
-"""
+"""Draw numbers with the device's generator; they depend on the sharding of the result."""
 
 CALLBACKS = frozenset({"pure_callback", "io_callback", "debug_callback"})
-"""Call Python back while the program runs."""
+"""Call back into Python while the program runs."""
 
 MAKING_COMPLEX = frozenset({"complex", "eig", "fft"})
-"""Make complex numbers of real ones."""
+"""Make complex numbers from real ones."""
 
 REDUCTIONS = frozenset(
     {
@@ -188,23 +187,25 @@ SCATTERS = frozenset(
 """Write into an array at indices."""
 
 COMBINING = SCATTERS | {"reduce", "reduce_window"}
-"""Hold a program of two elements, which they run for each element; not a program of arrays."""
+"""Have a program that combines two elements and runs for each element, not on arrays."""
 
 KERNELS = frozenset({"ffi_call", "pallas_call"})
 """Programs of unknown content."""
 
 CUDNN_ATTENTION = "dot_product_attention_fwd"
-"""Begins the names of cuDNN's attention kernels; no set, as JAX has them only where there is cuDNN.
+"""Prefix of the names of cuDNN's attention kernels.
+
+It is not a set of names, because JAX only has these kernels on machines with cuDNN.
 """
 
 CUDNN_ATTENTION_BACKWARD = "dot_product_attention_bwd"
-"""Begins the names of their backwards."""
+"""Prefix of the names of the backwards of cuDNN's attention kernels."""
 
 PLAIN_PRODUCTS = frozenset({DOT, CONVOLUTION, RAGGED_DOT})
-"""Products and convolutions whose operations are counted."""
+"""Products and convolutions whose FLOPs are counted."""
 
 PRODUCTS = KERNELS | PLAIN_PRODUCTS | {"scaled_dot", "scaled_matmul_wrapper"}
-"""Products and convolutions; kernels of unknown content count as such."""
+"""Products and convolutions; kernels of unknown content are treated like them."""
 
 
 OTHERS = frozenset(
@@ -281,9 +282,9 @@ OTHERS = frozenset(
     }
     | {"tridiagonal", "tridiagonal_solve", "zeta"}
 )
-"""Known, and in no set above on purpose.
+"""Known primitives that are intentionally in no set above.
 
-Too rare, too dear to run again, or looked for by its effect.
+They are too rare, too expensive to recompute, or recognised by their effects.
 """
 
 NOT_IN_EVERY_JAX = frozenset(
@@ -299,9 +300,9 @@ NOT_IN_EVERY_JAX = frozenset(
         "unstack",
     }
 )
-"""Names that one of the versions of JAX which this library runs on lacks.
+"""Names that at least one supported version of JAX does not have.
 
-Patch releases bring and take them, too.
+Patch releases add and remove names too.
 """
 
 KNOWN = (
@@ -323,9 +324,9 @@ KNOWN = (
     | OTHERS
     | {SCAN, COND, WHILE, SHARD_MAP, CONSTRAINT, NAMED, ROUNDING, SUM_OF_COTANGENTS, UPDATE}
 )
-"""All of them."""
+"""All known primitives."""
 
 
 def is_known(name: str) -> bool:
-    """True if this library knows what a primitive of this name does."""
+    """True if this library knows the primitive with this name."""
     return name in KNOWN or name.startswith((CUDNN_ATTENTION, CUDNN_ATTENTION_BACKWARD))

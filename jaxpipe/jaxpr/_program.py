@@ -1,8 +1,8 @@
-"""A traced function without calls, as what can be run in part.
+"""A traced function without calls, of which parts can be run.
 
-`jit`, custom rules and recompute are replaced by what they call. The bodies of scans are held
-beside the equations, so that a scan too can be run in part. Every other equation with an inner
-program stays one thing.
+`jit`, custom rules and recompute are replaced by the programs that they call. The bodies of scans
+are stored in addition to the equations, so that parts of a scan can be run too. Every other
+equation with an inner program is treated as a whole.
 """
 
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -38,7 +38,7 @@ Values = dict[Any, Any]
 
 
 class Carry(NamedTuple):
-    """Carry of a scan: its first value, its names inside, and its last value."""
+    """Carry of a scan: its initial value, the body's input and output, and its final value."""
 
     initial: Any
     inner: Any
@@ -51,11 +51,11 @@ class Scan(NamedTuple):
 
     Attributes:
         body: The body.
-        form: Its equation.
-        fixed: Pairs `(operand, body's input)` of what is the same in every step.
-        carried: What is handed from step to step.
-        sliced: Pairs `(operand, body's input)` of what is sliced.
-        stacked: Pairs `(body's output, result)` of what is stacked.
+        form: The form of the equation.
+        fixed: Pairs `(operand, body's input)` of values that are the same in every step.
+        carried: The carries from step to step.
+        sliced: Pairs `(operand, body's input)` of sliced values.
+        stacked: Pairs `(body's output, result)` of stacked values.
     """
 
     body: "Program"
@@ -70,16 +70,15 @@ class Scan(NamedTuple):
 class Program:
     """A traced function without calls.
 
-    No variable occurs in two programs, so sets of variables tell values of all bodies apart.
+    No variable occurs in two programs, so a set of variables can hold values of all bodies.
 
     Attributes:
-        inputs: Its inputs.
-        outputs: Its outputs; variables or literals.
-        eqns: Its equations.
-        consts: Arrays that it closes over.
-        scans: The scans among its equations, by index.
-        variables: Its inputs and all that its equations give, those of the bodies of its scans
-            included.
+        inputs: The input variables.
+        outputs: The outputs, which are variables or literals.
+        eqns: The equations.
+        consts: The arrays that the function closes over.
+        scans: The scans among the equations, by index.
+        variables: The inputs and all results of equations, including those in the bodies of scans.
     """
 
     inputs: Sequence[Any]
@@ -91,15 +90,15 @@ class Program:
 
 
 def flatten(closed: ClosedJaxpr, *, moves: bool = False) -> Program:
-    """A traced function without its calls, as what can be run in part.
+    """Inline the calls of a traced function.
 
     Args:
         closed: The function.
-        moves: Keep its moves between memories. Without them what waited in host memory is on the
-            device when the program starts.
+        moves: Whether to keep moves between memories. Without them, values in host memory are on
+            the device when the program starts.
     """
     shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in closed.jaxpr.invars]
-    # Traced anew instead of edited: a program that is called twice gets variables of its own at
+    # Traced again instead of edited: a program that is called twice gets different variables at
     # each call.
     flat = jax.make_jaxpr(lambda *args: _inline(closed.jaxpr, closed.consts, args, moves))(*shapes)
     warn_of_unknown(unknown_primitives(flat.jaxpr))
@@ -117,16 +116,14 @@ def flatten(closed: ClosedJaxpr, *, moves: bool = False) -> Program:
 
 
 def without_mesh(program: Program) -> Program:
-    """The program as it runs on one device.
+    """Convert a program to one for a single device, without sharding constraints and meshes.
 
-    Without sharding constraints, and in the scope of no mesh.
-
-    What runs on another mesh than it was traced on must not remember that.
+    A program that runs on another mesh than it was traced on must not refer to the latter.
     """
     nowhere = on_no_mesh()
 
     def plain(value: Any) -> Any:
-        # A scalar that was made on a mesh remembers it, too.
+        # A scalar that was made on a mesh refers to it too.
         return np.asarray(value) if jnp.shape(value) == () and not _is_key(value) else value
 
     def alone(eqn: Any) -> Any:
@@ -139,24 +136,24 @@ def without_mesh(program: Program) -> Program:
 
 
 def operands(eqn: Any) -> list[tuple[list[Any], list[Any]]]:
-    """Operands of each result of an equation, as `(results, operands)`; literals left out."""
+    """Return pairs `(results, operands that they depend on)` of an equation, without literals."""
     if is_barrier(eqn):
         return [([out], variables([x])) for out, x in zip(eqn.outvars, eqn.invars, strict=True)]
     return [(eqn.outvars, variables(eqn.invars))]
 
 
 def read(values: Values, x: Any) -> Any:
-    """The value of a variable or literal."""
+    """Return the value of a variable or literal."""
     return x.val if isinstance(x, Literal) else values[x]
 
 
 def value_of(values: Values, x: Any) -> jax.Array:
-    """The value of a variable or literal as an array."""
+    """Return the value of a variable or literal as an array."""
     return jnp.asarray(read(values, x))
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:
-    """The variables among atoms, without the literals."""
+    """Return the variables among atoms, without the literals."""
     return [x for x in atoms if not isinstance(x, Literal)]
 
 
@@ -182,7 +179,8 @@ def _inline(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], moves: boo
     for eqn in jaxpr.eqns:
         values = [read(env, x) for x in eqn.invars]
         program = called_program(eqn)
-        # Neither changes a value. What JAX adds around recompute would stand in the way of cuts.
+        # Neither changes a value, and these equations, which JAX adds around recompute, would
+        # restrict cuts.
         if _keeps_all_bits(eqn) or (_moves_memory(eqn) and not moves):
             results = values
         elif program is None:
@@ -202,10 +200,10 @@ def _moves_memory(eqn: Any) -> bool:
 
 
 def _keeps_all_bits(eqn: Any) -> bool:
-    """True if an equation rounds to the precision that its operand has anyway.
+    """True if an equation rounds to the precision that its operand already has.
 
-    `jax.checkpoint` adds such equations. Numbers of 16 bits are left out: XLA carries them with
-    more, and there the rounding counts.
+    `jax.checkpoint` adds such equations. Numbers of 16 bits are excluded: XLA may compute them with
+    higher precision, so rounding changes them.
     """
     if eqn.primitive.name != ROUNDING or eqn.outvars[0].aval.dtype.itemsize < 4:
         return False
@@ -214,9 +212,9 @@ def _keeps_all_bits(eqn: Any) -> bool:
 
 
 def _behind_barrier(eqn: Any, values: list[Any]) -> list[Any]:
-    """The operands of recompute behind a barrier.
+    """Put the operands of recompute behind a barrier.
 
-    Else XLA merges it with the first computation, and all is held.
+    Otherwise XLA merges the recompute with the first computation and keeps all values in memory.
     """
     marks = recomputes_behind_barrier(eqn)
     if not marks:

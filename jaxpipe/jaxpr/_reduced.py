@@ -1,9 +1,7 @@
-"""The values of a layer that a reduction over automatic axes has given.
+"""Names the results of reductions over automatic axes, and provides policies that keep them.
 
-Their name, and policies that keep them.
-
-Where weights are sharded, a product sums over devices. Such a sum is no equation of its own that a
-policy could ask for: XLA's partitioner adds it. So layers name what comes out of it.
+If weights are sharded, a matrix product sums over devices. XLA's partitioner inserts this sum, so
+it is not an equation that a policy could recognise. Layers therefore name the result of the sum.
 """
 
 from typing import Any
@@ -17,60 +15,60 @@ from jaxpipe._typing import PyTree
 from ._equation import constraint_is_whole, is_named
 
 REDUCED = "reduced"
-"""The name, for `jax.ad_checkpoint.checkpoint_name(x, REDUCED)`."""
+"""Name of reduced values, for `jax.ad_checkpoint.checkpoint_name(x, REDUCED)`."""
 
 
 def reduced(values: PyTree) -> PyTree:
     """Name values as results of a reduction over devices.
 
-    One such is the output of a layer's row-sharded product. Recompute keeps what has this name and
-    so does not reduce again; see `save_reduced`. Elsewhere it changes nothing.
+    An example is the output of a layer's row-sharded matrix product. Recompute keeps values with
+    this name, so the reduction does not run again; see `save_reduced`. Otherwise the name has no
+    effect.
 
     Args:
         values: A pytree of arrays.
 
     Returns:
-        The same.
+        The same values.
     """
     return jax.tree.map(lambda x: checkpoint_name(x, REDUCED), values)
 
 
 def save_reduced(primitive: Any, *inputs: Any, **params: Any) -> bool:
-    """The `jax.checkpoint` policy that keeps what is named `REDUCED`, beside a function's inputs.
+    """Keep values named `REDUCED`, in addition to a function's inputs.
 
-    It is the default of recompute on meshes with axes other than `stage`, `data` and `fsdp`: each
-    named value costs its memory once a recomputed group and microbatch, and saves one all-reduce in
-    the backward.
+    This `jax.checkpoint` policy is the default of recompute on meshes with axes other than `stage`,
+    `data` and `fsdp`. Each named value takes memory once per recomputed group and microbatch, and
+    saves one all-reduce in the backward.
 
     Args:
-        primitive: What is asked about.
-        *inputs: Shapes and dtypes of its operands.
-        **params: Its parameters.
+        primitive: The primitive of the equation in question.
+        *inputs: Shapes and dtypes of the equation's operands.
+        **params: Parameters of the equation.
 
     Returns:
-        Whether its results are kept.
+        Whether the equation's results are kept.
     """
-    # JAX (0.10) rounds what a policy keeps to the precision that it has, and raises where that is
-    # complex.
+    # JAX (0.10) rounds the values that a policy keeps to their own precision, and raises for
+    # complex values.
     return is_named(primitive, params, [REDUCED]) and not _has_complex(inputs)
 
 
 def save_whole(primitive: Any, *inputs: Any, **params: Any) -> bool:
-    """`save_reduced` for layers that name nothing.
+    """Keep values named `REDUCED` and results of constraints that make a value whole.
 
-    Also keeps what a sharding constraint makes whole on each device.
-
-    Layers that were annotated for others bring a sum to each device by such a constraint, but
-    constrain much else, too, norms and sums of the residual stream for instance, and all of that is
-    kept. Hence it is no default.
+    This `jax.checkpoint` policy is `save_reduced` for layers that do not name their values. Layers
+    that were annotated for other libraries replicate a sum with a sharding constraint that makes it
+    whole on each device. They also constrain many other values, such as norms and sums of the
+    residual stream, and all of them are kept. Therefore this policy is not the default.
 
     Args:
-        primitive: What is asked about.
-        *inputs: Shapes and dtypes of its operands.
-        **params: Its parameters.
+        primitive: The primitive of the equation in question.
+        *inputs: Shapes and dtypes of the equation's operands.
+        **params: Parameters of the equation.
 
     Returns:
-        Whether its results are kept.
+        Whether the equation's results are kept.
     """
     if save_reduced(primitive, *inputs, **params):
         return True

@@ -1,4 +1,4 @@
-"""Shardings over automatic axes that a traced program asks for results, and those that follow."""
+"""Finds the shardings over automatic axes that a traced program constrains or propagates."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,21 +26,21 @@ from ._equation import (
 from ._primitives import CASTS, NAMED, ROUNDING, SHARD_MAP, SUM_OF_COTANGENTS
 
 _PASSING = CASTS | {NAMED, ROUNDING}
-"""One operand of the result's shape, which is sharded as the result is."""
+"""Equations with one operand, which has the result's shape and sharding."""
 
 
 def output_specs(closed: ClosedJaxpr) -> list[P]:
     """Find the constraints that a program ends with.
 
     Returns:
-        For each result the spec of the `jax.lax.with_sharding_constraint` that it is handed out
-        from, as it is or through casts and calls; an empty one where there is none.
+        For each result the spec of the `jax.lax.with_sharding_constraint` that it comes from,
+        directly or through casts and calls; an empty spec if there is none.
     """
     return [_spec_of(closed.jaxpr, variable) for variable in closed.jaxpr.outvars]
 
 
 def constrained_axes(closed: ClosedJaxpr) -> set[str]:
-    """Mesh axes that a program's sharding constraints name, in calls, loops and branches too."""
+    """Return the mesh axes in sharding constraints, also inside calls, loops and branches."""
     specs = map(constraint_spec, all_equations(closed.jaxpr.eqns))
     return {axis for spec in specs for names in spec or () for axis in spec_axes(names)}
 
@@ -64,12 +64,12 @@ def propagated_specs(
 ) -> list[P]:
     """Follow shardings from operands to results of a program, by JAX's rules for explicit axes.
 
-    XLA's partitioner decides only when it compiles, and looks from results to operands, too: it may
-    divide more. What the rules leave open, as a product over a sharded dim, is taken as not sharded
-    over that axis.
+    XLA's partitioner only decides during compilation, and also propagates from results to operands,
+    so it may divide more. If the rules leave a sharding open, as for a product over a sharded dim,
+    the result counts as not sharded over that axis.
 
-    The program was traced on the mesh with all axes automatic but the `manual` ones; `specs` are
-    its operands' over these.
+    The program was traced on the mesh with all axes automatic except the `manual` ones. `specs` are
+    the shardings of its operands over the automatic axes.
     """
     seen = followed_specs(closed, specs, mesh, manual)
     return [P() if isinstance(x, Literal) else seen[x] for x in closed.jaxpr.outvars]
@@ -82,10 +82,11 @@ def followed_specs(
     manual: Sequence[str],
     kernel_scope: str | None = None,
 ) -> dict[Any, P]:
-    """The same for all variables of a program, those of the bodies of its calls and loops included.
+    """Follow shardings like `propagated_specs`, and return those of all variables of a program.
 
-    Equations of the named scope `kernel_scope`, where one is given, stand for one kernel: what one
-    of them gives is sharded as what it takes of the same shape.
+    Variables in the bodies of calls and loops are included. If `kernel_scope` is given, equations
+    in this named scope are treated as one kernel: their results are sharded like their operands of
+    the same shape.
     """
     types = tuple(
         AxisType.Auto if name in manual else AxisType.Explicit for name in mesh.axis_names
@@ -101,7 +102,7 @@ def followed_specs(
     mapped = jax.shard_map(
         run, mesh=explicit, in_specs=P(), out_specs=P(), axis_names=set(manual), check_vma=False
     )
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # a user's own mesh may be around
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # the user may have set a mesh
         jax.eval_shape(
             mapped, *(jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in closed.jaxpr.invars)
         )
@@ -111,7 +112,7 @@ def followed_specs(
 def _follow(
     jaxpr: Jaxpr, values: Sequence[jax.Array], seen: dict[Any, P], kernel_scope: str | None = None
 ) -> list[jax.Array]:
-    # Literals and constants belong to the mesh of automatic axes, and their values say nothing.
+    # Literals and constants belong to the mesh of automatic axes, and their values do not matter.
     env: dict[Any, jax.Array] = {var: _blank(var) for var in jaxpr.constvars}
     env |= zip(jaxpr.invars, values, strict=True)
 
@@ -149,7 +150,7 @@ def _results(eqn: Any, values: list[jax.Array], seen: dict[Any, P]) -> list[jax.
     if asked is not None:
         return [_placed(values[0], asked)]
     if branches:
-        # The first branch speaks for all: which one runs is not known.
+        # The first branch stands for all, because it is not known which one runs.
         return _follow(branches[0].jaxpr, values[1:], seen)
     if eqn.primitive.name == SHARD_MAP:
         return [
@@ -159,7 +160,7 @@ def _results(eqn: Any, values: list[jax.Array], seen: dict[Any, P]) -> list[jax.
     if scan is not None:
         num_fixed = scan.num_consts + scan.num_carry
         sliced = [jax.lax.index_in_dim(x, 0, keepdims=False) for x in values[num_fixed:]]
-        # One turn of the body: the carry at its end stands for that of the last one.
+        # The body is followed once, and its final carry stands for the last step's carry.
         found = _follow(scan.body.jaxpr, [*values[:num_fixed], *sliced], seen)
         final, steps = found[: scan.num_carry], found[scan.num_carry :]
         stacked = eqn.outvars[scan.num_carry :]
@@ -170,14 +171,14 @@ def _results(eqn: Any, values: list[jax.Array], seen: dict[Any, P]) -> list[jax.
     axes = dict.fromkeys(
         axis for value in values for names in _spec(value) for axis in spec_axes(names)
     )
-    # JAX's rules refuse what its partitioner would settle, such as operands that disagree or a
-    # sharded dim that is summed. One axis is then given up, and if that does not do, all: less is
-    # known, but nothing wrong.
+    # JAX's rules reject equations that the partitioner would handle, such as operands with
+    # different shardings or a contracted dim that is sharded. In that case one axis is dropped, and
+    # if that is not enough, all axes. The result is then incomplete, but not wrong.
     for without in ((), *((axis,) for axis in axes), tuple(axes)):
         given = [_placed(value, _spec(value), without) if axes else value for value in values]
         try:
-            # A sum of cotangents has no rule of its own: it takes for granted that both are sharded
-            # alike.
+            # A sum of cotangents has no sharding rule, because JAX assumes that both operands are
+            # sharded alike.
             return (
                 [jax.lax.add(*given)]
                 if eqn.primitive.name == SUM_OF_COTANGENTS
@@ -190,9 +191,9 @@ def _results(eqn: Any, values: list[jax.Array], seen: dict[Any, P]) -> list[jax.
 
 
 def _blank(x: Any) -> jax.Array:
-    """An array of a variable's shape and dtype, sharded over no axis.
+    """Make an array of a variable's shape and dtype that is not sharded.
 
-    For a key one of any generator.
+    A key may have any generator.
     """
     if jnp.issubdtype(x.aval.dtype, jax.dtypes.prng_key):
         return jnp.broadcast_to(jax.random.key(0), x.aval.shape)
@@ -209,7 +210,7 @@ def _spec(value: jax.Array) -> P:
 
 
 def spec_without(spec: P, *axes: str | None) -> P:
-    """A spec without some axes; it has an entry for each dim also where none is left."""
+    """Remove axes from a spec, which keeps an entry for each dim even if no axis is left."""
 
     def one(entry: Any) -> Any:
         left = tuple(axis for axis in spec_axes(entry) if axis not in axes)
@@ -219,5 +220,5 @@ def spec_without(spec: P, *axes: str | None) -> P:
 
 
 def spec_axes(names: Any) -> tuple[str, ...]:
-    """The axes that a dim is sharded over, from its entry in a spec."""
+    """Return the axes of a dim's entry in a spec."""
     return names if isinstance(names, tuple) else (names,) if isinstance(names, str) else ()

@@ -1,4 +1,4 @@
-"""The part of a program that some of its values need, and running it."""
+"""Finds the part of a program that some values need, and runs it."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -11,14 +11,14 @@ from ._equation import Literal, bind, has_side_effects, is_barrier, scope_of
 from ._program import Program, Scan, Values, operands, read, variables
 
 _FULL_BYTES = 4
-"""Bytes of the numbers that XLA computes with; it has no excess precision for them."""
+"""Bytes of the narrowest floats for which XLA uses no excess precision."""
 
 
 @dataclass
 class Slice:
-    """A part of a program.
+    """A part of a program: the variables that it needs or computes, and its equations.
 
-    The variables it needs or computes, and the ids of the equations that run.
+    `steps` are the ids of the equations that run.
     """
 
     variables: set[Any] = field(default_factory=set)
@@ -31,25 +31,24 @@ def needed_for(
     given: Collection[Any] = frozenset(),
     forced: Set[int] = frozenset(),
 ) -> Slice:
-    """Equations that have to run so that some values are known.
+    """Find the equations that must run to compute some values.
 
     Args:
-        program: The function.
-        wanted: Variables of it and of its bodies; literals are let be.
-        given: Variables of it and of its bodies that are known already.
-        forced: Ids of equations that have to run too.
+        program: The program.
+        wanted: The values: variables of the program and of its bodies. Literals are ignored.
+        given: Variables of the program and of its bodies that are already known.
+        forced: Ids of further equations that must run.
     """
     goals = variables(wanted)
     part = Slice(set(goals))
-    # From the end: whether an equation runs is known once all that reads its results has been
-    # asked.
+    # From the end: whether an equation runs is known after all equations that read its results.
     for i in reversed(range(len(program.eqns))):
         eqn = program.eqns[i]
         if i in program.scans:
             _need_scan(eqn, program.scans[i], part, goals, given, forced)
             continue
-        # A barrier's operands one by one: that one of them is needed does not make the others
-        # needed.
+        # The operands of a barrier are treated separately: if one is needed, the others need not
+        # be.
         for results, used in operands(eqn):
             if id(eqn) in forced or any(_is_open(var, part, given) for var in results):
                 part.steps.add(id(eqn))
@@ -64,14 +63,14 @@ def reached_from(
     blocked: Collection[Any] = frozenset(),
     times: int = 1,
 ) -> set[Any]:
-    """The variables that depend on some others, or on what some equations give.
+    """Find the variables that depend on some variables, or on the results of some equations.
 
     Args:
-        program: The function.
-        found: Variables of it.
-        starts: Tells of an equation, and how often it runs, whether its results belong to the set
-            in any case.
-        blocked: Variables that never belong to it.
+        program: The program.
+        found: Variables of the program to start from, which are included.
+        starts: Whether the results of an equation are included in any case. It is called with the
+            equation and the number of times that it runs.
+        blocked: Variables that are never included.
         times: How often the program runs.
     """
     reached = set(found)
@@ -87,8 +86,8 @@ def reached_from(
                 if _is_in(c.initial, reached) and c.inner not in blocked
             )
             size = -1
-            # What reaches the end of one step is there from the next one's beginning on: until
-            # nothing is new.
+            # Variables at the end of a step are inputs of the next one, so repeat until nothing new
+            # is found.
             while size != len(reached):
                 size = len(reached)
                 reached = reached_from(
@@ -109,7 +108,7 @@ def reached_from(
 
 
 def computed_by(program: Program, part: Slice) -> set[Any]:
-    """The variables that running a part gives, wanted or not."""
+    """Return the variables that a part computes, needed or not."""
     found = set()
     for i, eqn in enumerate(program.eqns):
         if i in program.scans:
@@ -125,19 +124,19 @@ def computed_by(program: Program, part: Slice) -> set[Any]:
 
 
 def effects_of(program: Program) -> set[int]:
-    """Ids of equations that do something beside giving results, such as a callback that prints."""
+    """Return the ids of equations with side effects, such as a callback that prints."""
     found = set()
     for i, eqn in enumerate(program.eqns):
         if i in program.scans:
             inner = effects_of(program.scans[i].body)
-            # With an equation of the body the scan has to run itself.
+            # If an equation of the body must run, the scan must run too.
             found |= {*inner, id(eqn)} if inner else set()
         elif has_side_effects(eqn):
             found.add(id(eqn))
     return found
 
 
-def evaluate(  # noqa: PLR0913  # a function, what of it, what is known, what is asked
+def evaluate(  # noqa: PLR0913  # program, part, known and requested values
     program: Program,
     args: Values,
     part: Slice,
@@ -148,17 +147,16 @@ def evaluate(  # noqa: PLR0913  # a function, what of it, what is known, what is
     """Run a part of a program.
 
     Args:
-        program: The function.
-        args: Its inputs, those that the part needs.
-        part: What to run.
-        given: What is known already, with values of bodies stacked.
-        taken: Variables to hand out. What is computed from them here sees them as they are handed
-            out: XLA may carry a number of 16 bits with more precision than that up to where it is
-            stored.
-        turns: By the index of an equation what is done when it has run; see `turns_of`.
+        program: The program.
+        args: Values of the inputs that the part needs.
+        part: The part to run.
+        given: Values that are already known. Values of bodies are stacked.
+        taken: Variables to return. Later equations use them as they are returned, rounded to their
+            dtype: XLA may otherwise keep a 16-bit number in higher precision until it is stored.
+        turns: Functions that run after an equation, by the equation's index; see `turns_of`.
 
     Returns:
-        `(values of the program's own variables, values taken)`, those of bodies stacked.
+        `(values of the program's own variables, values taken)`. Values of bodies are stacked.
     """
     narrow = {var for var in taken if _is_narrow(var)}
     env = {**program.consts, **given, **args}
@@ -182,8 +180,8 @@ def evaluate(  # noqa: PLR0913  # a function, what of it, what is known, what is
             results = dict(
                 zip(eqn.outvars, bind(eqn, [read(env, x) for x in eqn.invars]), strict=True)
             )
-        # An equation of several results may run for one of them: what is given of the others stays
-        # as it is given.
+        # An equation with several results may run for only one of them. Given values of the others
+        # are not replaced.
         env.update(
             (v, _rounded(x) if v in narrow else x) for v, x in results.items() if v not in given
         )
@@ -203,8 +201,8 @@ def _run_scan(
     sliced = [(x, v) for x, v in scan.sliced if v in part.variables]
     stacked = [(x, v) for x, v in scan.stacked if _is_open(v, part, given)]
     fixed = {v: read(env, x) for x, v in scan.fixed if v in part.variables}
-    # Values of the body are stacked outside of it, one a step: given ones are sliced, those handed
-    # out are stacked.
+    # Outside the body, its values are stacked over the steps: given values are sliced, and returned
+    # values are stacked.
     known = {v: x for v, x in given.items() if v in scan.body.variables}
     handed = [v for v in taken if v in scan.body.variables]
 
@@ -241,8 +239,7 @@ def _need_scan(
     wanted += [v for v in goals if v in scan.body.variables]
     if not carried and not wanted and id(eqn) not in forced:
         return
-    # What the wanted carries are computed from may be carries too, which then have to run from the
-    # first step on.
+    # The wanted carries may depend on other carries, which then must run from the first step on.
     while True:
         inner = needed_for(scan.body, [*wanted, *(c.output for c in carried)], given, forced)
         more = [c for c in scan.carried if c in carried or _is_open(c.inner, inner, given)]
@@ -262,7 +259,7 @@ def _is_in(x: Any, found: Collection[Any]) -> bool:
 
 
 def _is_open(var: Any, part: Slice, given: Collection[Any]) -> bool:
-    """True if a variable is needed and not known."""
+    """True if a variable is needed and not yet known."""
     return var in part.variables and var not in given
 
 
@@ -271,6 +268,6 @@ def _is_narrow(var: Any) -> bool:
 
 
 def _rounded(x: jax.Array) -> jax.Array:
-    # Casts to 32 bits and back would not do: XLA takes such a pair for needless and drops it.
+    # A cast to 32 bits and back would not work, because XLA removes such a pair as redundant.
     bits = jnp.finfo(x.dtype)
     return jax.lax.reduce_precision(x, bits.nexp, bits.nmant)

@@ -1,4 +1,4 @@
-"""Results of a program that leave it in turns, group by group, while the rest of it still runs."""
+"""Passes on results of a program group by group, while the rest of the program still runs."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,9 +10,9 @@ from ._program import Program, Values, variables
 from ._slice import Slice
 
 Turns = dict[int, Callable[[Values], Values]]
-"""By the index of an equation what is done when it has run.
+"""Functions that run after an equation, by the equation's index.
 
-From all values known to those that change.
+They map all known values to those that change.
 """
 
 
@@ -22,21 +22,23 @@ def turns_of(
     groups: Sequence[Sequence[Any]],
     hand_over: Callable[[Any, jax.Array], jax.Array],
 ) -> Turns:
-    """Hand over each group of results once it is complete, and wait for it before the next but one.
+    """Pass on each group of results when it is complete, and finish it before the next but one.
 
-    XLA's scheduler (as of JAX 0.10) leaves collectives on results that nothing else reads for the
-    end, one after another and under no computation, and holds the results of all until then. Here
-    what is computed after a group is complete waits until the group before it has been handed over:
-    a group travels under the computing of the next one, and two of them are held at most.
+    XLA's scheduler (as of JAX 0.10) delays collectives on results that nothing else reads to the
+    end of the program. There they run one after another with no computation to overlap them, and
+    all results stay in memory until then. Here, the computation after a group is complete waits
+    until the previous group has been passed on. So the computation of the next group overlaps a
+    group's collectives, and at most two groups are in memory.
 
     Args:
-        program: The function.
-        part: What of it runs.
-        groups: Its results, by what leaves together; those that it does not compute are let be.
-        hand_over: Gives what becomes of a result, from its variable and its value.
+        program: The program.
+        part: The part of the program that runs.
+        groups: The results, divided into groups that are passed on together. Results that the part
+            does not compute are ignored.
+        hand_over: Maps a result's variable and value to the value that replaces it.
 
     Returns:
-        For `evaluate`.
+        The argument `turns` of `evaluate`.
     """
     given, last_read = _lifetimes(program, part)
     complete = [
@@ -67,7 +69,7 @@ def _computed(groups: Sequence[Sequence[Any]], given: dict[Any, int]) -> list[li
 
 
 def _lifetimes(program: Program, part: Slice) -> tuple[dict[Any, int], dict[Any, int]]:
-    """The equations that give and that last read each variable, by their indices."""
+    """Return the indices of the equations that compute and that last read each variable."""
     given: dict[Any, int] = {}
     last_read: dict[Any, int] = {}
     for i, eqn in enumerate(program.eqns):

@@ -1,4 +1,4 @@
-"""The releases of JAX that this library is tested with, and what it says of others."""
+"""The releases of JAX that this library is tested with, and warnings for others."""
 
 import warnings
 from collections.abc import Collection
@@ -8,24 +8,24 @@ import jax
 from jaxpipe.errors import ConfigError
 
 NEWEST_TESTED = (0, 12)
-"""Minor version of the newest JAX that the tests have passed on."""
+"""Newest minor version of JAX with which the tests have passed."""
 
 _UPGRADES = ("jax_remat3", "jax_custom_jvp3", "jax_custom_vjp3", "jax_scan3")
 """Flags under which JAX hides the programs of recompute, custom derivatives and loops."""
 
 
 def check_jax() -> None:
-    """Look at the installed JAX and its flags before anything is traced.
+    """Check the installed JAX and its flags before anything is traced.
 
-    Warns where JAX is newer than what the tests have passed on.
+    Warns if JAX is newer than the newest tested version.
 
     Raises:
-        ConfigError: A flag is on under which programs cannot be read.
+        ConfigError: A flag is on with which programs cannot be read.
     """
     on = [name for name in _UPGRADES if getattr(jax.config, name, False)]
     if on:
         raise ConfigError(
-            "JAX's upgrade flags must be off, as jaxpipe reads the programs that they hide, but "
+            "JAX's upgrade flags must be off, because they hide programs that jaxpipe reads, but "
             f"got {', '.join(f'{name}=True' for name in on)}. Unset "
             f"{', '.join(name.upper() for name in on)}, or call jax.config.update({on[0]!r}, "
             "False)."
@@ -34,7 +34,7 @@ def check_jax() -> None:
         tested = ".".join(map(str, NEWEST_TESTED))
         warnings.warn(
             f"JAX {jax.__version__} is newer than {tested}, the last that this jaxpipe is tested "
-            "with. Numbers stay right; more may be held for the backward than before. Update "
+            "with. Numbers stay right, but programs may hold more for the backward. Update "
             "jaxpipe, or install an older JAX.",
             UserWarning,
             stacklevel=2,
@@ -42,7 +42,7 @@ def check_jax() -> None:
 
 
 def warn_of_unknown(names: Collection[str]) -> None:
-    """Warn of primitives of which this library does not know what they do.
+    """Warn about primitives that this library does not know.
 
     Python shows each warning once.
     """
@@ -51,7 +51,7 @@ def warn_of_unknown(names: Collection[str]) -> None:
         warnings.warn(
             f"jaxpipe does not know the {noun} "
             f"{', '.join(sorted(names))} of JAX {jax.__version__}. Numbers stay right: the results "
-            "are held for the backward instead of computed again, and plans count no operations "
+            "are held for the backward instead of being recomputed, and plans count no operations "
             "for them. Update jaxpipe if there is a newer release.",
             UserWarning,
             stacklevel=2,

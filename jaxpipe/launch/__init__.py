@@ -1,4 +1,4 @@
-"""Starting the processes of a job, and finding each other."""
+"""Starting the processes of a job, and connecting them to each other."""
 
 from jaxpipe.distributed import HEARTBEAT_FILE as HEARTBEAT_FILE
 from jaxpipe.distributed import Heartbeat as Heartbeat

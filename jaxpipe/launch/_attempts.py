@@ -1,4 +1,4 @@
-"""Starting a group again after a failure."""
+"""Restarting a group after a failure."""
 
 import contextlib
 import tempfile
@@ -22,12 +22,12 @@ def run_attempts(
     control: str | None = None,
     label: str = "launch",
 ) -> int:
-    """Run a group, and again after each failure, as often as the limits allow.
+    """Run a group, and restart it after each failure, as often as the limits allow.
 
-    A request to end is no failure. Whether a new attempt continues where the last one was is up to
-    the program: it loads its last checkpoint. `commands` takes the number of restarts so far and a
-    folder for heartbeat files. `control` is as for `StopRequests`; `label` is in brackets before
-    the launcher's own lines. Returns the exit code of the last attempt.
+    A request to end does not count as a failure. To continue from where the last attempt stopped,
+    the program itself must load its last checkpoint. `commands` takes the number of restarts so far
+    and a folder for heartbeat files. `control` is as for `StopRequests`. `label` is the prefix in
+    brackets of the launcher's own lines. Returns the exit code of the last attempt.
     """
     before = restarts_before()
     with (
@@ -38,8 +38,8 @@ def run_attempts(
         asked = len(requests.received())
 
         def must_end(is_stuck: bool) -> bool:
-            # After a success the launcher waits for whoever reads its output, such as a pager, as
-            # any program does. After a failure it ends, so that its exit code is seen.
+            # After a success the launcher waits for the reader of its output, such as a pager, as
+            # any program does. After a failure it ends, so that its exit code is visible.
             return len(requests.received()) > asked or (is_stuck and (exit_code != 0 or asked > 0))
 
         output.drain(must_end)

@@ -28,16 +28,16 @@ _FILE_GRACE_S = 120.0
 
 
 def launch(argv: Sequence[str], prog: str) -> int:
-    """Start the processes of a job and see them to their end.
+    """Start the processes of a job and supervise them until they end.
 
     Args:
         argv: Options, then the script and its own arguments.
-        prog: What the user typed before them.
+        prog: The command that the user typed before them.
 
     Returns:
-        0; the exit code of the first process that failed, 128 and the signal's number where one
-        ended it; 124 after a stall; 128 and the signal's number where the launcher itself was asked
-        to end; 2 after wrong use.
+        0 after success. The exit code of the first process that failed, or 128 plus the number of
+        the signal that ended it. 124 after a stall. 128 plus the number of the signal if the
+        launcher itself was asked to end. 2 for wrong arguments.
     """
     try:
         args = read_options(list(argv), prog)
@@ -191,8 +191,8 @@ def _run_on_nodes(args: argparse.Namespace) -> int:
     first = bracketed(chosen[0].name)
 
     def coordinator(attempt: int) -> str:
-        # Without --port each attempt takes another, as processes of the last attempt may still hold
-        # theirs.
+        # Without --port each attempt uses another port, because processes of the last attempt may
+        # still use theirs.
         return args.coordinator or f"{first}:{args.port or DEFAULT_PORT + attempt}"
 
     if args.dry_run:
@@ -203,7 +203,7 @@ def _run_on_nodes(args: argparse.Namespace) -> int:
 
 
 def _options_of_node(args: argparse.Namespace) -> list[str]:
-    """Options of this launcher that the ones on the nodes get."""
+    """Options of this launcher that are passed on to the launchers on the nodes."""
     names = (
         "processes_per_node",
         "cpu_devices",
@@ -261,7 +261,7 @@ def _program(args: argparse.Namespace) -> Program:
 
 
 def _limits(args: argparse.Namespace, *, watches: bool = True) -> Limits:
-    """The limits; a launcher of launchers watches no steps itself."""
+    """The limits. A launcher of other launchers does not watch steps itself."""
     usual = Limits()
     return Limits(
         grace_s=usual.grace_s if args.grace is None else args.grace,

@@ -1,4 +1,4 @@
-"""A job as a scheduler's file describes it."""
+"""The description of a job for the file of a scheduler."""
 
 import re
 from collections.abc import Mapping
@@ -18,28 +18,30 @@ _VOLUME = re.compile(r"([a-z0-9]([a-z0-9.-]*[a-z0-9])?):(/[^:]*)")
 
 @dataclass(frozen=True)
 class ClusterJob:
-    """A job for a scheduler: equal nodes, one program.
+    """A job for a scheduler, with equal nodes and one program.
 
     Args:
-        program: What every process runs.
+        program: The program that every process runs.
         num_nodes: Number of nodes.
-        gpus_per_node: GPUs of each.
-        processes_per_node: They share the node's GPUs equally; None: one a GPU.
-        name: Name of the job; lower-case letters, digits and hyphens.
-        time_limit: Longest run, as `[D-]HH:MM:SS`; None: the scheduler's.
-        image: Container image. Kubernetes must have one; Slurm needs the Pyxis plug-in for it.
+        gpus_per_node: Number of GPUs on each node.
+        processes_per_node: Number of processes on each node, which share its GPUs equally. None for
+            one process per GPU.
+        name: Name of the job, of lower-case letters, digits and hyphens.
+        time_limit: Maximum run time, as `[D-]HH:MM:SS`. None for the scheduler's limit.
+        image: Container image. Required for Kubernetes. Slurm needs the Pyxis plug-in for it.
         python: The interpreter on the nodes.
-        variables: Further variables of the processes.
-        port: The coordinator's; None: 29500 in Kubernetes, one by the job's number in Slurm.
+        variables: Additional environment variables of the processes.
+        port: Port of the coordinator. None for 29500 in Kubernetes, and for a port derived from the
+            job's number in Slurm.
         grace_s: Seconds that a process has to save and end when the scheduler ends it.
-        stall_timeout_s: End the job where no step finishes for so long; None: never.
-        max_restarts: How often a JobSet starts again after a failure.
-        cpus_per_process: Processor cores of each process; None: the scheduler's default.
-        volume: `CLAIM:PATH`, a Kubernetes volume claim for checkpoints and where it is seen.
+        stall_timeout_s: End the job if no step finishes for this many seconds. None for never.
+        max_restarts: Maximum number of restarts of a JobSet after failures.
+        cpus_per_process: CPU cores of each process. None for the scheduler's default.
+        volume: A Kubernetes volume claim for checkpoints and its mount path, as `CLAIM:PATH`.
 
     Raises:
-        LaunchError: A value is not of its form, holds a zero byte, or the GPUs cannot be dealt to
-            the processes equally.
+        LaunchError: A value has the wrong form or contains a zero byte, or the GPUs cannot be
+            divided equally over the processes.
     """
 
     program: Program
@@ -68,7 +70,7 @@ class ClusterJob:
         for text in self.texts:
             if "\0" in text:
                 raise LaunchError(
-                    f"what a job is given must hold no zero byte, but got {text!r}. Leave it out."
+                    f"the texts of a job must hold no zero byte, but got {text!r}. Leave it out."
                 )
         equal_nodes(["each node"], self.gpus_per_node, self.processes_per_node)
         if not _NAME.fullmatch(self.name):
@@ -89,14 +91,14 @@ class ClusterJob:
 
     @property
     def layout(self) -> Layout:
-        """The nodes, by number."""
+        """The nodes, named by their numbers."""
         return equal_nodes(
             list(map(str, range(self.num_nodes))), self.gpus_per_node, self.processes_per_node
         )
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """All that the user may choose freely."""
+        """All texts that the user may choose freely."""
         return (
             *self.program.options(),
             *self.variables.values(),
@@ -107,12 +109,12 @@ class ClusterJob:
 
     @property
     def processes_on_node(self) -> int:
-        """Processes of each node."""
+        """The number of processes on each node."""
         return self.gpus_per_node if self.processes_per_node is None else self.processes_per_node
 
     @property
     def time_limit_s(self) -> int | None:
-        """The longest run in seconds."""
+        """The maximum run time in seconds."""
         match = _TIME.fullmatch(self.time_limit or "")
         if match is None:
             return None
@@ -121,7 +123,7 @@ class ClusterJob:
 
     @property
     def claim_and_path(self) -> tuple[str, str] | None:
-        """The volume claim, and where it is seen."""
+        """The volume claim and its mount path."""
         if self.volume is None:
             return None
         claim, _, path = self.volume.partition(":")
@@ -131,12 +133,12 @@ class ClusterJob:
         """The command that starts the launcher on a node.
 
         Args:
-            node_rank: The node's index, or `@` and the variable that has it.
-            coordinator: `host:port`.
-            grace_s: From SIGTERM to SIGKILL.
+            node_rank: The node's index, or `@` and the name of the variable that has it.
+            coordinator: Address of the coordinator, as `host:port`.
+            grace_s: Seconds from SIGTERM to SIGKILL.
 
         Returns:
-            Its words.
+            The words of the command.
         """
         words = [self.python, "-u", "-m", "jaxpipe.launch"]
         words += ["--num_nodes", str(self.num_nodes), "--num_gpus", str(self.gpus_per_node)]
@@ -149,12 +151,12 @@ class ClusterJob:
 
     @property
     def fixed_port(self) -> int:
-        """The coordinator's port where the scheduler's file has it as a number."""
+        """The coordinator's port, for files that contain it as a number."""
         return DEFAULT_PORT if self.port is None else self.port
 
     @property
     def summary(self) -> str:
-        """The job in a few words."""
+        """A short description of the job."""
         nodes, gpus, each = self.num_nodes, self.gpus_per_node, self.processes_on_node
         of_each = (
             "one process per GPU"
@@ -168,7 +170,7 @@ class ClusterJob:
 
     @property
     def options(self) -> str:
-        """Options with which `jaxpipe launch --write KIND` gives this job, on one line for bash."""
+        """The options of `jaxpipe launch --write KIND` for this job, on one line for bash."""
         usual = {each.name: each.default for each in fields(self)}
         values = {
             "--num_nodes": self.num_nodes,

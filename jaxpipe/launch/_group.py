@@ -11,12 +11,12 @@ from ._stop import Stop, StopRequests
 from ._watch import StallWatch
 
 STALLED = 124
-"""Exit code after a stall, as `timeout` has it."""
+"""Exit code after a stall, the same as that of `timeout`."""
 
 _POLL_S = 0.02
-# From the first failure that is seen to the judgement: a scheduler that signals every process
-# signals this one too, and a process that JAX ends for the loss of another can be gone before that
-# other one.
+# Delay between the first observed failure and the decision about its cause. A scheduler that
+# signals every process also signals this one, and a process that JAX ends because another one is
+# gone may be reaped before that other one.
 _SETTLE_S = 0.5
 _NODE_MARGIN_S = 10.0
 
@@ -25,9 +25,9 @@ _NODE_MARGIN_S = 10.0
 class Limits:
     """Time limits of a group, and its number of restarts.
 
-    `grace_s` is from a SIGTERM that the launcher passes on to SIGKILL; `kill_grace_s` is the same
-    after a failure, a stall or an interrupt. `stall_timeout_s` is between two steps of a process,
-    `start_timeout_s` until its first; None sets no limit.
+    `grace_s` is the time from a SIGTERM that the launcher passes on to SIGKILL. `kill_grace_s` is
+    the same after a failure, a stall or an interrupt. `stall_timeout_s` limits the time between two
+    steps of a process, and `start_timeout_s` the time until its first step. None sets no limit.
     """
 
     grace_s: float = 30.0
@@ -39,11 +39,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """End of a group.
+    """The result of a group.
 
-    `exit_code` is 0, that of the first process that failed, or 128 plus the signal's number;
-    `reason` says why it is not 0, as a sentence. `may_restart` is False after a request to end.
-    `failed` is the process of this node that failed first.
+    `exit_code` is 0, the exit code of the first process that failed, or 128 plus the number of a
+    signal. `reason` is a sentence that explains why it is not 0. `may_restart` is False after a
+    request to end. `failed` is the process on this node that failed first.
     """
 
     exit_code: int
@@ -55,10 +55,10 @@ class Outcome:
 def run_group(
     commands: Sequence[Command], limits: Limits, requests: StopRequests, output: Output
 ) -> Outcome:
-    """Start processes, wait for all, and end the others when one fails.
+    """Start processes, wait for all of them, and end the others when one fails.
 
-    When this returns or raises, every process that was started has ended, with all of its process
-    group. `output` is closed at the end.
+    When this function returns or raises, every process that it started has ended, together with its
+    process group. `output` is closed at the end.
     """
     members: list[Member] = []
     guard = Guard()
@@ -111,13 +111,13 @@ def _end_after_failure(
     failed = [member for member in members if member.exit_code()]
     reason = _failure(min(failed, key=Member.failure))
     _end(members, Stop(signal.SIGTERM, limits.kill_grace_s, reason), limits, requests, output)
-    # Launchers on other nodes take their time to end theirs, so that the node of the cause may come
-    # last. One that was asked to end exits with 0, unless it had seen a failure itself.
+    # Launchers on other nodes need time to end their processes, so the node of the cause may end
+    # last. A launcher that was asked to end exits with 0, unless it had seen a failure itself.
     others = [
         member for member in members if member.exit_code() and member.command.reach != "process"
     ]
     first = min(others or failed, key=Member.failure)
-    is_here = first.command.reach == "process"  # else its own launcher has said what its error was
+    is_here = first.command.reach == "process"  # otherwise its own launcher has shown its error
     return Outcome(
         _exit_status(first.exit_code() or 0), _failure(first), failed=first if is_here else None
     )
@@ -130,7 +130,7 @@ def _failure(member: Member) -> str:
 def _end(
     members: Sequence[Member], stop: Stop, limits: Limits, requests: StopRequests, output: Output
 ) -> None:
-    """Ask all that still run to end, and wait as long as they may take."""
+    """Ask all running processes to end, and wait until they have or their time is over."""
     running = [member for member in members if member.exit_code() is None]
     grace_s = stop.grace_s
     if grace_s is None:
@@ -151,15 +151,15 @@ def _end(
             return
         as_asked = (None, 0, 128 + stop.number)
         if not shortened and any(member.exit_code() not in as_asked for member in running):
-            # The step that a failed process takes part in cannot finish: the others need less time
-            # to end.
+            # The current step cannot finish without the failed process, so the others need less
+            # time to end.
             shortened = True
             deadline = min(deadline, time.monotonic() + limits.kill_grace_s + margin_s)
         running = [member for member in running if member.exit_code() is None]
 
 
 def _exit_status(code: int) -> int:
-    """The exit code of a shell for a process's: 128 and the number of the signal that ended it."""
+    """A shell's exit code for a process: 128 plus the number of the signal that ended it."""
     return code if code >= 0 else 128 - code
 
 

@@ -1,4 +1,4 @@
-"""Hostfiles, and the choice of nodes and slots from them."""
+"""Reading hostfiles, and choosing nodes and slots from them."""
 
 import errno
 import os
@@ -20,8 +20,8 @@ _PATIENCE_S = 10.0
 def read_hostfile(path: Path) -> tuple[Node, ...]:
     """Read a file of lines `name slots=N`.
 
-    Empty lines, and what follows a `#`, are left out. Each node has slots 0 to N - 1. Raises
-    LaunchError where the file names no node, or one twice.
+    Empty lines and text after a `#` are ignored. Each node has slots 0 to N - 1. Raises LaunchError
+    if the file names no node, or names a node twice.
 
     Reference:
         DeepSpeed's hostfile.
@@ -63,7 +63,7 @@ def read_hostfile(path: Path) -> tuple[Node, ...]:
 
 
 def _read(path: Path) -> bytes:
-    """Read a file, or a pipe of `<(command)`, without waiting for a pipe that nobody writes to."""
+    """Read a file or a pipe of `<(command)`, without blocking on a pipe that nobody writes to."""
     data = b""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
@@ -88,11 +88,11 @@ def choose_nodes(
     num_nodes: int | None = None,
     num_gpus: int | None = None,
 ) -> tuple[Node, ...]:
-    """Take some nodes and slots of a hostfile, in its order.
+    """Choose nodes and slots of a hostfile, in its order.
 
-    `include` and `exclude` are `NODE[:SLOTS]` joined by `@`; a node without slots has all.
-    `num_nodes` takes the first nodes, `num_gpus` the first slots of each. Raises LaunchError where
-    more than one way of choosing is used, a node or slot is unknown, or nothing is left.
+    `include` and `exclude` are `NODE[:SLOTS]` joined by `@`. A node without slots means all of its
+    slots. `num_nodes` chooses the first nodes, and `num_gpus` the first slots of each. Raises
+    LaunchError if these ways are combined, if a node or slot is unknown, or if nothing is left.
 
     Reference:
         DeepSpeed's `--include`, `--exclude`, `--num_nodes` and `--num_gpus`.
@@ -150,7 +150,7 @@ def _first(
 
 
 def _known(nodes: tuple[Node, ...], text: str, option: str) -> dict[str, tuple[int, ...]]:
-    """The nodes and slots that an option names, in ascending order, all of them known."""
+    """The nodes and slots that an option names, in ascending order, after checking them."""
     all_slots = {node.name: node.slots for node in nodes}
     found = {}
     for name, slots in read_nodes(text, option):

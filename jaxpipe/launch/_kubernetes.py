@@ -17,23 +17,24 @@ _LAST_SECONDS = 10.0
 def kubernetes_manifest(job: ClusterJob) -> str:
     """Write an Indexed Job with a headless Service.
 
-    One pod a node, in which the launcher starts the processes; the pods find the first by its name.
-    A pod that fails ends the Job.
+    There is one pod per node, in which the launcher starts the processes. The pods find the first
+    pod by its name. A pod that fails ends the Job.
 
     Args:
         job: The job.
 
     Returns:
-        The manifest's text, two documents.
+        The text of the manifest, with two documents.
 
     Raises:
-        LaunchError: The job has no image, asks for restarts, or has an argument that is no text.
+        LaunchError: The job has no image, has restarts, or has an argument that is not valid
+            Unicode.
     """
     _check(job)
     if job.max_restarts:
         raise LaunchError(
-            "an Indexed Job must not restart, as it would start single pods again and not all, but "
-            f"got max_restarts={job.max_restarts}. Write a JobSet, which starts all again."
+            "an Indexed Job must not restart, because it would restart single pods and not all, "
+            f"but got max_restarts={job.max_restarts}. Write a JobSet, which restarts all pods."
         )
     service = {
         "apiVersion": "v1",
@@ -62,7 +63,7 @@ def kubernetes_manifest(job: ClusterJob) -> str:
 
 
 def jobset_manifest(job: ClusterJob) -> str:
-    """Write a JobSet, which starts all pods again when one fails.
+    """Write a JobSet, which restarts all pods when one fails.
 
     The cluster must have JobSet installed. `JAXPIPE_RESTART` counts the restarts.
 
@@ -70,10 +71,10 @@ def jobset_manifest(job: ClusterJob) -> str:
         job: The job.
 
     Returns:
-        The manifest's text.
+        The text of the manifest.
 
     Raises:
-        LaunchError: The job has no image, or an argument that is no text.
+        LaunchError: The job has no image, or has an argument that is not valid Unicode.
     """
     _check(job)
     pod = _pod(job, f"{job.name}-workers-0-0.{job.name}:{job.fixed_port}", _RESTARTS)
@@ -89,12 +90,12 @@ def jobset_manifest(job: ClusterJob) -> str:
             ],
         },
     }
-    what = f"All pods start again when one fails, {job.max_restarts} times at most"
+    what = f"All pods restart when one fails, at most {job.max_restarts} times"
     return _header(job, "jobset", what) + _document(jobset)
 
 
 def _document(value: Any) -> str:
-    """A document in JSON, which is YAML too once what YAML does not take as it is is escaped."""
+    """A document in JSON, which is valid YAML once some characters are escaped."""
 
     def written(found: re.Match[str]) -> str:
         number = ord(found[0])
@@ -106,7 +107,7 @@ def _document(value: Any) -> str:
 
 
 def _literal(text: str) -> str:
-    """A word or value that Kubernetes keeps as it is, without variables in place of `$(NAME)`."""
+    """A word or value in which Kubernetes does not replace `$(NAME)` by a variable."""
     return text.replace("$", "$$")
 
 
@@ -116,7 +117,7 @@ def _check(job: ClusterJob) -> None:
             text.encode()
         except UnicodeEncodeError as error:
             raise LaunchError(
-                f"what a job for Kubernetes is given must be Unicode text, but got {text!r}. Use "
+                f"the texts of a job for Kubernetes must be Unicode text, but got {text!r}. Use "
                 "other names."
             ) from error
     if job.image is None:
@@ -148,7 +149,7 @@ def _job_spec(job: ClusterJob, pod: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pod(job: ClusterJob, coordinator: str, restarts: str | None = None) -> dict[str, Any]:
-    # The launcher ends the processes itself before Kubernetes ends the launcher.
+    # The launcher must end the processes before Kubernetes ends the launcher.
     grace_s = max(job.grace_s - _LAST_SECONDS, 0.0)
     resources: dict[str, Any] = {"limits": {"nvidia.com/gpu": job.gpus_per_node}}
     if job.cpus_per_process is not None:

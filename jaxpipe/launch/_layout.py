@@ -11,14 +11,14 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 def read_name(text: str) -> str | None:
-    """Name or address of a node, without the brackets of IPv6; None where it can be neither."""
+    """The name or address of a node, without the brackets of IPv6, or None if it is neither."""
     inner = text[1:-1] if text.startswith("[") and text.endswith("]") else text
     return inner if is_ipv6(inner) or _NAME.fullmatch(text) else None
 
 
 @dataclass(frozen=True)
 class Node:
-    """One machine: what the others call it, and the local numbers of its devices that are used."""
+    """One machine: its name, and the local numbers of the devices that the job uses."""
 
     name: str
     slots: tuple[int, ...]
@@ -29,7 +29,7 @@ class Node:
 
 @dataclass(frozen=True)
 class ProcessSlot:
-    """Number of one process among all, and the local numbers of its devices."""
+    """The index of a process in the job, and the local numbers of its devices."""
 
     process_id: int
     devices: tuple[int, ...]
@@ -37,11 +37,11 @@ class ProcessSlot:
 
 @dataclass(frozen=True)
 class Layout:
-    """All nodes of a job and how many processes each has.
+    """All nodes of a job, and the number of processes on each.
 
-    Processes are counted through the nodes in their order, from 0; the devices of a node are dealt
-    to its processes in equal contiguous parts. With `processes_per_node=None` each slot has a
-    process. Raises LaunchError where the slots of a node cannot be dealt equally.
+    Processes are numbered from 0, in the order of the nodes. The devices of a node are divided over
+    its processes in equal contiguous blocks. With `processes_per_node=None` each slot has its own
+    process. Raises LaunchError if the slots of a node cannot be divided equally.
     """
 
     nodes: tuple[Node, ...]
@@ -59,11 +59,11 @@ class Layout:
 
     @property
     def num_processes(self) -> int:
-        """Processes on all nodes together."""
+        """The number of processes on all nodes together."""
         return sum(map(self._on, self.nodes))
 
     def process_slots(self, node_rank: int) -> tuple[ProcessSlot, ...]:
-        """Processes of the node at this index of `nodes`, in order."""
+        """The processes of the node with this index, in order."""
         node = self.nodes[node_rank]
         count = self._on(node)
         first = sum(map(self._on, self.nodes[:node_rank]))
@@ -73,7 +73,7 @@ class Layout:
         )
 
     def rank_of(self, text: str, source: str) -> int:
-        """Index of a node from its index or its name; `source` is where it was read, for errors."""
+        """The index of a node from its index or name. Errors name `source` as the origin."""
         names = [node.name for node in self.nodes]
         if text in names:
             return names.index(text)
@@ -93,10 +93,10 @@ class Layout:
 
 
 def read_nodes(text: str, option: str) -> list[tuple[str, tuple[int, ...] | None]]:
-    """Split `NAME:SLOT,SLOT@NAME` into names and slots; None where no slots are named.
+    """Split `NAME:SLOT,SLOT@NAME` into names and slots, with None for a node without slots.
 
-    `option` is what the user gave it with. Raises LaunchError also where a node or a slot is named
-    twice.
+    `option` is the name of the option in errors. Raises LaunchError also if a node or a slot is
+    named twice.
     """
     found: list[tuple[str, tuple[int, ...] | None]] = []
     for part in text.split("@"):
@@ -114,7 +114,7 @@ def read_nodes(text: str, option: str) -> list[tuple[str, tuple[int, ...] | None
 
 
 def _name_and_slots(part: str) -> tuple[str | None, list[int | None]]:
-    """A node's name, and the slots that are named with it; None for what is none."""
+    """A node's name and the slots after it, with None for anything invalid."""
     name = read_name(part)
     if name is not None:
         return name, []
@@ -123,7 +123,7 @@ def _name_and_slots(part: str) -> tuple[str | None, list[int | None]]:
 
 
 def read_layout(text: str, processes_per_node: int | None) -> Layout:
-    """Read what `str(layout)` wrote: nodes with their slots, joined by `@`."""
+    """Read the text of `str(layout)`: nodes with their slots, joined by `@`."""
     nodes = read_nodes(text, "--layout")
     for name, slots in nodes:
         if slots is None:
@@ -132,7 +132,7 @@ def read_layout(text: str, processes_per_node: int | None) -> Layout:
 
 
 def equal_nodes(names: Sequence[str], num_slots: int, processes_per_node: int | None) -> Layout:
-    """Layout of nodes with slots 0 to `num_slots - 1` each."""
+    """The layout of nodes that each have the slots 0 to `num_slots - 1`."""
     slots = tuple(range(num_slots))
     return Layout(tuple(Node(name, slots) for name in names), processes_per_node)
 

@@ -24,13 +24,14 @@ _RECENT_S = 60.0
 class Command:
     """A program to start, and its name in messages.
 
-    `name` is for example `process 3` or `node worker-1`; `label` is in brackets before each line,
-    unless it is empty. `environment` is the whole environment. The time of change of `heartbeat`
-    says when the program last finished a step.
+    `name` is for example `process 3` or `node worker-1`. `label` is the prefix in brackets of each
+    line, unless it is empty. `environment` is the whole environment. The modification time of
+    `heartbeat` is when the program last finished a step.
 
-    `reach` is `"process"` for a process of the job, here. It is `"messaged"` for launchers on other
-    nodes that get messages through the command's standard input, first the bytes `first_input`. It
-    is `"signalled"` for launchers on other nodes to which the command passes SIGUSR1 on.
+    `reach` is `"process"` for a process of the job on this node. `"messaged"` is for launchers on
+    other nodes that receive messages through the command's standard input, starting with the bytes
+    `first_input`. `"signalled"` is for launchers on other nodes to which the command forwards
+    SIGUSR1.
     """
 
     name: str
@@ -43,14 +44,15 @@ class Command:
 
 
 class Member:
-    """A process that was started, in a session and process group of its own.
+    """A started process, in its own session and process group.
 
-    It begins as a gate, which becomes the program once the guard knows its number, and ends if the
-    launcher is killed before that: there is no moment at which nobody would end the program. It is
-    left unreaped until `end`, so that its number, which is its group's too, is nobody else's.
+    It starts as a gate, which executes the program once the guard knows its number. If the launcher
+    is killed before that, the gate exits, so the program can never be left running. The process is
+    not reaped until `end`, so that its number, which is also the number of its group, is not
+    reused.
     """
 
-    # Python and not a shell, as shells drop variables whose names are not theirs.
+    # Python and not a shell, because shells drop variables with names that they do not accept.
     _GATE = """
 import os, signal, sys
 if not os.read(0, 1):
@@ -103,14 +105,14 @@ except OSError as error:
 
     @property
     def pid(self) -> int:
-        """Number of the process and of its group."""
+        """The number of the process and of its group."""
         return self._process.pid
 
     def __str__(self) -> str:
         return f"{self.command.name} (pid {self.pid})"
 
     def exit_code(self) -> int | None:
-        """Exit code, or minus the number of the signal that ended it; None while it runs."""
+        """The exit code, or minus the number of the signal that ended it. None while it runs."""
         if self._exit_code is None:
             state = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if state is not None:
@@ -121,14 +123,15 @@ except OSError as error:
         return self._exit_code
 
     def failure(self) -> tuple[int, float]:
-        """Puts processes that failed together into their order: the first is likely the cause.
+        """A sort key for processes that failed together: the first is probably the cause.
 
-        A process that loses another raises an error from a collective, after that one's own
-        traceback, or JAX ends it. So one that ended in another way did so by itself. The key is how
-        likely others are the cause, then when it failed.
+        If a process loses another one, either a collective raises an error, later than the
+        traceback of the lost process, or JAX ends the process. A process that ended in any other
+        way failed by itself. The key is how likely it is that another process was the cause, then
+        when this one failed.
         """
         trouble_at = self.tail.trouble_at
-        # It recovered from an error longer ago.
+        # It has recovered from an older error.
         if trouble_at is None or trouble_at < self._ended_at - _RECENT_S:
             trouble_at = math.inf
         if self.tail.was_ended_by_jax:
@@ -137,10 +140,10 @@ except OSError as error:
         return (1, trouble_at) if has_raised else (0, self._ended_at)
 
     def stop(self, number: int, grace_s: float) -> None:
-        """Ask it to end; a stopped process is continued so that it can.
+        """Ask the process to end. A stopped process is continued, so that it can.
 
-        Its group gets the signal `number`. Launchers on other nodes give it to the processes there,
-        which may take `grace_s`.
+        The signal `number` is sent to its group. Launchers on other nodes send it to their
+        processes, which have `grace_s` to end.
         """
         if self.command.reach == "messaged":
             self._send(f"stop {number} {grace_s}\n".encode())
@@ -152,22 +155,22 @@ except OSError as error:
         self._signal(signal.SIGCONT)
 
     def let_go(self) -> None:
-        """Close what launchers on other nodes listen to, so that they end what they started.
+        """Close the standard input of launchers on other nodes, so that they end their processes.
 
-        `end` waits for that.
+        `end` waits for this.
         """
         if self._process.stdin is not None:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
 
     def end(self) -> None:
-        """End its whole group, and reap it."""
+        """End the whole process group, and reap the process."""
         if self.command.reach == "messaged":
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_REAP_S)
                 return
         self._signal(signal.SIGKILL)
-        # One that waits for a dead disk cannot be ended.
+        # A process that waits for a dead disk cannot be ended.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_REAP_S)
 
@@ -184,11 +187,11 @@ except OSError as error:
 
 
 class Guard:
-    """Ends the groups should this process be killed before it can; started before any of them.
+    """Ends the process groups if this process is killed. It is started before any of them.
 
-    A small shell waits at a pipe that this process alone holds open, and through which it gets the
-    groups' numbers. Where the pipe closes without the word `done`, the groups get SIGTERM, and
-    SIGKILL five seconds later.
+    A small shell reads the numbers of the groups from a pipe that only this process holds open. If
+    the pipe closes without the word `done`, the shell sends SIGTERM to the groups, and SIGKILL five
+    seconds later.
     """
 
     _SCRIPT = """
@@ -219,15 +222,15 @@ kill -s KILL -- $groups
             ) from error
 
     def add(self, group: int) -> None:
-        """Guard one more group, by its number."""
+        """Guard another group, by its number."""
         self._send(f"{group}\n")
 
     def dismiss(self) -> None:
-        """The groups have ended."""
+        """End the guard, after all groups have ended."""
         self._send("done\n")
         self._process.communicate()
 
     def _send(self, line: str) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # somebody killed it
+        with contextlib.suppress(OSError):  # the guard was killed
             self._process.stdin.write(line.encode())

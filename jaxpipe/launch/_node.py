@@ -27,12 +27,12 @@ from ._variables import (
 
 @dataclass(frozen=True)
 class NodeJob:
-    """Processes of one node.
+    """The processes of one node.
 
-    `node_rank` is its index in `layout`. `program` is what each process runs, `exports` are further
-    variables. `cpu_devices` is the number of simulated devices of each process; None: real ones.
-    Without `binds_devices` each process sees all devices. With `is_alone` there is no other node,
-    and the coordinator listens to this machine alone.
+    `node_rank` is the index of the node in `layout`. Each process runs `program`, with `exports` as
+    additional variables. `cpu_devices` is the number of simulated devices of each process, or None
+    for real devices. Without `binds_devices` each process sees all devices. With `is_alone` there
+    is no other node, and the coordinator accepts connections only from this machine.
     """
 
     layout: Layout
@@ -47,10 +47,10 @@ class NodeJob:
     def commands(
         self, coordinator: str, attempt: int, heartbeat_dir: Path | None
     ) -> tuple[Command, ...]:
-        """Commands of this node's processes, one each.
+        """The commands of this node's processes, one for each.
 
-        `coordinator` is `host:port`; `attempt` is the number of restarts so far. Heartbeat files
-        are made here, in `heartbeat_dir`; None: there are none.
+        `coordinator` is `host:port`. `attempt` is the number of restarts so far. Heartbeat files
+        are created in `heartbeat_dir`, unless it is None.
         """
         return tuple(
             self._command(slot, coordinator, attempt, heartbeat_dir)
@@ -58,7 +58,7 @@ class NodeJob:
         )
 
     def shell_lines(self, coordinator: str) -> tuple[str, ...]:
-        """The commands for a shell, with the variables that this node sets; one line a process.
+        """The commands for a shell, one line per process, with the variables that this node sets.
 
         `coordinator` is `host:port`.
         """
@@ -87,7 +87,7 @@ class NodeJob:
         if heartbeat_dir is not None:
             heartbeat = heartbeat_dir / str(slot.process_id)
             heartbeat.touch()
-            os.utime(heartbeat, (0, 0))  # so that the first step is seen however soon it comes
+            os.utime(heartbeat, (0, 0))  # so that even an early first step changes the time
             variables[HEARTBEAT_FILE] = str(heartbeat)
         return Command(
             name=f"process {slot.process_id}",

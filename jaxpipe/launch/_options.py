@@ -22,7 +22,7 @@ _USAGE = (
     "`python -m jaxpipe.launch` is the same as `jaxpipe launch`."
 )
 
-# Which kinds of launch an option belongs to; those not named here belong to all.
+# The kinds of launch that an option belongs to. Options that are not listed belong to all kinds.
 _BELONGS = {
     "nproc": ("--nproc",),
     "devices_per_process": ("--nproc",),
@@ -62,16 +62,16 @@ _KINDS = {
 def read_options(argv: list[str], prog: str) -> argparse.Namespace:
     """Read the launcher's arguments: options, then the script and its own arguments.
 
-    `prog` is what the user typed. Options that were not given are None; `kind` is the one that
-    decides what to do. Raises LaunchError where no option decides, or one does not belong to the
-    one that does.
+    `prog` is the command that the user typed. Options that were not given are None. `kind` is the
+    option that selects the kind of launch. Raises LaunchError if no option selects a kind, or if an
+    option does not belong to the selected kind.
     """
     args = _parser(prog).parse_args(argv)
     given = [option for name, option in _KINDS.items() if getattr(args, name) is not None]
     if not given:
         raise LaunchError(
             "the launcher must be told where to start processes, but got neither --nproc nor "
-            "--hostfile. Write --nproc 2 for two on this machine, or --hostfile FILE."
+            "--hostfile. Write --nproc 2 for two processes on this machine, or --hostfile FILE."
         )
     args.kind = given[0]
     for name, kinds in _BELONGS.items():
@@ -91,8 +91,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=prog,
         usage=_USAGE,
-        description="Start the processes of a job, copy what they write, and end all when one "
-        "fails.",
+        description="Start the processes of a job, copy their output, and end all of them when "
+        "one fails.",
         allow_abbrev=False,
     )
     _add_program(parser)
@@ -109,13 +109,15 @@ def _add_program(parser: argparse.ArgumentParser) -> None:
     kinds.add_argument(
         "--no-python", "--no_python", action="store_true", help="SCRIPT is a command"
     )
-    group.add_argument("--python", metavar="PATH", help="interpreter on the nodes; this one")
+    group.add_argument(
+        "--python", metavar="PATH", help="interpreter on the nodes; default: this interpreter"
+    )
     group.add_argument(
         "--export",
         action="append",
         default=[],
         metavar="NAME[=VALUE]",
-        help="environment variable of the processes",
+        help="set an environment variable of the processes",
     )
     group.add_argument("script", metavar="SCRIPT")
     group.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGUMENTS")
@@ -128,45 +130,68 @@ def _add_places(parser: argparse.ArgumentParser) -> None:
         "--devices-per-process",
         type=_count,
         metavar="K",
-        help="GPUs of each; 1, or all for a single process",
+        help="GPUs of each process; default: 1, or all for a single process",
     )
     hosts = parser.add_argument_group("on several nodes")
     hosts.add_argument(
-        "-H", "--hostfile", type=_path("--hostfile"), metavar="FILE", help="lines 'name slots=N'"
+        "-H",
+        "--hostfile",
+        type=_path("--hostfile"),
+        metavar="FILE",
+        help="file of lines 'name slots=N'",
     )
     hosts.add_argument(
-        "-i", "--include", metavar="NODES", help="only these, such as worker-0@worker-1:0,2"
+        "-i",
+        "--include",
+        metavar="NODES",
+        help="use only these nodes, such as worker-0@worker-1:0,2",
     )
-    hosts.add_argument("-e", "--exclude", metavar="NODES", help="all but these")
+    hosts.add_argument("-e", "--exclude", metavar="NODES", help="use all nodes except these")
     hosts.add_argument(
-        "--num_nodes", "--num-nodes", type=_count, metavar="N", help="the first N nodes"
+        "--num_nodes", "--num-nodes", type=_count, metavar="N", help="use the first N nodes"
     )
     hosts.add_argument(
-        "--num_gpus", "--num-gpus", type=_count, metavar="N", help="the first N slots of each"
+        "--num_gpus",
+        "--num-gpus",
+        type=_count,
+        metavar="N",
+        help="use the first N slots of each node",
     )
     hosts.add_argument(
         "--processes-per-node",
         type=_count,
         metavar="P",
-        help="they share the node's slots; one a slot",
+        help="processes on each node, which share its slots; default: one per slot",
     )
     hosts.add_argument(
         "--one-process-per-node",
         dest="processes_per_node",
         action="store_const",
         const=1,
-        help="for all its slots",
+        help="the same as --processes-per-node 1",
     )
     hosts.add_argument(
-        "--launcher", choices=("ssh", "srun", "mpirun"), help="what reaches the nodes; ssh"
+        "--launcher",
+        choices=("ssh", "srun", "mpirun"),
+        help="program that starts processes on the nodes; default: ssh",
     )
     hosts.add_argument(
-        "--ssh-command", metavar="COMMAND", help="instead of ssh; is given a node and a shell line"
+        "--ssh-command",
+        metavar="COMMAND",
+        help="command instead of ssh, called with a node and a shell line",
     )
-    hosts.add_argument("--launcher-args", metavar="WORDS", help="further options of srun or mpirun")
-    hosts.add_argument("--coordinator", metavar="HOST:PORT", help="the first node and port 29500")
     hosts.add_argument(
-        "--node-rank", metavar="RANK", help="be the launcher of this node: its index, or @VARIABLE"
+        "--launcher-args", metavar="WORDS", help="additional options of srun or mpirun"
+    )
+    hosts.add_argument(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="address of the coordinator; default: the first node and port 29500",
+    )
+    hosts.add_argument(
+        "--node-rank",
+        metavar="RANK",
+        help="run as the launcher of one node: its index, or @VARIABLE",
     )
     hosts.add_argument(
         "--layout", metavar="NODES", help="with --node-rank: all nodes with their slots"
@@ -176,10 +201,13 @@ def _add_places(parser: argparse.ArgumentParser) -> None:
         "--cpu-devices", type=_count, metavar="K", help="simulated CPU devices of each process"
     )
     both.add_argument(
-        "--port", "--master_port", type=_port, metavar="PORT", help="the coordinator's"
+        "--port", "--master_port", type=_port, metavar="PORT", help="port of the coordinator"
     )
     both.add_argument(
-        "--dry-run", action="store_true", default=None, help="print the commands, run nothing"
+        "--dry-run",
+        action="store_true",
+        default=None,
+        help="print the commands without running them",
     )
     parser.add_argument(CONTROL_OPTION, choices=("stdin", "signal"), help=argparse.SUPPRESS)
 
@@ -190,37 +218,53 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         "--log-dir",
         type=_path("--log-dir"),
         metavar="DIR",
-        help="what each process writes, in a file of its own too",
+        help="also write the output of each process to its own file here",
     )
     group.add_argument(
-        "--max-restarts", type=_whole, metavar="K", help="start the group again after a failure; 0"
+        "--max-restarts",
+        type=_whole,
+        metavar="K",
+        help="restart the group after a failure, up to K times; default: 0",
     )
     group.add_argument(
         "--stall-timeout",
         type=_seconds,
         metavar="SECONDS",
-        help="end the job where no step finishes",
+        help="end the job if no step finishes for this long",
     )
     group.add_argument(
-        "--start-timeout", type=_seconds, metavar="SECONDS", help="the same before the first step"
+        "--start-timeout",
+        type=_seconds,
+        metavar="SECONDS",
+        help="the same until the first step finishes",
     )
     group.add_argument(
-        "--grace", type=_seconds, metavar="SECONDS", help="from a SIGTERM passed on to SIGKILL; 30"
+        "--grace",
+        type=_seconds,
+        metavar="SECONDS",
+        help="time from a forwarded SIGTERM to SIGKILL; default: 30",
     )
     group.add_argument(
-        "--kill-grace", type=_seconds, metavar="SECONDS", help="the same after a failure; 5"
+        "--kill-grace",
+        type=_seconds,
+        metavar="SECONDS",
+        help="the same after a failure; default: 5",
     )
 
 
 def _add_files(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("files for schedulers")
     group.add_argument(
-        "--write", choices=("slurm", "kubernetes", "jobset"), help="print a file, run nothing"
+        "--write",
+        choices=("slurm", "kubernetes", "jobset"),
+        help="print a job file without running anything",
     )
     group.add_argument("--job-name", metavar="NAME", help="jaxpipe")
     group.add_argument("--image", metavar="IMAGE", help="container image")
-    group.add_argument("--time", metavar="[D-]HH:MM:SS", help="longest run")
-    group.add_argument("--cpus-per-process", type=_count, metavar="N", help="processor cores")
+    group.add_argument("--time", metavar="[D-]HH:MM:SS", help="maximum run time")
+    group.add_argument(
+        "--cpus-per-process", type=_count, metavar="N", help="CPU cores of each process"
+    )
     group.add_argument(
         "--volume", metavar="CLAIM:PATH", help="Kubernetes volume claim for checkpoints"
     )

@@ -1,4 +1,4 @@
-"""Output of the processes, line by line, behind a prefix."""
+"""Copying the output of the processes line by line, with a prefix."""
 
 import contextlib
 import os
@@ -18,8 +18,8 @@ from jaxpipe.errors import LaunchError
 
 from ._target import Target, is_same
 
-# A carriage return ends a line too, as progress bars write them. One at the very end may be half of
-# "\r\n".
+# A carriage return also ends a line, because progress bars write them. One at the very end may be
+# the first half of "\r\n".
 _END = re.compile(rb"\r\n|\n|\r(?=[^\n])")
 _CHUNK = 65536
 _LONGEST = 1 << 20
@@ -41,10 +41,10 @@ class _Source:
     pending: bytes = b""
 
     def lines(self, data: bytes) -> bytes:
-        """The whole lines that are there after some more bytes, each behind the prefix."""
+        """The lines that more bytes complete, each with the prefix."""
         text = self.pending + data
         out, begin = [], 0
-        # Earlier bytes were searched.
+        # Earlier bytes have already been searched.
         for match in _END.finditer(text, max(len(self.pending) - 1, 0)):
             line, begin = text[begin : match.start()], match.end()
             if line or match[0] != b"\r":
@@ -55,7 +55,7 @@ class _Source:
         return b"".join(out)
 
     def rest(self) -> bytes:
-        """The last line, which nothing ended."""
+        """The last line, if it has no line ending."""
         text, self.pending = self.pending.rstrip(b"\r"), b""
         return self.prefix + text + b"\n" if text else b""
 
@@ -63,7 +63,7 @@ class _Source:
 class _Log:
     """A process's file in `log_dir`.
 
-    One that cannot be written stops nothing, and is spoken of once.
+    If it cannot be written, this is reported once and everything else continues.
     """
 
     def __init__(self, path: Path, append: bool, say: Callable[[str], None]) -> None:
@@ -98,17 +98,17 @@ class _Log:
 
 
 class Output:
-    """Copies what processes write to standard output and standard error; used as a context.
+    """A context manager that copies the processes' standard output and standard error.
 
-    Lines are never mixed: one thread reads all pipes and passes whole lines on, and each stream has
-    one thread that writes. While the job runs, a reader who is slow makes the processes wait, as at
-    any pipe. Once it ends, nothing waits for the reader but the launcher's own last moment; see
-    `drain`. A last line without an end is written when its process closes the pipe. A pipe that a
-    process left open to a process of another group is given up two seconds after `close`.
+    Lines are never mixed: one thread reads all pipes and passes on whole lines, and each stream has
+    one thread that writes. While the job runs, a slow reader blocks the processes, as at any pipe.
+    When the job ends, only `drain`, the last call of the launcher, waits for the reader. A last
+    line without a line ending is written when its process closes the pipe. If a process leaves its
+    pipe open in a process of another group, the pipe is abandoned two seconds after `close`.
 
-    In `log_dir` each process has a file of its own too, as it wrote it. With `append` the files are
-    continued; from the second group on they always are. `own_label` is in brackets before the
-    launcher's own lines.
+    In `log_dir` the unchanged output of each process is also written to its own file. With `append`
+    existing files are continued. From the second group on they always are. `own_label` is the
+    prefix in brackets of the launcher's own lines.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Output:
                     f"--log-dir must be a folder that can be made, but got {log_dir}: "
                     f"{error.strerror}. Give the path of another."
                 ) from error
-        # Two names of one terminal or pipe have one writer, which keeps the order of what was read.
+        # Two streams of one terminal or pipe share a writer, which keeps the order of the lines.
         self._out = Target(sys.stdout)
         self._err = self._out if is_same(sys.stdout, sys.stderr) else Target(sys.stderr)
 
@@ -141,10 +141,10 @@ class Output:
             target.close()
 
     def add(self, stdout: IO[bytes], stderr: IO[bytes], label: str, file_name: str) -> Tail:
-        """Take the pipes of a process; before `start`.
+        """Add the pipes of a process, before `start`.
 
-        `label` is in brackets before each line, unless it is empty; `file_name` is the process's
-        file in `log_dir`. Returns the end of what it writes to standard error.
+        `label` is the prefix in brackets of each line, unless it is empty. `file_name` is the name
+        of the process's file in `log_dir`. Returns the tail of its standard error.
         """
         log = (
             None
@@ -160,33 +160,33 @@ class Output:
         return tail
 
     def start(self) -> None:
-        """Begin to copy."""
+        """Start copying."""
         self._is_ending, self._give_up_at = False, None
         self._thread = threading.Thread(target=self._copy, name="jaxpipe-output", daemon=True)
         self._thread.start()
 
     def say(self, text: str) -> None:
-        """Write lines of the launcher's own to standard error; never waits."""
+        """Write the launcher's own lines to standard error, without blocking."""
         lines = [f"[{self._own_label}] {line}\n" for line in text.splitlines()]
         self._err.put("".join(lines).encode(errors="replace"))
 
     def release(self) -> None:
-        """Let no process wait for a reader any more, so that each comes to its end."""
+        """Stop blocking processes on slow readers, so that each process can end."""
         self._is_ending = True
 
     def close(self) -> None:
-        """Wait until all that the processes wrote is read.
+        """Wait until all output of the processes has been read.
 
-        What still is to be written waits in memory.
+        Output that has not been written yet stays in memory.
         """
         self._is_ending = True
         self._give_up_at = time.monotonic() + _CLOSING_S
         if self._thread is not None:
             self._thread.join(_STUCK_S)
-        # As with a file of `log_dir` on a dead disk.
+        # For example, a file in `log_dir` is on a dead disk.
         if self._thread is not None and self._thread.is_alive():
             self.say(
-                f"Copying what the processes wrote took longer than {_STUCK_S:g} s; the rest is "
+                f"Copying the output of the processes took longer than {_STUCK_S:g} s; the rest is "
                 "lost."
             )
         else:
@@ -197,10 +197,10 @@ class Output:
         self._sources, self._thread, self._append = [], None, True
 
     def drain(self, must_end: Callable[[bool], bool]) -> None:
-        """Wait until what was read is written.
+        """Wait until all output that was read has been written.
 
-        Meanwhile `must_end` is asked, with whether the reader has taken nothing for ten seconds;
-        True gives up.
+        `must_end` is called repeatedly, with True if the reader has read nothing for ten seconds.
+        If it returns True, the rest is abandoned.
         """
         self._wait_for_readers(must_end)
         for name, target in (("standard error", self._err), ("standard output", self._out)):

@@ -6,14 +6,14 @@ import socket
 
 from jaxpipe.errors import LaunchError
 
-# Below what systems hand out by themselves, so that no connection takes the port before the
-# coordinator does.
+# Below the range that systems assign automatically, so that no connection takes the port before
+# the coordinator does.
 _FIRST, _LAST = 20000, 32000
 _TRIES = 100
 
 
 def free_port() -> int:
-    """A port of this machine that nothing uses now."""
+    """A port of this machine that is not in use."""
     numbers = random.SystemRandom()
     for _ in range(_TRIES):
         port = numbers.randrange(_FIRST, _LAST)
@@ -27,19 +27,19 @@ def free_port() -> int:
 def check_port(port: int, option: str) -> None:
     """Refuse a port that is in use on this machine, or that this user may not use.
 
-    `option` is what the user gave it with.
+    `option` is the name of the option in errors.
     """
     if not _is_free(port):
         raise LaunchError(
             f"{option} must be a free port of this machine, but got port {port}, which is in use. "
-            f"End what uses it, or give {option} another port."
+            f"End the program that uses it, or give {option} another port."
         )
 
 
 def is_here(host: str) -> bool:
-    """True where a name, or an address without brackets, is this machine's, like `localhost`.
+    """True if a name, or an address without brackets, belongs to this machine, as `localhost`.
 
-    A socket can then be bound to it here.
+    It does if a socket can be bound to it here.
     """
     with contextlib.suppress(OSError, UnicodeError):
         for family, kind, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):

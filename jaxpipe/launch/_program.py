@@ -12,7 +12,7 @@ class Program:
 
     Args:
         name: Path of the script, name of the module, or the command.
-        args: Its arguments.
+        args: Arguments of the program.
         kind: `"script"`, `"module"` or `"command"`.
     """
 
@@ -24,10 +24,10 @@ class Program:
         """The command of one process.
 
         Args:
-            python: The interpreter of scripts and modules; what they print is not held back.
+            python: The interpreter of scripts and modules, which runs with unbuffered output.
 
         Returns:
-            Its words.
+            The words of the command.
         """
         before = {"script": (python, "-u"), "module": (python, "-u", "-m"), "command": ()}[
             self.kind
@@ -35,19 +35,19 @@ class Program:
         return (*before, self.name, *self.args)
 
     def options(self) -> tuple[str, ...]:
-        """The words that make the launcher run it.
+        """The arguments with which the launcher runs the program.
 
         Returns:
-            Options and arguments, to stand last.
+            Options and arguments, which must come last.
         """
         before = {"script": (), "module": ("--module",), "command": ("--no-python",)}[self.kind]
         return (*before, self.name, *self.args)
 
     def check(self) -> None:
-        """Refuse a script that is not here.
+        """Check that a script exists.
 
         Raises:
-            LaunchError: It is no file.
+            LaunchError: The script is not a file.
         """
         if self.kind == "script" and not Path(self.name).is_file():
             raise LaunchError(

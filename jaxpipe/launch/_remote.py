@@ -10,21 +10,21 @@ from ._members import Command
 from ._variables import RESTART, dump_variables, inherited
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=30", "-o", "ServerAliveInterval=15")
-"""Asks for no password, and notices within a minute that a node is gone."""
+"""Never asks for a password, and detects within a minute that a node is gone."""
 
 CONTROL_OPTION = "--control"
 
 
 @dataclass(frozen=True)
 class RemoteJob:
-    """A job over the nodes of a hostfile.
+    """A job on the nodes of a hostfile.
 
-    On each node the launcher runs again, and starts the processes there. `launcher` is `"ssh"`,
-    `"srun"` or `"mpirun"`, and `launcher_args` are further words for the last two. `python` is the
-    interpreter on the nodes; `options` go to the launcher there, before the program. `variables`
-    are on the nodes' command lines, which all users of a node can read. `exports` may be secret:
-    they go through standard input, or by mpirun. `ssh` is the command that takes a node's name and
-    a shell line.
+    On each node another launcher runs and starts the processes there. `launcher` is `"ssh"`,
+    `"srun"` or `"mpirun"`, and `launcher_args` are additional words for the last two. `python` is
+    the interpreter on the nodes. `options` are the options of the launcher there, before the
+    program. `variables` are on the nodes' command lines, which all users of a node can read.
+    `exports` may be secret: they are sent through standard input, or by mpirun. `ssh` is the
+    command that is called with a node's name and a shell line.
     """
 
     layout: Layout
@@ -38,12 +38,12 @@ class RemoteJob:
     launcher_args: Sequence[str] = ()
 
     def commands(self, coordinator: str, attempt: int) -> tuple[Command, ...]:
-        """Commands to run here, which start the nodes: one a node for ssh, else one for all.
+        """The commands to run here: for ssh one per node, otherwise one for all nodes.
 
-        `coordinator` is `host:port`; `attempt` is the number of restarts so far. Raises LaunchError
-        where the exported variables are too long.
+        `coordinator` is `host:port`. `attempt` is the number of restarts so far. Raises LaunchError
+        if the exported variables are too long.
         """
-        # mpirun gives its own stdin to one node alone.
+        # mpirun forwards its own stdin to only one node.
         control = "signal" if self.launcher == "mpirun" else "stdin"
         names = (
             [f"node {node.name}" for node in self.layout.nodes]
@@ -67,13 +67,13 @@ class RemoteJob:
     ) -> tuple[tuple[str, ...], ...]:
         """The words of the commands.
 
-        `coordinator` is `host:port`; `attempt` is the number of restarts so far. `control` is how
-        the launchers on the nodes get requests, `"stdin"` or `"signal"`; None: a user starts them
-        by hand.
+        `coordinator` is `host:port`. `attempt` is the number of restarts so far. `control` is how
+        the launchers on the nodes receive requests, `"stdin"` or `"signal"`. None is for commands
+        that a user starts by hand.
         """
         folder = str(Path.cwd())
         names = [node.name for node in self.layout.nodes]
-        if self.launcher == "srun":  # counts the nodes in an order of its own
+        if self.launcher == "srun":  # numbers the nodes in its own order
             return (
                 (
                     *self._srun(folder),

@@ -1,15 +1,16 @@
-"""Words as bash takes them."""
+"""Quoting words for bash."""
 
 import shlex
 from collections.abc import Iterable
 
 
 def quoted(word: str) -> str:
-    """Write a word for bash, on one line whatever is in it.
+    """Quote a word for bash, always on one line.
 
-    A comment ends where its line does, so a line break between quotes would let the rest of a word
-    be run. The word has no zero byte; bytes that are no text are as `os.fsdecode` gives them. Where
-    nothing is special the word is unchanged, else it is in single quotes or in `$'...'`.
+    The result is also safe in a comment, where a line break between quotes would end the comment
+    and run the rest of the word. The word must not contain a zero byte. Bytes that are not valid
+    text are as decoded by `os.fsdecode`. A word without special characters is returned unchanged.
+    Other words are put in single quotes or in `$'...'`.
     """
     if word.isprintable():
         return shlex.quote(word)
@@ -17,7 +18,7 @@ def quoted(word: str) -> str:
 
 
 def joined(words: Iterable[str]) -> str:
-    """Write words for bash, on one line."""
+    """Quote words for bash and join them on one line."""
     return " ".join(map(quoted, words))
 
 

@@ -12,18 +12,19 @@ _CONTINUED = " \\\n  "
 def slurm_script(job: ClusterJob) -> str:
     """Write a file for `sbatch`.
 
-    One task a process, which finds the others by `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and
-    `JAX_PROCESS_ID`. With a stall timeout, one task a node: the launcher, which starts the
-    processes there and watches them. Before the time limit the tasks get SIGTERM, `grace_s` early.
+    There is one task per process. The processes find each other through `JAX_COORDINATOR_ADDRESS`,
+    `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`. With a stall timeout there is one task per node: a
+    launcher, which starts the processes there and watches them. The tasks receive SIGTERM `grace_s`
+    before the time limit.
 
     Args:
         job: The job.
 
     Returns:
-        The file's text.
+        The text of the file.
 
     Raises:
-        LaunchError: The job asks for restarts, or for a volume.
+        LaunchError: The job has restarts or a volume.
 
     Example:
         >>> from jaxpipe.launch import ClusterJob, Program
@@ -33,28 +34,28 @@ def slurm_script(job: ClusterJob) -> str:
     """
     if job.max_restarts:
         raise LaunchError(
-            "a job file for Slurm must ask for no restarts, as Slurm itself starts a job again "
-            f"where a node fails, but got max_restarts={job.max_restarts}. Leave it out; to go on "
+            "a job file for Slurm must ask for no restarts, because Slurm itself restarts a job if "
+            f"a node fails, but got max_restarts={job.max_restarts}. Leave it out; to continue "
             "after an error, submit it several times with sbatch --dependency=singleton."
         )
     if job.volume is not None:
         raise LaunchError(
             "a job file for Slurm must have no volume claim, which is for Kubernetes, but got "
-            f"volume={job.volume!r}. Leave it out, and keep checkpoints in a folder that all nodes "
-            "see."
+            f"volume={job.volume!r}. Leave it out, and keep checkpoints in a folder that is shared "
+            "by all nodes."
         )
     tasks = 1 if job.stall_timeout_s is not None else job.processes_on_node
     parts = [
         "#!/bin/bash",
         *_header(job),
         *_directives(job, tasks),
-        "# shellcheck disable=SC2016  # what stands in single quotes is not for this shell",
+        "# shellcheck disable=SC2016  # text in single quotes is not for this shell",
         "set -euo pipefail",
         "",
         *_checks(job, tasks),
         *_variables(job),
-        "# A task that fails ends the others. Every task sees all GPUs of its node, and takes "
-        "those that it is told.",
+        "# A task that fails ends the others. Every task sees all GPUs of its node, and uses "
+        "those assigned to it.",
         *_step(job),
     ]
     return "\n".join(parts) + "\n"
@@ -63,11 +64,10 @@ def slurm_script(job: ClusterJob) -> str:
 def _header(job: ClusterJob) -> list[str]:
     return [
         f"# {job.summary[0].upper()}{job.summary[1:]}. Submit with: sbatch FILE",
-        "# Slurm starts the job again from its last checkpoint when a node fails or the job is "
-        "preempted; the program",
-        "# loads it (engine.load_checkpoint), and saves at SIGTERM if it calls "
-        "engine.save_on_preemption.",
-        "# To go on after the time limit, submit the file several times with: sbatch "
+        "# Slurm restarts the job when a node fails or the job is preempted. The program must load "
+        "its last checkpoint",
+        "# (engine.load_checkpoint). It saves at SIGTERM if it calls engine.save_on_preemption.",
+        "# To continue after the time limit, submit the file several times with: sbatch "
         "--dependency=singleton FILE",
         f"# Written by: jaxpipe launch --write slurm {job.options}",
     ]

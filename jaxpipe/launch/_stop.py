@@ -1,4 +1,4 @@
-"""Requests to end the job: signals, and messages of another launcher."""
+"""Requests to end the job: signals, and messages from another launcher."""
 
 import os
 import select
@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxpipe.errors import LaunchError
 
-# mpirun, which ends its processes at once at SIGTERM, passes SIGUSR1 on.
+# mpirun ends its processes immediately at SIGTERM, but forwards SIGUSR1.
 _AS_TERM = (signal.SIGHUP, signal.SIGUSR1)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, *_AS_TERM)
 _ORPHAN_GRACE_S = 5.0
@@ -21,10 +21,11 @@ _ORPHAN_GRACE_S = 5.0
 class Stop:
     """A request to end.
 
-    The processes get the signal `number` and may take `grace_s`; None: as the limits say. `reason`
-    is a sentence. One that `is_urgent` ends the wait for an earlier one. One that `is_remote` is
-    from a launcher on another node. That one knows why, and the exit code here is 0: another would
-    make a scheduler end the other nodes before they are done.
+    The signal `number` is sent to the processes, which have `grace_s` to end, or the time in the
+    limits if it is None. `reason` is a sentence. A request that `is_urgent` ends the wait for an
+    earlier one. A request that `is_remote` comes from a launcher on another node, which reports the
+    reason. The exit code here is then 0, because any other code would make a scheduler end the
+    other nodes too early.
     """
 
     number: int
@@ -35,14 +36,14 @@ class Stop:
 
 
 class StopRequests:
-    """Signals, and on a node requests of the launcher that started it; used as a context.
+    """A context manager that collects signals and the requests of another launcher.
 
-    SIGHUP and SIGUSR1 count as SIGTERM. A scheduler may send SIGTERM more than once: the later ones
-    change nothing. A later interrupt means at once. `control` is how another launcher sends
-    requests: `"stdin"`, whose end means that it is gone, or `"signal"`, which is SIGUSR1; None:
-    there is no other.
+    SIGHUP and SIGUSR1 count as SIGTERM. A scheduler may send SIGTERM more than once, and repeated
+    ones have no effect. A repeated interrupt ends the processes immediately. `control` is how
+    another launcher sends requests: `"stdin"`, which is closed when that launcher is gone, or
+    `"signal"`, which is SIGUSR1. None if there is no other launcher.
 
-    Must be entered in the main thread, which alone may catch signals.
+    It must be entered in the main thread, because only that thread can catch signals.
     """
 
     def __init__(self, control: str | None = None) -> None:
@@ -60,7 +61,7 @@ class StopRequests:
                 "program."
             )
         for number in _SIGNALS:
-            # SIGHUP stays ignored where it is, as under nohup.
+            # SIGHUP stays ignored if it already is, for example under nohup.
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._note)
         return self
@@ -70,7 +71,7 @@ class StopRequests:
             signal.signal(number, handler)
 
     def received(self) -> tuple[Stop, ...]:
-        """All requests until now, in their order."""
+        """All requests so far, in order."""
         self._read_control()
         return tuple(self._received)
 

@@ -1,4 +1,4 @@
-"""Standard output and standard error of the launcher, written without waiting for a reader."""
+"""Writing the launcher's standard output and standard error without blocking on a reader."""
 
 import contextlib
 import errno
@@ -9,21 +9,21 @@ import time
 from collections import deque
 from typing import TextIO
 
-# Bytes that wait for a slow reader; beyond them the processes wait too, as they would at a pipe.
+# Bytes that are buffered for a slow reader. Beyond them the processes block, as at any pipe.
 _BUFFER_BYTES = 1 << 20
-# Bytes that wait while the job ends, when output must not delay any process.
+# Bytes that are buffered while the job ends, when output must not delay any process.
 _ENDING_BUFFER_BYTES = 64 << 20
-# Bytes of one write; small, so that a slow reader is known from one that has stopped.
+# Bytes of one write. They are few, so that a slow reader differs from one that has stopped.
 _PIECE_BYTES = 4096
 _GONE = (errno.EPIPE, errno.EIO, errno.EBADF)
 
 
 class Target:
-    """A stream of this process that a thread of its own writes.
+    """A stream of this process, written by a separate thread.
 
-    A reader who stops reading (Ctrl-S in a terminal, a pager that waits) so stops that thread and
-    nothing else. A reader who is gone is left alone. `stream` is None where the launcher was
-    started without one.
+    A reader that stops reading (Ctrl-S in a terminal, a waiting pager) blocks only that thread. If
+    the reader is gone, output is discarded. `stream` is None if the launcher was started without
+    that stream.
     """
 
     def __init__(self, stream: TextIO | None) -> None:
@@ -41,13 +41,13 @@ class Target:
             threading.Thread(target=self._write_all, name="jaxpipe-writer", daemon=True).start()
 
     def has_room(self) -> bool:
-        """True while more should be read for it."""
+        """True while more output should be read for this stream."""
         return self._num_bytes < _BUFFER_BYTES
 
     def put(self, data: bytes, *, may_drop: bool = False) -> None:
-        """Let whole lines be written; never waits.
+        """Queue whole lines to be written, without blocking.
 
-        With `may_drop` they are left out, and counted, where too much waits already.
+        With `may_drop`, they are dropped and counted if the queue is too long.
         """
         with self._changed:
             if self._is_gone or not data:
@@ -62,14 +62,14 @@ class Target:
             self._changed.notify_all()
 
     def waiting_s(self) -> float | None:
-        """For how long the reader has taken nothing, in seconds; None where nothing waits."""
+        """Seconds since the reader last read anything, or None if the queue is empty."""
         with self._changed:
             return time.monotonic() - self._last_taken_at if self._waiting else None
 
     def missing(self) -> str:
-        """Clause on lines not written so far, and why.
+        """A clause about output that has not been written, and why.
 
-        Empty where all were, or where the reader left.
+        Empty if all output has been written, or if the reader is gone.
         """
         with self._changed:
             if self._waiting:
@@ -79,7 +79,7 @@ class Target:
             return f"lacks {self._lost_bytes} bytes: {self._why_lost}" if self._lost_bytes else ""
 
     def close(self) -> None:
-        """Write what waits, if somebody reads it, then end the thread."""
+        """Let the thread write the queue, if there is a reader, and then end."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
@@ -122,12 +122,12 @@ class Target:
         except OSError as error:
             with self._changed:
                 self._is_gone = error.errno in _GONE
-                if not self._is_gone:  # such as a full disk, which may have room again later
+                if not self._is_gone:  # for example a full disk, which may have room again later
                     self._lose(len(data), error.strerror or str(error))
 
 
 def is_same(one: TextIO | None, other: TextIO | None) -> bool:
-    """True if two streams write to one file, pipe or terminal, as far as can be known."""
+    """True if two streams are known to write to the same file, pipe or terminal."""
     try:
         return (
             one is not None

@@ -18,14 +18,14 @@ PLATFORMS = "JAX_PLATFORMS"
 MODULE_LOADING = "CUDA_MODULE_LOADING"
 """When CUDA loads kernels.
 
-By default it does so at their first launch, and waits for what runs on the device: for ever, where
-that is an exchange with a stage that waits for this one. Stages take their branches at different
-ticks. With `EAGER` kernels are loaded with their program.
+By default CUDA loads a kernel at its first launch, and first waits for the running kernels of the
+device. Stages take their branches at different ticks, so a running exchange may itself wait for
+this stage, which is a deadlock. With `EAGER`, kernels are loaded together with their program.
 """
 HEARTBEAT_FILE = "JAXPIPE_HEARTBEAT_FILE"
 RESTART = "JAXPIPE_RESTART"
 
-# What says where a process stands among the others: each launcher says it anew.
+# The variables that identify a process in the job. Each launcher sets them itself.
 _OWN = frozenset(
     {COORDINATOR, COORDINATOR_BIND, NUM_PROCESSES, PROCESS_ID, HEARTBEAT_FILE, RESTART}
 )
@@ -36,25 +36,25 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def inherited() -> dict[str, str]:
-    """The environment of this process, without the variables that set it apart from others."""
+    """The environment of this process, without the variables that identify it in the job."""
     return {name: value for name, value in os.environ.items() if name not in _OWN}
 
 
 def variable(name: str) -> str | None:
-    """One environment variable of this process; None where it is not set."""
+    """An environment variable of this process, or None if it is not set."""
     return os.environ.get(name)
 
 
 def restarts_before() -> int:
-    """Restarts of the job before this launcher started, by `JAXPIPE_RESTART`; 0 without it.
+    """The number of restarts of the job before this launcher started.
 
-    The launcher or scheduler that started this one sets the variable.
+    The launcher or scheduler that started this one sets it in `JAXPIPE_RESTART`. 0 by default.
     """
     return whole_number(variable(RESTART) or "") or 0
 
 
 def forwarded() -> dict[str, str]:
-    """Variables that other nodes get unasked.
+    """The variables that are always sent to other nodes.
 
     They are `JAX_*`, `XLA_*`, `NCCL_*`, `CUDA_MODULE_LOADING` and `PYTHONPATH`.
     """
@@ -63,30 +63,30 @@ def forwarded() -> dict[str, str]:
 
 
 def is_forwarded(name: str) -> bool:
-    """True for a variable that other nodes get unasked, as `forwarded` says."""
+    """True for a variable that is always sent to other nodes, see `forwarded`."""
     return name != LOCAL_DEVICES and (name.startswith(_FORWARDED) or name in _ALSO)
 
 
 def dump_variables(variables: Mapping[str, str]) -> bytes:
-    """The line of variables that a launcher on another node reads before anything else.
+    """The line of variables that a launcher on another node reads first.
 
-    Raises LaunchError where it is longer than a pipe holds: writing it could wait for a node that
-    does not answer.
+    Raises LaunchError if the line does not fit into a pipe, because writing it could then block on
+    a node that does not answer.
     """
     line = json.dumps(dict(variables)).encode() + b"\n"
     if len(line) > _MOST_BYTES:
         longest = max(variables, key=lambda name: len(variables[name]))
         raise LaunchError(
             f"the values of --export must be at most {_MOST_BYTES} bytes together, but got "
-            f"{len(line)}, of which {longest} has most. Put them into a file that all nodes see."
+            f"{len(line)}, of which {longest} has most. Put them into a file on a shared disk."
         )
     return line
 
 
 def receive_variables(descriptor: int) -> Mapping[str, str]:
-    """Read the line that `dump_variables` made, and no more, from a file descriptor.
+    """Read only the line from `dump_variables` from a file descriptor.
 
-    Raises LaunchError where the other launcher is gone before it has sent the line.
+    Raises LaunchError if the other launcher is gone before it has sent the line.
     """
     line = b""
     while not line.endswith(b"\n"):
@@ -102,9 +102,9 @@ def receive_variables(descriptor: int) -> Mapping[str, str]:
 
 
 def read_exports(exports: Sequence[str]) -> Mapping[str, str]:
-    """The variables of `--export NAME` and `--export NAME=VALUE`, in their order.
+    """The variables of `--export NAME` and `--export NAME=VALUE`, in order.
 
-    Raises LaunchError also where an entry without a value names a variable that is not set here.
+    Raises LaunchError also if an entry without a value names a variable that is not set here.
     """
     found = {}
     for entry in exports:

@@ -1,4 +1,4 @@
-"""Noticing a process that finishes no steps."""
+"""Detecting a process that does not finish steps."""
 
 import time
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from ._members import Member
 
 @dataclass
 class _Seen:
-    """The last change of a heartbeat file that was seen."""
+    """The last observed change of a heartbeat file."""
 
     member: Member
     path: Path
@@ -22,8 +22,8 @@ class _Seen:
 class StallWatch:
     """Watches the heartbeat files of a group.
 
-    A process that runs is late when its file has not changed for `stall_timeout_s`; before the
-    first change, when it has run for `start_timeout_s`. None sets no limit.
+    A running process is late if its file has not changed for `stall_timeout_s`. Before the first
+    change, it is late if it has run for `start_timeout_s`. None sets no limit.
     """
 
     def __init__(
@@ -43,9 +43,9 @@ class StallWatch:
         ]
 
     def late(self) -> str | None:
-        """Look at the files: a sentence about the process that has been late for longest.
+        """Check the files, and return a sentence about the process that has been late for longest.
 
-        A stopped process comes before others. None where none is late.
+        A stopped process takes precedence. Returns None if no process is late.
         """
         now = time.monotonic()
         late = []
@@ -87,7 +87,7 @@ def _changed_ns(path: Path) -> int:
 
 
 def _which(heartbeat: Path) -> str:
-    """What the process has written of its last step, between commas."""
+    """The name of the last step that the process has written, between commas."""
     try:
         text = heartbeat.read_text().strip()
     except OSError:
@@ -96,7 +96,7 @@ def _which(heartbeat: Path) -> str:
 
 
 def _is_stopped(pid: int) -> bool:
-    """True if the system reports the process as stopped; only Linux is asked."""
+    """True if the system reports the process as stopped. Always False except on Linux."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
     except OSError:

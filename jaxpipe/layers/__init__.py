@@ -1,6 +1,7 @@
-"""The model as layers.
+"""The model as a list of layers.
 
-Specs, the protocol that all kinds of layers share, and the sequential model.
+This package holds the layer specs, the protocol that all kinds of layers implement, and the
+sequential model.
 """
 
 # For users.

@@ -1,4 +1,4 @@
-"""Low-rank adapters of a layer: how Linen and NNX modules run with them beside projections."""
+"""Low-rank adapters of a layer: how Linen and NNX modules run with adapted projections."""
 
 import functools
 import math
@@ -25,9 +25,9 @@ NNX_PROJECTIONS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)
 
 
 class Adapters:
-    """Adapters `scale * x A B` beside kernels, where `rank` is the inner size of A and B.
+    """Adapters that add `scale * x A B` to a projection; `rank` is the inner size of A and B.
 
-    A kernel has one if a pattern of `targets` is found in its path.
+    A kernel has an adapter if a pattern of `targets` is found in its path.
     """
 
     def __init__(self, rank: int, scale: float, targets: Sequence[re.Pattern[str]]) -> None:
@@ -39,7 +39,7 @@ class Adapters:
         return any(pattern.search(name) for pattern in self._targets)
 
     def unmatched(self, names: Sequence[str]) -> list[str]:
-        """The patterns that find none of these."""
+        """The patterns that match none of these names."""
         return [
             each.pattern for each in self._targets if not any(each.search(name) for name in names)
         ]
@@ -51,13 +51,16 @@ class Adapters:
         return (*kernel[:num_inputs], self.rank), (self.rank, *kernel[num_inputs:])
 
     def draw(self, key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        """A."""
+        """Draw the initial values of A."""
         return jax.random.normal(key, shape, dtype) * math.prod(shape[:-1]) ** -0.5
 
     def added(
         self, y: jax.Array, x: jax.Array, a: jax.Array, b: jax.Array, axes: Sequence[int]
     ) -> jax.Array:
-        """A module's output with that of its adapter, which contracts these axes of its input."""
+        """A module's output plus its adapter's output.
+
+        `axes` are the axes of the input that the adapter contracts.
+        """
         a, b = a.astype(y.dtype), b.astype(y.dtype)
         inner = jnp.tensordot(x.astype(y.dtype), a, (tuple(axes), tuple(range(len(axes)))))
         return y + jnp.tensordot(inner, b, 1) * self._scale
@@ -65,18 +68,18 @@ class Adapters:
 
 @dataclass(frozen=True)
 class LoraMark:
-    """Adapters that a layer is given, as `lora` writes them into its spec.
+    """The adapters of a layer, as `lora` writes them into its spec.
 
     Attributes:
         prefix: The path of the layer's parameters in the model's tree.
-        adapters: Those of each call of `lora`; a kernel has one of them at most.
+        adapters: The adapters of each call of `lora`; a kernel has at most one of them.
     """
 
     prefix: Path
     adapters: tuple[Adapters, ...]
 
     def of(self, path: Sequence[Any]) -> Adapters | None:
-        """The adapters of the projection at a path in the layer; raises LayerError if several."""
+        """The adapters of the projection at a path; raises LayerError if there are several."""
         found = [each for each in self.adapters if each.has(self.prefix, path)]
         if len(found) > 1:
             name = "/".join((*self.prefix, *map(str, path), "kernel"))
@@ -88,7 +91,7 @@ class LoraMark:
 
 
 def adapted_call(call: Callable[..., Any], mark: LoraMark) -> Callable[..., Any]:
-    """The call of a Linen module, with adapters beside its targets."""
+    """The call of a Linen module, with adapters added to its targets."""
 
     def intercept(method: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
         y, module = method(*args, **kwargs), context.module
@@ -105,11 +108,11 @@ def adapted_call(call: Callable[..., Any], mark: LoraMark) -> Callable[..., Any]
         )
         scope: Any = module.scope
         kernel = scope.get_variable("params", "kernel")
-        # Not `module.param`, which belongs into the module's own code.
+        # Not `module.param`, which may only be called from the module's own code.
         if not scope.has_variable("params", LORA_A):
             shape_a, shape_b = adapters.shapes(jnp.shape(unbox(kernel)), len(axes))
-            # Not `scope.make_rng`, which counts its calls: in a module that `nn.scan` traces twice
-            # the kernels would be other ones than without adapters.
+            # Not `scope.make_rng`, which counts its calls: a module that `nn.scan` traces twice
+            # would get different kernels than it does without adapters.
             key = jax.random.fold_in(scope.rngs["params"].as_jax_rng(), zlib.crc32(LORA_A.encode()))
             dtype = unbox(kernel).dtype
             a, b = adapters.draw(key, shape_a, dtype), jnp.zeros(shape_b, dtype)
@@ -120,8 +123,8 @@ def adapted_call(call: Callable[..., Any], mark: LoraMark) -> Callable[..., Any]
 
     @functools.wraps(call)
     def run(module: Any, *args: Any, **kwargs: Any) -> Any:
-        # `nn.jit` keeps its traces by the module and its scope's flags: one without adapters, or of
-        # another layer, is not this one.
+        # `nn.jit` caches traces by the module and its scope's flags. The mark in the flags keeps it
+        # from reusing a trace without adapters, or one of another layer.
         module.scope.flags = freeze({**module.scope.flags, LORA_A: mark})
         with nn.intercept_methods(intercept):
             return call(module, *args, **kwargs)
@@ -140,14 +143,14 @@ def adapted_nnx(module: Any, mark: LoraMark, rngs: nnx.Rngs) -> Any:
 
 
 class _AdaptedProjection(nnx.Module):
-    """An NNX projection with its adapter; other attributes are those of the projection."""
+    """An NNX projection with its adapter; other attributes are looked up on the projection."""
 
     def __init__(self, projection: Any, adapters: Adapters, rngs: nnx.Rngs) -> None:
         graph, state = nnx.split(projection)
         self.names = tuple(str(name) for name in state)
         for name in self.names:
             setattr(self, name, getattr(projection, name))
-        # Without its variables, which would have two paths.
+        # Stored without its variables, which would otherwise have two paths.
         self.graph, self.adapters = nnx.static(graph), nnx.static(adapters)
         kernel = projection.kernel.get_value()
         num_inputs = _num_inputs(projection)
@@ -180,7 +183,7 @@ class _AdaptedProjection(nnx.Module):
 
     @property
     def projection(self) -> Any:
-        """The projection, with the variables of here."""
+        """The projection, with the variables of this module."""
         return nnx.merge(self.graph, nnx.State({name: getattr(self, name) for name in self.names}))
 
     def __getattr__(self, name: str) -> Any:
@@ -199,7 +202,7 @@ def _num_inputs(projection: Any) -> int:
 
 
 def _boxed_as(kernel: Any, value: jax.Array, num_inputs: int, *, is_first: bool) -> Any:
-    """An adapter with the partition metadata that a kernel has for the dims that they share."""
+    """An adapter with the kernel's partition metadata on the dims that they share."""
     if not isinstance(kernel, meta.Partitioned):
         return value
     names: tuple[Any, ...] = (*kernel.names, *[None] * (kernel.value.ndim - len(kernel.names)))
@@ -215,7 +218,7 @@ def _contracted(
 ) -> tuple[int, ...]:
     """Axes of the input that a module's kernel contracts, in the order of the kernel's first dims.
 
-    Raises LayerError if the kernel does not begin with them.
+    Raises LayerError if the contracted dims are not the kernel's first dims.
     """
     if equation is None:
         if tuple(batch):
@@ -239,7 +242,7 @@ def _contracted(
 
 def _refused(module: Any, what: str) -> LayerError:
     return LayerError(
-        "lora's targets must contract the first dims of their kernel and add all others at the "
-        f"end, but got a {type(module).__name__} with {what}. Leave it out of targets, or write it "
-        "as '...d,dnh->...nh'."
+        "lora's targets must contract the first dims of their kernel and append all other dims to "
+        f"the output, but got a {type(module).__name__} with {what}. Leave it out of targets, or "
+        "write it as '...d,dnh->...nh'."
     )

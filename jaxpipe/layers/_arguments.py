@@ -1,4 +1,4 @@
-"""Checks of what `PipelineModule` is given."""
+"""Checks of the arguments of `PipelineModule`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from jaxpipe.topology import ProcessTopology
 
 
 def checked_stages(given: Any, topology: ProcessTopology | None) -> int:
-    """The number of stages, given as a number, by a topology, or by both, which must agree."""
+    """The number of stages, from a number, a topology, or both; the two must agree."""
     num_stages = as_integer(given, 1)
     if given is None and topology is None:
         raise TopologyError(
@@ -114,12 +114,14 @@ def checked_dtype(dtype: Any) -> Any:
 
 
 class LossTerms(NamedTuple):
-    """The loss of one microbatch, as a batch adds it up.
+    """The loss of one microbatch, in the terms that are summed over a batch.
 
     Attributes:
-        total: The sum of the losses, or their mean where there is no weight.
-        weight: What the sum counts; None: the loss is a mean, and all microbatches count alike.
-        metrics: Further numbers that the loss reports, means over what the weight counts, by name.
+        total: The sum of the losses, or their mean if `weight` is None.
+        weight: The weight of the sum. If None, the loss is a mean, and all microbatches count
+            equally.
+        metrics: Other numbers that the loss reports, by name, each a mean over the items that the
+            weight counts.
     """
 
     total: jax.Array
@@ -127,29 +129,26 @@ class LossTerms(NamedTuple):
     metrics: Mapping[str, jax.Array]
 
     def sums(self) -> jax.Array:
-        """`float32[1 + metrics]`.
-
-        The loss, then each metric times the weight, in the order of their names.
-        """
+        """`float32[1 + metrics]`: the loss, then each metric times the weight, ordered by name."""
         values = [jax.lax.stop_gradient(self.metrics[name]) for name in sorted(self.metrics)]
-        # Where nothing weighs a mean is 0 / 0, and NaN * 0 would stay NaN in the sum of all
-        # microbatches.
+        # If the weight is zero, a mean is 0 / 0, and NaN * 0 would make the sum over all
+        # microbatches NaN.
         weight = jnp.float32(1) if self.weight is None else self.weight
         weighted = [jnp.where(weight == 0, 0, value * weight) for value in values]
         return jnp.stack([x.astype(jnp.float32) for x in (self.total, *weighted)])
 
 
 def checked_loss(result: Any, *, has_loss_fn: bool) -> LossTerms:
-    """What `loss_fn` returned for a microbatch, as terms.
+    """The result of `loss_fn` for a microbatch, as terms.
 
-    It must be a scalar, `(sum, weight)` or `(sum, weight, metrics)`, all of scalars.
+    It must be a scalar, `(sum, weight)` or `(sum, weight, metrics)`, where every value is a scalar.
     """
     result, metrics = (
         (result[:2], result[2]) if isinstance(result, tuple) and len(result) == 3 else (result, {})
     )
     terms: tuple[Any, ...] = result if isinstance(result, tuple) and len(result) == 2 else (result,)
-    # A loss of numpy labels may be numpy's, and a weight such as `labels.size` is a number of
-    # Python's.
+    # A loss of NumPy labels may be a NumPy value, and a weight such as `labels.size` is a Python
+    # number.
     known = [(np.ndarray, np.generic), (np.ndarray, np.generic, int, float)]
     terms = tuple(
         jnp.asarray(x) if isinstance(x, kinds) else x
@@ -185,7 +184,7 @@ def _checked_metrics(metrics: Any) -> dict[str, jax.Array]:
         for name, x in given.items()
         if isinstance(x, jax.Array | np.ndarray | np.generic | float)
     }
-    # A name with a slash is that of a value which a layer reports.
+    # Names with a slash are reserved for values that layers report.
     fits = [isinstance(name, str) and "/" not in name and name in values for name in given]
     if given is not metrics or not all(fits) or any(_is_no_number(x) for x in values.values()):
         shown = {

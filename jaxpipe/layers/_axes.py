@@ -1,8 +1,8 @@
-"""The mesh axes around layers while they are traced, made and run.
+"""The mesh axes that layers see while they are traced, initialised and run.
 
-`stage` and `data` are manual: layers see one stage's and one replica's share, and may use
-collectives over `data`. All other axes are automatic: layers see whole arrays, and XLA splits them
-as weights' metadata and constraints say.
+`stage` and `data` are manual: layers see the share of one stage and one replica, and may use
+collectives over `data`. All other axes are automatic: layers see whole arrays, and XLA splits the
+arrays according to the partition metadata of the weights and the sharding constraints.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def bound_axis(name: str) -> int:
-    """Length of an axis around this code over which collectives may go; 0 where there is none."""
+    """Length of the surrounding axis of this name that collectives can use; 0 if there is none."""
     try:
         return jax.lax.axis_size(name)
     except NameError:
@@ -31,15 +31,15 @@ def bound_axis(name: str) -> int:
 
 
 def is_unbound_axis(error: BaseException) -> bool:
-    """True if an error says that there is no axis of some name.
+    """True if an error says that an axis name is unbound.
 
-    Python's own errors of names tell which.
+    Python's own NameErrors, which carry the missing name, do not count.
     """
     return type(error) is NameError and error.name is None
 
 
 def one_device_mesh(axes: Sequence[str]) -> AbstractMesh:
-    """A mesh of one place, with these automatic axes."""
+    """A mesh of one device, with these automatic axes."""
     return _auto_mesh(dict.fromkeys((*MANUAL_AXES, *axes), 1))
 
 
@@ -47,12 +47,12 @@ def on_mesh(mesh: AbstractMesh, trace: Callable[[], T]) -> T:
     """Trace layers as they run on a mesh, `stage` and `data` manual and all other axes automatic.
 
     Args:
-        mesh: The mesh. What is traced can be evaluated on a mesh of devices if this is its
-            `abstract_mesh`. One that is around this code already stays as it is.
+        mesh: The mesh. Programs traced on it can be evaluated on a mesh of devices whose
+            `abstract_mesh` it is. If this code already runs on a mesh, that mesh is kept.
         trace: A function that traces layers abstractly and returns no traced values.
 
     Returns:
-        What `trace` returns.
+        The result of `trace`.
     """
     around = jax.sharding.get_abstract_mesh()
     if around.shape_tuple == mesh.shape_tuple and set(MANUAL_AXES) <= set(around.manual_axes):
@@ -80,18 +80,18 @@ def on_mesh(mesh: AbstractMesh, trace: Callable[[], T]) -> T:
 def call_on_one(axes: Sequence[str], function: Callable[..., PyTree], *args: PyTree) -> PyTree:
     """Call layers on one device, without sharding constraints.
 
-    All samples are on one replica, and constraints mean nothing there.
+    All samples are on one replica, and constraints have no effect.
 
     Args:
-        axes: Automatic axes, one wide, that constraints may name. Where there are none, nothing is
-            compiled. A mesh that is around this code already stays as it is.
-        function: A function of trees of arrays. The axis `data` is there, one wide, if it asks for
-            it. What it closes over is not mapped over that, so that random bits stay the same;
-            `all_to_all` wants mapped arrays.
+        axes: Automatic axes of length 1 that constraints may name. Without any, nothing is
+            compiled. If this code already runs on a mesh, that mesh is kept.
+        function: A function of trees of arrays. If it uses the axis `data`, that axis exists with
+            length 1. Values that the function closes over are not mapped over `data`, so that
+            random bits stay the same. `all_to_all` needs mapped arrays.
         *args: Its arguments.
 
     Returns:
-        What it returns.
+        The result of the function.
     """
     around = jax.sharding.get_abstract_mesh()
 
@@ -101,8 +101,8 @@ def call_on_one(axes: Sequence[str], function: Callable[..., PyTree], *args: PyT
         except NameError as error:
             if not is_unbound_axis(error) or bound_axis(DATA):
                 raise
-        # Only now: not everything that a layer may call can be mapped, such as a callback to the
-        # host.
+        # Map only if needed: a layer may call things that cannot be mapped, such as a callback to
+        # the host.
         mapped = jax.vmap(function, axis_name=DATA, axis_size=1)
         return jax.tree.map(
             lambda x: x[0], mapped(*jax.tree.map(lambda x: jnp.asarray(x)[None], args))
@@ -119,9 +119,9 @@ def call_on_one(axes: Sequence[str], function: Callable[..., PyTree], *args: PyT
 
 
 def mesh_for_init(names: Sequence[str]) -> AbstractMesh:
-    """The mesh around this code with all axes automatic, and with `names` as further axes.
+    """The surrounding mesh with all its axes automatic, and with `names` as additional axes.
 
-    The metadata of new variables may name axes that are manual, or any of `names`.
+    The partition metadata of new variables may name manual axes, or any of `names`.
     """
     return _auto_mesh(dict.fromkeys(names, 1) | dict(jax.sharding.get_abstract_mesh().shape))
 
@@ -129,8 +129,8 @@ def mesh_for_init(names: Sequence[str]) -> AbstractMesh:
 def axis_fault(subject: str, error: BaseException, automatic: Sequence[str]) -> LayerError:
     """Error for a collective over an axis that is not manual.
 
-    `subject` says who uses it, such as `layer 0_Block`; `error` is JAX's error, and `automatic` are
-    the mesh's automatic axes.
+    `subject` names the user of the axis, such as `layer 0_Block`; `error` is JAX's error, and
+    `automatic` are the mesh's automatic axes.
     """
     what = str(error).partition(". ")[0]
     named = next((axis for axis in automatic if what.endswith(f" {axis}")), None)

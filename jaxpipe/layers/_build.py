@@ -1,4 +1,4 @@
-"""From what users put into the list to layers of one protocol."""
+"""Conversion of the items of a model's list to layers of one protocol."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -24,17 +24,17 @@ from ._spec import LayerSpec, TiedLayerSpec, is_equinox
 
 @dataclass(frozen=True)
 class NamedLayer:
-    """A layer at its place in the model.
+    """A layer at its position in the model.
 
     Attributes:
-        index: Place in the whole model, from 0.
+        index: Position in the whole model, from 0.
         name: `<index>_<class name>`, the key of its parameters under `layers/`.
-        layer: What makes the variables and computes.
-        tied_key: Key of a `TiedLayerSpec`, else None.
+        layer: The layer, which makes the variables and computes the outputs.
+        tied_key: Key of a `TiedLayerSpec`, or None.
         tied_paths: Dotted paths of the parameters that are shared; None shares all of them.
-        is_marked: Whether its spec says that it recomputes itself in training.
-        instances: The built Linen modules in it, each with the path of its parameters inside the
-            layer.
+        is_marked: Whether its spec marks it to be recomputed in training.
+        instances: The built Linen modules in the layer, each with the path of its parameters inside
+            the layer.
         lora: Its adapters.
     """
 
@@ -60,11 +60,11 @@ def split_attr(attr: str) -> Path:
 
 
 def as_layers(items: Iterable[Any] | nn.Sequential) -> tuple[NamedLayer, ...]:
-    """Bring a list of layers, or a Linen `Sequential`, under the layer protocol.
+    """Convert a list of layers, or a Linen `Sequential`, to the layer protocol.
 
     Items are Linen modules, plain functions, `LayerSpec` and `TiedLayerSpec`, in order. Each layer
-    gets the output of the one before as one argument, also where that is a tuple or a dictionary,
-    which a Linen `Sequential` would spread over several.
+    receives the output of the previous one as a single argument, even if it is a tuple or a
+    dictionary, which a Linen `Sequential` would unpack into several.
     """
     if isinstance(items, nn.Sequential):
         items = items.layers
@@ -90,7 +90,7 @@ def _name(index: int, item: Any) -> NamedLayer:
     name = f"{index}_{layer.class_name}"
     for flag in item.train_flags if isinstance(item, LayerSpec) else ():
         if not layer.takes_flag(flag):
-            known = ", ".join(layer.arguments.names) or "it has no arguments beside its inputs"
+            known = ", ".join(layer.arguments.names) or "it has no arguments besides its inputs"
             raise LayerError(
                 f"train_flag must name an argument, field or attribute of layer {name}, but got "
                 f"train_flag({flag!r}). Name one of those of its call ({known}), a boolean field, "
@@ -107,7 +107,7 @@ def _name(index: int, item: Any) -> NamedLayer:
 
 
 def _instances(module: nn.Module, path: Path = ()) -> Iterator[tuple[Path, nn.Module]]:
-    """A module and those in its fields, with the paths that Flax gives them."""
+    """A module and the modules in its fields, with the paths that Flax gives them."""
     yield path, module
     for field in dataclasses.fields(module):
         if field.name == "parent":
@@ -126,7 +126,7 @@ def _instances(module: nn.Module, path: Path = ()) -> Iterator[tuple[Path, nn.Mo
 def check_instances(layers: Sequence[NamedLayer], variables: Sequence[Sequence[Path]]) -> None:
     """Refuse a module instance that two layers hold, unless they are tied or it has no variables.
 
-    Flax would share its variables, and a list of layers does not. `variables` are the paths of each
+    Flax would share its variables, but a list of layers does not. `variables` are the paths of each
     layer's parameters and collections, inside the layer.
     """
     owners: dict[int, NamedLayer] = {}
@@ -157,7 +157,7 @@ def _adapt_spec(index: int, spec: LayerSpec) -> Layer:
     if isinstance(kind, type) and issubclass(kind, nnx.Module):
         return _checked(index, spec, lambda: NNXLayer(spec, forward_fn))
     if isinstance(kind, type) and is_equinox(kind):
-        # An optional dependency, which is there where a class of it is.
+        # An optional dependency, which is installed if the spec has one of its classes.
         from ._equinox import EquinoxLayer
 
         return _checked(index, spec, lambda: EquinoxLayer(spec, forward_fn))
@@ -186,8 +186,8 @@ def _adapt_function(
         )
     if forward_fn is not None:
         raise LayerError(
-            f"forward_fn must stand beside a Linen, NNX or Equinox module, but layer {index} is "
-            f"{item!r}. Put the function into the list itself."
+            f"forward_fn must be given with a Linen, NNX or Equinox module, but layer {index} is "
+            f"{item!r}. Put the function itself into the list."
         )
     if isinstance(item, DeepSpeedNames):
         raise LayerError(

@@ -1,4 +1,4 @@
-"""Names of DeepSpeed's `PipelineModule` without a meaning here: each says what takes its place."""
+"""Names of DeepSpeed's `PipelineModule` that have no meaning here; each names its replacement."""
 
 from collections.abc import Callable
 from typing import NoReturn
@@ -13,7 +13,7 @@ def _refused(name: str, instead: str) -> Callable[..., NoReturn]:
 _CALL = "use apply(params, inputs), with the parameters that init(key, inputs) returns"
 _PARAMETERS = (
     "init(key, inputs) makes them, initialize(model_parameters=...) takes them, and the engine's "
-    "module_state_dict() gives the present ones"
+    "module_state_dict() returns the current ones"
 )
 _STATE = (
     "use the engine's module_state_dict(), a tree by layer that is the same for any number of "
@@ -26,7 +26,7 @@ _GRID = "use topology(), or PipelineParallelGrid(topology, rank) for ranks and g
 
 
 class DeepSpeedNames:
-    """Base of `PipelineModule` that answers DeepSpeed's per-process methods by pointing to ours."""
+    """Base of `PipelineModule` whose DeepSpeed per-process methods point to their replacements."""
 
     forward = _refused("forward", _CALL)
     __call__ = _refused("__call__", _CALL)

@@ -1,6 +1,6 @@
 """Equinox modules as layers.
 
-Of jaxpipe's files this one alone imports `equinox`, when such a layer is built.
+This is the only file of jaxpipe that imports `equinox`, and only when such a layer is built.
 """
 
 import functools
@@ -31,15 +31,15 @@ from ._tree import flatten_dict, unflatten_dict
 class EquinoxLayer(Layer):
     """An Equinox module described by a `LayerSpec`, built with `key=` inside the tracing of `init`.
 
-    Equinox modules are written for one sample: without `forward_fn` the module is called under
+    Equinox modules are written for one sample. Without `forward_fn` the module is called under
     `jax.vmap` over the samples of a microbatch and of its side inputs, with a random key for each
-    sample where the call names `key`. A `forward_fn` gets the module and the whole microbatch, and
-    one key if it names it. The key is None outside training, where the module is in Equinox's
-    inference mode.
+    sample if the call has an argument `key`. A `forward_fn` receives the module and the whole
+    microbatch, and one key if it has an argument `key`. Outside training the key is None, and the
+    module is in Equinox's inference mode.
 
     Floating-point arrays are parameters, `layer/0/weight` for `module.layer[0].weight`; other
-    arrays stay as built. Raises LayerError if the spec fixes `key`, or the module holds
-    `equinox.nn.State` or two arrays under one path.
+    arrays keep the values they were built with. Raises LayerError if the spec fixes `key`, or if
+    the module holds `equinox.nn.State` or two arrays under one path.
     """
 
     def __init__(self, spec: LayerSpec, forward_fn: Callable[..., Any] | None = None) -> None:
@@ -73,7 +73,7 @@ class EquinoxLayer(Layer):
         side: Mapping[str, PyTree],
         given: PyTree | None = None,
     ) -> tuple[PyTree, dict[str, Any], dict[str, Any]]:
-        """See `Layer.init`; a module makes all its parameters itself, whichever are given."""
+        """See `Layer.init`; a module makes all its parameters itself and ignores `given`."""
         arrays = self._arrays_of(self._build(key))
         params = {path: leaf for path, leaf in arrays.items() if eqx.is_inexact_array(leaf)}
         others = {path: leaf for path, leaf in arrays.items() if path not in params}
@@ -116,7 +116,7 @@ class EquinoxLayer(Layer):
 
     @functools.cached_property
     def _structure(self) -> Any:
-        """The module, its arrays as shapes and dtypes."""
+        """The module, with its arrays as shapes and dtypes."""
         return eqx.filter_eval_shape(self._build, jax.random.key(0))
 
     def _build(self, key: jax.Array) -> Any:

@@ -14,8 +14,8 @@ from ._protocol import TRAIN_FLAGS, Applied, CallArguments, Layer, Rngs, identit
 class FunctionLayer(Layer):
     """A callable of its inputs, such as `jnp.tanh` or a lambda between two modules.
 
-    It is called as `function(inputs)`, with the standard arguments its signature names. `flags` are
-    names that say whether this is training, with their values in training.
+    It is called as `function(inputs)`, with the standard arguments that its signature names.
+    `flags` are the names of training flags, with their values in training.
     """
 
     def __init__(

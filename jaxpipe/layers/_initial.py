@@ -1,4 +1,4 @@
-"""Initial parameters: what makes them, layer by layer."""
+"""Initial parameters, made layer by layer."""
 
 import functools
 from collections.abc import Callable
@@ -25,8 +25,8 @@ def init_layer(
 ) -> tuple[PyTree, PyTree]:
     """Make one layer's parameters and collections, with the paths inside the layer; traceable.
 
-    Parameters that another layer of the same tied key makes are included, but their values mean
-    nothing here. `key` is the layer's own.
+    Parameters that another layer of the same tied key makes are included, but their values are
+    meaningless. `key` is the layer's own key.
     """
     given: dict[Path, Any] = {}
     if named.tied_key is not None:
@@ -60,8 +60,8 @@ def init_params(
 ) -> PyTree:
     """Make a whole model's parameters; layers of equal code and shapes share one compiled program.
 
-    `make(index, trace, key)` gives parameters and collections of layer `index`, from the layer's
-    key.
+    `make(index, trace, key)` returns the parameters and collections of layer `index`, made from the
+    layer's key.
     """
     programs: dict[int, Callable[..., PyTree]] = {}
     made: dict[int, dict[Path, jax.Array]] = {}
@@ -76,7 +76,7 @@ def init_params(
 
 
 def seeded_key(seed_fn: Callable[[int], jax.Array], seed: int) -> jax.Array:
-    """The key that `seed_fn` makes from a seed; raises LayerError if it makes none."""
+    """The key that `seed_fn` makes from a seed; raises LayerError if the result is not a key."""
     with jax.ensure_compile_time_eval():
         key: Any = seed_fn(seed)
     if not isinstance(key, jax.Array):

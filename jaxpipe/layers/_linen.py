@@ -33,9 +33,9 @@ _REPORTED = ("losses", "metrics")
 class LinenLayer(Layer):
     """A Linen module, called by its `__call__` or by `forward_fn(bound_module, inputs)`.
 
-    The module must be unbound. `flags` are names that say whether this is training, with their
-    values in training: arguments of its call, or boolean fields that are at their default. `given`
-    names the fields that the user gave a value, which stay as they are.
+    The module must be unbound. `flags` are the names of training flags, with their values in
+    training. A flag is an argument of the module's call, or a boolean field with its default value.
+    `given` names the fields that the user set, which keep their values.
     """
 
     def __init__(
@@ -66,14 +66,14 @@ class LinenLayer(Layer):
                 or (name not in given and fields[name][0] == fields[name][1])
             )
         }
-        """The fields that are set in each call."""
+        """The fields that each call sets."""
         skip = [name for name in (*flags, "rngs") if fields.get(name, (None,))[0] is not None]
         self.arguments = CallArguments(self._call, 2, f"layer {self.class_name}", flags, skip)
         settings = tuple(flags.items()), tuple(self._fields)
         self.identity = identity_of(type(module), module, forward_fn, settings)
 
     def takes_flag(self, name: str) -> bool:
-        """See `Layer.takes_flag`; a boolean field is one too."""
+        """See `Layer.takes_flag`; a boolean field counts too."""
         return name in self._fields or super().takes_flag(name)
 
     def init(
@@ -115,7 +115,7 @@ class LinenLayer(Layer):
     ) -> Applied:
         """See `Layer.apply`; reports scalars that the module sows under `"losses"` and `"metrics"`.
 
-        Nothing else that it sows is reported.
+        Values sown under other names are not reported.
         """
         args, kwargs = self.arguments.select(rngs=rngs, train=train, side=side)
         mutable = [*collections, *_REPORTED] if train else []
@@ -133,7 +133,7 @@ class LinenLayer(Layer):
         return outputs, {**collections, **changed}, reported
 
     def _with_flags(self, *, train: bool) -> nn.Module:
-        """The module, its fields told whether this is training."""
+        """The module, with its training flags set."""
         values = flag_values(self._fields, train=train)
         return self.module.clone(**values) if values else self.module
 
@@ -141,16 +141,16 @@ class LinenLayer(Layer):
 def _without_mesh_in_dense_general(
     call: Callable[..., Any], args: Any, kwargs: Any, context: Any
 ) -> Any:
-    """Call a method; `nn.DenseGeneral`, which attention is made of, without a mesh around it.
+    """Call a method; calls `nn.DenseGeneral`, which attention uses, without a surrounding mesh.
 
-    In each call it traces its initialiser too, in which it applies the kernel's metadata as a
-    constraint, to a kernel that is flat yet: with a mesh, names for more dims than two, or of no
-    automatic axis, fail (Flax 0.12).
+    Each call of `nn.DenseGeneral` also traces its initialiser, which applies the kernel's metadata
+    as a constraint while the kernel is still flat. On a mesh this fails if the metadata names more
+    than two dims, or an axis that is not automatic (Flax 0.12).
     """
     is_meant = isinstance(context.module, nn.DenseGeneral) and context.method_name == "__call__"
     if (
         not is_meant or jax.sharding.get_abstract_mesh().explicit_axes
-    ):  # of a user's mesh, on which arrays have types
+    ):  # a user's own mesh, on which arrays have sharded types
         return call(*args, **kwargs)
     with jax.sharding.use_abstract_mesh(NO_MESH):
         return call(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Low-rank adapters beside the kernels of existing layers, and the plain weights they amount to."""
+"""Low-rank adapters for the kernels of existing layers, and merging them into plain weights."""
 
 import copy
 import difflib
@@ -21,7 +21,7 @@ from ._spec import LayerSpec, TiedLayerSpec
 from ._tree import flatten_dict, unflatten_dict
 
 LORA_PARAMETERS = r"(^|/)lora_[ab]$"
-"""Pattern of the adapters, for `PipelineModule(trainable=LORA_PARAMETERS)`."""
+"""Pattern that matches adapters, for `PipelineModule(trainable=LORA_PARAMETERS)`."""
 
 _T = TypeVar("_T")
 
@@ -29,30 +29,31 @@ _T = TypeVar("_T")
 def lora(
     layers: Iterable[_T] | nn.Sequential, rank: int, alpha: float, targets: str | Sequence[str]
 ) -> list[_T | Any]:
-    """Layers whose kernels have adapters: `y + alpha / rank * (x A) B` in place of `y = x W + b`.
+    """Add adapters to kernels: `y + alpha / rank * (x A) B` instead of `y = x W + b`.
 
-    `A` is drawn with variance 1 / inputs, `B` is zero, so that the model begins as it was. They are
-    parameters `lora_a` `[*inputs, rank]` and `lora_b` `[rank, *outputs]` beside `kernel`, in its
-    dtype; where it is sharded over inputs or outputs `A` or `B` is, too. To train them alone:
+    `A` is drawn with variance 1 / inputs and `B` is zero, so the adapted model initially computes
+    the same outputs. The adapters are parameters `lora_a` `[*inputs, rank]` and `lora_b`
+    `[rank, *outputs]` next to `kernel`, in its dtype. If the kernel is sharded over inputs or
+    outputs, so is `A` or `B`. To train only the adapters, use
     `PipelineModule(layers, trainable=LORA_PARAMETERS)`.
 
     Args:
-        layers: Layers as `PipelineModule` takes them. Those of Linen and NNX may hold `Dense`,
-            `DenseGeneral` and `Einsum`, or `Linear`, `LinearGeneral` and `Einsum`; others stay as
-            they are.
+        layers: Layers as `PipelineModule` accepts them. Adapters are supported in the Linen modules
+            `Dense`, `DenseGeneral` and `Einsum`, and in the NNX modules `Linear`, `LinearGeneral`
+            and `Einsum`. All other layers are unchanged.
         rank: Inner size of the adapters.
-        alpha: Their scale times the rank.
-        targets: Pattern, or several, found by `re.search` in paths of kernels such as
-            `layers/3_Block/attention/query/kernel`, of a tied layer `tied/<key>/kernel`.
+        alpha: Scale of the adapters times the rank.
+        targets: One or more patterns, found by `re.search` in paths of kernels such as
+            `layers/3_Block/attention/query/kernel`, or `tied/<key>/kernel` for a tied layer.
 
     Returns:
         The new list.
 
     Raises:
-        LayerError: The rank is no positive integer, alpha no number, `targets` are no patterns, or
-            no layer can have one; or, when the model is traced, a pattern finds no kernel, or a
-            target has an adapter already, or batch dims, or an equation whose kernel does not begin
-            with what it contracts.
+        LayerError: The rank is not a positive integer, alpha is not a number, `targets` are not
+            patterns, or no layer can have an adapter. When the model is traced: a pattern matches
+            no kernel, or a target already has an adapter, has batch dims, or has an equation whose
+            contracted dims are not the first dims of the kernel.
 
     Reference:
         LoRA: Low-Rank Adaptation of Large Language Models (Hu et al., 2021), section 4.1.
@@ -86,7 +87,7 @@ def lora(
 
 
 def check_targets(layers: Iterable[NamedLayer], paths: Iterable[Path]) -> None:
-    """Refuse a pattern given to `lora` that finds no kernel; `paths` are the model's parameters."""
+    """Refuse patterns given to `lora` that match no kernel; `paths` are the model's parameters."""
     found = dict.fromkeys(
         each for named in layers if named.lora is not None for each in named.lora.adapters
     )
@@ -106,7 +107,7 @@ def check_targets(layers: Iterable[NamedLayer], paths: Iterable[Path]) -> None:
 
 
 def without_adapters(params: PyTree, _: PyTree = None) -> PyTree:
-    """Parameters whose adapters add nothing."""
+    """The parameters with adapters that contribute nothing."""
     leaves = flatten_dict(params)
     return unflatten_dict(
         {
@@ -117,21 +118,20 @@ def without_adapters(params: PyTree, _: PyTree = None) -> PyTree:
 
 
 def merge_lora(params: PyTree, alpha: float, dtype: Any = None) -> dict[str, PyTree]:
-    """The plain parameters a tree with adapters amounts to, as `jaxpipe.checkpoint` exports them.
+    """Merge the adapters of a tree into plain parameters, as `jaxpipe.checkpoint` exports them.
 
     Args:
         params: A model's tree, as `engine.module_state_dict()` returns it.
-        alpha: As `lora` was given it; the rank is that of the arrays.
-        dtype: What merged kernels are rounded to; None: each to its own, in which what an adapter
-            has learned may be lost where that is bfloat16.
+        alpha: The `alpha` that was passed to `lora`; the rank is read from the arrays.
+        dtype: Dtype of the merged kernels; None keeps the dtype of each kernel. Rounding to
+            bfloat16 can lose what an adapter has learned.
 
     Returns:
-        The tree of the layers without `lora`, of numpy arrays, each `kernel` as
-        `W + alpha / rank * A B`, computed in float32 at least and rounded once.
+        The tree of the layers without `lora`, as NumPy arrays. Each `kernel` is
+        `W + alpha / rank * A B`, computed in at least float32 and rounded once.
 
     Raises:
-        LayerError: Adapters stand beside no kernel, such as those of a checkpoint that holds
-            nothing else.
+        LayerError: An adapter has no kernel, for example in a checkpoint that holds only adapters.
     """
     alpha = _checked_alpha(alpha)
     leaves = {path: np.asarray(leaf) for path, leaf in flatten_dict(params).items()}
@@ -142,14 +142,14 @@ def merge_lora(params: PyTree, alpha: float, dtype: Any = None) -> dict[str, PyT
         at, b = (*path[:-1], "kernel"), leaves.get((*path[:-1], LORA_B))
         if at not in plain or b is None:
             raise LayerError(
-                f"merge_lora must find a kernel and {LORA_B} beside {'/'.join(path)}, but got "
-                "neither or one of them. Load the checkpoint of adapters into an engine that has "
+                f"merge_lora must find a kernel and {LORA_B} beside {'/'.join(path)}, but got at "
+                "most one of them. Load the checkpoint of adapters into an engine that has "
                 "the model's weights, and merge its module_state_dict()."
             )
         kernel, rank = plain[at], a.shape[-1]
-        # Dims that all three have in front, one for each `nn.scan` around the module.
+        # Leading dims that all three have, one for each `nn.scan` around the module.
         stacked = kernel.shape[: a.ndim + b.ndim - 2 - kernel.ndim]
-        # A product of bfloat16 would round before it is added.
+        # A bfloat16 product would be rounded before it is added.
         wide = np.promote_types(kernel.dtype, np.float32)
         delta = a.reshape(*stacked, -1, rank).astype(wide) @ b.reshape(*stacked, rank, -1).astype(
             wide
@@ -160,14 +160,14 @@ def merge_lora(params: PyTree, alpha: float, dtype: Any = None) -> dict[str, PyT
 
 
 def _adapted(index: int, item: Any, adapters: Adapters) -> Any:
-    """A layer marked to have adapters, or itself where it can have none."""
+    """The layer, marked to have adapters if it can have any."""
     kind = _kind_of(item)
     if kind is None:
         return item
     name = f"{index}_{kind.__name__}"
     prefix = ("tied", item.key) if isinstance(item, TiedLayerSpec) else ("layers", name)
-    # A projection that is a layer by itself stays what it is where it is no target: the pipeline
-    # may know its class.
+    # A projection that is itself a layer, and not a target, is unchanged: the pipeline may treat
+    # its class specially.
     is_projection = issubclass(kind, (*LINEN_PROJECTIONS, *NNX_PROJECTIONS))
     if issubclass(kind, (nn.Embed, nnx.Embed)) or (is_projection and not adapters.has(prefix, ())):
         return item
@@ -178,7 +178,7 @@ def _adapted(index: int, item: Any, adapters: Adapters) -> Any:
 
 
 def _kind_of(item: Any) -> type | None:
-    """The class of a layer's module; None unless it is Linen's, or NNX's in a spec."""
+    """The class of a layer's module; None unless it is a Linen module, or NNX in a spec."""
     if not isinstance(item, LayerSpec):
         return type(item) if isinstance(item, nn.Module) else None
     kind: Any = item.typename

@@ -28,24 +28,23 @@ class ModelTrace:
     """Variables, inputs and outputs of the layers, as shapes and dtypes.
 
     Attributes:
-        boundaries: `boundaries[i]` enters layer i; the last one is the model's output.
+        boundaries: `boundaries[i]` is the input of layer i; the last one is the model's output.
         params: Parameters of each layer, with the paths inside the layer.
-        paths: Where each layer's parameters lie in the model's tree.
+        paths: The paths of each layer's parameters in the model's tree.
         side: Side inputs by name.
-        firsts: For each layer the first one of equal code, arguments and input shapes; tied layers
-            stand alone.
-        collections: What each layer keeps beside its parameters, such as batch statistics.
-        aux: What each layer reports in training, `{"losses": {...}, "metrics": {...}}`, each a
-            scalar.
-        param_specs: For each layer how parameters are sharded over the mesh's automatic axes, by
-            path: an entry for each dim. Those that are not sharded are left out.
-        collection_specs: The same of collections.
-        stage_dims: For each layer the dims along which a pipeline splits parameters over the
+        firsts: For each layer, the index of the first layer with equal code, arguments and input
+            shapes. A tied layer is never equal to another.
+        collections: Variables of each layer that are not parameters, such as batch statistics.
+        aux: Scalars that each layer reports in training, `{"losses": {...}, "metrics": {...}}`.
+        param_specs: For each layer, how parameters are sharded over the mesh's automatic axes, by
+            path, with an entry for each dim. Parameters that are not sharded are left out.
+        collection_specs: The same for collections.
+        stage_dims: For each layer, the dims along which a pipeline splits parameters over the
             `stage` axis, by path.
-        programs: Each layer's call in training; equal layers have one.
+        programs: Each layer's call in training; equal layers share one program.
         mesh: The mesh that the layers were traced on. Shapes are whole over its automatic axes, and
-            one place's share over `stage` and `data`.
-        rules: The rules by which logical names were translated.
+            one device's share over `stage` and `data`.
+        rules: The rules that translated logical names.
         frozen: Parameters that are not trained, by path in the model's tree.
     """
 
@@ -65,7 +64,7 @@ class ModelTrace:
     frozen: frozenset[Path] = frozenset()
 
     def on_mesh(self, trace: Callable[[], T]) -> T:
-        """Trace layers on the mesh, by the rules; see `on_mesh`."""
+        """Trace layers on the mesh, with the rules in force; see `on_mesh`."""
 
         def ruled() -> T:
             with rules_in_force(self.rules):
@@ -74,14 +73,17 @@ class ModelTrace:
         return on_mesh(self.mesh, ruled)
 
     def num_params(self) -> tuple[int, ...]:
-        """Numbers of parameters, per layer, that an optimiser updates.
+        """The number of parameters of each layer that an optimiser updates.
 
-        Shared ones count in each layer.
+        Shared parameters count in every layer that uses them.
         """
         return tuple(sum(math.prod(x.shape) for x in jax.tree.leaves(p)) for p in self.params)
 
     def num_own_params(self) -> tuple[int, ...]:
-        """The same without those split over the `stage` axis, of which every stage has as many."""
+        """As `num_params`, without parameters that are split over the `stage` axis.
+
+        Every stage holds the same number of those.
+        """
         layers = zip(map(flatten_dict, self.params), self.stage_dims, strict=True)
         return tuple(
             sum(math.prod(x.shape) for p, x in leaves.items() if p not in dims)
@@ -89,7 +91,7 @@ class ModelTrace:
         )
 
     def ties(self) -> tuple[Tie, ...]:
-        """Ties: parameters that several layers share, in groups of one key and the same layers."""
+        """Parameters that several layers share, grouped by their key and the layers that share."""
         holders: dict[Path, list[int]] = {}
         sizes: dict[Path, int] = {}
         for index, (paths, params) in enumerate(zip(self.paths, self.params, strict=True)):
@@ -111,9 +113,9 @@ class ModelTrace:
         )
 
     def owners(self) -> dict[Path, tuple[int, Path]]:
-        """For each path in the model's tree the layer that makes it, and its path in that layer.
+        """For each path in the model's tree, the layer that makes it and its path in that layer.
 
-        The layer that makes it is the first that holds it.
+        The first layer that holds a parameter makes it.
         """
         found: dict[Path, tuple[int, Path]] = {}
         for index, paths in enumerate(self.paths):
@@ -124,7 +126,7 @@ class ModelTrace:
     def tree_specs(self) -> dict[Path, PartitionSpec]:
         """Shardings of parameters by path in the model's tree.
 
-        Of a shared one its first layer decides.
+        The first layer that holds a shared parameter decides its sharding.
         """
         return {
             at: self.param_specs[index][local]
@@ -140,5 +142,5 @@ class ModelTrace:
         return found
 
     def tree(self) -> PyTree:
-        """The model's one parameter tree, as shapes and dtypes."""
+        """The parameter tree of the whole model, as shapes and dtypes."""
         return merge_layers(self.paths, self.params)

@@ -1,4 +1,4 @@
-"""`PipelineModule`: the model as a list of layers, and the plain sequential model it means."""
+"""`PipelineModule`: the model as a list of layers, and the sequential model that it defines."""
 
 import copy
 import math
@@ -27,70 +27,76 @@ from ._trainable import Trainable
 
 
 class PipelineModule(SequentialModel, DeepSpeedNames):
-    """A model written as a sequence of layers, to be cut into pipeline stages.
+    """A model as a sequence of layers that can be cut into pipeline stages.
 
-    Without an engine it is the sequential model on one device: `init` makes the parameters, `apply`
-    runs all layers. The parameter tree is the same for every number of stages:
-    `layers/<index>_<name>/...` for what one layer owns and `tied/<key>/...` for what several share.
-    Any pytree of arrays may flow between layers; integers and booleans are carried along without
-    gradient.
+    Without an engine it is the sequential model on one device: `init` makes the parameters, and
+    `apply` runs all layers. The parameter tree is the same for every number of stages. Parameters
+    of a single layer are under `layers/<index>_<name>/...`, and parameters that several layers
+    share are under `tied/<key>/...`.
+    Layers may pass any pytree of arrays to each other. Integers and booleans are passed on without
+    a gradient.
 
     Args:
         layers: Linen modules, `LayerSpec`, `TiedLayerSpec` and plain functions in order, or a Linen
             `Sequential`.
-        num_stages: Number of pipeline stages. May be left out where `topology` is given.
-        topology: A `ProcessTopology` with at least the axes `pipe` and `data`. Over all others,
-            such as `model`, XLA splits the inside of a stage: weights as their Flax partition
-            metadata says, activations by `jax.lax.with_sharding_constraint` or
-            `flax.linen.with_logical_constraint` in the layers. Layers see whole arrays; for a
-            collective over such an axis a layer opens `jax.shard_map(..., axis_names={"model"})`.
-            On one device the axes are there as well, one wide. Without any, metadata and logical
-            constraints mean nothing. See `examples/tensor_parallel.py`.
-        loss_fn: `loss_fn(outputs, labels)`, a scalar mean over the samples it gets, or `(sum,
-            weight)`: the loss is then the sum of all microbatches' and replicas' sums over that of
-            their weights. Or `(sum, weight, metrics)`: a dictionary of scalars, each a mean over
-            what the weight counts; the step's metrics have their means over the batch, weighted as
-            the loss is. None: the last layer's output is the loss.
-        seed_layers: Key the initial weights of layer i from `base_seed + i` alone, whatever key
-            `init` is given.
+        num_stages: Number of pipeline stages. Optional if `topology` is given.
+        topology: A `ProcessTopology` with at least the axes `pipe` and `data`. XLA splits the
+            computation inside a stage over all other axes, such as `model`: weights according to
+            their Flax partition metadata, and activations according to
+            `jax.lax.with_sharding_constraint` or `flax.linen.with_logical_constraint` in the
+            layers. Layers see whole arrays. A layer that needs a collective over such an axis opens
+            `jax.shard_map(..., axis_names={"model"})`. On one device these axes exist with length
+            1. If there are no such axes, metadata and logical constraints have no effect. See
+            `examples/tensor_parallel.py`.
+        loss_fn: `loss_fn(outputs, labels)` returns one of three forms. A scalar is the mean over
+            the samples passed in. `(sum, weight)` makes the loss the total of all sums, over
+            microbatches and replicas, divided by the total of their weights. `(sum, weight,
+            metrics)` adds a dictionary of scalars, each a mean over the items that the weight
+            counts; the metrics of a step are their means over the batch, weighted like the loss.
+            None uses the last layer's output as the loss.
+        seed_layers: Whether the initial weights of layer i depend only on `base_seed + i`, and not
+            on the key passed to `init`.
         seed_fn: With `seed_layers`, makes a JAX key from that integer; `jax.random.key` if None.
         base_seed: Seed of the engine's initial weights and of its dropout.
-        partition_method: `"best"` (the shortest tick: the slowest stage by operations and bytes
-            counted in traces, and what layers outside the repeated run cost), `"parameters"`
-            (smallest possible largest stage by parameter count, DeepSpeed's default), `"profile"`
-            (fastest possible slowest stage by times that are measured when an engine is built,
-            `"profile:flops"` by counted operations and bytes), `"uniform"`, `"type:regex"`,
-            `"trunk"`, or explicit boundaries such as `[0, 3, 6]`.
+        partition_method: `"best"` (shortest tick, from the slowest stage's operations and bytes
+            counted in traces and the cost of layers outside the repeated run), `"parameters"`
+            (minimises the parameter count of the largest stage, DeepSpeed's default), `"profile"`
+            (minimises the time of the slowest stage, measured when an engine is built;
+            `"profile:flops"` uses counted operations and bytes instead), `"uniform"`,
+            `"type:regex"`, `"trunk"`, or explicit boundaries such as `[0, 3, 6]`.
         activation_checkpoint_interval: Recompute in groups of this many layers; 0 keeps all
             activations.
-        activation_checkpoint_func: Recomputes a group: a function of `jax.checkpoint`'s form, such
-            as `functools.partial(jax.checkpoint, policy=...)`, or of DeepSpeed's
-            `checkpoint(function, *args)`. None: `jaxpipe.checkpointing.checkpoint`.
-        checkpointable_layers: Class names: a group is recomputed if the classes of all its layers
-            are among them. None: every group is.
-        dynamic_shape: Either value: shapes may change from one batch to the next, for which a
-            program each is compiled, and the microbatches of a batch have one shape.
-        compute_dtype: What floating-point parameters are cast to, such as `"bfloat16"`; None casts
-            nothing. Inputs, side inputs and what layers return stay as they are: a layer computes
-            in the dtype that it names, or in what its parameters and inputs promote to. The last
-            layer's output goes to `loss_fn` in float32. An engine sets it from the config's `bf16`
-            and `fp16`.
-        auto_cast: Whether the first layer gets floating-point inputs in `compute_dtype` too; side
-            inputs stay. An engine sets it from the config's `fp16.auto_cast`.
-        sharding_rules: What logical names in partition metadata and logical constraints stand for,
-            in Flax's format: pairs of a name and a mesh axis, a tuple of axes or None, such as
-            `(("mlp", "model"), ("embed", None))`; the first that fits wins. The axes `stage` and
-            `data` count as None: over these the pipeline places weights and samples itself.
-        trainable: What an engine trains; None: all parameters. A pattern or a list of them, found
-            by `re.search` in paths such as `layers/3_Block/mlp/kernel`; a predicate of such a path;
-            or a tree of booleans, each for all below it. The others are frozen, as by DeepSpeed
-            users' `requires_grad = False`: they are kept in the dtype that layers compute in,
-            without gradients, masters and optimiser state, and count in no norm.
+        activation_checkpoint_func: The function that recomputes a group. It has the signature of
+            `jax.checkpoint`, such as `functools.partial(jax.checkpoint, policy=...)`, or that of
+            DeepSpeed's `checkpoint(function, *args)`. None uses `jaxpipe.checkpointing.checkpoint`.
+        checkpointable_layers: Class names. A group is recomputed only if the classes of all its
+            layers are listed. None recomputes every group.
+        dynamic_shape: Accepted for compatibility. With either value, shapes may change from one
+            batch to the next, a program is compiled for each shape, and all microbatches of a batch
+            have the same shape.
+        compute_dtype: The dtype that floating-point parameters are cast to, such as `"bfloat16"`;
+            None casts nothing. Inputs, side inputs and the outputs of layers are not cast: a layer
+            computes in the dtype that it names, or in the dtype that its parameters and inputs
+            promote to. The last layer's output is passed to `loss_fn` in float32. An engine sets
+            this from the config's `bf16` and `fp16`.
+        auto_cast: Whether the floating-point inputs of the first layer are cast to `compute_dtype`
+            too; side inputs are not. An engine sets this from the config's `fp16.auto_cast`.
+        sharding_rules: Maps logical names in partition metadata and logical constraints to mesh
+            axes, in Flax's format: pairs of a name and a mesh axis, a tuple of axes or None, such
+            as `(("mlp", "model"), ("embed", None))`. The first matching rule applies. The axes
+            `stage` and `data` count as None, because the pipeline itself places weights and samples
+            along them.
+        trainable: The parameters that an engine trains; None trains all. Pass a pattern or a list
+            of patterns, found by `re.search` in paths such as `layers/3_Block/mlp/kernel`; a
+            predicate of such a path; or a tree of booleans, each of which applies to everything
+            below it. All other parameters are frozen, like `requires_grad = False` in DeepSpeed:
+            they are kept in the dtype that layers compute in, have no gradients, masters or
+            optimiser state, and do not count in any norm.
 
     Raises:
-        LayerError: An entry of `layers` cannot be a layer, a function given is not callable,
-            `checkpointable_layers` names no layer, or `sharding_rules` or `trainable` are of
-            another form.
+        LayerError: An entry of `layers` cannot be a layer, a function argument is not callable,
+            `checkpointable_layers` names no layer, or `sharding_rules` or `trainable` has the wrong
+            form.
         TopologyError: Neither `num_stages` nor `topology` is given, or they disagree.
         PartitionError: There are more stages than layers, the partition method cannot cut them, or
             the interval is negative.
@@ -107,8 +113,8 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         (4, 2)
 
     Reference:
-        DeepSpeed's `deepspeed.pipe.PipelineModule`. Unlike there, initial weights do not depend on
-        the number of stages, and no stage builds another's layers.
+        DeepSpeed's `deepspeed.pipe.PipelineModule`. Unlike in DeepSpeed, initial weights do not
+        depend on the number of stages, and no stage builds another stage's layers.
     """
 
     def __init__(  # noqa: PLR0913  # DeepSpeed's arguments
@@ -141,9 +147,9 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         self._topology = topology
         self.automatic_axes = () if topology is None else automatic_axes(topology)
         self._num_params: tuple[tuple[int, ...], int] | None = None
-        """Numbers of parameters by layer, and of the whole model; known with a cut."""
+        """Parameter counts of each layer and of the whole model; known once there is a cut."""
         self._warned: set[str] = set()
-        """Warnings that building has given; copies share them."""
+        """Warnings that were issued while building; copies share them."""
         settings = ModuleSettings(
             loss_fn=loss_fn,
             seed_layers=seed_layers,
@@ -171,22 +177,24 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
 
     @property
     def given_topology(self) -> ProcessTopology | None:
-        """The topology given to the constructor."""
+        """The topology passed to the constructor."""
         return self._topology
 
     def replace(self, **changes: Any) -> "PipelineModule":
-        """A module of the same layers with other settings.
+        """A module with the same layers and different settings.
 
         Args:
-            **changes: Arguments of the constructor, but for `layers` and `topology`; `num_stages`
-                where there is no topology.
+            **changes: Arguments of the constructor, except `layers` and `topology`. `num_stages`
+                can be changed if there is no topology.
 
         Returns:
-            The new module; this one stays as it is.
+            The new module; this one is unchanged.
 
         Raises:
-            LayerError: A name is no such argument, or a function given is not callable.
-            TopologyError: The number of stages is not a positive integer, or not the topology's.
+            LayerError: A name is not one of these arguments, or a function argument is not
+                callable.
+            TopologyError: The number of stages is not a positive integer, or differs from the
+                topology's.
             PartitionError: The partition method cannot cut the layers, or the interval is negative.
         """
         num_stages = checked_stages(changes.pop("num_stages", self.num_stages), self._topology)
@@ -204,7 +212,7 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         return other
 
     def _use(self, settings: ModuleSettings) -> None:
-        """Take settings, each as an attribute too."""
+        """Store the settings, and each of them as an attribute."""
         self._settings = settings
         for field in fields(settings):
             setattr(self, field.name, getattr(settings, field.name))
@@ -212,7 +220,7 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         self.checkpointable_layers = checked_class_names(settings.checkpointable_layers, classes)
 
     def _cut(self) -> None:
-        """Cut the layers, where that needs no shapes."""
+        """Cut the layers, if the method needs no shapes."""
         self._parts: tuple[int, ...] | None = None
         self._part_stages: tuple[int, ...] | None = None
         if not (needs_shapes(self.partition_method) or profile_source(self.partition_method)):
@@ -230,9 +238,9 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         return self.num_stages
 
     def topology(self) -> ProcessTopology:
-        """The topology given, or that of all visible devices.
+        """The topology passed to the constructor, or one for all visible devices.
 
-        `pipe` stages times as many replicas as fit.
+        The latter has `pipe` stages and as many replicas as fit.
         """
         if self._topology is not None:
             return self._topology
@@ -248,22 +256,22 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         profile: Profile | None = None,
         signatures: Sequence[Hashable] | None = None,
     ) -> tuple[int, ...]:
-        """Boundaries of the stages, as layer indices; the module stays as it is, see `with_cut`.
+        """Boundaries of the stages, as layer indices; does not change the module, see `with_cut`.
 
         Args:
             trace: The model's shapes.
             num_parts: Number of parts to cut into, `num_stages * num_chunks` for a schedule with
-                several chunks on each stage. None: one part a stage, or as many as
-                `partition_method` makes where it is boundaries.
+                several chunks on each stage. None makes one part per stage, or as many parts as
+                `partition_method` defines if it is a list of boundaries.
             profile: Costs of the layers, which `"best"` and `"profile"` need.
-            signatures: Per layer a value that is equal for alike layers; None finds them where the
-                method asks for it.
+            signatures: One value per layer, equal for equivalent layers. None computes them if the
+                method needs them.
 
         Returns:
             `num_parts + 1` layer indices: part p holds the layers `[parts[p], parts[p + 1])`.
 
         Raises:
-            PartitionError: The method cannot cut these layers, or `num_parts` is no multiple of
+            PartitionError: The method cannot cut these layers, or `num_parts` is not a multiple of
                 `num_stages`.
         """
         return self._partition(trace, num_parts, profile, signatures)
@@ -271,12 +279,12 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
     def with_cut(
         self, trace: ModelTrace, parts: Sequence[int], stages: Sequence[int] | None = None
     ) -> "PipelineModule":
-        """The same module with its cut, for what `parts`, `stage_owner` and `repr` say.
+        """The same module with its cut, which `parts`, `stage_owner` and `repr` show.
 
         Args:
             trace: The model's shapes.
             parts: Boundaries, as `partition` returns them.
-            stages: The stage that holds each part; None: part p is on stage `p % num_stages`.
+            stages: The stage of each part. If None, part p is on stage `p % num_stages`.
         """
         other = copy.copy(self)
         other._parts, other._part_stages = tuple(parts), None if stages is None else tuple(stages)
@@ -291,7 +299,7 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         """Boundaries of the stages, or of their chunks, as layer indices.
 
         Raises:
-            PartitionError: The method needs shapes or times, and this is not the module of an
+            PartitionError: The method needs shapes or times, and this module does not belong to an
                 engine that has them.
         """
         if self._parts is None:
@@ -310,7 +318,7 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         """Boundaries of the stages as a list; DeepSpeed's name.
 
         Raises:
-            PartitionError: As `parts` raises it.
+            PartitionError: As for `parts`.
         """
         return list(self.parts)
 

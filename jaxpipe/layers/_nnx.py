@@ -1,6 +1,6 @@
 """Flax NNX modules as layers.
 
-The structure is made abstractly, the variables on the stage that owns them.
+The structure is built abstractly. The variables are made on the stage that owns them.
 """
 
 import functools
@@ -37,16 +37,18 @@ from ._spec import LayerSpec
 
 
 class AuxLoss(nnx.Intermediate[Any]):
-    """Term that a module adds to the loss.
+    """A term that a module adds to the loss.
 
-    `self.sow(AuxLoss, "balance", value)` in its call, a scalar.
+    The module's call reports it with `self.sow(AuxLoss, "balance", value)`, where the value is a
+    scalar.
     """
 
 
 class Metric(nnx.Intermediate[Any]):
-    """Value that a module reports without adding it to the loss.
+    """A value that a module reports without adding it to the loss.
 
-    `self.sow(Metric, "entropy", value)`, a scalar.
+    The module's call reports it with `self.sow(Metric, "entropy", value)`, where the value is a
+    scalar.
     """
 
 
@@ -56,10 +58,10 @@ _KINDS = (nnx.Param, nnx.RngState, ...)
 class NNXLayer(Layer):
     """An NNX module of a `LayerSpec`, built with `rngs=nnx.Rngs(key)` inside the tracing of `init`.
 
-    Every random stream inside the module is keyed anew at each call from the layer's own key, so
-    dropout depends on the step, microbatch, replica and layer alone and not on how often the module
-    was called. A `forward_fn(module, inputs)` takes the place of `__call__`. Raises LayerError if
-    the spec fixes `rngs` or holds a built module, or the class keeps a plain array.
+    At each call, every random stream inside the module gets a new key from the layer's own key.
+    Dropout therefore depends only on the step, microbatch, replica and layer, and not on how often
+    the module was called. A `forward_fn(module, inputs)` replaces `__call__`. Raises LayerError if
+    the spec fixes `rngs` or holds a built module, or if the class keeps a plain array.
     """
 
     def __init__(self, spec: LayerSpec, forward_fn: Callable[..., Any] | None = None) -> None:
@@ -75,10 +77,10 @@ class NNXLayer(Layer):
         self._call = call_of(self._cls) if forward_fn is None else forward_fn
         self._flags = flags
         self._writes_nothing = {True: False, False: False}
-        """By whether it is training: whether a call was seen to write no parameter."""
+        """For training and evaluation: whether a call was already seen to write no parameter."""
         self.arguments = CallArguments(self._call, 2, f"layer {self.class_name}", flags)
         try:
-            # There a class may ask for the axis of the replicas.
+            # Inside it a class may use the axis of the replicas.
             on_mesh(one_device_mesh(()), lambda: self._structure)
         except NameError as error:
             raise (
@@ -102,7 +104,7 @@ class NNXLayer(Layer):
         return bool(jax.tree.leaves(self._structure[2]))
 
     def takes_flag(self, name: str) -> bool:
-        """See `Layer.takes_flag`; a boolean attribute of a module in it is one too."""
+        """See `Layer.takes_flag`; a boolean attribute of any module inside counts too."""
         return bool(_holders(self.module, name)) or super().takes_flag(name)
 
     def init(
@@ -113,7 +115,7 @@ class NNXLayer(Layer):
         side: Mapping[str, PyTree],
         given: PyTree | None = None,
     ) -> tuple[PyTree, dict[str, Any], dict[str, Any]]:
-        """See `Layer.init`; a module makes all its parameters itself, whichever are given."""
+        """See `Layer.init`; a module makes all its parameters itself and ignores `given`."""
         _, params, _, rest = nnx.split(self._build(key), *_KINDS)
         outputs, _, _ = self.apply(
             _to_tree(params),
@@ -143,7 +145,7 @@ class NNXLayer(Layer):
         graph, params_like, streams_like, rest_like = self._structure
         if train and rngs is None and jax.tree.leaves(streams_like):
             raise LayerError(
-                f"layer {self.class_name} must get a key in training, since it holds random "
+                f"layer {self.class_name} must get a key in training, because it holds random "
                 "streams, but got key=None. Pass apply(..., train=True, key=key)."
             )
         key = jax.random.key(0) if rngs is None else rngs["params"]
@@ -163,7 +165,7 @@ class NNXLayer(Layer):
                     setattr(holder, name, value)
             streams = nnx.Rngs(rngs["dropout"]) if rngs is not None and "dropout" in rngs else None
             args, kwargs = self.arguments.select(rngs=streams, train=train, side=side)
-            # Not the class's function, if the module was wrapped in another.
+            # The class's own function would be wrong if the module was wrapped in another.
             call = (
                 (lambda module, *args, **kwargs: module(*args, **kwargs))
                 if self.forward_fn is None
@@ -191,11 +193,11 @@ class NNXLayer(Layer):
     def _check_written(
         self, before: Mapping[str, Any], after: Mapping[str, Any], trace: Callable[[], ClosedJaxpr]
     ) -> None:
-        """Refuse a call that leaves other parameters than it was given: no step would keep them."""
+        """Refuse a call that changes its parameters: no step would keep the new values."""
         written = [name for name, value in after.items() if value is not before.get(name)]
         if written and before.keys() == after.keys():
-            # A transformation such as nnx.jit gives all variables new values, which may be the old
-            # ones.
+            # A transformation such as nnx.jit gives all variables new values, which may equal the
+            # old ones.
             program = trace()
             numbers = value_numbers(program, range(len(program.jaxpr.invars)))
             changes = map(operator.ne, numbers[: len(before)], numbers[len(before) :])
@@ -213,7 +215,7 @@ class NNXLayer(Layer):
         self,
     ) -> tuple[Any, nnx.State[Any, Any], nnx.State[Any, Any], nnx.State[Any, Any]]:
         """The module without values: its graph, parameters, random streams and the rest."""
-        # Split inside the trace: of containers NNX takes along arrays, not their shapes.
+        # Split inside the trace: NNX collects arrays from containers, but not their shapes.
         made = jax.eval_shape(lambda key: nnx.split(self._build(key), *_KINDS), jax.random.key(0))
         return cast(
             "tuple[Any, nnx.State[Any, Any], nnx.State[Any, Any], nnx.State[Any, Any]]", made
@@ -231,7 +233,7 @@ class NNXLayer(Layer):
                 raise LayerError(
                     f"layer {self.class_name} must keep its arrays in nnx.Variable objects, but "
                     f"got a plain array as {self.class_name}.{name}. Make it an nnx.Param if it is "
-                    "trained, else compute it in the call."
+                    "trained, or compute it in the call."
                 )
             is_param = isinstance(node, nnx.Param)
             value = node.get_value() if isinstance(node, nnx.Variable) else 0.0
@@ -240,14 +242,14 @@ class NNXLayer(Layer):
                 raise LayerError(
                     f"{'parameter' if is_param else 'variable'} {name!r} of layer "
                     f"{self.class_name} must be one array, but got a {type(value).__name__}: "
-                    f"{value!r:.60}. Make a {type(node).__name__} of each array, and keep what is "
-                    "no number in a plain attribute."
+                    f"{value!r:.60}. Make a {type(node).__name__} of each array, and keep other "
+                    "values in a plain attribute."
                 )
         return module
 
 
 def _holders(module: Any, name: str) -> list[nnx.Module]:
-    """The modules in a module with an attribute of this name that is a boolean or not decided yet.
+    """The modules inside a module that have a boolean or undecided attribute of this name.
 
     Methods of this name, such as `nnx.Module.train`, do not count.
     """
@@ -273,7 +275,7 @@ def _check_spec(spec: LayerSpec) -> None:
     built = [leaf for leaf in leaves if isinstance(leaf, nnx.Module)]
     if built:
         raise LayerError(
-            f"LayerSpec({name}, ...) must be given no built NNX module, but got a "
+            f"LayerSpec({name}, ...) must not be given a built NNX module, but got a "
             f"{type(built[0]).__name__} among its arguments. Build it inside the class, from rngs."
         )
 
@@ -292,12 +294,12 @@ def _to_tree(state: nnx.State[Any, Any]) -> PyTree:
 
 
 def _to_boxes(state: nnx.State[Any, Any]) -> PyTree:
-    """The same, with variables that have partition metadata in boxes of `flax.core.meta`."""
+    """As `_to_tree`, but variables with partition metadata are put in boxes of `flax.core.meta`."""
 
     def one(value: Any, spec: Any) -> Any:
         return meta.Partitioned(value, tuple(spec)) if spec else value
 
-    with nnx.logical_axis_rules(()):  # names as the module gives them, for the model's rules
+    with nnx.logical_axis_rules(()):  # keep the module's logical names, for the model's rules
         specs = nnx.get_partition_spec(state)
     return jax.tree.map(one, _to_tree(state), _to_tree(specs))
 
@@ -309,7 +311,7 @@ def _by_name(state: nnx.State[Any, Any]) -> dict[str, Any]:
 
 
 def _fill(state: nnx.State[Any, Any], tree: PyTree) -> nnx.State[Any, Any]:
-    """The state with its values taken from a tree that `_to_tree` could have made of it."""
+    """The state with its values replaced by those of a tree in the format of `_to_tree`."""
 
     def restore(like: Any, node: Any) -> Any:
         return (
@@ -324,10 +326,10 @@ def _fill(state: nnx.State[Any, Any], tree: PyTree) -> nnx.State[Any, Any]:
 
 
 def _fresh_streams(state: nnx.State[Any, Any], key: jax.Array) -> PyTree:
-    """Random state keyed from `key`: every stream a key of its own, every count zero."""
+    """Random state keyed from `key`: every stream has its own key, and every count is zero."""
     leaves, treedef = jax.tree.flatten(_to_tree(state))
     is_key = [jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves]
-    # Streams that were split, for a scan or a vmap inside the module, are arrays of keys.
+    # Streams that were split for a scan or a vmap inside the module are arrays of keys.
     keys = [
         jax.random.split(jax.random.fold_in(key, i), leaf.shape)
         if leaf.shape

@@ -1,7 +1,7 @@
-"""Paths of a layer's parameters in the model's one parameter tree.
+"""Paths of a layer's parameters in the parameter tree of the model.
 
-`layers/<index>_<name>/...` holds what belongs to one layer, `tied/<key>/...` what layers of one key
-share. The paths never depend on how the model is cut into stages.
+`layers/<index>_<name>/...` holds the parameters of one layer, and `tied/<key>/...` the parameters
+that layers of one key share. The paths never depend on how the model is cut into stages.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from ._tree import flatten_dict, unflatten_dict
 
 
 class ParamPaths:
-    """From the paths inside one layer to the paths in the model's tree.
+    """Maps the paths inside one layer to the paths in the model's tree.
 
     Args:
         named: The layer.
@@ -42,9 +42,9 @@ class ParamPaths:
 
 
 def layer_view(named: NamedLayer, tree: Mapping[str, Any]) -> PyTree:
-    """One layer's parameters out of the model's tree, with the paths inside the layer.
+    """One layer's parameters from the model's tree, with the paths inside the layer.
 
-    A tied layer sees all that its key shares, also what only another layer of the key uses.
+    A tied layer sees all parameters that its key shares, even those that only other layers use.
     """
     unshared = tree.get("layers", {}).get(named.name, {})
     if named.tied_key is None:
@@ -61,7 +61,7 @@ def layer_view(named: NamedLayer, tree: Mapping[str, Any]) -> PyTree:
 def merge_layers(all_paths: Sequence[ParamPaths], all_params: Sequence[PyTree]) -> PyTree:
     """One tree from the parameters of single layers.
 
-    Where layers share, the first one's values stand.
+    For shared parameters, the values of the first layer are used.
     """
     flat: dict[Path, Any] = {}
     for paths, params in zip(all_paths, all_params, strict=True):

@@ -1,4 +1,4 @@
-"""Mixed precision: parameters in another dtype; what flows between layers as the layers make it."""
+"""Mixed precision: parameters are cast, but values between layers keep their dtypes."""
 
 from typing import Any
 
@@ -14,10 +14,10 @@ def cast_floats(tree: PyTree, dtype: Any) -> PyTree:
 
     Args:
         tree: Arrays, or their shapes and dtypes.
-        dtype: The dtype wanted; None leaves all leaves as they are.
+        dtype: The dtype to cast to; None casts nothing.
 
     Returns:
-        A tree of the same structure; integers, booleans, complex numbers and keys stay.
+        A tree of the same structure. Integers, booleans, complex numbers and keys are unchanged.
     """
     if dtype is None:
         return tree
@@ -33,11 +33,11 @@ def cast_floats(tree: PyTree, dtype: Any) -> PyTree:
 
 
 def init_inputs(tree: PyTree, compute_dtype: Any) -> PyTree:
-    """Inputs to initialise a layer with: its own, as wide as float32 at least.
+    """The layer's inputs, widened to at least float32, to initialise it with.
 
-    Parameters are made in float32 before they are cast. Narrow inputs beside them would be a
-    mixture that no run has, and that loops refuse whose carry changes its dtype. Where
-    `compute_dtype` is None nothing is cast, and inputs stay too.
+    Parameters are made in float32 before they are cast. Combining them with narrow inputs would mix
+    dtypes in a way that no run does, and a loop fails if this changes the dtype of its carry. If
+    `compute_dtype` is None, nothing is cast, including the inputs.
     """
     if compute_dtype is None:
         return tree
@@ -51,7 +51,7 @@ def is_wider(tree: PyTree, dtype: Any) -> bool:
 
 
 def multiplies_wider(program: ClosedJaxpr, dtype: Any) -> bool:
-    """True if there are products, all of them of floating-point numbers wider than `dtype`."""
+    """True if there are products, and all are of floating-point numbers wider than `dtype`."""
     eqns, products = all_equations(program.jaxpr.eqns), primitives.PLAIN_PRODUCTS
     factors = [[x.aval for x in eqn.invars[:2]] for eqn in eqns if eqn.primitive.name in products]
     return bool(factors) and all(is_wider(pair, dtype) for pair in factors)

@@ -1,4 +1,4 @@
-"""Protocol of layers: how to make the variables of one and how to call it."""
+"""The protocol of layers: how to make a layer's variables and how to call it."""
 
 import abc
 import copy
@@ -29,35 +29,36 @@ TRAIN_FLAGS: Mapping[str, bool] = {
     "inference": False,
     "use_running_average": False,
 }
-"""The names by which layers are told whether this is training, each with its value in training."""
+"""The names of the standard training flags, each with its value in training."""
 
 STANDARD_ARGUMENTS = (*TRAIN_FLAGS, "rngs")
 
 
 class Layer(abc.ABC):
-    """One step of the sequential model, of whatever kind the user wrote it in.
+    """One layer of the sequential model, whatever kind of object the user gave.
 
-    Variables come in two parts: `params` (what an optimiser updates) and `collections` (state that
-    the layer itself changes, such as batch statistics), both nested dictionaries with string keys.
+    Variables come in two parts: `params`, which an optimiser updates, and `collections`, state that
+    the layer itself changes, such as batch statistics. Both are nested dictionaries with string
+    keys.
     """
 
     class_name: str
     identity: Hashable
-    """Equal only for layers of equal code and arguments."""
+    """Equal only for layers with equal code and arguments."""
     arguments: "CallArguments"
-    """Arguments of its call beside its inputs."""
+    """Arguments of its call other than its inputs."""
 
     @property
     def holds_streams(self) -> bool:
-        """True if it holds random streams of its own, and makes keys for those it is not given."""
+        """True if it holds its own random streams, and makes keys for streams it is not given."""
         return False
 
     def takes_flag(self, name: str) -> bool:
-        """True if it can be told under this name whether this is training."""
+        """True if it has a training flag of this name."""
         return name in self.arguments.names
 
     def with_argument(self, name: str, value: bool) -> "Layer":
-        """The same layer with an argument of its call fixed."""
+        """The same layer with one argument of its call fixed."""
         changed = copy.copy(self)
         changed.arguments = self.arguments.fix(name, value)
         return changed
@@ -74,10 +75,10 @@ class Layer(abc.ABC):
         """Make the variables.
 
         Args:
-            key: A key of this layer's own.
-            inputs: What the layer before hands over; only shapes and dtypes matter.
+            key: This layer's own key.
+            inputs: The output of the previous layer; only shapes and dtypes matter.
             side: Side inputs by name.
-            given: Parameters that another layer of the same tied key has made already.
+            given: Parameters that another layer of the same tied key has already made.
 
         Returns:
             `(outputs, params, collections)`; variables may be in boxes of `flax.core.meta` that
@@ -100,24 +101,24 @@ class Layer(abc.ABC):
         Args:
             params: As made by `init`.
             collections: As made by `init`.
-            inputs: What the layer before hands over.
-            rngs: Random keys by stream, from `layer_rngs`; None where nothing random may happen.
-                With `"params"` alone, the streams that a layer holds are keyed from it, and its
-                call gets no keys.
+            inputs: The output of the previous layer.
+            rngs: Random keys by stream, from `layer_rngs`; None if nothing random may happen. If
+                only `"params"` is given, the streams that the layer holds are keyed from it, and
+                the layer's call gets no keys.
             train: Whether this is training.
             side: Side inputs by name.
 
         Returns:
-            `(outputs, collections, aux)`: the collections after the call, and what the layer
-            reports, at most `{"losses": {name: scalar}, "metrics": {name: scalar}}`.
+            `(outputs, collections, aux)`: the outputs, the collections after the call, and the
+            layer's reports, at most `{"losses": {name: scalar}, "metrics": {name: scalar}}`.
         """
 
 
 def named_scalars(label: str, tree: PyTree) -> dict[str, jax.Array]:
-    """Reports of a layer, `float32[]` by path joined with slashes; those of one name are added up.
+    """Reports of a layer, `float32[]` by path joined with slashes; values of one name are summed.
 
-    `tree` is nested dictionaries whose leaves are arrays or tuples of arrays. Raises LayerError,
-    which names the layer by `label`, if a value is no scalar.
+    `tree` is a nested dictionary whose leaves are arrays or tuples of arrays. Raises LayerError,
+    which calls the layer `label`, if a value is not a scalar.
     """
     found: dict[str, jax.Array] = {}
     for path, values in jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, tuple)):
@@ -135,7 +136,7 @@ def named_scalars(label: str, tree: PyTree) -> dict[str, jax.Array]:
 def layer_rngs(key: jax.Array | None) -> Rngs | None:
     """Split a layer's key into the streams that layers ask for.
 
-    A Linen layer derives any other from `"params"`.
+    A Linen layer derives any other stream from `"params"`.
     """
     if key is None:
         return None
@@ -143,22 +144,22 @@ def layer_rngs(key: jax.Array | None) -> Rngs | None:
 
 
 def flag_values(flags: Mapping[str, bool], *, train: bool) -> dict[str, Any]:
-    """Values of the flags, from those in training."""
+    """Values of the flags, computed from their values in training."""
     return {name: value if train else not value for name, value in flags.items()}
 
 
 def identity_of(*parts: Any) -> Hashable:
-    """Key that tells layers apart without tracing them.
+    """A key that distinguishes layers without tracing them.
 
-    Not by `==` and `repr`, which need not show every attribute: what cannot change counts as equal
-    where all its contents are, anything else where it is the same object.
+    It does not use `==` and `repr`, which need not cover every attribute. Immutable values are
+    equal if all their contents are equal. Any other value is equal only to itself.
     """
     return tuple(map(_identity, parts))
 
 
 def _identity(value: Any) -> Hashable:
     if value is None or type(value) in (bool, int, float, complex, str, bytes):
-        return type(value), repr(value)  # told apart: 1, 1.0 and True, 0.0 and -0.0
+        return type(value), repr(value)  # distinguishes 1, 1.0 and True, and 0.0 and -0.0
     if type(value) is tuple:
         return tuple, identity_of(*value)
     if isinstance(value, FrozenDict):
@@ -176,11 +177,11 @@ def _identity(value: Any) -> Hashable:
 
 
 def equal_or_same(structure: Hashable) -> Hashable:
-    """The structure of a built module as a part of its key.
+    """The structure of a built module, as part of its key.
 
-    By identity where an attribute has no hash.
+    It is compared by identity if an attribute is not hashable.
 
-    Layers of the same arguments may differ in it: a constructor may count the layers.
+    Layers with the same arguments may differ in structure: a constructor may count the layers.
     """
     try:
         hash(structure)
@@ -190,7 +191,7 @@ def equal_or_same(structure: Hashable) -> Hashable:
 
 
 def call_of(cls: type) -> Callable[..., Any]:
-    """The function that a module's class defines as its call; raises LayerError if it has none."""
+    """The function that a module's class defines as its call; raises LayerError without one."""
     for base in cls.__mro__:
         if "__call__" in vars(base):
             return cls.__call__
@@ -200,22 +201,23 @@ def call_of(cls: type) -> Callable[..., Any]:
     )
 
 
-# Flax's norms call `mask` what they average over. A side input of that name is a mask of attention
-# or of the loss, and gives NaN in a norm wherever it hides all features of a position.
+# In Flax's norms, the argument `mask` selects the values to average over. A side input of that name
+# is a mask for attention or the loss, and would give NaN in a norm wherever it hides all features
+# of a position.
 _NORMS = ("flax.linen.normalization", "flax.nnx.nn.normalization")
 
 
 class CallArguments:
-    """Arguments of a callable beside its inputs, found once from its signature.
+    """Arguments of a callable other than its inputs, read once from its signature.
 
     A callable receives a flag such as `train` or `deterministic`, `rngs` or a side input only if
-    its signature names it; by position where it can, since transformations such as
-    `flax.linen.remat` make only positional arguments static. Flax's norms do not receive a side
-    input `mask`.
+    its signature names it. Arguments are passed by position where possible, because transformations
+    such as `flax.linen.remat` make only positional arguments static. Flax's norms do not receive a
+    side input `mask`.
 
     `function` is the layer's call, or its spec's `forward_fn`; its first `num_leading` parameters
-    (a module, the inputs) are passed by position. `flags` are names that say whether this is
-    training, with their values in training. Names in `skip` have their value already.
+    (a module, the inputs) are passed by position. `flags` are the names of training flags, with
+    their values in training. Names in `skip` already have a value.
     """
 
     def __init__(
@@ -231,7 +233,7 @@ class CallArguments:
         bound = function.keywords if isinstance(function, functools.partial) else ()
         try:
             parameters = list(inspect.signature(function).parameters.values())[num_leading:]
-        except (TypeError, ValueError):  # builtins without a signature take their inputs alone
+        except (TypeError, ValueError):  # builtins without a signature take only their inputs
             parameters = []
         variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         self._parameters = [p for p in parameters if p.kind not in variadic]
@@ -245,7 +247,7 @@ class CallArguments:
         return tuple(p.name for p in self._parameters)
 
     def takes(self, name: str) -> bool:
-        """True if it gets a side input of this name."""
+        """True if it receives a side input of this name."""
         return name not in self._skip and any(p.name == name for p in self._parameters)
 
     def open_switches(self, side: Collection[str]) -> dict[str, bool]:
@@ -258,7 +260,7 @@ class CallArguments:
         }
 
     def fix(self, name: str, value: bool) -> "CallArguments":
-        """The same with an argument that has one value from now on."""
+        """The same with one argument fixed to a value."""
         changed = copy.copy(self)
         changed._fixed = {**self._fixed, name: value}
         return changed
@@ -268,8 +270,8 @@ class CallArguments:
     ) -> tuple[list[Any], dict[str, Any]]:
         """Pick what the signature names: further positional arguments, and keyword arguments.
 
-        Raises LayerError for a parameter without default that is neither a standard argument nor a
-        side input.
+        Raises LayerError for a parameter without a default that is neither a standard argument nor
+        a side input.
         """
         offered = {**side, **flag_values(self._flags, train=train), "rngs": rngs, **self._fixed}
         args: list[Any] = []

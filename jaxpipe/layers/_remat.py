@@ -1,6 +1,7 @@
-"""Recompute.
+"""Recompute of layers in the backward pass.
 
-Groups of layers, and single marked layers, whose inner activations are not kept for the backward.
+It applies to groups of layers and to single marked layers, and does not keep their inner
+activations.
 """
 
 import functools
@@ -23,14 +24,14 @@ Call = Callable[[Any], Any]
 
 
 class RematMark:
-    """That a layer is recomputed, and what it keeps nonetheless.
+    """Marks a layer as recomputed, with the policy that says which values it keeps.
 
-    Marks are equal where their policies are the same function or were made alike, as two results of
-    `jax.checkpoint_policies.save_only_these_names("a")` are: so layers marked alike are alike
-    layers.
+    Two marks are equal if their policies are the same function or were made in the same way, such
+    as two results of `jax.checkpoint_policies.save_only_these_names("a")`. Layers with equal marks
+    can therefore be equivalent layers.
 
-    The policy is one for `jax.checkpoint`; None keeps the layer's inputs alone. Complex numbers are
-    recomputed whatever it says.
+    The policy is a `jax.checkpoint` policy; None keeps only the layer's inputs. Complex numbers are
+    always recomputed.
     """
 
     def __init__(self, policy: Callable[..., Any] | None = None) -> None:
@@ -58,7 +59,7 @@ class RematMark:
 
 
 class _Policy:
-    """A policy that is equal to another of the same code and the same closed-over values."""
+    """A policy that equals any other with the same code and the same closed-over values."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -86,7 +87,7 @@ def _content_key(value: Any) -> Hashable:
             _content_key(value.__defaults__ or ()),
             _content_key(value.__kwdefaults__ or {}),
         )
-        # The globals too: the same code in two modules may read other values by one name.
+        # Include the globals: in two modules, the same code may read different values by one name.
         return value.__code__, closure, defaults, id(value.__globals__)
     if isinstance(value, functools.partial):
         return (
@@ -109,9 +110,9 @@ def _content_key(value: Any) -> Hashable:
 
 
 def remat_layer(layer: Layer, mark: RematMark) -> Layer:
-    """A layer that recomputes itself in training, whatever surrounds it.
+    """A layer that recomputes itself in training, independently of its context.
 
-    It has the variables and the class name of `layer`, which stays as it is.
+    It has the variables and the class name of `layer`, which is unchanged.
     """
     return _RematLayer(layer, mark)
 
@@ -159,9 +160,9 @@ class _RematLayer(Layer):
 
 
 def group_layers(items: Sequence[T], interval: int) -> list[Sequence[T]]:
-    """Cut a run of layers into groups of `interval` consecutive ones.
+    """Cut a run of layers into groups of `interval` consecutive layers.
 
-    One group of all where it is 0.
+    If `interval` is 0, all layers form one group.
     """
     if interval == 0:
         return [items] if items else []
@@ -175,17 +176,18 @@ def chain(
     marked: Sequence[bool] | None = None,
     may_recompute: Sequence[bool] | None = None,
 ) -> Call:
-    """Call one after another, each group of `interval` calls recomputed by `remat`.
+    """Chain calls; `remat` recomputes each group of `interval` consecutive calls.
 
-    An `interval` of 0 recomputes no group. A marked call stays outside the groups: it recomputes
-    itself, and a `jax.checkpoint` around it would put its own policy in the place of the mark's.
-    The calls before and after it in its group are recomputed apart. A call that may not be
-    recomputed keeps its whole group from it, as DeepSpeed's `checkpointable_layers` means it.
+    An `interval` of 0 recomputes no group. A marked call is not part of a group: it recomputes
+    itself, and a `jax.checkpoint` around it would replace the mark's policy. The calls before and
+    after it in its group are recomputed separately. If one call of a group may not be recomputed,
+    the whole group is not, as with DeepSpeed's `checkpointable_layers`.
 
-    `remat` has the form of `jax.checkpoint`, which takes a function and returns one, or of
+    `remat` has the signature of `jax.checkpoint`, which takes a function and returns one, or of
     `jaxpipe.checkpointing.checkpoint`, which takes a function and its input and calls it. The
-    latter is recognised by `*args` or a second positional parameter without default. `marked` and
-    `may_recompute` have a flag per call; None: no call is marked, and all may be recomputed.
+    latter is recognised by `*args` or a second positional parameter without a default. `marked` and
+    `may_recompute` have one flag per call. None means that no call is marked, and that all calls
+    may be recomputed.
     """
 
     def compose(group: Sequence[Call]) -> Call:

@@ -1,4 +1,4 @@
-"""Running some layers one after another, with their collections and reports."""
+"""Running layers one after another, with their collections and reports."""
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -15,15 +15,15 @@ from ._sharding import Rules, rules_in_force
 from ._structs import as_arrays
 
 Extras = tuple[tuple[PyTree, PyTree], ...]
-"""Per layer its collections after the call, and what it reported.
+"""For each layer, its collections after the call, and what it reported.
 
-`{"losses": {...}, "metrics": {...}}`.
+The reports are `{"losses": {...}, "metrics": {...}}`.
 """
 
 Runner = Callable[
     [PyTree, jax.Array | None, Mapping[str, PyTree], Sequence[PyTree]], tuple[PyTree, Extras]
 ]
-"""A function of `(inputs, key, side, collections of each layer)`, giving `(outputs, extras)`."""
+"""A function of `(inputs, key, side, collections of each layer)` to `(outputs, extras)`."""
 
 
 def compose_layers(  # noqa: PLR0913  # one setting each
@@ -41,9 +41,9 @@ def compose_layers(  # noqa: PLR0913  # one setting each
     """The composition of some layers; `remat` wraps each group of `interval` layers in training.
 
     `views` are their parameters, with the paths inside each layer. `offset` is added to the indices
-    wherever randomness is keyed by layer. An `interval` of 0 recomputes nothing; `checkpointable`
-    names the classes whose layers may be in a recomputed group, None: all. `labels` are names of
-    the layers in profiles, None: their own.
+    wherever randomness is keyed by layer. An `interval` of 0 recomputes nothing. `checkpointable`
+    names the classes whose layers may be in a recomputed group; None allows all. `labels` are the
+    names of the layers in profiles; None uses their own names.
     """
 
     def run(

@@ -1,4 +1,4 @@
-"""The plain sequential model: what a list of layers means, on one device."""
+"""The sequential model that a list of layers defines, on one device."""
 
 import dataclasses
 import functools
@@ -29,7 +29,7 @@ from ._tree import flatten_dict
 
 
 class SequentialModel:
-    """The part of a `PipelineModule` that knows nothing of stages."""
+    """The part of a `PipelineModule` that does not depend on stages."""
 
     layers: tuple[NamedLayer, ...]
     loss_fn: Callable[[PyTree, PyTree], Any] | None
@@ -56,15 +56,15 @@ class SequentialModel:
         """Shapes of all boundaries and parameters for inputs of these shapes; see `trace_layers`.
 
         Args:
-            inputs: What the first layer gets on one replica, or its shapes and dtypes.
+            inputs: The inputs of the first layer on one replica, or their shapes and dtypes.
             side: Side inputs by name.
-            mesh: The mesh that the layers are to run on; None: one device, with the topology's
+            mesh: The mesh that the layers will run on. None is one device, with the topology's
                 automatic axes.
 
         Raises:
-            ConfigError: A flag of JAX is on under which traced programs cannot be read.
+            ConfigError: A JAX flag is on that makes traced programs unreadable.
             LayerError: Two neighbouring layers do not fit, a weight cannot be sharded as its
-                metadata says, or `trainable` matches no parameter or leaves none to train.
+                metadata says, or `trainable` matches no parameter or leaves nothing to train.
         """
         check_jax()
         trace = trace_layers(
@@ -84,7 +84,7 @@ class SequentialModel:
         """Make the parameters of the whole model on the default device.
 
         Args:
-            key: Each layer's own key is folded from it and the layer's index.
+            key: The model's key; each layer's own key is folded from it and the layer's index.
             inputs: A microbatch, or its shapes and dtypes.
             side: Side inputs by name.
 
@@ -100,9 +100,9 @@ class SequentialModel:
     def init_collections(
         self, key: jax.Array, inputs: PyTree, *, side: Mapping[str, PyTree] | None = None
     ) -> dict[str, PyTree]:
-        """Make what layers keep beside their parameters, such as batch statistics.
+        """Make the variables of layers that are not parameters, such as batch statistics.
 
-        `init` makes the same.
+        They match the parameters that `init` makes from the same key.
 
         Returns:
             The collections of every layer that has any, by the layer's name.
@@ -119,7 +119,7 @@ class SequentialModel:
         }
 
     def layer_key(self, key: jax.Array, index: int) -> jax.Array:
-        """The key of a layer's initial values, from the model's.
+        """The key for a layer's initial values, made from the model's key.
 
         Raises:
             LayerError: `seed_fn` makes no key.
@@ -134,7 +134,7 @@ class SequentialModel:
         """Make one layer's parameters and collections, with the paths inside the layer; traceable.
 
         Args:
-            index: The layer, or one of equal code and shapes.
+            index: Index of the layer, or of one with equal code and shapes.
             trace: The model's shapes.
             key: The layer's key, from `layer_key`.
 
@@ -152,15 +152,15 @@ class SequentialModel:
         key: jax.Array | None = None,
         side: Mapping[str, PyTree] | None = None,
     ) -> PyTree:
-        """Run all layers in order on one device; the oracle of every pipeline.
+        """Run all layers in order on one device; the reference result for every pipeline.
 
         Args:
             params: The parameter tree that `init` returns.
             inputs: A microbatch.
             train: Whether layers behave as in training.
             key: The microbatch's key, from which each layer's dropout is folded;
-                `jaxpipe.microbatch_key` gives the one an engine uses. None where nothing random may
-                happen.
+                `jaxpipe.microbatch_key` returns the one that an engine uses. None if nothing random
+                may happen.
             side: Side inputs by name.
 
         Returns:
@@ -183,21 +183,21 @@ class SequentialModel:
         key: jax.Array | None = None,
         side: Mapping[str, PyTree] | None = None,
     ) -> tuple[PyTree, dict[str, PyTree], dict[str, dict[str, jax.Array]]]:
-        """Run all layers in order on one device, with what they keep and report.
+        """Run all layers in order on one device, with their collections and reports.
 
         Args:
             params: The parameter tree that `init` returns.
             collections: What `init_collections` returns.
             inputs: A microbatch.
-            train: Whether layers behave as in training; only then do they change their collections
-                and report.
+            train: Whether layers behave as in training. They change their collections and report
+                only then.
             key: As for `apply`.
             side: Side inputs by name.
 
         Returns:
-            `(outputs, collections, aux)`: `aux["losses"]` and `aux["metrics"]` are the scalars that
-            layers report, named `layer/name`. The loss to minimise is `loss(outputs, labels)` plus
-            all of `aux["losses"]`.
+            `(outputs, collections, aux)`, where `aux["losses"]` and `aux["metrics"]` are the
+            scalars that layers report, named `layer/name`. The loss to minimise is
+            `loss(outputs, labels)` plus all of `aux["losses"]`.
 
         Raises:
             LayerError: Two neighbouring layers do not fit, or parameters or collections are
@@ -239,7 +239,7 @@ class SequentialModel:
         inputs: PyTree,
         side: Mapping[str, PyTree] | None,
     ) -> None:
-        """Find what made a run fail, by tracing: layers, parameters or collections that misfit."""
+        """Find why a run failed, by tracing: layers, parameters or collections that do not fit."""
         given, trace = flatten_dict(params), self.trace(inputs, side)
         missing = ["/".join(path) for path in flatten_dict(trace.tree()) if path not in given]
         if missing:
@@ -258,7 +258,7 @@ class SequentialModel:
             )
 
     def cast_inputs(self, inputs: PyTree) -> PyTree:
-        """Inputs as the first layer gets them: with `auto_cast`, floats in `compute_dtype`.
+        """Inputs as the first layer gets them: with `auto_cast`, floats are in `compute_dtype`.
 
         Args:
             inputs: Arrays, or their shapes and dtypes.
@@ -274,21 +274,21 @@ class SequentialModel:
         offset: jax.Array | int = 0,
         labels: Sequence[str] | None = None,
     ) -> Runner:
-        """The composition of some layers, recomputed in groups as the module says.
+        """The composition of some layers, recomputed in groups as the module's settings say.
 
-        For the executor.
+        The executor uses it.
 
         Args:
             indices: The layers, in order.
             views: Their parameters, with the paths inside each layer.
             train: Whether layers behave as in training.
             offset: Added to the indices wherever randomness is keyed by layer, so that one compiled
-                program serves alike layers of other stages.
-            labels: Names of the layers in profiles, where they stand for those of other stages too;
-                None: their own.
+                program serves equivalent layers of other stages.
+            labels: Names of the layers in profiles, if they represent layers of other stages too;
+                None uses their own names.
 
         Returns:
-            A function of `(inputs, key, side, collections)`, giving `(outputs, extras)`; see
+            A function of `(inputs, key, side, collections)` to `(outputs, extras)`; see
             `compose_layers`.
         """
         return compose_layers(
@@ -320,8 +320,8 @@ class SequentialModel:
         In float32 where the model casts.
 
         Raises:
-            LayerError: It is neither a scalar, nor `(sum, weight)`, nor `(sum, weight, metrics)`;
-                or `loss_fn` fails with these outputs and labels.
+            LayerError: The result is neither a scalar, nor `(sum, weight)`, nor `(sum, weight,
+                metrics)`, or `loss_fn` fails with these outputs and labels.
         """
         if self.compute_dtype is not None:
             outputs = cast_floats(outputs, "float32")
@@ -339,7 +339,7 @@ class SequentialModel:
                     self.automatic_axes, functools.partial(ruled, loss_fn), outputs, labels
                 )
             )
-        except (JaxpipeError, FloatingPointError):  # the latter is what jax_debug_nans looks for
+        except (JaxpipeError, FloatingPointError):  # jax_debug_nans raises the latter
             raise
         except Exception as error:
             if is_unbound_axis(error):

@@ -1,4 +1,4 @@
-"""Settings of a `PipelineModule`: all that it is given beside its layers and stages."""
+"""Settings of a `PipelineModule`: all its arguments other than its layers and stages."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ from ._trainable import Trainable, checked_trainable
 
 @dataclass(frozen=True, eq=False)
 class ModuleSettings:
-    """Settings, by the names that the constructor of `PipelineModule` explains.
+    """Settings, with the names that the constructor of `PipelineModule` documents.
 
-    All are checked when they are made, but for `checkpointable_layers`, which the module compares
-    with its layers.
+    All are checked when the settings are made, except `checkpointable_layers`, which the module
+    compares with its layers.
     """
 
     loss_fn: Callable[..., Any] | None = None

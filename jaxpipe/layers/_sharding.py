@@ -49,7 +49,7 @@ def rules_in_force(rules: Rules) -> Generator[None]:
 
 
 def rules_on(mesh: AbstractMesh, rules: Rules) -> Rules:
-    """The rules with the mesh's automatic axes alone; none where it has no such axes."""
+    """The rules with only the mesh's automatic axes; empty if it has no automatic axes."""
     automatic = automatic_axes(mesh)
     if not automatic:
         return ()
@@ -65,12 +65,12 @@ def rules_on(mesh: AbstractMesh, rules: Rules) -> Rules:
 def unused_rules(
     mesh: AbstractMesh, rules: Rules, names: set[str], axes: set[str]
 ) -> dict[str, str | None]:
-    """Rules that no layer uses, each with the name of a weight that it may be meant for.
+    """Rules that no layer uses, each with the weight name that it may be meant for.
 
-    A program does not show which names a constraint had, only the axes that they became. So a rule
-    counts as used where a constraint names an axis of it, unless a weight has a name like it that
-    no rule is for. `names` are those in the metadata of weights, and `axes` those that constraints
-    in layers name.
+    A program does not show the names in a constraint, only the axes that they were translated to.
+    A rule therefore counts as used if a constraint names one of its axes, unless a weight has a
+    similar name that no rule covers. `names` are the names in the metadata of weights, and `axes`
+    the axes that constraints in layers name.
     """
     axes_of: dict[str, set[str]] = {}
     for name, to in rules_on(mesh, rules):
@@ -93,7 +93,7 @@ def metadata_names(tree: PyTree) -> set[str]:
 
 
 def check_rules(mesh: AbstractMesh, rules: Rules) -> None:
-    """Refuse rules with axes that the mesh lacks, if it has automatic axes."""
+    """Refuse rules that name axes the mesh does not have, if it has automatic axes."""
     for name, axes in rules if automatic_axes(mesh) else ():
         for axis in spec_axes(axes):
             if axis not in mesh.axis_names and axis not in _PLACED:
@@ -118,8 +118,8 @@ def unbox(tree: PyTree) -> PyTree:
 def stage_dims(label: str, tree: PyTree) -> Mapping[Path, int]:
     """Variables that a pipeline splits over its stages, with the dim, by Flax's partition metadata.
 
-    Variables with metadata are in boxes of `flax.core.meta`. Raises LayerError, which names the
-    layer by `label`, if one names the axis `stage` for more than one dim.
+    Variables with metadata are in boxes of `flax.core.meta`. Raises LayerError, which calls the
+    layer `label`, if a variable names the axis `stage` for more than one dim.
     """
     found = {}
     for path, leaf in _boxes(tree):
@@ -140,9 +140,9 @@ def partition_specs(
 ) -> Mapping[Path, PartitionSpec]:
     """Shardings of variables over the mesh's automatic axes, by Flax's partition metadata.
 
-    A variable that is sharded has an entry for each of its dims. Where the mesh has no automatic
-    axes, metadata means nothing. Raises LayerError if a name is neither that of a rule nor of an
-    axis, an axis is named for two dims, or a dim is not divided by its axes.
+    The spec of a sharded variable has an entry for each of its dims. If the mesh has no automatic
+    axes, metadata has no effect. Raises LayerError if a name is neither in a rule nor an axis, if
+    an axis is named for two dims, or if the axes of a dim do not divide its size.
     """
     if not automatic_axes(mesh):
         return {}
@@ -156,10 +156,10 @@ def partition_specs(
 
 
 def paths_over_data(label: str, tree: PyTree, mesh: AbstractMesh, rules: Rules) -> list[str]:
-    """Variables whose metadata names the axis `data` itself, in words.
+    """Descriptions of the variables whose metadata names the axis `data` itself.
 
-    There are some only where the mesh has automatic axes. Logical names that a rule maps to it are
-    not meant: such rules serve activations too.
+    The list is empty unless the mesh has automatic axes. Logical names that a rule maps to `data`
+    do not count, because such a rule is used for activations too.
     """
     if not automatic_axes(mesh) or "data" in {name for name, _ in rules}:
         return []
@@ -179,9 +179,9 @@ def with_fsdp(
 ) -> Mapping[Path, PartitionSpec]:
     """Shardings with weights divided over the axis `fsdp`, along the largest dim that it divides.
 
-    Weights whose metadata names the axis stay as they are, and so do small ones, with fewer than
-    two dims, and those without a dim that it divides. `specs` are the shardings by metadata, and
-    `taken` the dims that are split over the stages.
+    A weight is unchanged if its metadata names the axis, if it has fewer than two dims, or if the
+    axis divides none of its dims. `specs` are the shardings by metadata, and `taken` the dims that
+    are split over the stages.
     """
     length, found = mesh.shape.get(FSDP, 0), dict(specs)
     for path, leaf in params.items() if length else ():
@@ -192,9 +192,9 @@ def with_fsdp(
         def size(
             dim: int, leaf: Any = leaf, spec: PartitionSpec = spec, path: Path = path
         ) -> tuple[int, bool]:
-            """Length of a place's share of a dim, 0 where it cannot be divided further.
+            """Length of one device's share of a dim; 0 if it cannot be divided further.
 
-            Of two alike the whole one.
+            Of two dims with equal shares, one that is still whole comes first.
             """
             shard_size = leaf.shape[dim] // math.prod(
                 mesh.shape[axis] for axis in spec_axes(spec[dim])
@@ -205,7 +205,7 @@ def with_fsdp(
 
         dim = max(range(len(leaf.shape)), key=size)
         if size(dim)[0]:
-            # Behind the other axes of the dim, so that each place divides what it holds already.
+            # After the other axes of the dim, so that each device divides its existing share.
             axes = (*spec_axes(spec[dim]), FSDP)
             entry = axes if len(axes) > 1 else FSDP
             found[path] = PartitionSpec(
@@ -215,7 +215,7 @@ def with_fsdp(
 
 
 def _resolve(label: str, path: Path, leaf: Any, mesh: AbstractMesh, rules: Rules) -> PartitionSpec:
-    """A variable's metadata in the mesh's automatic axes, by Flax's meaning of rules."""
+    """A variable's metadata, translated to the mesh's automatic axes as Flax applies rules."""
     entries, ndim = tuple(leaf.get_partition_spec()), len(unbox(leaf).shape)
     is_logical = isinstance(leaf, nn.LogicallyPartitioned)
     if is_logical and leaf.rules:
@@ -235,11 +235,11 @@ def _resolve(label: str, path: Path, leaf: Any, mesh: AbstractMesh, rules: Rules
     if len(entries) > ndim:
         raise LayerError(
             f"{'.'.join(path)!r} of layer {label} must have a name for each of its {ndim} dims in "
-            f"its partition metadata, but got {entries}. Leave out what is too much."
+            f"its partition metadata, but got {entries}. Leave out the surplus names."
         )
     if len(set(names)) < len(names):
         raise _twice(label, path, next(name for name in names if names.count(name) > 1), leaf)
-    # A mesh axis stands for itself where no rule says otherwise; other logical names mean None.
+    # Without a rule, the name of a mesh axis is that axis, and any other logical name is None.
     every_rule = (*rules, *((name, name) for name in automatic_axes(mesh) if name not in ruled))
     alone = spmd.logical_to_mesh(
         PartitionSpec(*(x if isinstance(x, str) else None for x in entries)), every_rule

@@ -1,4 +1,7 @@
-"""When two layers are the same program: equal traces of call and gradient, never class names."""
+"""Equivalence of layers: two are the same program if the traces of call and gradient are equal.
+
+Class names play no role.
+"""
 
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -18,7 +21,7 @@ from ._protocol import layer_rngs
 
 
 def layer_signature(named: NamedLayer, trace: ModelTrace, compute_dtype: Any = None) -> Hashable:
-    """Key of a layer's program at its place in the model: its traces, constants and shapes.
+    """Key of a layer's program at its position in the model: its traces, constants and shapes.
 
     Two layers with equal signatures compute the same function of (parameters, inputs, key, side)
     and have the same gradient. The traces hold the layer's derivative, so custom derivative rules
@@ -91,10 +94,10 @@ def layer_signature(named: NamedLayer, trace: ModelTrace, compute_dtype: Any = N
         trace.collections[named.index],
         trace.aux[named.index],
     )
-    # Traces know leaves alone: their names must be the same, too.
+    # Traces contain only leaves, so the names of the leaves must be equal too.
     structures = tuple(jax.tree.structure(tree) for tree in facts)
-    # Programs with equal traces differ for the partitioner where their weights are sharded
-    # otherwise.
+    # For the partitioner, programs with equal traces differ if their weights are sharded
+    # differently.
     dims = tuple(
         frozenset(each[named.index].items())
         for each in (trace.param_specs, trace.collection_specs, trace.stage_dims)
@@ -105,16 +108,16 @@ def layer_signature(named: NamedLayer, trace: ModelTrace, compute_dtype: Any = N
 def _cotangent(output: jax.Array, scale: jax.Array) -> Any:
     if jnp.issubdtype(output.dtype, jnp.inexact):
         return jnp.broadcast_to(scale.astype(output.dtype), output.shape)
-    # JAX takes no other cotangents of what is not floating point.
+    # JAX accepts no other cotangents for values that are not floating point.
     return np.zeros(output.shape, jax.dtypes.float0)
 
 
 def layer_signatures(
     layers: Sequence[NamedLayer], trace: ModelTrace, compute_dtype: Any = None
 ) -> tuple[Hashable, ...]:
-    """The signatures of all layers of a model, as numbers that are equal for alike layers.
+    """The signatures of all layers of a model, as numbers that are equal for equivalent layers.
 
-    A layer that shares parameters is like no other.
+    A layer that shares parameters is equivalent to no other.
 
     Raises:
         LayerError: A layer cannot be differentiated.

@@ -1,4 +1,4 @@
-"""Layers described but not built: nothing is allocated until a stage needs its own."""
+"""Descriptions of layers that are built later: each stage allocates only its own layers."""
 
 import copy
 import inspect
@@ -19,7 +19,7 @@ from ._remat import RematMark
 def is_equinox(kind: type) -> bool:
     """True if a class is an Equinox module.
 
-    Found by names, so that the library is not imported for it.
+    The check compares names, so it does not import the library.
     """
     return any(
         base.__name__ == "Module" and base.__module__.startswith("equinox.")
@@ -28,24 +28,24 @@ def is_equinox(kind: type) -> bool:
 
 
 class LayerSpec:
-    """A layer to be built later, from its class and arguments.
+    """A layer that is built later, from its class and arguments.
 
-    DeepSpeed's name. The class may be a Flax Linen module, a Flax NNX module (built with `rngs=`),
-    an Equinox module (built with `key=`, called per sample), or any callable that returns a Linen
-    module or a plain function.
+    The name is DeepSpeed's. The class may be a Flax Linen module, a Flax NNX module (built with
+    `rngs=`), an Equinox module (built with `key=`, called per sample), or any callable that returns
+    a Linen module or a plain function.
 
     Args:
         typename: The class, a callable that makes the layer, or a built Linen module.
         *module_args: Positional arguments of the class.
-        forward_fn: `forward_fn(module, inputs)` in place of the layer's own call, for a block that
-            takes or returns more than a pipeline hands over; `module` is the bound Linen module,
-            the NNX or the Equinox object. It too receives `train`, `deterministic`, `rngs` or a
-            side input if it names them.
+        forward_fn: `forward_fn(module, inputs)` is called instead of the layer's own call, for a
+            block that takes or returns more than a pipeline passes between layers. `module` is the
+            bound Linen module, the NNX object or the Equinox object. The function also receives
+            `train`, `deterministic`, `rngs` or a side input if it names them.
         **module_kwargs: Keyword arguments of the class.
 
     Raises:
-        LayerError: `typename` is not callable, is a built NNX or Equinox module where its class
-            belongs, or a built Linen module with arguments; or `forward_fn` is not callable.
+        LayerError: `typename` is not callable, is a built NNX or Equinox module instead of its
+            class, or is a built Linen module with arguments; or `forward_fn` is not callable.
 
     Example:
         >>> import flax.linen as nn
@@ -85,23 +85,22 @@ class LayerSpec:
         self.remat_mark: RematMark | None = None
         self.lora_mark: LoraMark | None = None
         self.train_flags: dict[str, bool] = {}
-        """Flags that `train_flag` has named, with their values in training."""
+        """Flags named by `train_flag`, with their values in training."""
 
     def remat(self, policy: Callable[..., Any] | None = None) -> Self:
         """The same layer, marked to be recomputed in training whatever the module's interval is.
 
-        A marked layer stands outside the groups of `activation_checkpoint_interval`. A
-        `jax.checkpoint` that the user writes around it puts its own policy in the place of this
-        one.
+        A marked layer is not part of the groups of `activation_checkpoint_interval`. A
+        `jax.checkpoint` that the user writes around it replaces this policy with its own.
 
         Args:
             policy: A `jax.checkpoint` policy, such as `jax.checkpoint_policies.dots_saveable`, that
-                says which inner values are kept all the same. None keeps the layer's inputs, as
-                `jaxpipe.checkpointing.configure` asks, and where the layer is sharded inside a
-                stage what it names; see `jaxpipe.checkpointing.save_reduced`.
+                says which inner values are kept. None keeps the layer's inputs, stored as set by
+                `jaxpipe.checkpointing.configure`. If the layer is sharded inside a stage, None also
+                keeps the values that the layer names; see `jaxpipe.checkpointing.save_reduced`.
 
         Returns:
-            A copy; this spec stays as it is.
+            A copy; this spec is unchanged.
 
         Raises:
             LayerError: The policy is not callable.
@@ -116,23 +115,23 @@ class LayerSpec:
         return marked
 
     def train_flag(self, name: str, *, in_training: bool = True) -> Self:
-        """The same layer, told under this name whether this is training.
+        """The same layer, with an argument that receives whether the model is training.
 
-        The names that the ecosystem uses are known without it: `train`, `training`, `is_training`,
-        `is_train`, `train_mode`, and with the opposite value `deterministic`, `inference` and
+        The common names need no `train_flag`: `train`, `training`, `is_training`, `is_train`,
+        `train_mode`, and with the opposite value `deterministic`, `inference` and
         `use_running_average`.
 
         Args:
             name: An argument of the layer's call (or of `forward_fn`), a boolean field of a Linen
                 module, or a boolean attribute of an NNX module or a module in it.
-            in_training: Its value in training; it has the opposite one in evaluation.
+            in_training: Its value in training; it has the opposite value in evaluation.
 
         Returns:
-            A copy; this spec stays as it is.
+            A copy; this spec is unchanged.
 
         Raises:
-            LayerError: It is no name. `PipelineModule` raises it where the layer has nothing of
-                this name.
+            LayerError: The argument is not a name. `PipelineModule` raises it if the layer has no
+                argument, field or attribute of this name.
 
         Example:
             >>> import flax.linen as nn
@@ -149,9 +148,9 @@ class LayerSpec:
         return marked
 
     def given_names(self) -> tuple[str, ...]:
-        """Names of the arguments of the class that this spec gives.
+        """Names of the class's arguments that this spec sets.
 
-        Those by keyword where it has no signature.
+        If the class has no signature, only keyword arguments are listed.
         """
         try:
             given = (
@@ -167,11 +166,12 @@ class LayerSpec:
         """Make the layer.
 
         Args:
-            log: Whether to say so in the log.
-            **more: Keyword arguments beside the stored ones, such as `rngs` for an NNX module.
+            log: Whether to log the build.
+            **more: Keyword arguments in addition to the stored ones, such as `rngs` for an NNX
+                module.
 
         Returns:
-            What the class returns.
+            The result of the class.
         """
         if log:
             write_log(logging.INFO, "building %r", self)
@@ -197,12 +197,12 @@ class LayerSpec:
 class TiedLayerSpec(LayerSpec):
     """A layer that shares parameters with every other layer of the same key.
 
-    The shared parameters exist once, under `tied/<key>` of the parameter tree, and their gradients
-    are summed over all uses. Unlike DeepSpeed's, the default shares the whole parameter tree of the
-    layer, not one attribute.
+    The shared parameters exist once, under `tied/<key>` in the parameter tree, and their gradients
+    are summed over all uses. Unlike in DeepSpeed, the default shares the whole parameter tree of
+    the layer, not one attribute.
 
     Args:
-        key: Layers with equal keys share.
+        key: Layers with equal keys share parameters.
         typename: As in `LayerSpec`.
         *module_args: Positional arguments of the class.
         forward_fn: As in `LayerSpec`.

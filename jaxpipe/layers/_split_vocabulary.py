@@ -1,6 +1,6 @@
-"""An ordinary embedding, head and loss, split over the stages.
+"""Splitting an ordinary embedding, head and loss over the stages.
 
-They are split as `VocabEmbed` and `VocabHead` are.
+The split works as in `VocabEmbed` and `VocabHead`.
 """
 
 import copy
@@ -29,12 +29,12 @@ from ._vocab import STAGE, VocabEmbed, VocabHead
 
 
 class _SplitLayer(Layer):
-    """A layer with another's variables, split over the stages, that computes as one of this room.
+    """A user's layer whose parameters are split over the stages.
 
     Args:
-        layer: The user's layer: names, initial values and arguments are its own.
-        split: What computes from whole parameters or slices.
-        specs: Names of the axes of its parameters.
+        layer: The user's layer, which defines names, initial values and arguments.
+        split: The layer that computes from whole parameters or slices.
+        specs: Axis names of its parameters.
     """
 
     def __init__(
@@ -75,20 +75,20 @@ class _SplitLayer(Layer):
 
 
 def split_layers(layers: Sequence[NamedLayer]) -> tuple[tuple[NamedLayer, ...], int]:
-    """The layers with the first and the last one split over the stages.
+    """The layers, with the first and the last one split over the stages.
 
-    Names and initial values stay.
+    Names and initial values do not change.
 
     Args:
-        layers: A model's: the first is an `nn.Embed` or `nnx.Embed`, the last an `nn.Dense` or
-            `nnx.Linear`, or it uses the embedding's table through a `forward_fn` that calls
-            `attend`.
+        layers: The layers of a model. The first is an `nn.Embed` or `nnx.Embed`. The last is an
+            `nn.Dense` or `nnx.Linear`, or uses the embedding's table through a `forward_fn` that
+            calls `attend`.
 
     Returns:
         `(layers, size of the vocabulary)`.
 
     Raises:
-        LayerError: One of the two is of another form.
+        LayerError: The first or the last layer has another form.
     """
     first, last = layers[0], layers[-1]
     for named in layers[1:-1]:
@@ -103,8 +103,8 @@ def split_layers(layers: Sequence[NamedLayer]) -> tuple[tuple[NamedLayer, ...], 
     if size != num_logits:
         raise LayerError(
             f"pipeline.split_vocabulary must find one vocabulary, but got {size} rows in layer "
-            f"{first.name} and {num_logits} logits of layer {last.name}. Make both as large, "
-            "padded where one is smaller."
+            f"{first.name} and {num_logits} logits of layer {last.name}. Make them equal, and pad "
+            "the smaller one."
         )
     middle = layers[1:-1]
     return (
@@ -124,7 +124,7 @@ def _split_embed(named: NamedLayer, *, is_head: bool) -> tuple[Layer, int]:
 
 
 class _Table:
-    """What a `forward_fn` of a split embedding may do with it: look up rows, and make logits."""
+    """The interface of a split embedding for a `forward_fn`: look up rows, and make logits."""
 
     def __init__(self, module: VocabEmbed) -> None:
         self._module = module
@@ -138,7 +138,7 @@ class _Table:
 
 
 class _Recorder:
-    """Stands in for an embedding, and tells whether logits leave as `attend` gives them."""
+    """A stand-in for an embedding that records whether `attend`'s logits are returned unchanged."""
 
     def __init__(self) -> None:
         self.x, self.logits = object(), object()
@@ -150,16 +150,16 @@ class _Recorder:
 def _on_table(
     named: NamedLayer, call: Callable[..., Any] | None, *, is_head: bool
 ) -> Callable[..., Any] | None:
-    """A `forward_fn` of an embedding for one that is split."""
+    """Convert a `forward_fn` of an embedding to one for the split embedding."""
     if call is None or call in (nn.Embed.attend, nnx.Embed.attend):
         return call and VocabEmbed.attend
     if is_head:
-        # Of a stage's slice of the logits a maximum or a mask would be another one, and a function
-        # before `attend` would get shares of the cotangent.
+        # On a stage's slice of the logits, a maximum or a mask would give a different result, and a
+        # function before `attend` would receive only shares of the cotangent.
         recorder = _Recorder()
         try:
             is_attend = call(recorder, recorder.x) is recorder.logits
-        except Exception:  # noqa: BLE001  # whatever a user's code raises of what is no array
+        except Exception:  # noqa: BLE001  # whatever a user's code raises for a non-array
             is_attend = False
         if not is_attend:
             raise _refused(
@@ -202,7 +202,7 @@ def _module_of(
 
 
 def _check_arithmetic(named: NamedLayer, module: Any, place: str) -> None:
-    """Refuse a layer whose products or casts are not Flax's own: a split one has these alone."""
+    """Refuse a layer whose products or casts are not Flax's own; a split layer has no others."""
     usual: dict[str, tuple[Any, ...]] = {
         "precision": (None,),
         "dot_general": (None, jax.lax.dot_general),
@@ -219,16 +219,17 @@ def _check_arithmetic(named: NamedLayer, module: Any, place: str) -> None:
 def _refused(named: NamedLayer, place: str, wanted: str, found: str) -> LayerError:
     return LayerError(
         f"pipeline.split_vocabulary needs {place} to be {wanted}, but got {found} for layer "
-        f"{named.name}. Make it one, with what else it does in a layer of its own, or use "
-        "VocabEmbed and VocabHead."
+        f"{named.name}. Make it one, move everything else that it does to a separate layer, or "
+        "use VocabEmbed and VocabHead."
     )
 
 
 def split_vocabulary(module: Any) -> Any:
-    """A module whose embedding and head are split over the stages; its numbers and names stay.
+    """The module with its embedding and head split over the stages; results and names are the same.
 
     Raises:
-        LayerError: The first or the last layer is of a form that cannot be, or there is no loss.
+        LayerError: The first or the last layer has a form that cannot be split, or there is no
+            loss.
     """
     if module.num_stages == 1:
         return module
@@ -263,7 +264,7 @@ def with_split_logits(outputs: PyTree, whole: PyTree) -> PyTree:
             return leaf
         if leaf.shape[:-1] != like.shape[:-1]:
             raise LayerError(
-                "an output of the model that is split over the stages must be so along its last "
+                "an output of the model that is split over the stages must be split along its last "
                 f"dim, but got {list(leaf.shape)} on a stage for {list(like.shape)}. Transpose it "
                 "in the last layer."
             )
@@ -275,10 +276,10 @@ def with_split_logits(outputs: PyTree, whole: PyTree) -> PyTree:
 def check_split_loss(module: Any, local: PyTree, whole: PyTree, labels: PyTree) -> None:
     """Refuse a loss that cannot be computed from a stage's slice of the model's outputs.
 
-    All are shapes and dtypes. Must be called where the axis `stage` is known.
+    All arguments are shapes and dtypes. Call it where the axis `stage` is bound.
 
     Raises:
-        LayerError: The loss does something else with split logits than give them to a loss of
+        LayerError: The loss uses split logits for anything other than a call of a loss in
             `jaxpipe.losses`.
     """
     try:
@@ -286,7 +287,7 @@ def check_split_loss(module: Any, local: PyTree, whole: PyTree, labels: PyTree) 
             lambda y, t: module.loss_terms(with_split_logits(y, whole), t), local, labels
         )
     except Exception as error:
-        cause = error.__cause__ or error  # `loss_terms` has words of its own around it
+        cause = error.__cause__ or error  # `loss_terms` wraps it in its own message
         text = f"{type(cause).__name__}: {cause}".rstrip(".")
         raise LayerError(
             "loss_fn must leave logits that are split over the stages to "

@@ -1,4 +1,4 @@
-"""Shapes and dtypes of trees: read, compared, counted and written as text."""
+"""Shapes and dtypes of trees: reading, comparing, counting and formatting them."""
 
 import math
 from collections.abc import Hashable
@@ -14,11 +14,11 @@ from jaxpipe.errors import LayerError
 
 
 def struct_of(tree: PyTree, name: str = "") -> PyTree:
-    """Shapes and dtypes of a tree of arrays or Python numbers, as they are once on a device.
+    """Shapes and dtypes that the arrays or Python numbers of a tree have on a device.
 
     Args:
         tree: The tree.
-        name: What it is called, for messages; paths to leaves begin with it.
+        name: Its name in messages; paths to leaves begin with it.
 
     Raises:
         LayerError: A leaf is neither an array nor a number.
@@ -43,9 +43,9 @@ def struct_of(tree: PyTree, name: str = "") -> PyTree:
 
 
 def as_arrays(tree: PyTree) -> PyTree:
-    """Leaves as JAX arrays, like those that cross a stage boundary.
+    """Leaves as JAX arrays, like those that are sent between stages.
 
-    They no longer promote as Python numbers do.
+    Unlike Python numbers, they promote with their own dtype.
     """
 
     def one(leaf: Any) -> jax.Array:
@@ -57,7 +57,7 @@ def as_arrays(tree: PyTree) -> PyTree:
 
 
 def format_struct(tree: PyTree) -> str:
-    """A tree of shapes as people write it, such as `float32[4, 8]` or `{x: int32[2]}`."""
+    """A tree of shapes in readable form, such as `float32[4, 8]` or `{x: int32[2]}`."""
     names = jax.tree.map(lambda x: f"{x.dtype.name}[{', '.join(map(str, x.shape))}]", tree)
     return str(names).replace("'", "") if jax.tree.leaves(tree) else str(tree)
 
@@ -80,7 +80,7 @@ def device_bytes(
 
     Args:
         tree: The tree.
-        mesh: The devices; None: leaves have shardings of their own.
+        mesh: The devices; None if leaves have their own shardings.
         specs: How each leaf is sharded over the mesh.
     """
     leaves: list[Any] = jax.tree.leaves(tree)

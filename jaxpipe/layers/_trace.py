@@ -43,15 +43,15 @@ def trace_layers(  # noqa: PLR0913  # one setting each
 ) -> ModelTrace:
     """Evaluate all layers abstractly, in training and in evaluation; nothing is allocated.
 
-    Warns of boolean arguments at their default that keep a layer from drawing random numbers or
-    from changing its collections in training. `warned` holds what has been warned of, and grows.
-    Parameters have the dtypes they are made in, not `compute_dtype`.
+    Warns of boolean arguments whose default keeps a layer from drawing random numbers or from
+    changing its collections in training. `warned` records the warnings already given and is
+    extended. Parameters have the dtypes they are made in, not `compute_dtype`.
 
-    Raises LayerError if a layer cannot take the output of the one before, changes the shapes of its
-    collections, has a parameter that is no floating-point array or cannot be sharded as its
-    metadata says, shares one whose shape differs from the one it is tied to, or holds a module
-    instance of another; or if a side input has the name of a standard argument, or a rule an axis
-    that the mesh lacks.
+    Raises LayerError if a layer cannot accept the output of the previous one or changes the shapes
+    of its collections. The same holds if a layer has a parameter that is not a floating-point array
+    or cannot be sharded as its metadata says, shares a parameter whose shape differs from the one
+    it is tied to, or holds another layer's module instance. It is also raised if a side input has
+    the name of a standard argument, or if a rule names an axis that the mesh does not have.
     """
     check_rules(mesh, rules)
     warned = set() if warned is None else warned
@@ -89,8 +89,8 @@ def _trace_layers(  # noqa: PLR0913  # one setting each
     firsts: list[int] = []
     switches: dict[int, dict[str, bool]] = {}
     for named in layers:
-        # A layer of the class, settings and inputs of an earlier one is traced once for both. Not a
-        # tied one, whose parameters depend on what the layers before it have made.
+        # A layer with the class, settings and inputs of an earlier one reuses its trace. A tied
+        # layer does not, because its parameters depend on those that earlier layers made.
         kind = (
             named.index
             if named.tied_key is not None
@@ -184,7 +184,7 @@ def _with_shared(
 ) -> Mapping[Path, T]:
     """A layer's values by parameter.
 
-    Of parameters that it shares, those of the first layer with the key.
+    Shared parameters have the values of the first layer with the key.
     """
     found: dict[Path, T | None] = {}
     for path, at in paths.paths.items():

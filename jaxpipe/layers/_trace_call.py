@@ -1,4 +1,4 @@
-"""A layer at its place, evaluated abstractly, and what is said of one that cannot be."""
+"""Abstract evaluation of a layer at its position, and the errors for layers that fail."""
 
 import contextlib
 import functools
@@ -40,7 +40,7 @@ _ONLY_IN_TRAINING = (InvalidRngError, ModifyScopeVariableError)
 
 @dataclass
 class Seen:
-    """What layers were seen to have, which grows while they are traced.
+    """Facts about the layers, collected while they are traced.
 
     Attributes:
         over_data: Weights whose metadata names the axis `data`.
@@ -53,7 +53,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Call:
-    """A layer at its place, evaluated abstractly."""
+    """Abstract evaluation of a layer at its position."""
 
     named: NamedLayer
     before: str
@@ -65,7 +65,7 @@ class Call:
     seen: Seen
 
     def variables(self, given: PyTree) -> tuple[PyTree, PyTree, tuple[Mapping[Path, Any], ...]]:
-        """Shapes and shardings of parameters and collections, and dims split over the stages."""
+        """Shapes and shardings of parameters and collections, and the dims split over stages."""
 
         def make(x: PyTree, s: PyTree, given: PyTree) -> tuple[PyTree, PyTree]:
             with rules_in_force(()):
@@ -78,9 +78,9 @@ class Call:
         def made_alone_or_given() -> tuple[PyTree, PyTree]:
             inputs = init_inputs((self.inputs, self.side), self.dtype)
             try:
-                # First as it makes its variables by itself, so that shapes which do not fit those
-                # it shares show; a layer that only reads what is shared, such as a tied head, is
-                # given it.
+                # First let the layer make its variables itself, so that a shape that does not fit a
+                # shared parameter is detected. A layer that only reads shared parameters, such as a
+                # tied head, gets them passed in.
                 return jax.eval_shape(make, *inputs, {})
             except Exception:
                 if not given:
@@ -88,10 +88,10 @@ class Call:
                 return jax.eval_shape(make, *inputs, given)
 
         def without_mesh_or_with() -> tuple[PyTree, PyTree]:
-            # With a mesh Flax applies the metadata of each new variable as a constraint, which a
-            # manual axis, a name that only rules know, or a variable that is made in another shape
-            # (nn.DenseGeneral) would make fail. Without one, constraints by names of axes in the
-            # layer's call fail, so then it is made with one.
+            # On a mesh, Flax applies the metadata of each new variable as a constraint. This fails
+            # for a manual axis, for a name that only the rules know, and for a variable that is
+            # made in another shape (nn.DenseGeneral). Without a mesh, constraints in the layer's
+            # call that name axes fail, so in that case a mesh is used.
             try:
                 with jax.sharding.use_abstract_mesh(NO_MESH):
                     return made_alone_or_given()
@@ -112,7 +112,7 @@ class Call:
         return params, collections, (of_params, of_collections, dims)
 
     def results(self, params: PyTree, collections: PyTree) -> tuple[ClosedJaxpr, PyTree, PyTree]:
-        """The layer's call in training, and the shapes of what it hands over and reports."""
+        """The layer's call in training, and the shapes of its outputs and reports."""
         run = functools.partial(_train, self.named.layer)
         args = self._arguments(params, collections)
         program, (outputs, updated, aux) = self._naming_faults(
@@ -154,7 +154,7 @@ class Call:
             )
 
     def check_evaluation(self, params: PyTree, collections: PyTree) -> None:
-        """Refuse a layer that cannot be evaluated; else only the first evaluation would show it."""
+        """Refuse a layer that cannot be evaluated, before the first evaluation fails."""
         layer, fault = self.named.layer, "random numbers from its streams"
 
         def run(
@@ -182,7 +182,7 @@ class Call:
         )
         raise LayerError(
             f"layer {self.named.name} must neither draw random numbers nor change its collections "
-            f"in evaluation, but got {fault}. Let it do so in training alone, as "
+            f"in evaluation, but got {fault}. Let it do so only in training, as "
             "nn.Dropout(rate)(x, deterministic=not train) and nn.BatchNorm(use_running_average=not "
             "train)(x) do with an argument train of its call, and leave such settings out of its "
             f"own arguments{left}."
@@ -191,7 +191,7 @@ class Call:
     def open_switches(self, params: PyTree, collections: PyTree) -> dict[str, bool]:
         """Boolean arguments whose default keeps training from being random or moving collections.
 
-        By name, each with the other value.
+        The result maps each name to the opposite value.
         """
         layer = self.named.layer
         defaults = layer.arguments.open_switches(self.side)
@@ -202,7 +202,7 @@ class Call:
         for name, default in defaults.items():
             with contextlib.suppress(
                 Exception
-            ):  # whatever a layer raises that is not meant to be called so
+            ):  # whatever a layer raises if it does not support this call
                 if (
                     self._effects(layer.with_argument(name, not default), params, collections)
                     - before
@@ -213,7 +213,8 @@ class Call:
     def _effects(self, layer: Layer, params: PyTree, collections: PyTree) -> set[str]:
         """Effects of a layer in training.
 
-        It `"draws"` random numbers, or `"moves"` collections by its inputs.
+        `"draws"` means that it draws random numbers, and `"moves"` that it changes collections
+        depending on its inputs.
         """
         args = self._arguments(params, collections)
         draws = used_inputs(functools.partial(_train, layer), *args)[-1]
@@ -236,8 +237,8 @@ class Call:
                 raise axis_fault(
                     f"layer {self.named.name}", error, automatic_axes(self.mesh)
                 ) from error
-            # JAX (0.10) has no class for either of these errors: their words are all that tells
-            # them.
+            # JAX (0.10) has no class for either of these errors, so they are recognised by their
+            # text.
             if any(words in str(error) for words in ("with_sharding_constraint", "Resource axis:")):
                 raise self._constraint_fault(str(error).partition(". ")[0].rstrip(".")) from error
             if "mesh passed to shard_map" in str(error):
@@ -277,7 +278,7 @@ def _check_leaves(named: NamedLayer, params: PyTree) -> None:
             raise LayerError(
                 f"parameter {jax.tree_util.keystr(path, simple=True, separator='.')!r} of layer "
                 f"{named.name} must be one array, but got a {type(leaf).__name__}: {leaf!r:.60}. "
-                "Return an array from its initialiser, and keep what is no number in a field of "
+                "Return an array from its initialiser, and keep other values in a field of "
                 "the class."
             )
 
@@ -285,7 +286,7 @@ def _check_leaves(named: NamedLayer, params: PyTree) -> None:
 def _without_sharding(tree: PyTree) -> PyTree:
     """Shapes without the sharding that tracing on a mesh adds.
 
-    It differs between inputs and results.
+    That sharding differs between inputs and results.
     """
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "dtype") else x, tree

@@ -1,4 +1,4 @@
-"""What is said of a model that can be traced, and may not be what was meant."""
+"""Warnings for models that can be traced but may not be what the user meant."""
 
 import logging
 import warnings
@@ -37,7 +37,7 @@ def warn_of_rules(names: Mapping[str, str | None], warned: set[str]) -> None:
 def warn_of_side(
     layers: Sequence[NamedLayer], side: Mapping[str, PyTree], warned: set[str]
 ) -> None:
-    """Warn of side inputs that no layer gets, once each."""
+    """Warn of each side input that no layer receives, once."""
     for name in side:
         if f"side {name}" in warned or any(named.layer.arguments.takes(name) for named in layers):
             continue
@@ -60,7 +60,7 @@ def warn_of_data(paths: Sequence[str], warned: set[str]) -> None:
         warnings.warn(
             f"{paths[0]}{f' and {len(paths) - 1} further weights' if len(paths) > 1 else ''} must "
             "be whole on each replica, but got 'data' in the partition metadata, which a pipeline "
-            "does not heed. To share weights out over replicas give the topology an axis fsdp and "
+            "ignores. To divide weights over replicas, give the topology an axis fsdp and "
             'map the name to it, sharding_rules=(("data", "fsdp"),); '
             'otherwise write sharding_rules=(("data", None),).',
             stacklevel=4,
@@ -68,7 +68,7 @@ def warn_of_data(paths: Sequence[str], warned: set[str]) -> None:
 
 
 def log_wide(layers: Sequence[NamedLayer], trace: ModelTrace, dtype: Any, warned: set[str]) -> None:
-    """Say once which layers multiply in the dtype of their inputs, wider than their parameters'."""
+    """Log once which layers multiply in the dtype of their inputs, wider than their parameters'."""
 
     def is_wide(index: int) -> bool:
         has_params = bool(jax.tree.leaves(trace.params[index]))
@@ -102,7 +102,7 @@ def warn_of_switches(switches: Mapping[str, Mapping[str, bool]], warned: set[str
         listed = ", ".join(f"{layer} ({', '.join(names)})" for layer, names in found.items())
         warnings.warn(
             "boolean arguments of the calls of these layers are at their defaults, with which "
-            f"training draws no random numbers, or leaves collections as they are: {listed}. If "
+            f"training draws no random numbers, or leaves collections unchanged: {listed}. If "
             f"they say whether this is training, write {' or '.join(calls)}.",
             stacklevel=4,
         )

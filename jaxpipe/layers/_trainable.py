@@ -1,4 +1,4 @@
-"""The parameters that are trained; the others are frozen."""
+"""The choice of parameters that are trained; the others are frozen."""
 
 import difflib
 import re
@@ -13,15 +13,15 @@ from jaxpipe.errors import LayerError
 from ._tree import flatten_dict
 
 Trainable = str | Sequence[str] | Callable[[str], bool] | Mapping[str, Any]
-"""A pattern or several, found in paths by `re.search`; a predicate of paths.
+"""One or more patterns, found in paths by `re.search`; a predicate of paths; or a tree of booleans.
 
-Or a tree of booleans, each for all below. Paths are written `layers/3_Block/mlp/kernel` and
-`tied/embed/embedding`.
+A boolean in the tree applies to everything below it. Paths are written `layers/3_Block/mlp/kernel`
+and `tied/embed/embedding`.
 """
 
 
 def checked_trainable(trainable: Any) -> Any:
-    """Check what says which parameters are trained, and return it; None means all.
+    """Check the argument `trainable` and return it; None trains all parameters.
 
     It is a pattern, a list of patterns, a predicate of paths or a tree of booleans.
     """
@@ -38,7 +38,7 @@ def checked_trainable(trainable: Any) -> Any:
             raise LayerError(
                 "trainable as a tree must have True or False as its leaves, but got "
                 f"{type(flatten_dict(patterns)[wrong[0]]).__name__} at {'/'.join(wrong[0])}. Write "
-                "True for what is trained."
+                "True for parameters to train."
             )
         return patterns
     if (
@@ -56,14 +56,14 @@ def checked_trainable(trainable: Any) -> Any:
             re.compile(pattern)
         except re.error as error:
             raise LayerError(
-                f"trainable must be regular expressions, but got {pattern!r}: {error}. Escape what "
-                "is meant literally, with re.escape."
+                f"trainable must be regular expressions, but got {pattern!r}: {error}. Escape "
+                "literal text with re.escape."
             ) from error
     return tuple(patterns)
 
 
 def frozen_paths(trainable: Trainable | None, paths: Sequence[Path]) -> frozenset[Path]:
-    """The parameters of a model that are not trained, by what `checked_trainable` returned.
+    """The parameters of a model that are not trained, from the result of `checked_trainable`.
 
     Raises LayerError if a pattern or a path of the tree matches no parameter, the tree leaves one
     out, or nothing is left to train.
@@ -105,7 +105,7 @@ def _trained_by_tree(tree: Mapping[str, Any], names: Mapping[Path, str]) -> set[
         raise LayerError(
             "trainable as a tree must say of every parameter whether it is trained, but got "
             f"nothing for {left[0]}{f' and {len(left) - 1} more' if len(left) > 1 else ''}. A "
-            "boolean may stand for all below a path."
+            "boolean may cover everything below a path."
         )
     return {path for path, value in values.items() if value}
 

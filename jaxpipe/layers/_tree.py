@@ -9,10 +9,10 @@ from jaxpipe._typing import Path
 
 
 def flatten_dict(tree: Any, prefix: Path = ()) -> dict[Path, Any]:
-    """Leaves of a nest of dictionaries by path; a leaf is whatever is no mapping.
+    """Leaves of nested dictionaries by path; anything that is not a mapping is a leaf.
 
-    Not Flax's function of this name, which takes dictionaries alone and leaves keys as they are:
-    NNX numbers the modules of a list, and paths are text.
+    Flax's function of this name accepts only dictionaries and does not convert keys. NNX uses
+    integer keys for the modules of a list, but the names in our paths are strings.
     """
     if not isinstance(tree, Mapping):
         return {prefix: tree}
@@ -23,9 +23,9 @@ def flatten_dict(tree: Any, prefix: Path = ()) -> dict[Path, Any]:
 
 
 def join_path(path: Path) -> str:
-    """A path as one key, its names apart by slashes.
+    """A path as one key, with its names separated by slashes.
 
-    A slash inside a name is `%2F`, a percent sign `%25`.
+    A slash inside a name is written `%2F`, and a percent sign `%25`.
     """
     return "/".join(name.replace("%", "%25").replace("/", "%2F") for name in path)
 

@@ -1,4 +1,4 @@
-"""Inputs of a traced function that its outputs are computed from."""
+"""The inputs of a traced function that its outputs depend on."""
 
 from collections.abc import Callable
 
@@ -9,10 +9,10 @@ from jaxpipe.jaxpr import used_operands
 
 
 def used_inputs(function: Callable[..., PyTree], *args: PyTree) -> tuple[bool, ...]:
-    """For each argument, whether a function's outputs need any of its leaves, arrays or shapes.
+    """For each argument, whether a function's outputs depend on any of its leaves.
 
-    The function is traced, and what its outputs do not need is dropped, inside calls, loops and
-    branches too.
+    Leaves are arrays or shapes. The function is traced, and operations that its outputs do not need
+    are dropped, including those inside calls, loops and branches.
     """
     leaves = used_operands(jax.make_jaxpr(function)(*args).jaxpr)
     counts = [len(jax.tree.leaves(arg)) for arg in args]

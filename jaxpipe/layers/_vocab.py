@@ -1,8 +1,8 @@
-"""Embedding and head of a large vocabulary, which a pipeline splits over its stages.
+"""Embedding and head for a large vocabulary, which a pipeline splits over its stages.
 
 A parameter whose partition metadata names the axis `stage` is split along that dim: every stage
-holds one slice, and runs the layer together with all others. The layers here tell by the shape they
-are given whether a parameter is whole, as on one device, or a slice.
+holds one slice and runs the layer together with all other stages. From the shape of a parameter,
+the layers here recognise whether it is whole, as on one device, or a slice.
 """
 
 from collections.abc import Callable
@@ -23,18 +23,18 @@ STAGE = "stage"
 class VocabEmbed(nn.Module):
     """An embedding whose table a pipeline of several stages splits by rows.
 
-    On one device it is `flax.linen.Embed`: the same parameter `embedding`, with the same initial
-    values. In a pipeline it must be among the layers before the first repeated one. Each stage
+    On one device it is equivalent to `flax.linen.Embed`, with the same parameter `embedding` and
+    the same initial values. In a pipeline it must come before the first repeated layer. Each stage
     looks up the tokens whose rows it holds, and the results are summed over the stages.
 
     Args:
-        num_embeddings: Rows of the table; `num_stages` must divide it.
+        num_embeddings: Number of rows of the table; `num_stages` must divide it.
         features: Length of a row.
-        dtype: What the result is cast to; None: the table's own.
-        param_dtype: What the table is made in.
-        embedding_init: Makes the table.
-        split: Whether a pipeline splits the table; otherwise it lies whole on the stages that use
-            it.
+        dtype: Dtype of the result; None uses the table's dtype.
+        param_dtype: Dtype in which the table is made.
+        embedding_init: Initialiser of the table.
+        split: Whether a pipeline splits the table. If not, each stage that uses the table holds all
+            of it.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -56,8 +56,8 @@ class VocabEmbed(nn.Module):
         """Look up rows.
 
         Args:
-            tokens: Integers in `[0, num_embeddings)`, of any shape. As in `flax.linen.Embed`
-                negative ones count from the end, and others outside give NaN.
+            tokens: Integers in `[0, num_embeddings)`, of any shape. As in `flax.linen.Embed`,
+                negative values count from the end, and other values out of range give NaN.
 
         Returns:
             Their rows, `[..., features]`, the same on every stage.
@@ -65,7 +65,7 @@ class VocabEmbed(nn.Module):
         table = self._table()
         if table.shape[0] == self.num_embeddings:
             return jnp.take(table, tokens, axis=0)
-        # What a lookup in the whole table does of itself.
+        # A lookup in the whole table does this by itself.
         size = self.num_embeddings
         tokens = signed(tokens)
         tokens = jnp.where(tokens < 0, tokens + size, tokens)
@@ -77,7 +77,7 @@ class VocabEmbed(nn.Module):
 
     @nn.compact
     def attend(self, x: jax.Array) -> jax.Array:
-        """Logits from the same table, for a head tied to the embedding through `forward_fn`.
+        """Logits from the embedding table, for a head tied to it through `forward_fn`.
 
         Args:
             x: `[..., features]`.
@@ -96,22 +96,23 @@ class VocabEmbed(nn.Module):
 
 
 class VocabHead(nn.Module):
-    """A linear layer to logits whose columns a pipeline of several stages splits.
+    """A linear layer that computes logits and whose columns a pipeline splits over its stages.
 
-    On one device it is `flax.linen.Dense`: the same parameters `kernel` and `bias`, with the same
-    initial values. In a pipeline it must be among the layers after the last repeated one; its
-    result is then a slice of the logits, which the loss receives as `jaxpipe.losses.SplitLogits`.
-    `predict` puts the slices together.
+    On one device it is equivalent to `flax.linen.Dense`, with the same parameters `kernel` and
+    `bias` and the same initial values. In a pipeline it must come after the last repeated layer.
+    Its result is then a slice of the logits, which the loss receives as
+    `jaxpipe.losses.SplitLogits`. `predict` concatenates the slices.
 
     Args:
         num_embeddings: Number of logits; `num_stages` must divide it.
         use_bias: Whether to add a bias.
-        dtype: What it computes in; None: what the input and the kernel promote to.
-        param_dtype: What the parameters are made in.
-        kernel_init: Makes the kernel.
-        bias_init: Makes the bias.
-        split: Whether a pipeline splits them; otherwise they lie whole on the stage that runs the
-            layer.
+        dtype: Dtype of the computation; None uses the dtype that the input and the kernel promote
+            to.
+        param_dtype: Dtype in which the parameters are made.
+        kernel_init: Initialiser of the kernel.
+        bias_init: Initialiser of the bias.
+        split: Whether a pipeline splits the parameters. If not, the stage that runs the layer holds
+            all of them.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -157,7 +158,7 @@ def _split_param(
     spec: tuple[str | None, ...],
     shape: tuple[int, ...],
 ) -> jax.Array:
-    """A parameter that may be given as a slice; made whole."""
+    """A parameter that is initialised whole, and may be passed in as a slice."""
     if module.has_variable("params", name):
         return jnp.asarray(unbox(module.get_variable("params", name)))
     init = nn.with_partitioning(init, spec) if module.split else init

@@ -1,4 +1,4 @@
-"""Losses of language models, from whole logits or from logits that are split over the stages."""
+"""Losses for language models, from whole logits or from logits split over the stages."""
 
 # For users.
 from ._cross_entropy import cross_entropy as cross_entropy

@@ -1,4 +1,4 @@
-"""Cross entropy from whole logits, or from slices of them that are never put together."""
+"""Cross entropy from whole logits, or from slices of them that are never gathered."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -27,28 +27,29 @@ def cross_entropy(
 ) -> tuple[jax.Array, jax.Array]:
     """Cross entropy of a language model, summed over the positions that count, and their number.
 
-    It can be a `loss_fn` as it is; the loss of a batch is then the mean over all positions that
-    count, however they are spread over microbatches and replicas. A `loss_fn` that calls it lets
-    `pipeline.split_vocabulary` split the model's head over the stages. The per-position loss is
+    It can be used directly as `loss_fn`. The loss of a batch is then the mean over all positions
+    that count, no matter how they are distributed over microbatches and replicas. With a `loss_fn`
+    that calls it, `pipeline.split_vocabulary` can split the model's head over the stages. The loss
+    at each position is
 
         (1 - label_smoothing) * -log p[label] + label_smoothing * mean(-log p) + z_loss *
         log(sum(exp(logits)))**2
 
     Args:
-        logits: `[..., vocab_size]`, whole or split over the stages. Computed with in float32, or
+        logits: `[..., vocab_size]`, whole or split over the stages. The computation uses float32 or
             wider.
-        labels: Integers in `[0, vocab_size)`, or `ignore_index`, of the leading shape `[...]`.
-            Others give NaN.
-        weights: What each position counts, `[...]`, numbers or booleans; None: 1. Labels of weight
-            0 may be anything.
-        ignore_index: A label that marks positions which do not count.
-        label_smoothing: Share of the target probability that is spread evenly over the vocabulary,
-            in `[0, 1]`.
+        labels: Integers in `[0, vocab_size)`, or `ignore_index`, of shape `[...]`. Other values
+            give NaN.
+        weights: Weight of each position, `[...]`, numbers or booleans; None weights all positions
+            by 1. Labels with weight 0 may have any value.
+        ignore_index: The label that marks positions that do not count.
+        label_smoothing: Fraction of the target probability that is spread evenly over the
+            vocabulary, in `[0, 1]`.
         z_loss: Factor of the squared log of the softmax's normaliser, which keeps logits from
             drifting; PaLM uses 1e-4.
 
     Returns:
-        `(sum, weight)`, `float32[]` each: the weighted sum over the positions, and the sum of their
+        `(sum, weight)`, each `float32[]`: the weighted sum over the positions, and the sum of their
         weights.
 
     Raises:
@@ -76,7 +77,7 @@ def cross_entropy(
         terms.log_normaliser - (1 - label_smoothing) * terms.of_label - label_smoothing * terms.mean
     )
     losses += z_loss * terms.log_normaliser**2
-    # Not 0: a label that is wrong by mistake must not pass for one that is ignored.
+    # NaN, not 0: an invalid label must not be mistaken for an ignored one.
     losses = jnp.where(counted, jnp.where(is_class, losses, jnp.nan), 0.0)
     if weights is None:
         return losses.sum(), counted.sum(dtype=losses.dtype)
@@ -87,19 +88,19 @@ def cross_entropy(
 def vocab_cross_entropy(
     logits: Logits, labels: jax.Array, num_embeddings: int | None = None
 ) -> jax.Array:
-    """Cross entropy of each position, for losses of one's own, from whole or split logits.
+    """Cross entropy of each position, from whole or split logits, for custom losses.
 
     With split logits, the largest logit, the sum of exponentials and the label's logit are reduced
-    over the stages; the logits themselves never are. A `loss_fn` takes the mean, or returns a
-    weighted sum and the sum of weights.
+    over the stages, but never the logits themselves. A `loss_fn` takes the mean of the result, or
+    returns a weighted sum and the sum of weights.
 
     Args:
-        logits: `[..., num_embeddings]`, whole or split over the stages. Computed with in float32,
-            or wider.
-        labels: Integers in `[0, num_embeddings)`, of the leading shape; what lies outside must be
-            masked by the caller.
-        num_embeddings: Number of all logits, where an array may be this stage's slice of them, as
-            in a `shard_map` of one's own; None: an array is whole.
+        logits: `[..., num_embeddings]`, whole or split over the stages. The computation uses
+            float32 or wider.
+        labels: Integers in `[0, num_embeddings)`, of the leading shape. The caller must mask values
+            out of this range.
+        num_embeddings: Number of all logits, if an array may be this stage's slice of them, as in a
+            custom `shard_map`. None means that an array is whole.
 
     Returns:
         `[...]`, the same on every stage.
@@ -131,24 +132,25 @@ def log_probs(
 ) -> jax.Array:
     """Log-probabilities of the labels, summed over the positions of each sample that count.
 
-    For losses that compare whole answers, such as those of preference tuning; in float32, or wider.
-    `engine.log_probs` gives those of a model that is not trained.
+    Use it for losses that compare whole answers, such as preference tuning. The computation uses
+    float32 or wider. For a model that is not trained, use `engine.log_probs`.
 
     Args:
         logits: `[samples, ..., vocab_size]`, whole or split over the stages.
-        labels: Integers in `[0, vocab_size)`, or `ignore_index`, of the leading shape. Others give
-            NaN.
-        segment_ids: Integers of the shape of the labels, where several answers are packed into a
-            sample: the answer of each position, from 0; those of others, such as -1, do not count.
-        num_segments: How many answers a sample has; with `segment_ids` only.
-        ignore_index: A label that marks positions which do not count.
+        labels: Integers in `[0, vocab_size)`, or `ignore_index`, of the leading shape. Other values
+            give NaN.
+        segment_ids: The answer that each position belongs to, counted from 0, if several answers
+            are packed into a sample. Integers of the shape of the labels. Positions with other
+            values, such as -1, do not count.
+        num_segments: Number of answers in a sample; only with `segment_ids`.
+        ignore_index: The label that marks positions that do not count.
 
     Returns:
-        `[samples]`, or with `segment_ids` `[samples, num_segments]`.
+        `[samples]`, or `[samples, num_segments]` with `segment_ids`.
 
     Raises:
-        LayerError: Labels or segments are not integers of the leading shape, or `num_segments` is
-            not a positive integer where segments are given.
+        LayerError: Labels or segments are not integers of the leading shape, or `segment_ids` is
+            given and `num_segments` is not a positive integer.
 
     Example:
         >>> import jax.numpy as jnp
@@ -157,7 +159,8 @@ def log_probs(
         True
 
     Reference:
-        What Rafailov et al., Direct Preference Optimization (2023), section 4, compare.
+        The quantity that Rafailov et al., Direct Preference Optimization (2023), section 4,
+        compare.
     """
     _check(logits, labels, None, 0.0, 0.0)
     _check_segments(labels, segment_ids, num_segments)
@@ -170,17 +173,17 @@ def log_probs(
         return values.sum(inner)
     assert num_segments is not None  # checked above
     is_of = jax.nn.one_hot(segment_ids, num_segments, dtype=jnp.bool_)
-    # Selected, not multiplied: what does not count may be NaN.
+    # Select instead of multiplying: values that do not count may be NaN.
     return jnp.where(is_of, values[..., None], 0.0).sum(inner)
 
 
 class _Reduced(NamedTuple):
-    """What a loss needs of the logits of each position, `[...]`, the same on every stage.
+    """The values that a loss needs from the logits of each position, equal on all stages, `[...]`.
 
     Attributes:
         log_normaliser: Log of the sum of exponentials.
-        of_label: The label's logit; 0 where it is no class.
-        mean: Mean of the logits; 0 where it is not needed.
+        of_label: The label's logit; 0 where the label is not a class.
+        mean: Mean of the logits; 0 if it is not needed.
     """
 
     log_normaliser: jax.Array
@@ -226,7 +229,7 @@ def _check_segments(labels: Any, segment_ids: Any, num_segments: Any) -> None:
             f"segment_ids must be integers of the shape of the labels, {list(labels.shape)}, and "
             f"num_segments their number, but got segment_ids={found} and num_segments="
             f"{num_segments!r}. Number the answers of each sample from 0, and give -1 to positions "
-            "of none."
+            "outside any answer."
         )
 
 
@@ -247,7 +250,7 @@ def _check(logits: Any, labels: Any, weights: Any, label_smoothing: Any, z_loss:
     if labels.shape != shape:
         raise LayerError(
             f"labels must have the shape of the logits without their last dim, {list(shape)}, but "
-            f"got {list(labels.shape)}. Shift labels in the data, or index both alike: logits[:, "
+            f"got {list(labels.shape)}. Shift labels in the data, or index both: logits[:, "
             ":-1] and labels[:, 1:]."
         )
     if weights is not None and getattr(weights, "shape", None) != shape:

@@ -1,4 +1,4 @@
-"""Logits of which each stage holds a slice of the vocabulary."""
+"""Logits that are split over the stages, each of which holds a slice of the vocabulary."""
 
 from collections.abc import Callable
 from types import EllipsisType
@@ -19,19 +19,19 @@ class SplitLogits:
     """Logits that are split over the stages, as a loss gets them when the model's head is split.
 
     Pass them to `cross_entropy` or `vocab_cross_entropy`. Leading dims may be indexed and reshaped,
-    and the dtype changed. Everything else fails, because it would see one slice of the vocabulary
-    for all of it: this is no array, and `jax.jit` does not accept it.
+    and the dtype changed. All other operations fail, because they would mistake one slice of the
+    vocabulary for all of it. This is not an array, and `jax.jit` does not accept it.
 
     Args:
         local: This stage's slice, `[..., vocab_size / num_stages]`.
         vocab_size: Number of all logits.
 
     Attributes:
-        local: This stage's slice, for losses with collectives over `"stage"` of their own.
+        local: This stage's slice, for losses that use their own collectives over `"stage"`.
         shape: Shape of the whole logits, `[..., vocab_size]`.
     """
 
-    # Without this Python would iterate through `__getitem__`.
+    # Without this, Python would iterate with `__getitem__`.
     __iter__ = None
 
     def __init__(self, local: jax.Array, vocab_size: int) -> None:
@@ -59,7 +59,7 @@ class SplitLogits:
         """Index leading dims, such as `logits[:, :-1]`.
 
         Raises:
-            LayerError: The index reaches the dim of the vocabulary, or could.
+            LayerError: The index reaches the vocabulary dim, or could reach it.
         """
         entries = index if isinstance(index, tuple) else (index,)
         if len(entries) >= self.ndim or any(
@@ -76,7 +76,7 @@ class SplitLogits:
         """Reshape leading dims, such as `logits.reshape(-1, vocab_size)`.
 
         Raises:
-            LayerError: The last dim of the result is not the vocabulary's.
+            LayerError: The last dim of the result is not the vocabulary dim.
         """
         sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
         if not sizes or sizes[-1] != self.shape[-1]:
@@ -88,7 +88,7 @@ class SplitLogits:
 
 
 def put_together(logits: Any) -> jax.Array:
-    """Whole logits, in a form whose transpose gives each stage its slice's cotangent."""
+    """The whole logits, computed so that the transpose gives each stage its slice's cotangent."""
     if not isinstance(logits, SplitLogits):
         return logits
     start = jax.lax.axis_index(STAGE) * logits.local.shape[-1]
@@ -100,10 +100,10 @@ def put_together(logits: Any) -> jax.Array:
 def over_samples(
     function: Callable[[PyTree, PyTree], PyTree], outputs: PyTree, labels: PyTree
 ) -> PyTree:
-    """What a function of outputs and labels gives for each sample as a microbatch of one.
+    """Apply a function of outputs and labels to each sample as a microbatch of one.
 
-    All leaves have the samples as their first dim, those of the result too. Outputs may hold split
-    logits.
+    The first dim of all leaves is the samples, including those of the result. Outputs may hold
+    split logits.
     """
     leaves, treedef = jax.tree.flatten(outputs, is_leaf=lambda x: isinstance(x, SplitLogits))
     sizes = [x.shape[-1] if isinstance(x, SplitLogits) else None for x in leaves]
@@ -122,9 +122,9 @@ def over_samples(
 def local_indices(
     indices: jax.Array, local_size: int, whole_size: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Indices into this stage's slice of a dim, or into the whole, and which of them point into it.
+    """Indices into this stage's slice of a dim, or the whole dim, and whether each is inside it.
 
-    Indices that point elsewhere are 0.
+    Indices that are outside become 0.
     """
     local = indices = signed(indices)
     if local_size != whole_size:
@@ -132,8 +132,8 @@ def local_indices(
         if local_size * num_stages != whole_size:
             raise LayerError(
                 f"a dim of num_embeddings={whole_size} must be given whole, or in equal slices to "
-                f"all stages, but got {local_size} on {num_stages or 'no'} stages. Give "
-                "num_embeddings as the layers have it."
+                f"all stages, but got {local_size} on {num_stages or 'no'} stages. Give the "
+                "num_embeddings of the layers."
             )
         local = indices - local_size * jax.lax.axis_index(STAGE).astype(indices.dtype)
     is_here = (local >= 0) & (local < local_size)
@@ -142,7 +142,7 @@ def local_indices(
 
 def signed(indices: jax.Array) -> jax.Array:
     """Indices in a signed dtype that is wide enough for sums with the size of a vocabulary."""
-    # NumPy's rule: JAX's own refuses to promote where promotion is strict.
+    # NumPy's rule, because JAX's own refuses to promote if promotion is strict.
     return indices.astype(jax.dtypes.canonicalize_dtype(np.promote_types(indices.dtype, np.int32)))
 
 

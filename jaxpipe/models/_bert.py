@@ -1,4 +1,4 @@
-"""BERT: `DeepSpeedTransformerLayer`s that are normalised after each sum and see all positions."""
+"""BERT: bidirectional `DeepSpeedTransformerLayer`s with post-layer normalisation."""
 
 import functools
 from collections.abc import Iterator
@@ -36,27 +36,28 @@ _COMPUTED = {
 
 @dataclass(frozen=True)
 class BertConfig:
-    """Sizes and switches of BERT, by Hugging Face's names where it has them.
+    """Configuration of BERT, with Hugging Face's names where they exist.
 
     Attributes:
-        vocab_size: Number V of tokens.
+        vocab_size: Vocabulary size V.
         hidden_size: Width H of the residual stream.
         num_hidden_layers: Number of layers.
-        num_attention_heads: Heads of attention.
-        intermediate_size: Width of the feed-forward part.
+        num_attention_heads: Number of attention heads.
+        intermediate_size: Width of the feed-forward network.
         hidden_act: Its activation: `"gelu"`, `"gelu_new"`, `"relu"` or `"silu"`.
-        hidden_dropout_prob: Share of embeddings and of what is added to the residual stream that
-            training drops.
-        attention_probs_dropout_prob: The same of attention's probabilities; cuDNN cannot.
-        max_position_embeddings: The longest sequence.
+        hidden_dropout_prob: Dropout rate of embeddings and of the outputs that are added to the
+            residual stream.
+        attention_probs_dropout_prob: Dropout rate of attention probabilities. cuDNN does not
+            support it.
+        max_position_embeddings: Length of the longest sequence.
         type_vocab_size: Number of token types.
         initializer_range: Standard deviation of initial weights.
-        layer_norm_eps: Added to norms' variances.
-        dtype: What layers compute in. None: the dtype of weights and inputs, which a pipeline's
-            `compute_dtype` sets.
+        layer_norm_eps: Added to variances in norms.
+        dtype: The dtype of computation. None uses the dtype of weights and inputs, which a
+            pipeline's `compute_dtype` sets.
 
     Raises:
-        ConfigError: A value is of a wrong type or range.
+        ConfigError: A value has a wrong type or is out of range.
 
     Example:
         >>> from jaxpipe.models import BertConfig
@@ -80,19 +81,23 @@ class BertConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, self._rules())
-        self.layer()  # has rules of its own
+        self.layer()  # checks more rules
 
     @classmethod
     def from_huggingface(cls, source: Source) -> "BertConfig":
         """Read a `config.json` of BERT.
 
+        Unknown keys are named in a warning.
+
         Args:
-            source: The folder that holds it, the file, or its contents. What a key has no value for
-                is as `transformers` has it.
+            source: The folder with the file, the file itself, or its contents. Missing keys get the
+                defaults of `transformers`.
+
+        Returns:
+            The configuration.
 
         Raises:
-            ConfigError: A key has a value that these layers do not compute. Keys that are not known
-                are named in a warning.
+            ConfigError: A key has a value that these layers do not support.
         """
         keys = ConfigKeys(source, {"bert": _COMPUTED})
         config = cls(**read_fields(keys, cls))
@@ -100,19 +105,22 @@ class BertConfig:
         return config
 
     def to_huggingface(self, head: BertHead = "masked_lm") -> dict[str, Any]:
-        """The contents of a `config.json`, which `from_huggingface` reads back.
+        """Make the contents of a `config.json`, for `save_huggingface`.
 
-        For `save_huggingface`.
+        `from_huggingface` reads them back.
 
         Args:
-            head: As for `bert`; it decides which class of `transformers` opens the files.
+            head: As for `bert`. It decides which class of `transformers` opens the files.
+
+        Returns:
+            The contents.
         """
         opened = "BertModel" if head is None else "BertForMaskedLM"
         fields = {name: getattr(self, name) for name in shared_fields(self)}
         return {"model_type": "bert", "architectures": [opened], **fields}
 
     def layer(self) -> DeepSpeedTransformerConfig:
-        """The configuration of a layer."""
+        """Return the configuration of a layer."""
         return DeepSpeedTransformerConfig(
             hidden_size=self.hidden_size,
             intermediate_size=self.intermediate_size,
@@ -138,7 +146,7 @@ class BertConfig:
 
 
 class BertEmbeddings(nn.Module):
-    """Adds embeddings of positions and token types to those of tokens, then a norm and dropout."""
+    """Adds position and token type embeddings to token embeddings; then norm and dropout."""
 
     config: BertConfig
 
@@ -152,12 +160,12 @@ class BertEmbeddings(nn.Module):
         *,
         train: bool = False,
     ) -> jax.Array:
-        """Add the embeddings to those of tokens, `[B, T, H]`.
+        """Add the embeddings to token embeddings `x`, `[B, T, H]`.
 
-        The others are integers `[B, T]`, in a pipeline side inputs of their names. `token_type_ids`
-        are 0 by default; `positions` 0 to T - 1, or in each segment from 0. `segment_ids` are equal
-        for the positions of one text. Raises LayerError if the sequence is longer than there are
-        positions.
+        The other arguments are integers `[B, T]`; in a pipeline they are side inputs with the same
+        names. `token_type_ids` default to 0. `positions` default to 0 to T - 1, or start from 0 in
+        each segment. `segment_ids` are equal for all positions of one text. Raises LayerError if
+        the sequence is longer than `max_position_embeddings`.
         """
         config, length = self.config, x.shape[1]
         if length > config.max_position_embeddings:
@@ -174,7 +182,7 @@ class BertEmbeddings(nn.Module):
 
 
 class BertTransform(nn.Module):
-    """The layer before the logits of masked tokens: a product, the activation, a norm."""
+    """The layer before the logits of masked tokens: a dense layer, the activation and a norm."""
 
     config: BertConfig
 
@@ -188,7 +196,7 @@ class BertTransform(nn.Module):
 
 
 class BertLogits(nn.Module):
-    """Logits from the embedding's table, and a bias for each token."""
+    """Logits from the embedding table, with a bias for each token."""
 
     config: BertConfig
 
@@ -208,21 +216,22 @@ class BertLogits(nn.Module):
 
 
 def bert(config: BertConfig, head: BertHead = "masked_lm") -> list[LayerSpec]:
-    """BERT as layers for `PipelineModule`.
+    """Make the layers of BERT for `PipelineModule`.
 
-    Layers take side inputs `attention_mask` (`[B, T]`, true where a token is seen) or `lengths`,
-    `token_type_ids`, `positions` and `segment_ids` where the batch has them.
+    The layers use the side inputs `attention_mask` (`[B, T]`, true for tokens to attend to) or
+    `lengths`, `token_type_ids`, `positions` and `segment_ids` if the batch has them.
 
     Args:
-        config: Sizes and switches.
-        head: `"masked_lm"`: tokens `[B, T]` to logits `[B, T, V]`, with the embedding's table.
-            None: to `[B, T, H]`.
+        config: The configuration.
+        head: `"masked_lm"` maps tokens `[B, T]` to logits `[B, T, V]` with the embedding table.
+            None maps them to `[B, T, H]`.
 
     Returns:
-        Embedding, positions and types, `num_hidden_layers` layers; transform and logits.
+        The embedding, the positions and types, `num_hidden_layers` layers, and for `"masked_lm"`
+        the transform and the logits.
 
     Raises:
-        ConfigError: The head is not one of these.
+        ConfigError: The head is neither of these.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpipe
@@ -239,8 +248,8 @@ def bert(config: BertConfig, head: BertHead = "masked_lm") -> list[LayerSpec]:
     """
     if head not in (*get_args(get_args(BertHead)[0]), None):
         raise ConfigError(
-            f"head must be 'masked_lm' or None, but got head={head!r}. Add layers of your own "
-            "after None."
+            f"head must be 'masked_lm' or None, but got head={head!r}. Use None and append your "
+            "own layers."
         )
     init = nn.initializers.normal(config.initializer_range)
     sizes = (config.vocab_size, config.hidden_size, config.dtype)
@@ -260,22 +269,22 @@ def bert(config: BertConfig, head: BertHead = "masked_lm") -> list[LayerSpec]:
 
 
 def bert_names(config: BertConfig | Source, head: BertHead = "masked_lm") -> tuple[Rename, ...]:
-    """Hugging Face's names of the weights of `bert(config, head)`.
+    """Make the table of Hugging Face's names for the weights of `bert(config, head)`.
 
-    Files of the bare model lack `bert.`.
+    Names in files of the bare model have no prefix `bert.`.
 
     Args:
-        config: Sizes and switches, or where `from_huggingface` reads them.
-        head: As for `bert`. What only other heads have in a file is passed over.
+        config: The configuration, or a source for `from_huggingface`.
+        head: As for `bert`. Weights that belong only to other heads are ignored.
 
     Returns:
-        A table for `jaxpipe.weights.rename` and its kin.
+        A table for `jaxpipe.weights.rename` and similar functions.
     """
     if not isinstance(config, BertConfig):
         config = BertConfig.from_huggingface(config)
 
     def entry(theirs: str, ours: str, transform: Transform | None = None) -> Rename:
-        # The bare model is written as `BertModel` has it.
+        # The bare model is written with the names of `BertModel`.
         names = (theirs, f"bert.{theirs}") if head is None else (f"bert.{theirs}", theirs)
         return Rename(_with_old(*names), ours, transform)
 
@@ -335,7 +344,7 @@ def bert_names(config: BertConfig | Source, head: BertHead = "masked_lm") -> tup
 
 
 def _with_old(*names: str) -> tuple[str, ...]:
-    """Names of a tensor, and after them what the files of TensorFlow's time call those of norms."""
+    """Add the names that norms have in old files from TensorFlow to the names of a tensor."""
     old = [
         name.removesuffix(new) + before
         for name in names

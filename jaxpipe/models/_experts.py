@@ -1,6 +1,6 @@
-"""Mixture of experts.
+"""Mixture of experts, as in Mixtral and Qwen's MoE models.
 
-A feed-forward part of which each token passes some of several, as in Mixtral and Qwen's MoE.
+A router sends each token through some of several feed-forward networks.
 """
 
 import math
@@ -19,29 +19,30 @@ from jaxpipe.transformer import MODEL, Divided, constrained, dividing
 from ._rules import Rule, are_deviations, are_flags, are_sizes, check_fields, is_size
 
 EXPERT = "expert"
-"""The axis over which experts are divided."""
+"""The mesh axis over which experts are divided."""
 
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """Sizes and switches of a mixture of experts.
+    """Configuration of a mixture of experts.
 
     Attributes:
-        num_experts: Number E of experts. A mesh axis `expert` must divide it.
-        num_experts_per_tok: How many of them a token passes.
-        intermediate_size: Width I of each.
+        num_experts: Number E of experts. It must be divisible by the size of a mesh axis `expert`.
+        num_experts_per_tok: Number of experts that each token is sent to.
+        intermediate_size: Width I of each expert.
         norm_topk_prob: Whether the gates of a token's experts are divided by their sum.
-        shared_size: Width of an expert that every token passes, beside the others, with a gate of
-            its own; 0 for none.
-        dense_layers: Blocks, counted from 0, that have an ordinary feed-forward part.
-        capacity_factor: An expert takes so many times what equally busy ones would get of a
-            sequence, first choices before second ones; others pass it by. None: every expert
-            computes every token, and what was not chosen counts nothing. That is exact, as
-            `transformers` has it, and E / `num_experts_per_tok` times the work.
-        balance: Weight of the loss that keeps the experts of a layer equally busy.
+        shared_size: Width of an additional expert, with its own gate, that every token is sent to.
+            0 means none.
+        dense_layers: Blocks, counted from 0, that have an ordinary feed-forward network instead.
+        capacity_factor: Capacity of each expert per sequence, as a multiple of its share if all
+            experts were equally busy. First choices are served before second choices; tokens over
+            capacity skip the expert. None means that every expert computes every token, and
+            outputs that were not chosen are multiplied by zero. This is exact, as in
+            `transformers`, but E / `num_experts_per_tok` times the work.
+        balance: Weight of the load-balancing loss, which keeps the experts of a layer equally busy.
 
     Raises:
-        ConfigError: A value is of a wrong type or range.
+        ConfigError: A value has a wrong type or is out of range.
 
     Reference:
         Shazeer et al. (2017); Lepikhin et al., "GShard" (2021); Jiang et al., "Mixtral of Experts"
@@ -86,13 +87,13 @@ class ExpertsConfig:
 class Experts(nn.Module):
     """The experts of a layer, each `down(silu(gate(x)) * up(x))`, and the router.
 
-    Weights of experts are `[E, ...]`, divided over a mesh axis `expert`, and their features over
-    `model`.
+    Weights of experts are `[E, ...]`. They are divided over a mesh axis `expert`, and their
+    features over `model`.
 
     Args:
-        config: Sizes and switches.
+        config: The configuration.
         initializer_range: Standard deviation of initial weights.
-        dtype: What it computes in; None: the dtype of weights and inputs.
+        dtype: The dtype of computation. None uses the dtype of weights and inputs.
     """
 
     config: ExpertsConfig
@@ -103,8 +104,8 @@ class Experts(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Map `[B, T, H]` to the same shape.
 
-        It reports the loss `balance`, where that has a weight, and with a capacity the metric
-        `passed_by`, the share of choices for which there was no room.
+        Reports the loss `balance` if it has a weight. With a capacity, also reports the metric
+        `passed_by`, the fraction of choices over capacity.
         """
         config, normal = self.config, nn.initializers.normal(self.initializer_range)
         size, width = x.shape[-1], config.intermediate_size
@@ -153,16 +154,16 @@ class Experts(nn.Module):
 
 
 def route(chosen: jax.Array, gates: jax.Array, room: int) -> tuple[jax.Array, jax.Array]:
-    """Give each choice of the tokens of a sequence a slot of its expert, while there is room.
+    """Assign a slot of its expert to each choice of a sequence's tokens, up to the capacity.
 
-    `chosen`, `[B, T, choices, E]`, is one where a choice of a token is an expert; an expert has
-    `room` slots for one sequence, and `gates` are `[B, T, choices]`. Returns what each token's
-    output is multiplied with, `[B, T, E, room]`, zero where it is not sent, and the share of
-    choices for which there was no room.
+    `chosen`, `[B, T, choices, E]`, is the one-hot encoding of each token's choices, and `gates` is
+    `[B, T, choices]`. An expert has `room` slots per sequence. Returns the factors of each token's
+    outputs, `[B, T, E, room]`, which are zero where a token is not sent, and the fraction of
+    choices over capacity.
     """
     batch, length, choices, experts = chosen.shape
-    # All first choices stand before all second ones. Counted in integers, which bfloat16 holds up
-    # to 256 only.
+    # Queue all first choices before all second ones. Count in integers: bfloat16 is exact only up
+    # to 256.
     queue = chosen.astype(jnp.int32).swapaxes(1, 2).reshape(batch, choices * length, experts)
     turns = jnp.cumsum(queue, axis=1).reshape(batch, choices, length, experts).swapaxes(1, 2)
     turn = jnp.sum(turns * chosen.astype(jnp.int32), axis=-1) - 1

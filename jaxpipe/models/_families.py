@@ -1,4 +1,4 @@
-"""Families that the Llama decoder computes: one record each, of keys, defaults and names."""
+"""Model families that the Llama decoder supports, with the keys, defaults and names of each."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,23 +10,24 @@ from ._experts import ExpertsConfig
 from ._huggingface import Computed
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-"""What `layer_types` calls layers that see all positions before, and those with a window."""
+"""Names in `layer_types` of layers that see all earlier positions, and of layers with a window."""
 
 Flag = bool | tuple[str, bool]
-"""A switch that never changes in a family, or its key in `config.json` and the key's default."""
+"""A switch that is constant in a family, or its key in `config.json` and the key's default."""
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Keys of a family's mixture of experts.
+    """The keys of a family's mixture of experts.
 
     Attributes:
-        num_experts: The key of their number; `num_local_experts` is read in place of another too.
-        num_experts_per_tok: What is taken without that key.
-        size: The key of their width.
-        has_dense_layers: Whether keys say which layers have none, and whether gates are divided by
-            their sum.
-        shared_size: The key of the width of an expert that every token passes. None: there is none.
+        num_experts: Key of the number of experts. `num_local_experts` is also read in its place.
+        num_experts_per_tok: Default if the key `num_experts_per_tok` is missing.
+        size: Key of the experts' width.
+        has_dense_layers: Whether the family has keys for layers without experts and for dividing
+            gates by their sum.
+        shared_size: Key of the width of the expert that every token is sent to. None if the family
+            has no shared expert.
     """
 
     num_experts: str
@@ -36,7 +37,7 @@ class Mixture:
     shared_size: str | None = None
 
     def to_dict(self, experts: ExpertsConfig) -> dict[str, Any]:
-        """The keys; what there is none for is left out."""
+        """Return the keys and values; fields without a key are left out."""
         found: dict[str, Any] = {
             self.num_experts: experts.num_experts,
             "num_experts_per_tok": experts.num_experts_per_tok,
@@ -52,27 +53,28 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Family:
-    """A family of models that the Llama decoder computes.
+    """A family of models that the Llama decoder supports.
 
     Attributes:
-        classes: How names of its classes begin in `transformers`.
-        names: Hugging Face's names of the weights of blocks; of those that a model has not, nothing
-            is read.
-        num_key_value_heads: What is taken without that key; None: the number of heads of queries.
-        head_dim: The same; None: the width over the heads of queries.
-        rms_norm_eps: The same.
-        rope_theta: The same.
+        classes: Prefix of the names of its classes in `transformers`.
+        names: Hugging Face's names of the weights of blocks. Names of weights that a model does not
+            have are ignored.
+        num_key_value_heads: Default if the key is missing. None means the number of query heads.
+        head_dim: Default if the key is missing. None means the width divided by the query heads.
+        rms_norm_eps: Default if the key is missing.
+        rope_theta: Default if the key is missing.
         qkv_bias: Whether queries, keys and values have biases.
-        out_bias: Whether the attention's output has one.
-        mlp_bias: Whether the feed-forward part has them.
+        out_bias: Whether the attention's output has a bias.
+        mlp_bias: Whether the feed-forward network has biases.
         qk_norm: Whether heads of queries and keys are normalised.
-        windows: `"none"`; `"all"`: `sliding_window` is that of all layers; `"by_layer"`: of those
-            of `layer_types`, or from `max_window_layers` on, where `use_sliding_window` is on.
-        sliding_window: What is taken without that key where `windows` reads it.
-        mixture: The keys of its experts.
-        computed: Keys of this family alone that change numbers, and the values with which they
-            change nothing.
-        ignored: Keys that change no numbers in this family.
+        windows: `"none"` means no windows. With `"all"`, all layers have `sliding_window`. With
+            `"by_layer"` and `use_sliding_window`, the layers of `layer_types` have it, or the
+            layers from `max_window_layers` on.
+        sliding_window: Default if the key is missing and `windows` reads it.
+        mixture: Keys of its experts.
+        computed: Keys of only this family that change results, with the values for which they do
+            not.
+        ignored: Keys that do not change results in this family.
     """
 
     classes: str
@@ -122,7 +124,7 @@ def _experts(module: str, gate: str, up: str, down: str) -> tuple[Rename, ...]:
 
 
 def _fused(theirs: str, module: str, *parts: str) -> Rename:
-    """One product of theirs that is several here."""
+    """Map one dense layer of theirs to several of ours."""
     return _of_layers(
         f"{theirs}.weight", tuple(f"{module}/{part}/kernel" for part in parts), split(0, transpose)
     )
@@ -196,7 +198,7 @@ FAMILIES: Mapping[str, Family] = {
         mixture=Mixture(
             "num_experts", 4, "moe_intermediate_size", shared_size="shared_expert_intermediate_size"
         ),
-        ignored=("sliding_window",),  # which `use_sliding_window` alone turns on
+        ignored=("sliding_window",),  # has no effect without `use_sliding_window`
     ),
     "qwen3": Family(
         "Qwen3",
@@ -220,4 +222,4 @@ FAMILIES: Mapping[str, Family] = {
         ignored=("sliding_window",),
     ),
 }
-"""By the type of model, as `config.json` has it."""
+"""Families by the `model_type` of their `config.json`."""

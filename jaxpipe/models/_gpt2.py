@@ -1,4 +1,4 @@
-"""GPT-2: `DeepSpeedTransformerLayer`s that are normalised first and see no later position."""
+"""GPT-2: causal `DeepSpeedTransformerLayer`s with pre-layer normalisation."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -36,33 +36,33 @@ _OTHER_NAMES = {
     **{"n_ctx": "n_positions", "max_position_embeddings": "n_positions", "hidden_size": "n_embd"},
     **{"num_attention_heads": "n_head", "num_hidden_layers": "n_layer"},
 }
-"""Further names that `transformers` takes for a size, or that old files hold beside it."""
+"""Alternative names of a size, which `transformers` accepts or old files also contain."""
 
 
 @dataclass(frozen=True)
 class GPT2Config:
-    """Sizes and switches of GPT-2, by Hugging Face's names where it has them.
+    """Configuration of GPT-2, with Hugging Face's names where they exist.
 
     Attributes:
-        vocab_size: Number V of tokens. `pipeline.split_vocabulary` wants one that the stages
-            divide: 50257 padded to 50304.
-        n_positions: The longest sequence.
+        vocab_size: Vocabulary size V. With `pipeline.split_vocabulary` it must be divisible by the
+            number of stages; pad 50257 to 50304.
+        n_positions: Length of the longest sequence.
         n_embd: Width H of the residual stream.
         n_layer: Number of blocks.
-        n_head: Heads of attention.
-        n_inner: Width of the feed-forward part. None: 4 H.
-        resid_pdrop: Share of what is added to the residual stream that training drops.
-        embd_pdrop: The same of embeddings.
-        attn_pdrop: The same of attention's probabilities; cuDNN cannot.
-        layer_norm_epsilon: Added to norms' variances.
-        initializer_range: Standard deviation of initial weights; less for what is added to the
-            residual stream.
-        tie_word_embeddings: Whether the head is the embedding's table.
-        dtype: What layers compute in. None: the dtype of weights and inputs, which a pipeline's
-            `compute_dtype` sets.
+        n_head: Number of attention heads.
+        n_inner: Width of the feed-forward network. None means 4 H.
+        resid_pdrop: Dropout rate of the outputs that are added to the residual stream.
+        embd_pdrop: Dropout rate of embeddings.
+        attn_pdrop: Dropout rate of attention probabilities. cuDNN does not support it.
+        layer_norm_epsilon: Added to variances in norms.
+        initializer_range: Standard deviation of initial weights. It is smaller for projections to
+            the residual stream.
+        tie_word_embeddings: Whether the head shares the embedding table.
+        dtype: The dtype of computation. None uses the dtype of weights and inputs, which a
+            pipeline's `compute_dtype` sets.
 
     Raises:
-        ConfigError: A value is of a wrong type or range.
+        ConfigError: A value has a wrong type or is out of range.
 
     Example:
         >>> from jaxpipe.models import GPT2Config
@@ -86,19 +86,23 @@ class GPT2Config:
 
     def __post_init__(self) -> None:
         check_fields(self, self._rules())
-        self.block()  # has rules of its own
+        self.block()  # checks more rules
 
     @classmethod
     def from_huggingface(cls, source: Source) -> "GPT2Config":
         """Read a `config.json` of GPT-2.
 
+        Unknown keys are named in a warning.
+
         Args:
-            source: The folder that holds it, the file, or its contents. What a key has no value for
-                is as `transformers` has it.
+            source: The folder with the file, the file itself, or its contents. Missing keys get the
+                defaults of `transformers`.
+
+        Returns:
+            The configuration.
 
         Raises:
-            ConfigError: A key has a value that these layers do not compute. Keys that are not known
-                are named in a warning.
+            ConfigError: A key has a value that these layers do not support.
         """
         keys = ConfigKeys(source, {"gpt2": _COMPUTED})
         config = cls(**read_fields(keys, cls))
@@ -108,9 +112,9 @@ class GPT2Config:
         return config
 
     def to_huggingface(self) -> dict[str, Any]:
-        """The contents of a `config.json`, which `from_huggingface` reads back.
+        """Make the contents of a `config.json`, for `save_huggingface`.
 
-        For `save_huggingface`.
+        `from_huggingface` reads them back.
         """
         return {
             **{
@@ -122,7 +126,7 @@ class GPT2Config:
         }
 
     def block(self) -> DeepSpeedTransformerConfig:
-        """The configuration of a block."""
+        """Return the configuration of a block."""
         return DeepSpeedTransformerConfig(
             hidden_size=self.n_embd,
             intermediate_size=4 * self.n_embd if self.n_inner is None else self.n_inner,
@@ -145,10 +149,10 @@ class GPT2Config:
 
 
 class Positions(nn.Module):
-    """Adds a learned embedding of each position, and drops some of the sum in training.
+    """Adds learned position embeddings, then dropout.
 
-    `num_positions` is the longest sequence, and `initializer_range` the standard deviation of the
-    initial table. The sum is cast to `dtype`; None: to what it promotes to.
+    `num_positions` is the length of the longest sequence, and `initializer_range` is the standard
+    deviation of the initial table. The sum is cast to `dtype`; with None it has the promoted dtype.
     """
 
     num_positions: int
@@ -165,11 +169,11 @@ class Positions(nn.Module):
         *,
         train: bool = False,
     ) -> jax.Array:
-        """Add the embeddings to those of tokens, `[B, T, H]`.
+        """Add the embeddings to token embeddings `x`, `[B, T, H]`.
 
-        The others are integers `[B, T]`, in a pipeline side inputs. `positions` are 0 to T - 1 by
-        default, or in each segment from 0. `segment_ids` are equal for the positions of one text.
-        Raises LayerError if the sequence is longer than there are positions.
+        The other arguments are integers `[B, T]`; in a pipeline they are side inputs. `positions`
+        default to 0 to T - 1, or start from 0 in each segment. `segment_ids` are equal for all
+        positions of one text. Raises LayerError if the sequence is longer than `num_positions`.
         """
         length = x.shape[1]
         if length > self.num_positions:
@@ -187,17 +191,17 @@ class Positions(nn.Module):
 
 
 def gpt2(config: GPT2Config) -> list[LayerSpec]:
-    """GPT-2 as layers for `PipelineModule`: tokens `[B, T]` to logits `[B, T, V]`.
+    """Make the layers of GPT-2 for `PipelineModule`: tokens `[B, T]` to logits `[B, T, V]`.
 
-    The first layer is an `nn.Embed`, the last the same again or an `nn.Dense`: with
-    `pipeline.split_vocabulary` each stage holds a share of them. Layers take side inputs
-    `positions` and `segment_ids` where the batch has them.
+    The first layer is an `nn.Embed`, and the last is the same embedding or an `nn.Dense`. With
+    `pipeline.split_vocabulary` each stage holds a part of them. The layers use the side inputs
+    `positions` and `segment_ids` if the batch has them.
 
     Args:
-        config: Sizes and switches.
+        config: The configuration.
 
     Returns:
-        Embedding, positions, `n_layer` blocks, norm, head.
+        The embedding, the positions, `n_layer` blocks, the norm and the head.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpipe
@@ -233,15 +237,15 @@ def gpt2(config: GPT2Config) -> list[LayerSpec]:
 
 
 def gpt2_names(config: GPT2Config | Source) -> tuple[Rename, ...]:
-    """Hugging Face's names of the weights of `gpt2(config)`.
+    """Make the table of Hugging Face's names for the weights of `gpt2(config)`.
 
-    The first files of GPT-2 lack `transformer.`.
+    Names in the first files of GPT-2 have no prefix `transformer.`.
 
     Args:
-        config: Sizes and switches, or where `from_huggingface` reads them.
+        config: The configuration, or a source for `from_huggingface`.
 
     Returns:
-        A table for `jaxpipe.weights.rename` and its kin.
+        A table for `jaxpipe.weights.rename` and similar functions.
     """
     if not isinstance(config, GPT2Config):
         config = GPT2Config.from_huggingface(config)
@@ -275,7 +279,7 @@ def gpt2_names(config: GPT2Config | Source) -> tuple[Rename, ...]:
         ),
         entry("ln_f.weight", f"{last}/scale"),
         entry("ln_f.bias", f"{last}/bias"),
-        # Masks that old files hold.
+        # Masks in old files.
         *(
             Rename(f"{start}h.{{i}}.attn.{mask}", None)
             for start in ("transformer.", "")

@@ -1,4 +1,4 @@
-"""Hugging Face's `config.json`, read so that nothing that would change numbers is passed over."""
+"""Reading of Hugging Face's `config.json`, without ignoring any key that would change results."""
 
 import warnings
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from jaxpipe.weights import Source, read_config_json
 from ._rules import is_size
 
 Computed = Mapping[str, tuple[Any, ...]]
-"""Keys that change what a model computes, each with the values that the layers here compute."""
+"""Keys that change what a model computes, each with the values that our layers support."""
 
 _COMPUTED: Computed = {
     **dict.fromkeys(
@@ -48,11 +48,11 @@ _COMPUTED: Computed = {
         ({}, []),
     ),
 }
-"""Those of all families; a key without a value, or with null, is allowed always."""
+"""The keys of all families. A missing key, or a key with null, is always allowed."""
 
 _NO_NUMBERS = frozenset(
     (
-        # Of the file, and of the weights' dtype, which the tensors have.
+        # About the file and the weights' dtype, which is read from the tensors.
         *(
             "architectures",
             "dtype",
@@ -62,7 +62,7 @@ _NO_NUMBERS = frozenset(
             "transformers.js_config",
         ),
         *("unsloth_version", "is_llama_config", "use_bfloat16", "torchscript", "tf_legacy_loss"),
-        # Of tokens.
+        # About tokens.
         *(
             "bos_token_id",
             "eos_token_id",
@@ -78,7 +78,7 @@ _NO_NUMBERS = frozenset(
             "max_position_embeddings",
             "max_window_layers",
         ),
-        # Of a call, and of the way in which it is computed.
+        # About a call, and how it is computed.
         *(
             "use_cache",
             "return_dict",
@@ -93,7 +93,7 @@ _NO_NUMBERS = frozenset(
             "pretraining_tp",
             "attn_implementation",
         ),
-        # Of heads that are not here, and of encoders beside decoders.
+        # About heads that we do not have, and about encoder-decoder models.
         *(
             "id2label",
             "label2id",
@@ -124,7 +124,7 @@ _NO_NUMBERS = frozenset(
         ),
         *("is_decoder", "is_encoder_decoder", "tie_encoder_decoder", "cross_attention_hidden_size"),
         *("tie_last_hidden_states", "router_aux_loss_coef"),
-        # Of texts that are generated.
+        # About text generation.
         *(
             "bad_words_ids",
             "begin_suppress_tokens",
@@ -155,16 +155,16 @@ _NO_NUMBERS = frozenset(
         ),
     )
 )
-"""Keys that say nothing of what a model computes in training, or are read with another key."""
+"""Keys that do not affect what a model computes in training, or are read with another key."""
 
 _SHOWN = 12
 
 
 class ConfigKeys:
-    """The keys of a `config.json`; what nobody has asked for before `finish` is judged there.
+    """The keys of a `config.json`. `finish` checks all keys that were not read before.
 
-    `families` maps the types of model that the caller knows to what they compute. Raises
-    ConfigError if there is no file, or it is of another type.
+    `families` maps each supported `model_type` to the values that it supports. Raises ConfigError
+    if there is no file, or its model type is not supported.
     """
 
     def __init__(self, source: Source, families: Mapping[str, Computed]) -> None:
@@ -181,12 +181,12 @@ class ConfigKeys:
         self._computed = {**_COMPUTED, **families[self.model_type]}
 
     def get(self, key: str, default: Any) -> Any:
-        """A value; the default where there is none."""
+        """Return a value, or the default if it is missing."""
         self._asked.add(key)
         return self._values.get(key, default)
 
     def required(self, key: str) -> Any:
-        """A value that must be there."""
+        """Return a value that must exist."""
         value = self.get(key, None)
         if value is None:
             raise ConfigError(
@@ -195,7 +195,7 @@ class ConfigKeys:
         return value
 
     def size(self, key: str, default: int | None = None, least: int = 1) -> int:
-        """An integer that is not less than `least`; it must be given where there is no default."""
+        """Return an integer of at least `least`; it must exist if there is no default."""
         value = self.get(key, None)
         value = default if value is None else value
         if value is None:
@@ -205,14 +205,14 @@ class ConfigKeys:
         return value
 
     def flag(self, key: str, default: bool) -> bool:  # noqa: FBT001  # the value of a switch
-        """A truth value."""
+        """Return a boolean."""
         value = self.get(key, default)
         if not isinstance(value, bool):
             raise wrong(key, "true or false", value, "Correct it")
         return value
 
     def mapping(self, key: str) -> dict[str, Any]:
-        """An object; an empty one where there is none."""
+        """Return an object, or an empty one if it is missing."""
         value = self.get(key, None)
         if value is not None and not isinstance(value, Mapping):
             raise wrong(key, "an object or null", value, "Copy it from the model's config.json")
@@ -223,10 +223,10 @@ class ConfigKeys:
         check_value(key, self.get(key, None), *allowed)
 
     def finish(self) -> None:
-        """Judge the keys that nobody has asked for.
+        """Check the keys that were not read.
 
-        One that is known to change numbers is refused unless it says what is computed; those that
-        are not known are named in one warning.
+        A key that is known to change results is refused unless its value is supported. Unknown keys
+        are named in one warning.
         """
         for key in self._computed.keys() - self._asked:
             self.check(key, *self._computed[key])
@@ -249,43 +249,39 @@ class ConfigKeys:
         more = f" and {len(unknown) - _SHOWN} more" if len(unknown) > _SHOWN else ""
         warnings.warn(
             f"config.json has keys that are not known with model_type={self.model_type!r} and are "
-            f"passed over: {listed}{more}. If one of them changes what the model computes, use a "
-            "model of your own; otherwise pass the file's contents without them to silence this "
-            "warning.",
+            f"ignored: {listed}{more}. If one of them changes what the model computes, use your "
+            "own model; otherwise pass the file's contents without them to silence this warning.",
             ConfigWarning,
             stacklevel=3,
         )
 
 
 def shared_fields(config: Any) -> list[str]:
-    """The fields of a configuration that have Hugging Face's names.
-
-    All but the dtype that layers compute in.
-    """
+    """Return the fields of a configuration that have Hugging Face's names: all but `dtype`."""
     return [field.name for field in fields(config) if field.name != "dtype"]
 
 
 def read_fields(keys: ConfigKeys, kind: Any) -> dict[str, Any]:
-    """The shared fields as a `config.json` has them, defaults where it has none."""
+    """Read the shared fields of a `config.json`; missing keys get their defaults."""
     return {name: keys.get(name, getattr(kind, name)) for name in shared_fields(kind)}
 
 
 def check_value(key: str, value: Any, *allowed: Any) -> None:
     """Refuse all but some values of a key; None is always allowed."""
-    # To Python 1 is True, and 0 is False.
+    # In Python 1 == True and 0 == False.
     if value is None or any(
         value == each and isinstance(value, bool) == isinstance(each, bool) for each in allowed
     ):
         return
     repair = (
-        "The layers here compute nothing else: use a model of your own, or weights that were made "
-        "so"
+        "The layers here compute nothing else: use your own model, or weights that were made "
+        "with this value"
     )
     raise wrong(key, " or ".join(map(shown, allowed)) or "left out", value, repair)
 
 
 def wrong(key: str, rule: str, value: Any, repair: str) -> ConfigError:
-    """The error for a value of a key that breaks a rule."""
+    """Make the error for a key whose value breaks a rule."""
     return ConfigError(
         f"{key} must be {rule}, but got {key}={shown(value)}. {repair}.", paths=[key]
     )

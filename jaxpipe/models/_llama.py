@@ -1,10 +1,9 @@
-"""Llama 2 and 3, Mistral, Mixtral, Phi-3, Qwen 2, 2.5 and 3 and their mixtures of experts, SmolLM.
+"""One decoder for Llama 2 and 3, Mistral, Mixtral, Phi-3, SmolLM, Qwen 2, 2.5 and 3 and Qwen's MoE.
 
-One decoder.
-
-Inside a stage, heads and features are divided over a mesh axis `model`: products that widen by
-columns, those that narrow by rows, with one sum over the axis after each of the two parts of a
-block. Without such an axis that means nothing.
+Inside a stage, heads and features are divided over a mesh axis `model`. Projections from the
+residual stream are divided by columns and projections back to it by rows, with one sum over the
+axis after attention and one after the feed-forward network. Without such an axis nothing is
+divided.
 """
 
 from typing import Any, cast
@@ -25,16 +24,16 @@ from ._rotary import rotary, rotate
 
 
 class LlamaBlock(nn.Module):
-    """One block.
+    """A decoder block, which maps `[B, T, H]` to the same shape.
 
-    Attention and a feed-forward part, each after a norm and added to the residual stream.
-
-    `[B, T, H]` to the same shape.
+    It consists of attention and a feed-forward network, each with a norm before it and a residual
+    connection.
 
     Args:
-        config: Sizes and switches.
-        window: How many positions a query sees, its own included; None for all before it.
-        is_mixture: Whether its feed-forward part is `config.experts`.
+        config: The configuration.
+        window: Number of positions that a query sees, including its own. None means all earlier
+            positions.
+        is_mixture: Whether its feed-forward network is the mixture `config.experts`.
     """
 
     config: LlamaConfig
@@ -54,17 +53,18 @@ class LlamaBlock(nn.Module):
 
         Args:
             x: `[B, T, H]`.
-            positions: Integers `[B, T]` that queries and keys are turned by; None: 0 to T - 1, or
-                in each segment from 0. In a pipeline a side input of that name.
-            segment_ids: Integers `[B, T]`: only positions of the same number are seen, for several
-                texts packed into one sequence. In a pipeline a side input of that name.
+            positions: Integers `[B, T]` for the rotary embedding. None means 0 to T - 1, starting
+                from 0 in each segment. In a pipeline this is a side input of the same name.
+            segment_ids: Integers `[B, T]`. Positions see only positions of the same segment, so
+                that several texts can be packed into one sequence. In a pipeline this is a side
+                input of the same name.
             train: Whether dropout is on.
 
         Returns:
             `[B, T, H]`.
 
         Raises:
-            LayerError: There are segments, and angles depend on the length of a text.
+            LayerError: There are segments, but the rotary angles depend on the length of a text.
         """
         config = self.config
         attend = LlamaAttention(config, self.window, name="attention")
@@ -77,12 +77,11 @@ class LlamaBlock(nn.Module):
         return constrained(x, *self._axes(x)) if config.shard_sequence else x
 
     def _added(self, y: jax.Array) -> jax.Array:
-        """Results of products by rows, summed over `model` and named.
+        """Sum the results of row-divided projections over `model`, and name the sum.
 
-        Because of the name recomputing does not repeat the sum.
-
-        Said to be whole first: with the shares of positions alone XLA would gather the gradient of
-        the product twice.
+        With the name, recompute can keep the sum instead of repeating it. The result is constrained
+        to be undivided first: if it were only constrained along the positions, XLA would gather the
+        gradient of the product twice.
         """
         samples, length = self._axes(y)
         y = constrained(y, samples)
@@ -93,9 +92,9 @@ class LlamaBlock(nn.Module):
 
 
 class LlamaAttention(nn.Module):
-    """Causal attention of N heads of queries to K heads of keys, with rotary positions.
+    """Causal attention of N query heads to K key heads, with rotary positions.
 
-    A query sees `window` positions; None: all before it.
+    A query sees `window` positions; with None it sees all earlier positions.
     """
 
     config: LlamaConfig
@@ -128,8 +127,9 @@ class LlamaAttention(nn.Module):
         scaling = config.rope_scaling
         if segment_ids is not None and scaling is not None and scaling.is_stretched(length):
             raise LayerError(
-                "packed texts must be no longer together than the context that rope_type='dynamic' "
-                "begins to stretch at, since each text's own length decides its angles, but got "
+                "packed texts together must not be longer than the context at which "
+                "rope_type='dynamic' begins to stretch, because the angles of a text depend on its "
+                "own length, but got "
                 f"segment_ids for {length} positions and "
                 f"original_max_position_embeddings={scaling.original_max_position_embeddings}. "
                 "Pack fewer texts."
@@ -153,7 +153,7 @@ class LlamaAttention(nn.Module):
 class LlamaFeedForward(nn.Module):
     """SwiGLU: `down(silu(gate(x)) * up(x))`.
 
-    Its width is `size`; None: `config.intermediate_size`.
+    Its width is `size`, or `config.intermediate_size` with None.
     """
 
     config: LlamaConfig
@@ -173,7 +173,7 @@ class LlamaFeedForward(nn.Module):
 
 
 class LlamaMixture(nn.Module):
-    """A mixture of experts, beside a shared one for all tokens where the configuration has that."""
+    """A mixture of experts, plus a shared expert for all tokens if the configuration has one."""
 
     config: LlamaConfig
 
@@ -191,17 +191,17 @@ class LlamaMixture(nn.Module):
 
 
 def llama(config: LlamaConfig) -> list[LayerSpec]:
-    """The decoder as layers for `PipelineModule`: tokens `[B, T]` to logits `[B, T, V]`.
+    """Make the layers of the decoder for `PipelineModule`: tokens `[B, T]` to logits `[B, T, V]`.
 
-    The first layer is an `nn.Embed` and the last an `nn.Dense`, or the embedding again where it is
-    tied: with `pipeline.split_vocabulary` each stage holds a share of them. Blocks take side inputs
-    `positions` and `segment_ids` where the batch has them.
+    The first layer is an `nn.Embed`, and the last is an `nn.Dense`, or the same embedding if it is
+    tied. With `pipeline.split_vocabulary` each stage holds a part of them. Blocks use the side
+    inputs `positions` and `segment_ids` if the batch has them.
 
     Args:
-        config: Sizes and switches.
+        config: The configuration.
 
     Returns:
-        Embedding, `num_hidden_layers` blocks, norm, head.
+        The embedding, `num_hidden_layers` blocks, the norm and the head.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpipe
@@ -242,13 +242,13 @@ def llama(config: LlamaConfig) -> list[LayerSpec]:
 
 
 def llama_names(config: LlamaConfig | Source) -> tuple[Rename, ...]:
-    """Hugging Face's names of the weights of `llama(config)`.
+    """Make the table of Hugging Face's names for the weights of `llama(config)`.
 
     Args:
-        config: Sizes and switches, or where `from_huggingface` reads them.
+        config: The configuration, or a source for `from_huggingface`.
 
     Returns:
-        A table for `jaxpipe.weights.rename` and its kin.
+        A table for `jaxpipe.weights.rename` and similar functions.
     """
     if not isinstance(config, LlamaConfig):
         config = LlamaConfig.from_huggingface(config)
@@ -262,7 +262,7 @@ def llama_names(config: LlamaConfig | Source) -> tuple[Rename, ...]:
         ),
         *config.names,
         Rename("model.norm.weight", f"{last}/scale"),
-        # A constant that old files hold.
+        # A constant in old files.
         Rename("model.layers.{i}.self_attn.rotary_emb.inv_freq", None),
     )
 
@@ -272,12 +272,12 @@ def _norm(config: LlamaConfig, name: str) -> nn.RMSNorm:
 
 
 def _columns(config: LlamaConfig, features: int, name: str, *, use_bias: bool) -> nn.Dense:
-    """A product of whose features each device along `model` has some."""
+    """A dense layer whose output features are divided over `model`."""
     return _dense(config, features, (None, MODEL), name, use_bias=use_bias)
 
 
 def _rows(config: LlamaConfig, name: str, *, use_bias: bool) -> nn.Dense:
-    """A product to the residual stream, of whose inputs each device along `model` has some."""
+    """A dense layer to the residual stream whose input features are divided over `model`."""
     return _dense(config, config.hidden_size, (MODEL, None), name, use_bias=use_bias)
 
 

@@ -1,7 +1,4 @@
-"""Sizes and switches of the Llama decoder, and how they are read from Hugging Face.
-
-There they are in `config.json`.
-"""
+"""Configuration of the Llama decoder, and conversion from and to Hugging Face's `config.json`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
@@ -31,42 +28,42 @@ from ._rules import (
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Sizes and switches of a decoder, by Hugging Face's names where it has them.
+    """Configuration of a decoder, with Hugging Face's names where they exist.
 
     Attributes:
-        vocab_size: Number V of tokens.
+        vocab_size: Vocabulary size V.
         hidden_size: Width H of the residual stream.
-        intermediate_size: Width of the feed-forward part, where it is no mixture.
+        intermediate_size: Width of feed-forward networks that are not mixtures.
         num_hidden_layers: Number of blocks.
-        num_attention_heads: Heads N of queries.
-        num_key_value_heads: Heads K of keys and values, which divides N. None: N.
-        head_dim: Size D of a head. None: H / N.
+        num_attention_heads: Number N of query heads.
+        num_key_value_heads: Number K of key and value heads. It must divide N. None means N.
+        head_dim: Size D of a head. None means H / N.
         rms_norm_eps: Added to the mean of squares in norms.
-        rope_theta: Base of the wavelengths of rotary positions.
-        rope_scaling: Changes these wavelengths.
+        rope_theta: Base of the wavelengths of the rotary embedding.
+        rope_scaling: Scaling of these wavelengths for longer contexts.
         qkv_bias: Whether queries, keys and values have biases.
-        out_bias: Whether the attention's output has one.
-        mlp_bias: Whether the feed-forward part has them.
-        qk_norm: Whether each head of queries and keys is normalised before it is turned.
-        sliding_window: How many positions a query sees, its own included, in layers with a window.
-            None: all.
-        layer_types: For each layer `"full_attention"` or `"sliding_attention"`. None: each has the
-            window.
-        tie_word_embeddings: Whether the head is the embedding's table.
-        attention_dropout: Share of the attention's probabilities that training drops.
+        out_bias: Whether the attention's output projection has a bias.
+        mlp_bias: Whether the feed-forward network has biases.
+        qk_norm: Whether each head of queries and keys is normalised before the rotary embedding.
+        sliding_window: Number of positions that a query sees, including its own, in layers with a
+            window. None means all.
+        layer_types: `"full_attention"` or `"sliding_attention"` for each layer. None means that all
+            layers have the window.
+        tie_word_embeddings: Whether the head shares the embedding table.
+        attention_dropout: Dropout rate of attention probabilities.
         initializer_range: Standard deviation of initial weights.
-        experts: The mixture of experts that blocks have as their feed-forward part. None: they have
-            none.
-        dtype: What layers compute in. None: the dtype of weights and inputs, which a pipeline's
-            `compute_dtype` sets.
-        shard_sequence: Whether the residual stream between products is divided over the mesh axis
-            `model` along the positions, where that divides them.
-        family: The family of `transformers` that it is one of, by the `model_type` of its
-            `config.json`: it decides what Hugging Face's files call weights, and no number. None:
-            the first that computes this.
+        experts: The mixture of experts that replaces the feed-forward networks. None means no
+            mixture.
+        dtype: The dtype of computation. None uses the dtype of weights and inputs, which a
+            pipeline's `compute_dtype` sets.
+        shard_sequence: Whether the residual stream is divided along the positions over the mesh
+            axis `model`, if the axis divides their number.
+        family: The family in `transformers`, as the `model_type` of `config.json`. It decides only
+            the names of weights in Hugging Face's files, not any results. None selects the first
+            family that can represent this configuration.
 
     Raises:
-        ConfigError: A value is of a wrong type or range, or contradicts another.
+        ConfigError: A value has a wrong type, is out of range, or contradicts another.
 
     Example:
         >>> from jaxpipe.models import LlamaConfig
@@ -114,15 +111,19 @@ class LlamaConfig:
 
     @classmethod
     def from_huggingface(cls, source: Source) -> "LlamaConfig":
-        """Read a `config.json` of one of the families that `family` names; SmolLM's is a Llama's.
+        """Read a `config.json` of one of the families that `family` can name.
+
+        SmolLM is read as a Llama. Unknown keys are named in a warning.
 
         Args:
-            source: The folder that holds it, the file, or its contents. What a key has no value for
-                is as `transformers` has it.
+            source: The folder with the file, the file itself, or its contents. Missing keys get the
+                defaults of `transformers`.
+
+        Returns:
+            The configuration.
 
         Raises:
-            ConfigError: A key has a value that these layers do not compute. Keys that are not known
-                are named in a warning.
+            ConfigError: A key has a value that these layers do not support.
         """
         keys = ConfigKeys(
             source, {name: {**_COMPUTED, **family.computed} for name, family in FAMILIES.items()}
@@ -132,53 +133,56 @@ class LlamaConfig:
         return config
 
     def to_huggingface(self, max_position_embeddings: int) -> dict[str, Any]:
-        """The contents of a `config.json`, which `from_huggingface` reads back.
+        """Make the contents of a `config.json`, for `save_huggingface`.
 
-        For `save_huggingface`.
-
-        The family is `family`; without it the first whose model computes what this does.
+        `from_huggingface` reads them back. The family is `family`, or the first family that can
+        represent this configuration.
 
         Args:
-            max_position_embeddings: The longest sequence that the model was trained for.
+            max_position_embeddings: Length of the longest sequence that the model was trained for.
+
+        Returns:
+            The contents.
 
         Raises:
-            ConfigError: No family of `transformers` computes this, or not the one that is given.
+            ConfigError: No family of `transformers` can represent this configuration, or the given
+                one cannot.
         """
         name, lost = self._nearest()
         if lost:
             listed = ", ".join(f"{key}={value!r}" for key, value in lost.items())
             raise ConfigError(
                 f"a configuration must be that of a family of transformers, but got {listed}, "
-                f"which {name if self.family else name + ', the nearest,'} has not. Write the "
-                "weights with export_safetensors, for layers of your own."
+                f"which {name if self.family else name + ', the nearest,'} does not have. Write "
+                "the weights with export_safetensors, for your own layers."
             )
         return self._as_family(name, max_position_embeddings)
 
     @property
     def names(self) -> tuple[Rename, ...]:
-        """Names that the weights of blocks have in Hugging Face's files."""
+        """The names of the weights of blocks in Hugging Face's files."""
         return FAMILIES[self._nearest()[0]].names
 
     def _nearest(self) -> tuple[str, dict[str, Any]]:
-        """The family that says the most of this, and what it cannot say."""
+        """Return the family that represents this best, and the fields that it cannot represent."""
         if self.family is not None:
             return self.family, self._lost(self.family)
         lost = {name: self._lost(name) for name, family in FAMILIES.items() if self._is_kin(family)}
         return min(lost.items(), key=lambda item: len(item[1]))
 
     def _is_kin(self, family: Family) -> bool:
-        """True if a family has experts where this has, and a shared one where this has one."""
+        """Whether a family has experts, and a shared expert, exactly if this configuration does."""
         if self.experts is None or family.mixture is None:
             return self.experts is None and family.mixture is None
         return (self.experts.shared_size > 0) == (family.mixture.shared_size is not None)
 
     def _lost(self, name: str) -> dict[str, Any]:
-        """Fields that do not come back out of the `config.json` of a family."""
+        """Return the fields that do not survive a round trip through a family's `config.json`."""
         again = LlamaConfig.from_huggingface(self._as_family(name, 1))._numbers()
         return {key: value for key, value in self._numbers().items() if again[key] != value}
 
     def _as_family(self, name: str, max_position_embeddings: int) -> dict[str, Any]:
-        """A `config.json` of a family; what it has no key for is left out."""
+        """Make a family's `config.json`; fields without a key are left out."""
         family, scaling = FAMILIES[name], self.rope_scaling
         found: dict[str, Any] = {
             **{
@@ -190,7 +194,7 @@ class LlamaConfig:
             "max_position_embeddings": max_position_embeddings,
             **({} if scaling is None else {"rope_scaling": scaling.to_dict()}),
         }
-        if scaling is not None and scaling.rope_type == "dynamic":  # it has the context from here
+        if scaling is not None and scaling.rope_type == "dynamic":  # this key gives its context
             found["max_position_embeddings"] = scaling.original_max_position_embeddings
         for key in ("out_bias", "qkv_bias", "mlp_bias"):
             flag = getattr(family, key)
@@ -208,12 +212,12 @@ class LlamaConfig:
         return found
 
     def _numbers(self) -> dict[str, Any]:
-        """The fields that decide which numbers a trained model gives, each fact in one form."""
+        """Return the fields that decide a trained model's results, in a canonical form."""
         told = {each.name: getattr(self, each.name) for each in fields(self)}
         experts = self.experts
         if experts is not None:
             told["experts"] = replace(experts, capacity_factor=None, balance=0.0)
-            # Where each layer has experts, the width of others is that of nobody.
+            # If every layer has experts, nothing uses the width of other feed-forward networks.
             told["intermediate_size"] = self.intermediate_size if experts.dense_layers else None
         told["layer_types"] = [self.window(layer) for layer in range(self.num_hidden_layers)]
         return {
@@ -223,12 +227,12 @@ class LlamaConfig:
         }
 
     def window(self, layer: int) -> int | None:
-        """Number of positions that a query of a layer sees; None for all."""
+        """Return the number of positions that a query of a layer sees; None for all."""
         is_full = self.layer_types is not None and self.layer_types[layer] == FULL
         return None if is_full else self.sliding_window
 
     def is_mixture(self, layer: int) -> bool:
-        """True if a layer has experts."""
+        """Whether a layer has experts."""
         return self.experts is not None and layer not in self.experts.dense_layers
 
     def _rules(self) -> Iterator[Rule]:
@@ -322,4 +326,4 @@ _SHARED = (
     ),
     "initializer_range",
 )
-"""Fields that every family has by their names."""
+"""Fields that have the same key in every family."""

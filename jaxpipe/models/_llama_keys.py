@@ -1,4 +1,4 @@
-"""The keys of a `config.json` that the Llama decoder computes, read as a family has them."""
+"""Reading of the keys of a `config.json` for the Llama decoder, by family."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ SIZES = (
 
 
 def read_llama(keys: ConfigKeys, family: Family) -> dict[str, Any]:
-    """The fields of a `LlamaConfig`; refuses values that the decoder does not compute."""
+    """Read the fields of a `LlamaConfig`; refuses values that the decoder does not support."""
     for key in family.ignored:
         keys.get(key, None)
     keys.size("max_position_embeddings", 1)  # read with a scaling
@@ -51,7 +51,7 @@ def _flag(keys: ConfigKeys, flag: Flag) -> bool:
 
 
 def _rotary(keys: ConfigKeys, default: float) -> tuple[float, RotaryScaling | None]:
-    """Base and scaling, of today's `rope_parameters` or of `rope_theta` and `rope_scaling`."""
+    """Read base and scaling from `rope_parameters`, or from `rope_theta` and `rope_scaling`."""
     names = ("rope_parameters", "rope_scaling")
     given = {name: values for name in names if (values := keys.mapping(name))}
     found = [
@@ -61,7 +61,7 @@ def _rotary(keys: ConfigKeys, default: float) -> tuple[float, RotaryScaling | No
     if found[0] != found[-1]:
         raise wrong(
             names[1],
-            "left out beside rope_parameters that differ",
+            "left out if rope_parameters differ",
             given[names[1]],
             "Remove one of them",
         )
@@ -71,7 +71,7 @@ def _rotary(keys: ConfigKeys, default: float) -> tuple[float, RotaryScaling | No
 def _rotary_of(
     keys: ConfigKeys, default: float, name: str, values: dict[str, Any]
 ) -> tuple[float, RotaryScaling | None]:
-    """Base and scaling of one of the two."""
+    """Read base and scaling from one of the two forms."""
     kinds = [values.pop(key) for key in ("rope_type", "type") if key in values] or ["default"]
     if kinds[0] is None or kinds[0] != kinds[-1]:
         got = kinds[0] if len(kinds) == 1 else kinds
@@ -88,7 +88,7 @@ def _rotary_of(
         theta = values.pop("rope_theta")
     theta = default if theta is None else theta
     check_value(f"{name}.partial_rotary_factor", values.pop("partial_rotary_factor", None), 1.0)
-    values.pop("finetuned", None)  # says how the weights came to be
+    values.pop("finetuned", None)  # only describes how the weights were made
     if kinds[0] == "default":
         if values:
             key = next(iter(values))
@@ -115,7 +115,7 @@ def _rotary_of(
 
 
 def _windows(keys: ConfigKeys, family: Family) -> dict[str, Any]:
-    """The window, and which layers have it."""
+    """Read the window, and which layers have it."""
     num_layers = keys.size("num_hidden_layers")
     if family.windows == "none":
         _check_kinds(keys, FULL, num_layers)
@@ -139,7 +139,7 @@ def _windows(keys: ConfigKeys, family: Family) -> dict[str, Any]:
 
 
 def _check_kinds(keys: ConfigKeys, kind: str, num_layers: int) -> None:
-    """Refuse layers of other kinds than the one that all are of here."""
+    """Refuse layers of other kinds than `kind`."""
     kinds = keys.get("layer_types", None)
     are_right = (
         isinstance(kinds, list | tuple)
@@ -157,7 +157,7 @@ def _check_kinds(keys: ConfigKeys, kind: str, num_layers: int) -> None:
 
 
 def _experts(keys: ConfigKeys, mixture: Mixture) -> ExpertsConfig:
-    """The mixture of experts, and the layers without."""
+    """Read the mixture of experts, and the layers without it."""
     local = keys.get("num_local_experts", None)
     number = keys.size("num_experts" if local is None else "num_local_experts")
     keys.check("num_experts", number)

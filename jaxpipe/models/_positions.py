@@ -1,13 +1,14 @@
-"""Positions of tokens, of packed texts too."""
+"""Positions of tokens, also in packed texts."""
 
 import jax
 import jax.numpy as jnp
 
 
 def positions_of(length: int, segment_ids: jax.Array | None) -> jax.Array:
-    """Positions of a sequence's T tokens, `[B or 1, T]`, in each of its texts from 0.
+    """Return the positions of T tokens, `[B or 1, T]`, counted from 0 in each text.
 
-    `segment_ids` are integers `[B, T]`, equal for the tokens of one text; None: all are one text.
+    `segment_ids` are integers `[B, T]` that are equal for all tokens of one text. None means that
+    all tokens are one text.
     """
     index = jnp.arange(length)[None]
     if segment_ids is None:

@@ -1,4 +1,4 @@
-"""Rotary position embedding, and how its angles are slowed for contexts longer than in training."""
+"""Rotary position embedding, and scaling of its angles for longer contexts than in training."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -20,40 +20,42 @@ _REQUIRED = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
-"""What each kind of scaling needs."""
+"""Required fields of each kind of scaling."""
 
 _OPTIONAL = {
     "yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
 }
-"""What each kind may have beside."""
+"""Optional fields of each kind of scaling."""
 
 
 @dataclass(frozen=True)
 class RotaryScaling:
-    """The change by which a model sees further than in its training.
+    """Scaling of the rotary embedding for longer contexts than in training.
 
-    Names of Hugging Face's `rope_parameters`.
+    Fields have the names of Hugging Face's `rope_parameters`.
 
     Attributes:
-        rope_type: `"linear"`: all angles are divided by `factor`. `"dynamic"`: the base grows with
-            what a sequence has more than `original_max_position_embeddings` (its length decides,
-            not its positions, so that a sample's angles depend on no other). `"llama3"`: waves
-            longer than the original context are divided by `factor`, with a ramp between the two
-            other factors. `"yarn"`: the same with a ramp over dims, and scores scaled.
-        factor: How many times longer the context is.
-        original_max_position_embeddings: The context before.
-        low_freq_factor: Waves longer than the original context over this are slowed down by
+        rope_type: `"linear"` divides all angles by `factor`. `"dynamic"` increases the base for
+            sequences longer than `original_max_position_embeddings`; it uses the length and not the
+            positions, so a sample's angles do not depend on other samples. `"llama3"` divides the
+            frequencies of waves longer than the original context by `factor`, with a ramp between
+            `low_freq_factor` and `high_freq_factor`. `"yarn"` is similar, with a ramp over dims
+            and scaled scores.
+        factor: Ratio of the new context length to the original one.
+        original_max_position_embeddings: The original context length.
+        low_freq_factor: Waves longer than the original context divided by this are slowed down by
             `factor`.
-        high_freq_factor: Waves shorter than the original context over this stay.
-        beta_fast: From so many turns in the original context on, a dim stays.
-        beta_slow: Up to so many turns, a dim is slowed down by `factor`.
-        attention_factor: Factor of cosine and sine; None: as the paper has it, from `factor`.
-        mscale: With `mscale_all_dim`, another way to say `attention_factor`.
+        high_freq_factor: Waves shorter than the original context divided by this are unchanged.
+        beta_fast: Dims with at least this many turns in the original context are unchanged.
+        beta_slow: Dims with at most this many turns are slowed down by `factor`.
+        attention_factor: Factor of cosine and sine. None computes it from `factor`, as in the
+            paper.
+        mscale: Together with `mscale_all_dim`, another way to set `attention_factor`.
         mscale_all_dim: See `mscale`.
-        truncate: Whether the ramp begins and ends at whole dims.
+        truncate: Whether the ramp's ends are rounded to whole dims.
 
     Raises:
-        ConfigError: The kind is not one of these, or lacks something.
+        ConfigError: The kind is not one of these, or a field is missing or does not belong to it.
 
     Reference:
         Peng et al., "YaRN" (2023); Dubey et al., "The Llama 3 herd of models" (2024).
@@ -111,7 +113,7 @@ class RotaryScaling:
             "truncate",
             isinstance(self.truncate, bool) and is_read,
             "left out",
-            "Yarn alone has it: True or False.",
+            "Only yarn has it: True or False.",
         )
         if self.rope_type == "llama3":
             is_ramp = self.low_freq_factor < self.high_freq_factor
@@ -124,10 +126,16 @@ class RotaryScaling:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "RotaryScaling":
-        """Make one of a dictionary.
+        """Make a scaling from a dictionary.
+
+        Args:
+            values: The fields.
+
+        Returns:
+            The scaling.
 
         Raises:
-            ConfigError: It has an unknown key, or as the class.
+            ConfigError: There is an unknown key, or the fields are invalid.
         """
         known = [field.name for field in fields(cls)]
         for name, value in values.items():
@@ -140,7 +148,7 @@ class RotaryScaling:
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
-        """The value of `rope_scaling`."""
+        """Return the value of `rope_scaling` in a `config.json`."""
         values = {each.name: (getattr(self, each.name), each.default) for each in fields(self)}
         told = {name: value for name, (value, default) in values.items() if value != default}
         if self.rope_type in ("linear", "dynamic"):
@@ -148,11 +156,11 @@ class RotaryScaling:
         return told
 
     def is_stretched(self, length: int) -> bool:
-        """True if the angles of a sequence depend on its length."""
+        """Whether the angles of a sequence depend on its length."""
         return self.rope_type == "dynamic" and length > self.original_max_position_embeddings
 
     def frequencies(self, theta: float, dim: int, length: int) -> np.ndarray:
-        """Angle per position of each pair of dims, as `frequencies`."""
+        """Return the angle per position of each pair of dims."""
         if self.rope_type == "dynamic":
             excess = max(length / self.original_max_position_embeddings, 1.0)
             theta *= (self.factor * excess - (self.factor - 1)) ** (dim / (dim - 2))
@@ -181,7 +189,7 @@ class RotaryScaling:
         return (freq * unscaled + freq / self.factor * (1 - unscaled)).astype(np.float32)
 
     def magnitude(self) -> float:
-        """Factor of cosine and sine, by which scores grow with its square."""
+        """The factor of cosine and sine; scores grow with its square."""
         if self.rope_type != "yarn":
             return 1.0
         if self.attention_factor is not None:
@@ -195,7 +203,7 @@ class RotaryScaling:
         return scale(1.0)
 
     def _dim_with_turns(self, turns: float, theta: float, dim: int) -> float:
-        """The dim that makes so many turns in the original context."""
+        """Return the dim that makes this many turns in the original context."""
         return (
             dim
             * math.log(self.original_max_position_embeddings / (turns * 2 * math.pi))
@@ -206,13 +214,13 @@ class RotaryScaling:
 def rotary(
     positions: jax.Array, dim: int, theta: float, scaling: RotaryScaling | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of the angles of positions, each `float32[B or 1, T, 1, D / 2]`.
+    """Return cosine and sine of the angles of positions, each `float32[B or 1, T, 1, D / 2]`.
 
-    `positions` are integers `[B or 1, T]`, `dim` is the size D of a head, and `theta` the base of
-    the wavelengths.
+    `positions` are integers `[B or 1, T]`, `dim` is the size D of a head, and `theta` is the base
+    of the wavelengths.
     """
-    # By numpy, as constants: XLA's powers differ from it in the last digits, which long positions
-    # multiply.
+    # Constants computed by NumPy: XLA's powers differ in the last digits, and large positions
+    # amplify the difference.
     freq = (
         _plain(theta, dim)
         if scaling is None
@@ -226,9 +234,9 @@ def rotary(
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Turn pairs of dims of `[B, T, N, D]`.
+    """Rotate pairs of dims of `[B, T, N, D]`.
 
-    A pair is the i-th dim of the first half and the i-th of the second.
+    A pair consists of the i-th dim of the first half and the i-th dim of the second half.
     """
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate(

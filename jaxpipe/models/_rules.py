@@ -1,4 +1,4 @@
-"""Rules that the fields of models' configurations keep to."""
+"""Rules for the fields of models' configurations."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
@@ -8,15 +8,15 @@ from jaxpipe._numbers import as_integer, as_number, plain
 from jaxpipe.errors import ConfigError, shown
 
 Rule = tuple[str, bool, str, str]
-"""A field, whether it keeps to a rule, the rule, and the repair."""
+"""A field, whether it follows a rule, the rule, and the repair."""
 
 _LARGEST = 2**31
 
 
 def check_fields(config: Any, rules: Iterable[Rule]) -> None:
-    """Refuse a configuration with the first rule that does not hold.
+    """Raise ConfigError for the first rule that a configuration breaks.
 
-    Later rules may count on earlier ones.
+    Later rules may rely on earlier ones.
     """
     for field in fields(config):
         # The dataclass is frozen; its numbers may be NumPy's.
@@ -30,13 +30,13 @@ def check_fields(config: Any, rules: Iterable[Rule]) -> None:
 
 
 def is_size(value: Any, least: int = 1) -> bool:
-    """True for an integer that is not less; no boolean is one."""
+    """Whether a value is an integer, but not a boolean, of at least `least`."""
     found = as_integer(value, least)
     return found is not None and found < _LARGEST
 
 
 def are_sizes(config: object, names: Iterable[str], least: int = 1) -> Iterator[Rule]:
-    """The rule that some fields are integers, and not less."""
+    """Require fields to be integers of at least `least`."""
     for name in names:
         yield (
             name,
@@ -47,7 +47,7 @@ def are_sizes(config: object, names: Iterable[str], least: int = 1) -> Iterator[
 
 
 def are_positive(config: object, names: Iterable[str], above: float = 0.0) -> Iterator[Rule]:
-    """The rule that some fields are finite numbers, and more."""
+    """Require fields to be finite numbers greater than `above`."""
     for name in names:
         number = as_number(getattr(config, name))
         yield (
@@ -59,14 +59,14 @@ def are_positive(config: object, names: Iterable[str], above: float = 0.0) -> It
 
 
 def are_shares(config: object, names: Iterable[str]) -> Iterator[Rule]:
-    """The rule that some fields are shares that training drops."""
+    """Require fields to be dropout rates."""
     for name in names:
         number = as_number(getattr(config, name))
         yield name, number is not None and 0 <= number < 1, "in [0, 1)", "Use 0.0 for none."
 
 
 def are_deviations(config: object, names: Iterable[str]) -> Iterator[Rule]:
-    """The rule that some fields are standard deviations."""
+    """Require fields to be standard deviations."""
     for name in names:
         number = as_number(getattr(config, name))
         yield (
@@ -78,6 +78,6 @@ def are_deviations(config: object, names: Iterable[str]) -> Iterator[Rule]:
 
 
 def are_flags(config: object, names: Iterable[str]) -> Iterator[Rule]:
-    """The rule that some fields are truth values."""
+    """Require fields to be booleans."""
     for name in names:
         yield name, isinstance(getattr(config, name), bool), "True or False", "Pass one of them."

@@ -1,6 +1,6 @@
-"""Writers of the numbers of a run.
+"""Monitors, which write the metrics of a run.
 
-TensorBoard, Weights & Biases, Comet, MLflow, Trackio, CSV files, and users' functions.
+They are TensorBoard, Weights & Biases, Comet, MLflow, Trackio, CSV files, and users' functions.
 """
 
 from ._event import Event as Event

@@ -1,4 +1,4 @@
-"""`CometMonitor`: an experiment of Comet."""
+"""`CometMonitor`: an experiment in Comet."""
 
 import importlib
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ from ._event import Event
 
 @final
 class CometMonitor:
-    """Logs into an experiment of Comet, each name once in `samples_log_interval` samples."""
+    """Logs to an experiment in Comet, each metric once every `samples_log_interval` samples."""
 
     def __init__(self, section: CometSection) -> None:
-        # An optional library, which types need not find.
+        # An optional library, which type checkers need not find.
         comet: Any = importlib.import_module("comet_ml")
         self._experiment: Any = comet.start(
             api_key=section.api_key,
@@ -42,7 +42,7 @@ class CometMonitor:
 
     def _is_due(self, event: Event) -> bool:
         last = self._logged.get(event.name)
-        # A checkpoint that was loaded may lie before what has been logged.
+        # After loading a checkpoint, the number of samples may be lower than the last one logged.
         if last is not None and last <= event.samples < last + self._interval:
             return False
         self._logged[event.name] = event.samples

@@ -1,4 +1,4 @@
-"""`CSVMonitor`: files of numbers."""
+"""`CSVMonitor`: a CSV file for each metric."""
 
 import csv
 import io
@@ -14,10 +14,10 @@ from ._folder import RunFolder
 
 @final
 class CSVMonitor:
-    """Writes a file for each name, with DeepSpeed's names of files and columns.
+    """Writes a file for each metric, with DeepSpeed's names of files and columns.
 
-    `Train/Samples/lr` becomes `Train_Samples_lr.csv`, with the columns `step`, samples trained, and
-    `lr`. A run that goes on appends.
+    `Train/Samples/lr` becomes `Train_Samples_lr.csv`, with the columns `step` (samples trained) and
+    `lr`. A run that continues appends to its files.
     """
 
     def __init__(self, section: CSVMonitorSection) -> None:
@@ -36,9 +36,9 @@ class CSVMonitor:
         self._folder.upload_in_time()
 
     def flush(self) -> None:
-        """Upload what a store has not yet."""
+        """Upload changed files, if the folder is on a store."""
         self._folder.upload()
 
     def close(self) -> None:
-        """The same, and remove what was kept for it."""
+        """Upload changed files and remove their temporary copies."""
         self._folder.close()

@@ -1,16 +1,16 @@
-"""`Event`: one number of a run."""
+"""`Event`: one value of a metric."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 
 class Event(NamedTuple):
-    """One number of a run; DeepSpeed's triple.
+    """One value of a metric, in the form of DeepSpeed's triple.
 
     Attributes:
-        name: Its name, such as `"Train/Samples/train_loss"`.
-        value: The number.
-        samples: Samples trained when it was taken.
+        name: Name of the metric, such as `"Train/Samples/train_loss"`.
+        value: The value.
+        samples: Number of samples trained so far.
     """
 
     name: str
@@ -19,7 +19,7 @@ class Event(NamedTuple):
 
 
 Monitor = Callable[[Sequence[Event]], None]
-"""Takes the events of a step, all with the same `samples`.
+"""A function of the events of one step, which all have the same `samples`.
 
-Where it has a method `close`, that is called at the end.
+If it has a method `close`, that method is called at the end.
 """

@@ -1,4 +1,4 @@
-"""The folder of a run that a monitor writes its files to, on a file system or on a store."""
+"""The folder to which a monitor writes the files of a run, on a file system or on a store."""
 
 import contextlib
 import time
@@ -9,25 +9,25 @@ from jaxpipe._stores import StorePath, staging_folder, upload
 from jaxpipe.errors import ConfigError
 
 _UPLOAD_EVERY_S = 10.0
-"""Seconds between two uploads: a store takes a file as a whole, however little of it is new."""
+"""Seconds between two uploads. A store accepts only whole files, however little of one is new."""
 
 
 class RunFolder:
-    """A folder of files that grow.
+    """A folder of growing files.
 
-    Of a folder on a store the files grow in the temporary directory, and those that have changed
+    If the folder is on a store, the files grow in the temporary directory. Files that have changed
     are uploaded every ten seconds and at the end.
 
     Args:
-        output_path: Where the run's folder is made; empty: the working directory.
-        job_name: Its name.
-        goes_on: Whether files of an earlier run are written on.
+        output_path: Where to create the run's folder. If empty, the working directory.
+        job_name: Name of the run's folder.
+        goes_on: Whether to append to the files of an earlier run.
 
     Raises:
-        OSError: The folder cannot be made, or the store does not answer.
+        OSError: The folder cannot be created, or the store does not answer.
 
     Attributes:
-        path: Where to write.
+        path: Local folder to write to.
     """
 
     def __init__(self, output_path: str, job_name: str, *, goes_on: bool = False) -> None:
@@ -41,19 +41,19 @@ class RunFolder:
             self.path = folder
             return
         self._target, self.path = folder, self._stack.enter_context(staging_folder())
-        there = folder.iterdir()  # also where nothing is to be read: a wrong bucket is told now
+        there = folder.iterdir()  # always, so that a wrong bucket raises an error now
         for each in there if goes_on else []:
             if not each.is_dir():
                 (self.path / each.name).write_bytes(each.read_bytes())
                 self._sizes[each.name] = (self.path / each.name).stat().st_size
 
     def upload_in_time(self) -> None:
-        """Bring the store up to date, if the last time was long enough ago."""
+        """Upload changed files, if the last upload was long enough ago."""
         if time.monotonic() >= self._last + _UPLOAD_EVERY_S:
             self.upload()
 
     def upload(self) -> None:
-        """Bring the store up to date."""
+        """Upload changed files to the store, if there is one."""
         if self._target is None:
             return
         for file in self.path.iterdir():
@@ -64,6 +64,6 @@ class RunFolder:
         self._last = time.monotonic()
 
     def close(self) -> None:
-        """Bring the store up to date and remove what was kept for it."""
+        """Upload changed files and remove their temporary copies."""
         with self._stack:
             self.upload()

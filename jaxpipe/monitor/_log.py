@@ -1,4 +1,4 @@
-"""`MonitorLog`: events on their way to monitors, in a thread of their own."""
+"""`MonitorLog`: passes events to monitors in a separate thread."""
 
 import contextlib
 import logging
@@ -13,33 +13,34 @@ from jaxpipe.distributed import log
 from ._event import Event, Monitor
 
 Record = Callable[[], Sequence[Event]]
-"""Makes events of arrays on the devices, and may wait for them."""
+"""Makes events from arrays on the devices, and may block until they are computed."""
 
 _MOST_WAITING = 4096
-"""Records that may wait, arrays of a few bytes each.
+"""Maximum number of records in the queue. Each one is a few arrays of a few bytes.
 
 Training does not wait for a monitor that hangs.
 """
 
 _LAST_WAIT_S = 30.0
-"""Seconds that the end of the program waits for what is still to be written."""
+"""Seconds that the program waits at its end for the queue to be written."""
 
 
 class MonitorLog:
-    """Gives events to monitors in the order of their steps, without making anybody wait.
+    """Passes events to monitors in the order of their steps, without blocking training.
 
-    A monitor that raises, because its disk is full or its server is gone, is switched off with one
-    warning in the log; the others go on. What waits when the program ends is written then.
+    If a monitor raises, for example because its disk is full or its server is gone, it is switched
+    off with one warning in the log, and the others continue. Queued events are written when the
+    program ends.
 
     Args:
-        monitors: Who takes the events.
+        monitors: The monitors that receive the events.
     """
 
     def __init__(self, monitors: Iterable[Monitor] = ()) -> None:
         self._worker = _Worker()
         for monitor in monitors:
             self.add(monitor)
-        # The thread holds the worker and not this object, so that both end with the engine.
+        # The thread references the worker and not this object, so that both end with the engine.
         weakref.finalize(self, self._worker.end).atexit = False
 
     @property
@@ -48,26 +49,34 @@ class MonitorLog:
         return not self._worker.monitors
 
     def add(self, monitor: Monitor) -> None:
-        """Give a monitor the events from now on."""
+        """Add a monitor, which receives all later events.
+
+        Args:
+            monitor: The monitor.
+        """
         self._worker.monitors.append(monitor)
 
     def put(self, record: Record) -> None:
-        """Write events as soon as they are there; returns at once."""
+        """Queue events to be written when they are computed, and return immediately.
+
+        Args:
+            record: Function that makes the events.
+        """
         if not self.is_empty:
             self._worker.put(record)
 
     def flush(self) -> None:
-        """Wait until everything that was put has been written, and flush monitors that can."""
+        """Block until all queued events have been written, and flush the monitors."""
         self._worker.waiting.join()
         self._worker.call("flush")
 
 
 class _Worker:
-    """The thread, and what it works on."""
+    """The thread and its queue."""
 
     def __init__(self) -> None:
         self.monitors: list[Monitor] = []
-        # Each record with who is to have it: one that is added later gets none of those that wait.
+        # Each record with its monitors: a monitor that is added later receives no queued records.
         self.waiting: queue.Queue[tuple[Record, Sequence[Monitor]] | None] = queue.Queue(
             _MOST_WAITING
         )
@@ -78,7 +87,7 @@ class _Worker:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, daemon=True, name="monitors")
             self._thread.start()
-            # Before JAX's own: later there are no devices to read from.
+            # Before JAX's own cleanup, after which there are no devices to read from.
             before_exit(self._end_and_wait)
         try:
             self.waiting.put_nowait((record, tuple(self.monitors)))
@@ -88,16 +97,16 @@ class _Worker:
                 log(
                     logging.WARNING,
                     "monitors must keep up with training, but %d steps wait to be written; until "
-                    "there is room, what comes is not logged",
+                    "there is room, new steps are not logged",
                     _MOST_WAITING,
                 )
 
     def end(self) -> None:
-        """Let the thread end when it has written what waits."""
+        """Let the thread end after it has written the queue."""
         if self._thread is None:
             self._close()
             return
-        with contextlib.suppress(queue.Full):  # then a monitor hangs, and nothing is to wait for it
+        with contextlib.suppress(queue.Full):  # a monitor hangs, and nothing should wait for it
             self.waiting.put_nowait(None)
 
     def _end_and_wait(self) -> None:
@@ -120,21 +129,21 @@ class _Worker:
     def _write(self, record: Record, monitors: Sequence[Monitor]) -> None:
         try:
             events = record()
-        # The step failed on the devices: who waits for its loss is told so.
+        # The step failed on the devices. The error is raised where its loss is read.
         except Exception:  # noqa: BLE001
             return
         for monitor in monitors:
             if monitor not in self.monitors:
-                continue  # it failed meanwhile
+                continue  # it has failed since
             try:
                 monitor(events)
-            # Whatever a library or a user's function raises.
+            # A library or a user's function may raise anything.
             except Exception as error:  # noqa: BLE001
                 self.monitors.remove(monitor)
                 _warn(monitor, error)
 
     def call(self, method: str) -> None:
-        """Call a method of all monitors that have it."""
+        """Call a method on all monitors that have it."""
         for monitor in tuple(self.monitors):
             found = getattr(monitor, method, None)
             try:

@@ -1,4 +1,4 @@
-"""`MLflowMonitor`: a run of MLflow."""
+"""`MLflowMonitor`: a run in MLflow."""
 
 import importlib
 import time
@@ -12,15 +12,15 @@ from ._event import Event
 
 @final
 class MLflowMonitor:
-    """Logs into the program's run of MLflow, or into its own where there is none."""
+    """Logs to the program's active MLflow run, or to a new run if there is none."""
 
     def __init__(self, section: MLflowSection) -> None:
-        # An optional library, which types need not find.
+        # An optional library, which type checkers need not find.
         mlflow: Any = importlib.import_module("mlflow")
         active = mlflow.active_run()
         self._is_own = active is None
         self._metric: Any = mlflow.entities.Metric
-        # A client holds no state of the thread, unlike the functions of the module.
+        # A client has no thread-local state, unlike the functions of the module.
         self._client: Any = mlflow.MlflowClient(section.tracking_uri if self._is_own else None)
         self._run_id: str = self._begun(section) if active is None else active.info.run_id
 
@@ -30,7 +30,7 @@ class MLflowMonitor:
         self._client.log_batch(self._run_id, metrics=metrics)
 
     def close(self) -> None:
-        """End the run, if it was begun here."""
+        """End the run, if it was started here."""
         if self._is_own:
             self._client.set_terminated(self._run_id)
 

@@ -25,22 +25,32 @@ _KINDS: dict[str, tuple[Callable[[Any], Monitor], str | None]] = {
     "mlflow": (MLflowMonitor, "mlflow"),
     "trackio": (TrackioMonitor, "trackio"),
 }
-"""By the section, which is the extra's name too: its monitor, and the library that it needs."""
+"""Maps a section, which is also the name of its extra, to its monitor and the library it needs."""
 
 MONITOR_SECTIONS = tuple(_KINDS)
-"""Sections of the configuration that say where numbers are written."""
+"""The sections of the configuration that set where metrics are written."""
 
 
 def asks_for_monitors(config: TrainConfig) -> bool:
-    """True if the configuration asks for a monitor."""
+    """True if the configuration enables a monitor.
+
+    Args:
+        config: The configuration.
+
+    Returns:
+        Whether any section is enabled.
+    """
     return any(getattr(config, section).enabled for section in _KINDS)
 
 
 def check_monitors(config: TrainConfig) -> None:
-    """Make sure that the libraries are there which the configuration asks for.
+    """Check that the libraries of the enabled monitors are installed.
+
+    Args:
+        config: The configuration.
 
     Raises:
-        ConfigError: One is not installed.
+        ConfigError: A library is not installed.
     """
     for section, (_, library) in _KINDS.items():
         if library is None or not getattr(config, section).enabled:
@@ -55,13 +65,13 @@ def check_monitors(config: TrainConfig) -> None:
 
 
 def open_monitors(config: TrainConfig) -> list[Monitor]:
-    """Begin to write what the configuration asks for.
+    """Start the monitors that the configuration enables.
 
-    A monitor that cannot begin, because there is no disk or no server, is left out with a warning
-    in the log.
+    A monitor that cannot start, for example because its disk or server is not available, is left
+    out with a warning in the log.
 
     Args:
-        config: The configuration, its libraries checked by `check_monitors`.
+        config: The configuration, already checked by `check_monitors`.
 
     Returns:
         The monitors.
@@ -76,7 +86,7 @@ def open_monitors(config: TrainConfig) -> list[Monitor]:
         except Exception as error:  # noqa: BLE001  # whatever these libraries raise
             log(
                 logging.WARNING,
-                "%s could not begin and is switched off, training goes on: %s: %s",
+                "%s could not start and is switched off, training goes on: %s: %s",
                 name,
                 type(error).__name__,
                 error,

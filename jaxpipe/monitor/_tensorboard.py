@@ -11,7 +11,7 @@ from ._folder import RunFolder
 
 @final
 class TensorBoardMonitor:
-    """Writes event files by TensorBoard's own writer; needs neither TensorFlow nor PyTorch."""
+    """Writes event files with TensorBoard's own writer, without TensorFlow or PyTorch."""
 
     def __init__(self, section: TensorBoardSection) -> None:
         from tensorboard.summary import Writer
@@ -22,13 +22,13 @@ class TensorBoardMonitor:
     def __call__(self, events: Sequence[Event]) -> None:
         for event in events:
             self._writer.add_scalar(event.name, event.value, event.samples)
-        # Its own thread writes once in two minutes; an error of that thread is raised by the next
-        # call here.
+        # The writer's own thread writes only every two minutes. The next call here raises its
+        # errors.
         self._writer.flush()
         self._folder.upload_in_time()
 
     def flush(self) -> None:
-        """Upload what a store has not yet."""
+        """Upload changed files, if the folder is on a store."""
         self._folder.upload()
 
     def close(self) -> None:

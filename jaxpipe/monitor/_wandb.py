@@ -1,4 +1,4 @@
-"""`WandbMonitor`: a run of Weights & Biases."""
+"""`WandbMonitor`: a run in Weights & Biases."""
 
 from collections.abc import Sequence
 from typing import Any, final
@@ -10,7 +10,7 @@ from ._event import Event
 
 @final
 class WandbMonitor:
-    """Logs into the program's run of Weights & Biases, or into its own where there is none."""
+    """Logs to the program's active Weights & Biases run, or to a new run if there is none."""
 
     def __init__(self, section: WandbSection) -> None:
         import wandb
@@ -24,6 +24,6 @@ class WandbMonitor:
         self._run.log({event.name: event.value for event in events}, step=events[0].samples)
 
     def close(self) -> None:
-        """End the run, if it was begun here."""
+        """End the run, if it was started here."""
         if self._is_own:
             self._run.finish()

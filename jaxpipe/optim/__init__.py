@@ -1,4 +1,4 @@
-"""Optimisers and learning-rate schedules by name, their state, and the loss scale of float16."""
+"""Optimisers and learning-rate schedules by name, their state, and the float16 loss scale."""
 
 from ._average import AverageState as AverageState
 from ._average import average_of as average_of

@@ -31,7 +31,7 @@ def scale_by_total_squares(
 ) -> optax.GradientTransformation:
     """Adagrad's direction, `g / (sqrt(sum of g * g) + eps) / (1 + count * lr_decay)`.
 
-    The sum starts from `initial`; `count` is the updates before this one.
+    The sum starts from `initial`; `count` is the number of updates before this one.
     """
 
     def init(params: PyTree) -> SquaresState:
@@ -44,7 +44,7 @@ def scale_by_total_squares(
         total = jax.tree.map(
             lambda g, s: (s + g * jnp.conj(g)).astype(s.dtype), updates, state.total
         )
-        # With the updates before this one, as in PyTorch: the first is not shrunk.
+        # Counts only the updates before this one, as in PyTorch: the first is not shrunk.
         shrink = 1 + state.step.astype(jnp.float32) * lr_decay
         direction = jax.tree.map(lambda g, s: g / (jnp.sqrt(s) + eps) / shrink, updates, total)
         return direction, SquaresState(jnp.asarray(optax.safe_increment(state.step)), total)
@@ -72,7 +72,7 @@ def _build(values: Mapping[str, Any]) -> tuple[Factory, Hyperparams]:
     def factory(learning_rate: Any, weight_decay: Any) -> optax.GradientTransformation:
         return optax.chain(
             *maximized(values["maximize"]),
-            # Before the sums, which take it in with the gradient, as in PyTorch.
+            # Before the sums, so that they include the decay with the gradient, as in PyTorch.
             optax.add_decayed_weights(weight_decay),
             scale_by_total_squares(
                 values["initial_accumulator_value"], values["eps"], values["lr_decay"]

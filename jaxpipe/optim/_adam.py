@@ -22,7 +22,7 @@ class MomentsState(NamedTuple):
         step: Updates so far, int32.
         mu: Average gradient.
         nu: Average squared gradient.
-        nu_max: The largest `nu` so far if AMSGrad, else an empty tuple.
+        nu_max: The largest `nu` so far with AMSGrad, otherwise an empty tuple.
     """
 
     step: jax.Array
@@ -42,9 +42,9 @@ def scale_by_moments(
 ) -> optax.GradientTransformation:
     """Adam's direction, `mu / (sqrt(nu) + eps)`, in the variants of DeepSpeed and PyTorch.
 
-    `bias_correction` divides both averages by the weight of the gradients seen. With `amsgrad`,
-    `nu` is the largest seen, taken before the correction as PyTorch does. `eps_inside_sqrt` adds
-    `eps` below the root.
+    `bias_correction` divides both averages by the total weight of the gradients so far. With
+    `amsgrad`, `nu` is the largest value so far, before the correction, as in PyTorch.
+    `eps_inside_sqrt` adds `eps` inside the square root.
     """
 
     def init(params: PyTree) -> MomentsState:
@@ -58,10 +58,10 @@ def scale_by_moments(
     ) -> tuple[PyTree, MomentsState]:
         del params
         count = jnp.asarray(optax.safe_increment(state.step))
-        # Cast back: a decay rate that lies in the state is a float32 array, and would widen moments
-        # of bfloat16.
+        # Cast back: a decay rate in the state is a float32 array, which would widen bfloat16
+        # moments.
         mu = jax.tree.map(lambda g, m: (b1 * m + (1 - b1) * g).astype(m.dtype), updates, state.mu)
-        # The conjugate, so that a complex gradient is squared to its magnitude.
+        # Use the conjugate, so that a complex gradient is squared to its magnitude.
         nu = jax.tree.map(
             lambda g, v: (b2 * v + (1 - b2) * g * jnp.conj(g)).astype(v.dtype), updates, state.nu
         )
@@ -85,19 +85,19 @@ def scale_by_moments(
 def average_weight(decay: Any, count: jax.Array) -> jax.Array:
     """Sum of the weights of an exponential average, `1 - decay**count`, for a count of at least 1.
 
-    A float32 scalar, to its precision also where `decay` is close to 1.
+    The result is a float32 scalar, accurate to float32 precision even if `decay` is close to 1.
     """
     # `1 - decay**count` would round the power to float32 first, and then cancel most of its digits.
     return -jnp.expm1(count.astype(jnp.float32) * jnp.log1p(jnp.asarray(decay, jnp.float32) - 1))
 
 
 def maximized(maximize: bool) -> list[optax.GradientTransformation]:
-    """First part of a chain, which negates gradients for PyTorch's `maximize`; empty without it."""
+    """First part of a chain: negates gradients for PyTorch's `maximize`, otherwise empty."""
     return [optax.scale(-1.0)] if maximize else []
 
 
 def adam_recipe(*, decoupled: bool) -> Recipe:
-    """Recipe of `Adam` or `AdamW`; `decoupled`: the weight decay can only be AdamW's."""
+    """The recipe of `Adam`, or of `AdamW` if `decoupled`: only AdamW's weight decay is allowed."""
     return Recipe(
         params={
             "lr": (0.001, number(0.0)),
@@ -130,8 +130,8 @@ def _build_adamw(values: Mapping[str, Any]) -> tuple[Factory, Hyperparams]:
 def _build_adam(values: Mapping[str, Any]) -> tuple[Factory, Hyperparams]:
     decay = values["weight_decay"]
     if decay is None:
-        # `torch_adam` is PyTorch's own AdamW, which decays by 0.01 unless told otherwise;
-        # DeepSpeed's kernels do not.
+        # `torch_adam` is PyTorch's own AdamW, which decays by 0.01 by default. DeepSpeed's kernels
+        # do not.
         decay = 0.01 if values["torch_adam"] and values["adam_w_mode"] else 0.0
 
     def factory(
@@ -145,8 +145,8 @@ def _build_adam(values: Mapping[str, Any]) -> tuple[Factory, Hyperparams]:
             amsgrad=values["amsgrad"],
         )
         decayed = optax.add_decayed_weights(weight_decay)
-        # AdamW decays the parameter beside Adam's direction; Adam's decay is part of the gradient
-        # that the moments average.
+        # AdamW adds the decay to Adam's direction. In Adam, the decay is part of the gradient that
+        # the moments average.
         parts = [direction, decayed] if values["adam_w_mode"] else [decayed, direction]
         return optax.chain(
             *maximized(values["maximize"]), *parts, optax.scale_by_learning_rate(learning_rate)

@@ -10,13 +10,13 @@ from jaxpipe._typing import PyTree
 
 
 class AverageState(NamedTuple):
-    """An optimiser's state beside an average of the parameters.
+    """An optimiser's state with an average of the parameters.
 
     Attributes:
         ema_updates: Updates so far.
         params_ema: The average, a tree like the parameters.
-        averaged_optimizer: The optimiser's own state. In the paths of leaves its name is left out,
-            so that a checkpoint names them alike with and without an average.
+        averaged_optimizer: The optimiser's own state. Paths of leaves leave out this name, so that
+            leaves have the same names in a checkpoint with and without an average.
     """
 
     ema_updates: jax.Array
@@ -30,12 +30,12 @@ AVERAGED = AverageState._fields[-1]
 def with_average(
     optimizer: optax.GradientTransformation, decay: float, *, warms_up: bool
 ) -> optax.GradientTransformation:
-    """The optimiser, which keeps an average of the parameters after each of its updates.
+    """The optimiser, extended to average the parameters after each of its updates.
 
-    `average = d * average + (1 - d) * parameters`, from the first parameters on, in float32 or
-    wider: bfloat16 would round its steps away.
-    `d` is the decay; with `warms_up` it is at most `(1 + t) / (10 + t)` in update `t`, counted from
-    1, so that the first parameters are soon forgotten.
+    `average = d * average + (1 - d) * parameters`, starting from the initial parameters. The
+    average is in float32 or wider, because bfloat16 would round its steps away. `d` is the decay.
+    With `warms_up` it is at most `(1 + t) / (10 + t)` in update `t`, counted from 1, so that the
+    initial parameters are forgotten quickly.
 
     Reference:
         Polyak and Juditsky (1992); the warm-up as in `tf.train.ExponentialMovingAverage`.
@@ -55,7 +55,7 @@ def with_average(
             kept = jnp.minimum(kept, ((1 + count) / (10 + count)).astype(kept.dtype))
 
         def average(before: jax.Array, now: jax.Array) -> jax.Array:
-            # In the form of a step towards the parameters: exact where they do not change.
+            # Written as a step towards the parameters: exact if they do not change.
             share = (1 - kept).astype(before.real.dtype)
             return before + share * (now.astype(before.dtype) - before)
 
@@ -67,14 +67,14 @@ def with_average(
 
 
 def restart_average(params: PyTree, state: AverageState) -> AverageState:
-    """The state of an optimiser of `with_average`, whose average begins anew at parameters."""
+    """The state of an optimiser of `with_average`, with the average restarted from `params`."""
     return state._replace(
         ema_updates=jnp.zeros_like(state.ema_updates), params_ema=jax.tree.map(_wide, params)
     )
 
 
 def average_of(params: PyTree, state: PyTree) -> PyTree:
-    """The average in the state of an optimiser of `with_average`, for these parameters."""
+    """The average in the state of an optimiser of `with_average`, in the dtypes of `params`."""
     return jax.tree.map(lambda x, average: average.astype(x.dtype), params, state.params_ema)
 
 

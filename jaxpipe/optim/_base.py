@@ -18,16 +18,16 @@ SECTION = "scheduler.params"
 
 @dataclass(frozen=True)
 class LRSchedule(ABC):
-    """A learning rate as a function of the number of updates applied before.
+    """A learning rate as a function of the number of updates so far.
 
-    A subclass is a frozen dataclass whose fields are the parameters of DeepSpeed's schedule of that
-    name, and an optax schedule: call it with a count, traced or not, and it gives the rate of the
-    next update.
+    A subclass is a frozen dataclass whose fields are the parameters of DeepSpeed's schedule of the
+    same name. It is also an optax schedule: called with a count, traced or not, it returns the rate
+    of the next update.
 
-    DeepSpeed sets the start rate when it makes a schedule and steps the schedule after each update,
-    so an update has the rate of iteration `last_batch_iteration + count`, where
-    `last_batch_iteration` is -1 unless the run goes on where another stopped. Iteration -1 has the
-    start rate; iteration 0 of a warm-up has it once more.
+    DeepSpeed sets the start rate when it makes a schedule and steps the schedule after each update.
+    An update therefore has the rate of iteration `last_batch_iteration + count`, where
+    `last_batch_iteration` is -1 unless the run continues another one. Iteration -1 has the start
+    rate, and so does iteration 0 of a warm-up.
 
     Raises:
         ConfigError: A parameter is of the wrong type or out of range.
@@ -43,7 +43,7 @@ class LRSchedule(ABC):
         """The learning rate.
 
         Args:
-            count: Updates applied before, 0 for the first update.
+            count: Number of updates so far, 0 for the first update.
 
         Returns:
             A float32 scalar.
@@ -55,18 +55,18 @@ class LRSchedule(ABC):
 
         Args:
             params: The parameters.
-            extra: Fields that are no JSON parameters.
+            extra: Fields that are not JSON parameters.
 
         Returns:
             The schedule.
 
         Raises:
-            ConfigError: Parameters are unknown, missing, of the wrong type or out of range; all of
-                them.
+            ConfigError: Parameters are unknown, missing, of the wrong type or out of range. The
+                message lists all of them.
         """
         known = {item.name: item for item in fields(cls) if not item.metadata["hidden"]}
-        # Read here and once more in the constructor, which stops at the first error: this names all
-        # of them.
+        # The constructor reads the parameters again but stops at the first error. Reading them here
+        # reports all errors.
         errors = Collector()
         values = dict(extra)
         for name, value in params.items():
@@ -86,7 +86,7 @@ class LRSchedule(ABC):
 
 
 def param(default: Any, reader: Reader, *, hidden: bool = False) -> Any:
-    """Declare a parameter of a schedule; one that is `hidden` is not in the configuration.
+    """Declare a parameter of a schedule; a `hidden` one is not part of the configuration.
 
     `reader` checks and converts its value.
     """
@@ -104,6 +104,6 @@ def required(reader: Reader) -> Any:
 def iteration_of(count: ArrayLike, last_batch_iteration: int) -> jax.Array:
     """DeepSpeed's `last_batch_iteration` during an update, an int32 scalar.
 
-    `count` is the updates applied before, `last_batch_iteration` its value before the first.
+    `count` is the number of updates so far, and `last_batch_iteration` the value before the first.
     """
     return jnp.asarray(count, jnp.int32) + last_batch_iteration

@@ -1,7 +1,4 @@
-"""Readers for schedules and optimisers beside those of the configuration.
-
-Also the errors for unknown names.
-"""
+"""Readers for the parameters of schedules and optimisers, and errors for unknown names."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -11,7 +8,7 @@ from jaxpipe.errors import ConfigError, nearest, shown
 
 
 def unknown_name(path: str, name: object, known: Iterable[str]) -> ConfigError:
-    """Error for a name that is not known; it lists the known ones and proposes the nearest.
+    """Error for an unknown name; it lists the known names and suggests the nearest.
 
     `path` is the JSON path of the name.
     """
@@ -27,7 +24,8 @@ def unknown_name(path: str, name: object, known: Iterable[str]) -> ConfigError:
 def unknown_param(section: str, name: object, known: Iterable[str]) -> ConfigError:
     """Error for a parameter that an optimiser or schedule does not have.
 
-    It proposes the nearest, or lists the known ones. `section` is the JSON path of the parameters.
+    It suggests the nearest name, or lists the known ones. `section` is the JSON path of the
+    parameters.
     """
     names = list(known)
     if not isinstance(name, str):
@@ -47,7 +45,7 @@ def unknown_param(section: str, name: object, known: Iterable[str]) -> ConfigErr
 
 
 def missing_param(section: str, param: str, name: str) -> ConfigError:
-    """Error for a parameter without default that is not given.
+    """Error for a missing parameter that has no default.
 
     `section` is the JSON path of the parameters; `name` is the optimiser or schedule.
     """
@@ -57,7 +55,7 @@ def missing_param(section: str, param: str, name: str) -> ConfigError:
 
 
 def integer(minimum: int) -> Reader:
-    """A reader of counts of at least `minimum`, which programs hold as int32."""
+    """A reader of counts of at least `minimum`, which programs store as int32."""
     return integer_of_at_least(minimum, below=2**31, whole_floats=True)
 
 

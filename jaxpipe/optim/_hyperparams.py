@@ -1,4 +1,4 @@
-"""Reading and setting what `optax.inject_hyperparams` keeps in an optimiser's state."""
+"""Reading and setting hyperparameters that `optax.inject_hyperparams` keeps in the state."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -19,19 +19,19 @@ from jaxpipe.errors import ConfigError, shown
 from ._check import unknown_name
 
 _LARGEST = float(np.finfo(np.float32).max)
-"""Hyperparameters lie in float32; what is larger would become infinite there."""
+"""Hyperparameters are stored in float32, in which larger values would become infinite."""
 
 
 def read_hyperparams(opt_state: PyTree) -> dict[str, Any] | None:
     """The hyperparameters in an optimiser's state.
 
-    Those of the last update, or what they were set to since.
+    They are those of the last update, or the values set since then.
 
     A state may have leading dims, such as one row per stage, and may occur several times, such as
-    once per group of parameters; all copies are taken to be equal, and the first is read.
+    once per group of parameters. All copies are assumed to be equal, and the first is read.
 
     Args:
-        opt_state: The state, anywhere in it states of `optax.inject_hyperparams`.
+        opt_state: The state, with states of `optax.inject_hyperparams` anywhere in it.
 
     Returns:
         Name to value, scalars as Python numbers; None if there is no such state.
@@ -52,12 +52,12 @@ def read_hyperparams(opt_state: PyTree) -> dict[str, Any] | None:
 def next_hyperparams(
     opt_state: PyTree, schedules: Mapping[str, optax.Schedule]
 ) -> dict[str, Any] | None:
-    """The hyperparameters of the next update, as DeepSpeed's `get_lr()` and `get_mom()` give them.
+    """The hyperparameters of the next update, as in DeepSpeed's `get_lr()` and `get_mom()`.
 
     Args:
         opt_state: The state.
-        schedules: The schedules of those that follow one, as `hyperparam_schedules` gives them. One
-            that is not here has the value of the last update.
+        schedules: The schedules of the hyperparameters that follow one, as `hyperparam_schedules`
+            returns them. Any other hyperparameter keeps the value of the last update.
 
     Returns:
         Name to value, scalars as Python numbers; None if the state keeps no hyperparameters.
@@ -81,19 +81,19 @@ def next_hyperparams(
 
 
 def set_hyperparams(opt_state: PyTree, **values: float) -> PyTree:
-    """Set hyperparameters for all updates from now on.
+    """Set hyperparameters for all following updates.
 
     Args:
         opt_state: The state.
         values: Name to number, for instance `learning_rate=1e-4`.
 
     Returns:
-        The state with the numbers in all copies, in the shapes, dtypes and shardings that they had.
+        The state with the numbers in all copies. Shapes, dtypes and shardings do not change.
 
     Raises:
-        ConfigError: The state keeps no hyperparameters, or none of that name, or one that follows a
-            schedule; or a value is not a finite number, or out of the range that the configuration
-            would accept.
+        ConfigError: The state keeps no hyperparameters, has none of that name, or has one that
+            follows a schedule. Also if a value is not a finite number, or is outside the range that
+            the configuration accepts.
 
     Example:
         >>> optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
@@ -130,12 +130,12 @@ def set_hyperparams(opt_state: PyTree, **values: float) -> PyTree:
 
 
 def replace_hyperparams(opt_state: PyTree, values: Mapping[str, Any]) -> PyTree:
-    """The state with other values, which nothing checks: they may be traced."""
+    """The state with other values, which are not checked and may be traced."""
     return _replace_states(opt_state, lambda state: _with_values(state, values))
 
 
 def _real(value: Any) -> float:
-    """A scalar as a float; NaN where it is none."""
+    """A scalar as a float; NaN if the value is not a scalar."""
     if (
         isinstance(value, np.ndarray | jax.Array)
         and not np.ndim(value)
@@ -151,7 +151,7 @@ def _real(value: Any) -> float:
 
 
 def _reader(name: str) -> Reader:
-    """Reader of the configuration for a hyperparameter of this name."""
+    """The configuration's reader for a hyperparameter of this name."""
     if name in ("b1", "b2"):
         return number(0.0, below=1.0)
     return number(
@@ -160,12 +160,12 @@ def _reader(name: str) -> Reader:
 
 
 def _is_state(node: Any) -> bool:
-    """True if a node has what `optax.inject_hyperparams` documents of its states."""
+    """True if a node has the fields that `optax.inject_hyperparams` documents for its states."""
     return isinstance(getattr(node, "hyperparams", None), Mapping) and hasattr(node, "count")
 
 
 def _states(tree: PyTree) -> Iterator[Any]:
-    """All states that keep hyperparameters, the outer before the inner."""
+    """All states that keep hyperparameters, outer ones before inner ones."""
     for node in jax.tree.leaves(tree, is_leaf=_is_state):
         if _is_state(node):
             yield node
@@ -202,26 +202,26 @@ def _copy(state: Any, **changes: Any) -> Any:
 
 
 def _filled(old: Any, value: Any) -> Any:
-    """A number in the shape, dtype and sharding of an array."""
+    """A number broadcast to the shape, dtype and sharding of an array."""
     # A traced value has no sharding yet.
     if isinstance(old, Tracer):
         return jnp.full(jnp.shape(old), value, jnp.result_type(old))
     filled = np.full(np.shape(old), value, jnp.result_type(old))
-    # With the old one's sharding: an array on one device is no row of a mesh that several processes
-    # share.
+    # Use the old value's sharding: an array on one device cannot be a row of a mesh that several
+    # processes share.
     return jax.device_put(filled, old.sharding) if isinstance(old, jax.Array) else filled
 
 
 def _first(value: Any, num_leading: int) -> Any:
-    """The first of the rows of an array, from this process's devices."""
+    """The first row of an array on this process's devices."""
     if isinstance(value, jax.Array) and not isinstance(value, Tracer):
-        # Rows of other processes cannot be read here, and need not be: all are equal.
+        # Rows of other processes cannot be read here. This is not needed, because all are equal.
         value = value.addressable_shards[0].data
     return _plain(value[(0,) * num_leading] if num_leading else value)
 
 
 def _plain(value: Any) -> Any:
-    """A scalar as a Python number, where it has a value."""
+    """A scalar as a Python number, if it has a value."""
     if isinstance(value, Tracer) or jnp.ndim(value):
         return value
     return np.asarray(value).item()

@@ -17,21 +17,21 @@ from ._recipe import SECTION, Factory, Hyperparams, Recipe, clipping_refused
 
 
 def scale_by_lamb_coefficient(min_coeff: float, max_coeff: float) -> optax.GradientTransformation:
-    """Scale each update by the norm of its parameter over its own norm, within limits.
+    """Scale each update by the norm of its parameter divided by its own norm, within limits.
 
-    Where one of the norms is 0, the scale is 1 whatever the limits are. `update` must be given the
+    If one of the norms is 0, the scale is 1, whatever the limits are. `update` needs the
     parameters.
     """
 
     def scaled(update: jax.Array, param: jax.Array) -> jax.Array:
-        # In float32 whatever the dtype of the leaf: a bfloat16 sum stops growing after some hundred
+        # In float32 for any dtype of the leaf: a bfloat16 sum stops growing after a few hundred
         # equal squares.
         norms = [
             jnp.sqrt(jnp.sum(jnp.square(jnp.abs(x).astype(jnp.float32)))) for x in (param, update)
         ]
         usable = (norms[0] != 0) & (norms[1] != 0)
-        # The divisor is replaced, not only the quotient: `jnp.where` computes both sides, and
-        # jax_debug_nans stops at 0 / 0.
+        # Replace the divisor and not only the quotient: `jnp.where` computes both sides, and
+        # jax_debug_nans fails at 0 / 0.
         ratio = norms[0] / jnp.where(usable, norms[1], 1)
         return update * jnp.where(usable, jnp.clip(ratio, min_coeff, max_coeff), 1).astype(
             update.dtype
@@ -47,7 +47,7 @@ def lamb_recipe() -> Recipe:
     """The recipe of `Lamb`.
 
     The bias correction is applied to the two averages, as in the paper and in DeepSpeed's later
-    releases; DeepSpeed up to 0.19.8 multiplied the step by it after the norms had been taken.
+    releases; DeepSpeed up to 0.19.8 multiplied the step by it after computing the norms.
     """
     return Recipe(
         params={
@@ -84,7 +84,7 @@ def _build(values: Mapping[str, Any]) -> tuple[Factory, Hyperparams]:
                 bias_correction=values["bias_correction"],
                 eps_inside_sqrt=values["eps_inside_sqrt"],
             ),
-            # Before the coefficient, whose norm is that of the whole step, decay included.
+            # Before the coefficient, so that its norm covers the whole step, including the decay.
             optax.add_decayed_weights(weight_decay),
             scale_by_lamb_coefficient(low, high),
             optax.scale_by_learning_rate(learning_rate),

@@ -14,8 +14,8 @@ from ._recipe import Factory, Hyperparams, Recipe, clipping_refused
 def lion_recipe() -> Recipe:
     """The recipe of `Lion`.
 
-    Where the interpolated gradient is exactly 0 a parameter stays, as in the paper; DeepSpeed's
-    kernel adds the learning rate to it.
+    If the interpolated gradient is exactly 0, a parameter does not change, as in the paper.
+    DeepSpeed's kernel adds the learning rate to it.
     """
     return Recipe(
         params={

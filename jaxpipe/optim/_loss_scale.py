@@ -22,9 +22,10 @@ class LossScaleState:
 
     Attributes:
         scale: The loss is multiplied by this, and gradients are divided by it. float32.
-        iteration: Updates tried so far, skipped ones among them. int32.
+        iteration: Updates tried so far, including skipped ones. int32.
         last_overflow: The iteration of the last overflow, -1 before the first. int32.
-        hysteresis: Overflows from here on, this one among them, until the scale is lowered. int32.
+        hysteresis: The number of overflows until the scale is lowered, including the one that
+            lowers it. int32.
         exhausted: Whether a gradient overflowed at the smallest scale. bool.
     """
 
@@ -37,26 +38,27 @@ class LossScaleState:
 
 @dataclass(frozen=True)
 class LossScaler:
-    """Rule by which the loss scale moves from update to update.
+    """The rule that changes the loss scale from update to update.
 
-    A dynamic scale is halved by an overflow and doubled after every `window` updates without one.
-    The first overflows only use up the hysteresis: with `hysteresis=2` it is the second that halves
+    An overflow halves a dynamic scale, and every `window` updates without an overflow double it.
+    The first overflows only use up the hysteresis: with `hysteresis=2` the second overflow halves
     the scale. The hysteresis is restored when the scale grows, or with `consecutive_hysteresis` by
-    every update without an overflow. Update by update this is DeepSpeed's scaler under ZeRO, which
-    its scaler without ZeRO differs from by ignoring the hysteresis.
+    every update without an overflow. The scale of every update equals that of DeepSpeed's scaler
+    under ZeRO. DeepSpeed's scaler without ZeRO ignores the hysteresis.
 
-    An overflow at the smallest scale, which stops DeepSpeed with an exception, sets the state's
-    `exhausted` for good, and the scale stays: compiled code cannot raise, so whoever runs it must
-    look at `exhausted`.
+    DeepSpeed raises an exception if an overflow occurs at the smallest scale. Compiled code cannot
+    raise, so this class keeps the scale and sets the state's `exhausted` permanently. The caller
+    must check `exhausted`.
 
     Args:
         initial_scale: The scale to start from; a static scaler keeps it.
-        dynamic: Whether it moves.
-        window: Updates without an overflow that double it.
-        hysteresis: Overflows that halve it.
-        consecutive_hysteresis: Whether these must follow each other without a good update between.
+        dynamic: Whether the scale changes.
+        window: Number of updates without an overflow after which the scale doubles.
+        hysteresis: Number of overflows after which the scale halves.
+        consecutive_hysteresis: Whether these overflows must be consecutive, without a good update
+            in between.
         min_scale: The smallest scale.
-        enabled: False: there is nothing to scale, and `update` does nothing.
+        enabled: If False, there is nothing to scale, and `update` does nothing.
 
     Raises:
         ConfigError: A value is of the wrong type or out of range.
@@ -101,7 +103,7 @@ class LossScaler:
 
     @classmethod
     def none(cls) -> Self:
-        """The scaler of float32 and bfloat16, which leaves the loss alone.
+        """The scaler for float32 and bfloat16, which does not scale the loss.
 
         Returns:
             The scaler.
@@ -113,12 +115,12 @@ class LossScaler:
         """The scaler that the configuration's `fp16` describes.
 
         Args:
-            fp16: Anything with the attributes `enabled`, `loss_scale` (0: dynamic),
+            fp16: Any object with the attributes `enabled`, `loss_scale` (0 means dynamic),
                 `initial_scale_power`, `loss_scale_window`, `hysteresis`, `consecutive_hysteresis`
                 and `min_loss_scale`.
 
         Returns:
-            The scaler; `none()` where `enabled` is false.
+            The scaler; `none()` if `enabled` is false.
 
         Raises:
             ConfigError: A value is of the wrong type or out of range.
@@ -145,13 +147,13 @@ class LossScaler:
         """The scaler of a configuration.
 
         Args:
-            config: Its sections `fp16` and `bf16`.
+            config: The configuration, of which the sections `fp16` and `bf16` are used.
 
         Returns:
-            The scaler; None where updates are not looked at for overflows either.
+            The scaler; None if updates are not even checked for overflows.
 
         Raises:
-            ConfigError: The loss scale cannot start where it is to.
+            ConfigError: The initial loss scale is not valid.
         """
         if config.fp16.enabled:
             return cls.from_section(config.fp16)
@@ -175,7 +177,7 @@ class LossScaler:
         """The state after an update.
 
         Args:
-            state: The state before it.
+            state: The state before the update.
             overflow: Whether a gradient was not finite, so that the update was skipped. bool
                 scalar.
 
@@ -202,15 +204,15 @@ class LossScaler:
         # Compared before it is lowered: reaching the smallest scale is allowed, overflowing there
         # is not.
         stuck = lower & (state.scale == self.min_scale)
-        # DeepSpeed's count, which leaves the present update out: the scale first grows at update
+        # DeepSpeed's count, which excludes the current update: the scale first grows at update
         # `window + 1`.
         good = state.iteration - state.last_overflow - 1
         higher = ~overflow & (good > 0) & (good % self.window == 0)
         restored = ~overflow if self.consecutive_hysteresis else higher
         lowered = jnp.maximum(state.scale / _FACTOR, self.min_scale)
         scale = jnp.where(lower, lowered, jnp.where(higher, state.scale * _FACTOR, state.scale))
-        # Once it is down to 1 it stays there: until it is restored, every further overflow lowers
-        # the scale.
+        # Once the hysteresis is 1, it does not change until it is restored: every further overflow
+        # lowers the scale.
         left = jnp.where(overflow & ~spent, state.hysteresis - 1, state.hysteresis)
         return LossScaleState(
             scale=scale,

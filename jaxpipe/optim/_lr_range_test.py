@@ -1,4 +1,4 @@
-"""Rise without end, to find the largest rate that trains."""
+"""A rate that rises without limit, to find the largest rate that trains."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from ._check import integer
 
 @dataclass(frozen=True)
 class LRRangeTest(LRSchedule):
-    """Rise without end, in a line or in stairs, to find the largest rate that still trains.
+    """Rise without limit, linearly or in steps, to find the largest rate that still trains.
 
     At iteration `i` the rate is `min_lr * (1 + step_rate * (i + 1) / step_size)`, with the quotient
     rounded down if `lr_range_test_staircase`.

@@ -1,4 +1,4 @@
-"""Muon with DeepSpeed's parameters: matrices are orthogonalised, all else is Adam's."""
+"""Muon with DeepSpeed's parameters: it orthogonalises matrices and uses Adam for the rest."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -14,8 +14,8 @@ from ._adam import scale_by_moments
 from ._check import betas, one_of
 from ._recipe import Factory, Hyperparams, Recipe, clipping_refused
 
-# Of the quintic iteration, chosen for its slope at 0: small singular values grow fast, and none
-# settles at 1 exactly.
+# Coefficients of the quintic iteration, chosen for its slope at 0: small singular values grow fast,
+# and none converges to exactly 1.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _NUM_ITERATIONS = 5
 _NORM_EPS = 1e-7
@@ -34,8 +34,8 @@ class MuonState(NamedTuple):
 def scale_by_orthogonal_momentum(momentum: Any) -> optax.GradientTransformation:
     """The nearest orthogonal matrix to a matrix's average gradient, scaled for its shape.
 
-    The average is `m = momentum * m + (1 - momentum) * g`; orthogonalised is `momentum * m + (1 -
-    momentum) * g`, by five Newton-Schulz iterations in the gradient's dtype. The scale is
+    The average is `m = momentum * m + (1 - momentum) * g`. Five Newton-Schulz iterations in the
+    gradient's dtype orthogonalise `momentum * m + (1 - momentum) * g`. The scale is
     `sqrt(max(1, outputs / inputs))`, for matrices of shape `[inputs, outputs]`.
     """
 
@@ -51,7 +51,7 @@ def scale_by_orthogonal_momentum(momentum: Any) -> optax.GradientTransformation:
             return (momentum * before + (1 - momentum) * gradient).astype(before.dtype)
 
         means = jax.tree.map(average, updates, state.momentum)
-        # Nesterov's look ahead: the gradient goes into the average once more, and only the first
+        # Nesterov's look-ahead: the gradient is averaged in a second time, and only the first
         # average is stored.
         ahead = jax.tree.map(average, updates, means)
         return jax.tree.map(_scaled_orthogonal, ahead), MuonState(means)
@@ -61,23 +61,22 @@ def scale_by_orthogonal_momentum(momentum: Any) -> optax.GradientTransformation:
 
 def _scaled_orthogonal(matrix: jax.Array) -> jax.Array:
     inputs, outputs = matrix.shape
-    # With more outputs than inputs the columns of an orthogonal matrix are shorter than 1; the
-    # scale makes up for that.
+    # With more outputs than inputs, the columns of an orthogonal matrix are shorter than 1. The
+    # scale compensates for that.
     return orthogonalize(matrix) * max(1.0, outputs / inputs) ** 0.5
 
 
 def orthogonalize(matrix: jax.Array) -> jax.Array:
     """Bring all singular values of a matrix close to 1, by Newton-Schulz iterations.
 
-    The singular vectors stay; the singular values are about 0.7 to 1.2.
+    The singular vectors do not change. The resulting singular values are about 0.7 to 1.2.
     """
     a, b, c = _COEFFICIENTS
-    # The short side is multiplied out: `x @ x.T` and the products with it are then the smaller
-    # ones.
+    # Contract over the long side: `x @ x.T` and the products with it are then smaller.
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix
-    # The Frobenius norm is no smaller than the largest singular value, and the iteration needs them
-    # all within 1.
+    # The Frobenius norm is at least the largest singular value, and the iteration needs all
+    # singular values to be at most 1.
     x = x / (jnp.sqrt(jnp.sum(x * x)) + _NORM_EPS)
     for _ in range(_NUM_ITERATIONS):
         square = x @ x.T
@@ -88,13 +87,14 @@ def orthogonalize(matrix: jax.Array) -> jax.Array:
 def muon_labels(params: PyTree) -> PyTree:
     """`"muon"` for parameters that are orthogonalised, `"adam"` for the others.
 
-    Orthogonalised are matrices, except embeddings, output heads and biases by their names.
+    Matrices are orthogonalised, except embeddings, output heads and biases, which are recognised by
+    name.
     """
 
     def label(path: tuple[Any, ...], leaf: Any) -> str:
         name = jax.tree_util.keystr(path, simple=True, separator="/").lower()
-        # By path and number of dims alone: a device that holds a part of the tree gives each leaf
-        # the label of the whole.
+        # Only the path and the number of dims decide, so a device that holds part of the tree gives
+        # each leaf the same label as in the whole tree.
         is_for_adam = "embed" in name or "lm_head" in name or name.rpartition("/")[2] == "bias"
         return "muon" if jnp.ndim(leaf) == 2 and not is_for_adam else "adam"
 
@@ -104,10 +104,10 @@ def muon_labels(params: PyTree) -> PyTree:
 def muon_recipe() -> Recipe:
     """The recipe of `Muon`.
 
-    Orthogonalised are parameters of two dims that have neither `embed` nor `lm_head` in their path
-    and are not called `bias`. DeepSpeed also takes parameters of more dims, which in Flax can be
-    read as matrices in several ways: those are Adam's. Both `ns_method`s are the same iteration,
-    which DeepSpeed runs in half precision and we do not.
+    It orthogonalises parameters with two dims that have neither `embed` nor `lm_head` in their path
+    and are not called `bias`. DeepSpeed also orthogonalises parameters with more dims. In Flax
+    these can be read as matrices in several ways, so Adam updates them. Both values of `ns_method`
+    are the same iteration, which DeepSpeed runs in half precision and we do not.
     """
     heads = ("the heads in a matrix are not known", "Remove the key")
     return Recipe(
@@ -129,7 +129,7 @@ def muon_recipe() -> Recipe:
 
 
 def muon_rates(values: Mapping[str, Any]) -> tuple[float, float]:
-    """Learning rates of matrices and of all else."""
+    """Learning rates of matrices and of all other parameters."""
     pairs = (("muon_lr", 0.02), ("adam_lr", 3e-4))
     rates = [
         next(r for r in (values[name], values["lr"], default) if r is not None)

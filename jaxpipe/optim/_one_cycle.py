@@ -1,4 +1,4 @@
-"""Rise and fall once, the momentum the other way round."""
+"""A rate that rises and falls once, while the momentum does the opposite."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -15,35 +15,35 @@ from ._check import integer
 
 @dataclass(frozen=True)
 class OneCycle(LRSchedule):
-    """Rise from `cycle_min_lr` to `cycle_max_lr` and back in two lines, then decay.
+    """Rise linearly from `cycle_min_lr` to `cycle_max_lr`, fall back linearly, then decay.
 
-    The momentum goes the other way.
+    The momentum moves in the opposite direction.
 
-    With `k` iterations gone after the cycle the rate is `cycle_min_lr / (1 + decay_lr_rate * k /
+    `k` iterations after the cycle, the rate is `cycle_min_lr / (1 + decay_lr_rate * k /
     decay_step_size)`, and the momentum `cycle_max_mom * (1 + decay_mom_rate * k /
-    decay_step_size)`, which nothing keeps below 1. A stair count of n holds the values constant on
-    n stairs of that half.
+    decay_step_size)`, which is not limited to values below 1. A stair count of n makes the values
+    of that half change in n steps.
 
-    Two of DeepSpeed's ways are kept, so that runs can be compared update by update: the very first
-    update has `cycle_min_mom`, though the cycle begins at `cycle_max_mom`; and while `b1` cycles,
-    `b2` is `cycled_b2` unless `optimizer.params.betas` says otherwise (DeepSpeed overrides even
+    Two peculiarities of DeepSpeed are kept, so that runs can be compared update by update. The very
+    first update has `cycle_min_mom`, although the cycle begins at `cycle_max_mom`. While `b1`
+    cycles, `b2` is `cycled_b2` unless `optimizer.params.betas` sets it (DeepSpeed overrides even
     that).
 
     Args:
         cycle_min_lr: The lowest rate of the cycle.
-        cycle_max_lr: The highest.
-        decay_lr_rate: How fast the rate falls after the cycle; 0: not at all.
+        cycle_max_lr: The highest rate of the cycle.
+        decay_lr_rate: How fast the rate falls after the cycle; 0 means not at all.
         cycle_first_step_size: Updates of the rising half.
-        cycle_second_step_size: Updates of the falling half; None: as many.
-        cycle_first_stair_count: Stairs of the rising half; 0: a line.
-        cycle_second_stair_count: Stairs of the falling half; None: as many.
-        decay_step_size: Updates per step of the decay; 0: no decay.
-        cycle_momentum: Whether the momentum cycles too, where the optimiser has one: the first of
-            `betas`, or SGD's `momentum` if that is not 0 (which DeepSpeed leaves constant; false
-            does so here).
+        cycle_second_step_size: Updates of the falling half; None means as many as the rising half.
+        cycle_first_stair_count: Stairs of the rising half; 0 makes it linear.
+        cycle_second_stair_count: Stairs of the falling half; None means as many as the rising half.
+        decay_step_size: Updates per step of the decay; 0 means no decay.
+        cycle_momentum: Whether the momentum cycles too, if the optimiser has one: the first of
+            `betas`, or SGD's `momentum` if that is not 0. DeepSpeed keeps SGD's momentum constant;
+            set this to false for the same behaviour.
         cycle_min_mom: The lowest momentum.
-        cycle_max_mom: The highest.
-        decay_mom_rate: How fast the momentum grows after the cycle; 0: not at all.
+        cycle_max_mom: The highest momentum.
+        decay_mom_rate: How fast the momentum grows after the cycle; 0 means not at all.
         last_batch_iteration: Iteration before the first update.
 
     Raises:
@@ -107,10 +107,10 @@ class OneCycle(LRSchedule):
         return jnp.where(iteration < sum(self._halves), cycling, decaying)
 
     def momentum(self, count: ArrayLike) -> jax.Array:
-        """The momentum, whether or not `cycle_momentum` says that it is used.
+        """The momentum, even if `cycle_momentum` is false.
 
         Args:
-            count: Updates applied before, 0 for the first update.
+            count: Number of updates so far, 0 for the first update.
 
         Returns:
             A float32 scalar.
@@ -121,28 +121,28 @@ class OneCycle(LRSchedule):
         )
         growing = self.cycle_max_mom * (1 + self.decay_mom_rate * self._decay_steps(iteration))
         momentum = jnp.where(iteration < sum(self._halves), cycling, growing)
-        # The update before iteration 0 has what DeepSpeed writes into the optimiser when it makes
-        # the schedule.
+        # The update before iteration 0 has the value that DeepSpeed writes into the optimiser when
+        # it makes the schedule.
         return jnp.where(iteration < 0, jnp.float32(self.cycle_min_mom), momentum)
 
     def _height(self, iteration: jax.Array) -> jax.Array:
         """Position in the cycle: 0 at the lowest rate, 1 at the highest."""
         total = sum(self._halves)
-        # DeepSpeed's `batch_iteration`, which is one more than its `last_batch_iteration`.
+        # DeepSpeed's `batch_iteration`, which is its `last_batch_iteration` plus one.
         place = (iteration + 1) % total
         up = _climb(place, self._halves[0], self._stairs[0])
         down = _climb(total - place, self._halves[1], self._stairs[1])
         return jnp.where(place <= self._halves[0], up, down)
 
     def _decay_steps(self, iteration: jax.Array) -> jax.Array:
-        """Steps of the decay gone; 0 during the cycle."""
+        """Number of decay steps so far; 0 during the cycle."""
         gone = jnp.maximum(iteration - sum(self._halves) + 1, 0).astype(jnp.float32)
         return gone / self.decay_step_size if self.decay_step_size else jnp.zeros_like(gone)
 
 
 def _climb(place: jax.Array, size: int, stairs: int) -> jax.Array:
-    """Share of one half of the cycle that lies below a place in it, in stairs if there are any."""
+    """Share of one half of the cycle that is complete, rounded down to stairs if there are any."""
     if size and stairs:
         return (place * stairs // size).astype(jnp.float32) / stairs
-    # A half of no length has no place in it, but `jnp.where` computes both sides.
+    # A half of length 0 is never entered, but `jnp.where` computes both sides.
     return place.astype(jnp.float32) / max(size, 1)

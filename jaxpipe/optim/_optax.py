@@ -21,11 +21,11 @@ REJECTIONS = (
     AssertionError,
     NotImplementedError,
 )
-"""Exceptions of optax and JAX for arguments that they cannot use."""
+"""Exceptions that optax and JAX raise for arguments they cannot use."""
 
 
 def optax_schedules() -> dict[str, Callable[..., Any]]:
-    """Optax's schedules that take numbers, by name."""
+    """Optax's schedules with numeric arguments, by name."""
     found = {
         name: getattr(optax.schedules, name)
         for name in dir(optax.schedules)
@@ -42,7 +42,7 @@ def optax_schedules() -> dict[str, Callable[..., Any]]:
 def optax_optimizers() -> dict[str, Callable[..., Any]]:
     """Optimisers of optax and `optax.contrib` that take a learning rate, by name."""
     found = {}
-    # Optax itself last, so that its own function wins where both have the name.
+    # Optax itself comes last, so that its own function wins if both have the name.
     for module in (optax.contrib, optax):
         for name in dir(module):
             function = getattr(module, name)
@@ -59,8 +59,8 @@ def check_arguments(
 ) -> None:
     """Compare arguments with a function's parameters.
 
-    Raises ConfigError for all that are unknown, or have no default and are missing. `section` is
-    the JSON path of the arguments.
+    Raises ConfigError that lists all unknown arguments and all missing ones without a default.
+    `section` is the JSON path of the arguments.
     """
     parameters = inspect.signature(function).parameters
     errors = Collector()
@@ -78,9 +78,9 @@ def check_arguments(
 def rejected(
     section: str, name: str, arguments: Mapping[str, Any], error: Exception
 ) -> ConfigError:
-    """Error for arguments whose names are right but which optax cannot use.
+    """Error for arguments whose names are right but whose values optax cannot use.
 
-    `section` is their JSON path; `error` is what optax raised.
+    `section` is their JSON path, and `error` is the exception that optax raised.
     """
     first = (str(error).splitlines() or [type(error).__name__])[0]
     return ConfigError(

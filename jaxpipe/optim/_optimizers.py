@@ -30,7 +30,7 @@ _RATE, _ADAM_RATE = "learning_rate", "adam_learning_rate"
 
 
 def deepspeed_optimizers() -> dict[str, Recipe]:
-    """Recipes of DeepSpeed's optimisers that can be had, by name."""
+    """Recipes of the supported DeepSpeed optimisers, by name."""
     return {
         "Adam": adam_recipe(decoupled=False),
         "AdamW": adam_recipe(decoupled=True),
@@ -47,16 +47,15 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """Make the optimiser that the configuration's `optimizer` describes.
 
-    DeepSpeed's own names are found whatever their case, take DeepSpeed's parameters and defaults,
-    and mean what they mean there; `"Adam"` is AdamW unless `adam_w_mode` is false. Any other name
-    is a function of optax or of `optax.contrib`, with its arguments for parameters. Learning rate,
-    momenta and weight decay lie in the optimiser's state, as `optax.inject_hyperparams` puts them
-    there.
+    DeepSpeed's own names are matched in any case. They accept DeepSpeed's parameters and defaults
+    and behave as in DeepSpeed: `"Adam"` is AdamW unless `adam_w_mode` is false. Any other name is a
+    function of optax or `optax.contrib`, and the parameters are its arguments. Learning rate,
+    momenta and weight decay are stored in the optimiser's state by `optax.inject_hyperparams`.
 
     Args:
         name: `optimizer.type`.
         params: `optimizer.params`.
-        schedule: The learning rate, which then is not read from `params`. `OneCycle` cycles the
+        schedule: The learning rate, which replaces the one in `params`. `OneCycle` cycles the
             momentum too, as it describes.
 
     Returns:
@@ -81,19 +80,17 @@ def make_optimizer(
     factory, hyperparams = recipe.build(read_params(recipe, params))
     warn_of_tuning(params)
     hyperparams |= _followed(recipe, params, hyperparams, schedule)
-    # Else optax gives them the widest dtype of the parameters in the tree: bfloat16 would round a
-    # rate, and on a device that holds other parameters it may be another dtype. Else optax gives
-    # them the dtype of the first parameter in the tree, which may round a rate, and is another one
-    # on a device with other parameters.
+    # Otherwise optax gives them a dtype that depends on the parameters in the tree. It may round a
+    # rate, as bfloat16 would, and may differ on a device with other parameters.
     return optax.inject_hyperparams(factory, hyperparam_dtype=jnp.float32)(**hyperparams)
 
 
 def hyperparam_schedules(
     name: str, params: Mapping[str, Any] | None, schedule: optax.Schedule | None
 ) -> dict[str, optax.Schedule]:
-    """Hyperparameters that follow a schedule in the optimiser that `make_optimizer` makes.
+    """The hyperparameters that follow a schedule in the optimiser that `make_optimizer` makes.
 
-    It takes the same arguments.
+    The arguments are those of `make_optimizer`.
 
     Args:
         name: `optimizer.type`.
@@ -116,15 +113,15 @@ def hyperparam_schedules(
 
 
 def optimizer_lr(name: str, params: Mapping[str, Any] | None = None) -> float | None:
-    """The learning rate that the configuration's `optimizer` has of its own.
+    """The learning rate that the configuration's `optimizer` itself sets.
 
     Args:
         name: `optimizer.type`.
         params: `optimizer.params`.
 
     Returns:
-        The rate, DeepSpeed's default where `params` leaves it out; for Muon that of matrices. None
-        for an optimiser of optax that is given none, or a schedule.
+        The rate, or DeepSpeed's default if `params` leaves it out; for Muon, the rate of matrices.
+        None for an optax optimiser without a learning rate, or with a schedule.
 
     Raises:
         ConfigError: As `make_optimizer` raises it.
@@ -166,9 +163,9 @@ def with_schedule(
 def factory_schedules(
     factory: Callable[..., optax.GradientTransformation], schedule: optax.Schedule | None
 ) -> dict[str, optax.Schedule]:
-    """Hyperparameters that follow a schedule in the optimiser that `with_schedule` makes.
+    """The hyperparameters that follow a schedule in the optimiser that `with_schedule` makes.
 
-    It takes the same arguments.
+    The arguments are those of `with_schedule`.
 
     Args:
         factory: The constructor.
@@ -189,7 +186,7 @@ def factory_schedules(
 
 
 def _find(name: str) -> Recipe | None:
-    """The recipe of a name of DeepSpeed's; None for one of optax's."""
+    """The recipe of a DeepSpeed name; None for an optax name."""
     ours, path = deepspeed_optimizers(), "optimizer.type"
     lowered = {other.lower(): recipe for other, recipe in ours.items()}
     if isinstance(name, str) and name.lower() in lowered:
@@ -208,13 +205,13 @@ def _followed(
     hyperparams: Hyperparams,
     schedule: optax.Schedule | None,
 ) -> Hyperparams:
-    """The hyperparameters that a schedule decides, with what it makes of them."""
+    """The hyperparameters that a schedule decides, each with its own schedule."""
     if schedule is None:
         return {}
     followed: Hyperparams = {_RATE: schedule}
     if _ADAM_RATE in hyperparams:
-        # These are relative to the optimiser's own rate, of which Muon has two; others give one
-        # rate to both groups.
+        # These are relative to the optimiser's own rate, of which Muon has two. Other schedules set
+        # one rate for both groups.
         relative = isinstance(schedule, WarmupLR | WarmupCosineLR)
         followed[_ADAM_RATE] = (
             replace(schedule, lr=hyperparams[_ADAM_RATE]) if relative else schedule
@@ -240,8 +237,8 @@ def _make_optax_optimizer(
     try:
         arguments |= factory_schedules(functools.partial(factory, **arguments), schedule)
         optimizer = _inject(factory, arguments)
-        # Schedules and masks, which only Python can give, may be made for the model's tree and fail
-        # on this one.
+        # Schedules and masks can only come from Python. They may be made for the model's tree and
+        # fail on this one.
         if not any(callable(value) or isinstance(value, Mapping) for value in params.values()):
             _try_out(optimizer)
     except REJECTIONS as error:
@@ -250,9 +247,9 @@ def _make_optax_optimizer(
 
 
 def _try_out(optimizer: optax.GradientTransformation) -> None:
-    """Trace an update of a matrix, as the engine will ask for.
+    """Trace an update of a matrix with the arguments that the engine passes.
 
-    Without the loss or other extra arguments.
+    These do not include the loss or other extra arguments.
     """
     tree = {"w": jax.ShapeDtypeStruct((4, 4), jnp.float32)}
     state = jax.eval_shape(optimizer.init, tree)
@@ -262,13 +259,13 @@ def _try_out(optimizer: optax.GradientTransformation) -> None:
 def _inject(
     factory: Callable[..., optax.GradientTransformation], arguments: Mapping[str, Any]
 ) -> optax.GradientTransformation:
-    """Call a factory so that its learning rate and its momentum lie in the state.
+    """Call a factory so that its learning rate and its momentum are stored in the state.
 
-    All else is constant.
+    All other arguments are constants.
     """
     parameters = _parameters(factory)
-    # Optax would hold every number in the state, where those that Python code compares become
-    # tracers.
+    # By default, optax would store every number in the state, and numbers that Python code compares
+    # would become tracers.
     free = {_RATE, _momentum_of(parameters)}
     static = [name for name in parameters if name not in free]
     return optax.inject_hyperparams(factory, static, jnp.float32)(**arguments)
@@ -291,7 +288,7 @@ def _parameters(
 
 
 def _momentum_of(parameters: Mapping[str, inspect.Parameter]) -> str | None:
-    """The name of a factory's momentum: `b1`, or a `momentum` that is not 0."""
+    """The argument name of a factory's momentum: `b1`, or a `momentum` that is not 0."""
     for name in ("b1", "momentum"):
         default = parameters[name].default if name in parameters else None
         if isinstance(default, int | float) and not isinstance(default, bool) and default:

@@ -1,4 +1,4 @@
-"""Descriptions of the configuration's optimisers, and the reading of their parameters."""
+"""Descriptions of the optimisers in the configuration, and reading of their parameters."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -23,12 +23,12 @@ Hyperparams: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True)
 class Recipe:
-    """An optimiser by its JSON parameters.
+    """An optimiser, described by its JSON parameters.
 
-    `params` has the default and reader of each parameter that has an effect. `build` makes, of the
-    read parameters, a factory and the hyperparameters to call it with. `refused` has the reason and
-    repair for each parameter of DeepSpeed's that cannot be had. `cycled` is the hyperparameter that
-    `OneCycle` cycles against the learning rate.
+    `params` has the default and reader of each parameter that has an effect. `build` makes a
+    factory, and the hyperparameters to call it with, from the parameters that were read. `refused`
+    has the reason and repair for each unsupported DeepSpeed parameter. `cycled` is the
+    hyperparameter that `OneCycle` cycles against the learning rate.
     """
 
     params: Mapping[str, tuple[Any, Reader]]
@@ -50,11 +50,11 @@ def read_params(recipe: Recipe, params: Mapping[str, Any]) -> dict[str, Any]:
         params: `optimizer.params`.
 
     Returns:
-        All its parameters, defaults filled in.
+        All its parameters, with defaults filled in.
 
     Raises:
-        ConfigError: Parameters are unknown or refused, of the wrong type or out of range; all of
-            them.
+        ConfigError: Parameters are unknown or refused, of the wrong type or out of range. The
+            message lists all of them.
     """
     errors = Collector()
     values = {name: default for name, (default, _) in recipe.params.items()}
@@ -78,7 +78,7 @@ def read_params(recipe: Recipe, params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def warn_of_tuning(params: Mapping[str, Any]) -> None:
-    """Warn of all `optimizer.params` that ask for something and have no effect."""
+    """Warn of all `optimizer.params` that are set but have no effect."""
     idle = sorted(name for name in tuning_params() if params.get(name))
     if idle:
         names = ", ".join(f"{SECTION}.{name}" for name in idle)

@@ -1,4 +1,4 @@
-"""What the reference of the configuration says of optimisers and learning-rate schedules."""
+"""The configuration reference's texts about optimisers and learning-rate schedules."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -10,9 +10,9 @@ from ._schedules import deepspeed_schedules
 
 
 def optim_values() -> dict[str, str]:
-    """DeepSpeed's names and their parameters, by the path of the key that takes them.
+    """DeepSpeed's names and their parameters, by the path of the key that accepts them.
 
-    Of optax there is a word alone: its names are other ones in each release.
+    Optax's names are only mentioned, because they change from release to release.
     """
     optimizers = {
         name: {key: default for key, (default, _) in recipe.params.items()}

@@ -1,15 +1,15 @@
-"""Requirements of a pipeline on an optimiser, found from its trace.
+"""Requirements of a pipeline on an optimiser, checked on its trace.
 
-Each device hands the optimiser a tree of its own parameters, so the result must be that of the
-whole tree:
+Each device passes the optimiser a tree of only its own parameters, but the result must be the same
+as for the whole tree. The optimiser must be:
 
-- leaf-wise: each parameter is updated from its own gradient alone;
-- separable: which other parameters are in the tree makes no difference, as it does where layers are
-  counted from the last, or random numbers drawn by a parameter's rank;
-- element-wise: with ZeRO or tensor parallelism, where a device has a slice of each parameter.
-  Others need whole leaves;
-- uniform over the stages: not required, but then one straight program updates the trunks of all
-  stages.
+- leaf-wise: each parameter is updated only from its own gradient;
+- separable: the other parameters in the tree make no difference. They do if layers are counted from
+  the last one, or if random numbers are drawn by a parameter's rank;
+- element-wise, with ZeRO or tensor parallelism, where a device has a slice of each parameter. Other
+  optimisers need whole leaves;
+- uniform over the stages. This is not required, but lets one straight program update the trunks of
+  all stages.
 """
 
 import math
@@ -41,17 +41,17 @@ _FOLLOWED = primitives.CALLS | primitives.CUSTOM_RULES | {primitives.COND}
 
 
 def check_leafwise(trace: OptimizerTrace) -> None:
-    """Refuse an optimiser whose update of one parameter looks at another's gradient.
+    """Refuse an optimiser whose update of one parameter uses another parameter's gradient.
 
     Args:
-        trace: The optimiser on all parameters.
+        trace: The trace of the optimiser on all parameters.
 
     Raises:
-        ConfigError: Some result depends on more than one parameter.
+        ConfigError: A result depends on more than one parameter.
     """
-    # One bit per parameter, the same for its gradient. State has none: an update that looks at the
-    # state of a parameter on another device is another expression in a tree without it, which
-    # `check_separable` refuses.
+    # One bit per parameter, shared by its gradient. State has no bits: an update that uses the
+    # state of a parameter on another device becomes a different expression in a tree without that
+    # parameter, and `check_separable` refuses it.
     bits = [1 << i for i in range(len(trace.params))]
     inputs = [*bits, *([0] * len(trace.state)), *bits]
     for mixed in output_dependence(trace.update.jaxpr, inputs):
@@ -63,9 +63,9 @@ def check_leafwise(trace: OptimizerTrace) -> None:
                 "the optimizer must update each parameter from its own gradient alone if "
                 "num_stages > 1 or ZeRO or num_chunks > 1 divides the parameters, but got one "
                 f"whose result mixes {first} and {second}. Devices do not see each other's "
-                "gradients: remove the transformation that couples parameters; in place of "
-                "optax.clip_by_global_norm set gradient_clipping in the config, in place of "
-                "optax.apply_if_finite fp16 or bf16."
+                "gradients: remove the transformation that couples parameters. Instead of "
+                "optax.clip_by_global_norm set gradient_clipping in the config, instead of "
+                "optax.apply_if_finite set fp16 or bf16."
             )
 
 
@@ -77,8 +77,8 @@ def check_separable(
 ) -> None:
     """Refuse an optimiser whose treatment of a parameter depends on which others are in its tree.
 
-    Every result for a part, state included, must be the same expression as in the whole. Of a part
-    without parameters only counts and keys are compared.
+    Every result for a part, including state, must be the same expression as in the whole tree. For
+    a part without parameters, only counts and keys are compared.
 
     Args:
         optimizer: The optimiser.
@@ -87,7 +87,7 @@ def check_separable(
         parts: The paths of the parameters that are updated together.
 
     Raises:
-        ConfigError: Some result differs.
+        ConfigError: A result differs.
     """
 
     def by_path(kind: str, path: Path) -> Hashable:
@@ -109,24 +109,24 @@ def check_separable(
         names = [name for name, owner in owners.items() if owner is None or owner in part]
         for name in dict.fromkeys((*names, *found)):
             # optax gives some numbers the dtype of the parameters, which an empty tree does not
-            # tell
+            # have
             is_moot = not part and jnp.issubdtype(dtypes[name[1]], jnp.floating)
             if found.get(name) != wanted.get(name) and not is_moot:
                 raise _inseparable(*name, whole, trace)
 
 
 def is_uniform_over_stages(trace: OptimizerTrace, stages: Sequence[Mapping[Path, str]]) -> bool:
-    """True if an optimiser treats parameters of one name alike on all stages.
+    """True if an optimiser treats parameters of one name in the same way on all stages.
 
-    The parameters are taken with the paths they have in the model.
+    The parameters have the paths that they have in the model.
 
     Args:
-        trace: The optimiser on all parameters.
+        trace: The trace of the optimiser on all parameters.
         stages: For each stage, names of some parameters by path.
 
     Returns:
-        True where first state and update are the same expressions on all stages, and the state has
-        the same form.
+        True if the initial state and the update are the same expressions on all stages, and the
+        state has the same structure.
     """
     names = {path: name for stage in stages for path, name in stage.items()}
 
@@ -151,20 +151,20 @@ def is_elementwise(optimizer: optax.GradientTransformation, whole: PyTree, piece
         pieces: The same tree with the shapes of pieces.
 
     Returns:
-        True where its update is element-wise arithmetic alone, and the same arithmetic for pieces
-        as for whole leaves. False where it reduces, multiplies matrices, draws random numbers, or
-        looks at shapes.
+        True if its update is only element-wise arithmetic, and the same arithmetic for pieces as
+        for whole leaves. False if it reduces, multiplies matrices, draws random numbers, or depends
+        on shapes.
 
     Raises:
-        ConfigError: The optimiser takes the whole model's tree only, or asks for more than
+        ConfigError: The optimiser accepts only the whole model's tree, or needs more than
             gradients, state and parameters.
     """
     for tree in (whole, pieces):
         state_struct(optimizer, tree)
     first, second = (trace_optimizer(optimizer, tree) for tree in (whole, pieces))
     pairs = ((first.init, second.init), (first.update, second.update))
-    # The arithmetic is compared too: a threshold on the size of a leaf is gone from the trace, but
-    # chose what is there.
+    # The arithmetic is compared too: a threshold on the size of a leaf does not appear in the
+    # trace, but decides what the trace contains.
     return all(_keeps_elements(closed) for pair in pairs for closed in pair) and all(
         _arithmetic(closed) == _arithmetic(other) for closed, other in pairs
     )
@@ -174,22 +174,22 @@ def _inseparable(kind: str, path: Path, whole: OptimizerTrace, part: OptimizerTr
     first, second = (trace.state_dtypes().get(path) for trace in (whole, part))
     if first != second and None not in (first, second):
         repair = (
-            f"It is {first} in the one and {second} in the other: hold all parameters in one "
-            "dtype, or give optax.inject_hyperparams hyperparam_dtype=jnp.float32."
+            f"It is {first} in the first and {second} in the second. Use one dtype for all "
+            "parameters, or give optax.inject_hyperparams hyperparam_dtype=jnp.float32."
         )
     else:
         repair = (
-            "Let labels and masks look at a parameter's path, such as the number in its layer's "
-            "name, and not at its rank in the tree; in place of random numbers drawn for a whole "
-            "tree, as optax.add_noise draws them, fold each parameter's path into the key; else "
-            "use one stage and one chunk, without ZeRO."
+            "Let labels and masks depend on a parameter's path, such as the number in its layer's "
+            "name, and not on its rank in the tree. Instead of drawing random numbers for a whole "
+            "tree, as optax.add_noise does, fold each parameter's path into the key. Otherwise use "
+            "one stage and one chunk, without ZeRO."
         )
     given = f", {'/'.join(part.params[0])} to {'/'.join(part.params[-1])}" if part.params else ""
     return ConfigError(
         "the optimizer must treat a parameter the same whatever other parameters are in the tree "
-        f"it is given, as each device updates its own alone, but got one whose {kind} "
-        f"{'/'.join(path)} is another in the tree of all {len(whole.params)} parameters than in "
-        f"that of {len(part.params)} of them{given}. {repair}"
+        f"it is given, because each device updates only its own, but got one whose {kind} "
+        f"{'/'.join(path)} differs between the tree of all {len(whole.params)} parameters and "
+        f"a tree of {len(part.params)} of them{given}. {repair}"
     )
 
 
@@ -205,7 +205,7 @@ def _is_elementwise(eqn: Any) -> bool:
     if name in _FOLLOWED:
         return all(_keeps_elements(program) for program in programs_inside(eqn))
     if not shapes:
-        return True  # counts and hyperparameters, which are whole on every device
+        return True  # counts and hyperparameters, which every device has in full
     if name == primitives.FILL:
         operand, result = eqn.invars[0].aval, eqn.outvars[0].aval
         return math.prod(operand.shape) == 1 or operand.shape == result.shape
@@ -217,12 +217,12 @@ def _is_elementwise(eqn: Any) -> bool:
 
 
 def _arithmetic(closed: ClosedJaxpr) -> list[Any]:
-    """All primitives in order with the numbers they take.
+    """All primitives in order, with their numeric operands.
 
-    Of those that only fill or reshape, the numbers alone.
+    For primitives that only fill or reshape, only the numbers are included.
     """
-    # Shapes decide how often a number is filled in, and whether at all: as a set, and without 0 and
-    # 1, which JAX puts in by itself, fills are those that the optimiser chose.
+    # Shapes decide how often, and whether, a number is filled in. Fills are therefore collected as
+    # a set without 0 and 1, which JAX inserts itself; the rest were chosen by the optimiser.
     fills: set[float] = set()
     found: list[Any] = [
         np.asarray(const).tolist() for const in closed.consts if np.size(const) <= 1

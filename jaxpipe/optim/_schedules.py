@@ -38,12 +38,12 @@ def make_schedule(
     Args:
         name: `scheduler.type`: one of DeepSpeed's five, or a schedule of optax such as
             `cosine_decay_schedule`.
-        params: `scheduler.params`; for optax the function's arguments by name.
-        base_lr: The optimiser's own rate, as `optimizer_lr` gives it. `WarmupCosineLR` is a ratio
-            of it, and `WarmupLR` rises to it unless told otherwise.
+        params: `scheduler.params`; for optax, the function's arguments by name.
+        base_lr: The optimiser's own rate, as `optimizer_lr` returns it. `WarmupCosineLR` is a ratio
+            of it, and `WarmupLR` rises to it by default.
 
     Returns:
-        A function of the number of updates applied before, giving a float32 rate.
+        A function of the number of updates so far that returns a float32 rate.
 
     Raises:
         ConfigError: The name or a parameter is unknown, or a parameter is missing, of the wrong
@@ -72,7 +72,7 @@ def _make_optax_schedule(
     arguments = dict(params)
     try:
         if isinstance(arguments.get(_PIECEWISE), Mapping):
-            # JSON has only strings as keys.
+            # JSON keys are always strings.
             arguments[_PIECEWISE] = {
                 int(step): scale for step, scale in arguments[_PIECEWISE].items()
             }

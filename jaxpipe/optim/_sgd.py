@@ -32,8 +32,8 @@ def scale_by_momentum(
 ) -> optax.GradientTransformation:
     """PyTorch's momentum, `m = momentum * m + (1 - dampening) * g`.
 
-    The first `m` is `g` undampened. With `nesterov` the direction is `g + momentum * m` instead of
-    `m`.
+    The first `m` is `g` without dampening. With `nesterov` the direction is `g + momentum * m`
+    instead of `m`.
     """
 
     def init(params: PyTree) -> MomentumState:
@@ -43,8 +43,8 @@ def scale_by_momentum(
         updates: PyTree, state: Any, params: PyTree | None = None
     ) -> tuple[PyTree, MomentumState]:
         del params
-        # PyTorch begins the sum with the first gradient itself, not with 0 and a dampened share of
-        # it.
+        # PyTorch starts the sum with the first gradient itself, not with 0 plus a dampened share of
+        # the gradient.
         share = jnp.where(state.step == 0, 1.0, 1.0 - dampening)
         total = jax.tree.map(
             lambda g, m: (momentum * m + share * g).astype(m.dtype), updates, state.momentum
@@ -112,7 +112,7 @@ def _chain(
 ) -> optax.GradientTransformation:
     return optax.chain(
         *maximized(values["maximize"]),
-        # Before the momentum, which sums it up with the gradient, as in PyTorch.
+        # Before the momentum, so that it sums the decay with the gradient, as in PyTorch.
         optax.add_decayed_weights(weight_decay),
         momentum,
         optax.scale_by_learning_rate(learning_rate),

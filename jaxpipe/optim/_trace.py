@@ -23,8 +23,8 @@ class OptimizerTrace:
     """An optimiser traced on the parameters of a model, or of a part of it.
 
     Attributes:
-        init: Parameters to state.
-        update: Gradients, state and parameters to parameters and state.
+        init: Maps parameters to state.
+        update: Maps gradients, state and parameters to parameters and state.
         params: The path of each parameter.
         state: The path of each leaf of the state.
     """
@@ -43,11 +43,12 @@ class OptimizerTrace:
     def number_results(
         self, label: Callable[[str, Path], Hashable], table: dict[Hashable, int] | None = None
     ) -> dict[tuple[str, Path], int]:
-        """Numbers of the first state and of one update, equal for the same expressions.
+        """Numbers for the results of the initial state and one update, equal for equal expressions.
 
-        Results are by what they are, in the words of an error, and path. `label` takes an input's
-        kind, `"parameter"`, `"gradient"` or `"state"`, and path; inputs of one label count as
-        equal. `table` has the expressions numbered so far, to compare with those of other traces.
+        Results are keyed by their kind, worded as in an error message, and their path. `label` maps
+        an input's kind, `"parameter"`, `"gradient"` or `"state"`, and its path to a label; inputs
+        with the same label count as equal. `table` has the expressions numbered so far, so that
+        several traces can be compared.
         """
         table = {} if table is None else table
         params, grads = (
@@ -72,16 +73,16 @@ def trace_optimizer(
     Args:
         optimizer: The optimiser.
         tree: The parameters, as shapes and dtypes, with the paths of the model.
-        is_part: True if these are a part of the model, whose whole tree the optimiser accepts.
+        is_part: True if these are part of a model whose whole tree the optimiser accepts.
 
     Returns:
         The trace.
 
     Raises:
-        ConfigError: It asks for more than gradients, state and parameters, or fails with them; or
-            it takes the whole model's tree only.
+        ConfigError: The optimiser needs more than gradients, state and parameters, fails with them,
+            or accepts only the whole model's tree.
     """
-    # Where the model's tree is accepted it is no parameter by itself that a part is refused for.
+    # If the model's tree is accepted, a part cannot be refused because of a single parameter.
     refused = (lambda: None) if is_part else functools.partial(_refused_param, optimizer, tree)
     with _refusing(*_ANY_PART, refused):
         init, state = jax.make_jaxpr(optimizer.init, return_shape=True)(tree)
@@ -101,7 +102,7 @@ def state_struct(optimizer: optax.GradientTransformation, tree: PyTree) -> PyTre
         The state's shapes and dtypes.
 
     Raises:
-        ConfigError: The optimiser takes the whole model's tree only.
+        ConfigError: The optimiser accepts only the whole model's tree.
     """
     with _refusing(*_ANY_PART):
         return jax.eval_shape(optimizer.init, tree)
@@ -110,7 +111,7 @@ def state_struct(optimizer: optax.GradientTransformation, tree: PyTree) -> PyTre
 def apply_update(
     optimizer: optax.GradientTransformation, grads: PyTree, state: PyTree, params: PyTree
 ) -> tuple[Any, Any]:
-    """One update, from gradients of some parameters and the state for them.
+    """Apply one update to some parameters, from their gradients and state.
 
     Returns:
         `(parameters, state)`.
@@ -122,7 +123,7 @@ def apply_update(
 def leaf_paths(tree: PyTree) -> list[Path]:
     """The path of every leaf of a tree, as the names of its keys, attributes and indices.
 
-    An optimiser's state beside an average has the paths that it has without.
+    An optimiser's state has the same paths with and without an average.
     """
     paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
     named = [tuple(jax.tree_util.keystr((key,), simple=True) for key in path) for path in paths]
@@ -130,10 +131,10 @@ def leaf_paths(tree: PyTree) -> list[Path]:
 
 
 def find_param(state_path: Path, known: Collection[Path]) -> tuple[int, int] | None:
-    """Begin and end of a parameter's path in that of a leaf of the state.
+    """Start and end of a parameter's path inside the path of a leaf of the state.
 
-    optax wraps trees of parameters in states of its own, so the path of a moment is that of its
-    parameter between keys of the optimiser's.
+    optax wraps trees of parameters in its own states, so the path of a moment contains its
+    parameter's path between keys of the optimiser.
     """
     size = len(state_path)
     runs = ((i, j) for i in range(size) for j in range(i + 1, size + 1) if state_path[i:j] in known)
@@ -141,17 +142,17 @@ def find_param(state_path: Path, known: Collection[Path]) -> tuple[int, int] | N
 
 
 _ANY_PART = (
-    "accept any part of the parameters, as each device updates its own",
-    "Give masks and labels as functions of a tree, not as trees. Of what fails where it has no "
+    "accept any part of the parameters, because each device updates its own",
+    "Give masks and labels as functions of a tree, not as trees. If the optimizer fails without "
     "parameters, as optax.contrib.galore does, every stage must train some, and with ZeRO every "
     "replica.",
 )
 _NOTHING_ELSE = (
-    "update parameters from gradients, state and parameters alone, as a step has nothing else",
-    # What a chain asks for stands in no signature: optax.chain takes any keyword.
-    "Remove the transformation that asks for more; in place of optax.contrib.reduce_on_plateau use "
-    "a learning-rate schedule, or set the learning rate between steps with PipelineEngine.set_lr; "
-    "in place of optax.lookahead, whose parameters are pairs, pass its fast optimizer.",
+    "update parameters from gradients, state and parameters alone, because a step has nothing else",
+    # The signature does not show what a chain needs: optax.chain accepts any keyword.
+    "Remove the transformation that needs more. Instead of optax.contrib.reduce_on_plateau use a "
+    "learning-rate schedule, or set the learning rate between steps with PipelineEngine.set_lr. "
+    "Instead of optax.lookahead, whose parameters are pairs, pass its fast optimizer.",
 )
 
 
@@ -159,7 +160,7 @@ _NOTHING_ELSE = (
 def _refusing(
     rule: str, repair: str, find_refused: Callable[[], tuple[str, Any] | None] = lambda: None
 ) -> Generator[None]:
-    """Say of an optimiser that fails inside which rule it breaks, or on which parameter."""
+    """Explain a failure inside the block: the rule that the optimiser breaks, or the parameter."""
     try:
         yield
     except ConfigError:
@@ -168,7 +169,7 @@ def _refusing(
         if refused := find_refused():
             rule = "take every parameter of the model"
             repair = (
-                "It fails with {} of shape {} alone, and not with others: update that parameter by "
+                "It fails with {} of shape {}, but not with others. Update that parameter with "
                 "another optimizer, as optax.multi_transform does, and give labels and masks as "
                 "functions of a tree."
             ).format(*refused)

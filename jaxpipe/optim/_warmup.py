@@ -1,4 +1,4 @@
-"""The rising part that three schedules share."""
+"""The warm-up that three schedules share."""
 
 import math
 
@@ -18,15 +18,15 @@ def warmup_type_reader() -> Reader:
 
 
 def effective_steps(warmup_num_steps: int) -> int:
-    """The length of a warm-up: two at least, as the logarithm asks."""
+    """The length of a warm-up: at least two, because of the logarithm."""
     return max(2, warmup_num_steps)
 
 
 def warmup_fraction(iteration: jax.Array, num_steps: int, warmup_type: str) -> jax.Array:
     """Progress of a warm-up, a float32 scalar, 0 at iteration 0.
 
-    It is `i / n` for `"linear"` and `log(i + 1) / log(n)` for `"log"`. An iteration, which is
-    DeepSpeed's, counts as 0 below 0.
+    It is `i / n` for `"linear"` and `log(i + 1) / log(n)` for `"log"`. Iterations are DeepSpeed's;
+    negative ones count as 0.
     """
     reached = jnp.maximum(iteration, 0).astype(jnp.float32)
     if warmup_type == "linear":

@@ -1,4 +1,4 @@
-"""Rise, then fall as a cosine."""
+"""A rate that rises, then falls along a cosine."""
 
 import math
 from dataclasses import dataclass
@@ -16,15 +16,15 @@ from ._warmup import effective_steps, warmup_fraction, warmup_type_reader
 
 @dataclass(frozen=True)
 class WarmupCosineLR(LRSchedule):
-    """Rise to the optimiser's rate, fall to `cos_min_ratio` of it along half a cosine, and stay.
+    """Rise to the optimiser's rate, then fall to `cos_min_ratio` of it along half a cosine.
 
     The parameters are ratios of `lr`. During a warm-up of `n` steps the ratio rises from
     `warmup_min_ratio` to 1 as in `WarmupLR`; at iteration `i` of `T` after it, it is `r + (1 - r) *
     (1 + cos(pi * p)) / 2` with `r = cos_min_ratio` and `p = min(1, (i - n + 1) / max(1, T - n))`.
 
-    The very first update has the rate 0 whatever `warmup_min_ratio` is, and the second
-    `warmup_min_ratio * lr`: so DeepSpeed does, and a run can be compared with it update by update.
-    Where the run continues another (`last_batch_iteration` of at least 0) there is no such update.
+    As in DeepSpeed, the very first update has the rate 0 whatever `warmup_min_ratio` is, and the
+    second has `warmup_min_ratio * lr`, so that runs can be compared update by update. A run that
+    continues another one (`last_batch_iteration` of at least 0) has no update with rate 0.
 
     Args:
         total_num_steps: Updates in the run.

@@ -1,4 +1,4 @@
-"""Rise, then fall in a line."""
+"""A rate that rises, then falls linearly."""
 
 from dataclasses import dataclass
 
@@ -15,15 +15,15 @@ from ._warmup import effective_steps, warmup_fraction, warmup_type_reader
 
 @dataclass(frozen=True)
 class WarmupDecayLR(LRSchedule):
-    """Rise as `WarmupLR` does, then fall in a line to `warmup_min_lr`, and stay.
+    """Rise as `WarmupLR` does, then fall linearly to `warmup_min_lr`, and stay there.
 
-    The line ends at iteration `total_num_steps`.
+    The fall ends at iteration `total_num_steps`.
 
     After a warm-up of `n` steps, at iteration `i` of `T`, the rate is
     `min + (max - min) * max(0, (T - i) / max(1, T - n))`.
 
     Args:
-        total_num_steps: Updates in the run. Where it is below `warmup_num_steps`, the rate falls to
+        total_num_steps: Updates in the run. If it is below `warmup_num_steps`, the rate falls to
             the minimum as soon as the warm-up is over.
         warmup_min_lr: The rate to start from and to end with.
         warmup_max_lr: The rate to reach.

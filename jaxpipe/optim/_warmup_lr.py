@@ -1,4 +1,4 @@
-"""Rise, then stay."""
+"""A rate that rises, then stays constant."""
 
 from dataclasses import dataclass
 
@@ -16,17 +16,17 @@ from ._warmup import effective_steps, warmup_fraction, warmup_type_reader
 
 @dataclass(frozen=True)
 class WarmupLR(LRSchedule):
-    """Rise from `warmup_min_lr` to `warmup_max_lr` over `warmup_num_steps`, then stay.
+    """Rise from `warmup_min_lr` to `warmup_max_lr` over `warmup_num_steps`, then stay there.
 
     At iteration `i` of a warm-up of `n` steps the rate is `min + (max - min) * log(i + 1) /
     log(n)`, or with `warmup_type="linear"` `min + (max - min) * i / n`. The first two updates have
     `warmup_min_lr`.
 
-    An unknown `warmup_type` is an error; DeepSpeed takes it for `"log"`.
+    An unknown `warmup_type` is an error; DeepSpeed treats it as `"log"`.
 
     Args:
         warmup_min_lr: The rate to start from.
-        warmup_max_lr: The rate to reach; None: `lr`.
+        warmup_max_lr: The rate to reach; None uses `lr`.
         warmup_num_steps: Length of the warm-up; 0 and 1 count as 2.
         warmup_type: `"log"` or `"linear"`.
         last_batch_iteration: Iteration before the first update.
@@ -53,7 +53,7 @@ class WarmupLR(LRSchedule):
         if self.warmup_max_lr is None and self.lr is None:
             path = f"{SECTION}.warmup_max_lr"
             raise ConfigError(
-                f"{path} must be a number where the optimizer has no lr of its own, but got "
+                f"{path} must be a number if the optimizer has no lr of its own, but got "
                 f"{path}=None. Set warmup_max_lr, or optimizer.params.lr.",
                 paths=[path],
             )

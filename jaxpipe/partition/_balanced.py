@@ -1,4 +1,4 @@
-"""Parts of nearly equal weight: the exact optimum."""
+"""The exactly optimal cut into parts of nearly equal weight."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -11,15 +11,19 @@ from ._checks import checked_parts, exact_weights
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
     """Cut a sequence of weights into contiguous parts so that the heaviest is as light as possible.
 
-    Of all cuts into `num_parts` non-empty parts it returns the one with, in this order: the
-    smallest largest part sum (a pipeline runs at the pace of its slowest stage); the smallest
-    spread, largest minus smallest part sum; the smallest largest number of items in a part; the
-    largest smallest number of items; and the lexicographically smallest boundaries, so that what is
-    still equal leaves fewer layers to the early stages, which keep the most microbatches in flight.
-    Sums are compared exactly: floats are taken at the value they hold, without rounding.
+    Cuts into `num_parts` non-empty parts are compared by these criteria, in this order:
 
-    Differs from DeepSpeed's function of this name, which minimises the spread alone, not always
-    exactly, and which returns empty parts where there are fewer weights than parts.
+    1. the smallest maximum part sum, because a pipeline runs at the pace of its slowest stage;
+    2. the smallest spread, which is the largest minus the smallest part sum;
+    3. the smallest maximum number of items in a part;
+    4. the largest minimum number of items in a part;
+    5. the lexicographically smallest boundaries, which give fewer layers to the early stages, where
+       the most microbatches are in flight.
+
+    Sums are compared exactly, without rounding the floats.
+
+    This differs from DeepSpeed's function of the same name, which minimises only the spread, not
+    always exactly, and returns empty parts if there are fewer weights than parts.
 
     Args:
         weights: One non-negative number per item.
@@ -43,11 +47,11 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
 def best_cut(
     weights: Sequence[int], num_parts: int, allowed: Sequence[Sequence[int]] | None = None
 ) -> list[int] | None:
-    """`partition_balanced` of checked weights, where some parts may not be allowed.
+    """`partition_balanced` for checked weights, with optional restrictions on the parts.
 
     `allowed[part][start]` has the ends that the part may have if it begins at `start`, as the bits
-    of an integer; None allows all. There are from 1 to `len(weights)` parts. The result is None
-    where no cut is allowed.
+    of an integer; None allows all. There are from 1 to `len(weights)` parts. The result is None if
+    no cut is allowed.
     """
     num_items = len(weights)
     # The sum of any part is the difference of two prefixes, so the optimum is among these, and
@@ -61,7 +65,7 @@ def best_cut(
     )
     if _suffixes(limits, _windows(limits)) is None:
         return None
-    # One limit after the other, each kept while the next is tightened: the order of the criteria.
+    # Tighten one limit after another, in the order of the criteria, and keep each for the next.
     limits = _tighten(limits, "max_sum", sums)
     limits = _tighten(limits, "min_sum", sums[::-1])
     limits = _tighten(limits, "max_size", range(1, num_items + 1))
@@ -73,7 +77,7 @@ def best_cut(
 class _Limits:
     """Limits of every part: bounds on the sum of its weights and on its number of items.
 
-    `allowed[part][start]` are the ends that the part may have besides, as the bits of an integer.
+    `allowed[part][start]` further restricts the ends of a part, as the bits of an integer.
     """
 
     prefix: list[int]
@@ -88,8 +92,8 @@ class _Limits:
 def _tighten(limits: _Limits, name: str, candidates: Sequence[int]) -> _Limits:
     """Set one limit to the first candidate that still admits a cut.
 
-    `limits` must admit one. Candidates go from the tightest to the loosest, and the last one admits
-    a cut.
+    `limits` must admit a cut. Candidates are ordered from the tightest to the loosest, and the last
+    one admits a cut.
     """
 
     def admits(value: int) -> bool:
@@ -100,10 +104,10 @@ def _tighten(limits: _Limits, name: str, candidates: Sequence[int]) -> _Limits:
 
 
 def _windows(limits: _Limits) -> list[int]:
-    """For every start of a part, the ends that keep to the limits, as the bits of an integer."""
+    """For every start of a part, the ends within the limits, as the bits of an integer."""
     prefix, num_items = limits.prefix, len(limits.prefix) - 1
     windows: list[int] = []
-    # Prefixes increase, so both bounds only move on: linear in the items.
+    # Prefixes increase, so both bounds only move forward, in time linear in the items.
     low = high = 0
     for start in range(num_items):
         while low <= num_items and prefix[low] < prefix[start] + limits.min_sum:
@@ -117,9 +121,9 @@ def _windows(limits: _Limits) -> list[int]:
 
 
 def _suffixes(limits: _Limits, windows: list[int]) -> list[int] | None:
-    """The starts from which the rest can be cut into k parts, as bits, for k = 0 ..
+    """For each k from 0 to `num_parts`, the starts from which k parts can cover the rest, as bits.
 
-    num_parts; None if 0 is not one.
+    The result is None if 0 is not a start for `num_parts` parts.
     """
     num_items = len(windows)
     suffixes = [1 << num_items]
@@ -134,20 +138,20 @@ def _suffixes(limits: _Limits, windows: list[int]) -> list[int] | None:
 
 
 def _windows_of(limits: _Limits, windows: list[int], part: int) -> list[int]:
-    """The windows of one part, which may be allowed less than others."""
+    """The windows of one part, limited to the ends that it is allowed."""
     if limits.allowed is None:
         return windows
     return [window & ends for window, ends in zip(windows, limits.allowed[part], strict=True)]
 
 
 def _first_cut(limits: _Limits) -> list[int]:
-    """The lexicographically smallest boundaries that keep to limits which admit a cut."""
+    """The lexicographically smallest boundaries within limits that admit a cut."""
     windows = _windows(limits)
     suffixes = _suffixes(limits, windows) or []
     boundaries = [0]
     for part, ends in enumerate(suffixes[-2::-1]):
         possible = _windows_of(limits, windows, part)[boundaries[-1]] & ends
-        # The lowest bit is the earliest end, and from each the rest can be cut: greedy is
-        # lexicographic.
+        # The lowest bit is the earliest end, and the rest can be cut from every end, so the greedy
+        # choice is lexicographically smallest.
         boundaries.append((possible & -possible).bit_length() - 1)
     return boundaries

@@ -1,6 +1,6 @@
 """The cut with the shortest tick.
 
-The slowest part, and what layers outside the trunk cost on all stages.
+A tick takes the time of the slowest part plus the cost, on all stages, of layers outside the trunk.
 """
 
 from collections.abc import Sequence
@@ -15,19 +15,20 @@ from ._stage_cut import cut_stages
 _OFF_TRUNK_BYTES = 8
 """Bytes that every stage moves in a tick for each parameter outside the trunk.
 
-They are two gradients of zeros in float32, for as many parameters as the stage with the most has.
-Only the stages that give some gradients add them to the sums so far.
+These are two float32 gradients of zeros, for as many parameters as the stage with the most has.
+Only stages that produce gradients add them to the running sums.
 """
 
 _NEAR = 1.03
-"""Cuts whose ticks differ by less are told apart by their trunks.
+"""Factor up to which ticks count as equally long.
 
-More of the program is the same on all stages.
+Among such cuts, the one with the fewest parameters outside the trunk is chosen, so that more of the
+program is the same on all stages.
 """
 
 
 _LIGHTER = 0.9
-"""Step in which the search asks for fewer parameters in the largest part."""
+"""Factor by which each step of the search reduces the parameters of the largest part."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,9 @@ class Tick:
 
     Attributes:
         slowest_s: Seconds of the slowest part's layers, forward and backward.
-        off_trunk: Parameters outside the trunk, of the part that has the most.
+        off_trunk: Parameters outside the trunk in the part that has the most.
         trunk: Layers in each part's trunk.
-        off_trunk_s: Seconds that are paid for parameters outside the trunk.
+        off_trunk_s: Seconds that parameters outside the trunk cost.
     """
 
     slowest_s: float
@@ -48,7 +49,7 @@ class Tick:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a tick: work, and what is paid for parameters outside the trunk."""
+        """Seconds of a tick: the work, plus the cost of parameters outside the trunk."""
         return self.slowest_s + self.off_trunk_s
 
 
@@ -57,7 +58,7 @@ def tick_of(profile: Profile, boundaries: Sequence[int]) -> Tick:
 
     Args:
         profile: Times, parameters and signatures of the layers.
-        boundaries: Of the parts.
+        boundaries: The boundaries of the parts.
     """
     seconds = profile.seconds()
     slowest = max(sum(seconds[first:end]) for first, end in pairwise(boundaries))
@@ -74,18 +75,18 @@ def tick_of(profile: Profile, boundaries: Sequence[int]) -> Tick:
 def partition_best(profile: Profile, num_parts: int) -> list[int]:
     """Cut so that a tick is as short as possible.
 
-    All stages wait in each tick for the slowest, so its time counts. Layers that not all parts have
-    alike run outside the trunk, behind a switch, and their gradients are filled and summed on every
-    stage. Among cuts whose ticks are about equally long, the one with the fewest parameters outside
-    the trunk is taken.
+    In each tick all stages wait for the slowest one, so its time counts. Layers that are not the
+    same in all parts run outside the trunk, behind a switch, and their gradients are filled and
+    summed on every stage. Among cuts with about equally long ticks, the one with the fewest
+    parameters outside the trunk is chosen.
 
-    The search looks at the cut with the smallest largest part, at the fastest cut, and at slower
-    ones whose largest parts have ever fewer parameters; and so again for each kind of repeated
-    layer, and each number of them that all parts can have, among the cuts that end their parts
-    behind such layers.
+    The search considers the cut that minimises the largest part, the fastest cut, and slower cuts
+    whose largest parts have fewer and fewer parameters. It repeats this for each kind of repeated
+    layer, and for each number of them that all parts can have, among the cuts whose parts end
+    after such a layer.
 
     Args:
-        profile: Times and parameters of the layers; with its signatures, alike layers are known.
+        profile: Times and parameters of the layers. Its signatures identify equivalent layers.
         num_parts: Number of parts.
 
     Returns:
@@ -113,7 +114,7 @@ def partition_best(profile: Profile, num_parts: int) -> list[int]:
         for each in range(sum(of_kind) // num_parts, 0, -1):
             cuts += _ever_lighter(profile, weights, num_parts, of_kind, each)
             if min(tick.seconds for tick, _ in cuts) <= fastest_s * _NEAR:
-                break  # a smaller trunk could make no tick shorter by enough
+                break  # a smaller trunk could not make a tick sufficiently shorter
     shortest = min(tick.seconds for tick, _ in cuts)
     return min(
         (tick.off_trunk, tick.seconds, cut)
@@ -127,7 +128,7 @@ def _ever_lighter(
 ) -> list[tuple[Tick, list[int]]]:
     """Cuts whose parts all have `each` layers of a kind.
 
-    The fastest, and slower ones whose largest part is smaller.
+    The result has the fastest cut, and slower cuts whose largest part is smaller.
     """
     num_params = _unsharded_params(profile)
     most, found = sum(num_params), list[tuple[Tick, list[int]]]()
@@ -147,16 +148,16 @@ def _ever_lighter(
 
 
 def _unsharded_params(profile: Profile) -> list[int]:
-    """Parameters of each layer, without those that every stage holds."""
+    """Number of parameters of each layer, without those that every stage holds."""
     return [0 if layer.is_stage_sharded else layer.num_params for layer in profile.layers]
 
 
 def _ends(
     num_params: Sequence[int], of_kind: Sequence[int], start: int, each: int, most: int
 ) -> int:
-    """Ends that a part may have which begins at `start`, as bits.
+    """The allowed ends of a part that begins at `start`, as bits.
 
-    Behind a layer of the kind, or of the model.
+    A part ends after a layer of the kind, or at the end of the model.
     """
     ends = count = size = 0
     for index in range(start, len(num_params)):

@@ -1,4 +1,4 @@
-"""Checks shared by the files of this room."""
+"""Checks shared by the modules of this package."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from jaxpipe.errors import PartitionError
 
 
 def checked_count(value: object, name: str) -> int:
-    """The value as an `int`; PartitionError where it is no positive integer, or a bool."""
+    """The value as an `int`; PartitionError if it is not a positive integer, or is a bool."""
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1:
         raise PartitionError(
             f"{name} must be a positive integer, but got {name}={value!r}. Pass 1 or more."
@@ -18,9 +18,9 @@ def checked_count(value: object, name: str) -> int:
 
 
 def checked_parts(num_items: int, num_parts: object, items: str) -> int:
-    """A number of parts that leaves none of them empty; PartitionError where one would be.
+    """A number of parts that leaves none of them empty; PartitionError if one would be empty.
 
-    `items` is what the items are called, for the message.
+    `items` is the word for the items in the message.
     """
     parts = checked_count(num_parts, "num_parts")
     if parts > num_items:
@@ -35,10 +35,10 @@ def checked_parts(num_items: int, num_parts: object, items: str) -> int:
 def exact_weights(weights: Sequence[object]) -> list[int]:
     """The weights as integers in a common unit, without rounding.
 
-    Integers stay what they are. With floats or fractions among them, all are multiplied by the one
-    smallest factor that makes every weight's exact value an integer, so sums and comparisons of
-    sums are exact. Raises PartitionError for a weight that is a bool, no real number, not finite,
-    or negative.
+    If all weights are integers, they are unchanged. If some are floats or fractions, all are
+    multiplied by the smallest factor that makes every weight's exact value an integer, so that sums
+    and comparisons of sums are exact. Raises PartitionError for a weight that is a bool, not a real
+    number, not finite, or negative.
     """
     exact = [_exact(weight, index) for index, weight in enumerate(weights)]
     unit = math.lcm(*(weight.denominator for weight in exact))

@@ -1,6 +1,6 @@
 """Costs of layers in time and memory, measured or estimated.
 
-Plain numbers, for cuts and for tables.
+They are plain numbers, used for cuts and for tables.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -19,27 +19,29 @@ class LayerCost:
     """Costs of one layer for one microbatch.
 
     Attributes:
-        forward_s: Seconds of its forward.
-        backward_s: Seconds of its whole backward, with what that recomputes.
-        weight_s: The part of `backward_s` that makes the gradients of its parameters; the rest
-            makes those of its inputs. Known only where the split backward was looked at.
-        num_params: Parameters that an optimiser updates; shared ones count in each layer that holds
-            them.
-        residual_bytes: Bytes of its residuals, which wait from forward to backward, if it stands
-            alone. Where the model recomputes: its inputs, if it begins a recomputed group.
-        shared_bytes: How many of these it does not add where the layer before it stands in the same
-            part: what that keeps in any case, or what both need.
-        recomputed_bytes: Bytes that a backward has to make again before it begins; 0 where nothing
+        forward_s: Seconds of its forward pass.
+        backward_s: Seconds of its whole backward pass, including recompute.
+        weight_s: The part of `backward_s` that computes the gradients of its parameters; the rest
+            computes the gradients of its inputs. Known only if the split backward was examined.
+        num_params: Parameters that an optimiser updates. Shared parameters count in each layer that
+            holds them.
+        residual_bytes: Bytes of its residuals, which are kept from forward to backward, if it is
+            alone in a part. If the model recomputes: bytes of its inputs, if it begins a recomputed
+            group.
+        shared_bytes: The part of `residual_bytes` that is not added if the previous layer is in the
+            same part, because that layer keeps it anyway or both layers need it.
+        recomputed_bytes: Bytes that a backward pass must recompute before it begins; 0 if nothing
             is recomputed.
-        is_marked: Whether it recomputes itself, outside the groups.
-        pending_bytes: Bytes that wait beside the residuals, from its input gradient to its weight
-            gradient, where its backward is split; known only where that was looked at.
-        is_stage_sharded: Whether its parameters are sharded over the stages, which then all run it:
-            `num_params` is each stage's share, which every stage holds, whichever part the layer is
-            in.
+        is_marked: Whether it is marked to be recomputed by itself, outside the groups.
+        pending_bytes: Bytes kept in addition to the residuals between its input gradient and its
+            weight gradient, if its backward is split. Known only if that was examined.
+        is_stage_sharded: Whether its parameters are sharded over the stages, all of which then run
+            the layer. `num_params` is then one stage's share, which every stage holds, whichever
+            part the layer is in.
         output_bytes: Bytes of its outputs.
-        flops: Operations of its forward's products.
-        whole_flops: The same with the whole square of attention, also where a mask leaves half.
+        flops: Operations of the products in its forward pass.
+        whole_flops: As `flops`, but counting the full attention matrix even if a mask hides half of
+            it.
     """
 
     forward_s: float
@@ -58,12 +60,12 @@ class LayerCost:
 
     @property
     def both_s(self) -> float:
-        """Seconds of its forward and its whole backward."""
+        """Seconds of its forward pass and its whole backward pass."""
         return self.forward_s + self.backward_s
 
     @property
     def input_s(self) -> float:
-        """Seconds of its backward without the gradients of its parameters."""
+        """Seconds of its backward pass without the gradients of its parameters."""
         return self.backward_s - self.weight_s
 
 
@@ -72,20 +74,20 @@ NO_COST = LayerCost(0.0, 0.0)
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Memory of a stage as far as it is known before the cut.
+    """Memory of a stage, as far as it is known before the cut.
 
-    A part that holds some layers is taken to need `bytes_per_param` for each of their parameters,
-    what these layers keep for each microbatch in flight, and what is recomputed at once. Temporary
-    memory inside a layer is not known.
+    A part is assumed to need `bytes_per_param` for each parameter of its layers, the values that
+    these layers keep for each microbatch in flight, and the values that are recomputed at the same
+    time. Temporary memory inside a layer is not known.
 
     Attributes:
-        in_flight: For each part for how many microbatches it has room to wait for their backward,
-            such as `min(M, 2 * S - 1)` on all of S stages for M microbatches and `"1f1b"`, whose
-            devices hold equal rings.
-        stages: The stage that holds each part; None: part p is on stage `p % num_stages`.
-        bytes_per_param: Bytes of a parameter, its gradient and the optimiser's numbers for it. 16:
-            all of them float32, with the two moments of Adam.
-        limit_bytes: Bytes that a stage may need; None: any.
+        in_flight: For each part, the number of microbatches in flight that it has room for. For
+            example, it is `min(M, 2 * S - 1)` on all of S stages for M microbatches and `"1f1b"`,
+            because all devices hold rings of equal size.
+        stages: The stage of each part. If None, part p is on stage `p % num_stages`.
+        bytes_per_param: Bytes of a parameter, its gradient and its optimiser state. 16 is the value
+            for Adam with its two moments, if everything is float32.
+        limit_bytes: Bytes that a stage may need; None means no limit.
 
     Raises:
         PartitionError: A number is not positive.
@@ -120,12 +122,12 @@ class Profile:
 
     Attributes:
         layers: One cost per layer.
-        source: Where the numbers come from, for people to read.
+        source: Where the numbers come from, as readable text.
         interval: Layers per recomputed group, counted from a part's first layer; 0 for none.
-        signatures: Per layer a value that is equal for alike layers; empty where that is not known.
-        memory: What is known of memory; None: nothing, and nothing is asked.
+        signatures: One value per layer, equal for equivalent layers; empty if they are not known.
+        memory: The known memory of the stages; None if nothing is known and no limit applies.
         bytes_per_s: Bytes that a device moves in a second.
-        loss: The loss, which counts with the last layer.
+        loss: Cost of the loss, which counts with the last layer.
     """
 
     layers: tuple[LayerCost, ...]
@@ -138,13 +140,13 @@ class Profile:
 
     @property
     def stage_sharded_params(self) -> int:
-        """Parameters that every stage holds beside those of its parts."""
+        """Number of parameters that every stage holds in addition to those of its parts."""
         return sum(layer.num_params for layer in self.layers if layer.is_stage_sharded)
 
     def times(self) -> list[tuple[float, float]]:
-        """Seconds of forward and backward that each layer takes where it stands.
+        """Seconds of forward and backward that each layer takes on its stage.
 
-        The loss counts with the last layer. What all stages share takes no time of one of them.
+        The loss counts with the last layer. Layers that all stages share take no time.
         """
         each = [
             (0.0, 0.0) if x.is_stage_sharded else (x.forward_s, x.backward_s) for x in self.layers
@@ -162,11 +164,11 @@ class Profile:
         """Bytes that a part needs for the layers `[first, end)`, for each end from `first + 1` on.
 
         Args:
-            part: The part; that of its stage decides how many microbatches are in flight.
+            part: The part, which determines how many microbatches are in flight.
             first: Its first layer.
 
         Yields:
-            Bytes; they never become less.
+            Bytes, which never decrease.
         """
         memory = self.memory or StageMemory((1,) * (part + 1))
         for num_params, residual_bytes, largest in self._sizes(first):
@@ -182,10 +184,9 @@ class Profile:
         return [_nth(self.needed_bytes(part, first), end - first) for part, (first, end) in cuts]
 
     def part_sizes(self, boundaries: Sequence[int]) -> list[tuple[int, int, int]]:
-        """For each part of a cut its parameters, residual bytes, and bytes recomputed.
+        """For each part of a cut, its parameters, residual bytes and recomputed bytes.
 
-        Residual bytes are those of each microbatch in flight. Parameters that every stage holds
-        are left out.
+        Residual bytes are per microbatch in flight. Parameters that every stage holds are left out.
         """
         cuts = zip(boundaries[:-1], boundaries[1:], strict=True)
         return [_nth(self._sizes(first), end - first) for first, end in cuts]
@@ -209,7 +210,7 @@ class Profile:
             yield num_params, residual_bytes, largest
 
     def _begins_group(self, first: int, index: int) -> bool:
-        """True if a layer's inputs wait for the backward, in a part that begins with `first`."""
+        """True if a layer's inputs are kept for the backward, in a part that begins at `first`."""
         if self.interval == 0 or (index - first) % self.interval == 0:
             return True
         return self.layers[index].is_marked or self.layers[index - 1].is_marked

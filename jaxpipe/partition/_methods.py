@@ -20,7 +20,7 @@ from ._uniform import partition_uniform
 _TYPE = "type:"
 
 METHOD_NAMES = "'best', 'uniform', 'parameters', 'profile', 'type:REGEX', 'trunk'"
-"""As errors and the reference of the configuration list them."""
+"""The names, as errors and the configuration reference list them."""
 
 
 @dataclass(frozen=True)
@@ -39,19 +39,19 @@ class _Layers:
         return format_layers(self.names, self.num_params)
 
     def asked(self) -> str:
-        """The number of parts, in the terms that a user sets."""
+        """The number of parts, in terms of the arguments that a user sets."""
         if self.num_parts == self.num_stages:
             return f"num_stages={self.num_stages}"
         return f"num_stages={self.num_stages} and num_chunks={self.num_parts // self.num_stages}"
 
 
 def is_method(method: object, *names: str) -> bool:
-    """True if a partition method is one of these names, in any case, and not boundaries."""
+    """True if a partition method is one of these names, in any letter case."""
     return isinstance(method, str) and method.lower() in names
 
 
 def needs_shapes(method: str | Sequence[int]) -> bool:
-    """True if a partition method needs the shapes of the model, but nothing measured."""
+    """True if a partition method needs the shapes of the model, but no measurements."""
     return is_method(method, "best", "parameters", "trunk")
 
 
@@ -68,47 +68,47 @@ def partition_layers(
 ) -> tuple[int, ...]:
     r"""Cut a list of layers into stages, or into their chunks, by a method of `PipelineModule`.
 
-    - `'best'`: the shortest tick, by times that are counted from the layers' operations and bytes,
-      and by what layers outside the trunk cost (`partition_best`).
+    - `'best'`: the shortest tick, from times estimated from the layers' operations and bytes, and
+      from the cost of layers outside the trunk (`partition_best`).
     - `'uniform'`: equal numbers of layers (`partition_uniform`).
-    - `'parameters'`: the lightest possible heaviest stage by number of parameters
+    - `'parameters'`: minimises the number of parameters of the largest stage
       (`partition_balanced`).
-    - `'type:REGEX'`: the same with weight 1 for each layer whose class name the regular expression
-      matches anywhere, whatever the case of letters, and weight 0 for the others. All that follows
-      the first colon is the expression, taken as it is (DeepSpeed drops what follows a second
-      colon, and turns `\S` into `\s`).
-    - `'profile'`: the fastest possible slowest part by measured times, within a limit on memory if
-      there is one (`partition_profile`); `'profile:flops'` takes times that are counted from
-      operations and bytes.
-    - `'trunk'`: equally many of the repeated layer in each part, what stands before it in the first
-      part and what follows in the last; this suits the executor best.
+    - `'type:REGEX'`: as `'parameters'`, with weight 1 for each layer whose class name contains a
+      match of the regular expression, ignoring case, and weight 0 for the others. Everything after
+      the first colon is the expression, unchanged (DeepSpeed drops everything after a second colon,
+      and turns `\S` into `\s`).
+    - `'profile'`: minimises the measured time of the slowest part, within a memory limit if there
+      is one (`partition_profile`); `'profile:flops'` uses times estimated from operations and bytes
+      instead.
+    - `'trunk'`: an equal number of repeated layers in each part. Layers before them are in the
+      first part, and layers after them in the last. This suits the executor best.
     - A sequence of `num_parts + 1` boundaries, such as `[0, 3, 6, 9]`.
 
-    Names of methods may be written in any case of letters.
+    Method names are not case sensitive.
 
     Args:
         method: Name of the method, or boundaries.
         num_stages: Number of stages.
         num_parts: Number of parts to cut into, at most the number of layers: `num_stages` times the
-            schedule's `num_chunks`. None: one part a stage, or as many of every stage as the
-            boundaries given make.
+            schedule's `num_chunks`. None makes one part per stage, or as many as the explicit
+            boundaries define.
         names: One name per layer, for messages.
         class_names: One class name per layer, for `'type:'`.
-        num_params: Number of parameters per layer that an optimiser updates; `'parameters'` needs
-            it, else it only makes messages fuller.
-        signatures: Per layer a value that is equal for alike layers; `'trunk'` needs it.
-        profile: Costs of the layers; `'profile'` and `'best'` need it, the latter with signatures.
+        num_params: Number of parameters per layer that an optimiser updates. `'parameters'` needs
+            it; for other methods it only adds detail to messages.
+        signatures: One value per layer, equal for equivalent layers; `'trunk'` needs it.
+        profile: Costs of the layers. `'profile'` and `'best'` need it, the latter with signatures.
 
     Returns:
         The boundaries: `num_parts + 1` layer indices, first 0, last the number of layers, strictly
             increasing.
 
     Raises:
-        PartitionError: There are more parts than layers, `num_parts` is no multiple of
+        PartitionError: There are more parts than layers, `num_parts` is not a multiple of
             `num_stages`, the method is unknown or not available, the expression is not valid or
-            matches nothing, the boundaries do not fit, `'trunk'` finds no run that divides by the
-            number of parts, no cut keeps to the profile's limit on memory, or an argument that the
-            method needs is missing or of the wrong length.
+            matches nothing, the boundaries do not fit, `'trunk'` finds no run whose length the
+            number of parts divides, no cut is within the profile's memory limit, or an argument
+            that the method needs is missing or has the wrong length.
     """
     num_stages = checked_count(num_stages, "num_stages")
     num_parts = _num_parts(method, num_stages, num_parts)
@@ -121,7 +121,7 @@ def partition_layers(
 
 
 def _num_parts(method: object, num_stages: int, num_parts: int | None) -> int:
-    """The number of parts to cut into; boundaries that were given may decide it."""
+    """The number of parts to cut into, which explicit boundaries may define."""
     if num_parts is None:
         given = (
             len(method) - 1
@@ -278,7 +278,7 @@ def _explicit(boundaries: Sequence[int], layers: _Layers) -> tuple[int, ...]:
 
 
 def _integers(boundaries: object, layers: _Layers) -> tuple[int, ...]:
-    """The boundaries as `int`s, or an error that shows what they are instead."""
+    """The boundaries as `int`s; raises an error that shows any other value."""
     values = list(cast("Iterable[object]", boundaries)) if isinstance(boundaries, Iterable) else []
     integers = tuple(int(v) for v in values if not isinstance(v, bool) and isinstance(v, Integral))
     if not values or len(integers) != len(values):

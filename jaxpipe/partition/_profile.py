@@ -1,4 +1,4 @@
-"""Parts of nearly equal time, within the memory that each stage has."""
+"""Cuts into parts of nearly equal time, within the memory of each stage."""
 
 import dataclasses
 from bisect import bisect_left
@@ -14,14 +14,14 @@ from ._checks import checked_parts, exact_weights
 from ._costs import LayerCost, Profile, StageMemory
 
 _TRIES = 200
-"""Cuts that the search looks at before it gives up.
+"""Number of cuts that the search considers before it gives up.
 
-Each is an exact optimum of its own, which takes time.
+Each one is an exact optimum itself, which takes time to find.
 """
 
 
 def profile_source(method: str | Sequence[int]) -> Literal["times", "counts"] | None:
-    """Source of a partition method's costs of layers.
+    """The source of the layer costs that a partition method uses.
 
     Args:
         method: As for `partition_layers`.
@@ -32,7 +32,7 @@ def profile_source(method: str | Sequence[int]) -> Literal["times", "counts"] | 
         costs.
 
     Raises:
-        PartitionError: The name begins with `profile:` and goes on otherwise.
+        PartitionError: The name begins with `profile:` but is not `profile:flops`.
     """
     if not isinstance(method, str):
         return None
@@ -51,16 +51,16 @@ def profile_source(method: str | Sequence[int]) -> Literal["times", "counts"] | 
 
 
 def partition_profile(profile: Profile, num_stages: int, num_parts: int | None = None) -> list[int]:
-    """Cut so that the slowest part is as fast as it can be, and no stage exceeds its memory.
+    """Cut so that the slowest part is as fast as possible and no stage exceeds its memory.
 
-    The result is the optimum of `partition_balanced` for the times, among all cuts that keep to the
-    limit. Where stages hold several parts the limit couples parts that lie apart; if the search
-    then takes too long, it ends with the cut whose largest part needs the least memory.
+    The result is the optimum of `partition_balanced` for the times, among all cuts within the
+    limit. If stages hold several parts, the limit couples parts that are not adjacent. If the
+    search then takes too long, it returns the cut whose largest part needs the least memory.
 
     Args:
-        profile: Costs of the layers, and in `profile.memory` what is known of memory.
+        profile: Costs of the layers, with the known memory in `profile.memory`.
         num_stages: Number of stages.
-        num_parts: Number of parts, a multiple of it; None: one part a stage.
+        num_parts: Number of parts, a multiple of `num_stages`; None makes one part per stage.
 
     Returns:
         The boundaries: `num_parts + 1` indices, first 0, last the number of layers, strictly
@@ -68,8 +68,8 @@ def partition_profile(profile: Profile, num_stages: int, num_parts: int | None =
 
     Raises:
         PartitionError: There are more parts than layers, a time is negative or not finite, the
-            memory is not described part by part, or no cut was found that keeps to the limit; the
-            message says what would do.
+            memory is not described for each part, or no cut was found within the limit. In the last
+            case the message suggests what to change.
 
     Example:
         >>> from jaxpipe.partition import LayerCost, Profile
@@ -99,11 +99,11 @@ def partition_profile(profile: Profile, num_stages: int, num_parts: int | None =
 def _search(
     profile: Profile, weights: Sequence[int], num_stages: int, num_parts: int, limit: int
 ) -> list[int] | None:
-    """The fastest cut that keeps to a limit, or None where there is none or it is not found soon.
+    """The fastest cut within a limit; None if there is none or it is not found soon enough.
 
-    Best first: of all caps on single parts tried so far those with the fastest cut come next. Where
-    a stage of that cut needs too much, one of its parts has to become smaller, and each is tried in
-    turn.
+    This is a best-first search over caps on single parts: the caps with the fastest cut so far are
+    tried next. If a stage of that cut needs too much memory, one of its parts has to become
+    smaller, and each of them is tried in turn.
     """
     queue: list[tuple[int, tuple[int, ...], list[int]]] = []
     seen: set[tuple[int, ...]] = set()
@@ -124,8 +124,8 @@ def _search(
             return cut
         for part, size in enumerate(sizes):
             if profile.memory is not None and profile.memory.stage_of(part, num_stages) == fullest:
-                # One byte less than it needs now: only cuts in which this part needs as much are
-                # ruled out.
+                # One byte less than it needs now, which excludes only cuts in which this part needs
+                # at least as much.
                 add((*caps[:part], size - 1, *caps[part + 1 :]))
     return None
 
@@ -133,11 +133,11 @@ def _search(
 def stage_bytes(profile: Profile, boundaries: Sequence[int], num_stages: int) -> list[int]:
     """Bytes that each stage of a cut needs.
 
-    All its parts, and the parameters that every stage holds.
+    They include all its parts, and the parameters that every stage holds.
 
     Args:
-        profile: Costs of the layers, with what is known of memory.
-        boundaries: Of the parts.
+        profile: Costs of the layers, with the known memory.
+        boundaries: The boundaries of the parts.
         num_stages: Number of stages.
 
     Returns:
@@ -151,7 +151,7 @@ def stage_bytes(profile: Profile, boundaries: Sequence[int], num_stages: int) ->
 
 
 def _ends_within(profile: Profile, caps: Sequence[int]) -> list[list[int]]:
-    """Per part and first layer the ends that keep the part to its cap, as bits of an integer."""
+    """For each part and first layer, the ends that keep the part within its cap, as bits."""
     firsts = range(len(profile.layers))
     return [
         [(1 << (_last_end(profile, part, first, cap) + 1)) - 1 for first in firsts]
@@ -170,7 +170,7 @@ def _least_memory(profile: Profile, num_parts: int) -> list[int]:
 
     def ends(cap: int) -> list[int]:
         boundaries = [0]
-        for part in range(num_parts):  # as far as possible each time leaves the least to the others
+        for part in range(num_parts):  # the furthest end leaves the least to the other parts
             last = len(profile.layers) - (num_parts - 1 - part)
             boundaries.append(min(_last_end(profile, part, boundaries[-1], cap), last))
         return boundaries
@@ -198,10 +198,10 @@ def _too_small(
     if fixed > limit:
         repair = (
             f"or use more stages. Parameters, gradients and optimiser state alone need {fixed:,}, "
-            "so that neither recompute nor smaller microbatches would do."
+            "so neither recompute nor smaller microbatches would help."
         )
     return PartitionError(
-        "limit_bytes (pipeline.memory_limit_gb where it is set, else the device's memory) must "
+        "limit_bytes (pipeline.memory_limit_gb if it is set, otherwise the device's memory) must "
         f"leave room for every stage of some cut into {parts}, but got limit_bytes={limit:,}, and "
         f"the smallest that a cut was found for is {enough:,}. Raise the limit, {repair}"
     )

@@ -1,8 +1,8 @@
 """Cutting each stage into prologue, trunk and epilogue.
 
-The trunk is what every stage has alike; it runs as one straight program on all of them. The
-prologue is what only some stages have before it, the epilogue what the last stage has after it, up
-to the loss.
+The trunk is the run of layers that all stages have in common; it runs as one straight program on
+all of them. The prologue is the layers before it, which only some stages have. The epilogue is the
+layers after it on the last stage, up to the loss.
 """
 
 from collections.abc import Hashable, Sequence
@@ -14,9 +14,9 @@ class StageCut:
     """The layers of one stage, as index ranges.
 
     Attributes:
-        prologue: Before the trunk.
-        trunk: Alike on every stage; the same length on all.
-        epilogue: After the trunk; empty on all stages but the last.
+        prologue: Layers before the trunk.
+        trunk: Layers that are equivalent on every stage, and equally many.
+        epilogue: Layers after the trunk; empty on all stages but the last.
     """
 
     prologue: range
@@ -25,15 +25,16 @@ class StageCut:
 
 
 def cut_stages(signatures: Sequence[Hashable], boundaries: Sequence[int]) -> tuple[StageCut, ...]:
-    """Find the trunk.
+    """Find the trunk of each stage.
 
-    The longest run of layers that ends every stage but the last and occurs in the last.
+    The trunk is the longest run of layers that ends every stage but the last and occurs in the
+    last.
 
-    Without such a run the last layer alone is the epilogue, and on a single stage all layers are:
-    one fused value and gradient then keeps nothing between forward and backward.
+    If there is no such run, the epilogue is only the last layer. On a single stage, the epilogue is
+    all layers: a fused value and gradient then keeps nothing between forward and backward.
 
     Args:
-        signatures: Per layer a value that is equal for alike layers; see
+        signatures: One value per layer, equal for equivalent layers; see
             `jaxpipe.layers.layer_signatures`.
         boundaries: Boundaries of the virtual stages.
 

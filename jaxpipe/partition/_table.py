@@ -18,7 +18,7 @@ class Tie:
     """Parameters that several layers share.
 
     Attributes:
-        key: What the layers are tied by.
+        key: The key that ties the layers.
         layers: Indices of the layers that hold them, at least two.
         num_params: Number of parameters, each counted once.
     """
@@ -28,7 +28,7 @@ class Tie:
     num_params: int
 
     def repeated(self, first: int, end: int) -> int:
-        """Excess of the layers `[first, end)`, where each of them counts what it shares."""
+        """Number of parameters that the layers `[first, end)` count more than once."""
         holders = sum(first <= layer < end for layer in self.layers)
         return max(holders - 1, 0) * self.num_params
 
@@ -64,20 +64,20 @@ def format_partition(
     Args:
         boundaries: `num_parts + 1` layer indices, first 0, last `len(names)`.
         names: One name per layer.
-        num_params: Parameters per layer, shared ones in each layer; None leaves out the two columns
-            that need them.
-        stages: The stage that holds each part, where stages hold several; None: part p is stage p.
-        profile: Costs of the layers, which add columns of times, and of memory where it is known;
-            None: none.
-        ties: What layers share. It counts once in each part that holds it, marked with a star, and
-            once in the total.
+        num_params: Parameters per layer, with shared ones counted in each layer. None leaves out
+            the two columns that need them.
+        stages: The stage of each part, if stages hold several parts; None: part p is stage p.
+        profile: Costs of the layers, which add columns of times, and of memory if it is known; None
+            adds no columns.
+        ties: Parameters that layers share. They count once in each part that holds them, marked
+            with a star, and once in the total.
 
     Returns:
-        Lines of equal width: stage, layers `[first, end)`, their names (equal neighbours counted),
-        the stage's parameters, these as a share of the largest stage's, milliseconds per
-        microbatch, these as a share of the slowest stage's, and bytes; then a line of totals, what
-        is shared, where the times come from, and what every stage holds beside. No newline at the
-        end.
+        Lines of equal width with the stage, its layers `[first, end)`, their names (equal
+        neighbours are counted), the stage's parameters and their share of the largest stage's,
+        milliseconds per microbatch and their share of the slowest stage's, and bytes. Further lines
+        follow with the totals, the shared parameters, the source of the times, and the parameters
+        that every stage also holds. There is no newline at the end.
 
     Example:
         >>> names = ["Embed", "Block", "Block", "Head"]

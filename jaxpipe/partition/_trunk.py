@@ -1,4 +1,4 @@
-"""Equal numbers of the repeated layer in every part."""
+"""Cuts with equal numbers of the repeated layer in every part."""
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
@@ -9,15 +9,15 @@ from jaxpipe.errors import PartitionError
 def partition_trunk(
     signatures: Sequence[Hashable], num_parts: int, names: Sequence[str], listing: str, asked: str
 ) -> list[int]:
-    """Cut so that every part holds equally many of the layer that the model repeats.
+    """Cut so that every part holds the same number of the layer that the model repeats.
 
-    The repeated layer is the most numerous signature class; its layers must be one contiguous run.
-    Layers before the run go to the first part, layers after it to the last. One part takes
-    everything. Raises PartitionError where no layer is repeated, two are repeated equally often,
-    the repeated layer is not one run, or `num_parts` does not divide its length.
+    The repeated layer is the most frequent signature; its layers must be one contiguous run. Layers
+    before the run are put in the first part, and layers after it in the last. If there is only one
+    part, it holds everything. Raises PartitionError if no layer is repeated, two are repeated
+    equally often, the repeated layer is not one run, or `num_parts` does not divide its length.
 
-    Signatures are equal for alike layers. `listing` and `asked`, for example `num_stages=4`, are
-    for messages. The result is `num_parts + 1` layer indices.
+    Signatures are equal for equivalent layers. `listing` and `asked`, for example `num_stages=4`,
+    are used in messages. The result is `num_parts + 1` layer indices.
     """
     if num_parts == 1:
         return [0, len(signatures)]

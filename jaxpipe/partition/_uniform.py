@@ -1,4 +1,4 @@
-"""Parts of equal length."""
+"""Cuts into parts of equal length."""
 
 from ._checks import checked_parts
 
@@ -6,10 +6,10 @@ from ._checks import checked_parts
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
     """Cut a number of items into parts whose lengths differ by at most one.
 
-    Every part gets `num_items // num_parts` items, and the first `num_items % num_parts` parts one
-    more. DeepSpeed's function of this name does the same, but where there are fewer items than
-    parts it returns empty parts at the end; a pipeline stage without a layer has no meaning, so
-    here that is an error.
+    Every part gets `num_items // num_parts` items, and the first `num_items % num_parts` parts get
+    one more. DeepSpeed's function of the same name does the same, except that it returns empty
+    parts at the end if there are fewer items than parts. A pipeline stage without a layer has no
+    meaning, so this function raises an error instead.
 
     Args:
         num_items: Number of items, at least `num_parts`.

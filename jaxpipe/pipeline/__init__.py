@@ -1,4 +1,4 @@
-"""The functional core: from a model, an optimiser and a mesh to a state and a jitted step."""
+"""The functional core: turns a model, an optimiser and a mesh into a state and a jitted step."""
 
 from ._describe import describe_pipeline as describe_pipeline
 from ._hyperparams import Hyperparams as Hyperparams

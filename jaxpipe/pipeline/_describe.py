@@ -11,15 +11,15 @@ from ._pipeline import Pipeline
 
 
 def describe_pipeline(pipeline: Pipeline, max_width: int = 120) -> str:
-    """Show how a model is cut, what runs when, and how the step is compiled.
+    """Describe how a model is divided, what runs when, and how the step is compiled.
 
     Args:
         pipeline: The pipeline.
-        max_width: Characters a line of the schedule may have.
+        max_width: Maximum number of characters in a line of the schedule.
 
     Returns:
-        The partition as a table, the schedule as a grid of stages and steps, and a line for the
-        rest.
+        The partition as a table, the schedule as a grid of stages and steps, and further lines
+        about memory and communication.
     """
     layers = pipeline.module.layers
     names = [named.name for named in layers]

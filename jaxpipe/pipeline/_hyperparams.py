@@ -1,4 +1,4 @@
-"""Hyperparameters inside an optimiser's state, read and set where the state lies."""
+"""Hyperparameters inside an optimiser's state, read and set on the state's own devices."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -17,22 +17,20 @@ from jaxpipe.state import Updater, ZeroSharding, place_everywhere, switch_stages
 
 
 class Hyperparams:
-    """Reads and sets what `optax.inject_hyperparams` keeps in the optimiser's state.
+    """Reads and sets the hyperparameters that `optax.inject_hyperparams` keeps in the state.
 
-    Made by `Pipeline.hyperparams`.
-
-    The state is not moved: two small programs run on its own devices. Where there are several
-    processes, all must call.
+    Objects are made by `Pipeline.hyperparams`. The state is not moved: two small programs run on
+    its own devices. With several processes, all must make the same calls.
 
     Args:
         mesh: The devices.
-        sharding: How parameters and optimiser state are cut into shards.
+        sharding: How parameters and optimiser state are divided into shards.
         updater: The optimiser.
         schedules: Hyperparameters that follow a schedule, by name.
-        shardings: How the arrays of the state lie.
+        shardings: Shardings of the arrays of the optimiser state.
 
     Attributes:
-        names: What the state keeps; empty where the optimiser keeps nothing of the kind.
+        names: Names of the hyperparameters in the state. Empty if the optimiser keeps none there.
     """
 
     def __init__(
@@ -44,7 +42,7 @@ class Hyperparams:
         shardings: PyTree,
     ) -> None:
         self._mesh = mesh
-        # As the master parameters are cut, so is the optimiser's state.
+        # The optimiser state is divided like the master parameters.
         self._updater, self._sharding, self._schedules = updater, sharding.master, schedules
         rows = sharding.row_spec
         known = read_hyperparams(self._blank(0)) or {}
@@ -53,34 +51,35 @@ class Hyperparams:
             jax.shard_map, mesh=mesh, out_specs=rows, axis_names={"stage", "data"}, check_vma=False
         )
         self._read = jax.jit(mapped(self._values, in_specs=(rows,)))
-        # The state must lie as it did: the next step is compiled for it.
+        # The state must keep its shardings, because the next step is compiled for them.
         self._write = jax.jit(
             mapped(self._changed, in_specs=(rows, P())), out_shardings=shardings, donate_argnums=0
         )
 
     def read(self, opt_state: PyTree) -> dict[str, float]:
-        """The hyperparameters of the next update.
+        """Return the hyperparameters of the next update.
 
         Args:
             opt_state: The state's `opt_state`.
 
         Returns:
-            Name to number. One that follows a schedule which is not known has the value of the last
+            Numbers by name. A hyperparameter whose schedule is not known has the value of the last
             update.
         """
-        # Each shard's state has them all, with equal values: one row that lies here will do.
+        # Every shard of the state contains all of them, with equal values, so one local row is
+        # enough.
         found = self.start_read(opt_state)
         shards = {name: rows.addressable_shards[0].data for name, rows in found.items()}
         return {name: row[0].item() for name, row in jax.device_get(shards).items()}
 
     def start_read(self, opt_state: PyTree) -> Mapping[str, jax.Array]:
-        """Start the program of `read`, without waiting for it.
+        """Start the program of `read` without waiting for it.
 
         Args:
             opt_state: As for `read`.
 
         Returns:
-            Name to array `[num_rows]`, equal numbers.
+            Arrays `[num_rows]` by name, each with equal elements.
         """
         return self._read(opt_state) if self.names else {}
 
@@ -89,16 +88,17 @@ class Hyperparams:
 
         Args:
             opt_state: The state's `opt_state`, which is donated.
-            values: Name to number.
+            values: Numbers by name.
 
         Returns:
             The new `opt_state`.
 
         Raises:
-            ConfigError: The state keeps no hyperparameter of that name, or one that follows a
-                schedule; or a value is no finite number. Nothing is donated then.
+            ConfigError: The state keeps no hyperparameter of that name, the hyperparameter follows
+                a schedule, or a value is not a finite number. Nothing is donated in these cases.
         """
-        # On zeros first, for its errors alone: the state is donated to the program that writes.
+        # On zeros first, only to raise its errors, because the program that writes donates the
+        # state.
         set_hyperparams(self._blank(0), **values)
         numbers = {name: np.float32(value) for name, value in values.items()}
         return self._write(opt_state, place_everywhere(numbers, self._mesh))
@@ -119,7 +119,7 @@ class Hyperparams:
         return self._on_shards(change, opt_state, values)
 
     def _on_shards(self, function: Callable[..., PyTree], opt_state: PyTree, *args: Any) -> PyTree:
-        """Run a function of the kind of a shard and the shard on this device's."""
+        """Run a function of a shard kind and a shard on this device's shard."""
         shard_kind = self._sharding.shard_kind(
             jax.lax.axis_index("stage"), jax.lax.axis_index("data")
         )
@@ -130,7 +130,7 @@ class Hyperparams:
         return jax.tree.map(lambda x: x[None], changed)
 
     def _blank(self, shard_kind: int) -> PyTree:
-        """A state of a kind of shards, all zeros that take no memory."""
+        """Return a state for a shard kind, with zeros that need no memory."""
         struct = jax.eval_shape(
             lambda shard: self._updater.tree(shard_kind, shard), self._updater.struct()
         )

@@ -1,4 +1,4 @@
-"""From a model and a configuration to a pipeline."""
+"""Builds a pipeline from a model and a configuration."""
 
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
@@ -36,36 +36,36 @@ def make_pipeline(
     *,
     lr_scheduler: optax.Schedule | None = None,
 ) -> Pipeline:
-    """Build the functional form of a pipeline: an initial state and a jitted step.
+    """Build a functional pipeline, with an initial state and a jitted step.
 
     Args:
-        model: The layers and their cut.
-        optimizer: An optax transformation that treats every parameter by itself; or a constructor
-            with an argument `learning_rate`, such as `optax.adamw`, which gets the schedule. None:
-            that of the configuration.
+        model: The layers and how they are divided over the stages.
+        optimizer: An optax transformation that updates each parameter independently. Or a
+            constructor that takes `learning_rate`, such as `optax.adamw`, which receives the
+            schedule. None: the optimiser of the configuration.
         config: DeepSpeed's configuration, as a dictionary, a path or a `TrainConfig`.
-        mesh: A mesh with the axes `stage` and `data`, `model` where layers use it, and `fsdp` where
-            weights are to be divided; None: all devices, see `mesh_for`. With
-            `zero_optimization.stage` 2 and 3 its replicas become places along `fsdp`, unless it has
-            that axis.
+        mesh: A mesh with the axes `stage` and `data`, plus `model` if layers use it and `fsdp` to
+            divide weights. None: a mesh over all devices, see `mesh_for`. With
+            `zero_optimization.stage` 2 or 3, the axis `data` becomes `fsdp`, unless the mesh
+            already has `fsdp`.
         example_batch: One entry as a data iterator yields it, `(inputs, labels)` or `(inputs,
-            labels, side)`, leaves `[microbatch_size * replicas, ...]`, arrays or shapes; places
-            along `fsdp` count as places along `data`.
-        lr_scheduler: The learning rate as a function of the number of updates; None: that of the
-            configuration.
+            labels, side)`, of arrays or shapes with leaves `[microbatch_size * replicas, ...]`.
+            Devices along `fsdp` count as replicas, like those along `data`.
+        lr_scheduler: The learning rate as a function of the number of updates. None: the schedule
+            of the configuration.
 
     Returns:
-        The pipeline; `pipeline.init()` makes the state and `pipeline.step(state, batch)` is the
-        step.
+        The pipeline. `pipeline.init()` creates the state, and `pipeline.step(state, batch)` runs
+        the step.
 
     Raises:
-        ConfigError: The configuration is wrong, or contradicts the model or the other arguments; or
+        ConfigError: The configuration is invalid or contradicts the model or another argument, or
             there is no optimiser.
-        TopologyError: Devices, mesh and stages do not fit.
+        TopologyError: The devices, the mesh and the number of stages do not match.
         DataError: A leaf of the example has the wrong leading size.
         LayerError: Layers do not fit together.
-        PartitionError: The layers cannot be cut as asked.
-        ScheduleError: The schedule is unknown or unsound.
+        PartitionError: The layers cannot be divided as requested.
+        ScheduleError: The schedule is unknown or invalid.
 
     Example:
         >>> import flax.linen as nn, jax.numpy as jnp, optax
@@ -86,7 +86,7 @@ def make_pipeline(
     if chosen.transformation is None:
         raise ConfigError(
             "a pipeline must have an optimizer, but got optimizer=None and a configuration without "
-            "the section optimizer. Pass for instance optax.adamw(3e-4), or optax.identity() to "
+            "the section optimizer. Pass for example optax.adamw(3e-4), or optax.identity() to "
             "evaluate only."
         )
     entry_struct(example_batch, sizes.train_micro_batch_size_per_gpu, num_batch_shards(mesh))
@@ -105,7 +105,7 @@ class Prepared(NamedTuple):
         model: The model with the configuration's settings.
         chosen: The optimiser and the schedule.
         mesh: The mesh to run on.
-        sizes: The sizes of a batch.
+        sizes: The batch sizes.
     """
 
     model: PipelineModule
@@ -122,25 +122,25 @@ def prepare(
     mesh: Mesh | None,
     errors: Collector,
 ) -> Prepared:
-    """Hold a configuration against the model, the optimiser, the schedule and the devices.
+    """Check a configuration against the model, the optimiser, the schedule and the devices.
 
     Args:
-        model: The layers and their cut.
+        model: The layers and how they are divided over the stages.
         config: The configuration.
         optimizer: As for `choose_optimizer`.
         lr_scheduler: As for `choose_optimizer`.
-        mesh: The mesh; None: that of the model's topology.
-        errors: What was wrong with the configuration when it was read.
+        mesh: The mesh. None: the mesh of the model's topology.
+        errors: Errors found when the configuration was read.
 
     Returns:
-        What to build a pipeline from.
+        The arguments to build a pipeline from.
 
     Raises:
-        JaxpipeError: What does not fit, together with `errors`: a `ConfigError` that lists it where
-            it is more than one thing.
+        JaxpipeError: Arguments do not match, or `errors` is not empty. If there are several errors,
+            a `ConfigError` lists them all.
     """
-    # All are tried, whatever failed before, so that a user sees at once all that is to be changed;
-    # these stand in.
+    # All checks run even if one fails, so that users see all errors together. These values are
+    # placeholders.
     chosen, sizes = ChosenOptimizer(None), BatchSizes(1, 1, 1)
     with errors.catch(compares=True):
         chosen = choose_optimizer(config, optimizer, lr_scheduler)
@@ -151,8 +151,7 @@ def prepare(
         with errors.catch(compares=True):
             schedule_of(section)
     with errors.catch(compares=True):
-        # Made for its errors alone, as the schedule above is: what is wrong with it shows before
-        # anything is traced.
+        # Created only to raise its errors before anything is traced, like the schedule above.
         LossScaler.from_config(config)
     with errors.catch(compares=True):
         mesh = mesh_for(model) if mesh is None else adopt_mesh(mesh)
@@ -165,33 +164,33 @@ def prepare(
 def _check_offload(section: PipelineConfig, mesh: Mesh) -> None:
     if not section.offload_activations or mesh.devices.flat[0].platform != "tpu":
         return
-    # Seen with libtpu 0.0.42: failed checks about the layouts of gathers and of slices of host
-    # memory, in every language model that was tried. They cannot be caught.
+    # Seen with libtpu 0.0.42 in every language model tested: XLA's checks on the layouts of gathers
+    # and of slices of host memory fail. These failures cannot be caught.
     raise ConfigError(
-        "pipeline.offload_activations must be false on TPUs, where XLA's compiler ends the process "
-        "over residuals in host memory, but got pipeline.offload_activations=True. Set "
+        "pipeline.offload_activations must be false on TPUs, where XLA's compiler aborts on "
+        "residuals in host memory, but got pipeline.offload_activations=True. Set "
         "pipeline.activation_checkpoint_interval=1 to save memory, or use more stages.",
         paths=["pipeline.offload_activations"],
     )
 
 
 def mesh_for(model: PipelineModule, devices: Sequence[Any] | None = None) -> Mesh:
-    """The mesh of a model's topology: its stages times as many replicas as there are devices for.
+    """Make the mesh of a model's topology, with as many replicas as there are devices for.
 
     Args:
-        model: The layers and their cut.
-        devices: JAX devices to use; None: all.
+        model: The layers and how they are divided over the stages.
+        devices: JAX devices to use. None: all devices.
 
     Returns:
-        A mesh with the axes `stage` and `data`, and the further ones that the topology has.
+        A mesh with the axes `stage` and `data`, and any others that the topology has.
 
     Raises:
-        TopologyError: The devices do not suffice, or do not divide into the stages.
-        LaunchError: JAX finds no devices of the platform that it is told to use.
+        TopologyError: There are too few devices, or their number is not a multiple of the stages.
+        LaunchError: JAX finds no devices of the requested platform.
     """
     if devices is None:
-        # For its error, which says what to install; `jax.device_count` below would fail with JAX's
-        # own.
+        # Called for its error, which says what to install. JAX's own error from `jax.device_count`
+        # below does not.
         check_devices()
     num_devices = jax.device_count() if devices is None else len(devices)
     return make_pipeline_mesh(
@@ -200,18 +199,19 @@ def mesh_for(model: PipelineModule, devices: Sequence[Any] | None = None) -> Mes
 
 
 def configure_model(model: PipelineModule, config: TrainConfig) -> PipelineModule:
-    """The model with the settings that the configuration gives it.
+    """Return the model with the settings of the configuration.
 
     Args:
-        model: The layers and their cut.
-        config: Its section `pipeline`, and the dtype that `fp16` and `bf16` choose.
+        model: The layers and how they are divided over the stages.
+        config: The configuration. Its section `pipeline` is used, and the dtype that `fp16` and
+            `bf16` select.
 
     Returns:
-        A model of the same layers.
+        A model with the same layers.
 
     Raises:
-        ConfigError: The configuration and the constructor say different things, or a limit on
-            memory is set that nothing keeps to; all of it.
+        ConfigError: The configuration contradicts the model's constructor, or a memory limit is set
+            that nothing observes. The error lists all problems.
     """
     section, errors = config.pipeline, Collector()
     if section.stages not in ("auto", model.num_stages):
@@ -225,8 +225,8 @@ def configure_model(model: PipelineModule, config: TrainConfig) -> PipelineModul
     interval = section.activation_checkpoint_interval
     precision = "bf16.enabled" if config.bf16.enabled else "fp16.enabled"
     dtype = None if config.compute_dtype == "float32" else config.compute_dtype
-    # The key, what it asks for (None: nothing), the argument of the module, and the default that
-    # this has.
+    # The key, the value it requests (None: nothing), the module's argument, and the default of that
+    # argument.
     for key, asked, name, default in (
         (
             "pipeline.partition",
@@ -268,7 +268,7 @@ def _check_agreement(path: str, asked: Any, model: PipelineModule, name: str, de
         key = f"the dtype of {path}=True" if name == "compute_dtype" else path
         raise ConfigError(
             f"{key} must not contradict the module, but got {key}={asked!r} and {name}={given!r}. "
-            "Say it in one place.",
+            "Set it in one place only.",
             paths=[path],
         )
 
@@ -282,7 +282,7 @@ def _check_memory_limit(config: TrainConfig, model: PipelineModule) -> None:
     if limits_pending(section):
         return
     raise ConfigError(
-        "pipeline.memory_limit_gb must be set only where a choice keeps to it, which the schedule "
+        "pipeline.memory_limit_gb must be set only where a choice keeps to it, as the schedule "
         "'auto', the pending weight gradients of 'zero-bubble' and the partition 'profile' do, but "
         f"got pipeline.memory_limit_gb={section.memory_limit_gb!r}, "
         f"pipeline.schedule={section.schedule!r} and partition_method={model.partition_method!r}. "

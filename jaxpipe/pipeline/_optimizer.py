@@ -1,4 +1,4 @@
-"""The optimiser and learning-rate schedule of a run, from the call or from the configuration."""
+"""Chooses a run's optimiser and learning rate schedule, from arguments or the configuration."""
 
 import dataclasses
 import inspect
@@ -31,12 +31,13 @@ _CONSTRUCTOR = (
 
 @dataclass(frozen=True)
 class ChosenOptimizer:
-    """Optimiser of a run, with its schedules.
+    """The optimiser of a run, with its schedules.
 
     Attributes:
-        transformation: The optimiser; None where only evaluation is wanted.
-        lr_scheduler: The schedule that its learning rate follows, if one was given apart from it.
-        schedules: Hyperparameters in its state that follow a schedule, by name; as
+        transformation: The optimiser. None: the run only evaluates.
+        lr_scheduler: The schedule of its learning rate, if it was given separately from the
+            optimiser.
+        schedules: Schedules of hyperparameters in the optimiser state, by name, as
             `jaxpipe.optim.next_hyperparams` takes them.
     """
 
@@ -52,22 +53,23 @@ def choose_optimizer(
     | None = None,
     lr_scheduler: optax.Schedule | None = None,
 ) -> ChosenOptimizer:
-    """Find the one optimiser and the one schedule that are given, and put them together.
+    """Determine the optimiser and the schedule of a run, and combine them.
 
     Args:
-        config: Its sections `optimizer` and `scheduler` count.
-        optimizer: An optax transformation; or a constructor with an argument `learning_rate`, for
-            use with a schedule.
-        lr_scheduler: An optax schedule, or one of `jaxpipe.optim`: the rate as a function of the
-            number of updates.
+        config: The configuration. Only its sections `optimizer`, `scheduler` and `ema` are used.
+        optimizer: An optax transformation. Or, for use with a schedule, a constructor that takes
+            `learning_rate`.
+        lr_scheduler: The learning rate as a function of the number of updates: an optax schedule,
+            or one of `jaxpipe.optim`.
 
     Returns:
-        What to use.
+        The optimiser and its schedules.
 
     Raises:
-        ConfigError: The optimiser or the schedule is given in two places, is none, or has wrong
-            parameters; a schedule is given for an optimiser that is built already, or for none; or
-            a constructor without a schedule. All that is wrong in one error.
+        ConfigError: The optimiser or the schedule is given in two places, is not valid, or has
+            wrong parameters; a schedule is given with an optimiser that is already built, or
+            without an optimiser; or a constructor is given without a schedule. One error lists all
+            problems.
     """
     named, section = config.optimizer, config.scheduler
     is_constructor = callable(optimizer)
@@ -80,7 +82,7 @@ def choose_optimizer(
         with errors.catch():
             _check_schedule(lr_scheduler)
     rate: float | None = (
-        0.0  # stands in for that of a wrong optimizer, so that the schedule is checked all the same
+        0.0  # placeholder for the rate of a wrong optimizer, so that the schedule is still checked
     )
     with errors.catch():
         if named is not None:
@@ -89,7 +91,7 @@ def choose_optimizer(
             rate = _default_rate(optimizer)
     schedule = lr_scheduler
     if section is not None:
-        schedule = optax.constant_schedule(0.0)  # likewise
+        schedule = optax.constant_schedule(0.0)  # a placeholder too
         with errors.catch():
             schedule = make_schedule(section.type, section.params, rate)
     chosen = ChosenOptimizer(None)
@@ -106,7 +108,7 @@ def choose_optimizer(
 
 
 def _averaged(chosen: ChosenOptimizer, ema: EMASection) -> ChosenOptimizer:
-    """The optimiser, which keeps an average of the parameters beside its state."""
+    """Return the optimiser with an average of the parameters added to its state."""
     if chosen.transformation is None:
         raise ConfigError(
             "an average must have an optimizer whose updates it follows, but got "
@@ -130,7 +132,7 @@ def _constructed(optimizer: Any, schedule: optax.Schedule | None) -> ChosenOptim
         raise ConfigError(
             "optimizer must be built unless a schedule gives its learning rate, but got "
             f"optimizer={shown(optimizer)} and no schedule. Call it, as in optax.adamw(3e-4), or "
-            "give lr_scheduler or the section scheduler.",
+            "pass lr_scheduler, or add the section scheduler.",
             paths=["scheduler"],
         )
     return ChosenOptimizer(
@@ -139,18 +141,19 @@ def _constructed(optimizer: Any, schedule: optax.Schedule | None) -> ChosenOptim
 
 
 def _check_finished(config: TrainConfig, optimizer: Any, lr_scheduler: Any) -> None:
-    # No `GradientTransformation` itself: the next error would advise to build what is built.
+    # Not a `GradientTransformation` itself. The next error would suggest building it, but it is
+    # already built.
     if isinstance(optimizer, optax.MultiSteps):
         raise ConfigError(
             "optimizer must update the parameters at every step, but got "
-            "optimizer=optax.MultiSteps, which adds up gradients itself. Pass the optimizer inside "
-            "it, and set gradient_accumulation_steps in the config.",
+            "optimizer=optax.MultiSteps, which accumulates gradients itself. Pass the optimizer "
+            "inside it, and set gradient_accumulation_steps in the config.",
             paths=["optimizer"],
         )
     if not (optimizer is None or isinstance(optimizer, optax.GradientTransformation)):
         raise ConfigError(
             "optimizer must be an optax transformation, or a constructor of one with an argument "
-            f"learning_rate, but got optimizer={shown(optimizer)}. Pass for instance "
+            f"learning_rate, but got optimizer={shown(optimizer)}. Pass for example "
             "optax.adamw(3e-4)."
         )
     section = config.scheduler
@@ -169,40 +172,40 @@ def _check_finished(config: TrainConfig, optimizer: Any, lr_scheduler: Any) -> N
         )
     raise ConfigError(
         "a learning-rate schedule must be given to an optimizer whose learning rate is open, but "
-        f"got {given} and the finished optimizer={shown(optimizer)}. {_CONSTRUCTOR}.",
+        f"got {given} and optimizer={shown(optimizer)}, which is already built. {_CONSTRUCTOR}.",
         paths=["scheduler"],
     )
 
 
 def _default_rate(factory: Any) -> float | None:
-    """A constructor's own learning rate, such as one bound by `functools.partial`."""
+    """Return a constructor's default learning rate, such as one set by `functools.partial`."""
     try:
         parameter = inspect.signature(factory).parameters.get("learning_rate")
     except (TypeError, ValueError):
         return None
     rate = None if parameter is None else parameter.default
-    # Without a default it is `Parameter.empty`, or a schedule that was bound; True would count as
-    # the integer 1.
+    # It is `Parameter.empty` if there is no default, and may be a schedule. True would count as the
+    # integer 1.
     return as_number(rate)
 
 
 def _check_schedule(schedule: Any) -> None:
-    found = "no function"
+    found = "which is not a function"
     if callable(schedule):
         try:
             rate = jax.eval_shape(
                 lambda count: jnp.asarray(schedule(count), jnp.float32),
                 jax.ShapeDtypeStruct((), jnp.int32),
             )
-        except Exception as error:  # noqa: BLE001  # whatever the user's function raises
-            found = f"one that fails with: {(str(error).splitlines() or [type(error).__name__])[0]}"
+        except Exception as error:  # noqa: BLE001  # the user's function may raise anything
+            found = f"which fails with: {(str(error).splitlines() or [type(error).__name__])[0]}"
         else:
             if rate.shape == ():
                 return
-            found = f"one that gives rates of shape={rate.shape}"
+            found = f"which returns rates of shape={rate.shape}"
     raise ConfigError(
-        "lr_scheduler must be a function of the number of updates that gives one rate, but got "
-        f"lr_scheduler={shown(schedule)}, {found}. Pass for instance "
+        "lr_scheduler must be a function of the number of updates that returns one rate, but got "
+        f"lr_scheduler={shown(schedule)}, {found}. Pass for example "
         "optax.cosine_decay_schedule(3e-4, 1000) or jaxpipe.optim.WarmupLR(warmup_max_lr=3e-4)."
     )
 

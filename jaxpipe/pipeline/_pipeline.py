@@ -1,4 +1,4 @@
-"""The functional core: a model, an optimiser and a mesh become a state and a jitted step."""
+"""The functional core: turns a model, an optimiser and a mesh into a state and a jitted step."""
 
 import dataclasses
 import functools
@@ -86,80 +86,82 @@ _CHOICES: Mapping[str, Callable[[PyTree, PyTree], PyTree]] = {
     "ema": average_of,
     "base": without_adapters,
 }
-"""Parameters that a state holds beside those that are trained, from these and the optimiser's."""
+"""Functions of the trained parameters and the optimiser state that return other parameters."""
 
 
 class Pipeline:
-    """A model cut into stages and compiled for a mesh.
+    """A model divided into stages and compiled for a mesh.
 
-    It holds no parameters: `init` makes a `TrainState`, `step` maps a state and a batch to the next
-    state. A batch is a `jaxpipe.data.Batch` or a plain tuple `(inputs, labels, side)`, with leaves
-    `[num_microbatches, microbatch_size * replicas, ...]`; replica r, one of the places along `data`
-    and `fsdp`, takes the r-th contiguous block of dim 1. `side` is a dictionary of side inputs,
-    often empty; it may be left out.
+    A pipeline contains no parameters: `init` creates a `TrainState`, and `step` maps a state and a
+    batch to the next state. A batch is a `jaxpipe.data.Batch` or a plain tuple `(inputs, labels,
+    side)`, with leaves `[num_microbatches, microbatch_size * replicas, ...]`. Replica r, counted
+    along `data` and `fsdp`, gets the r-th contiguous block of dim 1. `side` is a dictionary of side
+    inputs, often empty; it may be omitted.
 
     Args:
         module: The model.
-        optimizer: An optax transformation that treats every parameter by itself. None: nothing is
-            trained, and parameters are kept in the dtype that layers get them in.
-        mesh: A mesh with the axes `stage` and `data`, and any others, over which layers are sharded
-            as their metadata says.
-        example: One microbatch of all replicas, `(inputs, labels)` or `(inputs, labels, side)`,
+        optimizer: An optax transformation that updates each parameter independently. None: nothing
+            is trained, and parameters are stored in the dtype that the layers compute with.
+        mesh: A mesh with the axes `stage` and `data`, and optionally others. Layers are sharded
+            over the other axes according to their metadata.
+        example: One microbatch of all replicas, `(inputs, labels)` or `(inputs, labels, side)`, of
             arrays or shapes with leaves `[microbatch_size * replicas, ...]`.
-        num_microbatches: Microbatches per step.
-        config: How it runs and updates; batch sizes and the sections for model and optimiser are
-            not looked at.
-        recompute: What its programs are traced with; None: the settings that hold here.
-        parts: Boundaries to keep to, those of another pipeline of the model; None: by its partition
-            method.
+        num_microbatches: Number of microbatches per step.
+        config: The configuration of the run and the update. Batch sizes and the sections for model
+            and optimiser are ignored.
+        recompute: The recompute settings to trace with. None: the current settings.
+        parts: Boundaries to use, such as those of another pipeline of the same model. None: the
+            module's partition method chooses them.
 
     Attributes:
-        step: `step(state, batch) -> (state, metrics)`, jitted, the state donated. `metrics["loss"]`
-            is the loss of the batch, what layers add to it included; `metrics["grad_norm"]` the
-            global norm of its gradient before clipping; `metrics["losses"]` and
-            `metrics["metrics"]` what layers and `loss_fn` report, if they do; with a loss scale
-            also `metrics["loss_scale"]` and `metrics["overflow"]`.
-        gradients: `gradients(state, batch) -> (metrics, storage, collections)`, jitted: mean
-            gradients in the form of `state.params`, without what is frozen, which `params_tree`
-            turns into the model's tree, and the collections after the batch. `metrics["grad_norm"]`
-            is as in `step`, and `metrics["weight"]` is what the losses of the batch were divided
-            by: their number, or the sum of weights.
-        partial_gradients: `partial_gradients(state, batch, first, num_parts)`, the same without the
-            norm for one of `num_parts` parts of a step, which begins with microbatch `first` of the
-            step and is keyed so. Its gradients are the part's share of those of the mean over all
-            parts: already divided by `num_parts`.
-        update: `update(state, storage) -> (state, metrics)`, jitted: clips and applies such
-            gradients.
-        evaluate: `evaluate(state, batch) -> metrics`, jitted, forward only: `metrics["loss"]`, and
-            `metrics["microbatch_losses"]` of shape `[num_microbatches]`, and `metrics["metrics"]`,
-            what `loss_fn` reports, if it does.
-        predict: `predict(state, batch) -> outputs`, jitted, leaves
+        step: `step(state, batch) -> (state, metrics)`, jitted; it donates the state.
+            `metrics["loss"]` is the loss of the batch, including losses that layers add.
+            `metrics["grad_norm"]` is the global norm of its gradient before clipping.
+            `metrics["losses"]` and `metrics["metrics"]` are the values that layers and `loss_fn`
+            report, if any. With a loss scale there are also `metrics["loss_scale"]` and
+            `metrics["overflow"]`.
+        gradients: `gradients(state, batch) -> (metrics, storage, collections)`, jitted. `storage`
+            contains the mean gradients with the structure of `state.params`, without frozen
+            parameters; `params_tree` converts them to the model's tree. `collections` are the
+            collections after the batch. `metrics["grad_norm"]` is as in `step`. `metrics["weight"]`
+            is the divisor of the batch's losses: their number, or the sum of their weights.
+        partial_gradients: `partial_gradients(state, batch, first, num_parts)` is the same, without
+            the norm, for one of `num_parts` parts of a step. The part begins with microbatch
+            `first` of the step, which also determines its random keys. The gradients are the part's
+            contribution to the mean over all parts: they are already divided by `num_parts`.
+        update: `update(state, storage) -> (state, metrics)`, jitted: clips and applies gradients
+            from `gradients`.
+        evaluate: `evaluate(state, batch) -> metrics`, jitted, forward only: `metrics["loss"]`,
+            `metrics["microbatch_losses"]` with shape `[num_microbatches]`, and
+            `metrics["metrics"]` if `loss_fn` reports any.
+        predict: `predict(state, batch) -> outputs`, jitted, with leaves
             `[num_microbatches, microbatch_size * replicas, ...]`.
-        evaluate_and_predict: Both, in one run.
-        evaluate_samples: `evaluate_samples(state, batch) -> terms`, jitted: what each microbatch of
-            each replica, and each sample by itself, adds to the sums of a set of samples, of which
-            some may not count; a `jaxpipe.executor.SampleTerms`.
-        restart_average: `restart_average(state) -> state`: an average of the section `ema` begins
-            anew at the state's parameters; without one the state is as it was.
-        config: With what was left open in its section `pipeline` decided.
-        plan: What was decided before the pipeline was built: schedule, placement and cut.
+        evaluate_and_predict: Runs both in one program.
+        evaluate_samples: `evaluate_samples(state, batch) -> terms`, jitted. `terms` is a
+            `jaxpipe.executor.SampleTerms`: the terms that each microbatch of each replica, and each
+            single sample, add to the sums over a dataset in which some samples may not count.
+        restart_average: `restart_average(state) -> state` restarts the average of the section `ema`
+            at the state's parameters. Without this section, it returns the state unchanged.
+        config: The configuration, with all open choices of its section `pipeline` made.
+        plan: The decisions made before the pipeline was built: schedule, placement and boundaries.
         loss_metrics: Names of the metrics that `loss_fn` returns.
-        trains: Whether there is an optimizer.
-        microbatch_struct: Shapes and dtypes of a microbatch as layers see it, that of one place
-            along `data`: leaves `[microbatch_size * places along fsdp, ...]`.
+        trains: Whether there is an optimiser.
+        microbatch_struct: Shapes and dtypes of a microbatch as layers see it, for one index along
+            `data`: leaves `[microbatch_size * (size of fsdp), ...]`.
 
     Raises:
-        TopologyError: The mesh's `stage` axis is not `num_stages` long, or another axis not as the
-            topology says.
-        DataError: A leaf of the example is not `microbatch_size * replicas` samples long.
-        LayerError: Two layers do not fit, `trainable` matches no parameter or leaves none, the loss
-            is not a scalar, a variable's partition metadata does not fit it or the mesh, a variable
-            is one that its gradient replaces, or a parameter cannot be split over the stages.
-        PartitionError: The layers cannot be cut as asked.
-        ScheduleError: The schedule is unsound, or cannot have so many chunks.
-        ConfigError: The optimiser couples parameters of different stages, treats them by what else
-            is in their tree, asks for more than gradients, state and parameters, or looks at whole
-            arrays where a parameter is split over the stages.
+        TopologyError: The length of the mesh's `stage` axis is not `num_stages`, or another axis
+            does not match the topology.
+        DataError: A leaf of the example does not have `microbatch_size * replicas` samples.
+        LayerError: Two layers do not fit together, `trainable` matches no parameter or leaves none,
+            the loss is not a scalar, a variable's partition metadata does not match the variable or
+            the mesh, a variable would be replaced by its gradient, or a parameter cannot be split
+            over the stages.
+        PartitionError: The layers cannot be divided as requested.
+        ScheduleError: The schedule is invalid, or cannot have this number of chunks.
+        ConfigError: The optimiser couples parameters of different stages, depends on the other
+            parameters in a tree, needs more than gradients, state and parameters, or needs whole
+            arrays although a parameter is split over the stages.
     """
 
     step: Compiled[[TrainState, _BatchLike], tuple[TrainState, Metrics]]
@@ -187,9 +189,9 @@ class Pipeline:
         parts: Sequence[int] | None = None,
     ) -> None:
         check_jit()
-        # The one place that gives the settings to calls of `checkpoint` inside layers: all of a
-        # pipeline's tracing goes through it, here and when a program is first called, and these
-        # calls have no argument for them.
+        # This is the only place that passes the settings to calls of `checkpoint` inside layers,
+        # which have no argument for them. All of a pipeline's tracing uses it, here and when a
+        # program is first called.
         mesh, settings = adopt_mesh(mesh), current_settings() if recompute is None else recompute
         self._tracing = functools.partial(use_settings, settings, mesh)
         self.trains = optimizer is not None
@@ -212,8 +214,8 @@ class Pipeline:
             )
             self.plan = plan = make_plan(traced, num_microbatches, optimizer, parts)
             self.config, self.loss_scaler = plan.config, LossScaler.from_config(config)
-            # Without the places along `fsdp`: these compute on one microbatch together, and its
-            # loss is one term.
+            # Not counted along `fsdp`: its devices compute one microbatch together, whose loss is
+            # one term.
             outputs, num_terms = self.trace.boundaries[-1], num_microbatches * shape["data"]
             objective = self.trace.on_mesh(lambda: Objective(module, outputs, labels, num_terms))
             self.loss_metrics = objective.metric_names
@@ -221,14 +223,14 @@ class Pipeline:
                 self.microbatch_struct, num_microbatches, module.num_stages
             )
             self._batch_specs = jax.tree.map(batch_spec, shard_dims)
-            # On the mesh, here and above: a layer's constraint names axes, and fails where there is
-            # no mesh.
+            # On the mesh, here and above, because a layer's sharding constraint names axes and
+            # fails without a mesh.
             self._stages = self.trace.on_mesh(
                 lambda: _computing(module, self.trace, plan, labels, trains=self.trains)
             )
             self._params = self._stages.params
-            # With ZeRO 2 and 3 `data` is one long by now, unless the mesh came with an axis `fsdp`:
-            # then ZeRO-1 goes over `data` besides.
+            # With ZeRO 2 and 3, `data` has length 1 by now, unless the given mesh had an axis
+            # `fsdp`. In that case ZeRO-1 also divides over `data`.
             num_shards = shape["data"] if config.zero_optimization.stage else 1
             self._sharding, self._updater = _division(optimizer, self._params, num_shards, shape)
             train, evaluate = _loops(self._stages, plan)
@@ -246,7 +248,7 @@ class Pipeline:
         self._unfollowed = None if scope.is_followed else recompute
 
     def check_recompute(self) -> None:
-        """Warn where settings of recompute were given and no layer is recomputed."""
+        """Warn if recompute settings were given but no layer is recomputed."""
         if self._unfollowed is not None:
             warn_unfollowed(self._unfollowed)
 
@@ -271,12 +273,12 @@ class Pipeline:
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Boundaries of the virtual stages, of which there are as many as stages times chunks."""
+        """Boundaries of the virtual stages; there are `num_stages * num_chunks` of them."""
         return self.plan.parts
 
     @property
     def part_stages(self) -> tuple[int, ...]:
-        """The stage that holds each virtual stage."""
+        """The stage of each virtual stage."""
         return self.plan.program.placement.stages
 
     @property
@@ -286,17 +288,16 @@ class Pipeline:
 
     @property
     def ends(self) -> VocabLayers:
-        """Vocabulary-parallel layers, the first and last ones; they are in none of the cuts."""
+        """The vocabulary-parallel layers at both ends of the model. They are not in `cuts`."""
         return self._stages.ends
 
     @property
     def residual_bytes(self) -> tuple[int, int]:
-        """Bytes of the residuals of one microbatch and one chunk, for each device.
+        """Bytes per device for the residuals of one microbatch and one chunk.
 
-        On it, and in host memory.
-
-        Where they are sharded inside a stage they are at most so many: XLA may divide what no
-        annotation reaches.
+        The first number counts bytes on the device, the second bytes in host memory. If residuals
+        are sharded inside a stage, the numbers are upper bounds, because XLA may also divide
+        residuals without annotations.
         """
         sizes, stages = [0, 0], self._stages
         off_trunk = [P() for _ in jax.tree.leaves(stages.prologue.residuals)]
@@ -309,17 +310,17 @@ class Pipeline:
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes of a stage's weights that a device gathers over `fsdp`, in the compute dtype."""
+        """Bytes of its stage's weights that a device gathers over `fsdp`, in the compute dtype."""
         return self._bytes_beside(self._params.gathered, self._params.at_rest)
 
     @property
     def whole_sums_bytes(self) -> int:
-        """Bytes a device would need more if sums of gradients were whole along `fsdp`."""
+        """Additional bytes per device if gradient sums were not divided over `fsdp`."""
         divided = self._params.grad_layout
         return self._bytes_beside(divided.cast(lambda leaf: leaf, whole_along=FSDP), divided)
 
     def _bytes_beside(self, whole: Layout, divided: Layout) -> int:
-        """Bytes that a device needs more for one layout than for the other."""
+        """Return the additional bytes per device of the layout `whole` over `divided`."""
         more, less = (device_bytes(x.struct(), self.mesh, x.spec()) for x in (whole, divided))
         return more - less
 
@@ -350,13 +351,13 @@ class Pipeline:
         return jax.tree.map(placed, struct)
 
     def _rows(self, struct: PyTree, spec: PyTree, *, by_replica: bool = True) -> PyTree:
-        """Shapes, dtypes and shardings of global arrays, from those of a row.
+        """Return shapes, dtypes and shardings of global arrays, given those of a row.
 
-        Each replica may have rows of its own.
+        Each replica may have its own rows.
         """
         rows, num_rows = self._sharding.row_spec, self._sharding.num_rows
         if not by_replica:
-            # Collections are the mean over the replicas, which hold equal copies.
+            # Collections are averaged over the replicas, which have equal copies.
             rows, num_rows = P("stage"), self.module.num_stages
 
         def one(x: Any, of_row: P) -> Any:
@@ -367,7 +368,7 @@ class Pipeline:
 
     @functools.cached_property
     def catalog(self) -> Catalog:
-        """Places of every leaf of a state in the arrays that `state_arrays` names."""
+        """The location of every leaf of a state in the arrays that `state_arrays` names."""
         return make_catalog(self._params, self._sharding, self._updater, self._stages.collections)
 
     @functools.cached_property
@@ -383,44 +384,44 @@ class Pipeline:
         return jax.tree.map(sharded, self._entry, self._batch_specs)
 
     def _batch_sharding(self, spec: P) -> NamedSharding:
-        """Sharding of a leaf of a batch from that over manual axes.
+        """Return the sharding of a batch leaf, given its spec over the manual axes.
 
-        Samples are divided over `fsdp` too.
+        Samples are also divided over `fsdp`.
         """
         if FSDP in self.mesh.axis_names and spec == P(None, "data"):
             spec = P(None, ("data", FSDP))
         return NamedSharding(self.mesh, spec)
 
     def init(self, key: jax.Array | None = None) -> TrainState:
-        """Make an initial state, each stage's arrays on its own devices.
+        """Create an initial state, with each stage's arrays on its own devices.
 
         Args:
-            key: Key of the weights, as for `PipelineModule.init`; None:
+            key: Key for the weights, as for `PipelineModule.init`. None:
                 `jax.random.key(base_seed)`, which is also the run's key for dropout.
 
         Returns:
             The state.
         """
         check_jit()
-        # Values are made as placing asks for them, one stage after another: host memory never holds
-        # the whole model.
+        # Values are created as they are placed, one stage after another, so that host memory never
+        # contains the whole model.
         made = StageInit(self.module, self.trace, self._key if key is None else key)
         return self._state(self._draw("params", made) | self._draw("collections", made))
 
     def init_from(self, tree: PyTree, collections: PyTree | None = None) -> TrainState:
-        """Make an initial state from the model's parameter tree.
+        """Create an initial state from the model's parameter tree.
 
         Args:
-            tree: As `PipelineModule.init` returns it.
-            collections: As `PipelineModule.init_collections` returns them; None: made anew from
-                `base_seed`.
+            tree: Parameters as `PipelineModule.init` returns them.
+            collections: Collections as `PipelineModule.init_collections` returns them. None: they
+                are initialised from `base_seed`.
 
         Returns:
             The state.
 
         Raises:
-            LayerError: A parameter is missing, unexpected, of another shape, or no array of
-                floating-point numbers.
+            LayerError: A parameter is missing, unexpected, of the wrong shape, or not a
+                floating-point array.
         """
         arrays = self._place("params", _from_tree("params", self.check_params(tree)))
         if collections is None:
@@ -431,40 +432,44 @@ class Pipeline:
         )
 
     def check_params(self, tree: PyTree) -> PyTree:
-        """Compare a parameter tree with the model's.
+        """Check a parameter tree against the model's.
 
         Returns:
             The tree without Flax's partition metadata.
 
         Raises:
-            LayerError: A parameter is missing, unexpected, of another shape, or no array of
-                floating-point numbers.
+            LayerError: A parameter is missing, unexpected, of the wrong shape, or not a
+                floating-point array.
         """
         return check_params(tree, flatten_dict(self.trace.tree()))
 
     def replace_params(self, state: TrainState, tree: PyTree) -> TrainState:
-        """The state with other parameters, at which an average begins anew; all else stays.
+        """Return the state with other parameters. An `ema` average restarts at them.
+
+        Everything else is unchanged.
 
         Raises:
-            LayerError: A parameter is missing, unexpected, of another shape, or no array of
-                floating-point numbers.
+            LayerError: A parameter is missing, unexpected, of the wrong shape, or not a
+                floating-point array.
         """
         arrays = self._place("params", _from_tree("params", self.check_params(tree)))
         return self.restart_average(with_arrays(state, arrays))
 
     def with_params(self, state: TrainState, name: str) -> TrainState:
-        """The state with other parameters that it holds, to evaluate them; nothing is donated.
+        """Return the state with other parameters of the same run, for evaluation.
+
+        Nothing is donated.
 
         Args:
             state: The state.
-            name: `"ema"`: the average that the section `ema` keeps. `"base"`: the parameters
-                without the adapters of `jaxpipe.layers.lora`.
+            name: `"ema"` selects the average that the section `ema` keeps. `"base"` selects the
+                parameters without the adapters of `jaxpipe.layers.lora`.
 
         Returns:
             A state that shares all other arrays.
 
         Raises:
-            ConfigError: The state holds no such parameters.
+            ConfigError: The state does not have these parameters.
         """
         check_params_name(name, self.config)
         if name == "base":
@@ -472,18 +477,18 @@ class Pipeline:
         return dataclasses.replace(state, params=self._choosing[name](state))
 
     def replace_collections(self, state: TrainState, tree: PyTree) -> TrainState:
-        """The state with other collections, in the form of `PipelineModule.init_collections`.
+        """Return the state with other collections, as `PipelineModule.init_collections` has them.
 
-        Everything else stays.
+        Everything else is unchanged.
         """
         return with_arrays(state, self._place("collections", _from_tree("collections", tree)))
 
     def params_tree(self, storage: Storage) -> PyTree:
-        """The model's parameter tree as numpy arrays, from `state.params` or gradients like it.
+        """Convert `state.params`, or gradients, to the model's parameter tree of numpy arrays.
 
-        Of gradients it has what is trained alone.
+        For gradients, the tree contains only the trained parameters.
         """
-        # Gradients lack what is frozen: the number of arrays tells the two forms apart.
+        # Gradients lack frozen parameters, so the number of arrays distinguishes the two.
         has_all = len(jax.tree.leaves(storage)) == len(
             jax.tree.leaves(self._sharding.master.shards.struct())
         )
@@ -492,14 +497,13 @@ class Pipeline:
         )
 
     def opt_state_tree(self, opt_state: PyTree) -> PyTree:
-        """The optimiser's state for the whole model, as it makes it, from `state.opt_state`.
+        """Convert `state.opt_state` to the optimiser's own state for the whole model.
 
-        What `optimizer.init` gives for the model's trained parameters, so that functions of optax
-        read it.
+        It has the structure of `optimizer.init` for the model's trained parameters, so that optax's
+        functions can read it.
 
         Returns:
-            The state, with numpy arrays for leaves, and keys of random numbers as JAX's arrays of
-            keys.
+            The state, with numpy arrays as leaves. Random keys are JAX key arrays.
         """
         struct = self._updater.whole_struct()
         leaves = read_leaves(self.catalog, "opt_state", opt_state, opt_state_keys(struct))
@@ -510,27 +514,27 @@ class Pipeline:
         return jax.tree.unflatten(jax.tree.structure(struct), values)
 
     def collections_tree(self, storage: Storage) -> dict[str, PyTree]:
-        """The model's collections as numpy arrays by the layer's name, from `state.collections`."""
+        """Convert `state.collections` to numpy arrays by layer name."""
         return self._tree("collections", storage, self._stages.collections.struct)
 
     def place_batch(self, batch: _BatchLike, replicas: range | None = None) -> Batch:
         """Put a batch on the devices.
 
         Args:
-            batch: The batch, or with `replicas` the part of it that this process feeds.
-            replicas: The replicas whose samples the part holds, as `jaxpipe.data.process_shard`
-                tells; None: all.
+            batch: The batch. With `replicas`, only the samples that this process supplies.
+            replicas: The replicas of these samples, as in `jaxpipe.data.process_shard`. None: all
+                replicas.
 
         Returns:
             The batch as global arrays.
 
         Raises:
-            DataError: Its structure, shapes or dtypes are not those of the example.
+            DataError: The structure, shapes or dtypes differ from those of the example.
         """
         batch = batch if isinstance(batch, Batch) else split_entry(batch, "the batch")
         replicas = range(self.num_replicas) if replicas is None else replicas
-        # A part is checked as the whole batch that it belongs to, so that one check, and its
-        # errors, do for both.
+        # Samples of some replicas are checked as if they were the whole batch, so that one check
+        # and its errors cover both cases.
         whole = struct_of(batch)
         if len(replicas) != self.num_replicas:
             whole = jax.tree.map(lambda x: _scaled(x, self.num_replicas, len(replicas)), whole)
@@ -542,19 +546,19 @@ class Pipeline:
         )
 
     def check_batch(self, batch: _BatchLike) -> None:
-        """Compare a batch with the example the pipeline was built from.
+        """Check a batch against the example that the pipeline was built from.
 
         Raises:
-            DataError: Its structure, shapes or dtypes differ; the message names the leaf.
+            DataError: The structure, shapes or dtypes differ. The message names the leaf.
         """
         struct = struct_of(split_entry(batch, "the batch"))
         check_batch(struct, self.batch_struct, self.microbatch_size, self.num_replicas)
 
     def hyperparams(self, schedules: Mapping[str, optax.Schedule]) -> Hyperparams:
-        """Access to the hyperparameters in the optimiser's state.
+        """Return an object that reads and sets hyperparameters in the optimiser state.
 
         Args:
-            schedules: Those that follow a schedule, by name.
+            schedules: Schedules of the hyperparameters that follow one, by name.
         """
         shardings = jax.tree.map(lambda x: x.sharding, self.state_struct.opt_state)
         return Hyperparams(self.mesh, self._sharding, self._updater, schedules, shardings)
@@ -562,18 +566,18 @@ class Pipeline:
     def measuring(
         self, measure: Callable[[PyTree, PyTree], PyTree]
     ) -> Compiled[[TrainState, _BatchLike], PyTree]:
-        """A program that evaluates a function of the outputs and labels of each microbatch.
+        """Return a program that evaluates a function of each microbatch's outputs and labels.
 
-        It runs where the outputs are, so that these need not leave the devices.
+        It runs on the devices that have the outputs, so the outputs need not be copied.
 
         Args:
-            measure: Gives arrays `[samples, ...]`; of outputs whose logits are split over the
-                stages it gets `jaxpipe.losses.SplitLogits`. The same function gives the same
-                program.
+            measure: A function that returns arrays `[samples, ...]`. If logits are split over the
+                stages, its outputs argument is a `jaxpipe.losses.SplitLogits`. The program is
+                cached by this function.
 
         Returns:
-            `program(state, batch) -> arrays`, leaves `[num_microbatches, microbatch_size *
-            replicas, ...]`, on every device.
+            `program(state, batch) -> arrays`, with leaves `[num_microbatches, microbatch_size *
+            replicas, ...]` on every device.
         """
         return self._measuring(measure)
 
@@ -597,7 +601,7 @@ class Pipeline:
         return [key for key in self.catalog if key.startswith(f"{field}/")]
 
     def _draw(self, field: str, made: StageInit) -> dict[str, jax.Array]:
-        """Initial arrays of a field."""
+        """Return the initial arrays of a field."""
         if field == "params":
             field_leaves = made_params(
                 self._params, self.trace, self._sharding.master, self._sharding.row_spec
@@ -619,7 +623,7 @@ class Pipeline:
         return unflatten_dict({path: leaves[key] for path, key in keys.items()})
 
     def init_scalars(self) -> dict[str, Any]:
-        """The fields of an initial state that every device holds alike."""
+        """Return the replicated fields of an initial state, equal on all devices."""
         scaler = self.loss_scaler
         number = np.zeros((), np.int32)
         loss_scale = () if scaler is None else scaler.init()
@@ -634,7 +638,7 @@ class Pipeline:
     def _state(self, arrays: Mapping[str, jax.Array]) -> TrainState:
         rows = self._sharding.row_spec
         state = with_arrays(self.state_struct, arrays)
-        # On the devices: the optimiser's state never lies in host memory, which may not hold it.
+        # On the devices: the optimiser state is never in host memory, which may be too small.
         shardings = jax.tree.map(lambda x: x.sharding, self.state_struct.opt_state)
         init = on_each_device(self._programs.init_optimizer, self.mesh, (rows,), rows)
         init = jax.jit(init, out_shardings=shardings)
@@ -646,8 +650,8 @@ class Pipeline:
         of_state, of_batch = jax.tree.map(lambda x: x.sharding, (state, self.batch_struct))
         everywhere, of_outputs = NamedSharding(self.mesh, P()), self._batch_sharding(over_data)
         if all(spec == over_data for spec in jax.tree.leaves(self._batch_specs)):
-            # One for all leaves: a batch of another structure then meets `check_batch`, not an
-            # error of jit's.
+            # One sharding for all leaves, so that a batch of another structure raises the error of
+            # `check_batch` and not one of jit.
             of_batch = of_outputs
 
         def compiled(
@@ -662,14 +666,14 @@ class Pipeline:
             mapped = on_each_device(function, self.mesh, in_specs, out_specs)
 
             def checked(state: TrainState, batch: Batch, *rest: jax.Array) -> Any:
-                # Runs when JAX traces: batches that were placed by hand are checked once, and no
-                # step pays for it.
+                # Runs only when JAX traces, so batches that were placed manually are checked once
+                # and steps cost no more.
                 self.check_batch(batch)
                 with self._tracing():
                     return mapped(state, batch, *rest)
 
             checked.__name__ = f"jaxpipe_{name}"  # in profiles and in HLO
-            # What comes out lies as what goes in: left to itself, XLA may choose another sharding
+            # Outputs have the shardings of the inputs. Otherwise XLA may choose another sharding
             # over automatic axes.
             given = (of_state, of_batch, *others)
             jitted = jax.jit(
@@ -677,8 +681,8 @@ class Pipeline:
             )
             return ProgramOfBatch(Program(jitted, self.mesh))
 
-        # Donated: old and new state need not fit side by side. Gradients and evaluations give no
-        # new state and leave it.
+        # Donated, so that memory need not hold the old and the new state together. Gradients and
+        # evaluations return no new state and do not donate.
         self.step = compiled(
             "train_step", programs.step, (specs, P()), (of_state, everywhere), donate=(0,)
         )
@@ -707,13 +711,13 @@ class Pipeline:
             *of_gradients,
             others=(everywhere, everywhere),
         )
-        # Of no batch, so nothing is checked; the gradients come from `gradients`, in the state's
-        # form.
+        # It takes no batch, so nothing is checked. The gradients come from `gradients` and have the
+        # state's structure.
         update = on_each_device(programs.update, self.mesh, (specs, rows), (specs, P()))
         jitted = jax.jit(update, out_shardings=(of_state, everywhere), donate_argnums=(0,))
         self.update = Program(jitted, self.mesh)
         restart = on_each_device(programs.restart_average, self.mesh, (specs,), rows)
-        # Not donated: the state stays whole where this is broken off.
+        # Not donated, so that the state stays valid if this is interrupted.
         restarting = Program(jax.jit(restart, out_shardings=of_state.opt_state), self.mesh)
         self.restart_average = lambda state: (
             state
@@ -731,7 +735,7 @@ class Pipeline:
 def _computing(
     module: PipelineModule, trace: ModelTrace, plan: Plan, labels: PyTree, *, trains: bool
 ) -> Stage:
-    """What the stages of a model compute, whose loss suits its last layers."""
+    """Return the stages of a model, and check that the loss suits a split vocabulary."""
     stage = Stage(module, trace, plan, trains=trains)
     if stage.vocab_loss is not None:
         stage.vocab_loss.check_loss(labels)
@@ -744,27 +748,27 @@ def _division(
     num_shards: int,
     shape: Mapping[str, int],
 ) -> tuple[ZeroSharding, Updater]:
-    """How the state is divided over a mesh, and what updates a device's share of it."""
+    """Return how the state is divided over a mesh, and the updater of a device's share."""
     sharding = zero_sharding(params, optimizer, num_shards, shape)
     return sharding, Updater(params, sharding.trained, optimizer)
 
 
 def _loops(stage: Stage, plan: Plan) -> tuple[TrainLoop, EvaluateLoop]:
-    """The loops over the ticks of training and of evaluation."""
+    """Return the loops over the ticks of training and of evaluation."""
     train = TrainLoop(stage, plan.program, sends_early=plan.sends_early)
     return train, EvaluateLoop(stage, plan.forward_only, sends_early=plan.sends_early)
 
 
 def _from_tree(field: str, tree: PyTree) -> Source:
-    """Leaves of a tree that is in memory, by their keys in the catalog."""
+    """Return a source of the leaves of a tree in memory, by their keys in the catalog."""
     leaves = {join_path((field, *path)): leaf for path, leaf in flatten_dict(tree).items()}
     return lambda keys: ((key, leaves[key]) for key in keys)
 
 
 def _scaled(x: Any, num_replicas: int, num_given: int) -> Any:
-    """The shape of a whole batch from that of the part of some replicas.
+    """Return the shape of a whole batch, given the shape for some of the replicas.
 
-    One that is no such part stays.
+    A shape that does not divide evenly is returned unchanged.
     """
     size, rest = divmod(x.shape[1] * num_replicas, num_given) if len(x.shape) > 1 else (0, 1)
     return x if rest else jax.ShapeDtypeStruct((x.shape[0], size, *x.shape[2:]), x.dtype)

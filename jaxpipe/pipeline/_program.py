@@ -20,25 +20,25 @@ _Result = TypeVar("_Result", covariant=True)
 
 
 class Compiled(Protocol[_Arguments, _Result]):
-    """A jitted function, compiled at its first call."""
+    """A jitted function that is compiled at its first call."""
 
     def __call__(self, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        """Run it."""
+        """Run the function."""
         ...
 
     def lower(self, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> jax.stages.Lowered:
-        """Lower it for arguments or their structs, to be compiled ahead of time or read."""
+        """Lower the function for arguments or their structs, to inspect or compile it."""
         ...
 
 
 class Program(Generic[_Result]):
     """A jitted function of a state.
 
-    Its first call looks whether devices of one process would wait for each other for ever.
+    Its first call checks that the devices of a process cannot deadlock.
 
     Args:
         jitted: The function.
-        mesh: The devices it runs on.
+        mesh: The mesh that it runs on.
     """
 
     def __init__(self, jitted: Compiled[..., _Result], mesh: Mesh) -> None:
@@ -47,7 +47,7 @@ class Program(Generic[_Result]):
 
     def __call__(self, state: TrainState, *args: Any) -> _Result:
         if self._is_unchecked and not isinstance(state.step, Tracer):
-            # Compiled once: the call below finds what is compiled here.
+            # Compiled once: the call below uses the program that is compiled here.
             compile_checked(self._jitted, self._mesh, state, *args)
             self._is_unchecked = False
         return self._jitted(state, *args)
@@ -57,13 +57,13 @@ class Program(Generic[_Result]):
 
 
 class ProgramOfBatch(Generic[_Result]):
-    """A program of a state and a batch, for which a plain tuple will do."""
+    """A program of a state and a batch; the batch may be a plain tuple."""
 
     def __init__(self, program: Program[_Result]) -> None:
         self._program = program
 
-    # One structure for every call: JAX compiles anew for another one, and its shardings fit `Batch`
-    # alone.
+    # Every call has the same structure, because JAX recompiles for another one, and the shardings
+    # match only `Batch`.
     def __call__(self, state: TrainState, batch: Sequence[PyTree], *rest: Any) -> _Result:
         batch = batch if isinstance(batch, Batch) else split_entry(batch, "the batch")
         return self._program(state, batch, *rest)
@@ -75,9 +75,9 @@ class ProgramOfBatch(Generic[_Result]):
 def on_each_device(
     function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-    """A function of one device as one of global arrays."""
-    # With check_vma=True a gradient through a branch on the device is wrong without a word
-    # (jax-ml/jax#40823). Every axis but these two is left to XLA's partitioner, which follows the
+    """Map a per-device function to a function of global arrays."""
+    # With check_vma=True, a gradient through a branch on the device is silently wrong
+    # (jax-ml/jax#40823). XLA's partitioner handles every axis except these two, and follows the
     # shardings of weights and activations.
     axes = {"stage", "data"}
     mapped = jax.shard_map(
@@ -91,7 +91,7 @@ def on_each_device(
 
     @functools.wraps(function)
     def compiled(*args: Any) -> Any:
-        check_jit()  # runs when JAX traces, and at each call where it is told not to compile
+        check_jit()  # runs when JAX traces, and at every call if jit is disabled
         return mapped(*args)
 
     return compiled

@@ -1,4 +1,4 @@
-"""From a model, its mesh and an example to what is known before its plan is made."""
+"""Traces a model with its mesh and an example, before its plan is made."""
 
 from collections.abc import Callable, Sequence
 
@@ -25,29 +25,27 @@ def trace_model(
     num_microbatches: int,
     optimizer: optax.GradientTransformation,
 ) -> Traced:
-    """Check a model against its mesh, trace it with one microbatch, and decide on its vocabulary.
+    """Check a model against its mesh, trace it, and decide whether to split the vocabulary.
 
-    The decision is whether the vocabulary is split.
-
-    `mesh` is as the user has it, `example` a microbatch of all replicas, arrays or shapes.
+    `mesh` is the user's mesh. `example` is one microbatch of all replicas, as arrays or shapes.
 
     Raises:
-        TopologyError: The mesh is not as the model's topology says.
-        DataError: A leaf of the example is of another length than the replicas divide.
-        LayerError: Layers do not fit together, cannot be traced or split, or keep what gradients
-            replace.
-        ConfigError: The optimiser must see whole arrays of which each stage holds a slice.
+        TopologyError: The mesh does not match the model's topology.
+        DataError: The length of a leaf of the example does not divide evenly over the replicas.
+        LayerError: Layers do not fit together, cannot be traced or split, or have variables that
+            gradients would replace.
+        ConfigError: The optimiser needs whole arrays, but each stage has a slice of them.
     """
-    # As it was given: what ZeRO 2 and 3 make of the axes next is in no topology of the user's.
+    # The mesh as given: the axes that ZeRO 2 and 3 change next are in no topology of the user's.
     check_mesh(module, mesh)
     mesh = with_fsdp_axis(mesh) if config.zero_optimization.stage >= 2 else mesh
     num_replicas = num_batch_shards(mesh)
     shapes = [leaf.shape for leaf in jax.tree.leaves(struct_of(tuple(example)))]
-    # 0 where there is nothing to read it from: `entry_struct` says what is wrong with which leaf.
+    # 0 if there is no leading size; `entry_struct` then raises an error that names the leaf.
     entry = entry_struct(
         example, shapes[0][0] // num_replicas if shapes and shapes[0] else 0, num_replicas
     )
-    # Replicas that are places of an automatic axis compute on one microbatch together.
+    # Replicas along an automatic axis compute one microbatch together.
     size = jax.tree.leaves(entry)[0].shape[0] // mesh.shape["data"]
     microbatch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), entry)
 
@@ -76,12 +74,12 @@ def _split_if_shorter(
     num_microbatches: int,
     optimizer: optax.GradientTransformation,
 ) -> Traced:
-    """The model, split over the stages if that makes the step clearly shorter.
+    """Split the vocabulary over the stages if that makes the step clearly shorter.
 
-    Its layers and its loss must allow it.
+    The model's layers and its loss must allow it.
     """
     labels = whole.microbatch.labels
-    # A split layer's weights are divided over the stages alone.
+    # A split layer's weights can be divided only over the stages.
     specs = [*whole.trace.param_specs[0].values(), *whole.trace.param_specs[-1].values()]
     if any(axis not in (None, FSDP, (FSDP,)) for spec in specs for axis in spec):
         return whole.with_split(False)
@@ -89,14 +87,14 @@ def _split_if_shorter(
         split = traced(split_vocabulary(whole.module))
         logits = whole.trace.boundaries[-1]
         if not isinstance(logits, jax.ShapeDtypeStruct):
-            raise LayerError("the last layer must give logits alone, but gives more.")
+            raise LayerError("the last layer must return only logits, but returns more.")
         local = jax.ShapeDtypeStruct(
             (*logits.shape[:-1], logits.shape[-1] // whole.module.num_stages), logits.dtype
         )
         split.trace.on_mesh(lambda: check_split_loss(split.module, local, logits, labels))
     except (LayerError, ConfigError) as error:
         return whole.with_split(False, f"The vocabulary is not split over the stages: {error}")
-    if whole.config.pipeline.overlap_vocabulary is True:  # which nothing but a split one can do
+    if whole.config.pipeline.overlap_vocabulary is True:  # only possible with a split vocabulary
         return split.with_split(True)
     try:
         choice = choose_split(whole, split, num_microbatches, optimizer)

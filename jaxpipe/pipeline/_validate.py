@@ -1,7 +1,4 @@
-"""Checks of what a pipeline is given.
-
-Batches, parameter trees, and optimisers where devices hold slices of arrays.
-"""
+"""Checks of a pipeline's arguments: batches, parameter trees, meshes and optimisers."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,7 +28,7 @@ from jaxpipe.optim import is_elementwise
 from jaxpipe.state import slice_struct
 from jaxpipe.topology import mesh_shape, mesh_topology
 
-_LISTS = " A list of numbers is a tree of scalars: make an array of it with numpy.asarray."
+_LISTS = " A list of numbers is a tree of scalars: convert it to an array with numpy.asarray."
 _MOST_LISTED = 8
 
 _DISABLE_JIT = "jax_disable_jit"
@@ -40,28 +37,28 @@ _DISABLE_JIT = "jax_disable_jit"
 def entry_struct(
     entry: Sequence[PyTree], microbatch_size: int, num_replicas: int, replicas: str = "replicas"
 ) -> Batch:
-    """Shapes of one entry of a data iterator.
+    """Return the shapes of one entry of a data iterator.
 
     Args:
-        entry: `(inputs, labels)` or `(inputs, labels, side)`, leaves `[microbatch_size *
+        entry: `(inputs, labels)` or `(inputs, labels, side)`, with leaves `[microbatch_size *
             num_replicas, ...]`.
         microbatch_size: Samples per microbatch and replica.
-        num_replicas: How many replicas the entry is for.
-        replicas: What these are called, for the error.
+        num_replicas: Number of replicas that the entry is for.
+        replicas: Name of these replicas in the error.
 
     Returns:
-        Shapes and dtypes; `side` is empty where it is not given.
+        Shapes and dtypes. `side` is empty if the entry has none.
 
     Raises:
-        DataError: The entry is not such a tuple, its side inputs are no dictionary, its inputs hold
-            no array, or a leaf has another leading size; the leaf is named.
+        DataError: The entry is not such a tuple, its side inputs are not a dictionary, its inputs
+            contain no array, or a leaf has another leading size. The error names the leaf.
         LayerError: A leaf is neither an array nor a number.
     """
     named = zip(Batch._fields, split_entry(entry, "the entry"), strict=True)
     struct = Batch(*(struct_of(tree, name) for name, tree in named))
     if not jax.tree.leaves(struct.inputs):
         raise DataError(
-            "the inputs of a microbatch must hold at least one array, but got "
+            "the inputs of a microbatch must contain at least one array, but got "
             f"inputs={struct.inputs!r}. Yield (inputs, labels) with the arrays that the first "
             "layer takes."
         )
@@ -80,23 +77,23 @@ def entry_struct(
 
 
 def check_params_name(name: Any, config: TrainConfig) -> None:
-    """Refuse a name of parameters that a state does not hold."""
+    """Raise ConfigError if `name` names parameters that a state does not have."""
     if name is not None and name not in ("ema", "base"):
         raise ConfigError(
-            f"params must be 'ema' or 'base', but got params={name!r}. Leave it out for the "
-            "parameters that are trained."
+            f"params must be 'ema' or 'base', but got params={name!r}. Omit it to use the trained "
+            "parameters."
         )
     if name == "ema" and config.ema is None:
         raise ConfigError(
             "params='ema' must have an average to read, but got a configuration without the "
-            'section ema. Train with for instance "ema": {"decay": 0.999}.'
+            'section ema. Train with for example "ema": {"decay": 0.999}.'
         )
 
 
 def check_base(paths: Iterable[str], trained: Iterable[str]) -> None:
-    """Refuse to leave adapters out of a model that trains more than all of its adapters, or less.
+    """Raise ConfigError unless a model trains all of its adapters and nothing else.
 
-    Without them it would not be what it was before training.
+    Otherwise the model without adapters would not be the model before training.
     """
     adapters = {path for path in paths if re.search(LORA_PARAMETERS, path)}
     differing = sorted(adapters.symmetric_difference(trained))
@@ -105,12 +102,12 @@ def check_base(paths: Iterable[str], trained: Iterable[str]) -> None:
         raise ConfigError(
             "params='base' must find a model that trains its adapters, those of "
             f"jaxpipe.layers.lora, and nothing else, but got {found}. Train "
-            "PipelineModule(trainable=LORA_PARAMETERS), or make an engine of the reference."
+            "PipelineModule(trainable=LORA_PARAMETERS), or create an engine for the reference."
         )
 
 
 def check_batch(batch: Batch, wanted: Batch, microbatch_size: int, num_replicas: int) -> None:
-    """Refuse a batch with another structure, shapes or dtypes than the one a step was built for."""
+    """Raise DataError if a batch differs from the example in structure, shapes or dtypes."""
     for name, given, like in zip(Batch._fields, batch, wanted, strict=True):
         if jax.tree.structure(given) != jax.tree.structure(like):
             raise DataError(
@@ -131,23 +128,23 @@ def check_batch(batch: Batch, wanted: Batch, microbatch_size: int, num_replicas:
 
 
 def read_params(tree: PyTree) -> PyTree:
-    """A tree of parameters from outside, without Flax's partition metadata.
+    """Check a user's parameter tree, and remove Flax's partition metadata.
 
     Args:
-        tree: A nest of dictionaries whose leaves are arrays of numpy, JAX or torch.
+        tree: Nested dictionaries with numpy, JAX or torch arrays as leaves.
 
     Returns:
-        The tree; its leaves are the same arrays.
+        The tree, with the same arrays as leaves.
 
     Raises:
-        LayerError: It is no dictionary, or leaves are no arrays of floating-point numbers; each is
-            named.
+        LayerError: The tree is not a dictionary, or leaves are not floating-point arrays. The error
+            names each leaf.
     """
     if not isinstance(tree, Mapping):
         raise LayerError(
-            f"the parameters must be a tree of dictionaries, but got a {type(tree).__name__}. Give "
+            f"the parameters must be a tree of dictionaries, but got a {type(tree).__name__}. Pass "
             "a tree as PipelineModule.init returns it, or Flax's variables['params'] for a plain "
-            "model; without one, initial parameters are made from base_seed."
+            "model. Without one, parameters are initialised from base_seed."
         )
     tree = unbox(tree)
     faults = {_name(path): _fault(leaf) for path, leaf in flatten_dict(tree).items()}
@@ -163,21 +160,21 @@ def read_params(tree: PyTree) -> PyTree:
 def check_params(
     tree: PyTree,
     struct: Mapping[Path, jax.ShapeDtypeStruct],
-    repair: str = "Give a tree as PipelineModule.init returns it for the same layers",
+    repair: str = "Pass a tree as PipelineModule.init returns it for the same layers",
 ) -> PyTree:
-    """Refuse a tree that is not the model's.
+    """Check that a parameter tree is the model's.
 
     Args:
         tree: Parameters by layer, as `PipelineModule.init` returns them.
-        struct: The model's parameters by path, as shapes and dtypes.
-        repair: What the error advises.
+        struct: Shapes and dtypes of the model's parameters by path.
+        repair: The advice in the error.
 
     Returns:
-        What `read_params` makes of the tree.
+        The tree, as `read_params` returns it.
 
     Raises:
-        LayerError: Leaves are no arrays of floating-point numbers, or parameters are missing,
-            unexpected, of another shape, or complex where the model's are real; each is named.
+        LayerError: Leaves are not floating-point arrays, or parameters are missing, unexpected, of
+            the wrong shape, or complex although the model's are real. The error names each of them.
     """
     tree = read_params(tree)
     given = flatten_dict(tree)
@@ -198,21 +195,21 @@ def check_params(
 
 
 def check_mesh(module: PipelineModule, mesh: Mesh) -> None:
-    """Hold a pipeline's mesh against the model's topology and the job.
+    """Check a pipeline's mesh against the model's topology and the job.
 
     Raises:
-        TopologyError: The mesh has other lengths, or no device of some process.
+        TopologyError: The mesh has other axis lengths, or a process has no device in the mesh.
     """
-    # Such a process could run none of the mesh's programs, and the others would wait for it
-    # wherever processes agree.
+    # A process without a device could run none of the mesh's programs, and the others would block
+    # whenever all processes must agree.
     idle = sorted(
         set(range(jax.process_count())) - {device.process_index for device in mesh.devices.flat}
     )
     if idle:
         raise TopologyError(
             f"every process must have a device of the mesh, but got {mesh.devices.size} devices "
-            f"without one of process {', '.join(map(str, idle))}. Let the topology have as many "
-            f"places as all processes have devices ({jax.device_count()}), or start fewer "
+            f"without one of process {', '.join(map(str, idle))}. Make the topology as large as "
+            f"the number of devices of all processes ({jax.device_count()}), or start fewer "
             "processes."
         )
     num_stages = mesh_shape(mesh)["stage"]
@@ -227,9 +224,9 @@ def check_mesh(module: PipelineModule, mesh: Mesh) -> None:
 def check_sharded(
     optimizer: optax.GradientTransformation, trace: ModelTrace, num_stages: int
 ) -> None:
-    """Refuse an optimiser that must see whole arrays, where each stage holds a slice.
+    """Raise ConfigError if the optimiser needs whole arrays of which each stage has a slice.
 
-    Its update of a sliced parameter must be element by element.
+    The update of a sliced parameter must be elementwise.
     """
     shapes, dims = flatten_dict(trace.tree()), trace.split_dims() if num_stages > 1 else {}
     whole = {path: shapes[path] for path in dims if path not in trace.frozen}
@@ -241,21 +238,22 @@ def check_sharded(
             optimizer, *(unflatten_dict({path: tree[path] for path in paths}) for tree in trees)
         )
 
-    # All at once first: nearly every optimiser fits, and each question costs a trace of its update.
+    # All parameters together first: nearly every optimiser passes, and each check traces an update.
     if not trees[0] or fits(list(trees[0])):
         return
-    # One that fails by itself; where they fail together only, any of them.
+    # A parameter that fails by itself. If they fail only together, the first one.
     path = next((path for path in trees[0] if not fits([path])), next(iter(trees[0])))
     raise ConfigError(
-        "the optimizer must treat every element by itself where a parameter is split over the "
-        f"stages, but got one that looks at more of {'/'.join(path)}, of which a stage holds "
-        f"{format_struct(trees[1][path])} of {format_struct(trees[0][path])}. Use one such as "
-        "Adam, AdamW, Lion or SGD for it; optax.multi_transform gives other parameters another one."
+        "the optimizer must update each element independently where a parameter is split over the "
+        f"stages, but got one that uses more of {'/'.join(path)}, of which a stage holds "
+        f"{format_struct(trees[1][path])} of {format_struct(trees[0][path])}. Use for example "
+        "Adam, AdamW, Lion or SGD for it; optax.multi_transform can use a different optimizer for "
+        "the other parameters."
     )
 
 
 def _fits(leaf: Any, like: jax.ShapeDtypeStruct) -> bool:
-    # Other dtypes are cast; of a complex one NumPy would drop the imaginary part with a mere
+    # Other dtypes are cast. For a complex one, NumPy would drop the imaginary part with only a
     # warning.
     loses_part = jnp.iscomplexobj(np.zeros(0, _dtype(leaf))) and not jnp.iscomplexobj(
         np.zeros(0, like.dtype)
@@ -264,7 +262,7 @@ def _fits(leaf: Any, like: jax.ShapeDtypeStruct) -> bool:
 
 
 def _fault(leaf: Any) -> str:
-    """Description of a leaf that is no array of floating-point numbers; empty where it is one."""
+    """Describe a leaf that is not a floating-point array. Empty if it is one."""
     if not (hasattr(leaf, "dtype") and hasattr(leaf, "shape")):
         return f"a {type(leaf).__name__}"
     fault = array_fault(leaf)
@@ -274,7 +272,7 @@ def _fault(leaf: Any) -> str:
 
 
 def _dtype(leaf: Any) -> Any:
-    # torch has dtypes of its own: NumPy's view of the array has the one that is meant.
+    # torch has its own dtypes; NumPy's view of the array has the corresponding one.
     return leaf.dtype if isinstance(leaf, jax.Array | np.ndarray) else np.asarray(leaf).dtype
 
 
@@ -292,9 +290,9 @@ def _name(path: Path) -> str:
 
 
 def check_jit() -> None:
-    """Refuse `jax.disable_jit()`: a pipeline is one compiled program for all its devices."""
+    """Raise PipelineError under `jax.disable_jit()`: a pipeline is one program for all devices."""
     if getattr(jax.config, _DISABLE_JIT):
         raise PipelineError(
-            "a pipeline must be compiled, but got jax.disable_jit()=True. Leave it, and debug the "
+            "a pipeline must be compiled, but got jax.disable_jit()=True. Remove it, and debug the "
             "same layers on one device: engine.module.apply(engine.module_state_dict(), inputs)."
         )

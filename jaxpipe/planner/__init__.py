@@ -1,4 +1,4 @@
-"""What is decided before a pipeline is built, on one cost model.
+"""The decisions made before a pipeline is built, based on one cost model.
 
 Schedule, cut, memory and time of candidates.
 """

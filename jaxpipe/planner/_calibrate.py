@@ -1,4 +1,4 @@
-"""The hardware of a mesh: by its name, or calibrated once from three small programs."""
+"""The hardware of a mesh: known by name, or calibrated once with three small programs."""
 
 import functools
 import time
@@ -22,17 +22,17 @@ _WIDTH, _COPIED, _ROUNDS = 1024, 2**26, 64
 
 
 def reference_hardware(mesh: Mesh) -> Hardware:
-    """What a mesh's devices are by their name, else an accelerator.
+    """Return the hardware of a mesh by the name of its devices, or a default accelerator.
 
-    The same for each run and on every machine.
+    The result is the same for each run and on every machine.
     """
     return named_hardware(mesh.devices.flat[0].device_kind) or HARDWARE[_REFERENCE]
 
 
 def hardware_of(mesh: Mesh) -> Hardware:
-    """What a mesh's devices are by their name, else as measured on those that are here.
+    """Return the hardware of a mesh by the name of its devices, or as measured on them.
 
-    All processes call.
+    All processes must call this function.
     """
     devices = runnable_devices(mesh)
     named = named_hardware(mesh.devices.flat[0].device_kind)
@@ -40,9 +40,9 @@ def hardware_of(mesh: Mesh) -> Hardware:
 
 
 def limit_of(section: PipelineConfig, mesh: Mesh) -> float | None:
-    """Bytes that training may hold on a device: those of the settings, or the device's.
+    """Return the bytes that training may use on a device: the configured limit or the device's.
 
-    None where it tells none.
+    None if the device does not report a limit.
     """
     if section.memory_limit_gb != "auto":
         return section.memory_limit_gb * 1e9
@@ -54,9 +54,9 @@ def limit_of(section: PipelineConfig, mesh: Mesh) -> float | None:
 
 
 def usable_bytes(hardware: Hardware, mesh: Mesh) -> float:
-    """Bytes that training may hold on a device of a mesh, beside its communicators.
+    """Return the bytes that training may use on a device of a mesh, without the communicators.
 
-    Raises ConfigError where these leave nothing.
+    Raises ConfigError if the communicators leave no memory.
     """
     count = len(communicators(mesh))
     found = hardware.usable_bytes(count)
@@ -64,25 +64,25 @@ def usable_bytes(hardware: Hardware, mesh: Mesh) -> float:
         raise ConfigError(
             f"memory of hardware {hardware.name!r} must hold more than its communicators, but got "
             f"memory_bytes={hardware.memory_bytes:.3g} and {count} of "
-            f"communicator_bytes={hardware.communicator_bytes:.3g}. Give it more memory, or a "
+            f"communicator_bytes={hardware.communicator_bytes:.3g}. Set a larger memory_bytes or a "
             "smaller communicator_bytes."
         )
     return found
 
 
 def communicators(mesh: Mesh) -> tuple[str, ...]:
-    """Groups of devices that exchange: those along each axis, and all, as stages exchange by XLA.
+    """Return the groups of devices with a communicator: each axis, and all devices.
 
-    An axis that has all devices is the same group.
+    XLA's exchanges between stages use all devices. An axis with all devices is the same group.
     """
     axes = tuple(str(axis) for axis, size in mesh.shape.items() if size > 1)
     return axes if len(axes) <= 1 else ("all devices", *axes)
 
 
-# Kept for the process: each pipeline that is built here is weighed on the same numbers.
+# Cached for the process, so that all pipelines built in it use the same numbers.
 @functools.cache
 def _calibrated(devices: tuple[Any, ...]) -> Hardware:
-    """Speeds of devices as process 0 measures them: of a product, a copy, and an empty tick."""
+    """Measure the devices in process 0: the time of a product, a copy and an empty tick."""
     with jax.default_device(devices[0]):
         square = jnp.ones((_WIDTH, _WIDTH), jnp.float32)
         product_s = _seconds(jax.jit(jnp.dot), square, square)
@@ -92,9 +92,9 @@ def _calibrated(devices: tuple[Any, ...]) -> Hardware:
     copied_per_s = 2 * _COPIED / copy_s
     return Hardware(
         f"{devices[0].device_kind}, calibrated",
-        # Peaks are those of 16 bits, at half of which products of 32 are taken to run.
+        # Peaks are for 16 bits; products of 32 bits are assumed to run at half of the peak.
         flops_per_s=2 * 2 * _WIDTH**3 / product_s,
-        memory_bytes=2.0**50,  # what the device tells is the limit, if it does
+        memory_bytes=2.0**50,  # the device's own limit applies, if it reports one
         bytes_per_s=copied_per_s,
         wire_bytes_per_s=copied_per_s / 2,
         network_bytes_per_s=copied_per_s / 2,
@@ -103,19 +103,19 @@ def _calibrated(devices: tuple[Any, ...]) -> Hardware:
         attention_share=1.0,
         traffic_share=1.0,
         wire_share=1.0,
-        # A round has one branch and one exchange, which are not told apart.
+        # A round has one branch and one exchange, which cannot be distinguished.
         latency_s=tick_s / 2,
         branch_s=tick_s / 2,
     )
 
 
 def _ticks(devices: tuple[Any, ...]) -> Callable[[], jax.Array]:
-    """A loop of rounds with a branch and an exchange, and no work to speak of."""
+    """Return a loop whose rounds have a branch, an exchange and almost no work."""
     count = len(devices)
     pairs = [(i, (i + 1) % count) for i in range(count)]
 
     def run() -> jax.Array:
-        # Neighbours take the branch in turn, as idle stages beside busy ones do.
+        # Neighbours take the branch alternately, like idle stages next to busy ones.
         start = jax.lax.axis_index("stage") + jnp.arange(_ROUNDS)
 
         def tick(x: jax.Array, now: jax.Array) -> tuple[jax.Array, None]:
@@ -131,7 +131,7 @@ def _ticks(devices: tuple[Any, ...]) -> Callable[[], jax.Array]:
 
 
 def _seconds(function: Callable[..., Any], *args: jax.Array) -> float:
-    """Seconds of a call; other programs only add to a time, so the least counts."""
+    """Measure the seconds of a call; other programs only add time, so the minimum counts."""
     jax.block_until_ready(function(*args))
     seconds: list[float] = []
     for _ in range(5):

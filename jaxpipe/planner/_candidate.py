@@ -1,4 +1,4 @@
-"""One candidate's memory and step, from the costs of its layers."""
+"""One candidate's memory and step time, from the costs of its layers."""
 
 import dataclasses
 import functools
@@ -41,19 +41,19 @@ from ._step import PartTime, ShortSteps, Span, Wire, span_of
 
 @dataclass(frozen=True)
 class Job:
-    """A model, cut and recomputed in one way, on a mesh of some hardware.
+    """A model with one partition method and one recompute setting, on a mesh of some hardware.
 
     Attributes:
         module: The model.
-        trace: Its shapes.
-        mesh: The mesh, with the axis `fsdp` that ZeRO 2 and 3 make of `data`.
-        counted: Its layers.
-        num_microbatches: Microbatches of a step.
-        config: Settings.
+        trace: The model's shapes.
+        mesh: The mesh, with the axis `fsdp` into which ZeRO 2 and 3 convert `data`.
+        counted: The counted layers.
+        num_microbatches: Microbatches per step.
+        config: The configuration.
         optimizer: The optimiser.
-        hardware: The devices.
-        limit_bytes: Bytes that each of them may hold; None: any.
-        measured: Costs of the layers, where they are measured.
+        hardware: The type of device.
+        limit_bytes: Bytes that training may use on each device; None if there is no limit.
+        measured: Costs of the layers, if they are measured.
     """
 
     module: PipelineModule
@@ -74,18 +74,18 @@ class Job:
 
     @functools.cached_property
     def cut_costs(self) -> Profile:
-        """Costs that a cut goes by, as it would for a schedule that is named."""
+        """Costs on which the cut is based, the same as for a named schedule."""
         return self.measured or self.counted.costs(reference_hardware(self.mesh))
 
     @property
     def samples(self) -> int:
-        """Samples of a step."""
+        """Samples per step."""
         leaves = jax.tree.leaves(self.trace.boundaries[0])
         return leaves[0].shape[0] * self.mesh.shape["data"] * self.num_microbatches
 
     @property
     def tokens(self) -> int | None:
-        """Tokens of a step, where inputs are integers `[samples, tokens]`."""
+        """Tokens per step, if the inputs are integers `[samples, tokens]`."""
         first, *_ = jax.tree.leaves(self.trace.boundaries[0])
         if not jnp.issubdtype(first.dtype, jnp.integer) or first.ndim != 2:
             return None
@@ -93,17 +93,17 @@ class Job:
 
     @functools.cached_property
     def optimizer_share(self) -> float:
-        """Bytes of the optimiser's numbers for each byte of the master weights."""
+        """Bytes of optimiser state for each byte of master parameters."""
         return optimizer_share(self.optimizer, self.trace, self.module.compute_dtype)
 
     @functools.cached_property
     def bytes_per_param(self) -> float:
-        """Bytes of a parameter, its gradient and the optimiser's numbers for it."""
+        """Bytes of a parameter, its gradient and its optimiser state."""
         return bytes_per_param(self.module, self.trace, self.config, self.optimizer)
 
 
 class Candidate:
-    """A job cut at some boundaries, of which several schedules can be counted."""
+    """A job cut at some boundaries; it can be evaluated for several schedules."""
 
     def __init__(self, job: Job, boundaries: Sequence[int]) -> None:
         self._job, self._trace, self._boundaries = job, job.trace, tuple(boundaries)
@@ -114,7 +114,7 @@ class Candidate:
     def forecast(
         self, name: str, schedule: type[PipeSchedule], max_pending: int | None
     ) -> Forecast:
-        """Count one schedule, with at most `max_pending` pending weight gradients, if given."""
+        """Evaluate one schedule, with at most `max_pending` pending weight gradients, if given."""
         job = self._job
         steps = ShortSteps.of(schedule, job.num_microbatches, job.module.num_stages)
         plan = self._plan(schedule, steps.long)
@@ -157,7 +157,7 @@ class Candidate:
         )
 
     def _flops_over_peak(self) -> tuple[float, float]:
-        """Seconds that three forwards would take at the peak, and with attention's whole square."""
+        """Return the seconds of three forwards at the peak, also with attention's full square."""
         job = self._job
         every = [*job.costs.layers, job.costs.loss]
         times = 3 * math.prod(size for size, _ in self._axes.values())
@@ -166,9 +166,9 @@ class Candidate:
         return seconds * sum(x.flops for x in every), seconds * sum(x.whole_flops for x in every)
 
     def _plan(self, schedule: type[PipeSchedule], num_microbatches: int) -> Plan:
-        """The plan of the pipeline with this cut and a schedule, for so many microbatches."""
+        """Return the plan of the pipeline with this cut for a schedule and some microbatches."""
         job = self._job
-        # The class has chunks and pending weight gradients as asked.
+        # The class already has the requested chunks and pending weight gradients.
         section = dataclasses.replace(
             job.config.pipeline, schedule=schedule, num_chunks="auto", max_pending_weights="auto"
         )
@@ -189,7 +189,7 @@ class Candidate:
 
     @property
     def _zero(self) -> int:
-        """Replicas over which masters are divided."""
+        """Number of replicas over which the master parameters are divided."""
         return self._job.mesh.shape["data"] if self._job.config.zero_optimization.stage else 1
 
     def _memory(self, plan: Plan, params: ModelParams) -> DeviceMemory:
@@ -201,7 +201,7 @@ class Candidate:
         section = plan.config.pipeline
         is_gathered = section.gather_weights == "step"
         if self._job.module.compute_dtype is None and self._zero == 1 and not is_gathered:
-            weights = 0.0  # layers compute with the masters themselves
+            weights = 0.0  # layers compute with the master parameters themselves
         trunk = self._cuts[0].trunk
         working = working_bytes(job.costs, trace, params, self._vocab, trunk, section)
         before = max((self._ring(cut.prologue) for cut in self._cuts), default=0.0)
@@ -227,9 +227,10 @@ class Candidate:
         sizes = {name: math.prod(_shard(mesh, spec[name], struct[name].shape)) for name in struct}
         trunk_params = sum(size for name, size in sizes.items() if name in trunk_names)
         itemsize = max((struct[name].dtype.itemsize for name in struct), default=4)
-        # A gradient is read, and a sum of float32 read and written.
+        # A gradient is read, and a float32 sum is read and written.
         sums_s = bytes_s(hardware, (itemsize + 4 + 4) * trunk_params / num_chunks)
-        # Off the trunk a sum is read and written; zeros, and mostly gradients, are never in memory.
+        # Outside the trunk a sum is read and written. Zeros, and usually gradients, are never in
+        # memory.
         packed = layout_bytes(params.grad_layout, mesh) - stacked_bytes(params.grad_layout, mesh)
         off_trunk_s = bytes_s(hardware, 2 * packed)
         has_first = any(cut.prologue for cut in self._cuts)
@@ -273,9 +274,10 @@ class Candidate:
         ends_work_s = sum(layers[i].both_s for i in self._vocab.layers) + loss.both_s * bool(
             self._vocab.last
         )
-        # The embedding's sum, the trunk's output told to all, and the transpose of both. Under a
-        # tick's products lie those of the first and, where losses run a tick later, of the second;
-        # but one exchange travels at a time, and reductions inside layers leave no time for these.
+        # The embedding's sum, the broadcast of the trunk's output, and the transpose of both. A
+        # tick's products overlap the exchanges of the first layers and, if losses run a tick later,
+        # of the last layers. But only one exchange runs at a time, and reductions inside layers
+        # leave no time for them.
         is_free = not self._axes
         is_last_free = is_free and plan.program.delays_loss
         bare = [
@@ -297,7 +299,7 @@ class Candidate:
                 hardware, "all-gather", more * size / (size - 1), size, inside_host=inside_host
             )
         hop = collective_s(hardware, "collective-permute", stream, num_stages, inside_host=inside)
-        # Gathers travel under products: what is longer than these shows.
+        # Products overlap gathers; only the time by which a gather is longer is exposed.
         longest = max(sum(layers[i].forward_s for i in cut.trunk) for cut in self._cuts)
         return Wire(
             hop,
@@ -308,13 +310,13 @@ class Candidate:
         )
 
     def _outside_s(self, params: ModelParams) -> float:
-        """Casts before the ticks; reductions, norm and update after them."""
+        """Return the seconds of casts before the ticks and of reductions and update after them."""
         job, mesh, hardware = self._job, self._trace.mesh, self._job.hardware
         weights, sums = layout_bytes(params.layout, mesh), layout_bytes(params.grad_layout, mesh)
         masters = layout_bytes(params.master_layout, mesh) / self._zero
         moments = masters * job.optimizer_share
-        # Masters are read for the cast; sums for the norm and for the update, which reads and
-        # writes the others.
+        # The cast reads the master parameters. The norm and the update read the sums, and the
+        # update reads and writes the master parameters and the moments.
         seconds = bytes_s(hardware, masters + weights + 2 * sums + 2 * (masters + moments))
         replicas = self._job.mesh.shape["data"]
         if replicas > 1:

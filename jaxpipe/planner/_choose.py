@@ -1,6 +1,6 @@
 """The candidates of a job, the best first.
 
-What `"auto"` chooses from, and what `jaxpipe plan` shows.
+`"auto"` chooses from them, and `jaxpipe plan` shows them.
 """
 
 import functools
@@ -18,20 +18,20 @@ from ._forecast import Forecast
 from ._step import ShortSteps
 
 CLEAR_GAIN = 0.01
-"""Share of the step that a less simple schedule must gain to be preferred."""
+"""A less simple schedule must shorten the step by at least this share to be preferred."""
 
 _CHUNK_COUNTS = (1, 2, 4)
-"""Numbers of chunks that are looked at where none is asked for."""
+"""Numbers of chunks that are evaluated if none is requested."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """The candidates to look at.
+    """The candidates to evaluate.
 
     Attributes:
         schedules: Names of schedules, the simplest first.
-        num_chunks: Numbers of chunks; None: those that the schedules and the cut can have.
-        max_pending: The most pending weight gradients; None: the schedule's own number, or as many
+        num_chunks: Numbers of chunks. None: those that the schedules and the cut support.
+        max_pending: The most pending weight gradients. None: the schedule's own number, or as many
             as fit.
     """
 
@@ -41,7 +41,7 @@ class Asked:
 
     @staticmethod
     def of(section: PipelineConfig) -> "Asked":
-        """What settings leave open."""
+        """Return the candidates that a configuration leaves open."""
         num_chunks, name = unless_auto(section.num_chunks), section.schedule
         if isinstance(name, str) and name != "auto":
             return Asked((name,), (resolve_schedule(name, num_chunks).num_chunks,), None)
@@ -50,14 +50,14 @@ class Asked:
 
 
 def auto_schedules() -> tuple[str, ...]:
-    """Names of the schedules that `"auto"` looks at, the simplest first."""
+    """Return the names of the schedules that `"auto"` considers, the simplest first."""
     return tuple(name for name, kind in schedule_names().items() if kind.is_auto_candidate)
 
 
 def limits_pending(section: PipelineConfig) -> bool:
-    """True if a given limit on memory decides how many weight gradients may be pending.
+    """Return whether an explicit memory limit decides how many weight gradients may be pending.
 
-    The schedule is a named one.
+    This is possible only if the configuration names a schedule.
     """
     kind = schedule_names().get(section.schedule) if isinstance(section.schedule, str) else None
     is_open = section.max_pending_weights == "auto" and section.memory_limit_gb != "auto"
@@ -65,18 +65,18 @@ def limits_pending(section: PipelineConfig) -> bool:
 
 
 def candidates(job: Job, asked: Asked) -> list[Forecast]:
-    """Count all candidates of a job, in the order that is asked for.
+    """Evaluate all candidates of a job, in the requested order.
 
-    One with split backwards that does not fit is followed by itself with as many pending weight
-    gradients as do.
+    A candidate with split backwards that does not fit is followed by a second one, limited to as
+    many pending weight gradients as fit.
 
     Raises:
-        PartitionError: No cut that was asked for exists.
-        ScheduleError: None of the schedules can have so many chunks.
+        PartitionError: None of the requested cuts exists.
+        ScheduleError: None of the schedules supports the requested number of chunks.
     """
     found, errors = list[Forecast](), list[PartitionError]()
 
-    # Schedules with equally many chunks share a cut, unless it keeps to what each of them holds.
+    # Schedules with the same number of chunks share a cut, unless the cut depends on their memory.
     @functools.cache
     def cut(num_parts: int, memory: StageMemory | None) -> Candidate:
         return Candidate(
@@ -108,10 +108,11 @@ def candidates(job: Job, asked: Asked) -> list[Forecast]:
 
 
 def ranked(found: Sequence[Forecast]) -> list[Forecast]:
-    """Candidates, the best first, which stand in the order of their simplicity.
+    """Sort candidates, the best first; they must be given in order of simplicity.
 
-    The simplest within `CLEAR_GAIN` of the shortest step is the best; the others follow by their
-    steps, those that fit before the rest. Where none fits the one that holds least is first.
+    The best is the simplest one within `CLEAR_GAIN` of the shortest step. The others are sorted by
+    step time, those that fit before those that do not. If none fits, the one that needs the least
+    memory is first.
     """
     by_step = sorted(found, key=lambda one: (not one.fits, one.step_s))
     if by_step[0].fits:
@@ -124,7 +125,7 @@ def ranked(found: Sequence[Forecast]) -> list[Forecast]:
 
 
 def _chunk_counts(name: str, job: Job, asked: Asked) -> list[int]:
-    """Numbers of chunks to look at that a schedule can have."""
+    """Return the numbers of chunks to evaluate that a schedule supports."""
     kind, method = schedule_names()[name], job.module.partition_method
     counts = asked.num_chunks
     if counts is None and not isinstance(method, str):
@@ -135,7 +136,7 @@ def _chunk_counts(name: str, job: Job, asked: Asked) -> list[int]:
 
 
 def _memory(job: Job, schedule: type[PipeSchedule]) -> StageMemory | None:
-    """What a schedule leaves to each part of a cut, where the partition method asks for it."""
+    """Return the memory of each virtual stage of a cut, if the partition method uses it."""
     if profile_source(job.module.partition_method) is None:
         return None
     steps = ShortSteps.of(schedule, job.num_microbatches, job.module.num_stages)
@@ -144,7 +145,7 @@ def _memory(job: Job, schedule: type[PipeSchedule]) -> StageMemory | None:
 
 
 def _fitting_pending(job: Job, one: Forecast) -> int:
-    """How many pending weight gradients fit where those of a candidate do not; 0 where none do."""
+    """Return how many pending weight gradients fit if a candidate does not; 0 if none fit."""
     if one.fits or job.limit_bytes is None or not one.memory.pending:
         return 0
     room = job.limit_bytes - (one.memory.total - one.memory.pending)

@@ -1,6 +1,6 @@
 """Costs of a model's layers.
 
-What each computes and leaves, counted once for equal ones, and priced on a device.
+The kernels and bytes of each layer are counted, once for equal layers, and priced on a device.
 """
 
 import dataclasses
@@ -39,14 +39,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LayerWork:
-    """Computing of a layer, or of the loss, for one microbatch.
+    """The computation of a layer, or of the loss, for one microbatch.
 
     Attributes:
-        residuals: Its forward and backward.
-        params: Shapes and dtypes of its parameters.
-        inputs: Those of its inputs.
-        context: Those of a key, and of what else has no gradient: side inputs and collections, or
-            labels.
+        residuals: The forward and the backward.
+        params: Shapes and dtypes of the parameters.
+        inputs: Shapes and dtypes of the inputs.
+        context: Shapes and dtypes of a key and of other values without a gradient: side inputs and
+            collections, or labels.
     """
 
     residuals: Residuals
@@ -56,14 +56,14 @@ class LayerWork:
 
     @property
     def cotangents(self) -> Sequence[Any]:
-        """Shapes and dtypes of the gradients that its backward begins with."""
+        """Shapes and dtypes of the gradients that the backward starts from."""
         return differentiable(
             jax.eval_shape(self.residuals.forward, self.params, self.inputs, self.context)[0]
         )
 
 
 def layer_work(module: PipelineModule, trace: ModelTrace, *indices: int) -> LayerWork:
-    """The work of a layer, or of consecutive ones, recomputed as the module says."""
+    """Return the work of one or several consecutive layers, with the module's recompute setting."""
 
     def function(params: PyTree, inputs: PyTree, context: PyTree) -> PyTree:
         key, (side, collections) = context
@@ -85,7 +85,7 @@ def layer_work(module: PipelineModule, trace: ModelTrace, *indices: int) -> Laye
 
 
 def loss_work(module: PipelineModule, trace: ModelTrace, labels: PyTree) -> LayerWork:
-    """The work of the loss, for labels of these shapes."""
+    """Return the work of the loss, for labels of these shapes."""
 
     def function(params: PyTree, outputs: PyTree, context: PyTree) -> PyTree:
         del params
@@ -110,13 +110,13 @@ def _work(
 
 @dataclass(frozen=True)
 class LayerCount:
-    """Kernels of a layer for one microbatch on one device, and bytes.
+    """Kernels and bytes of a layer for one microbatch on one device.
 
     Attributes:
-        forward: Those of its forward.
-        backward: Those of its whole backward, with what it recomputes.
-        weight: Those of the weight gradient alone; empty where the backward cannot be split.
-        cost: All but the times.
+        forward: Kernels of the forward.
+        backward: Kernels of the whole backward, including recompute.
+        weight: Kernels of only the weight gradient; empty if the backward cannot be split.
+        cost: The costs without the times.
     """
 
     forward: Sequence[Kernel]
@@ -125,12 +125,12 @@ class LayerCount:
     cost: LayerCost = NO_COST
 
     def priced(self, hardware: Hardware, axes: Mapping[str, tuple[int, bool]]) -> LayerCost:
-        """Its cost on some hardware."""
+        """Return the layer's cost on some hardware."""
         forward, backward, weight = (
             time_of(hardware, x, axes) for x in (self.forward, self.backward, self.weight)
         )
-        # The parts of a split backward together read more than the whole; what the input's adds is
-        # not looked at.
+        # The two halves of a split backward read more than the whole backward. The additional reads
+        # of the input gradient are neglected.
         weight_s = min(weight.seconds, backward.seconds)
         return dataclasses.replace(
             self.cost,
@@ -143,15 +143,15 @@ class LayerCount:
 
 
 class Counted:
-    """Layers of a traced model, looked at when they are asked for and once where they are equal.
+    """Layers of a traced model, counted lazily, and once for equal layers.
 
-    `trace` has shapes on the mesh that they are for. Without `labels` the loss is left out.
+    `trace` has the shapes on the mesh of the job. Without `labels` the loss is not counted.
 
     Attributes:
         module: The model.
-        trace: Its shapes.
+        trace: The model's shapes.
         labels: Shapes of a microbatch's labels, or None.
-        signatures: Per layer a value that is equal for alike layers.
+        signatures: One value per layer; layers of the same kind have equal values.
     """
 
     def __init__(
@@ -168,19 +168,19 @@ class Counted:
 
     @functools.cached_property
     def signatures(self) -> tuple[Hashable, ...]:
-        """Values that are equal for alike layers."""
+        """One value per layer; layers of the same kind have equal values."""
         return layer_signatures(self.module.layers, self.trace, self.module.compute_dtype)
 
     @functools.cached_property
     def _plain(self) -> "Counted":
-        """The same without recompute."""
+        """The same model without recompute."""
         if not self.module.activation_checkpoint_interval:
             return self
         module = self.module.replace(activation_checkpoint_interval=0)
         return Counted(module, self.trace, self.labels)
 
     def recomputing(self, interval: int) -> "Counted":
-        """The same model with groups of so many layers recomputed; 0: none of them."""
+        """Return the same model with recomputed groups of `interval` layers; 0 for no recompute."""
         if interval == self.module.activation_checkpoint_interval:
             return self
         if not interval:
@@ -189,10 +189,10 @@ class Counted:
         return Counted(module, self.trace, self.labels, plain=self._plain)
 
     def costs(self, hardware: Hardware, *, whole: bool = True) -> Profile:
-        """Their costs on some hardware.
+        """Return the costs of the layers on some hardware.
 
-        All of them, or with `whole=False` those of forwards and whole backwards alone. Raises
-        LayerError where a layer cannot be differentiated.
+        With `whole=False` only forwards and whole backwards are counted. Raises LayerError if a
+        layer cannot be differentiated.
         """
         axes = axes_inside(self.trace, hardware)
         layers = self._layers if whole else self._brief
@@ -210,7 +210,7 @@ class Counted:
 
     @functools.cached_property
     def keys(self) -> list[Hashable]:
-        """Per layer a value that is equal for layers of equal costs."""
+        """One value per layer; layers with equal costs have equal values."""
         return layer_keys(self.module, self.trace, self.signatures)
 
     @functools.cached_property
@@ -225,13 +225,13 @@ class Counted:
 
     @functools.cached_property
     def _layers(self) -> list[LayerCount]:
-        """All of all layers, but for the bytes that two of them share."""
+        """Complete counts of all layers, except the bytes that neighbouring layers share."""
         works, brief, plain = self._works, self._brief, self._plain._brief
         return self._each(lambda index: self._whole_of(index, works[index], brief[index], plain))
 
     def _each(self, look: Callable[[int], T]) -> list[T]:
         keys = self.keys
-        # On the mesh: layers' constraints name its axes.
+        # Traced on the mesh, because the layers' constraints name its axes.
         return self.trace.on_mesh(lambda: look_once(keys, look))
 
     @functools.cached_property
@@ -249,8 +249,8 @@ class Counted:
         num_params, own = trace.num_params()[index], trace.num_own_params()[index]
         is_sharded = module.num_stages > 1 and bool(trace.stage_dims[index])
         if is_sharded:
-            # Of parameters sharded over the stages a share counts; the layer's others lie on every
-            # stage.
+            # Parameters sharded over the stages count with their share. The layer's other
+            # parameters are on every stage.
             num_params = own + -(-(num_params - own) // module.num_stages)
         specs = self._param_specs(index)
         residuals = self._residual_specs(work, specs)
@@ -272,14 +272,14 @@ class Counted:
         if self.module.activation_checkpoint_interval:
             changes["recomputed_bytes"] = plain[index].cost.residual_bytes
         elif found.cost.is_marked:
-            # It recomputes by itself what its products give.
+            # The layer itself recomputes the results of its products.
             changes["recomputed_bytes"] = sum(
                 each.result_bytes * each.times for each in found.forward
             )
         split, weight = SplitBackward(work.residuals, work.params), found.weight
         if not split.is_whole:
-            # Of the split backward as its two parts only the weight gradient is traced; the rest is
-            # the input's.
+            # Only the weight gradient of the split backward is traced; the input gradient is the
+            # rest.
             specs = self._param_specs(index)
             residuals = self._residual_specs(work, specs)
             pending = self._pending_specs(work, split, specs, residuals)
@@ -296,9 +296,9 @@ class Counted:
     def _counted(
         self, work: LayerWork, specs: Sequence[P], residuals: Sequence[P], cost: LayerCost = NO_COST
     ) -> LayerCount:
-        """Forward and backward.
+        """Count the forward and the backward.
 
-        `specs` and `residuals` are how parameters and residuals are sharded.
+        `specs` and `residuals` are the shardings of the parameters and the residuals.
         """
         cotangents = work.cotangents
         backward = work.params, work.residuals.structs, cotangents
@@ -312,8 +312,8 @@ class Counted:
 
     @functools.cached_property
     def _shared_bytes(self) -> list[int]:
-        """Bytes of each layer's residuals that the layer before keeps anyway on the same stage."""
-        # Recomputed groups keep their inputs, each another one.
+        """Bytes of each layer's residuals that the previous layer on the stage keeps anyway."""
+        # Recomputed groups keep only their inputs, which are all different.
         if self.module.activation_checkpoint_interval:
             return [0] * len(self.keys)
         alone = [each.cost.residual_bytes for each in self._brief]
@@ -330,17 +330,17 @@ class Counted:
         return self.trace.on_mesh(lambda: look_once(pairs, shared))
 
     def _param_specs(self, index: int) -> list[P]:
-        """Shardings of a layer's parameters as its actions have them: gathered along `fsdp`."""
+        """Return the shardings of a layer's parameters in its actions: gathered along `fsdp`."""
         specs = self.trace.param_specs[index]
         leaves = flatten_dict(self.trace.params[index])
-        # Sorted, as JAX orders the leaves of dictionaries.
+        # Sorted like the leaves of dictionaries in JAX.
         return [spec_without(specs.get(path, P()), FSDP) for path in sorted(leaves)]
 
     def _samples(self, structs: Iterable[Any]) -> list[P]:
         return [samples_spec(x, self.trace.mesh) for x in structs]
 
     def _forward(self, work: LayerWork, specs: Sequence[P]) -> tuple[Sequence[PyTree], Sequence[P]]:
-        """Arguments of a forward, and how their leaves are sharded."""
+        """Return the arguments of a forward and the shardings of their leaves."""
         context = [P()] * len(jax.tree.leaves(work.context))
         inputs = self._samples(jax.tree.leaves(work.inputs))
         return (work.params, work.inputs, work.context), [*specs, *inputs, *context]
@@ -361,7 +361,7 @@ class Counted:
     def _last_specs(
         self, count: int, function: Callable[..., Any], args: Sequence[PyTree], specs: Sequence[P]
     ) -> list[P]:
-        """Shardings of the last leaves that a function gives."""
+        """Return the shardings of the last `count` leaves of a function's result."""
         mesh = self.trace.mesh
         if not automatic_axes(mesh):
             return [P()] * count
@@ -387,7 +387,7 @@ class Counted:
 def layer_keys(
     module: PipelineModule, trace: ModelTrace, signatures: Sequence[Hashable]
 ) -> list[Hashable]:
-    """Per layer a value that is equal for layers of equal costs."""
+    """Return one value per layer; layers with equal costs have equal values."""
     return [
         (signature, named.is_marked, trace.frozen_in(named.index))
         for named, signature in zip(module.layers, signatures, strict=True)
@@ -395,7 +395,7 @@ def layer_keys(
 
 
 def look_once(keys: Sequence[Hashable], look: Callable[[int], T]) -> list[T]:
-    """Look at each layer by its index, once at those of equal keys."""
+    """Call `look` with the index of each layer, but only once for equal keys."""
     known: dict[Hashable, T] = {}
     for index, key in enumerate(keys):
         if key not in known:
@@ -404,7 +404,7 @@ def look_once(keys: Sequence[Hashable], look: Callable[[int], T]) -> list[T]:
 
 
 def axes_inside(trace: ModelTrace, hardware: Hardware) -> Mapping[str, tuple[int, bool]]:
-    """Of each automatic axis its length, and whether its places are in one host."""
+    """Return each automatic axis's length, and whether its devices are in one host."""
     found: dict[str, tuple[int, bool]] = {}
     stride = 1
     for axis in reversed(trace.mesh.axis_names):

@@ -1,4 +1,4 @@
-"""The cut of a model, with the costs of its layers where the partition method asks for them."""
+"""The cut of a model, with the costs of its layers if the partition method needs them."""
 
 import dataclasses
 import logging
@@ -17,11 +17,11 @@ from ._measure import measured_costs
 
 
 def costs_for_cut(counted: Counted, mesh: Mesh) -> Profile:
-    """Costs of layers that a cut goes by; all processes call.
+    """Return the costs of layers on which a cut is based; all processes must call this function.
 
-    They are measured for `"profile"`, else counted: for the mesh's devices by name, or where these
-    are not known for an accelerator, so that a model is cut alike on every machine. Raises
-    PartitionError where the mesh's devices cannot be measured on.
+    They are measured for `"profile"` and otherwise counted for the mesh's devices by name. For
+    unknown devices they are counted for a default accelerator, so that a model is cut in the same
+    way on every machine. Raises PartitionError if the mesh's devices cannot be measured.
     """
     source = profile_source(counted.module.partition_method)
     costs = counted.costs(reference_hardware(mesh), whole=source is not None)
@@ -36,15 +36,15 @@ def cut_parts(
     signatures: Sequence[Hashable],
     memory: StageMemory | None = None,
 ) -> tuple[int, ...]:
-    """Cut a model by its partition method; only `"profile"` keeps to the limit in `memory`."""
+    """Cut a model by its partition method; only `"profile"` respects the limit in `memory`."""
     profile = dataclasses.replace(costs, memory=memory)
     return module.partition(trace, num_parts, profile=profile, signatures=signatures)
 
 
 def stage_memory(program: TickProgram, bytes_per_param: float, limit: float | None) -> StageMemory:
-    """What a program leaves to each part of a cut."""
-    # Every device has a ring as long as the fullest stage needs, so a part needs no less where
-    # fewer are in flight.
+    """Return the memory of each virtual stage of a cut that a program leaves."""
+    # The ring buffer of every device is as long as the fullest stage needs, so a stage with fewer
+    # microbatches in flight needs no less.
     in_flight, stages = -(-program.residual_slots // program.num_chunks), program.placement.stages
     return StageMemory(
         (in_flight,) * len(stages), stages, bytes_per_param, None if limit is None else round(limit)
@@ -54,7 +54,7 @@ def stage_memory(program: TickProgram, bytes_per_param: float, limit: float | No
 def log_cut(
     module: PipelineModule, trace: ModelTrace, profile: Profile, parts: Sequence[int]
 ) -> None:
-    """Write the table of a cut."""
+    """Log the table of a cut."""
     table = format_partition(
         parts,
         [named.name for named in module.layers],

@@ -1,4 +1,4 @@
-"""The forecast of a candidate, and a table of several."""
+"""The forecast of a candidate, and a table of several forecasts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,14 +10,14 @@ from ._memory import DeviceMemory
 
 @dataclass(frozen=True)
 class StageForecast:
-    """One stage in a candidate.
+    """One stage of a candidate.
 
     Attributes:
-        parts: Boundaries `(first, end)` of its chunks' layers.
-        num_params: Parameters of its layers.
-        in_flight: Microbatches whose residuals it holds at once, at most, counted on each chunk.
-        forward_s: Seconds of its forward of one microbatch, all its chunks.
-        backward_s: Seconds of its whole backward.
+        parts: Boundaries `(first, end)` of the layers of each chunk.
+        num_params: Parameters of the stage's layers.
+        in_flight: The most microbatches in flight, counted on each chunk.
+        forward_s: Seconds of the forward of one microbatch through all chunks.
+        backward_s: Seconds of the whole backward of one microbatch.
     """
 
     parts: tuple[tuple[int, int], ...]
@@ -28,35 +28,36 @@ class StageForecast:
 
     @property
     def tick_s(self) -> float:
-        """Seconds of a microbatch, forward and backward."""
+        """Seconds of one microbatch, forward and backward."""
         return self.forward_s + self.backward_s
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """One schedule, number of chunks, cut and recompute, and what it would take.
+    """The forecast for one combination of schedule, number of chunks, cut and recompute.
 
     Attributes:
         schedule: Name of the schedule.
-        num_chunks: Chunks of a stage.
-        max_pending: The most pending weight gradients; None: the schedule's own number.
-        partition: Partition method, or `"given"` for boundaries.
+        num_chunks: Chunks per stage.
+        max_pending: The most pending weight gradients. None: the schedule's own number.
+        partition: Partition method, or `"given"` for explicit boundaries.
         boundaries: Boundaries of the virtual stages.
-        recompute: Layers of a recomputed group; 0: nothing is recomputed.
+        recompute: Layers per recomputed group; 0 if nothing is recomputed.
         memory: Bytes on each device.
-        fits: Whether these are within the usable memory.
+        fits: Whether the memory is within the usable memory.
         step_s: Seconds of a step.
-        ticks_s: Seconds of them in ticks.
-        outside_s: Seconds of them before and after: casts, reductions over replicas, the update.
-        bubble: Share of the ticks' time in which the busiest stage works for no microbatch.
-        exposed_s: Seconds of exchanges between stages under which nothing runs.
-        num_ticks: Ticks.
-        pending: Weight gradients of chunks that a stage holds pending, at most.
-        samples_per_s: Samples a second.
-        tokens_per_s: Tokens a second; None where inputs are no tokens.
-        mfu: Model's operations (three forwards) over the peak of all devices; of attention what its
-            mask leaves.
-        mfu_whole: The same with the whole square of attention, as most published figures count.
+        ticks_s: The part of `step_s` in ticks.
+        outside_s: The part of `step_s` before and after the ticks: casts, reductions over replicas,
+            the update.
+        bubble: Share of `ticks_s` in which the busiest stage does no work for a microbatch.
+        exposed_s: Seconds of exchanges between stages that no computation overlaps.
+        num_ticks: Number of ticks.
+        pending: The most weight gradients of chunks that a stage keeps pending.
+        samples_per_s: Samples per second.
+        tokens_per_s: Tokens per second; None if the inputs are not tokens.
+        mfu: The model's operations (three forwards) divided by the peak of all devices. Attention
+            counts only what its mask keeps.
+        mfu_whole: The same, counting the full square of attention, as in most published figures.
         stages: The stages.
     """
 
@@ -83,7 +84,7 @@ class Forecast:
 
     @property
     def label(self) -> str:
-        """Its settings in words."""
+        """The candidate's settings as text."""
         chunks = f" x {self.num_chunks} chunks" if self.num_chunks > 1 else ""
         again = f", groups of {self.recompute} recomputed" if self.recompute else ""
         return f"{self.schedule}{chunks}, cut {self.partition!r}{again}"
@@ -107,7 +108,7 @@ _HEADS = (
 
 
 def candidate_rows(candidates: Sequence[Forecast]) -> list[list[str]]:
-    """A table of candidates, heads first: the best, where one fits, is the first of them."""
+    """Return a table of candidates, headings first. If one fits, the first is marked as best."""
     rows = [list(_HEADS)]
     for number, one in enumerate(candidates):
         memory = one.memory
@@ -139,15 +140,15 @@ def candidate_rows(candidates: Sequence[Forecast]) -> list[list[str]]:
 
 
 def candidate_table(candidates: Sequence[Forecast]) -> list[str]:
-    """The same as lines."""
+    """Return the table of candidates as lines of text."""
     return format_table(candidate_rows(candidates), ">")
 
 
 def gigabytes(num_bytes: float) -> str:
-    """GB of 10^9 bytes, with one digit."""
+    """Format bytes as GB (10^9 bytes) with one decimal."""
     return f"{num_bytes / 1e9:.1f}"
 
 
 def milliseconds(seconds: float) -> str:
-    """Milliseconds, with two digits below a second."""
+    """Format seconds as milliseconds, with two decimals below one second."""
     return f"{seconds * 1e3:,.2f}" if seconds < 1 else f"{seconds * 1e3:,.0f}"

@@ -1,6 +1,6 @@
 """Accelerators by name.
 
-Peaks, memory and wires, and what share of them programs are taken to reach.
+Peaks, memory and links, and the share of them that programs are assumed to reach.
 """
 
 import re
@@ -14,41 +14,42 @@ ASSUMED: dict[str, dict[str, float]] = {
     "fair": {"gemm_share": 0.65, "attention_share": 0.46, "traffic_share": 0.78},
     "pessimistic": {"gemm_share": 0.60, "attention_share": 0.42, "traffic_share": 0.70},
 }
-"""What share of the peaks products, fused attention and streaming kernels reach, by name.
+"""The share of the peaks that products, fused attention and streaming kernels reach, by name.
 
-What tuned kernels reach alone, what has been measured of them in training, and the lower end of it.
+In this order: tuned kernels in isolation, typical measurements in training, and their lower end.
 """
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """An accelerator and its wires.
+    """An accelerator and its links.
 
-    The shares are assumptions, not measurements: what large products, fused attention and streaming
-    kernels reach of the peaks on GPUs of these kinds.
+    The shares are assumptions, not measurements: the share of the peaks that large matrix products,
+    fused attention and streaming kernels reach on these kinds of GPU.
 
     Attributes:
-        name: What it is called.
-        flops_per_s: Peak of dense bfloat16 products, operations a second.
-        memory_bytes: Bytes of its memory.
-        bytes_per_s: Bytes a second that its memory gives.
-        wire_bytes_per_s: Bytes a second and direction between devices of a host.
-        network_bytes_per_s: The same between hosts, for each device.
-        devices_per_host: Devices of a host.
+        name: The name of the accelerator.
+        flops_per_s: Peak of dense bfloat16 products, in operations per second.
+        memory_bytes: Bytes of memory.
+        bytes_per_s: Memory bandwidth, in bytes per second.
+        wire_bytes_per_s: Bandwidth between devices of a host, in bytes per second and direction.
+        network_bytes_per_s: Bandwidth between hosts, in bytes per second and direction, for each
+            device.
+        devices_per_host: Devices per host.
         gemm_share: Share of `flops_per_s` that matrix products reach.
         attention_share: Share of `flops_per_s` that attention reaches.
-        traffic_share: Share of `bytes_per_s` reached.
-        wire_share: Share of `wire_bytes_per_s` reached.
-        usable_share: Share of `memory_bytes` that programs may take; drivers and fragments have the
-            rest.
-        latency_s: Seconds of a collective beside its bytes.
-        platform: JAX's name of such devices.
-        communicator_bytes: Bytes that each communicator holds beside the program's memory.
-        branch_s: Seconds of a conditional. On GPUs it is a node of a CUDA graph, and the host waits
-            for none without collectives inside.
+        traffic_share: Share of `bytes_per_s` that kernels reach.
+        wire_share: Share of `wire_bytes_per_s` that collectives reach.
+        usable_share: Share of `memory_bytes` that programs can use. Drivers and fragmentation take
+            the rest.
+        latency_s: Seconds of a collective in addition to the transfer of its bytes.
+        platform: JAX's name for the platform of these devices.
+        communicator_bytes: Bytes of each communicator, in addition to the program's memory.
+        branch_s: Seconds of a conditional. On GPUs it is a node of a CUDA graph, and the host does
+            not wait for it unless it contains collectives.
 
     Raises:
-        ConfigError: A number is not positive, or a share above 1.
+        ConfigError: A number is not positive, or a share is above 1.
     """
 
     name: str
@@ -83,7 +84,7 @@ class Hardware:
                 rule = "at least 0" if lowest == 0.0 else "a positive number"
                 raise ConfigError(
                     f"{field.name} of hardware {self.name!r} must be {rule}, but got "
-                    f"{field.name}={value!r}. Give it in bytes, operations and seconds, such as "
+                    f"{field.name}={value!r}. Pass bytes, operations and seconds, such as "
                     "Hardware('mine', 989e12, 141e9, 4.8e12, 450e9)."
                 )
             if field.name == "devices_per_host" and value != int(value):
@@ -99,7 +100,7 @@ class Hardware:
 
     @property
     def ideal(self) -> "Hardware":
-        """The same, reaching its peaks."""
+        """The same hardware, if it reached its peaks."""
         return replace(
             self,
             gemm_share=1.0,
@@ -111,9 +112,16 @@ class Hardware:
         )
 
     def assuming(self, shares: str | Mapping[str, float]) -> "Hardware":
-        """The same with other assumptions: their name in `ASSUMED`, or some fields' values.
+        """Return the same hardware with other assumptions.
 
-        Raises ConfigError where a name or a value is none.
+        Args:
+            shares: A name in `ASSUMED`, or values for some fields.
+
+        Returns:
+            The hardware with these assumptions.
+
+        Raises:
+            ConfigError: A name is unknown or a value is invalid.
         """
         if isinstance(shares, str):
             if shares not in ASSUMED:
@@ -132,15 +140,15 @@ class Hardware:
         return replace(self, **shares)
 
     def usable_bytes(self, num_communicators: int = 0) -> float:
-        """Bytes of memory that programs may take beside so many communicators."""
+        """Return the bytes of memory that programs can use besides some communicators."""
         return self.usable_share * self.memory_bytes - num_communicators * self.communicator_bytes
 
     def host_of(self, device: int) -> int:
-        """The host of a device, by its number."""
+        """Return the number of a device's host."""
         return device // self.devices_per_host
 
     def wire_s(self, num_bytes: float, *, inside_host: bool) -> float:
-        """Seconds that bytes take from a device to another."""
+        """Return the seconds to send bytes from one device to another."""
         speed = self.wire_bytes_per_s * self.wire_share if inside_host else self.network_bytes_per_s
         return self.latency_s + num_bytes / speed
 
@@ -148,15 +156,16 @@ class Hardware:
 def _tpu(
     name: str, flops_per_s: float, memory: float, bytes_per_s: float, link: float, pod: int
 ) -> Hardware:
-    """A TPU chip; its host are the chips that its links reach, a pod."""
-    # A conditional is a jump on the chip, and XLA has the collectives' buffers in the program's.
+    """Return a TPU chip. Its "host" is all the chips that its links reach: a pod."""
+    # A conditional is a jump on the chip, and the program's memory includes the collectives'
+    # buffers.
     own = {"latency_s": 1e-6, "branch_s": 1e-6, "communicator_bytes": 0.0, "wire_share": 0.9}
     peaks = flops_per_s, memory, bytes_per_s, link, 6.25e9
     return Hardware(name, *peaks, devices_per_host=pod, platform="tpu", **own)
 
 
 _TPU_KINDS = {"tpuv5lite": "v5e", "tpuv5p": "v5p", "tpuv5": "v5p", "tpuv6lite": "v6e"}
-"""What TPUs call themselves, without spaces."""
+"""The device kinds of TPUs, without spaces."""
 
 HARDWARE: dict[str, Hardware] = {
     "a100": Hardware("a100", 312e12, 80e9, 2.039e12, 300e9, network_bytes_per_s=25e9),
@@ -172,17 +181,15 @@ HARDWARE: dict[str, Hardware] = {
     "v6e": _tpu("v6e", 918e12, 32e9, 1.64e12, 90e9, 256),
     "mi300x": Hardware("mi300x", 1307e12, 192e9, 5.3e12, 448e9),
 }
-"""Known accelerators by the vendors' data sheets: SXM or OAM modules, L40S a PCIe card, TPU chips.
+"""Known accelerators, from the vendors' data sheets.
 
-Add one's own by `HARDWARE["name"] = ...`.
+The GPUs are SXM or OAM modules, L40S is a PCIe card, and the TPUs are chips. Add your own with
+`HARDWARE["name"] = ...`.
 """
 
 
 def named_hardware(kind: str) -> Hardware | None:
-    """The known accelerator that a device is, by the name that it gives itself.
-
-    None: it is none of them.
-    """
+    """Return the known accelerator with a device kind, or None if it is unknown."""
     kind = kind.lower().replace(" ", "")
     if kind in _TPU_KINDS:
         return HARDWARE[_TPU_KINDS[kind]]
@@ -197,7 +204,10 @@ def named_hardware(kind: str) -> Hardware | None:
 
 
 def read_hardware(text: str | tuple[Hardware, int]) -> tuple[Hardware, int]:
-    """Accelerators and their number, from `"h200:64"` or a pair of a `Hardware` and the number."""
+    """Return the accelerator and the number of devices.
+
+    `text` is a string such as `"h200:64"` or a pair of a `Hardware` and the number.
+    """
     if isinstance(text, tuple):
         hardware, count = (*text, None, None)[:2]
         if (

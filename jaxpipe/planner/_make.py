@@ -1,4 +1,4 @@
-"""From a model, its mesh and its settings to the plan of a pipeline."""
+"""Make the plan of a pipeline from a model, its mesh and its configuration."""
 
 import dataclasses
 import logging
@@ -30,17 +30,17 @@ def make_plan(
     optimizer: optax.GradientTransformation | None = None,
     parts: Sequence[int] | None = None,
 ) -> Plan:
-    """Decide what is left open; all processes call.
+    """Make all decisions that the configuration leaves open; all processes must call this function.
 
-    Without an `optimizer` parameters are taken to need as much as with Adam. Given `parts`, as
-    another plan for the same model has them, are kept to.
+    Without an `optimizer`, the memory of Adam is assumed. The boundaries `parts`, for instance from
+    another plan for the same model, are kept if given.
 
     Raises:
-        ScheduleError: The schedule is unsound, or cannot have so many chunks.
-        PartitionError: The layers cannot be cut as asked.
+        ScheduleError: The schedule is unsound or does not support this number of chunks.
+        PartitionError: The layers cannot be cut as requested.
         LayerError: A layer whose costs are needed cannot be differentiated.
-        ConfigError: Memory is looked at, and the optimiser does not take these parameters; or it is
-            said when weights are gathered, and there is no axis over which they are divided.
+        ConfigError: Memory is estimated and the optimiser does not accept these parameters, or
+            `gather_weights` is set and no axis divides the weights.
     """
     module, trace, mesh, config = traced.module, traced.trace, traced.mesh, traced.config
     section, profile, notes, choice = config.pipeline, None, (), ""
@@ -79,7 +79,8 @@ def make_plan(
             log_cut(module, trace, profile, parts)
         notes = notes_on_cut(module, trace, costs, parts, traced.split_note) if is_cut else ()
     parts = (0, len(module.layers)) if parts is None else parts
-    # A single virtual stage is all trunk: what its layers have alike is not asked.
+    # A single virtual stage consists only of the trunk, so it does not matter which layers are
+    # equal.
     signatures = signatures if is_cut else (None,) * len(module.layers)
     plan = plan_cut(module, trace, mesh, num_microbatches, config, section, signatures, parts)
     choice = choice if config.pipeline.schedule == "auto" else ""
@@ -92,7 +93,7 @@ def _job(
     num_microbatches: int,
     optimizer: optax.GradientTransformation,
 ) -> Job:
-    """A job on the devices of a mesh, which may be absent; all processes call."""
+    """Return a job on the devices of a mesh, which may be absent; all processes must call this."""
     trace, mesh, config = traced.trace, traced.mesh, traced.config
     counted, measured = traced.counted, None
     if profile_source(module.partition_method) == "times" and runnable_devices(mesh):
@@ -113,7 +114,7 @@ def _job(
 
 
 def _said(job: Job, found: Sequence[Forecast]) -> str:
-    """The candidates and the choice as a table, logged too."""
+    """Return the candidates and the choice as a table, and log it."""
     best, limit, level = found[0], job.limit_bytes, logging.INFO
     room = "" if limit is None else f" that fits {limit / 1e9:.3g} GB"
     reason = f"{best.schedule}: The simplest within {CLEAR_GAIN:.0%} of the shortest step{room}."

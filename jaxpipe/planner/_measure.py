@@ -1,4 +1,4 @@
-"""Times of layers, measured by one process for all."""
+"""Times of layers, measured by one process for all processes."""
 
 import dataclasses
 import json
@@ -22,19 +22,19 @@ from jaxpipe.topology import automatic_axes
 from ._costs import Counted, LayerWork, layer_work, look_once, loss_work
 
 _ROUND_S = 0.01
-"""Seconds for which a layer is called again and again, so that starting it counts for little."""
+"""Seconds for which a layer is called repeatedly, so that the launch time matters little."""
 
 Times = tuple[float, float, float]
-"""Seconds of a forward, a whole backward, and its weight gradient."""
+"""Seconds of a forward, a whole backward, and the weight gradient."""
 
 
 def measured_costs(counted: Counted, mesh: Mesh, costs: Profile) -> Profile:
-    """Costs with times that process 0 measures on its first device of the mesh; all processes call.
+    """Return costs with the times that process 0 measures on its first device of the mesh.
 
-    Layers that are sharded over automatic axes are computed for all their devices at once and count
-    for their share, without their exchanges. A layer whose work all stages share is not looked at,
-    nor is a loss that follows it. Raises PartitionError where the mesh's devices cannot be measured
-    on.
+    All processes must call this function. A layer that is sharded over automatic axes is computed
+    whole on one device and counts with its share, without exchanges. A layer whose work all stages
+    share is not measured, and neither is the loss after it. Raises PartitionError if the mesh's
+    devices cannot be measured.
     """
     module, trace, labels = counted.module, counted.trace, counted.labels
     num_shares = math.prod(mesh.shape[axis] for axis in automatic_axes(trace.mesh))
@@ -59,7 +59,8 @@ def measured_costs(counted: Counted, mesh: Mesh, costs: Profile) -> Profile:
             has_loss = labels is not None and module.loss_fn is not None and not is_shared[-1]
             return [*found, times(loss_work(module, trace, labels)) if has_loss else [0.0] * 3]
 
-    # Times differ from process to process, and all must cut alike: those of process 0 count.
+    # Times differ between processes, but all must make the same cut, so those of process 0 are
+    # used.
     *layers, loss = agreed(run_on_all(measured, who=[0]))
     source = f"measured on {mesh.devices.flat[0].device_kind}"
     return dataclasses.replace(
@@ -72,7 +73,7 @@ def measured_costs(counted: Counted, mesh: Mesh, costs: Profile) -> Profile:
 
 def _timed(cost: LayerCost, times: list[float]) -> LayerCost:
     forward_s, backward_s, weight_s = times
-    # Measured, this part may take longer than the whole by noise.
+    # Because of noise, the measured part may take longer than the whole.
     return dataclasses.replace(
         cost, forward_s=forward_s, backward_s=backward_s, weight_s=min(weight_s, backward_s)
     )
@@ -94,31 +95,31 @@ def _times_of(work: LayerWork) -> Times:
 
 
 def measured_s(function: Callable[..., Any], *structs: PyTree, rounds: int = 5) -> float:
-    """Measured seconds of a call, the median of some rounds.
+    """Measure the seconds of a call, as the median of some rounds.
 
-    At least as long as it takes to start a program.
+    The result includes at least the time to launch a program.
     """
     jitted, args = jax.jit(function), _filled(structs)
-    jax.block_until_ready(jitted(*args))  # compiles, and is not counted
+    jax.block_until_ready(jitted(*args))  # compiles; not measured
 
     def mean_s(calls: int) -> float:
         start = time.perf_counter()
         for _ in range(calls - 1):
             jitted(*args)
-        # The last result alone: an accelerator runs programs in the order of their calls.
+        # Waiting for the last result is enough: accelerators run programs in order.
         jax.block_until_ready(jitted(*args))
         return (time.perf_counter() - start) / calls
 
-    # One call tells how many fill a round; no clock is fine enough for more than a hundred.
+    # One call determines how many calls fill a round; at most 100, as clocks are not fine enough.
     calls = math.ceil(_ROUND_S / max(mean_s(1), _ROUND_S / 100))
     return statistics.median(mean_s(calls) for _ in range(rounds))
 
 
 def _filled(struct: PyTree) -> PyTree:
-    """Arrays of these shapes: random numbers below 0.1, integers 0, flags set."""
+    """Return arrays of these shapes: random numbers below 0.1, integers 0, flags set."""
 
-    # Not zeros: a layer that divides by them, or tests for them, would do other work than in
-    # training.
+    # Not zeros: a layer that divides by its inputs or tests them for zero would behave differently
+    # than in training.
     def one(leaf: Any) -> jax.Array:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return jnp.broadcast_to(jax.random.key(0), leaf.shape)
@@ -130,17 +131,16 @@ def _filled(struct: PyTree) -> PyTree:
 
 
 def runnable_devices(mesh: Mesh) -> list[Any]:
-    """This process's devices of a mesh that can run programs, not only have them compiled."""
+    """Return this process's devices of a mesh that can run programs, not only compile for them."""
     own = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
     return [device for device in own if device in device.client.local_devices()]
 
 
 def agreed(value: Any, pick: Callable[[list[Any]], Any] = lambda found: found[0]) -> Any:
-    """A value on which all processes agree, picked from those of each; all call.
+    """Return a value on which all processes agree, picked from their values.
 
-    By default it is that of process 0.
-
-    It is one that JSON can write: a float comes back with every digit.
+    By default it is the value of process 0. All processes must call this function. The value must
+    be serialisable as JSON, which preserves every digit of a float.
     """
     if jax.process_count() == 1:
         return value

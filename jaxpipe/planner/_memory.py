@@ -1,6 +1,6 @@
-"""Bytes that a device holds during a step, by what for.
+"""Bytes that a device uses during a step, by category.
 
-One program runs on all devices, so all hold alike.
+One program runs on all devices, so all of them use the same memory.
 """
 
 import math
@@ -34,12 +34,12 @@ class DeviceMemory:
     """Bytes on each device.
 
     Attributes:
-        weights: What layers compute with, in their dtype, as held during a step.
-        masters: Master weights and the optimiser's numbers for them, as divided by ZeRO.
+        weights: The weights that layers compute with, in their dtype, as kept during a step.
+        masters: Master parameters and the optimiser's state for them, as divided by ZeRO.
         gradient_sums: Sums of gradients over microbatches.
-        residuals: The ring of what forwards leave for backwards.
-        pending: The ring of what split backwards leave for weight gradients.
-        temporaries: What a tick works with, at most.
+        residuals: The ring buffer of residuals, from forwards to backwards.
+        pending: The ring buffer of operands of pending weight gradients.
+        temporaries: The maximum memory that a tick uses temporarily.
     """
 
     weights: float
@@ -51,24 +51,24 @@ class DeviceMemory:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The sum of all categories."""
         return sum(getattr(self, field.name) for field in fields(self))
 
     @property
     def held(self) -> float:
-        """All but the temporaries: what lives through the step."""
+        """The memory that is in use throughout the step: everything but the temporaries."""
         return self.total - self.temporaries
 
 
 def layout_bytes(layout: Layout, mesh: Any) -> float:
-    """Bytes of a layout on each device."""
+    """Return the bytes of a layout on each device."""
     return device_bytes(layout.struct(), mesh, layout.spec())
 
 
 def optimizer_share(
     optimizer: optax.GradientTransformation, trace: ModelTrace, compute_dtype: object
 ) -> float:
-    """Bytes of an optimiser's numbers for each byte of the master weights that are trained."""
+    """Return the bytes of optimiser state for each byte of trained master parameters."""
     trained = {
         path: x for path, x in flatten_dict(trace.tree()).items() if path not in trace.frozen
     }
@@ -78,16 +78,17 @@ def optimizer_share(
 
 @dataclass(frozen=True)
 class Working:
-    """Bytes that a tick works with on a device.
+    """Bytes that a tick uses temporarily on a device.
 
     Attributes:
-        residuals: Those of one chunk's forward, before it is in the ring.
-        off_trunk: Gradients of parameters off the trunk, of this microbatch.
-        loss: The model's output, and its gradient in float32; gradients of the layers with it.
-        backward: What a backward makes again, activations and gradients on their way, a layer's
+        residuals: Residuals of one chunk's forward, before they are written to the ring buffer.
+        off_trunk: This microbatch's gradients of parameters outside the trunk.
+        loss: The model's output, its gradient in float32, and the gradients of the layers that are
+            computed with the loss.
+        backward: Recomputed values, activations and gradients between stages, and one layer's
             weight gradients.
-        scan: Where the trunk is a scan, its weights and their gradients in one array each, and its
-            residuals on their way into the ring and out of it.
+        scan: If the trunk is a scan, its weights and their gradients in one array each, and its
+            residuals while they are written to the ring buffer or read from it.
     """
 
     residuals: float
@@ -98,14 +99,14 @@ class Working:
 
     @property
     def most(self) -> float:
-        """Bytes at the worst moment: loss and backwards come one after the other."""
+        """Peak bytes. The loss and the backward run one after the other, so only one counts."""
         return self.residuals + self.off_trunk + max(self.loss, self.backward) + self.scan
 
 
 _STREAMS = 7
-"""Activations and gradients between stages that a tick has at a time.
+"""Activations and gradients between stages that exist at the same time in a tick.
 
-Received, computed, sent, and the loss's.
+These are received, computed and sent ones, and those of the loss.
 """
 
 
@@ -117,17 +118,17 @@ def working_bytes(
     trunk: range,
     section: PipelineConfig,
 ) -> Working:
-    """Count what a tick works with."""
+    """Count the bytes that a tick uses temporarily."""
     mesh, layers = trace.mesh, costs.layers
     fsdp = mesh.shape.get(FSDP, 1)
-    # Without what stages have sliced: only what is packed goes through the switch.
+    # Without the stacked weights: only the packed ones pass through the switch.
     packed = layout_bytes(params.gathered, mesh) - stacked_bytes(params.gathered, mesh)
     logits = sum(x.size for x in jax.tree.leaves(trace.boundaries[-1])) / fsdp
     slices = mesh.shape["stage"] if vocab.last else 1
     kept, again = ring_bytes(costs, trunk)
     stream = max((each.output_bytes for each in layers[:-1]), default=0)
     largest = max((_gathered_bytes(trace, i) for i in trunk), default=0)
-    # Where actions gather weights themselves, those of a layer are whole meanwhile.
+    # If actions gather weights themselves, the weights of one layer are whole during that time.
     largest *= 2 if section.gather_weights == "tick" else 1
     ends = sum(_gathered_bytes(trace, i) for i in vocab.layers) / slices
     scan = 0.0
@@ -135,8 +136,8 @@ def working_bytes(
         scan = 2 * kept + 2 * sum(_gathered_bytes(trace, i) for i in trunk)
     return Working(
         residuals=kept,
-        # Those of a backward or of the loss, in the dtype of the parameters, and once more without
-        # what idle stages computed.
+        # Gradients of a backward or of the loss, in the dtype of the parameters, and a copy of them
+        # in which the results of idle stages are masked.
         off_trunk=2 * packed,
         loss=(2 + 4) * logits / slices + ends,
         backward=2 * again + _STREAMS * stream + largest,
@@ -145,9 +146,9 @@ def working_bytes(
 
 
 def ring_bytes(costs: Profile, layers: range) -> tuple[int, int]:
-    """Bytes of the residuals of one microbatch of some successive layers.
+    """Return the bytes of residuals of one microbatch for some consecutive layers.
 
-    The second number is what a backward of them makes again.
+    The second number is the bytes that their backward recomputes.
     """
     if not layers:
         return 0, 0
@@ -157,7 +158,7 @@ def ring_bytes(costs: Profile, layers: range) -> tuple[int, int]:
 
 
 def _gathered_bytes(trace: ModelTrace, index: int) -> float:
-    """Bytes of a layer's weights in 16 bits, whole along `fsdp`."""
+    """Return the bytes of a layer's weights in 16 bits, gathered along `fsdp`."""
     specs, leaves = trace.param_specs[index], flatten_dict(trace.params[index])
     whole = {
         path: NamedSharding(trace.mesh, spec_without(specs.get(path, P()), FSDP)) for path in leaves
@@ -166,7 +167,7 @@ def _gathered_bytes(trace: ModelTrace, index: int) -> float:
 
 
 def stacked_bytes(layout: Layout, mesh: Any) -> float:
-    """Bytes of what every stage has, on each device."""
+    """Return the bytes of the stacked parameters, which every stage has, on each device."""
     return device_bytes(layout.struct().stacked, mesh, layout.spec().stacked)
 
 
@@ -176,13 +177,13 @@ def bytes_per_param(
     config: TrainConfig,
     optimizer: optax.GradientTransformation,
 ) -> float:
-    """Bytes that a device holds during a step per parameter of its stage, the mean over the model.
+    """Return the bytes that a device uses per parameter of its stage, averaged over the model.
 
-    These are the master weights and the optimiser's numbers for them, both divided over the
-    replicas of ZeRO-1; the gradient; and where layers compute in another dtype than they make
-    parameters in, or weights are gathered, what they compute with. For float32 under Adam they are
-    16. What is frozen is held once, as it is computed with. Raises ConfigError where the optimiser
-    does not take these parameters.
+    They consist of the master parameter and its optimiser state, both divided over the replicas by
+    ZeRO-1, and the gradient. If layers compute in another dtype than the one of their parameters,
+    or weights are gathered, the copy that they compute with is added. For float32 with Adam the
+    result is 16. A frozen parameter is stored once, in the dtype of the computation. Raises
+    ConfigError if the optimiser does not accept these parameters.
     """
     compute_dtype, grad_dtype = module.compute_dtype, config.data_types.grad_accum_dtype
     num_shards = trace.mesh.shape.get("data", 1) if config.zero_optimization.stage else 1
@@ -202,7 +203,7 @@ def bytes_per_param(
     divided = num_bytes(masters) * (1 + optimizer_share(optimizer, trace, compute_dtype))
     divided += num_bytes([computed[path] for path in frozen])
     is_copied = compute_dtype is not None or num_shards > 1
-    # Over automatic axes a weight and all that goes with it are divided alike.
+    # Over automatic axes a weight, its gradient and its state are divided in the same way.
     specs = trace.tree_specs()
     shards = [
         NamedSharding(trace.mesh, specs.get(path, P())).shard_shape(x.shape)

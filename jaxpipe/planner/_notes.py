@@ -1,4 +1,4 @@
-"""Costs of a cut, in sentences, for the log and for people who print a pipeline."""
+"""Costs of a cut as sentences, for the log and for the printed pipeline."""
 
 import logging
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from jaxpipe.partition import (
 )
 
 _WORTH_SAYING = 0.1
-"""Share of a tick from which the layers after the trunk are spoken of."""
+"""The layers after the trunk are mentioned if they take at least this share of a tick."""
 
 
 def notes_on_cut(
@@ -26,10 +26,10 @@ def notes_on_cut(
     parts: Sequence[int],
     split_note: str,
 ) -> tuple[str, ...]:
-    """Compare a cut with another one, and say what the last layers and the loss take; logged, too.
+    """Compare a cut with another one, and describe the time of the last layers and the loss.
 
-    `split_note` says why the vocabulary is split or not. No sentences where nothing is known of the
-    work.
+    The sentences are logged too. `split_note` explains why the vocabulary is split or not. The
+    result is empty if the work is unknown.
     """
     if not tick_of(profile, parts).seconds:
         return ()

@@ -1,4 +1,4 @@
-"""What follows from a schedule and a cut: the plan of a pipeline."""
+"""The plan of a pipeline, which follows from a schedule and a cut."""
 
 import dataclasses
 from collections.abc import Hashable, Sequence
@@ -25,9 +25,9 @@ from jaxpipe.state import VocabLayers, find_vocab_layers
 from jaxpipe.topology import FSDP, automatic_axes, mesh_shape, stages_cross_hosts
 
 _OVERLAP_COST = 1.02
-"""How much longer a schedule may take for losses that run a tick later.
+"""How much longer a schedule may become when losses run one tick later.
 
-Less than their exchanges between hosts.
+This is less than the exchanges of the losses between hosts would take.
 """
 
 
@@ -41,12 +41,12 @@ def plan_cut(
     signatures: Sequence[Hashable],
     parts: Sequence[int],
 ) -> Plan:
-    """Decide what follows from a schedule and a cut.
+    """Make the decisions that follow from a schedule and a cut.
 
-    Nothing is measured, and the mesh's devices may be absent. `config` is as the user has it,
-    `section` its section `pipeline` with the schedule decided. Raises ScheduleError where the
-    schedule is unsound, and ConfigError where the section says when weights are gathered and no
-    axis divides them, or asks for losses a tick later and no last layer is split.
+    Nothing is measured, and the mesh's devices may be absent. `config` is the user's configuration,
+    and `section` is its `pipeline` section with the chosen schedule. Raises ScheduleError if the
+    schedule is unsound. Raises ConfigError if the section sets `gather_weights` and no axis divides
+    the weights, or sets `overlap_vocabulary` and no last layer is split.
     """
     schedule = schedule_of(section)
     vocab, _ = find_vocab_layers(
@@ -57,18 +57,18 @@ def plan_cut(
         section = dataclasses.replace(section, skip_idle=skips_idle(program, mesh))
     section = _with_gathers(section, config.zero_optimization.stage, mesh)
     skips, is_cpu = section.skip_idle is True, mesh.devices.flat[0].platform == "cpu"
-    # On CPU, where collectives wait, not unless a program as for accelerators is asked for.
+    # Collectives block on CPU, so there only if the program for accelerators is requested.
     has_ends_apart = mesh_shape(mesh)["data"] > 1 and (
         not is_cpu or config.pipeline.skip_idle is False
     )
     if has_ends_apart:
-        # Gathers of weights then go on under the first tick, and reductions of gradients under the
-        # last.
+        # The first tick then overlaps gathers of weights, and the last tick overlaps reductions of
+        # gradients.
         program = with_ends_apart(program)
-    # Exchanges of accelerators run beside their computing; on CPU a stage that skips its forward
-    # would wait for others.
+    # On accelerators exchanges overlap computation. On CPU a stage that skips its forward would
+    # wait for others.
     sends_early = not (skips and (is_cpu or _waits_amid_ticks(program)))
-    # All stages must take part in exchanges, and in what vocabulary-parallel layers sum.
+    # All stages must take part in exchanges and in the sums of vocabulary-parallel layers.
     has_exchanges = sends_early or bool(vocab.layers)
     idle = IdlePolicy(
         skips=skips,
@@ -83,14 +83,14 @@ def plan_cut(
 
 
 def schedule_of(section: PipelineConfig) -> type[PipeSchedule]:
-    """The class of the schedule that is named, with its chunks and pending weight gradients."""
+    """Return the class of the named schedule, with its chunks and pending weight gradients."""
     return resolve_schedule(
         section.schedule, unless_auto(section.num_chunks), unless_auto(section.max_pending_weights)
     )
 
 
 def _with_gathers(section: PipelineConfig, zero_stage: int, mesh: Mesh) -> PipelineConfig:
-    """The settings with the time decided at which weights are gathered."""
+    """Return the section with `gather_weights` decided."""
     is_divided = FSDP in mesh.axis_names
     if section.gather_weights != "auto" and not is_divided:
         raise ConfigError(
@@ -114,50 +114,49 @@ def lower_training(
     vocab: VocabLayers,
     mesh: Mesh,
 ) -> TickProgram:
-    """The tick program of a training schedule.
+    """Return the tick program of a training schedule.
 
-    Losses come a tick later where that is asked for or pays. Raises ConfigError where it is asked
-    for and no last layer is split.
+    Losses run one tick later if that is requested or shortens the step. Raises ConfigError if it is
+    requested and no last layer is split.
     """
     wanted, num_stages = unless_auto(section.overlap_vocabulary), module.num_stages
     if wanted and not vocab.last and num_stages > 1:
         raise ConfigError(
             "pipeline.overlap_vocabulary must be true only where the last layers are split over "
             "the stages, but got pipeline.overlap_vocabulary=True for last layer "
-            f"{module.layers[-1].name}, of which no parameter is. Set pipeline.split_vocabulary "
-            "too, use VocabHead, or leave it out.",
+            f"{module.layers[-1].name}, which has no split parameter. Set "
+            "pipeline.split_vocabulary too, use VocabHead, or leave it out.",
             paths=["pipeline.overlap_vocabulary"],
         )
     program = lower_schedule(schedule, num_microbatches, num_stages)
-    # Inside a host exchanges lie under products as it is, and a stage would hold one microbatch
-    # more for nothing.
+    # Inside a host products overlap the exchanges anyway, and a stage would keep one more
+    # microbatch in flight without a gain.
     may_pay = mesh.devices.flat[0].platform != "cpu" and stages_cross_hosts(mesh)
     if not vocab.last or not (may_pay if wanted is None else wanted):
         return program
     later = lower_schedule(schedule, num_microbatches, num_stages, delays_loss=True)
-    # Most schedules take as long, for the tick that is added holds what others lack;
-    # "zero-bubble-v" a third longer.
+    # Most schedules take the same time, because the added tick contains actions that other ticks
+    # then lack. "zero-bubble-v" takes a third longer.
     times = [makespan(each, 1.0, 2.0) for each in (program, later)]
     return later if wanted or times[1] <= _OVERLAP_COST * times[0] else program
 
 
 def skips_idle(program: TickProgram, mesh: Mesh) -> bool:
-    """True if idle actions are branched around where the settings leave it open."""
-    # On accelerators exchanges travel better under straight code. Where backwards are split
-    # skipping pays even so: an idle action that is computed takes the time that splitting saves.
+    """Return whether idle actions are branched around if the configuration leaves it open."""
+    # On accelerators straight code overlaps exchanges better. If backwards are split, skipping pays
+    # nevertheless: computing an idle action takes the time that splitting saves.
     is_cpu = mesh.devices.flat[0].platform == "cpu"
     skips = is_cpu or program.has_split_backward or _has_cheap_branches(program, mesh)
     return skips and not waits_in_branches(mesh)
 
 
 def _waits_amid_ticks(program: TickProgram) -> bool:
-    """True if stages that skip idle actions would wait for each other's forwards amid a tick.
+    """Return whether stages that skip idle actions would wait in an exchange for a forward.
 
-    They would wait in an exchange.
-
-    XLA (JAX 0.10) lets one exchange travel at a time: where activations go both ways one of the two
-    is waited for. A stage that has a backward alone would begin it when its neighbour's forward has
-    ended, so that both take their time one after the other in most ticks of `"zero-bubble-v"`.
+    XLA (JAX 0.10) runs one exchange at a time. If activations are sent in both directions, a stage
+    has to wait for one of the two. A stage with only a backward would start it after its
+    neighbour's forward has ended, so that in most ticks of `"zero-bubble-v"` the two would run one
+    after the other.
     """
     forward, backward = program.tables.forward.chunk, program.tables.backward.chunk
     ticks = zip(zip(*forward, strict=True), zip(*backward, strict=True), strict=True)
@@ -172,11 +171,11 @@ def _waits_amid_ticks(program: TickProgram) -> bool:
 
 
 def _has_cheap_branches(program: TickProgram, mesh: Mesh) -> bool:
-    """True if actions of several chunks had better branch on the chunk than copy its weights.
+    """Return whether actions of several chunks should branch on the chunk instead of copying.
 
-    The copies take 3 % of a tick of a 7B model on H200, a branch 0.1 %. But XLA (JAX 0.10) lets one
-    exchange travel at a time, under one branch: those of schedules that send both ways need
-    straight code. So do collectives inside layers, along automatic axes.
+    Copying a chunk's weights takes 3 % of a tick of a 7B model on H200, a branch 0.1 %. But XLA
+    (JAX 0.10) runs one exchange at a time, overlapped by one branch, so schedules that send in both
+    directions need straight code. Collectives inside layers, along automatic axes, need it too.
     """
     sends_one_way = all(len(run.activation_sends) <= 1 for run in program.runs)
     return program.num_chunks > 1 and sends_one_way and not automatic_axes(mesh)

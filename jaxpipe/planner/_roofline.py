@@ -1,4 +1,4 @@
-"""Seconds of kernels by a roofline: each takes the longer of its operations and its bytes."""
+"""Seconds of kernels by a roofline model: arithmetic or memory traffic, whichever is longer."""
 
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -10,13 +10,13 @@ from ._hardware import Hardware
 
 
 class Time(NamedTuple):
-    """Seconds of some kernels on one device.
+    """Time of some kernels on one device.
 
     Attributes:
-        seconds: Of all of them, with collectives inside a stage under which nothing is taken to
-            run.
+        seconds: Seconds of all kernels, including collectives inside a stage, which are assumed not
+            to be overlapped.
         flops: Operations of products and attention.
-        whole_flops: The same with the whole square of attention.
+        whole_flops: The same with the full square of attention.
     """
 
     seconds: float = 0.0
@@ -25,9 +25,9 @@ class Time(NamedTuple):
 
 
 def kernel_s(hardware: Hardware, flops: float, attention: float, num_bytes: float) -> float:
-    """Seconds of a kernel by its operations and the bytes it moves.
+    """Return the seconds of a kernel from its operations and the bytes that it moves.
 
-    The operations are those of matrix products, and those of fused attention.
+    `flops` are the operations of matrix products, `attention` those of fused attention.
     """
     arithmetic_s = flops / (hardware.flops_per_s * hardware.gemm_share)
     arithmetic_s += attention / (hardware.flops_per_s * hardware.attention_share)
@@ -35,16 +35,16 @@ def kernel_s(hardware: Hardware, flops: float, attention: float, num_bytes: floa
 
 
 def bytes_s(hardware: Hardware, num_bytes: float) -> float:
-    """Seconds in which a device reads and writes bytes."""
+    """Return the seconds in which a device reads and writes bytes."""
     return num_bytes / (hardware.bytes_per_s * hardware.traffic_share)
 
 
 def collective_s(
     hardware: Hardware, kind: str, num_bytes: float, size: int, *, inside_host: bool
 ) -> float:
-    """Seconds of a collective of `size` devices alone.
+    """Return the seconds of a collective of `size` devices without anything else running.
 
-    They follow from HLO's name for it and the bytes of the whole array.
+    `kind` is HLO's name of the collective, and `num_bytes` are the bytes of the whole array.
     """
     if size < 2:
         return 0.0
@@ -57,7 +57,7 @@ def collective_s(
 def time_of(
     hardware: Hardware, kernels: Iterable[Kernel], axes: Mapping[str, tuple[int, bool]]
 ) -> Time:
-    """Time of kernels, one after another; `axes` as `axes_inside` gives them."""
+    """Return the time of kernels that run one after another; `axes` is from `axes_inside`."""
     computing_s = moving_s = exposed_s = hidden_s = total_flops = masked_flops = 0.0
     for each in kernels:
         # Products of 32 bits run at half of the peak, as TF32.
@@ -72,8 +72,8 @@ def time_of(
             moving_s += each.times * bytes_s(hardware, each.num_bytes)
         else:
             size, inside_host = axes.get(each.axis, (1, True))
-            # Samples that are divided over `fsdp` leave sums of gradients, of which each place
-            # keeps its share, and which travel under the products of the layer before.
+            # Samples divided over `fsdp` require sums of gradients, of which each device keeps its
+            # share. The products of the previous layer overlap them.
             is_hidden = each.axis == FSDP
             kind = "all-reduce" if each.kind == "reduce" and not is_hidden else "all-gather"
             seconds = each.times * collective_s(

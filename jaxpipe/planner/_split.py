@@ -1,4 +1,4 @@
-"""Whether to split a model's embedding, head and loss over the stages."""
+"""Decide whether to split a model's embedding, head and loss over the stages."""
 
 from dataclasses import dataclass
 
@@ -15,8 +15,8 @@ class SplitChoice:
     """Whether a step is shorter with the vocabulary split over the stages.
 
     Attributes:
-        pays: True if it is, clearly.
-        step_share: Length of the split step by that of the whole one.
+        pays: Whether the step is clearly shorter.
+        step_share: Time of the step with the split, divided by the time without it.
     """
 
     pays: bool
@@ -26,10 +26,11 @@ class SplitChoice:
 def choose_split(
     whole: Traced, split: Traced, num_microbatches: int, optimizer: optax.GradientTransformation
 ) -> SplitChoice:
-    """Compare a model with itself split, by the candidates that `"auto"` and `plan` choose from.
+    """Compare a model with and without the split, by the candidates of `"auto"` and `plan`.
 
-    Layers are counted for the mesh's devices by name, or an accelerator, so that a model is split
-    alike on every machine. Raises JaxpipeError where one of the two cannot be had as asked.
+    Layers are counted for the mesh's devices by name, or for a default accelerator, so that the
+    decision is the same on every machine. Raises JaxpipeError if one of the two is not possible
+    with the requested settings.
     """
     section = whole.config.pipeline
     found = []

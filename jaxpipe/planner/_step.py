@@ -1,4 +1,4 @@
-"""A step's time: every stage goes through the ticks and waits for the stages it exchanges with."""
+"""A step's time: every stage runs the ticks and waits for the stages that it exchanges with."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,23 +7,23 @@ from typing import NamedTuple
 from jaxpipe.schedules import Idle, PipeSchedule, TickProgram, TickRun
 
 _BRANCHES_OF_ENDS = 3
-"""Conditionals of a tick around the first layers, their backward, and the last layers and loss."""
+"""Conditionals per tick around the first layers, their backward, and the last layers and loss."""
 
 
 _STEADY = 3
-"""Groups of S microbatches after which a steady schedule only repeats itself."""
+"""Number of groups of S microbatches after which a steady schedule repeats."""
 
 
 class ShortSteps(NamedTuple):
-    """Steps of few microbatches, from which what a step of many takes is extrapolated.
+    """Two short steps from which the time of a step with many microbatches is extrapolated.
 
-    Lowering takes time in proportion to the microbatches.
+    They save time, because lowering takes time in proportion to the microbatches.
 
     Attributes:
-        long: Microbatches of the longer one.
-        short: Microbatches of the other, a group of S less; as many where nothing is left to
-            extrapolate.
-        rounds: Groups of S that the whole step has beyond the longer one.
+        long: Microbatches of the longer step.
+        short: Microbatches of the shorter step, one group of S less. Equal to `long` if there is
+            nothing to extrapolate.
+        rounds: Number of groups of S in the whole step beyond the longer step.
     """
 
     long: int
@@ -32,9 +32,9 @@ class ShortSteps(NamedTuple):
 
     @staticmethod
     def of(schedule: type[PipeSchedule], num_microbatches: int, num_stages: int) -> "ShortSteps":
-        """Those of a schedule; the whole step where it is not steady, or no longer than these."""
-        # The remainder is kept, as it changes the tables, and over so many groups that, as in the
-        # whole step, none gets more than one microbatch of it.
+        """Return the short steps of a schedule, or the whole step if it is short or not steady."""
+        # The remainder of M / S is kept because it changes the tables. There are enough groups that
+        # none gets more than one microbatch of it, as in the whole step.
         remainder = num_microbatches % num_stages
         long = max(_STEADY, remainder + 1) * num_stages + remainder
         if not schedule.is_steady or long >= num_microbatches:
@@ -42,7 +42,7 @@ class ShortSteps(NamedTuple):
         return ShortSteps(long, long - num_stages, (num_microbatches - long) // num_stages)
 
     def extended(self, of_long: float, of_short: float) -> float:
-        """What the whole step takes, from what both take."""
+        """Extrapolate a value of the whole step from those of the two short steps."""
         return of_long + self.rounds * (of_long - of_short)
 
 
@@ -51,16 +51,16 @@ class PartTime:
     """Seconds of one virtual stage's actions.
 
     Attributes:
-        forward: Forward of its trunk, with what it writes to rings.
-        backward: Whole backward of its trunk, with the sums of gradients.
-        input: Input gradient alone.
-        weight: Weight gradient alone, with the sums.
+        forward: Forward of the trunk, including its writes to the ring buffer.
+        backward: Whole backward of the trunk, including the gradient sums.
+        input: Only the input gradient of the trunk.
+        weight: Only the weight gradient of the trunk, including the gradient sums.
         first: Forward of the layers before the trunk.
-        first_backward: Their backward.
+        first_backward: Backward of the layers before the trunk.
         last: Layers after the trunk and the loss, forward and backward.
-        ring: What a forward writes to rings.
-        first_sums: Adding to the sums of all parameters off the trunk in a backward, as every
-            stage does.
+        ring: Writes of a forward to the ring buffer.
+        first_sums: Additions to the gradient sums of all parameters outside the trunk in a
+            backward, which every stage does.
         last_sums: The same after a loss.
     """
 
@@ -78,14 +78,14 @@ class PartTime:
 
 @dataclass(frozen=True)
 class Wire:
-    """Seconds of what travels, for one microbatch.
+    """Seconds of communication for one microbatch.
 
     Attributes:
-        hop: From a stage to the next.
-        ends: Collectives of vocabulary-parallel layers in a tick under which nothing runs.
-        ends_work: Their work on each stage.
-        gather: Gathers of weights by an action.
-        meets_for_loss: True if all stages compute a loss together, in the last layers' collectives.
+        hop: A send from one stage to the next.
+        ends: Exposed collectives of vocabulary-parallel layers in a tick.
+        ends_work: Computation of vocabulary-parallel layers on each stage.
+        gather: Exposed gathers of weights by an action.
+        meets_for_loss: Whether all stages compute a loss together, in the last layers' collectives.
     """
 
     hop: float
@@ -100,10 +100,10 @@ class Span:
     """Seconds of the ticks of a step.
 
     Attributes:
-        total: From the first to the last tick.
-        work: What the busiest stage works for microbatches.
-        exposed: Exchanges under which nothing runs, on the stage that has most.
-        num_ticks: Ticks.
+        total: Time from the first to the last tick.
+        work: Time that the busiest stage works for microbatches.
+        exposed: Time of exposed exchanges, on the stage with the most.
+        num_ticks: Number of ticks.
     """
 
     total: float
@@ -113,7 +113,7 @@ class Span:
 
 
 def span_of(program: TickProgram, parts: Sequence[PartTime], wire: Wire, branch_s: float) -> Span:
-    """Go through the ticks, idle actions as the plans of their runs say."""
+    """Simulate the ticks, with idle actions as planned for each run."""
     stages = range(program.num_stages)
     now, work, exposed = ([0.0] * program.num_stages for _ in range(3))
     has_ends = any(part.first or part.last for part in parts)
@@ -126,15 +126,16 @@ def span_of(program: TickProgram, parts: Sequence[PartTime], wire: Wire, branch_
             has_loss = any(program.tables.loss_microbatch[s][tick] >= 0 for s in stages)
             starts = [max(now[other] for other in sends[s].partners) for s in stages]
             costs = [actions.seconds(s) for s in stages]
-            if has_loss and wire.meets_for_loss:  # no stage goes on before all have come
+            if has_loss and wire.meets_for_loss:  # no stage continues before all have arrived
                 before = [0.0 if program.delays_loss else cost.forward for cost in costs]
                 met = max(start + cost for start, cost in zip(starts, before, strict=True))
                 starts = [met - cost for cost in before]
             for stage in stages:
                 useful, idle, _ = costs[stage]
                 cost = useful + idle + branches * branch_s
-                # Beside a forward and a backward exchanges travel under one of them; where a
-                # pipeline fills or drains, and where they end before the forward, under nothing.
+                # In ticks with a forward and a backward, one of them overlaps the exchanges. While
+                # the pipeline fills or drains, and if exchanges end before the forward, nothing
+                # overlaps them.
                 hop = wire.hop * bool(sends[stage].number)
                 if run.receives_first:
                     hop = wire.hop * sends[stage].number
@@ -153,8 +154,8 @@ class _Sends(NamedTuple):
     """Exchanges of a stage in a tick of a run.
 
     Attributes:
-        partners: The stages that it exchanges with, and itself.
-        number: Exchanges that it takes part in.
+        partners: The stages that it exchanges with, including itself.
+        number: Number of exchanges that it takes part in.
     """
 
     partners: set[int]
@@ -162,7 +163,7 @@ class _Sends(NamedTuple):
 
     @staticmethod
     def of(run: TickRun, stage: int) -> "_Sends":
-        """Those of one stage."""
+        """Return the exchanges of one stage."""
         sends = [*run.activation_sends.values(), *run.gradient_sends.values()]
         mine = [[pair for pair in each if stage in pair] for each in sends]
         partners = {other for pairs in mine for pair in pairs for other in pair}
@@ -173,9 +174,9 @@ class _Cost(NamedTuple):
     """Seconds of a stage in a tick.
 
     Attributes:
-        useful: Its actions.
-        idle: Idle actions that it computes and drops.
-        forward: Of both, what runs before a loss of this tick.
+        useful: Seconds of the stage's actions.
+        idle: Seconds of idle actions that the stage computes and drops.
+        forward: The part of both that runs before the loss of this tick.
     """
 
     useful: float
@@ -194,7 +195,7 @@ class _Actions:
     tick: int
 
     def seconds(self, stage: int) -> _Cost:
-        """Seconds of a stage."""
+        """Return the seconds of a stage."""
         tables, tick, gather = self.program.tables, self.tick, self.wire.gather
         any_part = self.parts[self.program.placement.virtual[stage][0]]
         useful = idle = 0.0
@@ -207,7 +208,7 @@ class _Actions:
         elif self.run.forward is not None and self.run.forward.idle is Idle.MASK:
             idle += any_part.forward + gather
         elif self.run.forward is not None and self.run.forward.idle is Idle.BRANCH:
-            idle += any_part.ring  # zeros, filled in and copied to a slot that nothing uses
+            idle += any_part.ring  # zeros are filled in and copied to an unused slot
         before_loss = useful + idle
         if backward is not None:
             is_split = tables.pending_write[stage][tick] >= 0
@@ -230,7 +231,7 @@ class _Actions:
     def _sums(
         self, part: PartTime, forward: PartTime | None, backward: PartTime | None
     ) -> list[tuple[bool, float]]:
-        """Seconds of each addition to the sums off the trunk; False before those of zeros."""
+        """Return the seconds of each addition to sums outside the trunk; False if it adds zeros."""
         plan, found = self.run.backward, list[tuple[bool, float]]()
         if plan is not None and (backward is not None or plan.idle is not Idle.LOOP):
             found.append((backward is not None, part.first_sums))

@@ -1,4 +1,4 @@
-"""A model traced on a mesh: what is known of a pipeline before its plan is made."""
+"""A model traced on a mesh, before the plan of its pipeline is made."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -19,15 +19,15 @@ class Traced:
     """A model, its mesh and its shapes.
 
     Attributes:
-        module: The model, its ends split over the stages where `config` says so.
-        mesh: The devices, with the axis `fsdp` that ZeRO 2 and 3 make of `data`.
+        module: The model, with its ends split over the stages if `config` requests it.
+        mesh: The devices, with the axis `fsdp` into which ZeRO 2 and 3 convert `data`.
         trace: Shapes and programs of the layers, for one microbatch.
         entry: Shapes of one microbatch of all replicas.
-        microbatch: Shapes of one microbatch as layers see it, that of one place along `data`.
-        counted: Its layers, which are looked at when their costs are asked for.
-        config: The settings, with `pipeline.split_vocabulary` decided.
-        split_note: What was decided about the vocabulary and why, in a sentence; empty where
-            nothing was open.
+        microbatch: Shapes of one microbatch as layers see it, at one index along `data`.
+        counted: The layers, which are counted when their costs are needed.
+        config: The configuration, with `pipeline.split_vocabulary` decided.
+        split_note: The decision about the vocabulary and its reason, as a sentence. Empty if there
+            was nothing to decide.
     """
 
     module: PipelineModule
@@ -41,11 +41,11 @@ class Traced:
 
     @property
     def num_replicas(self) -> int:
-        """Places along `data` and `fsdp`."""
+        """Number of replicas: the product of the axes `data` and `fsdp`."""
         return num_batch_shards(self.mesh)
 
     def with_split(self, is_split: bool, note: str = "") -> "Traced":
-        """The same, with what was decided about the vocabulary."""
+        """Return the same model with the decision about the vocabulary."""
         section = dataclasses.replace(self.config.pipeline, split_vocabulary=is_split)
         return dataclasses.replace(
             self, config=dataclasses.replace(self.config, pipeline=section), split_note=note
@@ -53,5 +53,5 @@ class Traced:
 
     @property
     def microbatch_size(self) -> int:
-        """Samples of a microbatch of one replica."""
+        """Samples per microbatch on one replica."""
         return jax.tree.leaves(self.entry)[0].shape[0] // self.num_replicas

@@ -1,4 +1,4 @@
-"""A step's time and work by layer and phase: by a recorded profile, and by counting."""
+"""Time and work of a step by layer and phase, from a recorded profile and from counting."""
 
 from ._layers import format_profile as format_profile
 from ._layers import layer_profiles as layer_profiles

@@ -1,4 +1,4 @@
-"""Parameters, operations and time of each layer of a pipeline, as a table."""
+"""A table of the parameters, operations and time of each layer of a pipeline."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,25 +15,22 @@ from jaxpipe.planner import named_hardware
 from ._recorded import Operation
 
 _BACKWARD_PRODUCTS = 2
-"""A backward makes two products of each of the forward's.
-
-Gradients of the inputs and of the weights.
-"""
+"""Products in a backward for each product in the forward: the input and weight gradients."""
 
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """A layer, or the loss, in one step.
+    """The profile of a layer, or of the loss, in one step.
 
     Attributes:
         name: Its name.
-        stage: The stage that runs it; None: all of them.
-        num_params: Its parameters.
-        forward_flops: Operations of products in its forward for one microbatch of one replica.
-        flops: Operations of forward and backward in the whole step, on all replicas.
-        busy_s: Seconds that a device of its stage spent on it in the step; None: not recorded.
-            Layers at one place in the parts of one stage are one program, and share their time
-            evenly.
+        stage: The stage that runs it. None means all stages.
+        num_params: Number of its parameters.
+        forward_flops: FLOPs of matrix products in its forward, for one microbatch of one replica.
+        flops: FLOPs of forward and backward in the whole step, on all replicas.
+        busy_s: Seconds that a device of its stage spent on it in the step. None if not recorded.
+            Layers at the same position in the virtual stages of one stage are one program; its time
+            is divided evenly between them.
     """
 
     name: str
@@ -45,14 +42,25 @@ class LayerProfile:
 
 
 def model_flops(pipeline: Pipeline) -> int:
-    """Operations of a step, forward and backward on all replicas, without what is recomputed."""
+    """Count the FLOPs of a step, forward and backward on all replicas, without recompute.
+
+    Args:
+        pipeline: The pipeline.
+
+    Returns:
+        The number of FLOPs.
+    """
     return sum(layer.flops for layer in layer_profiles(pipeline))
 
 
 def peak_flops(kind: str) -> float | None:
-    """Peak operations a second of a device, dense in bfloat16, by the name that it gives itself.
+    """Look up the peak FLOP/s of a device, for dense products in bfloat16.
 
-    None: not known.
+    Args:
+        kind: The device's name, as in `jax.Device.device_kind`.
+
+    Returns:
+        The peak, or None if the device is not known.
     """
     hardware = named_hardware(kind)
     return None if hardware is None else hardware.flops_per_s
@@ -63,23 +71,23 @@ def layer_profiles(
     operations: Sequence[Operation] = (),
     devices: Mapping[int, int] | None = None,
 ) -> list[LayerProfile]:
-    """Count the layers of a pipeline, and find their time in a recorded step.
+    """Count the work of each layer of a pipeline, and find its time in a recorded step.
 
     Args:
         pipeline: The pipeline.
-        operations: What `record` returned; empty: nothing was recorded.
-        devices: The device of each stage, by its number in this process.
+        operations: The result of `record`. Empty if nothing was recorded.
+        devices: The device of each stage, as its number in this process.
 
     Returns:
-        Its layers in order, then the loss.
+        The layers in order, then the loss.
     """
     trace, module, times = (
         pipeline.trace,
         pipeline.module,
         pipeline.num_microbatches * pipeline.num_replicas,
     )
-    # The loss of vocabulary-parallel layers has collectives, and is traced inside the executor
-    # alone.
+    # The loss of vocabulary-parallel layers has collectives, and can be traced only inside the
+    # executor.
     has_loss = module.loss_fn is not None and not pipeline.ends.layers
     counted = {
         first: num_flops(program_kernels(trace.programs[first])) for first in set(trace.firsts)
@@ -125,17 +133,17 @@ def format_profile(
     step: int,
     step_s: float | None,
 ) -> str:
-    """Write a profile as the section asks for it.
+    """Format a profile as configured.
 
     Args:
         pipeline: The pipeline.
-        layers: What `layer_profiles` returned.
-        section: The configuration.
+        layers: The result of `layer_profiles`.
+        section: The configuration section.
         step: The step, counted from 1.
-        step_s: Seconds that it took; None: not recorded.
+        step_s: Seconds that the step took. None if not recorded.
 
     Returns:
-        Lines.
+        The profile as lines of text.
     """
     total, forward = (
         sum(layer.flops for layer in layers),
@@ -169,7 +177,7 @@ def format_profile(
 
 
 def _row(pipeline: Pipeline, layer: LayerProfile, total: int) -> tuple[str, ...]:
-    # A device does a replica's share, and with axes inside a stage a part of that.
+    # A device computes one replica's share, divided further by any axes inside a stage.
     shares = (
         pipeline.mesh.size
         // pipeline.module.num_stages
@@ -190,7 +198,7 @@ def _row(pipeline: Pipeline, layer: LayerProfile, total: int) -> tuple[str, ...]
 def _busy_s(
     pipeline: Pipeline, operations: Sequence[Operation], devices: Mapping[int, int]
 ) -> dict[str, float]:
-    """Seconds of each layer, and of the loss, on the device of its stage."""
+    """Return the seconds of each layer, and of the loss, on the device of its stage."""
     found: dict[str, float] = {}
     parts = list(zip(pipeline.parts, pipeline.parts[1:], pipeline.part_stages, strict=False))
     names = [named.name for named in pipeline.module.layers]
@@ -207,7 +215,7 @@ def _busy_s(
                 named = {"loss"}
             for name in named:
                 found[name] = found.get(name, 0.0) + (each.end_s - each.start_s) / len(named)
-    # Those that all stages run have been added up over the stages.
+    # Layers that all stages run have been summed over the stages.
     return {
         name: seconds / (len(devices) if name in everywhere else 1)
         for name, seconds in found.items()
@@ -215,7 +223,7 @@ def _busy_s(
 
 
 def _si(number: float) -> str:
-    """A number with three digits and a prefix of a thousand."""
+    """Format a number with three significant digits and an SI prefix."""
     for prefix in ("", "k", "M", "G", "T", "P"):
         if abs(number) < 1000:
             return f"{number:.3g} {prefix}"
@@ -224,7 +232,15 @@ def _si(number: float) -> str:
 
 
 def memory_line(pipeline: Pipeline, compiled: jax.stages.Compiled) -> str:
-    """The contents of one device's memory in a step, as a line."""
+    """Describe the contents of one device's memory in a step.
+
+    Args:
+        pipeline: The pipeline.
+        compiled: The compiled step.
+
+    Returns:
+        One line of text.
+    """
     struct = pipeline.state_struct
     sizes = {
         "parameters": struct.params,

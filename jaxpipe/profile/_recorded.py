@@ -1,4 +1,4 @@
-"""Operations of a step that JAX's profiler has recorded, by phase and layer."""
+"""Recording of a step's operations with JAX's profiler, by phase and layer."""
 
 import logging
 import re
@@ -25,12 +25,12 @@ PHASES = (
     "reduce",
     "update",
 )
-"""Scopes that the executor's operations are in, in the order of a step; the outermost counts."""
+"""Scopes of the executor's operations, in the order of a step; the outermost one counts."""
 
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = ")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _CONTAINER = re.compile(r" (?:while|conditional|call)\(")
-"""Instructions whose events only hold those of others."""
+"""Instructions whose events only contain events of other instructions."""
 _TICKS = re.compile(r"ticks_(\d+)_(\d+)")
 _Scope = tuple[str, int, tuple[int, int], frozenset[str]]
 _WORDS = re.compile(r"[/(),]+")
@@ -42,13 +42,13 @@ class Operation(NamedTuple):
     Attributes:
         device: The device's number in this process, `local_hardware_id`.
         name: Its name in the compiled program.
-        phase: The scope of the executor that it is in; empty for what is in none.
-        depth: Loops that it is in, that over ticks included.
-        ticks: First tick of the run that it belongs to, and the tick behind the last; equal where
-            it is in none.
-        words: Names of scopes that it is in, those of layers among them.
-        start_s: Seconds from the first operation.
-        end_s: Seconds likewise.
+        phase: Its scope of the executor; empty if it is outside all scopes.
+        depth: Number of loops around it, including the loop over ticks.
+        ticks: First tick of its run of ticks, and the tick after the last. Both are equal if it is
+            outside all runs.
+        words: Names of the scopes around it, including the names of layers.
+        start_s: Its start, in seconds after the first operation began.
+        end_s: Its end, in seconds after the first operation began.
     """
 
     device: int
@@ -62,24 +62,22 @@ class Operation(NamedTuple):
 
 
 def record(run: Callable[[], T], text: str) -> tuple[T, list[Operation]]:
-    """Record what devices of this process do in a call.
+    """Record the operations that this process's devices run in a call.
 
     Args:
-        run: Runs a compiled program, and may return before it has ended.
-        text: The program, as `jax.stages.Compiled.as_text` gives it.
+        run: Runs a compiled program. It may return before the program has ended.
+        text: The program's text, from `jax.stages.Compiled.as_text`.
 
     Returns:
-        What the call gave, and the program's operations, by the time they began.
+        The result of the call, and the program's operations in the order of their start.
 
     Raises:
-        RuntimeError: A profile is being recorded already; the call has not been made.
+        RuntimeError: Another profile is being recorded. `run` has not been called.
     """
     scopes = dict(_scopes(text))
     module = text.split(None, 2)[1].rstrip(",")
     options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = (
-        0  # every call of Python would be recorded too, which takes longer than a step
-    )
+    options.python_tracer_level = 0  # recording Python calls would take longer than a step
     with tempfile.TemporaryDirectory() as folder:
         jax.profiler.start_trace(folder, profiler_options=options)
         try:
@@ -94,18 +92,18 @@ def record(run: Callable[[], T], text: str) -> tuple[T, list[Operation]]:
 
 
 def _stopped(folder: str, module: str, scopes: Mapping[str, _Scope]) -> list[Operation]:
-    """End the recording; what is wrong with it must not cost the state that the call has given."""
+    """End the recording; errors are logged, so that the call's result is never lost."""
     try:
         jax.profiler.stop_trace()
         files = sorted(Path(folder).rglob("*.xplane.pb"))
         with warnings.catch_warnings():
-            # Python 3.12 and newer warn of jaxlib 0.10's types; where warnings are errors that
+            # Python 3.12 and newer warn about jaxlib 0.10's types. If warnings are errors, that
             # aborts the process.
             warnings.filterwarnings(
                 "ignore", r"builtin type \w+ has no __module__", DeprecationWarning
             )
             return [each for file in files for each in _operations(file, module, scopes)]
-    except Exception as error:  # noqa: BLE001  # whatever the profiler raises
+    except Exception as error:  # noqa: BLE001  # the profiler may raise any type
         log(
             logging.WARNING,
             "the recorded profile of a step could not be read: %s: %s",
@@ -116,9 +114,9 @@ def _stopped(folder: str, module: str, scopes: Mapping[str, _Scope]) -> list[Ope
 
 
 def _scopes(text: str) -> Iterator[tuple[str, _Scope]]:
-    """By the name of an instruction its phase, depth and ticks, and the words of its path.
+    """Yield the name of each instruction with its phase, depth, ticks and the words of its path.
 
-    Containers have none.
+    Instructions that only contain others are skipped.
     """
     for line in text.splitlines():
         named = _INSTRUCTION.match(line)
@@ -142,8 +140,8 @@ def _operations(file: Path, module: str, scopes: Mapping[str, _Scope]) -> Iterat
                 name = str(stats.get("hlo_op"))
                 if stats.get("hlo_module") != module or name not in scopes:
                     continue
-                # Simulated devices are told apart by a number of the event, others by the plane it
-                # is in.
+                # An event of a simulated device has the device's number; for other devices the
+                # event's plane identifies the device.
                 device = int(of_plane.group(1)) if of_plane else int(stats.get("device_ordinal", 0))
                 start_s = event.start_ns * 1e-9
                 yield Operation(

@@ -1,4 +1,4 @@
-"""Actions of a recorded step, at the times at which devices ran them."""
+"""Actions of a recorded step, with the times at which devices ran them."""
 
 from collections.abc import Mapping, Sequence
 
@@ -23,29 +23,29 @@ def measured_slices(
 ) -> tuple[Slice, ...]:
     """Find the actions of a step among its operations.
 
-    An action is what a device runs of one phase between two exchanges, or until one of its
-    operations comes again, or the next run of ticks begins; only operations of layers count, so
-    that an idle action is none. A stage that holds nothing but last layers, whose forward and
-    backward are one with the loss, has only forwards, which hold all of it.
+    An action is the operations of one phase that a device runs between two exchanges. It also ends
+    when one of its operations is repeated, or when the next run of ticks begins. Only operations of
+    layers count, so idle actions are not found. A stage that has only last layers computes its
+    forward and backward together with the loss; it has only forwards, which include all of this.
 
     Args:
-        program: The schedule that was run; idle actions skipped.
-        operations: What `record` returned.
-        devices: The device of each stage, by its number in this process.
+        program: The schedule that was run, with idle actions skipped.
+        operations: The result of `record`.
+        devices: The device of each stage, as its number in this process.
         layers: Names of the layers.
 
     Returns:
-        The actions that the program has on these stages, with their times.
+        The actions of the program on these stages, with their times.
 
     Raises:
-        PipelineError: The operations are not those of the program, as where idle actions are
+        PipelineError: The operations do not match the program, for example because idle actions are
             computed.
     """
     planned = timeline(program, 1.0, 2.0)
     names, found = set(layers), list[Slice]()
     for stage, device in devices.items():
         own = [each for each in operations if each.device == device]
-        # The last layers run with the loss, as one forward and backward.
+        # The last layers and the loss run as one forward and backward.
         is_fused = not any(each.phase == "forward" and names & each.words for each in own)
         for phase in ("loss",) if is_fused else dict.fromkeys(_PHASES.values()):
             kinds = [
@@ -59,8 +59,8 @@ def measured_slices(
                 raise PipelineError(
                     f"the recorded step must have {len(wanted)} actions of the kind {kinds[0]!r} "
                     f"on stage {stage}, but got {len(spans)}. Set pipeline.skip_idle=true, so that "
-                    "idle actions are not computed, and see that the model's layers are more than "
-                    "one part."
+                    "idle actions are not computed, and make sure that the model's layers form "
+                    "more than one part."
                 )
             found += [
                 one._replace(start_s=start_s, end_s=end_s)
@@ -74,13 +74,13 @@ def measured_slices(
 def _actions(
     operations: Sequence[Operation], phase: str, layers: set[str]
 ) -> list[tuple[float, float]]:
-    """Beginning and end of each action of a phase on a device, in order."""
+    """Return the start and end of each action of a phase on a device, in order."""
     spans: list[tuple[float, float]] = []
     for ticks in sorted({each.ticks for each in operations}):
         seen: set[str] = set()
         is_open, opened, is_one = False, False, ticks[1] - ticks[0] == 1
-        # By the run they belong to: where runs are one tick long, and no loops, their operations
-        # may be interleaved.
+        # Group by run of ticks: runs of one tick are not loops, and their operations may be
+        # interleaved.
         for each in operations:
             if each.ticks != ticks:
                 continue
@@ -89,11 +89,11 @@ def _actions(
             is_loss = phase == "forward" and each.phase == "loss"
             if not (is_loss or each.phase == phase) or not layers & each.words:
                 continue
-            # The loss follows the last part's forward, in the same tick and on the same stage.
+            # The loss follows the last virtual stage's forward, in the same tick and stage.
             if not is_loss and (not is_open or (not is_one and each.name in seen)):
                 spans.append((each.start_s, each.end_s))
                 is_open, opened, seen = True, True, set()
-            # Within a layer's own loop every operation comes again.
+            # In a layer's own loop every operation is repeated.
             if not is_loss and each.depth <= 1:
                 seen.add(each.name)
             if opened:

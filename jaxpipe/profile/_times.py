@@ -1,4 +1,4 @@
-"""Time that a device spends in each phase of a step."""
+"""Times of the phases of a step on a device."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -8,16 +8,16 @@ _EXCHANGES = ("send", "receive")
 
 
 def phase_times(operations: Sequence[Operation]) -> Mapping[str, float]:
-    """Seconds of a step by phase, the mean over the devices that were recorded.
+    """Compute the seconds of each phase of a step, as means over the recorded devices.
 
     Args:
-        operations: What `record` returned.
+        operations: The result of `record`.
 
     Returns:
-        Seconds of `forward`, `backward`, `weight_gradient`, `loss`, `gather`, `reduce` and
-        `update`, those that occur; `exchange`, what sends and receives take beside them, waiting
-        for the other stage included; `other`, what is in no phase; `idle`, the rest; and `step`,
-        from the first operation to the last.
+        Seconds by phase: `forward`, `backward`, `weight_gradient`, `loss`, `gather`, `reduce` and
+        `update` if they occur. `exchange` is the time of sends and receives that no other phase
+        overlaps, including waiting for other stages. `other` is operations outside all phases,
+        `idle` is the remaining time, and `step` is the time from the first operation to the last.
     """
     devices = sorted({each.device for each in operations})
     if not devices:
@@ -28,7 +28,7 @@ def phase_times(operations: Sequence[Operation]) -> Mapping[str, float]:
         own = [each for each in operations if each.device == device]
         covered = 0.0
         by_phase = {phase: [each for each in own if each.phase == phase] for phase in (*PHASES, "")}
-        # What runs beside something that was counted before it is hidden under it.
+        # Operations that overlap an earlier phase in this order are hidden and do not count.
         named = {phase: each for phase, each in by_phase.items() if phase not in (*_EXCHANGES, "")}
         named |= {"exchange": by_phase["send"] + by_phase["receive"], "other": by_phase[""]}
         seen: list[Operation] = []
@@ -43,7 +43,7 @@ def phase_times(operations: Sequence[Operation]) -> Mapping[str, float]:
 
 
 def _union_s(operations: Iterable[Operation]) -> float:
-    """Seconds in which any of some operations runs."""
+    """Return the seconds in which at least one of the operations runs."""
     total, until = 0.0, float("-inf")
     for each in sorted(operations, key=lambda each: each.start_s):
         total += max(0.0, each.end_s - max(each.start_s, until))

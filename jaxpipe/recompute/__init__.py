@@ -1,4 +1,4 @@
-"""Activation checkpointing: inner activations computed again in the backward instead of kept."""
+"""Activation checkpointing: the backward pass recomputes inner activations that are not kept."""
 
 from jaxpipe.jaxpr import REDUCED as REDUCED
 from jaxpipe.jaxpr import reduced as reduced

@@ -18,29 +18,29 @@ from ._stored import call_with_stored_inputs, model_axis_size
 
 
 def checkpoint(function: Callable[..., PyTree], *args: Any) -> PyTree:
-    """Call a function and keep its inputs alone for the backward, which computes the rest again.
+    """Call a function and keep only its inputs for the backward pass, which recomputes the rest.
 
-    It is `jax.checkpoint(function)(*args)` until `configure` asks for more: then the inputs are
-    kept sharded over the `model` axis, or in host memory. These two have no forward-mode
-    derivative, and in host memory no second one. Values and gradients are those of
-    `function(*args)`; random keys are inputs like any other, so dropout is the same in both runs.
-    On a mesh with axes other than `stage`, `data` and `fsdp` what the function names by
-    `reduced(x)` is kept, too, so that the backward pass does not reduce it over these axes again;
-    see `save_reduced`.
+    By default this is `jax.checkpoint(function)(*args)`. `configure` can additionally store the
+    inputs sharded over the `model` axis, or in host memory. Neither supports forward-mode
+    derivatives, and host memory does not support second derivatives. Values and gradients are those
+    of `function(*args)`. Random keys are inputs like any other, so dropout is the same in both
+    runs. On a mesh with axes other than `stage`, `data` and `fsdp`, values that the function marks
+    with `reduced(x)` are kept too, so that the backward pass does not reduce them over these axes
+    again; see `save_reduced`.
 
-    Only floating-point arrays among `args` are kept in another way; what the function closes over,
-    its parameters usually, stays where it is. Python values among `args` (flags, numbers, strings)
-    reach the function as they are. A function that changes Flax variables (batch statistics, an NNX
-    module with dropout) needs `flax.linen.remat`, `flax.nnx.remat` or, around a whole layer,
+    Only floating-point arrays in `args` are stored differently. Arrays that the function closes
+    over, usually its parameters, are not moved. Python values in `args` (flags, numbers, strings)
+    are passed to the function unchanged. A function that changes Flax variables (batch statistics,
+    an NNX module with dropout) needs `flax.linen.remat`, `flax.nnx.remat` or, around a whole layer,
     `LayerSpec(...).remat()`.
 
     Args:
-        function: Any traceable function. A bound Linen module or one of its methods may be given,
-            or a lambda around them; while the model is initialised it is called plainly.
+        function: Any traceable function. It may be a bound Linen module, one of its methods, or a
+            lambda around them; while the model is initialised, these are called without recompute.
         *args: Pytrees of arrays and Python values.
 
     Returns:
-        What the function returns, its leaves as arrays.
+        The result of the function, with its leaves as arrays.
 
     Raises:
         LayerError: The function is not callable.
@@ -52,8 +52,8 @@ def checkpoint(function: Callable[..., PyTree], *args: Any) -> PyTree:
         Array(1., dtype=float32, weak_type=True)
 
     Reference:
-        DeepSpeed's `deepspeed.checkpointing.checkpoint`. Unlike there, no argument has to require a
-        gradient.
+        DeepSpeed's `deepspeed.checkpointing.checkpoint`. Unlike in DeepSpeed, no argument has to
+        require a gradient.
     """
     if not callable(function):
         raise LayerError(
@@ -83,9 +83,9 @@ def checkpoint(function: Callable[..., PyTree], *args: Any) -> PyTree:
 
 
 def _is_sharded_inside() -> bool:
-    """True if the mesh around this code has automatic axes along which layers reduce.
+    """True if the surrounding mesh has automatic axes along which layers reduce.
 
-    Along `fsdp` they are whole.
+    Layers do not reduce along `fsdp`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     return any(mesh.shape[axis] > 1 for axis in automatic_axes(mesh) if axis != FSDP)
@@ -101,7 +101,7 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 def _linen_modules(function: Any) -> list[nn.Module]:
-    """Bound Linen modules that a call of the function can reach at once."""
+    """Bound Linen modules that a call of the function can reach directly."""
     inner = function.func if isinstance(function, functools.partial) else function
     closure = [
         cell.cell_contents for cell in getattr(inner, "__closure__", None) or () if _is_filled(cell)
@@ -112,7 +112,7 @@ def _linen_modules(function: Any) -> list[nn.Module]:
 
 def _is_filled(cell: Any) -> bool:
     try:
-        cell.cell_contents  # noqa: B018  # raises where a name is bound only later
+        cell.cell_contents  # noqa: B018  # raises if the name is not bound yet
     except ValueError:
         return False
     return True

@@ -1,4 +1,4 @@
-"""DeepSpeed's calls that set how recompute keeps what it keeps."""
+"""DeepSpeed's functions that configure how recompute stores the inputs that it keeps."""
 
 import dataclasses
 import warnings
@@ -24,8 +24,9 @@ class _Argument:
     """An argument of `configure`.
 
     Attributes:
-        key: That of the section `activation_checkpointing`.
-        no_effect: Why it has none, everywhere or where `_resolve` says so; None: it always has.
+        key: The key in the section `activation_checkpointing`.
+        no_effect: Why the argument has no effect, either always or in the cases that `_resolve`
+            finds; None if it always has an effect.
     """
 
     key: str
@@ -43,7 +44,7 @@ _ARGUMENTS = {
         "XLA lays out all of a program's memory before it runs, so nothing fragments",
     ),
     "num_checkpoints": _Argument(
-        "number_checkpoints", "there is no buffer whose size it would give"
+        "number_checkpoints", "there is no buffer whose size it would set"
     ),
     "checkpoint_in_cpu": _Argument(
         "cpu_checkpointing",
@@ -70,36 +71,38 @@ def configure(
 ) -> None:
     """Set how `checkpoint` keeps the inputs of the functions it recomputes.
 
-    Defaults first, then the section `activation_checkpointing` of the configuration, then the
-    arguments that are not None. The settings hold in this thread for every program traced from now
-    on; one that is compiled already keeps to those it was traced with.
+    The section `activation_checkpointing` of the configuration overrides the defaults, and
+    arguments that are not None override the section. The settings apply in this thread to every
+    program traced from now on. Programs that are already compiled keep the settings they were
+    traced with.
 
     Args:
         mpu_: A mesh, or an object with DeepSpeed's methods such as a `PipelineParallelGrid`, or
-            None. It decides nothing but which devices must have host memory: who shares activations
-            is said by the automatic axis `model` of the mesh that the function is traced on.
+            None. It only determines which devices must have host memory. Activations are always
+            shared over the automatic axis `model` of the mesh that the function is traced on.
         deepspeed_config: A configuration, a dictionary, or the path of a JSON file.
         partition_activations: Keep on each device of the `model` axis only its share of the inputs,
-            gathered again in the backward pass: a sharding constraint along the largest dim that
-            the axis divides. No effect without such an axis, on one that is 1 wide, or on inputs
-            without such a dim; a warning where a mesh says so. JSON key `partition_activations`.
+            and gather them again in the backward pass. The inputs get a sharding constraint along
+            the largest dim that the axis divides. This has no effect if there is no such axis, if
+            its length is 1, or on inputs without such a dim; it warns if a mesh shows this. JSON
+            key `partition_activations`.
         contiguous_checkpointing: No effect, with a warning: XLA lays out memory by itself. Needs
             `partition_activations` and `num_checkpoints`, as in DeepSpeed. JSON key
             `contiguous_memory_optimization`.
         num_checkpoints: No effect, with a warning. JSON key `number_checkpoints`.
-        checkpoint_in_cpu: Keep the inputs in host memory. Unlike DeepSpeed's manual says of its
-            own, works with and without `partition_activations`. No effect on CPU devices, with a
-            warning. JSON key `cpu_checkpointing`.
+        checkpoint_in_cpu: Keep the inputs in host memory. It works with and without
+            `partition_activations`, which DeepSpeed's manual requires. No effect on CPU devices,
+            with a warning. JSON key `cpu_checkpointing`.
         synchronize: No effect, with a warning: a compiled program orders its operations by itself.
             JSON key `synchronize_checkpoint_boundary`.
-        profile: Name each recomputed function in profiles, as `checkpoint/<function>`, its second
-            run below `rematted_computation`. DeepSpeed logs times, which exist only in a profile
-            where a step is one program. JSON key `profile`.
+        profile: Name each recomputed function in profiles, as `checkpoint/<function>`, with its
+            second run under `rematted_computation`. DeepSpeed logs times. If a step is one program,
+            times exist only in a profile. JSON key `profile`.
 
     Raises:
         ConfigError: An argument is of the wrong type, the configuration is not valid,
-            `contiguous_checkpointing` lacks what it needs, or `checkpoint_in_cpu` is asked for
-            where a device has no separate host memory.
+            `contiguous_checkpointing` is set without the arguments it needs, or `checkpoint_in_cpu`
+            is set and a device has no separate host memory.
     """
     explicit = {
         "partition_activations": partition_activations,
@@ -115,15 +118,15 @@ def configure(
 
 
 def settings_for(config: ConfigLike, mesh: Mesh | None = None) -> RecomputeSettings:
-    """Settings of a configuration, with which a pipeline traces its programs.
+    """The settings of a configuration, with which a pipeline traces its programs.
 
     Args:
-        config: Its section `activation_checkpointing` counts, unless `configure` was called: that
-            call was more explicit, and may have been given the same configuration.
-        mesh: Whose devices must have host memory if it is asked for.
+        config: The configuration. Its section `activation_checkpointing` is used unless `configure`
+            was called, because that call is more explicit and may have used the same configuration.
+        mesh: The mesh whose devices must have host memory if the settings need it.
 
     Returns:
-        The settings. Nothing is set.
+        The settings. They are not stored.
 
     Raises:
         ConfigError: As in `configure`.
@@ -139,13 +142,13 @@ def is_configured() -> bool:
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """Turn the partitioning of kept activations on or off, leaving the other settings.
+    """Turn the partitioning of kept activations on or off, without changing other settings.
 
     Args:
-        partition_activation: As `configure(partition_activations=...)`.
+        partition_activation: As in `configure(partition_activations=...)`.
 
     Raises:
-        ConfigError: It is no boolean.
+        ConfigError: It is not a boolean.
     """
     _check_types({"partition_activations": partition_activation}, optional=False)
     set_settings(
@@ -154,12 +157,13 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
 
 
 def check_host_memory(platform: str, default: str, kinds: Collection[str]) -> None:
-    """Refuse TPUs, and a device that has no `pinned_host` memory apart from its default one.
+    """Refuse TPUs, and devices that have no `pinned_host` memory separate from their default one.
 
-    `default` is the kind of memory that holds its arrays, and `kinds` are all that it can address.
+    `default` is the memory kind that holds a device's arrays, and `kinds` are all memory kinds that
+    it can address.
     """
     if platform == "tpu":
-        # Seen with libtpu 0.0.42: a failed check about the layout of gathers. It cannot be caught.
+        # Seen with libtpu 0.0.42: an internal check of gather layouts fails. It cannot be caught.
         raise ConfigError(
             "activation_checkpointing.cpu_checkpointing must be false on TPUs, where XLA's "
             "compiler ends the process over residuals in host memory, but got "
@@ -169,34 +173,34 @@ def check_host_memory(platform: str, default: str, kinds: Collection[str]) -> No
     if "pinned_host" in kinds and default != "pinned_host":
         return
     raise ConfigError(
-        "activation_checkpointing.cpu_checkpointing must run on a backend with host memory apart "
-        f"from the device's, but got backend={platform!r} with memories {sorted(kinds)} (default "
-        f"{default!r}). Leave cpu_checkpointing (checkpoint_in_cpu) out; partition_activations or "
-        "fewer layers between recomputed groups also save memory."
+        "activation_checkpointing.cpu_checkpointing must run on a backend with host memory "
+        f"separate from the device's, but got backend={platform!r} with memories {sorted(kinds)} "
+        f"(default {default!r}). Leave cpu_checkpointing (checkpoint_in_cpu) out; "
+        "partition_activations or fewer layers between recomputed groups also save memory."
     )
 
 
 def _resolve(unit: Any, config: ConfigLike, explicit: Mapping[str, Any]) -> RecomputeSettings:
-    """The settings of a configuration and of arguments; warns where some have no effect."""
+    """The settings of a configuration and of arguments; warns if some have no effect."""
     section = load_config(config).activation_checkpointing
     values = {name: getattr(section, argument.key) for name, argument in _ARGUMENTS.items()}
     values |= {name: value for name, value in explicit.items() if value is not None}
     if values["contiguous_checkpointing"] and not values["partition_activations"]:
         raise ConfigError(
-            "contiguous_checkpointing must stand beside partition_activations=True, but got "
+            "contiguous_checkpointing must be used with partition_activations=True, but got "
             "partition_activations=False. Leave contiguous_checkpointing (activation_checkpointing."
             "contiguous_memory_optimization) out: XLA lays out memory by itself."
         )
     if values["contiguous_checkpointing"] and values["num_checkpoints"] is None:
         raise ConfigError(
-            "contiguous_checkpointing must stand beside num_checkpoints, the number of recomputed "
+            "contiguous_checkpointing must be used with num_checkpoints, the number of recomputed "
             "groups, but got num_checkpoints=None. Give num_checkpoints "
             "(activation_checkpointing.number_checkpoints), or leave both out: XLA lays out memory "
             "by itself."
         )
     device = unit.devices.flat[0] if isinstance(unit, Mesh) else jax.local_devices()[0]
     if values["checkpoint_in_cpu"]:
-        # Of a device that is not there the platform alone is known.
+        # For a device that is not present, only the platform is known.
         is_absent = getattr(device, "is_absent", False)
         memories = () if is_absent else device.addressable_memories()
         kinds = [memory.kind for memory in memories] or ["pinned_host"]
@@ -217,7 +221,7 @@ def _resolve(unit: Any, config: ConfigLike, explicit: Mapping[str, Any]) -> Reco
         if not has_effect.get(name, False)
     ]
     if reasons:
-        # At the call of `configure`, or of what asked for `settings_for`.
+        # The warning points to the caller of `configure`, or of `settings_for`.
         warnings.warn(f"No effect: {'; '.join(reasons)}.", ConfigWarning, stacklevel=3)
     return RecomputeSettings(
         partition_activations=values["partition_activations"],

@@ -1,25 +1,25 @@
-"""The results of attention kernels: their name, and the policy that keeps them."""
+"""The name of attention kernels' results, and the policy that keeps them."""
 
 from typing import Any
 
 from jaxpipe.jaxpr import is_named, primitives
 
 KERNEL = "attention_kernel"
-"""The name of what `jaxpipe.attention` keeps for its backward beside q, k and v."""
+"""The name of the values that `jaxpipe.attention` keeps for its backward besides q, k and v."""
 
 
 def keep_kernels(primitive: Any, *inputs: Any, **params: Any) -> bool:
-    """The `jax.checkpoint` policy that keeps what attention kernels give, and nothing else.
+    """The `jax.checkpoint` policy that keeps only the results of attention kernels.
 
-    A recomputed layer then runs no attention kernel a second time: the output and the logarithms of
-    the rows' sums of `jaxpipe.attention` are kept, as are the results of cuDNN's attention
-    (`jax.nn.dot_product_attention`) and of kernels of one's own (Pallas, `jax.ffi`). q, k and v are
-    computed again, by products. It costs one activation a layer and microbatch, beside the layer's
-    input. With weights sharded over an automatic axis, keep the results of reductions too:
-    `jax.checkpoint_policies.save_from_both_policies(keep_kernels, save_reduced)`.
+    A recomputed layer then does not run its attention kernels a second time. The policy keeps the
+    output and the logarithms of the row sums of `jaxpipe.attention`, and the results of cuDNN's
+    attention (`jax.nn.dot_product_attention`) and of custom kernels (Pallas, `jax.ffi`). q, k and v
+    are recomputed with matrix products. The cost is one activation per layer and microbatch, in
+    addition to the layer's input. With weights sharded over an automatic axis, keep the results of
+    reductions too: `jax.checkpoint_policies.save_from_both_policies(keep_kernels, save_reduced)`.
 
     Args:
-        primitive: What is asked about.
+        primitive: The primitive whose results may be kept.
         *inputs: Shapes and dtypes of its operands.
         **params: Its parameters.
 

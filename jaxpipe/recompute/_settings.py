@@ -1,6 +1,6 @@
 """Settings of recompute.
 
-How kept inputs are kept, and how a call of `checkpoint` finds what holds for it.
+They say how kept inputs are stored. A call of `checkpoint` finds its settings here.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from jaxpipe.config import ConfigWarning
 
 @dataclass(frozen=True)
 class RecomputeSettings:
-    """Form in which `checkpoint` stores inputs for the backward pass.
+    """How `checkpoint` stores inputs for the backward pass.
 
     Attributes:
         partition_activations: Each device of the `model` axis keeps its own share of a function's
@@ -35,13 +35,13 @@ class RecomputeSettings:
 
 @dataclass
 class Scope:
-    """Settings that hold somewhere.
+    """The settings in force in one context.
 
     Attributes:
         settings: The settings.
-        is_followed: Whether a call of `checkpoint` has followed them.
-        mesh: What a pipeline traces its programs for; None outside of one.
-        notes: What has been said of the layers that were traced here.
+        is_followed: Whether a call of `checkpoint` has used them.
+        mesh: The mesh that a pipeline traces its programs for; None outside a pipeline.
+        notes: Notes that were already given about the layers traced in this context.
     """
 
     settings: RecomputeSettings = RecomputeSettings()
@@ -51,47 +51,47 @@ class Scope:
 
 
 _SCOPE: ContextVar[Scope] = ContextVar("jaxpipe_recompute_scope")
-"""The settings that hold here.
+"""The settings in force in the current context.
 
-DeepSpeed's `checkpoint(function, *args)` has no argument for them, and it is called deep in layers
-of the user's own, so they have to be found there. A context variable is the least that does this:
-it is separate per thread and task, and a program that is traced under `use_settings` leaves nothing
-behind. Down to the pipeline that traces, settings are arguments.
+DeepSpeed's `checkpoint(function, *args)` has no argument for settings and is called deep inside the
+user's own layers, so it must find them itself. A context variable is the simplest way: it is
+separate per thread and task, and tracing a program under `use_settings` leaves nothing behind. The
+pipeline that traces receives the settings as arguments.
 """
 
 
 def current_settings() -> RecomputeSettings:
-    """The settings that `checkpoint` follows here.
+    """The settings that `checkpoint` uses in the current context.
 
-    Those of the innermost `use_settings`, or of `configure`.
+    They come from the innermost `use_settings`, or from `configure`.
     """
     return _SCOPE.get(Scope()).settings
 
 
 def follow_settings() -> RecomputeSettings:
-    """The settings that hold here, asked for by what follows them."""
+    """The settings in force, for a caller that follows them."""
     scope = _SCOPE.get(Scope())
     scope.is_followed = True
     return scope.settings
 
 
 def set_settings(settings: RecomputeSettings) -> None:
-    """Make settings hold in this thread from now on, or to the end of the `use_settings` around."""
+    """Set the settings of this thread, until the end of the surrounding `use_settings` if any."""
     _SCOPE.set(dataclasses.replace(_SCOPE.get(Scope()), settings=settings, is_followed=False))
 
 
 def traced_mesh() -> Mesh | None:
-    """The mesh that a pipeline traces its programs for, as it was given; None outside of one.
+    """The mesh that a pipeline traces its programs for, unchanged; None outside a pipeline.
 
-    Variables are traced without a mesh around them, and an abstract one knows no devices.
+    Variables are traced without a surrounding mesh, and an abstract mesh has no devices.
     """
     return _SCOPE.get(Scope()).mesh
 
 
 def is_first(note: str) -> bool:
-    """True if a note of a layer has not been made before in this trace of a model.
+    """True if a note about a layer is new in this trace of a model.
 
-    Always, outside a pipeline.
+    It is always true outside a pipeline.
     """
     notes = _SCOPE.get(Scope()).notes
     is_new = note not in notes
@@ -101,15 +101,15 @@ def is_first(note: str) -> bool:
 
 @contextmanager
 def use_settings(settings: RecomputeSettings, mesh: Mesh | None = None) -> Generator[Scope]:
-    """Make settings hold inside a `with` block; those from before hold again after it.
+    """Use settings inside a `with` block, and restore the previous ones after it.
 
     Args:
-        settings: What `checkpoint` follows inside the block. A program that is traced there keeps
-            to them for good.
-        mesh: What it will run on; None where that is JAX's default device.
+        settings: The settings that `checkpoint` uses inside the block. A program that is traced
+            there keeps them permanently.
+        mesh: The mesh that the program will run on; None for JAX's default device.
 
     Yields:
-        The scope, which tells whether anything followed the settings.
+        The scope, which records whether anything used the settings.
     """
     scope = Scope(settings, mesh=mesh)
     token = _SCOPE.set(scope)
@@ -120,10 +120,11 @@ def use_settings(settings: RecomputeSettings, mesh: Mesh | None = None) -> Gener
 
 
 def warn_unfollowed(settings: RecomputeSettings) -> None:
-    """Warn of settings of a configuration that nothing in a whole traced model followed.
+    """Warn of settings in a configuration that nothing in a whole traced model used.
 
     Args:
-        settings: The settings; those of `configure` may be meant for another model.
+        settings: The settings. Those of `configure` do not warn, because they may be meant for
+            another model.
     """
     keys = {
         "partition_activations": settings.partition_activations,

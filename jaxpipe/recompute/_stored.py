@@ -1,4 +1,4 @@
-"""Recompute whose kept inputs are sharded over the `model` axis, or lie in host memory."""
+"""Recompute with kept inputs that are sharded over the `model` axis or stored in host memory."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ MODEL_AXIS = "model"
 
 
 def model_axis_size() -> int:
-    """Length of the automatic mesh axis `model` around this code, 1 where there is none."""
+    """Length of the surrounding mesh's automatic axis `model`, or 1 if there is none."""
     mesh = jax.sharding.get_abstract_mesh()
     return mesh.shape[MODEL_AXIS] if MODEL_AXIS in mesh.auto_axes else 1
 
@@ -28,10 +28,10 @@ def call_with_stored_inputs(
     settings: RecomputeSettings,
     policy: Callable[..., Any] | None = None,
 ) -> PyTree:
-    """Call a function, its floating-point inputs stored elsewhere until the backward needs them.
+    """Call a function and store its floating-point inputs elsewhere until the backward needs them.
 
-    The backward pass calls the function again. It may close over further arrays. `policy` says
-    which inner values are kept, too, where they are.
+    The backward pass calls the function again. The function may close over other arrays. `policy`
+    says which inner values are kept as well; they are not moved.
     """
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arrays)
     used = {var for eqn in closed.jaxpr.eqns for var in eqn.invars if not isinstance(var, Literal)}
@@ -45,9 +45,9 @@ def call_with_stored_inputs(
 
     @jax.custom_vjp
     def call(consts: Sequence[Any], values: Sequence[jax.Array]) -> list[jax.Array]:
-        # Traced where nothing is differentiated yet, as costs are counted and residuals are cut:
-        # they read from the program that it recomputes. `forward` needs no mark, its rule says what
-        # is stored.
+        # This is traced where nothing is differentiated yet, for counting costs and for cutting
+        # residuals. Both read from the program that it recomputes. `forward` needs no
+        # `jax.checkpoint`, because its rule says what is stored.
         return jax.checkpoint(run, policy=policy)(consts, values)
 
     pullbacks: list[tuple[Any, list[int | None]]] = []
@@ -60,7 +60,7 @@ def call_with_stored_inputs(
         outputs, pullback = jax.vjp(jax.checkpoint(of_inexact, policy=policy), given)
         leaves, treedef = jax.tree.flatten(pullback)
         at = [next((i for i, value in enumerate(values) if leaf is value), None) for leaf in leaves]
-        # Beside the result, which holds arrays alone.
+        # Stored outside the result, which can hold only arrays.
         pullbacks.append((treedef, at))
         return outputs, (
             consts,
@@ -71,8 +71,8 @@ def call_with_stored_inputs(
     def backward(residuals: Any, cotangents: list[jax.Array]) -> tuple[Any, Any]:
         consts, stored, saved = residuals
         with jax.named_scope("rematted_computation"):
-            # Without the barrier XLA merges what `forward` computed from equal values with this,
-            # and so keeps it.
+            # Without the barrier, XLA merges these operations with the equal ones of `forward`, and
+            # so keeps their results.
             values = [
                 lax.optimization_barrier(store.get(value))
                 for store, value in zip(stores, stored, strict=True)
@@ -99,7 +99,7 @@ def call_with_stored_inputs(
 def _of_inexact(
     run: Callable[..., list[jax.Array]], consts: Sequence[Any], values: Sequence[jax.Array]
 ) -> tuple[Callable[..., list[jax.Array]], list[jax.Array]]:
-    """A function of those arguments alone that have a gradient, and these."""
+    """A function of only the arguments that have a gradient, and these arguments."""
     leaves, treedef = jax.tree.flatten((consts, values))
 
     def of_inexact(given: Sequence[jax.Array]) -> list[jax.Array]:
@@ -118,19 +118,19 @@ def _is_inexact(leaf: jax.Array) -> bool:
 
 
 class _Store:
-    """Storage of one input until the backward pass; this one leaves it where it is."""
+    """Storage of one input until the backward pass; this class keeps it unchanged."""
 
     def put(self, value: jax.Array) -> jax.Array | None:
-        """The form in which a value is stored."""
+        """Convert a value to its stored form."""
         return value
 
     def get(self, stored: Any) -> jax.Array:
-        """The value, from its stored form."""
+        """Restore the value from its stored form."""
         return stored
 
 
 class _NoStore(_Store):
-    """No storage, for a value from which the function computes nothing."""
+    """No storage, for a value that the function does not use."""
 
     def __init__(self, like: jax.Array) -> None:
         self._shape, self._dtype, self._varying = like.shape, like.dtype, tuple(_varying_axes(like))
@@ -144,7 +144,7 @@ class _NoStore(_Store):
 
 
 class _HostStore(_Store):
-    """Storage in host memory, after what `inner` does."""
+    """Storage in host memory, applied after `inner`."""
 
     def __init__(self, inner: _Store) -> None:
         self._inner = inner
@@ -157,14 +157,14 @@ class _HostStore(_Store):
 
 
 class _SharedStore(_Store):
-    """Storage sharded along `dim` over the `model` axis; what needs a value whole gathers it again.
+    """Storage sharded along `dim` over the `model` axis; values are gathered again when needed.
 
-    The partitioner may spread the sharding to what is computed from the value, also before it is
+    The partitioner may propagate the sharding to operations that use the value, even before it is
     stored.
     """
 
     def __init__(self, dim: int, ndim: int) -> None:
-        # The other dims stay as the partitioner has them: samples may be sharded over further axes.
+        # The partitioner decides the other dims: samples may be sharded over other axes.
         self._spec = PartitionSpec(
             *(MODEL_AXIS if d == dim else PartitionSpec.UNCONSTRAINED for d in range(ndim))
         )
@@ -189,7 +189,7 @@ def _store_for(array: jax.Array, is_used: bool, settings: RecomputeSettings) -> 
 def _varying_axes(value: jax.Array) -> frozenset[str]:
     """Mesh axes along which a value is known to vary.
 
-    None where the surrounding `shard_map` does not track it.
+    The set is empty if the surrounding `shard_map` does not track this.
     """
     aval = jax.typeof(value)
     tracked = getattr(aval, "manual_axis_type", None)  # newer; older versions of JAX have `vma`

@@ -1,6 +1,6 @@
 """Pipeline schedules as data.
 
-Instructions, a checker, a printer, and the lowering to tick programs. Plain Python.
+Instructions, a checker, a printer, and the lowering to tick programs, in plain Python.
 """
 
 from jaxpipe.schedules._base import PipeSchedule as PipeSchedule

@@ -13,22 +13,23 @@ from ._instructions import PipeInstruction
 class PipeSchedule(ABC):
     """Instructions of one stage for one batch, step by step.
 
-    A schedule is pure data: it holds no devices and may be printed, checked and simulated. All
-    stages take the same number of steps, and a barrier may stand between any two steps. In a step
-    the exchanges come first and move only values of earlier steps, then the stage computes in the
-    listed order; a send and its receive stand in the same step. Subclasses give `steps` and should
-    give `num_pipe_buffers`. Schedules that put several model chunks on a stage set `num_chunks`
-    and, if the chunks do not lie on a ring, override `virtual_stage`. A schedule that promises a
-    step time gives the formula in `promised_s`. One that is to have a name is entered in
-    `schedule_names`.
+    A schedule is pure data: it uses no devices and can be printed, checked and simulated. All
+    stages take the same number of steps, and any two steps may be separated by a barrier. Within a
+    step the exchanges run first and move only values of earlier steps. Then the stage computes in
+    the listed order. A send and its receive are in the same step.
+
+    Subclasses define `steps` and should define `num_pipe_buffers`. Schedules with several model
+    chunks per stage set `num_chunks` and, unless the chunks form a ring, override `virtual_stage`.
+    A schedule with a known step time returns its formula from `promised_s`. To give a schedule a
+    name, add it to `schedule_names`.
 
     Args:
         micro_batches: Number of microbatches in a batch.
         stages: Number of pipeline stages.
-        stage_id: The stage whose instructions these are, from 0 at the input.
+        stage_id: The stage that runs these instructions, counted from 0 at the input.
 
     Raises:
-        ScheduleError: A size is not a whole number or out of range.
+        ScheduleError: A size is not a whole number or is out of range.
 
     Example:
         >>> class OneStage(PipeSchedule):
@@ -47,27 +48,27 @@ class PipeSchedule(ABC):
     """
 
     num_chunks: ClassVar[int] = 1
-    """Model chunks on every stage."""
+    """Number of model chunks on every stage."""
 
     min_chunks: ClassVar[int | None] = None
-    """The fewest chunks, where their number may be chosen; None: it is always `num_chunks`."""
+    """The minimum number of chunks if it can be chosen; None if it is always `num_chunks`."""
 
     max_pending: ClassVar[int | None] = None
-    """The most pending weight gradients, counted on each chunk, that a stage keeps.
+    """The most weight gradients that a stage keeps pending, counted on each chunk.
 
-    None: the schedule's own number.
+    None means the schedule's own number.
     """
 
     min_pending: ClassVar[int | None] = None
-    """The least that `max_pending` may be set to, where it may be chosen; None: it may not."""
+    """The smallest value allowed for `max_pending`; None if `max_pending` cannot be chosen."""
 
     is_auto_candidate: ClassVar[bool] = True
-    """True if `"auto"` looks at it, once it has a name."""
+    """Whether `"auto"` considers the schedule, once it has a name."""
 
     is_steady: ClassVar[bool] = True
-    """True if each further group of S microbatches adds the same ticks, and none holds more.
+    """Whether each additional group of S microbatches adds the same ticks and needs no more memory.
 
-    This is said of the groups beyond the first.
+    This applies to the groups after the first.
     """
 
     def __init__(self, micro_batches: int, stages: int, stage_id: int) -> None:
@@ -82,64 +83,64 @@ class PipeSchedule(ABC):
 
     @abstractmethod
     def steps(self) -> Iterator[Sequence[PipeInstruction]]:
-        """Yield the instructions of each step; every call starts anew.
+        """Yield the instructions of each step; every call starts from the beginning.
 
         Returns:
-            An iterator of instruction lists, one a step; an empty list is an idle step.
+            An iterator of instruction lists, one per step. An empty list is an idle step.
         """
 
     def num_pipe_buffers(self) -> int:
-        """Give the number of buffers this stage uses.
+        """Return the number of buffers that this stage uses.
 
         Returns:
-            `micro_batches`: one buffer for each, unless a subclass knows better.
+            By default `micro_batches`: one buffer for each microbatch.
         """
         return self.micro_batches
 
     def virtual_stage(self, stage: int, chunk: int) -> int:
-        """Place the chunks: which part of the model, counted from the input, a chunk of a stage is.
+        """Return the virtual stage that a chunk of a stage is.
 
         Args:
-            stage: A stage, in `[0, num_stages)`; not only this schedule's own.
+            stage: Any stage in `[0, num_stages)`, not only this schedule's own.
             chunk: A chunk of that stage, in `[0, num_chunks)`.
 
         Returns:
-            The virtual stage, in `[0, num_stages * num_chunks)`: by default the ring `chunk *
-            stages + stage`.
+            The virtual stage, in `[0, num_stages * num_chunks)`, counted from the input. By default
+            the chunks form a ring: `chunk * stages + stage`.
         """
         return chunk * self.stages + stage
 
     @classmethod
     def can_have(cls, num_chunks: int) -> bool:
-        """True if the schedule can be had with a number of chunks a stage.
+        """Return whether the schedule supports a number of chunks per stage.
 
         Args:
-            num_chunks: Chunks a stage, at least 1.
+            num_chunks: Chunks per stage, at least 1.
 
         Returns:
-            True for `num_chunks` itself, and from `min_chunks` on where the number may be chosen.
+            True for any number from `min_chunks` up if the number can be chosen, otherwise only for
+            the class's `num_chunks`.
         """
         return (
             num_chunks == cls.num_chunks if cls.min_chunks is None else num_chunks >= cls.min_chunks
         )
 
     def promised_s(self, forward_s: float, backward_s: float, weight_s: float) -> float | None:
-        """Give the closed form of the step time.
+        """Return the step time in closed form.
 
         Args:
-            forward_s: Seconds of the forward of one microbatch through a whole stage, all its
-                chunks.
-            backward_s: Seconds of its whole backward.
-            weight_s: Seconds of the weight gradient of that.
+            forward_s: Seconds of the forward of one microbatch through all chunks of a stage.
+            backward_s: Seconds of the whole backward of that microbatch.
+            weight_s: Seconds of the weight gradient, which is part of `backward_s`.
 
         Returns:
-            Seconds; None, the default, where there is no formula.
+            Seconds, or None if there is no formula, which is the default.
         """
         return None
 
     @property
     def stage(self) -> int:
-        """The stage whose instructions these are."""
+        """The stage that runs these instructions."""
         return self.stage_id
 
     @property
@@ -168,7 +169,7 @@ class PipeSchedule(ABC):
 
 def _whole(name: str, value: SupportsIndex) -> int:
     try:
-        return operator.index(value)  # integers of numpy too
+        return operator.index(value)  # also accepts NumPy integers
     except TypeError:
         raise ScheduleError(
             f"{name} must be a whole number, but got {name}={value!r}. Pass an int."

@@ -1,4 +1,4 @@
-"""The microbatches that live in the buffers of a stage."""
+"""The microbatches in the buffers of a stage."""
 
 from jaxpipe.errors import ScheduleError
 
@@ -8,21 +8,21 @@ from ._instructions import BufferOpInstruction
 
 
 class BufferTracker:
-    """Follow the units that enter and leave the buffers of one stage.
+    """Track the units that enter and leave the buffers of one stage.
 
-    `flags` has what has happened to each unit, and is shared with the walk, which writes it. `done`
-    has for each chunk what must have happened to a unit before its buffer is free. Raises
-    ScheduleError where the number of buffers is not a positive whole number.
+    `flags` stores the events of each unit and is shared with the walk, which updates it. `done`
+    stores for each chunk the events that free a unit's buffer. Raises ScheduleError if the number
+    of buffers is not a positive whole number.
     """
 
     def __init__(self, schedule: PipeSchedule, flags: list[int], done: list[int]) -> None:
         count = schedule.num_pipe_buffers()
-        # Not `isinstance`: True would count as one buffer.
+        # With `isinstance`, True would count as one buffer.
         if type(count) is not int or count < 1:
             raise ScheduleError(
                 "num_pipe_buffers() must be a whole number of at least 1, but got "
-                f"num_pipe_buffers()={count!r} on stage={schedule.stage_id}. Return how many "
-                "microbatches the stage holds at once."
+                f"num_pipe_buffers()={count!r} on stage={schedule.stage_id}. Return the maximum "
+                "number of microbatches that the stage keeps at the same time."
             )
         self._living = dict.fromkeys(range(count), IDLE)
         self._flags = flags
@@ -33,10 +33,10 @@ class BufferTracker:
         self._stage = schedule.stage_id
 
     def living(self, op: BufferOpInstruction, step: int) -> int:
-        """Give the unit that an instruction on a filled buffer means.
+        """Return the unit that an instruction on a filled buffer works on.
 
-        Raises WalkError where the buffer does not exist, is empty, or holds another unit than the
-        instruction names.
+        Raises WalkError if the buffer does not exist, is empty, or contains a different unit than
+        the instruction names.
         """
         unit = self._living.get(op.buffer_id)
         if unit is None or unit < 0:
@@ -51,18 +51,18 @@ class BufferTracker:
         return unit
 
     def entering(self, op: BufferOpInstruction, step: int, event: int) -> int:
-        """Give the unit that a load, receive or forward means.
+        """Return the unit that a load, receive or forward works on.
 
-        It enters the buffer if it is not there yet. `event` is what the instruction makes happen.
-        Raises WalkError where the buffer does not exist or is in use, or the unit cannot enter.
+        The unit enters the buffer if it is not in it yet. `event` is the instruction's effect.
+        Raises WalkError if the buffer does not exist or is in use, or the unit cannot enter.
         """
         current = self._living.get(op.buffer_id)
         if current is None:
             self._require_buffer(op, step)
         elif current >= 0:
             flags = self._flags[current]
-            # The unit inside is meant until its forward has run, or this event has happened; then a
-            # new one enters.
+            # The instruction works on the unit in the buffer until that unit has run its forward or
+            # has had this event. Then a new unit enters.
             if not flags & (event | FORWARD):
                 if op.micro_batch_id is not None or op.chunk_id is not None:
                     self._require_agreement(op, step, current)
@@ -74,8 +74,8 @@ class BufferTracker:
                     "not overwrite a live buffer",
                     f"micro_batch_id={microbatch} in it, which still needs "
                     f"{first_lacking(lacking, local=False)},",
-                    "Use another buffer and let num_pipe_buffers() count it, or finish with the "
-                    "old one first.",
+                    "Use another buffer and count it in num_pipe_buffers(), or finish the old "
+                    "microbatch first.",
                 )
         unit = self._new_unit(op, step)
         self._living[op.buffer_id] = unit
@@ -97,17 +97,17 @@ class BufferTracker:
             raise Location(op, self._stage, step).refuse(
                 f"work on a microbatch in [0, micro_batches={self._microbatches})",
                 f"micro_batch_id={microbatch}",
-                "Run each microbatch once; take the surplus instruction out.",
+                "Run each microbatch once; remove the surplus instruction.",
             )
         unit = chunk * self._microbatches + microbatch
         if self._entered[unit]:
             raise Location(op, self._stage, step).refuse(
                 "run each microbatch once",
                 f"micro_batch_id={microbatch} a second time",
-                "Take one of the two out.",
+                "Remove one of the two.",
             )
         self._entered[unit] = 1
-        # First in, first out: an instruction that names no microbatch means the one after the last
+        # First in, first out: without a microbatch, an instruction works on the one after the last
         # that entered.
         self._following[chunk] = microbatch + 1
         return unit
@@ -117,15 +117,15 @@ class BufferTracker:
             raise Location(op, self._stage, step).refuse(
                 f"name a buffer in [0, num_pipe_buffers()={len(self._living)})",
                 f"buffer_id={op.buffer_id!r}",
-                "Name another buffer, or let num_pipe_buffers() count this one.",
+                "Name another buffer, or count this one in num_pipe_buffers().",
             )
 
     def _require_agreement(self, op: BufferOpInstruction, step: int, unit: int) -> None:
         chunk, microbatch = divmod(unit, self._microbatches)
         if op.micro_batch_id not in (None, microbatch) or op.chunk_id not in (None, chunk):
             raise Location(op, self._stage, step).refuse(
-                "mean the microbatch that lives in its buffer",
+                "name the microbatch that is in its buffer",
                 f"micro_batch_id={microbatch}, chunk_id={chunk} there",
-                "Name the buffer of the microbatch that is meant, or leave micro_batch_id and "
-                "chunk_id out.",
+                "Name the buffer of the intended microbatch, or leave out micro_batch_id and "
+                "chunk_id.",
             )

@@ -12,13 +12,13 @@ from ._walk import StageWalk
 
 @dataclass(frozen=True)
 class CheckedSchedule:
-    """A sound schedule, with the microbatch of every instruction found.
+    """A sound schedule, in which the microbatch of every instruction is known.
 
     Attributes:
         schedules: The schedule object of every stage.
-        placement: Where the chunks lie.
-        stages: What each stage does.
-        training: Whether it has backwards.
+        placement: The placement of the chunks.
+        stages: The actions of each stage.
+        training: Whether the schedule has backwards.
     """
 
     schedules: tuple[PipeSchedule, ...]
@@ -29,7 +29,7 @@ class CheckedSchedule:
 
 @dataclass(frozen=True)
 class _Link:
-    """One side of an exchange: an instruction and the one it must meet, up- or downstream."""
+    """One side of an exchange: an instruction and its partner, upstream or downstream."""
 
     name: str
     row: str
@@ -38,8 +38,8 @@ class _Link:
     downstream: bool
 
 
-# Looked at from both sides: a send without its receive and a receive without its send are different
-# mistakes, and the error names the one that stands alone.
+# Both sides are checked: a send without its receive and a receive without its send are different
+# mistakes, and the error names the instruction that has no partner.
 _LINKS = (
     _Link("SendActivation", "act_send", "RecvActivation", "act_recv", downstream=True),
     _Link("RecvActivation", "act_recv", "SendActivation", "act_send", downstream=False),
@@ -55,30 +55,35 @@ def check_schedule(
     *,
     training: bool = True,
 ) -> None:
-    """Prove that a schedule computes what it should and can be executed.
+    """Check that a schedule is correct and can be executed.
 
-    Shown for every stage: all stages take equally many steps; each microbatch runs its forward and
-    (in training) its backward once on each chunk, whole or as `BackwardInput` and `BackwardWeight`;
-    every value is there before it is used; the ends of the pipeline load their samples before the
-    forward; a send moves a value of an earlier step and meets its receive in the same step on the
-    neighbouring stage, so a barrier between steps never deadlocks; no buffer is overwritten while
-    something in it is needed; a step holds at most one instruction of a kind; the reductions come
-    after the last backward, and one optimizer step ends the last step of every stage.
+    A schedule is sound if the following holds on every stage:
 
-    Microbatches that instructions do not name are found first in, first out: see
-    `BufferOpInstruction`.
+    - All stages take the same number of steps.
+    - Each microbatch runs its forward and (in training) its backward once on each chunk. The
+      backward is whole or split into `BackwardInput` and `BackwardWeight`.
+    - Every value is available before it is used.
+    - The first and the last virtual stage load their samples before the forward.
+    - A send moves a value of an earlier step and meets its receive in the same step on the
+      neighbouring stage, so a barrier between steps never deadlocks.
+    - No buffer is overwritten while its contents are still needed.
+    - A step has at most one instruction of each kind.
+    - The reductions come after the last backward, and the last step of every stage ends with one
+      optimiser step.
+
+    Instructions that name no microbatch take them first in, first out: see `BufferOpInstruction`.
 
     Args:
         schedule: A name, a schedule class, the object of one stage, or the objects of all stages in
             order.
-        num_microbatches: Microbatches in a batch; needed with a name or class.
-        num_stages: Pipeline stages; needed with a name or class.
-        training: False for a schedule of forwards only, which must hold neither backwards nor an
-            optimizer step.
+        num_microbatches: Microbatches in a batch. Required with a name or class.
+        num_stages: Pipeline stages. Required with a name or class.
+        training: False for a forward-only schedule, which must have neither backwards nor an
+            optimiser step.
 
     Raises:
-        ScheduleError: The schedule is not sound. The message says where, and shows the grid with
-            the cell in brackets.
+        ScheduleError: The schedule is not sound. The message says where and shows the grid with the
+            faulty cell in brackets.
 
     Example:
         >>> check_schedule(OneFOneBSchedule, num_microbatches=8, num_stages=4)
@@ -93,10 +98,7 @@ def checked_schedule(
     *,
     training: bool = True,
 ) -> CheckedSchedule:
-    """Prove that a schedule is sound, as `check_schedule`.
-
-    The result tells the microbatch of every instruction too.
-    """
+    """Check a schedule as `check_schedule` does, and return the microbatch of every instruction."""
     schedules = stage_schedules(schedule, num_microbatches, num_stages)
     placement = placement_of(schedules)
     stages: list[StageActions] = []
@@ -119,8 +121,8 @@ def _require_equal_steps(checked: CheckedSchedule) -> None:
         if count != counts[0]:
             raise schedule_fault(
                 checked.schedules,
-                f"All stages must take equally many steps, but got {counts[0]} steps on stage=0 "
-                f"and {count} on stage={stage}. Fill the shorter one with empty steps.",
+                f"All stages must take the same number of steps, but got {counts[0]} steps on "
+                f"stage=0 and {count} on stage={stage}. Pad the shorter one with empty steps.",
             )
 
 
@@ -143,7 +145,7 @@ def _require_partners(checked: CheckedSchedule, link: _Link) -> None:
                     checked.schedules,
                     f"{link.name} must have a partner on another stage, but got stage={stage}, "
                     f"step={step}, micro_batch_id={microbatch}, chunk_id={chunk}, where no other "
-                    "stage takes part. Take it out.",
+                    "stage takes part. Remove it.",
                     stage,
                     step,
                 )
@@ -167,8 +169,8 @@ def _require_one_tied_reduction(checked: CheckedSchedule) -> None:
         if step != steps[0]:
             raise schedule_fault(
                 checked.schedules,
-                "ReduceTiedGrads must stand in the same step on all stages, which wait for each "
-                f"other there, but got step={steps[0]} on stage=0 and step={step} on "
+                "ReduceTiedGrads must be in the same step on all stages, because they wait for "
+                f"each other there, but got step={steps[0]} on stage=0 and step={step} on "
                 f"stage={stage}. Move it to the last step everywhere.",
                 stage,
                 step,

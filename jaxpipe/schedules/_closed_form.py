@@ -1,4 +1,4 @@
-"""The step times that the named schedules promise, as formulas."""
+"""The step times of the named schedules, as formulas."""
 
 from ._base import PipeSchedule
 from ._cost import makespan
@@ -16,11 +16,9 @@ def closed_form(
     weight_s: float | None = None,
     num_chunks: int | None = None,
 ) -> float:
-    """Give the step time that a schedule promises.
+    """Return the step time of a schedule from its formula.
 
-    The work of one stage, `M(F + B)`, and the bubble's formula.
-
-    Bubble times:
+    The step time is the work of one stage, `M(F + B)`, plus the bubble time:
 
     - `"1f1b"`, `"1f1b-v"`, `"gpipe"`: `(S - 1)(F + B)`;
     - `"interleaved"`: `(S - 1)(F + B)/v`;
@@ -31,28 +29,27 @@ def closed_form(
     - `"zero-bubble-h1"`, `M >= S > 1`: `(S - 1)(F + I - W) + (M - 1) abs(F - I)`;
     - `"zero-bubble-v"`, `M >= S > 1`: `(S - 1)(F + I - W)/2 + (M - (S + 1)/2) abs(F - I)`;
     - `"dual-pipe-v"`, `M >= S`: `(S - 1)(F + I)`;
-    - others: that of `makespan`, the sum over steps of the longest action.
+    - others: the bubble of `makespan`, which adds up the longest action of each step.
 
-    What a program takes in lockstep is `makespan`. It is longer than this for the zero-bubble
-    schedules with `W > min(F, I)` or a small `max_pending`, and for `"zero-bubble"` with several
-    chunks and M below 2S, other than S.
+    `makespan` is the time that a program takes in lockstep. It is longer than the closed form for
+    the zero-bubble schedules with `W > min(F, I)` or a small `max_pending`, and for `"zero-bubble"`
+    with several chunks if M is below 2S and not S.
 
     Args:
-        schedule: A name, or a schedule class.
+        schedule: A name or a schedule class.
         num_microbatches: M.
         num_stages: S.
-        forward_s: Seconds of the forward of one microbatch through a whole stage, all its chunks:
-            F.
-        backward_s: Seconds of its whole backward: B = I + W.
-        weight_s: Seconds of the weight gradient W. Default: half of `backward_s`.
-        num_chunks: Chunks a stage. Default: the schedule's own number.
+        forward_s: F, seconds of the forward of one microbatch through all chunks of a stage.
+        backward_s: B = I + W, seconds of the whole backward of that microbatch.
+        weight_s: W, seconds of the weight gradient. Default: half of `backward_s`.
+        num_chunks: v, chunks per stage. Default: the schedule's own number.
 
     Returns:
         Seconds.
 
     Raises:
-        ScheduleError: The schedule is not known or cannot have so many chunks, or a size is out of
-            range.
+        ScheduleError: The schedule is unknown or does not support this number of chunks, or a size
+            is out of range.
 
     Example:
         >>> closed_form("interleaved", 8, 4, forward_s=1.0, backward_s=2.0)

@@ -1,4 +1,4 @@
-"""Time that a tick program takes by the clock, and its idle share."""
+"""The time that a tick program takes, and the idle share of that time."""
 
 from typing import Literal, NamedTuple
 
@@ -7,7 +7,7 @@ from jaxpipe.errors import ScheduleError
 from ._program import Actions, Table, TickProgram
 
 Kind = Literal["forward", "backward", "input gradient", "weight gradient"]
-"""What an action computes; a backward that is not split is one of kind `"backward"`."""
+"""What an action computes. A backward that is not split has the kind `"backward"`."""
 
 
 class Slice(NamedTuple):
@@ -16,11 +16,11 @@ class Slice(NamedTuple):
     Attributes:
         stage: The stage.
         tick: The tick.
-        kind: What it computes.
-        part: The part of the model, counted from the input.
+        kind: What the action computes.
+        part: The virtual stage, counted from the input.
         microbatch: The microbatch.
-        start_s: Seconds from the beginning of the step.
-        end_s: Seconds likewise.
+        start_s: Start, in seconds from the beginning of the step.
+        end_s: End, in seconds from the beginning of the step.
     """
 
     stage: int
@@ -41,20 +41,20 @@ def makespan(
     lockstep: bool = True,
     skip_idle: bool = True,
 ) -> float:
-    """Give the time from the first to the last tick, exchanges costing nothing.
+    """Return the time from the first to the last tick, assuming that exchanges take no time.
 
-    In lockstep a tick takes as long as its busiest stage. Otherwise each stage goes through its
-    actions in order and waits only for the values it needs.
+    In lockstep a tick takes as long as its busiest stage. Otherwise each stage runs its actions in
+    order and waits only for the values that it needs.
 
     Args:
         program: The program.
-        forward_s: Seconds of the forward of one microbatch through a whole stage, all its chunks.
-        backward_s: Seconds of its whole backward.
-        weight_s: Seconds of the weight gradient, if backwards are split; the input gradient takes
-            the rest of `backward_s`. Default: half of it.
+        forward_s: Seconds of the forward of one microbatch through all chunks of a stage.
+        backward_s: Seconds of the whole backward of that microbatch.
+        weight_s: Seconds of the weight gradient, if backwards are split. The input gradient takes
+            the rest of `backward_s`. Default: half of `backward_s`.
         lockstep: Whether stages wait for each other after each tick.
         skip_idle: Whether idle actions take no time. Otherwise, in lockstep, each tick runs every
-            kind of action that its run holds.
+            kind of action that occurs in its run.
 
     Returns:
         Seconds.
@@ -78,7 +78,9 @@ def timeline(
     weight_s: float | None = None,
     lockstep: bool = True,
 ) -> tuple[Slice, ...]:
-    """Give every action of a step with its times, exchanges and idle actions costing nothing.
+    """Return every action of a step with its times.
+
+    Exchanges and idle actions are assumed to take no time.
 
     Args:
         program: The program.
@@ -88,7 +90,7 @@ def timeline(
         lockstep: As for `makespan`.
 
     Returns:
-        The actions, tick by tick; the last ends at `makespan`.
+        The actions, tick by tick. The last one ends at `makespan`.
 
     Raises:
         ScheduleError: A time is negative, or the weight gradient is longer than the backward.
@@ -105,24 +107,25 @@ def bubble_fraction(
     lockstep: bool = True,
     skip_idle: bool = True,
 ) -> float:
-    """Give the idle share of a stage's time: `1 - work / makespan`.
+    """Return the idle share of a stage's time: `1 - work / makespan`.
 
     Args:
         program: The program.
         forward_s: Seconds of the forward of one microbatch through a whole stage.
-        backward_s: Seconds of its whole backward; not counted in a program without backwards.
+        backward_s: Seconds of the whole backward of that microbatch. Not counted in a program
+            without backwards.
         weight_s: Seconds of the weight gradient, if backwards are split. Default: half of
             `backward_s`.
         lockstep: Whether stages wait for each other after each tick.
         skip_idle: Whether idle actions take no time. Otherwise, in lockstep, each tick runs every
-            kind of action that its run holds.
+            kind of action that occurs in its run.
 
     Returns:
         A fraction in [0, 1).
 
     Raises:
-        ScheduleError: A time is negative, nothing takes any time, or the weight gradient is longer
-            than the backward.
+        ScheduleError: A time is negative, all times are zero, or the weight gradient is longer than
+            the backward.
     """
     work = program.num_microbatches * (forward_s + (backward_s if program.training else 0.0))
     span = makespan(
@@ -130,8 +133,8 @@ def bubble_fraction(
     )
     if work <= 0:
         raise ScheduleError(
-            f"Some action must take time, but got forward_s={forward_s}, backward_s={backward_s}. "
-            "Pass seconds above 0."
+            "At least one action must take time, but got "
+            f"forward_s={forward_s}, backward_s={backward_s}. Pass seconds above 0."
         )
     return 1.0 - work / span
 
@@ -143,7 +146,7 @@ class _Costs:
         weight = backward_s / 2 if weight_s is None else weight_s
         if min(forward_s, backward_s, weight) < 0 or weight > backward_s:
             raise ScheduleError(
-                "Times must not be negative, nor weight_s exceed backward_s, but got "
+                "Times must not be negative and weight_s must not exceed backward_s, but got "
                 f"forward_s={forward_s}, backward_s={backward_s}, weight_s={weight_s}. Pass "
                 "seconds; backward_s is the whole backward."
             )
@@ -170,7 +173,7 @@ class _Costs:
             # Within a tick a stage runs its actions one after another, and all stages wait for the
             # one that takes longest.
             return sum(max(map(sum, stages)) for stages in ticks)
-        # Nothing is skipped: every device runs each kind of action of the run in each of its ticks.
+        # Nothing is skipped: in each tick every device runs every kind of action of the run.
         total = 0.0
         for run in self._program.runs:
             stages = [times for tick in ticks[run.start : run.stop] for times in tick]
@@ -178,7 +181,7 @@ class _Costs:
         return total
 
     def slices(self, *, lockstep: bool) -> list[Slice]:
-        """Every action with its times, in the order of the ticks."""
+        """Return every action with its times, in the order of the ticks."""
         program, tables = self._program, self._program.tables
         done: dict[tuple[bool, int, int], float] = {}
         now = [0.0] * program.num_stages
@@ -199,8 +202,8 @@ class _Costs:
                 program.placement.virtual[stage][actions.chunk[stage][tick]],
                 kind == "forward",
             )
-            # Part 0 takes the batch, which is always there, the last part its loss, a weight
-            # gradient its own stage's.
+            # Some actions never wait: virtual stage 0 reads the batch, the last virtual stage
+            # starts from the loss, and a weight gradient needs only values of its own stage.
             ready = 0.0 if after is None else done.get((is_forward, part + after, microbatch), 0.0)
             start = max(now[stage], ready)
             now[stage] = start + cost
@@ -208,8 +211,8 @@ class _Costs:
                 done[is_forward, part, microbatch] = now[stage]
             found.append(Slice(stage, tick, kind, part, microbatch, start, now[stage]))
 
-        # What a stage waits for was computed in an earlier tick, so the order of the stages within
-        # one does not matter.
+        # A stage waits only for values of earlier ticks, so the order of the stages within a tick
+        # does not matter.
         for tick in range(program.num_ticks):
             for stage in range(program.num_stages):
                 is_split = tables.pending_write[stage][tick] >= 0
@@ -226,7 +229,7 @@ class _Costs:
     def _times(
         self, forward: int, backward: int, pending: int, weight: int
     ) -> tuple[float, float, float]:
-        """Times of a stage's forward, backward and weight gradient in a tick."""
+        """Return the times of a stage's forward, backward and weight gradient in a tick."""
         whole = self._half if pending >= 0 else self._whole
         times = ((forward, self._forward), (backward, whole), (weight, self._weight))
         ran, halved, completed = (time if microbatch >= 0 else 0.0 for microbatch, time in times)

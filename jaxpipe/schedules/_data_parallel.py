@@ -16,7 +16,7 @@ from ._instructions import (
 class DataParallelSchedule(PipeSchedule):
     """Plain gradient accumulation: each step loads, runs and differentiates one microbatch.
 
-    Every stage holds the whole model, so only a single stage of it can be executed as a pipeline.
+    Every stage holds the whole model, so it can be executed as a pipeline only with one stage.
 
     - Makespan: `M (F + B)`, no bubble.
     - Memory: one microbatch.
@@ -34,5 +34,5 @@ class DataParallelSchedule(PipeSchedule):
             yield commands
 
     def num_pipe_buffers(self) -> int:
-        """1: each microbatch is finished before the next."""
+        """1: each microbatch finishes before the next one starts."""
         return 1

@@ -12,8 +12,7 @@ from ._instructions import PipeInstruction
 
 IDLE = -1
 
-# In the order of a unit's life, so that the lowest bit that is missing names the first instruction
-# that is.
+# In chronological order, so that the lowest missing bit names the first missing instruction.
 LOADED, ARRIVED, FORWARD, SENT, GRAD_ARRIVED, INPUT, WEIGHT, GRAD_SENT = (
     1 << bit for bit in range(8)
 )
@@ -44,7 +43,7 @@ class StageActions:
     """Actions of one stage, by kind of instruction and step.
 
     Attributes:
-        rows: Kind (`ROWS`) to a list over steps: the unit, or -1.
+        rows: For each kind (`ROWS`) a list over the steps: the unit, or -1.
         num_steps: Number of steps.
         tied_reduction: Step of `ReduceTiedGrads`, or None.
     """
@@ -55,10 +54,10 @@ class StageActions:
 
 
 class WalkError(ScheduleError):
-    """An instruction that cannot stand where it stands.
+    """An instruction is misplaced or missing.
 
     Attributes:
-        step: The step it stands in, or None for one that is missing altogether.
+        step: The step of the misplaced instruction, or None if an instruction is missing.
     """
 
     def __init__(self, message: str, step: int | None) -> None:
@@ -68,12 +67,12 @@ class WalkError(ScheduleError):
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """The place of an instruction in a schedule.
+    """The location of an instruction in a schedule.
 
     Attributes:
         op: The instruction.
-        stage: Its stage.
-        step: Its step.
+        stage: The stage.
+        step: The step.
     """
 
     op: PipeInstruction
@@ -81,9 +80,9 @@ class Location:
     step: int
 
     def refuse(self, rule: str, got: str, repair: str) -> WalkError:
-        """The error for this instruction, to be raised.
+        """Return the error for this instruction; the caller raises it.
 
-        `rule` is what must hold, in words that follow "must"; `got` is what was found instead.
+        `rule` is the text that follows "must". `got` is what was found instead.
         """
         return WalkError(
             f"{self.op!r} must {rule}, but got {got} on stage={self.stage} at step={self.step}. "
@@ -93,10 +92,10 @@ class Location:
 
 
 def first_lacking(bits: int, *, local: bool) -> str:
-    """Name the instruction whose event is the first one lacking.
+    """Name the first missing instruction.
 
-    `bits` are events that have not happened, at least one. Where the value is `local` to the stage,
-    no send or receive moves it; the name is then that of what takes its place.
+    `bits` are the events that have not happened, at least one. A value that is `local` to the stage
+    has no send or receive; the name is then that of the instruction that replaces them.
     """
     bit = bits & -bits
     return _LOCAL[bit] if local and bit in _LOCAL else _INSTRUCTION[bit]

@@ -1,4 +1,4 @@
-"""Errors of a schedule that show where it goes wrong."""
+"""Errors that show where a schedule is wrong."""
 
 from collections.abc import Sequence
 
@@ -15,10 +15,10 @@ def schedule_fault(
     stage: int | None = None,
     step: int | None = None,
 ) -> ScheduleError:
-    """The error for an unsound schedule, to be raised, with the grid and the bad cell marked.
+    """Return the error for an unsound schedule, with the grid and the faulty cell marked.
 
-    `schedules` has the object of every stage. `stage` and `step` are where it goes wrong, if known.
-    `message` has the values and the repair.
+    `schedules` contains the object of every stage. `stage` and `step` locate the fault, if known.
+    `message` contains the values and the repair. The caller raises the error.
     """
     lines = [message]
     mark = None

@@ -1,6 +1,6 @@
-"""Putting the weight gradients of split backwards into a timetable.
+"""Insert the weight gradients of split backwards into a timetable.
 
-Lockstep is to lose as little by it as it can.
+They are inserted so that they cost as little time as possible in lockstep.
 """
 
 from collections.abc import Sequence
@@ -8,42 +8,42 @@ from collections.abc import Sequence
 IDLE = -1
 
 Row = Sequence[bool]
-"""For each step, True if a stage runs something."""
+"""For each step, whether a stage runs an action."""
 
 
 def fill_weights(
     forwards: Sequence[Row], backwards: Sequence[Row], max_pending: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Say in which step each stage runs which weight gradient, first in, first out.
+    """Choose the step in which each stage runs each weight gradient, first in, first out.
 
-    A step costs what its busiest stage runs. So a weight gradient costs nothing where a stage runs
-    less than others do, and no more than its own time where all stages run one together. Hence,
-    step by step:
+    A step takes as long as its busiest stage. A weight gradient is therefore free on a stage that
+    runs less than others, and costs at most its own time if all stages run one together. Hence, for
+    each step:
 
-    - a stage that runs fewer actions than another one completes its oldest pending backward;
-    - a step in which all run equally many gets a weight gradient on every stage, as soon as each
-      has one that it does not need for the free time of later steps;
-    - so does a step after which some stage would have to keep more than `max_pending`;
-    - what is left comes in steps of its own at the end.
+    - A stage that runs fewer actions than another one completes its oldest pending backward.
+    - If all stages run the same number of actions, every stage gets a weight gradient as soon as
+      each has one that it does not need for the free time of later steps.
+    - Every stage also gets one if some stage would otherwise have more than `max_pending`.
+    - The remaining weight gradients run in additional steps at the end.
 
-    `forwards` and `backwards` tell for each stage the steps in which it runs a forward and an input
-    gradient. The result has for each stage a row over steps, longer than these by the steps at the
-    end: the step of the input gradient that is completed, or -1.
+    `forwards` and `backwards` contain for each stage the steps in which it runs a forward and an
+    input gradient. The result contains for each stage a row over the steps, including those added
+    at the end: the step of the input gradient that is completed, or -1.
     """
     stages = range(len(forwards))
     num_steps = len(forwards[0])
     counts = [
         list(map(sum, zip(*rows, strict=True))) for rows in zip(forwards, backwards, strict=True)
     ]
-    # Lockstep: every stage waits for the one that runs the most, so what a stage runs less is free
-    # time there.
+    # In lockstep every stage waits for the one that runs the most, so a stage that runs less has
+    # free time.
     has_room = [[count < max(each) for count in each] for each in zip(*counts, strict=True)]
     reserves = [_reserve([room[stage] for room in has_room], backwards[stage]) for stage in stages]
     pending: list[list[int]] = [[] for _ in stages]
     filled: list[list[int]] = [[] for _ in stages]
     for step in range(num_steps):
-        # First, because a tick runs weight gradients last: one may follow its input gradient in the
-        # same step.
+        # This comes first because a tick runs weight gradients last: a weight gradient may follow
+        # its input gradient in the same step.
         for stage in stages:
             if backwards[stage][step]:
                 pending[stage].append(step)
@@ -51,7 +51,7 @@ def fill_weights(
         is_due = not any(gets) and all(
             len(pending[stage]) > reserves[stage][step] for stage in stages
         )
-        # Where it must make the step longer, it does so once for all stages.
+        # If a weight gradient must make the step longer, all stages run one.
         if is_due or _is_full(step, gets, pending, backwards, max_pending):
             gets = [True] * len(gets)
         _complete(gets, pending, filled)
@@ -61,7 +61,7 @@ def fill_weights(
 
 
 def _reserve(has_room: Row, backwards: Row) -> list[int]:
-    """For each step how many a stage must keep pending after it, to fill its free time later."""
+    """Return for each step how many a stage must keep pending to fill its later free time."""
     reserve = 0
     reserves: list[int] = []
     for room, runs in zip(reversed(has_room), reversed(backwards), strict=True):
@@ -73,9 +73,9 @@ def _reserve(has_room: Row, backwards: Row) -> list[int]:
 def _is_full(
     step: int, gets: list[bool], pending: list[list[int]], backwards: Sequence[Row], limit: int
 ) -> bool:
-    """True if a stage has no room for the input gradient of the next step.
+    """Return whether a stage has no room for the input gradient of the next step.
 
-    This is asked of stages that get no weight gradient in this step.
+    Only stages that get no weight gradient in this step are checked.
     """
     following = step + 1
     return any(

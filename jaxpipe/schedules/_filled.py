@@ -1,4 +1,4 @@
-"""Timetables of forwards and input gradients, with weight gradients added where they cost least."""
+"""Timetables of forwards and input gradients, with weight gradients where they cost least."""
 
 import functools
 from abc import abstractmethod
@@ -9,12 +9,13 @@ from ._timetable import NOTHING, Action, TimetableSchedule
 
 
 class FilledTimetable(TimetableSchedule):
-    """Split backwards.
+    """A timetable with split backwards.
 
-    A subclass says when forwards and input gradients run, `fill_weights` when weight gradients.
+    A subclass schedules the forwards and input gradients; `fill_weights` schedules the weight
+    gradients.
 
-    `max_pending` bounds the weight gradients that a stage keeps pending, counted on each chunk; by
-    default `2S - 1`, beyond which nothing more can be hidden.
+    `max_pending` limits the weight gradients that a stage keeps pending, counted on each chunk. The
+    default is `2S - 1`; a larger number hides no more of them.
     """
 
     min_pending: ClassVar[int | None] = 1
@@ -22,10 +23,10 @@ class FilledTimetable(TimetableSchedule):
 
     @abstractmethod
     def num_unfilled_steps(self) -> int:
-        """Give the number of steps up to the last input gradient, the same on every stage."""
+        """Return the number of steps up to the last input gradient, the same on every stage."""
 
     def num_steps(self) -> int:
-        """Steps of forwards and input gradients, and those for weight gradients alone."""
+        """Steps of forwards and input gradients, plus those with only weight gradients."""
         return len(self._filled()[0])
 
     def weight_at(self, step: int) -> Action:
@@ -42,7 +43,7 @@ class FilledTimetable(TimetableSchedule):
 def _filled(
     kind: type[FilledTimetable], num_microbatches: int, num_stages: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Fill the steps of all stages together; each stage's object asks for the same."""
+    """Fill the steps of all stages together; cached, as every stage's object needs the result."""
     stages = [kind(num_microbatches, num_stages, stage) for stage in range(num_stages)]
     steps = range(stages[0].num_unfilled_steps())
     there = range(num_microbatches)

@@ -18,17 +18,18 @@ _FORWARD = (ForwardPass, LoadMicroBatch, RecvActivation, SendActivation)
 
 
 def forward_schedule(schedule: type[PipeSchedule]) -> type[PipeSchedule]:
-    """Give a forward-only schedule whose chunks lie where those of a training schedule lie.
+    """Return a forward-only schedule with the chunk placement of a training schedule.
 
-    With one chunk a stage, in order, this is `InferenceSchedule`. Otherwise it is the training
-    schedule's own forwards, without the steps in which no stage has one to run or to move: `vM + S
-    - 1` steps for `"interleaved"` and M of at least S, `2M + 2S - 2` for `"1f1b-v"`.
+    If the stages have one chunk each, in order, the result is `InferenceSchedule`. Otherwise it
+    consists of the training schedule's forwards, without the steps in which no stage runs or moves
+    anything. That makes `vM + S - 1` steps for `"interleaved"` with M of at least S, and `2M + 2S -
+    2` for `"1f1b-v"`.
 
     Args:
         schedule: A training schedule class.
 
     Returns:
-        The class, to be lowered with `training=False`.
+        The schedule class. Lower it with `training=False`.
 
     Example:
         >>> program = lower_schedule(forward_schedule(InterleavedSchedule), 8, 4, training=False)
@@ -46,13 +47,13 @@ def forward_schedule(schedule: type[PipeSchedule]) -> type[PipeSchedule]:
     return ForwardSchedule
 
 
-# The objects of all stages ask for the same listing one after another; the next schedule does not
-# need it.
+# The objects of all stages request the same listing one after another, and the next schedule does
+# not need it.
 @functools.lru_cache(maxsize=1)
 def _forward_steps(
     schedule: type[PipeSchedule], num_microbatches: int, num_stages: int
 ) -> tuple[tuple[tuple[PipeInstruction, ...], ...], ...]:
-    """List what belongs to forwards, by step and stage, without steps empty on all stages."""
+    """List the instructions of forwards by step and stage, without steps that have none."""
     listed = [listed_steps(one) for one in stage_schedules(schedule, num_microbatches, num_stages)]
     steps = zip(
         *(

@@ -6,14 +6,15 @@ from ._timetable import Action, TimetableSchedule
 
 
 class GPipeSchedule(TimetableSchedule):
-    """All forwards of the batch, then all its backwards: `"gpipe"`.
+    """All forwards of the batch, then all backwards: `"gpipe"`.
 
     Stage s runs the forward of microbatch m at step `m + s` and its backward at step `(M + S - 1) +
-    m + (S - 1 - s)`: `2(M + S - 1)` steps, the first half forwards only, the second backwards only.
+    m + (S - 1 - s)`. That makes `2(M + S - 1)` steps: forwards in the first half, backwards in the
+    second.
 
-    - Makespan: `(M + S - 1)(F + B)`; bubble time `(S - 1)(F + B)`, as `"1f1b"`.
+    - Makespan: `(M + S - 1)(F + B)`; bubble time `(S - 1)(F + B)`, as with `"1f1b"`.
     - In flight on every stage: `M` microbatches.
-    - Use it for few microbatches, or to compare: no step mixes forwards and backwards.
+    - Use it for few microbatches or for comparison: no step mixes forwards and backwards.
 
     Reference:
         Huang et al. (2019), "GPipe: Efficient Training of Giant Neural Networks using Pipeline
@@ -21,10 +22,10 @@ class GPipeSchedule(TimetableSchedule):
     """
 
     is_auto_candidate: ClassVar[bool] = False
-    """`"1f1b"` takes as long and holds no more, so this is never the better one."""
+    """`"1f1b"` takes the same time and needs no more memory, so `"gpipe"` is never better."""
 
     is_steady: ClassVar[bool] = False
-    """Every further microbatch is one more in flight."""
+    """Every additional microbatch adds one in flight."""
 
     def num_steps(self) -> int:
         """`2(M + S - 1)`."""

@@ -1,4 +1,4 @@
-"""The stage x step grid of a schedule, as text."""
+"""The stage-by-step grid of a schedule, as text."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -16,7 +16,7 @@ from ._instructions import (
 from ._stages import AnySchedule, listed_steps, stage_schedules
 
 Label = tuple[int | None, int | None]
-"""A chunk and a microbatch, where known."""
+"""A chunk and a microbatch, if known."""
 
 
 def format_grid(
@@ -28,29 +28,29 @@ def format_grid(
     max_rows: int | None = None,
     mark: tuple[int, int] | None = None,
 ) -> str:
-    """Draw which microbatch each stage works on in each step.
+    """Format which microbatch each stage works on in each step.
 
-    Rows are stages, columns steps. `F3` is the forward of microbatch 3, `B3` its backward, `I3` and
-    `W3` the input and the weight gradient of a split backward, `F3B1` both in one step, `.` an idle
-    step. With several chunks a stage the number in front is the part of the model, counted from the
-    input: `5F3+2B1`. The schedule need not be sound.
+    Rows are stages and columns are steps. `F3` is the forward of microbatch 3, `B3` its backward,
+    and `I3` and `W3` the input gradient and the weight gradient of a split backward. `F3B1` is two
+    actions in one step, and `.` is an idle step. With several chunks per stage, the number before
+    the letter is the virtual stage: `5F3+2B1`. The schedule need not be sound.
 
     Args:
         schedule: A name, a schedule class, the object of one stage, or the objects of all stages in
             order.
-        num_microbatches: Microbatches in a batch; needed with a name or class.
-        num_stages: Pipeline stages; needed with a name or class.
-        max_width: Characters a line may have; steps in the middle, or far from `mark`, are left
-            out. Default: all.
-        max_rows: Stages to show; those in the middle, or far from `mark`, are left out. Default:
-            all.
-        mark: Stage and step of a cell to put in brackets; one outside the grid is passed over.
+        num_microbatches: Microbatches in a batch. Required with a name or class.
+        num_stages: Pipeline stages. Required with a name or class.
+        max_width: The maximum length of a line. Steps in the middle, or far from `mark`, are left
+            out. Default: no limit.
+        max_rows: The maximum number of stages to show. Stages in the middle, or far from `mark`,
+            are left out. Default: no limit.
+        mark: Stage and step of a cell to put in brackets. A cell outside the grid is ignored.
 
     Returns:
         Lines without trailing spaces, joined by newlines.
 
     Raises:
-        ScheduleError: The class, the objects or the sizes do not make a schedule.
+        ScheduleError: The class, the objects or the sizes are not a valid schedule.
 
     Example:
         >>> print(format_grid(OneFOneBSchedule, 3, 2))
@@ -69,7 +69,7 @@ def format_grid(
     widths = [max(len(str(step)), *(len(row[step]) for row in cells)) for step in range(num_steps)]
     label_width = max(map(len, names))
     room = None if max_width is None else max_width - label_width
-    # 2 and 5: a column and the dots for what is left out, each with the two spaces before it.
+    # 2 spaces before each column; 5 characters for the dots of omitted columns with their spaces.
     steps = _visible(
         [width + 2 for width in widths], room, None if mark is None else mark[1], gap=5
     )
@@ -98,9 +98,9 @@ def _line(
 def _visible(
     sizes: Sequence[int], room: int | None, centre: int | None, *, gap: int
 ) -> list[int | None]:
-    """Choose what fits into `room`: around `centre`, or from both ends.
+    """Choose the indices that fit into `room`: those around `centre`, or from both ends.
 
-    None stands for what is left out.
+    None marks a gap.
     """
     count = len(sizes)
     if room is None or sum(sizes) <= room:
@@ -109,7 +109,7 @@ def _visible(
         order = sorted(range(count), key=lambda index: (min(index, count - 1 - index), index))
     else:
         order = sorted(range(count), key=lambda index: (abs(index - centre), index))
-    # Around a centre there may be a gap on both sides, from both ends only the one between them.
+    # Around a centre there may be a gap on both sides; from both ends there is only one in between.
     left = room - sizes[order[0]] - gap * (1 if centre is None else 2)
     visible = {order[0]}
     for index in order[1:]:
@@ -127,7 +127,7 @@ def _visible(
 
 
 def _stage_cells(schedule: PipeSchedule) -> list[str]:
-    """Label the steps of one stage, following buffers as far as they make sense."""
+    """Label the steps of one stage, tracking the buffers as far as possible."""
     living: dict[object, Label] = {}
     entered: set[object] = set()
     following: dict[int | None, int] = {}
@@ -138,8 +138,8 @@ def _stage_cells(schedule: PipeSchedule) -> list[str]:
         for op in _buffer_ops(commands):
             buffer = op.buffer_id
             enters = isinstance(op, (LoadMicroBatch, RecvActivation, ForwardPass))
-            # An unsound schedule is to be shown as well: numbers follow from the order in which
-            # buffers are filled, and nothing is refused.
+            # Unsound schedules must be shown too, so nothing is rejected: the numbers follow from
+            # the order in which buffers are filled.
             if enters and buffer not in entered:
                 chunk, microbatch = op.chunk_id, op.micro_batch_id
                 if microbatch is None:

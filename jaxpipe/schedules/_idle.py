@@ -1,6 +1,6 @@
-"""What a device does in ticks without an action of its stage.
+"""What a device does in ticks in which its stage has no action.
 
-One policy, and from it the plan of each run.
+A policy, and the plan of each run that follows from it.
 """
 
 from dataclasses import dataclass, replace
@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from ._program import ActionPlan, Idle, Table, TickProgram, TickRun
 
 _MOST = 0.75
-"""Share of a run's ticks from which on all of them compute what that many need.
+"""If at least this share of a run's ticks needs an action, all of its ticks compute it.
 
-Of 1f1b's steady ticks all but the last one need it; with chunks half of them do, and computing it
-in all would have twice as much exchanged.
+In the steady part of 1f1b all ticks but the last need it. With chunks half of the ticks do;
+computing it in all of them would double the exchanges.
 """
 
 
@@ -20,17 +20,16 @@ class IdlePolicy:
     """How idle actions are treated, and what all stages compute together.
 
     Attributes:
-        skips: Idle actions are branched around; otherwise they compute, and their result is
-            dropped.
-        loops: Where idle actions are skipped in training, by loops of one round or none in place of
-            branches; backwards and weight gradients that are idle in more than a quarter of a run
-            are so in any case.
-        masks_ends: Idle actions compute in a first and a last tick that are runs of their own and
-            have actions of one kind alone, also where others are skipped. What a branch reads must
-            be there before it. It costs no time: while some stages act the others would wait for
-            them.
+        skips: Idle actions are branched around. Otherwise they compute and their result is dropped.
+        loops: Idle actions that are skipped in training use a zero-or-one-iteration loop instead of
+            a branch. Backwards and weight gradients that are idle in more than a quarter of a run
+            always use the loop.
+        masks_ends: In a first and a last tick that are separate runs with actions of only one kind,
+            idle actions compute even if others are skipped. A branch cannot start before all that
+            it reads is available. Computing costs no time here, because the idle stages would wait
+            for the others anyway.
         splits_first: All stages run the model's first layers together.
-        splits_last: All stages run its last layers and the loss together.
+        splits_last: All stages run the model's last layers and the loss together.
     """
 
     skips: bool = True
@@ -41,7 +40,7 @@ class IdlePolicy:
 
 
 def with_idle(program: TickProgram, policy: IdlePolicy) -> TickProgram:
-    """Fill the plans of a program's runs by a policy."""
+    """Return the program with the plans of its runs filled in according to a policy."""
     return replace(program, runs=tuple(_planned(program, run, policy) for run in program.runs))
 
 
@@ -66,7 +65,7 @@ def _planned(program: TickProgram, run: TickRun, policy: IdlePolicy) -> TickRun:
             action,
             idle=idle,
             branches_on_chunk=policy.skips,
-            # Idle actions of one chunk that are computed have given zeros.
+            # Idle actions of one chunk that compute have already produced zeros.
             adds_in_loops=program.num_chunks > 1
             and not (is_masked_end and len(action.chunks) == 1),
         )
@@ -74,8 +73,8 @@ def _planned(program: TickProgram, run: TickRun, policy: IdlePolicy) -> TickRun:
     forward = planned(run.forward)
     loss = _of_all_stages(run, tables.loss_microbatch)
     if loss is not None and not policy.splits_last:
-        # One device that computes in every tick needs no branch around the loss; else the last
-        # stage alone has it.
+        # A single device that computes in every tick needs no branch around the loss. Otherwise
+        # only the last stage has it.
         is_alone = (
             len(program.placement.locations) == 1
             and forward is not None
@@ -84,7 +83,7 @@ def _planned(program: TickProgram, run: TickRun, policy: IdlePolicy) -> TickRun:
         loss = Idle.NEVER if is_alone else Idle.BRANCH
     first = first_backward = None
     if policy.splits_first and program.training:
-        # With zeros for gradients, and outputs that nobody takes, they may as well compute.
+        # The gradients are zeros and nothing reads the outputs, so computing is harmless.
         first = _of_all_stages(run, tables.next_input_microbatch, is_harmless=True)
         first_backward = _of_all_stages(run, tables.last_input_grad_microbatch, is_harmless=True)
     elif policy.splits_first:
@@ -92,29 +91,32 @@ def _planned(program: TickProgram, run: TickRun, policy: IdlePolicy) -> TickRun:
     return replace(
         run,
         forward=forward,
-        # What branches give is as large as the weights, and filled with zeros where the stage is
-        # idle; of "zero-bubble-h1" on GPUs that is 15 % of the step (modelled). A loop writes and
-        # adds what it computes, and costs a wait of the host. Forwards may send, which all stages
-        # must do at once.
+        # The results of a branch are as large as the weights and are filled with zeros if the stage
+        # is idle. With "zero-bubble-h1" on GPUs that is 15 % of the step (modelled). A loop writes
+        # and adds only what it computes, but makes the host wait. Forwards may send, which all
+        # stages must do at the same time.
         backward=planned(run.backward, tables.backward.microbatch),
         weight=planned(run.weight, tables.weight.microbatch),
         loss=loss,
         first=first,
         first_backward=first_backward,
-        # Else XLA (JAX 0.10) puts the exchange of gradients after the forward or the loss, and a
-        # stage that has a backward alone waits for its neighbours' forwards.
+        # Otherwise XLA (JAX 0.10) puts the exchange of gradients after the forward or the loss, and
+        # a stage with only a backward waits for its neighbours' forwards.
         receives_first=policy.skips and len(run.activation_sends) > 1,
     )
 
 
 def _busy_share(run: TickRun, microbatches: Table) -> float:
-    """Share of the stages and ticks of a run that have an action."""
+    """Return the share of the stages and ticks of a run that have an action."""
     entries = [entry for row in microbatches for entry in row[run.start : run.stop]]
     return sum(entry >= 0 for entry in entries) / len(entries)
 
 
 def _of_all_stages(run: TickRun, microbatches: Table, *, is_harmless: bool = False) -> Idle | None:
-    """What all stages do together in ticks of a run without the microbatch of an action."""
+    """Return what all stages do in the ticks of a run in which a shared action has no microbatch.
+
+    None if no tick of the run has one.
+    """
     ticks = microbatches[0][run.start : run.stop]
     share = sum(microbatch >= 0 for microbatch in ticks) / len(ticks)
     if not share:
@@ -125,7 +127,7 @@ def _of_all_stages(run: TickRun, microbatches: Table, *, is_harmless: bool = Fal
 
 
 def describe_idle(program: TickProgram) -> str:
-    """A line that says by kind of action what stages without one do, and in which ticks."""
+    """Describe in one line, for each kind of action, what idle stages do and in which ticks."""
     parts: list[str] = []
     for kind in ("forward", "backward", "weight"):
         ticks: dict[Idle, list[tuple[int, int]]] = {}

@@ -13,16 +13,16 @@ from ._instructions import (
 
 
 class InferenceSchedule(PipeSchedule):
-    """Forward only, for evaluation and prediction; instruction for instruction as DeepSpeed's.
+    """Forward only, for evaluation and prediction, with exactly DeepSpeed's instructions.
 
-    Stage s runs microbatch m at step `m + s`: `M + S - 1` steps. A stage receives into one buffer
-    what it works on and sends from the other what it made in the step before.
+    Stage s runs microbatch m at step `m + s`, which makes `M + S - 1` steps. A stage receives its
+    input into one buffer, and sends the output of the previous step from the other.
 
     - Makespan: `(M + S - 1) F`; bubble `(S - 1) F`.
     - Memory: two buffers, no residuals.
 
     Reference:
-        Huang et al. (2019), "GPipe", the forward half. DeepSpeed's `InferenceSchedule`.
+        Huang et al. (2019), "GPipe": its forward half. DeepSpeed's `InferenceSchedule`.
     """
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
@@ -37,7 +37,7 @@ class InferenceSchedule(PipeSchedule):
                 exchange.append(SendActivation(1 - here))
             if runs and not self.is_first_stage:
                 exchange.append(RecvActivation(here))
-            # DeepSpeed's sends block: of two neighbours one must send first while the other
+            # DeepSpeed's sends block: one of two neighbours must send first while the other
             # receives.
             if self.stage_id % 2 == 1:
                 exchange.reverse()
@@ -50,5 +50,5 @@ class InferenceSchedule(PipeSchedule):
             yield commands
 
     def num_pipe_buffers(self) -> int:
-        """2: one to work on, one to send from."""
+        """2: one for the current microbatch, one to send from."""
         return 2

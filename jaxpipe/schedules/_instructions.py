@@ -1,17 +1,17 @@
-"""The instructions a schedule is made of, free of devices and arrays."""
+"""The instructions of a schedule, independent of devices and arrays."""
 
 from typing import Any
 
 
 class PipeInstruction:
-    """One thing a stage does in one step of a schedule.
+    """One instruction of a stage in one step of a schedule.
 
-    Keyword arguments become attributes. Instructions are values: two of the same class with the
-    same arguments are equal and hash alike, and may be shared between steps; do not change one
-    after it is made.
+    Keyword arguments become attributes. Instructions are values: two instructions of the same class
+    with the same arguments are equal and have the same hash. They may be shared between steps, so
+    do not modify an instruction after you create it.
 
     Args:
-        **kwargs: Whatever the instruction needs to know, kept as attributes.
+        **kwargs: The instruction's arguments, stored as attributes.
 
     Example:
         >>> ForwardPass(buffer_id=3)
@@ -49,33 +49,33 @@ class PipeInstruction:
 class OptimizerStep(PipeInstruction):
     """Update the stage's parameters and clear its gradients.
 
-    The last instruction of a batch on every stage.
+    This is the last instruction of a batch on every stage.
     """
 
 
 class ReduceGrads(PipeInstruction):
-    """Sum the stage's gradients over the data replicas, once the stage's last backward is done."""
+    """Sum the stage's gradients over the data replicas, after the stage's last backward."""
 
 
 class ReduceTiedGrads(PipeInstruction):
     """Sum the gradients of tied layers over the stages that hold a copy.
 
-    Stages wait for each other here, so it stands in the same step on all of them.
+    Stages wait for each other here, so it must be in the same step on all of them.
     """
 
 
 class BufferOpInstruction(PipeInstruction):
-    """An instruction that works on one buffer, that is on the microbatch living in it.
+    """An instruction that works on one buffer, that is, on the microbatch in the buffer.
 
-    A microbatch enters a buffer with its first `LoadMicroBatch`, `RecvActivation` or `ForwardPass`
-    and leaves it when nothing of it is needed on this stage any more.
+    A microbatch enters a buffer with its first `LoadMicroBatch`, `RecvActivation` or `ForwardPass`.
+    It leaves the buffer when this stage no longer needs any of its values.
 
     Args:
         buffer_id: The buffer, in `[0, num_pipe_buffers())`.
         **kwargs: `micro_batch_id` and `chunk_id` name the microbatch and the model chunk. Without
-            them the microbatches enter in order of their numbers, and later instructions on the
-            buffer mean the one inside. With several chunks a stage, the instruction that enters a
-            buffer must name its chunk.
+            them the microbatches enter in numerical order, and later instructions on the buffer
+            work on the microbatch in it. With several chunks per stage, the instruction with which
+            a microbatch enters a buffer must name its chunk.
     """
 
     buffer_id: int
@@ -89,9 +89,9 @@ class BufferOpInstruction(PipeInstruction):
 
 
 class LoadMicroBatch(BufferOpInstruction):
-    """Put the next microbatch of the batch into a buffer.
+    """Load the next microbatch of the batch into a buffer.
 
-    Inputs on the first stage, labels on the last.
+    The first stage loads inputs, the last stage loads labels.
 
     Roughly:
         inputs[buffer_id] = next(data_iter)
@@ -109,7 +109,7 @@ class ForwardPass(BufferOpInstruction):
 class BackwardPass(BufferOpInstruction):
     """Run the whole backward of a buffer.
 
-    The gradient of its input, and the weights' gradient added up.
+    It computes the gradient of the input and accumulates the gradient of the weights.
 
     Roughly:
         weight_grad, input_grads[i] = backward(residuals[i], output_grads[i])  # i = buffer_id
@@ -118,7 +118,7 @@ class BackwardPass(BufferOpInstruction):
 
 
 class BackwardInput(BufferOpInstruction):
-    """Run the input gradient, which the previous stage waits for.
+    """Run the input gradient, which the previous stage needs.
 
     `BackwardWeight` completes the backward.
 
@@ -128,7 +128,7 @@ class BackwardInput(BufferOpInstruction):
 
 
 class BackwardWeight(BufferOpInstruction):
-    """Run the weight gradient that `BackwardInput` left, and add it up.
+    """Run the weight gradient that `BackwardInput` left, and accumulate it.
 
     Roughly:
         grads += backward_weight(residuals[buffer_id], pending[buffer_id])
@@ -141,7 +141,7 @@ class SendActivation(BufferOpInstruction):
     Roughly:
         send(outputs[buffer_id])
 
-    The matching `RecvActivation` stands in the same step.
+    The matching `RecvActivation` is in the same step.
     """
 
 
@@ -151,28 +151,28 @@ class RecvActivation(BufferOpInstruction):
     Roughly:
         inputs[buffer_id] = recv()
 
-    The matching `SendActivation` stands in the same step.
+    The matching `SendActivation` is in the same step.
     """
 
 
 class SendGrad(BufferOpInstruction):
-    """Send the gradient of a buffer's input to the stage the input came from.
+    """Send the gradient of a buffer's input to the stage that sent the input.
 
-    It was computed in an earlier step.
+    The gradient was computed in an earlier step.
 
     Roughly:
         send(input_grads[buffer_id])
 
-    The matching `RecvGrad` stands in the same step. Integer and boolean leaves have no gradient and
-    do not travel.
+    The matching `RecvGrad` is in the same step. Integer and boolean leaves have no gradient and are
+    not sent.
     """
 
 
 class RecvGrad(BufferOpInstruction):
-    """Receive the gradient of a buffer's output from the stage the output went to.
+    """Receive the gradient of a buffer's output from the stage that received the output.
 
     Roughly:
         output_grads[buffer_id] = recv()
 
-    The matching `SendGrad` stands in the same step.
+    The matching `SendGrad` is in the same step.
     """

@@ -30,22 +30,22 @@ def lower_schedule(
     training: bool = True,
     delays_loss: bool = False,
 ) -> TickProgram:
-    """Check a schedule and turn it into a tick program.
+    """Check a schedule and convert it to a tick program.
 
-    Slots go to values by lifetime, lowest first, so each buffer is exactly as deep as the most
-    values alive at once. What is received is held from the receive to the use, what is sent from
-    the computing to the send, residuals from the forward to the end of the backward (the weight
-    gradient, if it is split).
+    Each value gets the lowest slot that is free during its lifetime, so each buffer is exactly as
+    deep as the maximum number of values alive at the same time. A received value lives from its
+    receive to its use, and a sent value from its computation to its send. Residuals live from the
+    forward to the end of the backward (the weight gradient, if the backward is split).
 
     Args:
         schedule: A name, a schedule class, the object of one stage, or the objects of all stages in
             order.
-        num_microbatches: Microbatches in a batch; needed with a name or class.
-        num_stages: Pipeline stages; needed with a name or class.
-        training: False for a schedule of forwards only.
-        delays_loss: Run each loss a tick after the forward whose output it takes, and all backwards
-            a tick later: one tick more in all. What the loss needs of other stages then travels
-            under that tick's forward.
+        num_microbatches: Microbatches in a batch. Required with a name or class.
+        num_stages: Pipeline stages. Required with a name or class.
+        training: False for a forward-only schedule.
+        delays_loss: Run each loss one tick after the forward that computes its input, and all
+            backwards one tick later. This adds one tick in total. The exchanges of the loss with
+            other stages then overlap the forward of that tick.
 
     Returns:
         The program.
@@ -69,11 +69,10 @@ def lower_schedule(
     tables = _with_model_ends(tables, checked.placement, delays_loss=delays_loss)
     slots = [stage.slots for stage in stages]
     stage_depth: Buffers[Row] = map_fields(lambda *each: tuple(one.depth for one in each), *slots)
-    # All devices run one program: a buffer is as deep on each as the stage with most needs it.
+    # All devices run one program, so each buffer is as deep as the stage that needs the most.
     depth: Buffers[int] = map_fields(max, stage_depth)
     runs = tick_runs(checked.stages[0].num_steps, tables)
-    # Only now that the runs are known: a masked forward computes in ticks whose run holds forwards,
-    # and nowhere else.
+    # This needs the runs: a masked forward computes only in ticks of runs that have forwards.
     if training:
         forward_ticks = [run.has_forward for run in runs for _ in range(run.start, run.stop)]
         rows = zip(tables.residual_write, slots, strict=True)
@@ -100,11 +99,11 @@ def lower_schedule(
 
 
 class _StageTables:
-    """The rows of one stage, and the slots of its buffers.
+    """The rows of one stage and the slots of its buffers.
 
     Attributes:
-        tables: The rows; those that are the same on all stages are left empty.
-        slots: Per buffer where its values lie.
+        tables: The rows. Rows that are the same on all stages are empty.
+        slots: The slots of the values of each buffer.
     """
 
     def __init__(self, checked: CheckedSchedule, stage: int) -> None:
@@ -119,15 +118,15 @@ class _StageTables:
         activations, act_slots = self._transfers(stage, forward, received, sent, (before, after))
         received, sent = rows["grad_recv"], rows["grad_send"]
         gradients, grad_slots = self._transfers(stage, backward, received, sent, (after, before))
-        # A backward is split if its unit has a weight gradient; a schedule may split some and leave
-        # others whole.
+        # A backward is split if its unit has a weight gradient. A schedule may split only some of
+        # its backwards.
         split = self._only(backward, self._units_of(weight))
         whole = [
             -1 if split_unit >= 0 else unit
             for unit, split_unit in zip(backward, split, strict=True)
         ]
         stored = forward if checked.training else [-1] * len(forward)
-        # A split backward gives its residuals back only when its weight gradient has run.
+        # A split backward frees its residuals only after its weight gradient.
         residuals = assign_slots(self._num_units, stored, [whole, weight])
         pending = assign_slots(self._num_units, split, [weight])
         self.slots = Buffers(act_slots, grad_slots, residuals, pending)
@@ -163,29 +162,29 @@ class _StageTables:
         sent: Sequence[int],
         neighbours: tuple[Sequence[ChunkLocation | None], Sequence[ChunkLocation | None]],
     ) -> tuple[Transfers[Row], TransferBuffers[Slots]]:
-        """Slots and partners of what the actions of one kind take and give.
+        """Return the slots and partners of the inputs and outputs of one kind of action.
 
-        The rows have units, tick by tick. `neighbours` has by chunk where its values come from, and
-        where they go.
+        The rows contain units, tick by tick. `neighbours` contains for each chunk the source and
+        the target of its values.
         """
-        # At the ends of the model there is no neighbour; the stage itself stands in, and no row
-        # asks for it.
+        # The ends of the model have no neighbour. The stage itself is a placeholder that no row
+        # uses.
         sources, targets = (
             [stage if one is None else one[0] for one in each] for each in neighbours
         )
         to_local = [one[1] if one is not None and one[0] == stage else -1 for one in neighbours[1]]
-        # Only what is really sent takes a slot: the last part's output and the first part's
-        # gradient go nowhere.
+        # Only values that are sent need a slot: the output of the last virtual stage and the
+        # gradient of the first are not sent.
         outgoing = self._only(computed, self._units_of(sent))
         incoming = self._only(computed, self._units_of(received))
-        # Between two chunks of one stage a value keeps its microbatch and changes its chunk, hence
-        # its unit.
+        # Between two chunks of one stage, a value keeps its microbatch but changes its chunk, and
+        # thus its unit.
         handed = [self._handed(unit, to_local) for unit in computed]
         taken = self._only(computed, self._units_of(handed))
         slots = TransferBuffers(
             recv=assign_slots(self._num_units, received, [incoming]),
-            # The exchange is the first phase of a tick: what it sends has left its slot when the
-            # next value is written.
+            # The exchange is the first phase of a tick, so a sent value has left its slot before
+            # the next value is written.
             send=assign_slots(self._num_units, outgoing, [sent], frees_first=True),
             local=assign_slots(self._num_units, handed, [taken]),
         )
@@ -195,8 +194,8 @@ class _StageTables:
             send_to=self._stages_of(sent, targets),
             recv=slots.recv.row(received),
             recv_from=recv_from,
-            # For what is sent at the end of the tick that computes it: it arrives by the exchange
-            # of the tick after.
+            # For values that are sent at the end of the tick that computes them: they arrive in the
+            # exchange of the next tick.
             next_recv_from=(*recv_from[1:], -1),
             read=slots.recv.row(incoming),
             write=slots.send.row(outgoing),
@@ -209,9 +208,9 @@ class _StageTables:
         return tuple([stages[unit // self._microbatches] if unit >= 0 else -1 for unit in units])
 
     def _handed(self, unit: int, to_local: list[int]) -> int:
-        """Give the unit, on another chunk of this stage, that a computed value is for.
+        """Return the unit, on another chunk of this stage, that uses a computed value.
 
-        -1 if it goes elsewhere.
+        -1 if no other chunk of this stage uses it.
         """
         if unit < 0:
             return -1
@@ -221,7 +220,7 @@ class _StageTables:
     def _units_of(self, row: Sequence[int]) -> bytearray:
         """Mark the units of a row.
 
-        The entry behind the last unit, which idle actions index, stays 0.
+        The entry after the last unit, which idle actions index, stays 0.
         """
         marks = bytearray(self._num_units + 1)
         for unit in row:
@@ -234,7 +233,7 @@ class _StageTables:
 
 
 def _with_later_backwards(actions: StageActions) -> StageActions:
-    """A stage's actions with every backward, and all that follows from it, a tick later."""
+    """Return a stage's actions with every backward, and all that follows it, one tick later."""
     later = {"backward", "weight", "grad_recv", "grad_send"}
     rows = {
         name: [IDLE, *row] if name in later else [*row, IDLE] for name, row in actions.rows.items()
@@ -245,15 +244,16 @@ def _with_later_backwards(actions: StageActions) -> StageActions:
 def _with_model_ends(
     tables: Tables[Table], placement: Placement, *, delays_loss: bool
 ) -> Tables[Table]:
-    """Tell all stages which microbatch is at the model's input, its loss, and back at its input."""
+    """Fill in the rows that tell all stages which microbatch is at the ends of the model."""
 
     def of_part(actions: Actions[Table], part: int) -> Row:
         stage, chunk = placement.locations[part]
         at = zip(actions.microbatch[stage], actions.chunk[stage], strict=True)
         return tuple([microbatch if found == chunk else -1 for microbatch, found in at])
 
-    # All stages, and not only the one that runs it: inputs and labels may be sharded over the
-    # stages and are gathered by all of them at once, and so are vocabulary-parallel layers.
+    # All stages need the row, not only the one that runs the action: inputs and labels may be
+    # sharded over the stages, which then gather them together. The same holds for
+    # vocabulary-parallel layers.
     def told(row: Row) -> Table:
         return (row,) * placement.num_stages
 
@@ -286,8 +286,8 @@ def _a_tick_later(row: Row) -> Row:
 
 def _unbuffered(tables: Tables[Table]) -> Buffers[bool]:
     def of(transfers: Transfers[Table]) -> TransferBuffers[bool]:
-        # Sent in the tick after it was made, always: then one value at a time waits, and needs no
-        # slot.
+        # If values are always sent in the tick after they were computed, only one value is ever
+        # waiting, and it needs no slot.
         made, sent = _marks(transfers.write), _marks(transfers.send)
         is_next_tick = all(
             [False, *one] == [*other, False] for one, other in zip(made, sent, strict=True)
@@ -298,7 +298,7 @@ def _unbuffered(tables: Tables[Table]) -> Buffers[bool]:
             local=False,
         )
 
-    # Equal tables: what is written in a tick is read from the same slot in the same tick.
+    # If the tables are equal, each value is read from its slot in the tick that writes it.
     pending = tables.pending_write == tables.pending_read
     return Buffers(of(tables.activations), of(tables.gradients), residuals=False, pending=pending)
 

@@ -1,4 +1,4 @@
-"""Pictures of schedules: SVG by our own few lines, PNG by matplotlib."""
+"""Pictures of schedules: SVG without a library, PNG with matplotlib."""
 
 import html
 import importlib
@@ -26,20 +26,20 @@ _COLOURS: dict[Kind, str] = {
 }
 _WIDTH, _ROW, _LEFT, _TOP = 1000, 26, 64, 44
 _LETTER = 7
-"""Pixels of a digit; a number that does not fit into its action is left out."""
+"""Width of a digit in pixels. Numbers that do not fit into their action are left out."""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture of a step: stages downwards, time to the right, microbatches as numbers.
+    """A picture of a step: one row per stage, time to the right, microbatches as numbers.
 
-    Notebooks show it.
+    Notebooks display it.
 
     Attributes:
-        title: What stands above it.
+        title: The title above the picture.
         slices: The actions.
         num_stages: Number of stages.
-        num_chunks: Chunks a stage; later parts of the model are paler.
+        num_chunks: Chunks per stage. Later chunks are drawn paler.
     """
 
     title: str
@@ -49,15 +49,15 @@ class Picture:
 
     @property
     def span_s(self) -> float:
-        """Seconds from the beginning to the end."""
+        """Duration of the step in seconds."""
         return max((one.end_s for one in self.slices), default=0.0)
 
     def svg(self) -> str:
-        """Give the picture as SVG, whole in itself."""
+        """Return the picture as a self-contained SVG."""
         scale, bottom = _WIDTH / (self.span_s or 1.0), _TOP + self.num_stages * _ROW
         size = f'width="{_LEFT + _WIDTH + 16}" height="{bottom + 12}"'
         view = f'viewBox="0 0 {_LEFT + _WIDTH + 16} {bottom + 12}"'
-        # Where it lies in a page, a picture wider than the page is drawn smaller, and not cut off.
+        # A page narrower than the picture scales it down instead of cutting it off.
         font = 'font-family="sans-serif" font-size="12" style="max-width: 100%; height: auto"'
         lines = [
             f'<svg xmlns="http://www.w3.org/2000/svg" {size} {view} {font}>',
@@ -81,11 +81,11 @@ class Picture:
         """Write the picture to a file.
 
         Args:
-            path: A name that ends with `.svg`, or with `.png`, for which matplotlib is needed
+            path: A path that ends with `.svg` or `.png`. PNG requires matplotlib
                 (`jaxpipe[plots]`).
 
         Raises:
-            ScheduleError: The name ends otherwise, or matplotlib is not installed.
+            ScheduleError: The path has another suffix, or matplotlib is not installed.
         """
         target = local_path(path, "path", ScheduleError)
         if target.suffix == ".svg":
@@ -94,7 +94,7 @@ class Picture:
             self._save_png(target)
         else:
             raise ScheduleError(
-                "A picture must be saved under a name ending with .svg or .png, but got "
+                "A picture must be saved to a path ending with .svg or .png, but got "
                 f"path={str(path)!r}. Add one."
             )
 
@@ -106,7 +106,7 @@ class Picture:
         return [kind for kind in _COLOURS if kind in found]
 
     def _opacity(self, one: Slice) -> float:
-        # Of one chunk all are alike; of several the parts nearest to the output are palest.
+        # With one chunk all actions are opaque; with several, later chunks are paler.
         if self.num_chunks == 1:
             return 1.0
         return round(1 - 0.6 * (one.part // self.num_stages) / (self.num_chunks - 1), 2)
@@ -190,25 +190,25 @@ def draw(
     lockstep: bool = True,
     training: bool = True,
 ) -> Picture:
-    """Draw a schedule to scale: what each stage does when, if its actions take the times given.
+    """Draw a schedule to scale: what each stage does and when, for the given action times.
 
     Args:
         schedule: A name, a schedule class, the object of one stage, the objects of all stages in
             order, or a lowered program.
-        num_microbatches: Microbatches in a batch; needed with a name or class.
-        num_stages: Pipeline stages; needed with a name or class.
-        forward_s: Seconds of the forward of one microbatch through a whole stage, all its chunks.
-        backward_s: Seconds of its whole backward.
-        weight_s: Seconds of the weight gradient of that, where backwards are split. Default: half
-            of it.
-        lockstep: Whether stages wait for each other after each tick, as those of the executor do.
-        training: False for a schedule of forwards only.
+        num_microbatches: Microbatches in a batch. Required with a name or class.
+        num_stages: Pipeline stages. Required with a name or class.
+        forward_s: Seconds of the forward of one microbatch through all chunks of a stage.
+        backward_s: Seconds of the whole backward of that microbatch.
+        weight_s: Seconds of the weight gradient, if backwards are split. Default: half of
+            `backward_s`.
+        lockstep: Whether stages wait for each other after each tick, as in the executor.
+        training: False for a forward-only schedule.
 
     Returns:
-        The picture; `draw(...).save("schedule.svg")`, and notebooks show it by themselves.
+        The picture. Save it with `draw(...).save("schedule.svg")`; notebooks display it.
 
     Raises:
-        ScheduleError: The schedule is not sound, or the times are none.
+        ScheduleError: The schedule is not sound, or the times are invalid.
 
     Example:
         >>> picture = draw("1f1b", num_microbatches=8, num_stages=4)
@@ -223,7 +223,7 @@ def draw(
 
 
 def picture_of(program: TickProgram, slices: Sequence[Slice]) -> Picture:
-    """Draw actions of a program, as planned or as measured."""
+    """Draw the actions of a program, planned or measured."""
     work, span = (
         sum(one.end_s - one.start_s for one in slices),
         max((one.end_s for one in slices), default=0.0),

@@ -1,4 +1,4 @@
-"""Placement of a schedule's chunks in the model."""
+"""The placement of a schedule's chunks in the model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,11 +16,10 @@ class Placement:
     """Assignment of virtual stages to the chunks of the stages.
 
     Attributes:
-        num_stages: Pipeline stages.
-        num_chunks: Chunks a stage.
-        virtual: `virtual[stage][chunk]`: the virtual stage that the chunk is, counted from the
-            input.
-        locations: `locations[virtual]`: the stage and chunk that a virtual stage is.
+        num_stages: Number of pipeline stages.
+        num_chunks: Chunks per stage.
+        virtual: `virtual[stage][chunk]` is the chunk's virtual stage, counted from the input.
+        locations: `locations[virtual]` is the stage and chunk of a virtual stage.
     """
 
     num_stages: int
@@ -34,21 +33,21 @@ class Placement:
         return tuple(stage for stage, _ in self.locations)
 
     def before(self, stage: int, chunk: int) -> ChunkLocation | None:
-        """The stage and chunk whose output a chunk takes; None at the model's input."""
+        """Return the stage and chunk whose output a chunk takes; None at the model's input."""
         virtual = self.virtual[stage][chunk]
         return self.locations[virtual - 1] if virtual > 0 else None
 
     def after(self, stage: int, chunk: int) -> ChunkLocation | None:
-        """The stage and chunk that take a chunk's output; None at the model's output."""
+        """Return the stage and chunk that take a chunk's output; None at the model's output."""
         virtual = self.virtual[stage][chunk]
         return self.locations[virtual + 1] if virtual + 1 < len(self.locations) else None
 
 
 def placement_of(schedules: Sequence[PipeSchedule]) -> Placement:
-    """The placement of a schedule's chunks, from the schedule object of every stage.
+    """Return the placement of a schedule's chunks, from the schedule object of every stage.
 
-    Raises ScheduleError where two chunks share a place, a place is outside the model, or two parts
-    that follow each other are on stages that are not neighbours on the ring of stages.
+    Raises ScheduleError if two chunks have the same virtual stage, a virtual stage is outside the
+    model, or consecutive virtual stages are on stages that are not neighbours on the ring.
     """
     one = schedules[0]
     stages, chunks = one.stages, one.num_chunks
@@ -60,12 +59,12 @@ def placement_of(schedules: Sequence[PipeSchedule]) -> Placement:
         for chunk, index in enumerate(row):
             if index not in range(stages * chunks) or index in locations:
                 raise ScheduleError(
-                    "virtual_stage must give every chunk a place of its own in [0, "
+                    "virtual_stage must return a different number for every chunk in [0, "
                     f"{stages * chunks}), but got virtual_stage(stage={stage}, "
-                    f"chunk={chunk})={index}. Return each place exactly once."
+                    f"chunk={chunk})={index}. Return each number exactly once."
                 )
             locations[index] = (stage, chunk)
-    # An exchange of the executor moves values by one stage, up or down the ring.
+    # The executor's exchanges move values by one stage, up or down the ring.
     for index in range(1, stages * chunks):
         source, target = locations[index - 1][0], locations[index][0]
         if (target - source) % stages not in (0, 1, stages - 1):

@@ -1,4 +1,4 @@
-"""The tick program: a schedule as tables of whole numbers."""
+"""The tick program: a schedule as tables of integers."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,15 +16,15 @@ Table = tuple[Row, ...]
 """`table[stage][tick]`."""
 
 Sends = Mapping[int, tuple[tuple[int, int], ...]]
-"""Pairs `(source stage, target stage)`, by how many stages further on the ring the target lies."""
+"""Pairs `(source stage, target stage)`, by the distance from source to target on the ring."""
 
 
 class Actions(NamedTuple, Generic[T]):
     """Actions of one kind: forward, backward or weight gradient.
 
     Attributes:
-        microbatch: The microbatch; -1 where the stage is idle.
-        chunk: The stage's chunk; -1 likewise.
+        microbatch: The microbatch, or -1 if the stage is idle.
+        chunk: The stage's chunk, or -1 if the stage is idle.
     """
 
     microbatch: T
@@ -32,21 +32,21 @@ class Actions(NamedTuple, Generic[T]):
 
 
 class Transfers(NamedTuple, Generic[T]):
-    """Way of one kind of value from the action that computes it to the one that takes it.
+    """Path of one kind of value from the action that computes it to the action that uses it.
 
     The kinds are activations and gradients.
 
     Attributes:
-        send: Slot of the send buffer that is sent in a tick's exchange.
-        send_to: The stage that it goes to.
-        recv: Slot of the receive buffer where the value lands that arrives in a tick's exchange.
-        recv_from: The stage that it comes from.
-        next_recv_from: `recv_from` of the tick after.
-        read: Slot of the receive buffer that the tick's action takes.
-        write: Slot of the send buffer that its result goes to.
-        local_read: Slot of the local buffer that the action takes, if the chunk before lies on the
+        send: Slot of the send buffer that is sent in the tick's exchange.
+        send_to: The stage that it is sent to.
+        recv: Slot of the receive buffer for the value that arrives in the tick's exchange.
+        recv_from: The stage that sends it.
+        next_recv_from: `recv_from` of the next tick.
+        read: Slot of the receive buffer that the tick's action reads.
+        write: Slot of the send buffer for the action's result.
+        local_read: Slot of the local buffer that the action reads, if the preceding chunk is on the
             same stage.
-        local_write: Slot of the local buffer that its result goes to, if the chunk after lies on
+        local_write: Slot of the local buffer for the action's result, if the following chunk is on
             the same stage.
     """
 
@@ -64,29 +64,31 @@ class Transfers(NamedTuple, Generic[T]):
 class Tables(NamedTuple, Generic[T]):
     """Tables of a tick program.
 
-    `Tables[Table]` is the whole program; the executor cuts one device's `Tables[jax.Array]` of one
-    tick out of it.
+    `Tables[Table]` is the whole program. The executor slices one device's `Tables[jax.Array]` of
+    one tick out of it.
 
     Attributes:
-        forward: What forwards work on.
-        backward: What backwards work on, whole ones and those of the input alone.
-        weight: What the weight gradients of split backwards work on.
-        activations: How activations travel; forwards take and give them.
-        gradients: How gradients travel; backwards take and give them.
+        forward: Microbatches and chunks of forwards.
+        backward: Microbatches and chunks of backwards, whole backwards and input gradients.
+        weight: Microbatches and chunks of weight gradients of split backwards.
+        activations: Transfers of activations, between forwards.
+        gradients: Transfers of gradients, between backwards.
         residual_write: Slot for the residuals of the tick's forward.
-        residual_read: Slot of the residuals that its backward takes.
-        weight_residual_read: Slot of the residuals that its weight gradient takes.
-        pending_write: Slot for what a split backward leaves for its weight gradient; -1 where the
-            backward is whole.
-        pending_read: Slot of what the weight gradient takes.
-        input_microbatch: The microbatch whose forward on the model's first part is in this tick,
-            told to all stages.
-        next_input_microbatch: The same of the tick after.
-        loss_microbatch: The microbatch whose loss is in this tick, told to all stages: that of the
-            forward on the last part, or where losses are delayed of the forward a tick before.
-        loss_gradient_write: On the stage of the last part the slot of that forward's residuals.
-        last_input_grad_microbatch: The microbatch whose backward on the first part was in the tick
-            before, told to all stages.
+        residual_read: Slot of the residuals that the tick's backward reads.
+        weight_residual_read: Slot of the residuals that the tick's weight gradient reads.
+        pending_write: Slot for the operands that a split backward leaves for its weight gradient;
+            -1 if the backward is whole.
+        pending_read: Slot of the operands that the weight gradient reads.
+        input_microbatch: The microbatch that runs its forward on the first virtual stage in this
+            tick, broadcast to all stages.
+        next_input_microbatch: `input_microbatch` of the next tick.
+        loss_microbatch: The microbatch that runs its loss in this tick, broadcast to all stages. It
+            is the microbatch of the forward on the last virtual stage in this tick, or in the
+            previous tick if losses are delayed.
+        loss_gradient_write: On the stage of the last virtual stage, the slot of that forward's
+            residuals.
+        last_input_grad_microbatch: The microbatch that ran its backward on the first virtual stage
+            in the previous tick, broadcast to all stages.
     """
 
     forward: Actions[T]
@@ -107,12 +109,12 @@ class Tables(NamedTuple, Generic[T]):
 
 
 class TransferBuffers(NamedTuple, Generic[T]):
-    """Something for each buffer of one kind of value that travels.
+    """One entry for each buffer of one kind of transferred value.
 
     Attributes:
-        recv: Of what has arrived and waits for its action.
-        send: Of what was computed and waits to be sent.
-        local: Of what passes between two chunks of one stage.
+        recv: The buffer of values that have arrived and are not used yet.
+        send: The buffer of values that were computed and are not sent yet.
+        local: The buffer of values passed between two chunks of one stage.
     """
 
     recv: T
@@ -121,13 +123,13 @@ class TransferBuffers(NamedTuple, Generic[T]):
 
 
 class Buffers(NamedTuple, Generic[T]):
-    """Something for each buffer of a stage.
+    """One entry for each buffer of a stage.
 
     Attributes:
-        activations: Of activations.
-        gradients: Of gradients.
-        residuals: Of residuals, from a forward to its backward.
-        pending: Of what a split backward hands from its input gradient to its weight gradient.
+        activations: The buffers of activations.
+        gradients: The buffers of gradients.
+        residuals: The buffer of residuals, from a forward to its backward.
+        pending: The buffer of the operands that an input gradient leaves for its weight gradient.
     """
 
     activations: TransferBuffers[T]
@@ -140,9 +142,9 @@ _STRUCTURES: tuple[Callable[..., Any], ...] = (Tables, Transfers, Actions, Buffe
 
 
 def map_fields(function: Callable[..., Any], *structures: Any) -> Any:
-    """Call a function with corresponding fields of structures; the results have their form.
+    """Map a function over corresponding fields of structures, and return the same structure.
 
-    The structures are those of this module.
+    The structures are the named tuples of this module.
     """
     make: Callable[..., Any] = type(structures[0])  # pyright: ignore[reportUnknownVariableType]
     if make in _STRUCTURES:
@@ -153,23 +155,23 @@ def map_fields(function: Callable[..., Any], *structures: Any) -> Any:
 class Idle(Enum):
     """What a device does in a tick in which it has no action of a kind.
 
-    Each value as it is printed.
+    The values are the printed texts.
     """
 
     NEVER = "never idle"
     """No stage is idle in the run, so there is nothing to do."""
 
     COMPUTE = "computed"
-    """Compute on whatever is there, and keep the result: it is zero, or nobody reads it."""
+    """Compute on whatever is in the buffers and keep the result: it is zero or nothing reads it."""
 
     MASK = "computed and dropped"
-    """Compute on whatever is there; zeros replace the result."""
+    """Compute on whatever is in the buffers and replace the result with zeros."""
 
     BRANCH = "branched around"
-    """One branch of a switch, which gives zeros."""
+    """Take the branch of a switch that returns zeros."""
 
     LOOP = "looped"
-    """No round of a loop that has one round where the action is not idle, and writes in place."""
+    """Run no iteration of a loop that otherwise runs one and writes its result in place."""
 
 
 @dataclass(frozen=True)
@@ -177,14 +179,14 @@ class ActionPlan:
     """How the actions of one kind run in a run of ticks.
 
     Attributes:
-        idle: What a stage does without an action of this kind.
-        chunks: Chunks that the actions are of, on any stage.
-        splits: Of backwards whether they are whole (False) or of the input alone (True), in this
-            order where both occur; empty for other kinds.
-        branches_on_chunk: Several chunks are branches of one switch; otherwise the tick's chunk is
-            an index into the weights of all.
-        adds_in_loops: Gradients are added to the sums of their chunk in a loop of one round or none
-            for each chunk.
+        idle: What a stage does in a tick in which it has no action of this kind.
+        chunks: Chunks of the actions, on any stage.
+        splits: For backwards, whether they are whole (False) or only input gradients (True), in
+            this order if both occur. Empty for other kinds.
+        branches_on_chunk: Whether several chunks are branches of one switch. Otherwise the tick's
+            chunk is an index into the stacked weights of all chunks.
+        adds_in_loops: Whether gradients are added to the sums of their chunk by a zero-or-one-
+            iteration loop for each chunk.
     """
 
     idle: Idle
@@ -195,31 +197,33 @@ class ActionPlan:
 
     @property
     def has_branches(self) -> bool:
-        """True if the action is one of several branches of a switch."""
+        """Whether the action is one of several branches of a switch."""
         is_one_of_many = len(self.splits) > 1 or (self.branches_on_chunk and len(self.chunks) > 1)
         return is_one_of_many or self.idle is Idle.BRANCH
 
 
 @dataclass(frozen=True)
 class TickRun:
-    """Successive ticks whose computing has the same content, counted over all stages.
+    """Consecutive ticks with the same kinds of computation, over all stages.
 
     Attributes:
-        start: First tick.
-        stop: Tick behind the last.
-        activation_sends: Who sends activations to whom in the exchanges of these ticks.
-        next_activation_sends: The same of the ticks `start + 1` to `stop`: what this run's own
-            forwards hand on where nothing waits to be sent.
-        gradient_sends: Who sends gradients to whom.
-        has_one_chunk: Forward and backward of each tick, where a stage has both, are of one chunk.
-        forward: How forwards run; None: no stage has one in these ticks. Likewise of what follows.
-        backward: Backwards, whole or of the input alone.
-        weight: Weight gradients of split backwards.
-        loss: What stages do in ticks without a loss, or without a part in it.
-        first: What they do, where all stages run the model's first layers, in ticks that need none
-            of these: in training for the forward of the tick after.
-        first_backward: What they do in ticks without a backward of these layers.
-        receives_first: The exchanges of a tick end before its forward begins.
+        start: The first tick.
+        stop: The tick after the last one.
+        activation_sends: Which stages send activations to which in the exchanges of these ticks.
+        next_activation_sends: The same for ticks `start + 1` to `stop`, which send the results of
+            this run's forwards if results are sent without a buffer.
+        gradient_sends: Which stages send gradients to which.
+        has_one_chunk: Whether the forward and the backward that a stage runs in one tick always
+            have the same chunk.
+        forward: How forwards run; None if no stage has a forward in these ticks. The same holds for
+            `backward` and `weight`.
+        backward: How backwards run, whole backwards and input gradients.
+        weight: How weight gradients of split backwards run.
+        loss: What stages do in ticks in which they take no part in a loss.
+        first: If all stages run the model's first layers, what they do in ticks that do not need
+            them. In training these layers run for the forward of the next tick.
+        first_backward: What stages do in ticks without a backward of these layers.
+        receives_first: Whether the exchanges of a tick end before its forward begins.
     """
 
     start: int
@@ -238,17 +242,17 @@ class TickRun:
 
     @property
     def has_forward(self) -> bool:
-        """True if some stage runs a forward."""
+        """Whether some stage runs a forward."""
         return self.forward is not None
 
     @property
     def has_backward(self) -> bool:
-        """True if some stage runs a backward, whole or of the input alone."""
+        """Whether some stage runs a backward, whole or only the input gradient."""
         return self.backward is not None
 
     @property
     def has_weight(self) -> bool:
-        """True if some stage runs the weight gradient of a split backward."""
+        """Whether some stage runs the weight gradient of a split backward."""
         return self.weight is not None
 
 
@@ -256,47 +260,50 @@ class TickRun:
 class TickProgram:
     """Actions of every stage in every tick, and the slot of each value.
 
-    A tick is a step of the schedule. It has four phases, in this order (`a` stands for
-    `tables.activations`, `g` for `tables.gradients`):
+    A tick is a step of the schedule. It has four phases, in this order (`a` is short for
+    `tables.activations` and `g` for `tables.gradients`):
 
-    1. exchange: slot `a.send` of the activations' send buffer goes to stage `a.send_to`, where it
-       lands in slot `a.recv` of the receive buffer; gradients likewise, by `g`;
-    2. forward: of chunk `forward.chunk`, microbatch `forward.microbatch` (-1: idle). Its input is
-       slot `a.read` of the receive buffer, or slot `a.local_read` of the local one if the chunk
-       before lies on the same stage, or the batch if both are -1 (the first part of the model). Its
-       output goes to slot `a.write` of the send buffer or `a.local_write` of the local one, or
-       nowhere (the last part); its residuals go to slot `residual_write`;
-    3. backward, whole or (where `pending_write` is not -1) of the input alone: of `backward.chunk`
-       and `backward.microbatch`, from the residuals in slot `residual_read` and the gradient in
-       slot `g.read` or `g.local_read` (both -1: the loss). Its result goes to `g.write` or
-       `g.local_write`; a split one leaves the rest of its work in slot `pending_write`;
-    4. weight: the rest, of `weight.chunk` and `weight.microbatch`, from slots `pending_read` and
+    1. Exchange: slot `a.send` of the activations' send buffer is sent to stage `a.send_to`, which
+       writes it to slot `a.recv` of its receive buffer. Gradients are sent in the same way, by `g`.
+    2. Forward of chunk `forward.chunk` and microbatch `forward.microbatch` (-1: idle). Its input is
+       slot `a.read` of the receive buffer, or slot `a.local_read` of the local buffer if the
+       preceding chunk is on the same stage, or the batch if both are -1 (the first virtual stage).
+       Its output is written to slot `a.write` of the send buffer or `a.local_write` of the local
+       buffer; the last virtual stage writes neither. Its residuals are written to slot
+       `residual_write`.
+    3. Backward of `backward.chunk` and `backward.microbatch`, whole, or only the input gradient if
+       `pending_write` is not -1. It reads the residuals in slot `residual_read` and the gradient in
+       slot `g.read` or `g.local_read` (both -1: the loss). Its result is written to `g.write` or
+       `g.local_write`. A split backward leaves the operands of its weight gradient in slot
+       `pending_write`.
+    4. Weight gradient of `weight.chunk` and `weight.microbatch`, from slots `pending_read` and
        `weight_residual_read`.
 
-    Idle forwards of training runs that hold forwards have a `residual_write` too: a slot that
-    nothing living uses in that tick, so that a masked forward may store its garbage there.
-    Everywhere else -1 marks idleness.
+    In training runs with forwards, idle forwards have a `residual_write` too: a slot that no live
+    value uses in that tick, so that a masked forward can store its garbage there. In all other
+    tables, -1 means idle.
 
     Attributes:
         name: The schedule's class name.
-        num_stages: Pipeline stages.
+        num_stages: Number of pipeline stages.
         num_microbatches: Microbatches in a batch.
-        num_chunks: Chunks a stage.
+        num_chunks: Chunks per stage.
         num_ticks: Length of the program.
-        training: Whether it has backwards.
-        placement: Where the chunks lie.
+        training: Whether the program has backwards.
+        placement: The placement of the chunks.
         tables: The tables.
-        stage_depth: The slots of each buffer that each stage needs.
-        depth: The slots that every device must hold: the maximum over stages.
-        unbuffered: Whether no value waits in a buffer: what arrives is taken in the same tick
-            (`recv`), what is sent was computed in the tick before (`send`), a split backward is
-            completed in the same tick (`pending`). A `recv` or `pending` that is never used counts
-            as such, a `send` that is never used does not.
-        needs_spill: Whether some idle forward finds no free slot for residuals; it writes to slot
-            `depth.residuals`, one more than the living need.
-        delays_loss: Whether each loss runs a tick after the forward whose output it takes.
-        runs: The ticks in runs of equal content, at most `MAX_RUNS`, however many microbatches
-            there are; two more where the first tick and the last are runs of their own.
+        stage_depth: The number of slots of each buffer that each stage needs.
+        depth: The number of slots that every device allocates: the maximum over the stages.
+        unbuffered: Whether no value has to be kept in a buffer: values that arrive are used in the
+            same tick (`recv`), values that are sent were computed in the previous tick (`send`),
+            and split backwards are completed in the same tick (`pending`). A `recv` or `pending`
+            buffer that is never used counts as unbuffered; a `send` buffer that is never used does
+            not.
+        needs_spill: Whether some idle forward has no free slot for residuals. It then writes to
+            slot `depth.residuals`, one more than the live values need.
+        delays_loss: Whether each loss runs one tick after the forward that computes its input.
+        runs: The ticks grouped into runs of equal content. There are at most `MAX_RUNS`, for any
+            number of microbatches, plus two if the first and the last tick are separate runs.
     """
 
     name: str
@@ -315,7 +322,7 @@ class TickProgram:
     runs: tuple[TickRun, ...]
 
     def in_flight(self, stage: int) -> int:
-        """Give the most microbatches whose residuals live on a stage at once.
+        """Return the maximum number of microbatches in flight on a stage.
 
         Args:
             stage: The stage.
@@ -332,14 +339,14 @@ class TickProgram:
 
     @property
     def residual_slots(self) -> int:
-        """Slots of the residuals' buffer with the spill slot, if there is one."""
+        """Slots of the residual buffer, including the spill slot if there is one."""
         return self.depth.residuals + int(self.needs_spill)
 
     @property
     def fuses_loss(self) -> bool:
-        """True if every loss is followed by its backward in the same tick.
+        """Whether every loss is followed by its backward in the same tick.
 
-        Its gradient need not wait then.
+        If so, the loss's gradient needs no buffer.
         """
         last_stage, last_chunk = self.placement.locations[-1]
         losses, backward = self.tables.loss_microbatch[0], self.tables.backward
@@ -350,11 +357,11 @@ class TickProgram:
 
     @property
     def ends_at_input(self) -> bool:
-        """True if the last tick has a backward of the model's first part."""
+        """Whether the last tick has a backward of the first virtual stage."""
         stage, chunk = self.placement.locations[0]
         return self.tables.backward.chunk[stage][-1] == chunk
 
     @property
     def has_split_backward(self) -> bool:
-        """True if some backward is split in two."""
+        """Whether some backward is split."""
         return self.depth.pending > 0

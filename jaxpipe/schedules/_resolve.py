@@ -1,4 +1,4 @@
-"""From a schedule's name in the configuration to its class."""
+"""Look up the class of a schedule by its name in the configuration."""
 
 import functools
 import inspect
@@ -18,10 +18,11 @@ from ._zero_bubble_v import ZeroBubbleVSchedule
 
 
 def schedule_names() -> dict[str, type[PipeSchedule]]:
-    """Give the training schedules that have a name: a new one is entered here and nowhere else.
+    """Return the named training schedules; this is the only place to register a new one.
 
     Returns:
-        Name to class, simplest first: of schedules that are about as fast `"auto"` takes the first.
+        Classes by name, simplest first. If several schedules are about equally fast, `"auto"`
+        chooses the first of them.
     """
     return {
         "1f1b": OneFOneBSchedule,
@@ -41,20 +42,20 @@ def resolve_schedule(
     num_chunks: int | None = None,
     max_pending: int | None = None,
 ) -> type[PipeSchedule]:
-    """Find the schedule class that a name or a class stands for.
+    """Return the schedule class for a name or a class.
 
     Args:
-        schedule: A name of `schedule_names`, such as `"1f1b"`, or a `PipeSchedule` subclass.
+        schedule: A name from `schedule_names`, such as `"1f1b"`, or a `PipeSchedule` subclass.
         num_chunks: Model chunks on each stage. Default: the schedule's own number.
-        max_pending: The most weight gradients that a stage keeps pending, where backwards are
-            split. Default: the schedule's own number.
+        max_pending: The most weight gradients that a stage keeps pending, if backwards are split.
+            Default: the schedule's own number.
 
     Returns:
-        The class, or a subclass of it with these numbers; equal requests give the same one.
+        The class, or a subclass of it with these numbers. Equal arguments return the same class.
 
     Raises:
-        ScheduleError: The name is not known, the class is not a concrete `PipeSchedule`, the
-            schedule cannot have so many chunks, or its backwards are not split.
+        ScheduleError: The name is unknown, the class is not a concrete `PipeSchedule`, the schedule
+            does not support this number of chunks, or its backwards are not split.
 
     Example:
         >>> resolve_schedule("interleaved", num_chunks=4).num_chunks
@@ -69,7 +70,7 @@ def resolve_schedule(
     return _variant(kind, **changes) if changes else kind
 
 
-# Cached, so that equal requests give one class: rows and listings are cached by it.
+# Cached so that equal arguments return the same class: rows and listings are cached by class.
 @functools.cache
 def _variant(kind: type[PipeSchedule], **changes: int) -> type[PipeSchedule]:
     return type(

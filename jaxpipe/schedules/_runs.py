@@ -7,25 +7,26 @@ from itertools import groupby
 from ._program import ActionPlan, Idle, Row, Sends, Table, Tables, TickProgram, TickRun
 
 MAX_RUNS = 8
-"""The most runs a program has; each is compiled by itself."""
+"""The maximum number of runs of a program; each run is compiled separately."""
 
 SHORT_RUN = 4
-"""Neighbouring runs shorter than this are joined when there are too many."""
+"""Neighbouring runs shorter than this are joined if there are too many runs."""
 
 _Piece = tuple[int, int, tuple[bool, bool, bool]]
 
 
 def tick_runs(num_ticks: int, tables: Tables[Table]) -> tuple[TickRun, ...]:
-    """Group the ticks of a program.
+    """Group the ticks of a program into runs.
 
-    Ticks belong together as long as the same kinds of computing (forward, backward, weight) occur
-    in them, on any stage. What travels is counted afterwards. With one chunk a stage, stretches of
-    at least `SHORT_RUN` ticks in which every stage runs all kinds are kept apart: the steady part
-    of a schedule then has no idle action and no branch. A schedule whose content alternates would
-    give runs without number: beyond `MAX_RUNS`, neighbours shorter than `SHORT_RUN` ticks are
-    joined, and if that is not enough all but the first three and the last three.
+    Consecutive ticks form a run while the same kinds of action (forward, backward, weight) occur in
+    them, on any stage. Exchanges do not affect the grouping. With one chunk per stage, stretches of
+    at least `SHORT_RUN` ticks in which every stage runs all kinds are separate runs: the steady
+    part of a schedule then has no idle action and no branch. A schedule with alternating content
+    would have very many runs. If there are more than `MAX_RUNS`, neighbours shorter than
+    `SHORT_RUN` ticks are joined. If that is not enough, all runs but the first three and the last
+    three are joined.
 
-    The runs go from tick 0 to `num_ticks` without gaps.
+    The runs cover ticks 0 to `num_ticks` without gaps.
     """
     columns = _columns(tables)
     content = _content(columns)
@@ -40,23 +41,24 @@ def tick_runs(num_ticks: int, tables: Tables[Table]) -> tuple[TickRun, ...]:
         pieces.append((listed[0], listed[-1] + 1, has))
     if len(pieces) > MAX_RUNS:
         pieces = _joined_short(pieces)
-    # Content changes most where the pipeline fills and drains, at both ends: these stay apart.
+    # Content changes most at both ends, where the pipeline fills and drains, so the runs there stay
+    # separate.
     if len(pieces) > MAX_RUNS:
         pieces = [*pieces[:3], _joined(pieces[3:-3]), *pieces[-3:]]
     return tuple(_run(piece, tables) for piece in pieces)
 
 
 def with_ends_apart(program: TickProgram) -> TickProgram:
-    """Take the first tick and the last out of their runs.
+    """Make the first and the last tick separate runs.
 
-    A run of one tick is no loop: what comes before the first tick and after the last, such as the
-    gathers of weights and the reductions of gradients, may then go on beside its computing.
+    A run of one tick is not a loop. Operations before the first tick and after the last, such as
+    the gathers of weights and the reductions of gradients, can then overlap its computation.
 
     Args:
         program: The program.
 
     Returns:
-        The same with at most two runs more, all of them without a policy for idle actions.
+        The program with at most two additional runs. No run has a policy for idle actions.
     """
     last, content = program.num_ticks - 1, _content(_columns(program.tables))
     inner = [(max(run.start, 1), min(run.stop, last), run) for run in program.runs]
@@ -72,7 +74,7 @@ def with_ends_apart(program: TickProgram) -> TickProgram:
 
 
 def _columns(tables: Tables[Table]) -> list[list[tuple[int, ...]]]:
-    """By kind and tick the microbatches of all stages."""
+    """Return the microbatches of all stages by kind and tick."""
     return [
         list(zip(*kind.microbatch, strict=True))
         for kind in (tables.forward, tables.backward, tables.weight)
@@ -80,9 +82,9 @@ def _columns(tables: Tables[Table]) -> list[list[tuple[int, ...]]]:
 
 
 def _content(columns: Sequence[Sequence[Sequence[int]]]) -> list[tuple[bool, bool, bool]]:
-    """By tick which kinds occur.
+    """Return for each tick which kinds occur.
 
-    One device program runs on all stages, so content is that of any stage.
+    All stages run one device program, so a kind occurs if any stage runs it.
     """
     forward, backward, weight = ([max(column) >= 0 for column in kind] for kind in columns)
     return list(zip(forward, backward, weight, strict=True))
@@ -102,8 +104,8 @@ def _run(piece: _Piece, tables: Tables[Table]) -> TickRun:
         start,
         stop,
         activation_sends=_sends(tables.activations.send_to, start, stop),
-        # A result that never waits is sent in the exchange of the tick after: these are the run's
-        # ticks, one later.
+        # An unbuffered result is sent in the exchange of the next tick, so these are the run's
+        # ticks shifted by one.
         next_activation_sends=_sends(tables.activations.send_to, start + 1, stop + 1),
         gradient_sends=_sends(tables.gradients.send_to, start, stop),
         has_one_chunk=all(one == other or min(one, other) < 0 for one, other in both),
@@ -114,9 +116,9 @@ def _run(piece: _Piece, tables: Tables[Table]) -> TickRun:
 
 
 def _action(chunks: Sequence[Row], pending: Sequence[Row] = ()) -> ActionPlan:
-    """What actions of one kind are, by their chunks in some ticks.
+    """Return the plan of one kind of action from its chunks in some ticks.
 
-    Of backwards with the slots of what they leave.
+    `pending` contains the slots that split backwards write; it is empty for other kinds.
     """
     found = {chunk for row in chunks for chunk in row}
     at = (
@@ -131,12 +133,12 @@ def _action(chunks: Sequence[Row], pending: Sequence[Row] = ()) -> ActionPlan:
 
 
 def _steady(kinds: Sequence[Sequence[Sequence[int]]], forward_chunk: Table) -> list[bool]:
-    """For each tick whether it lies in a long stretch without idle actions.
+    """Return for each tick whether it is in a long stretch without idle actions.
 
-    In such a stretch every stage runs all kinds of actions that occur.
+    In this stretch every stage runs all kinds of action that occur.
     """
-    # With several chunks an action is branched on its chunk anyway, so that a run without idle
-    # actions saves no branch.
+    # With several chunks an action branches on its chunk anyway, so a run without idle actions
+    # saves no branch.
     has_chunks = any(chunk > 0 for row in forward_chunk for chunk in row)
     marks = [
         len(kinds) > 1 and not has_chunks and min(map(min, column)) >= 0
@@ -165,9 +167,9 @@ def _joined(pieces: list[_Piece]) -> _Piece:
 
 
 def _sends(send_to: Table, start: int, stop: int) -> Sends:
-    """Who sends to whom in the exchanges of some ticks.
+    """Return which stages send to which in the exchanges of some ticks.
 
-    Those behind the program's end count for nothing.
+    Ticks after the end of the program are ignored.
     """
     found: dict[int, set[tuple[int, int]]] = {}
     for source, row in enumerate(send_to):

@@ -10,10 +10,10 @@ class Slots:
     """Slots of the values of one buffer of one stage.
 
     Attributes:
-        slot_of: For each unit its slot, -1 if it never enters; one more -1 at the end, so that
-            index -1 (idle) is -1.
+        slot_of: The slot of each unit, or -1 if it never enters. There is an additional -1 at the
+            end, so that index -1 (idle) is -1.
         depth: Number of slots.
-        vacant: For each tick the lowest slot that no value uses in that tick; `depth` or less.
+        vacant: For each tick the lowest slot that no value uses in that tick, at most `depth`.
     """
 
     slot_of: tuple[int, ...]
@@ -21,7 +21,7 @@ class Slots:
     vacant: tuple[int, ...]
 
     def row(self, units: Sequence[int]) -> tuple[int, ...]:
-        """Give the slot of each unit of a row over ticks; -1 stays -1."""
+        """Return the slot of each unit of a row over ticks; -1 stays -1."""
         slot_of = self.slot_of
         return tuple([slot_of[unit] for unit in units])
 
@@ -33,15 +33,15 @@ def assign_slots(
     *,
     frees_first: bool = False,
 ) -> Slots:
-    """Give each value the lowest slot that is free while it lives.
+    """Assign each value the lowest slot that is free during its lifetime.
 
-    Values are taken in the order in which they start to live, so the depth is the largest number
-    alive at once.
+    Values are processed in the order in which they start to live, so the depth is the maximum
+    number of values alive at the same time.
 
-    `starts` has for each tick the unit whose value starts to live; the rows of `ends` have those
-    whose values are used last there; -1 is none. With `frees_first`, a value that ends in a tick is
-    gone before one that starts there is written (the exchange sends before the stage computes). By
-    default both live in that tick.
+    `starts` contains for each tick the unit whose value starts to live. The rows of `ends` contain
+    the units whose values are used for the last time; -1 means no unit. With `frees_first`, a slot
+    that is freed in a tick can be reused by a value that starts in that tick (the exchange sends
+    before the stage computes). By default both values live in that tick.
     """
     slot_of = [-1] * (num_units + 1)
     free: list[int] = []
@@ -59,8 +59,7 @@ def assign_slots(
             else:
                 slot_of[start] = depth
                 depth += 1
-        # The lowest free slot, so that garbage goes where a value would go next; `depth` is the
-        # spill slot.
+        # The lowest free slot, which the next value would get. `depth` is the spill slot.
         vacant.append(free[0] if free else depth)
         if not frees_first:
             for unit in ending:

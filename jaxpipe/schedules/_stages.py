@@ -1,4 +1,4 @@
-"""The schedules of all stages, from any form in which a schedule may be given."""
+"""The schedule objects of all stages, from any accepted form of a schedule."""
 
 from collections.abc import Iterable, Sequence
 from itertools import islice
@@ -11,17 +11,17 @@ from ._instructions import PipeInstruction
 from ._resolve import resolve_schedule
 
 AnySchedule = str | type[PipeSchedule] | PipeSchedule | Sequence[PipeSchedule]
-"""A schedule by its name, its class, the object of one of its stages, or those of all stages."""
+"""A schedule: its name, its class, the object of one stage, or the objects of all stages."""
 
 
 def stage_schedules(
     schedule: AnySchedule, num_microbatches: int | None = None, num_stages: int | None = None
 ) -> tuple[PipeSchedule, ...]:
-    """Give one schedule object a stage, all of one batch, stage 0 first.
+    """Return the schedule object of every stage for one batch, stage 0 first.
 
-    `schedule` is a name or a class, which need both sizes; the object of one stage; or the objects
-    of all stages in order. Raises ScheduleError where objects do not belong together, or sizes are
-    lacking or out of range.
+    `schedule` is a name or a class, which require both sizes, the object of one stage, or the
+    objects of all stages in order. Raises ScheduleError if the objects do not belong together, or
+    sizes are missing or out of range.
     """
     if isinstance(schedule, PipeSchedule):
         schedules = _of_all_stages(type(schedule), schedule.micro_batches, schedule.stages)
@@ -43,8 +43,7 @@ def stage_schedules(
 def _of_all_stages(
     kind: type[PipeSchedule], num_microbatches: int, num_stages: int
 ) -> tuple[PipeSchedule, ...]:
-    # The first object refuses sizes that are no numbers; the others are counted by what it made of
-    # them.
+    # The first object rejects sizes that are not numbers and converts the others.
     first = kind(num_microbatches, num_stages, 0)
     return (first, *(kind(num_microbatches, num_stages, stage) for stage in range(1, first.stages)))
 
@@ -52,13 +51,14 @@ def _of_all_stages(
 def _listed_objects(schedule: object) -> tuple[PipeSchedule, ...]:
     if not isinstance(schedule, Iterable):
         raise ScheduleError(
-            "A schedule must be a name, a PipeSchedule subclass, the object of one stage or those "
-            f"of all stages, but got schedule={shown(schedule)}. Pass a name such as '1f1b'."
+            "A schedule must be a name, a PipeSchedule subclass, the object of one stage or the "
+            f"objects of all stages, but got schedule={shown(schedule)}. Pass a name such as "
+            "'1f1b'."
         )
     listed = tuple(cast("Iterable[object]", schedule))
     if not listed:
         raise ScheduleError(
-            "A schedule must have at least one stage, but got stages=0. Pass one object a stage."
+            "A schedule must have at least one stage, but got stages=0. Pass one object per stage."
         )
     objects = tuple(one for one in listed if isinstance(one, PipeSchedule))
     if len(objects) < len(listed):
@@ -68,15 +68,15 @@ def _listed_objects(schedule: object) -> tuple[PipeSchedule, ...]:
         raise ScheduleError(
             "A schedule in a list must be the PipeSchedule object of a stage, but got "
             f"schedule[{stage}]={shown(wrong)}. Build it with micro_batches, stages and "
-            f"stage_id={stage}, or pass a name alone."
+            f"stage_id={stage}, or pass only a name."
         )
     return objects
 
 
 def listed_steps(schedule: PipeSchedule) -> list[Sequence[PipeInstruction]]:
-    """The steps of a schedule. Raises ScheduleError where they do not come to an end."""
+    """Return the steps of a schedule. Raises ScheduleError if they do not end."""
     units = schedule.micro_batches * schedule.num_chunks
-    # Generous, eight steps for each unit on each stage: what is longer does not end.
+    # A generous limit of eight steps for each unit on each stage: a longer schedule is endless.
     limit = 64 + 8 * (units + 1) * (schedule.stages + 1)
     listed = list(islice(schedule.steps(), limit + 1))
     if len(listed) > limit:
@@ -106,11 +106,11 @@ def _require_alike(
         ):
             if got != want:
                 raise ScheduleError(
-                    f"The schedules of one batch must agree, but got {name}={got} at place {stage} "
+                    f"The schedules of one batch must agree, but got {name}={got} at index {stage} "
                     f"of {len(schedules)}. Build that one with {name}={want}."
                 )
     if len(schedules) != stages:
         raise ScheduleError(
-            f"There must be one schedule a stage, but got {len(schedules)} for stages={stages}. "
+            f"There must be one schedule per stage, but got {len(schedules)} for stages={stages}. "
             f"Pass all {stages}."
         )

@@ -1,4 +1,4 @@
-"""Schedules given by a timetable: what a stage works on at each step."""
+"""Schedules defined by a timetable: what a stage works on at each step."""
 
 from abc import abstractmethod
 from collections import deque
@@ -23,29 +23,29 @@ from ._instructions import (
 )
 
 Action = tuple[int, int]
-"""A chunk of the stage and a microbatch; a microbatch outside `[0, micro_batches)` means none."""
+"""A chunk of the stage and a microbatch. A microbatch outside `[0, micro_batches)` means none."""
 
 NOTHING: Action = (0, -1)
 
 
 class TimetableSchedule(PipeSchedule):
-    """A training schedule that needs only its times: the instructions follow from them.
+    """A training schedule that is defined only by its times: the instructions follow from them.
 
-    Each hop takes one step: what a part of the model computes is with the following part, or the
-    preceding one if it is a gradient, in the step after. It is used there at once; where it waits,
-    `activation_at` and `gradient_at` say when it arrives. A step then lists its exchanges
-    (`SendGrad`, `RecvActivation`, `RecvGrad`, `SendActivation`), `LoadMicroBatch` on the first and
-    the last part, the forward, the backward and the weight gradient; the last step ends with the
-    reductions and the optimizer step. Values that stay on the stage, from one of its chunks to the
-    next, are not sent.
+    Each hop takes one step: the result of a virtual stage reaches the next virtual stage (a
+    gradient the previous one) in the following step. By default it is used in that step. If it is
+    used later, `activation_at` and `gradient_at` return when it arrives. A step lists its exchanges
+    (`SendGrad`, `RecvActivation`, `RecvGrad`, `SendActivation`), then `LoadMicroBatch` on the first
+    and the last virtual stage, then the forward, the backward and the weight gradient. The last
+    step ends with the reductions and the optimiser step. Values passed between two chunks of one
+    stage are not sent.
     """
 
     split_backward: ClassVar[bool] = False
-    """True if `backward_at` gives input gradients alone, and `weight_at` the weight gradients."""
+    """Whether `backward_at` returns only input gradients and `weight_at` the weight gradients."""
 
     @abstractmethod
     def num_steps(self) -> int:
-        """Give the number of steps, the same on every stage.
+        """Return the number of steps, the same on every stage.
 
         Returns:
             Number of steps.
@@ -53,79 +53,81 @@ class TimetableSchedule(PipeSchedule):
 
     @abstractmethod
     def forward_at(self, step: int) -> Action:
-        """Give what runs its forward at a step.
+        """Return the forward that runs at a step.
 
         Args:
-            step: A step, from 0.
+            step: A step, counted from 0.
 
         Returns:
-            Chunk and microbatch; a microbatch outside `[0, micro_batches)` means none.
+            Chunk and microbatch. A microbatch outside `[0, micro_batches)` means none.
         """
 
     @abstractmethod
     def backward_at(self, step: int) -> Action:
-        """Give what runs its backward, whole or its input gradient, at a step.
+        """Return the backward that runs at a step, whole or only its input gradient.
 
         Args:
-            step: A step, from 0.
+            step: A step, counted from 0.
 
         Returns:
-            Chunk and microbatch; a microbatch outside `[0, micro_batches)` means none.
+            Chunk and microbatch. A microbatch outside `[0, micro_batches)` means none.
         """
 
     def weight_at(self, step: int) -> Action:
-        """Give what runs the weight gradient of its backward at a step.
+        """Return the weight gradient that runs at a step.
 
         Args:
-            step: A step, from 0.
+            step: A step, counted from 0.
 
         Returns:
-            Chunk and microbatch; by default none.
+            Chunk and microbatch. By default none.
         """
         return NOTHING
 
     def activation_at(self, step: int) -> Action:
-        """Give what receives its activation from another stage at a step.
+        """Return the chunk and microbatch that receive an activation from another stage at a step.
 
         Args:
-            step: A step, from 0.
+            step: A step, counted from 0.
 
         Returns:
-            Chunk and microbatch; by default those of `forward_at`, which uses it in the same step.
+            Chunk and microbatch. By default those of `forward_at`, which uses the activation in the
+            same step.
         """
         return self.forward_at(step)
 
     def gradient_at(self, step: int) -> Action:
-        """Give what receives its gradient from another stage at a step.
+        """Return the chunk and microbatch that receive a gradient from another stage at a step.
 
         Args:
-            step: A step, from 0.
+            step: A step, counted from 0.
 
         Returns:
-            Chunk and microbatch; by default those of `backward_at`, which uses it in the same step.
+            Chunk and microbatch. By default those of `backward_at`, which uses the gradient in the
+            same step.
         """
         return self.backward_at(step)
 
     def num_pipe_buffers(self) -> int:
-        """Give the number of buffers: the most that are needed at once.
+        """Return the number of buffers: the maximum needed at the same time.
 
         Returns:
             The most microbatches in flight, counted on each chunk from the arrival of its
-            activation; one more where a gradient waits for the next step to be taken by another
-            chunk of this stage.
+            activation. One more if a gradient is kept for another chunk of this stage, which uses
+            it in the next step.
         """
         ends = self._ends()
         flying = peak = 0
         for step in range(self.num_steps()):
-            # Before what this step frees: a step receives and runs its forward first, and what ends
-            # uses its buffer.
+            # Count new buffers before freed ones: a step receives and runs its forward first, and a
+            # unit that ends in a step still uses its buffer.
             flying += len(self._begun(step, ends))
             peak = max(peak, flying)
             flying -= len(self._freed(step, ends))
         return peak
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """Yield the instructions of each step, from the times and the placement of the chunks."""
+        """Yield the instructions of each step, derived from the times and the chunk placement."""
         num_steps = self.num_steps()
         buffers = _Buffers(self.num_pipe_buffers(), named=self.num_chunks > 1)
         ends = self._ends()
@@ -137,9 +139,9 @@ class TimetableSchedule(PipeSchedule):
                 self.backward_at(step),
                 self.weight_at(step),
             )
-            # What a step computes is sent in the next one. Exchanges stand in DeepSpeed's order:
-            # both of two neighbours list the gradient, then the activation, so that blocking
-            # transfers would meet too.
+            # Results of a step are sent in the next one. Exchanges are in DeepSpeed's order: two
+            # neighbours both list the gradient before the activation, so that blocking transfers
+            # would match too.
             exchanges, last_exchange, computing = send_grad, send_act, list[PipeInstruction]()
             send_grad, send_act = [], []
             for action in self._begun(step, ends):
@@ -168,7 +170,7 @@ class TimetableSchedule(PipeSchedule):
             if self._runs(weight):
                 buffer, names = buffers.find(weight)
                 computing.append(BackwardWeight(buffer, **names))
-            # After all of the step has its buffers: what ends in a step lives until its end.
+            # Free buffers last: a unit that ends in a step lives until the end of that step.
             buffers.free(self._freed(step, ends))
             if step == num_steps - 1:
                 computing += [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
@@ -178,9 +180,9 @@ class TimetableSchedule(PipeSchedule):
         return 0 <= action[1] < self.micro_batches
 
     def _begun(self, step: int, ends: list["_Ends"]) -> list[Action]:
-        """The actions that take a buffer at a step.
+        """Return the actions that take a buffer at a step.
 
-        It brings their activation, or needs none and runs them.
+        Their activation arrives in the step, or they need none and run in it.
         """
         begun = (self.activation_at(step), True), (self.forward_at(step), False)
         return [
@@ -190,9 +192,9 @@ class TimetableSchedule(PipeSchedule):
         ]
 
     def _freed(self, step: int, ends: list["_Ends"]) -> list[Action]:
-        """The actions whose buffers are free after a step.
+        """Return the actions whose buffers are free after a step.
 
-        A gradient kept on this stage is taken one step later.
+        A gradient that stays on this stage is used one step later.
         """
         last_of = self.weight_at if self.split_backward else self.backward_at
         done = (last_of(step), False), (last_of(step - 1), True)
@@ -216,10 +218,10 @@ class TimetableSchedule(PipeSchedule):
 
 
 class _Ends:
-    """Neighbours of a chunk: the stages, if any, of the parts before and after it."""
+    """Neighbours of a chunk: the stages, if any, of the previous and the next virtual stage."""
 
     def __init__(self, stage: int, before: int | None, after: int | None) -> None:
-        # The first part takes inputs from the batch, the last one labels.
+        # The first virtual stage loads inputs from the batch, the last one loads labels.
         self.loads = before is None or after is None
         self.from_chunk = before == stage
         self.from_stage = before not in (None, stage)
@@ -227,7 +229,7 @@ class _Ends:
 
 
 class _Buffers:
-    """Buffers of a stage, given out longest free first."""
+    """Buffers of a stage. The one that has been free for the longest time is used first."""
 
     def __init__(self, count: int, *, named: bool) -> None:
         self._vacant = deque(range(count))

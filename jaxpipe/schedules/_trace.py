@@ -1,4 +1,4 @@
-"""Actions of a step as a trace that Perfetto and Chrome open."""
+"""Actions of a step as a trace for Perfetto and Chrome."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,13 +7,13 @@ from ._cost import Slice
 
 
 def trace_of(steps: Mapping[str, Sequence[Slice]]) -> dict[str, Any]:
-    """Give steps in Chrome's trace format, a process for each and in it a track for each stage.
+    """Return steps in Chrome's trace format, with a process per step and a track per stage.
 
     Args:
         steps: Actions by the name of the step, such as `"planned"` and `"measured"`.
 
     Returns:
-        An object to be written as JSON, for https://ui.perfetto.dev or chrome://tracing. The
+        An object to write as JSON and open in https://ui.perfetto.dev or chrome://tracing. The
         category of an event is its kind.
 
     Example:

@@ -19,22 +19,21 @@ from ._instructions import (
 
 
 class TrainSchedule(PipeSchedule):
-    """1F1B with a forward or a backward, never both, in a step.
+    """1F1B with either a forward or a backward in a step, never both: `"train"`.
 
-    Instruction for instruction as DeepSpeed's.
+    The instructions are exactly those of DeepSpeed.
 
     With M microbatches on S stages, stage s runs the forward of microbatch i at step `s + 2i` and
-    its backward at step `2(S + i) - s - 1`: `2(M + S - 1)` steps.
+    its backward at step `2(S + i) - s - 1`. That makes `2(M + S - 1)` steps.
 
-    - Makespan: `(M + S - 1)(F + B)` where stages run freely. Run in lockstep, as here, almost every
-      step holds a forward on one stage and a backward on another and costs the longer of the two:
-      `2(M - 1) max(F, B)` and more.
+    - Makespan: `(M + S - 1)(F + B)` if stages do not run in lockstep. In lockstep, as in jaxpipe,
+      almost every step has a forward on one stage and a backward on another and takes as long as
+      the slower of the two: at least `2(M - 1) max(F, B)`.
     - In flight on stage s: `min(M, S - s)` microbatches.
-    - Use it for the smallest memory, or to reproduce DeepSpeed's order; `"1f1b"` is faster wherever
-      B is not F.
+    - Use it to minimise memory or to reproduce DeepSpeed's order. `"1f1b"` is faster unless B = F.
 
     Reference:
-        Narayanan et al. (2021), "Memory-Efficient Pipeline-Parallel DNN Training", PipeDream-flush.
+        Narayanan et al. (2021), "Memory-Efficient Pipeline-Parallel DNN Training": PipeDream-flush.
         DeepSpeed's `TrainSchedule`.
     """
 
@@ -43,8 +42,8 @@ class TrainSchedule(PipeSchedule):
         num_steps = 2 * (self.micro_batches + self.stages - 1)
         num_buffers = self.num_pipe_buffers()
         for step in range(num_steps):
-            # Forward m is at half tick 2m + s, its backward at 2(S + m) - s - 1, an odd number
-            # later: never both.
+            # Forward m is at half tick 2m + s and its backward at 2(S + m) - s - 1. The difference
+            # is odd, so a step never has both.
             if (step - self.stage_id) % 2 == 0:
                 commands = self._forward_step(step, num_buffers)
             else:
@@ -56,7 +55,7 @@ class TrainSchedule(PipeSchedule):
     def num_pipe_buffers(self) -> int:
         """`max(2, min(S - s, M))`.
 
-        The microbatches in flight, and at least two, as DeepSpeed has them.
+        The number of microbatches in flight, but at least two, as in DeepSpeed.
         """
         return max(2, min(self.stages - self.stage_id, self.micro_batches))
 

@@ -1,6 +1,6 @@
-"""Following one stage's instructions.
+"""Follow one stage's instructions.
 
-Which microbatch each of them means, and whether it may stand there.
+Find the microbatch of each instruction, and check that the instruction is allowed in its position.
 """
 
 from collections.abc import Iterable
@@ -48,21 +48,19 @@ _OF_BACKWARD = (BackwardPass, BackwardInput, BackwardWeight, RecvGrad, SendGrad)
 
 @dataclass(slots=True)
 class _Rule:
-    """Needs and effects of one kind of instruction on this stage."""
+    """Requirements and effects of one kind of instruction on this stage."""
 
     row: list[int]
     event: int
     needs: list[int]  # by chunk
     enters: bool = False
-    source: list[int] | None = (
-        None  # the row that must not compute the sent value in the very same step
-    )
+    source: list[int] | None = None  # the row that must not compute the sent value in the same step
 
 
 class StageWalk:
     """Follow the instructions of one stage.
 
-    `training` means that there are backwards and an optimizer step. Raises ScheduleError where the
+    `training` means that there are backwards and an optimiser step. Raises ScheduleError if the
     number of buffers is not a positive whole number.
     """
 
@@ -76,8 +74,7 @@ class StageWalk:
         self._after = [placement.after(self._stage, chunk) for chunk in chunks]
         self._folded = any(self._is_local(neighbour) for neighbour in self._after)
         self._flags = [0] * (len(chunks) * self._microbatches)
-        # What must have happened to a unit before its buffer is free. The ends of the model send
-        # one thing less.
+        # The events that free a unit's buffer. The ends of the model have one send less.
         self._done = [
             FORWARD
             | (SENT if self._after[chunk] is not None else 0)
@@ -90,10 +87,10 @@ class StageWalk:
         self._reductions: set[type] = set()
 
     def run(self) -> StageActions:
-        """Walk all steps: what the stage does, with every instruction's microbatch found.
+        """Walk all steps and return the stage's actions, with the microbatch of every instruction.
 
-        Raises WalkError where an instruction is out of place or missing, and ScheduleError where
-        the steps do not end.
+        Raises WalkError if an instruction is misplaced or missing, and ScheduleError if the steps
+        do not end.
         """
         steps = self._steps()
         actions = StageActions({name: [IDLE] * len(steps) for name in ROWS}, len(steps))
@@ -101,8 +98,8 @@ class StageWalk:
         for self._step, commands in enumerate(steps):
             for op in commands:
                 rule = rules.get(type(op))
-                # A user's subclass of an instruction obeys the rule of its base; the exact class is
-                # the common case.
+                # A user's subclass of an instruction follows the rule of its base. The exact class
+                # is the common case.
                 if rule is None:
                     rule = next((rules[base] for base in type(op).__mro__ if base in rules), None)
                 if rule is not None and isinstance(op, BufferOpInstruction):
@@ -128,7 +125,7 @@ class StageWalk:
     def _rules(self, rows: dict[str, list[int]]) -> dict[type, _Rule]:
         none, forward, split = ([bits] * len(self._done) for bits in (0, FORWARD, INPUT))
         fed = [
-            # The last part needs its labels as the first does its inputs.
+            # The last virtual stage needs labels, as the first needs inputs.
             (LOADED if before is None or after is None else 0)
             | (ARRIVED if before is not None else 0)
             for before, after in zip(self._before, self._after, strict=True)
@@ -161,8 +158,7 @@ class StageWalk:
         needs = rule.needs[unit // self._microbatches]
         if needs & ~flags or rule.event & flags or rule.row[step] != IDLE:
             raise self._misplaced(op, rule, unit)
-        # The exchange is the first phase of a step: what is computed in the step does not exist
-        # yet.
+        # The exchange is the first phase of a step: the step's results do not exist yet.
         if rule.source is not None and rule.source[step] == unit:
             raise Location(op, self._stage, step).refuse(
                 "send a value of an earlier step",
@@ -180,8 +176,8 @@ class StageWalk:
         flags = self._flags[unit]
         lacking = rule.needs[chunk] & ~flags
         if lacking:
-            # Of the bits that lack the lowest, which comes first in a unit's life; between chunks
-            # of one stage no receive sets it.
+            # The lowest missing bit is the first missing event. Between chunks of one stage there
+            # is no receive that sets it.
             local = (lacking & -lacking) == ARRIVED and self._is_local(self._before[chunk])
             local = local or (
                 (lacking & -lacking) == GRAD_ARRIVED and self._is_local(self._after[chunk])
@@ -190,13 +186,13 @@ class StageWalk:
             return location.refuse(
                 f"come after {wanted}",
                 f"micro_batch_id={microbatch} without it",
-                f"Put {wanted} of this microbatch in front.",
+                f"Put {wanted} of this microbatch before this instruction.",
             )
         if rule.event & flags:
             return location.refuse(
                 "happen once to each microbatch",
                 f"micro_batch_id={microbatch} a second time",
-                "Take one of the two out.",
+                "Remove one of the two.",
             )
         return location.refuse(
             "be the only instruction of its kind in a step",
@@ -208,10 +204,10 @@ class StageWalk:
         return neighbour is not None and neighbour[0] == self._stage
 
     def _hand_over(self, unit: int, event: int) -> None:
-        """Move a value between two chunks of this stage, for which there is no send or receive."""
+        """Move a value between two chunks of this stage, without a send or receive."""
         chunk, microbatch = divmod(unit, self._microbatches)
         towards, back = (ARRIVED, SENT) if event & FORWARD else (GRAD_SENT, GRAD_ARRIVED)
-        # Forwards and input gradients alone give another chunk something.
+        # Only forwards and input gradients produce values for another chunk.
         if not event & (FORWARD | INPUT):
             return
         for neighbour, bit in ((self._after[chunk], towards), (self._before[chunk], back)):
@@ -221,9 +217,9 @@ class StageWalk:
     def _close(
         self, op: PipeInstruction, commands: list[PipeInstruction], actions: StageActions
     ) -> None:
-        """Take a reduction or the optimizer step.
+        """Process a reduction or the optimiser step.
 
-        Refuse what is no instruction of this kind of schedule.
+        Raises WalkError for an instruction that this kind of schedule must not have.
         """
         location = Location(op, self._stage, self._step)
         kind = next(
@@ -236,7 +232,7 @@ class StageWalk:
         )
         if not self._training and (kind or isinstance(op, _OF_BACKWARD)):
             raise location.refuse(
-                "stand in a training schedule only", "training=False", "Take it out."
+                "appear only in a training schedule", "training=False", "Remove it."
             )
         if kind is None:
             raise location.refuse(
@@ -246,7 +242,7 @@ class StageWalk:
             )
         if kind in self._reductions:
             raise location.refuse(
-                "stand once on each stage", "a second one", "Take one of the two out."
+                "appear once on each stage", "a second one", "Remove one of the two."
             )
         if not all(flags & WEIGHT for flags in self._flags):
             late = next(unit for unit, flags in enumerate(self._flags) if not flags & WEIGHT)
@@ -265,7 +261,7 @@ class StageWalk:
     def _require_last(
         self, location: Location, commands: list[PipeInstruction], num_steps: int
     ) -> None:
-        # One stage has nobody to share a tied parameter with.
+        # A single stage shares no tied parameters.
         wanted = {ReduceGrads} if self._schedule.stages == 1 else {ReduceGrads, ReduceTiedGrads}
         for kind in sorted(wanted - self._reductions, key=lambda kind: kind.__name__):
             raise location.refuse(
@@ -275,9 +271,7 @@ class StageWalk:
             )
         if location.step != num_steps - 1 or location.op is not commands[-1]:
             after = (
-                "instructions behind it"
-                if location.op is not commands[-1]
-                else f"{num_steps} steps"
+                "instructions after it" if location.op is not commands[-1] else f"{num_steps} steps"
             )
             raise location.refuse(
                 "be the last instruction of the last step",
@@ -290,7 +284,7 @@ class StageWalk:
             chunk, microbatch = divmod(unit, self._microbatches)
             lacking = self._done[chunk] & ~flags
             if lacking:
-                bit = lacking & -lacking  # the lowest: bits stand in the order of a unit's life
+                bit = lacking & -lacking  # the lowest bit is the first missing event
                 end = (
                     self._after[chunk]
                     if bit == SENT

@@ -1,6 +1,6 @@
 """Zero-bubble with the shortest warm-up.
 
-Split backwards, S microbatches in flight on one chunk a stage.
+Split backwards, S microbatches in flight, one chunk per stage.
 """
 
 from ._filled import FilledTimetable
@@ -11,22 +11,25 @@ class ZeroBubbleH1Schedule(FilledTimetable):
     """ZB-H1: the order of `TrainSchedule` with the backward split into I and W: `"zero-bubble-h1"`.
 
     Stage s runs the forward of microbatch m at step `2m + s` and its input gradient at step `2(S +
-    m) - s - 1`. Weight gradients go where they cost least (`fill_weights`): into the steps in which
-    a stage drains and has nothing else, and on all stages together, one for two of the other steps.
+    m) - s - 1`. Weight gradients run where they cost least (`fill_weights`): in the steps in which
+    a stage drains and has nothing else to do, and otherwise on all stages together, in every second
+    step.
 
     - Makespan: `M(F + B) + (S - 1)(F + I - W) + (M - 1) abs(F - I)` for `W <= min(F, I)` and `M >=
-      S > 1`. As a step holds forwards on some stages and input gradients on others, it costs the
-      longer: where these differ, as with recompute, `"zero-bubble"` is faster.
-    - In flight on every stage: `min(M, S)` microbatches, a residual being kept until its weight
-      gradient, where `"zero-bubble"` holds up to `2S - 1`.
-    - Pending, from I to W: `s + 1` on stage s, at most `min(M, S)`, where `"zero-bubble"` has up to
-      `2S - 2`. Each one less that `max_pending` allows costs up to W.
-    - Use it where the bubble matters and neither the activations of `"zero-bubble"` fit nor two
-      chunks a stage, which `"zero-bubble-v"` needs for half the bubble.
+      S > 1`. Some stages run a forward in a step while others run an input gradient, so the step
+      takes as long as the slower of the two. If F and I differ, as with recompute, `"zero-bubble"`
+      is faster.
+    - In flight on every stage: `min(M, S)` microbatches, compared with up to `2S - 1` for
+      `"zero-bubble"`. Residuals are kept until their weight gradient has run.
+    - Pending, from I to W: `s + 1` on stage s, at most `min(M, S)`, compared with up to `2S - 2`
+      for `"zero-bubble"`. Each pending weight gradient less that `max_pending` allows costs up to
+      W.
+    - Use it if the bubble matters, the activations of `"zero-bubble"` do not fit, and you cannot
+      have the two chunks per stage with which `"zero-bubble-v"` halves the bubble.
 
     Reference:
-        Qi et al. (2023), "Zero Bubble Pipeline Parallelism", ZB-H1, re-timed so that stages keep
-        step.
+        Qi et al. (2023), "Zero Bubble Pipeline Parallelism": ZB-H1, re-timed so that the stages run
+        in lockstep.
     """
 
     def num_unfilled_steps(self) -> int:

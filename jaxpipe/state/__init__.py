@@ -1,7 +1,4 @@
-"""Layout of parameters, optimiser state and collections on the mesh.
-
-Also their way to the host and back.
-"""
+"""Layout of parameters, optimiser state and collections on the mesh, and transfers to the host."""
 
 from ._catalog import Catalog as Catalog
 from ._catalog import Leaf as Leaf

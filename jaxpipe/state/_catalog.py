@@ -1,9 +1,8 @@
-"""Catalog of a state's leaves.
+"""The catalog of a state: where each leaf is stored in the global arrays.
 
-Where each lies in the global arrays, in a form that knows no stage and no replica.
-
-Two pipelines of one model and optimiser have catalogs with the same keys and shapes, however they
-are cut, so a state goes from one to the other leaf by leaf.
+Keys and shapes of a catalog do not depend on stages and replicas. Two pipelines of the same model
+and optimiser have catalogs with the same keys and shapes, however they are cut, so a state can be
+moved from one to the other leaf by leaf.
 """
 
 import math
@@ -28,13 +27,13 @@ from ._zero import ZeroSharding
 class Span:
     """Elements of some rows of one global array.
 
-    Row after row they are the elements of a slice, then padding.
+    Concatenated row by row, they are the elements of a slice, followed by padding.
 
     Attributes:
         array: Name of the array, such as `params/stacked/trunk/0/kernel`.
-        rows: Indices along its first dim.
-        start: First element in each flattened row.
-        stop: One past the last.
+        rows: Indices along the array's first dim.
+        start: Index of the first element in each flattened row.
+        stop: Index after the last element.
     """
 
     array: str
@@ -45,15 +44,14 @@ class Span:
 
 @dataclass(frozen=True)
 class Leaf:
-    """One array of the model, as the unpipelined model knows it.
+    """One array of the model, with the shape that it has without a pipeline.
 
     Attributes:
-        shape: Its shape.
-        dtype: Its dtype, by name.
-        grid: Into how many slices it is cut along each dim.
-        copies: Where it lies, each copy by the span of each of its slices, those along the last dim
-            next to each other. Each copy is whole, and all are equal: tied layers lie on several
-            stages.
+        shape: Shape of the leaf.
+        dtype: Name of the leaf's dtype.
+        grid: Number of slices along each dim.
+        copies: The stored copies of the leaf, each as the spans of its slices in row-major order.
+            Each copy is complete, and all are equal: tied layers are stored on several stages.
     """
 
     shape: tuple[int, ...]
@@ -62,11 +60,11 @@ class Leaf:
     copies: tuple[tuple[Span, ...], ...]
 
     def slice_shape(self) -> tuple[int, ...]:
-        """Shape of one slice of a copy."""
+        """Return the shape of one slice of a copy."""
         return tuple(size // count for size, count in zip(self.shape, self.grid, strict=True))
 
     def slices(self) -> list[tuple[slice, ...]]:
-        """Indices of a copy's slices in the leaf, in the order of its spans."""
+        """Return the indices of a copy's slices in the leaf, in the order of its spans."""
         shape = self.slice_shape()
         return [
             tuple(slice(at * size, (at + 1) * size) for at, size in zip(index, shape, strict=True))
@@ -80,15 +78,15 @@ Rows = Mapping[tuple[str, int], np.ndarray]
 
 
 def read_leaf(leaf: Leaf, row: Callable[[str, int], np.ndarray]) -> np.ndarray:
-    """Put a leaf together from its first copy.
+    """Assemble a leaf from its first copy.
 
-    `row` gives a row of an array by name and index, flattened.
+    `row` returns a flattened row of an array by the array's name and the row's index.
     """
     shape, slices = leaf.slice_shape(), []
-    # One copy stands for all: `broadcast_tied` keeps those of a parameter equal to the bit.
+    # One copy is enough: `broadcast_tied` keeps the copies of a parameter bitwise equal.
     for span in leaf.copies[0]:
-        # With ZeRO-1 a slice is cut by elements over the rows of the replicas, and the last row is
-        # padded.
+        # With ZeRO-1 the elements of a slice are divided over the rows of the replicas, and the
+        # last row is padded.
         pieces = [row(span.array, index)[span.start : span.stop] for index in span.rows]
         flat = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
         slices.append(flat[: math.prod(shape)].reshape(shape))
@@ -103,9 +101,9 @@ def read_leaf(leaf: Leaf, row: Callable[[str, int], np.ndarray]) -> np.ndarray:
 def write_leaf(
     leaf: Leaf, value: np.ndarray, rows: MutableMapping[tuple[str, int], np.ndarray]
 ) -> None:
-    """Put a leaf into all its copies.
+    """Write a leaf into all its copies.
 
-    `rows` has flattened rows by array and index; those that it lacks are left out.
+    `rows` has flattened rows by array name and index. Missing rows are skipped.
     """
     value = value.reshape(leaf.shape)
     for copy in leaf.copies:
@@ -113,21 +111,21 @@ def write_leaf(
             one = value[at]
             size, flat = span.stop - span.start, one.reshape(-1)
             for i, index in enumerate(span.rows):
-                # The last one may be short; what follows it is padding.
+                # The last piece may be short, followed by padding.
                 piece = flat[i * size : (i + 1) * size]
                 if (span.array, index) in rows:
                     rows[span.array, index][span.start : span.start + piece.size] = piece
 
 
 def opt_state_keys(state: PyTree) -> list[str]:
-    """Keys in a catalog of the leaves of an optimiser's state for the whole model, in order."""
+    """Return the catalog keys of the leaves of a whole model's optimiser state, in order."""
     return [f"opt_state/{join_path(path)}" for path in leaf_paths(state)]
 
 
 def make_catalog(
     params: ModelParams, sharding: ZeroSharding, updater: Updater, collections: ModelCollections
 ) -> Catalog:
-    """Catalog of a pipeline's state.
+    """Make the catalog of a pipeline's state.
 
     Its keys are `params/<path>`, `opt_state/<path>` and `collections/<path>`.
     """
@@ -144,11 +142,10 @@ def make_catalog(
         blocks: Grid = (),
     ) -> None:
         stage_dim = None if path is None else params.stage_dims.get(path)
-        # NumPy and files know no keys of random numbers: these are catalogued as the words they are
-        # made of.
+        # NumPy and files have no dtype for PRNG keys, so keys are catalogued as their words.
         words = as_words(struct)
-        # A leaf comes once for each stage that holds it: a tied one as a copy, a sliced one as a
-        # slice.
+        # A leaf is added once for each stage that stores it: a tied leaf as another copy, a sliced
+        # leaf as another slice.
         draft = drafts.setdefault(
             key, _Draft(words, stage_dim, blocks or (1,) * len(words.shape), [])
         )
@@ -168,14 +165,14 @@ def make_catalog(
         for group, layout, name, label, path in updater.leaves(shard_kind):
             key = f"opt_state/{label}"
             struct, field, rows = whole[key], f"opt_state/{group}", master.rows_of(shard_kind)
-            # What has its parameter's shape, such as a moment, is cut as that is: the shards hold
-            # pieces of one copy.
+            # State with its parameter's shape, such as a moment, is cut like the parameter: the
+            # shards hold pieces of one copy.
             if path is not None and struct.shape == params.struct[path].shape:
                 blocks = master.block_counts(names[stage][path])
                 spans = _spans(field, layout, shard_kind, name, rows, blocks)
                 add(key, struct, stage, spans, path, blocks)
                 continue
-            # All else, such as a count of steps, lies whole in every shard.
+            # Other state, such as a step count, is complete in every shard.
             for row in rows:
                 add(key, struct, stage, _spans(field, layout, shard_kind, name, (row,)), None)
     for stage, name, path in collections.leaves():
@@ -189,10 +186,10 @@ class _Draft:
     """A leaf under construction.
 
     Attributes:
-        struct: Shape and dtype of what a stage holds of it.
-        stage_dim: The dim along which it is sliced over the stages, or None.
-        blocks: Into how many slices what a stage holds is cut along each dim.
-        given: What stages hold of it: the stage, and the span of each of its slices.
+        struct: Shape and dtype of a stage's part of the leaf.
+        stage_dim: The dim along which the leaf is sliced over the stages, or None.
+        blocks: Number of slices of a stage's part along each dim.
+        given: The parts so far: the stage, and the spans of its slices.
     """
 
     struct: Any
@@ -201,13 +198,13 @@ class _Draft:
     given: list[tuple[int, Sequence[Span]]]
 
     def add(self, stage: int, spans: Sequence[Span]) -> None:
-        """Take in what a stage holds of the leaf: all of it, unless stages hold slices of it."""
+        """Add a stage's part of the leaf: the whole leaf, unless it is sliced over the stages."""
         self.given.append((stage, spans))
 
     def finished(self) -> Leaf:
         dtype = np.dtype(self.struct.dtype).name
         if self.stage_dim is None:
-            # A stage that holds a tied parameter too has a copy of its own.
+            # Each stage that holds a tied parameter has its own copy.
             return Leaf(
                 tuple(self.struct.shape),
                 dtype,
@@ -222,8 +219,8 @@ class _Draft:
         found = {}
         for stage, spans in self.given:
             for at, span in zip(np.ndindex(*self.blocks), spans, strict=True):
-                # Stage s has the s-th slice along the dim. Blocks, one for each place of automatic
-                # axes, lie inside it.
+                # Stage s has the s-th slice along the dim. A slice contains one block for each
+                # index along the automatic axes.
                 found[
                     tuple(i + stage * self.blocks[dim] if d == dim else i for d, i in enumerate(at))
                 ] = span
@@ -233,9 +230,10 @@ class _Draft:
 def _spans(
     field: str, layout: Layout, shard_kind: int, name: str, rows: Sequence[int], blocks: Grid = ()
 ) -> list[Span]:
-    """A leaf's elements in some rows, block by block."""
+    """Return the spans of a leaf's elements in some rows, block by block."""
     array, start, stop, _ = layout.span(shard_kind, name)
-    # Blocks of a piece lie one after another in its row (`ByElements`), all of one size.
+    # The blocks of a piece are stored one after another in its row (`ByElements`), all of equal
+    # size.
     count = math.prod(blocks)
     size = (stop - start) // count
     return [

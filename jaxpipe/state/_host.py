@@ -1,4 +1,4 @@
-"""The way between a model's leaves on the host and the global arrays of a state on the devices."""
+"""Transfers between a model's leaves on the host and a state's global arrays on the devices."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,19 +18,19 @@ from ._layout import is_key
 from ._state import TrainState
 
 Index = tuple[slice, ...]
-"""Place of a device's shard in a global array."""
+"""Index of a device's shard in a global array."""
 
 _FIELDS = ("params", "opt_state", "collections")
 
 Source = Callable[[Sequence[str]], Iterable[tuple[str, Any]]]
-"""Gives the values of leaves by their keys in a catalog, one after another, in any order."""
+"""Yields `(key, value)` of leaves for catalog keys, one after another, in any order."""
 
 
 def state_arrays(state: TrainState) -> dict[str, Any]:
-    """The sharded arrays of a state, `[num_rows, ...]`, by name.
+    """Return the sharded arrays of a state, `[num_rows, ...]`, by name.
 
-    Names are like `params/stacked/trunk/0/kernel`. Keys of random numbers come as the words they
-    are. The state may be shapes and dtypes.
+    Names look like `params/stacked/trunk/0/kernel`. PRNG keys are returned as their words. The
+    state may consist of shapes and dtypes.
     """
     return {
         name: leaf
@@ -40,9 +40,9 @@ def state_arrays(state: TrainState) -> dict[str, Any]:
 
 
 def from_words(like: Any, words: Any) -> Any:
-    """An array as `state_arrays` and catalogs give it, in the dtype of `like`.
+    """Convert an array of `state_arrays` or a catalog back to the dtype of `like`.
 
-    Keys from the words they are.
+    PRNG keys are made from their words.
     """
     if not is_key(like.dtype):
         return words
@@ -50,7 +50,7 @@ def from_words(like: Any, words: Any) -> Any:
 
 
 def with_arrays(state: TrainState, arrays: Mapping[str, jax.Array]) -> TrainState:
-    """The state with some of these arrays replaced."""
+    """Return the state with some arrays replaced, by the names of `state_arrays`."""
 
     def replaced(path: Any, old: Any) -> Any:
         name = _path_name(path)
@@ -62,16 +62,16 @@ def with_arrays(state: TrainState, arrays: Mapping[str, jax.Array]) -> TrainStat
 def read_leaves(
     catalog: Catalog, field: str, storage: PyTree, keys: Iterable[str]
 ) -> dict[str, np.ndarray]:
-    """Leaves on the host, of a field of a state or of arrays in the form of one, like gradients.
+    """Read leaves of a state's field, or of arrays laid out like it, such as gradients.
 
-    All processes must call, and each gets all leaves. `field` is `params`, `opt_state` or
-    `collections`; `storage` is what the state has there.
+    All processes must call this, and each gets all leaves on its host. `field` is `params`,
+    `opt_state` or `collections`, and `storage` is the value of this field.
     """
     if all(leaf.is_fully_addressable for leaf in jax.tree.leaves(storage)):
         storage = jax.device_get(storage)
     else:
-        # A process sees the rows of its own devices alone. All of them are gathered, whatever
-        # leaves are asked for: a collective must be called alike by all processes.
+        # A process only sees the rows of its own devices. All rows are gathered, whatever leaves
+        # are wanted, because all processes must call a collective in the same way.
         storage = jax.tree.map(
             lambda x: np.asarray(multihost_utils.process_allgather(x, tiled=True)), storage
         )
@@ -87,9 +87,9 @@ def place_leaves(
 ) -> dict[str, Any]:
     """Build global arrays of a state from leaves on the host.
 
-    Host memory holds one stage's rows at a time, and `source` is asked only for leaves that are on
-    a device of this process. `like` has shapes, dtypes and shardings of the state's arrays by name.
-    What is beside the leaves in the same arrays is zero. The result is as `with_arrays` takes it.
+    Host memory holds the rows of one stage at a time, and only leaves that are on a device of this
+    process are requested from `source`. `like` has the shapes, dtypes and shardings of the state's
+    arrays by name. Other elements of the same arrays are zero. Pass the result to `with_arrays`.
     """
     names = {span.array: None for key in keys for copy in catalog[key].copies for span in copy}
     structs = {name: like[name] for name in names}
@@ -103,11 +103,11 @@ def place_leaves(
 
 
 class HostRows(dict[tuple[str, int], np.ndarray]):
-    """Flattened rows of global arrays that this process's devices hold, by array name and row.
+    """Flattened rows of global arrays on this process's devices, by array name and row.
 
-    `arrays` are shapes, dtypes and shardings by name; where they have values, rows begin with
-    those, else with zeros. Only the rows of `stage` are held; all `num_stages` stages have equally
-    many.
+    `arrays` are arrays, or shapes, dtypes and shardings, by name. Rows start with the arrays'
+    values, or with zeros. Only the rows of `stage` are included. All `num_stages` stages have the
+    same number of rows.
     """
 
     def __init__(self, arrays: Mapping[str, Any], stage: int = 0, num_stages: int = 1) -> None:
@@ -115,26 +115,26 @@ class HostRows(dict[tuple[str, int], np.ndarray]):
         self._arrays = dict(arrays)
         self._devices: dict[str, list[tuple[Any, Index]]] = {}
         for name, like in arrays.items():
-            # The rows of a stage follow one another (`ShardLayout.rows_of`), so a row's quotient is
-            # its stage.
+            # The rows of a stage are consecutive (`ShardLayout.rows_of`), so a division gives a
+            # row's stage.
             num_rows = like.shape[0] // num_stages
             indices = like.sharding.addressable_devices_indices_map(like.shape)
             self._devices[name] = [
                 (device, at) for device, at in indices.items() if _row(at) // num_rows == stage
             ]
             for row in {_row(at) for _, at in self._devices[name]}:
-                # Not `np.empty`: no leaf covers the padding of a row, and the optimiser runs over
-                # it as over the rest.
+                # Not `np.empty`: no leaf covers the padding of a row, but the optimiser processes
+                # it like the rest.
                 self[name, row] = np.zeros(math.prod(like.shape[1:]), like.dtype)
             for shard in like.addressable_shards if _has_values(like) else ():
                 if (name, _row(shard.index)) in self:
-                    # Of a row that is sharded over automatic axes too each shard is a block.
+                    # If the row is also sharded over automatic axes, each shard is a block of it.
                     self._view(name, shard.index)[...] = np.asarray(shard.data)[0]
 
     def fill(self, catalog: Catalog, keys: Iterable[str], source: Source) -> None:
-        """Write the leaves that these rows hold something of, each into all its copies.
+        """Write all leaves with elements in these rows, each into all its copies.
 
-        `source` gives the leaves, and is asked only for those that are needed.
+        Only the leaves that are needed are requested from `source`.
         """
         for key, value in source([key for key in keys if self._holds(catalog[key])]):
             write_leaf(catalog[key], np.asarray(value), self)
@@ -145,13 +145,13 @@ class HostRows(dict[tuple[str, int], np.ndarray]):
         )
 
     def place(self) -> dict[str, jax.Array]:
-        """Put the rows onto their devices, one array after another; here they are gone then."""
+        """Put the rows onto their devices, one array after another, and drop them here."""
         return {name: _whole(like, self.to_devices(name)) for name, like in self._arrays.items()}
 
     def to_devices(self, name: str) -> list[jax.Array]:
-        """Put the rows of one array onto each of their devices; they are gone from here then."""
-        # One host array per block of a row, whatever the number of replicas: on CPU their arrays
-        # share its memory.
+        """Put the rows of one array onto their devices, and drop them here."""
+        # One host array per block of a row, whatever the number of replicas: on CPU the replicas'
+        # arrays share its memory.
         blocks: dict[str, np.ndarray] = {}
         placed = []
         for device, index in self._devices[name]:
@@ -163,20 +163,20 @@ class HostRows(dict[tuple[str, int], np.ndarray]):
         return placed
 
     def _view(self, name: str, index: Index) -> np.ndarray:
-        """The block of a row that an index of the global array names."""
+        """Return the block of a row at an index of the global array."""
         return self[name, _row(index)].reshape(self._arrays[name].shape[1:])[index[1:]]
 
 
 def place_everywhere(tree: PyTree, mesh: Mesh) -> PyTree:
-    """Put small host values onto every device of all processes, which must give the same.
+    """Put small host values onto every device. All processes must pass the same values.
 
-    Numbers, arrays and keys become arrays that are whole on every device.
+    Numbers, arrays and keys become arrays that are replicated on all devices.
     """
     sharding = NamedSharding(mesh, P())
 
     def place(leaf: Any) -> jax.Array:
         if isinstance(leaf, jax.Array) and is_key(leaf.dtype):
-            # NumPy has no arrays of keys.
+            # NumPy has no dtype for PRNG keys.
             return jax.random.wrap_key_data(
                 place(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf)
             )
@@ -187,14 +187,16 @@ def place_everywhere(tree: PyTree, mesh: Mesh) -> PyTree:
 
 
 def place_samples(leaf: Any, like: Any, replicas: range, num_replicas: int) -> jax.Array:
-    """Put the samples of some replicas onto their devices, as those of a global array.
+    """Put the samples of some replicas onto their devices, as part of a global array.
 
-    `leaf` is `[num_microbatches, microbatch_size * len(replicas), ...]`; the result has the samples
-    of all `num_replicas` of the mesh. `like` is sharded over `data` along dim 1, and perhaps over
-    `stage` along another. All devices of this process must belong to `replicas`.
+    `leaf` is `[num_microbatches, microbatch_size * len(replicas), ...]`. The result has the samples
+    of all `num_replicas` replicas of the mesh. `like` is sharded over `data` along dim 1, and may
+    be sharded over `stage` along another dim. All devices of this process must belong to
+    `replicas`.
     """
     value = np.asarray(jax.device_get(leaf) if isinstance(leaf, jax.Array) else owned(leaf))
-    # Indices below are those of the global array, `value` begins with the samples of `replicas`.
+    # The indices below are indices of the global array, but `value` starts with the samples of
+    # `replicas`.
     first = replicas.start * (like.shape[1] // num_replicas)
 
     indices = like.sharding.addressable_devices_indices_map(like.shape).values()
@@ -207,14 +209,14 @@ def place_samples(leaf: Any, like: Any, replicas: range, num_replicas: int) -> j
 
 
 def owned(leaf: Any) -> Any:
-    """The values of an array in memory that nobody will write into.
+    """Return an array's values in memory that the caller cannot overwrite.
 
-    On CPU a device array may be the caller's own memory, whatever `device_put(may_alias=False)`
-    says of numpy arrays (seen with JAX 0.10), and elsewhere the transfer may not have begun when
-    the caller writes the next values.
+    On CPU a device array may alias the caller's memory, even with `device_put(may_alias=False)` on
+    numpy arrays (seen with JAX 0.10). On other devices the transfer may not have begun when the
+    caller writes the next values.
 
-    A numpy array, or what numpy takes for one, is copied unless it is read-only down to the memory
-    it views. Anything else, like a device array, comes back as it is.
+    A numpy array, or an object that numpy can convert to one, is copied unless it and all memory
+    that it views are read-only. Anything else, such as a device array, is returned unchanged.
     """
     if isinstance(leaf, jax.Array) or not hasattr(leaf, "__array__"):
         return leaf
@@ -244,8 +246,8 @@ def _whole(like: Any, shards: Sequence[jax.Array]) -> jax.Array:
 def _from_blocks(
     shape: tuple[int, ...], sharding: NamedSharding, blocks: list[np.ndarray]
 ) -> jax.Array:
-    """A global array of host values, from the blocks of this process's devices, in their order."""
-    # Not `jax.make_array_from_callback`, whose transfers `jax.transfer_guard` refuses as implicit.
+    """Make a global array from host blocks, one per device of this process in their order."""
+    # Not `jax.make_array_from_callback`: `jax.transfer_guard` rejects its transfers as implicit.
     placed = jax.device_put(blocks, list(sharding.addressable_devices_indices_map(shape)))
     return jax.make_array_from_single_device_arrays(shape, sharding, placed)
 

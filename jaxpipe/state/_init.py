@@ -1,6 +1,6 @@
-"""Initial parameters and collections.
+"""Initial parameters and collections, drawn on the devices that store them.
 
-Drawn on the devices that keep them, so that no host holds them.
+No host has to hold them.
 """
 
 import logging
@@ -35,9 +35,9 @@ class _Slot:
     """One leaf among those that a run makes.
 
     Attributes:
-        leaf: The leaf, with the name that it has on the first stage that makes it.
-        target: Index of the array that it is written into.
-        is_flat: That array is a flat buffer, else the leaf alone.
+        leaf: The leaf, with its name on the first stage that makes it.
+        target: Index of the array that the leaf is written into.
+        is_flat: Whether that array is a flat buffer. Otherwise it holds only the leaf.
     """
 
     leaf: MadeLeaf
@@ -51,8 +51,8 @@ class _Round:
 
     Attributes:
         slots: The leaves.
-        targets: Names of the arrays that they are written into.
-        layers: By kind of shard the layer, and for each slot its offset in a flat buffer.
+        targets: Names of the arrays that the leaves are written into.
+        layers: For each kind of shard the layer, and the offset of each slot in a flat buffer.
     """
 
     slots: tuple[_Slot, ...]
@@ -63,13 +63,14 @@ class _Round:
 class StageInit:
     """Makes initial parameters and collections.
 
-    The values are those of `PipelineModule.init` with the same key on one device of that kind, bit
-    by bit, whatever the number of stages and however leaves are sharded. A layer is made on the
-    devices that keep it. Each holds it whole until it has cut off its shard; then the next one is
-    made. Alike layers are compiled once. Layers are made in host memory, one by one, where an
-    initialiser does more than compute: it holds arrays, for example numpy's, has side effects,
-    calls Python back while it runs, or draws with another generator than threefry, whose numbers
-    depend on the device.
+    The values are bitwise equal to those of `PipelineModule.init` with the same key on one device
+    of that kind, for any number of stages and any sharding of the leaves. A layer is made on the
+    devices that store it. Each of them holds the whole layer until it has cut out its shard, and
+    then the next layer is made. Equal layers are compiled once.
+
+    A layer is made in host memory instead, one layer at a time, if its initialiser does more than
+    compute: if it captures arrays (for example numpy arrays), has side effects, calls back into
+    Python, or draws with another generator than threefry, whose numbers depend on the device.
     """
 
     def __init__(self, module: PipelineModule, trace: ModelTrace, key: jax.Array) -> None:
@@ -88,11 +89,11 @@ class StageInit:
         place_on_host: Callable[[Sequence[str]], Mapping[str, jax.Array]],
         keys: Sequence[str],
     ) -> dict[str, jax.Array]:
-        """Make a field of a state: its arrays by name. All processes must call.
+        """Make the arrays of a state's field, by name. All processes must call this.
 
-        `structs` has shapes, dtypes and shardings of the arrays, `keys` all leaves in the catalog.
-        `place_on_host` takes the keys of some leaves and makes the arrays that hold them from
-        values in host memory.
+        `structs` has the shapes, dtypes and shardings of the arrays, and `keys` all leaves in the
+        catalog. `place_on_host` takes the keys of some leaves and makes the arrays that contain
+        them from values in host memory.
         """
         on_host = [key for key in keys if self._recipe(self._maker(key)[0]).fault]
         self._report([self._maker(key)[0] for key in on_host], made.field)
@@ -101,14 +102,15 @@ class StageInit:
         arrays |= _zeros(left)
         for one in self._rounds(made):
             self._run(one, made, arrays)
-            # Else many rounds are begun at once, and leaves of all of them lie beside the state.
+            # Otherwise many rounds would run concurrently, with the leaves of all of them in memory
+            # in addition to the state.
             jax.block_until_ready([arrays[name] for name in one.targets])
         return arrays
 
     def source(self, keys: Sequence[str]) -> Iterator[tuple[str, Any]]:
-        """Leaves in host memory, by their keys in the catalog.
+        """Yield leaves in host memory, by their keys in the catalog.
 
-        Those of a layer are made together, once a call.
+        The leaves of a layer are made together, once per call.
         """
         made: dict[int, dict[tuple[str, Path], Any]] = {}
         for key in keys:
@@ -118,7 +120,7 @@ class StageInit:
             yield key, made[index][name]
 
     def _maker(self, key: str) -> tuple[int, tuple[str, Path]]:
-        """The layer that makes a leaf of the catalog, and what it is called in there."""
+        """Return the layer that makes a leaf of the catalog, and the leaf's name in the layer."""
         field, *path = split_path(key)
         if field == "params":
             index, local = self._owners[tuple(path)]
@@ -188,7 +190,7 @@ class StageInit:
         return self._module.layer_key(self._key, index)
 
     def _rounds(self, made: MadeField) -> list[_Round]:
-        """The runs that make all leaves, each layer on every device that keeps some of it."""
+        """Plan the runs that make all leaves, each layer on every device that stores part of it."""
         rounds: dict[Hashable, _Round] = {}
         layout = made.sharding.shards
         for shard_kind, leaves in enumerate(made.shard_kinds):
@@ -205,8 +207,8 @@ class StageInit:
                 at = [targets.index(f"{made.field}/{array}") for array in arrays]
                 slots = tuple(map(_Slot, group, at, are_flat))
                 kind = self._recipe(index).number, tuple(leaf.local for leaf in group), arrays
-                # The n-th layer of this kind on each device: stages draw side by side, so that
-                # drawing all layers takes as long as those of one stage.
+                # A round has the n-th layer of this kind on each device. Stages draw in parallel,
+                # so that drawing all layers takes as long as drawing those of one stage.
                 number = numbers[kind] = numbers.get(kind, -1) + 1
                 one = rounds.setdefault((kind, number), _Round(slots, targets, {}))
                 one.layers[shard_kind] = index, list(offsets)
@@ -232,8 +234,8 @@ class StageInit:
             whole = np.asarray(values, dtype)
             return jax.make_array_from_callback(whole.shape, at_rows, lambda at: whole[at])
 
-        # A row for every device, also where there is nothing to draw: which do is data, and one
-        # program does for all.
+        # One row for every device, even if it has nothing to draw: whether a device draws is data,
+        # so that all devices run one program.
         is_here = by_row([shard_kind in one.layers for shard_kind in rows])
         offsets = by_row([one.layers.get(shard_kind, none)[1] for shard_kind in rows], np.int32)
         recipe = self._recipe(one.layers[some][0])
@@ -248,7 +250,7 @@ class StageInit:
     def _drawing(
         self, recipe: Recipe, slots: Sequence[_Slot], made: MadeField, mesh: Mesh, impl: Any
     ) -> Callable[..., list[jax.Array]]:
-        """The jitted program that makes leaves, whole on each device that keeps some of them."""
+        """Return the jitted program that makes whole leaves on each device that stores some."""
         names = [(made.field, slot.leaf.local) for slot in slots]
 
         def draw(words: jax.Array, is_here: jax.Array) -> list[jax.Array]:
@@ -264,12 +266,12 @@ class StageInit:
             def zeros() -> list[jax.Array]:
                 return [jnp.zeros(like.shape, like.dtype) for like in jax.eval_shape(drawn)]
 
-            # One program on all devices, of which only those that keep some of the layer draw it.
+            # All devices run this program, but only those that store part of the layer draw it.
             return [leaf[None] for leaf in jax.lax.cond(is_here[0], drawn, zeros)]
 
-        # Every axis is manual and nothing is cut here: each device runs what one device runs. Where
-        # XLA divides the work, or fuses it with what reads it, it multiplies constants in another
-        # order, and last bits differ (JAX 0.10, CPU).
+        # Every axis is manual and nothing is cut here, so each device runs the program of a single
+        # device. If XLA partitioned the work, or fused it with its consumers, it would multiply
+        # constants in another order, and the last bits would differ (JAX 0.10, CPU).
         rows = made.rows
         mapped = jax.shard_map(
             draw, mesh=mesh, in_specs=rows, out_specs=P(mesh.axis_names), check_vma=False
@@ -283,9 +285,9 @@ class StageInit:
         made: MadeField,
         shardings: list[NamedSharding],
     ) -> Callable[..., list[jax.Array]]:
-        """The jitted program that writes what each device keeps of drawn leaves into its arrays.
+        """Return the jitted program that writes each device's part of drawn leaves to its arrays.
 
-        One program for all rounds of a recipe whose leaves are kept alike.
+        All rounds of a recipe whose leaves are stored alike share one program.
         """
         sharding, specs = made.sharding, [one.spec for one in shardings]
 
@@ -318,8 +320,8 @@ class StageInit:
                     written[slot.target] = piece
                 return written
 
-            # A loop of one round or none: what it carries is written in place, and elsewhere left
-            # alone.
+            # A loop that runs zero or one time: it writes its carry in place, and devices without
+            # the layer leave it unchanged.
             filled = jax.lax.fori_loop(
                 0, is_here[0].astype(jnp.int32), write, [target[0] for target in targets]
             )
@@ -338,7 +340,7 @@ class StageInit:
         mesh, rows = shardings[0].mesh, made.rows
         in_specs = (specs, P(mesh.axis_names), rows, rows)
         mapped = jax.shard_map(put, mesh=mesh, in_specs=in_specs, out_specs=specs, check_vma=False)
-        # Donated, so that the arrays are never twice in memory while they are filled.
+        # Donated, so that the arrays are never in memory twice while they are filled.
         jitted = jax.jit(mapped, out_shardings=shardings, donate_argnums=(0,))
         return self._programs.setdefault(
             (recipe.number, tuple(described), tuple(shardings)), jitted
@@ -346,12 +348,12 @@ class StageInit:
 
 
 def _shard_kinds_of_rows(sharding: ShardLayout, stage: int) -> list[int]:
-    """The kind of shard of each row of a stage."""
+    """Return the kind of shard of each row of a stage."""
     return [int(sharding.shard_kind(stage, replica)) for replica in range(sharding.num_shards)]
 
 
 def _block(leaf: jax.Array, dim: int, index: jax.Array, count: int) -> jax.Array:
-    """One of `count` equal blocks of a leaf along a dim."""
+    """Return one of `count` equal blocks of a leaf along a dim."""
     size = leaf.shape[dim] // count
     return jax.lax.dynamic_slice_in_dim(leaf, index * size, size, dim)
 
@@ -366,7 +368,7 @@ def _zeros(structs: Mapping[str, Any]) -> dict[str, jax.Array]:
 
 
 def _host() -> Any:
-    """A device whose memory is the host's, or the default one where JAX was started without."""
+    """Return a CPU device, or the default device if JAX has no CPU backend."""
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError:

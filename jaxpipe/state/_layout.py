@@ -1,13 +1,14 @@
-"""Layout of the leaves of all stages in one pytree of global arrays, the stage as first dim.
+"""Layout of the leaves of all stages in one pytree of global arrays, with the stage as first dim.
 
-A leaf that every stage has alike is an array `[num_stages, ...]` of its own. What only some stages
-have lies in one buffer `[num_stages, size]` per dtype, padded to the stage that needs most:
-`shard_map` runs one program, so all devices hold arrays of the same shapes. Both are sharded over
-the `stage` axis, so a stage's arrays are on its own devices alone.
+A leaf that all stages have with the same shape and dtype is a separate array `[num_stages, ...]`.
+Leaves that only some stages have are packed into one buffer `[num_stages, size]` per dtype, padded
+to the stage that needs most: `shard_map` runs one program, so all devices hold arrays of the same
+shapes. Both kinds of arrays are sharded over the `stage` axis, so a stage's part is only on its own
+devices.
 
-A leaf that is sharded over automatic axes too, such as `model`, keeps its dims, for a flat buffer
-cannot be sharded as it is. Where only some stages have it, its array is one that leaves of the same
-shape and sharding share, one on each stage.
+A leaf that is also sharded over automatic axes, such as `model`, keeps its dims, because a flat
+buffer cannot be sharded like the leaf. If only some stages have the leaf, it shares an array with
+leaves of the same shape and sharding on other stages, one leaf per stage.
 """
 
 import math
@@ -23,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe.jaxpr import spec_without
 
 Specs = Mapping[str, P]
-"""Shardings over automatic axes of the leaves that have one, by name.
+"""Shardings over automatic axes by name, for the leaves that have one.
 
 A spec has an entry for each dim.
 """
@@ -37,8 +38,8 @@ class Storage:
     The names of the fields are part of the names of arrays in checkpoints.
 
     Attributes:
-        packed: What not all stages have: flat buffers by dtype, and sharded leaves.
-        stacked: The leaves that have arrays of their own, by name.
+        packed: Leaves that not all stages have: flat buffers by dtype, and sharded leaves.
+        stacked: Leaves with separate arrays, by name.
     """
 
     packed: dict[str, Any]
@@ -47,7 +48,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class _Slot:
-    """The elements of a packed buffer that are a leaf; all of them where it is sharded."""
+    """The elements of a packed buffer that form a leaf; all elements if the leaf is sharded."""
 
     buffer: str
     offset: int
@@ -62,18 +63,18 @@ class _Slot:
 class Layout:
     """Layout of named leaves, stage by stage.
 
-    Stages may be any family whose members differ in leaves. A `Storage` has `stacked[name]` of
-    shape `[num_stages, ...]` for leaves that all stages have alike. For the rest it has
-    `packed[dtype]` of shape `[num_stages, size]`, and an array of its own for a leaf that is
-    sharded. Inside a stage's own program the first dim is absent.
+    The stages may be any family whose members have different leaves. A `Storage` has
+    `stacked[name]` of shape `[num_stages, ...]` for leaves that are alike on all stages. For the
+    others it has `packed[dtype]` of shape `[num_stages, size]`, and separate arrays for sharded
+    leaves. Inside a stage's own program the first dim is absent.
 
-    The order of a stage's leaves is kept inside the buffers. Without `stack`, all leaves are in the
-    buffers; without `specs`, nothing is sharded. Leaves that are `frozen` have buffers of their
-    own, so that the others are placed as if there were none.
+    Buffers keep the order of a stage's leaves. Without `stack`, all leaves are in the buffers;
+    without `specs`, nothing is sharded. `frozen` leaves have separate buffers, so that they do not
+    change the offsets of the others.
 
     Attributes:
         frozen: Names of leaves that are not trained.
-        specs: Shardings of leaves of all stages, where a name means the same on all of them.
+        specs: Shardings of the leaves of all stages, if a name means the same on all stages.
         buffers: Shapes and dtypes of the packed buffers of a stage.
     """
 
@@ -93,7 +94,7 @@ class Layout:
             name: jax.ShapeDtypeStruct(like.shape, like.dtype)
             for name, like in first.items()
             if all(name in other and _same(other[name], like) for other in stages)
-            # One array for all stages has one sharding.
+            # An array for all stages has a single sharding.
             and len({of_stage.get(name) for of_stage in self._specs}) == 1
         }
         self._names = [tuple(stage) for stage in stages]
@@ -102,7 +103,7 @@ class Layout:
         self._slots = [self._place(*pair) for pair in zip(stages, self._specs, strict=True)]
 
     def _place(self, stage: Mapping[str, jax.ShapeDtypeStruct], specs: Specs) -> dict[str, _Slot]:
-        """Find slots for what is not stacked, in the buffers there are or in new ones."""
+        """Find slots for a stage's leaves that are not stacked, in existing or new buffers."""
         used: dict[str, int] = {}
         slots: dict[str, _Slot] = {}
         for name, like in stage.items():
@@ -111,8 +112,8 @@ class Layout:
                 continue
             kind = like.dtype.name if spec is None else _kind(like, spec)
             kind = f"frozen.{kind}" if name in self.frozen else kind
-            # In a flat buffer counted in elements; of sharded leaves, which have an array each, in
-            # arrays.
+            # Counted in elements for flat buffers, and in arrays for sharded leaves, which have one
+            # array each.
             start = used.get(kind, 0)
             used[kind] = end = start + (math.prod(shape) if spec is None else 1)
             if spec is None:
@@ -120,7 +121,7 @@ class Layout:
                 size = max(end, math.prod(self.buffers[kind].shape) if kind in self.buffers else 0)
                 self.buffers[kind] = jax.ShapeDtypeStruct((size,), like.dtype)
             else:
-                # The n-th leaf of this shape and sharding on any stage lies in the n-th such array.
+                # The n-th leaf of this shape and sharding on each stage is in the n-th such array.
                 slots[name] = _Slot(f"{kind}.{start}", 0, shape, is_flat=False)
                 self.buffers[slots[name].buffer] = jax.ShapeDtypeStruct(shape, like.dtype)
                 self._buffer_specs[slots[name].buffer] = spec
@@ -133,18 +134,18 @@ class Layout:
         whole_along: str | None = None,
         frozen: bool = True,
     ) -> "Layout":
-        """The layout of the same leaves in other dtypes.
+        """Make the layout of the same leaves in other dtypes.
 
-        `change` gives the new shape and dtype of a leaf; dtypes alone may differ. Nothing is
-        sharded over the automatic axis `whole_along`. Without `frozen`, what is not trained is left
-        out, and the other leaves keep their places.
+        `change` returns the new shape and dtype of a leaf, of which only the dtype may differ. No
+        leaf is sharded over the automatic axis `whole_along`. Without `frozen`, leaves that are not
+        trained are left out, and the others keep their offsets.
         """
         left_out = frozenset[str]() if frozen else self.frozen
         stages = [
             {name: change(self.struct_of(s, name)) for name in names if name not in left_out}
             for s, names in enumerate(self._names)
         ]
-        # A leaf that had a sharding keeps its dims, also where no axis is left.
+        # A leaf that had a sharding keeps its dims, even if no axis is left.
         specs = [
             {
                 name: spec_without(spec, whole_along)
@@ -156,9 +157,10 @@ class Layout:
         return Layout(stages, specs=specs, frozen=self.frozen - left_out)
 
     def renamed_buffers(self, other: "Layout") -> Mapping[str, str] | None:
-        """Buffers of a layout of the same leaves, by those of this one with the same in order.
+        """Map this layout's buffers to those of a layout with the same leaves in the same order.
 
-        None where they do not correspond, for example where dtypes that differ here are one there.
+        Returns None if the buffers do not correspond, for example if leaves of different dtypes
+        here share a dtype there.
         """
         found: dict[str, str] = {}
         for mine, theirs in zip(self._slots, other._slots, strict=True):
@@ -169,56 +171,57 @@ class Layout:
         return found if len(set(found.values())) == len(found) else None
 
     def names(self, stage: int) -> tuple[str, ...]:
-        """The leaves of a stage."""
+        """Return the names of a stage's leaves."""
         return self._names[stage]
 
     def struct_of(self, stage: int, name: str) -> jax.ShapeDtypeStruct:
-        """Shape and dtype of one leaf of a stage."""
+        """Return shape and dtype of one leaf of a stage."""
         if name in self.stacked:
             return self.stacked[name]
         slot = self._slots[stage][name]
         return jax.ShapeDtypeStruct(slot.shape, self.buffers[slot.buffer].dtype)
 
     def struct(self) -> Storage:
-        """Shapes and dtypes of one stage's storage, without the stage dim."""
+        """Return shapes and dtypes of one stage's storage, without the stage dim."""
         return Storage(dict(self.buffers), dict(self.stacked))
 
     def spec(self) -> Storage:
-        """The sharding of one stage's storage over automatic axes, array by array."""
+        """Return the shardings of one stage's storage over automatic axes, for each array."""
         stacked = {name: self.specs.get(name, P()) for name in self.stacked}
         return Storage({name: self._buffer_specs.get(name, P()) for name in self.buffers}, stacked)
 
     def constrain(self, storage: Storage) -> Storage:
-        """A storage, each of whose arrays is sharded as the layout says.
+        """Shard each array of a storage as the layout says.
 
-        To be called where arrays are made inside a program: zeros have no sharding, and what XLA
-        then chooses for what is added to them may be to hold it whole.
+        Call this where a program makes arrays: zeros have no sharding, and XLA might then replicate
+        the values that are added to them.
         """
         return jax.tree.map(constrained, storage, self.spec())
 
     def zeros(self) -> Storage:
-        """One stage's storage, all zeros."""
+        """Make one stage's storage, filled with zeros."""
         return self.constrain(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.struct()))
 
     def slot(self, stage: int, name: str) -> object:
-        """Slot of a leaf; equal for leaves that one program can read on different stages."""
+        """Return a leaf's slot; equal for leaves that one program can read on different stages."""
         return name if name in self.stacked else self._slots[stage][name]
 
     def span(self, stage: int, name: str) -> tuple[str, int, int, bool]:
-        """Array a leaf lies in, where in a row it begins and ends, and if that is a flat buffer."""
+        """Return a leaf's array, its start and end in a row, and whether it is a flat buffer."""
         if name in self.stacked:
             return f"stacked/{name}", 0, math.prod(as_words(self.stacked[name]).shape), False
         slot = self._slots[stage][name]
         return f"packed/{slot.buffer}", slot.offset, slot.end, slot.is_flat
 
     def get(self, stage: int, name: str, storage: Storage) -> jax.Array:
-        """One leaf of a stage, from that stage's storage."""
+        """Return one leaf of a stage, from that stage's storage."""
         if name in self.stacked:
             return storage.stacked[name]
         slot = self._slots[stage][name]
         buffer = storage.packed[slot.buffer]
-        # Pinned on both sides of every cut through a flat buffer: where the leaf's neighbours are
-        # sharded XLA would shard the buffer, too, and shift elements from place to place.
+        # Both sides of every slice of a flat buffer are constrained to be whole. If the leaf's
+        # neighbours are sharded, XLA would otherwise shard the buffer too, and move elements
+        # between devices.
         return (
             _whole(_whole(buffer)[slot.offset : slot.end]).reshape(slot.shape)
             if slot.is_flat
@@ -226,15 +229,15 @@ class Layout:
         )
 
     def unpack(self, stage: int, storage: Storage) -> dict[str, jax.Array]:
-        """All leaves of a stage by name."""
+        """Return all leaves of a stage by name."""
         return {name: self.get(stage, name, storage) for name in self._names[stage]}
 
     def pack_buffers(
         self, stage: int, leaves: Mapping[str, jax.Array], dtypes: Mapping[str, Any] | None = None
     ) -> dict[str, jax.Array]:
-        """A stage's packed buffers, by default in their own dtypes.
+        """Make a stage's packed buffers, by default in their own dtypes.
 
-        Leaves that are not given are zero.
+        Missing leaves are zero.
         """
         buffers = {}
         for buffer, own in self.buffers.items():
@@ -251,8 +254,8 @@ class Layout:
                 buffers[buffer] = constrained(found[0], self._buffer_specs[buffer])
                 continue
             pieces, end = [], 0
-            # By their offsets, in the order in which `_place` dealt these out: what lies between
-            # two is not given.
+            # In the order of their offsets, which `_place` assigned. A gap between two leaves means
+            # that a leaf is missing.
             for name, slot in given.items():
                 pieces += [jnp.zeros((slot.offset - end,), like.dtype)] if slot.offset > end else []
                 pieces.append(_whole(_as(leaves[name], like.dtype)).reshape(-1))
@@ -271,12 +274,12 @@ class Layout:
         return buffers
 
     def pack(self, stage: int, leaves: Mapping[str, jax.Array]) -> Storage:
-        """A stage's storage from all its leaves."""
+        """Make a stage's storage from all its leaves."""
         stacked = {name: _as(leaves[name], like.dtype) for name, like in self.stacked.items()}
         return Storage(self.pack_buffers(stage, leaves), stacked)
 
     def put(self, stage: int, storage: Storage, changed: Mapping[str, jax.Array]) -> Storage:
-        """A stage's storage with some leaves replaced."""
+        """Replace some leaves in a stage's storage."""
         stacked, packed = dict(storage.stacked), dict(storage.packed)
         for name, value in changed.items():
             if name in self.stacked:
@@ -284,8 +287,8 @@ class Layout:
             else:
                 slot = self._slots[stage][name]
                 flat = packed[slot.buffer]
-                # Not by `at`: of a slice that is the whole it makes a scatter with indices of no
-                # size, over which JAX 0.11.2 dies in the compiler.
+                # Not with `at`: for a slice that covers the whole buffer it makes a scatter with
+                # indices of size zero, on which the compiler of JAX 0.11.2 crashes.
                 if slot.is_flat:
                     value = jax.lax.dynamic_update_slice(
                         flat, _whole(value).reshape(-1), (slot.offset,)
@@ -295,35 +298,35 @@ class Layout:
 
 
 def select_arrays(layout: Layout, storage: Storage) -> Storage:
-    """The arrays of a layout, out of a storage that has others too."""
+    """Select the arrays of a layout from a storage that also has others."""
     stacked = {name: storage.stacked[name] for name in layout.stacked}
     return Storage({name: storage.packed[name] for name in layout.buffers}, stacked)
 
 
 def is_key(dtype: Any) -> bool:
-    """True if an array of this dtype holds keys of random numbers."""
+    """True if this is the dtype of PRNG keys."""
     return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def as_words(struct: Any) -> Any:
-    """Shape and dtype as plain numbers: those of a key's words where it holds keys."""
+    """Return shape and dtype of an array, or of the keys' words if it holds PRNG keys."""
     return jax.eval_shape(jax.random.key_data, struct) if is_key(struct.dtype) else struct
 
 
 def constrained(leaf: jax.Array, spec: P) -> jax.Array:
-    """An array inside a program, sharded over automatic axes as a spec says.
+    """Shard an array inside a program over automatic axes.
 
-    It is whole along dims without an entry.
+    It is whole along dims without an entry in the spec.
 
-    Not only where it is sharded: what is left to XLA may be sharded because its neighbours are, and
-    bringing it back costs collectives, which among the branches of a conditional may even wait for
-    devices that do not come.
+    Call this for arrays that are not sharded too. If the choice is left to XLA, it may shard an
+    array because its neighbours are sharded. Gathering it again costs collectives, which may
+    deadlock inside the branches of a conditional.
     """
     return jax.lax.with_sharding_constraint(leaf, spec) if has_automatic_axes() else leaf
 
 
 def has_automatic_axes() -> bool:
-    """True if the mesh around this code has axes that are left to XLA."""
+    """True if the current mesh has automatic axes."""
     return AxisType.Auto in jax.sharding.get_abstract_mesh().axis_types
 
 
@@ -332,9 +335,9 @@ def _whole(leaf: jax.Array) -> jax.Array:
 
 
 def _kind(like: jax.ShapeDtypeStruct, spec: P) -> str:
-    """The name that sharded leaves share which can lie in one array.
+    """Return a name that is equal for sharded leaves that can share an array.
 
-    Also a part of names of arrays in checkpoints.
+    It is part of the names of arrays in checkpoints.
     """
     axes = [
         "+".join(axis) if isinstance(axis, tuple) else axis if isinstance(axis, str) else "_"

@@ -1,4 +1,4 @@
-"""What layers make of a state: its initial parameters and collections, by name and layout."""
+"""The leaves of a state that layers make: initial parameters and collections, with their layout."""
 
 from dataclasses import dataclass
 
@@ -16,10 +16,10 @@ class MadeLeaf:
     """One leaf that a layer makes, with its name in a layout.
 
     Attributes:
-        name: Its name in the layout.
-        index: The layer that makes it.
-        local: Its path in there.
-        stage_dim: The dim along which it is sliced over the stages, or None.
+        name: The leaf's name in the layout.
+        index: Index of the layer that makes the leaf.
+        local: The leaf's path inside the layer.
+        stage_dim: The dim along which the leaf is sliced over the stages, or None.
     """
 
     name: str
@@ -34,9 +34,9 @@ class MadeField:
 
     Attributes:
         field: `params` or `collections`.
-        sharding: How they are cut into shards.
-        rows: How rows of the global arrays lie on the mesh.
-        shard_kinds: For each kind of shard its leaves.
+        sharding: How the leaves are cut into shards.
+        rows: Sharding of the rows of the global arrays over the mesh.
+        shard_kinds: The leaves of each kind of shard.
     """
 
     field: str
@@ -46,10 +46,10 @@ class MadeField:
 
 
 def made_params(params: ModelParams, trace: ModelTrace, master: ShardLayout, rows: P) -> MadeField:
-    """The parameters that layers make.
+    """List the parameters that layers make.
 
-    A tied one is made by the first layer that holds it, on each stage that does. `rows` is the spec
-    of the rows of global arrays.
+    A tied parameter is made by the first layer that holds it, on every stage that holds it. `rows`
+    is the spec of the rows of the global arrays.
     """
     owners, dims = trace.owners(), params.stage_dims
     shard_kinds = []
@@ -63,7 +63,7 @@ def made_params(params: ModelParams, trace: ModelTrace, master: ShardLayout, row
 
 
 def made_collections(collections: ModelCollections, module: PipelineModule) -> MadeField:
-    """The collections that layers make."""
+    """List the collections that layers make."""
     indices = {named.name: named.index for named in module.layers}
     shard_kinds: list[list[MadeLeaf]] = [[] for _ in range(collections.layout.num_stages)]
     for stage, name, (layer, *local) in collections.leaves():

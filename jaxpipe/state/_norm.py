@@ -14,7 +14,7 @@ from ._tied import drop_copies
 from ._zero import ZeroSharding
 
 _EPSILON = 1e-6
-"""Term that DeepSpeed and PyTorch add to the norm before they divide by it."""
+"""DeepSpeed and PyTorch add this to the norm before they divide by it."""
 
 
 def global_norm(
@@ -23,15 +23,14 @@ def global_norm(
     shard_kind: jax.Array,
     shard: Storage,
 ) -> jax.Array:
-    """L2 norm of the whole model's gradient, `float32[]`, equal on all devices.
+    """Compute the L2 norm of the whole model's gradient, `float32[]`, equal on all devices.
 
-    Every element counts once, however many devices hold it: replicas, or holders of a tied
-    parameter. Arrays are whole along automatic axes. `tied` has the stages that hold each tied
-    parameter.
+    Every element counts once, even if several replicas or several holders of a tied parameter have
+    it. Arrays are global along automatic axes. `tied` has the stages that hold each tied parameter.
     """
     counted = drop_copies(tied, sharding.trained, shard_kind, shard)
     squares = _sum_squares(counted)
-    # Over those axes alone along which shards differ: replicas that hold the same do not add up.
+    # Summed only over the axes along which shards differ: replicas with equal shards count once.
     # Padding is zero.
     return jnp.sqrt(sum_over(squares, sharding.row_axes))
 
@@ -43,9 +42,10 @@ def layer_norms(
     shard_kind: jax.Array,
     shard: Storage,
 ) -> dict[str, jax.Array]:
-    """L2 norms of the gradients of each layer by its name, and of tied parameters by their keys.
+    """Compute L2 norms of the gradients of each layer, and of each tied layer's parameters.
 
-    As `global_norm` otherwise. `paths` has the path of each trained parameter by name, by stage.
+    Results are keyed by the layer's name, or by the key of the tied layer. Otherwise this works
+    like `global_norm`. `paths` has, for each stage, the path of each trained parameter by name.
     """
     counted, layout = drop_copies(tied, sharding.trained, shard_kind, shard), sharding.trained
     named = {path: _layer_of(path) for of_stage in paths for path in of_stage.values()}
@@ -70,7 +70,7 @@ def _layer_of(path: Path) -> str:
 
 
 def _sum_squares(tree: PyTree) -> jax.Array:
-    # In float32 whatever the gradients' dtype, and the modulus of complex ones.
+    # In float32 for all gradient dtypes. Complex gradients count by their modulus.
     squares = [
         jnp.sum(jnp.square(jnp.abs(leaf).astype(jnp.float32))) for leaf in jax.tree.leaves(tree)
     ]
@@ -78,10 +78,10 @@ def _sum_squares(tree: PyTree) -> jax.Array:
 
 
 def clip_to(limit: float, norm: jax.Array, grads: PyTree) -> PyTree:
-    """Scale gradients so that their global norm is at most `limit`; 0 leaves them as they are."""
+    """Scale gradients so that their global norm is at most `limit`; 0 turns clipping off."""
     if not limit:
         return grads
-    # In the dtype of the gradients below: a float32 factor would widen those of bfloat16 and, with
+    # Multiplied in the gradients' dtype: a float32 factor would widen bfloat16 gradients and, with
     # them, the update.
     factor = jnp.minimum(1.0, limit / (norm + _EPSILON))
     return jax.tree.map(lambda g: g * factor.astype(g.real.dtype), grads)

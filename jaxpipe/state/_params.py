@@ -1,7 +1,4 @@
-"""The leaves of all stages.
-
-Names and layouts of parameters, and of the collections that layers keep beside them.
-"""
+"""Names and layouts of the leaves of all stages: parameters, and the layers' collections."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,11 +33,11 @@ class StageLeaves:
     """Names of one stage's leaves in storage, each with its path in the model's tree.
 
     Attributes:
-        off_trunk: Leaves of prologues and epilogue, and of vocabulary-parallel layers; the name is
-            the path, so that a tied parameter has one name on all stages.
-        trunk: Leaves of the trunk of every chunk; the names are the same on every stage, the paths
-            differ.
-        layers: For each layer of the stage: paths inside the layer, to names.
+        off_trunk: Leaves of prologues, epilogue and vocabulary-parallel layers. The name is the
+            path, so that a tied parameter has the same name on all stages.
+        trunk: Leaves of the trunk of every chunk. The names are the same on every stage, and the
+            paths differ.
+        layers: For each layer of the stage the names by path inside the layer.
     """
 
     off_trunk: dict[str, Path]
@@ -48,53 +45,52 @@ class StageLeaves:
     layers: dict[int, dict[Path, str]]
 
     def view(self, index: int, leaves: Mapping[str, jax.Array]) -> PyTree:
-        """One layer's leaves, with the paths inside the layer."""
+        """Return one layer's leaves as a tree, with the paths inside the layer."""
         return unflatten_dict({path: leaves[name] for path, name in self.layers[index].items()})
 
     def names_of(self, indices: Sequence[int]) -> list[str]:
-        """Names of the leaves of some layers, in order, each once."""
+        """Return the names of the leaves of some layers, in order and without repetition."""
         return list(dict.fromkeys(name for i in indices for name in self.layers[i].values()))
 
     @property
     def paths(self) -> dict[str, Path]:
-        """All names of the stage."""
+        """All names of the stage's leaves, with their paths."""
         return {**self.off_trunk, **self.trunk}
 
 
 class ModelParams:
     """Names and layouts of a model's parameters.
 
-    Without `vocab`, nothing is sliced over the stages. `dtype` is what the layers compute in, in
-    mixed precision; None: parameters are as the layers make them. `grad_dtype` is what gradients
-    are summed in; None: float32, or their own dtype where that is wider. With `trains`, there are
-    masters, in float32 in mixed precision; else parameters are kept in `dtype`, as what is frozen
-    is. With `gather`, what the layers compute with is held whole along `fsdp` from the beginning of
-    a step to its end.
+    Without `vocab`, nothing is sliced over the stages. `dtype` is the dtype that the layers compute
+    in, for mixed precision; None keeps the dtypes in which the layers make their parameters.
+    `grad_dtype` is the dtype in which gradients are summed; None means float32, or the gradients'
+    own dtype if it is wider. With `trains` there are masters, in float32 in mixed precision.
+    Otherwise all parameters are stored in `dtype`, like frozen ones. With `gather` the parameters
+    that layers compute with are whole along `fsdp` for the whole step.
 
     Attributes:
-        stages: Names and paths, stage by stage.
-        struct: Shapes and dtypes of the master parameters by path in the model's tree; of one that
-            is sliced over the stages those of a slice.
-        trained: Those of the parameters that are trained.
-        frozen: Names of leaves that no stage trains: they are kept in the dtype that the layers
-            compute in. A leaf of the trunk that some virtual stage trains is none of them, as the
-            trunk is one program.
-        partly_frozen: Other leaves that are frozen somewhere, with whether they are on each stage.
-        trained_paths: Stage by stage the paths of what it trains, by name.
-        master_layout: Layout of the master parameters, which live from step to step: in float32 in
-            mixed precision. What is frozen is in it too.
-        layout: Layout of the parameters that the layers compute with, as they are held during a
-            step.
-        gathered: The same, as they are while layers run: whole along `fsdp`.
-        at_rest: The same, divided as the master parameters are.
-        grad_layout: Layout of the sums of gradients, without what is frozen. All have their leaves
-            in the same order.
-        grad_dtypes: By packed buffer of `grad_layout` the dtype of its leaves' gradients: that of
-            the parameters, or that of the sums where these differ.
-        tied: Trained parameters that several stages hold alike, each with those stages; the first
-            one owns it.
+        stages: Names and paths of each stage.
+        struct: Shapes and dtypes of the master parameters by path in the model's tree. Parameters
+            that are sliced over the stages have the shape of a slice.
+        trained: Shapes and dtypes of the trained parameters by path.
+        frozen: Names of leaves that no stage trains. They are stored in the dtype that the layers
+            compute in. A leaf of the trunk is only frozen if no virtual stage trains it, because
+            the trunk is one program.
+        partly_frozen: Names of other leaves that some stage has frozen, with a flag for each stage.
+        trained_paths: For each stage the paths of the trained parameters, by name.
+        master_layout: Layout of the master parameters, which are stored between steps, in float32
+            in mixed precision. It includes frozen parameters.
+        layout: Layout during a step of the parameters that the layers compute with.
+        gathered: Layout of these parameters while layers run: whole along `fsdp`.
+        at_rest: Layout of these parameters, divided like the master parameters.
+        grad_layout: Layout of the gradient sums, without frozen parameters. The leaves of all
+            layouts have the same order.
+        grad_dtypes: For each packed buffer of `grad_layout` the dtype of its leaves' gradients:
+            the dtype of the parameters, or of the sums if the parameters' dtypes differ.
+        tied: Trained parameters that several stages hold, each with these stages. The first stage
+            owns the parameter.
         stage_dims: The dims along which parameters are sliced over the stages, by path.
-        vocab_names: Parameters of the vocabulary-parallel layers.
+        vocab_names: Names of the trained parameters of vocabulary-parallel layers.
     """
 
     def __init__(
@@ -112,8 +108,8 @@ class ModelParams:
         paths = [paths.paths for paths in trace.paths]
         self.stages: tuple[StageLeaves, ...] = name_leaves(paths, cuts, placement, vocab.layers)
         self.stage_dims = vocab.dims
-        # Updates are small beside the weights: added in bfloat16, with 8 bits of precision, most
-        # would round to nothing.
+        # Updates are small compared with the weights: added in bfloat16, with 8 bits of precision,
+        # most of them would be rounded away.
         master_dtype = jnp.float32 if trains and dtype is not None else dtype
         self.frozen = _frozen_names(self.stages, trace.frozen)
         is_kept = {
@@ -155,7 +151,7 @@ class ModelParams:
         )
         self.grad_dtypes = _packed_dtypes(self.grad_layout, self.gathered)
         self.trunk_names = tuple(self.stages[0].trunk)
-        """Parameters of the trunk of all chunks, chunk after chunk, in the same order in each."""
+        """Names of the trunk's parameters, chunk after chunk, in the same order in each chunk."""
         self.vocab_names = tuple(
             n for n in self.stages[0].names_of(vocab.layers) if n not in self.frozen
         )
@@ -167,32 +163,32 @@ class ModelParams:
         self.stacked_off_trunk = tuple(
             n for n in self.grad_layout.stacked if n in others and n not in self.stages[0].trunk
         )
-        """Trained parameters of prologues and epilogue that every stage holds.
+        """Names of trained parameters of prologues and epilogue that every stage holds.
 
-        Such are those of a layer that is tied on all stages.
+        An example is a layer that is tied on all stages.
         """
         holders: dict[str, list[int]] = {}
         for s, stage in enumerate(self.stages):
             for name, path in stage.off_trunk.items():
-                # Slices of one parameter have one name on all stages too, but are no copies.
+                # Slices of a parameter have the same name on all stages too, but are not copies.
                 if path not in vocab.dims and name not in self.frozen:
                     holders.setdefault(name, []).append(s)
         self.tied = {name: tuple(stages) for name, stages in holders.items() if len(stages) > 1}
 
     def frozen_in(self, stage: int, index: int) -> frozenset[Path]:
-        """Paths inside a layer of a stage of the leaves that are frozen on all stages."""
+        """Return the paths inside a stage's layer of the leaves that are frozen on all stages."""
         return frozenset(
             path for path, name in self.stages[stage].layers[index].items() if name in self.frozen
         )
 
 
 class ModelCollections:
-    """Names and layout of collections, which layers keep beside parameters, like batch statistics.
+    """Names and layout of collections: variables other than parameters, such as batch statistics.
 
     Attributes:
         struct: Shapes and dtypes by path: the layer's name, then the path inside the layer's
             collections.
-        layout: Their layout.
+        layout: Layout of the collections.
     """
 
     def __init__(
@@ -219,23 +215,23 @@ class ModelCollections:
         )
 
     def leaves(self) -> Iterator[tuple[int, str, Path]]:
-        """Every leaf of every stage: `(stage, name, path)`."""
+        """Yield `(stage, name, path)` for every leaf of every stage."""
         for number, stage in enumerate(self._stages):
             for name, path in stage.paths.items():
                 yield number, name, path
 
     def has_any(self, indices: Sequence[int]) -> bool:
-        """True where one of these layers of the model has collections."""
+        """True if any of these layers of the model has collections."""
         return any(stage.layers[i] for stage in self._stages for i in indices if i in stage.layers)
 
     def slots(self, stage: int, indices: Sequence[int]) -> tuple[object, ...]:
-        """Slots of the collections of some layers; equal where one program can serve both."""
+        """Return the slots of some layers' collections; equal if one program can serve both."""
         return tuple(
             self.layout.slot(stage, name) for name in self._stages[stage].names_of(indices)
         )
 
     def views(self, stage: int, indices: Sequence[int], storage: Storage) -> list[PyTree]:
-        """The collections of some layers of a stage, each as the layer knows them."""
+        """Return the collections of some layers of a stage, with the paths inside each layer."""
         names = self._stages[stage].names_of(indices)
         leaves = {name: self.layout.get(stage, name, storage) for name in names}
         return [self._stages[stage].view(i, leaves) for i in indices]
@@ -243,7 +239,7 @@ class ModelCollections:
     def put(
         self, stage: int, indices: Sequence[int], storage: Storage, views: Sequence[PyTree]
     ) -> Storage:
-        """The storage with the collections of some layers replaced."""
+        """Replace the collections of some layers in a storage."""
         changed = {}
         for index, view in zip(indices, views, strict=True):
             leaves = flatten_dict(view) if view else {}
@@ -254,7 +250,7 @@ class ModelCollections:
 
 
 def _frozen_names(stages: Sequence[StageLeaves], frozen: Collection[Path]) -> frozenset[str]:
-    """Names that no stage trains, and of the trunk no chunk either: all chunks run one program."""
+    """Return the names that no stage trains, and in the trunk no chunk: chunks share a program."""
 
     def leaf_of(name: str, stage: StageLeaves) -> object:
         return split_path(name)[2:] if name in stage.trunk else name
@@ -267,9 +263,9 @@ def _frozen_names(stages: Sequence[StageLeaves], frozen: Collection[Path]) -> fr
 
 
 def _packed_dtypes(layout: Layout, other: Layout) -> Mapping[str, Any]:
-    """By packed buffer of a layout the dtype of its leaves in another one.
+    """Return for each packed buffer the dtype that its leaves have in another layout.
 
-    The buffer's own where these differ.
+    It is the buffer's own dtype if the leaves' dtypes differ.
     """
     found: dict[str, set[Any]] = {}
     for stage in range(layout.num_stages):
@@ -284,14 +280,14 @@ def _packed_dtypes(layout: Layout, other: Layout) -> Mapping[str, Any]:
 
 
 def specs_of(stage: StageLeaves, specs: Mapping[Path, P]) -> Specs:
-    """Shardings of a stage's leaves by name, from those of the model's by path."""
+    """Select the shardings of a stage's leaves by name, from the model's shardings by path."""
     return {name: specs[path] for name, path in stage.paths.items() if path in specs}
 
 
 def grad_accum_struct(leaf: Any, grad_dtype: Any = None) -> Any:
-    """Shape and dtype of the sum of a parameter's gradients.
+    """Return shape and dtype of the sum of a parameter's gradients.
 
-    None: float32, or the parameter's where that is wider.
+    `grad_dtype` None means float32, or the parameter's dtype if it is wider.
     """
     if grad_dtype is None and jnp.issubdtype(leaf.dtype, jnp.floating):
         grad_dtype = np.promote_types(leaf.dtype, np.float32)
@@ -299,24 +295,24 @@ def grad_accum_struct(leaf: Any, grad_dtype: Any = None) -> Any:
 
 
 def check_collections(layers: Sequence[NamedLayer], trace: ModelTrace) -> None:
-    """Refuse variables that are replaced with their gradient, like Flax's FP8 scales."""
+    """Raise LayerError for variables that their gradient replaces, such as Flax's FP8 scales."""
     for named in layers:
         found = flatten_dict(trace.collections[named.index] or {})
         names = [".".join(path) for path in found if OVERWRITE_WITH_GRADIENT in path]
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise LayerError(
-                f"layer {named.name} must keep only what its call itself changes, but got "
+                f"layer {named.name} must keep only variables that its own call updates, but got "
                 f"{names[0]!r}{more}, which flax.training replaces with its gradient. A pipeline "
-                "takes gradients of parameters alone, so FP8 scales would stay at 1 and clip "
-                "without a word. Leave out dot_general=Fp8..., and train in bf16."
+                "computes gradients of parameters only, so FP8 scales would stay at 1 and values "
+                "would be clipped silently. Remove dot_general=Fp8... and train in bf16."
             )
 
 
 def mean_over_replicas(storage: Storage) -> Storage:
-    """Collections with floating-point leaves averaged over the `data` axis.
+    """Average the floating-point leaves of collections over the `data` axis.
 
-    Integers, which count calls, are the same on all replicas.
+    Integers, which count calls, are equal on all replicas.
     """
     if axes_length("data") == 1:
         return storage
@@ -324,7 +320,7 @@ def mean_over_replicas(storage: Storage) -> Storage:
     def one(leaf: jax.Array) -> jax.Array:
         if jnp.issubdtype(leaf.dtype, jnp.inexact):
             return sum_over(leaf, "data") / axes_length("data")
-        # Of equal integers the largest is the value; a mean would make them floating point.
+        # The integers are equal, so their maximum is the value. A mean would be floating point.
         return jax.lax.pmax(leaf, "data")
 
     return jax.tree.map(one, storage)
@@ -338,9 +334,9 @@ def name_leaves(
 ) -> tuple[StageLeaves, ...]:
     """Name the leaves of every stage.
 
-    A name has the layer's index in the trunk of its chunk, or is the leaf's path. `paths` maps, for
-    each layer, paths inside the layer to paths in the model's tree. The layers in `everywhere` are
-    on all stages.
+    The name of a trunk leaf contains the layer's index in the trunk of its chunk. Other names are
+    the leaf's path. `paths` maps, for each layer, paths inside the layer to paths in the model's
+    tree. The layers in `everywhere` are on all stages.
     """
     stages = []
     for virtual_stages in placement.virtual:
@@ -348,7 +344,7 @@ def name_leaves(
         for chunk, virtual_stage in enumerate(virtual_stages):
             cut = cuts[virtual_stage]
             _name_layers(paths, (*cut.prologue, *cut.trunk, *cut.epilogue), cut.trunk, chunk, stage)
-        # Without a trunk, so that each is named after its path: one name on all stages.
+        # Without a trunk, so that each leaf is named after its path, with one name on all stages.
         _name_layers(paths, everywhere, range(0), 0, stage)
         stages.append(stage)
     return tuple(stages)
@@ -365,8 +361,8 @@ def _name_layers(
         names = stage.layers[index] = {}
         for local, path in paths[index].items():
             if index in trunk:
-                # By the index in the trunk, not in the model: leaves of equal layers then have one
-                # name on all stages, and are stacked.
+                # Named by the index in the trunk, not in the model, so that leaves of equal layers
+                # have the same name on all stages and are stacked.
                 names[local] = join_path(("trunk", str(chunk), str(index - trunk.start), *local))
                 stage.trunk[names[local]] = path
             else:

@@ -1,4 +1,4 @@
-"""The program that makes a layer's initial leaves, and whether it can run where they are kept."""
+"""The program that makes a layer's initial leaves, and whether it can run on the devices."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,10 +31,10 @@ class Recipe:
     """The program that makes a layer's leaves from its key.
 
     Attributes:
-        number: Its number; equal programs have one.
-        program: What it computes.
-        leaves: The variables that are leaves, by field and path inside the layer.
-        fault: Why it cannot run on any device but the host, if so.
+        number: Number of the program; equal programs have equal numbers.
+        program: The program.
+        leaves: The program's variables that are leaves, by field and path inside the layer.
+        fault: Why the program can only run on the host; empty if it can run on any device.
     """
 
     number: int
@@ -43,7 +43,7 @@ class Recipe:
     fault: str
 
     def run(self, key: jax.Array, wanted: Sequence[tuple[str, Path]]) -> list[jax.Array]:
-        """Some of the leaves."""
+        """Compute some of the leaves."""
         atoms = [self.leaves[name] for name in wanted]
         part = needed_for(self.program, atoms)
         values, _ = evaluate(
@@ -53,7 +53,7 @@ class Recipe:
 
 
 def fault_of(program: Program, part: Slice) -> str:
-    """Why a program cannot run on the devices, as said of an initialiser; empty if it can."""
+    """Explain why an initialiser's program cannot run on the devices; empty if it can."""
     eqns = list(all_equations(eqn for eqn in program.eqns if id(eqn) in part.steps))
     if effects_of(program) & part.steps:
         return "has side effects"

@@ -1,4 +1,4 @@
-"""State of a training run, which a step maps to the next: one pytree of global arrays."""
+"""State of a training run: one pytree of global arrays, which a step maps to the next state."""
 
 from dataclasses import dataclass
 from typing import Any, cast
@@ -14,23 +14,22 @@ from ._layout import Storage
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """State of a training run: everything a step reads and replaces.
+    """State of a training run: everything that a step reads and replaces.
 
-    A row of its arrays is the shard of one device: without ZeRO all that its stage holds, the same
-    on every replica, and then there is one row per stage; with ZeRO-1 a replica's own, and then
-    there is one row per stage and replica. Rows are whole along automatic axes, over which leaves
-    are sharded as their metadata says.
+    A row of the arrays is the shard of one device. Without ZeRO there is one row per stage, which
+    holds all of the stage's elements and is the same on every replica. With ZeRO-1 there is one row
+    per stage and replica. Rows are whole along automatic axes, over which leaves are sharded
+    according to their metadata.
 
     Attributes:
-        step: Number of batches so far, those whose update was skipped included, `int32[]`.
-        params: Parameters, in float32 where training is in mixed precision: arrays `[num_rows,
-            ...]`.
-        opt_state: The optimiser's state, likewise.
-        collections: What layers keep beside parameters, such as batch statistics: arrays
+        step: Number of batches so far, including those with skipped updates, `int32[]`.
+        params: Parameters, in float32 in mixed precision: arrays `[num_rows, ...]`.
+        opt_state: The optimiser's state: arrays `[num_rows, ...]`.
+        collections: The layers' variables other than parameters, such as batch statistics: arrays
             `[num_stages, ...]`.
         loss_scale: State of the loss scale; empty unless training is in float16.
         skipped_steps: Number of updates skipped because gradients overflowed, `int32[]`.
-        rng: The run's key, from which dropout is keyed.
+        rng: The run's key, from which dropout keys are derived.
     """
 
     step: jax.Array
@@ -43,9 +42,8 @@ class TrainState:
 
 
 def state_specs(rows: P, collections: P) -> TrainState:
-    """Partition specs of a state, each for all arrays of a field."""
-    # `shard_map` takes a spec for all that is under a field, where the field's type asks for
-    # arrays.
+    """Make the partition specs of a state, one for all arrays of a field."""
+    # `shard_map` accepts one spec for everything under a field, but the fields are typed as arrays.
     everywhere, by_row, by_stage = cast("tuple[Any, ...]", (P(), rows, collections))
     return TrainState(
         step=everywhere,

@@ -1,4 +1,4 @@
-"""A conditional on the stage, or on another number of a device, with one branch per program."""
+"""Conditionals on the stage, or on another index of a device, with one branch per program."""
 
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -15,13 +15,13 @@ def switch_stages(
 ) -> Any:
     """Run `function(numbers[stage], *args)`, traced for each number.
 
-    Traces that are equal share one branch, and where all are equal there is no conditional: XLA
-    schedules nothing across one, and every branch is compiled on every device. `stage` may be
-    another index.
+    Equal traces share one branch, and if all are equal there is no conditional. That matters
+    because XLA schedules nothing across a conditional, and compiles every branch on every device.
+    `stage` may be another index.
     """
-    # Compared as traces, not by what the numbers stand for: a conditional is saved wherever stages
-    # differ in nothing that the program shows, such as names. With one number there is nothing to
-    # compare, and no trace to pay for.
+    # Traces are compared instead of the numbers. This avoids a conditional if stages only differ in
+    # ways that the program does not show, such as names. With one number nothing needs to be
+    # compared or traced.
     branches = {number: functools.partial(function, number) for number in numbers}
     known: dict[Hashable, int] = {}
     shared = {
@@ -37,19 +37,19 @@ def switch_table(
     branches: Sequence[Callable[..., Any]] | Mapping[int, Callable[..., Any]],
     *args: Any,
 ) -> Any:
-    """Run `branches[table[index]]`, where it is known which indices share a branch.
+    """Run `branches[table[index]]`, where the table says which indices share a branch.
 
-    A branch that no index has is not compiled.
+    Branches that are not in the table are not compiled.
     """
     used = sorted(set(table))
     if len(used) == 1:
         return branches[used[0]](*args)
-    # A constant that each device looks itself up in: no communication.
+    # A constant table, indexed by each device without communication.
     numbers = jnp.asarray([used.index(number) for number in table], jnp.int32)
     return jax.lax.switch(numbers[index], [branches[number] for number in used], *args)
 
 
 def traced_key(function: Callable[..., Any], *args: Any) -> Hashable:
-    """A value that is equal for functions of the same program and the same structure of results."""
+    """Return a value that is equal for functions with the same program and result structure."""
     closed, outputs = jax.make_jaxpr(function, return_shape=True)(*args)
     return program_key(closed), jax.tree.structure(outputs)

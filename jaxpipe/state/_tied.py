@@ -1,8 +1,8 @@
 """Tied parameters, which several stages hold: one gradient, one update, equal copies, counted once.
 
-The first of the stages that hold a parameter owns it. Every holder starts from the same values and
-gets the sum of all holders' gradients, so all of them compute the same update; the owner's result
-is then given to all, because programs that differ elsewhere may round differently.
+The first stage that holds a parameter owns it. Every holder starts from the same values and gets
+the sum of all holders' gradients, so all holders compute the same update. The owner's result is
+then broadcast to all holders, because different programs may round differently.
 """
 
 import dataclasses
@@ -22,14 +22,14 @@ Tied = Mapping[str, tuple[int, ...]]
 
 
 def sum_tied(tied: Tied, layout: Layout, stage: jax.Array, grads: Storage) -> Storage:
-    """Give every holder of a tied parameter the sum of all holders' gradients."""
+    """Sum the gradients of each tied parameter over all stages that hold it."""
     return _exchange(tied, layout, range(layout.num_stages), stage, grads, is_sum=True)
 
 
 def broadcast_tied(
     tied: Tied, sharding: ShardLayout, shard_kind: jax.Array, shard: Storage
 ) -> Storage:
-    """Give every holder of a tied parameter the owner's value: copies stay equal to the bit."""
+    """Broadcast each tied parameter from its owner, so that all copies stay bitwise equal."""
     return _exchange(
         tied, sharding.shards, sharding.stages_of_shard_kinds, shard_kind, shard, is_sum=False
     )
@@ -38,9 +38,9 @@ def broadcast_tied(
 def drop_copies(
     tied: Tied, sharding: ShardLayout, shard_kind: jax.Array, shard: Storage
 ) -> Storage:
-    """Put zeros for a tied parameter everywhere but on its owner.
+    """Replace tied parameters with zeros on all stages but their owners.
 
-    A sum over the stages counts it once then.
+    A sum over the stages then counts each parameter once.
     """
     layout, stages = sharding.shards, sharding.stages_of_shard_kinds
     stacked, tied = _by_storage(tied, layout)
@@ -73,17 +73,17 @@ def _exchange(
     *,
     is_sum: bool,
 ) -> Storage:
-    """Give all holders of tied leaves their sum over the stages, or the owner's value.
+    """Give all holders of tied leaves the sum over the stages, or the owner's value.
 
-    `layout` is by kind of shard, and `stages` has the stage of each kind.
+    `layout` has an entry for each kind of shard, and `stages` has the stage of each kind.
     """
     stacked, tied = _by_storage(tied, layout)
     if stacked:
         given = {name: storage.stacked[name] for name in stacked}
         if not is_sum:
             stage = jnp.asarray(stages)[shard_kind]
-            # A broadcast as a sum with zeros, which is exact, and one collective for all leaves
-            # whatever their owners.
+            # The broadcast is a sum with zeros. It is exact, and needs only one collective for
+            # leaves with different owners.
             given = {
                 name: jnp.where(stage == stacked[name][0], leaf, 0) for name, leaf in given.items()
             }
@@ -111,13 +111,12 @@ def _exchange(
             f, storage, {name: total[name] for name in tied if name in layout.names(f)}
         )
 
-    # The collective lies between two conditionals: inside one, not all devices would take part in
-    # it.
+    # The collective runs between two conditionals: inside one, not all devices would take part.
     given = switch_stages(shard_kind, shard_kinds, give, storage)
     return switch_stages(shard_kind, shard_kinds, take, storage, sum_over(given, "stage"))
 
 
 def _by_storage(tied: Tied, layout: Layout) -> tuple[Tied, Tied]:
-    """Leaves stacked on every stage, which need no conditional, and those in packed buffers."""
+    """Divide leaves into stacked ones, which need no conditional, and packed ones."""
     stacked = {name: stages for name, stages in tied.items() if name in layout.stacked}
     return stacked, {name: stages for name, stages in tied.items() if name not in stacked}

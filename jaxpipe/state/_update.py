@@ -1,4 +1,4 @@
-"""The optimiser, run on each device for the parameters of its shard."""
+"""Runs the optimiser on each device for the parameters of its shard."""
 
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -34,14 +34,14 @@ class Updater:
     """One optax transformation over the shards of a model.
 
     A shard's parameters are updated as trees with their paths in the model, so masks and labels by
-    path mean what they mean unpipelined. They form two groups, updated apart: those of the trunk,
-    and the others. Where the optimiser treats the trunks of all stages alike, they are updated with
-    one straight program, that of the first.
+    path work as without a pipeline. They form two groups that are updated separately: the trunk's
+    parameters, and all others. If the optimiser treats the trunks of all stages alike, one program
+    without a conditional updates them, the program of the first stage.
 
-    `sharding` is that of the trained parameters. A parameter of the trunk that only some stages
-    train is in the shards of all of them, and stays as it is where it is frozen. Raises ConfigError
-    where the optimiser asks for more than gradients, state and parameters, or where parameters in
-    more than one shard are coupled, or treated by what else is in their tree.
+    `sharding` is the sharding of the trained parameters. A trunk parameter that only some stages
+    train is in the shards of all stages, and is not changed where it is frozen. Raises ConfigError
+    if the optimiser needs more than gradients, state and parameters, if it couples parameters in
+    different shards, or if its treatment of a parameter depends on the rest of the tree.
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class Updater:
         self._sharding, self._params, self._optimizer = sharding, params, optimizer
         shards = sharding.shards
         shard_kinds = range(shards.num_stages)
-        # A trunk that is not stacked, as where whole leaves are dealt out to replicas, is updated
-        # with the others.
+        # A trunk that is not stacked, for example because whole leaves are distributed over the
+        # replicas, is updated with the other parameters.
         self._trunk_names = tuple(name for name in params.trunk_names if name in shards.stacked)
         trace = trace_optimizer(optimizer, unflatten_dict(params.trained))
         is_apart = len(shard_kinds) > 1 or 0 < len(self._trunk_names) < len(params.trained)
         if is_apart:
-            # Several programs update the model, each with some of its parameters: none may ask for
-            # the others.
+            # Several programs update the model, each with part of its parameters, so none of them
+            # may need the others.
             check_leafwise(trace)
         trunks = [
             {paths[name]: name for name in self._trunk_names if name in paths}
@@ -76,14 +76,14 @@ class Updater:
                 name: path for name, path in trained.items() if name not in self._trunk_names
             }
             of_trunk = {name: path for name, path in trained.items() if name not in off_trunk}
-            # Not every optimiser takes a tree without parameters. One of the two groups is always
-            # updated, if only for what the state holds beside parameters, such as a learning rate
-            # that is read from any shard.
+            # Not every optimiser accepts a tree without parameters. One of the two groups is always
+            # updated, because the state may hold values that do not belong to parameters, such as a
+            # learning rate, which is read from any shard.
             of_others = optimizer if off_trunk or not of_trunk else _NOTHING
             others[shard_kind] = _Group(
                 shards, shard_kind, off_trunk, of_others, params.vocab_names
             )
-            # Where trunks are treated alike the program of kind 0 updates all of them.
+            # If trunks are treated alike, the program of kind 0 updates all of them.
             if shard_kind == 0 or not is_uniform:
                 trunk[shard_kind] = _Group(
                     shards, shard_kind, of_trunk, optimizer if of_trunk else _NOTHING
@@ -92,8 +92,8 @@ class Updater:
             groups = (*trunk.values(), *others.values())
             parts = [group.paths.values() for group in groups if group.optimizer is optimizer]
             check_separable(optimizer, trace, params.trained, parts)
-        # By kind of shard the one whose program updates the group. The keys are part of the names
-        # of arrays in checkpoints, also "own", which is what lies off the trunk.
+        # For each kind of shard the kind whose program updates the group. The keys are part of the
+        # names of arrays in checkpoints. "own" are the parameters off the trunk.
         self._programs = {
             "trunk": [0] * len(shard_kinds) if is_uniform else list(shard_kinds),
             "own": list(shard_kinds),
@@ -111,25 +111,22 @@ class Updater:
         }
 
     def struct(self) -> PyTree:
-        """Shapes and dtypes of one shard's optimiser state, without the first dim."""
+        """Return shapes and dtypes of one shard's optimiser state, without the first dim."""
         return {name: layout.struct() for name, layout in self._layouts.items()}
 
     def spec(self) -> PyTree:
-        """Its sharding over automatic axes."""
+        """Return the sharding of the optimiser state over automatic axes."""
         return {name: layout.spec() for name, layout in self._layouts.items()}
 
     def constrain(self, state: PyTree) -> PyTree:
-        """One shard's optimiser state inside a program, sharded as it lies between steps.
-
-        The sharding is that over automatic axes.
-        """
+        """Shard an optimiser state inside a program over automatic axes, as it is between steps."""
         return {name: layout.constrain(state[name]) for name, layout in self._layouts.items()}
 
     def leaves(self, shard_kind: int) -> Iterator[tuple[str, Layout, str, str, Path | None]]:
-        """Every leaf of a shard's optimiser state: `(group, its layout, name, label, path)`.
+        """Yield `(group, its layout, name, label, path)` for each leaf of a shard's state.
 
-        The label is the leaf's path in the state of the whole model; the path is that of its
-        parameter, if it belongs to one.
+        The label is the leaf's path in the optimiser state of the whole model. The path is that of
+        the leaf's parameter, or None if it belongs to none.
         """
         paths = self._params.trained_paths[self._sharding.stage_of(shard_kind)]
         for group, groups in self._groups.items():
@@ -137,11 +134,11 @@ class Updater:
                 yield group, self._layouts[group], name, label, path
 
     def whole_struct(self) -> PyTree:
-        """Shapes and dtypes of the whole model's optimiser state, as the optimiser makes it."""
+        """Return shapes and dtypes of the optimiser's own state for the whole model."""
         return state_struct(self._optimizer, unflatten_dict(self._params.trained))
 
     def init(self, shard_kind: jax.Array, shard: Storage) -> PyTree:
-        """The optimiser state of this device's shard, from its parameters."""
+        """Make the optimiser state of this device's shard from its parameters."""
         return {
             name: switch_stages(shard_kind, programs, functools.partial(self._init, name), shard)
             for name, programs in self._programs.items()
@@ -151,7 +148,7 @@ class Updater:
         return self._layouts[name].pack(shard_kind, self._groups[name][shard_kind].init(shard))
 
     def tree(self, shard_kind: int, state: PyTree) -> dict[str, PyTree]:
-        """One shard's optimiser state as the optimiser made it, for each group."""
+        """Return one shard's optimiser state for each group, in the optimiser's own structure."""
         groups = {name: groups[shard_kind] for name, groups in self._groups.items()}
         return {
             name: group.state(self._layouts[name].unpack(shard_kind, state[name]))
@@ -159,7 +156,7 @@ class Updater:
         }
 
     def storage(self, shard_kind: int, trees: Mapping[str, PyTree]) -> PyTree:
-        """The inverse of `tree`."""
+        """Invert `tree`."""
         packed = {}
         for name, tree in trees.items():
             packed[name] = self._layouts[name].pack(
@@ -170,9 +167,9 @@ class Updater:
     def update(
         self, shard_kind: jax.Array, shard: Storage, grads: Storage, state: PyTree
     ) -> tuple[Storage, PyTree]:
-        """One update of this device's shard: `(parameters, optimiser state)`.
+        """Update this device's shard and return `(parameters, optimiser state)`.
 
-        `grads` are mean gradients, in the shard's layout.
+        `grads` are mean gradients in the shard's layout.
         """
         stacked, packed, new_state = {}, shard.packed, {}
         for name, names, has_packed in self._divided(shard):
@@ -192,10 +189,10 @@ class Updater:
         shard: Storage,
         state: PyTree,
     ) -> Storage:
-        """Other parameters in place of this device's shard.
+        """Return parameters that replace this device's shard.
 
-        `choice` gives a tree of parameters from one with their paths in the model, and from the
-        optimiser's state for it.
+        `choice` maps a tree of parameters, with their paths in the model, and the optimiser's state
+        for it to another tree of parameters.
         """
         stacked, packed = {}, shard.packed
         for name, names, has_packed in self._divided(shard):
@@ -207,7 +204,7 @@ class Updater:
         return Storage(packed, stacked)
 
     def restart_average(self, shard_kind: jax.Array, shard: Storage, state: PyTree) -> PyTree:
-        """This device's optimiser state, whose average begins anew at the shard's parameters."""
+        """Restart the parameter average in this device's optimiser state at the parameters."""
         return {
             name: switch_stages(
                 shard_kind,
@@ -227,10 +224,10 @@ class Updater:
         return layout.pack(shard_kind, leaves)
 
     def _divided(self, shard: Storage) -> Iterator[tuple[str, Sequence[str], bool]]:
-        """Each group: its name, those of its stacked parameters, and whether it has the packed."""
+        """Yield each group's name, its stacked parameters, and whether it has the packed ones."""
         off_trunk = [name for name in shard.stacked if name not in self._trunk_names]
         yield "trunk", self._trunk_names, False
-        yield "own", off_trunk, True  # all that lies in packed buffers is off the trunk
+        yield "own", off_trunk, True  # packed buffers only hold parameters off the trunk
 
     def _update(
         self, name: str, shard_kind: int, params: Storage, grads: Storage, state: Storage
@@ -254,10 +251,10 @@ class Updater:
     def _packed(
         self, shard_kind: int, params: Storage, changed: Mapping[str, jax.Array]
     ) -> Storage:
-        """A shard's parameters with changed ones, by name, in their places."""
+        """Replace the changed parameters of a shard, given by name."""
         shards, packed = self._sharding.shards, {}
         if params.packed:
-            # What this stage has frozen of a trunk that lies in buffers stays.
+            # If the trunk is packed, the parameters that this stage has frozen are kept.
             still = [
                 n for n in shards.names(shard_kind) if n not in shards.stacked and n not in changed
             ]
@@ -266,14 +263,14 @@ class Updater:
         return Storage(packed, {n: changed.get(n, old) for n, old in params.stacked.items()})
 
 
-_NOTHING = optax.identity()  # for a group without parameters beside one that has some
+_NOTHING = optax.identity()  # for a group without parameters, if the other group has some
 
 
 class _Group:
     """The optimiser on some parameters of one shard, as a tree with the model's paths.
 
-    `shared_names` are parameters that all stages hold under one name; their state has one name on
-    all stages too, and is stacked as they are.
+    `shared_names` are parameters that all stages hold under the same name. Their state also has the
+    same name on all stages, and is stacked like the parameters.
     """
 
     def __init__(
@@ -302,7 +299,7 @@ class _Group:
             for i, at in enumerate(self._state_paths)
         ]
         self.state_leaves = dict(zip(names, leaves, strict=True))
-        # What has its parameter's shape, such as a moment, is sharded as the parameter is.
+        # State with its parameter's shape, such as a moment, is sharded like the parameter.
         by_path = {path: name for name, path in paths.items()}
         self.state_specs = {}
         for name, leaf, at in zip(names, leaves, self._state_paths, strict=True):
@@ -312,9 +309,9 @@ class _Group:
                 self.state_specs[name] = layout.specs[param]
 
     def labels(self, real: Paths) -> dict[str, tuple[str, Path | None]]:
-        """For each leaf of the state its path, and the parameter it belongs to.
+        """Return the path of each leaf of the state, and the parameter it belongs to.
 
-        The path has the real paths of parameters in it.
+        The paths contain the real paths of parameters.
         """
         known = {path: real[name] for name, path in self.paths.items()}
         found: dict[str, tuple[str, Path | None]] = {}

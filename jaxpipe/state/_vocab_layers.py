@@ -1,9 +1,10 @@
 """The vocabulary-parallel layers that all stages share.
 
-Vocabulary-parallel layers are ends of the model whose partition metadata names the axis `stage`,
-such as an embedding and a head with the loss: every stage holds a slice of their parameters. All
+Vocabulary-parallel layers are first or last layers whose partition metadata names the axis `stage`,
+such as an embedding and a head with the loss. Every stage holds a slice of their parameters. All
 stages run them together, with collectives over the axis, for the microbatch that enters or leaves
-the model in a tick. What is not sliced of these layers lies on every stage, like a tied parameter.
+the model in a tick. Parameters of these layers that are not sliced are on every stage, like tied
+parameters.
 """
 
 import dataclasses
@@ -27,10 +28,10 @@ class VocabLayers:
     """Vocabulary-parallel layers, which all stages run together.
 
     Attributes:
-        first: The first layers of the model, up to the last one that is sliced.
+        first: The first layers of the model, up to the last sliced one.
         last: The layers after the trunk, up to the loss.
-        dims: The dims along which their parameters are sliced over the stages, by path in the
-            model's tree.
+        dims: The dims along which parameters are sliced over the stages, by path in the model's
+            tree.
     """
 
     first: range = range(0)
@@ -46,22 +47,22 @@ class VocabLayers:
 def find_vocab_layers(
     layers: Sequence[NamedLayer], trace: ModelTrace, cuts: Sequence[StageCut], num_stages: int
 ) -> tuple[VocabLayers, tuple[StageCut, ...]]:
-    """Find the vocabulary-parallel layers, and take them out of the virtual stages.
+    """Find the vocabulary-parallel layers, and remove them from the virtual stages.
 
-    The result is `(vocabulary-parallel layers, cuts without them)`; on one stage all layers stay
-    whole. Raises LayerError where a split parameter does not belong to the ends or cannot be
-    divided, where a layer of the ends keeps or reports something, or where another layer has
+    Returns `(vocabulary-parallel layers, cuts without them)`. With one stage there are none. Raises
+    LayerError if a split parameter does not belong to the first or last layers or cannot be
+    divided, if such a layer keeps collections or reports values, or if another layer has
     collectives over the stages.
     """
     marked = [i for i, dims in enumerate(trace.stage_dims) if dims]
-    # On one stage nothing is sliced, and the layers are like any others.
+    # With one stage nothing is sliced, and these layers are ordinary layers.
     if num_stages == 1:
         return VocabLayers(), tuple(cuts)
     head, tail = cuts[0].prologue, cuts[-1].epilogue
     vocab = VocabLayers(
         first=range(max((i + 1 for i in marked if i in head), default=0)),
-        # All of the tail: what stands between trunk and head feeds it, and what stands behind it
-        # takes its slices.
+        # The whole tail: layers between trunk and head compute the head's input, and layers after
+        # the head take its slices.
         last=tail if any(i in tail for i in marked) else range(tail.stop, tail.stop),
         dims=trace.split_dims(),
     )
@@ -75,7 +76,7 @@ def find_vocab_layers(
 
 
 def slice_struct(struct: Any, dim: int | None, num_stages: int) -> Any:
-    """Shape and dtype of a stage's slice of a parameter; of the whole one where `dim` is None."""
+    """Return shape and dtype of a stage's slice of a parameter; the whole if `dim` is None."""
     if dim is None:
         return struct
     shape = tuple(n // num_stages if d == dim else n for d, n in enumerate(struct.shape))
@@ -86,10 +87,10 @@ def _check_layer(named: NamedLayer, trace: ModelTrace, vocab: VocabLayers, num_s
     i = named.index
     if i not in vocab.layers and _STAGE in effect_axes(trace.programs[i].jaxpr):
         raise LayerError(
-            f"layer {named.name} must use no collective over 'stage', whose places work on "
-            "different microbatches, but got one. Leave it out; only first and last layers of "
-            "which a parameter is split over 'stage', as VocabEmbed and VocabHead are, run on all "
-            "stages at once."
+            f"layer {named.name} must use no collective over 'stage', because each stage works on "
+            "another microbatch, but got one. Remove it: only first and last layers with a "
+            "parameter that is split over 'stage', such as VocabEmbed and VocabHead, run on all "
+            "stages together."
         )
     if i in vocab.layers:
         for fault, found in (
@@ -99,8 +100,8 @@ def _check_layer(named: NamedLayer, trace: ModelTrace, vocab: VocabLayers, num_s
             if jax.tree.leaves(found):
                 raise LayerError(
                     f"layer {named.name}, which all stages run together, must not {fault}, but got "
-                    f"{format_struct(found)}. Leave them out, or the name 'stage' out of the "
-                    "partition metadata of the first and last layers."
+                    f"{format_struct(found)}. Remove them, or remove 'stage' from the partition "
+                    "metadata of the first and last layers."
                 )
     paths = trace.paths[i].paths
     leaves = {
@@ -114,7 +115,7 @@ def _check_layer(named: NamedLayer, trace: ModelTrace, vocab: VocabLayers, num_s
             raise LayerError(
                 f"{label} is split over the 'stage' axis and must belong to the layers before the "
                 f"first or after the last repeated one, but got layer {i} of {len(trace.params)}. "
-                "Move it to the model's ends, or leave 'stage' out of its partition metadata."
+                "Move it to the model's ends, or remove 'stage' from its partition metadata."
             )
         size = leaf.shape[dim] if dim < len(leaf.shape) else 0
         if not size or size % num_stages:

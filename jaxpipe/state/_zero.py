@@ -1,12 +1,9 @@
-"""ZeRO-1.
+"""ZeRO-1: the part of its stage's parameters that each replica stores between steps.
 
-What each replica keeps of its stage's parameters between steps, and the way to all of them and
-back.
-
-A stage's gathered storage is what its layers compute with. A shard is the part of it that one
-device keeps between steps, together with the optimiser's state for that part. `gather` puts the
-storage together from the shards of all replicas; `reduce` sums gradients over the replicas and
-leaves each its shard of the sum.
+The layers of a stage compute with its gathered storage. A shard is the part of the storage that one
+device keeps between steps, together with the optimiser's state for that part. `gather` assembles
+the storage from the shards of all replicas. `reduce` sums gradients over the replicas and returns
+to each replica its shard of the sum.
 """
 
 import abc
@@ -34,17 +31,17 @@ Buffers = dict[str, jax.Array]
 
 
 class ShardLayout(abc.ABC):
-    """Cut of all stages' storage into shards, one for each replica or one for all of them.
+    """Division of all stages' storage into shards: one per replica, or one for all replicas.
 
-    Shards are numbered by their kind: devices whose shards have the same leaves in the same places
-    run one program. A kind of shard belongs to one stage.
+    Shards are numbered by their kind. Devices whose shards have the same leaves at the same offsets
+    have the same kind and run the same program. A kind belongs to one stage.
 
     Attributes:
-        gathered: Layout of the whole storage, stage by stage.
-        shards: Layout of the shards, kind by kind.
-        num_shards: Shards of a stage; 1 where every replica keeps all of its parameters.
-        is_uniform: All shards of a stage are of one kind, so that kinds are stages; else each shard
-            has its own.
+        gathered: Layout of the whole storage, for each stage.
+        shards: Layout of the shards, for each kind.
+        num_shards: Number of shards of a stage; 1 if every replica stores all parameters.
+        is_uniform: Whether all shards of a stage have the same kind, so that kinds are stages.
+            Otherwise each shard has a different kind.
     """
 
     gathered: Layout
@@ -53,15 +50,15 @@ class ShardLayout(abc.ABC):
     is_uniform: bool
 
     def shard_kind(self, stage: Any, replica: Any) -> Any:
-        """Form of a device's shard, by its indices along the axes `stage` and `data`; traceable."""
+        """Return the kind of the shard at indices along `stage` and `data`, which may be traced."""
         return stage if self.is_uniform else stage * self.num_shards + replica
 
     def stage_of(self, shard_kind: int) -> int:
-        """The stage that a kind of shard belongs to."""
+        """Return the stage that a kind of shard belongs to."""
         return shard_kind if self.is_uniform else shard_kind // self.num_shards
 
     def shard_kinds(self, stage: int) -> list[int]:
-        """The kinds of a stage's shards."""
+        """Return the kinds of a stage's shards."""
         return [
             shard_kind
             for shard_kind in range(self.shards.num_stages)
@@ -69,7 +66,7 @@ class ShardLayout(abc.ABC):
         ]
 
     def shard_kind_of(self, stage: int, name: str) -> int:
-        """The kind of the shards of a stage that a leaf lies in."""
+        """Return the kind of a stage's shards that contain a leaf."""
         return next(
             shard_kind
             for shard_kind in self.shard_kinds(stage)
@@ -77,9 +74,9 @@ class ShardLayout(abc.ABC):
         )
 
     def rows_of(self, shard_kind: int) -> tuple[int, ...]:
-        """The rows of the global arrays that are shards of a kind.
+        """Return the rows of the global arrays that are shards of a kind.
 
-        Stage after stage, in each by replica.
+        Rows are ordered by stage, then by replica.
         """
         return (
             tuple(range(shard_kind * self.num_shards, (shard_kind + 1) * self.num_shards))
@@ -88,32 +85,32 @@ class ShardLayout(abc.ABC):
         )
 
     def block_counts(self, name: str) -> tuple[int, ...]:
-        """Into how many blocks a leaf is cut along each dim before each block is cut into shards.
+        """Return the number of blocks along each dim of a leaf, each of which is cut into shards.
 
-        Empty: none.
+        Empty if the leaf is not cut into blocks.
         """
         return ()
 
     def piece_of(self, name: str, leaf: jax.Array, replica: jax.Array) -> jax.Array:
-        """The piece of a leaf in a replica's shard, where it holds any."""
+        """Return the piece of a leaf in a replica's shard, for replicas that hold one."""
         return leaf
 
     @property
     def stages_of_shard_kinds(self) -> list[int]:
-        """The stage of each kind of shard."""
+        """Stage of each kind of shard."""
         return [self.stage_of(shard_kind) for shard_kind in range(self.shards.num_stages)]
 
     @abc.abstractmethod
     def gather(self, stage: jax.Array, shard: Storage) -> Storage:
-        """The whole storage of this device's stage, from the shards of its replicas."""
+        """Assemble the whole storage of this device's stage from the shards of its replicas."""
 
     @abc.abstractmethod
     def reduce(self, stage: jax.Array, storage: Storage) -> Storage:
-        """The sum over all replicas of whole storages, of which each device gets its shard."""
+        """Sum the whole storages of all replicas, and return this device's shard of the sum."""
 
 
 class Replicated(ShardLayout):
-    """Every replica keeps the whole storage of its stage."""
+    """Every replica stores the whole storage of its stage."""
 
     num_shards = 1
     is_uniform = True
@@ -122,44 +119,44 @@ class Replicated(ShardLayout):
         self.gathered = self.shards = gathered
 
     def gather(self, stage: jax.Array, shard: Storage) -> Storage:
-        """The shard."""
+        """Return the shard, which is the whole storage."""
         return shard
 
     def reduce(self, stage: jax.Array, storage: Storage) -> Storage:
-        """The sum."""
+        """Sum over the replicas."""
         return sum_over(storage, "data")
 
 
 class _Sharded(ShardLayout):
-    """Shards that differ from replica to replica."""
+    """Shards that differ between replicas."""
 
     def gather(self, stage: jax.Array, shard: Storage) -> Storage:
-        """Collect all shards of the stage, then put its leaves together."""
+        """Gather all shards of the stage, then assemble its leaves."""
         return self._merge(stage, jax.tree.map(lambda x: jax.lax.all_gather(x, "data"), shard))
 
     def reduce(self, stage: jax.Array, storage: Storage) -> Storage:
-        """Cut every leaf, then sum and scatter the cuts."""
-        # One reduce-scatter, and with the gather of the next step it sends what one all-reduce
-        # would.
+        """Cut every leaf into pieces, then sum and scatter the pieces."""
+        # One reduce-scatter. Together with the gather of the next step it sends as many bytes as
+        # one all-reduce.
         return scatter_sum(self._cut(stage, storage), "data")
 
     @abc.abstractmethod
     def _cut(self, stage: jax.Array, storage: Storage) -> Storage:
-        """All shards of a whole storage, with a leading dim `num_shards`."""
+        """Cut a whole storage into all its shards, with a leading dim `num_shards`."""
 
     @abc.abstractmethod
     def _merge(self, stage: jax.Array, shards: Storage) -> Storage:
-        """The inverse."""
+        """Invert `_cut`."""
 
 
 class ByElements(_Sharded):
     """Every leaf is cut into `num_shards` equal pieces, the last one padded with zeros.
 
-    A piece of a leaf `[a, b]` has the shape `[1, k]`: as many dims as the leaf, so that masks by
-    `ndim`, like those that keep biases out of weight decay, say the same of the piece. What is
-    sharded over automatic axes is cut block by block, so that nothing leaves its place: a piece of
-    a leaf of m blocks has the shape `[1, m * k]`, sharded over the last dim, with a piece of each
-    block. `gathered` is the layout of the whole storage.
+    A piece of a leaf `[a, b]` has the shape `[1, k]`. It has as many dims as the leaf, so that
+    masks by `ndim`, such as those that exclude biases from weight decay, treat the piece like the
+    leaf. A leaf that is sharded over automatic axes is cut block by block, so that no element moves
+    along these axes. A piece of a leaf with m blocks has the shape `[1, m * k]`, contains a piece
+    of each block, and is sharded over the last dim. `gathered` is the layout of the whole storage.
     """
 
     is_uniform = True
@@ -189,7 +186,7 @@ class ByElements(_Sharded):
     def block_counts(self, name: str) -> tuple[int, ...]:
         """See `ShardLayout.block_counts`.
 
-        One for each place of the axes that the leaf is sharded over.
+        There is one block for each index along the axes that the leaf is sharded over.
         """
         return self._blocks.get(name, ())
 
@@ -199,8 +196,8 @@ class ByElements(_Sharded):
 
     def _piece(self, name: str, like: Any) -> jax.ShapeDtypeStruct:
         num_blocks = math.prod(self._blocks.get(name, ()))
-        # Rounded up block by block: `all_gather` and `psum_scatter` take pieces of one size from
-        # all replicas.
+        # Rounded up per block: `all_gather` and `psum_scatter` need pieces of equal size on all
+        # replicas.
         size = -(-math.prod(like.shape) // num_blocks // self.num_shards) * num_blocks
         return jax.ShapeDtypeStruct((1,) * (len(like.shape) - 1) + (size,), like.dtype)
 
@@ -251,7 +248,7 @@ class ByElements(_Sharded):
                 leaves[name] = self._to_leaf(s, name, pieces)
             return self.gathered.pack_buffers(s, leaves)
 
-        # Stacked leaves have one shape on all stages: that of stage 0.
+        # Stacked leaves have the same shape on all stages, so stage 0 stands for all.
         stacked = {name: self._to_leaf(0, name, pieces) for name, pieces in shards.stacked.items()}
         return Storage(self._switch(stage, merge, shards.packed), stacked)
 
@@ -268,9 +265,10 @@ class ByElements(_Sharded):
 class ByLeaves(_Sharded):
     """Every leaf is whole in the shard of one replica.
 
-    This is for optimisers that look at a leaf as one, like LAMB. Leaves go, the largest first, to
-    the replica that has least so far. `tied` leaves, which several stages hold, go to the same
-    replica on each: only devices of one replica meet in a sum over the stages.
+    This is for optimisers that treat a leaf as a whole, such as LAMB. Leaves are assigned in order
+    of decreasing size to the replica with the fewest elements so far. `tied` leaves, which several
+    stages hold, are assigned to the same replica on each stage, because a sum over the stages is
+    among devices of the same replica.
     """
 
     is_uniform = False
@@ -278,8 +276,7 @@ class ByLeaves(_Sharded):
     def __init__(self, gathered: Layout, num_shards: int, tied: Sequence[str]) -> None:
         self.gathered, self.num_shards = gathered, num_shards
         owners = [self._assign(s, tied) for s in range(gathered.num_stages)]
-        # Not stacked: what all stages hold alike lies in the shards of other replicas here and
-        # there.
+        # Not stacked: leaves that all stages have may be in the shards of different replicas.
         shards = [
             {
                 name: gathered.struct_of(s, name)
@@ -296,15 +293,15 @@ class ByLeaves(_Sharded):
         self.shards = Layout(shards, stack=False, specs=specs, frozen=gathered.frozen)
 
     def _assign(self, stage: int, tied: Sequence[str]) -> dict[str, int]:
-        """The replica that owns each leaf of a stage."""
+        """Choose the replica that owns each leaf of a stage."""
         names = self.gathered.names(stage)
         used = [0] * self.num_shards
         owner = {name: i % self.num_shards for i, name in enumerate(tied)}
         sizes = {name: math.prod(self.gathered.struct_of(stage, name).shape) for name in names}
         frozen = self.gathered.frozen
-        # Tied leaves before all others: their replicas are given, and the rest is dealt out around
-        # what they take. What is frozen last: without it, as in gradients, the others are dealt out
-        # alike.
+        # Tied leaves come first, because their replicas are fixed and the others are balanced
+        # around them. Frozen leaves come last, so that layouts without them, such as those of
+        # gradients, assign the other leaves to the same replicas.
         for name in sorted(
             names, key=lambda n: (n not in owner, n in frozen, -sizes[n], names.index(n))
         ):
@@ -334,14 +331,15 @@ class ByLeaves(_Sharded):
 
 @dataclass(frozen=True)
 class ZeroSharding:
-    """A model's parameters in three dtypes, all cut into shards in one way.
+    """A model's parameters in three dtypes, all cut into shards in the same way.
 
     Attributes:
-        master: Parameters between steps, in float32 in mixed precision, or as they are computed
-            with where frozen.
-        trained: Those of them that the optimiser updates; their mean gradients lie so, too.
-        compute: Parameters in the dtype the layers compute in.
-        grad_accum: Gradients in the dtype they are summed in.
+        master: Parameters between steps, in float32 in mixed precision. Frozen ones have the dtype
+            that the layers compute in.
+        trained: The parameters that the optimiser updates, and also the layout of their mean
+            gradients.
+        compute: Parameters in the dtype that the layers compute in.
+        grad_accum: Gradients in the dtype in which they are summed.
     """
 
     master: ShardLayout
@@ -351,7 +349,7 @@ class ZeroSharding:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the global arrays: distinct shards of all stages."""
+        """Number of rows of the global arrays: the distinct shards of all stages."""
         return self.master.gathered.num_stages * self.master.num_shards
 
     @property
@@ -365,8 +363,8 @@ class ZeroSharding:
         return P(self.row_axes) if len(self.row_axes) > 1 else P("stage")
 
     def gather_params(self, stage: jax.Array, shard_kind: jax.Array, shard: Storage) -> Storage:
-        """Compute parameters of a stage, from the master shard of each of its replicas."""
-        # Cast before the gather: the replicas then send half the bytes in mixed precision.
+        """Gather a stage's compute parameters from the master shards of its replicas."""
+        # Cast before the gather, so that the replicas send half the bytes in mixed precision.
         return self.compute.gather(
             stage, _cast(self.master.shards, self.compute.shards, shard_kind, shard)
         )
@@ -374,12 +372,12 @@ class ZeroSharding:
     def reduce_gradients(
         self, stage: jax.Array, shard_kind: jax.Array, storage: Storage
     ) -> Storage:
-        """The shard of a stage's gradients, summed over all replicas.
+        """Sum a stage's gradients over all replicas, and return this device's shard.
 
-        It is laid out as trained parameters are.
+        The shard has the layout of the trained parameters.
         """
-        # Summed in the accumulation dtype, which may be wider than that of the master parameters,
-        # and cast once.
+        # Summed in the accumulation dtype, which may be wider than the dtype of the master
+        # parameters, and cast once.
         return _cast(
             self.grad_accum.shards,
             self.trained.shards,
@@ -396,8 +394,8 @@ def zero_sharding(
 ) -> ZeroSharding:
     """Choose how a model's parameters are cut into shards.
 
-    `num_shards` is 1, or with ZeRO-1 the length of the `data` axis. Whole leaves are dealt out
-    where the optimiser does not update element by element.
+    `num_shards` is 1, or the size of the `data` axis with ZeRO-1. If the optimiser does not update
+    element by element, whole leaves are distributed over the replicas.
     """
     layouts = (
         params.master_layout,
@@ -408,8 +406,8 @@ def zero_sharding(
     if num_shards == 1:
         return ZeroSharding(*(Replicated(layout) for layout in layouts))
     shards = [ByElements(layout, num_shards, mesh) for layout in layouts]
-    # Asked of the layout that is updated for all: they differ in dtypes alone, and in what is
-    # frozen.
+    # Checked for the layout that is updated, on behalf of all: they only differ in dtypes and in
+    # frozen leaves.
     if not all(_is_elementwise(params, shards[1], s, optimizer) for s in range(len(params.stages))):
         return ZeroSharding(*(ByLeaves(x, num_shards, tuple(params.tied)) for x in layouts))
     return ZeroSharding(*shards)
@@ -431,13 +429,13 @@ def _packed_names(layout: Layout, stage: int) -> list[str]:
 
 
 def _cast(source: Layout, target: Layout, shard_kind: jax.Array, storage: Storage) -> Storage:
-    """The same leaves in the dtypes of another layout."""
+    """Convert leaves to the dtypes of another layout."""
     stacked = {
         name: storage.stacked[name].astype(like.dtype) for name, like in target.stacked.items()
     }
     names = source.renamed_buffers(target)
     if names is not None:
-        # Alike but for dtypes: no need to take them apart.
+        # Only the dtypes differ, so whole buffers can be cast.
         return Storage(
             {
                 new: storage.packed[old].astype(target.buffers[new].dtype)
@@ -457,12 +455,12 @@ def _cast(source: Layout, target: Layout, shard_kind: jax.Array, storage: Storag
 
 
 def _block_counts(spec: P, mesh: Mapping[str, int]) -> tuple[int, ...]:
-    """Blocks along each dim of a leaf: one for each place of the axes it is sharded over."""
+    """Return the number of blocks along each dim of a leaf: the size of the axes of its spec."""
     return tuple(math.prod(mesh[axis] for axis in spec_axes(entry)) for entry in spec)
 
 
 def _to_blocks(leaf: jax.Array, counts: Sequence[int]) -> jax.Array:
-    """A leaf as its blocks, flattened: `[num_blocks, size]`."""
+    """Divide a leaf into flattened blocks, `[num_blocks, size]`."""
     split = leaf.reshape(
         [n for size, count in zip(leaf.shape, counts, strict=True) for n in (count, size // count)]
     )
@@ -471,7 +469,7 @@ def _to_blocks(leaf: jax.Array, counts: Sequence[int]) -> jax.Array:
 
 
 def _from_blocks(blocks: jax.Array, counts: Sequence[int], shape: Sequence[int]) -> jax.Array:
-    """The inverse of `_to_blocks`."""
+    """Invert `_to_blocks`."""
     split = blocks.reshape(
         [*counts, *(size // count for size, count in zip(shape, counts, strict=True))]
     )

@@ -1,4 +1,4 @@
-"""Places in the machine: topologies, grids, and the mesh they stand for."""
+"""Topologies, grids, and the device mesh of a pipeline."""
 
 from ._collectives import axes_length as axes_length
 from ._collectives import broadcast_sum as broadcast_sum

@@ -12,26 +12,50 @@ from jaxpipe._typing import PyTree
 Axes = str | tuple[str, ...]
 
 _LAX: Any = jax.lax
-"""JAX does not say the types of its collectives."""
+"""Typed as Any, because JAX does not annotate its collectives."""
 
 
 def sum_over(tree: PyTree, axes: Axes) -> PyTree:
-    """`jax.lax.psum`, which over axes that are all one long is the values themselves."""
-    # Not only for brevity: where `stage` and `data` are both one long and other axes are not, XLA
-    # drops the manual region and then refuses its collectives (JAX 0.10: "must be in (partial)
-    # manual partitioning mode").
+    """`jax.lax.psum`, but returns the values themselves if all axes have length 1.
+
+    Args:
+        tree: A pytree of arrays.
+        axes: One or several manual axes.
+
+    Returns:
+        The sums, with the dtypes of the arrays.
+    """
+    # The shortcut is required: if `stage` and `data` have length 1 and other axes do not, XLA drops
+    # the manual region and then refuses its collectives (JAX 0.10: "must be in (partial) manual
+    # partitioning mode").
     if axes_length(axes) == 1:
         return tree
     return _added(_LAX.psum, tree, axes)
 
 
 def scatter_sum(tree: PyTree, axis: str) -> PyTree:
-    """`jax.lax.psum_scatter` along the first dim, which is as long as the axis and goes."""
+    """`jax.lax.psum_scatter` along the first dim, which it removes.
+
+    Args:
+        tree: A pytree of arrays whose first dim is as long as the axis.
+        axis: A manual axis.
+
+    Returns:
+        The sums, without the first dim and with the dtypes of the arrays.
+    """
     return _added(_LAX.psum_scatter, tree, axis)
 
 
 def broadcast_sum(tree: PyTree, axes: Axes) -> PyTree:
-    """On all places along some axes the values of one, where the others have zeros: exact."""
+    """Broadcast values over axes by a sum, which is exact.
+
+    Args:
+        tree: A pytree of arrays: the values on one device along the axes, zeros on the others.
+        axes: One or several manual axes.
+
+    Returns:
+        The values, on all devices along the axes.
+    """
 
     def one(leaf: jax.Array) -> jax.Array:
         number = leaf.astype(jnp.int32) if leaf.dtype == jnp.bool_ else leaf
@@ -41,18 +65,25 @@ def broadcast_sum(tree: PyTree, axes: Axes) -> PyTree:
 
 
 def axes_length(axes: Axes) -> int:
-    """Number of places along some axes."""
+    """The number of devices along axes.
+
+    Args:
+        axes: One or several manual axes.
+
+    Returns:
+        The product of their lengths.
+    """
     names = (axes,) if isinstance(axes, str) else axes
     return math.prod(jax.lax.axis_size(axis) for axis in names)
 
 
 def _added(add: Callable[[PyTree, Axes], PyTree], tree: PyTree, axes: Axes) -> PyTree:
-    """Sums, each in the dtype of what is added, whatever XLA takes them in.
+    """Sums with the dtype of their operands, whatever dtype XLA computes them in.
 
-    Complex numbers are added as their real and their imaginary parts: for TPUs XLA (libtpu 0.0.42)
-    refuses to scatter their sums, and to take them beside an automatic axis. On CPUs sums of
-    bfloat16 are taken in float32: there XLA (JAX 0.10) ends the process at one over a manual axis
-    beside an automatic one ("Invalid binary instruction opcode copy").
+    Complex numbers are summed as separate real and imaginary parts. For TPUs, XLA (libtpu 0.0.42)
+    cannot scatter complex sums, and cannot compute them if there is an automatic axis. On CPUs,
+    bfloat16 is summed in float32. There XLA (JAX 0.10) aborts the process at a bfloat16 sum over a
+    manual axis if there is an automatic one ("Invalid binary instruction opcode copy").
     """
     device: Any = jax.sharding.get_abstract_mesh().abstract_device
     widens = device is not None and device.device_kind == "cpu"

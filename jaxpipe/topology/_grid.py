@@ -1,4 +1,4 @@
-"""A rank's view of a topology, in the words of DeepSpeed's model-parallel units."""
+"""A rank's view of a topology, with the names of DeepSpeed's model-parallel units."""
 
 from jaxpipe.errors import TopologyError
 
@@ -6,19 +6,19 @@ from ._process import ProcessTopology
 
 
 class PipelineParallelGrid:
-    """Who one rank is in a topology, and with whom it works.
+    """The position of one rank in a topology, and the groups it belongs to.
 
-    The rank is an argument: one process of JAX usually addresses many devices, so there is no "own"
-    rank to ask for. Communication groups are no objects here; what DeepSpeed calls a group is the
-    list of its ranks.
+    The rank is an argument, because one JAX process usually addresses many devices and has no
+    single rank of its own. Communication groups are not objects here: a group is the list of its
+    ranks.
 
-    Mind DeepSpeed's words: *model parallel* means all ranks that together hold one copy of the
-    model, that is all axes but `data`; *slice parallel* and *tensor model parallel* mean the
-    `model` axis alone.
+    Note DeepSpeed's terms. *Model parallel* refers to all ranks that together hold one copy of the
+    model, that is, all axes except `data`. *Slice parallel* and *tensor model parallel* refer only
+    to the `model` axis.
 
     Args:
         topology: A topology with axes `pipe` and `data`, and possibly more.
-        rank: The rank whose view this is.
+        rank: The rank.
 
     Attributes:
         global_rank: The rank.
@@ -26,22 +26,23 @@ class PipelineParallelGrid:
         pipe_parallel_size: Number of stages.
         data_parallel_size: Number of replicas.
         model_parallel_size: Length of the `model` axis, 1 without one.
-        slice_parallel_size: The same.
+        slice_parallel_size: The same as `model_parallel_size`.
         stage_id: The rank's stage, from 0 at the input.
         data_parallel_id: The rank's replica.
-        is_first_stage: Whether the stage is the first; an attribute here, a method of the engine.
+        is_first_stage: Whether the stage is the first. It is an attribute here, but a method of
+            the engine.
         is_last_stage: Whether the stage is the last.
         pp_group: Ranks of the rank's pipeline, first stage first.
         dp_group: Ranks that hold the rank's stage in all replicas.
         slice_group: Ranks over which the rank's layers are split.
-        pipe_groups: `pp_group` of all pipelines.
-        dp_groups: `dp_group` of all stages.
-        slice_groups: `slice_group` of all stages and replicas.
-        p2p_groups: For each rank, it and the rank of the next stage; the stage after the last is
-            the first.
+        pipe_groups: The `pp_group` of each pipeline.
+        dp_groups: The `dp_group` of each stage.
+        slice_groups: The `slice_group` of each stage of each replica.
+        p2p_groups: For each rank, the pair of the rank itself and the rank of the next stage. The
+            last stage is followed by the first.
 
     Raises:
-        TopologyError: The topology has no axis `pipe` or `data`, or the rank is not in it.
+        TopologyError: The topology has no axis `pipe` or `data`, or does not contain the rank.
     """
 
     def __init__(self, topology: ProcessTopology, rank: int = 0) -> None:
@@ -81,17 +82,17 @@ class PipelineParallelGrid:
         return next(group for group in groups if self.global_rank in group)
 
     def stage_to_global(self, stage_id: int, **coords: int) -> int:
-        """The rank that holds a stage, other coordinates being this rank's.
+        """The rank that holds a stage and otherwise has the coordinates of this rank.
 
         Args:
             stage_id: The stage.
-            **coords: Indices on other axes that shall differ from this rank's.
+            **coords: Indices on other axes that replace those of this rank.
 
         Returns:
             The rank.
 
         Raises:
-            TopologyError: There is no such stage, axis or index.
+            TopologyError: The stage, an axis or an index does not exist.
         """
         own = self._topology.get_coord(self.global_rank)._asdict()
         return self._topology.get_rank(**{**own, "pipe": stage_id, **coords})
@@ -100,12 +101,12 @@ class PipelineParallelGrid:
         """The topology.
 
         Returns:
-            What the constructor was given.
+            The topology that was passed to the constructor.
         """
         return self._topology
 
     def get_global_rank(self) -> int:
-        """The rank among all.
+        """The rank in the whole topology.
 
         Returns:
             `global_rank`.
@@ -129,7 +130,7 @@ class PipelineParallelGrid:
         return self.data_parallel_id
 
     def get_pipe_parallel_rank(self) -> int:
-        """The rank's place in its pipeline.
+        """The rank's position in its pipeline.
 
         Returns:
             `stage_id`.
@@ -181,7 +182,7 @@ class PipelineParallelGrid:
         return self.dp_group
 
     def get_model_parallel_rank(self) -> int:
-        """The rank's place among those that together hold one copy of the model.
+        """The rank's position among the ranks that together hold one copy of the model.
 
         Returns:
             The index in `get_model_parallel_group()`.
@@ -192,7 +193,8 @@ class PipelineParallelGrid:
         """The number of ranks that together hold one copy of the model.
 
         Returns:
-            The number of ranks of one replica: the product of the lengths of all axes but `data`.
+            The number of ranks of one replica: the product of the lengths of all axes except
+            `data`.
         """
         return len(self._model_parallel_group)
 
@@ -200,15 +202,15 @@ class PipelineParallelGrid:
         """The ranks that together hold one copy of the model.
 
         Returns:
-            The ranks of the same replica, ascending.
+            The ranks of the same replica, in ascending order.
         """
         return self._model_parallel_group
 
     def get_slice_parallel_rank(self) -> int:
-        """The rank's place on the `model` axis.
+        """The rank's index on the `model` axis.
 
         Returns:
-            The index, 0 without that axis.
+            The index, or 0 without that axis.
         """
         return self.slice_group.index(self.global_rank)
 

@@ -1,4 +1,4 @@
-"""From a topology to JAX's mesh; the only file of this room that imports JAX."""
+"""Conversion between topologies and JAX meshes."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
@@ -14,24 +14,24 @@ from ._process import ProcessTopology
 from ._resolve import check_places, further_axes, pipeline_dims
 
 MANUAL_AXES = ("stage", "data")
-"""The mesh axes over which a pipeline places work itself; all others are automatic."""
+"""The mesh axes over which the pipeline itself places work. All other axes are automatic."""
 
 
 FSDP = "fsdp"
-"""The automatic axis that divides samples too, and weights at rest.
+"""The automatic axis that also divides samples, and divides weights while they are not used.
 
 The name is short for "fully sharded data parallel".
 """
 
 
 def automatic_axes(places: Mesh | AbstractMesh | ProcessTopology) -> tuple[str, ...]:
-    """The axes over which XLA splits the inside of a stage, as the layers' annotations say.
+    """The axes over which XLA splits the inside of a stage, following the layers' annotations.
 
     Args:
         places: A pipeline's mesh or topology.
 
     Returns:
-        All axes but those of the stages and the replicas, in order.
+        All axes except those of the stages and the replicas, in order.
     """
     if isinstance(places, ProcessTopology):
         return further_axes(places)
@@ -39,40 +39,39 @@ def automatic_axes(places: Mesh | AbstractMesh | ProcessTopology) -> tuple[str, 
 
 
 def make_pipeline_mesh(topology: ProcessTopology, devices: Sequence[Any] | None = None) -> Mesh:
-    """The mesh on which a topology's pipeline runs.
+    """Create the mesh on which a topology's pipeline runs.
 
-    The device of rank r is the r-th in the order of devices, which puts the devices of one process
-    side by side. So the topology's own axis order says who is near whom: places that differ on its
-    last axis are adjacent devices. With the ready-made topologies, and all that list `pipe`, `data`
-    and then the further axes, this means, from the nearest to the farthest:
+    Rank r gets the r-th device. The devices of one process are next to each other in this order, so
+    the axis order of the topology determines which devices are close: ranks that differ on its last
+    axis have adjacent devices. The ready-made topologies list `pipe`, `data` and then the further
+    axes. From the closest devices to the most distant ones, this order gives:
 
-    - the automatic axes, such as `model`, the last one listed nearest: shards of one layer exchange
-      activations several times per layer and wait for each exchange, so they sit side by side,
-      inside a node as long as the node is wide enough;
-    - `data`: replicas of one stage reduce the gradients of all its parameters once a step, a volume
-      that the fast links inside a node take best;
-    - `stage`: neighbours exchange one boundary activation per tick, the smallest volume. A stage's
-      devices are one contiguous block, and the next stage's block follows it: neighbours share a
-      node where two blocks fit into one, and else sit on consecutive nodes, where all devices of a
-      node send to their counterparts at once, each through its own network port.
+    - The automatic axes, such as `model`, with the last one closest. Shards of one layer exchange
+      activations several times per layer and wait for each exchange, so they are adjacent, inside
+      one node if it has enough devices.
+    - `data`. Replicas of one stage reduce the gradients of all its parameters once per step. This
+      volume is best carried by the fast links inside a node.
+    - `stage`. Neighbours exchange one boundary activation per tick, which is the smallest volume.
+      The devices of a stage are one contiguous block, followed by the block of the next stage. If
+      two blocks fit into a node, neighbouring stages share it. Otherwise they are on consecutive
+      nodes, and all devices of a node send at the same time, each through its own network port.
 
     To have stages inside a node and replicas across nodes, pass `ProcessTopology(["data", "pipe"],
-    [num_dp, num_pp])`. Devices beyond the topology's places stay unused. `device.id` plays no part:
-    it is not contiguous over processes.
+    [num_dp, num_pp])`. Surplus devices are not used. `device.id` is ignored, because it is not
+    contiguous over processes.
 
     Args:
         topology: A topology with axes `pipe` and `data`, and possibly more.
-        devices: JAX devices in the order of ranks. Default: `jax.devices()`, those of process 0
-            first.
+        devices: JAX devices in the order of ranks. Default: `jax.devices()`, sorted by process.
 
     Returns:
-        A mesh with the axes `stage`, `data`, and the topology's further ones in its order, all of
-        type `Auto`.
+        A mesh with the axes `stage`, `data`, and the further axes of the topology in its order, all
+        of type `Auto`.
 
     Raises:
-        TopologyError: The topology's axes are not those of a pipeline, it has more places than
-            there are devices, or a device is named twice.
-        LaunchError: JAX finds no devices of the platform that it is told to use.
+        TopologyError: The topology's axes are not those of a pipeline, it needs more devices than
+            there are, or a device is given twice.
+        LaunchError: JAX finds no devices of the platform that it is configured to use.
 
     Reference:
         Narayanan et al. (2021), Efficient large-scale language model training on GPU clusters using
@@ -106,11 +105,11 @@ def mesh_shape(mesh: Mesh) -> dict[str, int]:
         mesh: A mesh that a user made.
 
     Returns:
-        The lengths of `stage`, `data`, and of the automatic axes in the mesh's order.
+        The lengths of `stage` and `data`, and of the automatic axes in the mesh's order.
 
     Raises:
-        TopologyError: The mesh has no axis `stage` or `data`, or one named `pipe`, as topologies
-            call `stage`.
+        TopologyError: The mesh has no axis `stage` or `data`, or it has an axis named `pipe`, the
+            name of `stage` in topologies.
     """
     missing = [axis for axis in MANUAL_AXES if axis not in mesh.axis_names]
     if missing or "pipe" in mesh.axis_names:
@@ -128,28 +127,42 @@ def mesh_shape(mesh: Mesh) -> dict[str, int]:
 
 
 def num_batch_shards(mesh: Mesh) -> int:
-    """Number of shares of a batch.
+    """The number of parts into which a batch is divided.
 
-    Places along `data`, times those along `fsdp` where there is such an axis.
+    Args:
+        mesh: A pipeline's mesh.
+
+    Returns:
+        The length of `data`, times the length of `fsdp` if the mesh has that axis.
     """
     lengths = mesh_shape(mesh)
     return lengths["data"] * lengths.get(FSDP, 1)
 
 
 def stages_cross_hosts(mesh: Mesh) -> bool:
-    """True if not all stages have their first place in one process, which stands for one host.
+    """True if the first devices of the stages belong to more than one process.
+
+    A process counts as one host.
 
     Args:
-        mesh: As `adopt_mesh` gives it, `stage` first.
+        mesh: A mesh with `stage` as its first axis, as from `adopt_mesh`.
+
+    Returns:
+        Whether the stages are on several hosts.
     """
     first_of_stages = mesh.devices.reshape(len(mesh.devices), -1)[:, 0]
     return len({device.process_index for device in first_of_stages}) > 1
 
 
 def with_fsdp_axis(mesh: Mesh) -> Mesh:
-    """The mesh with an axis `fsdp`.
+    """Give a mesh an axis `fsdp`, unless it has one.
 
-    Its own, or else the replicas, which then are places of that axis.
+    Args:
+        mesh: A mesh from `adopt_mesh`.
+
+    Returns:
+        A mesh with an axis `fsdp` that takes over the devices along `data`. `data` then has length
+        1.
     """
     if FSDP in mesh.axis_names:
         return mesh
@@ -163,10 +176,10 @@ def with_fsdp_axis(mesh: Mesh) -> Mesh:
 
 
 def adopt_mesh(mesh: Mesh) -> Mesh:
-    """A user's mesh in the form the pipeline runs on.
+    """Convert a user's mesh to the form that the pipeline runs on.
 
-    `jax.make_mesh` gives axes of type `Explicit` unless told otherwise, and users may name the axes
-    in any order.
+    `jax.make_mesh` creates axes of type `Explicit` by default, and users may list the axes in any
+    order.
 
     Args:
         mesh: A mesh with the axes `stage` and `data`, and possibly automatic ones.
@@ -176,25 +189,25 @@ def adopt_mesh(mesh: Mesh) -> Mesh:
         `Auto`.
 
     Raises:
-        TopologyError: The mesh has no axis `stage` or `data`, or one named `pipe`.
+        TopologyError: The mesh has no axis `stage` or `data`, or it has an axis named `pipe`.
     """
     axes = tuple(mesh_shape(mesh))
     return _auto_mesh(mesh.devices.transpose([mesh.axis_names.index(axis) for axis in axes]), axes)
 
 
 def mesh_topology(mesh: Mesh, given: ProcessTopology | None = None) -> ProcessTopology:
-    """The topology that numbers the places of a mesh.
+    """The topology that assigns ranks to the devices of a mesh.
 
     Args:
         mesh: A pipeline's mesh.
-        given: The topology of the model; None: the model has only a number of stages.
+        given: The topology of the model. None if the model has only a number of stages.
 
     Returns:
-        The given topology; else one with the axes `pipe`, `data` and the mesh's automatic ones, in
-        this order, which is that of `topology_for`.
+        The given topology. Without one, a topology with the axes `pipe`, `data` and the automatic
+        axes of the mesh, in the same order as from `topology_for`.
 
     Raises:
-        TopologyError: An axis of the mesh is not as long as that of the given topology.
+        TopologyError: An axis of the mesh and of the given topology differ in length.
     """
     lengths = mesh_shape(mesh)
     if given is None:
@@ -220,7 +233,7 @@ def rank_devices(topology: ProcessTopology, mesh: Mesh) -> list[Any]:
         mesh: The mesh.
 
     Returns:
-        For each rank the device at its coordinate.
+        For each rank, the device at its coordinate.
     """
     axes = {name: axis for axis, name in zip(topology.axes, _mesh_axes(topology.axes), strict=True)}
     coords = map(topology.get_coord, range(topology.world_size()))
@@ -231,7 +244,7 @@ def rank_devices(topology: ProcessTopology, mesh: Mesh) -> list[Any]:
 
 
 def _mesh_axes(axes: Iterable[str]) -> tuple[str, ...]:
-    """The names that a mesh has for a topology's axes."""
+    """The mesh names of a topology's axes."""
     return tuple("stage" if axis == "pipe" else axis for axis in axes)
 
 

@@ -10,17 +10,17 @@ from jaxpipe.errors import TopologyError
 
 
 class ProcessTopology:
-    """A numbering of places by named coordinates.
+    """A mapping between ranks and named coordinates.
 
-    Ranks count the places in row-major order, so that ranks which differ by one are neighbours
-    along the last axis. A rank is the place of one device in the order of devices. Topologies never
-    change; two are equal if they have the same axes of the same lengths in the same order.
+    Ranks are numbered in row-major order, so consecutive ranks are neighbours along the last axis.
+    A rank is the index of a device in the order of devices. Topologies are immutable. Two are equal
+    if they have the same axes with the same lengths in the same order.
 
     Args:
-        axes: Names of the axes, each a distinct identifier. A pipeline needs `pipe` and `data`;
-            over every further axis, such as `model`, `expert` or `sequence`, XLA splits the inside
-            of a stage as the layers' annotations say. Listed last, an axis has its places nearest
-            to each other.
+        axes: Names of the axes, each a distinct identifier. A pipeline needs `pipe` and `data`.
+            Over every further axis, such as `model`, `expert` or `sequence`, XLA splits the inside
+            of a stage, following the layers' annotations. The devices along the last axis are
+            closest to each other.
         dims: Length of each axis, at least 1.
 
     Raises:
@@ -38,7 +38,7 @@ class ProcessTopology:
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
         self.axes = _checked_axes(axes)
         self.dims = _checked_dims(self.axes, dims)
-        # The axes are known only now, so their types cannot be.
+        # The axes are known only at run time, so the type cannot be declared.
         self.ProcessCoord: Any = namedtuple("ProcessCoord", self.axes)  # pyright: ignore[reportUntypedNamedTuple]
         coords = product(*(range(dim) for dim in self.dims))
         self.mapping: dict[Any, int] = {
@@ -67,7 +67,7 @@ class ProcessTopology:
         coord = self.ProcessCoord(**coords)
         if coord not in self.mapping:
             raise TopologyError(
-                f"A coordinate must lie in the topology ({self.describe()}), but got "
+                f"A coordinate must be in the topology ({self.describe()}), but got "
                 f"{_pairs(coords)}. Count each axis from 0."
             )
         return self.mapping[coord]
@@ -121,8 +121,8 @@ class ProcessTopology:
             axis: Name of the axis.
 
         Returns:
-            One list of ranks for each combination of the other coordinates, ordered along the axis;
-            no lists if there is no such axis.
+            One list of ranks for each combination of the other coordinates, ordered along the axis.
+            Empty if there is no such axis.
         """
         if axis not in self.axes:
             return []
@@ -139,7 +139,7 @@ class ProcessTopology:
             idx: The index on it.
 
         Returns:
-            The ranks, ascending.
+            The ranks, in ascending order.
 
         Raises:
             TopologyError: There is no such axis.
@@ -150,10 +150,10 @@ class ProcessTopology:
         """The ranks that share some coordinates.
 
         Args:
-            **coords: An index for each of any number of axes.
+            **coords: An index for each of some axes.
 
         Returns:
-            The ranks, ascending; none where an index is outside its axis.
+            The ranks, in ascending order. Empty if an index is outside its axis.
 
         Raises:
             TopologyError: There is no such axis.
@@ -182,11 +182,12 @@ class ProcessTopology:
         Args:
             rank: The rank.
             omit_axes: Axes to leave out.
-            inner_sep: What stands between an axis and its index.
-            outer_sep: What stands between axes.
+            inner_sep: Separator between an axis and its index.
+            outer_sep: Separator between axes.
 
         Returns:
-            The text, indices in at least two digits, such as `model_00`; empty if no axis is left.
+            The text, such as `model_00`, in which indices have at least two digits. Empty if no
+            axis is left.
 
         Raises:
             TopologyError: The rank is not in the topology.
@@ -198,7 +199,7 @@ class ProcessTopology:
         )
 
     def world_size(self) -> int:
-        """The number of places.
+        """The number of ranks.
 
         Returns:
             The product of the lengths of all axes.

@@ -1,4 +1,4 @@
-"""From the number of stages to a topology."""
+"""Choice of the topology from a number of stages."""
 
 from numbers import Integral
 
@@ -10,27 +10,27 @@ from ._process import PipeDataParallelTopology, PipeModelDataParallelTopology, P
 def topology_for(
     num_stages: int | None, topology: ProcessTopology | None, num_devices: int, num_model: int = 1
 ) -> ProcessTopology:
-    """The topology that `num_stages` or an explicit topology asks for.
+    """Choose the topology from `num_stages`, or check an explicit one.
 
-    With `num_stages` alone, the replicas take all devices: `num_data = num_devices // (num_stages *
-    num_model)`. An explicit topology is taken as it is; it may use fewer devices than there are.
+    With only `num_stages`, the replicas use all devices: `num_data = num_devices // (num_stages *
+    num_model)`. An explicit topology is used unchanged, and may leave devices unused.
 
     Args:
-        num_stages: Number of stages; None where `topology` is given.
-        topology: A topology with axes `pipe` and `data`, and possibly more; None where `num_stages`
-            is given.
-        num_devices: Number of devices at hand.
+        num_stages: Number of stages, or None if `topology` is given.
+        topology: A topology with axes `pipe` and `data`, and possibly more. None if `num_stages` is
+            given.
+        num_devices: Number of available devices.
         num_model: Number of devices over which the layers of a stage are split. With an explicit
-            topology either 1 or the length of its `model` axis.
+            topology, either 1 or the length of its `model` axis.
 
     Returns:
-        The explicit topology, or one over all devices: axes `pipe`, `data`, and `model` if
+        The explicit topology, or one over all devices with the axes `pipe`, `data`, and `model` if
         `num_model` is above 1.
 
     Raises:
-        TopologyError: Neither is given; they disagree; the stages do not divide the devices; the
-            topology has no axis `pipe` or `data`, one named `stage`, or more places than there are
-            devices; a number is not a positive integer.
+        TopologyError: Neither is given, or they disagree. The stages do not divide the devices. The
+            topology has no axis `pipe` or `data`, has an axis named `stage`, or needs more devices
+            than there are. A number is not a positive integer.
     """
     for name, value in (
         ("num_stages", num_stages),
@@ -47,8 +47,8 @@ def topology_for(
         return _explicit(topology, num_stages, num_devices, num_model)
     if num_stages is None:
         raise TopologyError(
-            "A pipeline must be told its stages, but got num_stages=None and topology=None. Pass "
-            "num_stages=<number of stages>, or a topology such as "
+            "A pipeline must have a number of stages, but got num_stages=None and topology=None. "
+            "Pass num_stages=<number of stages>, or a topology such as "
             "PipeDataParallelTopology(num_pp=4, num_dp=2)."
         )
     num_data, remainder = divmod(num_devices, num_stages * num_model)
@@ -60,10 +60,10 @@ def topology_for(
 
 
 def pipeline_dims(topology: ProcessTopology) -> dict[str, int]:
-    """The lengths of `pipe`, `data`, and of the further axes in the topology's order.
+    """The lengths of `pipe` and `data`, and of the further axes in the topology's order.
 
-    Raises TopologyError where `pipe` or `data` is missing, or an axis is named `stage`, as the mesh
-    calls `pipe`.
+    Raises TopologyError if `pipe` or `data` is missing, or if an axis is named `stage`, the name of
+    `pipe` in meshes.
     """
     missing = [axis for axis in ("pipe", "data") if axis not in topology.axes]
     if missing or "stage" in topology.axes:
@@ -78,12 +78,12 @@ def pipeline_dims(topology: ProcessTopology) -> dict[str, int]:
 
 
 def further_axes(topology: ProcessTopology) -> tuple[str, ...]:
-    """The axes of a topology beside `pipe` and `data`, in its order."""
+    """The axes of a topology other than `pipe` and `data`, in its order."""
     return tuple(axis for axis in topology.axes if axis not in ("pipe", "data"))
 
 
 def check_places(topology: ProcessTopology, num_devices: int, source: str) -> None:
-    """Refuse a topology that has more places than there are devices.
+    """Refuse a topology that needs more devices than there are.
 
     `source` is how the devices were counted, for the message.
     """
@@ -138,9 +138,9 @@ def _uneven(num_stages: int, num_devices: int, num_model: int) -> str:
 
 
 def _start_with(num_devices: int) -> str:
-    """Ways to have so many devices, as the end of a message."""
+    """Ways to get this number of devices, as the end of a message."""
     return (
         f"start with {num_devices} devices: on CPU write jax.config.update('jax_num_cpu_devices', "
-        f"{num_devices}) before anything asks JAX for a device; on accelerators ask for more of "
-        "them, or for more processes with jaxpipe launch."
+        f"{num_devices}) before anything asks JAX for a device; on accelerators request more of "
+        "them, or more processes with jaxpipe launch."
     )

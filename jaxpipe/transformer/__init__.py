@@ -1,4 +1,4 @@
-"""DeepSpeed's transformer layer, and the attention that it and layers of users' own are made of."""
+"""DeepSpeed's transformer layer, and the `attention` that it and users' own layers can call."""
 
 # For users.
 from ._attention import Implementation as Implementation

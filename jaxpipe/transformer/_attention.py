@@ -1,4 +1,4 @@
-"""`attention`: softmax attention by cuDNN or a TPU's kernels where these can, else in blocks."""
+"""`attention`: softmax attention with cuDNN's or a TPU's kernels if possible, otherwise blocked."""
 
 import functools
 import logging
@@ -24,9 +24,9 @@ Implementation = Literal["auto", "blocked", "cudnn", "splash", "xla"]
 """How attention is computed."""
 
 _MASKS_SINCE = (0, 11, 1)
-"""The first JAX whose cuDNN kernel computes no gradient of a boolean mask.
+"""The first version of JAX whose cuDNN kernel computes no gradient of a boolean mask.
 
-That gradient costs as much as the scores.
+That gradient is as large as the scores.
 """
 
 Segments = jax.Array | tuple[jax.Array, jax.Array] | None
@@ -47,50 +47,57 @@ def attention(  # noqa: PLR0913  # what may hide a key, one argument each
     scale: float | None = None,
     implementation: Implementation = "auto",
 ) -> jax.Array:
-    """Attention of queries to keys, with nothing of shape `[T, S]` kept.
+    """Compute softmax attention without storing anything of shape `[T, S]`.
 
-    Per head it is `softmax(scale * q @ k.T) @ v`.
+    For each head, the result is `softmax(scale * q @ k.T) @ v`.
 
-    What hides keys adds up: a query sees those that all of `causal`, `mask`, `lengths`,
-    `segment_ids` and `window` leave. A query that sees none gets zero (with `implementation="xla"`
-    the mean of `v`). For the backward are kept q, k, v, the output and one number per row, which
-    `checkpointing.keep_kernels` keeps in layers that recompute.
+    A query sees the keys that `causal`, `mask`, `lengths`, `segment_ids` and `window` all allow. A
+    query that sees no key gets zero (with `implementation="xla"`, the mean of `v`). The residuals
+    are q, k, v, the output and one number per row. In layers with recompute,
+    `checkpointing.keep_kernels` keeps the output and these numbers.
 
     Args:
         q: Queries `[B, T, N, D]`.
-        k: Keys `[B, S, K, D]`. `K` divides `N`: each head of keys serves `N / K` neighbouring heads
-            of queries.
-        v: Values, as the keys.
-        causal: Query i sees keys up to i.
-        mask: `[B or 1, N or 1, T or 1, S or 1]`; booleans, true where a query sees a key, or
-            numbers added to the scaled scores. No gradient flows to it.
-        lengths: Integers `[B]`: only the first so many keys of a sample are seen.
-        segment_ids: Integers `[B, T]`, or a pair for queries and keys: only keys of the query's
-            number are seen.
-        window: Query i sees keys less than this many positions away, itself included.
-        dropout_rate: Share of the probabilities that are set to zero; the others are divided by the
-            rest.
-        key: For dropout: the same key drops the same, also where the backward computes it again.
-        scale: Factor of the scores. None: `D ** -0.5`.
-        implementation: `"auto"`: cuDNN's kernel where the devices are NVIDIA GPUs with cuDNN, the
-            dtype has 16 bits, the head size fits, nothing is dropped, no `mask` of numbers and no
-            `window` on both sides hides keys, and, before JAX 0.11.1, no `mask` and no
-            `segment_ids` at all; else `"blocked"`. The kernel takes a mask, and segments as one, as
-            a number a query and key in the dtype of `q`, made anew in the backward. On TPUs JAX's
-            splash attention, in bfloat16 and float32, where positions are multiples of 128, queries
-            are no more than keys, and nothing but `causal`, `window` and `segment_ids` of queries
-            and keys alike hides keys. In a pipeline the devices are those of its mesh, elsewhere
-            JAX's default ones. The logger `jaxpipe` says which was chosen and why. `"blocked"`: in
-            blocks of queries and keys, in plain JAX: any backend and dtype, and all of the above.
-            `"cudnn"`, `"splash"`: that or an error. `"xla"`: JAX's, which makes all scores at once;
-            without dropout.
+        k: Keys `[B, S, K, D]`. `K` must divide `N`: each key head serves `N / K` neighbouring query
+            heads.
+        v: Values, with the shape of the keys.
+        causal: Whether query i sees only keys up to i.
+        mask: `[B or 1, N or 1, T or 1, S or 1]`. Either booleans, true where a query sees a key, or
+            numbers that are added to the scaled scores. The mask gets no gradient.
+        lengths: Integers `[B]`, the number of keys of each sample. Later keys are hidden.
+        segment_ids: Integers `[B, T]`, or a pair of arrays for queries and keys. A query sees only
+            keys of its own segment.
+        window: Query i sees only keys less than this many positions away, including its own.
+        dropout_rate: Fraction of the probabilities that are set to zero. The others are divided by
+            `1 - dropout_rate`.
+        key: Key for dropout. The same key drops the same probabilities, also when the backward
+            recomputes them.
+        scale: Factor of the scores. None means `D ** -0.5`.
+        implementation: How attention is computed.
+
+            `"auto"` uses a kernel if the devices and arguments allow it, and `"blocked"` otherwise.
+            The devices are those of the pipeline's mesh; outside a pipeline they are JAX's default
+            devices. The logger `jaxpipe` reports the choice and the reason.
+
+            cuDNN's kernel needs NVIDIA GPUs with cuDNN, a 16-bit dtype, a supported head size, no
+            dropout, no `mask` of numbers, and no `window` without `causal`. Before JAX 0.11.1 it
+            also needs no `mask` and no `segment_ids` at all. A mask or segments are passed to the
+            kernel as one number per query and key, in the dtype of `q`, which the backward makes
+            again. JAX's splash attention needs TPUs, bfloat16 or float32, numbers of positions that
+            are multiples of 128, at most as many queries as keys, and no dropout. It supports
+            `causal`, `window`, and `segment_ids` that are the same for queries and keys.
+
+            `"blocked"` computes in blocks of queries and keys, in plain JAX, for any backend, dtype
+            and arguments. `"cudnn"` and `"splash"` use that kernel or raise an error. `"xla"` is
+            JAX's own implementation, which computes all scores at the same time and supports no
+            dropout.
 
     Returns:
         `[B, T, N, D]`, in the dtype of `q`.
 
     Raises:
-        LayerError: Shapes, dtypes or arguments do not fit together, or an implementation was asked
-            for that cannot.
+        LayerError: Shapes, dtypes or arguments do not fit together, or the requested implementation
+            does not support them.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpipe
@@ -110,7 +117,7 @@ def attention(  # noqa: PLR0913  # what may hide a key, one argument each
         )
     if not 0.0 <= dropout_rate < 1.0 or (dropout_rate and key is None):
         raise LayerError(
-            "attention's dropout_rate must be in [0, 1) and stand beside a key, but got "
+            "attention's dropout_rate must be in [0, 1) and passed with a key, but got "
             f"dropout_rate={dropout_rate} and key={key}. Pass key=self.make_rng('dropout'), or "
             "dropout_rate=0.0 outside of training."
         )
@@ -152,7 +159,7 @@ def _chosen(
 ) -> Implementation:
     kernel: Implementation = "splash" if _platform() == "tpu" else "cudnn"
     if _is_absent():
-        refusal = "the devices are not there, and a plan counts it as one kernel"
+        refusal = "the devices do not exist, and a plan counts it as one kernel"
     elif kernel == "splash":
         refusal = splash_refusal(pattern, q, k, visibility)
     else:
@@ -172,13 +179,13 @@ def _platform() -> str:
 
 
 def _is_absent() -> bool:
-    """True if the devices are those of a plan, for which nothing is compiled."""
+    """Whether the devices belong to a plan, for which nothing is compiled."""
     mesh = traced_mesh()
     return mesh is not None and getattr(mesh.devices.flat[0], "is_absent", False)
 
 
 def _unless(devices: Literal["NVIDIA GPUs", "TPUs"]) -> str | None:
-    """What is wrong with the devices, unless they are these."""
+    """Return a refusal unless the devices are of this kind."""
     names = ("tpu",) if devices == "TPUs" else ("gpu", "cuda")
     if _platform() in names:
         return None
@@ -188,13 +195,13 @@ def _unless(devices: Literal["NVIDIA GPUs", "TPUs"]) -> str | None:
 def _cudnn_refusal(
     pattern: Pattern, q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility
 ) -> str | None:
-    """Why cuDNN's kernels cannot compute this; None if they can."""
+    """Return why cuDNN's kernels cannot compute this; None if they can."""
     hides_pairs = visibility.mask is not None or visibility.query_segments is not None
     since = ".".join(map(str, _MASKS_SINCE))
     found = {
         f"the dtype is {q.dtype}, and its kernels take float16 and bfloat16": q.dtype
         not in (jnp.float16, jnp.bfloat16),
-        "probabilities are dropped, which it can do by a constant seed alone": pattern.dropout_rate
+        "probabilities are dropped, which it can do only with a constant seed": pattern.dropout_rate
         > 0,
         "there is a mask of numbers, whose gradient it would compute": not _is_boolean(
             visibility.mask
@@ -211,8 +218,7 @@ def _cudnn_refusal(
     def train(q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility) -> jax.Array:
         return jax.vjp(lambda q, k, v: _cudnn(pattern, q, k, v, visibility), q, k, v)[0]
 
-    # JAX knows the rest: head sizes by version and device, and whether there is a cuDNN. It says so
-    # while tracing.
+    # JAX checks the rest while tracing: head sizes by version and device, and whether cuDNN exists.
     try:
         jax.eval_shape(train, q, k, v, visibility)
     except (NotImplementedError, RuntimeError, ValueError) as error:
@@ -233,12 +239,12 @@ def _cudnn(
         out = attend(q, k, v, mask=hides.mask, key_value_seq_lengths=hides.lengths)
         if hides.mask is None:
             return out
-        # Hidden scores are large negative numbers to the kernel: where all are, it gives a mean of
-        # `v`.
+        # The kernel replaces hidden scores by large negative numbers. If all scores of a row are
+        # hidden, it returns the mean of `v`.
         return jnp.where(_sees_any(pattern, hides.mask, hides.lengths), out, 0)
 
     def spec_of(x: jax.Array, samples: Any, heads: Any) -> P:
-        """That of the mask, whose dims may be 1, or of the lengths."""
+        """Return the sharding of the mask, whose dims may be 1, or of the lengths."""
         sizes = zip((samples, heads), x.shape, strict=False)
         return P(*(axis if size > 1 else None for axis, size in sizes))
 
@@ -260,10 +266,10 @@ def _by_heads(
     hides: PyTree,
     spec_of: Callable[[jax.Array, Any, Any], P],
 ) -> jax.Array:
-    """Call a kernel, on each device for its own samples and heads.
+    """Call a kernel on each device, for the device's own samples and heads.
 
-    JAX (0.10) cannot partition a kernel where other axes are manual. `spec_of` gives the sharding
-    of what hides keys, from the axes of samples and of heads.
+    JAX (0.10) cannot partition a kernel if other axes are manual. `spec_of` returns the sharding of
+    an array in `hides` from the axes of samples and of heads.
     """
     mesh = jax.sharding.get_abstract_mesh()
     axes = (
@@ -286,9 +292,9 @@ def _is_boolean(mask: jax.Array | None) -> bool:
 
 
 def _boolean_mask(visibility: Visibility) -> jax.Array | None:
-    """What a mask of booleans and segments leave, `[B or 1, N or 1, T or 1, S or 1]`.
+    """Combine a boolean mask and segments into one mask, `[B or 1, N or 1, T or 1, S or 1]`.
 
-    None where there is neither.
+    Returns None if there is neither.
     """
     mask = visibility.mask if _is_boolean(visibility.mask) else None
     if visibility.query_segments is None or visibility.key_segments is None:
@@ -298,7 +304,7 @@ def _boolean_mask(visibility: Visibility) -> jax.Array | None:
 
 
 def _sees_any(pattern: Pattern, mask: jax.Array, lengths: jax.Array | None) -> jax.Array:
-    """Whether a query sees a key at all, `[B or 1, T, N or 1, 1]`.
+    """Return whether each query sees any key, `[B or 1, T, N or 1, 1]`.
 
     The mask is `[B or 1, N or 1, T, S]`.
     """
@@ -328,7 +334,7 @@ def _xla(
         _boolean_mask(visibility),
     )
     if bias is not None:
-        # As wide as the scores: in the dtype of `q` float32's lowest number would be an infinity.
+        # As wide as the scores: in the dtype of `q`, float32's lowest number would be infinite.
         bias = jax.lax.stop_gradient(bias.astype(np.promote_types(q.dtype, np.float32)))
     call = _jax_attention(pattern, "xla")
     return call(q, k, v, bias, mask, key_value_seq_lengths=visibility.lengths)
@@ -385,8 +391,8 @@ def _visibility(
         if not fits or not (mask.dtype == jnp.bool_ or jnp.issubdtype(mask.dtype, jnp.floating)):
             raise LayerError(
                 "mask must hold booleans or floats of shape [B or 1, N or 1, T or 1, S or 1] with "
-                f"[B, N, T, S]={list(full)}, but got {mask.dtype}{list(mask.shape)}. Give dims of "
-                "1 to what it has none for."
+                f"[B, N, T, S]={list(full)}, but got {mask.dtype}{list(mask.shape)}. Use size "
+                "1 for dims that it does not have."
             )
     lengths = None if lengths is None else _integers("lengths", lengths, batch)
     if segment_ids is None:
@@ -395,7 +401,7 @@ def _visibility(
         segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
     )
     of_queries = _integers("segment_ids of queries", of_queries, batch, num_queries)
-    # The same array for both, where it is one: a kernel may need to know.
+    # Use the same array for both if they are equal: a kernel may need to know.
     is_one = of_keys is segment_ids and num_queries == num_keys
     keys = "segment_ids of keys", of_keys, batch, num_keys
     return Visibility(mask, lengths, of_queries, of_queries if is_one else _integers(*keys))
@@ -406,7 +412,7 @@ def _integers(name: str, value: jax.Array, *shape: int) -> jax.Array:
     if value.shape != shape or not jnp.issubdtype(value.dtype, jnp.integer):
         raise LayerError(
             f"{name} must hold integers of shape {list(shape)}, but got "
-            f"{value.dtype}{list(value.shape)}. Give one per sample for lengths, one per position "
+            f"{value.dtype}{list(value.shape)}. Pass one per sample for lengths, one per position "
             "for segment_ids."
         )
     return value.astype(jnp.int32)

@@ -1,8 +1,8 @@
-"""Attention in blocks of queries and keys, in plain JAX, with a derivative of its own.
+"""Attention in blocks of queries and keys, in plain JAX, with a custom derivative.
 
-The softmax is computed with a running maximum and sum, so that no array has a dim of queries and
-one of keys longer than a block. The backward computes the scores of a block again from what is
-kept: q, k, v, the output, and the logarithm of each row's sum.
+The softmax is computed with a running maximum and sum, so no array has both queries and keys beyond
+one block. The backward recomputes the scores of each block from the residuals: q, k, v, the output,
+and the logarithm of each row's sum.
 
 Reference:
     Rabe and Staats, "Self-attention Does Not Need O(n^2) Memory" (2021); Dao, "FlashAttention-2"
@@ -23,20 +23,20 @@ from jaxpipe.jaxpr import ATTENTION_SCOPE, blocks_scope
 from jaxpipe.recompute import KERNEL
 
 BLOCK = 256
-"""Positions of a block: with 16 heads and 8 samples the scores of one are 32 MiB."""
+"""Positions in a block. With 16 heads and 8 samples, the scores of a pair of blocks are 32 MiB."""
 
 _LOWEST = -1e30
-"""Where running maxima begin: finite, since differences of infinities are no numbers."""
+"""Initial value of running maxima; finite, because differences of infinities are NaN."""
 
 
 class Pattern(NamedTuple):
-    """Settings of attention, known before it is traced.
+    """Static settings of attention.
 
     Attributes:
-        causal: Queries see keys up to their own position.
-        window: Queries see keys less than this many positions away; None for all.
+        causal: Whether queries see only keys up to their own position.
+        window: Queries see only keys less than this many positions away. None means all.
         scale: Factor of the scores.
-        dropout_rate: Share of the probabilities that are dropped.
+        dropout_rate: Fraction of the probabilities that are dropped.
     """
 
     causal: bool
@@ -46,15 +46,15 @@ class Pattern(NamedTuple):
 
 
 class Visibility(NamedTuple):
-    """Arrays that hide keys from queries: all None where nothing but the pattern hides keys.
+    """Arrays that hide keys from queries; all None if only the pattern hides keys.
 
     Attributes:
-        mask: `[B or 1, N or 1, T or 1, S or 1]`; booleans, true where a query sees a key, or
-            numbers that are added.
-        lengths: int32 `[B]`, keys from there on are hidden.
-        query_segments: int32 `[B, T]`, and `key_segments` `[B, S]`: only keys of equal number are
-            seen.
-        key: For the dropout of probabilities.
+        mask: `[B or 1, N or 1, T or 1, S or 1]`. Either booleans, true where a query sees a key, or
+            numbers that are added to the scores.
+        lengths: int32 `[B]`. Keys from this position on are hidden.
+        query_segments: int32 `[B, T]`. Queries see only keys of the same segment.
+        key_segments: int32 `[B, S]`, the segments of keys.
+        key: Key for the dropout of probabilities.
     """
 
     mask: jax.Array | None = None
@@ -68,9 +68,9 @@ class Visibility(NamedTuple):
 def blocked_attention(
     pattern: Pattern, q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility
 ) -> jax.Array:
-    """Attention of `q` `[B, T, N, D]` to `k` and `v` `[B, S, K, D]`, `[B, T, N, D]`.
+    """Compute attention of `q` `[B, T, N, D]` to `k` and `v` `[B, S, K, D]`.
 
-    Zero in rows that see nothing.
+    Returns `[B, T, N, D]`, which is zero for queries that see no key.
     """
     return _forward(pattern, q, k, v, visibility)[0]
 
@@ -102,7 +102,7 @@ def _forward(
         q.dtype
     )
     log_sum = jnp.where(sees, high + jnp.log(jnp.where(sees, total, 1.0)), 0.0)
-    # Named, so that a policy can keep both: then recompute does not run this again.
+    # Named so that a policy can keep both; recompute then does not run this again.
     out, log_sum = checkpoint_name(out, KERNEL), checkpoint_name(log_sum[..., 0], KERNEL)
     return out, (q, k, v, visibility, out, log_sum)
 
@@ -117,8 +117,8 @@ def _backward(pattern: Pattern, residuals: Any, grad: jax.Array) -> tuple[Any, .
         blocks.keys(v),
         blocks.queries(grad),
     )
-    # The sum over keys of probability times its gradient, without either: FlashAttention-2,
-    # equation 4.
+    # The sum over keys of each probability times its gradient, computed without either
+    # (FlashAttention-2, equation 4).
     wide = blocks.queries(out).astype(blocks.dtype)
     inner = (grads.astype(blocks.dtype) * wide).sum(-1, keepdims=True)
     log_sum = log_sum[..., None]
@@ -143,7 +143,7 @@ def _backward(pattern: Pattern, residuals: Any, grad: jax.Array) -> tuple[Any, .
         step, tuple(jnp.zeros(x.shape, blocks.dtype) for x in (queries, keys, values))
     )
     found = blocks.from_queries(dq), blocks.from_keys(dk), blocks.from_keys(dv)
-    # None: masks, lengths, segments and keys have no gradient.
+    # None because masks, lengths, segments and dropout keys have no gradient.
     return *(x.astype(like.dtype) for x, like in zip(found, (q, k, v), strict=True)), None
 
 
@@ -151,10 +151,10 @@ blocked_attention.defvjp(_forward, _backward)
 
 
 class _Blocks:
-    """The pairs of blocks of which queries see keys, and arrays laid out for them.
+    """The pairs of blocks whose queries see keys, and the layout of arrays for them.
 
-    Queries are `[B, K, G, T, D]`, keys and values `[B, K, S, D]`: `K` heads of keys, each for `G`
-    of queries. Both are filled up to whole blocks.
+    Queries are `[B, K, G, T, D]`, and keys and values are `[B, K, S, D]`, with `K` key heads that
+    each serve `G` query heads. Both are padded to whole blocks.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class _Blocks:
         self._mask = None if visibility.mask is None else self._grouped(visibility.mask)
 
     def loop(self, step: Callable[..., Any], carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """Run `step(carry, query block, key block)` for all pairs not hidden as a whole."""
+        """Run `step(carry, query block, key block)` for all pairs that are not entirely hidden."""
         num_rows, num_cols = -(-self.num_queries // self._rows), -(-self.num_keys // self._cols)
         seen = [(i, j) for i in range(num_rows) for j in range(num_cols) if self._is_seen(i, j)]
         pairs = np.asarray(seen, np.int32).reshape(-1, 2)
@@ -185,21 +185,21 @@ class _Blocks:
         return not too_far and not (self._pattern.causal and is_later)
 
     def queries(self, x: jax.Array) -> jax.Array:
-        """`[B, T, N, D]` as queries are laid out."""
+        """Convert `[B, T, N, D]` to the layout of queries."""
         grouped = self._grouped(jnp.swapaxes(x, 1, 2))
         return _filled(grouped, 3, self._rows)
 
     def keys(self, x: jax.Array) -> jax.Array:
-        """`[B, S, K, D]` as keys are laid out."""
+        """Convert `[B, S, K, D]` to the layout of keys."""
         return _filled(jnp.swapaxes(x, 1, 2), 2, self._cols)
 
     def from_queries(self, x: jax.Array) -> jax.Array:
-        """`[B, T, N, D]` again."""
+        """Convert the layout of queries back to `[B, T, N, D]`."""
         x = lax.slice_in_dim(x, 0, self.num_queries, axis=3)
         return jnp.swapaxes(x.reshape(x.shape[0], -1, *x.shape[3:]), 1, 2)
 
     def from_keys(self, x: jax.Array) -> jax.Array:
-        """`[B, S, K, D]` again."""
+        """Convert the layout of keys back to `[B, S, K, D]`."""
         return jnp.swapaxes(lax.slice_in_dim(x, 0, self.num_keys, axis=2), 1, 2)
 
     def query_block(self, x: jax.Array, i: jax.Array) -> jax.Array:
@@ -215,13 +215,13 @@ class _Blocks:
         return lax.dynamic_update_slice_in_dim(x, block, j * self._cols, axis=2)
 
     def product(self, dims: str, weights: jax.Array, block: jax.Array) -> jax.Array:
-        """A product in the dtype of q, k and v, summed in float32 at least."""
+        """Multiply in the dtype of q, k and v, with sums in at least float32."""
         return jnp.einsum(
             dims, weights.astype(block.dtype), block, preferred_element_type=self.dtype
         )
 
     def scores(self, queries: jax.Array, keys: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
-        """`[B, K, G, rows, cols]` of a pair, minus infinity where a key is hidden."""
+        """Compute the scores of a pair, `[B, K, G, rows, cols]`; -inf where a key is hidden."""
         query, key = self.query_block(queries, i), self.key_block(keys, j)
         scores = self.product("bkgtd,bksd->bkgts", query, key) * self._pattern.scale
         rows = (i * self._rows + jnp.arange(self._rows)).reshape(1, 1, 1, -1, 1)
@@ -253,9 +253,9 @@ class _Blocks:
         return jnp.where(functools.reduce(jnp.logical_and, visible), scores, -jnp.inf)
 
     def dropped(self, weights: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
-        """Probabilities of a pair, or their gradients, after dropout.
+        """Apply dropout to the probabilities of a pair, or to their gradients.
 
-        The same in the forward and the backward.
+        The forward and the backward drop the same entries.
         """
         rate, key = self._pattern.dropout_rate, self._visibility.key
         if not rate or key is None:
@@ -265,7 +265,7 @@ class _Blocks:
         return jnp.where(keep, weights / (1.0 - rate), 0.0)
 
     def _grouped(self, x: jax.Array) -> jax.Array:
-        """`[B, N or 1, ...]` as `[B, K or 1, G or 1, ...]`."""
+        """Reshape `[B, N or 1, ...]` to `[B, K or 1, G or 1, ...]`."""
         heads = (self._heads, -1) if x.shape[1] > 1 else (1, 1)
         return x.reshape(x.shape[0], *heads, *x.shape[2:])
 
@@ -282,6 +282,6 @@ class _Blocks:
 
 
 def _filled(x: jax.Array, dim: int, size: int) -> jax.Array:
-    """An array filled up with zeros to a multiple of a size along a dim."""
+    """Pad an array with zeros to a multiple of `size` along a dim."""
     missing = -x.shape[dim] % size
     return jnp.pad(x, [(0, missing if d == dim else 0) for d in range(x.ndim)]) if missing else x

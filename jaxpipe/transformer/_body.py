@@ -1,4 +1,4 @@
-"""The computation of a transformer layer, and the one policy of what is kept for the backward."""
+"""The computation of a transformer layer, and the policy that selects its residuals."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -22,10 +22,10 @@ _NORM, _GELU, _KEPT = "transformer_norm", "transformer_gelu", "transformer_produ
 
 @dataclass(frozen=True)
 class KeepNamed:
-    """The `jax.checkpoint` policy that keeps what has one of some names.
+    """A `jax.checkpoint` policy that keeps results with one of these names.
 
-    Equal to another of the same names, as layers are compared, policies and all. What JAX's own
-    policy for this makes is a new function each time.
+    Policies with the same names are equal. This is needed because layers are compared together with
+    their policies, and JAX's own policy of this kind is a new function each time.
     """
 
     names: frozenset[str]
@@ -36,7 +36,7 @@ class KeepNamed:
 
 @dataclass(frozen=True)
 class KeepKernels(KeepNamed):
-    """`keep_kernels`, and what has one of some names."""
+    """A policy that keeps what `keep_kernels` keeps, and results with one of these names."""
 
     def __call__(self, primitive: Any, *inputs: Any, **params: Any) -> bool:
         return keep_kernels(primitive, *inputs, **params) or super().__call__(
@@ -46,18 +46,18 @@ class KeepKernels(KeepNamed):
 
 @dataclass(frozen=True)
 class Body:
-    """The layer as a function of weights, input, what hides positions, and a key for dropout.
+    """The layer as a function of weights, input, masks, and a key for dropout.
 
     Attributes:
-        config: Sizes and switches.
-        dtype: What it computes in.
+        config: The configuration.
+        dtype: The dtype of computation.
     """
 
     config: DeepSpeedTransformerConfig
     dtype: Any
 
     def recomputed(self) -> Callable[..., jax.Array]:
-        """The same, which keeps for the backward what the memory switches and `recompute` leave."""
+        """Return this function, keeping the residuals that the switches and `recompute` allow."""
         config = self.config
         if config.recompute is None and not config.saves_memory:
             return self
@@ -69,7 +69,7 @@ class Body:
         sums = frozenset({REDUCED}) if is_sharded else frozenset[str]()
         if config.recompute == "kernels":
             return jax.checkpoint(self, policy=KeepKernels(sums))
-        # Never scores: without a switch JAX may keep them, with one they are always computed again.
+        # Scores are never kept here. Without any switch, JAX may keep them.
         switched_off = {_NORM: config.normalize_invertible, _GELU: config.gelu_checkpoint}
         switched_on = {name for name, is_off in switched_off.items() if not is_off}
         return jax.checkpoint(self, policy=KeepKernels(sums | switched_on | {_KEPT}))
@@ -85,8 +85,8 @@ class Body:
     ) -> jax.Array:
         """Run the layer on `x` of shape `[B, T, H]`.
 
-        `mask` is as `attention` takes it, `lengths` are `[B]`, and `segment_ids` `[B, T]`. `key` is
-        for dropout; None where nothing is dropped.
+        `mask` has the form that `attention` takes, `lengths` are `[B]`, and `segment_ids` are
+        `[B, T]`. `key` is for dropout; None means no dropout.
         """
         config, params = (
             self.config,
@@ -141,8 +141,8 @@ class Body:
 
     def _norm(self, params: Mapping[str, jax.Array], name: str, x: jax.Array) -> jax.Array:
         x = x if self.config.stochastic_mode else x.astype(np.promote_types(self.dtype, np.float32))
-        # In two passes: the mean of squares less the square of the mean loses digits where the mean
-        # is large.
+        # Two passes: the mean of squares minus the square of the mean loses digits if the mean is
+        # large.
         x = x - x.mean(-1, keepdims=True)
         x = x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + self.config.layer_norm_eps)
         scales = (params[f"{name}{suffix}"].reshape(1, 1, -1) for suffix in "wb")
@@ -157,10 +157,10 @@ class Body:
         return jnp.where(checkpoint_name(keep, _KEPT), x / (1.0 - rate), 0.0)
 
     def _own(self, key: jax.Array) -> jax.Array:
-        """The layer's key for dropout."""
+        """Return the layer's key for dropout."""
         key = key if self.config.seed < 0 else jax.random.fold_in(key, self.config.seed)
         if not self.config.stochastic_mode:
             return key
-        # The device's own generator: several times faster than threefry, other bits on other
-        # devices and shardings.
+        # The device's own generator is several times faster than threefry, but its bits depend on
+        # the device and the sharding.
         return jax.random.wrap_key_data(jnp.resize(jax.random.key_data(key), (4,)), impl="rbg")

@@ -50,55 +50,59 @@ _FLAGS = (
 
 @dataclasses.dataclass(frozen=True)
 class DeepSpeedTransformerConfig:
-    """Sizes and switches of a `DeepSpeedTransformerLayer`, by DeepSpeed's names.
+    """Configuration of a `DeepSpeedTransformerLayer`, with DeepSpeed's names.
 
     -1 means that a field is not given.
 
-    The memory switches `normalize_invertible`, `gelu_checkpoint` and `attn_dropout_checkpoint` make
-    the layer's body one recomputed function, which keeps results of products, norms, the activation
-    function and attention's kernel, but for what is switched off; none of them ever adds to what is
-    kept. In a pipeline the first two change nothing, with a warning: what follows by arithmetic
-    alone is never kept there.
+    Each of the memory switches `normalize_invertible`, `gelu_checkpoint` and
+    `attn_dropout_checkpoint` turns the layer's body into one recomputed function. Its residuals are
+    the results of products, norms, the activation function and attention's kernel, except those
+    that are switched off. A switch never adds residuals. In a pipeline the first two have no
+    effect, with a warning, because a pipeline never keeps results that are cheap to recompute.
 
     Attributes:
-        batch_size: The most samples that a call may have; -1 for any number.
+        batch_size: Largest number of samples in a call. -1 means any number.
         hidden_size: Width H of the residual stream. Required.
-        intermediate_size: Width of the feed-forward part; 4 H where it is not given.
-        heads: Number N of attention heads, which divides H. Required. A mesh axis `model` must
-            divide it.
-        attn_dropout_ratio: Share of the attention's probabilities that training drops; cuDNN
-            cannot.
-        hidden_dropout_ratio: The same of the two outputs that are added to the residual stream.
-        num_hidden_layers: Layers in the model, for `adjust_init_range`, which requires it.
-        initializer_range: Standard deviation of initial weights; 0.02 where it is not given.
-        local_rank: No effect, with a warning: a mesh says which devices compute.
-        seed: Folded into the layer's key for dropout; -1 leaves the key as it is.
-        fp16: Compute in float16, whatever comes in, but bfloat16, which is refused.
-        pre_layer_norm: Normalise the input of attention (`norm_w`) and of the feed-forward part
-            (`attn_nw`), rather than the sums after them (`attn_nw`, then `norm_w`).
-        normalize_invertible: Keep no results of norms. Their inputs are kept, so that nothing is
-            divided by a weight.
-        gelu_checkpoint: Keep no result of the activation function, only its input.
-        adjust_init_range: Initial weights of the two output projections have `initializer_range /
-            sqrt(2 num_hidden_layers)`.
-        attn_dropout_checkpoint: Keep no probabilities. No effect, with a warning, unless
-            `attention="xla"`, since else none are kept.
-        stochastic_mode: Faster and not reproducible from one layout or device to another: dropout
-            by the device's own generator, norms' statistics in the dtype of the layer. Refused
-            where XLA is asked for determinism; a warning where it changes nothing.
-        huggingface: Return a tuple of one. One is accepted as input in any case.
-        training: False: no dropout in training either.
-        max_seq_length: The most positions that a call may have; -1 for any number.
-        causal: Positions see none after them.
-        layer_norm_eps: Added to norms' variances.
-        dtype: What the layer computes in; None: the dtype of its input.
-        activation: Of the feed-forward part; by default GELU by tanh.
-        attention: `implementation` of `jaxpipe.attention`.
-        recompute: What the body keeps instead: `"kernels"` as `checkpointing.keep_kernels`, `"all"`
-            nothing, or a `jax.checkpoint` policy.
+        intermediate_size: Width of the feed-forward network. The default is 4 H.
+        heads: Number N of attention heads. Required. N must divide H, and the size of a mesh axis
+            `model` must divide N.
+        attn_dropout_ratio: Dropout rate of attention probabilities. cuDNN does not support it.
+        hidden_dropout_ratio: Dropout rate of the two outputs that are added to the residual stream.
+        num_hidden_layers: Number of layers in the model. Required by `adjust_init_range`.
+        initializer_range: Standard deviation of initial weights. The default is 0.02.
+        local_rank: No effect, with a warning: the mesh decides which devices compute.
+        seed: Folded into the layer's dropout key. -1 leaves the key unchanged.
+        fp16: Whether to compute in float16, whatever the dtype of the input. A bfloat16 input is
+            refused.
+        pre_layer_norm: Whether to normalise the inputs of attention (`norm_w`) and of the
+            feed-forward network (`attn_nw`), instead of the sums after them (`attn_nw`, then
+            `norm_w`).
+        normalize_invertible: Whether to drop the results of norms. Their inputs are kept, so
+            nothing is divided by a weight.
+        gelu_checkpoint: Whether to drop the result of the activation function and keep only its
+            input.
+        adjust_init_range: Whether initial weights of the two output projections have the standard
+            deviation `initializer_range / sqrt(2 num_hidden_layers)`.
+        attn_dropout_checkpoint: Whether to drop attention probabilities. No effect, with a warning,
+            unless `attention="xla"`, because other implementations never keep them.
+        stochastic_mode: Whether to use faster operations whose results depend on the device and the
+            layout: dropout with the device's own generator, and statistics of norms in the layer's
+            dtype. Refused if XLA is set to be deterministic. Warns if it has no effect.
+        huggingface: Whether to return a tuple with one element. The input may always be a tuple.
+        training: If False, there is no dropout even in training.
+        max_seq_length: Largest number of positions in a call. -1 means any number.
+        causal: Whether positions see only earlier positions and themselves.
+        layer_norm_eps: Added to variances in norms.
+        dtype: The dtype of computation. None uses the dtype of the input.
+        activation: Activation of the feed-forward network. The default is the tanh approximation of
+            GELU.
+        attention: The `implementation` of `jaxpipe.attention`.
+        recompute: Which residuals the body keeps, instead of the memory switches: `"kernels"` keeps
+            those of `checkpointing.keep_kernels`, `"all"` recomputes everything and keeps none, or
+            pass a `jax.checkpoint` policy.
 
     Raises:
-        ConfigError: A value is of a wrong type or range, or contradicts another.
+        ConfigError: A value has a wrong type, is out of range, or contradicts another.
 
     Example:
         >>> import jaxpipe
@@ -108,8 +112,8 @@ class DeepSpeedTransformerConfig:
         256
 
     Reference:
-        DeepSpeed's `deepspeed.DeepSpeedTransformerConfig`. Keywords from `max_seq_length` on may
-        not be positional; from `causal` on they are not DeepSpeed's.
+        DeepSpeed's `deepspeed.DeepSpeedTransformerConfig`. Fields from `max_seq_length` on are
+        keyword-only, and fields from `causal` on do not exist in DeepSpeed.
     """
 
     batch_size: int = -1
@@ -158,7 +162,7 @@ class DeepSpeedTransformerConfig:
             ):
                 object.__setattr__(self, name, default)
         if self.local_rank >= 0:
-            self._warn(f"local_rank={self.local_rank}", "the mesh says which devices compute")
+            self._warn(f"local_rank={self.local_rank}", "the mesh decides which devices compute")
         if self.attn_dropout_checkpoint and self.attention != "xla":
             self._warn(
                 "attn_dropout_checkpoint", f"attention={self.attention!r} keeps no probabilities"
@@ -166,10 +170,16 @@ class DeepSpeedTransformerConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "DeepSpeedTransformerConfig":
-        """Make a configuration of a dictionary.
+        """Make a configuration from a dictionary.
+
+        Args:
+            values: The fields.
+
+        Returns:
+            The configuration.
 
         Raises:
-            ConfigError: It has an unknown key, or values that do not fit.
+            ConfigError: There is an unknown key or an invalid value.
         """
         known = [field.name for field in dataclasses.fields(cls)]
         for name in values:
@@ -181,17 +191,23 @@ class DeepSpeedTransformerConfig:
 
     @classmethod
     def from_json_file(cls, path: str | PathLike[str]) -> "DeepSpeedTransformerConfig":
-        """Make a configuration of a JSON file.
+        """Make a configuration from a JSON file.
+
+        Args:
+            path: The file.
+
+        Returns:
+            The configuration.
 
         Raises:
-            ConfigError: As in `from_dict`, or the file is none of JSON.
+            ConfigError: As for `from_dict`, or the file is not JSON.
         """
         file = local_path(path, "path")
         try:
             values = json.loads(read_file(file))
         except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(
-                f"path must be a file of JSON, but got {str(file)!r}: {error}. Name another."
+                f"path must be a JSON file, but got {str(file)!r}: {error}. Pass another."
             ) from error
         if not isinstance(values, dict):
             raise ConfigError(
@@ -201,25 +217,25 @@ class DeepSpeedTransformerConfig:
 
     @property
     def output_range(self) -> float:
-        """Standard deviation of the output projections' initial weights."""
+        """The standard deviation of the output projections' initial weights."""
         return self.initializer_range / (
             math.sqrt(2.0 * self.num_hidden_layers) if self.adjust_init_range else 1.0
         )
 
     @property
     def drops(self) -> bool:
-        """True if training drops anything."""
+        """Whether training uses dropout."""
         return self.training and (self.attn_dropout_ratio > 0 or self.hidden_dropout_ratio > 0)
 
     @property
     def saves_memory(self) -> bool:
-        """True if a memory switch is on."""
+        """Whether any memory switch is on."""
         return self.normalize_invertible or self.gelu_checkpoint or self.attn_dropout_checkpoint
 
     def _rules(self) -> Iterator[tuple[str, bool, str, str]]:
-        """For fields whether a rule holds, the rule, and the repair.
+        """Yield fields with whether their rule holds, the rule, and the repair.
 
-        Later ones count on earlier ones.
+        Later rules rely on earlier ones.
         """
         for name in _INTEGERS:
             value = getattr(self, name)
@@ -274,23 +290,23 @@ class DeepSpeedTransformerConfig:
                 name,
                 getattr(self, name) < 1,
                 "less than 1, or negative for none",
-                "Pass the share that is dropped.",
+                "Pass the fraction to drop.",
             )
         is_given = self.num_hidden_layers >= 1 or not self.adjust_init_range
         yield (
             "num_hidden_layers",
             is_given,
-            "given beside adjust_init_range",
+            "given with adjust_init_range",
             "Pass it, or adjust_init_range=False.",
         )
         is_one = not self.fp16 or self.dtype is None or jnp.dtype(self.dtype) == jnp.float16
-        yield "dtype", is_one, "float16 or None beside fp16=True", "Leave one of them out."
+        yield "dtype", is_one, "float16 or None with fp16=True", "Leave one of them out."
         can_drop = (
             self.attention not in ("cudnn", "splash", "xla")
             or self.attn_dropout_ratio <= 0
             or not self.training
         )
-        rule = f"0 beside attention={self.attention!r}, which cannot drop"
+        rule = f"0 with attention={self.attention!r}, which does not support dropout"
         yield "attn_dropout_ratio", can_drop, rule, 'Use attention="blocked".'
         is_free = not self.stochastic_mode or not asks_for_determinism()
         rule = "False where XLA_FLAGS asks for deterministic operations"

@@ -19,24 +19,25 @@ from ._sharding import MODEL, Divided
 
 
 class DeepSpeedTransformerLayer(nn.Module):
-    """A transformer layer: attention and a feed-forward part, each added to the residual stream.
+    """A transformer layer: attention and a feed-forward network, with residual connections.
 
-    `[B, T, H]` to the same shape and dtype. Weights have DeepSpeed's names: `attn_qkvw` `[H, 3, N,
-    D]`, `attn_qkvb` `[3, N, D]`, `attn_ow` `[N, D, H]`, `attn_ob`, `attn_nw`, `attn_nb`, `inter_w`
-    `[H, I]`, `inter_b`, `output_w` `[I, H]`, `output_b`, `norm_w`, `norm_b`. Heads and the
-    feed-forward part's features are divided over a mesh axis `model`, with one reduction each. In a
-    `PipelineModule` the list's place numbers the layers (`3_DeepSpeedTransformerLayer`); keys for
-    dropout differ from layer to layer, microbatch and replica.
+    It maps `[B, T, H]` to the same shape and dtype. Weights have DeepSpeed's names: `attn_qkvw`
+    `[H, 3, N, D]`, `attn_qkvb` `[3, N, D]`, `attn_ow` `[N, D, H]`, `attn_ob`, `attn_nw`, `attn_nb`,
+    `inter_w` `[H, I]`, `inter_b`, `output_w` `[I, H]`, `output_b`, `norm_w`, `norm_b`. Heads and
+    the features of the feed-forward network are divided over a mesh axis `model`, with one
+    reduction for each of the two. In a `PipelineModule` layers are numbered by their position in
+    the list (`3_DeepSpeedTransformerLayer`). Dropout keys differ between layers, microbatches and
+    replicas.
 
     Args:
-        config: Sizes and switches.
-        initial_weights: Eight arrays to begin with, as DeepSpeed's tests pass them: `[outputs,
-            inputs]` of query, key, value, attention output; the attention's norm; `[outputs,
-            inputs]` of the two products of the feed-forward part; the other norm.
-        initial_biases: The biases of these eight.
+        config: The configuration.
+        initial_weights: Eight arrays of initial weights, as in DeepSpeed's tests: `[outputs,
+            inputs]` for query, key, value and attention output; the attention's norm; `[outputs,
+            inputs]` for the two products of the feed-forward network; the other norm.
+        initial_biases: The eight biases that belong to them.
 
     Raises:
-        LayerError: The arrays are not eight, or of other shapes, or the input does not fit the
+        LayerError: There are not eight arrays, a shape is wrong, or the input does not fit the
             configuration.
 
     Example:
@@ -72,14 +73,14 @@ class DeepSpeedTransformerLayer(nn.Module):
 
     @property
     def layer_id(self) -> int:
-        """DeepSpeed's counter of layers, which there is not: Flax copies modules at will.
+        """Not supported: DeepSpeed counts layers, but Flax may copy modules at any time.
 
         Raises:
             LayerError: Always.
         """
         raise LayerError(
             "layer_id must be read off the model, but got no number: Flax copies modules. In a "
-            "PipelineModule the place in the list numbers a layer, as in "
+            "PipelineModule layers are numbered by their position in the list, as in "
             "3_DeepSpeedTransformerLayer."
         )
 
@@ -96,21 +97,22 @@ class DeepSpeedTransformerLayer(nn.Module):
         """Run the layer.
 
         Args:
-            hidden_states: `[B, T, H]`, or a tuple of that.
-            attention_mask: `[B, T]`, of booleans or integers, true where a position is seen; or `[B
-                or 1, 1 or N, 1 or T, T]` of those or of floats that are added to the scores. In a
-                pipeline a side input of that name.
-            lengths: Integers `[B]`: how many positions of a sample are seen. cuDNN can do this, and
-                no mask.
-            segment_ids: Integers `[B, T]`: positions of the same number see each other, for several
-                texts packed into one sequence. In a pipeline a side input of that name.
+            hidden_states: `[B, T, H]`, or a tuple with only this array.
+            attention_mask: Booleans or integers `[B, T]`, true for positions that are seen. Or an
+                array `[B or 1, 1 or N, 1 or T, T]` of booleans, integers, or floats that are added
+                to the scores. In a pipeline this is a side input of the same name.
+            lengths: Integers `[B]`, the number of positions of each sample that are seen. cuDNN
+                supports lengths even where it does not support a mask.
+            segment_ids: Integers `[B, T]`. Positions see only positions of the same segment, so
+                that several texts can be packed into one sequence. In a pipeline this is a side
+                input of the same name.
             train: Whether dropout is on.
 
         Returns:
             `[B, T, H]`, in a tuple with `huggingface`.
 
         Raises:
-            LayerError: Something does not fit the configuration.
+            LayerError: An argument does not fit the configuration.
         """
         config = self.config
         x = _input(config, hidden_states)
@@ -162,10 +164,9 @@ class DeepSpeedTransformerLayer(nn.Module):
 
 
 class _Initial:
-    """Arrays to begin with; equal to themselves alone, as arrays have no hash.
+    """Initial weights or biases; compared by identity, because arrays have no hash.
 
-    `name` is the user's argument, and `arrays` are what it holds: of query, key, value, and five
-    more.
+    `name` is the name of the user's argument, and `arrays` are its eight arrays.
     """
 
     def __init__(self, name: str, arrays: Any, config: DeepSpeedTransformerConfig) -> None:
@@ -185,7 +186,7 @@ class _Initial:
         self._heads = config.heads
 
     def values(self, suffix: str) -> dict[str, np.ndarray]:
-        """The arrays as the layer's weights (`"w"`) or biases (`"b"`)."""
+        """Return the arrays as the layer's weights (`"w"`) or biases (`"b"`)."""
         *qkv, ow, nw, inter, output, norm = [x.T for x in self.arrays]
         stacked = np.stack([x.reshape(*x.shape[:-1], self._heads, -1) for x in qkv], axis=-3)
         if suffix == "w":
@@ -217,7 +218,7 @@ def _input(config: DeepSpeedTransformerConfig, given: Any) -> jax.Array:
         found = f"{len(x)} arrays" if isinstance(x, (tuple, list)) else f"{x.dtype}{list(x.shape)}"
         raise LayerError(
             f"hidden_states must be [B, T, hidden_size={config.hidden_size}], but got {found}. "
-            "Give masks as side inputs, in a dictionary that is the batch's third entry."
+            "Pass masks as side inputs, in a dictionary that is the batch's third entry."
         )
     for name, size, what in (
         ("batch_size", x.shape[0], "samples"),
@@ -243,7 +244,7 @@ def _compute_dtype(config: DeepSpeedTransformerConfig, given: Any) -> Any:
 
 
 def _mask(given: jax.Array, heads: int, shape: Sequence[int]) -> jax.Array:
-    """A mask as `attention` takes it."""
+    """Convert a mask to the form that `attention` takes."""
     batch, length, _ = shape
     mask = jnp.asarray(given)
     is_added = jnp.issubdtype(mask.dtype, jnp.floating)
@@ -263,10 +264,10 @@ def _mask(given: jax.Array, heads: int, shape: Sequence[int]) -> jax.Array:
 
 
 def _warn_unused(config: DeepSpeedTransformerConfig, dtype: Any) -> None:
-    """Warn of switches that change nothing here, once in a trace of a model."""
+    """Warn about switches that have no effect here, once per trace of a model."""
     unused: dict[str, str] = {}
     if traced_mesh() is not None and config.recompute is None:
-        why = "a pipeline keeps nothing that follows by arithmetic alone"
+        why = "a pipeline never keeps results that are cheap to recompute"
         unused = {
             name: why
             for name in ("normalize_invertible", "gelu_checkpoint")

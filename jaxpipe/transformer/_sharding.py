@@ -1,4 +1,4 @@
-"""Division of blocks inside a stage: weights over `model`, activations over `model` and `fsdp`."""
+"""Sharding of blocks inside a stage: weights over `model`, activations over `model` and `fsdp`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,21 +12,22 @@ from jaxpipe.recompute import reduced, traced_mesh
 from jaxpipe.topology import FSDP
 
 MODEL = "model"
-"""The axis over which heads and features are divided."""
+"""The mesh axis over which heads and features are divided."""
 
 
 @dataclass(frozen=True)
 class Divided:
-    """An initialiser of a weight divided over mesh axes, as `nn.with_partitioning` makes one.
+    """An initialiser of a weight that is divided over mesh axes, like `nn.with_partitioning`.
 
-    A pipeline refuses metadata with axes that its mesh lacks, so that these are left out where the
-    mesh is known, which it is when the initialiser is called.
+    A pipeline refuses metadata with axes that its mesh does not have. So such axes are left out
+    when the initialiser is called and the mesh is known.
 
     Attributes:
         init: Makes the whole weight.
-        axes: For each dim an axis or None.
-        is_vocabulary: Whether a dim is the vocabulary. It is whole where samples are divided over
-            `fsdp`: XLA (JAX 0.10) aborts at the cross entropy of logits that both axes divide.
+        axes: An axis or None for each dim.
+        is_vocabulary: Whether a dim is the vocabulary. It is not divided if samples are divided
+            over `fsdp`, because XLA (JAX 0.10) aborts at the cross entropy of logits that both axes
+            divide.
     """
 
     init: Callable[..., Any]
@@ -42,7 +43,10 @@ class Divided:
 
 
 def dividing(axis: str, size: int) -> str | None:
-    """The axis, if automatic around this code, longer than one, and dividing a dim of this size."""
+    """Return the axis if it is automatic here and can divide a dim of this size; None otherwise.
+
+    An axis of size 1 does not count.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     return (
         axis
@@ -52,17 +56,17 @@ def dividing(axis: str, size: int) -> str | None:
 
 
 def dividing_axes(samples: int, features: int) -> tuple[str | None, str | None]:
-    """The automatic axes around this code over which samples and heads or features are divided.
+    """Return the automatic axes that divide samples, and heads or features, in the current trace.
 
-    None for none.
+    Each is None if no axis divides the dim.
     """
     return dividing(FSDP, samples), dividing(MODEL, features)
 
 
 def constrained(x: jax.Array, *axes: str | None) -> jax.Array:
-    """The same array, divided along its first dims as said and whole along the others.
+    """Constrain an array to be divided along its first dims by `axes` and whole along the others.
 
-    As it is without a mesh.
+    Without a mesh, the array is returned unchanged.
     """
     return (
         jax.lax.with_sharding_constraint(x, P(*axes))
@@ -72,8 +76,8 @@ def constrained(x: jax.Array, *axes: str | None) -> jax.Array:
 
 
 def summed(x: jax.Array, *axes: str | None) -> jax.Array:
-    """A product with weights divided along the dim it sums over.
+    """Constrain and name the result of a product whose summed dim is divided over devices.
 
-    It is divided as said, and named as a sum.
+    The result is divided by `axes`. Its name marks it as reduced, so that recompute can keep it.
     """
     return reduced(constrained(x, *axes))

@@ -1,4 +1,4 @@
-"""Attention by the Pallas kernels that JAX ships for TPUs."""
+"""Attention with the Pallas kernels that JAX ships for TPUs."""
 
 import functools
 from typing import Any
@@ -16,16 +16,16 @@ from jaxpipe.recompute import KERNEL
 from ._blocked import Pattern, Visibility
 
 _LANES = 128
-"""Positions that a TPU's vector units take at a time."""
+"""Number of positions that a TPU's vector units process at a time."""
 
 _BLOCKS = (512, 256, _LANES)
-"""Positions of a block, the best first."""
+"""Candidate numbers of positions in a block, the best first."""
 
 
 def splash_refusal(
     pattern: Pattern, q: jax.Array, k: jax.Array, visibility: Visibility
 ) -> str | None:
-    """Why the kernels cannot compute this; None if they can."""
+    """Return why the kernels cannot compute this; None if they can."""
     same = visibility.query_segments is visibility.key_segments
     found = {
         f"the dtype is {q.dtype}, and its kernels take bfloat16 and float32": q.dtype
@@ -51,10 +51,10 @@ def splash_attention(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """Attention of `q` `[B, T, N, D]` to `k` and `v` `[B, S, K, D]`, `[B, T, N, D]`.
+    """Compute attention of `q` `[B, T, N, D]` to `k` and `v` `[B, S, K, D]`.
 
-    `segments` are int32 `[B, T]`, for queries and keys alike. With `interpret` it runs on any
-    platform, slowly.
+    Returns `[B, T, N, D]`. `segments` are int32 `[B, T]`, for both queries and keys. With
+    `interpret` it runs on any platform, slowly.
     """
     kernel = _kernel(pattern, q.shape[2], q.shape[1], k.shape[1], interpret=interpret)
     queries, keys, values = (x.swapaxes(1, 2) for x in (q * pattern.scale, k, v))
@@ -88,10 +88,10 @@ def _kernel(
     make = functools.partial(
         splash_attention_kernel.make_splash_mha_single_device,
         block_sizes=blocks,
-        # Named, so that a policy can keep it: then recompute does not run this again.
+        # Named so that a policy can keep it; recompute then does not run this again.
         residual_checkpoint_name=KERNEL,
         interpret=interpret,
     )
-    # Outside of any trace: what it makes are constants.
+    # Outside of any trace, because the results must be constants.
     with jax.ensure_compile_time_eval():
         return make(splash_attention_mask.MultiHeadMask([mask] * heads))

@@ -16,14 +16,20 @@ from jaxpipe.errors import ConfigError, shown
 CONFIG = "config.json"
 
 Source = str | PathLike[str] | StorePath | Mapping[str, Any]
-"""A folder that has a `config.json`, that file, or its contents."""
+"""A folder with a `config.json`, the file itself, or its contents."""
 
 
 def read_config_json(source: Source) -> Mapping[str, Any]:
-    """The contents of a model's `config.json`.
+    """Read a model's `config.json`.
+
+    Args:
+        source: The folder with the file, the file itself, or its contents.
+
+    Returns:
+        The contents.
 
     Raises:
-        ConfigError: There is no such file, or it holds something else.
+        ConfigError: There is no such file, or it does not hold a dictionary.
     """
     if isinstance(source, Mapping):
         return source
@@ -49,9 +55,9 @@ def read_config_json(source: Source) -> Mapping[str, Any]:
 
 
 def dump_config(config: Mapping[str, Any], tensors: Iterable[jax.ShapeDtypeStruct]) -> bytes:
-    """The contents of `config.json`, with the dtype in which a model is opened."""
+    """Write the contents of `config.json`, with the dtype in which the model is opened."""
     dtypes = {tensor.dtype.name for tensor in tensors if jnp.issubdtype(tensor.dtype, jnp.floating)}
-    # The key had another name before version 5 of `transformers`, which reads both.
+    # Before version 5 of `transformers` the key had another name. Version 5 reads both.
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     named = {key: dtypes.pop()} if len(dtypes) == 1 else {}
     return (json.dumps({**config, **named}, indent=2, sort_keys=True) + "\n").encode()

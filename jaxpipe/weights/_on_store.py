@@ -1,4 +1,4 @@
-"""Safetensors files on a store: their tensors are fetched by ranges of bytes."""
+"""Safetensors files on a store. Tensors are fetched as byte ranges."""
 
 import json
 import struct
@@ -26,21 +26,21 @@ DTYPES = {
     "float32": "F32",
     "float64": "F64",
 }
-"""What safetensors calls the dtypes of numpy."""
+"""Safetensors' names for NumPy's dtypes."""
 _NAMES = {theirs: ours for ours, theirs in DTYPES.items()}
 _LONGEST_HEADER = 100_000_000
-"""Bytes, as the library has it."""
+"""Bytes, as in the safetensors library."""
 
 
 class StoreTensors:
-    """A file with the methods of the library's `safe_open`.
+    """A safetensors file on a store, with the methods of the library's `safe_open`.
 
     Args:
-        path: The object.
+        path: The object on the store.
 
     Raises:
-        OSError: It is not there, or the store does not answer.
-        ValueError: It is no safetensors file.
+        OSError: The object does not exist, or the store does not answer.
+        ValueError: The object is not a safetensors file.
     """
 
     def __init__(self, path: StorePath) -> None:
@@ -71,7 +71,7 @@ class StoreTensors:
         return self.get_slice(name)[...]
 
     def get_slice(self, name: str) -> "_Tensor":
-        """A tensor that is fetched when it is first indexed."""
+        """Return a tensor that is fetched when it is first indexed."""
         return replace(self._tensors[name])
 
 
@@ -95,6 +95,6 @@ class _Tensor:
     @cached_property
     def _fetched(self) -> np.ndarray:
         if self.dtype not in _NAMES:
-            raise ValueError(f"the dtype {self.dtype} is none of numpy's")
+            raise ValueError(f"the dtype {self.dtype} is not supported by numpy")
         content = read_range(self.path, self.start, self.stop)
         return np.frombuffer(content, jnp.dtype(_NAMES[self.dtype])).reshape(self.shape)

@@ -1,4 +1,4 @@
-"""Tables of names: which tensors of another library are which leaves of ours, both ways."""
+"""Tables of names, which map tensors of another library to leaves of ours and back."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,21 +19,22 @@ _SHOWN = 12
 
 @dataclass(frozen=True)
 class Rename:
-    """An entry of a table: what tensors of theirs are called here.
+    """An entry of a table of names, which maps tensors of another library to our leaves.
 
-    Names may have counters, `{i}`, with a number added, `{i+1}`: `Rename("h.{i}.ln_1.weight",
-    "{i+1}/norm/scale")` stands for one entry for each layer that there is. A part of a table that
-    neither a file nor the model has is not used, so that one table does for models with biases and
-    without.
+    Names may contain counters such as `{i}`, also with an offset, `{i+1}`:
+    `Rename("h.{i}.ln_1.weight", "{i+1}/norm/scale")` is an entry for every layer of the model.
+    Entries that apply neither to the file nor to the model are ignored, so one table serves models
+    with and without biases.
 
     Attributes:
-        theirs: Their name. Several: names for one tensor, as of tied weights; the first that is
-            there is read, another one beside it must be equal, and the first of all is written.
-        ours: Path of a leaf, its first part the number of the layer in the model's list:
-            `3/mlp/kernel`; of what layers share `tied/<key>/kernel`. Several: leaves that are one
-            tensor there, for `split`. None: theirs is passed over, such as a buffer that is no
-            parameter.
-        transform: What lies between the two; None: nothing, both are equal.
+        theirs: The other library's name. A tuple lists several names of one tensor, for example of
+            tied weights. The first name that exists is read; if other names exist too, their
+            tensors must be equal. The first name in the tuple is written.
+        ours: The path of a leaf. It begins with the index of the layer in the model's list, as in
+            `3/mlp/kernel`; tied parameters are at `tied/<key>/kernel`. A tuple lists several leaves
+            that are one tensor in the other library, for `split`. None skips the tensor, for
+            example a buffer that is not a parameter.
+        transform: Converts between the two. None means that both are equal.
     """
 
     theirs: str | tuple[str, ...]
@@ -42,7 +43,7 @@ class Rename:
 
     @property
     def their_names(self) -> tuple[str, ...]:
-        """Their names, as a tuple."""
+        """The other library's names, as a tuple."""
         return (self.theirs,) if isinstance(self.theirs, str) else self.theirs
 
     @property
@@ -53,13 +54,13 @@ class Rename:
 
 @dataclass(frozen=True)
 class Match:
-    """An entry of a table for one value of its counters.
+    """An entry of a table for particular values of its counters.
 
     Attributes:
-        theirs: For each tensor the names that it may have.
-        ours: The leaves by their keys.
+        theirs: The possible names of each tensor.
+        ours: Keys of the leaves.
         shapes: Shapes of the leaves.
-        transform: What lies between them.
+        transform: Converts between tensors and leaves.
     """
 
     theirs: tuple[tuple[str, ...], ...]
@@ -68,7 +69,7 @@ class Match:
     transform: Transform = field(repr=False)
 
     def read(self, theirs: Sequence[Tensor], key: str, at: Index) -> np.ndarray:
-        """A slice of a leaf from their tensors."""
+        """Read a slice of a leaf from the other library's tensors."""
         return self.transform.read(theirs, self.shapes, self.ours.index(key), at)
 
 
@@ -77,14 +78,14 @@ def match_renames(renames: Sequence[Rename], leaves: Mapping[str, Shape]) -> lis
 
     Args:
         renames: The table.
-        leaves: Shapes by paths such as `layers/3_Block/mlp/kernel` and `tied/embed/embedding`.
+        leaves: Shapes by path, such as `layers/3_Block/mlp/kernel` and `tied/embed/embedding`.
 
     Returns:
-        A match for each entry and each value of its counters; every leaf is in one.
+        A match for each entry and each value of its counters. Every leaf is in exactly one match.
 
     Raises:
-        CheckpointError: Leaves are in no entry, or in two; an entry has no counter for what its
-            names count, or a transform that is not for such leaves.
+        CheckpointError: A leaf is in no entry or in two, an entry lacks a counter that its names
+            need, or an entry's transform does not fit its leaves.
     """
     paths = {_short(key): key for key in leaves} | {key: key for key in leaves}
     found: list[Match] = []
@@ -131,11 +132,11 @@ def match_renames(renames: Sequence[Rename], leaves: Mapping[str, Shape]) -> lis
 def check_theirs(
     source: str, renames: Sequence[Rename], matches: Sequence[Match], theirs: Mapping[str, Shape]
 ) -> None:
-    """Compare what a table asks for with what there is.
+    """Compare the tensors that a table needs with the tensors that exist.
 
-    `matches` are what `match_renames` found, and `source` says in the error where their tensors
-    are. Raises one CheckpointError that lists all tensors that are missing, left over or of another
-    shape.
+    `matches` is the result of `match_renames`, and `source` names the tensors' location in error
+    messages. Raises one CheckpointError that lists all tensors that are missing, left over or of
+    another shape.
     """
     wanted = {name for match in matches for names in match.theirs for name in names}
     over = [name for name in theirs if name not in wanted and not _is_passed_over(name, renames)]
@@ -164,26 +165,26 @@ def check_theirs(
         parts = [("missing", missing), ("left over", over), ("of another shape", misshapen)]
         raise CheckpointError(
             f"{source} must hold the tensors that renames and the model ask for, but got "
-            f"{_listed_parts(parts)}. Correct the model or the table; Rename(name, None) passes "
-            "over what is no parameter."
+            f"{_listed_parts(parts)}. Correct the model or the table; Rename(name, None) skips "
+            "a tensor that is not a parameter."
         )
 
 
 def rename(tensors: Mapping[str, Tensor], renames: Sequence[Rename], like: PyTree) -> PyTree:
-    """Tensors of another library as the parameters of a model, in memory.
+    """Convert tensors of another library to the parameters of a model, in memory.
 
     Args:
-        tensors: Theirs, by name: numpy arrays.
+        tensors: The other library's tensors by name, as NumPy arrays.
         renames: The table.
-        like: A tree of the model's parameters, or of their shapes, as `PipelineModule.init` returns
-            it.
+        like: A tree of the model's parameters or of their shapes, as returned by
+            `PipelineModule.init`.
 
     Returns:
-        The tree, of numpy arrays in the dtypes of theirs.
+        The same tree with NumPy arrays, in the dtypes of the other library's tensors.
 
     Raises:
-        CheckpointError: The table does not name every leaf once; or tensors are missing, left over
-            or of another shape.
+        CheckpointError: The table does not name every leaf exactly once, or tensors are missing,
+            left over or of another shape.
     """
     shapes = {join_path(path): tuple(leaf.shape) for path, leaf in flatten_dict(like).items()}
     matches = match_renames(renames, shapes)
@@ -199,17 +200,17 @@ def rename(tensors: Mapping[str, Tensor], renames: Sequence[Rename], like: PyTre
 
 
 def rename_back(params: PyTree, renames: Sequence[Rename]) -> dict[str, np.ndarray]:
-    """Parameters of a model as the tensors of another library, in memory: the inverse of `rename`.
+    """Convert parameters of a model to tensors of another library: the inverse of `rename`.
 
     Args:
-        params: The tree, as `PipelineModule.init` returns it.
+        params: The tree, as returned by `PipelineModule.init`.
         renames: The table.
 
     Returns:
-        Numpy arrays by their name; of several names for one the first.
+        NumPy arrays by name. A tensor with several names gets the first one.
 
     Raises:
-        CheckpointError: The table does not name every leaf once.
+        CheckpointError: The table does not name every leaf exactly once.
     """
     leaves: dict[str, Tensor] = {
         join_path(path): np.asarray(leaf) for path, leaf in flatten_dict(params).items()
@@ -225,7 +226,7 @@ def rename_back(params: PyTree, renames: Sequence[Rename]) -> dict[str, np.ndarr
 
 
 def first_of(names: Sequence[str], tensors: Mapping[str, Tensor]) -> Tensor:
-    """The tensor of several names for one; raises CheckpointError if two of them differ."""
+    """Return a tensor that has several names; raises CheckpointError if two of them differ."""
     first, *others = [name for name in names if name in tensors]
     for other in others:
         one, two = (
@@ -234,25 +235,25 @@ def first_of(names: Sequence[str], tensors: Mapping[str, Tensor]) -> Tensor:
         if not np.array_equal(one, two, equal_nan=one.dtype.kind == "f"):
             raise CheckpointError(
                 f"names of one tensor must have equal values, but got {first!r} and {other!r} that "
-                "differ: the files are of a model whose weights are not tied there. Build the "
-                "model so."
+                "differ: in the model of these files the weights are not tied. Build the model "
+                "without tying them."
             )
     return tensors[first]
 
 
 def _short(key: str) -> str:
-    """The path of a leaf as tables write it: `3/mlp/kernel` for `layers/3_Block/mlp/kernel`."""
+    """Return a leaf's path as in tables: `3/mlp/kernel` for `layers/3_Block/mlp/kernel`."""
     part, _, rest = key.partition("/")
     name, _, path = rest.partition("/")
     return f"{name.partition('_')[0]}/{path}" if part == "layers" else key
 
 
 def _counters_of(rename: Rename, paths: Mapping[str, str]) -> Iterator[dict[str, int]]:
-    """The values of counters for which the model has a leaf of the entry."""
+    """Yield the values of counters for which the model has a leaf of the entry."""
     seen: list[dict[str, int]] = []
     for text in rename.our_paths:
-        # An entry of several leaves is the model's where it has one of them; that others are
-        # lacking is then an error.
+        # An entry with several leaves applies if the model has one of them. It is then an error if
+        # the model lacks the others.
         for path in paths:
             counters = _matched(text, path)
             if counters is not None and counters not in seen:
@@ -261,7 +262,7 @@ def _counters_of(rename: Rename, paths: Mapping[str, str]) -> Iterator[dict[str,
 
 
 def _matched(text: str, name: str) -> dict[str, int] | None:
-    """Values of the counters with which a name of a table is this name."""
+    """Return the values of the counters for which a name in a table matches `name`."""
     pattern, end = "", 0
     steps: list[tuple[str, int]] = []
     for mark in _COUNTER.finditer(text):
@@ -288,8 +289,8 @@ def _filled(
         if mark[1] not in counters:
             raise CheckpointError(
                 f"names of an entry must have the same counters, but got {{{mark[1]}}} in {text!r} "
-                f"of {rename}. Write it in the other name too, or transform=stack() where theirs "
-                "alone are counted."
+                f"of {rename}. Write it in the other name too, or use transform=stack() if only "
+                "their names have a counter."
             )
         return str(counters[mark[1]] + int(mark[2] or 0))
 
@@ -315,8 +316,8 @@ def _match(
             f"{', '.join(str(list(shape)) for shape in shapes)}: {error}. Correct the transform or "
             "the path."
         ) from error
-    # The counter that theirs alone have counts the tensors of one leaf; where there is one tensor
-    # `_filled` refuses it.
+    # A counter that occurs only in the other library's names counts the tensors of one leaf. If the
+    # leaf is a single tensor, `_filled` refuses the counter.
     own = {mark[1] for text in rename.their_names for mark in _COUNTER.finditer(text)} - set(
         counters
     )
@@ -325,7 +326,7 @@ def _match(
     elif len(own) != 1:
         raise CheckpointError(
             f"an entry must have one counter for the {count} tensors of a leaf, but got "
-            f"{sorted(own)} in {rename}. Write one, such as {{e}}, in their name alone."
+            f"{sorted(own)} in {rename}. Write one, such as {{e}}, only in their name."
         )
     labels = [dict.fromkeys(own, transform.label(number)) for number in range(count)]
     names = tuple(
@@ -345,9 +346,9 @@ def _our_texts(renames: Sequence[Rename]) -> list[str]:
 
 
 def _with_nearest(names: Sequence[str], known: Sequence[str]) -> list[str]:
-    """Names, those that are shown with the nearest of others.
+    """Add the nearest known name to each name that will be shown.
 
-    A search through all of them takes minutes.
+    Searching for all names would take minutes.
     """
     near = [nearest(name, known) for name in names[:_SHOWN]]
     found = [

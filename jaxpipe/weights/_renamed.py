@@ -1,4 +1,4 @@
-"""Leaves of a model out of safetensors files, by a table of names."""
+"""Leaves of a model, read from safetensors files by a table of names."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,15 +17,16 @@ from ._transform import Index, Shape
 
 
 class RenamedFiles:
-    """Safetensors files that hold what a table asks for.
+    """Safetensors files that contain the tensors of a table.
 
     Args:
-        folder: Holds one safetensors file, or the index of several; or the path of that file.
+        folder: A folder with one safetensors file or with the index of several, or the path of
+            such a file.
         renames: The table.
-        leaves: Shapes and dtypes of ours, by their paths.
+        leaves: Shapes and dtypes of our leaves, by path.
 
     Raises:
-        CheckpointError: As `checkpoint.load_huggingface`.
+        CheckpointError: As for `checkpoint.load_huggingface`.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class RenamedFiles:
         self._match_of: dict[str, Match] = {key: match for match in matches for key in match.ours}
 
     def leaves(self, paths: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:
-        """Leaves by their paths."""
+        """Yield the leaves at these paths."""
         with contextlib.ExitStack() as stack:
             opened: dict[AnyPath, Any] = {}
             for path in paths:
@@ -93,7 +94,7 @@ def _check_dtypes(
 
 
 class _Slices:
-    """A tensor in a file, read where it is indexed."""
+    """A tensor in a file, of which only the indexed slices are read."""
 
     def __init__(self, tensor: Any) -> None:
         self._tensor = tensor

@@ -1,7 +1,7 @@
-"""Safetensors files, which many other libraries read: written, and read.
+"""Writing and reading of safetensors files, which many other libraries read.
 
-Files are written here, tensor by tensor, because the safetensors library wants all tensors of a
-file at once; it reads them.
+Files are read with the safetensors library. They are written by this module, tensor by tensor,
+because the library needs all tensors of a file in memory.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ _INDEX_SUFFIX = _SUFFIX + ".index.json"
 _SHARD = re.compile(r"-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
 _PARAMS, _COLLECTIONS = "params/", "collections/"
 _DEEPEST = 100
-"""Most parts of a path in a tree: what walks one calls itself for each."""
+"""Largest number of parts of a path in a tree, because tree functions recurse at each part."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class _File:
     Attributes:
         name: Its final name.
         header: Its first bytes.
-        starts: Where each tensor begins in it, by its name.
+        starts: Offset of each tensor in the file, by name.
         size: Bytes of header and tensors.
     """
 
@@ -64,10 +64,13 @@ class _File:
 
 
 def check_shard_size(max_shard_bytes: int | None) -> None:
-    """Refuse sizes of shards that are none.
+    """Check the largest size of a shard.
+
+    Args:
+        max_shard_bytes: The size. None means no limit.
 
     Raises:
-        CheckpointError: It is not positive.
+        CheckpointError: The size is not positive.
     """
     if max_shard_bytes is not None and max_shard_bytes < 1:
         raise CheckpointError(
@@ -85,31 +88,31 @@ def write_safetensors(
     max_shard_bytes: int | None,
     beside: Mapping[str, bytes] | None = None,
 ) -> list[AnyPath]:
-    """Write tensors to one file, or to several and an index.
+    """Write tensors to one file, or to several files and an index.
 
-    They get their names when all of them are whole. On a store they are written in the temporary
-    directory and uploaded, and nobody else may write them meanwhile.
+    Files get their final names once all of them are complete. For a store, they are written in the
+    temporary directory and then uploaded; no other process may write them meanwhile.
 
     Args:
-        source: Where the tensors are from, for errors.
-        target: The file; the others are named after it.
+        source: Where the tensors come from, for error messages.
+        target: The file to write. Names of shards and of the index are derived from it.
         tensors: Shapes and dtypes by name, in the order in which shards are filled.
-        values: All of the tensors, in any order, each written before the next is asked for.
-        metadata: What the files say of themselves.
+        values: All tensors, in any order. Each is written before the next is requested.
+        metadata: Metadata to store in the files.
         max_shard_bytes: As for `export_safetensors`.
-        beside: Contents of further files in the folder, by name. They are there only while the
-            tensors are.
+        beside: Contents of further files in the folder, by name. They exist only while the tensors
+            are complete.
 
     Returns:
-        What was written; files beside, and an index, are the last.
+        The paths of the written files. Further files and an index come last.
 
     Raises:
-        CheckpointError: As `export_safetensors`.
+        CheckpointError: As for `export_safetensors`.
     """
     for name, tensor in tensors.items():
         if tensor.dtype.name not in DTYPES:
             raise CheckpointError(
-                f"{source} must hold dtypes that safetensors has, but got {name!r} of "
+                f"{source} must hold dtypes that safetensors supports, but got {name!r} of "
                 f"dtype={tensor.dtype.name}. Read it with load_params and convert it, or leave it "
                 "in the checkpoint."
             )
@@ -119,8 +122,8 @@ def write_safetensors(
         for i, shard in enumerate(shards)
     ]
     index = target.name.removesuffix(_SUFFIX) + _INDEX_SUFFIX
-    # What readers look for first: gone while the shards are changed, and written when all are
-    # there.
+    # Readers look for these files first. They are removed while the shards change, and written
+    # again once all shards are complete.
     last = dict(beside or {})
     if len(files) > 1:
         last[index] = _dump_weight_map(files, tensors)
@@ -172,7 +175,7 @@ def _write_to_store(
     gone: Iterable[str],
     last: Mapping[str, bytes],
 ) -> None:
-    # Tensors come in any order, and an object is written from its beginning to its end.
+    # Tensors come in any order, but an object must be written from beginning to end.
     _check_others(target, files, last)
     with staging_folder() as folder:
         partials = {file.name: folder / file.name for file in files}
@@ -190,22 +193,22 @@ def _write_to_store(
 def load_safetensors(
     path: str | PathLike[str] | StorePath, part: Literal["params", "collections"] = "params"
 ) -> dict[str, Any]:
-    """Read what `export_safetensors` wrote, or files of that form from elsewhere.
+    """Read the files of `export_safetensors`, or similar files from elsewhere.
 
     Args:
-        path: A file, the index of shards, or a folder that holds one of these; of several the one
-            for `model`, as `transformers` chooses. On a file system or a store.
-        part: `"params"`: the parameters, as `load_params` returns them. `"collections"`: what
-            layers keep beside them, as `load_collections` does.
+        path: A file, the index of shards, or a folder with one of these, on a file system or a
+            store. If a folder has several, the one named `model` is read, as in `transformers`.
+        part: `"params"` reads the parameters, as `load_params` returns them. `"collections"` reads
+            the collections, as `load_collections` returns them.
 
     Returns:
-        Nested dictionaries of numpy arrays; names are split at slashes, and `%2F` in them is a
+        Nested dictionaries of NumPy arrays. Names are split at slashes, and `%2F` in a name is a
         slash in a key.
 
     Raises:
-        CheckpointError: Something is missing, is no safetensors file, or holds a dtype that numpy
-            has not; the index names a file elsewhere, or another place for a tensor than where it
-            is; a tensor is in two shards, or has a name with which another begins.
+        CheckpointError: A file is missing, is not a safetensors file, or has a dtype that NumPy
+            does not support; the index names a file in another folder, or the wrong file for a
+            tensor; a tensor is in two shards; or a tensor's name is a prefix of another's path.
     """
     if part not in ("params", "collections"):
         raise CheckpointError(
@@ -239,10 +242,16 @@ def load_safetensors(
 
 
 def check_target(out: AnyPath) -> AnyPath:
-    """Refuse what is no name of a file to write.
+    """Check the name of a safetensors file to write.
+
+    Args:
+        out: The path of the file.
+
+    Returns:
+        The path.
 
     Raises:
-        CheckpointError: It ends otherwise, or is a folder.
+        CheckpointError: The path does not end in `.safetensors`, or is a folder.
     """
     with readable(out):
         is_folder = out.is_dir()
@@ -286,7 +295,7 @@ def _shard_name(name: str, number: int, count: int) -> str:
 def _lay_out(
     file_name: str, tensors: Mapping[str, jax.ShapeDtypeStruct], metadata: Mapping[str, str]
 ) -> _File:
-    """Place tensors in a file, the widest dtypes first so that all are aligned."""
+    """Lay out tensors in a file, widest dtypes first, so that all tensors are aligned."""
     header: dict[str, Any] = {"__metadata__": metadata}
     offsets: dict[str, int] = {}
     end = 0
@@ -305,9 +314,9 @@ def _lay_out(
 
 
 def _check_others(target: AnyPath, files: Sequence[_File], last: Iterable[str]) -> None:
-    """Refuse to leave an older export of that name beside the new one.
+    """Refuse to write if other files of an older export with this name would remain.
 
-    Readers could not tell which is meant.
+    Readers could not tell which export is meant.
     """
     written = {*(file.name for file in files), *last}
     stem = target.name.removesuffix(_SUFFIX)
@@ -325,21 +334,21 @@ def _check_others(target: AnyPath, files: Sequence[_File], last: Iterable[str]) 
         listed = ", ".join(others[:4]) + (f" and {len(others) - 4} more" if len(others) > 4 else "")
         raise CheckpointError(
             f"out must be a name without an export in other files, but got out={str(target)!r} "
-            f"beside {listed}. Remove these, or choose another name."
+            f"next to {listed}. Remove these files, or choose another name."
         )
 
 
 @contextlib.contextmanager
 def _claimed(target: Path) -> Generator[None]:
-    """Refuse to write what another process is writing.
+    """Claim a file for writing; refuse it if another process is writing it.
 
-    A claim ends with its process, however that ends.
+    A claim ends with its process, even if the process is killed.
     """
     path = target.with_name(f".{target.name}.writing")
     with open_to_append(path) as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Since it was opened here, the one that had it may have ended, and removed it.
+            # The previous owner may have ended and removed the file after it was opened here.
             is_own = path.exists() and os.path.samestat(os.fstat(handle.fileno()), path.stat())
         except (BlockingIOError, FileNotFoundError):
             is_own = False
@@ -348,7 +357,7 @@ def _claimed(target: Path) -> Generator[None]:
         if not is_own:
             raise CheckpointError(
                 f"out must be written by one process at a time, but got out={str(target)!r}, which "
-                "another is writing. Call it in one process alone, or write elsewhere."
+                "another is writing. Call it in only one process, or write to another file."
             )
         try:
             yield
@@ -357,7 +366,7 @@ def _claimed(target: Path) -> Generator[None]:
 
 
 def _remove_leftovers(target: Path) -> None:
-    """Remove what an export by that name left whose process was killed."""
+    """Remove files that a killed export to this name left."""
     stem = re.escape(target.name.removesuffix(_SUFFIX))
     left = re.compile(
         rf"\.{stem}({_SHARD.pattern}|{re.escape(_SUFFIX)})\.[0-9a-f]{{16}}{re.escape(PARTIAL)}"
@@ -395,12 +404,12 @@ def _dump_weight_map(files: Sequence[_File], tensors: Mapping[str, jax.ShapeDtyp
 
 
 def _resolve(path: AnyPath) -> AnyPath:
-    """The file or index that a path means."""
+    """Return the file or index that a path refers to."""
     if not path.is_dir():
         return path
     names = sorted(each.name for each in path.iterdir())
-    # As `transformers` chooses: other files in a model's folder hold its weights in another form,
-    # or an adapter.
+    # Prefer these names, as `transformers` does: other files in a model's folder may be its weights
+    # in another form, or an adapter.
     for name in ("model" + _SUFFIX, "model" + _INDEX_SUFFIX):
         if name in names:
             return path / name
@@ -409,16 +418,20 @@ def _resolve(path: AnyPath) -> AnyPath:
     if len(found) != 1:
         raise CheckpointError(
             "path must be a folder with one safetensors file or one index of shards, but got "
-            f"path={str(path)!r} with {', '.join(found) or 'none'}. Give the path of the file "
+            f"path={str(path)!r} with {', '.join(found) or 'none'}. Pass the path of the file "
             "itself."
         )
     return path / found[0]
 
 
 def safetensors_files(path: AnyPath) -> dict[AnyPath, list[str]]:
-    """The files that a path means, each with the names of its tensors.
+    """List the files that a path refers to, each with the names of its tensors.
 
-    It is the path of a file, of the index of shards, or of a folder that holds one of these.
+    Args:
+        path: A file, the index of shards, or a folder with one of these.
+
+    Returns:
+        Names of tensors by file.
     """
     with readable(path):
         return _files(_resolve(path))
@@ -467,7 +480,7 @@ def _read_weight_map(path: AnyPath) -> dict[str, str]:
     if not is_map:
         raise CheckpointError(
             f"{path} must be the index of shards, with their names in 'weight_map', but got "
-            "something else. Give <name>.safetensors.index.json."
+            "something else. Pass <name>.safetensors.index.json."
         )
     for name, shard in found.items():
         if (
@@ -477,13 +490,13 @@ def _read_weight_map(path: AnyPath) -> dict[str, str]:
             or not shard.endswith(_SUFFIX)
         ):
             raise CheckpointError(
-                f"{path} must name safetensors files that lie beside it, but got "
+                f"{path} must name safetensors files in its own folder, but got "
                 f"weight_map[{name!r}]={shard!r}. Write its plain name, and put the file there."
             )
         there = path.with_name(shard)
         if there.is_dir() or not there.exists():
             raise CheckpointError(
-                f"{path} must name safetensors files that lie beside it, but got "
+                f"{path} must name safetensors files in its own folder, but got "
                 f"weight_map[{name!r}]={shard!r}, which is missing. Restore it, or export again."
             )
     return found
@@ -491,7 +504,7 @@ def _read_weight_map(path: AnyPath) -> dict[str, str]:
 
 @contextlib.contextmanager
 def open_safetensors(path: AnyPath) -> Generator[Any]:
-    """Open a file; what fails in it is a CheckpointError."""
+    """Open a file; errors while reading it are raised as CheckpointError."""
     try:
         if isinstance(path, StorePath):
             yield StoreTensors(path)
@@ -501,7 +514,7 @@ def open_safetensors(path: AnyPath) -> Generator[Any]:
             yield tensors
     except (
         Exception
-    ) as error:  # whatever the library raises for damaged files, and numpy for dtypes it has not
+    ) as error:  # the library's errors for damaged files, and numpy's for unknown dtypes
         raise CheckpointError(
             f"{path} must be a safetensors file with dtypes of numpy or bfloat16, but got "
             f"{type(error).__name__}: {error}. It is missing, damaged, or of another kind: restore "

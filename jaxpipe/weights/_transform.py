@@ -1,4 +1,4 @@
-"""Changes between tensors of another library and leaves of ours, read slice by slice."""
+"""Conversions between tensors of another library and our leaves, read slice by slice."""
 
 import math
 from abc import ABC, abstractmethod
@@ -12,11 +12,11 @@ from jaxpipe.errors import CheckpointError
 
 Shape = tuple[int, ...]
 Index = tuple[slice, ...]
-"""A slice with start and stop for each dim."""
+"""A slice with a start and a stop for each dim."""
 
 
 class Tensor(Protocol):
-    """An array that can be read slice by slice: a numpy array, or a tensor in a file."""
+    """An array that can be read slice by slice: a NumPy array, or a tensor in a file."""
 
     @property
     def shape(self) -> Shape:
@@ -24,57 +24,71 @@ class Tensor(Protocol):
         ...
 
     def __getitem__(self, at: Index, /) -> Any:
-        """A slice of it, with a start and a stop for each dim."""
+        """Read a slice, with a start and a stop for each dim."""
         ...
 
 
 class Transform(ABC):
-    """The change between tensors of theirs and leaves of ours; subclass it for what is not here."""
+    """A conversion between another library's tensors and our leaves.
+
+    Subclass it for conversions that this module does not provide. "Theirs" are the other library's
+    tensors, "ours" are leaves of the model.
+    """
 
     def count(self, shapes: Sequence[Shape]) -> int:
-        """Number of tensors of theirs that hold leaves of ours of these shapes."""
+        """Return how many of their tensors make up our leaves of these shapes."""
         del shapes
         return 1
 
     def label(self, number: int) -> str:
-        """The text that the counter of several tensors stands for in the name of one of them."""
+        """Return the text that replaces the counter in the name of one of several tensors."""
         return str(number)
 
     @abstractmethod
     def their_shape(self, shapes: Sequence[Shape]) -> Shape:
-        """Shape of each tensor of theirs, from the shapes of ours.
+        """Return the shape of each of their tensors.
+
+        Args:
+            shapes: Shapes of our leaves.
+
+        Returns:
+            The shape.
 
         Raises:
-            ValueError: Ours cannot have these shapes.
+            ValueError: Our leaves cannot have these shapes.
         """
 
     @abstractmethod
     def read(
         self, theirs: Sequence[Tensor], shapes: Sequence[Shape], which: int, at: Index
     ) -> np.ndarray:
-        """A slice of one of our leaves.
+        """Read a slice of one of our leaves.
 
         Args:
-            theirs: The tensors, as many as `count` says.
-            shapes: Those of ours.
-            which: The leaf.
-            at: The slice of it.
+            theirs: Their tensors; `count` gives their number.
+            shapes: Shapes of our leaves.
+            which: Index of the leaf.
+            at: The slice of the leaf.
+
+        Returns:
+            The slice.
         """
 
     @abstractmethod
     def write(self, number: int, ours: Sequence[Tensor]) -> np.ndarray:
-        """One of their tensors, by its number, from our leaves."""
+        """Make one of their tensors, by its index, from our leaves."""
 
 
 @dataclass(frozen=True)
 class merge(Transform):  # noqa: N801  # used as a function
-    """Each dim of theirs is some dims of ours in one, the first of them the slowest.
+    """Each of their dims merges some of our dims, in row-major order.
 
-    `merge((1,), (0,))` is a transposed matrix; `merge((1, 2), (0,))` the weight `[heads * size,
-    width]` of a projection whose kernel here is `[width, heads, size]`; `merge((0, 1))` its bias.
+    `merge((1,), (0,))` transposes a matrix. `merge((1, 2), (0,))` is the weight `[heads * size,
+    width]` of a projection whose kernel here is `[width, heads, size]`, and `merge((0, 1))` is its
+    bias.
 
     Attributes:
-        dims: For each dim of theirs the dims of ours; every dim of ours is in one.
+        dims: For each of their dims, the dims of ours that it merges. Each of our dims occurs once.
     """
 
     dims: tuple[tuple[int, ...], ...]
@@ -106,8 +120,8 @@ class merge(Transform):  # noqa: N801  # used as a function
         (shape,), (tensor,) = shapes, theirs
         ranges: list[slice] = []
         for group in self.dims:
-            # Of dims in one, what is taken of the slowest is a range of their dim; the others are
-            # cut below.
+            # In merged dims, a range of the first (slowest) dim is a range of their dim. The other
+            # dims are sliced below.
             first = at[group[0]] if group else slice(0, 1)
             inner = math.prod(shape[dim] for dim in group[1:])
             ranges.append(slice(first.start * inner, first.stop * inner))
@@ -128,35 +142,46 @@ class merge(Transform):  # noqa: N801  # used as a function
 
 
 def linear(num_in: int = 1, num_out: int = 1) -> merge:
-    """The weight of torch's `nn.Linear`, `[out, in]`, which is a kernel `[*in, *out]` here.
+    """Convert the weight `[out, in]` of torch's `nn.Linear` to a kernel `[*in, *out]`.
 
     Args:
-        num_in: Dims of the kernel that are inputs: 2 for the projection after attention, `[heads,
+        num_in: Number of input dims of the kernel: 2 for the projection after attention, `[heads,
             size, width]`.
-        num_out: Dims that are outputs: 2 for queries, keys and values, `[width, heads, size]`.
+        num_out: Number of output dims of the kernel: 2 for queries, keys and values, `[width,
+            heads, size]`.
+
+    Returns:
+        The transform.
     """
     return merge(range(num_in, num_in + num_out), range(num_in))
 
 
 transpose = merge((1,), (0,))
-"""A matrix the other way round, such as torch's `nn.Linear.weight`."""
+"""Transposes a matrix, such as torch's `nn.Linear.weight`."""
 
 
 def conv1d(num_in: int = 1, num_out: int = 1) -> merge:
-    """Weight of GPT-2's `Conv1D`, `[in, out]`, which is a kernel `[*in, *out]` here.
+    """Convert the weight `[in, out]` of GPT-2's `Conv1D` to a kernel `[*in, *out]`.
 
-    Arguments as for `linear`.
+    Args:
+        num_in: As for `linear`.
+        num_out: As for `linear`.
+
+    Returns:
+        The transform.
     """
     return merge(range(num_in), range(num_in, num_in + num_out))
 
 
 @dataclass(frozen=True)
 class split(Transform):  # noqa: N801  # used as a function
-    """One tensor of theirs holds several leaves of ours in a row, such as queries, keys, values.
+    """One of their tensors concatenates several of our leaves, such as queries, keys and values.
 
     Attributes:
-        dim: The dim of theirs along which they lie; negative ones are counted from the last.
-        each: What lies between a part of theirs and a leaf of ours; None: nothing.
+        dim: The dim of their tensor along which the leaves are concatenated. Negative dims count
+            from the last.
+        each: Converts between a section of their tensor and one of our leaves. None means that both
+            are equal.
     """
 
     dim: int = 0
@@ -193,14 +218,16 @@ class split(Transform):  # noqa: N801  # used as a function
 
 @dataclass(frozen=True)
 class stack(Transform):  # noqa: N801  # used as a function
-    """Several tensors of theirs are one leaf of ours, such as the weights of experts.
+    """Several of their tensors are stacked in one of our leaves, such as the weights of experts.
 
-    A counter that only their name has, such as `{e}`, counts them.
+    A counter that occurs only in their name, such as `{e}`, counts them.
 
     Attributes:
-        each: What lies between one of theirs and its share of ours; None: nothing.
-        dim: The dim of ours along which they lie.
-        names: What the counter stands for, where it is no number: `("query", "key", "value")`.
+        each: Converts between one of their tensors and its slice of our leaf. None means that both
+            are equal.
+        dim: The dim of our leaf along which the tensors are stacked.
+        names: Texts that replace the counter if it is not a number, such as `("query", "key",
+            "value")`.
     """
 
     each: Transform | None = None
@@ -252,7 +279,7 @@ class stack(Transform):  # noqa: N801  # used as a function
 
 @dataclass(frozen=True)
 class _Part:
-    """A tensor between two places along one of its dims."""
+    """A range of a tensor along one of its dims."""
 
     whole: Tensor
     shape: Shape
@@ -265,10 +292,10 @@ class _Part:
 
 
 def or_identity(transform: Transform | None, shapes: Sequence[Shape]) -> Transform:
-    """The transform of an entry; of none that which changes nothing."""
+    """Return the transform of an entry, or the identity if it has none."""
     return merge(*((dim,) for dim in range(len(shapes[0])))) if transform is None else transform
 
 
 def whole(shape: Shape) -> Index:
-    """The slice that is all of a tensor."""
+    """Return the slice that covers a whole tensor."""
     return tuple(slice(0, size) for size in shape)

@@ -136,6 +136,7 @@ def flatten(tree: Any) -> dict[Any, np.ndarray]:
     return {path: np.asarray(leaf) for path, leaf in flatten_dict(tree).items()}
 
 
+@pytest.mark.slow
 def test_nothing_is_said_where_everything_fits(root: Path) -> None:
     path, _, _ = saved(LAYOUTS[0], root)
     with warnings.catch_warnings():

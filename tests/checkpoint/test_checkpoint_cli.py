@@ -57,6 +57,7 @@ def test_a_process_verifies_what_lies_where_it_runs(root: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_a_process_says_what_is_damaged_and_nothing_else(root: Path, tmp_path: Path) -> None:
     path = copied(root, tmp_path)
     for file in files_with(path, packed_row()):
@@ -74,6 +75,7 @@ def test_inspect_writes_the_report(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(saved(root).parent)
+    capsys.readouterr()  # training writes there too, if this is the first test that needs it
     assert main(["inspect", "saved", "--tag", "global_step1"]) == 0
     assert capsys.readouterr() == (inspect_checkpoint(saved(root)) + "\n", "")
     assert main(["inspect", str(saved(root))]) == 0
@@ -146,7 +148,7 @@ def test_sizes_have_units(root: Path, tmp_path: Path, text: str, limit: int | No
     ("arguments", "named"),
     [
         (["verify", "{root}", "--tag", "best"], "got tag='best' in "),
-        (["inspect", "{root}/none"], "/none' and no checkpoint. Give the directory"),
+        (["inspect", "{root}/none"], "/none' and no checkpoint. Pass the directory"),
         (["export", "{root}/saved", "--out", "{root}/model"], "/model'. Write for instance "),
     ],
     ids=["tag", "path", "out"],

@@ -335,7 +335,11 @@ def test_other_entries_of_the_commit(
 def test_a_commit_that_is_none(kept: Kept, then: Path, content: bytes) -> None:
     (then / TAG / "commit.json").write_bytes(content)
     check_refused(
-        kept, then, then / TAG / "commit.json", f"{len(content)} bytes that are no commit", tag=TAG
+        kept,
+        then,
+        then / TAG / "commit.json",
+        f"{len(content)} bytes that are not a commit",
+        tag=TAG,
     )
 
 
@@ -383,7 +387,7 @@ def test_a_commit_that_cannot_be_parsed_is_in_nobodys_way(
         kept,
         then,
         then / "best" / "commit.json",
-        f"{len(content)} bytes that are no commit",
+        f"{len(content)} bytes that are not a commit",
         tag="best",
     )
     assert not check_passed_over(kept, then)
@@ -392,7 +396,7 @@ def test_a_commit_that_cannot_be_parsed_is_in_nobodys_way(
     (then / TAG / "commit.json").write_bytes(content)
     (then / "latest").write_text(TAG)
     check_refused(
-        kept, then, then / TAG / "commit.json", f"{len(content)} bytes that are no commit"
+        kept, then, then / TAG / "commit.json", f"{len(content)} bytes that are not a commit"
     )
 
 

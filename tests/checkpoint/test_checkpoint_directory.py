@@ -109,7 +109,7 @@ def test_without_save_latest_only_the_tag_finds_it(run: Run, tmp_path: Path) -> 
     assert find_checkpoint(tmp_path) is None
     with pytest.raises(
         CheckpointError,
-        match=f"got path='{tmp_path}' and the checkpoints 'global_step1'. Give .* its tag",
+        match=f"got path='{tmp_path}' and the checkpoints 'global_step1'. Pass .* or a tag",
     ):
         load_params(tmp_path)
     assert found(tmp_path, "global_step1") == ("global_step1", 1)
@@ -130,13 +130,14 @@ def test_no_checkpoint(run: Run, tmp_path: Path, kind: str) -> None:
         (path / "global_step1" / "commit.json").unlink()
         (path / "latest").unlink()
     with pytest.warns(
-        UserWarning, match=f"load_checkpoint found no checkpoint in '{path}'; the engine is as"
+        UserWarning,
+        match=f"load_checkpoint found no checkpoint in '{path}'; the engine is unchanged",
     ) as caught:
         assert run.engine.load_checkpoint(path) == (None, {})
     assert len(caught) == 1
     with pytest.raises(
         CheckpointError,
-        match=f"got path='{path}' and no checkpoint. Give the directory that save_check",
+        match=f"got path='{path}' and no checkpoint. Pass the directory that was passed to",
     ):
         load_params(path)
     with pytest.raises(

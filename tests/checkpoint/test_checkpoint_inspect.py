@@ -134,7 +134,7 @@ def test_long_lines_are_broken_between_shapes(root: Path, tmp_path: Path) -> Non
 
 
 def test_there_must_be_a_checkpoint_to_inspect(root: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"and no checkpoint\. Give the directory"):
+    with pytest.raises(CheckpointError, match=r"and no checkpoint\. Pass the directory"):
         inspect_checkpoint(tmp_path)
     with pytest.raises(
         CheckpointError, match=r"got tag='best' .* 'global_step1'\. Use one of these tags"

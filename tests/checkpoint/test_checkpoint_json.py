@@ -191,7 +191,7 @@ def test_what_holds_itself_is_refused(check: Any) -> None:
     inner["a"].append(inner)
     with pytest.raises(
         CheckpointError,
-        match=r"^x\['a'\]\[2\]\['a'\].*nested deeper, or holds itself. Store what it can be",
+        match=r"^x\['a'\]\[2\]\['a'\].*nested deeper, or contains itself. Store plain values to",
     ):
         check(inner, "x")
 
@@ -219,7 +219,11 @@ class Colour(enum.IntEnum):
     [
         ((1, 2), "x", r"but got a tuple. Write list\(...\)"),
         ({1, 2}, "x", r"but got a set. Write list\(...\)"),
-        (np.datetime64("2024-01-01"), "x", r"but got a date. Store what it can be made from"),
+        (
+            np.datetime64("2024-01-01"),
+            "x",
+            r"but got a date. Store plain values to rebuild it from",
+        ),
         (jnp.float32(1.5), "x", r"but got a ArrayImpl. Write value.item\(\)"),
         (
             np.zeros(3),
@@ -232,16 +236,20 @@ class Colour(enum.IntEnum):
             "x",
             r"but got a ArrayImpl. Write value.tolist\(\), or make it a collection",
         ),
-        (b"bytes", "x", r"but got a bytes. Store what it can be made from"),
-        (Colour.RED, "x", r"but got a Colour. Store what it can be made from"),
-        (1j, "x", r"but got a complex. Store what it can be made from"),
-        (Path("a"), "x", r"but got a PosixPath. Store what it can be made from"),
-        (datetime.date(2024, 1, 1), "x", r"but got a date. Store what it can be made from"),
-        (MappingProxyType({}), "x", r"but got a mappingproxy. Store what it can be made from"),
+        (b"bytes", "x", r"but got a bytes. Store plain values to rebuild it from"),
+        (Colour.RED, "x", r"but got a Colour. Store plain values to rebuild it from"),
+        (1j, "x", r"but got a complex. Store plain values to rebuild it from"),
+        (Path("a"), "x", r"but got a PosixPath. Store plain values to rebuild it from"),
+        (datetime.date(2024, 1, 1), "x", r"but got a date. Store plain values to rebuild it from"),
+        (
+            MappingProxyType({}),
+            "x",
+            r"but got a mappingproxy. Store plain values to rebuild it from",
+        ),
         (
             test_numbers_that_json_does_not_know_come_back_too,
             "x",
-            r"but got a function. Store what it can be",
+            r"but got a function. Store plain values to",
         ),
         ([0, (1,)], "x[1]", r"but got a tuple"),
         ({"a": {"b c": [None, {1}]}}, "x['a']['b c'][1]", r"but got a set"),

@@ -183,6 +183,7 @@ def test_another_job_is_refused_until_the_first_has_ended(run: Run, tmp_path: Pa
     save(run, tmp_path, 7)
 
 
+@pytest.mark.slow
 def test_a_job_that_was_killed_after_its_save_is_not_waited_for(run: Run, tmp_path: Path) -> None:
     with staying(tmp_path) as job:
         job.kill()
@@ -227,7 +228,7 @@ def test_a_process_that_lives_is_named(
     )
     with pytest.raises(
         CheckpointError,
-        match=match + "22:13:20 UTC. Save again when that has ended, or give each job",
+        match=match + "22:13:20 UTC. Save again when that process has ended, or give each job",
     ):
         save(run, tmp_path)
     assert file.exists()

@@ -31,7 +31,7 @@ from jaxpipe.errors import CheckpointError
 # a closed loop.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
-NUM_MOMENTS = 9
+MOMENTS = 9
 
 
 @pytest.fixture(scope="module")
@@ -54,12 +54,25 @@ def save(run: Run, path: Path, tag: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("background", "number"),
-    slow_after(1, [(False, errno.EIO), (True, errno.ESTALE)], unpack=True),
-    ids=["foreground", "background"],
+    ("background", "number", "moments"),
+    slow_after(
+        1,
+        [
+            (False, errno.EIO, range(0, MOMENTS, 3)),
+            (False, errno.EIO, range(MOMENTS)),
+            (True, errno.ESTALE, range(MOMENTS)),
+        ],
+        unpack=True,
+    ),
+    ids=["three", "foreground", "background"],
 )
 def test_an_outage_at_any_moment_of_a_save(
-    runs: dict[bool, Run], tmp_path: Path, storage: Storage, background: bool, number: int
+    runs: dict[bool, Run],
+    tmp_path: Path,
+    storage: Storage,
+    background: bool,
+    number: int,
+    moments: range,
 ) -> None:
     run = runs[background]
     save(run, tmp_path, "one")
@@ -67,10 +80,10 @@ def test_an_outage_at_any_moment_of_a_save(
         save(run, tmp_path, "two")
     num_calls = len(storage.calls)
     assert num_calls > 80
-    for i in range(NUM_MOMENTS):
+    for i in moments:
         run.train(1)
         held, before = run.held(), committed_tags(tmp_path)
-        with storage.out(num_calls * i // NUM_MOMENTS, number), pytest.raises(CheckpointError):
+        with storage.out(num_calls * i // MOMENTS, number), pytest.raises(CheckpointError):
             save(run, tmp_path, "two")
         assert committed_tags(tmp_path) == before
         for tag in before:
@@ -94,7 +107,7 @@ def test_an_outage_of_which_only_the_end_of_a_save_is_struck(
 
     with (
         storage.failing(fails),
-        pytest.raises(CheckpointError, match="/one was written, but may be lost if the mach"),
+        pytest.raises(CheckpointError, match="/one was written, but may be lost in a power"),
     ):
         save(runs[False], tmp_path, "one")
     assert committed_tags(tmp_path)["one"].global_steps == runs[False].engine.global_steps

@@ -261,6 +261,6 @@ def test_only_the_main_thread_may_ask(run: Run, tmp_path: Path) -> None:
     thread.join()
     assert len(failures) == 1
     assert re.search(
-        "called in the main thread.* got thread='loader'. Call it where the program begins",
+        "called in the main thread.* got thread='loader'. Call it at the start of the program",
         failures[0],
     )

@@ -194,7 +194,7 @@ def test_a_checkpoint_that_is_replaced_at_every_reading(
 
     monkeypatch.setattr(opening, "read_index", read_index)
     match = (
-        f"got path='{tmp_path}', where they were replaced 3 times meanwhile; .* keep more with "
+        f"got path='{tmp_path}', where they were replaced in each of 3 attempts; .* keep more with "
         "checkpoint.keep_last"
     )
     with pytest.raises(CheckpointError, match=match):

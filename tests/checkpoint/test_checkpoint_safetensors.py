@@ -222,7 +222,7 @@ def test_exports_in_other_files_are_not_mixed(
     (tmp_path / "m-large.safetensors").write_bytes(b"of another name")
     with pytest.raises(
         CheckpointError,
-        match=rf"m\.safetensors' beside {re.escape(other)}\. Remove these, or choose",
+        match=rf"m\.safetensors' next to {re.escape(other)}\. Remove these files, or choose",
     ):
         export_safetensors(saved(root), tmp_path / "m.safetensors", max_shard_bytes=limit)
     assert (tmp_path / other).read_bytes() == b"other"
@@ -273,5 +273,5 @@ def test_dtypes_that_safetensors_has_not_are_named(root: Path, tmp_path: Path) -
 
 
 def test_there_must_be_a_checkpoint_to_export(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"and no checkpoint\. Give the directory"):
+    with pytest.raises(CheckpointError, match=r"and no checkpoint\. Pass the directory"):
         export_safetensors(tmp_path, tmp_path / "m.safetensors")

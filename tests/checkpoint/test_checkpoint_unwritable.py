@@ -292,9 +292,9 @@ TAGS = [
 
 
 @pytest.mark.parametrize("tag", TAGS, ids=repr)
-def test_a_tag_that_is_no_name(run: Run, tmp_path: Path, tag: Any) -> None:
-    before = run.held()
-    calls = [run.engine.load_checkpoint, run.engine.save_checkpoint]
+def test_a_tag_that_is_no_name(module_run: Run, tmp_path: Path, tag: Any) -> None:
+    before = module_run.held()
+    calls = [module_run.engine.load_checkpoint, module_run.engine.save_checkpoint]
     for call in calls:
         with pytest.raises(
             CheckpointError, match="tag must be a plain name .* Write for instance 'best', or"
@@ -302,17 +302,19 @@ def test_a_tag_that_is_no_name(run: Run, tmp_path: Path, tag: Any) -> None:
             call(tmp_path / "save", tag)
         assert f"got tag={tag!r}." in str(caught.value)
     assert listing(tmp_path) == {}
-    assert_holds(run, before)
+    assert_holds(module_run, before)
 
 
 @pytest.mark.parametrize("tag", ["\ud800", 300 * "x"], ids=["surrogate", "long"])
-def test_a_tag_that_the_file_system_does_not_take(run: Run, tmp_path: Path, tag: str) -> None:
-    before = run.held()
-    for call in (run.engine.load_checkpoint, run.engine.save_checkpoint):
+def test_a_tag_that_the_file_system_does_not_take(
+    module_run: Run, tmp_path: Path, tag: str
+) -> None:
+    before = module_run.held()
+    for call in (module_run.engine.load_checkpoint, module_run.engine.save_checkpoint):
         with pytest.raises(CheckpointError):
             call(tmp_path, tag)
     assert listing(tmp_path) == {}
-    assert_holds(run, before)
+    assert_holds(module_run, before)
 
 
 LOOP: list[Any] = []
@@ -329,8 +331,8 @@ CLIENT_STATES = {
     ),
     "loop": (
         {"a": LOOP},
-        r"client_state\['a'\]\[0\]\['again'\].* must be nested at most 100 deep.* or holds itself. "
-        r"Store",
+        r"client_state\['a'\]\[0\]\['again'\].* must be nested at most 100 deep.* or contains "
+        r"itself. Store",
     ),
     "tuple": ({"a": (1, 2)}, r"client_state\['a'\] must be .* got a tuple. Write list\(...\)"),
     "set": ({"a": {1}}, r"client_state\['a'\] must be .* got a set. Write list\(...\)"),
@@ -345,15 +347,15 @@ CLIENT_STATES = {
     ),
     "object": (
         {"a": object()},
-        r"client_state\['a'\] must be .* got a object. Store what it can be made from",
+        r"client_state\['a'\] must be .* got a object. Store plain values to rebuild it from",
     ),
     "bytes": (
         {"a": b"x"},
-        r"client_state\['a'\] must be .* got a bytes. Store what it can be made from",
+        r"client_state\['a'\] must be .* got a bytes. Store plain values to rebuild it from",
     ),
     "date": (
         {"a": datetime.date(2024, 1, 1)},
-        r"client_state\['a'\] must be .* got a date. Store what it can be",
+        r"client_state\['a'\] must be .* got a date. Store plain values to",
     ),
     "key": ({"a": {1: "b"}}, r"keys of client_state\['a'\] must be strings.* got key=1. Write '1'"),
     "top-key": ({None: "b"}, r"keys of client_state must be strings.* got key=None. Write 'None'"),
@@ -362,19 +364,21 @@ CLIENT_STATES = {
 
 @pytest.mark.parametrize(("client_state", "match"), CLIENT_STATES.values(), ids=CLIENT_STATES)
 def test_a_client_state_that_json_does_not_know(
-    run: Run, tmp_path: Path, client_state: Any, match: str
+    module_run: Run, tmp_path: Path, client_state: Any, match: str
 ) -> None:
-    before = run.held()
+    before = module_run.held()
     with pytest.raises(CheckpointError, match=match):
-        run.engine.save_checkpoint(tmp_path / "save", client_state=client_state)
+        module_run.engine.save_checkpoint(tmp_path / "save", client_state=client_state)
     assert listing(tmp_path) == {}
-    assert_holds(run, before)
+    assert_holds(module_run, before)
 
 
 @pytest.mark.parametrize("client_state", [None, [1], "text", 3], ids=repr)
-def test_a_client_state_that_is_no_dictionary(run: Run, tmp_path: Path, client_state: Any) -> None:
+def test_a_client_state_that_is_no_dictionary(
+    module_run: Run, tmp_path: Path, client_state: Any
+) -> None:
     with pytest.raises(CheckpointError, match="client_state must be a dictionary"):
-        run.engine.save_checkpoint(tmp_path / "save", client_state=client_state)
+        module_run.engine.save_checkpoint(tmp_path / "save", client_state=client_state)
     assert listing(tmp_path) == {}
 
 

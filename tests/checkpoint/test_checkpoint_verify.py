@@ -86,7 +86,8 @@ def test_many_damaged_arrays_are_counted(root: Path, tmp_path: Path) -> None:
 
 def test_there_must_be_a_checkpoint(root: Path, tmp_path: Path) -> None:
     with pytest.raises(
-        CheckpointError, match=r"no checkpoint\. Give the directory that save_checkpoint was given"
+        CheckpointError,
+        match=r"no checkpoint\. Pass the directory that was passed to save_checkpoint",
     ):
         verify_checkpoint(tmp_path)
     with pytest.raises(

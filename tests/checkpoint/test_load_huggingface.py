@@ -1,5 +1,6 @@
 """Parameters read out of safetensors files by a table of names, at any number of stages."""
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ def config_of(*, tied: bool) -> LlamaConfig:
     return LlamaConfig(**SIZES, tie_word_embeddings=tied)
 
 
+@functools.cache
 def params_of(config: LlamaConfig) -> Any:
     return PipelineModule(llama(config), num_stages=1).init(
         jax.random.key(3), jnp.zeros((1, 2), jnp.int32)

@@ -70,8 +70,8 @@ VALUES: list[tuple[str, Any, str, str]] = [
     ("pipeline.gather_weights", "once", r"one of 'auto', 'step', 'tick'", r"Use"),
     ("pipeline.gather_weights", None, r"one of 'auto', 'step', 'tick'", r""),
     ("optimizer", "Adam", r"a JSON object", r"Use an object with any of the keys type, par"),
-    ("scheduler.type", "", r"a text that is not empty", r"Write a name in quotes"),
-    ("optimizer.type", 3, r"a text that is not empty", r""),
+    ("scheduler.type", "", r"a non-empty string", r"Write a name in quotes"),
+    ("optimizer.type", 3, r"a non-empty string", r""),
     ("activation_checkpointing.profile", "yes", r"true or false", r""),
     ("activation_checkpointing.number_checkpoints", 0, r"an integer of at least 1", r""),
     ("checkpoint", 3, r"a JSON object", r"Use an object with any of the keys async_save, keep_"),
@@ -92,7 +92,7 @@ SET: list[tuple[str, Any, str, str]] = [
     ("gradient_allreduce_op", "sum", "averaged over the axis data", "Remove"),
     ("max_grad_norm", 1.0, "clipping", "Use gradient_clipping"),
     ("train_step_batch_size", 4, "another name of a key", "Use train_micro_batch_size_per_gpu"),
-    ("batch", {"train_batch_size": 4}, "TrainingConfig in Python alone", "Use its keys without it"),
+    ("batch", {"train_batch_size": 4}, "TrainingConfig, which exists only in", "Use its keys at"),
     ("sparse_attention", {}, "not supported", "Remove"),
 ]
 """A key, a value, why it must not be set, and what to do instead."""

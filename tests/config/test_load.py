@@ -171,7 +171,7 @@ def test_json_that_is_nested_too_deep(tmp_path: Path) -> None:
     inside["again"] = inside
     with pytest.raises(
         ConfigError,
-        match=r"nested as far as JSON .* object inside itself.* Give a dictionary of plai",
+        match=r"nested no deeper than JSON .* object inside itself.* Give a dictionary of plai",
     ):
         load_config({"optimizer": {"type": "Adam", "params": inside}})
 

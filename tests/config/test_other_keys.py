@@ -86,18 +86,18 @@ def test_their_values_are_checked_all_the_same(path: str) -> None:
             {"enabled": True},
             "use the sections tensorboard, wandb, csv_monitor, comet, mlflow and trackio",
         ),
-        ("dataloader_drop_last", False, "is not full is dropped all the same"),
-        ("prescale_gradients", True, "averaged over the axis data once a step"),
+        ("dataloader_drop_last", False, "incomplete last batch of training_data is always"),
+        ("prescale_gradients", True, "averaged over the axis data once per step"),
         ("allgather_size", 1, "an old name; it tunes PyTorch"),
         (
             "zero_optimization.stage3_prefetch_bucket_size",
             5e8,
-            "pipeline.gather_weights says how long they are held",
+            "pipeline.gather_weights sets how long they are kept",
         ),
         (
             "zero_optimization.gather_16bit_weights_on_model_save",
             True,
-            "what is saved or exported is whole at any",
+            "saved and exported weights are whole at any",
         ),
     ],
 )

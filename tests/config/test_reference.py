@@ -65,7 +65,7 @@ def test_one_key_in_full(path: str, facts: list[str], capsys: pytest.CaptureFixt
         ("pipeline.shedule", "Did you mean pipeline.schedule"),
         ("shedule", "Did you mean pipeline.schedule or scheduler?"),
         ("initial_scale_power", "Did you mean fp16.initial_scale_power"),
-        ("xyzzy", "Without a key all are listed."),
+        ("xyzzy", "Without KEY all keys are listed."),
     ],
 )
 def test_an_unknown_key_gives_the_nearest(

@@ -187,7 +187,7 @@ def test_samples_that_do_not_stack(shuffle: bool) -> None:
     samples = [{"ids": np.zeros(3)}, {"ids": np.zeros(2)}]
     loader = BatchLoader(samples, 2, seed=0, shuffle=shuffle)
     order = (
-        r"; where the data set is sorted by shape, keep its order with shuffle=False\."
+        r"; if the data set is sorted by shape, keep its order with shuffle=False\."
         if shuffle
         else r"\."
     )
@@ -348,17 +348,17 @@ def test_a_place_holds_for_another_batch_size(
     [
         (
             {"seed": 1},
-            r"a loader with seed=1, and 4 samples taken of one with seed=0: some samples will come "
-            r"twice",
+            r"a loader with seed=1, after 4 samples from a loader with seed=0: some samples will "
+            r"come twice",
         ),
         (
             {"length": 20},
-            r"a loader with num_samples=20, and 4 samples taken of one with num_samples=16: .*or "
-            r"go on: the",
+            r"a loader with num_samples=20, after 4 samples from a loader with num_samples=16: .*"
+            r"or continue: ",
         ),
         (
             {"shuffle": False, "seed": 2},
-            r"a loader with seed=2, shuffle=False, and 4 samples taken of one with seed=0, "
+            r"a loader with seed=2, shuffle=False, after 4 samples from a loader with seed=0, "
             r"shuffle=True",
         ),
     ],
@@ -432,7 +432,7 @@ def test_a_place_holds_for_another_number_of_shards(
         ),
         (
             {"epoch": 0, "samples": 20},
-            r"but got samples=20 and batch_size=4. Use a batch size that divides 20 and",
+            r"but got samples=20 and batch_size=4. Use a batch size that divides 20, and",
         ),
         ({"epoch": 0, "samples": -4}, r"but got samples=-4 and batch_size=4. Use a batch size"),
         ({"epoch": -1, "samples": 0}, r"but got (state=.*'epoch': -1|epoch=-1).*(Pass|Use) "),
@@ -568,7 +568,7 @@ def test_a_sample_that_raises_stop_iteration_ends_no_epoch() -> None:
 def test_a_tuple_of_arrays_is_no_data_set() -> None:
     columns = np.zeros((8, 2)), np.zeros(8)
     with pytest.raises(
-        DataError, match=r"len\(dataset\)=2 .*sequence of samples as list\(zip\(\*arrays\)\)"
+        DataError, match=r"len\(dataset\)=2 .*sequence of samples with list\(zip\(\*arrays\)\)"
     ):
         BatchLoader(columns, 4, seed=0)
     assert len(BatchLoader(list(zip(*columns, strict=True)), 4, seed=0)) == 2

@@ -201,7 +201,7 @@ def test_reconfiguring_leaves_the_default_stream() -> None:
 def test_a_refused_reconfiguration_changes_nothing() -> None:
     model_parallel_cuda_manual_seed(2718 + 7)
     before = get_cuda_rng_tracker().get_states()
-    with pytest.raises(ConfigError, match=r"seed=2725, which stream 'default-rng' has"):
+    with pytest.raises(ConfigError, match=r"seed=2725, which stream 'default-rng' uses"):
         model_parallel_reconfigure_tp_seed(7)
     assert get_cuda_rng_tracker().get_states() == before
 
@@ -227,7 +227,7 @@ def test_a_name_is_taken() -> None:
 def test_a_seed_is_taken() -> None:
     tracker = CudaRNGStatesTracker()
     tracker.add("a", 1)
-    with pytest.raises(ConfigError, match=r"seed=1, which stream 'a' has\. Choose another seed"):
+    with pytest.raises(ConfigError, match=r"seed=1, which stream 'a' uses\. Choose another seed"):
         tracker.add("b", 1)
 
 
@@ -257,13 +257,14 @@ def test_a_seed_is_an_integer(seed: Any) -> None:
 
 
 def test_states_are_a_mapping() -> None:
-    with pytest.raises(ConfigError, match=r"states=\[\]\. Pass what get_states\(\) returned"):
+    with pytest.raises(ConfigError, match=r"states=\[\]\. Pass the result of get_states\(\)"):
         CudaRNGStatesTracker().set_states([])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("state", [3, (1, 2), (1, 2, 3), ("1", 0, False), None])
 def test_a_state_has_three_fields(state: Any) -> None:
     with pytest.raises(
-        ConfigError, match=r"the state of stream 'a' must be an RNGState .*Pass what get_states"
+        ConfigError,
+        match=r"the state of stream 'a' must be an RNGState .*Pass the result of get_states",
     ):
         CudaRNGStatesTracker().set_states({"a": state})

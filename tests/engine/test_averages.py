@@ -11,7 +11,7 @@ import optax
 import pytest
 from _models import MODELS
 from _oracle import make_batch
-from _small import ADAM, SIZES, build, entries, entry, mean_square, module
+from _small import ADAM, SIZES, build, build_alone, entries, entry, mean_square, module
 from _tolerances import assert_close, assert_loss
 
 import jaxpipe
@@ -41,7 +41,7 @@ def train(engine: PipelineEngine, *, warms_up: bool = True) -> Any:
 @pytest.mark.parametrize(
     ("stages", "data", "settings"),
     [
-        (1, 1, {}),
+        pytest.param(1, 1, {}, marks=pytest.mark.slow),
         (2, 2, {"zero_optimization": {"stage": 1}}),
         pytest.param(2, 2, {"zero_optimization": {"stage": 3}}, marks=pytest.mark.slow),
         pytest.param(2, 1, {"bf16": {"enabled": True}}, marks=pytest.mark.slow),
@@ -69,7 +69,7 @@ def test_it_is_the_average_over_the_steps(stages: int, data: int, settings: Any)
 
 
 def test_without_a_warm_up() -> None:
-    engine = build(config={"ema": {"decay": DECAY, "warmup": False}}, example_batch=entry())
+    engine = build_alone(config={"ema": {"decay": DECAY, "warmup": False}}, example_batch=entry())
     wanted = train(engine, warms_up=False)
     assert_close(engine.module_state_dict(params="ema"), wanted)
 
@@ -107,10 +107,10 @@ def test_it_is_resumed_at_another_layout_and_exported(tmp_path: Path) -> None:
 
 
 def test_a_run_may_begin_and_end_to_average(tmp_path: Path) -> None:
-    plain = build(example_batch=entry())
+    plain = build_alone(example_batch=entry())
     plain.train_batch(entries())
     plain.save_checkpoint(tmp_path)
-    averaging = build(config=EMA, example_batch=entry())
+    averaging = build_alone(config=EMA, example_batch=entry())
     averaging.load_checkpoint(tmp_path)
     now = averaging.module_state_dict()
     jax.tree.map(np.testing.assert_array_equal, averaging.module_state_dict(params="ema"), now)
@@ -139,7 +139,7 @@ def test_it_begins_anew_with_other_parameters(tmp_path: Path) -> None:
 
 
 def test_learning_rates_are_read_and_set() -> None:
-    engine = build(config=EMA, example_batch=entry())
+    engine = build_alone(config=EMA, example_batch=entry())
     assert engine.get_lr() == [0.01]
     engine.set_lr(0.5)
     assert engine.get_lr() == [0.5]
@@ -213,10 +213,10 @@ def test_of_parameters_in_half_precision() -> None:
 
 def test_what_is_trained_anew_begins_to_be_averaged(tmp_path: Path) -> None:
     layers = [LayerSpec(nn.Dense, 4), LayerSpec(nn.Dense, 1)]
-    part = build(module(*layers, trainable="1_Dense"), EMA, example_batch=entry())
+    part = build(module(*layers, stages=1, trainable="1_Dense"), EMA, example_batch=entry())
     part.train_batch(entries())
     part.save_checkpoint(tmp_path)
-    whole = build(module(*layers), EMA, example_batch=entry())
+    whole = build(module(*layers, stages=1), EMA, example_batch=entry())
     with pytest.warns(UserWarning, match="0_Dense"):
         whole.load_checkpoint(tmp_path, load_module_strict=False)
     found, wanted = whole.module_state_dict(params="ema"), whole.module_state_dict()
@@ -224,7 +224,7 @@ def test_what_is_trained_anew_begins_to_be_averaged(tmp_path: Path) -> None:
 
 
 def test_what_there_is_not() -> None:
-    engine = build(example_batch=entry())
+    engine = build_alone(example_batch=entry())
     with pytest.raises(ConfigError, match="section ema"):
         engine.evaluate([entry()], params="ema")
     with pytest.raises(ConfigError, match="adapters"):
@@ -233,13 +233,13 @@ def test_what_there_is_not() -> None:
         with pytest.raises(ConfigError, match="'ema' or 'base'"):
             engine.module_state_dict(params=name)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError, match="average"):
-        build(config={**EMA, "optimizer": ADAM}, optimizer=None)
+        build_alone(config={**EMA, "optimizer": ADAM}, optimizer=None)
     with pytest.raises(ConfigError, match="ema.decay"):
-        build(config={"ema": {"decay": 1.0}})
+        build_alone(config={"ema": {"decay": 1.0}})
 
 
 def test_a_checkpoint_without_one(tmp_path: Path) -> None:
-    engine = build(example_batch=entry())
+    engine = build_alone(example_batch=entry())
     engine.save_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="holds no average"):
         load_params(tmp_path, params="ema")

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from _small import MICROBATCH, build, entries, entry, module
+from _small import MICROBATCH, build, build_alone, entries, entry, module
 
 from jaxpipe.errors import LayerError, PipelineError
 
@@ -16,7 +16,7 @@ def parameters() -> Any:
 
 
 def test_shapes_are_asked_for_with_an_example(tmp_path: Path) -> None:
-    engine = build()
+    engine = build_alone()
     match = (
         r"none has been seen\. Give initialize\(example_batch=\(inputs, labels\)\) arrays or "
         rf"jax\.ShapeDtypeStructs of {MICROBATCH} samples .*such as "
@@ -30,7 +30,7 @@ def test_shapes_are_asked_for_with_an_example(tmp_path: Path) -> None:
         with pytest.raises(PipelineError, match=match):
             call()
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), entry())
-    engine = build(example_batch=shapes)
+    engine = build_alone(example_batch=shapes)
     engine.save_checkpoint(tmp_path)
     assert (tmp_path / "global_step0").is_dir()
     assert set(engine.module_state_dict()["layers"]) == {"0_Dense", "1_Dense"}
@@ -38,7 +38,7 @@ def test_shapes_are_asked_for_with_an_example(tmp_path: Path) -> None:
 
 def test_given_parameters_need_no_batch() -> None:
     params = parameters()
-    engine = build(model_parameters=params)
+    engine = build_alone(model_parameters=params)
     jax.tree.map(np.testing.assert_array_equal, engine.module_state_dict(), params)
     for leaf in jax.tree.leaves(engine.module_state_dict()):
         leaf += 1.0  # a copy
@@ -50,9 +50,9 @@ def test_parameters_are_checked_as_soon_as_shapes_are_known() -> None:
     params = parameters()
     del params["layers"]["1_Dense"]["bias"]
     with pytest.raises(
-        LayerError, match=r"missing layers/1_Dense/bias\. Give a tree as PipelineModule\.init"
+        LayerError, match=r"missing layers/1_Dense/bias\. Pass a tree as PipelineModule\.init"
     ):
-        build(model_parameters=params, example_batch=entry())
+        build_alone(model_parameters=params, example_batch=entry())
 
 
 def test_evaluating_without_a_loss_names_predict() -> None:

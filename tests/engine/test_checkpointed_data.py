@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from _covering import slow_after, soak_after
 from _leaves import assert_same, leaves, scalars
-from _small import FEATURES, MICROBATCH, build, entries, entry, module
+from _small import FEATURES, MICROBATCH, build, build_alone, entries, entry, module
 from _stateful import Own, Sampled, Streamed
 
 from jaxpipe import LayerSpec, PipelineEngine, RepeatingLoader
@@ -116,7 +116,7 @@ def losses(engine: PipelineEngine, data_iter: Any = None, count: int = 3) -> lis
 @pytest.fixture(scope="module")
 def explicit() -> PipelineEngine:
     """An engine that is given an iterator at each batch."""
-    engine = build()
+    engine = build_alone()
     engine.train_batch(entries())
     return engine
 
@@ -141,7 +141,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[PipelineEngine, Pa
 
     Also the losses of the next.
     """
-    engine, path = build(training_data=SAMPLES), tmp_path_factory.mktemp("stored")
+    engine, path = build_alone(training_data=SAMPLES), tmp_path_factory.mktemp("stored")
     losses(engine, count=2)
     engine.save_checkpoint(path)
     return engine, path, losses(engine)
@@ -170,7 +170,7 @@ def test_an_iterator_that_is_set(engine: PipelineEngine, tmp_path: Path) -> None
     losses(engine)
     engine.save_checkpoint(tmp_path)
     wanted = losses(engine)
-    target = build(example_batch=entry())
+    target = build_alone(example_batch=entry())
     first, second = RepeatingLoader(ENTRIES), RepeatingLoader(ENTRIES)
     target.load_checkpoint(tmp_path)
     target.set_dataiterator(first)
@@ -262,8 +262,8 @@ def test_an_iterator_without_a_place(engine: PipelineEngine, start: Path, tmp_pa
     losses(engine, RepeatingLoader(ENTRIES))
     engine.save_checkpoint(tmp_path)
     match = (
-        r"a list_iterator has no set_state or load_state_dict: training goes on with the data "
-        r"where it stands.*Give set"
+        r"a list_iterator has no set_state or load_state_dict: training goes on from its "
+        r"current position.*Give set"
     )
     engine.load_checkpoint(tmp_path)
     with pytest.warns(UserWarning, match=match):
@@ -297,7 +297,7 @@ WITHOUT: dict[str, tuple[str, Callable[[PipelineEngine], Any]]] = {
 @pytest.mark.parametrize("name", slow_after(2, [*WITHOUT]))
 def test_a_place_that_cannot_be_saved(name: str, explicit: PipelineEngine, tmp_path: Path) -> None:
     """One warning at the first save, and one at each load."""
-    engine = build(example_batch=entry())
+    engine = build_alone(example_batch=entry())
     kind, give = WITHOUT[name]
     iterator = give(engine)
     engine.save_checkpoint(tmp_path)  # before a batch there is nothing to lose
@@ -314,9 +314,9 @@ def test_a_place_that_cannot_be_saved(name: str, explicit: PipelineEngine, tmp_p
     assert len(met) == 1
     assert met[0].filename == __file__
     engine.save_checkpoint(tmp_path)
-    for target in (engine, build(example_batch=entry())):
+    for target in (engine, build_alone(example_batch=entry())):
         with pytest.warns(
-            UserWarning, match=rf"{why}.*goes on with the data where the iterator stands\. Give"
+            UserWarning, match=rf"{why}.*goes on from the iterator's current position\. Give"
         ) as met:
             target.load_checkpoint(tmp_path)
         assert len(met) == 1
@@ -367,7 +367,7 @@ def test_an_iterator_without_a_place_that_is_set(engine: PipelineEngine, tmp_pat
     engine.set_dataiterator(RepeatingLoader(ENTRIES))
     losses(engine, None, 1)
     engine.save_checkpoint(tmp_path)
-    target = build(example_batch=entry())
+    target = build_alone(example_batch=entry())
     target.load_checkpoint(tmp_path)
     with pytest.warns(UserWarning, match=r"a list_iterator has no set_state or load_state_dict"):
         target.set_dataiterator(entries())
@@ -408,7 +408,7 @@ def test_a_place_waits_for_its_iterator(
     losses(engine, loader)
     engine.save_checkpoint(tmp_path)
     wanted = losses(engine, loader)
-    waiting = build(example_batch=entry())
+    waiting = build_alone(example_batch=entry())
     waiting.load_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match=r"unexpected: layers/2_Dense"):
         waiting.load_checkpoint(misfit)
@@ -429,7 +429,7 @@ def test_an_iterator_given_beside_training_data(
     losses(engine, loader)
     engine.save_checkpoint(tmp_path)
     wanted = losses(engine, loader)
-    fresh = build(training_data=SAMPLES)
+    fresh = build_alone(training_data=SAMPLES)
     fresh.load_checkpoint(tmp_path)
     engine.load_checkpoint(tmp_path)
     assert losses(engine, Counting()) == wanted
@@ -437,7 +437,7 @@ def test_an_iterator_given_beside_training_data(
 
 @pytest.fixture(scope="module")
 def reading() -> PipelineEngine:
-    engine = build(training_data=SAMPLES)
+    engine = build_alone(training_data=SAMPLES)
     assert int(engine.state.step) == 0
     return engine
 

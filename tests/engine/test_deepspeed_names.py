@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from _small import MICROBATCH, MICROBATCHES, SIZES, build, entries, entry, module
+from _small import MICROBATCH, MICROBATCHES, SIZES, build, build_alone, entries, entry, module
 
 import jaxpipe
 from jaxpipe import PipelineEngine
@@ -22,7 +22,7 @@ def engine() -> PipelineEngine:
 
 
 def test_a_loader_is_read_from_one_iteration_of_it() -> None:
-    engine, plain = build(example_batch=entry()), build(example_batch=entry())
+    engine, plain = build_alone(example_batch=entry()), build_alone(example_batch=entry())
     assert engine.training_dataloader is None
     loader = list(entries(count=2 * MICROBATCHES))
     engine.set_dataloader(loader)

@@ -14,6 +14,7 @@ from _small import (
     Reporting,
     apply,
     build,
+    build_alone,
     entries,
     entry,
     mean_square,
@@ -67,7 +68,7 @@ def engine_of(data: int) -> PipelineEngine:
 
 def test_one_program_and_no_other_state() -> None:
     lines: list[str] = []
-    engine = build(example_batch=entry(), reporter=lines.append)
+    engine = build_alone(example_batch=entry(), reporter=lines.append)
     before = engine.module_state_dict()
     for num_samples in (1, 2, 7, 8):
         engine.evaluate(cut(*entry(0, samples=num_samples), MICROBATCH))
@@ -81,7 +82,7 @@ def test_one_program_and_no_other_state() -> None:
 
 
 def test_a_mean_counts_every_sample_once() -> None:
-    engine = build(example_batch=entry())
+    engine = build_alone(example_batch=entry())
     inputs, labels = entry(2, samples=5)
     found = engine.evaluate(cut(inputs, labels, 2))
     assert_loss(found["loss"], mean_square(apply(engine, inputs), labels))
@@ -127,7 +128,7 @@ def centred_loss(outputs: jax.Array, labels: jax.Array) -> jax.Array:
 
 @pytest.mark.parametrize("loss_fn", [pairs_loss, centred_loss])
 def test_losses_that_compare_samples_take_full_entries_alone(loss_fn: Any) -> None:
-    engine = build(module(loss_fn=loss_fn))
+    engine = build(module(stages=1, loss_fn=loss_fn))
     found = engine.evaluate(entries(count=3))
     wanted = np.mean([loss_fn(apply(engine, x), y) for x, y in entries(count=3)])
     assert_loss(found["loss"], wanted)
@@ -140,27 +141,27 @@ def test_metrics_that_are_no_means_over_samples() -> None:
         squares = (outputs - labels) ** 2
         return squares.sum(), float(squares.size), {"largest": squares.max()}
 
-    engine = build(module(loss_fn=loss_fn))
+    engine = build(module(stages=1, loss_fn=loss_fn))
     engine.evaluate(entries(count=3))
     with pytest.raises(PipelineError, match="a metric of"):
         engine.evaluate([entry(), entry(1, samples=1)])
 
 
 def test_small_losses_that_compare_samples() -> None:
-    engine = build(module(loss_fn=lambda y, t: 1e-6 * centred_loss(y, t)))
+    engine = build(module(stages=1, loss_fn=lambda y, t: 1e-6 * centred_loss(y, t)))
     with pytest.raises(PipelineError, match="a loss of"):
         engine.evaluate([entry(), entry(1, samples=1)])
 
 
 def test_without_labels() -> None:
-    engine = build(module(loss_fn=lambda outputs, _: (outputs**2).mean()))
+    engine = build(module(stages=1, loss_fn=lambda outputs, _: (outputs**2).mean()))
     inputs, _ = entry(2, samples=5)
     found = engine.evaluate([(inputs[i : i + 2], ()) for i in range(0, 5, 2)])
     assert_loss(found["loss"], (apply(engine, inputs) ** 2).mean())
 
 
 def test_weights() -> None:
-    engine = build(module(loss_fn=weighted_square))
+    engine = build(module(stages=1, loss_fn=weighted_square))
     inputs, labels = entry(2, samples=3)
     labels[:2] = 0
     found = engine.evaluate(cut(inputs, labels, 2))
@@ -171,7 +172,7 @@ def test_weights() -> None:
 
 
 def test_nan_stays() -> None:
-    engine = build(example_batch=entry())
+    engine = build_alone(example_batch=entry())
     inputs, labels = entry(2, samples=3)
     labels[2] = np.nan
     assert np.isnan(engine.evaluate(cut(inputs, labels, 2))["loss"])
@@ -200,7 +201,7 @@ def test_monitors_get_it() -> None:
 )
 def test_loaders_that_are_none(loader: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        build(example_batch=entry()).evaluate(loader)
+        build_alone(example_batch=entry()).evaluate(loader)
 
 
 def test_an_error_of_the_loader_is_its_own() -> None:
@@ -208,7 +209,7 @@ def test_an_error_of_the_loader_is_its_own() -> None:
         yield entry()
         raise OSError("the disk is gone")
 
-    engine = build(example_batch=entry())
+    engine = build_alone(example_batch=entry())
     with pytest.raises(OSError, match="the disk is gone"):
         engine.evaluate(broken())
     assert engine.evaluate([entry()])["num_samples"] == MICROBATCH
@@ -249,7 +250,7 @@ SPLIT = {"pipeline": {"split_vocabulary": True}}
     ("stages", "data", "settings"),
     [
         (2, 2, SPLIT),
-        (2, 1, {}),
+        pytest.param(2, 1, {}, marks=pytest.mark.slow),
         pytest.param(1, 2, {}, marks=pytest.mark.slow),
         pytest.param(2, 2, {**SPLIT, "zero_optimization": {"stage": 3}}, marks=pytest.mark.slow),
     ],

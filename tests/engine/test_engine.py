@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from _covering import slow_after
-from _models import MODELS, VOCAB
+from _models import ALL_MODELS, VOCAB, Block, Embed, Head, Model
 from _oracle import evaluation, make_batch, reference, sequential
 from _tolerances import assert_close, assert_loss
 
@@ -21,18 +21,21 @@ SGD = optax.sgd(0.1, momentum=0.9)
 MICROBATCHES = 3
 
 
-def build(name: str = "linen", optimizer: Any = SGD, **kwargs: Any) -> PipelineEngine:
+ALL_MODELS["small"] = Model(lambda: [Embed(), Block(), Block(), Head()])
+
+
+def build(name: str = "small", optimizer: Any = SGD, **kwargs: Any) -> PipelineEngine:
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": MICROBATCHES,
         **kwargs.pop("config", {}),
     }
-    module = MODELS[name].module(None, topology=PipeDataParallelTopology(2, 2))
+    module = ALL_MODELS[name].module(None, topology=PipeDataParallelTopology(2, 2))
     return jaxpipe.initialize(model=module, optimizer=optimizer, config=config, **kwargs)[0]
 
 
-def entries(seed: int = 0, name: str = "linen", count: int = MICROBATCHES) -> list[Any]:
-    batch = make_batch(MODELS[name], MICROBATCHES, 2, seed)
+def entries(seed: int = 0, name: str = "small", count: int = MICROBATCHES) -> list[Any]:
+    batch = make_batch(ALL_MODELS[name], MICROBATCHES, 2, seed)
     return [jax.tree.map(lambda x, m=m: x[m], batch) for m in range(count)]
 
 
@@ -47,10 +50,10 @@ def shared() -> PipelineEngine:
     return engine
 
 
-@pytest.mark.parametrize("name", slow_after(1, ["linen", "side", "tied"]))
+@pytest.mark.parametrize("name", slow_after(1, ["small", "side", "tied"]))
 def test_training_and_evaluating(name: str) -> None:
     engine = build(name)
-    batch = make_batch(MODELS[name], MICROBATCHES, 2)
+    batch = make_batch(ALL_MODELS[name], MICROBATCHES, 2)
     assert_loss(
         engine.eval_batch(iter(entries(name=name))), evaluation(name, batch, MICROBATCHES, 2)
     )
@@ -147,8 +150,8 @@ def test_set_batch_fn_maps_every_entry() -> None:
 
 def test_without_an_optimizer_it_only_evaluates() -> None:
     engine = build(optimizer=None)
-    batch = make_batch(MODELS["linen"], MICROBATCHES, 2)
-    assert_loss(engine.eval_batch(iter(entries())), evaluation("linen", batch, MICROBATCHES, 2))
+    batch = make_batch(ALL_MODELS["small"], MICROBATCHES, 2)
+    assert_loss(engine.eval_batch(iter(entries())), evaluation("small", batch, MICROBATCHES, 2))
     with pytest.raises(
         PipelineError, match=r"got optimizer=None\. Give initialize\(optimizer=\.\.\.\)"
     ):
@@ -160,8 +163,8 @@ def test_parameters_go_out_and_come_back() -> None:
     engine.train_batch(iter(entries()))
     saved = engine.module_state_dict()
     assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(saved))
-    assert jax.tree.structure(saved) == jax.tree.structure(sequential("linen")[0])
-    outputs = MODELS["linen"].module().apply(saved, entries()[0][0])
+    assert jax.tree.structure(saved) == jax.tree.structure(sequential("small")[0])
+    outputs = ALL_MODELS["small"].module().apply(saved, entries()[0][0])
     assert outputs.shape == (4, 3, VOCAB)
     losses = [float(engine.train_batch(iter(entries(1)))) for _ in range(2)]
     opt_state = jax.device_get(engine.state.opt_state)
@@ -175,21 +178,21 @@ def test_parameters_go_out_and_come_back() -> None:
 def test_loading_is_strict_unless_told_otherwise(shared: PipelineEngine) -> None:
     before = shared.module_state_dict()
     partial = {"layers": {**before["layers"], "new": {"w": np.ones(2, np.float32)}}}
-    partial["layers"]["9_Head"] = {
+    partial["layers"]["3_Head"] = {
         "Dense_0": {"bias": np.full(VOCAB, 7.0, np.float32), "kernel": np.ones((1, 1))}
     }
     with pytest.raises(
         LayerError,
-        match=r"missing layers/9_Head/LayerNorm_0/.*unexpected layers/new/w.*Give a tree",
+        match=r"missing layers/3_Head/LayerNorm_0/.*unexpected layers/new/w.*Pass a tree",
     ):
         shared.load_module_state_dict(partial)
     jax.tree.map(np.testing.assert_array_equal, shared.module_state_dict(), before)
-    match = r"left out 4 parameters.*9_Head/Dense_0/kernel.*9_Head/LayerNorm_0/.*layers/new/w"
+    match = r"left out 4 parameters.*3_Head/Dense_0/kernel.*3_Head/LayerNorm_0/.*layers/new/w"
     with pytest.warns(UserWarning, match=match):
         shared.load_module_state_dict(partial, strict=False)
     after = shared.module_state_dict()
-    np.testing.assert_array_equal(after["layers"]["9_Head"]["Dense_0"]["bias"], 7.0)
-    after["layers"]["9_Head"]["Dense_0"]["bias"] = before["layers"]["9_Head"]["Dense_0"]["bias"]
+    np.testing.assert_array_equal(after["layers"]["3_Head"]["Dense_0"]["bias"], 7.0)
+    after["layers"]["3_Head"]["Dense_0"]["bias"] = before["layers"]["3_Head"]["Dense_0"]["bias"]
     jax.tree.map(np.testing.assert_array_equal, after, before)
     shared.load_module_state_dict(before, strict=False)
     jax.tree.map(np.testing.assert_array_equal, shared.module_state_dict(), before)

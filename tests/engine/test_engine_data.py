@@ -12,7 +12,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _small import build, entries, entry, mean_square, module
+from _small import build, build_alone, entries, entry, mean_square, module
 
 from jaxpipe import LayerSpec, PipelineEngine
 from jaxpipe.errors import DataError, LayerError
@@ -20,7 +20,7 @@ from jaxpipe.errors import DataError, LayerError
 
 @pytest.fixture(scope="module")
 def engine() -> PipelineEngine:
-    return build(example_batch=entry())
+    return build_alone(example_batch=entry())
 
 
 def before_and_after(engine: PipelineEngine) -> tuple[Any, ...]:
@@ -123,11 +123,14 @@ X, Y = entry()
             (np.ones((2, 5), np.float32), Y),
             r"inputs=float32\[2, 5\] with .*kernel=float32\[5, 3\].*inputs=float32\[2, 4",
         ),
-        ((X.tolist(), Y), r"got inputs\[0\]\[0\] = float32\[\]\..*make an array of it with numpy"),
+        (
+            (X.tolist(), Y),
+            r"got inputs\[0\]\[0\] = float32\[\]\..*convert it to an array with numpy",
+        ),
         ((X, None), r"labels must have the same structure .*no labels in this batch"),
         (
             (None, Y),
-            r"must hold at least one array, but got inputs=None\. Yield \(inputs, labels\)",
+            r"must contain at least one array, but got inputs=None\. Yield \(inputs, labels\)",
         ),
         (
             (X, Y, X),
@@ -184,11 +187,11 @@ def test_an_array_that_is_filled_anew_for_each_microbatch() -> None:
                 array[:] = values
             yield held
 
-    engine = build()
+    engine = build_alone()
     assert not engine._trainer.has_state
     wanted, given = data(is_new=True), data(is_new=False)
     losses = [
         [float(each.train_batch(found)) for _ in range(2)]
-        for each, found in ((engine, wanted), (build(), given))
+        for each, found in ((engine, wanted), (build_alone(), given))
     ]
     assert losses[0] == losses[1]

@@ -99,9 +99,9 @@ def test_bcast_loss_asks_for_a_device_of_the_last_stage(
             {"reduce_output": "sum"},
             r"reduce_output must be 'avg' or None, but got reduce_output='sum'\. Use None",
         ),
-        ({"num_micro_batches": 0}, r"at least 1, but got num_micro_batches=0\. Leave it out"),
-        ({"num_micro_batches": True}, r"at least 1, but got num_micro_batches=True\. Leave it out"),
-        ({"num_micro_batches": 2.0}, r"at least 1, but got num_micro_batches=2\.0\. Leave it out"),
+        ({"num_micro_batches": 0}, r"at least 1, but got num_micro_batches=0\. Omit it"),
+        ({"num_micro_batches": True}, r"at least 1, but got num_micro_batches=True\. Omit it"),
+        ({"num_micro_batches": 2.0}, r"at least 1, but got num_micro_batches=2\.0\. Omit it"),
     ],
 )
 def test_arguments_that_are_refused(

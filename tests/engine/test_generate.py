@@ -98,7 +98,7 @@ def test_tokens_are_those_of_one_device(stages: int, data: int, settings: Any) -
         (prompts(2), {"seed": 1 << 31}, ConfigError, "a seed from 0"),
         (prompts(2), {"eos_token_id": [1, 2]}, ConfigError, "must be one token"),
         (prompts(2).astype(np.float32), {}, DataError, "prompts as integers"),
-        ([[1, 2], [3]], {}, DataError, "Pad prompts of several lengths"),
+        ([[1, 2], [3]], {}, DataError, "Pad prompts of different lengths"),
         (prompts(2), {"lengths": [5]}, DataError, "each of 2 prompts"),
         (prompts(2), {"lengths": [5, 6]}, DataError, "at most the length"),
         (prompts(2), {"temperature": -1.0}, ConfigError, "a temperature"),
@@ -118,7 +118,9 @@ def test_tokens_that_the_prompts_dtype_does_not_hold() -> None:
     engine = jaxpipe.initialize(model=module, config={"train_micro_batch_size_per_gpu": 2})[0]
     assert engine.generate(prompts(1), 2).tolist() == [[299, 299]]
     narrow = jaxpipe.initialize(model=module, config={"train_micro_batch_size_per_gpu": 2})[0]
-    with pytest.raises(DataError, match="holds every token.*tokens=uint8 and the new token 299"):
+    with pytest.raises(
+        DataError, match="can represent every token.*tokens=uint8 and the new token 299"
+    ):
         narrow.generate(prompts(1).astype(np.uint8), 2)
 
 

@@ -206,8 +206,8 @@ def test_microbatches_of_a_batch_that_did_not_run_come_again(
             method(iterator)
         (note,) = caught.value.__notes__
         assert (
-            "of 2 microbatches had been pulled; the next batch from the same iterator begins with "
-            "them" in note
+            "of its 2 microbatches had been pulled. The next batch from the same iterator begins "
+            "with them" in note
         )
     assert [float(engine.eval_batch(iterator)) for _ in range(2)] == wanted[1:]
 

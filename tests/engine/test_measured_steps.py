@@ -115,7 +115,7 @@ class Noisy(nn.Module):
         return nn.Dense(4)(nn.Dropout(0.5, deterministic=not train)(x))
 
 
-@pytest.mark.parametrize("stages", slow_after(1, [4, 1, 2]))
+@pytest.mark.parametrize("stages", slow_after(1, [1, 4, 2]))
 def test_loops_in_layers_and_stages_of_last_layers(stages: int, tmp_path: Path) -> None:
     layers = [*[LayerSpec(Noisy)] * 4, LayerSpec(nn.Dense, 1)]
     cuts = {1: [0, 5], 2: [0, 2, 5], 4: [0, 1, 2, 4, 5]}[stages]

@@ -123,7 +123,7 @@ def test_what_fits_is_loaded(adam: Run, other: Any) -> None:
     before = leaves(other)
     with pytest.warns(
         UserWarning,
-        match=r"missing: layers/2_Dense; of another shape: layers/1_Dense/bias .*keeps its",
+        match=r"missing: layers/2_Dense; of another shape: layers/1_Dense/bias .*keep their",
     ):
         other.load_checkpoint(adam.folder, load_module_strict=False)
     found = leaves(other)
@@ -165,7 +165,7 @@ def test_another_optimizer(adam: Run) -> None:
         r".*unexpected: count, .*Use the same"
     )
     with pytest.raises(
-        CheckpointError, match=rf"{match}.*or begin its state anew with load_optimizer_states=False"
+        CheckpointError, match=rf"{match}.*or reset its state with load_optimizer_states=False"
     ):
         engine.load_checkpoint(adam.folder)
     assert engine.global_steps == 0

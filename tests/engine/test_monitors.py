@@ -16,7 +16,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import pytest
-from _small import Reporting, build, entries, entry, module
+from _small import Reporting, build, build_alone, entries, entry, module
 
 from jaxpipe import LayerSpec, PipelineEngine
 from jaxpipe.errors import ConfigError
@@ -117,7 +117,7 @@ def test_a_plain_model_and_text(tmp_path: Path) -> None:
 def test_the_share_of_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jaxpipe.engine._reports.peak_flops", lambda kind: 5e11)
     recording = Recording()
-    train(build(monitors=[recording]))
+    train(build_alone(monitors=[recording]))
     speeds = recording.of("tflops_per_device")
     assert list(speeds) == [SAMPLES * step for step in range(2, STEPS + 1)]
     assert recording.of("mfu") == {
@@ -152,7 +152,9 @@ def test_wandb_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     wandb = pytest.importorskip("wandb")
     for name, value in {"MODE": "offline", "DIR": str(tmp_path), "SILENT": "true"}.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
-    engine = build(config={"wandb": {"enabled": True, "project": "p", "group": "g", "team": "t"}})
+    engine = build_alone(
+        config={"wandb": {"enabled": True, "project": "p", "group": "g", "team": "t"}}
+    )
     run = wandb.run
     assert (run.project, run.group, run.entity, run.offline) == ("p", "g", "t", True)
     losses = train(engine)
@@ -179,7 +181,7 @@ def test_mlflow_without_a_server(
         mlflow.set_experiment("theirs")
         mlflow.start_run(run_name="first")
     section = {"tracking_uri": uri, "experiment_name": "ours", "run_name": "first"}
-    engine = build(config={"mlflow": {"enabled": True, **section}})
+    engine = build_alone(config={"mlflow": {"enabled": True, **section}})
     losses = train(engine)
     client = mlflow.MlflowClient(uri)
     experiment = client.get_experiment_by_name("ours" if is_own else "theirs")
@@ -259,7 +261,7 @@ def test_comet_as_the_section_says(monkeypatch: pytest.MonkeyPatch) -> None:
         "experiment_name": "e",
         "online": False,
     }
-    engine = build(config={"comet": {"enabled": True, **section}})
+    engine = build_alone(config={"comet": {"enabled": True, **section}})
     losses = train(engine)
     assert (
         started[0] | {"api_key": "secret", "name": "e", "online": False, "mode": None} == started[0]
@@ -298,7 +300,7 @@ def test_a_full_disk_ends_a_monitor_and_not_the_run(
         "csv_monitor": section,
         **({"tensorboard": section} if importlib.util.find_spec("tensorboard") else {}),
     }
-    engine = build(config=sections, monitors=[recording])
+    engine = build_alone(config=sections, monitors=[recording])
     train(engine, 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
@@ -330,7 +332,7 @@ def test_one_that_cannot_begin_is_left_out(
             }
         )
     assert (
-        "csv_monitor could not begin and is switched off, training goes on: FileExistsError"
+        "csv_monitor could not start and is switched off, training goes on: FileExistsError"
         in caplog.text
     )
     train(engine, 1)
@@ -346,4 +348,4 @@ def test_a_missing_library_is_named_before_anything_compiles(
         rf"'jaxpipe\[{section}\]'"
     )
     with pytest.raises(ConfigError, match=match):
-        build(config={section: {"enabled": True}})
+        build_alone(config={section: {"enabled": True}})

@@ -90,6 +90,7 @@ def test_names_change_neither_numbers_nor_the_program(monkeypatch: pytest.Monkey
 
 
 # Jaxlib's, on Python 3.12.
+@pytest.mark.slow
 @pytest.mark.filterwarnings(r"ignore:builtin type \w+ has no __module__:DeprecationWarning")
 def test_a_recorded_profile_names_every_layer(tmp_path: Path) -> None:
     engine = build(model(), example_batch=entry())

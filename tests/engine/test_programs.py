@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _small import MICROBATCH, apply, build, entries, entry, mean_square, module
+from _small import MICROBATCH, apply, build, build_alone, entries, entry, mean_square, module
 
 from jaxpipe import LayerSpec, PipelineEngine
 from jaxpipe.engine._programs import MAX_PROGRAMS
@@ -58,7 +58,7 @@ def test_another_number_of_microbatches_compiles_too(
 
 
 def test_products_have_the_precision_of_each_call() -> None:
-    engine = build()
+    engine = build_alone()
 
     def precisions() -> set[str]:
         engine.train_batch(entries(0, 3))
@@ -109,7 +109,7 @@ def test_programs_are_bounded_and_can_be_dropped(
 
 
 def test_many_shapes_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    engine = build(optimizer=None, example_batch=entry(0, 2))
+    engine = build_alone(optimizer=None, example_batch=entry(0, 2))
     for length in (2, 3, 4, 3, 2, 4):
         engine.eval_batch(entries(0, length), compute_loss=False)
     engine.predict(entry(0, 2)[0])
@@ -169,7 +169,7 @@ def test_what_was_chosen_for_refused_shapes_is_forgotten_too(
         return candidates(job, dataclasses.replace(asked, schedules=(next(chosen),)))
 
     monkeypatch.setattr("jaxpipe.planner._make.candidates", choose)
-    engine = build(config={"pipeline": {"schedule": "auto"}})
+    engine = build_alone(config={"pipeline": {"schedule": "auto"}})
     names = []
     for length in (3, 5):
         engine._trainer.programs.forget()
@@ -206,8 +206,8 @@ def test_shapes_that_would_change_the_rest_of_the_state() -> None:
     engine = build(module(jnp.sin, LayerSpec(Cache)), optimizer=None)
     engine.eval_batch(entries(0, 3))
     match = (
-        r"inputs=float32\[2, 5, 4\] for which other layers are alike, or keep other.*"
-        r"float32\[2, 3, 4\]\. Pad or cut"
+        r"inputs=float32\[2, 5, 4\] for which different layers have equal signatures, or keep "
+        r"different.*float32\[2, 3, 4\]\. Pad or cut"
     )
     with pytest.raises(DataError, match=match):
         engine.eval_batch(entries(0, 5))

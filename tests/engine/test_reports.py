@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import pytest
 from _covering import slow_after, soak_after
-from _small import ADAM, MICROBATCHES, Reporting, build, entries, entry, module
+from _small import ADAM, MICROBATCHES, Reporting, build, build_alone, entries, entry, module
 
 from jaxpipe import LayerSpec, PipelineEngine
 from jaxpipe.errors import ConfigError, PipelineError
@@ -28,7 +28,7 @@ FP16 = {"enabled": True, "initial_scale_power": 1, "hysteresis": 1, "loss_scale_
 @pytest.fixture(scope="module")
 def scheduled() -> PipelineEngine:
     """Adam with a warm-up, both from the configuration."""
-    return build(config={"scheduler": WARMUP}, example_batch=entry())
+    return build_alone(config={"scheduler": WARMUP}, example_batch=entry())
 
 
 def test_rates_are_those_of_the_next_update(scheduled: PipelineEngine) -> None:
@@ -134,7 +134,9 @@ def test_rates_before_shapes_are_known(arguments: dict[str, Any], rates: Any, mo
 @pytest.mark.parametrize("rate", slow_after(1, [0.001, 3e-4, 5e-5 * 8**0.5, 1 / 3, 1]))
 def test_numbers_come_back_as_they_were_written(rate: float) -> None:
     betas = [0.9, 1 - 1 / 3]
-    engine = build(config={"optimizer": {"type": "Adam", "params": {"lr": rate, "betas": betas}}})
+    engine = build_alone(
+        config={"optimizer": {"type": "Adam", "params": {"lr": rate, "betas": betas}}}
+    )
     assert (engine.get_lr(), engine.get_mom()) == ([rate], [tuple(betas)])
     engine.train_batch(entries())
     assert (engine.get_lr(), engine.get_mom()) == ([rate], [tuple(betas)])
@@ -152,25 +154,29 @@ def test_numbers_come_back_as_they_were_written(rate: float) -> None:
 
 def test_a_schedule_that_has_come_to_its_end_gives_the_number_as_it_was_written() -> None:
     params = {"warmup_max_lr": 1 / 7, "warmup_num_steps": 2, "warmup_type": "linear"}
-    engine = build(config={"scheduler": {"type": "WarmupLR", "params": params}})
+    engine = build_alone(config={"scheduler": {"type": "WarmupLR", "params": params}})
     for _ in range(4):
         engine.train_batch(entries())
     assert engine.get_lr() == [1 / 7]
 
 
 def test_before_the_first_batch() -> None:
-    engine = build(config={"fp16": FP16})
+    engine = build_alone(config={"fp16": FP16})
     assert (engine.skipped_steps, engine.was_step_applied(), engine.loss_scale) == (0, False, 2.0)
     assert (engine.get_global_grad_norm(), engine.get_additional_losses(), engine.metrics) == (
         None,
         None,
         {},
     )
-    assert build().loss_scale == build(config={"bf16": {"enabled": True}}).loss_scale == 1.0
+    assert (
+        build_alone().loss_scale
+        == build_alone(config={"bf16": {"enabled": True}}).loss_scale
+        == 1.0
+    )
 
 
 def test_overflow_skips_lowers_and_ends() -> None:
-    engine = build(config={"fp16": FP16, "gradient_clipping": 1.0, "scheduler": WARMUP})
+    engine = build_alone(config={"fp16": FP16, "gradient_clipping": 1.0, "scheduler": WARMUP})
     good, bad = list(entries()), [(x * np.float32(np.inf), y) for x, y in entries()]
     engine.train_batch(iter(good))
     assert (engine.skipped_steps, engine.was_step_applied(), engine.loss_scale) == (0, True, 2.0)
@@ -251,7 +257,7 @@ def test_what_layers_report_and_keep() -> None:
 
 def test_a_line_every_few_steps() -> None:
     lines: list[str] = []
-    engine = build(config={"steps_per_print": 2, "fp16": FP16}, reporter=lines.append)
+    engine = build_alone(config={"steps_per_print": 2, "fp16": FP16}, reporter=lines.append)
     losses = [float(engine.train_batch(entries())) for _ in range(4)]
     shown = [line for line in lines if line.startswith("step")]
     assert len(shown) == 2
@@ -287,7 +293,9 @@ def test_what_is_left_and_what_is_saved(tmp_path: Path) -> None:
         "type": "WarmupDecayLR",
         "params": {"total_num_steps": 1000, "warmup_num_steps": 2},
     }
-    engine = build(config={"steps_per_print": 2, "scheduler": scheduler}, reporter=lines.append)
+    engine = build_alone(
+        config={"steps_per_print": 2, "scheduler": scheduler}, reporter=lines.append
+    )
     for _ in range(4):
         engine.train_batch(entries())
     assert re.search(r"^step 4 of 1000, loss .* samples/s, \d+:\d\d:\d\d left$", lines[-1])
@@ -300,7 +308,7 @@ def test_what_is_left_and_what_is_saved(tmp_path: Path) -> None:
 
 
 def test_an_evaluation_is_no_part_of_a_steps_time() -> None:
-    engine = build(config={"steps_per_print": 1}, reporter=lambda line: None)
+    engine = build_alone(config={"steps_per_print": 1}, reporter=lambda line: None)
     engine.train_batch(entries())
 
     def slow_set() -> Any:
@@ -353,6 +361,6 @@ def test_importing_leaves_the_root_logger_and_orbax_alone() -> None:
 
 
 def test_schedules_can_be_objects() -> None:
-    engine = build(config={"optimizer": ADAM}, lr_scheduler=WarmupLR(0.1, 0.2, 2, "linear"))
+    engine = build_alone(config={"optimizer": ADAM}, lr_scheduler=WarmupLR(0.1, 0.2, 2, "linear"))
     assert engine.lr_scheduler == WarmupLR(0.1, 0.2, 2, "linear")
     np.testing.assert_allclose(engine.get_lr(), [0.1], rtol=1e-6)

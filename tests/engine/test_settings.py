@@ -66,7 +66,7 @@ def test_a_pipeline_without_an_engine() -> None:
 @pytest.mark.parametrize(
     ("sections", "given", "wanted"),
     slow_after(
-        3,
+        2,
         [
             ({"fp16": {"enabled": True}}, False, "float32"),
             ({"fp16": {"enabled": True, "auto_cast": True}}, False, "float16"),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _small import build, entries, entry
+from _small import build_alone, entries, entry
 
 from jaxpipe import PipelineEngine
 from jaxpipe.errors import PipelineError
@@ -17,7 +17,7 @@ ROUNDS, STEPS = 20, 5
 
 @pytest.fixture(scope="module")
 def engine() -> PipelineEngine:
-    built = build(example_batch=entry())
+    built = build_alone(example_batch=entry())
     built.train_batch(entries())
     built.eval_batch(entries())
     return built
@@ -61,7 +61,7 @@ def test_what_uses_the_state_is_refused_beside_a_step(
             match = (
                 rf"^{name} must be called while no other thread is in the engine, but got "
                 r"thread='MainThread' while thread 'trainer' is in train_batch\. Call the engine "
-                r"from one thread, or let both take a threading\.L"
+                r"from one thread, or let both acquire a threading\.L"
             )
             with pytest.raises(PipelineError, match=match):
                 call()

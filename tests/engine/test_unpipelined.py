@@ -174,7 +174,7 @@ def test_a_smaller_microbatch() -> None:
     engine.train()
     with pytest.raises(
         DataError,
-        match=r"got 3 samples for 2 replicas\. Leave out the last 1, or let the data set have",
+        match=r"got 3 samples for 2 replicas\. Leave out the last 1, or use a data set with",
     ):
         engine(*(x[:3] for x in batch[0]))
     with pytest.raises(
@@ -346,7 +346,7 @@ def _loss(engine: UnpipelinedEngine, entry: Any) -> float:
 
 def test_backward_takes_only_the_last_loss(shared: UnpipelinedEngine) -> None:
     match = (
-        r"the very array that the last forward.*got loss=.*pass it as it is; scale or combine "
+        r"the very array that the last forward.*got loss=.*pass it unchanged. Scale or combine "
         r"losses inside loss_fn"
     )
     with pytest.raises(PipelineError, match=match):
@@ -371,7 +371,7 @@ def test_backward_takes_only_the_last_loss(shared: UnpipelinedEngine) -> None:
         shared.step()
     with pytest.raises(
         PipelineError,
-        match=r"within a batch, but got 1 of gradient_accumulation_steps=2 microb.*Go on",
+        match=r"within a batch, but got 1 of gradient_accumulation_steps=2 microb.*Continue",
     ):
         shared.train_batch(iter(entries(2, 2)))
     shared.backward(shared(inputs, labels))
@@ -470,7 +470,7 @@ def test_a_model_of_several_inputs_that_returns_its_loss(by_name: bool) -> None:
     for args, named, got in (((a, b, weight, b), {}, "4 of them"), ((a, b), {"b": b}, "b twice")):
         with pytest.raises(
             PipelineError,
-            match=rf"engine\(inputs, b, weight\).*but got {got}\. Give what its call tak",
+            match=rf"engine\(inputs, b, weight\).*but got {got}\. Pass what the model's call tak",
         ):
             engine(*args, **named)
 
@@ -479,7 +479,7 @@ def test_more_inputs_than_labels(shared: UnpipelinedEngine) -> None:
     x, y = entries(1, 2)[0]
     with pytest.raises(
         PipelineError,
-        match=r"engine\(inputs, labels\).*got 3 of them\. Give the model's further inputs",
+        match=r"engine\(inputs, labels\).*got 3 of them\. Pass the model's other inputs",
     ):
         shared(x, y, x)
 
@@ -487,7 +487,7 @@ def test_more_inputs_than_labels(shared: UnpipelinedEngine) -> None:
 def test_parameters_that_are_not_the_models_are_refused_at_once() -> None:
     params = {"Dense_0": {"kernel": np.ones((4, 4), np.float32)}}
     match = (
-        r"missing Dense_0/bias; missing Dense_1/.*Give variables\['params'\] of the model's own "
+        r"missing Dense_0/bias; missing Dense_1/.*Pass variables\['params'\] of the model's own "
         r"init"
     )
     with pytest.raises(LayerError, match=match) as caught:
@@ -496,7 +496,7 @@ def test_parameters_that_are_not_the_models_are_refused_at_once() -> None:
     late = build(Net(), model_parameters=params)
     with pytest.raises(LayerError, match=match):
         late.train_batch(iter(entries(1)))
-    with pytest.raises(LayerError, match=r"unexpected params/.*Give variables\['params'\]"):
+    with pytest.raises(LayerError, match=r"unexpected params/.*Pass variables\['params'\]"):
         build(Net(), model_parameters={"params": params}, example_batch=entries(1)[0])
 
 

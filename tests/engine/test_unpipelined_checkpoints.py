@@ -103,7 +103,7 @@ def test_a_batch_that_has_begun(
         engine.step()
     match = (
         r"save_checkpoint must not be called within a batch, but got 1 of "
-        r"gradient_accumulation_steps=2 .*Go on with"
+        r"gradient_accumulation_steps=2 .*Continue with"
     )
     with pytest.raises(PipelineError, match=match):
         engine.save_checkpoint(tmp_path)

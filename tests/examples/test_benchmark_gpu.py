@@ -55,7 +55,9 @@ def _is_key(x: jax.Array) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-@pytest.mark.parametrize("job", [JOB, replace(JOB, split_vocab=True)])
+@pytest.mark.parametrize(
+    "job", [JOB, pytest.param(replace(JOB, split_vocab=True), marks=pytest.mark.slow)]
+)
 def test_a_stage_has_the_products_of_the_pipeline_and_no_collectives(job: Job) -> None:
     one = OneStage(job, HARDWARE["h100"])
     alone = one.step.lower(*one.structs).as_text()

@@ -79,6 +79,8 @@ LEAKS += [
     for name in ("1f1b", "train", "one_by_one", "split")
     if (s, name) not in LEAKS
 ]
+POLICIES = ((True, False), (False, True), (False, False), (True, True))
+"""Whether idle actions are skipped, and whether the last layers' losses come a tick later."""
 SENT_EARLY = ("zero-bubble-v", "dual-pipe-v", "interleaved", "1f1b-v", "zero-bubble-2")
 
 
@@ -146,14 +148,23 @@ def test_masked_actions_do_not_leak(
 
 
 @pytest.mark.parametrize(
-    ("stages", "schedule"),
+    ("stages", "schedule", "policies"),
     slow_after(
         1,
-        [(2, "1f1b"), (4, "1f1b"), (2, "interleaved"), (2, "split"), (2, "one_by_one")],
+        [
+            (2, "1f1b", POLICIES[:2]),
+            (2, "1f1b", POLICIES),
+            (4, "1f1b", POLICIES),
+            (2, "interleaved", POLICIES),
+            (2, "split", POLICIES),
+            (2, "one_by_one", POLICIES),
+        ],
         unpack=True,
     ),
 )
-def test_nothing_leaks_into_a_split_vocabulary(stages: int, schedule: str) -> None:
+def test_nothing_leaks_into_a_split_vocabulary(
+    stages: int, schedule: str, policies: tuple[tuple[bool, bool], ...]
+) -> None:
     """Nor where the last layers take, a tick later, what an idle stage has left."""
     layers = [nn.Embed(ROWS, SIZE), *poles(stages, schedule)]
     tokens = np.random.default_rng(0).integers(0, ROWS, (MICROBATCHES, 2, 3))
@@ -162,7 +173,7 @@ def test_nothing_leaks_into_a_split_vocabulary(stages: int, schedule: str) -> No
         make_pipeline_mesh(PipeDataParallelTopology(stages, 1)),
     )
     results = []
-    for skip_idle, overlaps in ((True, False), (False, False), (False, True), (True, True)):
+    for skip_idle, overlaps in policies:
         module = PipelineModule(
             [*layers, pole, nn.Dense(ROWS)], num_stages=stages, loss_fn=cross_entropy
         )

@@ -285,7 +285,7 @@ def test_an_axis_model_is_looked_at_where_weights_are_divided_over_it() -> None:
     assert one.forecast == asked.best
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", slow_after(1, [1, 0]))
 def test_an_axis_model_is_looked_at_beside_zero(stage: int) -> None:
     layers = [nn.Dense(WIDTH), *(Divided() for _ in range(4)), nn.Dense(8)]
     module = jaxpipe.PipelineModule(layers, 2, loss_fn=loss_fn)
@@ -296,20 +296,24 @@ def test_an_axis_model_is_looked_at_beside_zero(stage: int) -> None:
     assert not any("model" in each.change for each in plain.alternatives)
 
 
-def test_places_that_were_asked_for_stay() -> None:
-    layers = [nn.Dense(WIDTH), *(Divided() for _ in range(4)), nn.Dense(8)]
-    divided = jaxpipe.PipelineModule(layers, 2, loss_fn=loss_fn)
-    for module, places in ((divided, {"model": 2}), (model(), {"fsdp": 4})):
-        found = jaxpipe.plan(
-            *(module, config(), example(), "h200:16"),
-            optimizer=optax.adamw(1e-3),
-            places=places,
-            schedules=["1f1b"],
-            recompute=[0],
-        )
-        changes = [each.change for each in found.alternatives]
-        assert "num_stages=4, gradient_accumulation_steps=16" in changes
-        assert "num_stages=1, gradient_accumulation_steps=4" in changes
+@pytest.mark.parametrize(
+    ("block", "places"),
+    slow_after(1, [(Divided, {"model": 2}), (Block, {"fsdp": 4})], unpack=True),
+    ids=["model", "fsdp"],
+)
+def test_places_that_were_asked_for_stay(block: type[nn.Module], places: dict[str, int]) -> None:
+    layers = [nn.Dense(WIDTH), *(block() for _ in range(4)), nn.Dense(8)]
+    found = jaxpipe.plan(
+        jaxpipe.PipelineModule(layers, 2, loss_fn=loss_fn),
+        *(config(), example(), "h200:16"),
+        optimizer=optax.adamw(1e-3),
+        places=places,
+        schedules=["1f1b"],
+        recompute=[0],
+    )
+    changes = [each.change for each in found.alternatives]
+    assert "num_stages=4, gradient_accumulation_steps=16" in changes
+    assert "num_stages=1, gradient_accumulation_steps=4" in changes
 
 
 def test_boundaries_are_no_reason_to_leave_more_stages_out() -> None:
@@ -401,7 +405,8 @@ def test_a_device_that_communicators_fill_is_refused() -> None:
         planned(2, memory_gb=2)
 
 
-@pytest.mark.parametrize("given", slow_after(1, [1, 2]))
+@pytest.mark.slow
+@pytest.mark.parametrize("given", [1, 2])
 def test_an_axis_of_the_model_is_tried_whatever_the_example_holds(given: int) -> None:
     """That weights are not split by it says the advice that follows."""
     size = {"usable_share": 1.0, "communicator_bytes": 0.0, "memory_bytes": 1e5}
@@ -543,10 +548,10 @@ def test_a_remainder_of_microbatches_takes_the_ticks_of_the_whole_program() -> N
         ({"partition": ["smallest"]}, "smallest"),
         ({"partition": [[0, 3]]}, "boundaries"),
         ({"partition": [[0, 3, 99]]}, "99"),
-        ({"places": {"stage": 2}}, "beside 'stage' and 'data'"),
+        ({"places": {"stage": 2}}, "axis names, except 'stage' and 'data'"),
         ({"places": {"model": 0}}, "positive lengths"),
         ({"places": {"model": 3}}, "3} |6 together"),
-        ({"places": {"mo del": 1}}, "beside 'stage' and 'data'"),
+        ({"places": {"mo del": 1}}, "axis names, except 'stage' and 'data'"),
         ({"places": 3}, "places must map names of axes to lengths, but got places=3"),
         ({"places": "model"}, "places must map names"),
         ({"compiles": "yes"}, "compiles must be True or False, but got compiles='yes'"),
@@ -704,7 +709,7 @@ def test_command_prints_and_writes_what_is_asked(
         (["planned_job:job", "--places", "model=3"], "6 together"),
         (
             ["planned_job:job", "--target-config", "none.txt"],
-            "--target-config must be a file of text, but got 'none",
+            "--target-config must be a text file, but got 'none",
         ),
         (["planned_job:job", "--target-config", "planned_job.py"], "where nothing is compiled"),
         (
@@ -728,11 +733,11 @@ def test_command_prints_and_writes_what_is_asked(
         (["planned_job:layers", "--hardware", "h200:2"], "failed with ValueError: no such thing"),
         (
             ["planned_syntax:job"],
-            "SyntaxError: invalid syntax (planned_syntax.py, line 1). Mend planned_syntax.",
+            "SyntaxError: invalid syntax (planned_syntax.py, line 1). Fix planned_syntax.",
         ),
         (
             ["planned_raise:job"],
-            "ZeroDivisionError: division by zero (planned_raise.py, line 2). Mend planned_raise.",
+            "ZeroDivisionError: division by zero (planned_raise.py, line 2). Fix planned_raise.",
         ),
         (
             ["planned_job:job", "--json", "none/plan.json"],

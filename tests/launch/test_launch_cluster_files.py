@@ -528,7 +528,7 @@ def test_an_indexed_job_restarts_nothing() -> None:
 
 def test_a_slurm_file_restarts_nothing() -> None:
     with pytest.raises(
-        LaunchError, match=r"no restarts.*but got max_restarts=2\. Leave it out; to go on"
+        LaunchError, match=r"no restarts.*but got max_restarts=2\. Leave it out; to continue"
     ):
         slurm_script(_with_image(JOBS["plain"], max_restarts=2))
 

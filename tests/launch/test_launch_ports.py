@@ -22,7 +22,7 @@ def test_a_port_in_use_is_named(address: str) -> None:
         port = server.getsockname()[1]
         with pytest.raises(
             LaunchError,
-            match=rf"--port must be a free port.*got port {port}, which is in use\. End what",
+            match=rf"--port must be a free port.*got port {port}, which is in use\. End the",
         ):
             check_port(port, "--port")
 

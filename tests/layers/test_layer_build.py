@@ -192,7 +192,8 @@ def test_a_pipeline_inside_a_pipeline_is_refused() -> None:
 
 def test_a_forward_fn_beside_a_function_is_refused() -> None:
     with pytest.raises(
-        LayerError, match="forward_fn must stand beside a Linen, NNX or Equinox module, but layer 0"
+        LayerError,
+        match="forward_fn must be given with a Linen, NNX or Equinox module, but layer 0",
     ):
         PipelineModule(
             [TiedLayerSpec("k", lambda: jnp.tanh, forward_fn=lambda m, x: x)], num_stages=1

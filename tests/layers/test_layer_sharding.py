@@ -371,7 +371,7 @@ def test_more_names_than_dims() -> None:
     model = PipelineModule([layer], topology=TOPOLOGY)
     with pytest.raises(
         LayerError,
-        match=r"'bias' of layer .* each of its 1 dims .* \(None, 'model'\). Leave out what",
+        match=r"'bias' of layer .* each of its 1 dims .* \(None, 'model'\). Leave out the surplus",
     ):
         model.trace(X)
 

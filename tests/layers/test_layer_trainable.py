@@ -54,7 +54,7 @@ def test_what_is_trained(trainable: Any, trained: set[str]) -> None:
         (3, r"trainable must be a pattern.*but got trainable=3. Write for instance"),
         ([], r"but got trainable=\[\]. Write"),
         (["a", 3], r"but got trainable=\['a', 3\]. Write"),
-        ("a(", r"must be regular expressions, but got 'a\(': .* Escape what is meant"),
+        ("a(", r"must be regular expressions, but got 'a\(': .* Escape literal text"),
         (
             {"layers": {"0_Dense": 1}},
             r"True or False as its leaves, but got int at layers/0_Dense. Write True",
@@ -77,7 +77,7 @@ def test_what_is_no_selection_is_refused_at_once(trainable: Any, match: str) -> 
         ),
         (
             {"layers": {"0_Dense": True}},
-            r"nothing for layers/1_LayerNorm/bias and 3 more. A boolean may stand",
+            r"nothing for layers/1_LayerNorm/bias and 3 more. A boolean may cover",
         ),
         (
             lambda _: False,

@@ -76,7 +76,7 @@ def test_llama_comes_back(case: str) -> None:
 )
 def test_what_no_family_computes_is_named(changes: dict[str, Any]) -> None:
     with pytest.raises(
-        ConfigError, match="must be that of a family of transformers, but got .* has not"
+        ConfigError, match="must be that of a family of transformers, but got .* does not have"
     ):
         LlamaConfig(**SIZES, **changes).to_huggingface(64)
 
@@ -91,7 +91,7 @@ def test_a_configuration_does_not_forget_its_family() -> None:
     other = dataclasses.replace(config, family=None)
     assert other == config
     assert other.to_huggingface(64)["model_type"] == "mistral"
-    with pytest.raises(ConfigError, match="but got mlp_bias=True, which phi3 has not"):
+    with pytest.raises(ConfigError, match="but got mlp_bias=True, which phi3 does not have"):
         dataclasses.replace(config, mlp_bias=True).to_huggingface(64)
     with pytest.raises(
         ConfigError, match="family must be None or one of llama, .*, but got family='gemma'"

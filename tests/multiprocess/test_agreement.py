@@ -64,8 +64,8 @@ def test_later_batches_that_differ_within_a_replica(tmp_path: Path) -> None:
     results = run_job(tmp_path, 2, 1, STAGES, [*actions, ["error", "set_apart"], ["train", 2, 3]])
     for _, *errors, trained, predicted, evaluated, size, last in results:
         assert [kind for kind, _ in errors] == ["DataError"] * 19
-        assert all("other ones in process 0, 1, all of shard 0" in text for _, text in errors)
-        assert "other ones in process 0, 1, all of shard 0. Give all" in predicted[1]
+        assert all("different ones in process 0, 1, all of shard 0" in text for _, text in errors)
+        assert "different ones in process 0, 1, all of shard 0. Give all" in predicted[1]
         assert "process 0: train_batch of Batch" in evaluated[1]
         assert "process 1: eval_batch of Batch" in evaluated[1]
         assert size[0] == "ConfigError"

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _covering import soak_after
 from _job import environment
 
 from jaxpipe.checkpoint import committed_tags
@@ -128,7 +129,7 @@ def kill_in_a_step(folder: Path, victim: int, step: int, delay_s: float) -> tupl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", soak_after(1, [1, 0]))
 def test_a_process_killed_in_a_step(victim: int, tmp_path: Path, reference: dict[int, str]) -> None:
     code, output = kill_in_a_step(tmp_path, victim, 3, 0.02)
     assert code == 128 + signal.SIGKILL, output
@@ -181,7 +182,9 @@ for step in range(10000):
 """
 
 
-@pytest.mark.parametrize("who", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize(
+    "who", [pytest.param(0, marks=pytest.mark.soak), pytest.param(1, marks=pytest.mark.slow)]
+)
 def test_one_that_raises_is_named(who: int, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(RAISE)
     words = ["--nproc", "2", "--cpu-devices", "1", str(tmp_path / "program.py"), str(who)]

@@ -182,6 +182,6 @@ def test_wrong_descriptions_are_refused(name: str, params: dict[str, Any], match
 def test_warmup_must_know_what_it_rises_to() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"scheduler.params.warmup_max_lr must be a number where .* or optimizer.param",
+        match=r"scheduler.params.warmup_max_lr must be a number if .* or optimizer.param",
     ):
         make_schedule("WarmupLR", {})

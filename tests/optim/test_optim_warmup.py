@@ -197,6 +197,6 @@ def test_other_wrong_values_are_refused_by_path() -> None:
         LRRangeTest(lr_range_test_staircase=1)  # pyright: ignore[reportArgumentType]
     with pytest.raises(
         ConfigError,
-        match=r"warmup_max_lr must be a number where .* got .*=None. Set warmup_max_lr, or",
+        match=r"warmup_max_lr must be a number if .* got .*=None. Set warmup_max_lr, or",
     ):
         WarmupLR()

@@ -125,7 +125,7 @@ def check(pipeline: Pipeline, model: str) -> None:
     assert_close(jax.device_get(pipeline.params_tree(grads)), wanted)
 
 
-@pytest.mark.parametrize("interval", [0, 1])
+@pytest.mark.parametrize("interval", slow_after(1, [0, 1]))
 @pytest.mark.parametrize("schedule", slow_after(1, ["interleaved", "1f1b", "zero-bubble"]))
 def test_complex_activations_between_stages(schedule: str, interval: int) -> None:
     check(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _covering import Chosen, first_values_then_pairs, slow_after
+from _covering import Chosen, first_values_then_pairs, slow_after, soak_after
 from _models import MODELS
 from _oracle import Case, block_of, make_batch, sequential_model, whole_reference
 from _settings import make_settings
@@ -110,7 +110,7 @@ def check(case: Case) -> None:
 @pytest.mark.parametrize(
     "case",
     slow_after(
-        1,
+        0,
         [
             Case(stages=2, data=4, cut="trunk", optimizer=ADAM, settings=ZERO),
             Case(stages=1, data=8, optimizer=ADAM, settings=ZERO),
@@ -198,7 +198,7 @@ def test_collections_reports_and_weighted_losses(case: Case) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    slow_after(
+    soak_after(
         1,
         [
             Case(model="norm_reports", stages=2, data=2, cut="front", optimizer=SGD, settings=ZERO),
@@ -281,7 +281,7 @@ def test_every_pair_of_features(case: Case) -> None:
 
 @pytest.mark.parametrize("zero_stage", [0, 1])
 @pytest.mark.parametrize(
-    ("stages", "data"), slow_after(2, [(2, 2), (4, 1), (1, 1), (2, 1)], unpack=True)
+    ("stages", "data"), slow_after(1, [(2, 2), (4, 1), (1, 1), (2, 1)], unpack=True)
 )
 def test_clipping_four_scalar_layers(stages: int, data: int, zero_stage: int) -> None:
     weights = (1.0, 2.0, 0.5, 3.0)

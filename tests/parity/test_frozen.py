@@ -7,7 +7,7 @@ from typing import Any
 
 import optax
 import pytest
-from _covering import slow_after
+from _covering import slow_after, soak_after
 from _frozen import check
 from _oracle import Case
 
@@ -23,7 +23,7 @@ def of_biases(path: str) -> bool:
 @pytest.mark.parametrize(
     ("case", "trainable"),
     slow_after(
-        2,
+        1,
         [
             (
                 Case(
@@ -85,8 +85,8 @@ def test_everything_at_once(model: str, schedule: str, optimizer: Any, trainable
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scan", [True, False])
-@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("scan", soak_after(1, [True, False]))
+@pytest.mark.parametrize("stages", soak_after(1, [2, 1, 4]))
 def test_scanned_and_recomputed(scan: bool, stages: int) -> None:
     for trainable in ("kernel$", r"/(2|3)_Block|Head"):
         check(

@@ -78,7 +78,7 @@ def test_every_pair_of_factors(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    "schedule", slow_after(2, [name for name in SCHEDULES if name not in LAYOUTS["schedule"]])
+    "schedule", slow_after(1, [name for name in SCHEDULES if name not in LAYOUTS["schedule"]])
 )
 @pytest.mark.parametrize("stages", soak_after(1, [4, 1]))
 def test_every_other_schedule(schedule: str, stages: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import pytest
-from _covering import slow_after
+from _covering import slow_after, soak_after
 from _models import MODELS
 from _oracle import Case, cached_reference
 from _tolerances import assert_close, assert_loss
@@ -45,15 +45,15 @@ def check(case: Case) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", slow_after(1, [WithFunction, WithDeepSpeedFunction]))
-@pytest.mark.parametrize("scan_trunk", slow_after(1, [False, True]))
+@pytest.mark.parametrize("kind", soak_after(1, [WithFunction, WithDeepSpeedFunction]))
+@pytest.mark.parametrize("scan_trunk", soak_after(1, [False, True]))
 def test_a_function_of_the_users(kind: type[Case], scan_trunk: bool) -> None:
     check(kind(model="dropout", stages=2, data=2, interval=2, cut="trunk", scan_trunk=scan_trunk))
 
 
 @pytest.mark.parametrize(
     ("stages", "interval", "cut"),
-    slow_after(1, [(1, 0, "parameters"), (4, 0, "trunk"), (2, 2, "front")], unpack=True),
+    slow_after(0, [(1, 0, "parameters"), (4, 0, "trunk"), (2, 2, "front")], unpack=True),
 )
 def test_marked_layers(stages: int, interval: int, cut: str) -> None:
     pipeline = check(Case(model="marked", stages=stages, interval=interval, cut=cut))

@@ -20,7 +20,7 @@ ADAM = optax.adamw(1e-2, weight_decay=0.1)
 @pytest.mark.parametrize(
     "case",
     slow_after(
-        2,
+        1,
         [
             Case(model="split_shared", stages=2, data=2, skip_idle=True),
             Case(model="split_shapes", stages=2, cut="uniform", skip_idle=True),
@@ -63,7 +63,7 @@ def test_loss_and_every_gradient(case: Case) -> None:
 @pytest.mark.parametrize(
     "case",
     slow_after(
-        1,
+        0,
         [
             Case(
                 model="split_tied", stages=4, optimizer=ADAM, settings={"gradient_clipping": LIMIT}
@@ -133,7 +133,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("source", "target"),
     [
         (SPLIT, Layout(2, 2, model="split_tied", zero=1)),
-        (SPLIT, Layout(1, 1, model="split_tied")),
+        pytest.param(SPLIT, Layout(1, 1, model="split_tied"), marks=pytest.mark.soak),
         pytest.param(WHOLE, SPLIT, marks=pytest.mark.slow),
         pytest.param(
             Layout(2, 2, model="split_first", zero=1, precision="bf16"),

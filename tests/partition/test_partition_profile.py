@@ -102,7 +102,7 @@ def test_a_limit_too_small_names_the_least_that_would_do() -> None:
         partition_profile(profile, 4)
     with pytest.raises(
         PartitionError,
-        match=r"^limit_bytes \(pipeline\.memory_limit_gb where it is set, else the device's",
+        match=r"^limit_bytes \(pipeline\.memory_limit_gb if it is set, otherwise the device's",
     ):
         partition_profile(profile, 4)
     enough = _profile([1] * 8, sizes, in_flight=(7, 5, 3, 1), bytes_per_param=0, limit_bytes=70)
@@ -113,7 +113,7 @@ def test_parameters_that_do_not_fit_alone_are_told_apart() -> None:
     sizes = [10] * 8
     profile = _profile([1] * 8, sizes, in_flight=(7, 5, 3, 1), bytes_per_param=4, limit_bytes=79)
     message = (
-        r"Raise the limit, or use more stages\. Parameters, .* alone need 80, so that neither "
+        r"Raise the limit, or use more stages\. Parameters, .* alone need 80, so neither "
         r"recompute nor smaller"
     )
     with pytest.raises(PartitionError, match=message):

@@ -81,7 +81,9 @@ def test_temporary_bytes_do_not_grow_with_microbatches(schedule: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("skip_idle", "interval"), [(False, 0), (True, 1), (False, 1)])
+@pytest.mark.parametrize(
+    ("skip_idle", "interval"), soak_after(1, [(False, 1), (False, 0), (True, 1)], unpack=True)
+)
 def test_neither_with_masked_actions_nor_with_recompute(skip_idle: bool, interval: int) -> None:
     kwargs = {"skip_idle": skip_idle, "interval": interval}
     few, many = (

@@ -193,7 +193,7 @@ def test_make_pipeline_uses_all_devices_without_a_mesh() -> None:
             {"activation_checkpoint_interval": 2},
             {"activation_checkpoint_interval": 1},
             r"pipeline\.activation_checkpoint_interval=1 and activation_checkpoint_interval=2\. "
-            r"Say it in one place",
+            r"Set it in one place",
         ),
     ],
 )

@@ -1,6 +1,7 @@
 """The candidates of a job: `"auto"` takes the first of those that `jaxpipe plan` shows."""
 
 import dataclasses
+import functools
 import logging
 import re
 import time
@@ -26,8 +27,8 @@ BF16 = {"bf16": {"enabled": True}}
 
 
 JOBS = [
-    (8, 4, 1, {}, {}),
     (8, 2, 2, {}, {"zero_optimization": {"stage": 1}}),
+    (8, 4, 1, {}, {}),
     (8, 2, 2, {}, {"zero_optimization": {"stage": 3}, **BF16}),
     (8, 4, 1, {"activation_checkpoint_interval": 1}, {}),
     (8, 4, 1, {}, {"pipeline": {"split_vocabulary": True}}),
@@ -43,7 +44,7 @@ JOBS = [
 
 @pytest.mark.parametrize(
     ("num_microbatches", "num_stages", "replicas", "options", "sections"),
-    [*JOBS[:3], *(pytest.param(*job, marks=pytest.mark.slow) for job in JOBS[3:])],
+    slow_after(1, JOBS, unpack=True),
 )
 def test_the_plan_and_auto_agree(
     num_microbatches: int,
@@ -61,11 +62,11 @@ def test_the_plan_and_auto_agree(
     assert built.choice.splitlines()[:-1] == candidate_table(shown)
 
 
-@pytest.mark.parametrize("zero_stage", [0, 3])
+@pytest.mark.parametrize("zero_stage", slow_after(1, [3, 0]))
 @pytest.mark.parametrize(
     "section",
     slow_after(
-        3,
+        1,
         [
             {"gather_weights": "tick"},
             {"overlap_vocabulary": True},
@@ -92,6 +93,7 @@ def test_the_plan_and_auto_agree(
             {"partition": "trunk"},
             {"stages": 3},
         ],
+        soak=True,
     ),
     ids=str,
 )
@@ -224,14 +226,16 @@ def test_where_nothing_fits_the_key_is_named(caplog: pytest.LogCaptureFixture) -
     assert logging.WARNING in [record.levelno for record in caplog.records]
 
 
-def one(name: str, step_s: float, num_bytes: float = 1.0, *, fits: bool = True) -> Forecast:
-    base = jaxpipe.plan(
+@functools.cache
+def base() -> Forecast:
+    return jaxpipe.plan(
         model(4, 2), settings(), (TOKENS, TOKENS), "h200:2", schedules=["1f1b"], recompute=[0]
-    )
-    memory = dataclasses.replace(base.candidates[0].memory, residuals=num_bytes)
-    return dataclasses.replace(
-        base.candidates[0], schedule=name, step_s=step_s, memory=memory, fits=fits
-    )
+    ).candidates[0]
+
+
+def one(name: str, step_s: float, num_bytes: float = 1.0, *, fits: bool = True) -> Forecast:
+    memory = dataclasses.replace(base().memory, residuals=num_bytes)
+    return dataclasses.replace(base(), schedule=name, step_s=step_s, memory=memory, fits=fits)
 
 
 def test_the_simplest_of_about_equal_ones_is_first() -> None:

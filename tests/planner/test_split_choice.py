@@ -52,7 +52,12 @@ def built(module: PipelineModule, optimizer: Any = None, **section: Any) -> jaxp
 
 
 @pytest.mark.parametrize(
-    "section", [{}, {"schedule": "auto"}, {"schedule": "interleaved", "num_chunks": 2}]
+    "section",
+    [
+        {},
+        pytest.param({"schedule": "auto"}, marks=pytest.mark.slow),
+        pytest.param({"schedule": "interleaved", "num_chunks": 2}, marks=pytest.mark.slow),
+    ],
 )
 def test_a_large_vocabulary_is_split_and_plan_agrees(section: dict[str, Any]) -> None:
     pipeline = built(model(), **section)
@@ -73,6 +78,7 @@ def test_a_large_vocabulary_is_split_and_plan_agrees(section: dict[str, Any]) ->
     assert any("the loss are split over the stages" in line for line in found.assumptions)
 
 
+@pytest.mark.slow
 def test_the_numbers_are_those_of_whole_layers() -> None:
     split, whole = built(model()), built(model(), split_vocabulary=False)
     batch = tuple(np.stack([tokens(TABLE)] * MICROBATCHES) for _ in "xy")
@@ -170,7 +176,7 @@ def test_losses_a_tick_later_are_had_by_a_split() -> None:
 def test_an_optimiser_that_looks_at_whole_tables_keeps_them_whole() -> None:
     pipeline = built(model(), optax.lamb(1e-2))
     assert not pipeline.ends.layers
-    assert "one that looks at more of layers/0_Embed/embedding" in "".join(pipeline.plan.notes)
+    assert "one that uses more of layers/0_Embed/embedding" in "".join(pipeline.plan.notes)
 
 
 def test_what_takes_longer_split_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,7 +165,7 @@ def test_activations_are_shared_over_an_axis_for_it() -> None:
 
 def test_set_num_layers_has_no_effect() -> None:
     before = checkpointing.current_settings()
-    with pytest.warns(UserWarning, match="num_checkpoints .*no buffer"):
+    with pytest.warns(UserWarning, match="num_checkpoints .*no contiguous buffer"):
         checkpointing.set_num_layers(3)
     assert checkpointing.current_settings() == before
 

@@ -174,7 +174,7 @@ def test_nothing_is_reduced_again(case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", slow_after(1, [{"names": False, "interval": 1}, CASES["own policy"]])
+    "case", slow_after(0, [{"names": False, "interval": 1}, CASES["own policy"]])
 )
 def test_what_is_not_named_or_not_kept_is_reduced_again(case: dict[str, Any]) -> None:
     # In each of the two blocks of a stage, in the ticks with a backward and those after the last

@@ -107,8 +107,8 @@ def test_forward_only_schedules_hold_forwards_only(listed: Build, op: PipeInstru
     schedules[1].listing[2].append(op)
     name = re.escape(repr(op))
     match = (
-        rf"{name} must stand in a training schedule only, but got training=False on stage=1 at "
-        r"step=2\. Take it out"
+        rf"{name} must appear only in a training schedule, but got training=False on stage=1 at "
+        r"step=2\. Remove it"
     )
     with pytest.raises(ScheduleError, match=match) as caught:
         check_schedule(schedules, training=False)
@@ -206,7 +206,7 @@ def test_chunks_hand_over_within_a_stage_in_time(timed: dict[str, type[PipeSched
     match = (
         r"must come after the ForwardPass of the chunk before it, on this stage, but got "
         r"micro_batch_id=1 without it on stage=0 at step=3\. Put the ForwardPass of the chunk "
-        r"before it, on this stage of this microbatch in front"
+        r"before it, on this stage of this microbatch before"
     )
     with pytest.raises(ScheduleError, match=match) as caught:
         check_schedule(Late, 2, 1)

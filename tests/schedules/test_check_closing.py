@@ -21,7 +21,7 @@ class Strange(PipeInstruction):
 SPOILED: dict[str, tuple[Edit, str, str]] = {
     "unequal number of steps": (
         ("drop_last", 2),
-        r"equally many steps, but got 8 steps on stage=0 and 7 on stage=2\. Fill the shorter",
+        r"same number of steps, but got 8 steps on stage=0 and 7 on stage=2\. Pad the shorter",
         "",
     ),
     "no optimizer step": (
@@ -33,13 +33,13 @@ SPOILED: dict[str, tuple[Edit, str, str]] = {
     "optimizer step twice": (
         ("insert", 1, 7, 99, OptimizerStep()),
         r"OptimizerStep\(\) must be the last instruction of the last step, but got instructions "
-        r"behind it on stage=1 at step=7\. Move it to the end",
+        r"after it on stage=1 at step=7\. Move it to the end",
         "[.]",
     ),
     "something after the optimizer step": (
         ("insert", 2, 7, 99, RecvGrad(0)),
         r"OptimizerStep\(\) must be the last instruction of the last step, but got instructions "
-        r"behind it on stage=2",
+        r"after it on stage=2",
         "[.]",
     ),
     "optimizer step too early": (
@@ -74,8 +74,8 @@ SPOILED: dict[str, tuple[Edit, str, str]] = {
     ),
     "reduction twice": (
         ("insert", 1, 7, 1, ReduceTiedGrads(), ReduceTiedGrads()),
-        r"ReduceTiedGrads\(\) must stand once on each stage, but got a second one on stage=1 at "
-        r"step=7\. Take one",
+        r"ReduceTiedGrads\(\) must appear once on each stage, but got a second one on stage=1 at "
+        r"step=7\. Remove one",
         "[.]",
     ),
     "reduction before the last backward": (
@@ -86,7 +86,7 @@ SPOILED: dict[str, tuple[Edit, str, str]] = {
     ),
     "tied reductions in different steps": (
         ("both", ("remove", 2, 7, ReduceTiedGrads()), ("insert", 2, 6, 99, ReduceTiedGrads())),
-        r"ReduceTiedGrads must stand in the same step on all stages, .* but got step=7 on stage=0 "
+        r"ReduceTiedGrads must be in the same step on all stages, .* but got step=7 on stage=0 "
         r"and step=6 on stage=2\. Move it to the last step everywhere",
         "[.]",
     ),

@@ -50,7 +50,7 @@ SPOILED: dict[str, tuple[Edit, str, str]] = {
     "a microbatch named twice": (
         ("replace", 0, 1, LoadMicroBatch(1), LoadMicroBatch(1, micro_batch_id=0)),
         r"must run each microbatch once, but got micro_batch_id=0 a second time on stage=0 at "
-        r"step=1\. Take one",
+        r"step=1\. Remove one",
         "[F0]",
     ),
     "backward missing": (
@@ -63,7 +63,7 @@ SPOILED: dict[str, tuple[Edit, str, str]] = {
     "backward twice": (
         ("insert", 0, 5, 2, BackwardPass(0)),
         r"BackwardPass\(buffer_id=0\) must happen once to each microbatch, but got "
-        r"micro_batch_id=0 a second time on stage=0 at step=5\. Take one of the two out",
+        r"micro_batch_id=0 a second time on stage=0 at step=5\. Remove one of the two",
         "[B1B0]",
     ),
     "two backwards in a step": (
@@ -75,7 +75,7 @@ SPOILED: dict[str, tuple[Edit, str, str]] = {
     "backward before its gradient": (
         ("remove", 0, 4, RecvGrad(0)),
         r"BackwardPass\(buffer_id=0\) must come after RecvGrad, but got micro_batch_id=0 without "
-        r"it on stage=0 at step=4\. Put RecvGrad of this microbatch in front",
+        r"it on stage=0 at step=4\. Put RecvGrad of this microbatch before",
         "[B0]",
     ),
     "weight gradient before input gradient": (
@@ -117,7 +117,7 @@ SPOILED: dict[str, tuple[Edit, str, str]] = {
     "forward before its activation": (
         ("remove", 1, 1, RecvActivation(0)),
         r"ForwardPass\(buffer_id=0\) must come after RecvActivation, but got micro_batch_id=0 "
-        r"without it on stage=1 at step=1\. Put RecvActivation of this microbatch in front",
+        r"without it on stage=1 at step=1\. Put RecvActivation of this microbatch before",
         "[F0]",
     ),
     "no load on the first stage": (
@@ -140,8 +140,8 @@ SPOILED: dict[str, tuple[Edit, str, str]] = {
     "a buffer that does not exist": (
         ("replace", 1, 1, RecvActivation(0), RecvActivation(3)),
         r"RecvActivation\(buffer_id=3\) must name a buffer in \[0, num_pipe_buffers\(\)=3\), but "
-        r"got buffer_id=3 on stage=1 at step=1\. Name another buffer, or let num_pipe_buffers\(\) "
-        r"count this one",
+        r"got buffer_id=3 on stage=1 at step=1\. Name another buffer, or count this one in "
+        r"num_pipe_buffers\(\)",
         "[F1]",
     ),
     "a buffer that is no number": (
@@ -152,13 +152,13 @@ SPOILED: dict[str, tuple[Edit, str, str]] = {
     ),
     "names another microbatch than the buffer holds": (
         ("replace", 0, 4, BackwardPass(0), BackwardPass(0, micro_batch_id=1)),
-        r"must mean the microbatch that lives in its buffer, but got micro_batch_id=0, chunk_id=0 "
-        r"there on stage=0 at step=4\. Name the buffer of the microbatch that is meant",
+        r"must name the microbatch that is in its buffer, but got micro_batch_id=0, chunk_id=0 "
+        r"there on stage=0 at step=4\. Name the buffer of the intended microbatch",
         "[B1]",
     ),
     "names another microbatch than was loaded": (
         ("replace", 0, 1, ForwardPass(1), ForwardPass(1, micro_batch_id=3)),
-        r"must mean the microbatch that lives in its buffer, but got micro_batch_id=1, chunk_id=0 "
+        r"must name the microbatch that is in its buffer, but got micro_batch_id=1, chunk_id=0 "
         r"there on stage=0",
         "[F3]",
     ),

@@ -89,7 +89,7 @@ SPOILED: dict[str, tuple[Edit, str, str]] = {
     "received by the first stage": (
         ("insert", 0, 0, 0, RecvActivation(0)),
         r"RecvActivation must have a partner on another stage, but got stage=0, step=0, "
-        r"micro_batch_id=0, chunk_id=0, where no other stage takes part\. Take it out",
+        r"micro_batch_id=0, chunk_id=0, where no other stage takes part\. Remove it",
         "[F0]",
     ),
     "sent by the last stage": (

@@ -41,13 +41,13 @@ class Jumping(OneFOneBSchedule):
     [
         (
             Twice,
-            "a place of its own in [0, 4), but got virtual_stage(stage=1, chunk=0)=0. Return each "
-            "place exactly",
+            "a different number for every chunk in [0, 4), but got virtual_stage(stage=1, "
+            "chunk=0)=0. Return each number exactly",
         ),
         (
             Outside,
-            "a place of its own in [0, 4), but got virtual_stage(stage=3, chunk=0)=4. Return each "
-            "place exactly",
+            "a different number for every chunk in [0, 4), but got virtual_stage(stage=3, "
+            "chunk=0)=4. Return each number exactly",
         ),
         (
             Jumping,
@@ -87,7 +87,7 @@ def test_sizes_out_of_range_are_refused() -> None:
 
 def test_there_must_be_a_stage() -> None:
     with pytest.raises(
-        ScheduleError, match=r"at least one stage, but got stages=0\. Pass one object a stage"
+        ScheduleError, match=r"at least one stage, but got stages=0\. Pass one object per stage"
     ):
         check_schedule([])
 
@@ -97,14 +97,14 @@ def test_there_must_be_a_stage() -> None:
     [
         (
             [(4, 2, 0), (5, 2, 1)],
-            "but got micro_batches=5 at place 1 of 2. Build that one with micro_batches=4",
+            "but got micro_batches=5 at index 1 of 2. Build that one with micro_batches=4",
         ),
-        ([(4, 2, 0), (4, 3, 1)], "but got stages=3 at place 1 of 2. Build that one with stages=2"),
+        ([(4, 2, 0), (4, 3, 1)], "but got stages=3 at index 1 of 2. Build that one with stages=2"),
         (
             [(4, 2, 0), (4, 2, 0)],
-            "but got stage_id=0 at place 1 of 2. Build that one with stage_id=1",
+            "but got stage_id=0 at index 1 of 2. Build that one with stage_id=1",
         ),
-        ([(4, 2, 0)], "but got stages=2 at place 0 of 1. Build that one with stages=1"),
+        ([(4, 2, 0)], "but got stages=2 at index 0 of 1. Build that one with stages=1"),
     ],
 )
 def test_objects_must_belong_together(others: list[tuple[int, int, int]], message: str) -> None:
@@ -116,11 +116,11 @@ def test_objects_must_fit_given_sizes(listed: Callable[..., list[Any]]) -> None:
     schedules = listed(OneFOneBSchedule, 4, 2)
     check_schedule(schedules, 4, 2)
     with pytest.raises(
-        ScheduleError, match=r"but got micro_batches=4 at place 0 of 2\. Build that one with .*=8"
+        ScheduleError, match=r"but got micro_batches=4 at index 0 of 2\. Build that one with .*=8"
     ):
         check_schedule(schedules, 8, 2)
     with pytest.raises(
-        ScheduleError, match=r"one schedule a stage, but got 1 for stages=2\. Pass all 2"
+        ScheduleError, match=r"one schedule per stage, but got 1 for stages=2\. Pass all 2"
     ):
         check_schedule(schedules[:1], 4, 2)
 
@@ -128,6 +128,6 @@ def test_objects_must_fit_given_sizes(listed: Callable[..., list[Any]]) -> None:
 def test_objects_must_have_equally_many_chunks(timed: dict[str, type[PipeSchedule]]) -> None:
     with pytest.raises(
         ScheduleError,
-        match=r"but got num_chunks=1 at place 1 of 2\. Build that one with num_chunks=2",
+        match=r"but got num_chunks=1 at index 1 of 2\. Build that one with num_chunks=2",
     ):
         check_schedule([timed["FoldedSchedule"](4, 2, 0), OneFOneBSchedule(4, 2, 1)])

@@ -26,7 +26,7 @@ def test_a_name_a_class_and_objects_mean_the_same(function: Callable[..., Any]) 
     [
         ("1f1", (3, 2), r"but got schedule='1f1'\. Did you mean '1f1b'"),
         ("1f1b", (), "must come with its sizes, but got num_microbatches=None, num_stages=None"),
-        (3, (3, 2), r"those of all stages, but got schedule=3\. Pass a name such as '1f1b'"),
+        (3, (3, 2), r"the objects of all stages, but got schedule=3\. Pass a name such as '1f1b'"),
         (None, (), "but got schedule=None"),
         (int, (3, 2), r"but got schedule=<class 'int'>\. Pass the class itself"),
         (
@@ -39,7 +39,7 @@ def test_a_name_a_class_and_objects_mean_the_same(function: Callable[..., Any]) 
         (
             OneFOneBSchedule(3, 2, 0),
             (4, 2),
-            r"but got micro_batches=3 at place 0 of 2\. Build that one with",
+            r"but got micro_batches=3 at index 0 of 2\. Build that one with",
         ),
         (OneFOneBSchedule(3, 2, 0), (3, 4), r"but got stages=2"),
     ],

@@ -115,6 +115,7 @@ def sequential() -> tuple[list[float], Any, Any, Any]:
     slow_after(
         1,
         [
+            (2, 1, {"fsdp": 2}, {"gather_weights": "tick"}),
             (2, 1, {"fsdp": 2}, {"gather_weights": "tick", "schedule": "interleaved"}),
             (2, 1, {"fsdp": 4}, {"gather_weights": "step", "schedule": "zero-bubble"}),
             (2, 1, {"fsdp": 2, "model": 2}, {"skip_idle": False}),

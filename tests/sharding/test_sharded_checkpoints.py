@@ -105,7 +105,9 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(("source", "target"), slow_after(0, PAIRS, unpack=True), ids=str)
+@pytest.mark.parametrize(
+    ("source", "target"), slow_after(0, PAIRS, unpack=True, soak=True), ids=str
+)
 def test_axes_to_axes(source: Axes, target: Axes, root: Path) -> None:
     path, params, losses = saved(source, root)
     engine = target.engine(example_batch=next(target.entries(0)))

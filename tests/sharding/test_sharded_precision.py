@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 from _annotated import Sharded
+from _covering import soak_after
 from _models import ALL_MODELS
 from _oracle import make_batch, sequential_model, whole_reference
 from _settings import make_settings
@@ -35,15 +36,18 @@ class Half(Mixed):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    [
-        Mixed(annotated="block", data=2),
-        Mixed(annotated="sequence", axes=(("model", 4),), skip_idle=True),
-        Mixed(annotated="nnx", data=2, settings={"zero_stage": 1}),
-        Mixed(annotated="tied", stages=1, data=2),
-        Mixed(annotated="nested", data=2),
-        Mixed(annotated="fsdp", data=2, axes=(("fsdp", 2),)),
-        Half(annotated="logical", data=2, settings=SCALE),
-    ],
+    soak_after(
+        3,
+        [
+            Mixed(annotated="block", data=2),
+            Half(annotated="logical", data=2, settings=SCALE),
+            Mixed(annotated="fsdp", data=2, axes=(("fsdp", 2),)),
+            Mixed(annotated="sequence", axes=(("model", 4),), skip_idle=True),
+            Mixed(annotated="nnx", data=2, settings={"zero_stage": 1}),
+            Mixed(annotated="tied", stages=1, data=2),
+            Mixed(annotated="nested", data=2),
+        ],
+    ),
     ids=lambda case: f"{case.annotated}-{case.dtype}",
 )
 def test_gradients_are_those_of_float32_to_the_dtypes_rounding(case: Mixed) -> None:
@@ -60,7 +64,7 @@ def test_gradients_are_those_of_float32_to_the_dtypes_rounding(case: Mixed) -> N
     ("model", "settings"),
     [
         ("split_tied", {"zero_stage": 1, "grad_accum_dtype": "bfloat16"}),
-        pytest.param("tied", {"grad_accum_dtype": "bfloat16"}, marks=pytest.mark.slow),
+        pytest.param("tied", {"grad_accum_dtype": "bfloat16"}, marks=pytest.mark.soak),
         pytest.param("norm", {"grad_accum_dtype": "bfloat16"}, marks=pytest.mark.soak),
         pytest.param("split_last", {"zero_stage": 3}, marks=pytest.mark.slow),
     ],

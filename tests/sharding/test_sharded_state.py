@@ -126,7 +126,7 @@ def test_masters_moments_and_gradients_are_sharded(case: Sharded) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["experts", "tied"])
+@pytest.mark.parametrize("name", soak_after(1, ["experts", "tied"]))
 def test_a_device_holds_its_share_of_its_stage(name: str) -> None:
     """By hand, but for the ends, which are as long on every stage as on the longest."""
     axes = (("expert", 2),) if name == "experts" else (("model", 2),)
@@ -139,7 +139,7 @@ def test_a_device_holds_its_share_of_its_stage(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", soak_after(2, ["tied", "experts", "block", "nnx"]))
+@pytest.mark.parametrize("name", soak_after(1, ["tied", "experts", "block", "nnx"]))
 def test_zero_divides_the_shares_over_the_replicas(name: str) -> None:
     axes = (("expert", 2),) if name == "experts" else (("model", 2),)
     used = {}
@@ -167,7 +167,7 @@ def test_collections_are_sharded_as_they_say() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", soak_after(1, [2, 4]))
 def test_a_sharded_residual_stream_makes_rings_and_exchanges_smaller(size: int) -> None:
     """What waits and what travels between stages is divided by the axis."""
     used = {}

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from _annotated import Sharded
-from _covering import slow_after
+from _covering import slow_after, soak_after
 from _models import ALL_MODELS
 from _oracle import block_of, make_batch, sequential_model, whole_reference
 from _tolerances import GRADIENT, assert_close, assert_loss
@@ -193,7 +193,7 @@ def all_copies(pipeline: Any, state: Any) -> list[list[np.ndarray]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["tied", "stats", "nested"])
+@pytest.mark.parametrize("name", soak_after(1, ["tied", "stats", "nested"]))
 def test_replicas_stay_equal_to_the_bit(name: str) -> None:
     case = Sharded(annotated=name, data=2, optimizer=ADAM, settings=CLIP)
     pipeline = case.pipeline()

@@ -99,11 +99,11 @@ def spoiled(tree: Any, name: str) -> Any:
     [
         (
             "missing",
-            r"got 1 difference: missing layers/0_Dense/kernel\. Give a tree as "
+            r"got 1 difference: missing layers/0_Dense/kernel\. Pass a tree as "
             r"PipelineModule\.init",
         ),
-        ("unexpected", r"got 1 difference: unexpected layers/0_Dense/extra\. Give a tree"),
-        ("shape", r"layers/1_Dense/bias is float32\[2, 2\], not float32\[300\]\. Give a tree"),
+        ("unexpected", r"got 1 difference: unexpected layers/0_Dense/extra\. Pass a tree"),
+        ("shape", r"layers/1_Dense/bias is float32\[2, 2\], not float32\[300\]\. Pass a tree"),
     ],
 )
 def test_other_trees_are_refused(name: str, match: str) -> None:
@@ -129,14 +129,14 @@ def test_complex_values_for_real_parameters_are_refused() -> None:
     tree["layers"]["0_Dense"]["bias"] = np.zeros(SIZE, np.complex64)
     with pytest.raises(
         LayerError,
-        match=rf"layers/0_Dense/bias is complex64\[{SIZE}\], not float32\[{SIZE}\]\. Give",
+        match=rf"layers/0_Dense/bias is complex64\[{SIZE}\], not float32\[{SIZE}\]\. Pass",
     ):
         pipeline.init_from(tree)
 
 
 def test_many_differences_are_counted() -> None:
     pipeline, _ = build([LayerSpec(nn.Dense, SIZE) for _ in range(6)])
-    with pytest.raises(LayerError, match=r"got 12 differences: .*; and 4 more\. Give a tree"):
+    with pytest.raises(LayerError, match=r"got 12 differences: .*; and 4 more\. Pass a tree"):
         pipeline.init_from({})
 
 
@@ -183,7 +183,7 @@ def test_values_are_those_of_one_device(case: Case, monkeypatch: pytest.MonkeyPa
 
 
 def test_alike_layers_are_compiled_once(compiled: list[str]) -> None:
-    pipeline, wanted = build([LayerSpec(nn.Dense, SIZE) for _ in range(32)], stages=4, data=2)
+    pipeline, wanted = build([LayerSpec(nn.Dense, SIZE) for _ in range(8)], stages=4, data=2)
     compiled.clear()
     state = pipeline.init()
     assert [compiled.count(f"jit({name})") for name in ("draw", "put")] == [1, 1]
@@ -299,7 +299,7 @@ def test_blocks_are_cut_off_side_by_side() -> None:
     assert _block(leaf, 0, jnp.int32(1), 2).tolist() == [[6, 7, 8, 9, 10, 11]]
 
 
-@pytest.mark.parametrize("optimizer", [ADAM, LAMB], ids=["by elements", "by leaves"])
+@pytest.mark.parametrize("optimizer", slow_after(1, [ADAM, LAMB]), ids=["by elements", "by leaves"])
 def test_a_stage_with_more_layers_draws_alone_and_each_replica_keeps_its_shard(
     optimizer: optax.GradientTransformation,
 ) -> None:

@@ -118,10 +118,10 @@ def test_collectives_over_the_stages_in_layers_that_are_not_split(
 ) -> None:
     """Stages would wait for each other for ever, or add up what is of different microbatches."""
     match = (
-        rf"^layer {place}_\S+ must use no collective over 'stage', whose places work on different "
-        r"microbatches, but got one\. Leave it out; only first and last layers of which a "
-        r"parameter is split over 'stage', as VocabEmbed and VocabHead are, run on all stages at "
-        r"once\."
+        rf"^layer {place}_\S+ must use no collective over 'stage', because each stage works on "
+        r"another microbatch, but got one\. Remove it: only first and last layers with a "
+        r"parameter that is split over 'stage', such as VocabEmbed and VocabHead, run on all "
+        r"stages together\."
     )
     with pytest.raises(LayerError, match=match):
         build(layers)

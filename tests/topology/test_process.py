@@ -104,7 +104,7 @@ def test_get_rank_wants_every_axis() -> None:
 @pytest.mark.parametrize(("pipe", "data"), [(2, 0), (0, 4), (-1, 0)])
 def test_get_rank_outside_the_topology(pipe: int, data: int) -> None:
     match = (
-        rf"lie in the topology \(pipe=2, data=4\), but got pipe={pipe}, data={data}. Count each "
+        rf"be in the topology \(pipe=2, data=4\), but got pipe={pipe}, data={data}. Count each "
         r"axis from 0"
     )
     with pytest.raises(TopologyError, match=match):

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from _covering import slow_after
 from _tolerances import assert_close
 
 import jaxpipe
@@ -27,12 +28,16 @@ def arrays(queries: int, keys: int, heads: tuple[int, int], width: int = 64) -> 
 
 @pytest.mark.parametrize(
     ("queries", "keys", "heads", "causal", "window", "has_segments"),
-    [
-        (256, 256, "grouped", True, None, False),
-        (256, 256, "equal", True, 100, True),
-        (128, 256, "equal", False, None, False),
-        (256, 256, "equal", False, 64, False),
-    ],
+    slow_after(
+        2,
+        [
+            (256, 256, "grouped", True, None, False),
+            (256, 256, "equal", True, 100, True),
+            (128, 256, "equal", False, None, False),
+            (256, 256, "equal", False, 64, False),
+        ],
+        unpack=True,
+    ),
 )
 def test_outputs_and_gradients_are_those_of_blocks(
     queries: int, keys: int, heads: str, causal: bool, window: int | None, has_segments: bool

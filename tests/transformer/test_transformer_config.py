@@ -71,7 +71,7 @@ def test_files_and_dictionaries(tmp_path: Path) -> None:
         ({"heads": 5}, "a multiple of heads=5, but got hidden_size=12. Use 15, 3 a head"),
         ({"heads": 1.5}, "heads must be an integer, but got heads=1.5"),
         ({"seed": True}, "seed must be an integer, but got seed=True"),
-        ({"num_hidden_layers": -1}, "given beside adjust_init_range, but got num_hidden_layers=-1"),
+        ({"num_hidden_layers": -1}, "given with adjust_init_range, but got num_hidden_layers=-1"),
         (
             {"attn_dropout_ratio": 1},
             "less than 1, or negative for none, but got attn_dropout_ratio=1",
@@ -82,7 +82,7 @@ def test_files_and_dictionaries(tmp_path: Path) -> None:
         ({"fp16": 1}, "True or False, but got fp16=1"),
         (
             {"fp16": True, "dtype": "bfloat16"},
-            "float16 or None beside fp16=True, but got dtype='bfloat16'",
+            "float16 or None with fp16=True, but got dtype='bfloat16'",
         ),
         ({"dtype": "int32"}, "a floating-point dtype or None, but got dtype='int32'"),
         (
@@ -91,7 +91,7 @@ def test_files_and_dictionaries(tmp_path: Path) -> None:
         ),
         (
             {"attention": "cudnn", "attn_dropout_ratio": 0.1},
-            "0 beside attention='cudnn', which cannot drop",
+            "0 with attention='cudnn', which does not support dropout",
         ),
         (
             {"activation": "gelu"},

@@ -256,7 +256,7 @@ def test_no_effect_is_said() -> None:
     ("config", "given", "match"),
     [
         ({}, {"hidden_states": X[0]}, r"\[B, T, hidden_size=16\], but got float32\[6, 16\]"),
-        ({}, {"hidden_states": (X, X)}, "but got 2 arrays. Give masks as side inputs"),
+        ({}, {"hidden_states": (X, X)}, "but got 2 arrays. Pass masks as side inputs"),
         ({"batch_size": 1}, {}, "at most batch_size=1 samples, but got 2"),
         ({"max_seq_length": 5}, {}, "at most max_seq_length=5 positions, but got 6"),
         (
@@ -292,5 +292,5 @@ def test_what_does_not_fit_is_refused(
 def test_what_is_no_configuration_or_number_is_refused() -> None:
     with pytest.raises(LayerError, match="DeepSpeedTransformerConfig, but got a dict"):
         DeepSpeedTransformerLayer({"hidden_size": 8})  # type: ignore
-    with pytest.raises(LayerError, match="place in the list numbers a layer"):
+    with pytest.raises(LayerError, match="numbered by their position in the list"):
         _ = DeepSpeedTransformerLayer(make_config()).layer_id

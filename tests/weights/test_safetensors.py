@@ -159,7 +159,7 @@ def test_a_folder_must_hold_one(load: Load, tmp_path: Path, names: list[str]) ->
     with pytest.raises(
         CheckpointError,
         # A folder without a file in it is not there on a store.
-        match=rf"with {', '.join(names) or 'none'}\. Give the path of the file itself|nothing is",
+        match=rf"with {', '.join(names) or 'none'}\. Pass the path of the file itself|nothing is",
     ):
         load(tmp_path)
 
@@ -181,7 +181,7 @@ def test_an_index_that_is_none_is_named(load: Load, tmp_path: Path, text: str) -
     index = tmp_path / "m.safetensors.index.json"
     index.write_bytes(text.encode("utf-8", "surrogatepass"))
     with pytest.raises(
-        CheckpointError, match=r"index\.json must be the index of shards.* Give <name>\.safetensors"
+        CheckpointError, match=r"index\.json must be the index of shards.* Pass <name>\.safetensors"
     ):
         load(index)
 
@@ -200,9 +200,7 @@ def test_an_index_that_is_none_is_named(load: Load, tmp_path: Path, text: str) -
 )
 def test_shards_lie_beside_their_index(load: Load, tmp_path: Path, shard: str) -> None:
     index = two_shards(tmp_path, a=shard)
-    named = (
-        rf"lie beside it, but got weight_map\['a'\]={re.escape(repr(shard))}\. Write its plain name"
-    )
+    named = rf"its own folder, but got weight_map\['a'\]={re.escape(repr(shard))}\. Write its"
     with pytest.raises(CheckpointError, match=named):
         load(index)
 
