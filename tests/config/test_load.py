@@ -141,7 +141,7 @@ LONG = {
     "commas": "{" + ", " * MANY,
     "brackets": "[" * MANY,
     "objects": '{"a":' * MANY,
-    "values": '{"pipeline": {"partition": [' + "-1," * MANY + "]}}",
+    "values": '{"pipeline": {"partition": [' + "-1," * (MANY // 10) + "]}}",
 }
 
 
