@@ -16,8 +16,8 @@ class RunFolder:
     """A folder of growing files.
 
     If the folder is on a store, the files grow in the temporary directory. Files that have changed
-    are uploaded with new values, at most every ten seconds, and at the end. Two runs of one folder on
-    a store overwrite each other's files.
+    are uploaded with new values, at most every ten seconds, and at the end. Two runs that write to
+    one folder on a store overwrite each other's files.
 
     Args:
         output_path: Where to create the run's folder. If empty, the working directory.
