@@ -52,9 +52,11 @@ class DiskStore(AbstractFileSystem):
             self.calls.append((name, path))
         if hook is not None:
             hook(number, name, path, False)
-        yield Path(self._strip_protocol(path))
-        if hook is not None:
-            hook(number, name, path, True)
+        try:
+            yield Path(self._strip_protocol(path))
+        finally:
+            if hook is not None:
+                hook(number, name, path, True)
 
     def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
         with self._request("info", path) as file:

@@ -49,5 +49,9 @@ class Heartbeat:
             result, name = self._steps.get()
             jax.block_until_ready(result)
             if name and self._path is not None:
-                self._path.write_text(name)
-            self.touch()
+                # A rename, so that the launcher never reads half a text.
+                part = self._path.with_suffix(".part")
+                part.write_text(name)
+                part.replace(self._path)
+            else:
+                self.touch()

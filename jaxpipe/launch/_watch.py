@@ -1,5 +1,6 @@
 """Detecting a process that does not finish steps."""
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,37 +46,42 @@ class StallWatch:
     def late(self) -> str | None:
         """Check the files, and return a sentence about the process that has been late for longest.
 
-        A stopped process takes precedence. Returns None if no process is late.
+        A stopped process takes precedence, even if it is not late yet: the others wait for it.
+        Returns None if no process is late.
         """
         now = time.monotonic()
-        late = []
-        for seen in self._all:
+        running = [seen for seen in self._all if seen.member.exit_code() is None]
+        for seen in running:
             changed_ns = _changed_ns(seen.path)
             if changed_ns != seen.changed_ns:
                 seen.changed_ns, seen.at, seen.has_begun = changed_ns, now, True
-            limit_s = self._stall_timeout_s if seen.has_begun else self._start_timeout_s
-            if limit_s is not None and now - seen.at > limit_s and seen.member.exit_code() is None:
-                late.append((_is_stopped(seen.member.pid), now - seen.at, seen))
+        late = [seen for seen in running if now - seen.at > self._limit_s(seen)]
         if not late:
             return None
-        stopped, waited_s, seen = max(late, key=lambda one: one[:2])
-        others = f" {len(late) - 1} more are late." if len(late) > 1 else ""
+        stopped = [seen for seen in running if _is_stopped(seen.member.pid)]
+        worst = min(stopped or late, key=lambda seen: seen.at)
+        others = len([seen for seen in late if seen is not worst])
         return (
-            self._sentence(seen, waited_s)
+            self._sentence(worst, now - worst.at)
             + (" It is stopped by a signal." if stopped else "")
-            + others
+            + (f" {others} more are late." if others else "")
         )
 
+    def _limit_s(self, seen: _Seen) -> float:
+        limit_s = self._stall_timeout_s if seen.has_begun else self._start_timeout_s
+        return math.inf if limit_s is None else limit_s
+
     def _sentence(self, seen: _Seen, waited_s: float) -> str:
+        limit = f"{self._limit_s(seen):g}"
         if not seen.has_begun:
             return (
-                f"{seen.member} finished no first step in {waited_s:.1f} s, longer than "
-                f"--start-timeout {self._start_timeout_s:g}."
+                f"{seen.member} finished no first step in {waited_s:.1f} s "
+                f"(--start-timeout {limit})."
             )
         last = time.strftime("%H:%M:%S", time.localtime(seen.changed_ns / 1e9))
         return (
-            f"{seen.member} finished no step for {waited_s:.1f} s, longer than --stall-timeout "
-            f"{self._stall_timeout_s:g}; its last{_which(seen.path)} ended at {last}."
+            f"{seen.member} finished no step for {waited_s:.1f} s (--stall-timeout {limit}); "
+            f"its last{_which(seen.path)} ended at {last}."
         )
 
 

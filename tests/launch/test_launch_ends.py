@@ -185,14 +185,15 @@ def test_a_stall_is_noticed(here: Path, capfd: pytest.CaptureFixture[str]) -> No
 for n in range(10000):
     step()
     time.sleep(0.02)
-    if n == 20 and me == 1: os.kill(os.getpid(), signal.SIGSTOP)
+    if n == 20 and me == 0: time.sleep(300)  # waits for process 1, and is late before it
+    if n == 70 and me == 1: os.kill(os.getpid(), signal.SIGSTOP)
 """
     )
     assert _run(here, 2, source, "--stall-timeout", 3, "--kill-grace", 1) == 124
     err = capfd.readouterr().err
     line = (
-        r"\[launch\] process 1 \(pid \d+\) finished no step for \d+\.\d s, longer than "
-        r"--stall-timeout 3; its last ended"
+        r"\[launch\] process 1 \(pid \d+\) finished no step for \d+\.\d s "
+        r"\(--stall-timeout 3\); its last ended"
     )
     assert re.search(line + r" at \d\d:\d\d:\d\d\. It is stopped by a signal\.", err)
 
@@ -206,9 +207,7 @@ def test_before_the_first_step_the_start_timeout_counts(
     assert capfd.readouterr().err == ""
     assert _run(here, 2, WAIT + "time.sleep(300)\n", "--start-timeout", 0.5) == 124
     err = capfd.readouterr().err
-    assert re.search(
-        r"finished no first step in \d+\.\d s, longer than --start-timeout 0\.5\.", err
-    )
+    assert re.search(r"finished no first step in \d+\.\d s \(--start-timeout 0\.5\)\.", err)
 
 
 @pytest.mark.slow
