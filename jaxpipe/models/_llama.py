@@ -189,10 +189,11 @@ class LlamaMixture(nn.Module):
         config, experts = self.config, cast(ExpertsConfig, self.config.experts)
         y = Experts(experts, config.initializer_range, config.dtype, name="experts")(x)
         if experts.shared_size:
-            gate = _dense(config, 1, (None, None), "shared_gate", use_bias=False)(x)
-            y = y + nn.sigmoid(gate) * LlamaFeedForward(config, experts.shared_size, name="shared")(
-                x
-            )
+            shared = LlamaFeedForward(config, experts.shared_size, name="shared")(x)
+            if experts.shared_gate:
+                gate = _dense(config, 1, (None, None), "shared_gate", use_bias=False)(x)
+                shared = nn.sigmoid(gate) * shared
+            y = y + shared
         return y
 
 
