@@ -37,12 +37,14 @@ class Pattern(NamedTuple):
         window: Queries see only keys less than this many positions away. None means all.
         scale: Factor of the scores.
         dropout_rate: Fraction of the probabilities that are dropped.
+        soft_cap: Scores `s` become `soft_cap * tanh(s / soft_cap)`. None means no cap.
     """
 
     causal: bool
     window: int | None
     scale: float
     dropout_rate: float
+    soft_cap: float | None = None
 
 
 class Visibility(NamedTuple):
@@ -66,25 +68,36 @@ class Visibility(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def blocked_attention(
-    pattern: Pattern, q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility
+    pattern: Pattern,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    sinks: jax.Array | None,
+    visibility: Visibility,
 ) -> jax.Array:
-    """Compute attention of `q` `[B, T, N, D]` to `k` and `v` `[B, S, K, D]`.
+    """Compute attention of `q` `[B, T, N, D]` to `k` `[B, S, K, D]` and `v` `[B, S, K, Dv]`.
 
-    Returns `[B, T, N, D]`, which is zero for queries that see no key.
+    `sinks` are floats `[N]`, or None. Returns `[B, T, N, Dv]`, which is zero for queries that see
+    no key.
     """
-    return _forward(pattern, q, k, v, visibility)[0]
+    return _forward(pattern, q, k, v, sinks, visibility)[0]
 
 
 @jax.named_scope(ATTENTION_SCOPE)
 def _forward(
-    pattern: Pattern, q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility
+    pattern: Pattern,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    sinks: jax.Array | None,
+    visibility: Visibility,
 ) -> tuple[Any, Any]:
     blocks = _Blocks(pattern, q, k, visibility)
     queries, keys, values = blocks.queries(q), blocks.keys(k), blocks.keys(v)
 
     def step(carry: tuple[jax.Array, ...], i: jax.Array, j: jax.Array) -> tuple[jax.Array, ...]:
         high, total, acc = (blocks.query_block(x, i) for x in carry)
-        scores = blocks.scores(queries, keys, i, j)
+        scores, _ = blocks.scores(queries, keys, i, j)
         higher = jnp.maximum(high, scores.max(-1, keepdims=True))
         shrink, weights = jnp.exp(high - higher), jnp.exp(scores - higher)
         new = blocks.product(
@@ -94,9 +107,14 @@ def _forward(
         return tuple(blocks.put_queries(x, y, i) for x, y in zip(carry, found, strict=True))
 
     column = jnp.zeros((*queries.shape[:-1], 1), blocks.dtype)
-    high, total, acc = blocks.loop(
-        step, (column + _LOWEST, column, jnp.zeros(queries.shape, blocks.dtype))
-    )
+    high, total = column + _LOWEST, column
+    if sinks is not None:
+        # A sink is a score of a value that is zero. So it is only in the maximum and in the sum.
+        sink = blocks.of_heads(sinks)
+        high = jnp.maximum(high, sink)
+        total = jnp.exp(sink - high)
+    acc = jnp.zeros((*queries.shape[:-1], v.shape[-1]), blocks.dtype)
+    high, total, acc = blocks.loop(step, (high, total, acc))
     sees = total > 0
     out = blocks.from_queries(jnp.where(sees, acc / jnp.where(sees, total, 1.0), 0.0)).astype(
         q.dtype
@@ -104,12 +122,12 @@ def _forward(
     log_sum = jnp.where(sees, high + jnp.log(jnp.where(sees, total, 1.0)), 0.0)
     # Named so that a policy can keep both; recompute then does not run this again.
     out, log_sum = checkpoint_name(out, KERNEL), checkpoint_name(log_sum[..., 0], KERNEL)
-    return out, (q, k, v, visibility, out, log_sum)
+    return out, (q, k, v, sinks, visibility, out, log_sum)
 
 
 @jax.named_scope(ATTENTION_SCOPE)
 def _backward(pattern: Pattern, residuals: Any, grad: jax.Array) -> tuple[Any, ...]:
-    q, k, v, visibility, out, log_sum = residuals
+    q, k, v, sinks, visibility, out, log_sum = residuals
     blocks = _Blocks(pattern, q, k, visibility)
     queries, keys, values, grads = (
         blocks.queries(q),
@@ -127,10 +145,11 @@ def _backward(pattern: Pattern, residuals: Any, grad: jax.Array) -> tuple[Any, .
         dq, dk, dv = carry
         query, key = blocks.query_block(queries, i), blocks.key_block(keys, j)
         grad, value = blocks.query_block(grads, i), blocks.key_block(values, j)
-        weights = jnp.exp(blocks.scores(queries, keys, i, j) - blocks.query_block(log_sum, i))
+        scores, slope = blocks.scores(queries, keys, i, j)
+        weights = jnp.exp(scores - blocks.query_block(log_sum, i))
         to_values = blocks.product("bkgts,bkgtd->bksd", blocks.dropped(weights, i, j), grad)
         of_weights = blocks.dropped(blocks.product("bkgtd,bksd->bkgts", grad, value), i, j)
-        of_scores = weights * (of_weights - blocks.query_block(inner, i)) * pattern.scale
+        of_scores = weights * (of_weights - blocks.query_block(inner, i)) * slope
         to_queries = blocks.product("bkgts,bksd->bkgtd", of_scores, key)
         to_keys = blocks.product("bkgts,bkgtd->bksd", of_scores, query)
         return (
@@ -143,8 +162,13 @@ def _backward(pattern: Pattern, residuals: Any, grad: jax.Array) -> tuple[Any, .
         step, tuple(jnp.zeros(x.shape, blocks.dtype) for x in (queries, keys, values))
     )
     found = blocks.from_queries(dq), blocks.from_keys(dk), blocks.from_keys(dv)
+    to_sinks = None
+    if sinks is not None:
+        # The value of a sink is zero, and so is the gradient of its probability. Padding has none.
+        of_sinks = -jnp.exp(blocks.of_heads(sinks) - log_sum) * inner
+        to_sinks = of_sinks.sum((0, 3, 4)).reshape(sinks.shape).astype(sinks.dtype)
     # None because masks, lengths, segments and dropout keys have no gradient.
-    return *(x.astype(like.dtype) for x, like in zip(found, (q, k, v), strict=True)), None
+    return *(x.astype(like.dtype) for x, like in zip(found, (q, k, v), strict=True)), to_sinks, None
 
 
 blocked_attention.defvjp(_forward, _backward)
@@ -153,8 +177,8 @@ blocked_attention.defvjp(_forward, _backward)
 class _Blocks:
     """The pairs of blocks whose queries see keys, and the layout of arrays for them.
 
-    Queries are `[B, K, G, T, D]`, and keys and values are `[B, K, S, D]`, with `K` key heads that
-    each serve `G` query heads. Both are padded to whole blocks.
+    Queries are `[B, K, G, T, D]`, and keys and values are `[B, K, S, D or Dv]`, with `K` key heads
+    that each serve `G` query heads. Both are padded to whole blocks.
     """
 
     def __init__(
@@ -187,11 +211,15 @@ class _Blocks:
     def queries(self, x: jax.Array) -> jax.Array:
         """Convert `[B, T, N, D]` to the layout of queries."""
         grouped = self._grouped(jnp.swapaxes(x, 1, 2))
-        return _filled(grouped, 3, self._rows)
+        return filled(grouped, 3, self._rows)
 
     def keys(self, x: jax.Array) -> jax.Array:
         """Convert `[B, S, K, D]` to the layout of keys."""
-        return _filled(jnp.swapaxes(x, 1, 2), 2, self._cols)
+        return filled(jnp.swapaxes(x, 1, 2), 2, self._cols)
+
+    def of_heads(self, x: jax.Array) -> jax.Array:
+        """Convert `[N]` to the layout of queries, `[1, K, G, 1, 1]`."""
+        return x.astype(self.dtype).reshape(1, self._heads, -1, 1, 1)
 
     def from_queries(self, x: jax.Array) -> jax.Array:
         """Convert the layout of queries back to `[B, T, N, D]`."""
@@ -220,10 +248,19 @@ class _Blocks:
             dims, weights.astype(block.dtype), block, preferred_element_type=self.dtype
         )
 
-    def scores(self, queries: jax.Array, keys: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
-        """Compute the scores of a pair, `[B, K, G, rows, cols]`; -inf where a key is hidden."""
+    def scores(
+        self, queries: jax.Array, keys: jax.Array, i: jax.Array, j: jax.Array
+    ) -> tuple[jax.Array, jax.Array | float]:
+        """Compute the scores of a pair, and their derivative by the products of queries and keys.
+
+        Both are `[B, K, G, rows, cols]`. The scores are -inf where a key is hidden.
+        """
         query, key = self.query_block(queries, i), self.key_block(keys, j)
         scores = self.product("bkgtd,bksd->bkgts", query, key) * self._pattern.scale
+        slope: jax.Array | float = self._pattern.scale
+        if (cap := self._pattern.soft_cap) is not None:
+            share = jnp.tanh(scores / cap)
+            scores, slope = cap * share, slope * (1 - share * share)
         rows = (i * self._rows + jnp.arange(self._rows)).reshape(1, 1, 1, -1, 1)
         cols = (j * self._cols + jnp.arange(self._cols)).reshape(1, 1, 1, 1, -1)
         visible = []
@@ -248,9 +285,9 @@ class _Blocks:
                 visible.append(mask)
             else:
                 scores = scores + mask.astype(scores.dtype)
-        if not visible:
-            return scores
-        return jnp.where(functools.reduce(jnp.logical_and, visible), scores, -jnp.inf)
+        if visible:
+            scores = jnp.where(functools.reduce(jnp.logical_and, visible), scores, -jnp.inf)
+        return scores, slope
 
     def dropped(self, weights: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
         """Apply dropout to the probabilities of a pair, or to their gradients.
@@ -270,18 +307,18 @@ class _Blocks:
         return x.reshape(x.shape[0], *heads, *x.shape[2:])
 
     def _segments(self, x: jax.Array, place: jax.Array, size: int) -> jax.Array:
-        return lax.dynamic_slice_in_dim(_filled(x, 1, size), place * size, size, axis=1)
+        return lax.dynamic_slice_in_dim(filled(x, 1, size), place * size, size, axis=1)
 
     def _mask_block(self, mask: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
         for dim, place, size in ((3, i, self._rows), (4, j, self._cols)):
             if mask.shape[dim] > 1:
                 mask = lax.dynamic_slice_in_dim(
-                    _filled(mask, dim, size), place * size, size, axis=dim
+                    filled(mask, dim, size), place * size, size, axis=dim
                 )
         return mask
 
 
-def _filled(x: jax.Array, dim: int, size: int) -> jax.Array:
+def filled(x: jax.Array, dim: int, size: int) -> jax.Array:
     """Pad an array with zeros to a multiple of `size` along a dim."""
     missing = -x.shape[dim] % size
     return jnp.pad(x, [(0, missing if d == dim else 0) for d in range(x.ndim)]) if missing else x
