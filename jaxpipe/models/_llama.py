@@ -254,9 +254,7 @@ def llama(config: LlamaConfig, *, multi_token: bool = False) -> list[LayerSpec]:
     for depth in range(1, depths + 1):
         extra = LlamaBlock(config, is_mixture=config.experts is not None)
         args = extra, of_table, depth == depths
-        middle.append(
-            TiedLayerSpec(_TABLE, MultiToken, config, *args, tied_weight_attr=_TABLE)
-        )
+        middle.append(TiedLayerSpec(_TABLE, MultiToken, config, *args, tied_weight_attr=_TABLE))
 
     def embed(forward_fn: Any = None) -> LayerSpec:
         return TiedLayerSpec(
@@ -276,7 +274,8 @@ def _depths(config: LlamaConfig) -> int:
     if not config.num_nextn_predict_layers:
         raise ConfigError(
             "multi_token needs a configuration with num_nextn_predict_layers >= 1, but got "
-            "num_nextn_predict_layers=0. Set it with dataclasses.replace, or leave multi_token out.",
+            "num_nextn_predict_layers=0. Set it with dataclasses.replace, or leave "
+            "multi_token out.",
             paths=["num_nextn_predict_layers"],
         )
     return config.num_nextn_predict_layers
