@@ -17,7 +17,8 @@ from jaxpipe.recompute import reduced
 from jaxpipe.transformer import MODEL, Divided, attention, constrained, dividing_axes
 from jaxpipe.weights import Rename, Source, transpose
 
-from ._experts import Experts, ExpertsConfig
+from ._experts import Experts
+from ._experts_config import ExpertsConfig
 from ._latent import LatentAttention
 from ._llama_config import LlamaConfig
 from ._multi_token import MultiToken, block_and_carry, embed_and_carry, norm_and_carry

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxpipe.errors import ConfigError
 from jaxpipe.weights import Rename, Source
 
-from ._experts import ExpertsConfig
+from ._experts_config import ExpertsConfig
 from ._families import FAMILIES, FULL, SLIDING, Family
 from ._huggingface import ConfigKeys
 from ._latent_config import LatentConfig

@@ -1,14 +1,13 @@
 """Routers of mixtures of experts: which experts process a token, and with which gates."""
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-if TYPE_CHECKING:
-    from ._experts import ExpertsConfig
+from ._experts_config import ExpertsConfig
 
 
 class Routing(NamedTuple):
@@ -38,7 +37,7 @@ class Router(nn.Module):
         initializer_range: Standard deviation of initial weights.
     """
 
-    config: "ExpertsConfig"
+    config: ExpertsConfig
     initializer_range: float = 0.02
 
     @nn.compact
