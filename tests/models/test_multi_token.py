@@ -14,7 +14,9 @@ from _covering import slow_after
 from _settings import make_settings
 from _tolerances import assert_close, assert_loss
 
-from jaxpipe import Pipeline, PipelineModule, ProcessTopology
+import jaxpipe
+from jaxpipe import PipeDataParallelTopology, Pipeline, PipelineModule, ProcessTopology
+from jaxpipe.errors import ConfigError, LayerError
 from jaxpipe.losses import multi_token_cross_entropy
 from jaxpipe.models import ExpertsConfig, LatentConfig, LlamaConfig, RotaryScaling, llama
 from jaxpipe.topology import make_pipeline_mesh
@@ -111,3 +113,44 @@ def test_loss_and_gradients_are_those_of_the_plain_model(case: str) -> None:
     metrics, found, _ = made.gradients(made.init_from(params), batch)
     assert_loss(metrics["loss"], loss)
     assert_close(made.params_tree(found), gradients)
+
+
+def make_engine(**pipeline: Any) -> Any:
+    config = replace(CONFIG, experts=None, num_hidden_layers=1)
+    tokens = jax.ShapeDtypeStruct((4, LENGTH), jnp.int32)
+    topology = PipeDataParallelTopology(2, 1)
+    engine, *_ = jaxpipe.initialize(
+        model=PipelineModule(llama(config, multi_token=True), topology=topology, loss_fn=LOSS),
+        optimizer=optax.adamw(3e-2),
+        example_batch=(tokens, tokens),
+        config={"train_batch_size": 4, "pipeline": pipeline},
+    )
+    return engine
+
+
+@pytest.mark.slow
+def test_an_engine_trains_generates_and_reports_both_losses() -> None:
+    engine = make_engine()
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (4, LENGTH + 1)).astype(np.int32)
+    entry = tokens[:, :-1], tokens[:, 1:]
+    losses = [float(engine.train_batch(iter([entry]))) for _ in range(60)]
+    assert losses[-1] < 0.2 < losses[0]
+    both = {name: float(value) for name, value in engine.metrics["metrics"].items()}
+    np.testing.assert_allclose(
+        both["next_token_loss"] + SHARE * both["multi_token_loss"], losses[-1], rtol=1e-5
+    )
+    # It knows the texts by heart, and only the logits of the next token count.
+    found = engine.generate(tokens[:, :2], LENGTH - 2)
+    np.testing.assert_array_equal(found, tokens[:, 2:LENGTH])
+    known = engine.log_probs(*entry)
+    assert (-1.5 < np.asarray(known)).all()
+
+
+def test_a_split_vocabulary_is_refused() -> None:
+    with pytest.raises(LayerError, match="only users of their parameters, but got another use"):
+        make_engine(split_vocabulary=True)
+
+
+def test_layers_for_several_tokens_need_a_configuration_with_them() -> None:
+    with pytest.raises(ConfigError, match=r"num_nextn_predict_layers >= 1, but got .*=0. Set it"):
+        llama(replace(CONFIG, num_nextn_predict_layers=0), multi_token=True)
