@@ -11,9 +11,10 @@ import numpy as np
 from jaxpipe._stores import AnyPath
 from jaxpipe.errors import CheckpointError
 
+from ._block_scaled import BlockScaled, scales_of
 from ._rename import Match, Rename, check_theirs, first_of, match_renames
 from ._safetensors import open_safetensors, safetensors_files
-from ._transform import Index, Shape
+from ._transform import Index, Shape, Tensor
 
 
 class RenamedFiles:
@@ -42,6 +43,9 @@ class RenamedFiles:
                     tensor = tensors.get_slice(name)
                     self._file_of[name], theirs[name] = file, tuple(tensor.get_shape())
                     dtypes[name] = tensor.get_dtype()
+        self._scales = scales_of(folder, dtypes, theirs)
+        for name in self._scales.values():
+            del theirs[name]
         matches = match_renames(renames, self._shapes)
         check_theirs(str(folder), renames, matches, theirs)
         _check_dtypes(folder, matches, leaves, dtypes)
@@ -53,16 +57,19 @@ class RenamedFiles:
             opened: dict[AnyPath, Any] = {}
             for path in paths:
                 match = self._match_of[path]
-                for name in (name for names in match.theirs for name in names):
-                    file = self._file_of.get(name)
-                    if file is not None and file not in opened:
+
+                def slices(name: str) -> "_Slices":
+                    file = self._file_of[name]
+                    if file not in opened:
                         opened[file] = stack.enter_context(open_safetensors(file))
-                tensors = {
-                    name: _Slices(opened[self._file_of[name]].get_slice(name))
-                    for names in match.theirs
-                    for name in names
-                    if name in self._file_of
-                }
+                    return _Slices(opened[file].get_slice(name))
+
+                tensors: dict[str, Tensor] = {}
+                for name in (name for names in match.theirs for name in names):
+                    if name in self._scales:
+                        tensors[name] = BlockScaled(slices(name), slices(self._scales[name]))
+                    elif name in self._file_of:
+                        tensors[name] = slices(name)
                 theirs = [first_of(names, tensors) for names in match.theirs]
                 yield (
                     path,

@@ -143,7 +143,7 @@ def test_an_engine_trains_generates_and_reports_both_losses() -> None:
     found = engine.generate(tokens[:, :2], LENGTH - 2)
     np.testing.assert_array_equal(found, tokens[:, 2:LENGTH])
     known = engine.log_probs(*entry)
-    assert (-1.5 < np.asarray(known)).all()
+    assert (np.asarray(known) > -1.5).all()
 
 
 def test_a_split_vocabulary_is_refused() -> None:
