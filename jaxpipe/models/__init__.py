@@ -4,7 +4,7 @@ from ._bert import BertConfig as BertConfig
 from ._bert import bert as bert
 from ._bert import bert_names as bert_names
 from ._experts import Experts as Experts
-from ._experts import ExpertsConfig as ExpertsConfig
+from ._experts_config import ExpertsConfig as ExpertsConfig
 from ._gpt2 import GPT2Config as GPT2Config
 from ._gpt2 import gpt2 as gpt2
 from ._gpt2 import gpt2_names as gpt2_names

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from jaxpipe.weights import Rename, Transform, split, stack, transpose
 
-from ._experts import ExpertsConfig
+from ._experts_config import ExpertsConfig
 from ._huggingface import Computed
 
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -17,7 +17,8 @@ from jaxpipe.recompute import reduced
 from jaxpipe.transformer import MODEL, Divided, attention, constrained, dividing_axes
 from jaxpipe.weights import Rename, Source, transpose
 
-from ._experts import Experts, ExpertsConfig
+from ._experts import Experts
+from ._experts_config import ExpertsConfig
 from ._llama_config import LlamaConfig
 from ._positions import positions_of
 from ._rotary import rotary, rotate
@@ -183,10 +184,11 @@ class LlamaMixture(nn.Module):
         config, experts = self.config, cast(ExpertsConfig, self.config.experts)
         y = Experts(experts, config.initializer_range, config.dtype, name="experts")(x)
         if experts.shared_size:
-            gate = _dense(config, 1, (None, None), "shared_gate", use_bias=False)(x)
-            y = y + nn.sigmoid(gate) * LlamaFeedForward(config, experts.shared_size, name="shared")(
-                x
-            )
+            shared = LlamaFeedForward(config, experts.shared_size, name="shared")(x)
+            if experts.shared_gate:
+                gate = _dense(config, 1, (None, None), "shared_gate", use_bias=False)(x)
+                shared = nn.sigmoid(gate) * shared
+            y = y + shared
         return y
 
 

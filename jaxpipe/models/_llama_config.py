@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxpipe.errors import ConfigError
 from jaxpipe.weights import Rename, Source
 
-from ._experts import ExpertsConfig
+from ._experts_config import ExpertsConfig
 from ._families import FAMILIES, FULL, SLIDING, Family
 from ._huggingface import ConfigKeys
 from ._llama_keys import SIZES, read_llama
@@ -216,7 +216,7 @@ class LlamaConfig:
         told = {each.name: getattr(self, each.name) for each in fields(self)}
         experts = self.experts
         if experts is not None:
-            told["experts"] = replace(experts, capacity_factor=None, balance=0.0)
+            told["experts"] = replace(experts, capacity_factor=None, balance=0.0, z_loss=0.0)
             # If every layer has experts, nothing uses the width of other feed-forward networks.
             told["intermediate_size"] = self.intermediate_size if experts.dense_layers else None
         told["layer_types"] = [self.window(layer) for layer in range(self.num_hidden_layers)]

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ._experts import ExpertsConfig
+from ._experts_config import ExpertsConfig
 from ._families import FULL, SLIDING, Family, Flag, Mixture
 from ._huggingface import ConfigKeys, check_value, wrong
 from ._rotary import RotaryScaling

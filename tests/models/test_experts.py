@@ -1,0 +1,182 @@
+"""Mixtures of experts against a plain loop over tokens."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from _tolerances import assert_close
+
+from jaxpipe.errors import ConfigError
+from jaxpipe.models import Experts, ExpertsConfig
+
+BATCH, LENGTH, WIDTH, SIZE, EXPERTS = 2, 5, 8, 6, 8
+ROUTERS: dict[str, dict[str, Any]] = {
+    "mixtral": {},
+    "qwen": {"norm_topk_prob": False},
+    "deepseek": {
+        "gate": "sigmoid",
+        "correction_bias": True,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+    },
+    "llama4": {"gate": "sigmoid", "norm_topk_prob": False, "scale_inputs": True},
+    "gpt_oss": {"router_bias": True, "expert_bias": True, "activation": "clamped"},
+    "everything": {"gate": "sigmoid", "scale_inputs": True, "expert_bias": True},
+}
+
+
+def make_config(router: str, choices: int = 3, **more: Any) -> ExpertsConfig:
+    return ExpertsConfig(EXPERTS, choices, SIZE, **{**ROUTERS[router], **more})
+
+
+def make(config: ExpertsConfig) -> tuple[Any, jax.Array]:
+    x = jax.random.normal(jax.random.key(0), (BATCH, LENGTH, WIDTH))
+    shapes = jax.eval_shape(lambda: Experts(config).init(jax.random.key(1), x)["params"])
+    leaves, treedef = jax.tree.flatten(nn.meta.unbox(shapes))
+    keys = jax.random.split(jax.random.key(2), len(leaves))
+    drawn = [
+        jax.random.normal(key, leaf.shape) * (2.0 if leaf.ndim > 1 else 0.3)
+        for key, leaf in zip(keys, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, drawn), x
+
+
+def ranked(values: np.ndarray, count: int) -> list[int]:
+    return [int(i) for i in np.argsort(-values, kind="stable")[:count]]
+
+
+def choose(config: ExpertsConfig, scores: np.ndarray, bias: np.ndarray) -> list[int]:
+    ranks = scores + bias
+    size = config.num_experts // config.n_group
+    groups = ranks.reshape(config.n_group, size)
+    if config.topk_group < config.n_group:
+        best = ranked(np.sort(groups)[:, -2:].sum(-1), config.topk_group)
+        ranks = np.where(np.isin(np.arange(len(ranks)) // size, best), ranks, -np.inf)
+    return ranked(ranks, config.num_experts_per_tok)
+
+
+def expert(config: ExpertsConfig, params: Any, e: int, x: jax.Array) -> jax.Array:
+    def product(name: str, y: jax.Array) -> jax.Array:
+        return y @ params[name][e] + (params[f"{name}_bias"][e] if config.expert_bias else 0.0)
+
+    gate, up = product("gate", x), product("up", x)
+    if config.activation == "silu":
+        return product("down", gate * jax.nn.sigmoid(gate) * up)
+    gate, up = jnp.minimum(gate, 7.0), jnp.minimum(jnp.maximum(up, -7.0), 7.0)
+    return product("down", (up + 1) * gate * jax.nn.sigmoid(1.702 * gate))
+
+
+def loop(config: ExpertsConfig, params: Any, x: jax.Array) -> jax.Array:
+    """The mixture, token by token and expert by expert."""
+    router = params["router"]
+    rows = []
+    for token in x.reshape(-1, WIDTH):
+        logits = token @ router["kernel"] + (router["bias"] if config.router_bias else 0.0)
+        scores = jax.nn.softmax(logits) if config.gate == "softmax" else jax.nn.sigmoid(logits)
+        bias = router["correction_bias"] if config.correction_bias else jnp.zeros(EXPERTS)
+        # Choices are integers, which `jax.grad` does not see.
+        found = [np.asarray(jax.lax.stop_gradient(each)) for each in (scores, bias)]
+        chosen = choose(config, *found)
+        total = sum(scores[e] for e in chosen) if config.norm_topk_prob else 1.0
+        y = jnp.zeros(WIDTH)
+        for e in chosen:
+            gate = config.routed_scaling_factor * scores[e] / total
+            y += (
+                expert(config, params, e, gate * token)
+                if config.scale_inputs
+                else gate * expert(config, params, e, token)
+            )
+        rows.append(y)
+    return jnp.stack(rows).reshape(x.shape)
+
+
+def with_gradients(function: Any, params: Any, x: jax.Array) -> Any:
+    weights = jax.random.normal(jax.random.key(3), x.shape)
+    return function(params, x), jax.grad(
+        lambda params, x: jnp.sum(function(params, x) * weights), (0, 1)
+    )(params, x)
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_all_gradients_are_those_of_a_loop_over_tokens(router: str) -> None:
+    config = make_config(router)
+    params, x = make(config)
+    wanted = with_gradients(lambda params, x: loop(config, params, x), params, x)
+    module = Experts(config)
+    found = with_gradients(lambda params, x: module.apply({"params": params}, x), params, x)
+    assert_close(found, wanted)
+
+
+def test_a_capacity_for_all_is_exact() -> None:
+    for router in ("mixtral", "everything"):
+        config = make_config(router)
+        params, x = make(config)
+        roomy = Experts(make_config(router, capacity_factor=EXPERTS))
+        found, wanted = (
+            with_gradients(lambda params, x, m=m: m.apply({"params": params}, x), params, x)
+            for m in (roomy, Experts(config))
+        )
+        assert_close(found, wanted)
+        _, sown = roomy.apply({"params": params}, x, mutable=["metrics"])
+        assert sown["metrics"]["passed_by"] == (0.0,)
+
+
+def test_a_correction_bias_chooses_but_has_no_gradient() -> None:
+    config = make_config("deepseek", choices=1, n_group=1, topk_group=1)
+    params, x = make(config)
+    params["router"]["correction_bias"] = 10.0 * jnp.arange(EXPERTS)
+    module = Experts(config)
+    _, (gradients, _) = with_gradients(
+        lambda params, x: module.apply({"params": params}, x), params, x
+    )
+    assert not gradients["router"]["correction_bias"].any()
+    used = np.abs(gradients["down"]).sum((1, 2)) > 0
+    assert used.tolist() == [False] * (EXPERTS - 1) + [True]
+
+
+def test_losses_of_the_router() -> None:
+    for router in ("mixtral", "deepseek"):
+        config = make_config(router, balance=0.5, z_loss=0.25)
+        params, x = make(config)
+        _, sown = Experts(config).apply({"params": params}, x, mutable=["losses"])
+        logits = np.asarray(x @ params["router"]["kernel"], np.float64).reshape(-1, EXPERTS)
+        z = np.mean(np.log(np.exp(logits).sum(-1)) ** 2)
+        scores = np.exp(logits) if router == "mixtral" else 1 / (1 + np.exp(-logits))
+        bias = params["router"].get("correction_bias", np.zeros(EXPERTS))
+        share = scores / scores.sum(-1, keepdims=True)
+        ranks = share if router == "mixtral" else scores
+        counts = np.bincount(
+            [e for row in ranks for e in choose(config, row, bias)], minlength=EXPERTS
+        )
+        balance = EXPERTS * np.sum(counts / len(logits) * share.mean(0))
+        found = {name: value for name, (value,) in sown["losses"].items()}
+        wanted = {"balance": np.float32(0.5 * balance), "z_loss": np.float32(0.25 * z)}
+        assert_close(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"gate": "tanh"}, "gate must be 'softmax' or 'sigmoid', but got gate='tanh'"),
+        ({"activation": "gelu"}, "'silu' or 'clamped', but got activation='gelu'"),
+        ({"n_group": 3}, "n_group must be a divisor of num_experts=8, but got n_group=3"),
+        ({"n_group": 2, "topk_group": 3}, "at most n_group=2, but got topk_group=3"),
+        ({"n_group": 8}, "at most half of num_experts=8 .*, but got n_group=8"),
+        (
+            {"n_group": 4, "num_experts_per_tok": 3},
+            "at most 2, the experts of topk_group=1, but got num_experts_per_tok=3. Choose from mo",
+        ),
+        ({"routed_scaling_factor": 0}, "routed_scaling_factor must be a finite number > 0"),
+        ({"z_loss": -1.0}, "z_loss must be a finite number >= 0, but got z_loss=-1.0"),
+        ({"scale_inputs": 1}, "scale_inputs must be True or False, but got scale_inputs=1"),
+    ],
+)
+def test_wrong_values_are_refused(changes: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        ExpertsConfig(
+            **{**dict(num_experts=8, num_experts_per_tok=2, intermediate_size=4), **changes}
+        )
