@@ -4,6 +4,7 @@
 from ._cross_entropy import cross_entropy as cross_entropy
 from ._cross_entropy import log_probs as log_probs
 from ._cross_entropy import vocab_cross_entropy as vocab_cross_entropy
+from ._multi_token import multi_token_cross_entropy as multi_token_cross_entropy
 from ._split_logits import SplitLogits as SplitLogits
 
 # isort: split
@@ -18,6 +19,7 @@ __all__ = [
     "SplitLogits",
     "cross_entropy",
     "log_probs",
+    "multi_token_cross_entropy",
     "vocab_cross_entropy",
     # For other rooms.
     "local_indices",

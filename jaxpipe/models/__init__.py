@@ -8,6 +8,7 @@ from ._experts_config import ExpertsConfig as ExpertsConfig
 from ._gpt2 import GPT2Config as GPT2Config
 from ._gpt2 import gpt2 as gpt2
 from ._gpt2 import gpt2_names as gpt2_names
+from ._latent_config import LatentConfig as LatentConfig
 from ._llama import LlamaBlock as LlamaBlock
 from ._llama import llama as llama
 from ._llama import llama_names as llama_names
@@ -19,6 +20,7 @@ __all__ = [
     "Experts",
     "ExpertsConfig",
     "GPT2Config",
+    "LatentConfig",
     "LlamaBlock",
     "LlamaConfig",
     "RotaryScaling",

@@ -11,7 +11,7 @@ from typing import Any, cast
 import flax.linen as nn
 import jax
 
-from jaxpipe.errors import LayerError
+from jaxpipe.errors import ConfigError, LayerError
 from jaxpipe.layers import LayerSpec, TiedLayerSpec
 from jaxpipe.recompute import reduced
 from jaxpipe.transformer import MODEL, Divided, attention, constrained, dividing_axes
@@ -19,9 +19,14 @@ from jaxpipe.weights import Rename, Source, transpose
 
 from ._experts import Experts
 from ._experts_config import ExpertsConfig
+from ._latent import LatentAttention
 from ._llama_config import LlamaConfig
+from ._multi_token import MultiToken, block_and_carry, embed_and_carry, norm_and_carry
 from ._positions import positions_of
 from ._rotary import rotary, rotate
+
+_TABLE = "embedding"
+"""Key of the tied table, and its name in the layers that use it."""
 
 
 class LlamaBlock(nn.Module):
@@ -68,7 +73,8 @@ class LlamaBlock(nn.Module):
             LayerError: There are segments, but the rotary angles depend on the length of a text.
         """
         config = self.config
-        attend = LlamaAttention(config, self.window, name="attention")
+        kind = LlamaAttention if config.latent is None else LatentAttention
+        attend = kind(config, self.window, name="attention")
         x = x + self._added(
             attend(_norm(config, "attention_norm")(x), positions, segment_ids, train=train)
         )
@@ -192,7 +198,7 @@ class LlamaMixture(nn.Module):
         return y
 
 
-def llama(config: LlamaConfig) -> list[LayerSpec]:
+def llama(config: LlamaConfig, *, multi_token: bool = False) -> list[LayerSpec]:
     """Make the layers of the decoder for `PipelineModule`: tokens `[B, T]` to logits `[B, T, V]`.
 
     The first layer is an `nn.Embed`, and the last is an `nn.Dense`, or the same embedding if it is
@@ -201,9 +207,19 @@ def llama(config: LlamaConfig) -> list[LayerSpec]:
 
     Args:
         config: The configuration.
+        multi_token: Whether the model also predicts tokens after the next one, with
+            `config.num_nextn_predict_layers` layers between the norm and the head. The logits are
+            then `[B, 1 + num_nextn_predict_layers, T, V]`, for
+            `jaxpipe.losses.multi_token_cross_entropy`, and the first and the last stage both hold
+            the whole embedding. Without it, the weights of these layers are left out when files
+            are read and written, as in `transformers`.
 
     Returns:
-        The embedding, `num_hidden_layers` blocks, the norm and the head.
+        The embedding, `num_hidden_layers` blocks, the norm, the layers of `multi_token`, and the
+        head.
+
+    Raises:
+        ConfigError: `multi_token` is true, but the configuration has no layers for it.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpipe
@@ -216,31 +232,55 @@ def llama(config: LlamaConfig) -> list[LayerSpec]:
         (1, 5, 64)
 
     Reference:
-        Touvron et al., "LLaMA" (2023), and `LlamaForCausalLM` of Hugging Face's `transformers`.
+        Touvron et al., "LLaMA" (2023), and `LlamaForCausalLM` of Hugging Face's `transformers`;
+        `multi_token`: "DeepSeek-V3 Technical Report" (2024), section 2.2.
     """
     normal = nn.initializers.normal(config.initializer_range)
+    of_table = Divided(normal, (MODEL, None), is_vocabulary=True)
     table: dict[str, Any] = {
         "num_embeddings": config.vocab_size,
         "features": config.hidden_size,
         "dtype": config.dtype,
-        "embedding_init": Divided(normal, (MODEL, None), is_vocabulary=True),
+        "embedding_init": of_table,
     }
-    layers = range(config.num_hidden_layers)
-    blocks = [LayerSpec(LlamaBlock, config, config.window(i), config.is_mixture(i)) for i in layers]
-    norm = LayerSpec(nn.RMSNorm, config.rms_norm_eps, dtype=config.dtype)
+    depths = _depths(config) if multi_token else 0
+    first, block, norm = (
+        (embed_and_carry, block_and_carry, norm_and_carry) if depths else (None, None, None)
+    )
+    middle = [
+        LayerSpec(LlamaBlock, config, config.window(i), config.is_mixture(i), forward_fn=block)
+        for i in range(config.num_hidden_layers)
+    ]
+    middle.append(LayerSpec(nn.RMSNorm, config.rms_norm_eps, dtype=config.dtype, forward_fn=norm))
+    for depth in range(1, depths + 1):
+        extra = LlamaBlock(config, is_mixture=config.experts is not None)
+        args = extra, of_table, depth == depths
+        middle.append(
+            TiedLayerSpec(_TABLE, MultiToken, config, *args, tied_weight_attr=_TABLE)
+        )
+
+    def embed(forward_fn: Any = None) -> LayerSpec:
+        return TiedLayerSpec(
+            _TABLE, nn.Embed, **table, tied_weight_attr=_TABLE, forward_fn=forward_fn
+        )
+
     if config.tie_word_embeddings:
-        first = TiedLayerSpec("embedding", nn.Embed, **table)
-        return [
-            first,
-            *blocks,
-            norm,
-            TiedLayerSpec("embedding", nn.Embed, **table, forward_fn=nn.Embed.attend),
-        ]
+        return [embed(first), *middle, embed(nn.Embed.attend)]
     kernel_init = Divided(normal, (None, MODEL), is_vocabulary=True)
     head = LayerSpec(
         nn.Dense, config.vocab_size, use_bias=False, dtype=config.dtype, kernel_init=kernel_init
     )
-    return [LayerSpec(nn.Embed, **table), *blocks, norm, head]
+    return [embed(first) if depths else LayerSpec(nn.Embed, **table), *middle, head]
+
+
+def _depths(config: LlamaConfig) -> int:
+    if not config.num_nextn_predict_layers:
+        raise ConfigError(
+            "multi_token needs a configuration with num_nextn_predict_layers >= 1, but got "
+            "num_nextn_predict_layers=0. Set it with dataclasses.replace, or leave multi_token out.",
+            paths=["num_nextn_predict_layers"],
+        )
+    return config.num_nextn_predict_layers
 
 
 def llama_names(config: LlamaConfig | Source) -> tuple[Rename, ...]:

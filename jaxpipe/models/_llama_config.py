@@ -12,6 +12,7 @@ from jaxpipe.weights import Rename, Source
 from ._experts_config import ExpertsConfig
 from ._families import FAMILIES, FULL, SLIDING, Family
 from ._huggingface import ConfigKeys
+from ._latent_config import LatentConfig
 from ._llama_keys import SIZES, read_llama
 from ._rotary import RotaryScaling
 from ._rules import (
@@ -54,6 +55,10 @@ class LlamaConfig:
         initializer_range: Standard deviation of initial weights.
         experts: The mixture of experts that replaces the feed-forward networks. None means no
             mixture.
+        latent: Sizes of multi-head latent attention, with which `head_dim` is
+            `latent.qk_rope_head_dim`, as in `transformers`. None means ordinary heads.
+        num_nextn_predict_layers: Number of layers in Hugging Face's files that predict tokens after
+            the next one; see `llama`.
         dtype: The dtype of computation. None uses the dtype of weights and inputs, which a
             pipeline's `compute_dtype` sets.
         shard_sequence: Whether the residual stream is divided along the positions over the mesh
@@ -92,6 +97,8 @@ class LlamaConfig:
     attention_dropout: float = 0.0
     initializer_range: float = 0.02
     experts: ExpertsConfig | None = None
+    latent: LatentConfig | None = None
+    num_nextn_predict_layers: int = 0
     dtype: Any = None
     shard_sequence: bool = False
     family: str | None = field(default=None, compare=False)
@@ -99,6 +106,7 @@ class LlamaConfig:
     def __post_init__(self) -> None:
         can_divide = is_size(self.hidden_size) and is_size(self.num_attention_heads)
         size = self.hidden_size // self.num_attention_heads if can_divide else None
+        size = self.latent.qk_rope_head_dim if isinstance(self.latent, LatentConfig) else size
         for name, default in {
             "num_key_value_heads": self.num_attention_heads,
             "head_dim": size,
@@ -246,6 +254,8 @@ class LlamaConfig:
             ),
             "Each of these heads serves an equal number of heads of queries.",
         )
+        yield from are_sizes(self, ("num_nextn_predict_layers",), least=0)
+        yield from self._latent_rules()
         yield "head_dim", self.head_dim % 2 == 0, "even", "Positions turn pairs of dims."
         is_scaling = self.rope_scaling is None or isinstance(self.rope_scaling, RotaryScaling)
         yield (
@@ -306,6 +316,22 @@ class LlamaConfig:
         yield "dtype", is_float, "a floating-point dtype or None", "Leave it out."
         is_known = self.family is None or self.family in FAMILIES
         yield "family", is_known, f"None or one of {', '.join(FAMILIES)}", "Leave it out."
+
+    def _latent_rules(self) -> Iterator[Rule]:
+        latent = self.latent
+        if latent is None:
+            return
+        is_latent = isinstance(latent, LatentConfig)
+        yield "latent", is_latent, "a LatentConfig or None", "Make one with its sizes."
+        rule = f"latent.qk_rope_head_dim={latent.qk_rope_head_dim} or None"
+        is_right = self.head_dim == latent.qk_rope_head_dim
+        yield "head_dim", is_right, rule, "latent has the other sizes of a head."
+        is_right, rule = (
+            self.num_key_value_heads == self.num_attention_heads,
+            f"num_attention_heads={self.num_attention_heads} with latent",
+        )
+        yield "num_key_value_heads", is_right, rule, "Each head has its own keys and values."
+        yield "qk_norm", not self.qk_norm, "False with latent", "Its latents are normalised."
 
 
 _COMPUTED = {

@@ -1,0 +1,127 @@
+"""Multi-head latent attention, as in DeepSeek V2 and V3."""
+
+import math
+from typing import cast
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxpipe.transformer import MODEL, Divided, attention, constrained, dividing_axes
+
+from ._latent_config import LatentConfig
+from ._llama_config import LlamaConfig
+from ._positions import positions_of
+from ._rotary import RotaryScaling, rotary, rotate
+
+_NORM_EPS = 1e-6
+"""Epsilon of the latents' norms, which no key of `config.json` sets."""
+
+
+class LatentAttention(nn.Module):
+    """Causal attention whose keys and values are computed from a latent vector of each token.
+
+    Heads are divided over `model`. The latents and the rotary key, which all heads share, are whole
+    on each device of the axis.
+
+    Args:
+        config: The configuration; `config.latent` has the sizes.
+        window: Number of positions that a query sees. None means all earlier positions.
+    """
+
+    config: LlamaConfig
+    window: int | None = None
+
+    @nn.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        positions: jax.Array | None,
+        segment_ids: jax.Array | None,
+        *,
+        train: bool,
+    ) -> jax.Array:
+        """Map `[B, T, H]` to the same shape; see `LlamaBlock`."""
+        config, sizes = self.config, cast(LatentConfig, self.config.latent)
+        batch, length, _ = x.shape
+        samples, over = dividing_axes(batch, config.num_attention_heads)
+
+        def latent(name: str, size: int) -> jax.Array:
+            return constrained(self._dense(name, size, use_bias=config.qkv_bias)(x), samples)
+
+        def norm(name: str, y: jax.Array) -> jax.Array:
+            return nn.RMSNorm(_NORM_EPS, dtype=config.dtype, name=name)(y)
+
+        def heads(name: str, size: int, y: jax.Array) -> jax.Array:
+            dense = self._dense(name, config.num_attention_heads * size, (None, MODEL))
+            shape = batch, length, config.num_attention_heads, size
+            return constrained(dense(y).reshape(shape), samples, None, over)
+
+        of_query = x
+        if sizes.q_lora_rank is not None:
+            of_query = norm("query_norm", latent("query_latent", sizes.q_lora_rank))
+        rank, plain, turned = sizes.kv_lora_rank, sizes.qk_nope_head_dim, sizes.qk_rope_head_dim
+        q = heads("query", sizes.head_dim, of_query)
+        down = latent("key_value_latent", rank + turned)
+        kv = heads(
+            "key_value", plain + sizes.v_head_dim, norm("key_value_norm", down[..., :rank])
+        )
+
+        positions = positions_of(length, segment_ids) if positions is None else positions
+        cos, sin = rotary(positions, turned, config.rope_theta, config.rope_scaling)
+
+        def placed(y: jax.Array) -> jax.Array:
+            return rotate(_halves(y) if sizes.rope_interleave else y, cos, sin)
+
+        q = jnp.concatenate([q[..., :plain], placed(q[..., plain:])], axis=-1)
+        shared = placed(down[:, :, None, rank:])
+        shared = jnp.broadcast_to(shared, (*q.shape[:3], turned))
+        k = jnp.concatenate([kv[..., :plain], shared.astype(kv.dtype)], axis=-1)
+        drops = train and config.attention_dropout > 0 and not self.is_initializing()
+        y = attention(
+            q,
+            constrained(k, samples, None, over),
+            kv[..., plain:],
+            causal=True,
+            window=self.window,
+            segment_ids=segment_ids,
+            dropout_rate=config.attention_dropout if drops else 0.0,
+            key=self.make_rng("dropout") if drops else None,
+            scale=sizes.head_dim**-0.5 * _sharpness(config.rope_scaling),
+        )
+        out = self._dense("out", config.hidden_size, (MODEL, None), use_bias=config.out_bias)
+        return out(y.reshape(batch, length, -1))
+
+    def _dense(
+        self,
+        name: str,
+        features: int,
+        axes: tuple[str | None, str | None] = (None, None),
+        *,
+        use_bias: bool = False,
+    ) -> nn.Dense:
+        normal = nn.initializers.normal(self.config.initializer_range)
+        return nn.Dense(
+            features,
+            use_bias,
+            self.config.dtype,
+            kernel_init=Divided(normal, axes),
+            bias_init=Divided(nn.initializers.zeros, axes[1:]),
+            name=name,
+        )
+
+
+def _halves(x: jax.Array) -> jax.Array:
+    """Move the first dims of neighbouring pairs to the first half, and the second to the second."""
+    return x.reshape(*x.shape[:-1], -1, 2).swapaxes(-1, -2).reshape(x.shape)
+
+
+def _sharpness(scaling: RotaryScaling | None) -> float:
+    """The factor of the scores for contexts that are longer than in training.
+
+    It belongs to `mscale_all_dim`, by which the factor of cosine and sine is divided, so that dims
+    without positions get it too.
+    """
+    if scaling is None or not scaling.mscale_all_dim or scaling.factor <= 1:
+        return 1.0
+    return (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1.0) ** 2
