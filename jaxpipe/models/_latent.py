@@ -63,9 +63,7 @@ class LatentAttention(nn.Module):
         rank, plain, turned = sizes.kv_lora_rank, sizes.qk_nope_head_dim, sizes.qk_rope_head_dim
         q = heads("query", sizes.head_dim, of_query)
         down = latent("key_value_latent", rank + turned)
-        kv = heads(
-            "key_value", plain + sizes.v_head_dim, norm("key_value_norm", down[..., :rank])
-        )
+        kv = heads("key_value", plain + sizes.v_head_dim, norm("key_value_norm", down[..., :rank]))
 
         positions = positions_of(length, segment_ids) if positions is None else positions
         cos, sin = rotary(positions, turned, config.rope_theta, config.rope_scaling)
