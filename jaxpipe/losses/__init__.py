@@ -9,6 +9,7 @@ from ._split_logits import SplitLogits as SplitLogits
 
 # isort: split
 # For other rooms.
+from ._multi_token import next_token_logits as next_token_logits
 from ._split_logits import local_indices as local_indices
 from ._split_logits import over_samples as over_samples
 from ._split_logits import put_together as put_together
@@ -23,6 +24,7 @@ __all__ = [
     "vocab_cross_entropy",
     # For other rooms.
     "local_indices",
+    "next_token_logits",
     "over_samples",
     "put_together",
     "signed",

@@ -247,6 +247,13 @@ def _check(logits: Any, labels: Any, weights: Any, label_smoothing: Any, z_loss:
             "probabilities."
         )
     shape = logits.shape[:-1]
+    if labels.shape != shape and labels.shape == shape[:1] + shape[2:]:
+        raise LayerError(
+            "the labels of a loss for the next token must have the shape of the logits without "
+            f"their last dim, but got logits of {shape[1]} tokens at each position: "
+            f"{list(logits.shape)} for labels {list(labels.shape)}. Use multi_token_cross_entropy, "
+            "or index logits[:, 0]."
+        )
     if labels.shape != shape:
         raise LayerError(
             f"labels must have the shape of the logits without their last dim, {list(shape)}, but "

@@ -1,5 +1,7 @@
 """Cross entropy of a model that predicts several tokens at each position."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -102,6 +104,11 @@ def multi_token_cross_entropy(  # noqa: PLR0913  # the arguments of `cross_entro
         extra += at_depth(depth, labels, weights)[0] / (shape[1] - 1)
     metrics = {"next_token_loss": total / weight, "multi_token_loss": extra / weight}
     return total + share * extra, weight, metrics
+
+
+def next_token_logits(logits: Any, ndim: int) -> Any:
+    """The logits of depth 0 if there is a dim of depths: if there are more dims than `ndim`."""
+    return logits[:, 0] if getattr(logits, "ndim", 0) == ndim + 1 else logits
 
 
 def _ahead(values: jax.Array, fill: int) -> jax.Array:

@@ -46,7 +46,7 @@ class LatentAttention(nn.Module):
         batch, length, _ = x.shape
         samples, over = dividing_axes(batch, config.num_attention_heads)
 
-        def latent(name: str, size: int) -> jax.Array:
+        def down(name: str, size: int) -> jax.Array:
             return constrained(self._dense(name, size, use_bias=config.qkv_bias)(x), samples)
 
         def norm(name: str, y: jax.Array) -> jax.Array:
@@ -57,14 +57,15 @@ class LatentAttention(nn.Module):
             shape = batch, length, config.num_attention_heads, size
             return constrained(dense(y).reshape(shape), samples, None, over)
 
-        of_query = x
-        if sizes.q_lora_rank is not None:
-            of_query = norm("query_norm", latent("query_latent", sizes.q_lora_rank))
         rank, plain, turned = sizes.kv_lora_rank, sizes.qk_nope_head_dim, sizes.qk_rope_head_dim
-        q = heads("query", sizes.head_dim, of_query)
-        down = latent("key_value_latent", rank + turned)
-        kv = heads("key_value", plain + sizes.v_head_dim, norm("key_value_norm", down[..., :rank]))
-
+        if sizes.q_lora_rank is None:
+            q = heads("query", sizes.head_dim, x)
+        else:
+            latent = norm("query_norm", down("query_down", sizes.q_lora_rank))
+            q = heads("query_up", sizes.head_dim, latent)
+        both = down("key_value_down", rank + turned)
+        latent = norm("key_value_norm", both[..., :rank])
+        kv = heads("key_value_up", plain + sizes.v_head_dim, latent)
         positions = positions_of(length, segment_ids) if positions is None else positions
         cos, sin = rotary(positions, turned, config.rope_theta, config.rope_scaling)
 
@@ -72,7 +73,7 @@ class LatentAttention(nn.Module):
             return rotate(_halves(y) if sizes.rope_interleave else y, cos, sin)
 
         q = jnp.concatenate([q[..., :plain], placed(q[..., plain:])], axis=-1)
-        shared = placed(down[:, :, None, rank:])
+        shared = placed(both[:, :, None, rank:])
         shared = jnp.broadcast_to(shared, (*q.shape[:3], turned))
         k = jnp.concatenate([kv[..., :plain], shared.astype(kv.dtype)], axis=-1)
         drops = train and config.attention_dropout > 0 and not self.is_initializing()

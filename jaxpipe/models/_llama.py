@@ -24,7 +24,14 @@ from ._experts import Experts
 from ._experts_config import ExpertsConfig
 from ._latent import LatentAttention
 from ._llama_config import BlockKind, LlamaConfig
-from ._multi_token import MultiToken, block_and_carry, embed_and_carry, norm_and_carry
+from ._multi_token import (
+    MultiToken,
+    block_and_carry,
+    embed_and_carry,
+    multi_token_names,
+    norm_and_carry,
+    with_copies,
+)
 from ._norms import ZeroCenteredRMSNorm
 from ._positions import chunks_of, positions_of
 from ._rotary import RotaryScaling
@@ -294,6 +301,9 @@ def _depths(config: LlamaConfig) -> int:
 def llama_names(config: LlamaConfig | Source) -> tuple[Rename, ...]:
     """Make the table of Hugging Face's names for the weights of `llama(config)`.
 
+    The table serves `llama(config, multi_token=True)` too. Otherwise, the weights of the layers
+    that predict several tokens are skipped.
+
     Args:
         config: The configuration, or a source for `from_huggingface`.
 
@@ -302,15 +312,19 @@ def llama_names(config: LlamaConfig | Source) -> tuple[Rename, ...]:
     """
     if not isinstance(config, LlamaConfig):
         config = LlamaConfig.from_huggingface(config)
-    table, head, last = "model.embed_tokens.weight", "lm_head.weight", config.num_hidden_layers + 1
-    ends = (Rename(table, "0/embedding"), Rename(head, f"{last + 1}/kernel", transpose))
+    last, extra = config.num_hidden_layers + 1, config.num_nextn_predict_layers
+    table = with_copies("model.embed_tokens.weight", 0, config.num_hidden_layers, extra)
+    head = with_copies("lm_head.weight", 1, config.num_hidden_layers, extra)
+    if config.tie_word_embeddings:
+        ends = [Rename((*table, *head), f"tied/{_TABLE}/embedding")]
+    else:
+        ends = [Rename(table, path) for path in ("0/embedding", f"tied/{_TABLE}/embedding")]
+        places = {last + 1, last + 1 + extra}  # without and with the layers of `multi_token`
+        ends += [Rename(head, f"{place}/kernel", transpose) for place in sorted(places)]
     return (
-        *(
-            (Rename((table, head), "tied/embedding/embedding"),)
-            if config.tie_word_embeddings
-            else ends
-        ),
+        *ends,
         *config.names,
+        *multi_token_names(config.names, config.num_hidden_layers, extra),
         Rename("model.norm.weight", f"{last}/scale"),
         # A constant in old files.
         Rename("model.layers.{i}.self_attn.rotary_emb.inv_freq", None),

@@ -4,11 +4,14 @@ With such layers, the blocks of a pipeline carry the tokens along with the resid
 stage needs them to look up the embedding of the next token.
 """
 
+from collections.abc import Iterable
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from jaxpipe.transformer import Divided
+from jaxpipe.weights import Rename, transpose
 
 from ._llama_config import LlamaConfig
 
@@ -93,3 +96,53 @@ def block_and_carry(
 def norm_and_carry(norm: nn.Module, carried: Carried) -> Carried:
     """Normalise the residual stream: the states of depth 0, `[B, 1, T, H]`."""
     return {**carried, "x": norm(carried["x"])[:, None]}
+
+
+def multi_token_names(
+    names: Iterable[Rename], num_hidden_layers: int, num_extra: int
+) -> tuple[Rename, ...]:
+    """Make the table of Hugging Face's names for the layers that predict several tokens.
+
+    In files they are the layers after the last block. Models without them skip their tensors.
+
+    Args:
+        names: The names of the weights of blocks.
+        num_hidden_layers: Number of blocks.
+        num_extra: Number of layers that predict several tokens.
+    """
+    # The norm lies between the blocks and these layers.
+    own = [
+        Rename("model.layers.{i}.eh_proj.weight", "{i+2}/eh_proj/kernel", transpose),
+        Rename("model.layers.{i}.shared_head.norm.weight", "{i+2}/norm/scale"),
+        *(
+            Rename(f"model.layers.{{i}}.{x}.weight", f"{{i+2}}/{x}/scale")
+            for x in ("enorm", "hnorm")
+        ),
+        *(
+            Rename(
+                rename.theirs,
+                tuple(path.replace("{i+1}/", "{i+2}/block/") for path in rename.our_paths),
+                rename.transform,
+            )
+            for rename in names
+        ),
+    ]
+    layers = range(num_hidden_layers, num_hidden_layers + num_extra)
+    in_files = [name for rename in own for name in rename.their_names]
+    in_files += [f"model.layers.{{i}}.{name}" for name in _COPIES]
+    skipped = [
+        Rename(name.replace("{i}", str(layer)), None) for layer in layers for name in in_files
+    ]
+    return (*own, *skipped) if num_extra else ()
+
+
+def with_copies(name: str, copy: int, num_hidden_layers: int, num_extra: int) -> tuple[str, ...]:
+    """Return the names of the embedding, or of the head, which files may repeat in extra layers.
+
+    `copy` is 0 for the embedding and 1 for the head.
+    """
+    layers = range(num_hidden_layers, num_hidden_layers + num_extra)
+    return name, *(f"model.layers.{layer}.{_COPIES[copy]}" for layer in layers)
+
+
+_COPIES = "embed_tokens.weight", "shared_head.head.weight"
