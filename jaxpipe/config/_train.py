@@ -76,12 +76,13 @@ class PipelineConfig(Section):
         split_vocabulary: Whether to split the embedding, the layer that computes the logits, and
             the loss over the stages, so that the loss takes an equal share of a tick on every
             stage. The first layer must be an `nn.Embed` or `nnx.Embed`. The last layer must be an
-            `nn.Dense`, an `nnx.Linear`, or the tied embedding used through `attend`. The loss must
-            pass the logits to `jaxpipe.losses.cross_entropy`. Results, parameter names and
-            checkpoints do not change. `'auto'` splits if all of this holds and the step becomes at
-            least 1 % shorter, estimated from operations and bytes, and logs its decision. `true`
-            raises an error for layers of another form. For a loss of another form it gathers the
-            logits on every stage, and warns about it.
+            `nn.Dense`, an `nnx.Linear`, or the tied embedding used through `attend`. Its logits may
+            be `jaxpipe.layers.SoftCapped`. The loss must pass the logits to
+            `jaxpipe.losses.cross_entropy`. Results, parameter names and checkpoints do not change.
+            `'auto'` splits if all of this holds and the step becomes at least 1 % shorter,
+            estimated from operations and bytes, and logs its decision. `true` raises an error for
+            layers of another form. For a loss of another form it gathers the logits on every stage,
+            and warns about it.
         overlap_vocabulary: Whether last layers that are split over the stages run with the loss one
             tick after the forward pass that feeds them, and the backward pass with them. The next
             forward pass then overlaps their exchanges between stages. Each stage keeps the

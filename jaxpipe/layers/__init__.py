@@ -14,6 +14,7 @@ from ._nnx import Metric as Metric
 from ._protocol import Layer as Layer
 from ._spec import LayerSpec as LayerSpec
 from ._spec import TiedLayerSpec as TiedLayerSpec
+from ._vocab import SoftCapped as SoftCapped
 from ._vocab import VocabEmbed as VocabEmbed
 from ._vocab import VocabHead as VocabHead
 
@@ -50,6 +51,7 @@ __all__ = [
     "LayerSpec",
     "Metric",
     "PipelineModule",
+    "SoftCapped",
     "TiedLayerSpec",
     "VocabEmbed",
     "VocabHead",

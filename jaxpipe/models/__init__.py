@@ -12,17 +12,21 @@ from ._latent_config import LatentConfig as LatentConfig
 from ._llama import LlamaBlock as LlamaBlock
 from ._llama import llama as llama
 from ._llama import llama_names as llama_names
+from ._llama_config import BlockKind as BlockKind
 from ._llama_config import LlamaConfig as LlamaConfig
+from ._rotary import Rotary as Rotary
 from ._rotary import RotaryScaling as RotaryScaling
 
 __all__ = [
     "BertConfig",
+    "BlockKind",
     "Experts",
     "ExpertsConfig",
     "GPT2Config",
     "LatentConfig",
     "LlamaBlock",
     "LlamaConfig",
+    "Rotary",
     "RotaryScaling",
     "bert",
     "bert_names",

@@ -1,54 +1,14 @@
 """Model families that the Llama decoder supports, with the keys, defaults and names of each."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from jaxpipe.weights import Rename, Transform, split, stack, transpose
 
-from ._experts_config import ExpertsConfig
 from ._huggingface import Computed
-
-FULL, SLIDING = "full_attention", "sliding_attention"
-"""Names in `layer_types` of layers that see all earlier positions, and of layers with a window."""
-
-Flag = bool | tuple[str, bool]
-"""A switch that is constant in a family, or its key in `config.json` and the key's default."""
-
-
-@dataclass(frozen=True)
-class Mixture:
-    """The keys of a family's mixture of experts.
-
-    Attributes:
-        num_experts: Key of the number of experts. `num_local_experts` is also read in its place.
-        num_experts_per_tok: Default if the key `num_experts_per_tok` is missing.
-        size: Key of the experts' width.
-        has_dense_layers: Whether the family has keys for layers without experts and for dividing
-            gates by their sum.
-        shared_size: Key of the width of the expert that every token is sent to. None if the family
-            has no shared expert.
-    """
-
-    num_experts: str
-    num_experts_per_tok: int
-    size: str
-    has_dense_layers: bool = True
-    shared_size: str | None = None
-
-    def to_dict(self, experts: ExpertsConfig) -> dict[str, Any]:
-        """Return the keys and values; fields without a key are left out."""
-        found: dict[str, Any] = {
-            self.num_experts: experts.num_experts,
-            "num_experts_per_tok": experts.num_experts_per_tok,
-            self.size: experts.intermediate_size,
-        }
-        if self.has_dense_layers:
-            found |= {
-                "norm_topk_prob": experts.norm_topk_prob,
-                "mlp_only_layers": list(experts.dense_layers),
-            }
-        return found | ({} if self.shared_size is None else {self.shared_size: experts.shared_size})
+from ._mixtures import InSomeLayers, Mixture, SameInAllLayers
+from ._windows import EveryLayer, NoWindows, OptionalWindows, WindowPattern, Windows
 
 
 @dataclass(frozen=True)
@@ -56,39 +16,30 @@ class Family:
     """A family of models that the Llama decoder supports.
 
     Attributes:
+        title: Its name in documentation.
         classes: Prefix of the names of its classes in `transformers`.
         names: Hugging Face's names of the weights of blocks. Names of weights that a model does not
             have are ignored.
-        num_key_value_heads: Default if the key is missing. None means the number of query heads.
-        head_dim: Default if the key is missing. None means the width divided by the query heads.
-        rms_norm_eps: Default if the key is missing.
-        rope_theta: Default if the key is missing.
-        qkv_bias: Whether queries, keys and values have biases.
-        out_bias: Whether the attention's output has a bias.
-        mlp_bias: Whether the feed-forward network has biases.
-        qk_norm: Whether heads of queries and keys are normalised.
-        windows: `"none"` means no windows. With `"all"`, all layers have `sliding_window`. With
-            `"by_layer"` and `use_sliding_window`, the layers of `layer_types` have it, or the
-            layers from `max_window_layers` on.
-        sliding_window: Default if the key is missing and `windows` reads it.
-        mixture: Keys of its experts.
+        fixed: Fields of `LlamaConfig` that have the same value in every model of the family.
+        keys: Keys of fields that only some families have, or that have another name here, by field.
+        defaults: Values of fields whose key is missing, where they differ from those of
+            `LlamaConfig`.
+        windows: Which layers have a window.
+        has_unrotated: Whether there are keys for layers without a rotary embedding.
+        mixture: Its experts.
         computed: Keys of only this family that change results, with the values for which they do
             not.
         ignored: Keys that do not change results in this family.
     """
 
+    title: str
     classes: str
     names: tuple[Rename, ...]
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    qkv_bias: Flag = False
-    out_bias: Flag = False
-    mlp_bias: Flag = False
-    qk_norm: bool = False
-    windows: Literal["none", "all", "by_layer"] = "none"
-    sliding_window: int | None = None
+    fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    keys: Mapping[str, str] = field(default_factory=dict[str, str])
+    defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    windows: Windows = NoWindows()
+    has_unrotated: bool = False
     mixture: Mixture | None = None
     computed: Computed = field(default_factory=dict[str, Any])
     ignored: tuple[str, ...] = ()
@@ -130,14 +81,23 @@ def _fused(theirs: str, module: str, *parts: str) -> Rename:
     )
 
 
-_NORMS = tuple(
-    _of_layers(f"{theirs}.weight", f"{ours}/scale")
-    for ours, theirs in {
-        "attention/query_norm": "self_attn.q_norm",
-        "attention/key_norm": "self_attn.k_norm",
-        "attention_norm": "input_layernorm",
-        "feed_forward_norm": "post_attention_layernorm",
-    }.items()
+def _scales(names: Mapping[str, str]) -> tuple[Rename, ...]:
+    return tuple(_of_layers(f"{theirs}.weight", f"{ours}/scale") for ours, theirs in names.items())
+
+
+_HEAD_NORMS = {
+    "attention/query_norm": "self_attn.q_norm",
+    "attention/key_norm": "self_attn.k_norm",
+    "attention_norm": "input_layernorm",
+}
+_NORMS = _scales({**_HEAD_NORMS, "feed_forward_norm": "post_attention_layernorm"})
+_POST_NORMS = _scales(
+    {
+        **_HEAD_NORMS,
+        "attention_post_norm": "post_attention_layernorm",
+        "feed_forward_norm": "pre_feedforward_layernorm",
+        "feed_forward_post_norm": "post_feedforward_layernorm",
+    }
 )
 _OUT, _DOWN = {"attention/out": "self_attn.o_proj"}, {"feed_forward/down": "mlp.down_proj"}
 _ATTENTION = {
@@ -151,25 +111,50 @@ _SHARED = {
 }
 _QWEN_MOE = _DENSE + _experts("mlp", "gate_proj", "up_proj", "down_proj")
 
+_BIASES: Mapping[str, str] = dict.fromkeys(("qkv_bias", "out_bias"), "attention_bias")
+"""A key for all biases of the attention."""
+
+_GEMMA = Family(
+    "Gemma",
+    "Gemma",
+    _products(_ATTENTION | _FEED_FORWARD) + _POST_NORMS,
+    fixed=dict.fromkeys(("zero_centered_norms", "post_norms", "scale_embeddings"), True),
+    keys={
+        **_BIASES,
+        "hidden_act": "hidden_activation",
+        "query_pre_attn_scalar": "query_pre_attn_scalar",
+        "final_logit_softcapping": "final_logit_softcapping",
+    },
+    defaults={
+        "hidden_act": "gelu_pytorch_tanh",
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "tie_word_embeddings": True,
+    },
+    ignored=("hidden_act",),  # `transformers` reads the other key
+)
+"""What Gemma's families share."""
+
 FAMILIES: Mapping[str, Family] = {
-    "llama": Family(
-        "Llama",
+    "llama": Family("Llama 1, 2 and 3", "Llama", _DENSE, keys={**_BIASES, "mlp_bias": "mlp_bias"}),
+    "mistral": Family(
+        "Mistral",
+        "Mistral",
         _DENSE,
-        qkv_bias=("attention_bias", False),
-        out_bias=("attention_bias", False),
-        mlp_bias=("mlp_bias", False),
+        defaults={"num_key_value_heads": 8},
+        windows=EveryLayer(4096),
     ),
-    "mistral": Family("Mistral", _DENSE, num_key_value_heads=8, windows="all", sliding_window=4096),
     "mixtral": Family(
         "Mixtral",
+        "Mixtral",
         _DENSE + _experts("block_sparse_moe", "w1", "w3", "w2"),
-        num_key_value_heads=8,
-        rms_norm_eps=1e-5,
-        rope_theta=1e6,
-        windows="all",
-        mixture=Mixture("num_local_experts", 2, "intermediate_size", has_dense_layers=False),
+        defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+        windows=EveryLayer(None),
+        mixture=SameInAllLayers(2),
     ),
     "phi3": Family(
+        "Phi-3 and Phi-4",
         "Phi3",
         (
             _fused("self_attn.qkv_proj", "attention", "query", "key", "value"),
@@ -177,49 +162,77 @@ FAMILIES: Mapping[str, Family] = {
             *_products(_OUT | _DOWN),
             *_NORMS,
         ),
-        rms_norm_eps=1e-5,
-        windows="all",
+        keys={"partial_rotary_factor": "partial_rotary_factor"},
+        defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
+        windows=EveryLayer(None),
         computed=dict.fromkeys(("embd_pdrop", "resid_pdrop"), (0.0,)),
         ignored=("original_max_position_embeddings",),  # read with a scaling
     ),
+    "gemma2": replace(
+        _GEMMA,
+        title="Gemma 2",
+        classes="Gemma2",
+        keys={**_GEMMA.keys, "attn_logit_softcapping": "attn_logit_softcapping"},
+        defaults={
+            **_GEMMA.defaults,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        windows=WindowPattern(4096, 2),
+    ),
+    "gemma3_text": replace(
+        _GEMMA,
+        title="Gemma 3",
+        classes="Gemma3",
+        fixed={**_GEMMA.fixed, "qk_norm": True},
+        keys={**_GEMMA.keys, "rope_local_base_freq": "rope_local_base_freq"},
+        defaults={**_GEMMA.defaults, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
+        windows=WindowPattern(4096, 6, "sliding_window_pattern"),
+    ),
     "qwen2": Family(
+        "Qwen 2 and 2.5",
         "Qwen2",
         _DENSE,
-        num_key_value_heads=32,
-        qkv_bias=True,
-        windows="by_layer",
-        sliding_window=4096,
+        fixed={"qkv_bias": True},
+        defaults={"num_key_value_heads": 32},
+        windows=OptionalWindows(4096),
     ),
     "qwen2_moe": Family(
+        "Qwen 2 MoE",
         "Qwen2Moe",
         _QWEN_MOE + _products(_SHARED | {"feed_forward/shared_gate": "mlp.shared_expert_gate"}),
-        num_key_value_heads=16,
-        qkv_bias=("qkv_bias", True),
-        mixture=Mixture(
-            "num_experts", 4, "moe_intermediate_size", shared_size="shared_expert_intermediate_size"
-        ),
+        keys={"qkv_bias": "qkv_bias"},
+        defaults={"num_key_value_heads": 16, "qkv_bias": True},
+        mixture=InSomeLayers(4, has_shared=True),
         ignored=("sliding_window",),  # has no effect without `use_sliding_window`
     ),
     "qwen3": Family(
+        "Qwen 3",
         "Qwen3",
         _DENSE,
-        num_key_value_heads=32,
-        head_dim=128,
-        qkv_bias=("attention_bias", False),
-        out_bias=("attention_bias", False),
-        qk_norm=True,
-        windows="by_layer",
-        sliding_window=4096,
+        fixed={"qk_norm": True},
+        keys=_BIASES,
+        defaults={"num_key_value_heads": 32, "head_dim": 128},
+        windows=OptionalWindows(4096),
     ),
     "qwen3_moe": Family(
+        "Qwen 3 MoE",
         "Qwen3Moe",
         _QWEN_MOE,
-        num_key_value_heads=4,
-        qkv_bias=("attention_bias", False),
-        out_bias=("attention_bias", False),
-        qk_norm=True,
-        mixture=Mixture("num_experts", 8, "moe_intermediate_size"),
+        fixed={"qk_norm": True},
+        keys=_BIASES,
+        defaults={"num_key_value_heads": 4},
+        mixture=InSomeLayers(8),
         ignored=("sliding_window",),
+    ),
+    "smollm3": Family(
+        "SmolLM 3",
+        "SmolLM3",
+        _DENSE,
+        keys={**_BIASES, "mlp_bias": "mlp_bias"},
+        defaults={"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True},
+        windows=OptionalWindows(None, of_unrotated=True),
+        has_unrotated=True,
     ),
 }
 """Families by the `model_type` of their `config.json`."""

@@ -39,6 +39,7 @@ _COMPUTED: Computed = {
             "alibi",
             "rope_interleaved",
             "scale_embedding",
+            "use_bidirectional_attention",
             "use_sliding_window",
         ),
         (False,),

@@ -1,4 +1,4 @@
-"""One decoder for Llama 2 and 3, Mistral, Mixtral, Phi-3, SmolLM, Qwen 2, 2.5 and 3 and Qwen's MoE.
+"""One decoder for the families of `_families.py`, made of the parts that a configuration chooses.
 
 Inside a stage, heads and features are divided over a mesh axis `model`. Projections from the
 residual stream are divided by columns and projections back to it by rows, with one sum over the
@@ -6,21 +6,24 @@ axis after attention and one after the feed-forward network. Without such an axi
 divided.
 """
 
+from dataclasses import replace
 from typing import Any, cast
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from jaxpipe.errors import ConfigError, LayerError
-from jaxpipe.layers import LayerSpec, TiedLayerSpec
+from jaxpipe.layers import LayerSpec, SoftCapped, TiedLayerSpec
 from jaxpipe.recompute import reduced
 from jaxpipe.transformer import MODEL, Divided, attention, constrained, dividing_axes
 from jaxpipe.weights import Rename, Source, transpose
 
+from ._activations import ACTIVATIONS
 from ._experts import Experts
 from ._experts_config import ExpertsConfig
 from ._latent import LatentAttention
-from ._llama_config import LlamaConfig
+from ._llama_config import BlockKind, LlamaConfig
 from ._multi_token import (
     MultiToken,
     block_and_carry,
@@ -29,8 +32,9 @@ from ._multi_token import (
     norm_and_carry,
     with_copies,
 )
-from ._positions import positions_of
-from ._rotary import rotary, rotate
+from ._norms import ZeroCenteredRMSNorm
+from ._positions import chunks_of, positions_of
+from ._rotary import RotaryScaling
 
 _TABLE = "embedding"
 """Key of the tied table, and its name in the layers that use it."""
@@ -39,19 +43,16 @@ _TABLE = "embedding"
 class LlamaBlock(nn.Module):
     """A decoder block, which maps `[B, T, H]` to the same shape.
 
-    It consists of attention and a feed-forward network, each with a norm before it and a residual
-    connection.
+    It consists of attention and a feed-forward network, each with a norm before it, perhaps one
+    after it, and a residual connection.
 
     Args:
         config: The configuration.
-        window: Number of positions that a query sees, including its own. None means all earlier
-            positions.
-        is_mixture: Whether its feed-forward network is the mixture `config.experts`.
+        kind: What distinguishes it from other blocks, from `config.kind(layer)`.
     """
 
     config: LlamaConfig
-    window: int | None = None
-    is_mixture: bool = False
+    kind: BlockKind
 
     @nn.compact
     def __call__(
@@ -80,14 +81,17 @@ class LlamaBlock(nn.Module):
             LayerError: There are segments, but the rotary angles depend on the length of a text.
         """
         config = self.config
-        kind = LlamaAttention if config.latent is None else LatentAttention
-        attend = kind(config, self.window, name="attention")
-        x = x + self._added(
-            attend(_norm(config, "attention_norm")(x), positions, segment_ids, train=train)
-        )
+        if config.latent is None:
+            attend = LlamaAttention(config, self.kind, name="attention")
+        else:
+            attend = LatentAttention(config, self.kind.window, name="attention")
+        h = _norm(config, "attention_norm")(x)
+        y = self._added(attend(h, positions, segment_ids, train=train))
+        x = x + (_norm(config, "attention_post_norm")(y) if config.post_norms else y)
         h = _norm(config, "feed_forward_norm")(x)
-        mixture = LlamaMixture if self.is_mixture else LlamaFeedForward
-        x = x + self._added(mixture(config, name="feed_forward")(h))
+        mixture = LlamaMixture if self.kind.is_mixture else LlamaFeedForward
+        y = self._added(mixture(config, name="feed_forward")(h))
+        x = x + (_norm(config, "feed_forward_post_norm")(y) if config.post_norms else y)
         return constrained(x, *self._axes(x)) if config.shard_sequence else x
 
     def _added(self, y: jax.Array) -> jax.Array:
@@ -106,13 +110,10 @@ class LlamaBlock(nn.Module):
 
 
 class LlamaAttention(nn.Module):
-    """Causal attention of N query heads to K key heads, with rotary positions.
-
-    A query sees `window` positions; with None it sees all earlier positions.
-    """
+    """Causal attention of N query heads to K key heads, with rotary positions."""
 
     config: LlamaConfig
-    window: int | None = None
+    kind: BlockKind
 
     @nn.compact
     def __call__(
@@ -138,34 +139,31 @@ class LlamaAttention(nn.Module):
         k, v = (heads(name, config.num_key_value_heads) for name in ("key", "value"))
         if config.qk_norm:
             q, k = _norm(config, "query_norm")(q), _norm(config, "key_norm")(k)
-        scaling = config.rope_scaling
-        if segment_ids is not None and scaling is not None and scaling.is_stretched(length):
-            raise LayerError(
-                "packed texts together must not be longer than the context at which "
-                "rope_type='dynamic' begins to stretch, because the angles of a text depend on its "
-                "own length, but got "
-                f"segment_ids for {length} positions and "
-                f"original_max_position_embeddings={scaling.original_max_position_embeddings}. "
-                "Pack fewer texts."
-            )
-        positions = positions_of(length, segment_ids) if positions is None else positions
-        cos, sin = rotary(positions, config.head_dim, config.rope_theta, scaling)
+        if positions is None:
+            positions = positions_of(length, segment_ids)
+        if self.kind.rotary is not None:
+            _check_packed(self.kind.rotary.scaling, length, segment_ids)
+            q, k = self.kind.rotary(positions, q, k)
+        if self.kind.chunk is not None and length > self.kind.chunk:
+            segment_ids = chunks_of(positions, segment_ids, self.kind.chunk, batch)
         drops = train and config.attention_dropout > 0 and not self.is_initializing()
         y = attention(
-            rotate(q, cos, sin),
-            rotate(k, cos, sin),
+            q,
+            k,
             v,
             causal=True,
-            window=self.window,
+            window=self.kind.window,
             segment_ids=segment_ids,
             dropout_rate=config.attention_dropout if drops else 0.0,
             key=self.make_rng("dropout") if drops else None,
+            scale=(config.query_pre_attn_scalar or config.head_dim) ** -0.5,
+            soft_cap=config.attn_logit_softcapping,
         )
         return _rows(config, "out", use_bias=config.out_bias)(y.reshape(batch, length, -1))
 
 
 class LlamaFeedForward(nn.Module):
-    """SwiGLU: `down(silu(gate(x)) * up(x))`.
+    """A gated network: `down(activation(gate(x)) * up(x))`.
 
     Its width is `size`, or `config.intermediate_size` with None.
     """
@@ -183,7 +181,8 @@ class LlamaFeedForward(nn.Module):
             y = _columns(config, size, name, use_bias=config.mlp_bias)(x)
             return constrained(y, samples, None, features)
 
-        return _rows(config, "down", use_bias=config.mlp_bias)(nn.silu(wide("gate")) * wide("up"))
+        gate = ACTIVATIONS[config.hidden_act](wide("gate"))
+        return _rows(config, "down", use_bias=config.mlp_bias)(gate * wide("up"))
 
 
 class LlamaMixture(nn.Module):
@@ -251,16 +250,18 @@ def llama(config: LlamaConfig, *, multi_token: bool = False) -> list[LayerSpec]:
         "embedding_init": of_table,
     }
     depths = _depths(config) if multi_token else 0
-    first, block, norm = (
-        (embed_and_carry, block_and_carry, norm_and_carry) if depths else (None, None, None)
-    )
+    first, block, norm = _scaled if config.scale_embeddings else None, None, None
+    if depths:
+        first, block, norm = embed_and_carry, block_and_carry, norm_and_carry
     middle = [
-        LayerSpec(LlamaBlock, config, config.window(i), config.is_mixture(i), forward_fn=block)
-        for i in range(config.num_hidden_layers)
+        LayerSpec(LlamaBlock, config, config.kind(layer), forward_fn=block)
+        for layer in range(config.num_hidden_layers)
     ]
-    middle.append(LayerSpec(nn.RMSNorm, config.rms_norm_eps, dtype=config.dtype, forward_fn=norm))
+    args = config.rms_norm_eps, config.dtype
+    middle.append(LayerSpec(_norm_class(config), *args, forward_fn=norm))
     for depth in range(1, depths + 1):
-        extra = LlamaBlock(config, is_mixture=config.experts is not None)
+        kind = config.kind(config.num_hidden_layers - 1)
+        extra = LlamaBlock(config, replace(kind, is_mixture=config.experts is not None))
         args = extra, of_table, depth == depths
         middle.append(TiedLayerSpec(_TABLE, MultiToken, config, *args, tied_weight_attr=_TABLE))
 
@@ -269,13 +270,21 @@ def llama(config: LlamaConfig, *, multi_token: bool = False) -> list[LayerSpec]:
             _TABLE, nn.Embed, **table, tied_weight_attr=_TABLE, forward_fn=forward_fn
         )
 
+    cap = config.final_logit_softcapping
     if config.tie_word_embeddings:
-        return [embed(first), *middle, embed(nn.Embed.attend)]
+        attend = nn.Embed.attend
+        return [embed(first), *middle, embed(attend if cap is None else SoftCapped(cap, attend))]
     kernel_init = Divided(normal, (None, MODEL), is_vocabulary=True)
     head = LayerSpec(
-        nn.Dense, config.vocab_size, use_bias=False, dtype=config.dtype, kernel_init=kernel_init
+        nn.Dense,
+        config.vocab_size,
+        use_bias=False,
+        dtype=config.dtype,
+        kernel_init=kernel_init,
+        forward_fn=None if cap is None else SoftCapped(cap),
     )
-    return [embed(first) if depths else LayerSpec(nn.Embed, **table), *middle, head]
+    table_layer = embed(first) if depths else LayerSpec(nn.Embed, **table, forward_fn=first)
+    return [table_layer, *middle, head]
 
 
 def _depths(config: LlamaConfig) -> int:
@@ -322,8 +331,28 @@ def llama_names(config: LlamaConfig | Source) -> tuple[Rename, ...]:
     )
 
 
-def _norm(config: LlamaConfig, name: str) -> nn.RMSNorm:
-    return nn.RMSNorm(config.rms_norm_eps, dtype=config.dtype, name=name)
+def _scaled(embed: Any, tokens: jax.Array) -> jax.Array:
+    rows = embed(tokens)
+    return rows * jnp.asarray(embed.features**0.5, rows.dtype)
+
+
+def _check_packed(scaling: RotaryScaling | None, length: int, segment_ids: Any) -> None:
+    if segment_ids is not None and scaling is not None and scaling.is_stretched(length):
+        raise LayerError(
+            "packed texts together must not be longer than the context at which "
+            f"rope_type={scaling.rope_type!r} begins to stretch, because the angles of a text "
+            f"depend on its own length, but got segment_ids for {length} positions and "
+            f"original_max_position_embeddings={scaling.original_max_position_embeddings}. Pack "
+            "fewer texts."
+        )
+
+
+def _norm(config: LlamaConfig, name: str) -> nn.Module:
+    return _norm_class(config)(config.rms_norm_eps, dtype=config.dtype, name=name)
+
+
+def _norm_class(config: LlamaConfig) -> type[nn.RMSNorm] | type[ZeroCenteredRMSNorm]:
+    return ZeroCenteredRMSNorm if config.zero_centered_norms else nn.RMSNorm
 
 
 def _columns(config: LlamaConfig, features: int, name: str, *, use_bias: bool) -> nn.Dense:

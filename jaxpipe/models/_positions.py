@@ -16,3 +16,18 @@ def positions_of(length: int, segment_ids: jax.Array | None) -> jax.Array:
     changes = segment_ids[:, 1:] != segment_ids[:, :-1]
     begins = jnp.concatenate([jnp.zeros_like(changes, shape=(len(segment_ids), 1)), changes], 1)
     return index - jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
+
+
+def chunks_of(
+    positions: jax.Array, segment_ids: jax.Array | None, size: int, batch: int
+) -> jax.Array:
+    """Return integers `[B, T]` that are equal for tokens of the same chunk of the same text.
+
+    A chunk has `size` positions. `positions` are integers `[B or 1, T]`, and `segment_ids` are
+    those of `positions_of`.
+    """
+    positions = jnp.broadcast_to(positions, (batch, positions.shape[1]))
+    begins = positions[:, 1:] // size != positions[:, :-1] // size
+    if segment_ids is not None:
+        begins |= segment_ids[:, 1:] != segment_ids[:, :-1]
+    return jnp.pad(jnp.cumsum(begins, axis=1), ((0, 0), (1, 0)))

@@ -130,8 +130,8 @@ def attention(  # noqa: PLR0913  # what may hide a key, one argument each
     _check_options(implementation, dropout_rate, key, window, soft_cap)
     if sinks is not None:
         sinks = _checked_sinks(sinks, q.shape[2])
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    pattern = Pattern(causal, as_integer(window), scale, dropout_rate, soft_cap)
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    pattern = Pattern(causal, as_integer(window), factor, dropout_rate, soft_cap)
     visibility = _visibility(q, k, mask, lengths, segment_ids)
     visibility = visibility._replace(key=key if dropout_rate else None)
     if implementation == "auto" or (implementation == "splash" and _is_absent()):

@@ -148,6 +148,45 @@ def test_gradients(case: str) -> None:
     check(llama(LlamaConfig(**{**SIZES, **changes})), axes, **settings)
 
 
+GEMMA: dict[str, Any] = {
+    **dict.fromkeys(("zero_centered_norms", "post_norms", "scale_embeddings"), True),
+    "hidden_act": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 9.0,
+    "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 3.0,
+    "sliding_window": 3,
+    "layer_types": ("sliding_attention", "full_attention"),
+    "rope_local_base_freq": 100.0,
+    "tie_word_embeddings": True,
+}
+LONGROPE = RotaryScaling("longrope", 4.0, 4, short_factor=(1.0,), long_factor=(2.0,))
+UNROTATED: dict[str, Any] = {
+    "nope_layers": (1,),
+    "partial_rotary_factor": 0.5,
+    "rope_scaling": LONGROPE,
+}
+PARTS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
+    "gemma": (GEMMA, {"pipe": 2, "data": 2}, {"split_vocabulary": True}),
+    "unrotated": (UNROTATED, {"pipe": 2, "data": 2}, {}),
+}
+MORE_PARTS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
+    "gemma_model": (GEMMA, {"pipe": 2, "data": 2, "model": 2}, {"is_packed": True}),
+    "gemma_untied": (
+        {**GEMMA, "tie_word_embeddings": False},
+        {"pipe": 2, "data": 1, "model": 2},
+        {"split_vocabulary": True},
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [*PARTS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_PARTS)]
+)
+def test_gradients_of_the_parts_of_families(case: str) -> None:
+    changes, axes, settings = {**PARTS, **MORE_PARTS}[case]
+    check(llama(LlamaConfig(**{**SIZES, "num_hidden_layers": 2, **changes})), axes, **settings)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "bert"])
 def test_gradients_of_other_families(family: str) -> None:
@@ -173,9 +212,9 @@ def test_a_folder_is_read_and_what_would_change_numbers_is_refused(tmp_path: Pat
     assert hash(config) == hash(LlamaConfig.from_huggingface(path))
     with pytest.raises(
         ConfigError,
-        match=r"rope_type must be one of default, linear, .*, but got rope_type='longrope'",
+        match=r"rope_type must be one of default, linear, .*, but got rope_type='proportional'",
     ):
-        LlamaConfig.from_huggingface({**values, "rope_parameters": {"rope_type": "longrope"}})
+        LlamaConfig.from_huggingface({**values, "rope_parameters": {"rope_type": "proportional"}})
     with pytest.raises(ConfigError, match="logit_scale must be 1.0, but got logit_scale=0.5"):
         LlamaConfig.from_huggingface({**values, "logit_scale": 0.5})
     with pytest.raises(ConfigError, match=r"must be readable, but got .*missing"):

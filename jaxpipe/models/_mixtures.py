@@ -1,0 +1,114 @@
+"""Mixtures of experts in a `config.json`, by family."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+from ._experts_config import ExpertsConfig
+from ._huggingface import ConfigKeys, wrong
+from ._rules import is_size
+
+
+class Mixture(ABC):
+    """How a family describes its mixture of experts.
+
+    Attributes:
+        has_shared: Whether the family has an expert that every token is sent to.
+    """
+
+    has_shared: bool = False
+
+    @abstractmethod
+    def read(self, keys: ConfigKeys) -> ExpertsConfig:
+        """Read the mixture and the layers without it."""
+
+    @abstractmethod
+    def write(self, config: Any, experts: ExpertsConfig) -> dict[str, Any]:
+        """Return the keys of a `config.json` for the mixture of a `LlamaConfig`.
+
+        Fields without a key are left out.
+        """
+
+
+@dataclass(frozen=True)
+class SameInAllLayers(Mixture):
+    """A mixture in every layer, as in Mixtral.
+
+    Attributes:
+        num_experts_per_tok: Default if the key is missing.
+    """
+
+    num_experts_per_tok: int
+
+    def read(self, keys: ConfigKeys) -> ExpertsConfig:
+        """See `Mixture`."""
+        number = _number(keys)
+        per_token = keys.size("num_experts_per_tok", self.num_experts_per_tok)
+        return ExpertsConfig(number, per_token, keys.size("intermediate_size"))
+
+    def write(self, config: Any, experts: ExpertsConfig) -> dict[str, Any]:
+        """See `Mixture`."""
+        del config
+        return {
+            "num_local_experts": experts.num_experts,
+            "num_experts_per_tok": experts.num_experts_per_tok,
+            "intermediate_size": experts.intermediate_size,
+        }
+
+
+@dataclass(frozen=True)
+class InSomeLayers(Mixture):
+    """A mixture in some layers, as in Qwen's MoE.
+
+    Attributes:
+        num_experts_per_tok: Default if the key is missing.
+        has_shared: See `Mixture`.
+    """
+
+    num_experts_per_tok: int
+    has_shared: bool = False
+
+    def read(self, keys: ConfigKeys) -> ExpertsConfig:
+        """See `Mixture`."""
+        number = _number(keys)
+        step, num_layers = keys.size("decoder_sparse_step", 1), keys.size("num_hidden_layers")
+        dense = keys.get("mlp_only_layers", None)
+        dense = [] if dense is None else dense
+        if not isinstance(dense, list | tuple) or not all(
+            is_size(layer, 0) and layer < num_layers for layer in dense
+        ):
+            rule = f"numbers of layers below num_hidden_layers={num_layers}"
+            raise wrong("mlp_only_layers", rule, dense, "Correct it")
+        return ExpertsConfig(
+            number,
+            keys.size("num_experts_per_tok", self.num_experts_per_tok),
+            keys.size("moe_intermediate_size"),
+            norm_topk_prob=keys.flag("norm_topk_prob", False),
+            shared_size=keys.size(_SHARED_SIZE, least=0) if self.has_shared else 0,
+            dense_layers=tuple(
+                layer for layer in range(num_layers) if layer in dense or (layer + 1) % step
+            ),
+        )
+
+    def write(self, config: Any, experts: ExpertsConfig) -> dict[str, Any]:
+        """See `Mixture`."""
+        del config
+        return {
+            "num_experts": experts.num_experts,
+            "num_experts_per_tok": experts.num_experts_per_tok,
+            "moe_intermediate_size": experts.intermediate_size,
+            "norm_topk_prob": experts.norm_topk_prob,
+            "mlp_only_layers": list(experts.dense_layers),
+            **({_SHARED_SIZE: experts.shared_size} if self.has_shared else {}),
+        }
+
+
+_SHARED_SIZE = "shared_expert_intermediate_size"
+
+
+def _number(keys: ConfigKeys) -> int:
+    """Read the number of experts, which has one of two keys."""
+    local = keys.get("num_local_experts", None)
+    number = keys.size("num_experts" if local is None else "num_local_experts")
+    keys.check("num_experts", number)
+    return number
