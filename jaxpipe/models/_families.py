@@ -7,7 +7,7 @@ from typing import Any
 from jaxpipe.weights import Rename, Transform, split, stack, transpose
 
 from ._huggingface import Computed
-from ._mixtures import InSomeLayers, Mixture, SameInAllLayers
+from ._mixtures import AfterDenseLayers, InSomeLayers, Mixture, SameInAllLayers
 from ._windows import EveryLayer, NoWindows, OptionalWindows, WindowPattern, Windows
 
 
@@ -26,6 +26,7 @@ class Family:
             `LlamaConfig`.
         windows: Which layers have a window.
         has_unrotated: Whether there are keys for layers without a rotary embedding.
+        has_latent: Whether it has multi-head latent attention.
         mixture: Its experts.
         computed: Keys of only this family that change results, with the values for which they do
             not.
@@ -40,6 +41,7 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
     windows: Windows = NoWindows()
     has_unrotated: bool = False
+    has_latent: bool = False
     mixture: Mixture | None = None
     computed: Computed = field(default_factory=dict[str, Any])
     ignored: tuple[str, ...] = ()
@@ -105,10 +107,15 @@ _ATTENTION = {
 } | _OUT
 _FEED_FORWARD = {f"feed_forward/{name}": f"mlp.{name}_proj" for name in ("gate", "up")} | _DOWN
 _DENSE = _products(_ATTENTION | _FEED_FORWARD) + _NORMS
-_SHARED = {
-    f"feed_forward/shared/{name}": f"mlp.shared_expert.{name}_proj"
-    for name in ("gate", "up", "down")
-}
+
+
+def _shared(module: str) -> dict[str, str]:
+    return {
+        f"feed_forward/shared/{name}": f"mlp.{module}.{name}_proj"
+        for name in ("gate", "up", "down")
+    }
+
+
 _QWEN_MOE = _DENSE + _experts("mlp", "gate_proj", "up_proj", "down_proj")
 
 _BIASES: Mapping[str, str] = dict.fromkeys(("qkv_bias", "out_bias"), "attention_bias")
@@ -135,6 +142,68 @@ _GEMMA = Family(
     ignored=("hidden_act",),  # `transformers` reads the other key
 )
 """What Gemma's families share."""
+
+_LATENT = {
+    "attention/query": "self_attn.q_proj",
+    "attention/query_down": "self_attn.q_a_proj",
+    "attention/query_up": "self_attn.q_b_proj",
+    "attention/key_value_down": "self_attn.kv_a_proj_with_mqa",
+    "attention/key_value_up": "self_attn.kv_b_proj",
+}
+_EIGHT_BITS = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+}
+"""Weights in files that are read as their products with the factors of blocks."""
+
+_DEEPSEEK_V2 = Family(
+    "DeepSeek V2 Lite",
+    "DeepseekV2",
+    (
+        *_products(_LATENT | _OUT | _FEED_FORWARD | _shared("shared_experts")),
+        *_scales(
+            {
+                "attention/query_norm": "self_attn.q_a_layernorm",
+                "attention/key_value_norm": "self_attn.kv_a_layernorm",
+                "attention_norm": "input_layernorm",
+                "feed_forward_norm": "post_attention_layernorm",
+            }
+        ),
+        *_experts("mlp", "gate_proj", "up_proj", "down_proj"),
+    ),
+    keys={**_BIASES, "mlp_bias": "mlp_bias"},
+    has_latent=True,
+    mixture=AfterDenseLayers(0, None, is_grouped=False),
+    computed={
+        "norm_topk_prob": (False,),
+        "scoring_func": ("softmax",),
+        "topk_method": ("greedy",),
+    },
+    # Groups have no effect on a greedy choice. The others are of training and serving.
+    ignored=("n_group", "topk_group", "aux_loss_alpha", "seq_aux", "ep_size", "auto_map"),
+)
+_DEEPSEEK_V3 = replace(
+    _DEEPSEEK_V2,
+    title="DeepSeek V3 and R1",
+    classes="DeepseekV3",
+    names=(
+        *_DEEPSEEK_V2.names,
+        _of_layers(
+            "mlp.gate.e_score_correction_bias", "feed_forward/experts/router/correction_bias"
+        ),
+    ),
+    keys={**_BIASES, "num_nextn_predict_layers": "num_nextn_predict_layers"},
+    defaults={"num_nextn_predict_layers": 1},
+    mixture=AfterDenseLayers(3, 8, is_grouped=True),
+    computed={
+        "scoring_func": ("sigmoid",),
+        "topk_method": ("noaux_tc",),
+        "quantization_config": (_EIGHT_BITS, {**_EIGHT_BITS, "scale_fmt": "ue8m0"}),
+    },
+    ignored=("aux_loss_alpha", "seq_aux", "ep_size", "auto_map"),
+)
 
 FAMILIES: Mapping[str, Family] = {
     "llama": Family("Llama 1, 2 and 3", "Llama", _DENSE, keys={**_BIASES, "mlp_bias": "mlp_bias"}),
@@ -200,7 +269,10 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2_moe": Family(
         "Qwen 2 MoE",
         "Qwen2Moe",
-        _QWEN_MOE + _products(_SHARED | {"feed_forward/shared_gate": "mlp.shared_expert_gate"}),
+        _QWEN_MOE
+        + _products(
+            _shared("shared_expert") | {"feed_forward/shared_gate": "mlp.shared_expert_gate"}
+        ),
         keys={"qkv_bias": "qkv_bias"},
         defaults={"num_key_value_heads": 16, "qkv_bias": True},
         mixture=InSomeLayers(4, has_shared=True),
@@ -225,6 +297,9 @@ FAMILIES: Mapping[str, Family] = {
         mixture=InSomeLayers(8),
         ignored=("sliding_window",),
     ),
+    "deepseek_v2": _DEEPSEEK_V2,
+    "deepseek_v3": _DEEPSEEK_V3,
+    "kimi_k2": replace(_DEEPSEEK_V3, title="Kimi K2"),
     "smollm3": Family(
         "SmolLM 3",
         "SmolLM3",

@@ -13,7 +13,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.errors import ConfigError, LayerError
+from jaxpipe.errors import ConfigError
 from jaxpipe.layers import LayerSpec, SoftCapped, TiedLayerSpec
 from jaxpipe.recompute import reduced
 from jaxpipe.transformer import MODEL, Divided, attention, constrained, dividing_axes
@@ -34,7 +34,7 @@ from ._multi_token import (
 )
 from ._norms import ZeroCenteredRMSNorm
 from ._positions import chunks_of, positions_of
-from ._rotary import RotaryScaling
+from ._rotary import check_packed
 
 _TABLE = "embedding"
 """Key of the tied table, and its name in the layers that use it."""
@@ -84,7 +84,7 @@ class LlamaBlock(nn.Module):
         if config.latent is None:
             attend = LlamaAttention(config, self.kind, name="attention")
         else:
-            attend = LatentAttention(config, self.kind.window, name="attention")
+            attend = LatentAttention(config, self.kind, name="attention")
         h = _norm(config, "attention_norm")(x)
         y = self._added(attend(h, positions, segment_ids, train=train))
         x = x + (_norm(config, "attention_post_norm")(y) if config.post_norms else y)
@@ -142,7 +142,7 @@ class LlamaAttention(nn.Module):
         if positions is None:
             positions = positions_of(length, segment_ids)
         if self.kind.rotary is not None:
-            _check_packed(self.kind.rotary.scaling, length, segment_ids)
+            check_packed(self.kind.rotary.scaling, length, segment_ids)
             q, k = self.kind.rotary(positions, q, k)
         if self.kind.chunk is not None and length > self.kind.chunk:
             segment_ids = chunks_of(positions, segment_ids, self.kind.chunk, batch)
@@ -334,17 +334,6 @@ def llama_names(config: LlamaConfig | Source) -> tuple[Rename, ...]:
 def _scaled(embed: Any, tokens: jax.Array) -> jax.Array:
     rows = embed(tokens)
     return rows * jnp.asarray(embed.features**0.5, rows.dtype)
-
-
-def _check_packed(scaling: RotaryScaling | None, length: int, segment_ids: Any) -> None:
-    if segment_ids is not None and scaling is not None and scaling.is_stretched(length):
-        raise LayerError(
-            "packed texts together must not be longer than the context at which "
-            f"rope_type={scaling.rope_type!r} begins to stretch, because the angles of a text "
-            f"depend on its own length, but got segment_ids for {length} positions and "
-            f"original_max_position_embeddings={scaling.original_max_position_embeddings}. Pack "
-            "fewer texts."
-        )
 
 
 def _norm(config: LlamaConfig, name: str) -> nn.Module:

@@ -406,6 +406,11 @@ class LlamaConfig:
         )
         yield "num_key_value_heads", is_right, rule, "Each head has its own keys and values."
         yield "qk_norm", not self.qk_norm, "False with latent", "Its latents are normalised."
+        for name in ("query_pre_attn_scalar", "attn_logit_softcapping", "attention_chunk_size"):
+            is_absent = getattr(self, name) is None
+            yield name, is_absent, "None with latent", "Latent attention has no such scores."
+        is_whole = self.partial_rotary_factor == 1.0
+        yield "partial_rotary_factor", is_whole, "1.0 with latent", "Set qk_rope_head_dim."
 
 
 _COMPUTED = {

@@ -4,6 +4,7 @@ from typing import Any
 
 from ._families import Family
 from ._huggingface import ConfigKeys, check_value, wrong
+from ._latent_config import read_latent
 from ._rotary import RotaryScaling
 from ._windows import FULL, SLIDING, read_unrotated, write_unrotated
 
@@ -56,6 +57,8 @@ def read_llama(keys: ConfigKeys, family: Family, defaults: dict[str, Any]) -> di
         keys.check(key, found.get("qk_norm", False))
     if family.has_unrotated:
         found["nope_layers"] = read_unrotated(keys)
+    if family.has_latent:
+        found["latent"] = read_latent(keys)
     if family.mixture is not None:
         found["experts"] = family.mixture.read(keys)
     return found | family.windows.read(keys)
@@ -87,6 +90,8 @@ def write_llama(
     found |= family.windows.write(config)
     if family.has_unrotated:
         found |= write_unrotated(config)
+    if family.has_latent and config.latent is not None:
+        found |= config.latent.to_dict()
     if family.mixture is not None and config.experts is not None:
         found |= family.mixture.write(config, config.experts)
     return found
