@@ -27,6 +27,8 @@ class Family:
         windows: Which layers have a window.
         has_unrotated: Whether there are keys for layers without a rotary embedding.
         has_latent: Whether it has multi-head latent attention.
+        has_eight_bits: Whether files may hold matrices of eight bits with factors of blocks, which
+            are read as their products.
         mixture: Its experts.
         computed: Keys of only this family that change results, with the values for which they do
             not.
@@ -42,6 +44,7 @@ class Family:
     windows: Windows = NoWindows()
     has_unrotated: bool = False
     has_latent: bool = False
+    has_eight_bits: bool = False
     mixture: Mixture | None = None
     computed: Computed = field(default_factory=dict[str, Any])
     ignored: tuple[str, ...] = ()
@@ -150,14 +153,6 @@ _LATENT = {
     "attention/key_value_down": "self_attn.kv_a_proj_with_mqa",
     "attention/key_value_up": "self_attn.kv_b_proj",
 }
-_EIGHT_BITS = {
-    "activation_scheme": "dynamic",
-    "fmt": "e4m3",
-    "quant_method": "fp8",
-    "weight_block_size": [128, 128],
-}
-"""Weights in files that are read as their products with the factors of blocks."""
-
 _DEEPSEEK_V2 = Family(
     "DeepSeek V2 Lite",
     "DeepseekV2",
@@ -196,11 +191,11 @@ _DEEPSEEK_V3 = replace(
     ),
     keys={**_BIASES, "num_nextn_predict_layers": "num_nextn_predict_layers"},
     defaults={"num_nextn_predict_layers": 1},
+    has_eight_bits=True,
     mixture=AfterDenseLayers(3, 8, is_grouped=True),
     computed={
         "scoring_func": ("sigmoid",),
         "topk_method": ("noaux_tc",),
-        "quantization_config": (_EIGHT_BITS, {**_EIGHT_BITS, "scale_fmt": "ue8m0"}),
     },
     ignored=("aux_loss_alpha", "seq_aux", "ep_size", "auto_map"),
 )
