@@ -9,10 +9,12 @@ from ._layer import DeepSpeedTransformerLayer as DeepSpeedTransformerLayer
 # isort: split
 # For other rooms.
 from ._sharding import MODEL as MODEL
+from ._sharding import Axes as Axes
 from ._sharding import Divided as Divided
 from ._sharding import constrained as constrained
 from ._sharding import dividing as dividing
 from ._sharding import dividing_axes as dividing_axes
+from ._sharding import stream_axes as stream_axes
 
 __all__ = [
     # For users.
@@ -22,8 +24,10 @@ __all__ = [
     "attention",
     # For other rooms.
     "MODEL",
+    "Axes",
     "Divided",
     "constrained",
     "dividing",
     "dividing_axes",
+    "stream_axes",
 ]
