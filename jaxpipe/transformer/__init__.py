@@ -5,6 +5,7 @@ from ._attention import Implementation as Implementation
 from ._attention import attention as attention
 from ._config import DeepSpeedTransformerConfig as DeepSpeedTransformerConfig
 from ._layer import DeepSpeedTransformerLayer as DeepSpeedTransformerLayer
+from ._sequence import OverSequence as OverSequence
 
 # isort: split
 # For other rooms.
@@ -21,6 +22,7 @@ __all__ = [
     "DeepSpeedTransformerConfig",
     "DeepSpeedTransformerLayer",
     "Implementation",
+    "OverSequence",
     "attention",
     # For other rooms.
     "MODEL",

@@ -352,11 +352,7 @@ def _by_heads(
     an array in `hides` from the axes of samples and of heads.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    axes = (
-        {axis for axis in mesh.auto_axes if mesh.shape[axis] > 1}
-        if mesh.manual_axes
-        else set[str]()
-    )
+    axes = set(mesh.auto_axes) if mesh.manual_axes else set[str]()
     if not axes:
         return call(q, k, v, hides)
     samples, heads = divided.samples, divided.heads
