@@ -8,7 +8,14 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.transformer import MODEL, Divided, attention, constrained, dividing_axes
+from jaxpipe.transformer import (
+    MODEL,
+    Divided,
+    attention,
+    constrained,
+    dividing_axes,
+    stream_axes,
+)
 
 from ._latent_config import LatentConfig
 from ._llama_config import BlockKind, LlamaConfig
@@ -45,10 +52,11 @@ class LatentAttention(nn.Module):
         """Map `[B, T, H]` to the same shape; see `LlamaBlock`."""
         config, sizes = self.config, cast(LatentConfig, self.config.latent)
         batch, length, _ = x.shape
-        samples, over = dividing_axes(batch, config.num_attention_heads)
+        stream = stream_axes(batch, length)
+        _, over = dividing_axes(batch, config.num_attention_heads)
 
         def down(name: str, size: int) -> jax.Array:
-            return constrained(self._dense(name, size, use_bias=config.qkv_bias)(x), samples)
+            return constrained(self._dense(name, size, use_bias=config.qkv_bias)(x), *stream)
 
         def norm(name: str, y: jax.Array) -> jax.Array:
             return nn.RMSNorm(_NORM_EPS, dtype=config.dtype, name=name)(y)
@@ -56,7 +64,7 @@ class LatentAttention(nn.Module):
         def heads(name: str, size: int, y: jax.Array) -> jax.Array:
             dense = self._dense(name, config.num_attention_heads * size, (None, MODEL))
             shape = batch, length, config.num_attention_heads, size
-            return constrained(dense(y).reshape(shape), samples, None, over)
+            return constrained(dense(y).reshape(shape), *stream, over)
 
         rank, plain, turned = sizes.kv_lora_rank, sizes.qk_nope_head_dim, sizes.qk_rope_head_dim
         if sizes.q_lora_rank is None:
@@ -78,13 +86,14 @@ class LatentAttention(nn.Module):
         drops = train and config.attention_dropout > 0 and not self.is_initializing()
         y = attention(
             jnp.concatenate([q, of_query], axis=-1),
-            constrained(jnp.concatenate([kv[..., :plain], of_key], axis=-1), samples, None, over),
+            constrained(jnp.concatenate([kv[..., :plain], of_key], axis=-1), *stream, over),
             kv[..., plain:],
             causal=True,
             window=self.kind.window,
             segment_ids=segment_ids,
             dropout_rate=config.attention_dropout if drops else 0.0,
             key=self.make_rng("dropout") if drops else None,
+            sequence=config.sequence,
             scale=sizes.head_dim**-0.5 * _sharpness(config.rope_scaling),
         )
         out = self._dense("out", config.hidden_size, (MODEL, None), use_bias=config.out_bias)
