@@ -84,6 +84,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
         {"pipe": 2, "data": 1, "fsdp": 2, "model": 2},
         {},
     ),
+    "sequence": ({}, {"pipe": 2, "data": 1, "sequence": 2}, {}),
     "dense": (
         {"experts": None, "latent": LatentConfig(10, 6, 4, 12, rope_interleave=False)},
         {"pipe": 2, "data": 2},
