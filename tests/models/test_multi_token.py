@@ -77,7 +77,11 @@ def expected(config: LlamaConfig) -> tuple[Any, Any, Any]:
 
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
-    "data": ({}, {"pipe": 2, "data": 2}, {}),
+    "data": (
+        {"num_hidden_layers": 1, "experts": replace(EXPERTS, dense_layers=())},
+        {"pipe": 2, "data": 2},
+        {},
+    ),
     "expert": ({"num_hidden_layers": 3}, {"pipe": 4, "data": 1, "expert": 2}, {}),
     "model": (
         {"tie_word_embeddings": True, "num_nextn_predict_layers": 2},
