@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jaxpipe.weights import Rename, Transform, split, stack, transpose
+from jaxpipe.weights import Rename, Transform, interleave, split, stack, transpose
 
 from ._huggingface import Computed
-from ._mixtures import InSomeLayers, Mixture, SameInAllLayers
-from ._windows import EveryLayer, NoWindows, OptionalWindows, WindowPattern, Windows
+from ._mixtures import Clamped, InputScaled, InSomeLayers, Mixture, SameInAllLayers
+from ._windows import Chunks, EveryLayer, NoWindows, OptionalWindows, WindowPattern, Windows
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,11 @@ def _fused(theirs: str, module: str, *parts: str) -> Rename:
     )
 
 
+def _under(ours: str, theirs: str) -> dict[str, str]:
+    """Name the products of a gated network."""
+    return {f"{ours}/{name}": f"{theirs}.{name}_proj" for name in ("gate", "up", "down")}
+
+
 def _scales(names: Mapping[str, str]) -> tuple[Rename, ...]:
     return tuple(_of_layers(f"{theirs}.weight", f"{ours}/scale") for ours, theirs in names.items())
 
@@ -103,14 +108,49 @@ _OUT, _DOWN = {"attention/out": "self_attn.o_proj"}, {"feed_forward/down": "mlp.
 _ATTENTION = {
     f"attention/{name}": f"self_attn.{name[0]}_proj" for name in ("query", "key", "value")
 } | _OUT
-_FEED_FORWARD = {f"feed_forward/{name}": f"mlp.{name}_proj" for name in ("gate", "up")} | _DOWN
+_FEED_FORWARD = _under("feed_forward", "mlp")
 _DENSE = _products(_ATTENTION | _FEED_FORWARD) + _NORMS
-_SHARED = {
-    f"feed_forward/shared/{name}": f"mlp.shared_expert.{name}_proj"
-    for name in ("gate", "up", "down")
-}
+_GPT_OSS = (
+    *_DENSE,
+    _of_layers("self_attn.sinks", "attention/sinks"),
+    *_products({"feed_forward/experts/router": "mlp.router"}),
+    *(
+        _of_layers(
+            f"mlp.experts.gate_up_proj{suffix}",
+            tuple(f"feed_forward/experts/{part}{suffix}" for part in ("gate", "up")),
+            interleave(),
+        )
+        for suffix in ("", "_bias")
+    ),
+    *(
+        _of_layers(f"mlp.experts.down_proj{suffix}", f"feed_forward/experts/down{suffix}")
+        for suffix in ("", "_bias")
+    ),
+)
+_SHARED = _under("feed_forward/shared", "mlp.shared_expert")
+_LLAMA4 = (
+    *_products(_ATTENTION),
+    *_products(_under("feed_forward", "feed_forward")),
+    *_NORMS,
+    *_products({"feed_forward/experts/router": "feed_forward.router"}),
+    *_products(_under("feed_forward/shared", "feed_forward.shared_expert")),
+    _of_layers(
+        "feed_forward.experts.gate_up_proj",
+        ("feed_forward/experts/gate", "feed_forward/experts/up"),
+        split(2),
+    ),
+    _of_layers("feed_forward.experts.down_proj", "feed_forward/experts/down"),
+)
 _QWEN_MOE = _DENSE + _experts("mlp", "gate_proj", "up_proj", "down_proj")
 
+_GPT_OSS_SCALING = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 _BIASES: Mapping[str, str] = dict.fromkeys(("qkv_bias", "out_bias"), "attention_bias")
 """A key for all biases of the attention."""
 
@@ -224,6 +264,53 @@ FAMILIES: Mapping[str, Family] = {
         defaults={"num_key_value_heads": 4},
         mixture=InSomeLayers(8),
         ignored=("sliding_window",),
+    ),
+    "gpt_oss": Family(
+        "gpt-oss",
+        "GptOss",
+        _GPT_OSS,
+        fixed={"attention_sinks": True},
+        keys=_BIASES,
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0,
+            "qkv_bias": True,
+            "out_bias": True,
+            "rope_scaling": _GPT_OSS_SCALING,
+        },
+        windows=WindowPattern(128, 2),
+        mixture=Clamped(4),
+        computed={"swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
+        ignored=("experts_per_token", "initial_context_length"),  # have other keys too
+    ),
+    "llama4_text": Family(
+        "Llama 4",
+        "Llama4",
+        _LLAMA4,
+        fixed={"rope_interleave": True},
+        keys={
+            **_BIASES,
+            "intermediate_size": "intermediate_size_mlp",
+            "qk_l2_norm": "use_qk_norm",
+            "attn_temperature_tuning": "attn_temperature_tuning",
+            "floor_scale": "floor_scale",
+            "attn_scale": "attn_scale",
+        },
+        defaults={
+            "intermediate_size": 16384,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "qk_l2_norm": True,
+            "attn_temperature_tuning": True,
+        },
+        windows=Chunks(8192),
+        has_unrotated=True,
+        mixture=InputScaled(),
+        ignored=("for_llm_compressor",),
     ),
     "smollm3": Family(
         "SmolLM 3",

@@ -144,8 +144,19 @@ class LlamaAttention(nn.Module):
         if self.kind.rotary is not None:
             _check_packed(self.kind.rotary.scaling, length, segment_ids)
             q, k = self.kind.rotary(positions, q, k)
+            if config.qk_l2_norm:
+                plain = nn.RMSNorm(config.rms_norm_eps, config.dtype, use_scale=False)
+                q, k = plain(q), plain(k)
+        elif config.attn_temperature_tuning:
+            steps = jnp.floor((positions.astype(jnp.float32) + 1) / config.floor_scale)
+            factors = 1 + config.attn_scale * jnp.log1p(steps)
+            q = (q * factors[:, :, None, None]).astype(q.dtype)
         if self.kind.chunk is not None and length > self.kind.chunk:
             segment_ids = chunks_of(positions, segment_ids, self.kind.chunk, batch)
+        sinks = None
+        if config.attention_sinks:
+            normal = nn.initializers.normal(config.initializer_range)
+            sinks = self.param("sinks", normal, (config.num_attention_heads,))
         drops = train and config.attention_dropout > 0 and not self.is_initializing()
         y = attention(
             q,
@@ -158,6 +169,7 @@ class LlamaAttention(nn.Module):
             key=self.make_rng("dropout") if drops else None,
             scale=(config.query_pre_attn_scalar or config.head_dim) ** -0.5,
             soft_cap=config.attn_logit_softcapping,
+            sinks=sinks,
         )
         return _rows(config, "out", use_bias=config.out_bias)(y.reshape(batch, length, -1))
 

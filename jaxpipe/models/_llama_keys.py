@@ -46,13 +46,13 @@ def read_llama(keys: ConfigKeys, family: Family, defaults: dict[str, Any]) -> di
         if name in _SEPARATE or name in family.fixed:
             continue
         if name in SIZES:
-            found[name] = keys.size(key or name)
+            found[name] = keys.size(key or name, family.defaults.get(name))
         elif isinstance(default, bool):
             found[name] = keys.flag(key or name, default)
         else:
             found[name] = keys.get(key or name, default)
     keys.check("qkv_bias", found.get("qkv_bias", False))
-    for key in ("qk_norm", "use_qk_norm"):
+    for key in {"qk_norm", "use_qk_norm"} - set(family.keys.values()):
         keys.check(key, found.get("qk_norm", False))
     if family.has_unrotated:
         found["nope_layers"] = read_unrotated(keys)
@@ -74,6 +74,8 @@ def write_llama(
     }
     for field, key in {**dict.fromkeys(_SHARED), **family.keys}.items():
         found[key or field] = getattr(config, field)
+    if scaling is None and "rope_scaling" in family.defaults:
+        found["rope_parameters"] = {"rope_type": "default"}  # without it, the family's scaling
     if scaling is not None:
         found["rope_scaling"] = scaling.to_dict()
         context = scaling.original_max_position_embeddings
@@ -101,7 +103,7 @@ def _rotary(keys: ConfigKeys, family: Family, defaults: dict[str, Any]) -> dict[
     given = {name: values for name in names if (values := keys.mapping(name))}
     found = [
         _rotary_of(keys, family, defaults, name, values)
-        for name, values in (given or {names[0]: {}}).items()
+        for name, values in (given or {names[0]: dict(defaults["rope_scaling"] or {})}).items()
     ]
     if found[0] != found[-1]:
         repair = "Remove one of them"

@@ -11,13 +11,16 @@ import numpy as np
 from jaxpipe._stores import AnyPath
 from jaxpipe.errors import CheckpointError
 
+from ._mxfp4 import Mxfp4Tensor, find_mxfp4, stored_names
 from ._rename import Match, Rename, check_theirs, first_of, match_renames
 from ._safetensors import open_safetensors, safetensors_files
-from ._transform import Index, Shape
+from ._transform import Index, Shape, Tensor
 
 
 class RenamedFiles:
     """Safetensors files that contain the tensors of a table.
+
+    Weights in MXFP4 are read as floating-point numbers.
 
     Args:
         folder: A folder with one safetensors file or with the index of several, or the path of
@@ -42,6 +45,11 @@ class RenamedFiles:
                     tensor = tensors.get_slice(name)
                     self._file_of[name], theirs[name] = file, tuple(tensor.get_shape())
                     dtypes[name] = tensor.get_dtype()
+        self._packed = find_mxfp4(theirs, dtypes)
+        for name, shape in self._packed.items():
+            for stored in stored_names(name, self._packed):
+                del theirs[stored]
+            theirs[name], dtypes[name] = shape, "BF16"
         matches = match_renames(renames, self._shapes)
         check_theirs(str(folder), renames, matches, theirs)
         _check_dtypes(folder, matches, leaves, dtypes)
@@ -53,16 +61,18 @@ class RenamedFiles:
             opened: dict[AnyPath, Any] = {}
             for path in paths:
                 match = self._match_of[path]
+                tensors: dict[str, Tensor] = {}
                 for name in (name for names in match.theirs for name in names):
-                    file = self._file_of.get(name)
-                    if file is not None and file not in opened:
-                        opened[file] = stack.enter_context(open_safetensors(file))
-                tensors = {
-                    name: _Slices(opened[self._file_of[name]].get_slice(name))
-                    for names in match.theirs
-                    for name in names
-                    if name in self._file_of
-                }
+                    slices: list[Tensor] = []
+                    for stored in stored_names(name, self._packed):
+                        file = self._file_of.get(stored)
+                        if file is None:
+                            continue
+                        if file not in opened:
+                            opened[file] = stack.enter_context(open_safetensors(file))
+                        slices.append(_Slices(opened[file].get_slice(stored)))
+                    if slices:
+                        tensors[name] = Mxfp4Tensor(*slices) if len(slices) > 1 else slices[0]
                 theirs = [first_of(names, tensors) for names in match.theirs]
                 yield (
                     path,

@@ -165,11 +165,41 @@ UNROTATED: dict[str, Any] = {
     "partial_rotary_factor": 0.5,
     "rope_scaling": LONGROPE,
 }
+GPT_OSS: dict[str, Any] = {
+    "attention_sinks": True,
+    "qkv_bias": True,
+    "out_bias": True,
+    "sliding_window": 3,
+    "rope_scaling": RotaryScaling("yarn", 4.0, 8, truncate=False),
+    "experts": ExpertsConfig(4, 2, 12, router_bias=True, expert_bias=True, activation="clamped"),
+}
+LLAMA4: dict[str, Any] = {
+    "nope_layers": (1,),
+    "rope_interleave": True,
+    "qk_l2_norm": True,
+    "attn_temperature_tuning": True,
+    "floor_scale": 2,
+    "attention_chunk_size": 3,
+    "layer_types": ("chunked_attention", "full_attention"),
+    "experts": ExpertsConfig(
+        4,
+        1,
+        12,
+        gate="sigmoid",
+        norm_topk_prob=False,
+        scale_inputs=True,
+        shared_size=12,
+        shared_gate=False,
+        dense_layers=(1,),
+    ),
+}
 PARTS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
     "gemma": (GEMMA, {"pipe": 2, "data": 2}, {"split_vocabulary": True}),
-    "unrotated": (UNROTATED, {"pipe": 2, "data": 2}, {}),
+    "llama4": (LLAMA4, {"pipe": 2, "data": 2}, {"is_packed": True}),
+    "gpt_oss": (GPT_OSS, {"pipe": 2, "data": 2}, {}),
 }
 MORE_PARTS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
+    "unrotated": (UNROTATED, {"pipe": 2, "data": 2}, {}),
     "gemma_model": (GEMMA, {"pipe": 2, "data": 2, "model": 2}, {"is_packed": True}),
     "gemma_untied": (
         {**GEMMA, "tie_word_embeddings": False},
