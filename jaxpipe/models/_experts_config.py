@@ -48,9 +48,8 @@ class ExpertsConfig:
         dense_layers: Blocks, counted from 0, that have an ordinary feed-forward network instead.
         capacity_factor: Capacity of each expert per sequence, as a multiple of its share if all
             experts were equally busy. First choices are served before second choices; tokens over
-            capacity skip the expert. None means that every expert computes every token, and
-            outputs that were not chosen are multiplied by zero. This is exact, as in
-            `transformers`, but E / `num_experts_per_tok` times the work.
+            capacity skip the expert. None means that every choice is computed, as in
+            `transformers`.
         balance: Weight of the load-balancing loss, which keeps the experts of a layer equally busy.
         z_loss: Weight of the router's z-loss, which keeps its logits small.
 

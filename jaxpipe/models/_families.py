@@ -7,7 +7,14 @@ from typing import Any
 from jaxpipe.weights import Rename, Transform, interleave, split, stack, transpose
 
 from ._huggingface import Computed
-from ._mixtures import Clamped, InputScaled, InSomeLayers, Mixture, SameInAllLayers
+from ._mixtures import (
+    AfterDenseLayers,
+    Clamped,
+    InputScaled,
+    InSomeLayers,
+    Mixture,
+    SameInAllLayers,
+)
 from ._windows import Chunks, EveryLayer, NoWindows, OptionalWindows, WindowPattern, Windows
 
 
@@ -26,6 +33,9 @@ class Family:
             `LlamaConfig`.
         windows: Which layers have a window.
         has_unrotated: Whether there are keys for layers without a rotary embedding.
+        has_latent: Whether it has multi-head latent attention.
+        has_eight_bits: Whether files may hold matrices of eight bits with factors of blocks, which
+            are read as their products.
         mixture: Its experts.
         computed: Keys of only this family that change results, with the values for which they do
             not.
@@ -40,6 +50,8 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
     windows: Windows = NoWindows()
     has_unrotated: bool = False
+    has_latent: bool = False
+    has_eight_bits: bool = False
     mixture: Mixture | None = None
     computed: Computed = field(default_factory=dict[str, Any])
     ignored: tuple[str, ...] = ()
@@ -127,7 +139,6 @@ _GPT_OSS = (
         for suffix in ("", "_bias")
     ),
 )
-_SHARED = _under("feed_forward/shared", "mlp.shared_expert")
 _LLAMA4 = (
     *_products(_ATTENTION),
     *_products(_under("feed_forward", "feed_forward")),
@@ -141,6 +152,7 @@ _LLAMA4 = (
     ),
     _of_layers("feed_forward.experts.down_proj", "feed_forward/experts/down"),
 )
+
 _QWEN_MOE = _DENSE + _experts("mlp", "gate_proj", "up_proj", "down_proj")
 
 _GPT_OSS_SCALING = {
@@ -175,6 +187,62 @@ _GEMMA = Family(
     ignored=("hidden_act",),  # `transformers` reads the other key
 )
 """What Gemma's families share."""
+
+_LATENT = {
+    "attention/query": "self_attn.q_proj",
+    "attention/query_down": "self_attn.q_a_proj",
+    "attention/query_up": "self_attn.q_b_proj",
+    "attention/key_value_down": "self_attn.kv_a_proj_with_mqa",
+    "attention/key_value_up": "self_attn.kv_b_proj",
+}
+_DEEPSEEK_V2 = Family(
+    "DeepSeek V2 Lite",
+    "DeepseekV2",
+    (
+        *_products(
+            _LATENT | _OUT | _FEED_FORWARD | _under("feed_forward/shared", "mlp.shared_experts")
+        ),
+        *_scales(
+            {
+                "attention/query_norm": "self_attn.q_a_layernorm",
+                "attention/key_value_norm": "self_attn.kv_a_layernorm",
+                "attention_norm": "input_layernorm",
+                "feed_forward_norm": "post_attention_layernorm",
+            }
+        ),
+        *_experts("mlp", "gate_proj", "up_proj", "down_proj"),
+    ),
+    keys={**_BIASES, "mlp_bias": "mlp_bias"},
+    has_latent=True,
+    mixture=AfterDenseLayers(0, None, is_grouped=False),
+    computed={
+        "norm_topk_prob": (False,),
+        "scoring_func": ("softmax",),
+        "topk_method": ("greedy",),
+    },
+    # Groups have no effect on a greedy choice. The others are of training and serving.
+    ignored=("n_group", "topk_group", "aux_loss_alpha", "seq_aux", "ep_size", "auto_map"),
+)
+_DEEPSEEK_V3 = replace(
+    _DEEPSEEK_V2,
+    title="DeepSeek V3 and R1",
+    classes="DeepseekV3",
+    names=(
+        *_DEEPSEEK_V2.names,
+        _of_layers(
+            "mlp.gate.e_score_correction_bias", "feed_forward/experts/router/correction_bias"
+        ),
+    ),
+    keys={**_BIASES, "num_nextn_predict_layers": "num_nextn_predict_layers"},
+    defaults={"num_nextn_predict_layers": 1},
+    has_eight_bits=True,
+    mixture=AfterDenseLayers(3, 8, is_grouped=True),
+    computed={
+        "scoring_func": ("sigmoid",),
+        "topk_method": ("noaux_tc",),
+    },
+    ignored=("aux_loss_alpha", "seq_aux", "ep_size", "auto_map"),
+)
 
 FAMILIES: Mapping[str, Family] = {
     "llama": Family("Llama 1, 2 and 3", "Llama", _DENSE, keys={**_BIASES, "mlp_bias": "mlp_bias"}),
@@ -240,7 +308,11 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2_moe": Family(
         "Qwen 2 MoE",
         "Qwen2Moe",
-        _QWEN_MOE + _products(_SHARED | {"feed_forward/shared_gate": "mlp.shared_expert_gate"}),
+        _QWEN_MOE
+        + _products(
+            _under("feed_forward/shared", "mlp.shared_expert")
+            | {"feed_forward/shared_gate": "mlp.shared_expert_gate"}
+        ),
         keys={"qkv_bias": "qkv_bias"},
         defaults={"num_key_value_heads": 16, "qkv_bias": True},
         mixture=InSomeLayers(4, has_shared=True),
@@ -312,6 +384,9 @@ FAMILIES: Mapping[str, Family] = {
         mixture=InputScaled(),
         ignored=("for_llm_compressor",),
     ),
+    "deepseek_v2": _DEEPSEEK_V2,
+    "deepseek_v3": _DEEPSEEK_V3,
+    "kimi_k2": replace(_DEEPSEEK_V3, title="Kimi K2"),
     "smollm3": Family(
         "SmolLM 3",
         "SmolLM3",

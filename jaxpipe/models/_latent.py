@@ -1,18 +1,26 @@
 """Multi-head latent attention, as in DeepSeek V2 and V3."""
 
 import math
+from dataclasses import replace
 from typing import cast
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.transformer import MODEL, Divided, attention, constrained, dividing_axes
+from jaxpipe.transformer import (
+    MODEL,
+    Divided,
+    attention,
+    constrained,
+    dividing_axes,
+    stream_axes,
+)
 
 from ._latent_config import LatentConfig
-from ._llama_config import LlamaConfig
+from ._llama_config import BlockKind, LlamaConfig
 from ._positions import positions_of
-from ._rotary import RotaryScaling, rotary, rotate
+from ._rotary import RotaryScaling, check_packed
 
 _NORM_EPS = 1e-6
 """Epsilon of the latents' norms, which no key of `config.json` sets."""
@@ -26,11 +34,11 @@ class LatentAttention(nn.Module):
 
     Args:
         config: The configuration; `config.latent` has the sizes.
-        window: Number of positions that a query sees. None means all earlier positions.
+        kind: What distinguishes the block from other blocks.
     """
 
     config: LlamaConfig
-    window: int | None = None
+    kind: BlockKind
 
     @nn.compact
     def __call__(
@@ -44,10 +52,11 @@ class LatentAttention(nn.Module):
         """Map `[B, T, H]` to the same shape; see `LlamaBlock`."""
         config, sizes = self.config, cast(LatentConfig, self.config.latent)
         batch, length, _ = x.shape
-        samples, over = dividing_axes(batch, config.num_attention_heads)
+        stream = stream_axes(batch, length)
+        _, over = dividing_axes(batch, config.num_attention_heads)
 
         def down(name: str, size: int) -> jax.Array:
-            return constrained(self._dense(name, size, use_bias=config.qkv_bias)(x), samples)
+            return constrained(self._dense(name, size, use_bias=config.qkv_bias)(x), *stream)
 
         def norm(name: str, y: jax.Array) -> jax.Array:
             return nn.RMSNorm(_NORM_EPS, dtype=config.dtype, name=name)(y)
@@ -55,7 +64,7 @@ class LatentAttention(nn.Module):
         def heads(name: str, size: int, y: jax.Array) -> jax.Array:
             dense = self._dense(name, config.num_attention_heads * size, (None, MODEL))
             shape = batch, length, config.num_attention_heads, size
-            return constrained(dense(y).reshape(shape), samples, None, over)
+            return constrained(dense(y).reshape(shape), *stream, over)
 
         rank, plain, turned = sizes.kv_lora_rank, sizes.qk_nope_head_dim, sizes.qk_rope_head_dim
         if sizes.q_lora_rank is None:
@@ -66,26 +75,25 @@ class LatentAttention(nn.Module):
         both = down("key_value_down", rank + turned)
         latent = norm("key_value_norm", both[..., :rank])
         kv = heads("key_value_up", plain + sizes.v_head_dim, latent)
-        positions = positions_of(length, segment_ids) if positions is None else positions
-        cos, sin = rotary(positions, turned, config.rope_theta, config.rope_scaling)
-
-        def placed(y: jax.Array) -> jax.Array:
-            return rotate(_halves(y) if sizes.rope_interleave else y, cos, sin)
-
-        q = jnp.concatenate([q[..., :plain], placed(q[..., plain:])], axis=-1)
-        shared = placed(both[:, :, None, rank:])
-        shared = jnp.broadcast_to(shared, (*q.shape[:3], turned))
-        k = jnp.concatenate([kv[..., :plain], shared.astype(kv.dtype)], axis=-1)
+        q, of_query = q[..., :plain], q[..., plain:]
+        of_key = both[:, :, None, rank:]
+        if self.kind.rotary is not None:
+            check_packed(self.kind.rotary.scaling, length, segment_ids)
+            positions = positions_of(length, segment_ids) if positions is None else positions
+            turn = replace(self.kind.rotary, interleave=sizes.rope_interleave)
+            of_query, of_key = turn(positions, of_query, of_key)
+        of_key = jnp.broadcast_to(of_key, (*q.shape[:3], turned)).astype(kv.dtype)
         drops = train and config.attention_dropout > 0 and not self.is_initializing()
         y = attention(
-            q,
-            constrained(k, samples, None, over),
+            jnp.concatenate([q, of_query], axis=-1),
+            constrained(jnp.concatenate([kv[..., :plain], of_key], axis=-1), *stream, over),
             kv[..., plain:],
             causal=True,
-            window=self.window,
+            window=self.kind.window,
             segment_ids=segment_ids,
             dropout_rate=config.attention_dropout if drops else 0.0,
             key=self.make_rng("dropout") if drops else None,
+            sequence=config.sequence,
             scale=sizes.head_dim**-0.5 * _sharpness(config.rope_scaling),
         )
         out = self._dense("out", config.hidden_size, (MODEL, None), use_bias=config.out_bias)
@@ -110,16 +118,10 @@ class LatentAttention(nn.Module):
         )
 
 
-def _halves(x: jax.Array) -> jax.Array:
-    """Move the first dims of neighbouring pairs to the first half, and the second to the second."""
-    return x.reshape(*x.shape[:-1], -1, 2).swapaxes(-1, -2).reshape(x.shape)
-
-
 def _sharpness(scaling: RotaryScaling | None) -> float:
-    """The factor of the scores for contexts that are longer than in training.
+    """The factor of the scores that `mscale_all_dim` sets, for all dims of a head.
 
-    It belongs to `mscale_all_dim`, by which the factor of cosine and sine is divided, so that dims
-    without positions get it too.
+    Cosine and sine, which are multiplied only with the rotated dims, are divided by its root.
     """
     if scaling is None or not scaling.mscale_all_dim or scaling.factor <= 1:
         return 1.0

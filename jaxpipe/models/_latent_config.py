@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ._huggingface import ConfigKeys
 from ._rules import Rule, are_flags, are_sizes, check_fields, is_size
 
 
@@ -59,3 +60,17 @@ class LatentConfig:
     def to_dict(self) -> dict[str, Any]:
         """Return the keys and values of a `config.json`."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+def read_latent(keys: ConfigKeys) -> LatentConfig:
+    """Read the sizes from a `config.json`; missing keys get the defaults of `transformers`."""
+    found = LatentConfig(
+        keys.get("kv_lora_rank", 512),
+        keys.get("qk_nope_head_dim", 128),
+        keys.get("qk_rope_head_dim", 64),
+        keys.get("v_head_dim", 128),
+        keys.get("q_lora_rank", 1536),  # null means none
+        keys.flag("rope_interleave", default=True),
+    )
+    keys.check("qk_head_dim", found.head_dim)
+    return found

@@ -13,10 +13,18 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.errors import ConfigError, LayerError
+from jaxpipe.errors import ConfigError
 from jaxpipe.layers import LayerSpec, SoftCapped, TiedLayerSpec
 from jaxpipe.recompute import reduced
-from jaxpipe.transformer import MODEL, Divided, attention, constrained, dividing_axes
+from jaxpipe.transformer import (
+    MODEL,
+    Axes,
+    Divided,
+    attention,
+    constrained,
+    dividing_axes,
+    stream_axes,
+)
 from jaxpipe.weights import Rename, Source, transpose
 
 from ._activations import ACTIVATIONS
@@ -34,7 +42,7 @@ from ._multi_token import (
 )
 from ._norms import ZeroCenteredRMSNorm
 from ._positions import chunks_of, positions_of
-from ._rotary import RotaryScaling
+from ._rotary import check_packed
 
 _TABLE = "embedding"
 """Key of the tied table, and its name in the layers that use it."""
@@ -84,7 +92,7 @@ class LlamaBlock(nn.Module):
         if config.latent is None:
             attend = LlamaAttention(config, self.kind, name="attention")
         else:
-            attend = LatentAttention(config, self.kind.window, name="attention")
+            attend = LatentAttention(config, self.kind, name="attention")
         h = _norm(config, "attention_norm")(x)
         y = self._added(attend(h, positions, segment_ids, train=train))
         x = x + (_norm(config, "attention_post_norm")(y) if config.post_norms else y)
@@ -92,21 +100,23 @@ class LlamaBlock(nn.Module):
         mixture = LlamaMixture if self.kind.is_mixture else LlamaFeedForward
         y = self._added(mixture(config, name="feed_forward")(h))
         x = x + (_norm(config, "feed_forward_post_norm")(y) if config.post_norms else y)
-        return constrained(x, *self._axes(x)) if config.shard_sequence else x
+        samples, length = self._axes(x)
+        return x if length is None else constrained(x, samples, length)
 
     def _added(self, y: jax.Array) -> jax.Array:
         """Sum the results of row-divided projections over `model`, and name the sum.
 
         With the name, recompute can keep the sum instead of repeating it. The result is constrained
-        to be undivided first: if it were only constrained along the positions, XLA would gather the
-        gradient of the product twice.
+        to be undivided over `model` first: if it were only constrained along the positions, XLA
+        would gather the gradient of the product twice.
         """
-        samples, length = self._axes(y)
-        y = constrained(y, samples)
-        return reduced(constrained(y, samples, length) if self.config.shard_sequence else y)
+        y = constrained(y, *stream_axes(y.shape[0], y.shape[1]))
+        return reduced(constrained(y, *self._axes(y)) if self.config.shard_sequence else y)
 
-    def _axes(self, x: jax.Array) -> tuple[str | None, str | None]:
-        return dividing_axes(x.shape[0], x.shape[1])
+    def _axes(self, x: jax.Array) -> tuple[Axes, Axes]:
+        return stream_axes(
+            x.shape[0], x.shape[1], also=MODEL if self.config.shard_sequence else None
+        )
 
 
 class LlamaAttention(nn.Module):
@@ -130,9 +140,10 @@ class LlamaAttention(nn.Module):
 
         def heads(name: str, num_heads: int) -> jax.Array:
             y = _columns(config, num_heads * config.head_dim, name, use_bias=config.qkv_bias)(x)
-            samples, over = dividing_axes(batch, num_heads)
+            samples, positions = stream_axes(batch, length)
+            _, over = dividing_axes(batch, num_heads)
             return constrained(
-                y.reshape(batch, length, num_heads, config.head_dim), samples, None, over
+                y.reshape(batch, length, num_heads, config.head_dim), samples, positions, over
             )
 
         q = heads("query", config.num_attention_heads)
@@ -142,7 +153,7 @@ class LlamaAttention(nn.Module):
         if positions is None:
             positions = positions_of(length, segment_ids)
         if self.kind.rotary is not None:
-            _check_packed(self.kind.rotary.scaling, length, segment_ids)
+            check_packed(self.kind.rotary.scaling, length, segment_ids)
             q, k = self.kind.rotary(positions, q, k)
             if config.qk_l2_norm:
                 plain = nn.RMSNorm(config.rms_norm_eps, config.dtype, use_scale=False)
@@ -170,6 +181,7 @@ class LlamaAttention(nn.Module):
             scale=(config.query_pre_attn_scalar or config.head_dim) ** -0.5,
             soft_cap=config.attn_logit_softcapping,
             sinks=sinks,
+            sequence=config.sequence,
         )
         return _rows(config, "out", use_bias=config.out_bias)(y.reshape(batch, length, -1))
 
@@ -187,11 +199,12 @@ class LlamaFeedForward(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Map `[B, T, H]` to the same shape."""
         config, size = self.config, self.size or self.config.intermediate_size
-        samples, features = dividing_axes(x.shape[0], size)
+        samples, positions = stream_axes(x.shape[0], x.shape[1])
+        _, features = dividing_axes(x.shape[0], size)
 
         def wide(name: str) -> jax.Array:
             y = _columns(config, size, name, use_bias=config.mlp_bias)(x)
-            return constrained(y, samples, None, features)
+            return constrained(y, samples, positions, features)
 
         gate = ACTIVATIONS[config.hidden_act](wide("gate"))
         return _rows(config, "down", use_bias=config.mlp_bias)(gate * wide("up"))
@@ -346,17 +359,6 @@ def llama_names(config: LlamaConfig | Source) -> tuple[Rename, ...]:
 def _scaled(embed: Any, tokens: jax.Array) -> jax.Array:
     rows = embed(tokens)
     return rows * jnp.asarray(embed.features**0.5, rows.dtype)
-
-
-def _check_packed(scaling: RotaryScaling | None, length: int, segment_ids: Any) -> None:
-    if segment_ids is not None and scaling is not None and scaling.is_stretched(length):
-        raise LayerError(
-            "packed texts together must not be longer than the context at which "
-            f"rope_type={scaling.rope_type!r} begins to stretch, because the angles of a text "
-            f"depend on its own length, but got segment_ids for {length} positions and "
-            f"original_max_position_embeddings={scaling.original_max_position_embeddings}. Pack "
-            "fewer texts."
-        )
 
 
 def _norm(config: LlamaConfig, name: str) -> nn.Module:

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, field, fields, replace
-from typing import Any
+from typing import Any, get_args
 
 import jax.numpy as jnp
 
 from jaxpipe._numbers import as_number
 from jaxpipe.errors import ConfigError
+from jaxpipe.transformer import OverSequence
 from jaxpipe.weights import Rename, Source
 
 from ._activations import ACTIVATIONS
@@ -111,6 +112,8 @@ class LlamaConfig:
             pipeline's `compute_dtype` sets.
         shard_sequence: Whether the residual stream is divided along the positions over the mesh
             axis `model`, if the axis divides their number.
+        sequence: How attention is computed if the mesh has an axis `sequence`, which divides the
+            residual stream: `"auto"`, `"ulysses"` or `"ring"`, as in `jaxpipe.attention`.
         family: The family in `transformers`, as the `model_type` of `config.json`. It decides only
             the names of weights in Hugging Face's files, not any results. None selects the first
             family that can represent this configuration.
@@ -166,6 +169,7 @@ class LlamaConfig:
     num_nextn_predict_layers: int = 0
     dtype: Any = None
     shard_sequence: bool = False
+    sequence: OverSequence = "auto"
     family: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -280,12 +284,7 @@ class LlamaConfig:
         if not (self.attn_temperature_tuning and self.nope_layers):
             names = "attn_temperature_tuning", "floor_scale", "attn_scale"
             told |= dict.fromkeys(names)
-        return {
-            name: value
-            for name, value in told.items()
-            if name
-            not in ("dtype", "shard_sequence", "sliding_window", "attention_chunk_size", "family")
-        }
+        return {name: value for name, value in told.items() if name not in _NOT_NUMBERS}
 
     def kind(self, layer: int) -> BlockKind:
         """Return what distinguishes the block of a layer, counted from 0."""
@@ -387,6 +386,8 @@ class LlamaConfig:
             "shard_sequence",
         )
         yield from are_flags(self, flags)
+        ways = get_args(OverSequence)
+        yield "sequence", self.sequence in ways, f"one of {', '.join(ways)}", 'Use "auto".'
         dense = () if self.experts is None else self.experts.dense_layers
         are_there = all(layer < self.num_hidden_layers for layer in dense)
         rule = f"a mixture with dense_layers below num_hidden_layers={self.num_hidden_layers}"
@@ -430,7 +431,22 @@ class LlamaConfig:
         )
         yield "num_key_value_heads", is_right, rule, "Each head has its own keys and values."
         yield "qk_norm", not self.qk_norm, "False with latent", "Its latents are normalised."
+        for name in ("query_pre_attn_scalar", "attn_logit_softcapping", "attention_chunk_size"):
+            is_absent = getattr(self, name) is None
+            yield name, is_absent, "None with latent", "Latent attention has no such scores."
+        is_whole = self.partial_rotary_factor == 1.0
+        yield "partial_rotary_factor", is_whole, "1.0 with latent", "Set qk_rope_head_dim."
 
+
+_NOT_NUMBERS = (
+    "dtype",
+    "shard_sequence",
+    "sequence",
+    "sliding_window",
+    "attention_chunk_size",
+    "family",
+)
+"""Fields that decide no results, or whose results other fields in canonical form tell."""
 
 _COMPUTED = {
     **dict.fromkeys(("attention_bias", "mlp_bias", "output_router_logits"), (False,)),

@@ -4,6 +4,7 @@ from typing import Any
 
 from ._families import Family
 from ._huggingface import ConfigKeys, check_value, wrong
+from ._latent_config import read_latent
 from ._rotary import RotaryScaling
 from ._windows import FULL, SLIDING, read_unrotated, write_unrotated
 
@@ -54,11 +55,21 @@ def read_llama(keys: ConfigKeys, family: Family, defaults: dict[str, Any]) -> di
     keys.check("qkv_bias", found.get("qkv_bias", False))
     for key in {"qk_norm", "use_qk_norm"} - set(family.keys.values()):
         keys.check(key, found.get("qk_norm", False))
+    return found | _parts(keys, family)
+
+
+def _parts(keys: ConfigKeys, family: Family) -> dict[str, Any]:
+    """Read the fields of the parts that only some families have."""
+    found = family.windows.read(keys)
     if family.has_unrotated:
         found["nope_layers"] = read_unrotated(keys)
+    if family.has_latent:
+        found["latent"] = read_latent(keys)
+    if family.has_eight_bits:
+        _check_eight_bits(keys)
     if family.mixture is not None:
         found["experts"] = family.mixture.read(keys)
-    return found | family.windows.read(keys)
+    return found
 
 
 def write_llama(
@@ -89,9 +100,22 @@ def write_llama(
     found |= family.windows.write(config)
     if family.has_unrotated:
         found |= write_unrotated(config)
+    if family.has_latent and config.latent is not None:
+        found |= config.latent.to_dict()
     if family.mixture is not None and config.experts is not None:
         found |= family.mixture.write(config, config.experts)
     return found
+
+
+def _check_eight_bits(keys: ConfigKeys) -> None:
+    """Refuse weights in other formats than those that are read as products."""
+    wanted = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    found = keys.mapping("quantization_config")
+    for key, value in wanted.items():
+        if found and found.get(key, value) != value:
+            rule = f"{value!r}, as matrices in this format are read as numbers"
+            repair = "Write the weights in BF16, dequantised, and remove quantization_config"
+            raise wrong(f"quantization_config.{key}", rule, found[key], repair)
 
 
 _CONTEXT = "original_max_position_embeddings"

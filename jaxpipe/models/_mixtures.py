@@ -152,6 +152,68 @@ class InputScaled(Mixture):
         }
 
 
+@dataclass(frozen=True)
+class AfterDenseLayers(Mixture):
+    """A mixture with shared experts in all layers but the first, as in DeepSeek.
+
+    Attributes:
+        first_k_dense_replace: Number of layers without experts, if the key is missing.
+        num_experts_per_tok: Default if the key is missing. None means that it must be given.
+        is_grouped: Whether scores are sigmoids, and experts are chosen by corrected scores from the
+            best groups, as in V3. Otherwise scores are a softmax, as in V2.
+    """
+
+    first_k_dense_replace: int
+    num_experts_per_tok: int | None
+    is_grouped: bool
+    has_shared: bool = True
+
+    def read(self, keys: ConfigKeys) -> ExpertsConfig:
+        """See `Mixture`."""
+        first = keys.size("first_k_dense_replace", self.first_k_dense_replace, least=0)
+        step, layers = keys.size("moe_layer_freq", 1), range(keys.size("num_hidden_layers"))
+        size = keys.size("moe_intermediate_size")
+        found = ExpertsConfig(
+            keys.size("n_routed_experts"),
+            keys.size("num_experts_per_tok", self.num_experts_per_tok),
+            size,
+            norm_topk_prob=False,
+            routed_scaling_factor=keys.get(
+                "routed_scaling_factor", 2.5 if self.is_grouped else 1.0
+            ),
+            shared_size=size * keys.size("n_shared_experts", least=0),
+            shared_gate=False,
+            dense_layers=tuple(layer for layer in layers if layer < first or layer % step),
+        )
+        if not self.is_grouped:
+            return found
+        return replace(
+            found,
+            norm_topk_prob=keys.flag("norm_topk_prob", default=True),
+            gate="sigmoid",
+            correction_bias=True,
+            n_group=keys.size("n_group", 8),
+            topk_group=keys.size("topk_group", 4),
+        )
+
+    def write(self, config: Any, experts: ExpertsConfig) -> dict[str, Any]:
+        """See `Mixture`."""
+        dense = experts.dense_layers
+        layers = range(config.num_hidden_layers)
+        found = {
+            "n_routed_experts": experts.num_experts,
+            "num_experts_per_tok": experts.num_experts_per_tok,
+            "moe_intermediate_size": experts.intermediate_size,
+            "routed_scaling_factor": experts.routed_scaling_factor,
+            "n_shared_experts": experts.shared_size // experts.intermediate_size,
+            "first_k_dense_replace": next((i for i in layers if i not in dense), len(layers)),
+        }
+        if self.is_grouped:
+            for name in ("norm_topk_prob", "n_group", "topk_group"):
+                found[name] = getattr(experts, name)
+        return found
+
+
 _STEP = "interleave_moe_layer_step"
 _SHARED_SIZE = "shared_expert_intermediate_size"
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe._numbers import as_number
-from jaxpipe.errors import ConfigError, nearest, shown
+from jaxpipe.errors import ConfigError, LayerError, nearest, shown
 
 from ._rules import Rule, is_size
 
@@ -295,6 +295,22 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleave: bool = F
         else jnp.concatenate(parts, axis=-1)
     ).astype(x.dtype)
     return turned if rest.shape[-1] == 0 else jnp.concatenate([turned, rest], axis=-1)
+
+
+def check_packed(scaling: RotaryScaling | None, length: int, segment_ids: Any) -> None:
+    """Refuse packed texts if the angles of each depend on its own length.
+
+    Raises:
+        LayerError: There are segments, and the sequence is long enough.
+    """
+    if segment_ids is not None and scaling is not None and scaling.is_stretched(length):
+        raise LayerError(
+            "packed texts together must not be longer than the context at which "
+            f"rope_type={scaling.rope_type!r} begins to stretch, because the angles of a text "
+            f"depend on its own length, but got segment_ids for {length} positions and "
+            f"original_max_position_embeddings={scaling.original_max_position_embeddings}. Pack "
+            "fewer texts."
+        )
 
 
 def _is_positive(value: Any) -> bool:

@@ -80,7 +80,7 @@ class Router(nn.Module):
         return jnp.where(is_best[..., None], by_group, -jnp.inf).reshape(ranks.shape)
 
 
-def balance_loss(routing: Routing, num_experts: int) -> jax.Array:
+def balance_loss(routing: Routing) -> jax.Array:
     """Loss that is least if all experts are equally busy.
 
     `E * sum(f * p)`, in which f are the experts' choices per token and p their mean scores.
@@ -88,6 +88,7 @@ def balance_loss(routing: Routing, num_experts: int) -> jax.Array:
     Reference:
         Lepikhin et al., "GShard" (2021); with sigmoids, DeepSeek-V3 (2024), equation 17.
     """
+    num_experts = routing.scores.shape[-1]
     busy = jax.nn.one_hot(routing.chosen, num_experts, dtype=jnp.float32).mean((0, 1)).sum(0)
     return num_experts * jnp.sum(busy * routing.scores.mean((0, 1)))
 

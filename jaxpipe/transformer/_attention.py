@@ -14,9 +14,12 @@ from jaxpipe._typing import PyTree
 from jaxpipe.distributed import log
 from jaxpipe.errors import LayerError
 from jaxpipe.recompute import is_first, traced_mesh
+from jaxpipe.topology import SEQUENCE
 
 from ._blocked import Pattern, Visibility, blocked_attention, filled
-from ._sharding import dividing_axes
+from ._ring import ring_attention
+from ._sequence import Division, OverSequence, division
+from ._sharding import traced_platform
 from ._splash import splash_attention, splash_refusal
 
 Implementation = Literal["auto", "blocked", "cudnn", "splash", "xla"]
@@ -54,6 +57,7 @@ def attention(  # noqa: PLR0913  # what may hide a key, one argument each
     sinks: jax.Array | None = None,
     soft_cap: float | None = None,
     implementation: Implementation = "auto",
+    sequence: OverSequence = "auto",
 ) -> jax.Array:
     """Compute softmax attention without storing anything of shape `[T, S]`.
 
@@ -108,6 +112,18 @@ def attention(  # noqa: PLR0913  # what may hide a key, one argument each
             and arguments. `"cudnn"` and `"splash"` use that kernel or raise an error. `"xla"` is
             JAX's own implementation, which computes all scores at the same time and supports no
             dropout, no `sinks` and no `soft_cap`.
+        sequence: How attention is computed in a pipeline whose mesh has an axis `sequence`, along
+            which positions are divided. It has no effect elsewhere.
+
+            With `"ulysses"` each device computes some heads for all positions, with any
+            `implementation`; the axis (times `model`, if it divides the heads) must divide the
+            heads of the keys. With `"ring"` each device keeps its positions, and keys and values
+            travel around the axis. A ring computes in blocks of plain JAX. It takes no `mask` and
+            no dropout, and as many queries as keys. P devices must divide the positions; with
+            `causal` or `window`, P squared must.
+
+            `"auto"` is `"ulysses"` if possible, otherwise `"ring"` if possible. Otherwise every
+            device of the axis computes all of attention. The logger `jaxpipe` reports the choice.
 
     Returns:
         `[B, T, N, Dv]`, in the dtype of `q`.
@@ -134,23 +150,36 @@ def attention(  # noqa: PLR0913  # what may hide a key, one argument each
     pattern = Pattern(causal, as_integer(window), factor, dropout_rate, soft_cap)
     visibility = _visibility(q, k, mask, lengths, segment_ids)
     visibility = visibility._replace(key=key if dropout_rate else None)
+    divided = division(sequence, pattern, q, k, visibility)
+    if divided.way == "ring":
+        if implementation not in ("auto", "blocked"):
+            raise LayerError(
+                f"a ring over the mesh axis {SEQUENCE!r} must be computed in blocks, but got "
+                f"implementation={implementation!r}. Leave implementation out."
+            )
+        _report(q, k, v, f"blocked in a ring over {SEQUENCE!r}, because {divided.why}")
+        return ring_attention(pattern, q, k, v, sinks, visibility)
     if implementation == "auto" or (implementation == "splash" and _is_absent()):
-        implementation = _chosen(pattern, q, k, v, sinks, visibility)
-    elif refusal := _refusal(implementation, pattern, q, k, v, sinks, visibility):
+        implementation = _chosen(divided, pattern, q, k, v, sinks, visibility)
+    elif refusal := _refusal(implementation, divided, pattern, q, k, v, sinks, visibility):
         raise LayerError(
             f"{_SUBJECTS[implementation]} must be able to compute this, but got: {refusal}. "
             'Leave implementation out, or say implementation="blocked".'
         )
+    q, k, v = divided.by_heads(q, k, v)
     if implementation == "blocked":
-        return blocked_attention(pattern, q, k, v, sinks, visibility)
-    if implementation == "cudnn":
-        return _cudnn(pattern, q, k, v, visibility)
-    if implementation == "splash":
-        return _splash(pattern, q, k, v, sinks, visibility.query_segments)
-    return _xla(pattern, q, k, v, visibility)
+        out: Any = blocked_attention(pattern, q, k, v, sinks, visibility)
+    elif implementation == "cudnn":
+        out = _cudnn(divided, pattern, q, k, v, visibility)
+    elif implementation == "splash":
+        out = _splash(divided, pattern, q, k, v, sinks, visibility.query_segments)
+    else:
+        out = _xla(pattern, q, k, v, visibility)
+    return divided.by_positions(out)
 
 
 def _chosen(
+    divided: Division,
     pattern: Pattern,
     q: jax.Array,
     k: jax.Array,
@@ -158,26 +187,35 @@ def _chosen(
     sinks: jax.Array | None,
     visibility: Visibility,
 ) -> Implementation:
-    kernel: Implementation = "splash" if _platform() == "tpu" else "cudnn"
+    kernel: Implementation = "splash" if traced_platform() == "tpu" else "cudnn"
     if _is_absent():
         refusal = "the devices do not exist, and a plan counts it as one kernel"
     else:
         refusal = _unless("TPUs" if kernel == "splash" else "NVIDIA GPUs") or _refusal(
-            kernel, pattern, q, k, v, sinks, visibility
+            kernel, divided, pattern, q, k, v, sinks, visibility
         )
     chosen, why = (
         ("blocked", refusal) if refusal else (kernel, "the devices, dtype and head size allow it")
     )
+    named = {
+        "ulysses": f"{chosen} by heads over {SEQUENCE!r}, because {divided.why}, and",
+        "whole": f"{chosen} on each device of {SEQUENCE!r}, because {divided.why}, and",
+    }.get(divided.way or "", f"{chosen}, because")
+    _report(q, k, v, f"{named} {why}")
+    return chosen
+
+
+def _report(q: jax.Array, k: jax.Array, v: jax.Array, chosen: str) -> None:
     shape = f"q {q.dtype}{list(q.shape)}, k {list(k.shape)}"
     if k.shape != v.shape:
         shape += f", v {list(v.shape)}"
-    if is_first(f"attention {shape} {chosen} {why}"):
-        log(logging.INFO, "attention of %s: %s, because %s", shape, chosen, why)
-    return chosen
+    if is_first(f"attention {shape} {chosen}"):
+        log(logging.INFO, "attention of %s: %s", shape, chosen)
 
 
 def _refusal(
     implementation: Implementation,
+    divided: Division,
     pattern: Pattern,
     q: jax.Array,
     k: jax.Array,
@@ -187,15 +225,10 @@ def _refusal(
 ) -> str | None:
     """Return why an implementation cannot compute this; None if it can."""
     if implementation == "cudnn":
-        return _cudnn_refusal(pattern, q, k, v, sinks, visibility)
+        return _cudnn_refusal(divided, pattern, q, k, v, sinks, visibility)
     if implementation == "splash":
         return _unless("TPUs") or splash_refusal(pattern, q, k, visibility)
     return _xla_refusal(pattern, sinks) if implementation == "xla" else None
-
-
-def _platform() -> str:
-    mesh = traced_mesh()
-    return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
 
 
 def _is_absent() -> bool:
@@ -207,12 +240,13 @@ def _is_absent() -> bool:
 def _unless(devices: Literal["NVIDIA GPUs", "TPUs"]) -> str | None:
     """Return a refusal unless the devices are of this kind."""
     names = ("tpu",) if devices == "TPUs" else ("gpu", "cuda")
-    if _platform() in names:
+    if traced_platform() in names:
         return None
-    return f"the devices are of platform {_platform()!r}, not {devices}"
+    return f"the devices are of platform {traced_platform()!r}, not {devices}"
 
 
 def _cudnn_refusal(
+    divided: Division,
     pattern: Pattern,
     q: jax.Array,
     k: jax.Array,
@@ -244,7 +278,7 @@ def _cudnn_refusal(
         return refusals[0]
 
     def train(q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility) -> jax.Array:
-        return jax.vjp(lambda q, k, v: _cudnn(pattern, q, k, v, visibility), q, k, v)[0]
+        return jax.vjp(lambda q, k, v: _cudnn(divided, pattern, q, k, v, visibility), q, k, v)[0]
 
     # JAX checks the rest while tracing: head sizes by version and device, and whether cuDNN exists.
     try:
@@ -255,7 +289,12 @@ def _cudnn_refusal(
 
 
 def _cudnn(
-    pattern: Pattern, q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility
+    divided: Division,
+    pattern: Pattern,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    visibility: Visibility,
 ) -> jax.Array:
     mask = _boolean_mask(visibility)
     if mask is not None:
@@ -276,10 +315,11 @@ def _cudnn(
         sizes = zip((samples, heads), x.shape, strict=False)
         return P(*(axis if size > 1 else None for axis, size in sizes))
 
-    return _by_heads(call, q, k, v, hides, spec_of)
+    return _by_heads(divided, call, q, k, v, hides, spec_of)
 
 
 def _splash(
+    divided: Division,
     pattern: Pattern,
     q: jax.Array,
     k: jax.Array,
@@ -294,10 +334,11 @@ def _splash(
         """Return the sharding of the sinks `[N]` or of the segments `[B, T]`."""
         return P(heads if x.ndim == 1 else samples)
 
-    return _by_heads(call, q, k, v, (sinks, segments), spec_of)
+    return _by_heads(divided, call, q, k, v, (sinks, segments), spec_of)
 
 
 def _by_heads(
+    divided: Division,
     call: Callable[..., jax.Array],
     q: jax.Array,
     k: jax.Array,
@@ -311,14 +352,10 @@ def _by_heads(
     an array in `hides` from the axes of samples and of heads.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    axes = (
-        {axis for axis in mesh.auto_axes if mesh.shape[axis] > 1}
-        if mesh.manual_axes
-        else set[str]()
-    )
+    axes = set(mesh.auto_axes) if mesh.manual_axes else set[str]()
     if not axes:
         return call(q, k, v, hides)
-    samples, heads = dividing_axes(q.shape[0], k.shape[2])
+    samples, heads = divided.samples, divided.heads
     each = P(samples, None, heads)
     specs = (each, each, each, jax.tree.map(lambda x: spec_of(x, samples, heads), hides))
     return jax.shard_map(call, in_specs=specs, out_specs=each, axis_names=axes, check_vma=False)(

@@ -8,7 +8,7 @@ Reference:
     Open Compute Project, "OCP Microscaling Formats (MX) Specification" (2023), section 5.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import jax.numpy as jnp
 import numpy as np
@@ -64,9 +64,9 @@ def find_mxfp4(shapes: Mapping[str, Shape], dtypes: Mapping[str, str]) -> dict[s
     return found
 
 
-def stored_names(name: str, packed: Iterable[str]) -> tuple[str, ...]:
-    """Return the names of the tensors that hold a weight, which may be `packed`."""
-    return (name + _BLOCKS, name + _SCALES) if name in packed else (name,)
+def stored_names(name: str) -> tuple[str, str]:
+    """Return the names of the tensors that hold a weight."""
+    return name + _BLOCKS, name + _SCALES
 
 
 def _decoded(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:

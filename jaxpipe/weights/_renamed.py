@@ -11,6 +11,7 @@ import numpy as np
 from jaxpipe._stores import AnyPath
 from jaxpipe.errors import CheckpointError
 
+from ._block_scaled import BlockScaled, scales_of
 from ._mxfp4 import Mxfp4Tensor, find_mxfp4, stored_names
 from ._rename import Match, Rename, check_theirs, first_of, match_renames
 from ._safetensors import open_safetensors, safetensors_files
@@ -45,9 +46,12 @@ class RenamedFiles:
                     tensor = tensors.get_slice(name)
                     self._file_of[name], theirs[name] = file, tuple(tensor.get_shape())
                     dtypes[name] = tensor.get_dtype()
+        self._scales = scales_of(folder, dtypes, theirs)
+        for name in self._scales.values():
+            del theirs[name]
         self._packed = find_mxfp4(theirs, dtypes)
         for name, shape in self._packed.items():
-            for stored in stored_names(name, self._packed):
+            for stored in stored_names(name):
                 del theirs[stored]
             theirs[name], dtypes[name] = shape, "BF16"
         matches = match_renames(renames, self._shapes)
@@ -61,18 +65,21 @@ class RenamedFiles:
             opened: dict[AnyPath, Any] = {}
             for path in paths:
                 match = self._match_of[path]
+
+                def slices(name: str) -> "_Slices":
+                    file = self._file_of[name]
+                    if file not in opened:
+                        opened[file] = stack.enter_context(open_safetensors(file))
+                    return _Slices(opened[file].get_slice(name))
+
                 tensors: dict[str, Tensor] = {}
                 for name in (name for names in match.theirs for name in names):
-                    slices: list[Tensor] = []
-                    for stored in stored_names(name, self._packed):
-                        file = self._file_of.get(stored)
-                        if file is None:
-                            continue
-                        if file not in opened:
-                            opened[file] = stack.enter_context(open_safetensors(file))
-                        slices.append(_Slices(opened[file].get_slice(stored)))
-                    if slices:
-                        tensors[name] = Mxfp4Tensor(*slices) if len(slices) > 1 else slices[0]
+                    if name in self._scales:
+                        tensors[name] = BlockScaled(slices(name), slices(self._scales[name]))
+                    elif name in self._packed:
+                        tensors[name] = Mxfp4Tensor(*map(slices, stored_names(name)))
+                    elif name in self._file_of:
+                        tensors[name] = slices(name)
                 theirs = [first_of(names, tensors) for names in match.theirs]
                 yield (
                     path,

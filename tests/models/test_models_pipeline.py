@@ -112,6 +112,20 @@ EVERYTHING = {
 }
 EXPERTS = ExpertsConfig(4, 2, 12, shared_size=8)
 ROOMY = ExpertsConfig(4, 2, 12, capacity_factor=1.0, norm_topk_prob=False)
+OF_DEEPSEEK = ExpertsConfig(
+    8,
+    2,
+    12,
+    gate="sigmoid",
+    correction_bias=True,
+    n_group=4,
+    topk_group=2,
+    routed_scaling_factor=2.5,
+    shared_size=8,
+    shared_gate=False,
+)
+OF_GPT_OSS = ExpertsConfig(4, 2, 12, router_bias=True, expert_bias=True, activation="clamped")
+OF_LLAMA4 = ExpertsConfig(4, 1, 12, gate="sigmoid", norm_topk_prob=False, scale_inputs=True)
 CASES: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
     "model": (
         {"tie_word_embeddings": True, "num_hidden_layers": 2},
@@ -136,6 +150,17 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
     "data_alone": ({}, {"pipe": 1, "data": 2, "model": 2}, {}),
     "experts": ({"experts": EXPERTS}, {"pipe": 2, "data": 1, "expert": 2, "model": 2}, {}),
     "experts_with_room": ({"experts": ROOMY}, {"pipe": 2, "data": 1, "expert": 4}, {}),
+    "experts_fsdp": (
+        {"experts": OF_DEEPSEEK, "num_hidden_layers": 2},
+        {"pipe": 2, "data": 1, "fsdp": 2, "expert": 2},
+        {},
+    ),
+    "experts_data": (
+        {"experts": OF_GPT_OSS, "num_hidden_layers": 2},
+        {"pipe": 2, "data": 2, "expert": 2},
+        {},
+    ),
+    "experts_deep": ({"experts": OF_LLAMA4}, {"pipe": 4, "data": 1, "expert": 2}, {}),
     "one": ({"tie_word_embeddings": True}, {"pipe": 1, "data": 1}, {}),
     "zero_bubble": ({}, {"pipe": 2, "data": 2, "model": 2}, {"schedule": "zero-bubble"}),
     "interleaved": ({}, {"pipe": 2, "data": 2}, {"schedule": "interleaved"}),

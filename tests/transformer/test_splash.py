@@ -97,7 +97,7 @@ def test_on_tpus_it_is_taken_where_it_can_be(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     taken: list[str] = []
-    monkeypatch.setattr(_attention, "_platform", lambda: "tpu")
+    monkeypatch.setattr(_attention, "traced_platform", lambda: "tpu")
     monkeypatch.setattr(_attention, "is_first", lambda _: True)
     monkeypatch.setattr(_attention, "_splash", lambda *args: taken.append("splash") or args[1])
     with caplog.at_level(logging.INFO, "jaxpipe"):
