@@ -40,6 +40,8 @@ class Family:
         computed: Keys of only this family that change results, with the values for which they do
             not.
         ignored: Keys that do not change results in this family.
+        text_of: The `model_type` of models with images whose text part is of this family.
+        written_as: The `model_type` to write, if not the family's own.
     """
 
     title: str
@@ -55,6 +57,8 @@ class Family:
     mixture: Mixture | None = None
     computed: Computed = field(default_factory=dict[str, Any])
     ignored: tuple[str, ...] = ()
+    text_of: str | None = None
+    written_as: str | None = None
 
 
 def _of_layers(
@@ -273,7 +277,11 @@ FAMILIES: Mapping[str, Family] = {
         keys={"partial_rotary_factor": "partial_rotary_factor"},
         defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
         windows=EveryLayer(None),
-        computed=dict.fromkeys(("embd_pdrop", "resid_pdrop"), (0.0,)),
+        computed={
+            **dict.fromkeys(("embd_pdrop", "resid_pdrop"), (0.0,)),
+            **dict.fromkeys(("full_attn_mod", "interpolate_factor"), (1,)),
+            "lm_head_bias": (False,),
+        },
         ignored=("original_max_position_embeddings",),  # read with a scaling
     ),
     "gemma2": replace(
@@ -294,8 +302,19 @@ FAMILIES: Mapping[str, Family] = {
         classes="Gemma3",
         fixed={**_GEMMA.fixed, "qk_norm": True},
         keys={**_GEMMA.keys, "rope_local_base_freq": "rope_local_base_freq"},
-        defaults={**_GEMMA.defaults, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
+        defaults={
+            **_GEMMA.defaults,
+            # Published files leave out most of the sizes of a text part.
+            "vocab_size": 262208,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+        },
         windows=WindowPattern(4096, 6, "sliding_window_pattern"),
+        text_of="gemma3",
     ),
     "qwen2": Family(
         "Qwen 2 and 2.5",
@@ -304,6 +323,20 @@ FAMILIES: Mapping[str, Family] = {
         fixed={"qkv_bias": True},
         defaults={"num_key_value_heads": 32},
         windows=OptionalWindows(4096),
+    ),
+    "qwen2_5_vl_text": Family(
+        "Qwen 2.5-VL (text)",
+        "Qwen2",
+        _DENSE,
+        fixed={"qkv_bias": True},
+        defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+        windows=OptionalWindows(4096),
+        ignored=(
+            *("vision_config", "image_token_id", "video_token_id", "vision_token_id"),
+            *("vision_start_token_id", "vision_end_token_id"),
+        ),
+        text_of="qwen2_5_vl",
+        written_as="qwen2",
     ),
     "qwen2_moe": Family(
         "Qwen 2 MoE",
@@ -383,6 +416,7 @@ FAMILIES: Mapping[str, Family] = {
         has_unrotated=True,
         mixture=InputScaled(),
         ignored=("for_llm_compressor",),
+        text_of="llama4",
     ),
     "deepseek_v2": _DEEPSEEK_V2,
     "deepseek_v3": _DEEPSEEK_V3,

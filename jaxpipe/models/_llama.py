@@ -346,7 +346,7 @@ def llama_names(config: LlamaConfig | Source) -> tuple[Rename, ...]:
         ends = [Rename(table, path) for path in ("0/embedding", f"tied/{_TABLE}/embedding")]
         places = {last + 1, last + 1 + extra}  # without and with the layers of `multi_token`
         ends += [Rename(head, f"{place}/kernel", transpose) for place in sorted(places)]
-    return (
+    entries = (
         *ends,
         *config.names,
         *multi_token_names(config.names, config.num_hidden_layers, extra),
@@ -354,6 +354,26 @@ def llama_names(config: LlamaConfig | Source) -> tuple[Rename, ...]:
         # A constant in old files.
         Rename("model.layers.{i}.self_attn.rotary_emb.inv_freq", None),
     )
+    return (*map(_in_whole, entries), _IMAGES) if config.is_text_part else entries
+
+
+_IMAGES = Rename(
+    tuple(
+        f"{prefix}{name}.*"
+        for name in ("vision_tower", "vision_model", "visual", "multi_modal_projector")
+        for prefix in ("", "model.")
+    ),
+    None,
+)
+"""Weights of models with images that do not belong to their text part."""
+
+
+def _in_whole(entry: Rename) -> Rename:
+    """Add the names that a weight has in files of a model with images."""
+    parts = [name.removeprefix("model.") for name in entry.their_names if "model." in name[:6]]
+    names = (f"language_model.{name}" for name in entry.their_names)
+    more = (f"model.language_model.{part}" for part in parts)
+    return replace(entry, theirs=(*entry.their_names, *names, *more))
 
 
 def _scaled(embed: Any, tokens: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ from ._experts_config import ExpertsConfig
 from ._families import FAMILIES, Family
 from ._huggingface import ConfigKeys
 from ._latent_config import LatentConfig
-from ._llama_keys import SIZES, read_llama, write_llama
+from ._llama_keys import SIZES, read_llama, read_text, write_llama
 from ._rotary import Rotary, RotaryScaling
 from ._rules import (
     Rule,
@@ -191,7 +191,8 @@ class LlamaConfig:
     def from_huggingface(cls, source: Source) -> "LlamaConfig":
         """Read a `config.json` of one of the families that `family` can name.
 
-        SmolLM is read as a Llama. Unknown keys are named in a warning.
+        SmolLM is read as a Llama. Of a model with images, only the text part is read. Unknown keys
+        are named in a warning.
 
         Args:
             source: The folder with the file, the file itself, or its contents. Missing keys get the
@@ -204,7 +205,8 @@ class LlamaConfig:
             ConfigError: A key has a value that these layers do not support.
         """
         keys = ConfigKeys(
-            source, {name: {**_COMPUTED, **family.computed} for name, family in FAMILIES.items()}
+            read_text(source),
+            {name: {**_COMPUTED, **family.computed} for name, family in FAMILIES.items()},
         )
         defaults = {each.name: each.default for each in fields(cls) if each.default is not MISSING}
         found = read_llama(keys, FAMILIES[keys.model_type], defaults)
@@ -242,6 +244,11 @@ class LlamaConfig:
     def names(self) -> tuple[Rename, ...]:
         """The names of the weights of blocks in Hugging Face's files."""
         return FAMILIES[self._nearest()[0]].names
+
+    @property
+    def is_text_part(self) -> bool:
+        """Whether files of a model with images may hold the weights."""
+        return FAMILIES[self._nearest()[0]].text_of is not None
 
     def _nearest(self) -> tuple[str, dict[str, Any]]:
         """Return the family that represents this best, and the fields that it cannot represent."""
