@@ -4,11 +4,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jaxpipe.weights import Rename, Transform, split, stack, transpose
+from jaxpipe.weights import Rename, Transform, interleave, split, stack, transpose
 
 from ._huggingface import Computed
-from ._mixtures import AfterDenseLayers, InSomeLayers, Mixture, SameInAllLayers
-from ._windows import EveryLayer, NoWindows, OptionalWindows, WindowPattern, Windows
+from ._mixtures import (
+    AfterDenseLayers,
+    Clamped,
+    InputScaled,
+    InSomeLayers,
+    Mixture,
+    SameInAllLayers,
+)
+from ._windows import Chunks, EveryLayer, NoWindows, OptionalWindows, WindowPattern, Windows
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,8 @@ class Family:
         computed: Keys of only this family that change results, with the values for which they do
             not.
         ignored: Keys that do not change results in this family.
+        text_of: The `model_type` of models with images whose text part is of this family.
+        written_as: The `model_type` to write, if not the family's own.
     """
 
     title: str
@@ -48,6 +57,8 @@ class Family:
     mixture: Mixture | None = None
     computed: Computed = field(default_factory=dict[str, Any])
     ignored: tuple[str, ...] = ()
+    text_of: str | None = None
+    written_as: str | None = None
 
 
 def _of_layers(
@@ -86,6 +97,11 @@ def _fused(theirs: str, module: str, *parts: str) -> Rename:
     )
 
 
+def _under(ours: str, theirs: str) -> dict[str, str]:
+    """Name the products of a gated network."""
+    return {f"{ours}/{name}": f"{theirs}.{name}_proj" for name in ("gate", "up", "down")}
+
+
 def _scales(names: Mapping[str, str]) -> tuple[Rename, ...]:
     return tuple(_of_layers(f"{theirs}.weight", f"{ours}/scale") for ours, theirs in names.items())
 
@@ -108,19 +124,49 @@ _OUT, _DOWN = {"attention/out": "self_attn.o_proj"}, {"feed_forward/down": "mlp.
 _ATTENTION = {
     f"attention/{name}": f"self_attn.{name[0]}_proj" for name in ("query", "key", "value")
 } | _OUT
-_FEED_FORWARD = {f"feed_forward/{name}": f"mlp.{name}_proj" for name in ("gate", "up")} | _DOWN
+_FEED_FORWARD = _under("feed_forward", "mlp")
 _DENSE = _products(_ATTENTION | _FEED_FORWARD) + _NORMS
-
-
-def _shared(module: str) -> dict[str, str]:
-    return {
-        f"feed_forward/shared/{name}": f"mlp.{module}.{name}_proj"
-        for name in ("gate", "up", "down")
-    }
-
+_GPT_OSS = (
+    *_DENSE,
+    _of_layers("self_attn.sinks", "attention/sinks"),
+    *_products({"feed_forward/experts/router": "mlp.router"}),
+    *(
+        _of_layers(
+            f"mlp.experts.gate_up_proj{suffix}",
+            tuple(f"feed_forward/experts/{part}{suffix}" for part in ("gate", "up")),
+            interleave(),
+        )
+        for suffix in ("", "_bias")
+    ),
+    *(
+        _of_layers(f"mlp.experts.down_proj{suffix}", f"feed_forward/experts/down{suffix}")
+        for suffix in ("", "_bias")
+    ),
+)
+_LLAMA4 = (
+    *_products(_ATTENTION),
+    *_products(_under("feed_forward", "feed_forward")),
+    *_NORMS,
+    *_products({"feed_forward/experts/router": "feed_forward.router"}),
+    *_products(_under("feed_forward/shared", "feed_forward.shared_expert")),
+    _of_layers(
+        "feed_forward.experts.gate_up_proj",
+        ("feed_forward/experts/gate", "feed_forward/experts/up"),
+        split(2),
+    ),
+    _of_layers("feed_forward.experts.down_proj", "feed_forward/experts/down"),
+)
 
 _QWEN_MOE = _DENSE + _experts("mlp", "gate_proj", "up_proj", "down_proj")
 
+_GPT_OSS_SCALING = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 _BIASES: Mapping[str, str] = dict.fromkeys(("qkv_bias", "out_bias"), "attention_bias")
 """A key for all biases of the attention."""
 
@@ -157,7 +203,9 @@ _DEEPSEEK_V2 = Family(
     "DeepSeek V2 Lite",
     "DeepseekV2",
     (
-        *_products(_LATENT | _OUT | _FEED_FORWARD | _shared("shared_experts")),
+        *_products(
+            _LATENT | _OUT | _FEED_FORWARD | _under("feed_forward/shared", "mlp.shared_experts")
+        ),
         *_scales(
             {
                 "attention/query_norm": "self_attn.q_a_layernorm",
@@ -229,7 +277,11 @@ FAMILIES: Mapping[str, Family] = {
         keys={"partial_rotary_factor": "partial_rotary_factor"},
         defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
         windows=EveryLayer(None),
-        computed=dict.fromkeys(("embd_pdrop", "resid_pdrop"), (0.0,)),
+        computed={
+            **dict.fromkeys(("embd_pdrop", "resid_pdrop"), (0.0,)),
+            **dict.fromkeys(("full_attn_mod", "interpolate_factor"), (1,)),
+            "lm_head_bias": (False,),
+        },
         ignored=("original_max_position_embeddings",),  # read with a scaling
     ),
     "gemma2": replace(
@@ -250,8 +302,19 @@ FAMILIES: Mapping[str, Family] = {
         classes="Gemma3",
         fixed={**_GEMMA.fixed, "qk_norm": True},
         keys={**_GEMMA.keys, "rope_local_base_freq": "rope_local_base_freq"},
-        defaults={**_GEMMA.defaults, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
+        defaults={
+            **_GEMMA.defaults,
+            # Published files leave out most of the sizes of a text part.
+            "vocab_size": 262208,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+        },
         windows=WindowPattern(4096, 6, "sliding_window_pattern"),
+        text_of="gemma3",
     ),
     "qwen2": Family(
         "Qwen 2 and 2.5",
@@ -261,12 +324,27 @@ FAMILIES: Mapping[str, Family] = {
         defaults={"num_key_value_heads": 32},
         windows=OptionalWindows(4096),
     ),
+    "qwen2_5_vl_text": Family(
+        "Qwen 2.5-VL (text)",
+        "Qwen2",
+        _DENSE,
+        fixed={"qkv_bias": True},
+        defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+        windows=OptionalWindows(4096),
+        ignored=(
+            *("vision_config", "image_token_id", "video_token_id", "vision_token_id"),
+            *("vision_start_token_id", "vision_end_token_id"),
+        ),
+        text_of="qwen2_5_vl",
+        written_as="qwen2",
+    ),
     "qwen2_moe": Family(
         "Qwen 2 MoE",
         "Qwen2Moe",
         _QWEN_MOE
         + _products(
-            _shared("shared_expert") | {"feed_forward/shared_gate": "mlp.shared_expert_gate"}
+            _under("feed_forward/shared", "mlp.shared_expert")
+            | {"feed_forward/shared_gate": "mlp.shared_expert_gate"}
         ),
         keys={"qkv_bias": "qkv_bias"},
         defaults={"num_key_value_heads": 16, "qkv_bias": True},
@@ -291,6 +369,54 @@ FAMILIES: Mapping[str, Family] = {
         defaults={"num_key_value_heads": 4},
         mixture=InSomeLayers(8),
         ignored=("sliding_window",),
+    ),
+    "gpt_oss": Family(
+        "gpt-oss",
+        "GptOss",
+        _GPT_OSS,
+        fixed={"attention_sinks": True},
+        keys=_BIASES,
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0,
+            "qkv_bias": True,
+            "out_bias": True,
+            "rope_scaling": _GPT_OSS_SCALING,
+        },
+        windows=WindowPattern(128, 2),
+        mixture=Clamped(4),
+        computed={"swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
+        ignored=("experts_per_token", "initial_context_length"),  # have other keys too
+    ),
+    "llama4_text": Family(
+        "Llama 4",
+        "Llama4",
+        _LLAMA4,
+        fixed={"rope_interleave": True},
+        keys={
+            **_BIASES,
+            "intermediate_size": "intermediate_size_mlp",
+            "qk_l2_norm": "use_qk_norm",
+            "attn_temperature_tuning": "attn_temperature_tuning",
+            "floor_scale": "floor_scale",
+            "attn_scale": "attn_scale",
+        },
+        defaults={
+            "intermediate_size": 16384,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "qk_l2_norm": True,
+            "attn_temperature_tuning": True,
+        },
+        windows=Chunks(8192),
+        has_unrotated=True,
+        mixture=InputScaled(),
+        ignored=("for_llm_compressor",),
+        text_of="llama4",
     ),
     "deepseek_v2": _DEEPSEEK_V2,
     "deepseek_v3": _DEEPSEEK_V3,

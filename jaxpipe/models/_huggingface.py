@@ -128,6 +128,7 @@ _NO_NUMBERS = frozenset(
         # About text generation.
         *(
             "bad_words_ids",
+            "cache_implementation",
             "begin_suppress_tokens",
             "diversity_penalty",
             "do_sample",

@@ -155,8 +155,19 @@ class LlamaAttention(nn.Module):
         if self.kind.rotary is not None:
             check_packed(self.kind.rotary.scaling, length, segment_ids)
             q, k = self.kind.rotary(positions, q, k)
+            if config.qk_l2_norm:
+                plain = nn.RMSNorm(config.rms_norm_eps, config.dtype, use_scale=False)
+                q, k = plain(q), plain(k)
+        elif config.attn_temperature_tuning:
+            steps = jnp.floor((positions.astype(jnp.float32) + 1) / config.floor_scale)
+            factors = 1 + config.attn_scale * jnp.log1p(steps)
+            q = (q * factors[:, :, None, None]).astype(q.dtype)
         if self.kind.chunk is not None and length > self.kind.chunk:
             segment_ids = chunks_of(positions, segment_ids, self.kind.chunk, batch)
+        sinks = None
+        if config.attention_sinks:
+            normal = nn.initializers.normal(config.initializer_range)
+            sinks = self.param("sinks", normal, (config.num_attention_heads,))
         drops = train and config.attention_dropout > 0 and not self.is_initializing()
         y = attention(
             q,
@@ -169,6 +180,7 @@ class LlamaAttention(nn.Module):
             key=self.make_rng("dropout") if drops else None,
             scale=(config.query_pre_attn_scalar or config.head_dim) ** -0.5,
             soft_cap=config.attn_logit_softcapping,
+            sinks=sinks,
             sequence=config.sequence,
         )
         return _rows(config, "out", use_bias=config.out_bias)(y.reshape(batch, length, -1))
@@ -334,7 +346,7 @@ def llama_names(config: LlamaConfig | Source) -> tuple[Rename, ...]:
         ends = [Rename(table, path) for path in ("0/embedding", f"tied/{_TABLE}/embedding")]
         places = {last + 1, last + 1 + extra}  # without and with the layers of `multi_token`
         ends += [Rename(head, f"{place}/kernel", transpose) for place in sorted(places)]
-    return (
+    entries = (
         *ends,
         *config.names,
         *multi_token_names(config.names, config.num_hidden_layers, extra),
@@ -342,6 +354,26 @@ def llama_names(config: LlamaConfig | Source) -> tuple[Rename, ...]:
         # A constant in old files.
         Rename("model.layers.{i}.self_attn.rotary_emb.inv_freq", None),
     )
+    return (*map(_in_whole, entries), _IMAGES) if config.is_text_part else entries
+
+
+_IMAGES = Rename(
+    tuple(
+        f"{prefix}{name}.*"
+        for name in ("vision_tower", "vision_model", "visual", "multi_modal_projector")
+        for prefix in ("", "model.")
+    ),
+    None,
+)
+"""Weights of models with images that do not belong to their text part."""
+
+
+def _in_whole(entry: Rename) -> Rename:
+    """Add the names that a weight has in files of a model with images."""
+    parts = [name.removeprefix("model.") for name in entry.their_names if "model." in name[:6]]
+    names = (f"language_model.{name}" for name in entry.their_names)
+    more = (f"model.language_model.{part}" for part in parts)
+    return replace(entry, theirs=(*entry.their_names, *names, *more))
 
 
 def _scaled(embed: Any, tokens: jax.Array) -> jax.Array:

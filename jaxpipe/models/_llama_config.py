@@ -16,7 +16,7 @@ from ._experts_config import ExpertsConfig
 from ._families import FAMILIES, Family
 from ._huggingface import ConfigKeys
 from ._latent_config import LatentConfig
-from ._llama_keys import SIZES, read_llama, write_llama
+from ._llama_keys import SIZES, read_llama, read_text, write_llama
 from ._rotary import Rotary, RotaryScaling
 from ._rules import (
     Rule,
@@ -90,6 +90,16 @@ class LlamaConfig:
         attn_logit_softcapping: Scores become `cap * tanh(scores / cap)` with this cap. None means
             that they are not capped.
         final_logit_softcapping: The same for the logits.
+        rope_interleave: Whether positions rotate pairs of neighbouring dims. Otherwise, a pair
+            consists of the i-th dim of the first half and of the second half of the rotated dims.
+        qk_l2_norm: Whether each head of queries and keys is normalised after the rotary embedding,
+            without scales, in layers that have one.
+        attn_temperature_tuning: Whether queries of layers without a rotary embedding are multiplied
+            by `1 + attn_scale * log(1 + floor((position + 1) / floor_scale))`.
+        floor_scale: See `attn_temperature_tuning`.
+        attn_scale: See `attn_temperature_tuning`.
+        attention_sinks: Whether each head of queries has a learned score that takes part in the
+            softmax, but has no value.
         attention_chunk_size: Number of positions of a chunk in layers with chunks. A query sees
             only positions of its own chunk.
         experts: The mixture of experts that replaces the feed-forward networks. None means no
@@ -147,6 +157,12 @@ class LlamaConfig:
     query_pre_attn_scalar: float | None = None
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
+    rope_interleave: bool = False
+    qk_l2_norm: bool = False
+    attn_temperature_tuning: bool = False
+    floor_scale: int = 8192
+    attn_scale: float = 0.1
+    attention_sinks: bool = False
     attention_chunk_size: int | None = None
     experts: ExpertsConfig | None = None
     latent: LatentConfig | None = None
@@ -175,7 +191,8 @@ class LlamaConfig:
     def from_huggingface(cls, source: Source) -> "LlamaConfig":
         """Read a `config.json` of one of the families that `family` can name.
 
-        SmolLM is read as a Llama. Unknown keys are named in a warning.
+        SmolLM is read as a Llama. Of a model with images, only the text part is read. Unknown keys
+        are named in a warning.
 
         Args:
             source: The folder with the file, the file itself, or its contents. Missing keys get the
@@ -188,7 +205,8 @@ class LlamaConfig:
             ConfigError: A key has a value that these layers do not support.
         """
         keys = ConfigKeys(
-            source, {name: {**_COMPUTED, **family.computed} for name, family in FAMILIES.items()}
+            read_text(source),
+            {name: {**_COMPUTED, **family.computed} for name, family in FAMILIES.items()},
         )
         defaults = {each.name: each.default for each in fields(cls) if each.default is not MISSING}
         found = read_llama(keys, FAMILIES[keys.model_type], defaults)
@@ -226,6 +244,11 @@ class LlamaConfig:
     def names(self) -> tuple[Rename, ...]:
         """The names of the weights of blocks in Hugging Face's files."""
         return FAMILIES[self._nearest()[0]].names
+
+    @property
+    def is_text_part(self) -> bool:
+        """Whether files of a model with images may hold the weights."""
+        return FAMILIES[self._nearest()[0]].text_of is not None
 
     def _nearest(self) -> tuple[str, dict[str, Any]]:
         """Return the family that represents this best, and the fields that it cannot represent."""
@@ -265,6 +288,9 @@ class LlamaConfig:
             told["rope_local_base_freq"] = None
         if self.query_pre_attn_scalar == self.head_dim:
             told["query_pre_attn_scalar"] = None
+        if not (self.attn_temperature_tuning and self.nope_layers):
+            names = "attn_temperature_tuning", "floor_scale", "attn_scale"
+            told |= dict.fromkeys(names)
         return {name: value for name, value in told.items() if name not in _NOT_NUMBERS}
 
     def kind(self, layer: int) -> BlockKind:
@@ -282,7 +308,7 @@ class LlamaConfig:
         theta, scaling = self.rope_theta, self.rope_scaling
         if is_local and self.rope_local_base_freq is not None:
             theta, scaling = self.rope_local_base_freq, None
-        return Rotary(self._rotated_dims, theta, scaling)
+        return Rotary(self._rotated_dims, theta, scaling, self.rope_interleave)
 
     @property
     def _rotated_dims(self) -> int:
@@ -338,7 +364,8 @@ class LlamaConfig:
         chunk = self.attention_chunk_size
         is_chunk = chunk is None or is_size(chunk)
         yield "attention_chunk_size", is_chunk, "an integer >= 1 or None", "It counts positions."
-        yield from are_positive(self, ("rms_norm_eps",))
+        yield from are_sizes(self, ("floor_scale",))
+        yield from are_positive(self, ("rms_norm_eps", "attn_scale"))
         caps = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
         yield from are_positive(self, [name for name in caps if getattr(self, name) is not None])
         if self.rope_local_base_freq is not None:
@@ -358,6 +385,10 @@ class LlamaConfig:
             "zero_centered_norms",
             "post_norms",
             "scale_embeddings",
+            "attention_sinks",
+            "rope_interleave",
+            "qk_l2_norm",
+            "attn_temperature_tuning",
             "tie_word_embeddings",
             "shard_sequence",
         )

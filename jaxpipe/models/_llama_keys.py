@@ -1,8 +1,13 @@
 """The keys of a `config.json` for the Llama decoder, read and written by family."""
 
+import logging
+from collections.abc import Mapping
 from typing import Any
 
-from ._families import Family
+from jaxpipe.distributed import log
+from jaxpipe.weights import Source, read_config_json
+
+from ._families import FAMILIES, Family
 from ._huggingface import ConfigKeys, check_value, wrong
 from ._latent_config import read_latent
 from ._rotary import RotaryScaling
@@ -28,8 +33,31 @@ _SHARED = (
 )
 """Fields that each family has, with their own names as keys unless the family has another key."""
 
+_OF_THE_WHOLE = ("tie_word_embeddings", "quantization_config")
+"""Keys of a model with images that concern its text part."""
+
 _SEPARATE = ("partial_rotary_factor", "rope_local_base_freq")
 """Fields of only some families that are read together with the rotary embedding."""
+
+
+_TEXTS = {family.text_of: name for name, family in FAMILIES.items() if family.text_of}
+"""Families of text parts, by the `model_type` of the whole model."""
+
+
+def read_text(source: Source) -> Mapping[str, Any]:
+    """Read a `config.json`. Of a model with images, return the keys of the text part."""
+    values = read_config_json(source)
+    whole = values.get("model_type")
+    if not isinstance(whole, str) or whole not in _TEXTS:
+        return values
+    text = values.get("text_config")
+    text = values if text is None else text
+    if not isinstance(text, Mapping):
+        raise wrong("text_config", "an object or null", text, "Copy it from the model's files")
+    check_value("text_config.model_type", text.get("model_type"), whole, _TEXTS[whole])
+    log(logging.INFO, "only the text part of the %s model is read", whole)
+    outer = {key: values[key] for key in _OF_THE_WHOLE if key in values}
+    return {**outer, **text, "model_type": _TEXTS[whole]}
 
 
 def read_llama(keys: ConfigKeys, family: Family, defaults: dict[str, Any]) -> dict[str, Any]:
@@ -47,13 +75,13 @@ def read_llama(keys: ConfigKeys, family: Family, defaults: dict[str, Any]) -> di
         if name in _SEPARATE or name in family.fixed:
             continue
         if name in SIZES:
-            found[name] = keys.size(key or name)
+            found[name] = keys.size(key or name, family.defaults.get(name))
         elif isinstance(default, bool):
             found[name] = keys.flag(key or name, default)
         else:
             found[name] = keys.get(key or name, default)
     keys.check("qkv_bias", found.get("qkv_bias", False))
-    for key in ("qk_norm", "use_qk_norm"):
+    for key in {"qk_norm", "use_qk_norm"} - set(family.keys.values()):
         keys.check(key, found.get("qk_norm", False))
     return found | _parts(keys, family)
 
@@ -78,13 +106,15 @@ def write_llama(
     """Make a family's `config.json` for a `LlamaConfig`; fields without a key are left out."""
     scaling = config.rope_scaling
     found: dict[str, Any] = {
-        "model_type": name,
+        "model_type": family.written_as or name,
         "architectures": [f"{family.classes}ForCausalLM"],
         "max_position_embeddings": max_position_embeddings,
         "rope_theta": config.rope_theta,
     }
     for field, key in {**dict.fromkeys(_SHARED), **family.keys}.items():
         found[key or field] = getattr(config, field)
+    if scaling is None and "rope_scaling" in family.defaults:
+        found["rope_parameters"] = {"rope_type": "default"}  # without it, the family's scaling
     if scaling is not None:
         found["rope_scaling"] = scaling.to_dict()
         context = scaling.original_max_position_embeddings
@@ -125,7 +155,7 @@ def _rotary(keys: ConfigKeys, family: Family, defaults: dict[str, Any]) -> dict[
     given = {name: values for name in names if (values := keys.mapping(name))}
     found = [
         _rotary_of(keys, family, defaults, name, values)
-        for name, values in (given or {names[0]: {}}).items()
+        for name, values in (given or {names[0]: dict(defaults["rope_scaling"] or {})}).items()
     ]
     if found[0] != found[-1]:
         repair = "Remove one of them"
@@ -163,6 +193,21 @@ def _of_kind(name: str, values: dict[str, Any], kind: str) -> dict[str, Any]:
     return dict(own or {})
 
 
+def _kind(name: str, values: dict[str, Any]) -> str:
+    """Take the kind of scaling out of `values`; it may have an older name."""
+    kinds = [values.pop(key) for key in ("rope_type", "type") if key in values] or ["default"]
+    if kinds[0] is None or kinds[0] != kinds[-1]:
+        got = kinds[0] if len(kinds) == 1 else kinds
+        repair = "Correct it, or leave it out for no scaling"
+        raise wrong(f"{name}.rope_type", "the name of one kind", got, repair)
+    kind = "longrope" if kinds[0] == "su" else kinds[0]
+    if values.pop("mrope_section", None) is None:
+        return kind
+    # An image has positions in three dims, which are equal for text.
+    check_value(f"{name}.rope_type", kind, "default", "mrope")
+    return "default"
+
+
 def _angles(
     keys: ConfigKeys,
     family: Family,
@@ -172,12 +217,7 @@ def _angles(
     default_theta: float,
 ) -> dict[str, Any]:
     """Read base and scaling, and the share of rotated dims if the family has one."""
-    kinds = [values.pop(key) for key in ("rope_type", "type") if key in values] or ["default"]
-    if kinds[0] is None or kinds[0] != kinds[-1]:
-        got = kinds[0] if len(kinds) == 1 else kinds
-        repair = "Correct it, or leave it out for no scaling"
-        raise wrong(f"{name}.rope_type", "the name of one kind", got, repair)
-    kind = "longrope" if kinds[0] == "su" else kinds[0]
+    kind = _kind(name, values)
     values = {key: value for key, value in values.items() if value is not None}
     if "rope_theta" in values:
         check_value("rope_theta", theta, values["rope_theta"])

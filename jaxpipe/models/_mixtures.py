@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ._experts_config import ExpertsConfig
-from ._huggingface import ConfigKeys, wrong
+from ._huggingface import ConfigKeys, check_value, wrong
 from ._rules import is_size
 
 
@@ -74,11 +74,7 @@ class InSomeLayers(Mixture):
         step, num_layers = keys.size("decoder_sparse_step", 1), keys.size("num_hidden_layers")
         dense = keys.get("mlp_only_layers", None)
         dense = [] if dense is None else dense
-        if not isinstance(dense, list | tuple) or not all(
-            is_size(layer, 0) and layer < num_layers for layer in dense
-        ):
-            rule = f"numbers of layers below num_hidden_layers={num_layers}"
-            raise wrong("mlp_only_layers", rule, dense, "Correct it")
+        check_layers("mlp_only_layers", dense, num_layers)
         return ExpertsConfig(
             number,
             keys.size("num_experts_per_tok", self.num_experts_per_tok),
@@ -100,6 +96,59 @@ class InSomeLayers(Mixture):
             "norm_topk_prob": experts.norm_topk_prob,
             "mlp_only_layers": list(experts.dense_layers),
             **({_SHARED_SIZE: experts.shared_size} if self.has_shared else {}),
+        }
+
+
+@dataclass(frozen=True)
+class Clamped(SameInAllLayers):
+    """A mixture in every layer with biases and a clamped activation, as in gpt-oss."""
+
+    def read(self, keys: ConfigKeys) -> ExpertsConfig:
+        """See `Mixture`."""
+        # Files in this format are read as if they held floating-point numbers.
+        method = keys.mapping("quantization_config").get("quant_method")
+        check_value("quantization_config.quant_method", method, "mxfp4")
+        biases = {"router_bias": True, "expert_bias": True}
+        return replace(super().read(keys), activation="clamped", **biases)
+
+
+class InputScaled(Mixture):
+    """A mixture with a shared expert in some layers, whose gates scale inputs, as in Llama 4.
+
+    The shared expert is as wide as the others. Other layers have a key of their own for the width.
+    """
+
+    has_shared = True
+
+    def read(self, keys: ConfigKeys) -> ExpertsConfig:
+        """See `Mixture`."""
+        layers, step = range(keys.size("num_hidden_layers")), keys.size(_STEP, 1)
+        having = keys.get("moe_layers", None)
+        if having is None:
+            having = layers[step - 1 :: step]
+        else:
+            check_layers("moe_layers", having, len(layers))
+        size = keys.size("intermediate_size", 8192)
+        return ExpertsConfig(
+            keys.size("num_local_experts", 16),
+            keys.size("num_experts_per_tok", 1),
+            size,
+            norm_topk_prob=False,
+            gate="sigmoid",
+            scale_inputs=True,
+            shared_size=size,
+            shared_gate=False,
+            dense_layers=tuple(layer for layer in layers if layer not in having),
+        )
+
+    def write(self, config: Any, experts: ExpertsConfig) -> dict[str, Any]:
+        """See `Mixture`."""
+        layers = range(config.num_hidden_layers)
+        return {
+            "num_local_experts": experts.num_experts,
+            "num_experts_per_tok": experts.num_experts_per_tok,
+            "intermediate_size": experts.intermediate_size,
+            "moe_layers": [layer for layer in layers if layer not in experts.dense_layers],
         }
 
 
@@ -165,7 +214,17 @@ class AfterDenseLayers(Mixture):
         return found
 
 
+_STEP = "interleave_moe_layer_step"
 _SHARED_SIZE = "shared_expert_intermediate_size"
+
+
+def check_layers(key: str, value: Any, num_layers: int) -> None:
+    """Refuse what is not a list of layers, counted from 0."""
+    if not isinstance(value, list | tuple) or not all(
+        is_size(layer, 0) and layer < num_layers for layer in value
+    ):
+        rule = f"numbers of layers below num_hidden_layers={num_layers}"
+        raise wrong(key, rule, value, "Correct it")
 
 
 def _number(keys: ConfigKeys) -> int:

@@ -132,11 +132,11 @@ class RotaryScaling:
             "Only yarn has it: True or False.",
         )
         if self.rope_type == "llama3":
-            is_ramp = self.low_freq_factor < self.high_freq_factor
+            is_ramp = self.low_freq_factor <= self.high_freq_factor
             yield (
                 "high_freq_factor",
                 is_ramp,
-                f"> low_freq_factor={self.low_freq_factor}",
+                f">= low_freq_factor={self.low_freq_factor}",
                 "Copy both.",
             )
 
@@ -191,11 +191,9 @@ class RotaryScaling:
             return freq / np.asarray(factors, np.float32)
         if self.rope_type == "llama3":
             turns = self.original_max_position_embeddings * freq / (2 * math.pi)
-            unscaled = np.clip(
-                (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor),
-                0,
-                1,
-            )
+            width = self.high_freq_factor - self.low_freq_factor
+            above = turns - self.low_freq_factor
+            unscaled = np.clip(above / width, 0, 1) if width else (above > 0).astype(freq.dtype)
         else:
             low, high = (
                 self._dim_with_turns(turns, theta, dim)

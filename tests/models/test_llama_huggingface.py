@@ -70,7 +70,23 @@ LONG: dict[str, Any] = {
     "original_max_position_embeddings": 16,
 }
 CONTEXT = {"original_max_position_embeddings": 64}
-TEXT = ("Gemma3",)
+GPT_OSS: dict[str, Any] = {
+    "head_dim": 8,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 5,
+    "rope_parameters": {**YARN, "truncate": False},
+}
+LLAMA4: dict[str, Any] = {
+    "head_dim": 8,
+    "intermediate_size_mlp": 40,
+    "num_local_experts": 4,
+    "no_rope_layers": [1, 0],
+    "attention_chunk_size": 7,
+    "floor_scale": 4,
+    "rope_parameters": {**LLAMA3, "low_freq_factor": 1.0, "high_freq_factor": 1.0},
+}
+TEXT = ("Gemma3", "Llama4")
 """Families that also have a configuration with images."""
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3": ("Llama", {"rope_parameters": LLAMA3}),
@@ -120,6 +136,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3_scaled": (
         "Gemma3",
         {**GEMMA, "rope_parameters": LOCAL, "layer_types": ["full_attention", "sliding_attention"]},
+    ),
+    "gpt_oss": ("GptOss", GPT_OSS),
+    "llama4": ("Llama4", LLAMA4),
+    "llama4_dense": (
+        "Llama4",
+        {**LLAMA4, "num_experts_per_tok": 2, "use_qk_norm": False, "moe_layers": [0]},
     ),
     "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0], "pad_token_id": 0}),
     "smollm3_windows": (
@@ -208,6 +230,8 @@ def test_logits(case: str) -> None:
         "gemma2",
         "gemma3_scaled",
         "smollm3_windows",
+        "gpt_oss",
+        "llama4_dense",
     ],
 )
 def test_what_is_written_opens_in_transformers_as_it_was(case: str, tmp_path: Path) -> None:
@@ -287,6 +311,8 @@ STEPS: dict[str, dict[str, Any]] = {
     "Gemma2": GEMMA,
     "Gemma3": {**GEMMA, "rope_parameters": LOCAL, **FOUR},
     "SmolLM3": {"no_rope_layer_interval": 2, "pad_token_id": 0},
+    "GptOss": GPT_OSS,
+    "Llama4": {**LLAMA4, "no_rope_layers": [1, 0] * 2, "interleave_moe_layer_step": 2},
 }
 
 

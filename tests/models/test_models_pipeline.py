@@ -190,25 +190,66 @@ UNROTATED: dict[str, Any] = {
     "partial_rotary_factor": 0.5,
     "rope_scaling": LONGROPE,
 }
-PARTS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
-    "gemma": (GEMMA, {"pipe": 2, "data": 2}, {"split_vocabulary": True}),
-    "unrotated": (UNROTATED, {"pipe": 2, "data": 2}, {}),
+GPT_OSS: dict[str, Any] = {
+    "attention_sinks": True,
+    "qkv_bias": True,
+    "out_bias": True,
+    "sliding_window": 3,
+    "rope_scaling": RotaryScaling("yarn", 4.0, 8, truncate=False),
+    "experts": ExpertsConfig(4, 2, 12, router_bias=True, expert_bias=True, activation="clamped"),
 }
-MORE_PARTS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
-    "gemma_model": (GEMMA, {"pipe": 2, "data": 2, "model": 2}, {"is_packed": True}),
+LLAMA4: dict[str, Any] = {
+    "nope_layers": (1,),
+    "rope_interleave": True,
+    "qk_l2_norm": True,
+    "attn_temperature_tuning": True,
+    "floor_scale": 2,
+    "attention_chunk_size": 3,
+    "layer_types": ("chunked_attention", "full_attention"),
+    "experts": ExpertsConfig(
+        4,
+        1,
+        12,
+        gate="sigmoid",
+        norm_topk_prob=False,
+        scale_inputs=True,
+        shared_size=12,
+        shared_gate=False,
+        dense_layers=(1,),
+    ),
+}
+EVERY_PART: dict[str, Any] = {
+    **GEMMA,
+    **LLAMA4,
+    "experts": None,
+    "attention_sinks": True,
+    "partial_rotary_factor": 0.5,
+    "layer_types": ("sliding_attention", "chunked_attention"),
+}
+PARTS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
+    "every": (EVERY_PART, {"pipe": 2, "data": 2}, {"split_vocabulary": True, "is_packed": True}),
+    "gemma": (GEMMA, {"pipe": 2, "data": 2, "model": 2}, {"is_packed": True}),
     "gemma_untied": (
         {**GEMMA, "tie_word_embeddings": False},
         {"pipe": 2, "data": 1, "model": 2},
         {"split_vocabulary": True},
     ),
+    "gpt_oss": (GPT_OSS, {"pipe": 2, "data": 2, "expert": 2}, {}),
+    "llama4": (LLAMA4, {"pipe": 2, "data": 2, "model": 2}, {"is_packed": True}),
+    "unrotated": (UNROTATED, {"pipe": 2, "data": 2}, {}),
 }
 
 
 @pytest.mark.parametrize(
-    "case", [*PARTS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_PARTS)]
+    "case",
+    [
+        "every",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma", "gpt_oss", "llama4")),
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("gemma_untied", "unrotated")),
+    ],
 )
 def test_gradients_of_the_parts_of_families(case: str) -> None:
-    changes, axes, settings = {**PARTS, **MORE_PARTS}[case]
+    changes, axes, settings = PARTS[case]
     check(llama(LlamaConfig(**{**SIZES, "num_hidden_layers": 2, **changes})), axes, **settings)
 
 

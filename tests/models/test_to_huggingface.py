@@ -62,6 +62,39 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["full_attention", "sliding_attention", "full_attention"],
         },
     ),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            "attention_sinks": True,
+            "sliding_window": 5,
+            "layer_types": ("sliding_attention", "full_attention", "sliding_attention"),
+            "experts": ExpertsConfig(
+                4, 2, 24, router_bias=True, expert_bias=True, activation="clamped"
+            ),
+        },
+    ),
+    "llama4": (
+        "llama4_text",
+        {
+            "nope_layers": (2,),
+            "rope_interleave": True,
+            "qk_l2_norm": True,
+            "attn_temperature_tuning": True,
+            "attention_chunk_size": 7,
+            "layer_types": ("chunked_attention", "chunked_attention", "full_attention"),
+            "experts": ExpertsConfig(
+                4,
+                1,
+                12,
+                norm_topk_prob=False,
+                gate="sigmoid",
+                scale_inputs=True,
+                shared_size=12,
+                shared_gate=False,
+                dense_layers=(1,),
+            ),
+        },
+    ),
     "partial": ("phi3", {"partial_rotary_factor": 0.5}),
     "longrope": ("phi3", {"partial_rotary_factor": 0.5, "rope_scaling": LONGROPE}),
     "gemma2": ("gemma2", {**GEMMA, "attn_logit_softcapping": 50.0, "sliding_window": 5}),
