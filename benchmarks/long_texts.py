@@ -72,7 +72,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--lengths", default="2048,4096,8192")
-    print_head("positions", "heads of keys", "places", "temporaries GB", "without sums and weights", "ratio")
+    print_head(
+        "positions",
+        "heads of keys",
+        "places",
+        "temporaries GB",
+        "without sums and weights",
+        "ratio",
+    )
     for length in map(int, parser.parse_args().lengths.split(",")):
         for kv_heads in (4, 1):
             alone = 0.0
