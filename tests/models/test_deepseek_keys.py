@@ -238,6 +238,7 @@ def test_what_latent_attention_does_not_have_is_refused() -> None:
         "partial_rotary_factor": 0.5,
         "attn_logit_softcapping": 30.0,
         "query_pre_attn_scalar": 64,
+        "attention_sinks": True,
     }.items():
         with pytest.raises(ConfigError, match=f"{name} must be .* with latent, but got {name}="):
             replace(config, **{name: value})
