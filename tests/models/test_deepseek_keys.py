@@ -158,7 +158,7 @@ def count(layers: list[Any]) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
 
 
-@pytest.mark.parametrize("name", slow_after(2, list(PUBLISHED)))
+@pytest.mark.parametrize("name", slow_after(1, list(PUBLISHED)))
 def test_published_configurations_have_the_known_number_of_parameters(name: str) -> None:
     values, parameters = PUBLISHED[name]
     config = LlamaConfig.from_huggingface(values)

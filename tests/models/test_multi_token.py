@@ -64,7 +64,7 @@ def make_batch() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def expected(config: LlamaConfig) -> tuple[Any, Any, Any]:
     """Parameters, with biases that change which experts are chosen; loss; and gradients."""
     module = PipelineModule(llama(config, multi_token=True), num_stages=1)
-    params = module.init(jax.random.key(0), jnp.zeros((1, LENGTH), jnp.int32))
+    params = jax.jit(module.init)(jax.random.key(0), jnp.zeros((1, LENGTH), jnp.int32))
     rng = np.random.default_rng(1)
     params = jax.tree.map(
         lambda x: x if x.ndim > 1 else x + 0.3 * rng.normal(size=x.shape).astype(x.dtype), params
