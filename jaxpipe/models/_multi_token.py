@@ -61,7 +61,7 @@ class MultiToken(nn.Module):
             return nn.RMSNorm(config.rms_norm_eps, dtype=config.dtype, name=name)
 
         # Whole along the positions: the next token may be on another device.
-        stream = stream_axes(*tokens.shape)
+        stream = stream_axes(tokens.shape[0], tokens.shape[1])
         tokens = constrained(tokens, stream[0])
         tokens = constrained(jnp.pad(tokens[:, 1:], ((0, 0), (0, 1))), stream[0])
         rows = constrained(jnp.take(table, tokens, axis=0), *stream)
