@@ -317,7 +317,7 @@ class Pipeline:
     def whole_sums_bytes(self) -> int:
         """Additional bytes per device if gradient sums were not divided over `fsdp`."""
         divided = self._params.grad_layout
-        return self._bytes_beside(divided.cast(lambda leaf: leaf, whole_along=FSDP), divided)
+        return self._bytes_beside(divided.cast(whole_along=FSDP), divided)
 
     def _bytes_beside(self, whole: Layout, divided: Layout) -> int:
         """Return the additional bytes per device of the layout `whole` over `divided`."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxpipe._typing import Path, PyTree
-from jaxpipe.layers import flatten_dict, join_path, unflatten_dict
+from jaxpipe.layers import flatten_dict, is_correction_bias, join_path, unflatten_dict
 from jaxpipe.optim import (
     apply_update,
     check_leafwise,
@@ -53,14 +53,17 @@ class Updater:
         # A trunk that is not stacked, for example because whole leaves are distributed over the
         # replicas, is updated with the other parameters.
         self._trunk_names = tuple(name for name in params.trunk_names if name in shards.stacked)
-        trace = trace_optimizer(optimizer, unflatten_dict(params.trained))
+        self._optimised = {
+            path: leaf for path, leaf in params.trained.items() if not is_correction_bias(path)
+        }
+        trace = trace_optimizer(optimizer, unflatten_dict(self._optimised))
         is_apart = len(shard_kinds) > 1 or 0 < len(self._trunk_names) < len(params.trained)
         if is_apart:
             # Several programs update the model, each with part of its parameters, so none of them
             # may need the others.
             check_leafwise(trace)
         trunks = [
-            {paths[name]: name for name in self._trunk_names if name in paths}
+            {paths[n]: n for n in self._trunk_names if paths.get(n) in self._optimised}
             for paths in params.trained_paths
         ]
         is_uniform = len(shard_kinds) == 1 or (
@@ -71,7 +74,8 @@ class Updater:
         trunk: dict[int, _Group] = {}
         for shard_kind in shard_kinds:
             paths = params.trained_paths[sharding.stage_of(shard_kind)]
-            trained = {name: paths[name] for name in shards.names(shard_kind) if name in paths}
+            names = shards.names(shard_kind)
+            trained = {name: paths[name] for name in names if paths.get(name) in self._optimised}
             off_trunk = {
                 name: path for name, path in trained.items() if name not in self._trunk_names
             }
@@ -91,7 +95,7 @@ class Updater:
         if is_apart:
             groups = (*trunk.values(), *others.values())
             parts = [group.paths.values() for group in groups if group.optimizer is optimizer]
-            check_separable(optimizer, trace, params.trained, parts)
+            check_separable(optimizer, trace, self._optimised, parts)
         # For each kind of shard the kind whose program updates the group. The keys are part of the
         # names of arrays in checkpoints. "own" are the parameters off the trunk.
         self._programs = {
@@ -135,7 +139,7 @@ class Updater:
 
     def whole_struct(self) -> PyTree:
         """Return shapes and dtypes of the optimiser's own state for the whole model."""
-        return state_struct(self._optimizer, unflatten_dict(self._params.trained))
+        return state_struct(self._optimizer, unflatten_dict(self._optimised))
 
     def init(self, shard_kind: jax.Array, shard: Storage) -> PyTree:
         """Make the optimiser state of this device's shard from its parameters."""
