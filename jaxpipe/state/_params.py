@@ -151,7 +151,12 @@ class ModelParams:
         self.gathered = self.at_rest.cast(whole_along=FSDP)
         self.layout = self.gathered if gather else self.at_rest
         self.grad_layout = self.at_rest.cast(
-            lambda _, leaf: grad_accum_struct(leaf, grad_dtype), frozen=False
+            lambda name, leaf: (
+                leaf
+                if is_correction_bias(split_path(name))
+                else grad_accum_struct(leaf, grad_dtype)
+            ),
+            frozen=False,
         )
         self.grad_dtypes = _packed_dtypes(self.grad_layout, self.gathered)
         self.trunk_names = tuple(self.stages[0].trunk)

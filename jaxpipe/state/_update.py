@@ -42,12 +42,19 @@ class Updater:
     train is in the shards of all stages, and is not changed where it is frozen. Raises ConfigError
     if the optimiser needs more than gradients, state and parameters, if it couples parameters in
     different shards, or if its treatment of a parameter depends on the rest of the tree.
+
+    Correction biases of routers are not the optimiser's. They move by `bias_rate` in each update.
     """
 
     def __init__(
-        self, params: ModelParams, sharding: ShardLayout, optimizer: optax.GradientTransformation
+        self,
+        params: ModelParams,
+        sharding: ShardLayout,
+        optimizer: optax.GradientTransformation,
+        bias_rate: float = 0.0,
     ) -> None:
         self._sharding, self._params, self._optimizer = sharding, params, optimizer
+        self._bias_rate = bias_rate
         shards = sharding.shards
         shard_kinds = range(shards.num_stages)
         # A trunk that is not stacked, for example because whole leaves are distributed over the
@@ -238,7 +245,24 @@ class Updater:
     ) -> tuple[Storage, Storage]:
         group, layout = self._groups[name][shard_kind], self._layouts[name]
         changed, leaves = group.update(params, grads, layout.unpack(shard_kind, state))
+        changed |= self._moved_biases(name, shard_kind, params, grads)
         return self._packed(shard_kind, params, changed), layout.pack(shard_kind, leaves)
+
+    def _moved_biases(
+        self, group: str, shard_kind: int, params: Storage, grads: Storage
+    ) -> dict[str, jax.Array]:
+        """Move each correction bias against its gradient, of which only the sign counts."""
+        if not self._bias_rate:
+            return {}
+        shards = self._sharding.shards
+        paths = self._params.trained_paths[self._sharding.stage_of(shard_kind)]
+        moved: dict[str, jax.Array] = {}
+        for name in shards.names(shard_kind):
+            is_here = (name in self._trunk_names) == (group == "trunk")
+            if is_here and name in paths and is_correction_bias(paths[name]):
+                bias, grad = (shards.get(shard_kind, name, each) for each in (params, grads))
+                moved[name] = bias - self._bias_rate * jnp.sign(grad).astype(bias.dtype)
+        return moved
 
     def _choose(
         self,

@@ -132,6 +132,8 @@ def test_all_gradients_are_those_of_a_loop_over_tokens(router: str) -> None:
     params, x = make(config)
     wanted = with_gradients(lambda params, x: loop(config, params, x), params, x)
     found = applied(config, params, x)
+    found[1][0]["router"].pop("correction_bias", None)
+    wanted[1][0]["router"].pop("correction_bias", None)
     assert_close(found, wanted)
 
 
@@ -177,42 +179,61 @@ def test_a_pipeline_has_the_gradients_of_one_device(
     assert all(value > 1.25 for value in loads)  # slots do not suffice
 
 
-def test_a_correction_bias_keeps_its_bits_and_is_not_decayed() -> None:
-    layers = [
-        LayerSpec(nn.Dense, WIDTH),
-        *[LayerSpec(Experts, make_config("deepseek"), name="experts")] * 2,
-    ]
-    module = PipelineModule(
-        layers,
-        num_stages=2,
+def biased_model(num_stages: int) -> PipelineModule:
+    config = make_config("deepseek", 2, n_group=1, topk_group=1)
+    return PipelineModule(
+        [LayerSpec(nn.Dense, WIDTH), *[LayerSpec(Experts, config, 0.5)] * 2],
+        num_stages=num_stages,
         loss_fn=lambda y, t: jnp.mean((y - t) ** 2),
-        compute_dtype="bfloat16",
-        auto_cast=True,
+        partition_method=[0, 2, 3],
     )
-    x = jnp.ones((1, BATCH, LENGTH, 4))
-    params = module.init(jax.random.key(0), x[0])
-    bias = jnp.linspace(14.0, 14.01, EXPERTS)
-    params = jax.tree.map_with_path(
-        lambda path, leaf: bias if path[-1].key == "correction_bias" else leaf, params
+
+
+def test_a_correction_bias_keeps_its_bits_and_follows_the_load_of_the_whole_batch() -> None:
+    module = biased_model(2)
+    x = jax.random.normal(jax.random.key(0), (2, 2 * BATCH, LENGTH, 4))
+    labels = jnp.ones((2, 2 * BATCH, LENGTH, WIDTH))
+    start = jnp.linspace(14.0, 14.01, EXPERTS)
+
+    def is_bias(path: Any) -> bool:
+        return path[-1].key == "correction_bias"
+
+    params = module.init(jax.random.key(0), x[0, :BATCH])
+    params = jax.tree.map_with_path(lambda path, leaf: start if is_bias(path) else leaf, params)
+    cast = cast_floats(params, jnp.bfloat16)
+    assert jax.tree.map(lambda leaf: leaf.dtype == jnp.float32, cast) == jax.tree.map_with_path(
+        lambda path, _: is_bias(path), params
     )
-    shapes = jax.tree.map(lambda leaf: leaf.dtype, cast_floats(params, jnp.bfloat16))
-    is_wide = jax.tree.map_with_path(lambda path, _: path[-1].key == "correction_bias", params)
-    assert jax.tree.map(lambda dtype: dtype == jnp.float32, shapes) == is_wide
-    made = Pipeline(
-        module,
-        optax.adamw(1e-2, weight_decay=0.5),
-        make_pipeline_mesh(ProcessTopology(["pipe", "data"], [2, 1])),
-        (x[0], jnp.ones((BATCH, LENGTH, WIDTH))),
-        1,
-        make_settings(),
+    mesh = make_pipeline_mesh(ProcessTopology(["pipe", "data"], [2, 2]))
+    after = {}
+    for rate in (0.0, 0.125):
+        settings = make_settings(router_bias_update_rate=rate)
+        optimizer = optax.adamw(1e-2, weight_decay=0.5)
+        made = Pipeline(module, optimizer, mesh, (x[0], labels[0]), 2, settings)
+        state, _ = made.step(made.init_from(params), (x, labels))
+        after[rate] = made.params_tree(state.params)["layers"]
+    assert all(
+        (after[0.0][f"{i}_Experts"]["router"]["correction_bias"] == start).all() for i in (1, 2)
     )
-    state, _ = made.step(made.init_from(params), (x, jnp.ones((1, BATCH, LENGTH, WIDTH))))
-    after = made.params_tree(state.params)
-    for layer, old in params["layers"].items():
-        if "router" in old:
-            router = after["layers"][layer]["router"]
-            assert (router["correction_bias"] == bias).all()
-            assert (router["kernel"] != old["router"]["kernel"]).any()
+    dense, router = params["layers"]["0_Dense"], params["layers"]["1_Experts"]["router"]
+    scores = jax.nn.sigmoid(
+        (x @ dense["kernel"] + dense["bias"][None, None, None]) @ router["kernel"]
+    )
+    rows = np.asarray(scores).reshape(-1, EXPERTS) + np.asarray(start)
+    loads = np.bincount([e for row in rows for e in ranked(row, 2)], minlength=EXPERTS)
+    moved = after[0.125]["1_Experts"]["router"]["correction_bias"] - start
+    np.testing.assert_allclose(moved, -0.125 * np.sign(loads - loads.mean()), atol=1e-5)
+
+
+def test_a_rate_needs_a_bias() -> None:
+    module = PipelineModule(
+        [LayerSpec(nn.Dense, 4)], num_stages=1, loss_fn=lambda y, t: jnp.mean(y)
+    )
+    example = jnp.ones((2, 4)), jnp.ones((2, 4))
+    mesh = make_pipeline_mesh(ProcessTopology(["pipe", "data"], [1, 1]))
+    settings = make_settings(router_bias_update_rate=0.1)
+    with pytest.raises(ConfigError, match=r"router_bias_update_rate=0.1. Remove it, or set"):
+        Pipeline(module, optax.sgd(1.0), mesh, example, 1, settings)
 
 
 @pytest.mark.slow
@@ -225,12 +246,15 @@ def test_a_capacity_for_all_is_exact() -> None:
     assert sown["metrics"]["passed_by"] == (0.0,)
 
 
-def test_a_correction_bias_chooses_but_has_no_gradient() -> None:
+def test_a_correction_bias_chooses_only() -> None:
     config = make_config("deepseek", choices=1, n_group=1, topk_group=1)
     params, x = make(config)
     params["router"]["correction_bias"] = 10.0 * jnp.arange(EXPERTS)
     _, (gradients, _) = applied(config, params, x)
-    assert not gradients["router"]["correction_bias"].any()
+    # Its gradient is only the sign of its load above the mean, and too small for norms.
+    signs = np.sign(gradients["router"]["correction_bias"])
+    assert signs.tolist() == [-1.0] * (EXPERTS - 1) + [1.0]
+    assert np.abs(gradients["router"]["correction_bias"]).max() < 1e-19
     used = np.abs(gradients["down"]).sum((1, 2)) > 0
     assert used.tolist() == [False] * (EXPERTS - 1) + [True]
 
