@@ -89,6 +89,9 @@ class PipelineConfig(Section):
             residuals of one more microbatch. Most schedules do not become longer, but
             `'zero-bubble-v'` does. `'auto'` enables it on accelerators if the stages are on several
             hosts and the schedule becomes at most 2 % longer. Within one host it gains nothing.
+        router_bias_update_rate: How far each step moves the correction biases of routers of
+            experts: down for experts with more than the mean load of the whole batch, up for the
+            others. This balances experts without a loss, as in DeepSeek-V3 (there 0.001).
 
     Raises:
         ConfigError: A value is of the wrong type or out of range.
@@ -112,6 +115,7 @@ class PipelineConfig(Section):
     )
     split_vocabulary: bool | Literal["auto"] = setting("auto", auto_or(read_flag))
     overlap_vocabulary: bool | Literal["auto"] = setting("auto", auto_or(read_flag))
+    router_bias_update_rate: float = setting(0.0, number_of_at_least(0.0))
 
 
 @with_inner_keys

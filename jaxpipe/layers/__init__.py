@@ -27,7 +27,9 @@ from ._lora import without_adapters as without_adapters
 from ._model_trace import ModelTrace as ModelTrace
 from ._param_paths import ParamPaths as ParamPaths
 from ._param_paths import merge_layers as merge_layers
+from ._precision import CORRECTION_BIAS as CORRECTION_BIAS
 from ._precision import cast_floats as cast_floats
+from ._precision import is_correction_bias as is_correction_bias
 from ._sharding import unbox as unbox
 from ._signature import layer_signatures as layer_signatures
 from ._split_vocabulary import check_split_loss as check_split_loss
@@ -58,6 +60,8 @@ __all__ = [
     "lora",
     "merge_lora",
     # For other rooms.
+    "CORRECTION_BIAS",
+    "is_correction_bias",
     "without_adapters",
     "ModelTrace",
     "NamedLayer",

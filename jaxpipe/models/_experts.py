@@ -1,5 +1,6 @@
 """Mixture of experts: a router sends each token through some of several feed-forward networks."""
 
+import logging
 import math
 from typing import Any
 
@@ -7,11 +8,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from jaxpipe.distributed import log
 from jaxpipe.topology import FSDP
 from jaxpipe.transformer import MODEL, Divided, dividing
 
 from ._experts_config import ExpertsConfig
-from ._grouped import ExpertWeights, FeedForward, Groups, mixture
+from ._grouped import BLOCK, ExpertWeights, FeedForward, Groups, mixture
 from ._router import Router, Routing, balance_loss, router_z_loss
 
 EXPERT = "expert"
@@ -98,6 +100,15 @@ class Experts(nn.Module):
             samples,
             dividing(MODEL, config.intermediate_size),
         )
+        if not self.is_initializing():
+            log(
+                logging.INFO,
+                "%d experts of %d x %d tokens: %d slots each, %s",
+                *(config.num_experts, num_groups, num_tokens, room),
+                "choices beyond them are dropped, because capacity_factor is set"
+                if drops
+                else f"choices beyond them in blocks of {min(BLOCK, room)}, nothing is dropped",
+            )
         queues = groups.line_up(chosen, config.num_experts, room)
         loads = jnp.sum(queues.loads, axis=1) / (num_groups * share)
         self.sow("metrics", "max_load", jnp.max(loads))

@@ -33,7 +33,8 @@ class ExpertsConfig:
             A softmax over only the chosen logits, as in gpt-oss, is `"softmax"` with
             `norm_topk_prob`.
         correction_bias: Whether each expert has a bias that is added to its scores when experts are
-            chosen, but not to gates (DeepSeek V3). It has no gradient.
+            chosen, but not to gates (DeepSeek V3). Optimisers do not change it; the key
+            `pipeline.router_bias_update_rate` does.
         n_group: Number of equal groups of experts. A group's score is the sum of its two best.
         topk_group: Number of groups, the best of a token, that its experts are chosen from.
         routed_scaling_factor: Factor of all gates.

@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe.transformer import constrained
 
-_BLOCK = 256
+BLOCK = 256
 """Rows of a block of choices without slots. A product of fewer rows mostly waits for weights."""
 
 
@@ -289,7 +289,7 @@ def mixture(
     y: Any = _combine(groups, made, queues.choices, queues.slots)
     if drops:
         return y
-    blocks = _Blocks(feed_forward, room, min(_BLOCK, room))
+    blocks = _Blocks(feed_forward, room, min(BLOCK, room))
     return y + groups.summed(_beyond(groups, blocks, groups.shared(x), gates, used, queues))
 
 

@@ -55,7 +55,7 @@ class Router(nn.Module):
         else:
             scores = nn.sigmoid(logits)
             whole = scores / scores.sum(-1, keepdims=True)
-        ranks = scores
+        ranks, bias = scores, None
         if config.correction_bias:
             bias = self.param("correction_bias", nn.initializers.zeros, (config.num_experts,))
             ranks += bias.astype(wide)[None, None]
@@ -63,6 +63,8 @@ class Router(nn.Module):
         ranks = jax.lax.stop_gradient(ranks)
         _, chosen = jax.lax.top_k(self._without_groups(ranks), config.num_experts_per_tok)
         gates = jnp.take_along_axis(scores, chosen, axis=-1)
+        if config.correction_bias:
+            gates = _with_load(gates, bias, _loads(chosen, config.num_experts))
         if config.norm_topk_prob:
             # Sigmoids may all round to 0, which would divide 0 by 0.
             gates /= gates.sum(-1, keepdims=True) + 1e-20
@@ -80,6 +82,34 @@ class Router(nn.Module):
         return jnp.where(is_best[..., None], by_group, -jnp.inf).reshape(ranks.shape)
 
 
+def _loads(chosen: jax.Array, num_experts: int) -> jax.Array:
+    """Return the choices of each expert per token."""
+    return jax.nn.one_hot(chosen, num_experts, dtype=jnp.float32).mean((0, 1)).sum(0)
+
+
+@jax.custom_vjp
+def _with_load(gates: jax.Array, bias: jax.Array, loads: jax.Array) -> Any:
+    """Return the gates, and let the bias's gradient be the loads above the mean load.
+
+    A gradient is what is summed over microbatches, replicas and devices in any case, so the sum is
+    the load of the whole batch, and `router_bias_update_rate` needs no other way through the step.
+    Only its sign counts. It is so small that it does not change the norm of all gradients.
+    """
+    del bias, loads
+    return gates
+
+
+def _with_load_forward(gates: Any, bias: Any, loads: jax.Array) -> tuple[Any, Any]:
+    return _with_load(gates, bias, loads), (loads - loads.mean()).astype(bias.dtype)
+
+
+def _with_load_backward(excess: jax.Array, gates: Any) -> tuple[Any, Any, None]:
+    return gates, 1e-20 * excess, None
+
+
+_with_load.defvjp(_with_load_forward, _with_load_backward)
+
+
 def balance_loss(routing: Routing) -> jax.Array:
     """Loss that is least if all experts are equally busy.
 
@@ -89,7 +119,7 @@ def balance_loss(routing: Routing) -> jax.Array:
         Lepikhin et al., "GShard" (2021); with sigmoids, DeepSeek-V3 (2024), equation 17.
     """
     num_experts = routing.scores.shape[-1]
-    busy = jax.nn.one_hot(routing.chosen, num_experts, dtype=jnp.float32).mean((0, 1)).sum(0)
+    busy = _loads(routing.chosen, num_experts)
     return num_experts * jnp.sum(busy * routing.scores.mean((0, 1)))
 
 

@@ -6,13 +6,19 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from _tolerances import assert_close
+from _covering import slow_after
+from _settings import make_settings
+from _tolerances import assert_close, assert_loss
 
+from jaxpipe import LayerSpec, Pipeline, PipelineModule, ProcessTopology
 from jaxpipe.errors import ConfigError
+from jaxpipe.layers import cast_floats
 from jaxpipe.models import Experts, ExpertsConfig
+from jaxpipe.topology import make_pipeline_mesh
 
-BATCH, LENGTH, WIDTH, SIZE, EXPERTS = 2, 8, 6, 5, 8
+BATCH, LENGTH, WIDTH, SIZE, EXPERTS = 2, 6, 6, 4, 8
 ROUTERS: dict[str, dict[str, Any]] = {
     "mixtral": {},
     "qwen": {"norm_topk_prob": False},
@@ -28,6 +34,8 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "crowded": {"gate": "sigmoid", "correction_bias": True, "expert_bias": True},
     "everything": {"gate": "sigmoid", "scale_inputs": True, "expert_bias": True},
 }
+
+LATER = [router for router in ROUTERS if router not in ("crowded", "deepseek")]
 
 
 def make_config(router: str, choices: int = 3, **more: Any) -> ExpertsConfig:
@@ -118,15 +126,117 @@ def applied(config: ExpertsConfig, params: Any, x: jax.Array) -> Any:
     )(params, x)
 
 
-@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize("router", slow_after(2, ["crowded", "deepseek", *LATER]))
 def test_all_gradients_are_those_of_a_loop_over_tokens(router: str) -> None:
     config = make_config(router)
     params, x = make(config)
     wanted = with_gradients(lambda params, x: loop(config, params, x), params, x)
     found = applied(config, params, x)
+    found[1][0]["router"].pop("correction_bias", None)
+    wanted[1][0]["router"].pop("correction_bias", None)
     assert_close(found, wanted)
 
 
+MESHES = [
+    {"pipe": 2, "data": 2, "expert": 2},
+    {"pipe": 4, "data": 1, "expert": 2},
+    {"pipe": 2, "data": 1, "fsdp": 2, "expert": 2},
+    {"pipe": 2, "data": 1, "expert": 2, "model": 2},
+]
+
+
+@pytest.mark.parametrize("axes", slow_after(1, MESHES))
+@pytest.mark.parametrize("capacity_factor", slow_after(1, [None, 0.5]))
+def test_a_pipeline_has_the_gradients_of_one_device(
+    axes: dict[str, int], capacity_factor: float | None
+) -> None:
+    config = make_config("everything", 2, capacity_factor=capacity_factor)
+    blocks = [LayerSpec(Experts, config, 0.5)] * (4 if axes["pipe"] == 4 else 2)
+    layers = [LayerSpec(nn.Dense, WIDTH), *blocks, LayerSpec(nn.Dense, 3)]
+    width = BATCH * axes["data"] * axes.get("fsdp", 1)
+    x = jax.random.normal(jax.random.key(0), (2, width, LENGTH, 4)) + 1.0  # crowds experts
+    labels = jax.random.normal(jax.random.key(1), (2, width, LENGTH, 3))
+
+    def squares(y: jax.Array, labels: jax.Array) -> jax.Array:
+        return jnp.mean((y - labels) ** 2)
+
+    alone = PipelineModule(layers, num_stages=1, loss_fn=squares)
+    params = alone.init(jax.random.key(2), x[0])
+    loss, wanted = jax.jit(
+        jax.value_and_grad(
+            lambda params: sum(squares(alone.apply(params, x[m]), labels[m]) for m in (0, 1)) / 2
+        )
+    )(params)
+    topology = ProcessTopology(list(axes), list(axes.values()))
+    module = PipelineModule(layers, topology=topology, loss_fn=squares, partition_method="uniform")
+    example, mesh = (x[0], labels[0]), make_pipeline_mesh(topology)
+    made = Pipeline(module, optax.identity(), mesh, example, 2, make_settings())
+    metrics, gradients, _ = made.gradients(made.init_from(params), (x, labels))
+    assert_loss(metrics["loss"], loss)
+    assert_close(made.params_tree(gradients), wanted)
+    loads = [value for name, value in metrics["metrics"].items() if name.endswith("max_load")]
+    assert len(loads) == len(blocks)
+    assert all(value > 1.25 for value in loads)  # slots do not suffice
+
+
+def biased_model(num_stages: int) -> PipelineModule:
+    config = make_config("deepseek", 2, n_group=1, topk_group=1)
+    return PipelineModule(
+        [LayerSpec(nn.Dense, WIDTH), *[LayerSpec(Experts, config, 0.5)] * 2],
+        num_stages=num_stages,
+        loss_fn=lambda y, t: jnp.mean((y - t) ** 2),
+        partition_method=[0, 2, 3],
+    )
+
+
+def test_a_correction_bias_keeps_its_bits_and_follows_the_load_of_the_whole_batch() -> None:
+    module = biased_model(2)
+    x = jax.random.normal(jax.random.key(0), (2, 2 * BATCH, LENGTH, 4))
+    labels = jnp.ones((2, 2 * BATCH, LENGTH, WIDTH))
+    start = jnp.linspace(14.0, 14.01, EXPERTS)
+
+    def is_bias(path: Any) -> bool:
+        return path[-1].key == "correction_bias"
+
+    params = module.init(jax.random.key(0), x[0, :BATCH])
+    params = jax.tree.map_with_path(lambda path, leaf: start if is_bias(path) else leaf, params)
+    cast = cast_floats(params, jnp.bfloat16)
+    assert jax.tree.map(lambda leaf: leaf.dtype == jnp.float32, cast) == jax.tree.map_with_path(
+        lambda path, _: is_bias(path), params
+    )
+    mesh = make_pipeline_mesh(ProcessTopology(["pipe", "data"], [2, 2]))
+    after = {}
+    for rate in (0.0, 0.125):
+        settings = make_settings(router_bias_update_rate=rate)
+        optimizer = optax.adamw(1e-2, weight_decay=0.5)
+        made = Pipeline(module, optimizer, mesh, (x[0], labels[0]), 2, settings)
+        state, _ = made.step(made.init_from(params), (x, labels))
+        after[rate] = made.params_tree(state.params)["layers"]
+    assert all(
+        (after[0.0][f"{i}_Experts"]["router"]["correction_bias"] == start).all() for i in (1, 2)
+    )
+    dense, router = params["layers"]["0_Dense"], params["layers"]["1_Experts"]["router"]
+    scores = jax.nn.sigmoid(
+        (x @ dense["kernel"] + dense["bias"][None, None, None]) @ router["kernel"]
+    )
+    rows = np.asarray(scores).reshape(-1, EXPERTS) + np.asarray(start)
+    loads = np.bincount([e for row in rows for e in ranked(row, 2)], minlength=EXPERTS)
+    moved = after[0.125]["1_Experts"]["router"]["correction_bias"] - start
+    np.testing.assert_allclose(moved, -0.125 * np.sign(loads - loads.mean()), atol=1e-5)
+
+
+def test_a_rate_needs_a_bias() -> None:
+    module = PipelineModule(
+        [LayerSpec(nn.Dense, 4)], num_stages=1, loss_fn=lambda y, t: jnp.mean(y)
+    )
+    example = jnp.ones((2, 4)), jnp.ones((2, 4))
+    mesh = make_pipeline_mesh(ProcessTopology(["pipe", "data"], [1, 1]))
+    settings = make_settings(router_bias_update_rate=0.1)
+    with pytest.raises(ConfigError, match=r"router_bias_update_rate=0.1. Remove it, or set"):
+        Pipeline(module, optax.sgd(1.0), mesh, example, 1, settings)
+
+
+@pytest.mark.slow
 def test_a_capacity_for_all_is_exact() -> None:
     config = make_config("everything")
     params, x = make(config)
@@ -136,12 +246,15 @@ def test_a_capacity_for_all_is_exact() -> None:
     assert sown["metrics"]["passed_by"] == (0.0,)
 
 
-def test_a_correction_bias_chooses_but_has_no_gradient() -> None:
+def test_a_correction_bias_chooses_only() -> None:
     config = make_config("deepseek", choices=1, n_group=1, topk_group=1)
     params, x = make(config)
     params["router"]["correction_bias"] = 10.0 * jnp.arange(EXPERTS)
     _, (gradients, _) = applied(config, params, x)
-    assert not gradients["router"]["correction_bias"].any()
+    # Its gradient is only the sign of its load above the mean, and too small for norms.
+    signs = np.sign(gradients["router"]["correction_bias"])
+    assert signs.tolist() == [-1.0] * (EXPERTS - 1) + [1.0]
+    assert np.abs(gradients["router"]["correction_bias"]).max() < 1e-19
     used = np.abs(gradients["down"]).sum((1, 2)) > 0
     assert used.tolist() == [False] * (EXPERTS - 1) + [True]
 
