@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe._typing import PyTree
 from jaxpipe.data import Batch
+from jaxpipe.layers import device_bytes
 from jaxpipe.state import constrained
 from jaxpipe.topology import FSDP, SEQUENCE
 
@@ -165,6 +166,12 @@ def samples_spec(leaf: Any, mesh: AbstractMesh) -> P:
 
     samples, positions = divided(FSDP, 0, 1), divided(SEQUENCE, 1, 3)
     return P(samples, positions) if positions else P(samples) if samples else P()
+
+
+def stream_bytes(tree: PyTree, mesh: AbstractMesh) -> int:
+    """Bytes on each device of the activations between two layers."""
+    leaves = jax.tree.leaves(tree)
+    return device_bytes(leaves, mesh, [samples_spec(x, mesh) for x in leaves])
 
 
 def _gathered(leaf: jax.Array, dim: int, index: jax.Array) -> jax.Array:

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jaxpipe._numbers import as_number
 from jaxpipe.errors import LayerError
@@ -113,4 +114,11 @@ def next_token_logits(logits: Any, ndim: int) -> Any:
 
 def _ahead(values: jax.Array, fill: int) -> jax.Array:
     """The value of the next position at each position, `[samples, length]`."""
-    return jnp.pad(values[:, 1:], ((0, 0), (0, 1)), constant_values=fill)
+    # Whole before and after: where logits are divided along the positions, the shift would
+    # otherwise be divided too, and move values between devices.
+    return _whole(jnp.pad(_whole(values)[:, 1:], ((0, 0), (0, 1)), constant_values=fill))
+
+
+def _whole(values: jax.Array) -> jax.Array:
+    is_divided = bool(jax.sharding.get_abstract_mesh().auto_axes)
+    return jax.lax.with_sharding_constraint(values, PartitionSpec()) if is_divided else values

@@ -11,7 +11,7 @@ from jaxpipe.topology import FSDP
 from jaxpipe.transformer import MODEL, Divided, dividing
 
 from ._experts_config import ExpertsConfig
-from ._grouped import ExpertWeights, FeedForward, Groups, line_up, mixture
+from ._grouped import ExpertWeights, FeedForward, Groups, mixture
 from ._router import Router, Routing, balance_loss, router_z_loss
 
 EXPERT = "expert"
@@ -93,13 +93,13 @@ class Experts(nn.Module):
         )
         groups = Groups(
             1 if expert is None else shape[expert],
+            config.num_experts_per_tok,
             expert,
             samples,
             dividing(MODEL, config.intermediate_size),
-            config.num_experts_per_tok,
         )
-        queues = line_up(groups, chosen, config.num_experts, room)
-        loads = jnp.sum(queues.loads, axis=0) / (num_groups * share)
+        queues = groups.line_up(chosen, config.num_experts, room)
+        loads = jnp.sum(queues.loads, axis=1) / (num_groups * share)
         self.sow("metrics", "max_load", jnp.max(loads))
         if drops:
             total = config.num_experts_per_tok * num_tokens * num_groups

@@ -1,11 +1,24 @@
-"""Products of experts with their own tokens: tokens are lined up by expert.
+"""Products of experts with their own tokens, which are lined up by expert.
 
-Each expert has a fixed number of slots, its room, and each choice of a token takes a slot of its
-expert. The products of all experts are then one batched product over slots. Choices beyond the room
-are computed after it, in blocks, by a loop that runs as often as the busiest device needs.
+Each expert has slots, and each choice of a token takes a slot of its expert. The products of all
+experts are then one batched product over slots. Choices for which there is no slot are dropped, or
+computed in blocks by a loop that runs as often as they need.
+
+Tokens are the same on all devices of the axis `expert`, so each device takes the tokens of its own
+experts, and one sum over the axis adds the results up. If samples are divided over `fsdp`, each
+device takes its own samples, because it gathers the weights in any case. So tokens are never
+exchanged. For N tokens of a device, c choices and P devices on the axis, in multiples of `N * H`
+values that a device sends, forward (the backward sends as many):
+
+    sum over `expert` of tokens that it shares       2 (P - 1) / P      for N tokens of all P
+    gather and scatter of divided tokens             2 (P - 1)          for N tokens of each
+    all-to-all of divided tokens, one row a choice   2 c (P - 1) / P    for N tokens of each
+
+Divided tokens spare P - 1 of P attentions, and if they are, the last two lines compare: rows are
+fewer only if c < P, and need buffers for the worst case, in which all choices go to one device.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,11 +31,11 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe.transformer import constrained
 
 _BLOCK = 256
-"""Rows of a block beyond the room. With fewer, a product would read weights longer than compute."""
+"""Rows of a block of choices without slots. A product of fewer rows mostly waits for weights."""
 
 
 class ExpertWeights(NamedTuple):
-    """Weights of experts, `[..., in, out]`, and their biases, `[..., 1, out]` or None."""
+    """Weights of experts, `[E, in, out]`, and their biases, `[E, 1, out]` or None."""
 
     gate: jax.Array
     up: jax.Array
@@ -58,34 +71,32 @@ class FeedForward:
             return y if bias is None else y + bias
 
         rows = rows * factors if self.scale_inputs else rows
-        gate, up = (
-            product(rows, kernel, bias)
-            for kernel, bias in ((weights.gate, weights.gate_bias), (weights.up, weights.up_bias))
-        )
+        gate = product(rows, weights.gate, weights.gate_bias)
+        up = product(rows, weights.up, weights.up_bias)
         if self.activation == "silu":
             h = nn.silu(gate) * up
         else:
             gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
             h = (up + 1) * gate * nn.sigmoid(1.702 * gate)
-        # The gates multiply the hidden values, so that their gradient does not need the results.
         h, bias = pin(h), weights.down_bias
         if self.scale_inputs:
             return product(h, weights.down, bias)
+        # The gates multiply the hidden values, so that their gradient does not need the results.
         return product(h * factors, weights.down, None if bias is None else bias * factors)
 
 
 class Queues(NamedTuple):
-    """The choices of G groups of N tokens, lined up by expert.
+    """The choices of G groups of N tokens, lined up by expert, for each of P shards of experts.
 
-    Choice `c * N + n` is choice c of token n, so that first choices are served before second ones.
+    Choice `c * N + n` is choice c of token n, so that first choices come before second ones.
 
     Attributes:
-        order: Choices sorted by expert, `[G, choices * N]`.
-        starts: Where the choices of each expert begin in `order`, `[G, E]`.
-        loads: Number of choices of each expert, `[G, E]`.
-        choices: The choice in each slot, `[G, E, room]`, or `choices * N` if the slot is empty.
-        slots: The slot of each choice, `[G, choices * N]`, or `E * room` if it has none. Slot
-            `e * room + r` belongs to expert e.
+        order: Choices sorted by expert, `[P, G, choices * N]`. Those of other shards come last.
+        starts: Where the choices of each expert begin in `order`, `[P, G, E / P]`.
+        loads: Number of choices of each expert, `[P, G, E / P]`.
+        choices: The choice in each slot, `[P, E / P, G, room]`, or `choices * N` if it is empty.
+        slots: The slot of each choice in its shard, `[P, G, choices * N]`, or the number of slots
+            if it has none there. Slot `e * room + r` belongs to expert e of the shard.
     """
 
     order: jax.Array
@@ -97,120 +108,114 @@ class Queues(NamedTuple):
 
 @dataclass(frozen=True)
 class Groups:
-    """How groups of tokens and experts are divided over devices, and the number of choices.
-
-    `dispatch` and `combine` are linear, and each is the transpose of the other. Both read rows at
-    indices, because an addition at indices would be in any order on GPUs.
+    """How groups of tokens and experts are divided over devices.
 
     Attributes:
         num_shards: Number P of shards of experts.
+        choices: Number of choices of a token.
         expert: The automatic axis over which experts are divided, or None.
         samples: The automatic axis over which groups are divided, or None.
         features: The automatic axis over which hidden values are divided, or None.
-        choices: Number of choices of a token.
     """
 
     num_shards: int
+    choices: int
     expert: str | None
     samples: str | None
     features: str | None
-    choices: int
 
-    def dispatch(self, x: jax.Array, queues: Queues) -> jax.Array:
-        """Copy tokens `[G, N, H]` to slots `[P, E / P, G, room, H]`; empty slots are zero."""
-        return _dispatch(self, x, queues.choices, queues.slots)
-
-    def combine(self, y: jax.Array, queues: Queues) -> jax.Array:
-        """Sum the slots of each token, which is the inverse of shapes of `dispatch`."""
-        return _combine(self, y, queues.choices, queues.slots)
-
-    def local(self, choices: jax.Array) -> jax.Array:
-        """Divide `[G, E, ...]` into shards of experts, `[P, E / P, G, ...]`."""
-        shards = choices.reshape(choices.shape[0], self.num_shards, -1, *choices.shape[2:])
-        return constrained(jnp.moveaxis(shards, 0, 2), self.expert, None, self.samples)
-
-    def on_devices(
-        self, function: Callable[..., Any], given: Sequence[Any], made: str
-    ) -> Callable[..., Any]:
+    def on_devices(self, function: Callable[..., Any], given: Any, made: Any) -> Callable[..., Any]:
         """Run a function on each device's experts and groups.
 
         XLA (JAX 0.10) aborts at reads at indices if one automatic axis divides the indices and
-        another the values, so no partitioner may see them.
+        another the values. Here its partitioner does not see them.
 
         Args:
-            function: The function.
-            given: A tree with what divides the first dims of each argument: `e` experts, `g`
-                groups, `.` nothing.
-            made: The same for all results.
+            function: The function. Its arguments must be divided over all axes that its results
+                are divided over if they have gradients, because sums of gradients are left to XLA.
+            given: Tree of what divides the first dims of arguments: `e` experts, `g` groups, `.`
+                nothing.
+            made: The same for its results.
         """
         axes = {"e": self.expert, "g": self.samples, ".": None}
-        named = set("".join(jax.tree.leaves((tuple(given), made))))
-        manual = {axis for name in named if (axis := axes[name]) is not None}
+        manual = {
+            axis
+            for dims in jax.tree.leaves((given, made))
+            for dim in dims
+            if (axis := axes[dim]) is not None
+        }
         if not manual:
             return function
-        specs = jax.tree.map(lambda dims: P(*(axes[dim] for dim in dims)), (tuple(given), made))
+        specs = jax.tree.map(lambda dims: P(*(axes[dim] for dim in dims)), (given, made))
         return jax.shard_map(
-            function,
-            in_specs=specs[0],
-            out_specs=specs[1],
-            axis_names=manual,
-            check_vma=False,
+            function, in_specs=specs[0], out_specs=specs[1], axis_names=manual, check_vma=False
         )
 
+    def line_up(self, chosen: jax.Array, num_experts: int, room: int) -> Queues:
+        """Line up the experts `[G, N, choices]` that tokens have chosen."""
+        run = partial(_line_up, num_experts=num_experts // self.num_shards, room=room)
+        made = Queues("eg", "eg", "eg", "e.g", "eg")  # pyright: ignore[reportArgumentType]  # dims
+        return self.on_devices(run, ("g", "e"), made)(chosen, jnp.arange(self.num_shards))
+
+    def shared(self, values: jax.Array) -> jax.Array:
+        """Give each shard of experts the same values, `[G, ...]` to `[P, G, ...]`."""
+        shape = self.num_shards, *values.shape
+        return constrained(jnp.broadcast_to(values[None], shape), self.expert, self.samples)
+
     def summed(self, parts: jax.Array) -> jax.Array:
-        """Sum over the shards of experts, `[P, G, N, H]` to `[G, N, H]`."""
+        """Sum over the shards of experts, `[P, G, ...]` to `[G, ...]`."""
         if self.num_shards == 1:
             return parts[0]
-        # A product, not a sum: `jnp.sum` would send float32.
+        # A product, because `jnp.sum` would send float32.
         ones = jnp.ones(self.num_shards, parts.dtype)
-        return constrained(jnp.einsum("pgnh,p->gnh", parts, ones), self.samples)
+        return constrained(jnp.einsum("p...,p->...", parts, ones), self.samples)
 
 
-def line_up(groups: Groups, chosen: jax.Array, num_experts: int, room: int) -> Queues:
-    """Line up the experts `[G, N, choices]` that tokens have chosen."""
-    function = partial(_line_up, num_experts=num_experts, room=room)
-    return groups.on_devices(function, ["g"], "g")(chosen)
-
-
-def _line_up(chosen: jax.Array, num_experts: int, room: int) -> Queues:
-    experts = chosen.swapaxes(1, 2).reshape(chosen.shape[0], -1)
-    num_choices = experts.shape[1]
-    order = jnp.argsort(experts, axis=-1, stable=True)
-    loads = jnp.sum(experts[..., None] == jnp.arange(num_experts)[None, None], axis=1)
+def _line_up(chosen: jax.Array, shard: jax.Array, *, num_experts: int, room: int) -> Queues:
+    """Line up the choices of a shard's `num_experts` experts."""
+    own = chosen.swapaxes(1, 2).reshape(len(chosen), -1) - num_experts * shard[0]
+    own = jnp.where((own >= 0) & (own < num_experts), own, num_experts)
+    order = jnp.argsort(own, axis=-1, stable=True)
+    loads = jnp.sum(own[..., None] == jnp.arange(num_experts)[None, None], axis=1)
     starts = jnp.cumsum(loads, axis=-1) - loads
     turns = jnp.arange(room)[None, None]
-    at = starts[..., None] + turns
-    found = jax.vmap(partial(_taken, fill=num_choices))(order, at)
-    choices = jnp.where(turns < loads[..., None], found, num_choices)
-    ranks = jnp.argsort(order, axis=-1) - jax.vmap(_taken)(starts, experts)
-    slots = jnp.where(ranks < room, experts * room + ranks, num_experts * room)
-    return Queues(order, starts, loads, choices, slots)
+    found = jax.vmap(_taken)(order, starts[..., None] + turns)
+    choices = jnp.where(turns < loads[..., None], found, own.shape[1]).swapaxes(0, 1)
+    ranks = jnp.argsort(order, axis=-1) - jax.vmap(_taken)(starts, own)
+    has_slot = (own < num_experts) & (ranks < room)
+    slots = jnp.where(has_slot, own * room + ranks, num_experts * room)
+    return jax.tree.map(lambda each: each[None], Queues(order, starts, loads, choices, slots))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dispatch(groups: Groups, x: jax.Array, choices: jax.Array, slots: jax.Array) -> jax.Array:
-    length = x.shape[1]
-    local = groups.local(choices)
-    # Empty slots are at `choices * N`, and no token is at N.
-    tokens = jnp.where(local < groups.choices * length, local % length, length)
-    take = jax.vmap(jax.vmap(jax.vmap(_taken), (None, 0)), (None, 0))
-    return groups.on_devices(take, ["g", "e.g"], "e.g")(x, tokens)
+    """Copy tokens `[G, N, H]` to slots `[P, E / P, G, room, H]`. Empty slots are zero.
+
+    It is linear and the transpose of `_combine`. Both read rows at indices, because an addition at
+    indices would be in any order on GPUs.
+    """
+    del slots
+
+    def run(x: jax.Array, choices: jax.Array) -> jax.Array:
+        length = x.shape[1]
+        # Empty slots hold a choice beyond the last; no token is at N.
+        tokens = jnp.where(choices < groups.choices * length, choices % length, length)
+        return jax.vmap(jax.vmap(jax.vmap(_taken), (None, 0)), (None, 0))(x, tokens)
+
+    return groups.on_devices(run, ("g", "e.g"), "e.g")(x, choices)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _combine(groups: Groups, y: jax.Array, choices: jax.Array, slots: jax.Array) -> jax.Array:
+    """Sum the slots of each token, `[P, E / P, G, room, H]` to `[G, N, H]`."""
     del choices
-    shards, experts, _, room, _ = y.shape
-    # In the order of a shard's slots. Slots of other shards are beyond the last.
-    local = slots[None] - (experts * room * jnp.arange(shards))[:, None, None]
-    local = jnp.where((local >= 0) & (local < experts * room), local, experts * room)
 
-    def take(y: jax.Array, local: jax.Array) -> jax.Array:
-        rows = jnp.moveaxis(y, 2, 1).reshape(*local.shape[:2], -1, y.shape[-1])
-        found = jax.vmap(jax.vmap(_taken))(rows, local)
-        return found.reshape(*local.shape[:2], groups.choices, -1, y.shape[-1]).sum(2)
+    def run(y: jax.Array, slots: jax.Array) -> jax.Array:
+        rows = jnp.moveaxis(y, 2, 1).reshape(*slots.shape[:2], -1, y.shape[-1])
+        found = jax.vmap(jax.vmap(_taken))(rows, slots)
+        return found.reshape(*slots.shape[:2], groups.choices, -1, y.shape[-1]).sum(2)
 
-    return groups.summed(groups.on_devices(take, ["e.g", "eg"], "eg")(y, local))
+    return groups.summed(groups.on_devices(run, ("e.g", "eg"), "eg")(y, slots))
 
 
 def _dispatch_forward(groups: Groups, x: Any, choices: Any, slots: Any) -> tuple[Any, Any]:
@@ -246,49 +251,57 @@ def mixture(
     """Sum the results of each token's experts.
 
     Args:
-        groups: How tokens and experts are divided.
+        groups: How tokens and experts are divided. Unless it drops choices, a device has one group.
         feed_forward: What an expert computes.
         weights: The weights of all experts.
         x: Tokens `[G, N, H]`.
         gates: Gates of the choices, `[G, N, choices]`.
         queues: The tokens of each expert.
-        drops: Whether choices beyond the room are left out.
+        drops: Whether choices without a slot are dropped.
 
     Returns:
         `[G, N, H]`.
     """
-    shards = groups.num_shards
-    weights = jax.tree.map(lambda w: w.reshape(shards, -1, *w.shape[1:]), weights)
-    flat = gates.swapaxes(1, 2).reshape(gates.shape[0], -1)
-    of_slots = groups.on_devices(jax.vmap(_taken), ["g", "g"], "g")(flat, queues.choices)
+    num_groups, num_tokens, _ = x.shape
+    room = queues.choices.shape[-1]
+    drops = drops or room >= num_tokens
+    shards = jax.tree.map(lambda w: w.reshape(groups.num_shards, -1, *w.shape[1:]), weights)
+
+    def by_group(w: jax.Array) -> jax.Array:
+        # A device adds its gradients up before they are summed over `fsdp`, once.
+        ones = jnp.ones(num_groups, w.dtype)
+        each = w[:, :, None] if num_groups == 1 else jnp.einsum("pehi,g->peghi", w, ones)
+        return constrained(each, groups.expert, None, groups.samples)
 
     def pin(h: jax.Array) -> jax.Array:
         return constrained(h, groups.expert, None, groups.samples, None, groups.features)
 
-    wide = weights._replace(
-        **{
-            name: bias[:, :, None]
-            for name in ("gate_bias", "up_bias", "down_bias")
-            if (bias := getattr(weights, name)) is not None
-        }
-    )
-    sent = groups.dispatch(x, queues)
-    made = feed_forward(wide, sent, groups.local(of_slots), "pegch,pehi->pegci", pin)
-    y = groups.combine(constrained(made, groups.expert, None, groups.samples), queues)
-    room, num_tokens = queues.choices.shape[-1], x.shape[1]
-    if drops or room >= num_tokens:
+    if drops:
+        biases = (None if bias is None else bias[:, :, None] for bias in shards[3:])
+        used, equation = ExpertWeights(*shards[:3], *biases), "pegch,pehi->pegci"
+    else:
+        used, equation = jax.tree.map(by_group, shards), "pegch,peghi->pegci"
+    gates = groups.shared(gates.swapaxes(1, 2).reshape(num_groups, -1))
+    of_slots = groups.on_devices(_of_slots, ("eg", "e.g"), "e.g")(gates, queues.choices)
+    sent: Any = _dispatch(groups, x, queues.choices, queues.slots)
+    made = feed_forward(used, sent, of_slots, equation, pin)
+    made = constrained(made, groups.expert, None, groups.samples)
+    y: Any = _combine(groups, made, queues.choices, queues.slots)
+    if drops:
         return y
-    starts, loads = (
-        jnp.moveaxis(groups.local(each), 1, 2) for each in (queues.starts, queues.loads)
-    )
     blocks = _Blocks(feed_forward, room, min(_BLOCK, room))
-    beyond: Any = _beyond(groups, blocks, x, flat, weights, _Beyond(queues.order, starts, loads))
-    return y + beyond
+    return y + groups.summed(_beyond(groups, blocks, groups.shared(x), gates, used, queues))
+
+
+def _of_slots(gates: jax.Array, choices: jax.Array) -> jax.Array:
+    """Return the gates `[P, E / P, G, room]` of slots, from those of choices; 0 for empty slots."""
+    by_choice = jax.vmap(_taken)  # over groups
+    return jax.vmap(jax.vmap(by_choice, (None, 0)))(gates, choices)
 
 
 @dataclass(frozen=True)
 class _Blocks:
-    """The choices beyond the room, in blocks of rows of one expert.
+    """The choices without a slot, in blocks of rows of one expert.
 
     The functions see one group `x`, `[N, H]`, and one shard of experts.
     """
@@ -298,30 +311,30 @@ class _Blocks:
     size: int
 
     def forward(
-        self, x: jax.Array, gates: jax.Array, weights: ExpertWeights, at: "_Beyond"
+        self, x: jax.Array, gates: jax.Array, weights: ExpertWeights, queues: Queues
     ) -> jax.Array:
         """Sum the results of all blocks, `[N, H]`."""
 
         def add(number: jax.Array, y: jax.Array) -> jax.Array:
-            expert, choices, tokens = self._choose(number, at, len(x))
+            expert, choices, tokens = self._choose(number, queues, len(x))
             own = jax.tree.map(lambda w: w[expert], weights)
             made = self.feed_forward(own, _taken(x, tokens), _taken(gates, choices))
             return _added(y, tokens, made)
 
-        return jax.lax.fori_loop(0, self._counts(at).sum(), add, jnp.zeros_like(x))
+        return jax.lax.fori_loop(0, self._counts(queues).sum(), add, jnp.zeros_like(x))
 
     def backward(
         self,
         x: jax.Array,
         gates: jax.Array,
         weights: ExpertWeights,
-        at: "_Beyond",
+        queues: Queues,
         dy: jax.Array,
     ) -> tuple[jax.Array, jax.Array, ExpertWeights]:
         """Compute the gradients of `x`, `gates` and `weights`. It runs the blocks again."""
 
         def add(number: jax.Array, sums: Any) -> Any:
-            expert, choices, tokens = self._choose(number, at, len(x))
+            expert, choices, tokens = self._choose(number, queues, len(x))
             own = jax.tree.map(lambda w: w[expert], weights)
             given = own, _taken(x, tokens), _taken(gates, choices)
             down, drows, dfactors = jax.vjp(self.feed_forward, *given)[1](_taken(dy, tokens))
@@ -330,33 +343,28 @@ class _Blocks:
             return _added(dx, tokens, drows), _added(dgates, choices, dfactors), dweights
 
         zeros = jax.tree.map(jnp.zeros_like, (x, gates, weights))
-        return jax.lax.fori_loop(0, self._counts(at).sum(), add, zeros)
+        return jax.lax.fori_loop(0, self._counts(queues).sum(), add, zeros)
 
     def _choose(
-        self, number: jax.Array, at: "_Beyond", num_tokens: int
+        self, number: jax.Array, queues: Queues, num_tokens: int
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return a block's expert, its choices and their tokens; rows that are empty are beyond."""
-        counts = self._counts(at)
+        """Return a block's expert, its choices and their tokens; empty rows are beyond the last."""
+        counts = self._counts(queues)
         ends = jnp.cumsum(counts)
         expert = jnp.sum(number >= ends)
         turns = self.room + (number - ends[expert] + counts[expert]) * self.size
         turns += jnp.arange(self.size)
-        found = _taken(at.order, at.starts[expert] + turns)
-        is_used = turns < at.loads[expert]
-        choices = jnp.where(is_used, found, len(at.order))
+        found = _taken(queues.order, queues.starts[expert] + turns)
+        is_used = turns < queues.loads[expert]
+        choices = jnp.where(is_used, found, len(queues.order))
         return expert, choices, jnp.where(is_used, found % num_tokens, num_tokens)
 
-    def _counts(self, at: "_Beyond") -> jax.Array:
+    def _counts(self, queues: Queues) -> jax.Array:
         """Number of blocks of each expert."""
-        return -(-jnp.maximum(at.loads - self.room, 0) // self.size)
+        return -(-jnp.maximum(queues.loads - self.room, 0) // self.size)
 
 
-class _Beyond(NamedTuple):
-    """Fields of `Queues`, of the experts of a shard, or how they are divided."""
-
-    order: Any
-    starts: Any
-    loads: Any
+_OF_DEVICE = "eg", "eg", "e.g", ("eg", "eg", "eg")
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -366,53 +374,51 @@ def _beyond(
     x: jax.Array,
     gates: jax.Array,
     weights: ExpertWeights,
-    at: _Beyond,
-) -> jax.Array:
-    """Sum the results of the choices beyond the room, `[G, N, H]`.
+    queues: Queues,
+) -> Any:
+    """Sum the results of each shard's choices without a slot, `[P, G, N, H]`.
 
     It has a derivative of its own, because JAX does not differentiate loops of unknown length in
     reverse.
     """
 
-    def run(x: Any, gates: Any, weights: Any, at: _Beyond) -> Any:
-        return _as_parts(blocks.forward(*_of_device(x, gates, weights, at)))
+    def run(*given: Any) -> jax.Array:
+        return blocks.forward(*_own(*given))[None, None]
 
-    return groups.summed(groups.on_devices(run, _GIVEN, "eg")(x, gates, weights, at))
-
-
-_GIVEN = "g", "g", "e", _Beyond("g", "eg", "eg")
+    return groups.on_devices(run, _OF_DEVICE, "eg")(x, gates, weights, queues[:3])
 
 
-def _beyond_forward(groups: Groups, blocks: _Blocks, *args: Any) -> tuple[jax.Array, Any]:
+def _beyond_forward(groups: Groups, blocks: _Blocks, *args: Any) -> tuple[Any, Any]:
     return _beyond(groups, blocks, *args), args
 
 
 def _beyond_backward(groups: Groups, blocks: _Blocks, args: Any, dy: jax.Array) -> tuple[Any, ...]:
-    def run(x: Any, gates: Any, weights: Any, at: _Beyond, dy: Any) -> Any:
-        return _as_parts(blocks.backward(*_of_device(x, gates, weights, at), dy=dy[0]))
+    def run(dy: jax.Array, *given: Any) -> Any:
+        dx, dgates, dweights = blocks.backward(*_own(*given), dy=dy[0, 0])
+        return (
+            dx[None, None],
+            dgates[None, None],
+            jax.tree.map(lambda w: w[None, :, None], dweights),
+        )
 
-    found = groups.on_devices(run, (*_GIVEN, "g"), "eg")(*args, dy)
-    dx, dgates, dweights = found
-    return groups.summed(dx), dgates.sum(0), jax.tree.map(lambda w: w.sum(1), dweights), None
+    *given, queues = args
+    found = groups.on_devices(run, ("eg", *_OF_DEVICE), _OF_DEVICE[:3])(dy, *given, queues[:3])
+    return *found, None
 
 
 _beyond.defvjp(_beyond_forward, _beyond_backward)
 
 
-def _of_device(x: Any, gates: Any, weights: Any, at: _Beyond) -> tuple[Any, ...]:
-    """Drop the dims of groups and shards, of which a device has one."""
-    own = jax.tree.map(lambda w: w[0], weights)
-    return x[0], gates[0], own, _Beyond(at.order[0], at.starts[0, 0], at.loads[0, 0])
+def _own(x: Any, gates: Any, weights: Any, sorted_choices: Any) -> tuple[Any, ...]:
+    """Drop the dims of shards and groups, of which a device has one."""
+    weights = jax.tree.map(lambda w: w[0, :, 0], weights)
+    order, starts, loads = (each[0, 0] for each in sorted_choices)
+    return x[0, 0], gates[0, 0], weights, Queues(order, starts, loads, order, order)
 
 
-def _as_parts(tree: Any) -> Any:
-    """Restore the dims that `_of_device` drops."""
-    return jax.tree.map(lambda leaf: leaf[None, None], tree)
-
-
-def _taken(values: jax.Array, at: jax.Array, fill: int = 0) -> jax.Array:
-    """Read rows at indices; indices beyond the last row give `fill`."""
-    return jnp.take(values, at, axis=0, mode="fill", fill_value=fill)
+def _taken(values: jax.Array, at: jax.Array) -> jax.Array:
+    """Read rows at indices; beyond the last row are zeros."""
+    return jnp.take(values, at, axis=0, mode="fill", fill_value=0)
 
 
 def _added(values: jax.Array, at: jax.Array, rows: jax.Array) -> jax.Array:

@@ -79,15 +79,18 @@ class LatentAttention(nn.Module):
         of_key = both[:, :, None, rank:]
         if self.kind.rotary is not None:
             check_packed(self.kind.rotary.scaling, length, segment_ids)
-            positions = positions_of(length, segment_ids) if positions is None else positions
+            if positions is None:
+                positions = positions_of(length, segment_ids)
+                # Whole, as in `LlamaAttention`.
+                positions = constrained(positions, *stream_axes(len(positions), 1))
             turn = replace(self.kind.rotary, interleave=sizes.rope_interleave)
             of_query, of_key = turn(positions, of_query, of_key)
         of_key = jnp.broadcast_to(of_key, (*q.shape[:3], turned)).astype(kv.dtype)
         drops = train and config.attention_dropout > 0 and not self.is_initializing()
+        q = jnp.concatenate([q, of_query], axis=-1)
+        k = jnp.concatenate([kv[..., :plain], of_key], axis=-1)
         y = attention(
-            jnp.concatenate([q, of_query], axis=-1),
-            constrained(jnp.concatenate([kv[..., :plain], of_key], axis=-1), *stream, over),
-            kv[..., plain:],
+            *(constrained(each, *stream, over) for each in (q, k, kv[..., plain:])),
             causal=True,
             window=self.kind.window,
             segment_ids=segment_ids,

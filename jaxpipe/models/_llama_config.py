@@ -437,13 +437,24 @@ class LlamaConfig:
             f"num_attention_heads={self.num_attention_heads} with latent",
         )
         yield "num_key_value_heads", is_right, rule, "Each head has its own keys and values."
-        yield "qk_norm", not self.qk_norm, "False with latent", "Its latents are normalised."
-        for name in ("query_pre_attn_scalar", "attn_logit_softcapping", "attention_chunk_size"):
-            is_absent = getattr(self, name) is None
-            yield name, is_absent, "None with latent", "Latent attention has no such scores."
-        is_whole = self.partial_rotary_factor == 1.0
-        yield "partial_rotary_factor", is_whole, "1.0 with latent", "Set qk_rope_head_dim."
+        defaults = {each.name: each.default for each in fields(self)}
+        for name in _NOT_LATENT:
+            is_default = getattr(self, name) == defaults[name]
+            rule = f"{defaults[name]} with latent"
+            yield name, is_default, rule, "Latent attention computes nothing of the kind."
 
+
+_NOT_LATENT = (
+    "qk_norm",
+    "qk_l2_norm",
+    "partial_rotary_factor",
+    "query_pre_attn_scalar",
+    "attn_logit_softcapping",
+    "attn_temperature_tuning",
+    "attention_chunk_size",
+    "attention_sinks",
+)
+"""Fields that only attention without a latent has."""
 
 _NOT_NUMBERS = (
     "dtype",

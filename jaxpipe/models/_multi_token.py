@@ -10,7 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.transformer import Divided
+from jaxpipe.transformer import Divided, constrained, stream_axes
 from jaxpipe.weights import Rename, transpose
 
 from ._llama_config import LlamaConfig
@@ -60,8 +60,12 @@ class MultiToken(nn.Module):
         def norm(name: str) -> nn.RMSNorm:
             return nn.RMSNorm(config.rms_norm_eps, dtype=config.dtype, name=name)
 
-        tokens = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
-        joined = [norm("enorm")(jnp.take(table, tokens, axis=0)), norm("hnorm")(states[:, -1])]
+        # Whole along the positions: the next token may be on another device.
+        stream = stream_axes(*tokens.shape)
+        tokens = constrained(tokens, stream[0])
+        tokens = constrained(jnp.pad(tokens[:, 1:], ((0, 0), (0, 1))), stream[0])
+        rows = constrained(jnp.take(table, tokens, axis=0), *stream)
+        joined = [norm("enorm")(rows), norm("hnorm")(states[:, -1])]
         normal = nn.initializers.normal(config.initializer_range)
         project = nn.Dense(
             config.hidden_size,
@@ -73,6 +77,7 @@ class MultiToken(nn.Module):
         x = project(jnp.concatenate(joined, axis=-1))
         x = norm("norm")(self.block(x, positions, segment_ids, train=train))
         states = jnp.concatenate([states, x[:, None].astype(states.dtype)], axis=1)
+        states = constrained(states, stream[0], None, stream[1])
         return states if self.is_last else {"x": states, "tokens": tokens}
 
 

@@ -48,6 +48,8 @@ class Division(NamedTuple):
         """Constrain `[B, T, heads, D]` to be divided by positions again."""
         if self.way is None:
             return x
+        # First as attention computes it, so that the gradient reaches it in this form.
+        x = constrained(x, self.samples, None, self.heads)
         positions, model = dividing(SEQUENCE, x.shape[1]), dividing(MODEL, x.shape[2])
         return constrained(x, self.samples, positions, model)
 

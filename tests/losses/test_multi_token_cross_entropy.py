@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _covering import slow_after
 from _models import ROWS
 from _on_stages import on_two_stages
 from _tolerances import GRADIENT
@@ -55,7 +56,7 @@ def one_by_one(
     return total
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", slow_after(1, list(reversed(OPTIONS))))
 def test_values_and_gradients_are_those_of_single_positions(name: str) -> None:
     (logits, labels), options = inputs(), OPTIONS[name]
 

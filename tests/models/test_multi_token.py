@@ -77,13 +77,18 @@ def expected(config: LlamaConfig) -> tuple[Any, Any, Any]:
 
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
-    "data": ({}, {"pipe": 2, "data": 2}, {}),
+    "data": (
+        {"num_hidden_layers": 1, "experts": replace(EXPERTS, dense_layers=())},
+        {"pipe": 2, "data": 2},
+        {},
+    ),
     "expert": ({"num_hidden_layers": 3}, {"pipe": 4, "data": 1, "expert": 2}, {}),
     "model": (
         {"tie_word_embeddings": True, "num_nextn_predict_layers": 2},
         {"pipe": 2, "data": 1, "fsdp": 2, "model": 2},
         {},
     ),
+    "sequence": ({}, {"pipe": 2, "data": 1, "sequence": 2}, {}),
     "dense": (
         {"experts": None, "latent": LatentConfig(10, 6, 4, 12, rope_interleave=False)},
         {"pipe": 2, "data": 2},
