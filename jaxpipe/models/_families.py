@@ -249,7 +249,7 @@ _DEEPSEEK_V3 = replace(
 )
 
 FAMILIES: Mapping[str, Family] = {
-    "llama": Family("Llama 1, 2 and 3", "Llama", _DENSE, keys={**_BIASES, "mlp_bias": "mlp_bias"}),
+    "llama": Family("Llama 1 to 3", "Llama", _DENSE, keys={**_BIASES, "mlp_bias": "mlp_bias"}),
     "mistral": Family(
         "Mistral",
         "Mistral",
@@ -266,7 +266,7 @@ FAMILIES: Mapping[str, Family] = {
         mixture=SameInAllLayers(2),
     ),
     "phi3": Family(
-        "Phi-3 and Phi-4",
+        "Phi-3 and 4",
         "Phi3",
         (
             _fused("self_attn.qkv_proj", "attention", "query", "key", "value"),

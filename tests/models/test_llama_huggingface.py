@@ -259,6 +259,56 @@ def test_what_is_written_opens_in_transformers_as_it_was(case: str, tmp_path: Pa
         np.testing.assert_array_equal(opened(ids).logits.numpy(), model(ids).logits.numpy())
 
 
+IMAGES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 64, "num_attention_heads": 2}
+IMAGES |= {"image_size": 28, "patch_size": 14, "num_hidden_layers": 1}
+WHOLE: dict[str, dict[str, Any]] = {
+    "Gemma3": {
+        # Their whole model has no cap of logits.
+        "text_config": {**GEMMA, "final_logit_softcapping": None},
+        "vision_config": IMAGES,
+        "mm_tokens_per_image": 4,
+    },
+    "Llama4": {
+        "text_config": {**LLAMA4, "pad_token_id": 0},
+        "vision_config": {
+            **IMAGES,
+            **dict.fromkeys(("projector_input_dim", "projector_output_dim"), 16),
+            "vision_output_dim": 16,
+        },
+    },
+    "Qwen2_5_VL": {
+        "text_config": {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}},
+        "vision_config": {
+            **{"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16},
+            **{"out_hidden_size": 32, "fullatt_block_indexes": [0]},
+        },
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", list(WHOLE))
+def test_the_text_part_of_a_model_with_images_is_theirs(family: str, tmp_path: Path) -> None:
+    """Read from what they write of the whole model."""
+    changes = {**WHOLE[family], "text_config": {**SIZES, **WHOLE[family]["text_config"]}}
+    kind = getattr(transformers, f"{family}ForConditionalGeneration")
+    torch.manual_seed(0)
+    theirs = kind(getattr(transformers, f"{family}Config")(**changes)).eval()
+    theirs.set_attn_implementation("eager")
+    theirs.save_pretrained(tmp_path)
+    config = LlamaConfig.from_huggingface(tmp_path)
+    module = PipelineModule(llama(config), num_stages=1)
+    tokens = np.random.default_rng(0).integers(1, VOCAB, (2, LENGTH))
+    like = jax.eval_shape(module.init, jax.random.key(0), tokens)
+    params = rename(load_file(tmp_path / "model.safetensors"), llama_names(config), like)
+    with torch.no_grad():
+        # Llama 4's whole model fails without images (transformers 5.24).
+        model = theirs.language_model if family == "Llama4" else theirs
+        wanted = model(input_ids=torch.tensor(tokens)).logits.numpy()
+    logits = jax.jit(module.apply)(params, tokens)
+    np.testing.assert_allclose(logits, wanted, rtol=1e-5, atol=1e-5)
+
+
 def test_packed_texts_are_as_each_alone() -> None:
     model, config = make("Qwen2", **WINDOWS)
     module = PipelineModule(llama(config), num_stages=1)
