@@ -145,10 +145,7 @@ class LlamaAttention(nn.Module):
                 f"original_max_position_embeddings={scaling.original_max_position_embeddings}. "
                 "Pack fewer texts."
             )
-        if positions is None:
-            positions = positions_of(length, segment_ids)
-            # Whole along the text: if XLA divided them, it would move slices to compare neighbours.
-            positions = constrained(positions, *stream_axes(len(positions), 1))
+        positions = positions_of(length, segment_ids) if positions is None else positions
         cos, sin = rotary(positions, config.head_dim, config.rope_theta, scaling)
         drops = train and config.attention_dropout > 0 and not self.is_initializing()
         y = attention(
