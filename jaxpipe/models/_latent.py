@@ -81,8 +81,6 @@ class LatentAttention(nn.Module):
             check_packed(self.kind.rotary.scaling, length, segment_ids)
             if positions is None:
                 positions = positions_of(length, segment_ids)
-                # Whole, as in `LlamaAttention`.
-                positions = constrained(positions, *stream_axes(len(positions), 1))
             turn = replace(self.kind.rotary, interleave=sizes.rope_interleave)
             of_query, of_key = turn(positions, of_query, of_key)
         of_key = jnp.broadcast_to(of_key, (*q.shape[:3], turned)).astype(kv.dtype)

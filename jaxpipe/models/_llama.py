@@ -152,8 +152,6 @@ class LlamaAttention(nn.Module):
             q, k = _norm(config, "query_norm")(q), _norm(config, "key_norm")(k)
         if positions is None:
             positions = positions_of(length, segment_ids)
-            # Whole along the text: if XLA divided them, it would move slices to compare neighbours.
-            positions = constrained(positions, *stream_axes(len(positions), 1))
         if self.kind.rotary is not None:
             check_packed(self.kind.rotary.scaling, length, segment_ids)
             q, k = self.kind.rotary(positions, q, k)
