@@ -82,7 +82,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
         {"pipe": 2, "data": 2},
         {},
     ),
-    "expert": ({"num_hidden_layers": 3}, {"pipe": 4, "data": 1, "expert": 2}, {}),
+    "expert": ({}, {"pipe": 4, "data": 1, "expert": 2}, {}),
     "model": (
         {"tie_word_embeddings": True, "num_nextn_predict_layers": 2},
         {"pipe": 2, "data": 1, "fsdp": 2, "model": 2},
