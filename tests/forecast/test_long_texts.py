@@ -59,7 +59,7 @@ def planned(kv_heads: int, places: int) -> Any:
 def test_memory_is_that_of_the_pipeline(kv_heads: int) -> None:
     alone, divided = (planned(kv_heads, places) for places in (1, 2))
     assert divided.memory.masters == alone.memory.masters
-    assert divided.memory.residuals < 0.6 * alone.memory.residuals
+    assert divided.memory.residuals < 0.58 * alone.memory.residuals
     model = module(kv_heads, 2)
     mesh = jaxpipe.mesh_for(model, jax.devices()[: 2 * STAGES])
     entry = TOKENS, TOKENS
@@ -83,7 +83,7 @@ def test_compiled_temporaries_shrink_as_planned() -> None:
         compiled = built.step.lower(built.state_struct, built.batch_struct).compile()
         found.append((built.residual_bytes[0], compiled.memory_analysis().temp_size_in_bytes))
     residuals, compiled = (after / before for before, after in zip(*found, strict=True))
-    assert residuals == pytest.approx(0.5, abs=0.03)
+    assert 0.5 <= residuals < 0.58  # logarithms of sums are counted whole
     assert compiled == pytest.approx(residuals, abs=0.1)
 
 

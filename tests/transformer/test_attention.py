@@ -120,7 +120,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", slow_after(3, list(EXTRAS)[::-1]))
+@pytest.mark.parametrize("name", slow_after(2, list(EXTRAS)[::-1]))
 def test_sinks_caps_and_wider_or_narrower_values(name: str) -> None:
     """Against all scores at once, with one more score for each head, in the steep part of caps."""
     q, k, v, grad = inputs()
@@ -150,7 +150,7 @@ def test_a_sink_of_minus_infinity_is_no_sink() -> None:
     assert_close(attention(q, k, v, sinks=lowest, **given), attention(q, k, v, **given))
 
 
-@pytest.mark.parametrize("size", [D // 2, 2 * D])
+@pytest.mark.parametrize("size", slow_after(1, [D // 2, 2 * D]))
 @pytest.mark.parametrize("implementation", ["cudnn", "xla"])
 def test_kernels_for_one_size_get_padded_heads(
     implementation: Any, size: int, monkeypatch: pytest.MonkeyPatch

@@ -84,7 +84,7 @@ CASES: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", slow_after(2, list(CASES)))
+@pytest.mark.parametrize("name", slow_after(1, list(CASES)))
 def test_a_ring_gives_what_one_device_gives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_blocked, "BLOCK", 8)
     axes, sizes, given = CASES[name]
