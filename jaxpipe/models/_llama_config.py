@@ -326,6 +326,10 @@ class LlamaConfig:
             "Each of these heads serves an equal number of heads of queries.",
         )
         yield from are_sizes(self, ("num_nextn_predict_layers",), least=0)
+        are_plain = not (self.scale_embeddings or self.zero_centered_norms)
+        rule = "0 with scale_embeddings or zero_centered_norms"
+        has_extra = self.num_nextn_predict_layers > 0
+        yield "num_nextn_predict_layers", are_plain or not has_extra, rule, "Leave it out."
         yield from self._latent_rules()
         share = as_number(self.partial_rotary_factor)
         is_share = share is not None and 0 < share <= 1

@@ -160,6 +160,29 @@ def test_a_configuration_does_not_forget_its_family() -> None:
         LlamaConfig(**SIZES, family="gemma")
 
 
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"hidden_act": "gelu", "experts": MIXTURE}, "hidden_act must be 'silu' with experts"),
+        ({"nope_layers": (3,)}, "nope_layers must be a tuple of layers below num_hidden_layers=3"),
+        ({"final_logit_softcapping": 0.0}, "final_logit_softcapping must be a finite number > 0"),
+        ({"rope_local_base_freq": 1.0}, "rope_local_base_freq must be a finite number > 1"),
+        (
+            {"layer_types": ("chunked_attention",) * 3},
+            "attention_chunk_size must be given for layers of 'chunked_attention'",
+        ),
+        (
+            {"num_nextn_predict_layers": 1, "scale_embeddings": True},
+            "num_nextn_predict_layers must be 0 with scale_embeddings",
+        ),
+        ({"partial_rotary_factor": 0.3}, "a share of an even number of the head_dim=4 dims"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(changes: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        LlamaConfig(**SIZES, **changes)
+
+
 def test_gpt2_and_bert_come_back() -> None:
     gpt2 = GPT2Config(vocab_size=32, n_embd=16, n_head=2, n_inner=40, tie_word_embeddings=False)
     assert GPT2Config.from_huggingface(json.loads(json.dumps(gpt2.to_huggingface()))) == gpt2
