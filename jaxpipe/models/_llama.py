@@ -150,19 +150,16 @@ class LlamaAttention(nn.Module):
         k, v = (heads(name, config.num_key_value_heads) for name in ("key", "value"))
         if config.qk_norm:
             q, k = _norm(config, "query_norm")(q), _norm(config, "key_norm")(k)
-        if positions is None:
-            positions = positions_of(length, segment_ids)
         if self.kind.rotary is not None:
             check_packed(self.kind.rotary.scaling, length, segment_ids)
-            q, k = self.kind.rotary(positions, q, k)
-            if config.qk_l2_norm:
-                plain = nn.RMSNorm(config.rms_norm_eps, config.dtype, use_scale=False)
-                q, k = plain(q), plain(k)
-        elif config.attn_temperature_tuning:
-            steps = jnp.floor((positions.astype(jnp.float32) + 1) / config.floor_scale)
-            factors = 1 + config.attn_scale * jnp.log1p(steps)
-            q = (q * factors[:, :, None, None]).astype(q.dtype)
-        if self.kind.chunk is not None and length > self.kind.chunk:
+        # Positions of the caller may begin in the middle of a chunk.
+        may_cross = self.kind.chunk is not None and (
+            positions is not None or length > self.kind.chunk
+        )
+        if positions is None:
+            positions = positions_of(length, segment_ids)
+        q, k = self._placed(positions, q, k)
+        if self.kind.chunk is not None and may_cross:
             segment_ids = chunks_of(positions, segment_ids, self.kind.chunk, batch)
         sinks = None
         if config.attention_sinks:
@@ -184,6 +181,22 @@ class LlamaAttention(nn.Module):
             sequence=config.sequence,
         )
         return _rows(config, "out", use_bias=config.out_bias)(y.reshape(batch, length, -1))
+
+    def _placed(
+        self, positions: jax.Array, q: jax.Array, k: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Make queries and keys depend on positions."""
+        config = self.config
+        if self.kind.rotary is not None:
+            q, k = self.kind.rotary(positions, q, k)
+            if config.qk_l2_norm:
+                norm = nn.RMSNorm(config.rms_norm_eps, config.dtype, use_scale=False)
+                q, k = norm(q), norm(k)
+        elif config.attn_temperature_tuning:
+            steps = jnp.floor((positions.astype(jnp.float32) + 1) / config.floor_scale)
+            factors = 1 + config.attn_scale * jnp.log1p(steps)
+            q = (q * factors[:, :, None, None]).astype(q.dtype)
+        return q, k
 
 
 class LlamaFeedForward(nn.Module):
