@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from jaxpipe._numbers import as_integer
 from jaxpipe.errors import LayerError, shown
@@ -67,7 +68,7 @@ def cross_entropy(
         Megatron-LM (2019), section 3.
     """
     _check(logits, labels, weights, label_smoothing, z_loss)
-    labels = signed(jnp.asarray(labels))
+    labels = _whole(signed(jnp.asarray(labels)))
     counted = labels != ignore_index
     if weights is not None:
         counted &= weights != 0
@@ -164,7 +165,7 @@ def log_probs(
     """
     _check(logits, labels, None, 0.0, 0.0)
     _check_segments(labels, segment_ids, num_segments)
-    labels = signed(jnp.asarray(labels))
+    labels = _whole(signed(jnp.asarray(labels)))
     is_class = (labels >= 0) & (labels < logits.shape[-1])
     values = -vocab_cross_entropy(logits, jnp.where(is_class, labels, 0))
     values = jnp.where(labels != ignore_index, jnp.where(is_class, values, jnp.nan), 0.0)
@@ -210,6 +211,16 @@ def _reduced(logits: Logits, labels: jax.Array, *, needs_mean: bool) -> _Reduced
         else jnp.zeros_like(of_label)
     )
     return _Reduced(jnp.log(total) + highest, of_label, mean)
+
+
+def _whole(labels: jax.Array) -> jax.Array:
+    """Keep labels whole over automatic axes.
+
+    If XLA divided labels that were shifted, such as `labels[:, 1:]`, it would move slices of them
+    between devices.
+    """
+    has_axes = bool(jax.sharding.get_abstract_mesh().auto_axes)
+    return jax.lax.with_sharding_constraint(labels, P()) if has_axes else labels
 
 
 def _check_segments(labels: Any, segment_ids: Any, num_segments: Any) -> None:

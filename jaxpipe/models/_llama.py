@@ -14,7 +14,15 @@ import jax
 from jaxpipe.errors import LayerError
 from jaxpipe.layers import LayerSpec, TiedLayerSpec
 from jaxpipe.recompute import reduced
-from jaxpipe.transformer import MODEL, Divided, attention, constrained, dividing_axes
+from jaxpipe.transformer import (
+    MODEL,
+    Axes,
+    Divided,
+    attention,
+    constrained,
+    dividing_axes,
+    stream_axes,
+)
 from jaxpipe.weights import Rename, Source, transpose
 
 from ._experts import Experts
@@ -75,21 +83,23 @@ class LlamaBlock(nn.Module):
         h = _norm(config, "feed_forward_norm")(x)
         mixture = LlamaMixture if self.is_mixture else LlamaFeedForward
         x = x + self._added(mixture(config, name="feed_forward")(h))
-        return constrained(x, *self._axes(x)) if config.shard_sequence else x
+        samples, length = self._axes(x)
+        return x if length is None else constrained(x, samples, length)
 
     def _added(self, y: jax.Array) -> jax.Array:
         """Sum the results of row-divided projections over `model`, and name the sum.
 
         With the name, recompute can keep the sum instead of repeating it. The result is constrained
-        to be undivided first: if it were only constrained along the positions, XLA would gather the
-        gradient of the product twice.
+        to be undivided over `model` first: if it were only constrained along the positions, XLA
+        would gather the gradient of the product twice.
         """
-        samples, length = self._axes(y)
-        y = constrained(y, samples)
-        return reduced(constrained(y, samples, length) if self.config.shard_sequence else y)
+        y = constrained(y, *stream_axes(y.shape[0], y.shape[1]))
+        return reduced(constrained(y, *self._axes(y)) if self.config.shard_sequence else y)
 
-    def _axes(self, x: jax.Array) -> tuple[str | None, str | None]:
-        return dividing_axes(x.shape[0], x.shape[1])
+    def _axes(self, x: jax.Array) -> tuple[Axes, Axes]:
+        return stream_axes(
+            x.shape[0], x.shape[1], also=MODEL if self.config.shard_sequence else None
+        )
 
 
 class LlamaAttention(nn.Module):
@@ -116,9 +126,10 @@ class LlamaAttention(nn.Module):
 
         def heads(name: str, num_heads: int) -> jax.Array:
             y = _columns(config, num_heads * config.head_dim, name, use_bias=config.qkv_bias)(x)
-            samples, over = dividing_axes(batch, num_heads)
+            samples, positions = stream_axes(batch, length)
+            _, over = dividing_axes(batch, num_heads)
             return constrained(
-                y.reshape(batch, length, num_heads, config.head_dim), samples, None, over
+                y.reshape(batch, length, num_heads, config.head_dim), samples, positions, over
             )
 
         q = heads("query", config.num_attention_heads)
@@ -147,6 +158,7 @@ class LlamaAttention(nn.Module):
             segment_ids=segment_ids,
             dropout_rate=config.attention_dropout if drops else 0.0,
             key=self.make_rng("dropout") if drops else None,
+            sequence=config.sequence,
         )
         return _rows(config, "out", use_bias=config.out_bias)(y.reshape(batch, length, -1))
 
@@ -164,11 +176,12 @@ class LlamaFeedForward(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Map `[B, T, H]` to the same shape."""
         config, size = self.config, self.size or self.config.intermediate_size
-        samples, features = dividing_axes(x.shape[0], size)
+        samples, positions = stream_axes(x.shape[0], x.shape[1])
+        _, features = dividing_axes(x.shape[0], size)
 
         def wide(name: str) -> jax.Array:
             y = _columns(config, size, name, use_bias=config.mlp_bias)(x)
-            return constrained(y, samples, None, features)
+            return constrained(y, samples, positions, features)
 
         return _rows(config, "down", use_bias=config.mlp_bias)(nn.silu(wide("gate")) * wide("up"))
 

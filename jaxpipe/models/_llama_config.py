@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, get_args
 
 import jax.numpy as jnp
 
 from jaxpipe.errors import ConfigError
+from jaxpipe.transformer import OverSequence
 from jaxpipe.weights import Rename, Source
 
 from ._experts_config import ExpertsConfig
@@ -58,6 +59,8 @@ class LlamaConfig:
             pipeline's `compute_dtype` sets.
         shard_sequence: Whether the residual stream is divided along the positions over the mesh
             axis `model`, if the axis divides their number.
+        sequence: How attention is computed if the mesh has an axis `sequence`, which divides the
+            residual stream: `"auto"`, `"ulysses"` or `"ring"`, as in `jaxpipe.attention`.
         family: The family in `transformers`, as the `model_type` of `config.json`. It decides only
             the names of weights in Hugging Face's files, not any results. None selects the first
             family that can represent this configuration.
@@ -94,6 +97,7 @@ class LlamaConfig:
     experts: ExpertsConfig | None = None
     dtype: Any = None
     shard_sequence: bool = False
+    sequence: OverSequence = "auto"
     family: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -223,7 +227,7 @@ class LlamaConfig:
         return {
             name: value
             for name, value in told.items()
-            if name not in ("dtype", "shard_sequence", "sliding_window", "family")
+            if name not in ("dtype", "shard_sequence", "sequence", "sliding_window", "family")
         }
 
     def window(self, layer: int) -> int | None:
@@ -281,6 +285,8 @@ class LlamaConfig:
             "shard_sequence",
         )
         yield from are_flags(self, flags)
+        ways = get_args(OverSequence)
+        yield "sequence", self.sequence in ways, f"one of {', '.join(ways)}", 'Use "auto".'
         dense = () if self.experts is None else self.experts.dense_layers
         are_there = all(layer < self.num_hidden_layers for layer in dense)
         rule = f"a mixture with dense_layers below num_hidden_layers={self.num_hidden_layers}"
