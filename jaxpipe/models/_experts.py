@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe.distributed import log
-from jaxpipe.topology import FSDP
-from jaxpipe.transformer import MODEL, Divided, dividing
+from jaxpipe.recompute import is_first
+from jaxpipe.topology import FSDP, SEQUENCE
+from jaxpipe.transformer import MODEL, Divided, constrained, dividing
 
 from ._experts_config import ExpertsConfig
 from ._grouped import BLOCK, ExpertWeights, FeedForward, Groups, mixture
@@ -80,36 +81,40 @@ class Experts(nn.Module):
         return self._mixture(x, routing, weights)
 
     def _mixture(self, x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.Array:
-        config, (batch, length, _) = self.config, x.shape
-        samples, expert = dividing(FSDP, batch), dividing(EXPERT, config.num_experts)
-        shape = jax.sharding.get_abstract_mesh().shape
+        config, (batch, length, width) = self.config, x.shape
         # With a capacity, sequences queue by themselves, so that no layout changes what is dropped.
         drops = config.capacity_factor is not None
-        num_groups = batch if drops else 1 if samples is None else shape[samples]
-        num_tokens = batch * length // num_groups
+        samples = dividing(FSDP, batch)
+        positions = None if drops else dividing(SEQUENCE, length)
+        expert = dividing(EXPERT, config.num_experts)
+        shape = {None: 1, **jax.sharding.get_abstract_mesh().shape}
+        cut = batch if drops else shape[samples], shape[positions]
+        blocks = cut[0], batch // cut[0], cut[1], length // cut[1]
+        num_groups, num_tokens = cut[0] * cut[1], blocks[1] * blocks[3]
+        axes = tuple(axis for axis in (samples, positions) if axis is not None) or None
+
+        def in_groups(values: jax.Array) -> jax.Array:
+            """`[B, T, ...]` to the tokens of each device, or of each sequence, `[G, N, ...]`."""
+            values = values.reshape(*blocks, -1).swapaxes(1, 2)
+            return constrained(values.reshape(num_groups, num_tokens, -1), axes)
+
         share = config.num_experts_per_tok * num_tokens / config.num_experts
         room = min(num_tokens, math.ceil(share * (config.capacity_factor or _ROOM)))
-        chosen, gates = (
-            each.reshape(num_groups, num_tokens, -1)
-            for each in (routing.chosen, routing.gates.astype(x.dtype))
-        )
         groups = Groups(
-            1 if expert is None else shape[expert],
+            shape[expert],
             config.num_experts_per_tok,
             expert,
-            samples,
+            axes,
             dividing(MODEL, config.intermediate_size),
         )
-        if not self.is_initializing():
-            log(
-                logging.INFO,
-                "%d experts of %d x %d tokens: %d slots each, %s",
-                *(config.num_experts, num_groups, num_tokens, room),
-                "choices beyond them are dropped, because capacity_factor is set"
-                if drops
-                else f"choices beyond them in blocks of {min(BLOCK, room)}, nothing is dropped",
-            )
-        queues = groups.line_up(chosen, config.num_experts, room)
+        note = f"{config.num_experts} experts of {num_tokens} tokens: {room} slots each, " + (
+            "choices beyond them are dropped, because capacity_factor is set"
+            if drops
+            else f"choices beyond them in blocks of {min(BLOCK, room)}, nothing is dropped"
+        )
+        if is_first(note):
+            log(logging.INFO, "%s", note)
+        queues = groups.line_up(in_groups(routing.chosen), config.num_experts, room)
         loads = jnp.sum(queues.loads, axis=1) / (num_groups * share)
         self.sow("metrics", "max_load", jnp.max(loads))
         if drops:
@@ -120,9 +125,10 @@ class Experts(nn.Module):
             groups,
             FeedForward(config.activation, config.scale_inputs),
             weights,
-            x.reshape(num_groups, num_tokens, -1),
-            gates,
+            in_groups(x),
+            in_groups(routing.gates.astype(x.dtype)),
             queues,
             drops=drops,
         )
-        return y.reshape(x.shape)
+        y = y.reshape(cut[0], cut[1], blocks[1], blocks[3], width).swapaxes(1, 2)
+        return constrained(y.reshape(x.shape), samples, positions)

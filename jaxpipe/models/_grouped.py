@@ -5,17 +5,18 @@ experts are then one batched product over slots. Choices for which there is no s
 computed in blocks by a loop that runs as often as they need.
 
 Tokens are the same on all devices of the axis `expert`, so each device takes the tokens of its own
-experts, and one sum over the axis adds the results up. If samples are divided over `fsdp`, each
-device takes its own samples, because it gathers the weights in any case. So tokens are never
-exchanged. For N tokens of a device, c choices and P devices on the axis, in multiples of `N * H`
-values that a device sends, forward (the backward sends as many):
+experts, and one sum over the axis adds the results up. If samples are divided over `fsdp` or
+positions over `sequence`, each device takes its own tokens, because it has the weights in any case.
+So tokens are never exchanged. For N tokens of a device, c choices and P devices on the axis, a
+device sends in the forward, in multiples of `N * H` values (the backward sends as many):
 
     sum over `expert` of tokens that it shares       2 (P - 1) / P      for N tokens of all P
     gather and scatter of divided tokens             2 (P - 1)          for N tokens of each
     all-to-all of divided tokens, one row a choice   2 c (P - 1) / P    for N tokens of each
 
-Divided tokens spare P - 1 of P attentions, and if they are, the last two lines compare: rows are
-fewer only if c < P, and need buffers for the worst case, in which all choices go to one device.
+Divided tokens would spare each device all but a share 1 / P of the attention. An all-to-all would
+then send less than a gather only if c < P, into buffers for the worst case, in which all choices go
+to one device.
 """
 
 from collections.abc import Callable
@@ -28,6 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from jaxpipe.jaxpr import spec_axes
 from jaxpipe.transformer import constrained
 
 BLOCK = 256
@@ -114,14 +116,14 @@ class Groups:
         num_shards: Number P of shards of experts.
         choices: Number of choices of a token.
         expert: The automatic axis over which experts are divided, or None.
-        samples: The automatic axis over which groups are divided, or None.
+        samples: The automatic axes over which groups are divided, or None.
         features: The automatic axis over which hidden values are divided, or None.
     """
 
     num_shards: int
     choices: int
     expert: str | None
-    samples: str | None
+    samples: tuple[str, ...] | None
     features: str | None
 
     def on_devices(self, function: Callable[..., Any], given: Any, made: Any) -> Callable[..., Any]:
@@ -138,12 +140,8 @@ class Groups:
             made: The same for its results.
         """
         axes = {"e": self.expert, "g": self.samples, ".": None}
-        manual = {
-            axis
-            for dims in jax.tree.leaves((given, made))
-            for dim in dims
-            if (axis := axes[dim]) is not None
-        }
+        named = {axes[dim] for dims in jax.tree.leaves((given, made)) for dim in dims}
+        manual = {axis for names in named for axis in spec_axes(names)}
         if not manual:
             return function
         specs = jax.tree.map(lambda dims: P(*(axes[dim] for dim in dims)), (given, made))

@@ -141,6 +141,8 @@ MESHES = [
     {"pipe": 2, "data": 2, "expert": 2},
     {"pipe": 4, "data": 1, "expert": 2},
     {"pipe": 2, "data": 1, "fsdp": 2, "expert": 2},
+    {"pipe": 2, "data": 1, "sequence": 2, "expert": 2},
+    {"pipe": 1, "data": 1, "fsdp": 2, "sequence": 2, "expert": 2},
     {"pipe": 2, "data": 1, "expert": 2, "model": 2},
 ]
 
