@@ -14,7 +14,7 @@ from jaxpipe._typing import PyTree
 from jaxpipe.data import Batch
 from jaxpipe.layers import device_bytes
 from jaxpipe.state import constrained
-from jaxpipe.topology import FSDP, SEQUENCE
+from jaxpipe.topology import SEQUENCE, axes_dividing, sample_axes
 
 from ._buffers import read_ring
 
@@ -150,21 +150,16 @@ def batch_spec(dim: int) -> P:
 def samples_spec(leaf: Any, mesh: AbstractMesh) -> P:
     """Return the sharding of a microbatch over automatic axes.
 
-    The samples are divided over `fsdp` where their number is divisible, and the positions of
-    `[samples, positions, ...]` over `sequence` where theirs is.
+    The samples are divided over `fsdp` and `expert` where their number is divisible, and the
+    positions of `[samples, positions, ...]` over `sequence` where theirs is.
     """
     # Integer leaves are small and are not divided: XLA (JAX 0.10) aborts ("Check failed:
     # partition_group_list.num_replica_groups()") at a lookup with divided indices in a table that
     # is divided over another axis.
     if not jnp.issubdtype(leaf.dtype, jnp.inexact):
         return P()
-
-    def divided(axis: str, dim: int, ndim: int) -> str | None:
-        size = mesh.shape.get(axis, 0)
-        is_divided = size and leaf.ndim >= ndim and leaf.shape[dim] and not leaf.shape[dim] % size
-        return axis if is_divided else None
-
-    samples, positions = divided(FSDP, 0, 1), divided(SEQUENCE, 1, 3)
+    samples = sample_axes(mesh, leaf.shape[0]) if leaf.ndim else None
+    positions = axes_dividing(mesh, leaf.shape[1], SEQUENCE) if leaf.ndim >= 3 else None
     return P(samples, positions) if positions else P(samples) if samples else P()
 
 

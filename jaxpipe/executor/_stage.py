@@ -277,9 +277,8 @@ def boundary_specs(module: PipelineModule, trace: ModelTrace, stops: Sequence[in
     """Find the shardings of boundaries over automatic axes.
 
     A boundary is sharded as the layer before it constrains its output. A value that no layer
-    constrains is not sharded, except that its samples are divided over `fsdp`. Otherwise XLA might
-    shard it differently on neighbouring stages. A boundary is given as the number of layers before
-    it.
+    constrains is not sharded, except as `samples_spec` says. Otherwise XLA might shard it
+    differently on neighbouring stages. A boundary is given as the number of layers before it.
     """
 
     def specs(stop: int) -> PyTree:

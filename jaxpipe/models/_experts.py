@@ -2,6 +2,7 @@
 
 import logging
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import flax.linen as nn
@@ -9,16 +10,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe.distributed import log
+from jaxpipe.jaxpr import spec_axes
 from jaxpipe.recompute import is_first
-from jaxpipe.topology import FSDP, SEQUENCE
-from jaxpipe.transformer import MODEL, Divided, constrained, dividing
+from jaxpipe.topology import EXPERT
+from jaxpipe.transformer import MODEL, Axes, Divided, constrained, dividing, stream_axes
 
 from ._experts_config import ExpertsConfig
-from ._grouped import BLOCK, ExpertWeights, FeedForward, Groups, mixture
-from ._router import Router, Routing, balance_loss, router_z_loss
-
-EXPERT = "expert"
-"""The mesh axis over which experts are divided."""
+from ._grouped import BLOCK, ExpertWeights, FeedForward, Groups, mixture, within_capacity
+from ._router import Router, Routing, balance_loss, expert_loads, router_z_loss
 
 _ROOM = 1.25
 """Slots of an expert without a capacity, over its share if all experts were equally busy.
@@ -31,7 +30,7 @@ class Experts(nn.Module):
     """The experts of a layer, each `down(silu(gate(x)) * up(x))`, and the router.
 
     Weights of experts are `[E, ...]`. They are divided over a mesh axis `expert`, and their
-    features over `model`.
+    features over `model`. Tokens are sent over the axis to their experts.
 
     Args:
         config: The configuration.
@@ -81,54 +80,120 @@ class Experts(nn.Module):
         return self._mixture(x, routing, weights)
 
     def _mixture(self, x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.Array:
-        config, (batch, length, width) = self.config, x.shape
-        # With a capacity, sequences queue by themselves, so that no layout changes what is dropped.
-        drops = config.capacity_factor is not None
-        samples = dividing(FSDP, batch)
-        positions = None if drops else dividing(SEQUENCE, length)
-        expert = dividing(EXPERT, config.num_experts)
-        shape = {None: 1, **jax.sharding.get_abstract_mesh().shape}
-        cut = batch if drops else shape[samples], shape[positions]
-        blocks = cut[0], batch // cut[0], cut[1], length // cut[1]
-        num_groups, num_tokens = cut[0] * cut[1], blocks[1] * blocks[3]
-        axes = tuple(axis for axis in (samples, positions) if axis is not None) or None
-
-        def in_groups(values: jax.Array) -> jax.Array:
-            """`[B, T, ...]` to the tokens of each device, or of each sequence, `[G, N, ...]`."""
-            values = values.reshape(*blocks, -1).swapaxes(1, 2)
-            return constrained(values.reshape(num_groups, num_tokens, -1), axes)
-
-        share = config.num_experts_per_tok * num_tokens / config.num_experts
-        room = min(num_tokens, math.ceil(share * (config.capacity_factor or _ROOM)))
-        groups = Groups(
-            shape[expert],
-            config.num_experts_per_tok,
-            expert,
-            axes,
-            dividing(MODEL, config.intermediate_size),
-        )
-        note = f"{config.num_experts} experts of {num_tokens} tokens: {room} slots each, " + (
-            "choices beyond them are dropped, because capacity_factor is set"
-            if drops
-            else f"choices beyond them in blocks of {min(BLOCK, room)}, nothing is dropped"
-        )
+        config, chosen = self.config, routing.chosen
+        num_experts, choices = config.num_experts, config.num_experts_per_tok
+        layout = _Layout.of(x.shape[0], x.shape[1], num_experts)
+        busiest = jnp.max(expert_loads(chosen, num_experts))
+        self.sow("metrics", "max_load", busiest * num_experts / choices)
+        share = choices * layout.num_tokens / num_experts
+        if config.capacity_factor is None:
+            room = min(layout.num_tokens, math.ceil(_ROOM * share))
+            rest = f"choices beyond them in blocks of {min(BLOCK, room)}, nothing is dropped"
+        else:
+            # Sequences queue by themselves, so that no layout changes what is dropped.
+            capacity = math.ceil(config.capacity_factor * choices * x.shape[1] / num_experts)
+            has_room = within_capacity(chosen, num_experts, capacity, layout.samples)
+            self.sow("metrics", "passed_by", jnp.mean(~has_room))
+            chosen = jnp.where(has_room, chosen, num_experts)
+            room = min(layout.num_tokens, layout.num_sequences * capacity)
+            rest = "choices beyond the capacity are dropped, because capacity_factor is set"
+        note = f"{num_experts} experts of {layout.num_tokens} tokens: {room} slots each, {rest}"
+        if layout.splits:
+            note += (
+                f"; the axis {EXPERT!r} does not divide the {x.shape[0]} samples, so that each of "
+                f"its {layout.num_shards} places computes the rest of the model for all of them"
+            )
         if is_first(note):
             log(logging.INFO, "%s", note)
-        queues = groups.line_up(in_groups(routing.chosen), config.num_experts, room)
-        loads = jnp.sum(queues.loads, axis=1) / (num_groups * share)
-        self.sow("metrics", "max_load", jnp.max(loads))
-        if drops:
-            total = config.num_experts_per_tok * num_tokens * num_groups
-            passed_by = jnp.sum(jnp.maximum(queues.loads - room, 0)) / total
-            self.sow("metrics", "passed_by", passed_by)
         y = mixture(
-            groups,
+            Groups(
+                layout.num_shards,
+                layout.expert,
+                layout.axes,
+                dividing(MODEL, config.intermediate_size),
+            ),
             FeedForward(config.activation, config.scale_inputs),
             weights,
-            in_groups(x),
-            in_groups(routing.gates.astype(x.dtype)),
-            queues,
-            drops=drops,
+            layout.in_groups(x),
+            layout.in_groups(routing.gates.astype(x.dtype)),
+            layout.in_groups(chosen, fill=num_experts),
+            room,
+            has_rest=config.capacity_factor is None and room < layout.num_tokens,
         )
-        y = y.reshape(cut[0], cut[1], blocks[1], blocks[3], width).swapaxes(1, 2)
-        return constrained(y.reshape(x.shape), samples, positions)
+        return layout.in_sequences(y, x.shape)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How tokens are divided into one group for each device.
+
+    If `expert` does not divide the samples, its devices have the same tokens, and each takes an
+    equal share of them, as if they were longer by what is missing to a multiple.
+
+    Attributes:
+        cut: Into how many pieces samples and positions are divided.
+        samples: The automatic axes that divide samples.
+        positions: The automatic axes that divide positions.
+        expert: The automatic axis that divides experts, or None.
+        num_shards: Size of that axis.
+        splits: Whether devices of `expert` have the same tokens and take shares of them.
+        num_sequences: Number of samples of a group.
+        num_tokens: Number of tokens of a group.
+    """
+
+    cut: tuple[int, int]
+    samples: Axes
+    positions: Axes
+    expert: str | None
+    num_shards: int
+    splits: bool
+    num_sequences: int
+    num_tokens: int
+
+    @classmethod
+    def of(cls, batch: int, length: int, num_experts: int) -> "_Layout":
+        """Return the layout of `[B, T]` tokens in the current trace."""
+        (samples, positions), expert = stream_axes(batch, length), dividing(EXPERT, num_experts)
+        shape = jax.sharding.get_abstract_mesh().shape
+        cut = (
+            math.prod(shape[axis] for axis in spec_axes(samples)),
+            math.prod(shape[axis] for axis in spec_axes(positions)),
+        )
+        splits = expert is not None and expert not in spec_axes(samples)
+        num_shards = 1 if expert is None else shape[expert]
+        num_tokens = batch * length // math.prod(cut)
+        num_tokens = -(-num_tokens // num_shards) if splits else num_tokens
+        return cls(cut, samples, positions, expert, num_shards, splits, batch // cut[0], num_tokens)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The automatic axes that divide groups."""
+        return (*self._before, *((EXPERT,) if self.splits else ()))
+
+    @property
+    def _before(self) -> tuple[str, ...]:
+        return (*spec_axes(self.samples), *spec_axes(self.positions))
+
+    def in_groups(self, values: jax.Array, fill: int = 0) -> jax.Array:
+        """Reshape `[B, T, ...]` to the tokens of each device, `[G, N, ...]`."""
+        batch, length, width = values.shape
+        blocks = self.cut[0], batch // self.cut[0], self.cut[1], length // self.cut[1]
+        values = values.reshape(*blocks, width).swapaxes(1, 2)
+        values = values.reshape(math.prod(self.cut), blocks[1] * blocks[3], width)
+        values = constrained(values, self._before or None)
+        if self.splits:
+            missing = self.num_shards * self.num_tokens - values.shape[1]
+            values = jnp.pad(values, ((0, 0), (0, missing), (0, 0)), constant_values=fill)
+            values = values.reshape(-1, self.num_tokens, width)
+        return constrained(values, self.axes or None)
+
+    def in_sequences(self, values: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """Reshape the tokens of each device back to `[B, T, H]`, whose shape is given."""
+        batch, length, width = shape
+        if self.splits:
+            values = values.reshape(math.prod(self.cut), -1, width)
+            values = constrained(values, self._before or None)
+            values = values[:, : batch * length // math.prod(self.cut)]
+        values = values.reshape(*self.cut, batch // self.cut[0], length // self.cut[1], width)
+        values = values.swapaxes(1, 2).reshape(shape)
+        return constrained(values, self.samples, self.positions)

@@ -1,36 +1,34 @@
-"""Products of experts with their own tokens, which are lined up by expert.
+"""Products of experts with their own tokens, which are lined up by expert and sent to it.
 
-Each expert has slots, and each choice of a token takes a slot of its expert. The products of all
-experts are then one batched product over slots. Choices for which there is no slot are dropped, or
-computed in blocks by a loop that runs as often as they need.
+Each device has a group of tokens and lines up their choices for all experts. Each expert has slots,
+and each choice takes a slot of its expert. An all-to-all over the axis `expert` sends the slots to
+the devices with the experts. The products of all experts are then one batched product over slots,
+and a second all-to-all sends the results back. Choices for which there is no slot follow in rounds
+of a loop: in each, a device sends one block of rows to each device. The loop runs as often as any
+device of the axis needs.
 
-Tokens are the same on all devices of the axis `expert`, so each device takes the tokens of its own
-experts, and one sum over the axis adds the results up. If samples are divided over `fsdp` or
-positions over `sequence`, each device takes its own tokens, because it has the weights in any case.
-So tokens are never exchanged. For N tokens of a device, c choices and P devices on the axis, a
-device sends in the forward, in multiples of `N * H` values (the backward sends as many):
+For N tokens of a device, c choices and P devices on the axis, a device sends in the forward, in
+multiples of `N * H` values (the backward sends as many):
 
-    sum over `expert` of tokens that it shares       2 (P - 1) / P      for N tokens of all P
-    gather and scatter of divided tokens             2 (P - 1)          for N tokens of each
-    all-to-all of divided tokens, one row a choice   2 c (P - 1) / P    for N tokens of each
+    slots for 1.25 times the mean load, there and back    2.5 c (P - 1) / P
+    `ragged_all_to_all`, one row a choice                 2 c (P - 1) / P
+    gather of all tokens, and scatter of results          2 (P - 1)
 
-Divided tokens would spare each device all but a share 1 / P of the attention. An all-to-all would
-then send less than a gather only if c < P, into buffers for the worst case, in which all choices go
-to one device.
+A ragged exchange would send a fifth less, but into buffers for the worst case, in which all choices
+of all devices go to one, and XLA (JAX 0.10) has none for CPUs.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.jaxpr import spec_axes
-from jaxpipe.transformer import constrained
+from jaxpipe.transformer import Axes, constrained
 
 BLOCK = 256
 """Rows of a block of choices without slots. A product of fewer rows mostly waits for weights."""
@@ -87,47 +85,71 @@ class FeedForward:
         return product(h * factors, weights.down, None if bias is None else bias * factors)
 
 
-class Queues(NamedTuple):
-    """The choices of G groups of N tokens, lined up by expert, for each of P shards of experts.
+class Queue(NamedTuple):
+    """The choices of N tokens, lined up by expert.
 
     Choice `c * N + n` is choice c of token n, so that first choices come before second ones.
 
     Attributes:
-        order: Choices sorted by expert, `[P, G, choices * N]`. Those of other shards come last.
-        starts: Where the choices of each expert begin in `order`, `[P, G, E / P]`.
-        loads: Number of choices of each expert, `[P, G, E / P]`.
-        choices: The choice in each slot, `[P, E / P, G, room]`, or `choices * N` if it is empty.
-        slots: The slot of each choice in its shard, `[P, G, choices * N]`, or the number of slots
-            if it has none there. Slot `e * room + r` belongs to expert e of the shard.
+        order: Choices sorted by expert, `[choices * N]`. Those of no expert come last.
+        starts: Where the choices of each expert begin in `order`, `[E]`.
+        loads: Number of choices of each expert, `[E]`.
+        ranks: Turn of each choice at its expert, `[choices * N]`.
     """
 
     order: jax.Array
     starts: jax.Array
     loads: jax.Array
+    ranks: jax.Array
+
+    @classmethod
+    def of(cls, chosen: jax.Array, num_experts: int) -> "Queue":
+        """Line up the experts `[choices * N]`; `num_experts` stands for none."""
+        order = jnp.argsort(chosen, stable=True)
+        loads = jnp.sum(chosen[:, None] == jnp.arange(num_experts)[None], axis=0)
+        starts = jnp.cumsum(loads) - loads
+        return cls(order, starts, loads, jnp.argsort(order) - _taken(starts, chosen))
+
+
+class Places(NamedTuple):
+    """Which choices have which slots. In all groups, it begins with a dim G.
+
+    Attributes:
+        choices: The choice in each slot, `[E, room]`, or `choices * N` if it is empty.
+        slots: The slot of each choice, `[choices * N]`, or `E * room` if it has none. Slot
+            `e * room + r` belongs to expert e.
+    """
+
     choices: jax.Array
     slots: jax.Array
 
 
 @dataclass(frozen=True)
 class Groups:
-    """How groups of tokens and experts are divided over devices.
+    """How G groups of tokens, of which each device has one, and E experts are divided over devices.
+
+    Rows of experts are `[E, G / P, P * C, ...]`, in which the P devices of the axis `expert` have
+    sent C rows each.
 
     Attributes:
-        num_shards: Number P of shards of experts.
-        choices: Number of choices of a token.
-        expert: The automatic axis over which experts are divided, or None.
-        samples: The automatic axes over which groups are divided, or None.
+        num_shards: Number P of devices over which experts are divided.
+        expert: The automatic axis over which they are divided, or None.
+        axes: The automatic axes over which groups are divided. `expert` is one of them.
         features: The automatic axis over which hidden values are divided, or None.
     """
 
     num_shards: int
-    choices: int
     expert: str | None
-    samples: tuple[str, ...] | None
+    axes: tuple[str, ...]
     features: str | None
 
+    @property
+    def others(self) -> Axes:
+        """The axes over which the groups are divided of which an expert has rows."""
+        return tuple(axis for axis in self.axes if axis != self.expert) or None
+
     def on_devices(self, function: Callable[..., Any], given: Any, made: Any) -> Callable[..., Any]:
-        """Run a function on each device's experts and groups.
+        """Run a function on each device's group and experts, without the dim of groups.
 
         XLA (JAX 0.10) aborts at reads at indices if one automatic axis divides the indices and
         another the values. Here its partitioner does not see them.
@@ -135,101 +157,117 @@ class Groups:
         Args:
             function: The function. Its arguments must be divided over all axes that its results
                 are divided over if they have gradients, because sums of gradients are left to XLA.
-            given: Tree of what divides the first dims of arguments: `e` experts, `g` groups, `.`
-                nothing.
+            given: Tree of the first dims of arguments: `g` is `[G, ...]`, and `eg` is
+                `[E, G / P, ...]`.
             made: The same for its results.
         """
-        axes = {"e": self.expert, "g": self.samples, ".": None}
-        named = {axes[dim] for dims in jax.tree.leaves((given, made)) for dim in dims}
-        manual = {axis for names in named for axis in spec_axes(names)}
-        if not manual:
-            return function
-        specs = jax.tree.map(lambda dims: P(*(axes[dim] for dim in dims)), (given, made))
+
+        def run(*args: Any) -> Any:
+            found = function(*_over(given, jnp.squeeze, args))
+            return _over(made, jnp.expand_dims, found)
+
+        if not self.axes:
+            return run
+        specs = {"g": P(self.axes), "eg": P(self.expert, self.others)}
+        given_specs, made_specs = jax.tree.map(specs.__getitem__, (given, made))
         return jax.shard_map(
-            function, in_specs=specs[0], out_specs=specs[1], axis_names=manual, check_vma=False
+            run,
+            in_specs=given_specs,
+            out_specs=made_specs,
+            axis_names=set(self.axes),
+            check_vma=False,
         )
 
-    def line_up(self, chosen: jax.Array, num_experts: int, room: int) -> Queues:
-        """Line up the experts `[G, N, choices]` that tokens have chosen."""
-        run = partial(_line_up, num_experts=num_experts // self.num_shards, room=room)
-        made = Queues("eg", "eg", "eg", "e.g", "eg")  # pyright: ignore[reportArgumentType]  # dims
-        return self.on_devices(run, ("g", "e"), made)(chosen, jnp.arange(self.num_shards))
+    def exchanged(self, values: Any) -> Any:
+        """Send row p of each array `[P, ...]` to device p of the axis, inside `on_devices`."""
+        if self.expert is None:
+            return values
+        return jax.tree.map(lambda x: jax.lax.all_to_all(x, self.expert, 0, 0), values)
 
-    def shared(self, values: jax.Array) -> jax.Array:
-        """Give each shard of experts the same values, `[G, ...]` to `[P, G, ...]`."""
-        shape = self.num_shards, *values.shape
-        return constrained(jnp.broadcast_to(values[None], shape), self.expert, self.samples)
+    def sent(self, rows: jax.Array) -> jax.Array:
+        """Send slots `[E, room, H]` to their experts, `[E / P, P * room, H]`."""
+        rows = self.exchanged(rows.reshape(self.num_shards, -1, *rows.shape[1:]))
+        return rows.swapaxes(0, 1).reshape(rows.shape[1], -1, rows.shape[-1])
 
-    def summed(self, parts: jax.Array) -> jax.Array:
-        """Sum over the shards of experts, `[P, G, ...]` to `[G, ...]`."""
-        if self.num_shards == 1:
-            return parts[0]
-        # A product, because `jnp.sum` would send float32.
-        ones = jnp.ones(self.num_shards, parts.dtype)
-        return constrained(jnp.einsum("p...,p->...", parts, ones), self.samples)
+    def returned(self, rows: jax.Array) -> jax.Array:
+        """Send the results in slots back; the transpose of `sent`."""
+        rows = rows.reshape(rows.shape[0], self.num_shards, -1, rows.shape[-1])
+        return self.exchanged(rows.swapaxes(0, 1)).reshape(-1, *rows.shape[2:])
 
-
-def _line_up(chosen: jax.Array, shard: jax.Array, *, num_experts: int, room: int) -> Queues:
-    """Line up the choices of a shard's `num_experts` experts."""
-    own = chosen.swapaxes(1, 2).reshape(len(chosen), -1) - num_experts * shard[0]
-    own = jnp.where((own >= 0) & (own < num_experts), own, num_experts)
-    order = jnp.argsort(own, axis=-1, stable=True)
-    loads = jnp.sum(own[..., None] == jnp.arange(num_experts)[None, None], axis=1)
-    starts = jnp.cumsum(loads, axis=-1) - loads
-    turns = jnp.arange(room)[None, None]
-    found = jax.vmap(_taken)(order, starts[..., None] + turns)
-    choices = jnp.where(turns < loads[..., None], found, own.shape[1]).swapaxes(0, 1)
-    ranks = jnp.argsort(order, axis=-1) - jax.vmap(_taken)(starts, own)
-    has_slot = (own < num_experts) & (ranks < room)
-    slots = jnp.where(has_slot, own * room + ranks, num_experts * room)
-    return jax.tree.map(lambda each: each[None], Queues(order, starts, loads, choices, slots))
+    def pinned(self, rows: jax.Array, features: str | None = None) -> jax.Array:
+        """Constrain rows of experts, or their hidden values."""
+        return constrained(rows, self.expert, self.others, None, features)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dispatch(groups: Groups, x: jax.Array, choices: jax.Array, slots: jax.Array) -> jax.Array:
-    """Copy tokens `[G, N, H]` to slots `[P, E / P, G, room, H]`. Empty slots are zero.
+_DIM = {"g": 0, "eg": 1}
+"""The dim of groups, of which a device has one."""
 
-    It is linear and the transpose of `_combine`. Both read rows at indices, because an addition at
-    indices would be in any order on GPUs.
+
+def _over(dims: Any, change: Callable[[jax.Array, int], jax.Array], values: Any) -> Any:
+    """Change the dim of groups of all arrays of a tree, of which `dims` is a prefix."""
+    return jax.tree.map(
+        lambda dim, part: jax.tree.map(lambda x: change(x, _DIM[dim]), part), dims, values
+    )
+
+
+def within_capacity(chosen: jax.Array, num_experts: int, capacity: int, samples: Axes) -> jax.Array:
+    """Return which choices `[B, T, choices]` are among the first of their expert in a sequence."""
+
+    def run(chosen: jax.Array) -> jax.Array:
+        ranks = jax.vmap(lambda each: Queue.of(each, num_experts).ranks)(_by_choice(chosen))
+        return (ranks < capacity).reshape(len(chosen), chosen.shape[2], -1).swapaxes(1, 2)
+
+    if samples is None:
+        return run(chosen)
+    names = {samples} if isinstance(samples, str) else set(samples)
+    spec = P(samples)
+    return jax.shard_map(run, in_specs=spec, out_specs=spec, axis_names=names, check_vma=False)(
+        chosen
+    )
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _dispatch(groups: Groups, num_rows: int, x: jax.Array, places: Places) -> jax.Array:
+    """Copy rows `[G, num_rows, H]` to the slots of their choices, `[E, G / P, P * room, H]`.
+
+    The rows are those of tokens or of choices. Empty slots are zero. It is linear and the transpose
+    of `_combine`. Both read rows at indices, because an addition at indices would be in any order
+    on GPUs.
     """
-    del slots
 
-    def run(x: jax.Array, choices: jax.Array) -> jax.Array:
-        length = x.shape[1]
-        # Empty slots hold a choice beyond the last; no token is at N.
-        tokens = jnp.where(choices < groups.choices * length, choices % length, length)
-        return jax.vmap(jax.vmap(jax.vmap(_taken), (None, 0)), (None, 0))(x, tokens)
+    def run(x: jax.Array, places: Places) -> jax.Array:
+        # Empty slots hold a choice beyond the last.
+        is_used = places.choices < len(places.slots)
+        return groups.sent(_taken(x, jnp.where(is_used, places.choices % num_rows, num_rows)))
 
-    return groups.on_devices(run, ("g", "e.g"), "e.g")(x, choices)
+    return groups.on_devices(run, ("g", "g"), "eg")(x, places)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _combine(groups: Groups, y: jax.Array, choices: jax.Array, slots: jax.Array) -> jax.Array:
-    """Sum the slots of each token, `[P, E / P, G, room, H]` to `[G, N, H]`."""
-    del choices
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _combine(groups: Groups, num_rows: int, y: jax.Array, places: Places) -> jax.Array:
+    """Sum the slots of each row, `[E, G / P, P * room, H]` to `[G, num_rows, H]`."""
 
-    def run(y: jax.Array, slots: jax.Array) -> jax.Array:
-        rows = jnp.moveaxis(y, 2, 1).reshape(*slots.shape[:2], -1, y.shape[-1])
-        found = jax.vmap(jax.vmap(_taken))(rows, slots)
-        return found.reshape(*slots.shape[:2], groups.choices, -1, y.shape[-1]).sum(2)
+    def run(y: jax.Array, places: Places) -> jax.Array:
+        rows = groups.returned(y).reshape(-1, y.shape[-1])
+        return _taken(rows, places.slots).reshape(-1, num_rows, y.shape[-1]).sum(0)
 
-    return groups.summed(groups.on_devices(run, ("e.g", "eg"), "eg")(y, slots))
+    return groups.on_devices(run, ("eg", "g"), "g")(y, places)
 
 
-def _dispatch_forward(groups: Groups, x: Any, choices: Any, slots: Any) -> tuple[Any, Any]:
-    return _dispatch(groups, x, choices, slots), (choices, slots)
+def _dispatch_forward(groups: Groups, num_rows: int, x: Any, places: Any) -> tuple[Any, Any]:
+    return _dispatch(groups, num_rows, x, places), places
 
 
-def _dispatch_backward(groups: Groups, indices: Any, sent: jax.Array) -> tuple[Any, None, None]:
-    return _combine(groups, sent, *indices), None, None
+def _dispatch_backward(groups: Groups, num_rows: int, places: Any, sent: Any) -> tuple[Any, None]:
+    return _combine(groups, num_rows, sent, places), None
 
 
-def _combine_forward(groups: Groups, y: Any, choices: Any, slots: Any) -> tuple[Any, Any]:
-    return _combine(groups, y, choices, slots), (choices, slots)
+def _combine_forward(groups: Groups, num_rows: int, y: Any, places: Any) -> tuple[Any, Any]:
+    return _combine(groups, num_rows, y, places), places
 
 
-def _combine_backward(groups: Groups, indices: Any, y: jax.Array) -> tuple[Any, None, None]:
-    return _dispatch(groups, y, *indices), None, None
+def _combine_backward(groups: Groups, num_rows: int, places: Any, y: Any) -> tuple[Any, None]:
+    return _dispatch(groups, num_rows, y, places), None
 
 
 _dispatch.defvjp(_dispatch_forward, _dispatch_backward)
@@ -242,176 +280,183 @@ def mixture(
     weights: ExpertWeights,
     x: jax.Array,
     gates: jax.Array,
-    queues: Queues,
+    chosen: jax.Array,
+    room: int,
     *,
-    drops: bool,
+    has_rest: bool,
 ) -> jax.Array:
     """Sum the results of each token's experts.
 
     Args:
-        groups: How tokens and experts are divided. Unless it drops choices, a device has one group.
+        groups: How tokens and experts are divided.
         feed_forward: What an expert computes.
         weights: The weights of all experts.
         x: Tokens `[G, N, H]`.
         gates: Gates of the choices, `[G, N, choices]`.
-        queues: The tokens of each expert.
-        drops: Whether choices without a slot are dropped.
+        chosen: The experts, `[G, N, choices]`. E stands for none.
+        room: Number of slots of an expert for each group.
+        has_rest: Whether choices may have no slot.
 
     Returns:
         `[G, N, H]`.
     """
-    num_groups, num_tokens, _ = x.shape
-    room = queues.choices.shape[-1]
-    drops = drops or room >= num_tokens
-    shards = jax.tree.map(lambda w: w.reshape(groups.num_shards, -1, *w.shape[1:]), weights)
+    (num_experts, *_), num_tokens = weights.gate.shape, x.shape[1]
+
+    def line_up(chosen: jax.Array) -> tuple[Queue, Places]:
+        return _line_up(chosen, num_experts, room)
+
+    chosen, gates = _by_choice(chosen), _by_choice(gates)
+    queue, places = groups.on_devices(line_up, ("g",), ("g", "g"))(chosen)
 
     def by_group(w: jax.Array) -> jax.Array:
         # A device adds its gradients up before they are summed over `fsdp`, once.
+        num_groups = len(x) // groups.num_shards
         ones = jnp.ones(num_groups, w.dtype)
-        each = w[:, :, None] if num_groups == 1 else jnp.einsum("pehi,g->peghi", w, ones)
-        return constrained(each, groups.expert, None, groups.samples)
+        each = w[:, None] if num_groups == 1 else jnp.einsum("ehi,g->eghi", w, ones)
+        return groups.pinned(each)
 
-    def pin(h: jax.Array) -> jax.Array:
-        return constrained(h, groups.expert, None, groups.samples, None, groups.features)
-
-    if drops:
-        biases = (None if bias is None else bias[:, :, None] for bias in shards[3:])
-        used, equation = ExpertWeights(*shards[:3], *biases), "pegch,pehi->pegci"
+    if has_rest:
+        weights, equation = jax.tree.map(by_group, weights), "egch,eghi->egci"
     else:
-        used, equation = jax.tree.map(by_group, shards), "pegch,peghi->pegci"
-    gates = groups.shared(gates.swapaxes(1, 2).reshape(num_groups, -1))
-    of_slots = groups.on_devices(_of_slots, ("eg", "e.g"), "e.g")(gates, queues.choices)
-    sent: Any = _dispatch(groups, x, queues.choices, queues.slots)
-    made = feed_forward(used, sent, of_slots, equation, pin)
-    made = constrained(made, groups.expert, None, groups.samples)
-    y: Any = _combine(groups, made, queues.choices, queues.slots)
-    if drops:
+        biases = (None if bias is None else bias[:, None] for bias in weights[3:])
+        weights, equation = ExpertWeights(*weights[:3], *biases), "egch,ehi->egci"
+    sent: Any = _dispatch(groups, num_tokens, x, places)
+    factors: Any = _dispatch(groups, chosen.shape[1], gates[..., None], places)
+    pin = partial(groups.pinned, features=groups.features)
+    made = feed_forward(weights, sent, factors[..., 0], equation, pin)
+    y: Any = _combine(groups, num_tokens, groups.pinned(made), places)
+    if not has_rest:
         return y
-    blocks = _Blocks(feed_forward, room, min(BLOCK, room))
-    return y + groups.summed(_beyond(groups, blocks, groups.shared(x), gates, used, queues))
+    rounds = _Rounds(groups, feed_forward, room, min(BLOCK, room))
+    return y + _beyond(rounds, x, gates, weights, queue)
 
 
-def _of_slots(gates: jax.Array, choices: jax.Array) -> jax.Array:
-    """Return the gates `[P, E / P, G, room]` of slots, from those of choices; 0 for empty slots."""
-    by_choice = jax.vmap(_taken)  # over groups
-    return jax.vmap(jax.vmap(by_choice, (None, 0)))(gates, choices)
+def _by_choice(values: jax.Array) -> jax.Array:
+    """Order values of choices `[G, N, choices]` as in `Queue`, `[G, choices * N]`."""
+    return values.swapaxes(1, 2).reshape(len(values), -1)
+
+
+def _line_up(chosen: jax.Array, num_experts: int, room: int) -> tuple[Queue, Places]:
+    queue, turns = Queue.of(chosen, num_experts), jnp.arange(room)[None]
+    found = _taken(queue.order, queue.starts[:, None] + turns)
+    choices = jnp.where(turns < queue.loads[:, None], found, len(chosen))
+    has_slot = (chosen < num_experts) & (queue.ranks < room)
+    slots = jnp.where(has_slot, chosen * room + queue.ranks, num_experts * room)
+    return queue, Places(choices, slots)
 
 
 @dataclass(frozen=True)
-class _Blocks:
+class _Rounds:
     """The choices without a slot, in blocks of rows of one expert.
 
-    The functions see one group `x`, `[N, H]`, and one shard of experts.
+    In each round, a device sends one block to each device of the axis, so that all of them must
+    take part in all rounds. The functions run inside `Groups.on_devices`, on one group `x`,
+    `[N, H]`, and on the device's experts.
     """
 
+    groups: Groups
     feed_forward: FeedForward
     room: int
     size: int
 
     def forward(
-        self, x: jax.Array, gates: jax.Array, weights: ExpertWeights, queues: Queues
+        self, x: jax.Array, gates: jax.Array, weights: ExpertWeights, queue: Queue
     ) -> jax.Array:
         """Sum the results of all blocks, `[N, H]`."""
 
-        def add(number: jax.Array, y: jax.Array) -> jax.Array:
-            expert, choices, tokens = self._choose(number, queues, len(x))
-            own = jax.tree.map(lambda w: w[expert], weights)
-            made = self.feed_forward(own, _taken(x, tokens), _taken(gates, choices))
-            return _added(y, tokens, made)
+        def compute(block: Any) -> jax.Array:
+            expert, rows, factors = block
+            return self.feed_forward(jax.tree.map(lambda w: w[expert], weights), rows, factors)
 
-        return jax.lax.fori_loop(0, self._counts(queues).sum(), add, jnp.zeros_like(x))
+        def add(number: jax.Array, y: jax.Array) -> jax.Array:
+            experts, choices, tokens = self._choose(number, queue, len(x))
+            given = experts, _taken(x, tokens), _taken(gates, choices)
+            made = jax.lax.map(compute, self.groups.exchanged(given))
+            return _added(y, tokens, self.groups.exchanged(made))
+
+        return jax.lax.fori_loop(0, self._number(queue), add, jnp.zeros_like(x))
 
     def backward(
         self,
         x: jax.Array,
         gates: jax.Array,
         weights: ExpertWeights,
-        queues: Queues,
+        queue: Queue,
         dy: jax.Array,
     ) -> tuple[jax.Array, jax.Array, ExpertWeights]:
-        """Compute the gradients of `x`, `gates` and `weights`. It runs the blocks again."""
+        """Compute the gradients of `x`, `gates` and `weights`. It runs the rounds again."""
+
+        def compute(dweights: ExpertWeights, block: Any) -> tuple[ExpertWeights, Any]:
+            expert, rows, factors, drows = block
+            own = jax.tree.map(lambda w: w[expert], weights)
+            down, *back = jax.vjp(self.feed_forward, own, rows, factors)[1](drows)
+            return jax.tree.map(lambda w, part: w.at[expert].add(part), dweights, down), back
 
         def add(number: jax.Array, sums: Any) -> Any:
-            expert, choices, tokens = self._choose(number, queues, len(x))
-            own = jax.tree.map(lambda w: w[expert], weights)
-            given = own, _taken(x, tokens), _taken(gates, choices)
-            down, drows, dfactors = jax.vjp(self.feed_forward, *given)[1](_taken(dy, tokens))
+            experts, choices, tokens = self._choose(number, queue, len(x))
+            given = experts, _taken(x, tokens), _taken(gates, choices), _taken(dy, tokens)
             dx, dgates, dweights = sums
-            dweights = jax.tree.map(lambda total, part: total.at[expert].add(part), dweights, down)
+            dweights, back = jax.lax.scan(compute, dweights, self.groups.exchanged(given))
+            drows, dfactors = self.groups.exchanged(back)
             return _added(dx, tokens, drows), _added(dgates, choices, dfactors), dweights
 
         zeros = jax.tree.map(jnp.zeros_like, (x, gates, weights))
-        return jax.lax.fori_loop(0, self._counts(queues).sum(), add, zeros)
+        return jax.lax.fori_loop(0, self._number(queue), add, zeros)
 
     def _choose(
-        self, number: jax.Array, queues: Queues, num_tokens: int
+        self, number: jax.Array, queue: Queue, num_tokens: int
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return a block's expert, its choices and their tokens; empty rows are beyond the last."""
-        counts = self._counts(queues)
-        ends = jnp.cumsum(counts)
-        expert = jnp.sum(number >= ends)
-        turns = self.room + (number - ends[expert] + counts[expert]) * self.size
-        turns += jnp.arange(self.size)
-        found = _taken(queues.order, queues.starts[expert] + turns)
-        is_used = turns < queues.loads[expert]
-        choices = jnp.where(is_used, found, len(queues.order))
-        return expert, choices, jnp.where(is_used, found % num_tokens, num_tokens)
+        """Return a round's experts `[P]`, counted on each device, and the rows of their blocks.
 
-    def _counts(self, queues: Queues) -> jax.Array:
-        """Number of blocks of each expert."""
-        return -(-jnp.maximum(queues.loads - self.room, 0) // self.size)
+        The rows are choices and their tokens, `[P, size]`. Empty rows are beyond the last.
+        """
+        counts = self._counts(queue)
+        ends = jnp.cumsum(counts, axis=1)
+        # Devices without a further block get an empty one of their last expert.
+        experts = jnp.minimum(jnp.sum(number >= ends, axis=1), counts.shape[1] - 1)
+        every = jnp.arange(len(counts)) * counts.shape[1] + experts
+        first = number - (ends - counts).reshape(-1)[every]
+        turns = self.room + first[:, None] * self.size + jnp.arange(self.size)[None]
+        found = _taken(queue.order, queue.starts[every][:, None] + turns)
+        is_used = turns < queue.loads[every][:, None]
+        choices = jnp.where(is_used, found, len(queue.order))
+        return experts, choices, jnp.where(is_used, found % num_tokens, num_tokens)
+
+    def _counts(self, queue: Queue) -> jax.Array:
+        """Number of blocks of each expert, `[P, E / P]`."""
+        counts = -(-jnp.maximum(queue.loads - self.room, 0) // self.size)
+        return counts.reshape(self.groups.num_shards, -1)
+
+    def _number(self, queue: Queue) -> jax.Array:
+        most, expert = jnp.max(self._counts(queue).sum(1)), self.groups.expert
+        return most if expert is None else jax.lax.pmax(most, expert)
 
 
-_OF_DEVICE = "eg", "eg", "e.g", ("eg", "eg", "eg")
+_OF_ROUNDS: tuple[Literal["g", "eg"], ...] = ("g", "g", "eg", "g")
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _beyond(
-    groups: Groups,
-    blocks: _Blocks,
-    x: jax.Array,
-    gates: jax.Array,
-    weights: ExpertWeights,
-    queues: Queues,
+    rounds: _Rounds, x: jax.Array, gates: jax.Array, weights: ExpertWeights, queue: Queue
 ) -> Any:
-    """Sum the results of each shard's choices without a slot, `[P, G, N, H]`.
+    """Sum the results of each token's choices without a slot, `[G, N, H]`.
 
     It has a derivative of its own, because JAX does not differentiate loops of unknown length in
     reverse.
     """
-
-    def run(*given: Any) -> jax.Array:
-        return blocks.forward(*_own(*given))[None, None]
-
-    return groups.on_devices(run, _OF_DEVICE, "eg")(x, gates, weights, queues[:3])
+    return rounds.groups.on_devices(rounds.forward, _OF_ROUNDS, "g")(x, gates, weights, queue)
 
 
-def _beyond_forward(groups: Groups, blocks: _Blocks, *args: Any) -> tuple[Any, Any]:
-    return _beyond(groups, blocks, *args), args
+def _beyond_forward(rounds: _Rounds, *args: Any) -> tuple[Any, Any]:
+    return _beyond(rounds, *args), args
 
 
-def _beyond_backward(groups: Groups, blocks: _Blocks, args: Any, dy: jax.Array) -> tuple[Any, ...]:
-    def run(dy: jax.Array, *given: Any) -> Any:
-        dx, dgates, dweights = blocks.backward(*_own(*given), dy=dy[0, 0])
-        return (
-            dx[None, None],
-            dgates[None, None],
-            jax.tree.map(lambda w: w[None, :, None], dweights),
-        )
-
-    *given, queues = args
-    found = groups.on_devices(run, ("eg", *_OF_DEVICE), _OF_DEVICE[:3])(dy, *given, queues[:3])
-    return *found, None
+def _beyond_backward(rounds: _Rounds, args: Any, dy: jax.Array) -> tuple[Any, ...]:
+    run = rounds.groups.on_devices(rounds.backward, (*_OF_ROUNDS, "g"), _OF_ROUNDS[:3])
+    return *run(*args, dy), None
 
 
 _beyond.defvjp(_beyond_forward, _beyond_backward)
-
-
-def _own(x: Any, gates: Any, weights: Any, sorted_choices: Any) -> tuple[Any, ...]:
-    """Drop the dims of shards and groups, of which a device has one."""
-    weights = jax.tree.map(lambda w: w[0, :, 0], weights)
-    order, starts, loads = (each[0, 0] for each in sorted_choices)
-    return x[0, 0], gates[0, 0], weights, Queues(order, starts, loads, order, order)
 
 
 def _taken(values: jax.Array, at: jax.Array) -> jax.Array:
@@ -420,5 +465,14 @@ def _taken(values: jax.Array, at: jax.Array) -> jax.Array:
 
 
 def _added(values: jax.Array, at: jax.Array, rows: jax.Array) -> jax.Array:
-    """Add rows at indices that differ; rows beyond the last are dropped."""
-    return values.at[at].add(rows, mode="drop")
+    """Add blocks of rows at indices `[blocks, size]`; rows beyond the last are dropped.
+
+    The indices of a block differ. Blocks are added in turn, because a sum of all would be in any
+    order on GPUs.
+    """
+
+    def add(values: jax.Array, block: Any) -> tuple[jax.Array, None]:
+        at, rows = block
+        return values.at[at].add(rows, mode="drop"), None
+
+    return jax.lax.scan(add, values, (at, rows))[0]

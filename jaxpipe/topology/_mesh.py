@@ -25,6 +25,13 @@ FSDP = "fsdp"
 The name is short for "fully sharded data parallel".
 """
 
+EXPERT = "expert"
+"""The automatic axis that divides the experts of mixtures, and also samples."""
+
+
+SpecEntry = str | tuple[str, ...] | None
+"""The mesh axes that divide a dim, as `PartitionSpec` takes them."""
+
 
 def automatic_axes(places: Mesh | AbstractMesh | ProcessTopology) -> tuple[str, ...]:
     """The axes over which XLA splits the inside of a stage, following the layers' annotations.
@@ -139,6 +146,41 @@ def num_batch_shards(mesh: Mesh) -> int:
     """
     lengths = mesh_shape(mesh)
     return lengths["data"] * lengths.get(FSDP, 1)
+
+
+def axes_dividing(mesh: Mesh | AbstractMesh, size: int, *axes: str) -> SpecEntry:
+    """The automatic axes that divide a dim.
+
+    Args:
+        mesh: The mesh.
+        size: Size of the dim.
+        axes: The axes that may divide it, the outermost first. Each divides what the axes before it
+            leave, if it can. Axes of length 1 do not count.
+
+    Returns:
+        An entry of a `PartitionSpec`: None, an axis, or several.
+    """
+    found: list[str] = []
+    for axis in axes:
+        length = mesh.shape[axis] if axis in mesh.auto_axes else 1
+        if length > 1 and size and size % length == 0:
+            found.append(axis)
+            size //= length
+    return tuple(found) if len(found) > 1 else next(iter(found), None)
+
+
+def sample_axes(mesh: Mesh | AbstractMesh, num_samples: int) -> SpecEntry:
+    """The automatic axes that divide the samples of a replica: `fsdp`, then `expert`.
+
+    Args:
+        mesh: The mesh.
+        num_samples: Number of samples of a microbatch in a replica of axis `data`.
+
+    Returns:
+        As from `axes_dividing`. An axis that does not divide the number is left out: its devices
+        then have the same samples.
+    """
+    return axes_dividing(mesh, num_samples, FSDP, EXPERT)
 
 
 def stages_cross_hosts(mesh: Mesh) -> bool:

@@ -23,10 +23,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jaxpipe.jaxpr import spec_axes
 from jaxpipe.topology import SEQUENCE
 
 from ._blocked import Blocks, Pattern, Stripes, Visibility, named
-from ._sharding import dividing_axes, traced_platform
+from ._sharding import Axes, dividing_axes, traced_platform
 
 
 def ring_refusal(
@@ -73,7 +74,7 @@ class _Ring(NamedTuple):
     Attributes:
         pattern: Settings of attention.
         size: Number of devices.
-        samples: Mesh axis that divides samples, or None.
+        samples: Mesh axis or axes that divide samples, or None.
         heads: Mesh axis that divides heads, or None.
         shifts: Whether devices pass values on with `ppermute`. Simulated devices exchange them
             among all: if only some stages run a layer, a `ppermute` in it would wait for the other
@@ -82,7 +83,7 @@ class _Ring(NamedTuple):
 
     pattern: Pattern
     size: int
-    samples: str | None
+    samples: Axes
     heads: str | None
     shifts: bool
 
@@ -237,8 +238,7 @@ def _backward(ring: _Ring, residuals: Any, grad: jax.Array) -> tuple[Any, ...]:
         dk, dv = ring.passed(held[3:], places[0])
         to_sinks = own.sink_gradient(sinks, rows)
         if to_sinks is not None:
-            axes = (SEQUENCE,) if ring.samples is None else (SEQUENCE, ring.samples)
-            to_sinks = lax.psum(to_sinks, axes)
+            to_sinks = lax.psum(to_sinks, (SEQUENCE, *spec_axes(ring.samples)))
         return *own.gradients((dq, dk, dv), (q, k, v)), to_sinks
 
     specs = _specs(ring, q, k, v, sinks, hides)

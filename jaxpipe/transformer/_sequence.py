@@ -27,13 +27,13 @@ class Division(NamedTuple):
     """Which mesh axes divide attention.
 
     Attributes:
-        samples: The axis that divides samples, or None.
+        samples: The axis or axes that divide samples, or None.
         heads: The axis or axes that divide heads while attention is computed, or None.
         way: How positions that are divided over `sequence` meet. None if they are not divided.
         why: The reason for the way.
     """
 
-    samples: str | None
+    samples: Axes
     heads: Axes
     way: Literal["ulysses", "ring", "whole"] | None = None
     why: str = ""

@@ -1,6 +1,6 @@
 """Sharding of blocks inside a stage.
 
-Weights are divided over `model`, and activations over `model`, `fsdp` and `sequence`.
+Weights are divided over `model`, and activations over `model`, `fsdp`, `expert` and `sequence`.
 """
 
 from collections.abc import Callable
@@ -12,13 +12,13 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.recompute import reduced, traced_mesh
-from jaxpipe.topology import FSDP, SEQUENCE
+from jaxpipe.topology import EXPERT, FSDP, SEQUENCE, SpecEntry, axes_dividing, sample_axes
 
 MODEL = "model"
 """The mesh axis over which heads and features are divided."""
 
 
-Axes = str | tuple[str, ...] | None
+Axes = SpecEntry
 """The mesh axes that divide a dim."""
 
 
@@ -33,8 +33,8 @@ class Divided:
         init: Makes the whole weight.
         axes: An axis or None for each dim.
         is_vocabulary: Whether a dim is the vocabulary. It is not divided if samples are divided
-            over `fsdp` or positions over `sequence`, because XLA (JAX 0.10) aborts at the cross
-            entropy of logits that both axes divide.
+            over `fsdp` or `expert` or positions over `sequence`, because XLA (JAX 0.10) aborts at
+            the cross entropy of logits that both axes divide.
     """
 
     init: Callable[..., Any]
@@ -44,7 +44,7 @@ class Divided:
     def __call__(self, *args: Any) -> Any:
         mesh = traced_mesh()
         known = self.axes if mesh is None else mesh.axis_names
-        is_whole = self.is_vocabulary and (FSDP in known or SEQUENCE in known)
+        is_whole = self.is_vocabulary and any(axis in known for axis in (FSDP, EXPERT, SEQUENCE))
         axes = tuple(axis if axis in known and not is_whole else None for axis in self.axes)
         return nn.with_partitioning(self.init, axes)(*args)
 
@@ -54,20 +54,15 @@ def dividing(axis: str, size: int) -> str | None:
 
     An axis of size 1 does not count.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    return (
-        axis
-        if axis in mesh.auto_axes and mesh.shape[axis] > 1 and size % mesh.shape[axis] == 0
-        else None
-    )
+    return axis if _dividing(size, axis) else None
 
 
-def dividing_axes(samples: int, features: int) -> tuple[str | None, str | None]:
+def dividing_axes(samples: int, features: int) -> tuple[Axes, str | None]:
     """Return the automatic axes that divide samples, and heads or features, in the current trace.
 
     Each is None if no axis divides the dim.
     """
-    return dividing(FSDP, samples), dividing(MODEL, features)
+    return sample_axes(jax.sharding.get_abstract_mesh(), samples), dividing(MODEL, features)
 
 
 def stream_axes(samples: int, length: int, also: str | None = None) -> tuple[Axes, Axes]:
@@ -76,12 +71,12 @@ def stream_axes(samples: int, length: int, also: str | None = None) -> tuple[Axe
     Positions are divided over `sequence` and, if it is given, over the axis `also`. Each is None if
     no axis divides the dim.
     """
-    found: list[str] = []
-    for axis in (SEQUENCE, also):
-        if axis is not None and dividing(axis, length):
-            found.append(axis)
-            length //= jax.sharding.get_abstract_mesh().shape[axis]
-    return dividing(FSDP, samples), tuple(found) if len(found) > 1 else next(iter(found), None)
+    axes = (SEQUENCE,) if also is None else (SEQUENCE, also)
+    return dividing_axes(samples, 1)[0], _dividing(length, *axes)
+
+
+def _dividing(size: int, *axes: str) -> Axes:
+    return axes_dividing(jax.sharding.get_abstract_mesh(), size, *axes)
 
 
 def constrained(x: jax.Array, *axes: Axes) -> jax.Array:
