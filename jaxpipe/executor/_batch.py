@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe._typing import PyTree
 from jaxpipe.data import Batch
-from jaxpipe.layers import device_bytes
+from jaxpipe.layers import ModelTrace, device_bytes
 from jaxpipe.state import constrained
-from jaxpipe.topology import SEQUENCE, axes_dividing, sample_axes
+from jaxpipe.topology import FSDP, SEQUENCE, axes_dividing
 
 from ._buffers import read_ring
 
@@ -53,6 +54,7 @@ class DeviceBatch:
         step: Number of batches so far.
         replica: Index along the `data` axis.
         first: Index of the batch's first microbatch in its step, if the batch is part of a step.
+        sample_axes: The automatic axes that may divide samples.
     """
 
     leaves: Batch
@@ -61,6 +63,7 @@ class DeviceBatch:
     step: jax.Array
     replica: jax.Array
     first: jax.Array | int = 0
+    sample_axes: Sequence[str] = (FSDP,)
 
     def microbatch(
         self, input_index: jax.Array, loss_index: jax.Array, index: jax.Array
@@ -77,20 +80,28 @@ class DeviceBatch:
     def context(self, index: jax.Array) -> tuple[jax.Array, PyTree]:
         """Return the key and the side inputs of a microbatch."""
         at = jnp.maximum(index, 0)
-        side = jax.tree.map(lambda x: _gathered(x, WHOLE, at), self.leaves.side)
+        side = jax.tree.map(lambda x: self._gathered(x, WHOLE, at), self.leaves.side)
         return microbatch_key(self.rng, self.step, self.first + at, self.replica), side
 
     def inputs(self, index: jax.Array) -> PyTree:
         """Return the inputs of a microbatch."""
         return jax.tree.map(
-            lambda x, dim: _gathered(x, dim, index), self.leaves.inputs, self.shard_dims.inputs
+            lambda x, dim: self._gathered(x, dim, index), self.leaves.inputs, self.shard_dims.inputs
         )
 
     def labels(self, index: jax.Array) -> PyTree:
         """Return the labels of a microbatch."""
         return jax.tree.map(
-            lambda x, dim: _gathered(x, dim, index), self.leaves.labels, self.shard_dims.labels
+            lambda x, dim: self._gathered(x, dim, index), self.leaves.labels, self.shard_dims.labels
         )
+
+    def _gathered(self, leaf: jax.Array, dim: int, index: jax.Array) -> jax.Array:
+        # Each microbatch is gathered only when it is needed: the whole batch would fill every
+        # device.
+        shard = read_ring(leaf, index)
+        whole = shard if dim == WHOLE else jax.lax.all_gather(shard, "stage", axis=dim, tiled=True)
+        mesh = jax.sharding.get_abstract_mesh()
+        return constrained(whole, samples_spec(whole, mesh, self.sample_axes))
 
 
 def microbatch_key(
@@ -147,30 +158,25 @@ def batch_spec(dim: int) -> P:
     return P(None, ("data", "stage")) if dim == 0 else P(None, "data", *[None] * (dim - 1), "stage")
 
 
-def samples_spec(leaf: Any, mesh: AbstractMesh) -> P:
+def samples_spec(leaf: Any, mesh: AbstractMesh, axes: Sequence[str] = (FSDP,)) -> P:
     """Return the sharding of a microbatch over automatic axes.
 
-    The samples are divided over `fsdp` and `expert` where their number is divisible, and the
-    positions of `[samples, positions, ...]` over `sequence` where theirs is.
+    The samples are divided over `axes`, such as `ModelTrace.sample_axes`, as far as their number is
+    divisible, and the positions of `[samples, positions, ...]` over `sequence` where theirs is.
     """
     # Integer leaves are small and are not divided: XLA (JAX 0.10) aborts ("Check failed:
     # partition_group_list.num_replica_groups()") at a lookup with divided indices in a table that
     # is divided over another axis.
     if not jnp.issubdtype(leaf.dtype, jnp.inexact):
         return P()
-    samples = sample_axes(mesh, leaf.shape[0]) if leaf.ndim else None
+    samples = axes_dividing(mesh, leaf.shape[0], *axes) if leaf.ndim else None
     positions = axes_dividing(mesh, leaf.shape[1], SEQUENCE) if leaf.ndim >= 3 else None
     return P(samples, positions) if positions else P(samples) if samples else P()
 
 
-def stream_bytes(tree: PyTree, mesh: AbstractMesh) -> int:
+def stream_bytes(tree: PyTree, trace: ModelTrace) -> int:
     """Bytes on each device of the activations between two layers."""
     leaves = jax.tree.leaves(tree)
-    return device_bytes(leaves, mesh, [samples_spec(x, mesh) for x in leaves])
-
-
-def _gathered(leaf: jax.Array, dim: int, index: jax.Array) -> jax.Array:
-    # Each microbatch is gathered only when it is needed: the whole batch would fill every device.
-    shard = read_ring(leaf, index)
-    whole = shard if dim == WHOLE else jax.lax.all_gather(shard, "stage", axis=dim, tiled=True)
-    return constrained(whole, samples_spec(whole, jax.sharding.get_abstract_mesh()))
+    return device_bytes(
+        leaves, trace.mesh, [samples_spec(x, trace.mesh, trace.sample_axes) for x in leaves]
+    )

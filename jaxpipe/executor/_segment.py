@@ -122,7 +122,7 @@ class Segment:
         gathered = self._specs_in(self._blueprint.params.gathered)
         params = jax.tree.leaves(gathered)
         inputs = [
-            samples_spec(x, trace.mesh)
+            samples_spec(x, trace.mesh, trace.sample_axes)
             for x in jax.tree.leaves(trace.boundaries[self.layers.start])
         ]
         return trace.on_mesh(lambda: self.residuals.specs(params, inputs, trace.mesh))

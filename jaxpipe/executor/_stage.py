@@ -56,6 +56,7 @@ class Stage:
 
     Attributes:
         last: The last virtual stage; 0 if there is only one.
+        sample_axes: The automatic axes that may divide samples.
         vocab_input: The vocabulary-parallel layers before the first virtual stage, or None.
         vocab_loss: The vocabulary-parallel layers after the last virtual stage and the loss, or
             None.
@@ -76,7 +77,7 @@ class Stage:
         self.placement = placement = plan.program.placement
         self._grad_dtype = plan.config.data_types.grad_accum_dtype
         self.last = len(placement.locations) - 1
-        self.cast_inputs = module.cast_inputs
+        self.cast_inputs, self.sample_axes = module.cast_inputs, trace.sample_axes
         cuts = cut_stages(plan.signatures, boundaries)
         self.ends, self.cuts = find_vocab_layers(module.layers, trace, cuts, module.num_stages)
         self.params = ModelParams(
@@ -285,7 +286,7 @@ def boundary_specs(module: PipelineModule, trace: ModelTrace, stops: Sequence[in
         struct = trace.boundaries[stop]
         # No layer constrains the model's inputs, and without automatic axes nothing is sharded.
         if not stop or not automatic_axes(trace.mesh):
-            return jax.tree.map(lambda x: samples_spec(x, trace.mesh), struct)
+            return jax.tree.map(lambda x: samples_spec(x, trace.mesh, trace.sample_axes), struct)
         index = stop - 1
 
         def run(
@@ -303,7 +304,11 @@ def boundary_specs(module: PipelineModule, trace: ModelTrace, stops: Sequence[in
         leaves, treedef = jax.tree.flatten(struct)
         pairs = zip(leaves, output_specs(jax.make_jaxpr(run)(*args)), strict=True)
         return jax.tree.unflatten(
-            treedef, [samples_spec(x, trace.mesh) if spec == P() else spec for x, spec in pairs]
+            treedef,
+            [
+                samples_spec(x, trace.mesh, trace.sample_axes) if spec == P() else spec
+                for x, spec in pairs
+            ],
         )
 
     # Each spec costs a trace of a layer, and virtual stages may share a boundary.

@@ -193,7 +193,8 @@ class DevicePrograms:
         batch = as_arrays(batch)
         batch = batch._replace(inputs=self._stage.cast_inputs(batch.inputs))
         replica = jax.lax.axis_index("data")
-        return DeviceBatch(batch, self._shard_dims, state.rng, state.step, replica, first)
+        axes = self._stage.sample_axes
+        return DeviceBatch(batch, self._shard_dims, state.rng, state.step, replica, first, axes)
 
     def _device(self, state: TrainState, batch: DeviceBatch, cotangents: LossCotangents) -> Device:
         stage = jax.lax.axis_index("stage")

@@ -9,8 +9,9 @@ import jax
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from jaxpipe._typing import Path, PyTree
-from jaxpipe.jaxpr import ClosedJaxpr
+from jaxpipe.jaxpr import ClosedJaxpr, spec_axes
 from jaxpipe.partition import Tie
+from jaxpipe.topology import EXPERT, FSDP
 
 from ._axes import on_mesh
 from ._param_paths import ParamPaths, merge_layers
@@ -71,6 +72,22 @@ class ModelTrace:
                 return trace()
 
         return on_mesh(self.mesh, ruled)
+
+    @property
+    def sample_axes(self) -> tuple[str, ...]:
+        """The automatic axes that may divide samples between layers, the outermost first.
+
+        `expert` is one of them if it divides only stacks of weights, `[E, ...]`. If layers of a
+        user divide features over it, XLA (JAX 0.10) may abort where it also divides samples.
+        """
+        uses = {
+            dim if set(spec_axes(names)) <= {EXPERT, FSDP} else None
+            for specs in self.param_specs
+            for spec in specs.values()
+            for dim, names in enumerate(spec)
+            if EXPERT in spec_axes(names)
+        }
+        return (FSDP, EXPERT) if uses == {0} else (FSDP,)
 
     def num_params(self) -> tuple[int, ...]:
         """The number of parameters of each layer that an optimiser updates.

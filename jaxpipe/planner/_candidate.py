@@ -267,7 +267,7 @@ class Candidate:
             return Wire(0.0)
         fsdp = trace.mesh.shape.get(FSDP, 1)
         cuts = [trace.boundaries[b] for b in self._boundaries[1:-1]]
-        stream = max((stream_bytes(x, trace.mesh) for x in cuts), default=0)
+        stream = max((stream_bytes(x, trace) for x in cuts), default=0)
         inside = not stages_cross_hosts(self._job.mesh)
         layers, loss = self._job.costs.layers, self._job.costs.loss
         ends_work_s = sum(layers[i].both_s for i in self._vocab.layers) + loss.both_s * bool(

@@ -259,7 +259,7 @@ class Counted:
             num_params=num_params,
             is_marked=module.layers[index].is_marked,
             is_stage_sharded=is_sharded,
-            output_bytes=stream_bytes(trace.boundaries[index + 1], trace.mesh),
+            output_bytes=stream_bytes(trace.boundaries[index + 1], trace),
             residual_bytes=self._residual_bytes(work, residuals),
         )
         return self._counted(work, specs, residuals, cost)
@@ -336,7 +336,7 @@ class Counted:
         return [spec_without(specs.get(path, P()), FSDP) for path in sorted(leaves)]
 
     def _samples(self, structs: Iterable[Any]) -> list[P]:
-        return [samples_spec(x, self.trace.mesh) for x in structs]
+        return [samples_spec(x, self.trace.mesh, self.trace.sample_axes) for x in structs]
 
     def _forward(self, work: LayerWork, specs: Sequence[P]) -> tuple[Sequence[PyTree], Sequence[P]]:
         """Return the arguments of a forward and the shardings of their leaves."""

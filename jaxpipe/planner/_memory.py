@@ -124,7 +124,9 @@ def working_bytes(
     # Without the stacked weights: only the packed ones pass through the switch.
     packed = layout_bytes(params.gathered, mesh) - stacked_bytes(params.gathered, mesh)
     logits = sum(
-        math.prod(NamedSharding(mesh, samples_spec(x, mesh)).shard_shape(x.shape))
+        math.prod(
+            NamedSharding(mesh, samples_spec(x, trace.mesh, trace.sample_axes)).shard_shape(x.shape)
+        )
         for x in jax.tree.leaves(trace.boundaries[-1])
     )
     slices = mesh.shape["stage"] if vocab.last else 1

@@ -1,4 +1,4 @@
-"""The step of a mixture of experts without a capacity, on H200s: what it computes and sends."""
+"""The step of blocks with experts without a capacity, on H200s: what it computes and sends."""
 
 import functools
 import importlib.util
@@ -10,7 +10,7 @@ import pytest
 from _h200 import Step, build, h200_mesh
 
 from jaxpipe import LayerSpec, PipelineModule
-from jaxpipe.models import Experts, ExpertsConfig
+from jaxpipe.models import ExpertsConfig, LlamaBlock, LlamaConfig
 
 PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 pytestmark = [
@@ -21,16 +21,23 @@ pytestmark = [
     ),
 ]
 DIM, HIDDEN, TIME, SAMPLES, STAGES, PLACES, BLOCKS = 512, 768, 256, 8, 2, 2, 4
-NUM_EXPERTS, CHOICES = 8, 2
-TOKENS = SAMPLES * TIME
+HEADS, NUM_EXPERTS, CHOICES = 4, 8, 2
+TOKENS = SAMPLES * TIME // PLACES
 ROOM = TOKENS * CHOICES * 5 // 4 // NUM_EXPERTS
 
 
 @functools.cache
 def step_of() -> Step:
-    config = ExpertsConfig(NUM_EXPERTS, CHOICES, HIDDEN)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=DIM,
+        intermediate_size=HIDDEN,
+        num_hidden_layers=BLOCKS,
+        num_attention_heads=HEADS,
+        experts=ExpertsConfig(NUM_EXPERTS, CHOICES, HIDDEN),
+    )
     module = PipelineModule(
-        [LayerSpec(Experts, config) for _ in range(BLOCKS)],
+        [LayerSpec(LlamaBlock, config, config.kind(0)) for _ in range(BLOCKS)],
         num_stages=STAGES,
         loss_fn=lambda y, t: jnp.mean((y - t) ** 2),
         partition_method="uniform",
@@ -41,20 +48,31 @@ def step_of() -> Step:
     return Step.of(build(module, h200_mesh(STAGES, 1, expert=PLACES), (x, x), 8))
 
 
-def test_tokens_are_summed_once_in_each_direction_and_never_exchanged() -> None:
+def test_each_token_is_sent_to_its_experts_and_back_once_in_each_direction() -> None:
     sent = [
-        line
+        (line.op.removesuffix("-start"), line.dims)
         for line in step_of().steady
-        if line.op.removesuffix("-start") in ("all-reduce", "all-gather", "all-to-all")
+        if line.op.removesuffix("-start") in ("all-reduce", "all-to-all")
         and line.group_size == PLACES
+        and line.dims[-1:] == (DIM,)
         and math.prod(line.dims) >= TOKENS * DIM
     ]
-    assert {line.op.removesuffix("-start") for line in sent} == {"all-reduce"}
-    assert sum(line.num_operands for line in sent) == 2 * BLOCKS // STAGES
+    slots = PLACES, NUM_EXPERTS // PLACES, ROOM, DIM
+    assert sent == [("all-to-all", slots)] * (4 * BLOCKS // STAGES)
 
 
 def test_products_are_of_slots_not_of_all_tokens() -> None:
-    lines = [line for lines in step_of().program.computations.values() for line in lines]
-    wide = {dims[:-1] for line in lines for dims in line.all_dims if dims[-1:] == (HIDDEN,)}
-    assert any(dims[-2:] == (NUM_EXPERTS // PLACES, ROOM) for dims in wide)
+    wide = {dims[:-1] for dims in all_dims() if dims[-1:] == (HIDDEN,)}
+    assert any(dims[-2:] == (NUM_EXPERTS // PLACES, PLACES * ROOM) for dims in wide)
     assert not any(TOKENS in dims for dims in wide)
+
+
+def test_attention_and_the_stream_are_divided_by_samples() -> None:
+    heads = {dims for dims in all_dims() if {HEADS, TIME, DIM // HEADS} <= set(dims)}
+    assert any(dims[0] == SAMPLES // PLACES for dims in heads)
+    assert not any(SAMPLES in dims for dims in heads)
+
+
+def all_dims() -> set[tuple[int, ...]]:
+    lines = [line for lines in step_of().program.computations.values() for line in lines]
+    return {dims for line in lines for dims in line.all_dims}

@@ -152,10 +152,44 @@ MESHES = [
 def test_a_pipeline_has_the_gradients_of_one_device(
     axes: dict[str, int], capacity_factor: float | None
 ) -> None:
+    check_pipeline(axes, capacity_factor)
+
+
+OTHERS: dict[str, tuple[dict[str, int], float | None, dict[str, Any]]] = {
+    "devices have the same tokens": ({"pipe": 2, "data": 1, "expert": 2}, None, {"samples": 1}),
+    "and some have one less": (
+        {"pipe": 1, "data": 1, "sequence": 2, "expert": 2},
+        None,
+        {"samples": 1},
+    ),
+    "and a capacity": ({"pipe": 2, "data": 1, "expert": 4}, 0.5, {"samples": 3}),
+    "four devices": ({"pipe": 2, "data": 1, "expert": 4}, None, {"samples": 4}),
+    "zero-bubble": (
+        {"pipe": 2, "data": 1, "fsdp": 2, "expert": 2},
+        None,
+        {"schedule": "zero-bubble"},
+    ),
+    "recompute": ({"pipe": 2, "data": 1, "expert": 2}, None, {"interval": 1}),
+}
+
+
+@pytest.mark.parametrize("name", slow_after(1, list(OTHERS)))
+def test_other_layouts_have_the_gradients_of_one_device(name: str) -> None:
+    axes, capacity_factor, more = OTHERS[name]
+    check_pipeline(axes, capacity_factor, **more)
+
+
+def check_pipeline(
+    axes: dict[str, int],
+    capacity_factor: float | None,
+    samples: int = BATCH,
+    schedule: str = "1f1b",
+    interval: int = 0,
+) -> None:
     config = make_config("everything", 2, capacity_factor=capacity_factor)
     blocks = [LayerSpec(Experts, config, 0.5)] * (4 if axes["pipe"] == 4 else 2)
     layers = [LayerSpec(nn.Dense, WIDTH), *blocks, LayerSpec(nn.Dense, 3)]
-    width = BATCH * axes["data"] * axes.get("fsdp", 1)
+    width = samples * axes["data"] * axes.get("fsdp", 1)
     x = jax.random.normal(jax.random.key(0), (2, width, LENGTH, 4)) + 1.0  # crowds experts
     labels = jax.random.normal(jax.random.key(1), (2, width, LENGTH, 3))
 
@@ -170,9 +204,15 @@ def test_a_pipeline_has_the_gradients_of_one_device(
         )
     )(params)
     topology = ProcessTopology(list(axes), list(axes.values()))
-    module = PipelineModule(layers, topology=topology, loss_fn=squares, partition_method="uniform")
+    module = PipelineModule(
+        layers,
+        topology=topology,
+        loss_fn=squares,
+        partition_method="uniform",
+        activation_checkpoint_interval=interval,
+    )
     example, mesh = (x[0], labels[0]), make_pipeline_mesh(topology)
-    made = Pipeline(module, optax.identity(), mesh, example, 2, make_settings())
+    made = Pipeline(module, optax.identity(), mesh, example, 2, make_settings(schedule))
     metrics, gradients, _ = made.gradients(made.init_from(params), (x, labels))
     assert_loss(metrics["loss"], loss)
     assert_close(made.params_tree(gradients), wanted)

@@ -16,6 +16,7 @@ from jaxpipe.topology import (
     mesh_topology,
     num_batch_shards,
     rank_devices,
+    sample_axes,
     with_fsdp_axis,
 )
 
@@ -92,6 +93,21 @@ def test_replicas_become_places_of_fsdp() -> None:
     assert divided.axis_types == (AxisType.Auto,) * 3
     assert automatic_axes(divided) == ("fsdp",)
     assert divided.devices[:, 0].tolist() == mesh.devices.tolist()
+
+
+def test_samples_are_divided_over_fsdp_then_expert_as_far_as_possible() -> None:
+    mesh = make_pipeline_mesh(ProcessTopology(["pipe", "data", "expert", "fsdp"], [1, 1, 4, 2]))
+    found = {num: sample_axes(mesh, num) for num in (8, 16, 4, 6, 2, 3, 0)}
+    assert found == {
+        8: ("fsdp", "expert"),
+        16: ("fsdp", "expert"),
+        4: "fsdp",
+        6: "fsdp",
+        2: "fsdp",
+        3: None,
+        0: None,
+    }
+    assert sample_axes(make_pipeline_mesh(PipeDataParallelTopology(1, 8)), 8) is None
 
 
 def test_fsdp_stands_before_the_other_automatic_axes() -> None:
