@@ -1,0 +1,116 @@
+"""How far two correct programs may differ by rounding.
+
+A result of a layer is a function of a number of rounded operations. Each moves the result as if a
+value between layers had been rounded once more. The plain program is run again with such additional
+roundings, of random direction, after every layer, in the forward and in the backward. The move
+`D` of a leaf is what one rounding per value and layer does to it; it contains the leaf's condition.
+With `n` rounded operations in a row, of random directions, the move is `sqrt(n) D` (Higham and Mary,
+"A new approach to probabilistic rounding error analysis", 2019). Sums over microbatches and replicas
+add `sqrt(terms) u A`, where `A` adds up absolute values and `u` is the unit roundoff.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpipe.jaxpr import ClosedJaxpr, all_equations
+
+_DEVIATIONS = 8.0
+"""A sum of random roundings exceeds this many standard deviations once in 10^15 leaves."""
+
+_LOSS_UNIT = float(np.finfo(np.float32).eps) / 2
+"""A pipeline adds up losses in float32."""
+
+
+class Arithmetic(NamedTuple):
+    """What determines rounding in a program.
+
+    Attributes:
+        dtype: The narrowest floating-point dtype that the program computes in.
+        operations: The largest number of roundings in a row inside a layer.
+    """
+
+    dtype: np.dtype[Any]
+    operations: int
+
+    @property
+    def unit(self) -> float:
+        """The unit roundoff of the dtype."""
+        return float(jnp.finfo(self.dtype).eps) / 2
+
+
+def arithmetic_of(programs: list[ClosedJaxpr]) -> Arithmetic:
+    """Read dtype and roundings from the traced programs of the layers and the loss."""
+    dtypes: dict[np.dtype[Any], float] = {}
+    operations = 1
+    for program in programs:
+        roundings = 0
+        for eqn in all_equations(program.jaxpr.eqns):
+            roundings += _roundings(eqn)
+            for x in (*eqn.invars, *eqn.outvars):
+                dtype = getattr(x.aval, "dtype", None)
+                if dtype is not None and jnp.issubdtype(dtype, jnp.floating):
+                    dtypes[np.dtype(dtype)] = float(jnp.finfo(dtype).eps)
+        operations = max(operations, roundings)
+    narrowest = max(dtypes, key=lambda dtype: dtypes[dtype], default=np.dtype(np.float32))
+    return Arithmetic(narrowest, operations)
+
+
+def _roundings(eqn: Any) -> int:
+    """Roundings between an input of an equation and its output."""
+    if eqn.primitive.name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        shape = eqn.invars[0].aval.shape
+        return math.prod(shape[dim] for dim in contracted)
+    if eqn.primitive.name.startswith("reduce_"):
+        return max(eqn.invars[0].aval.size // max(eqn.outvars[0].aval.size, 1), 1)
+    return 1
+
+
+def bounds(
+    plain: Mapping[str, Any],
+    moved: list[Mapping[str, Any]],
+    sizes: Mapping[str, Any],
+    arithmetic: Arithmetic,
+    num_terms: int,
+) -> dict[str, float]:
+    """Return the largest difference of each result that rounding explains, as an L2 norm.
+
+    Args:
+        plain: Results of the plain program, by name.
+        moved: The same with additional roundings.
+        sizes: For results that are sums over microbatches, the sums of absolute values.
+        arithmetic: The program's arithmetic.
+        num_terms: Number of microbatches times replicas.
+    """
+    floors = _floors(plain)
+    found = {}
+    for name, value in plain.items():
+        move = max((norm(other[name] - value) for other in moved), default=0.0)
+        size = norm(sizes.get(name, value))
+        unit = max(arithmetic.unit, _LOSS_UNIT) if np.ndim(value) == 0 else arithmetic.unit
+        found[name] = _DEVIATIONS * (
+            math.sqrt(arithmetic.operations) * move
+            + unit * (math.sqrt(num_terms) * size + floors[name])
+        )
+    return found
+
+
+def _floors(plain: Mapping[str, Any]) -> dict[str, float]:
+    """The norm of all results of a kind: a leaf may consist of rounding errors alone."""
+    kinds: dict[str, float] = {}
+    for name, value in plain.items():
+        kind = name.partition("/")[0]
+        kinds[kind] = math.hypot(kinds.get(kind, 0.0), norm(value))
+    return {name: kinds[name.partition("/")[0]] for name in plain}
+
+
+def norm(x: Any) -> float:
+    """The L2 norm of an array, in float64."""
+    x = np.asarray(x)
+    x = np.abs(x.astype(np.complex128 if np.iscomplexobj(x) else np.float64))
+    return float(np.sqrt(np.sum(x * x)))

@@ -1,0 +1,124 @@
+"""Loss, gradients, updates, evaluation and outputs of the pipeline against the plain program."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxpipe.pipeline import Pipeline
+
+from ._bound import Arithmetic, arithmetic_of, bounds, norm
+from ._job import Job, Precision, named
+from ._plain import Plain, Start
+
+_SHAKES = (1, 2)
+"""Seeds of the runs with additional roundings."""
+
+_STEPS = 3
+
+
+class Difference(NamedTuple):
+    """A result of both programs.
+
+    Attributes:
+        name: Kind and name, such as `gradient/layers/3_Block/kernel`.
+        difference: L2 norm of the difference.
+        bound: The largest difference that rounding explains.
+        size: L2 norm of the plain program's result.
+    """
+
+    name: str
+    difference: float
+    bound: float
+    size: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether rounding explains the difference."""
+        return self.difference <= self.bound
+
+
+class Results(NamedTuple):
+    """Results of one program, and the sums of absolute values of those that are sums."""
+
+    values: dict[str, Any]
+    sizes: dict[str, Any]
+
+
+def compare(job: Job, precision: Precision) -> list[Difference]:
+    """Compare all results of the two programs."""
+    with jax.enable_x64(precision.is_double):
+        pipeline, start = job.pipeline(precision), job.start(precision)
+        plain = run_plain(job, precision, pipeline, start)
+        moved = [run_plain(job, precision, pipeline, start, seed).values for seed in _SHAKES]
+        limits = bounds(
+            plain.values, moved, plain.sizes, _arithmetic(pipeline), job.num_terms
+        )
+        found = run_pipeline(job, precision, pipeline, start)
+    return [
+        Difference(name, _distance(found[name], value), limits[name], norm(value))
+        for name, value in plain.values.items()
+    ]
+
+
+def run_plain(
+    job: Job, precision: Precision, pipeline: Pipeline, start: Start, shake: int | None = None
+) -> Results:
+    """Run the plain program: one batch, its evaluation, and several steps."""
+    program = job.plain(precision, shake)
+    optimizer = job.optimizer(frozenset(pipeline.trace.frozen))
+    values: dict[str, Any] = {}
+    sizes: dict[str, Any] = {}
+    loss, outputs = program.evaluate(start, job.batch_in(precision, 0))
+    values["evaluation/loss"] = loss
+    values |= {f"outputs/{i}": x for i, x in enumerate(_leaves(outputs))}
+    opt_state, at = optimizer.init(start.params), start
+    for step in range(_STEPS):
+        found = program.gradients(at, job.batch_in(precision, step), step)
+        if step == 0:
+            values["loss/"] = found.loss
+            values |= named("gradient", optimizer.trained(found.grads))
+            sizes |= named("gradient", optimizer.trained(found.sizes))
+        params, opt_state = optimizer.update(at.params, opt_state, found.grads)
+        at = Start(params, found.collections)
+    values |= named("parameter", at.params) | named("collection", at.collections)
+    return Results(values, sizes)
+
+
+def run_pipeline(
+    job: Job, precision: Precision, pipeline: Pipeline, start: Start
+) -> dict[str, Any]:
+    """Run the pipeline on the same batches."""
+    values: dict[str, Any] = {}
+    state = pipeline.init_from(start.params, start.collections)
+    metrics, outputs = jax.device_get(
+        pipeline.evaluate_and_predict(state, job.batch_in(precision, 0))
+    )
+    values["evaluation/loss"] = metrics["loss"]
+    each = [jax.tree.map(lambda x, m=m: x[m], outputs) for m in range(job.num_microbatches)]
+    values |= {f"outputs/{i}": x for i, x in enumerate(_leaves(each))}
+    metrics, grads, _ = pipeline.gradients(state, job.batch_in(precision, 0))
+    values["loss/"] = jax.device_get(metrics["loss"])
+    values |= named("gradient", pipeline.params_tree(grads))
+    for step in range(_STEPS):
+        state, _ = pipeline.step(state, pipeline.place_batch(job.batch_in(precision, step)))
+    values |= named("parameter", pipeline.params_tree(state.params))
+    values |= named("collection", pipeline.collections_tree(state.collections))
+    return values
+
+
+def _leaves(outputs: list[Any]) -> list[Any]:
+    return [x for each in outputs for x in jax.tree.leaves(each)]
+
+
+def _arithmetic(pipeline: Pipeline) -> Arithmetic:
+    return arithmetic_of([program for program in pipeline.trace.programs])
+
+
+def _distance(found: Any, wanted: Any) -> float:
+    found, wanted = np.asarray(found), np.asarray(wanted)
+    if found.shape != wanted.shape:
+        return float("inf")
+    distance = norm(found.astype(np.result_type(found, np.float64)) - wanted)
+    return distance if np.isfinite(distance) else float("inf")

@@ -1,0 +1,86 @@
+"""The result of a proof: claims, what they are based on, and what was not covered."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """Something that is wrong.
+
+    Attributes:
+        where: The layer, the leaf, `loss_fn`, or a stage and a tick.
+        text: What is wrong, with figures, and what to do.
+    """
+
+    where: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.text}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """A statement about the job, and whether it holds.
+
+    Attributes:
+        name: A short name, such as `gradients`.
+        statement: The statement, in one sentence.
+        findings: What contradicts it; empty if it holds.
+        figures: Numbers that it is based on, by name.
+        not_covered: Why it was not checked. None if it was.
+        seconds: Time that the check took.
+    """
+
+    name: str
+    statement: str
+    findings: tuple[Finding, ...] = ()
+    figures: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    not_covered: str | None = None
+    seconds: float = 0.0
+
+    @property
+    def holds(self) -> bool:
+        """Whether it was checked and nothing contradicts it."""
+        return not self.findings and self.not_covered is None
+
+
+@dataclasses.dataclass(frozen=True)
+class Proof:
+    """The claims about one job.
+
+    Attributes:
+        claims: The claims, in the order in which they were checked.
+        job: What was proved: layers, sizes, axes, schedule, versions.
+    """
+
+    claims: tuple[Claim, ...]
+    job: Mapping[str, Any]
+
+    @property
+    def holds(self) -> bool:
+        """Whether nothing contradicts any claim."""
+        return not any(claim.findings for claim in self.claims)
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """All findings."""
+        return tuple(finding for claim in self.claims for finding in claim.findings)
+
+    def to_json(self) -> str:
+        """Return everything as JSON."""
+        return json.dumps({"holds": self.holds, **dataclasses.asdict(self)}, indent=2, default=str)
+
+    def __str__(self) -> str:
+        lines = [f"{key}: {value}" for key, value in self.job.items()]
+        for claim in self.claims:
+            mark = "not covered" if claim.not_covered else "holds" if claim.holds else "REFUSED"
+            lines.append(f"{mark:12}{claim.name:14}{claim.statement} ({claim.seconds:.1f} s)")
+            if claim.not_covered:
+                lines.append(f"{'':12}{claim.not_covered}")
+            lines += [f"{'':12}{finding}" for finding in claim.findings]
+        lines.append("proved" if self.holds else f"refused: {len(self.findings)} findings")
+        return "\n".join(lines)

@@ -1,0 +1,104 @@
+"""`prove`: check a job's pipeline against its plain program, on simulated devices."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import optax
+
+from jaxpipe._typing import PyTree
+from jaxpipe.errors import JaxpipeError
+from jaxpipe.layers import PipelineModule
+from jaxpipe.pipeline import ConfigLike
+
+from ._job import DOUBLE, OWN, Job, Precision
+from ._layers import layer_faults
+from ._locate import Located, locate
+from ._numbers import Difference, compare
+from ._proof import Claim, Finding, Proof
+from ._schedule import SymbolicRun, require_in_flight
+
+_MOST_FINDINGS = 5
+
+
+def prove(
+    model: PipelineModule,
+    config: ConfigLike,
+    example_batch: Sequence[PyTree],
+    *,
+    optimizer: optax.GradientTransformation | None = None,
+    places: Mapping[str, int] | None = None,
+    quick: bool = False,
+) -> Proof:
+    """Prove that a job's pipeline computes what its layers compute one after another."""
+    job = Job(model, config, example_batch, optimizer, places or {})
+    claims = [
+        _claim("layers", "Layers and loss are what a pipeline needs.", lambda: _layers(job)),
+        _claim(
+            "schedule",
+            "Each value is written once, read after it is written, and received where it is sent.",
+            lambda: _schedule(job),
+        ),
+    ]
+    for precision in (DOUBLE,) if quick else (DOUBLE, OWN):
+        claims.append(
+            _claim(
+                f"numbers, {precision.name}",
+                "Loss, gradients, updates, outputs and collections are those of the plain program.",
+                lambda precision=precision: _numbers(job, precision),
+            )
+        )
+    return Proof(tuple(claims), {"model": repr(job.module), "axes": dict(job.mesh.shape)})
+
+
+def _claim(name: str, statement: str, check: Callable[[], Iterator[Any]]) -> Claim:
+    begun, findings, figures, not_covered = time.monotonic(), [], {}, None
+    try:
+        for found in check():
+            if isinstance(found, Finding):
+                findings.append(found)
+            else:
+                figures |= found
+    except JaxpipeError as error:
+        findings.append(Finding(name, str(error)))
+    return Claim(
+        name,
+        statement,
+        tuple(findings[:_MOST_FINDINGS]),
+        figures,
+        not_covered,
+        time.monotonic() - begun,
+    )
+
+
+def _layers(job: Job) -> Iterator[Any]:
+    for fault in layer_faults(job, DOUBLE):
+        yield Finding(fault.where, f"{fault.what}. {fault.repair}.")
+
+
+def _schedule(job: Job) -> Iterator[Any]:
+    program = job.pipeline(OWN).program
+    SymbolicRun(program).run()
+    require_in_flight(program)
+    yield {"ticks": program.num_ticks, "in flight": program.peak_in_flight}
+
+
+def _numbers(job: Job, precision: Precision) -> Iterator[Any]:
+    differences = compare(job, precision)
+    wrong = [each for each in differences if not each.holds]
+    worst = max(differences, key=lambda each: each.difference / max(each.bound, 1e-300))
+    yield {"results": len(differences), "worst": worst.name, "bound": worst.bound}
+    if not wrong:
+        return
+    located = locate(job, precision, wrong)
+    for each in wrong[:_MOST_FINDINGS]:
+        yield Finding(located.where(each.name), _sentence(each, located))
+
+
+def _sentence(each: Difference, located: Located) -> str:
+    at = "" if located.microbatch is None else f", first for microbatch {located.microbatch}"
+    return (
+        f"{each.name} differs by {each.difference:.3g}, and rounding explains {each.bound:.3g} "
+        f"of its {each.size:.3g}{at}{located.tick_text}"
+    )
