@@ -88,6 +88,13 @@ class Job:
         )
         self.num_replicas = self.mesh.shape["data"]
         self.num_terms = self.num_microbatches * self.num_replicas
+        self.given_optimizer = optimizer
+        self.engine_config = dataclasses.replace(
+            self.config,
+            train_batch_size=None,
+            train_micro_batch_size_per_gpu=self.microbatch_size,
+            gradient_accumulation_steps=self.num_microbatches,
+        )
         self._example = split_entry(example_batch, "the example batch")
         self.num_samples = self.microbatch_size * self.num_replicas * self.mesh.shape.get(FSDP, 1)
 

@@ -8,16 +8,20 @@ import jax
 import optax
 
 from jaxpipe._typing import PyTree
+from jaxpipe.config import load_config
 from jaxpipe.errors import JaxpipeError
 from jaxpipe.layers import PipelineModule
 from jaxpipe.pipeline import ConfigLike
 
 from ._job import DOUBLE, OWN, Job, Precision
+from ._determinism import determinism_findings
 from ._layers import layer_faults
 from ._locate import Located, locate
+from ._narrow import narrowed
 from ._numbers import Difference, compare
 from ._proof import Claim, Finding, Proof
 from ._schedule import SymbolicRun, require_in_flight
+from ._state import state_findings
 
 _MOST_FINDINGS = 5
 
@@ -30,8 +34,13 @@ def prove(
     optimizer: optax.GradientTransformation | None = None,
     places: Mapping[str, int] | None = None,
     quick: bool = False,
+    as_is: bool = False,
 ) -> Proof:
     """Prove that a job's pipeline computes what its layers compute one after another."""
+    if not as_is:
+        chunks = load_config(config).pipeline.num_chunks
+        narrow = narrowed(model, example_batch, chunks if isinstance(chunks, int) else 2)
+        model, example_batch = narrow.model, narrow.example
     job = Job(model, config, example_batch, optimizer, places or {})
     claims = [
         _claim("layers", "Layers and loss are what a pipeline needs.", lambda: _layers(job)),
@@ -47,6 +56,21 @@ def prove(
                 f"numbers, {precision.name}",
                 "Loss, gradients, updates, outputs and collections are those of the plain program.",
                 lambda precision=precision: _numbers(job, precision),
+            )
+        )
+    claims.append(
+        _claim(
+            "determinism",
+            "Two runs give the same bits, and another seed gives others.",
+            lambda: determinism_findings(job),
+        )
+    )
+    if not quick:
+        claims.append(
+            _claim(
+                "state",
+                "A checkpoint opens with other numbers of stages, and training goes on.",
+                lambda: state_findings(job),
             )
         )
     return Proof(tuple(claims), {"model": repr(job.module), "axes": dict(job.mesh.shape)})
