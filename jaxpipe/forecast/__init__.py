@@ -14,6 +14,9 @@ from ._cli import main as main
 from ._compile import CompiledStep as CompiledStep
 from ._compile import compilable_devices as compilable_devices
 from ._devices import absent_devices as absent_devices
+from ._job import read_job as read_job
+from ._job import read_places as read_places
+from ._job import writable_file as writable_file
 from ._plan import plan as plan
 from ._result import Alternative as Alternative
 from ._result import StepPlan as StepPlan
@@ -37,4 +40,7 @@ __all__ = [
     "compilable_devices",
     "kernel_s",
     "main",
+    "read_job",
+    "read_places",
+    "writable_file",
 ]

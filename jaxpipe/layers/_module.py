@@ -223,7 +223,9 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         Raises:
             LayerError: As for the constructor.
         """
-        given = {field.name: getattr(self._settings, field.name) for field in fields(ModuleSettings)}
+        given = {
+            field.name: getattr(self._settings, field.name) for field in fields(ModuleSettings)
+        }
         return PipelineModule(
             layers, None if self._topology else self.num_stages, self._topology, **given
         )

@@ -8,5 +8,18 @@ from ._prove import prove as prove
 
 # isort: split
 # For other rooms.
+from ._cli import main as main
 from ._schedule import SymbolicRun as SymbolicRun
 from ._schedule import require_in_flight as require_in_flight
+
+__all__ = [
+    # For users.
+    "Claim",
+    "Finding",
+    "Proof",
+    "prove",
+    # For other rooms.
+    "SymbolicRun",
+    "main",
+    "require_in_flight",
+]

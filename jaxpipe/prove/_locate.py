@@ -10,14 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe._typing import PyTree
-from jaxpipe.data import Batch
-from jaxpipe.layers import Layer, PipelineModule
+from jaxpipe.layers import Layer
 from jaxpipe.pipeline import Pipeline
 
 from ._bound import norm
 from ._job import Job, Precision
-from ._numbers import Difference, run_pipeline, run_plain
-from ._plain import Plain, Start
+from ._numbers import Difference
+from ._plain import Plain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +171,9 @@ def _microbatch(job: Job, precision: Precision) -> int | None:
         wanted = Plain(other, job.num_replicas).gradients(start, chosen_batch, 0)
         found = pipeline.params_tree(grads)
         pairs = zip(jax.tree.leaves(found), _trained(found, wanted.grads), strict=True)
-        if any(not norm(a - b) <= 1e-6 * max(norm(b), 1e-12) + _tiny(wanted.sizes) for a, b in pairs):
+        if any(
+            not norm(a - b) <= 1e-6 * max(norm(b), 1e-12) + _tiny(wanted.sizes) for a, b in pairs
+        ):
             return m
     return None
 

@@ -1,6 +1,5 @@
 """Loss, gradients, updates, evaluation and outputs of the pipeline against the plain program."""
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +9,7 @@ from jaxpipe.pipeline import Pipeline
 
 from ._bound import Arithmetic, arithmetic_of, bounds, norm
 from ._job import Job, Precision, named
-from ._plain import Plain, Start
+from ._plain import Start
 
 _SHAKES = (1, 2)
 """Seeds of the runs with additional roundings."""
@@ -52,9 +51,7 @@ def compare(job: Job, precision: Precision) -> list[Difference]:
         pipeline, start = job.pipeline(precision), job.start(precision)
         plain = run_plain(job, precision, pipeline, start)
         moved = [run_plain(job, precision, pipeline, start, seed).values for seed in _SHAKES]
-        limits = bounds(
-            plain.values, moved, plain.sizes, _arithmetic(pipeline), job.num_terms
-        )
+        limits = bounds(plain.values, moved, plain.sizes, _arithmetic(pipeline), job.num_terms)
         found = run_pipeline(job, precision, pipeline, start)
     return [
         Difference(name, _distance(found[name], value), limits[name], norm(value))

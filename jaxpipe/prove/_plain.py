@@ -4,7 +4,7 @@ It runs on one device, uses none of the executor's code, and adds up with NumPy 
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,7 @@ import optax
 from jaxpipe._typing import PyTree
 from jaxpipe.config import TrainConfig
 from jaxpipe.data import Batch
-from jaxpipe.layers import PipelineModule, cast_floats, flatten_dict, unflatten_dict
+from jaxpipe.layers import PipelineModule, flatten_dict, unflatten_dict
 
 from ._shake import shaken, shaken_module
 
@@ -69,9 +69,7 @@ class Plain:
         shake: Seed of the roundings that are added between layers. None adds none.
     """
 
-    def __init__(
-        self, module: PipelineModule, num_replicas: int, shake: int | None = None
-    ) -> None:
+    def __init__(self, module: PipelineModule, num_replicas: int, shake: int | None = None) -> None:
         self._module = module if shake is None else shaken_module(module, shake)
         self._num_replicas, self._shake = num_replicas, shake
         self._key = jax.random.key(module.base_seed)
@@ -113,7 +111,9 @@ class Plain:
         total, weight, outputs = 0.0, 0.0, []
         for m, r in self._places(batch):
             one = microbatch_of(batch, m, r, self._num_replicas)
-            found = jax.device_get(self._evaluate(self._shaken(start.params), start.collections, one))
+            found = jax.device_get(
+                self._evaluate(self._shaken(start.params), start.collections, one)
+            )
             total, weight = total + float(found[0]), weight + float(found[1])
             outputs.append(found[2])
         each = len(outputs) // self._num_replicas
@@ -133,9 +133,7 @@ class Plain:
     def _shaken(self, params: PyTree) -> PyTree:
         return params if self._shake is None else jax.device_get(_shaken_once(params, self._shake))
 
-    def _add_up(
-        self, start: Start, batch: Batch, step: int, added_weight: float
-    ) -> dict[str, Any]:
+    def _add_up(self, start: Start, batch: Batch, step: int, added_weight: float) -> dict[str, Any]:
         params = self._shaken(start.params)
         held: list[Any] = [start.collections] * self._num_replicas
         grads = sizes = None

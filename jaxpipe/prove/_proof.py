@@ -5,6 +5,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from jaxpipe._text import html_page, html_table
+
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
@@ -73,6 +75,35 @@ class Proof:
     def to_json(self) -> str:
         """Return everything as JSON."""
         return json.dumps({"holds": self.holds, **dataclasses.asdict(self)}, indent=2, default=str)
+
+    def badge(self) -> str:
+        """Return a line of Markdown for a README."""
+        text, colour = ("proved", "brightgreen") if self.holds else ("refused", "red")
+        return f"![jaxpipe prove](https://img.shields.io/badge/pipeline-{text}-{colour})"
+
+    def to_html(self) -> str:
+        """Return a self-contained page."""
+        title = "Proved" if self.holds else "Refused"
+        rows = [
+            (
+                claim.name,
+                "not covered" if claim.not_covered else "holds" if claim.holds else "refused",
+                claim.statement,
+                "; ".join(f"{key} {value}" for key, value in claim.figures.items()),
+                f"{claim.seconds:.1f}",
+            )
+            for claim in self.claims
+        ]
+        findings = [(finding.where, finding.text) for finding in self.findings]
+        parts = [
+            f"<h1>{title}</h1>",
+            html_table((), [(key, str(value)) for key, value in self.job.items()]),
+            "<h2>Claims</h2>",
+            html_table(("claim", "", "statement", "figures", "seconds"), rows),
+        ]
+        if findings:
+            parts += ["<h2>Findings</h2>", html_table(("where", "what"), findings)]
+        return html_page("jaxpipe prove", "\n".join(parts))
 
     def __str__(self) -> str:
         lines = [f"{key}: {value}" for key, value in self.job.items()]

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import optax
 
 from jaxpipe._typing import PyTree
@@ -13,8 +12,8 @@ from jaxpipe.errors import JaxpipeError
 from jaxpipe.layers import PipelineModule
 from jaxpipe.pipeline import ConfigLike
 
-from ._job import DOUBLE, OWN, Job, Precision
 from ._determinism import determinism_findings
+from ._job import DOUBLE, OWN, Job, Precision
 from ._layers import layer_faults
 from ._locate import Located, locate
 from ._narrow import narrowed

@@ -180,9 +180,7 @@ class SymbolicRun:
             transfers, buffers.activations, unbuffered=self.program.unbuffered.activations.recv
         )
         wanted = None if part == 0 else ("act", part - 1, microbatch)
-        self._require(
-            taken == wanted, f"a forward must read {wanted}, the output before it", taken
-        )
+        self._require(taken == wanted, f"a forward must read {wanted}, the output before it", taken)
         if part == 0:
             announced = [self.at(tables.input_microbatch)]
             if self.tick:

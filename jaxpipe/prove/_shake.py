@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import functools
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -89,6 +88,8 @@ class _Shaken(Layer):
     ) -> tuple[PyTree, dict[str, Any], dict[str, Any]]:
         return self._layer.init(key, inputs, side=side, given=given)
 
-    def apply(self, params: PyTree, collections: Mapping[str, PyTree], inputs: PyTree, **how: Any) -> Any:
+    def apply(
+        self, params: PyTree, collections: Mapping[str, PyTree], inputs: PyTree, **how: Any
+    ) -> Any:
         outputs, collections, aux = self._layer.apply(params, collections, inputs, **how)
         return shaken(outputs, jax.random.key(self._seed)), collections, aux

@@ -1,6 +1,5 @@
 """Saving and opening: a checkpoint opens with other stages, and training goes on as it would have."""
 
-import copy
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,9 +83,7 @@ def _everything(engine: Any) -> dict[str, Any]:
     params = flatten_dict(engine.module_state_dict())
     found = {"/".join(("params", *path)): x for path, x in params.items()}
     leaves = jax.tree_util.tree_leaves_with_path(engine.opt_state_tree())
-    found |= {
-        f"opt_state{jax.tree_util.keystr(path)}": _numbers(x) for path, x in leaves
-    }
+    found |= {f"opt_state{jax.tree_util.keystr(path)}": _numbers(x) for path, x in leaves}
     return found
 
 
