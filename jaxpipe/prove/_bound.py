@@ -1,12 +1,15 @@
 """How far two correct programs may differ by rounding.
 
 A result of a layer is a function of a number of rounded operations. Each moves the result as if a
-value between layers had been rounded once more. The plain program is run again with such additional
-roundings, of random direction, after every layer, in the forward and in the backward. The move
-`D` of a leaf is what one rounding per value and layer does to it; it contains the leaf's condition.
-With `n` rounded operations in a row, of random directions, the move is `sqrt(n) D` (Higham and Mary,
-"A new approach to probabilistic rounding error analysis", 2019). Sums over microbatches and replicas
-add `sqrt(terms) u A`, where `A` adds up absolute values and `u` is the unit roundoff.
+value between layers had been rounded once more. So the plain program runs again with additional
+roundings, of random direction, after every layer, in the forward and in the backward. The move `D`
+of a leaf is what one rounding per value and layer does to it, so it contains the leaf's condition.
+With `n` rounded operations in a row, of random directions, the move is `sqrt(n) D`. Sums over
+microbatches and replicas add `sqrt(terms) u A`, where `A` adds up absolute values and `u` is the
+unit roundoff.
+
+Reference:
+    Higham and Mary, "A new approach to probabilistic rounding error analysis" (2019).
 """
 
 import math

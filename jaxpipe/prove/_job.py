@@ -88,6 +88,7 @@ class Job:
         )
         self.num_replicas = self.mesh.shape["data"]
         self.num_terms = self.num_microbatches * self.num_replicas
+        self._pipelines: dict[str, Pipeline] = {}
         self.given_optimizer = optimizer
         self.engine_config = dataclasses.replace(
             self.config,
@@ -150,11 +151,17 @@ class Job:
         module: PipelineModule | None = None,
         example: Batch | None = None,
     ) -> Pipeline:
-        """Build the pipeline, of another module or for another example if they are given."""
+        """Build the pipeline, of another module or for another example if they are given.
+
+        The job's own pipeline is built once for each precision.
+        """
+        is_own = module is None and example is None
+        if is_own and precision.name in self._pipelines:
+            return self._pipelines[precision.name]
         config = self.config_in(precision)
         if example is None:
             example = jax.tree.map(lambda x: x[0], self.batch_in(precision, 0))
-        return Pipeline(
+        pipeline = Pipeline(
             self.module_in(precision) if module is None else module,
             self.chosen.transformation,
             self.mesh,
@@ -163,6 +170,9 @@ class Job:
             config,
             settings_for(config, self.mesh),
         )
+        if is_own:
+            self._pipelines[precision.name] = pipeline
+        return pipeline
 
     def plain(self, precision: Precision, shake: int | None = None) -> Plain:
         """Return the plain program, with additional roundings if there is a seed for them."""

@@ -1,4 +1,4 @@
-"""What a pipeline needs of the user's own functions: layers that are pure, and a loss that is a mean."""
+"""What a pipeline needs of the user's functions: pure layers, and a loss that is a mean."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple

@@ -5,10 +5,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxpipe.layers import PipelineModule
 from jaxpipe.pipeline import Pipeline
 
 from ._bound import Arithmetic, arithmetic_of, bounds, norm
-from ._job import Job, Precision, named
+from ._job import OWN, Job, Precision, named
 from ._plain import Start
 
 _SHAKES = (1, 2)
@@ -57,6 +58,98 @@ def compare(job: Job, precision: Precision) -> list[Difference]:
         Difference(name, _distance(found[name], value), limits[name], norm(value))
         for name, value in plain.values.items()
     ]
+
+
+def compare_ragged(job: Job, precision: Precision) -> list[Difference]:
+    """Compare gradients where microbatches have different weights, one of them 0."""
+    with jax.enable_x64(precision.is_double):
+        module = weighted(job.module_in(precision))
+        batch = job.batch_in(precision, 0)
+        weights = np.ones((job.num_microbatches, job.num_samples), np.float32)
+        weights *= np.resize([1.0, 0.0, 2.0, 0.5], job.num_microbatches)[:, None]
+        batch = batch._replace(labels=(batch.labels, weights))
+        start = job.start(precision)
+        pipeline = job.pipeline(
+            precision, module=module, example=jax.tree.map(lambda x: x[0], batch)
+        )
+        trained = job.optimizer(frozenset(pipeline.trace.frozen)).trained
+        wanted, *moved = (
+            Plain(module, job.num_replicas, shake).gradients(start, batch, 0)
+            for shake in (None, *_SHAKES)
+        )
+        values, *others = (
+            named("ragged", trained(each.grads)) | {"loss of ragged weights": each.loss}
+            for each in (wanted, *moved)
+        )
+        limits = bounds(
+            values,
+            others,
+            named("ragged", trained(wanted.sizes)),
+            _arithmetic(pipeline),
+            job.num_terms,
+        )
+        state = pipeline.init_from(start.params, start.collections)
+        metrics, grads, _ = pipeline.gradients(state, batch)
+        found = named("ragged", pipeline.params_tree(grads))
+        found["loss of ragged weights"] = jax.device_get(metrics["loss"])
+    return [
+        Difference(name, _distance(found[name], value), limits[name], norm(value))
+        for name, value in values.items()
+    ]
+
+
+def nan_stays(job: Job) -> list[str]:
+    """Put a NaN into one sample, and return where it shows although it should not, or does not."""
+    batch = job.batch_in(OWN, 0)
+    leaves = jax.tree.leaves(batch.inputs)
+    if not any(np.issubdtype(leaf.dtype, np.floating) for leaf in leaves):
+        return []
+    microbatch, sample = job.num_microbatches // 2, job.num_samples - 1
+
+    def spoiled(leaf: Any) -> Any:
+        if not np.issubdtype(leaf.dtype, np.floating):
+            return leaf
+        leaf = leaf.copy()
+        leaf[microbatch, sample] = np.nan
+        return leaf
+
+    batch = batch._replace(inputs=jax.tree.map(spoiled, batch.inputs))
+    pipeline, start = job.pipeline(OWN), job.start(OWN)
+    state = pipeline.init_from(start.params, start.collections)
+    metrics, outputs = jax.device_get(pipeline.evaluate_and_predict(state, batch))
+    _, wanted = job.plain(OWN).evaluate(start, batch)
+    found = []
+    for m in range(job.num_microbatches):
+        at = f"microbatch {m}"
+        if np.isnan(metrics["microbatch_losses"][m]) != (m == microbatch):
+            found.append(f"the loss of {at}")
+        pairs = zip(
+            jax.tree.leaves(jax.tree.map(lambda x, m=m: x[m], outputs)),
+            jax.tree.leaves(wanted[m]),
+            strict=True,
+        )
+        if any(not np.array_equal(np.isnan(a), np.isnan(b)) for a, b in pairs):
+            found.append(f"the outputs of {at}")
+    return found
+
+
+def weighted(module: PipelineModule) -> PipelineModule:
+    """Return a module whose labels are `(labels, weights)`, with a weight for each sample.
+
+    The weight of a microbatch is that of its first sample, times the weight that its loss has.
+    """
+    plain = module.loss_fn
+
+    def loss_fn(outputs: Any, labels: Any) -> Any:
+        own, weights = labels
+        result = outputs if plain is None else plain(outputs, own)
+        share = weights.reshape(-1)[0]
+        if not isinstance(result, tuple):
+            return result * share.astype(result.dtype), share
+        total, weight, *metrics = result
+        return total * share.astype(total.dtype), weight * share, *metrics
+
+    return module.replace(loss_fn=loss_fn)
 
 
 def run_plain(

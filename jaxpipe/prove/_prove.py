@@ -17,7 +17,7 @@ from ._job import DOUBLE, OWN, Job, Precision
 from ._layers import layer_faults
 from ._locate import Located, locate
 from ._narrow import narrowed
-from ._numbers import Difference, compare
+from ._numbers import Difference, compare, compare_ragged, nan_stays
 from ._proof import Claim, Finding, Proof
 from ._schedule import SymbolicRun, require_in_flight
 from ._state import state_findings
@@ -49,6 +49,20 @@ def prove(
             lambda: _schedule(job),
         ),
     ]
+    claims.append(
+        _claim(
+            "ragged",
+            "Gradients are weighted means where microbatches have different weights.",
+            lambda: _ragged(job),
+        )
+    )
+    claims.append(
+        _claim(
+            "not a number",
+            "A NaN in one sample shows only where the plain program has it.",
+            lambda: _not_a_number(job),
+        )
+    )
     for precision in (DOUBLE,) if quick else (DOUBLE, OWN):
         claims.append(
             _claim(
@@ -101,7 +115,8 @@ def _layers(job: Job) -> Iterator[Any]:
 
 
 def _schedule(job: Job) -> Iterator[Any]:
-    program = job.pipeline(OWN).program
+    with jax.enable_x64(True):
+        program = job.pipeline(DOUBLE).program
     SymbolicRun(program).run()
     require_in_flight(program)
     yield {"ticks": program.num_ticks, "in flight": program.peak_in_flight}
@@ -119,9 +134,26 @@ def _numbers(job: Job, precision: Precision) -> Iterator[Any]:
         yield Finding(located.where(each.name), _sentence(each, located))
 
 
-def _sentence(each: Difference, located: Located) -> str:
-    at = "" if located.microbatch is None else f", first for microbatch {located.microbatch}"
+def _ragged(job: Job) -> Iterator[Any]:
+    differences = compare_ragged(job, DOUBLE)
+    yield {"results": len(differences)}
+    for each in differences:
+        if not each.holds:
+            yield Finding(each.name, _figures(each))
+
+
+def _not_a_number(job: Job) -> Iterator[Any]:
+    for where in nan_stays(job):
+        yield Finding(where, "a NaN of another sample shows here, or its own does not.")
+
+
+def _figures(each: Difference) -> str:
     return (
         f"{each.name} differs by {each.difference:.3g}, and rounding explains {each.bound:.3g} "
-        f"of its {each.size:.3g}{at}{located.tick_text}"
+        f"of its {each.size:.3g}"
     )
+
+
+def _sentence(each: Difference, located: Located) -> str:
+    at = "" if located.microbatch is None else f", first for microbatch {located.microbatch}"
+    return f"{_figures(each)}{at}{located.tick_text}"

@@ -1,4 +1,4 @@
-"""Saving and opening: a checkpoint opens with other stages, and training goes on as it would have."""
+"""Saving and opening: with other stages, training goes on as it would have."""
 
 import tempfile
 from collections.abc import Iterator
@@ -9,10 +9,12 @@ import jax
 import numpy as np
 
 from jaxpipe._typing import PyTree
+from jaxpipe.checkpoint import export_safetensors, load_params
 from jaxpipe.data import Batch
 from jaxpipe.engine import PipelineEngine, initialize
 from jaxpipe.layers import PipelineModule, flatten_dict
 from jaxpipe.topology import ProcessTopology, make_pipeline_mesh
+from jaxpipe.weights import load_safetensors
 
 from ._bound import arithmetic_of
 from ._job import OWN, Job
@@ -22,13 +24,19 @@ _DEVIATIONS = 8.0
 
 
 def state_findings(job: Job) -> Iterator[Any]:
-    """Save after two steps, open at other numbers of stages, and compare everything."""
+    """Save after two steps, export, open at other numbers of stages, and compare everything."""
     with tempfile.TemporaryDirectory(prefix="jaxpipe-prove-") as folder:
         saved = _engine(job, job.module.num_stages)
         for step in range(2):
             saved.train_batch(_entries(job.batch_in(OWN, step)))
         saved.save_checkpoint(Path(folder))
         wanted = _everything(saved)
+        exported = Path(folder) / "exported.safetensors"
+        export_safetensors(Path(folder), exported)
+        again = flatten_dict(load_safetensors(exported))
+        for path, value in flatten_dict(load_params(Path(folder))).items():
+            if path not in again or not np.array_equal(value, again[path], equal_nan=True):
+                yield Finding("export_safetensors", f"{'/'.join(path)} is not read as it was.")
         next_loss = float(saved.train_batch(_entries(job.batch_in(OWN, 2))))
         unit = arithmetic_of(list(job.pipeline(OWN).trace.programs))
         allowed = _DEVIATIONS * unit.unit * np.sqrt(unit.operations * len(job.module.layers))

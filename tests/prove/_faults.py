@@ -1,0 +1,343 @@
+"""Faults that a proof must refuse, each a patch of the executor, of the state, or a user's mistake."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxpipe
+from jaxpipe.executor import _batch, _buffers, _epilogue, _exchange, _loss, _step, _sums, _train
+from jaxpipe.executor import _segment, _tick_loop, _trunk
+from jaxpipe.layers import LayerSpec
+from jaxpipe.state import _norm, _params, _update, _zero
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """A fault.
+
+    Attributes:
+        name: What is wrong.
+        model: The model, by name in `_models`, or a function that makes a module.
+        patch: Applies the fault.
+        where: What a finding must name.
+        config: Further keys of the configuration.
+    """
+
+    name: str
+    model: Any
+    patch: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    where: str = ""
+    config: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+
+    def __str__(self) -> str:
+        return self.name.replace(" ", "-")
+
+
+def patched(target: Any, name: str, change: Callable[[Any], Any]) -> Callable[[], Any]:
+    """Replace an attribute by a function of what it was."""
+    return lambda: mock.patch.object(target, name, change(getattr(target, name)))
+
+
+def after(target: Any, name: str, change: Callable[..., Any]) -> Callable[[], Any]:
+    """Change what a function returns; the change also gets the arguments."""
+
+    def wrap(old: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return change(old(*args, **kwargs), *args)
+
+        return call
+
+    return patched(target, name, wrap)
+
+
+def scaled(tree: Any, factor: float) -> Any:
+    return jax.tree.map(lambda x: x * factor if jnp.issubdtype(x.dtype, jnp.inexact) else x, tree)
+
+
+def rounded(tree: Any, dtype: Any) -> Any:
+    return jax.tree.map(
+        lambda x: x.astype(dtype).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x,
+        tree,
+    )
+
+
+def other_tick(tick_table: str) -> Callable[..., Any]:
+    """Read the slot of the neighbouring one."""
+
+    def change(program: Any, *_: Any) -> Any:
+        tables = program.tables
+        changed = tuple(
+            tuple((slot + 1) % 2 if slot >= 0 else slot for slot in row)
+            for row in getattr(tables, tick_table)
+        )
+        return dataclasses.replace(program, tables=tables._replace(**{tick_table: changed}))
+
+    return change
+
+
+def cotangents(main: float, reported: float) -> Any:
+    return after(
+        _step.DevicePrograms,
+        "_cotangents",
+        lambda found, *_: _tick_loop.LossCotangents(found.main * main, found.reported * reported),
+    )
+
+
+def key_of(change: Callable[[jax.Array], jax.Array]) -> Any:
+    def changed(found: Any, *_: Any) -> Any:
+        key, side = found
+        return change(key), side
+
+    return after(_batch.DeviceBatch, "context", changed)
+
+
+def on_stage(stage: int, change: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Change a result on one stage only."""
+
+    def changed(found: Any, *_: Any) -> Any:
+        is_there = jax.lax.axis_index("stage") == stage
+        return jax.tree.map(lambda a, b: jnp.where(is_there, a, b), change(found), found)
+
+    return changed
+
+
+EXECUTOR = [
+    Fault("a mean twice too large", "linen", cotangents(2.0, 2.0), "Head"),
+    Fault("a mean over the microbatches lost", "linen", cotangents(4.0, 4.0), "Head"),
+    Fault("reported losses scaled", "reports", cotangents(1.0, 2.0), "ReportingBlock"),
+    Fault("main losses scaled beside reported ones", "reports", cotangents(1.01, 1.0), "Head"),
+    Fault(
+        "tied gradients not summed",
+        "tied",
+        patched(_step, "sum_tied", lambda _: lambda tied, layout, stage, grads: grads),
+        "tied/",
+    ),
+    Fault(
+        "keys by stage",
+        "dropout",
+        key_of(lambda key: jax.random.fold_in(key, jax.lax.axis_index("stage"))),
+        "Block",
+    ),
+    Fault("keys of another run", "dropout", key_of(lambda key: jax.random.fold_in(key, 1)), "Block"),
+    Fault(
+        "keys of another microbatch",
+        "dropout",
+        patched(
+            _batch,
+            "microbatch_key",
+            lambda old: lambda rng, step, m, r: old(rng, step, 0, r),
+        ),
+        "Block",
+    ),
+    Fault(
+        "keys of another replica",
+        "dropout",
+        patched(
+            _batch,
+            "microbatch_key",
+            lambda old: lambda rng, step, m, r: old(rng, step, m, 0),
+        ),
+        "Block",
+    ),
+    Fault(
+        "collections of one replica",
+        "norm",
+        patched(_step, "mean_over_replicas", lambda _: lambda tree: tree),
+        "batch_stats",
+    ),
+    Fault(
+        "gradients exchanged in bfloat16",
+        "linen",
+        after(_exchange, "exchange", lambda found, *_: rounded(found, jnp.bfloat16)),
+    ),
+    Fault(
+        "gradients exchanged in float32",
+        "attention",
+        after(_exchange.Channel, "recv", lambda found, *_: rounded(found, jnp.float32)),
+    ),
+    Fault(
+        "a received value scaled",
+        "tuple",
+        after(_exchange, "exchange", lambda found, *_: scaled(found, 1 + 1e-6)),
+    ),
+    Fault(
+        "residuals rounded",
+        "attention",
+        after(_train.TrainLoop, "_read_residuals", lambda found, *_: rounded(found, jnp.float32)),
+    ),
+    Fault(
+        "gradients of the last tick lost",
+        "linen",
+        after(_sums.GradientSums, "add_off_trunk", lambda found, _, before, grads: before),
+        "Embed",
+    ),
+    Fault(
+        "gradients of the trunk doubled",
+        "linen",
+        after(_sums.GradientSums, "add_trunk", lambda found, *_: scaled(found, 2.0)),
+        "Block",
+    ),
+    Fault(
+        "not reduced over replicas",
+        "linen",
+        patched(
+            _zero.ZeroSharding,
+            "reduce_gradients",
+            lambda old: lambda self, stage, kind, grads: scaled(old(self, stage, kind, grads), 0.5),
+        ),
+    ),
+    Fault(
+        "clipped without the other stages",
+        "linen",
+        patched(_step, "global_norm", lambda old: lambda *args: old(*args) * 0.5),
+        config={"gradient_clipping": 0.01},
+    ),
+    Fault(
+        "clipped to another norm",
+        "tied",
+        patched(
+            _step, "clip_to", lambda old: lambda limit, norm, grads: old(limit * 1.01, norm, grads)
+        ),
+        config={"gradient_clipping": 0.01},
+    ),
+    Fault(
+        "tied parameters that drift apart",
+        "tied",
+        after(
+            _step.DevicePrograms,
+            "_update",
+            lambda found, *_: (
+                dataclasses.replace(found[0], params=scaled(found[0].params, 1 + 1e-7)),
+                found[1],
+            ),
+        ),
+    ),
+    Fault(
+        "an update twice",
+        "linen",
+        after(_update.Updater, "update", lambda found, *_: (scaled(found[0], 1.001), found[1])),
+    ),
+    Fault(
+        "the optimiser's state not kept",
+        "linen",
+        patched(
+            _update.Updater,
+            "update",
+            lambda old: lambda self, kind, params, grads, state: (
+                old(self, kind, params, grads, state)[0],
+                state,
+            ),
+        ),
+    ),
+    Fault(
+        "the loss of one replica",
+        "weighted",
+        patched(
+            _step,
+            "sum_over",
+            lambda old: lambda tree, axes: (
+                old(tree, tuple(a for a in axes if a != "data")) if isinstance(axes, tuple) else old(tree, axes)
+            ),
+        ),
+    ),
+    Fault(
+        "weights of one replica",
+        "weighted",
+        after(_loss.Objective, "divisor", lambda found, *_: found * 0.5),
+        "Head",
+    ),
+    Fault(
+        "residuals of the wrong slot",
+        "linen",
+        after(jaxpipe.planner._make, "lower_schedule", other_tick("residual_read")),
+    ),
+    Fault(
+        "residuals written to the wrong slot",
+        "linen",
+        after(jaxpipe.planner._make, "lower_schedule", other_tick("residual_write")),
+    ),
+    Fault(
+        "operands of the wrong weight gradient",
+        "linen",
+        after(jaxpipe.planner._make, "lower_schedule", other_tick("pending_read")),
+        config={"pipeline": {"schedule": "zero-bubble"}},
+    ),
+]
+
+
+class BatchMean(nn.Module):
+    """Subtracts the mean over the samples of the microbatch."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nn.Dense(8)(x - 0.1 * x.mean(0, keepdims=True))
+
+
+class Counting(nn.Module):
+    """Computes something else each time it is traced."""
+
+    counts: Any = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        CALLS.append(1)
+        return nn.Dense(8)(x) * (1.0 + 0.001 * len(CALLS))
+
+
+CALLS: list[int] = []
+
+
+class Calling(nn.Module):
+    """Calls the host."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        jax.debug.callback(lambda y: None, x)
+        return nn.Dense(8)(x)
+
+
+def squares(y: jax.Array, t: jax.Array) -> jax.Array:
+    return jnp.mean((y - t) ** 2)
+
+
+def summed(y: jax.Array, t: jax.Array) -> jax.Array:
+    return jnp.sum((y - t) ** 2)
+
+
+def ranked(y: jax.Array, t: jax.Array) -> jax.Array:
+    return jnp.mean(jnp.abs(jnp.sort(y, 0) - jnp.sort(t, 0)))
+
+
+def module_of(layer: Any, loss_fn: Any = squares) -> Callable[[], Any]:
+    def make() -> Any:
+        layers = [LayerSpec(nn.Dense, 8), layer, *[LayerSpec(nn.Dense, 8) for _ in range(3)]]
+        return jaxpipe.PipelineModule(layers, num_stages=2, loss_fn=loss_fn)
+
+    return make
+
+
+USER = [
+    Fault("a layer with a batch mean", module_of(LayerSpec(BatchMean)), where="1_BatchMean"),
+    Fault("a layer with state", module_of(LayerSpec(Counting)), where="1_Counting"),
+    Fault("a layer that calls the host", module_of(LayerSpec(Calling)), where="1_Calling"),
+    Fault("a loss that is a sum", module_of(LayerSpec(nn.Dense, 8), summed), where="loss_fn"),
+    Fault("a loss over ranks", module_of(LayerSpec(nn.Dense, 8), ranked), where="loss_fn"),
+    Fault(
+        "a function that mixes samples",
+        module_of(lambda x: x - 0.1 * jnp.flip(x, 0)),
+        where="layer 1",
+    ),
+    Fault(
+        "a function that normalises over the batch",
+        module_of(lambda x: x / (1 + jnp.linalg.norm(x))),
+        where="layer 1",
+    ),
+]
+ALL = [*EXECUTOR, *USER]
