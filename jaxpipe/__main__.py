@@ -8,7 +8,7 @@ from jaxpipe.forecast import main as plan
 from jaxpipe.launch import launch
 from jaxpipe.optim import optim_values
 from jaxpipe.partition import METHOD_NAMES
-from jaxpipe.prove import main as prove
+from jaxpipe.proof import main as prove
 from jaxpipe.schedules import schedule_names
 
 _USAGE = """usage: jaxpipe launch [options] SCRIPT [arguments]

@@ -57,8 +57,8 @@ def _check_names(text: str, given: dict[str, Any], function: Callable[..., Any])
             near = nearest(name, known)
             hint = f"Did you mean {near!r}?" if near else "Remove it."
             raise ConfigError(
-                f"{text} must return arguments of jaxpipe.{function.__name__}, which are {', '.join(known)}, but "
-                f"got {name!r}. {hint}"
+                f"{text} must return arguments of jaxpipe.{function.__name__}, which are "
+                f"{', '.join(known)}, but got {name!r}. {hint}"
             )
     for name, parameter in known.items():
         if parameter.default is parameter.empty and name not in given:

@@ -10,7 +10,7 @@ from jaxpipe.pipeline import Pipeline
 
 from ._bound import Arithmetic, arithmetic_of, bounds, norm
 from ._job import OWN, Job, Precision, named
-from ._plain import Start
+from ._plain import Plain, Start
 
 _SHAKES = (1, 2)
 """Seeds of the runs with additional roundings."""

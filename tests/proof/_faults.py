@@ -1,21 +1,27 @@
-"""Faults that a proof must refuse, each a patch of the executor, of the state, or a user's mistake."""
+"""Faults that a proof must refuse: patches of the executor and the state, and users' mistakes."""
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import jaxpipe
-from jaxpipe.executor import _batch, _buffers, _epilogue, _exchange, _loss, _step, _sums, _train
-from jaxpipe.executor import _segment, _tick_loop, _trunk
+from jaxpipe.executor import (
+    _batch,
+    _exchange,
+    _loss,
+    _step,
+    _sums,
+    _tick_loop,
+    _train,
+)
 from jaxpipe.layers import LayerSpec
-from jaxpipe.state import _norm, _params, _update, _zero
+from jaxpipe.state import _update, _zero
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +131,9 @@ EXECUTOR = [
         key_of(lambda key: jax.random.fold_in(key, jax.lax.axis_index("stage"))),
         "Block",
     ),
-    Fault("keys of another run", "dropout", key_of(lambda key: jax.random.fold_in(key, 1)), "Block"),
+    Fault(
+        "keys of another run", "dropout", key_of(lambda key: jax.random.fold_in(key, 1)), "Block"
+    ),
     Fault(
         "keys of another microbatch",
         "dropout",
@@ -230,9 +238,11 @@ EXECUTOR = [
         patched(
             _update.Updater,
             "update",
-            lambda old: lambda self, kind, params, grads, state: (
-                old(self, kind, params, grads, state)[0],
-                state,
+            lambda old: (
+                lambda self, kind, params, grads, state: (
+                    old(self, kind, params, grads, state)[0],
+                    state,
+                )
             ),
         ),
     ),
@@ -242,8 +252,12 @@ EXECUTOR = [
         patched(
             _step,
             "sum_over",
-            lambda old: lambda tree, axes: (
-                old(tree, tuple(a for a in axes if a != "data")) if isinstance(axes, tuple) else old(tree, axes)
+            lambda old: (
+                lambda tree, axes: (
+                    old(tree, tuple(a for a in axes if a != "data"))
+                    if isinstance(axes, tuple)
+                    else old(tree, axes)
+                )
             ),
         ),
     ),

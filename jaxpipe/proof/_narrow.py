@@ -21,7 +21,7 @@ from jaxpipe._typing import PyTree
 from jaxpipe.data import Batch, split_entry
 from jaxpipe.layers import LayerSpec, PipelineModule
 
-_LEAST = 64
+LEAST = 64
 _MOST_PARAMETERS = 300_000
 _FACTORS = tuple(2**power for power in range(11))
 
@@ -108,7 +108,7 @@ def _divided(value: Any, factor: int) -> Any:
     if isinstance(value, bool):
         return value
     if isinstance(value, int | np.integer):
-        return -(-int(value) // factor) if value >= _LEAST else value
+        return -(-int(value) // factor) if value >= LEAST else value
     if isinstance(value, nn.Module):
         names = [f.name for f in dataclasses.fields(value) if f.name not in ("parent", "name")]
         return value.clone(**{name: _divided(getattr(value, name), factor) for name in names})

@@ -109,7 +109,7 @@ class Proof:
         lines = [f"{key}: {value}" for key, value in self.job.items()]
         for claim in self.claims:
             mark = "not covered" if claim.not_covered else "holds" if claim.holds else "REFUSED"
-            lines.append(f"{mark:12}{claim.name:14}{claim.statement} ({claim.seconds:.1f} s)")
+            lines.append(f"{mark:13}{claim.name:13}{claim.statement} ({claim.seconds:.1f} s)")
             if claim.not_covered:
                 lines.append(f"{'':12}{claim.not_covered}")
             lines += [f"{'':12}{finding}" for finding in claim.findings]

@@ -1,0 +1,213 @@
+"""`prove`: check a job's pipeline against its plain program, on simulated devices."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import metadata
+from typing import Any
+
+import jax
+import optax
+
+from jaxpipe._typing import PyTree
+from jaxpipe.config import load_config
+from jaxpipe.errors import ConfigError, JaxpipeError
+from jaxpipe.layers import PipelineModule
+from jaxpipe.pipeline import ConfigLike
+
+from ._determinism import determinism_findings
+from ._job import DOUBLE, OWN, Job, Precision
+from ._layers import layer_faults
+from ._locate import Located, locate
+from ._narrow import LEAST, narrowed
+from ._numbers import Difference, compare, compare_ragged, nan_stays
+from ._proof import Claim, Finding, Proof
+from ._schedule import SymbolicRun, require_in_flight
+from ._state import state_findings
+
+_MOST_FINDINGS = 5
+
+
+def prove(
+    model: PipelineModule,
+    config: ConfigLike,
+    example_batch: Sequence[PyTree],
+    *,
+    optimizer: optax.GradientTransformation | None = None,
+    places: Mapping[str, int] | None = None,
+    quick: bool = False,
+    as_is: bool = False,
+    only: Sequence[str] | None = None,
+) -> Proof:
+    """Prove that a job's pipeline computes what its layers compute one after another.
+
+    The proof runs on simulated devices: the job's stages, two replicas, and the axes of `places`.
+    A plain program runs the same microbatches one after another on one device, without any code of
+    the pipeline. Results may differ by what rounding explains: the bound of each result is derived
+    from the number of rounded operations, the dtype and the result's measured sensitivity to
+    roundings. In float64, that is about 1e-13 of a gradient.
+
+    Args:
+        model: The layers and their number of stages.
+        config: DeepSpeed's configuration, as for `initialize`. The number of microbatches becomes a
+            power of two, at most twice the number of stages.
+        example_batch: One entry of the data iterator, `(inputs, labels)` or `(inputs, labels,
+            side)`, as arrays or shapes with leaves `[samples, ...]`. The proof draws its samples
+            from the values.
+        optimizer: An optax transformation. None: the optimiser of the configuration.
+        places: Lengths of additional axes of the mesh, such as `{"model": 2}`.
+        quick: Whether to leave out the job's own dtypes, checkpoints and determinism.
+        as_is: Whether to prove the model at its own sizes. By default its widths and lengths are
+            divided by a power of two, and runs of equal layers are shortened.
+        only: Names of the claims to check. None: all of them.
+
+    Returns:
+        The claims, with findings that name the layer or leaf, the microbatch and the tick where the
+        two programs first differ.
+
+    Raises:
+        ConfigError: The configuration is wrong, there is no optimiser, or a name in `only` is not
+            that of a claim.
+        TopologyError: There are too few simulated devices.
+        JaxpipeError: Whatever building the pipeline raises.
+    """
+    config = load_config(config)
+    sizes: dict[str, Any] = {}
+    if not as_is:
+        chunks = config.pipeline.num_chunks
+        narrow = narrowed(model, example_batch, chunks if isinstance(chunks, int) else 2)
+        model, example_batch = narrow.model, narrow.example
+        before, after = narrow.num_layers
+        sizes = {
+            "narrowed": f"sizes of {LEAST} and more divided by {narrow.factor}, {before} layers "
+            f"shortened to {after}"
+        }
+    job = Job(model, config, example_batch, optimizer, places or {})
+    checks = _checks(job, quick=quick and only is None)
+    unknown = set(only or ()) - set(checks)
+    if unknown:
+        raise ConfigError(
+            f"only must name claims, which are {', '.join(checks)}, but got {sorted(unknown)}. "
+            "Leave it out for all of them."
+        )
+    claims = [
+        _claim(name, statement, check)
+        for name, (statement, check) in checks.items()
+        if only is None or name in only
+    ]
+    return Proof(
+        tuple(claims),
+        {
+            "layers": ", ".join(named.name for named in job.module.layers),
+            "axes": ", ".join(f"{name}={size}" for name, size in job.mesh.shape.items()),
+            "schedule": config.pipeline.schedule,
+            "microbatches": job.num_microbatches,
+            **sizes,
+            "versions": ", ".join(
+                f"{name} {metadata.version(name)}" for name in ("jax", "jaxlib", "flax", "optax")
+            ),
+        },
+    )
+
+
+def _checks(job: Job, *, quick: bool) -> dict[str, tuple[str, Callable[[], Iterator[Any]]]]:
+    """Return the claims by name: the statement, and a function that yields findings and figures."""
+    same = "Loss, gradients, updates, outputs and collections are those of the plain program"
+    checks: dict[str, tuple[str, Callable[[], Iterator[Any]]]] = {
+        "layers": ("Layers and loss are what a pipeline needs.", lambda: _layers(job)),
+        "schedule": (
+            "Each value is written once, read after it is written, and received where it is sent.",
+            lambda: _schedule(job),
+        ),
+        "numbers": (f"{same}, in float64.", lambda: _numbers(job, DOUBLE)),
+        "weights": (
+            "Gradients are weighted means where microbatches have different weights.",
+            lambda: _ragged(job),
+        ),
+        "nan": (
+            "A NaN in one sample shows only where the plain program has it.",
+            lambda: _not_a_number(job),
+        ),
+    }
+    if quick:
+        return checks
+    return checks | {
+        "dtypes": (f"{same}, in the job's dtypes.", lambda: _numbers(job, OWN)),
+        "determinism": (
+            "Two runs give the same bits, and another seed gives others.",
+            lambda: determinism_findings(job),
+        ),
+        "state": (
+            "A checkpoint opens with other numbers of stages, and training goes on.",
+            lambda: state_findings(job),
+        ),
+    }
+
+
+def _claim(name: str, statement: str, check: Callable[[], Iterator[Any]]) -> Claim:
+    begun, findings, figures, not_covered = time.monotonic(), [], {}, None
+    try:
+        for found in check():
+            if isinstance(found, Finding):
+                findings.append(found)
+            else:
+                figures |= found
+    except JaxpipeError as error:
+        findings.append(Finding(name, str(error)))
+    return Claim(
+        name,
+        statement,
+        tuple(findings[:_MOST_FINDINGS]),
+        figures,
+        not_covered,
+        time.monotonic() - begun,
+    )
+
+
+def _layers(job: Job) -> Iterator[Any]:
+    for fault in layer_faults(job, DOUBLE):
+        yield Finding(fault.where, f"{fault.what}. {fault.repair}.")
+
+
+def _schedule(job: Job) -> Iterator[Any]:
+    with jax.enable_x64(True):
+        program = job.pipeline(DOUBLE).program
+    SymbolicRun(program).run()
+    require_in_flight(program)
+    yield {"ticks": program.num_ticks, "in flight": program.peak_in_flight}
+
+
+def _numbers(job: Job, precision: Precision) -> Iterator[Any]:
+    differences = compare(job, precision)
+    wrong = [each for each in differences if not each.holds]
+    worst = max(differences, key=lambda each: each.difference / max(each.bound, 1e-300))
+    yield {"results": len(differences), "worst": worst.name, "bound": worst.bound}
+    if not wrong:
+        return
+    located = locate(job, precision, wrong)
+    for each in wrong[:_MOST_FINDINGS]:
+        yield Finding(located.where(each.name), _sentence(each, located))
+
+
+def _ragged(job: Job) -> Iterator[Any]:
+    differences = compare_ragged(job, DOUBLE)
+    yield {"results": len(differences)}
+    for each in differences:
+        if not each.holds:
+            yield Finding(each.name, _figures(each))
+
+
+def _not_a_number(job: Job) -> Iterator[Any]:
+    for where in nan_stays(job):
+        yield Finding(where, "a NaN of another sample shows here, or its own does not.")
+
+
+def _figures(each: Difference) -> str:
+    return (
+        f"{each.name} differs by {each.difference:.3g}, and rounding explains {each.bound:.3g} "
+        f"of its {each.size:.3g}"
+    )
+
+
+def _sentence(each: Difference, located: Located) -> str:
+    at = "" if located.microbatch is None else f", first for microbatch {located.microbatch}"
+    return f"{_figures(each)}{at}{located.tick_text}"
