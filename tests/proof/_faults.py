@@ -9,16 +9,20 @@ from unittest import mock
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import jaxpipe
 from jaxpipe.executor import (
     _batch,
+    _epilogue,
     _exchange,
     _loss,
+    _segment,
     _step,
     _sums,
     _tick_loop,
     _train,
+    _trunk,
 )
 from jaxpipe.layers import LayerSpec
 from jaxpipe.state import _update, _zero
@@ -34,6 +38,7 @@ class Fault:
         patch: Applies the fault.
         where: What a finding must name.
         config: Further keys of the configuration.
+        only: The claims to check. None: those of a quick proof.
     """
 
     name: str
@@ -41,6 +46,7 @@ class Fault:
     patch: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     where: str = ""
     config: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    only: tuple[str, ...] | None = None
 
     def __str__(self) -> str:
         return self.name.replace(" ", "-")
@@ -282,6 +288,179 @@ EXECUTOR = [
         "linen",
         after(jaxpipe.planner._make, "lower_schedule", other_tick("pending_read")),
         config={"pipeline": {"schedule": "zero-bubble"}},
+    ),
+]
+
+
+def batch_part(name: str, shift: int) -> Any:
+    """Take the part of the batch of another microbatch."""
+
+    def change(old: Any) -> Any:
+        def call(self: Any, index: jax.Array) -> Any:
+            number = jax.tree.leaves(self.leaves.side or self.leaves.inputs)[0].shape[0]
+            return old(self, (index + shift) % number)
+
+        return call
+
+    return patched(_batch.DeviceBatch, name, change)
+
+
+def step_stands_still(found: Any, _: Any, state: Any, *__: Any) -> Any:
+    return dataclasses.replace(found[0], step=state.step), found[1]
+
+
+def noise(found: Any, *_: Any) -> Any:
+    return scaled(found[0], 1 + 1e-6 * np.random.default_rng().standard_normal()), found[1]
+
+
+SPLIT = {"pipeline": {"schedule": "1f1b", "split_vocabulary": True}}
+ZERO_1 = {"zero_optimization": {"stage": 1}}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4}}
+EXECUTOR += [
+    Fault("inputs of another microbatch", "linen", batch_part("inputs", 1), "Embed"),
+    Fault("labels of another microbatch", "linen", batch_part("labels", 1), "Head"),
+    Fault("side inputs of another microbatch", "side", batch_part("context", 1), "SideBlock"),
+    Fault(
+        "layers keyed by the stage's own index",
+        "dropout",
+        after(_segment.Segment, "offset", lambda found, *_: found * 0),
+        "Block",
+    ),
+    Fault(
+        "evaluation keeps dropout",
+        "dropout",
+        patched(
+            _segment.Segment,
+            "run",
+            lambda old: (
+                lambda self, params, inputs, context, *, train: old(
+                    self, params, inputs, (context[0], jax.random.key(0), *context[2:]), train=True
+                )
+            ),
+        ),
+    ),
+    Fault(
+        "outputs in another order",
+        "linen",
+        after(
+            _step.DevicePrograms,
+            "predict",
+            lambda found, *_: jax.tree.map(lambda x: jnp.flip(x, 0), found),
+        ),
+        "outputs/",
+    ),
+    Fault(
+        "the loss of evaluation of one replica",
+        "linen",
+        after(
+            _step.DevicePrograms,
+            "_means",
+            lambda found, *_: {**found, "loss": found["microbatch_losses"][0]},
+        ),
+        "evaluation/",
+    ),
+    Fault(
+        "collections not kept",
+        "norm",
+        patched(_step, "collections_after", lambda _: lambda metrics, old, new: old),
+        "batch_stats",
+    ),
+    Fault(
+        "collections scaled",
+        "norm",
+        after(_step, "collections_after", lambda found, *_: scaled(found, 1 + 1e-9)),
+        "batch_stats",
+    ),
+    Fault(
+        "the step number stands still",
+        "dropout",
+        after(_step.DevicePrograms, "_update", step_stands_still),
+        "parameter/",
+    ),
+    Fault(
+        "gradients of the loss's stage doubled",
+        "linen",
+        after(
+            _epilogue.Epilogue,
+            "loss_and_gradients",
+            lambda found, *_: (
+                found._replace(grads=scaled(found.grads, 2.0))
+                if hasattr(found, "grads")
+                else scaled(found, 2.0)
+            ),
+        ),
+    ),
+    Fault(
+        "sums rounded to float32",
+        "attention",
+        after(_sums.GradientSums, "_plus_trunk", lambda found, *_: rounded(found, jnp.float32)),
+    ),
+    Fault(
+        "sums that begin with something",
+        "linen",
+        after(
+            _sums.GradientSums,
+            "zeros",
+            lambda found, *_: jax.tree.map(lambda x: x + 1e-8, found),
+        ),
+    ),
+    Fault(
+        "gradients of the vocabulary doubled",
+        "split_tied",
+        patched(
+            _train,
+            "_plus_vocab",
+            lambda old: lambda carry, grads: old(carry, scaled(grads, 2.0)),
+        ),
+        "embed",
+        SPLIT,
+    ),
+    Fault(
+        "gradients of the vocabulary lost",
+        "split_tied",
+        patched(_train, "_plus_vocab", lambda _: lambda carry, grads: carry),
+        "embed",
+        SPLIT,
+    ),
+    Fault(
+        "shards averaged over the replicas",
+        "linen",
+        after(_zero._Sharded, "reduce", lambda found, *_: scaled(found, 0.5)),
+        config=ZERO_1,
+    ),
+    Fault(
+        "shards gathered in bfloat16",
+        "linen",
+        after(_zero._Sharded, "gather", lambda found, *_: rounded(found, jnp.bfloat16)),
+        config=ZERO_1,
+    ),
+    Fault(
+        "gradients that keep the loss scale",
+        "linen",
+        patched(_step.DevicePrograms, "_unscale", lambda _: lambda self, state, grads: grads),
+        config=FP16,
+        only=("dtypes",),
+    ),
+    Fault(
+        "an update that is random",
+        "linen",
+        after(_update.Updater, "update", noise),
+        only=("determinism",),
+    ),
+    Fault(
+        "a gradient of one leaf scaled by 1e-9",
+        "linen",
+        after(
+            _sums.GradientSums,
+            "add_trunk",
+            lambda found, *_: jax.tree.map(lambda x: x * (1 + 1e-9) if x.ndim == 2 else x, found),
+        ),
+        "kernel",
+    ),
+    Fault(
+        "the output of one stage rounded to float32",
+        "tuple",
+        after(_trunk.Trunk, "forward", on_stage(0, lambda found: rounded(found, jnp.float32))),
     ),
 ]
 

@@ -74,7 +74,7 @@ def is_in_sample(fault: Fault) -> bool:
 )
 def test_a_fault_of_the_executor_is_refused(fault: Fault) -> None:
     with fault.patch():
-        found = proof_of(fault.model, fault.config, quick=True)
+        found = proof_of(fault.model, fault.config, quick=True, only=fault.only)
     assert not found.holds
     assert any(fault.where in str(finding) for finding in found.findings), str(found)
 
