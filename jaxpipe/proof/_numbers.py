@@ -199,7 +199,7 @@ def run_pipeline(
 
 
 def _leaves(outputs: list[Any]) -> list[Any]:
-    return [x for each in outputs for x in jax.tree.leaves(each)]
+    return [np.atleast_1d(x) for each in outputs for x in jax.tree.leaves(each)]
 
 
 def _arithmetic(pipeline: Pipeline) -> Arithmetic:

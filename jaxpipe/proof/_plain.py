@@ -119,7 +119,7 @@ class Plain:
         each = len(outputs) // self._num_replicas
         joined = [
             jax.tree.map(
-                lambda *xs: np.concatenate(xs),
+                lambda *xs: np.concatenate([np.atleast_1d(x) for x in xs]),
                 *outputs[m * self._num_replicas : (m + 1) * self._num_replicas],
             )
             for m in range(each)
