@@ -14,6 +14,7 @@ from sphinx.environment import BuildEnvironment
 from jaxpipe import PipelineModule, plan
 from jaxpipe.losses import cross_entropy
 from jaxpipe.models import LlamaConfig, llama
+from jaxpipe.models._families import FAMILIES
 from jaxpipe.schedules import draw, lower_schedule, makespan, schedule_names
 
 
@@ -50,6 +51,21 @@ def write_schedules(folder: Path, num_microbatches: int = 8, num_stages: int = 4
         parts += [f"({name})=", f"## {name}", "", _markdown(text), ""]
         parts += [f"![{picture.title}](_build/{name}.svg)", ""]
     (folder / "schedules.md").write_text("\n".join([*rows, "", *parts]) + "\n", encoding="utf-8")
+
+
+def write_families(folder: Path) -> None:
+    """Write the families of the Llama decoder, which `models_and_weights.md` includes.
+
+    Args:
+        folder: Where to.
+    """
+    folder.mkdir(exist_ok=True)
+    rows = ["| family | `model_type` | text part of | written as |", "|---|---|---|---|"]
+    for name, family in FAMILIES.items():
+        whole = f"`{family.text_of}`" if family.text_of else ""
+        classes = f"`{family.classes}ForCausalLM`"
+        rows.append(f"| {family.title} | `{name}` | {whole} | {classes} |")
+    (folder / "families.md").write_text("\n".join(rows) + "\n", encoding="utf-8")
 
 
 def write_plan(folder: Path) -> None:

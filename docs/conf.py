@@ -55,6 +55,7 @@ napoleon_use_ivar = True
 napoleon_attr_annotations = False
 
 _generate.write_schedules(HERE / "_build")
+_generate.write_families(HERE / "_build")
 _pictures.write_pictures(HERE / "_build")
 _generate.write_plan(HERE / "_build" / "whole_pages")
 

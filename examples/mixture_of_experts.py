@@ -18,6 +18,8 @@ collectives:
 Each token is sent to the two experts with the largest gates (Shazeer et al., 2017). Each expert has
 a fixed capacity per sequence. First choices are served before second ones, and tokens over capacity
 skip the expert. An auxiliary loss keeps the experts equally busy (Lepikhin et al., 2021, GShard).
+This shows how layers of your own use an axis. `jaxpipe.models.Experts` is a finished layer, which
+drops no tokens.
 """
 
 import argparse

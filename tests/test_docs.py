@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxpipe.models._families import FAMILIES
+
 ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 FILES = {str(path.relative_to(ROOT / "jaxpipe")) for path in (ROOT / "jaxpipe").rglob("*.py")}
@@ -32,6 +34,11 @@ def test_links_lead_somewhere(path: Path) -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+
+
+def test_the_readme_lists_all_families() -> None:
+    titles = ", ".join(family.title for family in FAMILIES.values())
+    assert f"has {titles}, GPT-2 and BERT" in " ".join((ROOT / "README.md").read_text().split())
 
 
 def test_every_room_is_in_the_architecture() -> None:

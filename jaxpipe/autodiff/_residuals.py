@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe._typing import PyTree
 from jaxpipe.jaxpr import (
+    ATTENTION_SCOPE,
     Literal,
     Program,
     Slice,
@@ -198,9 +199,8 @@ class Residuals:
             spec if spec != P() else default
             for spec, default in zip(constraints, inputs, strict=True)
         ]
-        found = propagated_specs(
-            closed, [*params, *incoming, *(P() for _ in context)], mesh, MANUAL_AXES
-        )
+        specs = [*params, *incoming, *(P() for _ in context)]
+        found = propagated_specs(closed, specs, mesh, MANUAL_AXES, ATTENTION_SCOPE)
         return found[len(found) - len(self.structs) :]
 
     @functools.cached_property

@@ -76,18 +76,22 @@ class PipelineConfig(Section):
         split_vocabulary: Whether to split the embedding, the layer that computes the logits, and
             the loss over the stages, so that the loss takes an equal share of a tick on every
             stage. The first layer must be an `nn.Embed` or `nnx.Embed`. The last layer must be an
-            `nn.Dense`, an `nnx.Linear`, or the tied embedding used through `attend`. The loss must
-            pass the logits to `jaxpipe.losses.cross_entropy`. Results, parameter names and
-            checkpoints do not change. `'auto'` splits if all of this holds and the step becomes at
-            least 1 % shorter, estimated from operations and bytes, and logs its decision. `true`
-            raises an error for layers of another form. For a loss of another form it gathers the
-            logits on every stage, and warns about it.
+            `nn.Dense`, an `nnx.Linear`, or the tied embedding used through `attend`. Its logits may
+            be `jaxpipe.layers.SoftCapped`. The loss must pass the logits to
+            `jaxpipe.losses.cross_entropy`. Results, parameter names and checkpoints do not change.
+            `'auto'` splits if all of this holds and the step becomes at least 1 % shorter,
+            estimated from operations and bytes, and logs its decision. `true` raises an error for
+            layers of another form. For a loss of another form it gathers the logits on every stage,
+            and warns about it.
         overlap_vocabulary: Whether last layers that are split over the stages run with the loss one
             tick after the forward pass that feeds them, and the backward pass with them. The next
             forward pass then overlaps their exchanges between stages. Each stage keeps the
             residuals of one more microbatch. Most schedules do not become longer, but
             `'zero-bubble-v'` does. `'auto'` enables it on accelerators if the stages are on several
             hosts and the schedule becomes at most 2 % longer. Within one host it gains nothing.
+        router_bias_update_rate: How far each step moves the correction biases of routers of
+            experts: down for experts with more than the mean load of the whole batch, up for the
+            others. This balances experts without a loss, as in DeepSeek-V3 (there 0.001).
 
     Raises:
         ConfigError: A value is of the wrong type or out of range.
@@ -111,6 +115,7 @@ class PipelineConfig(Section):
     )
     split_vocabulary: bool | Literal["auto"] = setting("auto", auto_or(read_flag))
     overlap_vocabulary: bool | Literal["auto"] = setting("auto", auto_or(read_flag))
+    router_bias_update_rate: float = setting(0.0, number_of_at_least(0.0))
 
 
 @with_inner_keys

@@ -16,7 +16,7 @@ from jaxpipe.data import Batch, MicrobatchStack, RepeatingLoader, host_array, sp
 from jaxpipe.distributed import gather_numbers, run_on_all
 from jaxpipe.errors import ConfigError, DataError, LayerError, PipelineError, shown
 from jaxpipe.executor import SampleTerms
-from jaxpipe.losses import log_probs, put_together
+from jaxpipe.losses import log_probs, next_token_logits, put_together
 from jaxpipe.pipeline import Pipeline, check_params_name
 from jaxpipe.state import TrainState
 
@@ -343,7 +343,8 @@ def _fault_of_samples(terms: SampleTerms) -> str:
 def _measure_log_probs(num_segments: int | None) -> Measure:
     def measure(outputs: Any, labels: Any) -> jax.Array:
         labels, segments = labels if isinstance(labels, tuple) else (labels, None)
-        return log_probs(outputs, labels, segments, num_segments)
+        logits = next_token_logits(outputs, labels.ndim + 1)
+        return log_probs(logits, labels, segments, num_segments)
 
     return measure
 
@@ -375,6 +376,7 @@ def _next_token(length: int) -> Measure:
 
     def measure(logits: Any, labels: Any) -> jax.Array:
         positions, numbers, temperature = labels
+        logits = next_token_logits(logits, 3)
         if getattr(logits, "ndim", 0) != 3 or logits.shape[1] != length:
             raise LayerError(
                 f"generate must be given a model that returns logits [samples, {length}, "

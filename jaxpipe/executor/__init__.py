@@ -5,6 +5,7 @@ from ._batch import batch_shard_dims as batch_shard_dims
 from ._batch import batch_spec as batch_spec
 from ._batch import microbatch_key as microbatch_key
 from ._batch import samples_spec as samples_spec
+from ._batch import stream_bytes as stream_bytes
 from ._evaluate import EvaluateLoop as EvaluateLoop
 from ._loss import Objective as Objective
 from ._loss import SampleTerms as SampleTerms

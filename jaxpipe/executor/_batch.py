@@ -12,8 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe._typing import PyTree
 from jaxpipe.data import Batch
+from jaxpipe.layers import device_bytes
 from jaxpipe.state import constrained
-from jaxpipe.topology import FSDP
+from jaxpipe.topology import FSDP, SEQUENCE
 
 from ._buffers import read_ring
 
@@ -149,14 +150,28 @@ def batch_spec(dim: int) -> P:
 def samples_spec(leaf: Any, mesh: AbstractMesh) -> P:
     """Return the sharding of a microbatch over automatic axes.
 
-    The samples are divided over `fsdp` where their number is divisible.
+    The samples are divided over `fsdp` where their number is divisible, and the positions of
+    `[samples, positions, ...]` over `sequence` where theirs is.
     """
-    size = mesh.shape.get(FSDP, 0)
     # Integer leaves are small and are not divided: XLA (JAX 0.10) aborts ("Check failed:
     # partition_group_list.num_replica_groups()") at a lookup with divided indices in a table that
     # is divided over another axis.
-    is_divided = size and jnp.issubdtype(leaf.dtype, jnp.inexact) and leaf.ndim and leaf.shape[0]
-    return P(FSDP) if is_divided and leaf.shape[0] % size == 0 else P()
+    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+        return P()
+
+    def divided(axis: str, dim: int, ndim: int) -> str | None:
+        size = mesh.shape.get(axis, 0)
+        is_divided = size and leaf.ndim >= ndim and leaf.shape[dim] and not leaf.shape[dim] % size
+        return axis if is_divided else None
+
+    samples, positions = divided(FSDP, 0, 1), divided(SEQUENCE, 1, 3)
+    return P(samples, positions) if positions else P(samples) if samples else P()
+
+
+def stream_bytes(tree: PyTree, mesh: AbstractMesh) -> int:
+    """Bytes on each device of the activations between two layers."""
+    leaves = jax.tree.leaves(tree)
+    return device_bytes(leaves, mesh, [samples_spec(x, mesh) for x in leaves])
 
 
 def _gathered(leaf: jax.Array, dim: int, index: jax.Array) -> jax.Array:

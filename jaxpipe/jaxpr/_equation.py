@@ -199,6 +199,12 @@ def mapped_out_specs(eqn: Any) -> Sequence[P]:
     return eqn.params["out_specs"]
 
 
+def axis_of(eqn: Any) -> str:
+    """Return the mesh axis of a collective; of several the first."""
+    names = eqn.params["axis_name"]
+    return str(names if isinstance(names, str) else names[0])
+
+
 def dot_contracted(eqn: Any) -> Sequence[int]:
     """Return the contracted dims of a product's first operand."""
     return eqn.params["dimension_numbers"][0][0]

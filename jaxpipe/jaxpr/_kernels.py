@@ -15,6 +15,7 @@ from jaxpipe._typing import PyTree
 from ._equation import (
     ClosedJaxpr,
     Jaxpr,
+    axis_of,
     dot_contracted,
     is_call,
     is_causal,
@@ -74,6 +75,12 @@ _FUSED = (
 _SUMS = ("add", SUM_OF_COTANGENTS)
 
 
+_EXPLICIT: Mapping[str, Literal["exchange", "shift"]] = {
+    "all_to_all": "exchange",
+    "ppermute": "shift",
+}
+"""The kinds of collectives that programs name themselves."""
+
 _SMALL = 2**16
 """Operands of attention below this many bytes do not show how its work is divided."""
 
@@ -83,8 +90,8 @@ class Kernel(NamedTuple):
 
     Attributes:
         kind: `product` is a matrix product or convolution, `attention` attention as a whole,
-            `other` any other kernel that moves bytes, and `reduce` and `gather` are collectives
-            over `axis`.
+            `other` any other kernel that moves bytes, and `reduce`, `gather`, `exchange` (among
+            all) and `shift` (to the next device) are collectives over `axis`.
         flops: FLOPs of products.
         num_bytes: Bytes that the kernel reads and writes, or that a collective leaves on a device.
         is_narrow: Whether a product's operands have at most 16 bits.
@@ -94,7 +101,7 @@ class Kernel(NamedTuple):
         masked_flops: FLOPs that attention would have in addition without its mask.
     """
 
-    kind: Literal["product", "attention", "other", "reduce", "gather"]
+    kind: Literal["product", "attention", "other", "reduce", "gather", "exchange", "shift"]
     flops: int
     num_bytes: int
     is_narrow: bool = True
@@ -280,8 +287,8 @@ class _Counter:
                         fusion.partial[eqn.outvars[0]] = each
                     else:
                         yield each
-        yield from fusion.partial.values()
         yield from fusion.ended(jaxpr.outvars)
+        yield from fusion.partial.values()
 
     def _kernel(self, eqn: Any) -> Iterator[Kernel]:
         name, inner = eqn.primitive.name, programs_inside(eqn)
@@ -303,8 +310,8 @@ class _Counter:
             for program in inner:
                 for each in self.kernels(program.jaxpr):
                     yield each._replace(times=times * each.times)
-        elif name == CONSTRAINT:
-            yield from self._gathers(eqn)
+        elif name in (CONSTRAINT, *_EXPLICIT):
+            yield from self._collectives(eqn)
         else:
             shares = _moved_bytes(eqn) / max(1, _whole_bytes([*eqn.invars, *eqn.outvars]))
             num_bytes = round(shares * self._bytes([*eqn.invars, *eqn.outvars]))
@@ -339,11 +346,22 @@ class _Counter:
         share = math.prod(shape[dim] / left.aval.shape[dim] for dim in dims)
         return share, [axis for dim in dims if dim < len(spec) for axis in spec_axes(spec[dim])]
 
-    def _gathers(self, eqn: Any) -> Iterator[Kernel]:
-        """Yield the collective of a constraint that makes a divided value whole."""
-        before, after = (_axes(self._specs.get(x, P())) for x in (eqn.invars[0], eqn.outvars[0]))
-        for axis in before - after:
-            yield Kernel("gather", 0, self._bytes(eqn.outvars), axis=axis)
+    def _collectives(self, eqn: Any) -> Iterator[Kernel]:
+        """Yield the collectives that an equation names or, as a constraint, causes.
+
+        A constraint makes a divided value whole along a dim, or divides it along another dim.
+        """
+        if eqn.primitive.name in _EXPLICIT:
+            kind = _EXPLICIT[eqn.primitive.name]
+            for x in eqn.outvars:
+                yield Kernel(kind, 0, self._bytes([x]), axis=axis_of(eqn))
+            return
+        before, after = (_dims(self._specs.get(x, P())) for x in (eqn.invars[0], eqn.outvars[0]))
+        for axis, dim in before.items():
+            if axis not in after:
+                yield Kernel("gather", 0, self._bytes(eqn.outvars), axis=axis)
+            elif after[axis] != dim:
+                yield Kernel("exchange", 0, self._bytes(eqn.outvars), axis=axis)
 
     def _attention(self, eqns: Sequence[Any], jaxpr: Jaxpr) -> Iterator[Kernel]:
         """Count the scope's equations as one kernel, which moves its inputs and outputs only."""
@@ -404,8 +422,9 @@ def _blocks_for_each(eqn: Any) -> float:
     return int(found[2]) / int(found[1]) if found else 1.0
 
 
-def _axes(spec: P) -> set[str]:
-    return {axis for names in spec for axis in spec_axes(names)}
+def _dims(spec: P) -> dict[str, int]:
+    """Return the dim that each axis divides."""
+    return {axis: dim for dim, names in enumerate(spec) for axis in spec_axes(names)}
 
 
 def _itemsize(x: Any) -> int:

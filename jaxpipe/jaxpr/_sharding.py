@@ -60,7 +60,11 @@ def _spec_of(jaxpr: Jaxpr, variable: Any) -> P:
 
 
 def propagated_specs(
-    closed: ClosedJaxpr, specs: Sequence[P], mesh: AbstractMesh, manual: Sequence[str]
+    closed: ClosedJaxpr,
+    specs: Sequence[P],
+    mesh: AbstractMesh,
+    manual: Sequence[str],
+    kernel_scope: str | None = None,
 ) -> list[P]:
     """Follow shardings from operands to results of a program, by JAX's rules for explicit axes.
 
@@ -69,9 +73,10 @@ def propagated_specs(
     the result counts as not sharded over that axis.
 
     The program was traced on the mesh with all axes automatic except the `manual` ones. `specs` are
-    the shardings of its operands over the automatic axes.
+    the shardings of its operands over the automatic axes; `kernel_scope` is as for
+    `followed_specs`.
     """
-    seen = followed_specs(closed, specs, mesh, manual)
+    seen = followed_specs(closed, specs, mesh, manual, kernel_scope)
     return [P() if isinstance(x, Literal) else seen[x] for x in closed.jaxpr.outvars]
 
 

@@ -14,6 +14,7 @@ from ._nnx import Metric as Metric
 from ._protocol import Layer as Layer
 from ._spec import LayerSpec as LayerSpec
 from ._spec import TiedLayerSpec as TiedLayerSpec
+from ._vocab import SoftCapped as SoftCapped
 from ._vocab import VocabEmbed as VocabEmbed
 from ._vocab import VocabHead as VocabHead
 
@@ -27,7 +28,9 @@ from ._model_trace import ModelTrace as ModelTrace
 from ._param_paths import ParamPaths as ParamPaths
 from ._param_paths import layer_view as layer_view
 from ._param_paths import merge_layers as merge_layers
+from ._precision import CORRECTION_BIAS as CORRECTION_BIAS
 from ._precision import cast_floats as cast_floats
+from ._precision import is_correction_bias as is_correction_bias
 from ._sharding import unbox as unbox
 from ._signature import layer_signatures as layer_signatures
 from ._split_vocabulary import check_split_loss as check_split_loss
@@ -51,12 +54,15 @@ __all__ = [
     "LayerSpec",
     "Metric",
     "PipelineModule",
+    "SoftCapped",
     "TiedLayerSpec",
     "VocabEmbed",
     "VocabHead",
     "lora",
     "merge_lora",
     # For other rooms.
+    "CORRECTION_BIAS",
+    "is_correction_bias",
     "without_adapters",
     "ModelTrace",
     "NamedLayer",

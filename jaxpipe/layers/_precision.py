@@ -5,12 +5,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpipe._typing import PyTree
+from jaxpipe._typing import Path, PyTree
 from jaxpipe.jaxpr import ClosedJaxpr, all_equations, primitives
+
+CORRECTION_BIAS = "correction_bias"
+"""Name of parameters that only decide which experts a router chooses.
+
+Optimisers do not see them, and nothing casts them: they grow large compared with the differences
+that decide, which 16 bits would round away.
+"""
+
+
+def is_correction_bias(path: Path) -> bool:
+    """Whether a parameter's path is that of a router's correction bias."""
+    return path[-1:] == (CORRECTION_BIAS,)
 
 
 def cast_floats(tree: PyTree, dtype: Any) -> PyTree:
     """The tree with its real floating-point leaves in `dtype`.
+
+    Leaves named `CORRECTION_BIAS` keep their dtype.
 
     Args:
         tree: Arrays, or their shapes and dtypes.
@@ -22,14 +36,19 @@ def cast_floats(tree: PyTree, dtype: Any) -> PyTree:
     if dtype is None:
         return tree
 
-    def one(leaf: Any) -> Any:
-        if not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.dtype == dtype:
+    def one(path: Any, leaf: Any) -> Any:
+        name = getattr(path[-1], "key", None) if path else None
+        if (
+            name == CORRECTION_BIAS
+            or not jnp.issubdtype(leaf.dtype, jnp.floating)
+            or leaf.dtype == dtype
+        ):
             return leaf
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(leaf.shape, dtype)
         return leaf.astype(dtype)
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map_with_path(one, tree)
 
 
 def init_inputs(tree: PyTree, compute_dtype: Any) -> PyTree:

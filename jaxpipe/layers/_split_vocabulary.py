@@ -25,7 +25,7 @@ from ._linen import LinenLayer
 from ._nnx import NNXLayer
 from ._protocol import Applied, Layer, Rngs
 from ._sharding import unbox
-from ._vocab import STAGE, VocabEmbed, VocabHead
+from ._vocab import STAGE, SoftCapped, VocabEmbed, VocabHead
 
 
 class _SplitLayer(Layer):
@@ -82,7 +82,7 @@ def split_layers(layers: Sequence[NamedLayer]) -> tuple[tuple[NamedLayer, ...], 
     Args:
         layers: The layers of a model. The first is an `nn.Embed` or `nnx.Embed`. The last is an
             `nn.Dense` or `nnx.Linear`, or uses the embedding's table through a `forward_fn` that
-            calls `attend`.
+            calls `attend`. Its logits may be `SoftCapped`.
 
     Returns:
         `(layers, size of the vocabulary)`.
@@ -153,6 +153,9 @@ def _on_table(
     """Convert a `forward_fn` of an embedding to one for the split embedding."""
     if call is None or call in (nn.Embed.attend, nnx.Embed.attend):
         return call and VocabEmbed.attend
+    if is_head and isinstance(call, SoftCapped):
+        head = _on_table(named, call.head, is_head=True)
+        return head and dataclasses.replace(call, head=head)
     if is_head:
         # On a stage's slice of the logits, a maximum or a mask would give a different result, and a
         # function before `attend` would receive only shares of the cotangent.
@@ -182,10 +185,12 @@ def _split_head(named: NamedLayer) -> tuple[Layer, int]:
         "nn.Dense, nnx.Linear, or the first one again, tied, with a forward_fn that calls attend"
     )
     module, call = _module_of(named, (nn.Dense, nnx.Linear), "the last layer", wanted)
-    if call is not None:
-        raise _refused(named, "the last layer", "called as it is", "a forward_fn")
+    if isinstance(call, SoftCapped) and call.head in (nn.Dense.__call__, nnx.Linear.__call__):
+        call = dataclasses.replace(call, head=VocabHead.__call__)
+    elif call is not None:
+        raise _refused(named, "the last layer", "called as it is, or SoftCapped", "a forward_fn")
     size = module.features if isinstance(module, nn.Dense) else module.out_features
-    split = LinenLayer(VocabHead(size, module.use_bias, module.dtype, module.param_dtype))
+    split = LinenLayer(VocabHead(size, module.use_bias, module.dtype, module.param_dtype), call)
     return _SplitLayer(named.layer, split, {"kernel": (None, STAGE), "bias": (STAGE,)}), size
 
 

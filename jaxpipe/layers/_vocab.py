@@ -6,6 +6,7 @@ the layers here recognise whether it is whole, as on one device, or a slice.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import flax.linen as nn
@@ -149,6 +150,35 @@ class VocabHead(nn.Module):
             bias = _split_param(self, "bias", self.bias_init, (STAGE,), (self.num_embeddings,))
             logits = logits + jnp.asarray(bias, dtype).reshape((1,) * (logits.ndim - 1) + (-1,))
         return logits
+
+
+@dataclass(frozen=True)
+class SoftCapped:
+    """A `forward_fn` for an output head, which limits its logits to `(-cap, cap)`.
+
+    The logits become `cap * tanh(logits / cap)`, in their own dtype. Each logit depends on no
+    other, so `pipeline.split_vocabulary` can split a head with this `forward_fn`.
+
+    Args:
+        cap: The limit.
+        head: Makes the logits: `nn.Dense.__call__`, `nn.Embed.attend` for a tied embedding, or the
+            same of NNX.
+
+    Example:
+        >>> import flax.linen as nn
+        >>> from jaxpipe import LayerSpec
+        >>> head = LayerSpec(nn.Dense, 8, forward_fn=SoftCapped(30.0))
+
+    Reference:
+        Gemma Team, "Gemma 2" (2024), section 2.
+    """
+
+    cap: float
+    head: Callable[..., jax.Array] = nn.Dense.__call__
+
+    def __call__(self, module: Any, inputs: jax.Array) -> jax.Array:
+        """Compute the logits `[..., vocab_size]` of `inputs`, `[..., features]`."""
+        return self.cap * jnp.tanh(self.head(module, inputs) / self.cap)
 
 
 def _split_param(

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from jaxpipe._numbers import as_integer
 from jaxpipe.errors import LayerError, shown
@@ -67,7 +68,7 @@ def cross_entropy(
         Megatron-LM (2019), section 3.
     """
     _check(logits, labels, weights, label_smoothing, z_loss)
-    labels = signed(jnp.asarray(labels))
+    labels = _whole(signed(jnp.asarray(labels)))
     counted = labels != ignore_index
     if weights is not None:
         counted &= weights != 0
@@ -164,7 +165,7 @@ def log_probs(
     """
     _check(logits, labels, None, 0.0, 0.0)
     _check_segments(labels, segment_ids, num_segments)
-    labels = signed(jnp.asarray(labels))
+    labels = _whole(signed(jnp.asarray(labels)))
     is_class = (labels >= 0) & (labels < logits.shape[-1])
     values = -vocab_cross_entropy(logits, jnp.where(is_class, labels, 0))
     values = jnp.where(labels != ignore_index, jnp.where(is_class, values, jnp.nan), 0.0)
@@ -212,6 +213,16 @@ def _reduced(logits: Logits, labels: jax.Array, *, needs_mean: bool) -> _Reduced
     return _Reduced(jnp.log(total) + highest, of_label, mean)
 
 
+def _whole(labels: jax.Array) -> jax.Array:
+    """Keep labels whole over automatic axes.
+
+    If XLA divided labels that were shifted, such as `labels[:, 1:]`, it would move slices of them
+    between devices.
+    """
+    has_axes = bool(jax.sharding.get_abstract_mesh().auto_axes)
+    return jax.lax.with_sharding_constraint(labels, P()) if has_axes else labels
+
+
 def _check_segments(labels: Any, segment_ids: Any, num_segments: Any) -> None:
     count = as_integer(num_segments, 1)
     if segment_ids is None and num_segments is None:
@@ -247,6 +258,13 @@ def _check(logits: Any, labels: Any, weights: Any, label_smoothing: Any, z_loss:
             "probabilities."
         )
     shape = logits.shape[:-1]
+    if labels.shape != shape and labels.shape == shape[:1] + shape[2:]:
+        raise LayerError(
+            "the labels of a loss for the next token must have the shape of the logits without "
+            f"their last dim, but got logits of {shape[1]} tokens at each position: "
+            f"{list(logits.shape)} for labels {list(labels.shape)}. Use multi_token_cross_entropy, "
+            "or index logits[:, 0]."
+        )
     if labels.shape != shape:
         raise LayerError(
             f"labels must have the shape of the logits without their last dim, {list(shape)}, but "

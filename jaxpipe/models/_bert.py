@@ -1,6 +1,5 @@
 """BERT: bidirectional `DeepSpeedTransformerLayer`s with post-layer normalisation."""
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -15,14 +14,13 @@ from jaxpipe.layers import LayerSpec, TiedLayerSpec
 from jaxpipe.transformer import DeepSpeedTransformerConfig, DeepSpeedTransformerLayer
 from jaxpipe.weights import Rename, Source, Transform, linear, merge, stack, transpose
 
+from ._activations import ACTIVATIONS
 from ._huggingface import ConfigKeys, read_fields, shared_fields
 from ._positions import positions_of
 from ._rules import Rule, are_deviations, are_positive, are_shares, are_sizes, check_fields
 
 BertHead = Literal["masked_lm"] | None
 
-_GELU = functools.partial(nn.gelu, approximate=False)
-_ACTIVATIONS = {"gelu": _GELU, "gelu_new": nn.gelu, "relu": nn.relu, "silu": nn.silu}
 _SIZES = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
     *("max_position_embeddings", "type_vocab_size"),
@@ -44,7 +42,8 @@ class BertConfig:
         num_hidden_layers: Number of layers.
         num_attention_heads: Number of attention heads.
         intermediate_size: Width of the feed-forward network.
-        hidden_act: Its activation: `"gelu"`, `"gelu_new"`, `"relu"` or `"silu"`.
+        hidden_act: Its activation: `"gelu"`, `"gelu_new"` or `"gelu_pytorch_tanh"` (the tanh
+            approximation under two names), `"relu"` or `"silu"`.
         hidden_dropout_prob: Dropout rate of embeddings and of the outputs that are added to the
             residual stream.
         attention_probs_dropout_prob: Dropout rate of attention probabilities. cuDNN does not
@@ -132,7 +131,7 @@ class BertConfig:
             adjust_init_range=False,
             layer_norm_eps=self.layer_norm_eps,
             pre_layer_norm=False,
-            activation=_ACTIVATIONS[self.hidden_act],
+            activation=ACTIVATIONS[self.hidden_act],
             dtype=self.dtype,
         )
 
@@ -141,8 +140,8 @@ class BertConfig:
         yield from are_shares(self, ("hidden_dropout_prob", "attention_probs_dropout_prob"))
         yield from are_positive(self, ("layer_norm_eps",))
         yield from are_deviations(self, ("initializer_range",))
-        is_known = isinstance(self.hidden_act, str) and self.hidden_act in _ACTIVATIONS
-        yield "hidden_act", is_known, f"one of {', '.join(_ACTIVATIONS)}", "Use one of them."
+        is_known = isinstance(self.hidden_act, str) and self.hidden_act in ACTIVATIONS
+        yield "hidden_act", is_known, f"one of {', '.join(ACTIVATIONS)}", "Use one of them."
 
 
 class BertEmbeddings(nn.Module):
@@ -192,7 +191,7 @@ class BertTransform(nn.Module):
         config = self.config
         init = nn.initializers.normal(config.initializer_range)
         y = nn.Dense(config.hidden_size, dtype=config.dtype, kernel_init=init, name="dense")(x)
-        return _norm(config)(_ACTIVATIONS[config.hidden_act](y))
+        return _norm(config)(ACTIVATIONS[config.hidden_act](y))
 
 
 class BertLogits(nn.Module):

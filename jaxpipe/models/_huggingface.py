@@ -39,6 +39,7 @@ _COMPUTED: Computed = {
             "alibi",
             "rope_interleaved",
             "scale_embedding",
+            "use_bidirectional_attention",
             "use_sliding_window",
         ),
         (False,),
@@ -127,6 +128,7 @@ _NO_NUMBERS = frozenset(
         # About text generation.
         *(
             "bad_words_ids",
+            "cache_implementation",
             "begin_suppress_tokens",
             "diversity_penalty",
             "do_sample",

@@ -1,4 +1,4 @@
-"""One decoder for Llama 2 and 3, Mistral, Mixtral, Phi-3, SmolLM, Qwen 2, 2.5 and 3 and Qwen's MoE.
+"""One decoder for the families of `_families.py`, made of the parts that a configuration chooses.
 
 Inside a stage, heads and features are divided over a mesh axis `model`. Projections from the
 residual stream are divided by columns and projections back to it by rows, with one sum over the
@@ -6,39 +6,61 @@ axis after attention and one after the feed-forward network. Without such an axi
 divided.
 """
 
+from dataclasses import replace
 from typing import Any, cast
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
-from jaxpipe.errors import LayerError
-from jaxpipe.layers import LayerSpec, TiedLayerSpec
+from jaxpipe.errors import ConfigError
+from jaxpipe.layers import LayerSpec, SoftCapped, TiedLayerSpec
 from jaxpipe.recompute import reduced
-from jaxpipe.transformer import MODEL, Divided, attention, constrained, dividing_axes
+from jaxpipe.transformer import (
+    MODEL,
+    Axes,
+    Divided,
+    attention,
+    constrained,
+    dividing_axes,
+    stream_axes,
+)
 from jaxpipe.weights import Rename, Source, transpose
 
-from ._experts import Experts, ExpertsConfig
-from ._llama_config import LlamaConfig
-from ._positions import positions_of
-from ._rotary import rotary, rotate
+from ._activations import ACTIVATIONS
+from ._experts import Experts
+from ._experts_config import ExpertsConfig
+from ._latent import LatentAttention
+from ._llama_config import BlockKind, LlamaConfig
+from ._multi_token import (
+    MultiToken,
+    block_and_carry,
+    embed_and_carry,
+    multi_token_names,
+    norm_and_carry,
+    with_copies,
+)
+from ._norms import ZeroCenteredRMSNorm
+from ._positions import chunks_of, positions_of
+from ._rotary import check_packed
+
+_TABLE = "embedding"
+"""Key of the tied table, and its name in the layers that use it."""
 
 
 class LlamaBlock(nn.Module):
     """A decoder block, which maps `[B, T, H]` to the same shape.
 
-    It consists of attention and a feed-forward network, each with a norm before it and a residual
-    connection.
+    It consists of attention and a feed-forward network, each with a norm before it, perhaps one
+    after it, and a residual connection.
 
     Args:
         config: The configuration.
-        window: Number of positions that a query sees, including its own. None means all earlier
-            positions.
-        is_mixture: Whether its feed-forward network is the mixture `config.experts`.
+        kind: What distinguishes it from other blocks, from `config.kind(layer)`.
     """
 
     config: LlamaConfig
-    window: int | None = None
-    is_mixture: bool = False
+    kind: BlockKind
 
     @nn.compact
     def __call__(
@@ -67,38 +89,41 @@ class LlamaBlock(nn.Module):
             LayerError: There are segments, but the rotary angles depend on the length of a text.
         """
         config = self.config
-        attend = LlamaAttention(config, self.window, name="attention")
-        x = x + self._added(
-            attend(_norm(config, "attention_norm")(x), positions, segment_ids, train=train)
-        )
+        if config.latent is None:
+            attend = LlamaAttention(config, self.kind, name="attention")
+        else:
+            attend = LatentAttention(config, self.kind, name="attention")
+        h = _norm(config, "attention_norm")(x)
+        y = self._added(attend(h, positions, segment_ids, train=train))
+        x = x + (_norm(config, "attention_post_norm")(y) if config.post_norms else y)
         h = _norm(config, "feed_forward_norm")(x)
-        mixture = LlamaMixture if self.is_mixture else LlamaFeedForward
-        x = x + self._added(mixture(config, name="feed_forward")(h))
-        return constrained(x, *self._axes(x)) if config.shard_sequence else x
+        mixture = LlamaMixture if self.kind.is_mixture else LlamaFeedForward
+        y = self._added(mixture(config, name="feed_forward")(h))
+        x = x + (_norm(config, "feed_forward_post_norm")(y) if config.post_norms else y)
+        samples, length = self._axes(x)
+        return x if length is None else constrained(x, samples, length)
 
     def _added(self, y: jax.Array) -> jax.Array:
         """Sum the results of row-divided projections over `model`, and name the sum.
 
         With the name, recompute can keep the sum instead of repeating it. The result is constrained
-        to be undivided first: if it were only constrained along the positions, XLA would gather the
-        gradient of the product twice.
+        to be undivided over `model` first: if it were only constrained along the positions, XLA
+        would gather the gradient of the product twice.
         """
-        samples, length = self._axes(y)
-        y = constrained(y, samples)
-        return reduced(constrained(y, samples, length) if self.config.shard_sequence else y)
+        y = constrained(y, *stream_axes(y.shape[0], y.shape[1]))
+        return reduced(constrained(y, *self._axes(y)) if self.config.shard_sequence else y)
 
-    def _axes(self, x: jax.Array) -> tuple[str | None, str | None]:
-        return dividing_axes(x.shape[0], x.shape[1])
+    def _axes(self, x: jax.Array) -> tuple[Axes, Axes]:
+        return stream_axes(
+            x.shape[0], x.shape[1], also=MODEL if self.config.shard_sequence else None
+        )
 
 
 class LlamaAttention(nn.Module):
-    """Causal attention of N query heads to K key heads, with rotary positions.
-
-    A query sees `window` positions; with None it sees all earlier positions.
-    """
+    """Causal attention of N query heads to K key heads, with rotary positions."""
 
     config: LlamaConfig
-    window: int | None = None
+    kind: BlockKind
 
     @nn.compact
     def __call__(
@@ -115,43 +140,67 @@ class LlamaAttention(nn.Module):
 
         def heads(name: str, num_heads: int) -> jax.Array:
             y = _columns(config, num_heads * config.head_dim, name, use_bias=config.qkv_bias)(x)
-            samples, over = dividing_axes(batch, num_heads)
+            samples, positions = stream_axes(batch, length)
+            _, over = dividing_axes(batch, num_heads)
             return constrained(
-                y.reshape(batch, length, num_heads, config.head_dim), samples, None, over
+                y.reshape(batch, length, num_heads, config.head_dim), samples, positions, over
             )
 
         q = heads("query", config.num_attention_heads)
         k, v = (heads(name, config.num_key_value_heads) for name in ("key", "value"))
         if config.qk_norm:
             q, k = _norm(config, "query_norm")(q), _norm(config, "key_norm")(k)
-        scaling = config.rope_scaling
-        if segment_ids is not None and scaling is not None and scaling.is_stretched(length):
-            raise LayerError(
-                "packed texts together must not be longer than the context at which "
-                "rope_type='dynamic' begins to stretch, because the angles of a text depend on its "
-                "own length, but got "
-                f"segment_ids for {length} positions and "
-                f"original_max_position_embeddings={scaling.original_max_position_embeddings}. "
-                "Pack fewer texts."
-            )
-        positions = positions_of(length, segment_ids) if positions is None else positions
-        cos, sin = rotary(positions, config.head_dim, config.rope_theta, scaling)
+        if self.kind.rotary is not None:
+            check_packed(self.kind.rotary.scaling, length, segment_ids)
+        # Positions of the caller may begin in the middle of a chunk.
+        may_cross = self.kind.chunk is not None and (
+            positions is not None or length > self.kind.chunk
+        )
+        if positions is None:
+            positions = positions_of(length, segment_ids)
+        q, k = self._placed(positions, q, k)
+        if self.kind.chunk is not None and may_cross:
+            segment_ids = chunks_of(positions, segment_ids, self.kind.chunk, batch)
+        sinks = None
+        if config.attention_sinks:
+            normal = nn.initializers.normal(config.initializer_range)
+            sinks = self.param("sinks", normal, (config.num_attention_heads,))
         drops = train and config.attention_dropout > 0 and not self.is_initializing()
         y = attention(
-            rotate(q, cos, sin),
-            rotate(k, cos, sin),
+            q,
+            k,
             v,
             causal=True,
-            window=self.window,
+            window=self.kind.window,
             segment_ids=segment_ids,
             dropout_rate=config.attention_dropout if drops else 0.0,
             key=self.make_rng("dropout") if drops else None,
+            scale=(config.query_pre_attn_scalar or config.head_dim) ** -0.5,
+            soft_cap=config.attn_logit_softcapping,
+            sinks=sinks,
+            sequence=config.sequence,
         )
         return _rows(config, "out", use_bias=config.out_bias)(y.reshape(batch, length, -1))
 
+    def _placed(
+        self, positions: jax.Array, q: jax.Array, k: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Make queries and keys depend on positions."""
+        config = self.config
+        if self.kind.rotary is not None:
+            q, k = self.kind.rotary(positions, q, k)
+            if config.qk_l2_norm:
+                norm = nn.RMSNorm(config.rms_norm_eps, config.dtype, use_scale=False)
+                q, k = norm(q), norm(k)
+        elif config.attn_temperature_tuning:
+            steps = jnp.floor((positions.astype(jnp.float32) + 1) / config.floor_scale)
+            factors = 1 + config.attn_scale * jnp.log1p(steps)
+            q = (q * factors[:, :, None, None]).astype(q.dtype)
+        return q, k
+
 
 class LlamaFeedForward(nn.Module):
-    """SwiGLU: `down(silu(gate(x)) * up(x))`.
+    """A gated network: `down(activation(gate(x)) * up(x))`.
 
     Its width is `size`, or `config.intermediate_size` with None.
     """
@@ -163,13 +212,15 @@ class LlamaFeedForward(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Map `[B, T, H]` to the same shape."""
         config, size = self.config, self.size or self.config.intermediate_size
-        samples, features = dividing_axes(x.shape[0], size)
+        samples, positions = stream_axes(x.shape[0], x.shape[1])
+        _, features = dividing_axes(x.shape[0], size)
 
         def wide(name: str) -> jax.Array:
             y = _columns(config, size, name, use_bias=config.mlp_bias)(x)
-            return constrained(y, samples, None, features)
+            return constrained(y, samples, positions, features)
 
-        return _rows(config, "down", use_bias=config.mlp_bias)(nn.silu(wide("gate")) * wide("up"))
+        gate = ACTIVATIONS[config.hidden_act](wide("gate"))
+        return _rows(config, "down", use_bias=config.mlp_bias)(gate * wide("up"))
 
 
 class LlamaMixture(nn.Module):
@@ -183,14 +234,15 @@ class LlamaMixture(nn.Module):
         config, experts = self.config, cast(ExpertsConfig, self.config.experts)
         y = Experts(experts, config.initializer_range, config.dtype, name="experts")(x)
         if experts.shared_size:
-            gate = _dense(config, 1, (None, None), "shared_gate", use_bias=False)(x)
-            y = y + nn.sigmoid(gate) * LlamaFeedForward(config, experts.shared_size, name="shared")(
-                x
-            )
+            shared = LlamaFeedForward(config, experts.shared_size, name="shared")(x)
+            if experts.shared_gate:
+                gate = _dense(config, 1, (None, None), "shared_gate", use_bias=False)(x)
+                shared = nn.sigmoid(gate) * shared
+            y = y + shared
         return y
 
 
-def llama(config: LlamaConfig) -> list[LayerSpec]:
+def llama(config: LlamaConfig, *, multi_token: bool = False) -> list[LayerSpec]:
     """Make the layers of the decoder for `PipelineModule`: tokens `[B, T]` to logits `[B, T, V]`.
 
     The first layer is an `nn.Embed`, and the last is an `nn.Dense`, or the same embedding if it is
@@ -199,9 +251,19 @@ def llama(config: LlamaConfig) -> list[LayerSpec]:
 
     Args:
         config: The configuration.
+        multi_token: Whether the model also predicts tokens after the next one, with
+            `config.num_nextn_predict_layers` layers between the norm and the head. The logits are
+            then `[B, 1 + num_nextn_predict_layers, T, V]`, for
+            `jaxpipe.losses.multi_token_cross_entropy`, and the first and the last stage both hold
+            the whole embedding. Without it, the weights of these layers are left out when files
+            are read and written, as in `transformers`.
 
     Returns:
-        The embedding, `num_hidden_layers` blocks, the norm and the head.
+        The embedding, `num_hidden_layers` blocks, the norm, the layers of `multi_token`, and the
+        head.
+
+    Raises:
+        ConfigError: `multi_token` is true, but the configuration has no layers for it.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpipe
@@ -214,35 +276,71 @@ def llama(config: LlamaConfig) -> list[LayerSpec]:
         (1, 5, 64)
 
     Reference:
-        Touvron et al., "LLaMA" (2023), and `LlamaForCausalLM` of Hugging Face's `transformers`.
+        Touvron et al., "LLaMA" (2023), and `LlamaForCausalLM` of Hugging Face's `transformers`;
+        `multi_token`: "DeepSeek-V3 Technical Report" (2024), section 2.2.
     """
     normal = nn.initializers.normal(config.initializer_range)
+    of_table = Divided(normal, (MODEL, None), is_vocabulary=True)
     table: dict[str, Any] = {
         "num_embeddings": config.vocab_size,
         "features": config.hidden_size,
         "dtype": config.dtype,
-        "embedding_init": Divided(normal, (MODEL, None), is_vocabulary=True),
+        "embedding_init": of_table,
     }
-    layers = range(config.num_hidden_layers)
-    blocks = [LayerSpec(LlamaBlock, config, config.window(i), config.is_mixture(i)) for i in layers]
-    norm = LayerSpec(nn.RMSNorm, config.rms_norm_eps, dtype=config.dtype)
+    depths = _depths(config) if multi_token else 0
+    first, block, norm = _scaled if config.scale_embeddings else None, None, None
+    if depths:
+        first, block, norm = embed_and_carry, block_and_carry, norm_and_carry
+    middle = [
+        LayerSpec(LlamaBlock, config, config.kind(layer), forward_fn=block)
+        for layer in range(config.num_hidden_layers)
+    ]
+    args = config.rms_norm_eps, config.dtype
+    middle.append(LayerSpec(_norm_class(config), *args, forward_fn=norm))
+    for depth in range(1, depths + 1):
+        kind = config.kind(config.num_hidden_layers - 1)
+        extra = LlamaBlock(config, replace(kind, is_mixture=config.experts is not None))
+        args = extra, of_table, depth == depths
+        middle.append(TiedLayerSpec(_TABLE, MultiToken, config, *args, tied_weight_attr=_TABLE))
+
+    def embed(forward_fn: Any = None) -> LayerSpec:
+        return TiedLayerSpec(
+            _TABLE, nn.Embed, **table, tied_weight_attr=_TABLE, forward_fn=forward_fn
+        )
+
+    cap = config.final_logit_softcapping
     if config.tie_word_embeddings:
-        first = TiedLayerSpec("embedding", nn.Embed, **table)
-        return [
-            first,
-            *blocks,
-            norm,
-            TiedLayerSpec("embedding", nn.Embed, **table, forward_fn=nn.Embed.attend),
-        ]
+        attend = nn.Embed.attend
+        return [embed(first), *middle, embed(attend if cap is None else SoftCapped(cap, attend))]
     kernel_init = Divided(normal, (None, MODEL), is_vocabulary=True)
     head = LayerSpec(
-        nn.Dense, config.vocab_size, use_bias=False, dtype=config.dtype, kernel_init=kernel_init
+        nn.Dense,
+        config.vocab_size,
+        use_bias=False,
+        dtype=config.dtype,
+        kernel_init=kernel_init,
+        forward_fn=None if cap is None else SoftCapped(cap),
     )
-    return [LayerSpec(nn.Embed, **table), *blocks, norm, head]
+    table_layer = embed(first) if depths else LayerSpec(nn.Embed, **table, forward_fn=first)
+    return [table_layer, *middle, head]
+
+
+def _depths(config: LlamaConfig) -> int:
+    if not config.num_nextn_predict_layers:
+        raise ConfigError(
+            "multi_token needs a configuration with num_nextn_predict_layers >= 1, but got "
+            "num_nextn_predict_layers=0. Set it with dataclasses.replace, or leave "
+            "multi_token out.",
+            paths=["num_nextn_predict_layers"],
+        )
+    return config.num_nextn_predict_layers
 
 
 def llama_names(config: LlamaConfig | Source) -> tuple[Rename, ...]:
     """Make the table of Hugging Face's names for the weights of `llama(config)`.
+
+    The table serves `llama(config, multi_token=True)` too. Otherwise, the weights of the layers
+    that predict several tokens are skipped.
 
     Args:
         config: The configuration, or a source for `from_huggingface`.
@@ -252,23 +350,56 @@ def llama_names(config: LlamaConfig | Source) -> tuple[Rename, ...]:
     """
     if not isinstance(config, LlamaConfig):
         config = LlamaConfig.from_huggingface(config)
-    table, head, last = "model.embed_tokens.weight", "lm_head.weight", config.num_hidden_layers + 1
-    ends = (Rename(table, "0/embedding"), Rename(head, f"{last + 1}/kernel", transpose))
-    return (
-        *(
-            (Rename((table, head), "tied/embedding/embedding"),)
-            if config.tie_word_embeddings
-            else ends
-        ),
+    last, extra = config.num_hidden_layers + 1, config.num_nextn_predict_layers
+    table = with_copies("model.embed_tokens.weight", 0, config.num_hidden_layers, extra)
+    head = with_copies("lm_head.weight", 1, config.num_hidden_layers, extra)
+    if config.tie_word_embeddings:
+        ends = [Rename((*table, *head), f"tied/{_TABLE}/embedding")]
+    else:
+        ends = [Rename(table, path) for path in ("0/embedding", f"tied/{_TABLE}/embedding")]
+        places = {last + 1, last + 1 + extra}  # without and with the layers of `multi_token`
+        ends += [Rename(head, f"{place}/kernel", transpose) for place in sorted(places)]
+    entries = (
+        *ends,
         *config.names,
+        *multi_token_names(config.names, config.num_hidden_layers, extra),
         Rename("model.norm.weight", f"{last}/scale"),
         # A constant in old files.
         Rename("model.layers.{i}.self_attn.rotary_emb.inv_freq", None),
     )
+    return (*map(_in_whole, entries), _IMAGES) if config.is_text_part else entries
 
 
-def _norm(config: LlamaConfig, name: str) -> nn.RMSNorm:
-    return nn.RMSNorm(config.rms_norm_eps, dtype=config.dtype, name=name)
+_IMAGES = Rename(
+    tuple(
+        f"{prefix}{name}.*"
+        for name in ("vision_tower", "vision_model", "visual", "multi_modal_projector")
+        for prefix in ("", "model.")
+    ),
+    None,
+)
+"""Weights of models with images that do not belong to their text part."""
+
+
+def _in_whole(entry: Rename) -> Rename:
+    """Add the names that a weight has in files of a model with images."""
+    parts = [name.removeprefix("model.") for name in entry.their_names if "model." in name[:6]]
+    names = (f"language_model.{name}" for name in entry.their_names)
+    more = (f"model.language_model.{part}" for part in parts)
+    return replace(entry, theirs=(*entry.their_names, *names, *more))
+
+
+def _scaled(embed: Any, tokens: jax.Array) -> jax.Array:
+    rows = embed(tokens)
+    return rows * jnp.asarray(embed.features**0.5, rows.dtype)
+
+
+def _norm(config: LlamaConfig, name: str) -> nn.Module:
+    return _norm_class(config)(config.rms_norm_eps, dtype=config.dtype, name=name)
+
+
+def _norm_class(config: LlamaConfig) -> type[nn.RMSNorm] | type[ZeroCenteredRMSNorm]:
+    return ZeroCenteredRMSNorm if config.zero_centered_norms else nn.RMSNorm
 
 
 def _columns(config: LlamaConfig, features: int, name: str, *, use_bias: bool) -> nn.Dense:

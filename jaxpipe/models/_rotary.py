@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe._numbers import as_number
-from jaxpipe.errors import ConfigError, nearest, shown
+from jaxpipe.errors import ConfigError, LayerError, nearest, shown
 
 from ._rules import Rule, is_size
 
@@ -19,13 +19,18 @@ _REQUIRED = {
     "dynamic": ("factor", "original_max_position_embeddings"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
+    "longrope": ("factor", "original_max_position_embeddings", "short_factor", "long_factor"),
 }
 """Required fields of each kind of scaling."""
 
 _OPTIONAL = {
-    "yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
+    "yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
+    "longrope": ("attention_factor",),
 }
 """Optional fields of each kind of scaling."""
+
+_FACTORS = ("short_factor", "long_factor")
+"""Fields with a factor for each pair of dims."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,9 @@ class RotaryScaling:
             positions, so a sample's angles do not depend on other samples. `"llama3"` divides the
             frequencies of waves longer than the original context by `factor`, with a ramp between
             `low_freq_factor` and `high_freq_factor`. `"yarn"` is similar, with a ramp over dims
-            and scaled scores.
+            and scaled scores. `"longrope"` divides each frequency by its own factor:
+            `long_factor` for sequences longer than `original_max_position_embeddings`, otherwise
+            `short_factor`.
         factor: Ratio of the new context length to the original one.
         original_max_position_embeddings: The original context length.
         low_freq_factor: Waves longer than the original context divided by this are slowed down by
@@ -53,12 +60,15 @@ class RotaryScaling:
         mscale: Together with `mscale_all_dim`, another way to set `attention_factor`.
         mscale_all_dim: See `mscale`.
         truncate: Whether the ramp's ends are rounded to whole dims.
+        short_factor: A factor for each pair of dims, in short sequences.
+        long_factor: The same in long sequences.
 
     Raises:
         ConfigError: The kind is not one of these, or a field is missing or does not belong to it.
 
     Reference:
-        Peng et al., "YaRN" (2023); Dubey et al., "The Llama 3 herd of models" (2024).
+        Peng et al., "YaRN" (2023); Dubey et al., "The Llama 3 herd of models" (2024); Ding et al.,
+        "LongRoPE" (2024).
     """
 
     rope_type: str
@@ -72,8 +82,13 @@ class RotaryScaling:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    short_factor: tuple[float, ...] | None = None
+    long_factor: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
+        for name in _FACTORS:
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
         if not isinstance(self.rope_type, str) or self.rope_type not in _REQUIRED:
             raise ConfigError(
                 f"rope_parameters.rope_type must be one of default, {', '.join(_REQUIRED)}, but "
@@ -100,13 +115,14 @@ class RotaryScaling:
                 "left out",
                 "Angles of that kind do not depend on it.",
             )
-            number = as_number(value)
-            is_right = (
-                is_size(value)
-                if name == "original_max_position_embeddings"
-                else number is not None and number > 0
-            )
             rule = "given and > 0" if name in required else "> 0"
+            if name in _FACTORS:
+                is_right = isinstance(value, tuple) and all(map(_is_positive, value))
+                rule = "a list of numbers > 0"
+            elif name == "original_max_position_embeddings":
+                is_right = is_size(value)
+            else:
+                is_right = _is_positive(value)
             yield name, is_right, rule, "Copy it from the model's config.json."
         is_read = "truncate" in optional or self.truncate is True
         yield (
@@ -116,11 +132,11 @@ class RotaryScaling:
             "Only yarn has it: True or False.",
         )
         if self.rope_type == "llama3":
-            is_ramp = self.low_freq_factor < self.high_freq_factor
+            is_ramp = self.low_freq_factor <= self.high_freq_factor
             yield (
                 "high_freq_factor",
                 is_ramp,
-                f"> low_freq_factor={self.low_freq_factor}",
+                f">= low_freq_factor={self.low_freq_factor}",
                 "Copy both.",
             )
 
@@ -156,8 +172,9 @@ class RotaryScaling:
         return told
 
     def is_stretched(self, length: int) -> bool:
-        """Whether the angles of a sequence depend on its length."""
-        return self.rope_type == "dynamic" and length > self.original_max_position_embeddings
+        """Whether a sequence is so long that its angles depend on its length."""
+        depends = self.rope_type in ("dynamic", "longrope")
+        return depends and length > self.original_max_position_embeddings
 
     def frequencies(self, theta: float, dim: int, length: int) -> np.ndarray:
         """Return the angle per position of each pair of dims."""
@@ -169,13 +186,14 @@ class RotaryScaling:
             return freq
         if self.rope_type == "linear":
             return freq / np.float32(self.factor)
+        if self.rope_type == "longrope":
+            factors = self.long_factor if self.is_stretched(length) else self.short_factor
+            return freq / np.asarray(factors, np.float32)
         if self.rope_type == "llama3":
             turns = self.original_max_position_embeddings * freq / (2 * math.pi)
-            unscaled = np.clip(
-                (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor),
-                0,
-                1,
-            )
+            width = self.high_freq_factor - self.low_freq_factor
+            above = turns - self.low_freq_factor
+            unscaled = np.clip(above / width, 0, 1) if width else (above > 0).astype(freq.dtype)
         else:
             low, high = (
                 self._dim_with_turns(turns, theta, dim)
@@ -190,10 +208,13 @@ class RotaryScaling:
 
     def magnitude(self) -> float:
         """The factor of cosine and sine; scores grow with its square."""
-        if self.rope_type != "yarn":
+        if self.rope_type not in ("yarn", "longrope"):
             return 1.0
         if self.attention_factor is not None:
             return self.attention_factor
+        if self.rope_type == "longrope":
+            growth = math.log(max(self.factor, 1.0))
+            return math.sqrt(1 + growth / math.log(self.original_max_position_embeddings))
 
         def scale(weight: float) -> float:
             return 0.1 * weight * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
@@ -209,6 +230,29 @@ class RotaryScaling:
             * math.log(self.original_max_position_embeddings / (turns * 2 * math.pi))
             / (2 * math.log(theta))
         )
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """The rotary embedding of one kind of block.
+
+    Attributes:
+        dim: Number of dims of each head that are rotated, from the first.
+        theta: Base of the wavelengths.
+        scaling: Scaling of the wavelengths.
+        interleave: Whether a pair consists of neighbouring dims. Otherwise it consists of the i-th
+            dim of the first half and the i-th dim of the second half of the rotated dims.
+    """
+
+    dim: int
+    theta: float
+    scaling: RotaryScaling | None = None
+    interleave: bool = False
+
+    def __call__(self, positions: jax.Array, *heads: jax.Array) -> list[jax.Array]:
+        """Rotate arrays `[B, T, N, D]` by the angles of positions, integers `[B or 1, T]`."""
+        cos, sin = rotary(positions, self.dim, self.theta, self.scaling)
+        return [rotate(x, cos, sin, interleave=self.interleave) for x in heads]
 
 
 def rotary(
@@ -233,15 +277,45 @@ def rotary(
     return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
 
 
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotate pairs of dims of `[B, T, N, D]`.
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleave: bool = False) -> jax.Array:
+    """Rotate pairs of dims of `[B, T, N, D]`, as many as there are angles; see `Rotary`.
 
-    A pair consists of the i-th dim of the first half and the i-th dim of the second half.
+    Later dims are unchanged.
     """
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate(
-        [first * cos - second * sin, second * cos + first * sin], axis=-1
+    size = 2 * cos.shape[-1]
+    turned, rest = x[..., :size].astype(jnp.float32), x[..., size:]
+    if interleave:
+        first, second = turned[..., ::2], turned[..., 1::2]
+    else:
+        first, second = jnp.split(turned, 2, axis=-1)
+    parts = first * cos - second * sin, second * cos + first * sin
+    turned = (
+        jnp.stack(parts, axis=-1).reshape(turned.shape)
+        if interleave
+        else jnp.concatenate(parts, axis=-1)
     ).astype(x.dtype)
+    return turned if rest.shape[-1] == 0 else jnp.concatenate([turned, rest], axis=-1)
+
+
+def check_packed(scaling: RotaryScaling | None, length: int, segment_ids: Any) -> None:
+    """Refuse packed texts if the angles of each depend on its own length.
+
+    Raises:
+        LayerError: There are segments, and the sequence is long enough.
+    """
+    if segment_ids is not None and scaling is not None and scaling.is_stretched(length):
+        raise LayerError(
+            "packed texts together must not be longer than the context at which "
+            f"rope_type={scaling.rope_type!r} begins to stretch, because the angles of a text "
+            f"depend on its own length, but got segment_ids for {length} positions and "
+            f"original_max_position_embeddings={scaling.original_max_position_embeddings}. Pack "
+            "fewer texts."
+        )
+
+
+def _is_positive(value: Any) -> bool:
+    number = as_number(value)
+    return number is not None and number > 0
 
 
 def _plain(theta: float, dim: int) -> np.ndarray:

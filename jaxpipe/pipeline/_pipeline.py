@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.config import TrainConfig
 from jaxpipe.data import Batch, split_entry
+from jaxpipe.errors import ConfigError
 from jaxpipe.executor import (
     DevicePrograms,
     EvaluateLoop,
@@ -36,6 +37,7 @@ from jaxpipe.layers import (
     PipelineModule,
     device_bytes,
     flatten_dict,
+    is_correction_bias,
     join_path,
     struct_of,
     unflatten_dict,
@@ -232,7 +234,10 @@ class Pipeline:
             # With ZeRO 2 and 3, `data` has length 1 by now, unless the given mesh had an axis
             # `fsdp`. In that case ZeRO-1 also divides over `data`.
             num_shards = shape["data"] if config.zero_optimization.stage else 1
-            self._sharding, self._updater = _division(optimizer, self._params, num_shards, shape)
+            rate = config.pipeline.router_bias_update_rate
+            self._sharding, self._updater = _division(
+                optimizer, self._params, num_shards, shape, rate
+            )
             train, evaluate = _loops(self._stages, plan)
             self._programs = DevicePrograms(
                 self._stages,
@@ -317,7 +322,7 @@ class Pipeline:
     def whole_sums_bytes(self) -> int:
         """Additional bytes per device if gradient sums were not divided over `fsdp`."""
         divided = self._params.grad_layout
-        return self._bytes_beside(divided.cast(lambda leaf: leaf, whole_along=FSDP), divided)
+        return self._bytes_beside(divided.cast(whole_along=FSDP), divided)
 
     def _bytes_beside(self, whole: Layout, divided: Layout) -> int:
         """Return the additional bytes per device of the layout `whole` over `divided`."""
@@ -747,10 +752,18 @@ def _division(
     params: ModelParams,
     num_shards: int,
     shape: Mapping[str, int],
+    bias_rate: float,
 ) -> tuple[ZeroSharding, Updater]:
     """Return how the state is divided over a mesh, and the updater of a device's share."""
+    if bias_rate and not any(map(is_correction_bias, params.trained)):
+        raise ConfigError(
+            "router_bias_update_rate must be 0 for a model whose routers have no correction bias "
+            f"that is trained, but got pipeline.router_bias_update_rate={bias_rate}. Remove it, or "
+            "set ExpertsConfig(correction_bias=True).",
+            paths=["pipeline.router_bias_update_rate"],
+        )
     sharding = zero_sharding(params, optimizer, num_shards, shape)
-    return sharding, Updater(params, sharding.trained, optimizer)
+    return sharding, Updater(params, sharding.trained, optimizer, bias_rate)
 
 
 def _loops(stage: Stage, plan: Plan) -> tuple[TrainLoop, EvaluateLoop]:

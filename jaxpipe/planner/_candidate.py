@@ -14,8 +14,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from jaxpipe.config import TrainConfig
-from jaxpipe.executor import Plan
-from jaxpipe.layers import ModelTrace, PipelineModule, num_bytes
+from jaxpipe.executor import Plan, stream_bytes
+from jaxpipe.layers import ModelTrace, PipelineModule
 from jaxpipe.partition import Profile, cut_stages
 from jaxpipe.schedules import PipeSchedule, TickProgram
 from jaxpipe.state import ModelParams, find_vocab_layers
@@ -266,9 +266,8 @@ class Candidate:
         if num_stages == 1:
             return Wire(0.0)
         fsdp = trace.mesh.shape.get(FSDP, 1)
-        stream = (
-            max((num_bytes(trace.boundaries[b]) for b in self._boundaries[1:-1]), default=0) / fsdp
-        )
+        cuts = [trace.boundaries[b] for b in self._boundaries[1:-1]]
+        stream = max((stream_bytes(x, trace.mesh) for x in cuts), default=0)
         inside = not stages_cross_hosts(self._job.mesh)
         layers, loss = self._job.costs.layers, self._job.costs.loss
         ends_work_s = sum(layers[i].both_s for i in self._vocab.layers) + loss.both_s * bool(

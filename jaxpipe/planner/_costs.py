@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe._typing import PyTree
 from jaxpipe.autodiff import Residuals, SplitBackward, differentiable
-from jaxpipe.executor import samples_spec
+from jaxpipe.executor import samples_spec, stream_bytes
 from jaxpipe.jaxpr import Kernel, count_kernels, result_specs, spec_without
 from jaxpipe.layers import (
     ModelTrace,
@@ -24,7 +24,6 @@ from jaxpipe.layers import (
     device_bytes,
     flatten_dict,
     layer_signatures,
-    num_bytes,
     struct_of,
     unflatten_dict,
 )
@@ -260,7 +259,7 @@ class Counted:
             num_params=num_params,
             is_marked=module.layers[index].is_marked,
             is_stage_sharded=is_sharded,
-            output_bytes=num_bytes(trace.boundaries[index + 1]) // trace.mesh.shape.get(FSDP, 1),
+            output_bytes=stream_bytes(trace.boundaries[index + 1], trace.mesh),
             residual_bytes=self._residual_bytes(work, residuals),
         )
         return self._counted(work, specs, residuals, cost)

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.config import PipelineConfig, TrainConfig
+from jaxpipe.executor import samples_spec
 from jaxpipe.jaxpr import spec_without
 from jaxpipe.layers import (
     ModelTrace,
@@ -120,10 +121,12 @@ def working_bytes(
 ) -> Working:
     """Count the bytes that a tick uses temporarily."""
     mesh, layers = trace.mesh, costs.layers
-    fsdp = mesh.shape.get(FSDP, 1)
     # Without the stacked weights: only the packed ones pass through the switch.
     packed = layout_bytes(params.gathered, mesh) - stacked_bytes(params.gathered, mesh)
-    logits = sum(x.size for x in jax.tree.leaves(trace.boundaries[-1])) / fsdp
+    logits = sum(
+        math.prod(NamedSharding(mesh, samples_spec(x, mesh)).shard_shape(x.shape))
+        for x in jax.tree.leaves(trace.boundaries[-1])
+    )
     slices = mesh.shape["stage"] if vocab.last else 1
     kept, again = ring_bytes(costs, trunk)
     stream = max((each.output_bytes for each in layers[:-1]), default=0)

@@ -75,7 +75,12 @@ def time_of(
             # Samples divided over `fsdp` require sums of gradients, of which each device keeps its
             # share. The products of the previous layer overlap them.
             is_hidden = each.axis == FSDP
-            kind = "all-reduce" if each.kind == "reduce" and not is_hidden else "all-gather"
+            names = {
+                "exchange": "all-to-all",
+                "shift": "collective-permute",
+                "reduce": "all-reduce",
+            }
+            kind = "all-gather" if is_hidden else names.get(each.kind, "all-gather")
             seconds = each.times * collective_s(
                 hardware, kind, each.num_bytes, size, inside_host=inside_host
             )

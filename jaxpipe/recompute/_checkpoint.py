@@ -11,7 +11,7 @@ import numpy as np
 from jaxpipe._typing import PyTree
 from jaxpipe.errors import LayerError
 from jaxpipe.jaxpr import save_reduced
-from jaxpipe.topology import FSDP, automatic_axes
+from jaxpipe.topology import FSDP, SEQUENCE, automatic_axes
 
 from ._settings import follow_settings
 from ._stored import call_with_stored_inputs, model_axis_size
@@ -85,10 +85,11 @@ def checkpoint(function: Callable[..., PyTree], *args: Any) -> PyTree:
 def _is_sharded_inside() -> bool:
     """True if the surrounding mesh has automatic axes along which layers reduce.
 
-    Layers do not reduce along `fsdp`.
+    Layers do not reduce along `fsdp` and `sequence`, which divide no weights while they are used.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    return any(mesh.shape[axis] > 1 for axis in automatic_axes(mesh) if axis != FSDP)
+    reducing = set(automatic_axes(mesh)) - {FSDP, SEQUENCE}
+    return any(mesh.shape[axis] > 1 for axis in reducing)
 
 
 def _is_array(leaf: Any) -> bool:

@@ -129,20 +129,20 @@ class Layout:
 
     def cast(
         self,
-        change: Callable[[Any], Any] = lambda leaf: leaf,
+        change: Callable[[str, Any], Any] = lambda _, leaf: leaf,
         *,
         whole_along: str | None = None,
         frozen: bool = True,
     ) -> "Layout":
         """Make the layout of the same leaves in other dtypes.
 
-        `change` returns the new shape and dtype of a leaf, of which only the dtype may differ. No
-        leaf is sharded over the automatic axis `whole_along`. Without `frozen`, leaves that are not
-        trained are left out, and the others keep their offsets.
+        `change` returns the new shape and dtype of a leaf, given its name. Only the dtype may
+        differ. No leaf is sharded over the automatic axis `whole_along`. Without `frozen`, leaves
+        that are not trained are left out, and the others keep their offsets.
         """
         left_out = frozenset[str]() if frozen else self.frozen
         stages = [
-            {name: change(self.struct_of(s, name)) for name in names if name not in left_out}
+            {name: change(name, self.struct_of(s, name)) for name in names if name not in left_out}
             for s, names in enumerate(self._names)
         ]
         # A leaf that had a sharding keeps its dims, even if no axis is left.

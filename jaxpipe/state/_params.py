@@ -17,6 +17,7 @@ from jaxpipe.layers import (
     NamedLayer,
     cast_floats,
     flatten_dict,
+    is_correction_bias,
     join_path,
     split_path,
     unflatten_dict,
@@ -118,7 +119,8 @@ class ModelParams:
             path: name in self.frozen for stage in self.stages for name, path in stage.paths.items()
         }
         struct = {
-            path: cast_floats(
+            path: _cast(
+                path,
                 slice_struct(leaf, vocab.dims.get(path), placement.num_stages),
                 dtype if is_kept[path] else master_dtype,
             )
@@ -145,11 +147,18 @@ class ModelParams:
         self.master_layout = Layout(
             structs, specs=[specs_of(stage, specs) for stage in self.stages], frozen=self.frozen
         )
-        self.at_rest = self.master_layout.cast(lambda leaf: cast_floats(leaf, dtype))
-        self.gathered = self.at_rest.cast(lambda leaf: leaf, whole_along=FSDP)
+        self.at_rest = self.master_layout.cast(
+            lambda name, leaf: _cast(split_path(name), leaf, dtype)
+        )
+        self.gathered = self.at_rest.cast(whole_along=FSDP)
         self.layout = self.gathered if gather else self.at_rest
         self.grad_layout = self.at_rest.cast(
-            lambda leaf: grad_accum_struct(leaf, grad_dtype), frozen=False
+            lambda name, leaf: (
+                leaf
+                if is_correction_bias(split_path(name))
+                else grad_accum_struct(leaf, grad_dtype)
+            ),
+            frozen=False,
         )
         self.grad_dtypes = _packed_dtypes(self.grad_layout, self.gathered)
         self.trunk_names = tuple(self.stages[0].trunk)
@@ -279,6 +288,10 @@ def _packed_dtypes(layout: Layout, other: Layout) -> Mapping[str, Any]:
         buffer: next(iter(dtypes)) if len(dtypes) == 1 else layout.buffers[buffer].dtype
         for buffer, dtypes in found.items()
     }
+
+
+def _cast(path: Path, leaf: Any, dtype: Any) -> Any:
+    return leaf if is_correction_bias(path) else cast_floats(leaf, dtype)
 
 
 def specs_of(stage: StageLeaves, specs: Mapping[Path, P]) -> Specs:

@@ -7,6 +7,7 @@ from ._collectives import sum_over as sum_over
 from ._grid import PipelineParallelGrid as PipelineParallelGrid
 from ._mesh import FSDP as FSDP
 from ._mesh import MANUAL_AXES as MANUAL_AXES
+from ._mesh import SEQUENCE as SEQUENCE
 from ._mesh import adopt_mesh as adopt_mesh
 from ._mesh import automatic_axes as automatic_axes
 from ._mesh import make_pipeline_mesh as make_pipeline_mesh
@@ -32,6 +33,7 @@ __all__ = [
     # For other rooms.
     "FSDP",
     "MANUAL_AXES",
+    "SEQUENCE",
     "adopt_mesh",
     "automatic_axes",
     "axes_length",

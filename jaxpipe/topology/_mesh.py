@@ -16,6 +16,8 @@ from ._resolve import check_places, further_axes, pipeline_dims
 MANUAL_AXES = ("stage", "data")
 """The mesh axes over which the pipeline itself places work. All other axes are automatic."""
 
+SEQUENCE = "sequence"
+"""The automatic axis that divides the positions of texts."""
 
 FSDP = "fsdp"
 """The automatic axis that also divides samples, and divides weights while they are not used.

@@ -1,6 +1,5 @@
 """`attention`: softmax attention with cuDNN's or a TPU's kernels if possible, otherwise blocked."""
 
-import functools
 import logging
 from collections.abc import Callable
 from typing import Any, Literal, get_args
@@ -15,9 +14,12 @@ from jaxpipe._typing import PyTree
 from jaxpipe.distributed import log
 from jaxpipe.errors import LayerError
 from jaxpipe.recompute import is_first, traced_mesh
+from jaxpipe.topology import SEQUENCE
 
-from ._blocked import Pattern, Visibility, blocked_attention
-from ._sharding import dividing_axes
+from ._blocked import Pattern, Visibility, blocked_attention, filled
+from ._ring import ring_attention
+from ._sequence import Division, OverSequence, division
+from ._sharding import traced_platform
 from ._splash import splash_attention, splash_refusal
 
 Implementation = Literal["auto", "blocked", "cudnn", "splash", "xla"]
@@ -28,6 +30,13 @@ _MASKS_SINCE = (0, 11, 1)
 
 That gradient is as large as the scores.
 """
+
+_SUBJECTS: dict[str, str] = {
+    "cudnn": "cuDNN's attention",
+    "splash": "a TPU's attention",
+    "xla": 'implementation="xla"',
+}
+"""The subjects of refusals."""
 
 Segments = jax.Array | tuple[jax.Array, jax.Array] | None
 
@@ -45,7 +54,10 @@ def attention(  # noqa: PLR0913  # what may hide a key, one argument each
     dropout_rate: float = 0.0,
     key: jax.Array | None = None,
     scale: float | None = None,
+    sinks: jax.Array | None = None,
+    soft_cap: float | None = None,
     implementation: Implementation = "auto",
+    sequence: OverSequence = "auto",
 ) -> jax.Array:
     """Compute softmax attention without storing anything of shape `[T, S]`.
 
@@ -60,7 +72,7 @@ def attention(  # noqa: PLR0913  # what may hide a key, one argument each
         q: Queries `[B, T, N, D]`.
         k: Keys `[B, S, K, D]`. `K` must divide `N`: each key head serves `N / K` neighbouring query
             heads.
-        v: Values, with the shape of the keys.
+        v: Values `[B, S, K, Dv]`. `Dv` may differ from `D`.
         causal: Whether query i sees only keys up to i.
         mask: `[B or 1, N or 1, T or 1, S or 1]`. Either booleans, true where a query sees a key, or
             numbers that are added to the scaled scores. The mask gets no gradient.
@@ -73,6 +85,11 @@ def attention(  # noqa: PLR0913  # what may hide a key, one argument each
         key: Key for dropout. The same key drops the same probabilities, also when the backward
             recomputes them.
         scale: Factor of the scores. None means `D ** -0.5`.
+        sinks: Floats `[N]`, one more score for each query head, which no key has and which nothing
+            hides. It adds to the sum of the softmax, but not to the result, so that a query can
+            attend to nothing. Sinks get their gradient.
+        soft_cap: Scaled scores `s` become `soft_cap * tanh(s / soft_cap)` before masks apply. None
+            means no cap.
         implementation: How attention is computed.
 
             `"auto"` uses a kernel if the devices and arguments allow it, and `"blocked"` otherwise.
@@ -80,20 +97,36 @@ def attention(  # noqa: PLR0913  # what may hide a key, one argument each
             devices. The logger `jaxpipe` reports the choice and the reason.
 
             cuDNN's kernel needs NVIDIA GPUs with cuDNN, a 16-bit dtype, a supported head size, no
-            dropout, no `mask` of numbers, and no `window` without `causal`. Before JAX 0.11.1 it
-            also needs no `mask` and no `segment_ids` at all. A mask or segments are passed to the
-            kernel as one number per query and key, in the dtype of `q`, which the backward makes
-            again. JAX's splash attention needs TPUs, bfloat16 or float32, numbers of positions that
-            are multiples of 128, at most as many queries as keys, and no dropout. It supports
-            `causal`, `window`, and `segment_ids` that are the same for queries and keys.
+            dropout, no `sinks`, no `soft_cap`, no `mask` of numbers, and no `window` without
+            `causal`. Before JAX 0.11.1 it also needs no `mask` and no `segment_ids` at all. A mask
+            or segments are passed to the kernel as one number per query and key, in the dtype of
+            `q`, which the backward makes again. If `Dv` differs from `D`, the smaller heads are
+            padded with zeros, which does not change the result.
+
+            JAX's splash attention needs TPUs, bfloat16 or float32, numbers of positions that are
+            multiples of 128, at most as many queries as keys, and no dropout. It supports `causal`,
+            `window`, `sinks`, `soft_cap`, any `Dv`, and `segment_ids` that are the same for queries
+            and keys.
 
             `"blocked"` computes in blocks of queries and keys, in plain JAX, for any backend, dtype
             and arguments. `"cudnn"` and `"splash"` use that kernel or raise an error. `"xla"` is
             JAX's own implementation, which computes all scores at the same time and supports no
-            dropout.
+            dropout, no `sinks` and no `soft_cap`.
+        sequence: How attention is computed in a pipeline whose mesh has an axis `sequence`, along
+            which positions are divided. It has no effect elsewhere.
+
+            With `"ulysses"` each device computes some heads for all positions, with any
+            `implementation`; the axis (times `model`, if it divides the heads) must divide the
+            heads of the keys. With `"ring"` each device keeps its positions, and keys and values
+            travel around the axis. A ring computes in blocks of plain JAX. It takes no `mask` and
+            no dropout, and as many queries as keys. P devices must divide the positions; with
+            `causal` or `window`, P squared must.
+
+            `"auto"` is `"ulysses"` if possible, otherwise `"ring"` if possible. Otherwise every
+            device of the axis computes all of attention. The logger `jaxpipe` reports the choice.
 
     Returns:
-        `[B, T, N, D]`, in the dtype of `q`.
+        `[B, T, N, Dv]`, in the dtype of `q`.
 
     Raises:
         LayerError: Shapes, dtypes or arguments do not fit together, or the requested implementation
@@ -106,76 +139,96 @@ def attention(  # noqa: PLR0913  # what may hide a key, one argument each
         (2, 5, 4, 8)
 
     Reference:
-        Dao, "FlashAttention-2" (2023).
+        Dao, "FlashAttention-2" (2023). Sinks: Xiao et al., "Efficient Streaming Language Models
+        with Attention Sinks" (2023), and OpenAI's gpt-oss. Soft caps: Gemma 2 (2024).
     """
     _check_arrays(q, k, v)
-    if implementation not in get_args(Implementation):
-        raise LayerError(
-            f"implementation must be one of {', '.join(get_args(Implementation))}, but got "
-            f"{implementation!r}. "
-            'Leave it out for "auto".'
-        )
-    if not 0.0 <= dropout_rate < 1.0 or (dropout_rate and key is None):
-        raise LayerError(
-            "attention's dropout_rate must be in [0, 1) and passed with a key, but got "
-            f"dropout_rate={dropout_rate} and key={key}. Pass key=self.make_rng('dropout'), or "
-            "dropout_rate=0.0 outside of training."
-        )
-    if window is not None and as_integer(window, 1) is None:
-        raise LayerError(
-            f"window must be an integer >= 1 or None, but got window={window!r}. It counts "
-            "positions."
-        )
-    pattern = Pattern(
-        causal, as_integer(window), q.shape[-1] ** -0.5 if scale is None else scale, dropout_rate
-    )
+    _check_options(implementation, dropout_rate, key, window, soft_cap)
+    if sinks is not None:
+        sinks = _checked_sinks(sinks, q.shape[2])
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    pattern = Pattern(causal, as_integer(window), factor, dropout_rate, soft_cap)
     visibility = _visibility(q, k, mask, lengths, segment_ids)
     visibility = visibility._replace(key=key if dropout_rate else None)
+    divided = division(sequence, pattern, q, k, visibility)
+    if divided.way == "ring":
+        if implementation not in ("auto", "blocked"):
+            raise LayerError(
+                f"a ring over the mesh axis {SEQUENCE!r} must be computed in blocks, but got "
+                f"implementation={implementation!r}. Leave implementation out."
+            )
+        _report(q, k, v, f"blocked in a ring over {SEQUENCE!r}, because {divided.why}")
+        return ring_attention(pattern, q, k, v, sinks, visibility)
     if implementation == "auto" or (implementation == "splash" and _is_absent()):
-        implementation = _chosen(pattern, q, k, v, visibility)
-    elif implementation == "cudnn" and (refusal := _cudnn_refusal(pattern, q, k, v, visibility)):
+        implementation = _chosen(divided, pattern, q, k, v, sinks, visibility)
+    elif refusal := _refusal(implementation, divided, pattern, q, k, v, sinks, visibility):
         raise LayerError(
-            f"cuDNN's attention must be able to compute this, but got: {refusal}. "
+            f"{_SUBJECTS[implementation]} must be able to compute this, but got: {refusal}. "
             'Leave implementation out, or say implementation="blocked".'
         )
-    elif implementation == "splash" and (
-        refusal := _unless("TPUs") or splash_refusal(pattern, q, k, visibility)
-    ):
-        raise LayerError(
-            f"a TPU's attention must be able to compute this, but got: {refusal}. "
-            'Leave implementation out, or say implementation="blocked".'
-        )
+    q, k, v = divided.by_heads(q, k, v)
     if implementation == "blocked":
-        return blocked_attention(pattern, q, k, v, visibility)
-    if implementation == "cudnn":
-        return _cudnn(pattern, q, k, v, visibility)
-    if implementation == "splash":
-        return _splash(pattern, q, k, v, visibility.query_segments)
-    return _xla(pattern, q, k, v, visibility)
+        out: Any = blocked_attention(pattern, q, k, v, sinks, visibility)
+    elif implementation == "cudnn":
+        out = _cudnn(divided, pattern, q, k, v, visibility)
+    elif implementation == "splash":
+        out = _splash(divided, pattern, q, k, v, sinks, visibility.query_segments)
+    else:
+        out = _xla(pattern, q, k, v, visibility)
+    return divided.by_positions(out)
 
 
 def _chosen(
-    pattern: Pattern, q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility
+    divided: Division,
+    pattern: Pattern,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    sinks: jax.Array | None,
+    visibility: Visibility,
 ) -> Implementation:
-    kernel: Implementation = "splash" if _platform() == "tpu" else "cudnn"
+    kernel: Implementation = "splash" if traced_platform() == "tpu" else "cudnn"
     if _is_absent():
         refusal = "the devices do not exist, and a plan counts it as one kernel"
-    elif kernel == "splash":
-        refusal = splash_refusal(pattern, q, k, visibility)
     else:
-        refusal = _unless("NVIDIA GPUs") or _cudnn_refusal(pattern, q, k, v, visibility)
+        refusal = _unless("TPUs" if kernel == "splash" else "NVIDIA GPUs") or _refusal(
+            kernel, divided, pattern, q, k, v, sinks, visibility
+        )
     chosen, why = (
         ("blocked", refusal) if refusal else (kernel, "the devices, dtype and head size allow it")
     )
-    shape = f"q {q.dtype}{list(q.shape)}, k {list(k.shape)}"
-    if is_first(f"attention {shape} {chosen} {why}"):
-        log(logging.INFO, "attention of %s: %s, because %s", shape, chosen, why)
+    named = {
+        "ulysses": f"{chosen} by heads over {SEQUENCE!r}, because {divided.why}, and",
+        "whole": f"{chosen} on each device of {SEQUENCE!r}, because {divided.why}, and",
+    }.get(divided.way or "", f"{chosen}, because")
+    _report(q, k, v, f"{named} {why}")
     return chosen
 
 
-def _platform() -> str:
-    mesh = traced_mesh()
-    return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+def _report(q: jax.Array, k: jax.Array, v: jax.Array, chosen: str) -> None:
+    shape = f"q {q.dtype}{list(q.shape)}, k {list(k.shape)}"
+    if k.shape != v.shape:
+        shape += f", v {list(v.shape)}"
+    if is_first(f"attention {shape} {chosen}"):
+        log(logging.INFO, "attention of %s: %s", shape, chosen)
+
+
+def _refusal(
+    implementation: Implementation,
+    divided: Division,
+    pattern: Pattern,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    sinks: jax.Array | None,
+    visibility: Visibility,
+) -> str | None:
+    """Return why an implementation cannot compute this; None if it can."""
+    if implementation == "cudnn":
+        return _cudnn_refusal(divided, pattern, q, k, v, sinks, visibility)
+    if implementation == "splash":
+        return _unless("TPUs") or splash_refusal(pattern, q, k, visibility)
+    return _xla_refusal(pattern, sinks) if implementation == "xla" else None
 
 
 def _is_absent() -> bool:
@@ -187,13 +240,19 @@ def _is_absent() -> bool:
 def _unless(devices: Literal["NVIDIA GPUs", "TPUs"]) -> str | None:
     """Return a refusal unless the devices are of this kind."""
     names = ("tpu",) if devices == "TPUs" else ("gpu", "cuda")
-    if _platform() in names:
+    if traced_platform() in names:
         return None
-    return f"the devices are of platform {_platform()!r}, not {devices}"
+    return f"the devices are of platform {traced_platform()!r}, not {devices}"
 
 
 def _cudnn_refusal(
-    pattern: Pattern, q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility
+    divided: Division,
+    pattern: Pattern,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    sinks: jax.Array | None,
+    visibility: Visibility,
 ) -> str | None:
     """Return why cuDNN's kernels cannot compute this; None if they can."""
     hides_pairs = visibility.mask is not None or visibility.query_segments is not None
@@ -209,6 +268,9 @@ def _cudnn_refusal(
         f"there is a mask or segment_ids, whose gradient it would compute before JAX {since}": (
             hides_pairs and jax.__version_info__ < _MASKS_SINCE
         ),
+        # JAX returns the logarithms of the sums, with which outputs could be corrected, in 16 bits.
+        "there are sinks, and its kernels have none": sinks is not None,
+        "there is a soft_cap, and its kernels have none": pattern.soft_cap is not None,
         "a window looks at later keys, too": pattern.window is not None and not pattern.causal,
     }
     refusals = [why for why, holds in found.items() if holds]
@@ -216,7 +278,7 @@ def _cudnn_refusal(
         return refusals[0]
 
     def train(q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility) -> jax.Array:
-        return jax.vjp(lambda q, k, v: _cudnn(pattern, q, k, v, visibility), q, k, v)[0]
+        return jax.vjp(lambda q, k, v: _cudnn(divided, pattern, q, k, v, visibility), q, k, v)[0]
 
     # JAX checks the rest while tracing: head sizes by version and device, and whether cuDNN exists.
     try:
@@ -227,7 +289,12 @@ def _cudnn_refusal(
 
 
 def _cudnn(
-    pattern: Pattern, q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility
+    divided: Division,
+    pattern: Pattern,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    visibility: Visibility,
 ) -> jax.Array:
     mask = _boolean_mask(visibility)
     if mask is not None:
@@ -248,17 +315,30 @@ def _cudnn(
         sizes = zip((samples, heads), x.shape, strict=False)
         return P(*(axis if size > 1 else None for axis, size in sizes))
 
-    return _by_heads(call, q, k, v, hides, spec_of)
+    return _by_heads(divided, call, q, k, v, hides, spec_of)
 
 
 def _splash(
-    pattern: Pattern, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None
+    divided: Division,
+    pattern: Pattern,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    sinks: jax.Array | None,
+    segments: jax.Array | None,
 ) -> jax.Array:
-    call = functools.partial(splash_attention, pattern)
-    return _by_heads(call, q, k, v, segments, lambda _, samples, __: P(samples))
+    def call(q: jax.Array, k: jax.Array, v: jax.Array, others: Any) -> jax.Array:
+        return splash_attention(pattern, q, k, v, *others)
+
+    def spec_of(x: jax.Array, samples: Any, heads: Any) -> P:
+        """Return the sharding of the sinks `[N]` or of the segments `[B, T]`."""
+        return P(heads if x.ndim == 1 else samples)
+
+    return _by_heads(divided, call, q, k, v, (sinks, segments), spec_of)
 
 
 def _by_heads(
+    divided: Division,
     call: Callable[..., jax.Array],
     q: jax.Array,
     k: jax.Array,
@@ -272,14 +352,10 @@ def _by_heads(
     an array in `hides` from the axes of samples and of heads.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    axes = (
-        {axis for axis in mesh.auto_axes if mesh.shape[axis] > 1}
-        if mesh.manual_axes
-        else set[str]()
-    )
+    axes = set(mesh.auto_axes) if mesh.manual_axes else set[str]()
     if not axes:
         return call(q, k, v, hides)
-    samples, heads = dividing_axes(q.shape[0], k.shape[2])
+    samples, heads = divided.samples, divided.heads
     each = P(samples, None, heads)
     specs = (each, each, each, jax.tree.map(lambda x: spec_of(x, samples, heads), hides))
     return jax.shard_map(call, in_specs=specs, out_specs=each, axis_names=axes, check_vma=False)(
@@ -320,15 +396,20 @@ def _sees_any(pattern: Pattern, mask: jax.Array, lengths: jax.Array | None) -> j
     return mask.any(-1).swapaxes(1, 2)[..., None]
 
 
+def _xla_refusal(pattern: Pattern, sinks: jax.Array | None) -> str | None:
+    """Return why JAX's own implementation cannot compute this; None if it can."""
+    found = {
+        f"probabilities are dropped (dropout_rate={pattern.dropout_rate})": pattern.dropout_rate
+        > 0,
+        "there are sinks": sinks is not None,
+        f"there is a cap (soft_cap={pattern.soft_cap})": pattern.soft_cap is not None,
+    }
+    return next((why for why, holds in found.items() if holds), None)
+
+
 def _xla(
     pattern: Pattern, q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility
 ) -> jax.Array:
-    if pattern.dropout_rate:
-        raise LayerError(
-            'implementation="xla" must be without dropout, but got '
-            f"dropout_rate={pattern.dropout_rate}. "
-            'Say implementation="blocked", or leave it out.'
-        )
     bias, mask = (
         None if _is_boolean(visibility.mask) else visibility.mask,
         _boolean_mask(visibility),
@@ -342,36 +423,86 @@ def _xla(
 
 def _jax_attention(
     pattern: Pattern, implementation: Literal["cudnn", "xla"]
-) -> functools.partial[jax.Array]:
+) -> Callable[..., jax.Array]:
     sides = (
         None
         if pattern.window is None
         else (pattern.window - 1, 0 if pattern.causal else pattern.window - 1)
     )
-    return functools.partial(
-        jax.nn.dot_product_attention,
-        scale=pattern.scale,
-        is_causal=pattern.causal,
-        local_window_size=sides,
-        implementation=implementation,
-    )
+
+    def call(q: jax.Array, k: jax.Array, v: jax.Array, *args: Any, **given: Any) -> jax.Array:
+        # JAX's function takes heads of one size only. Zeros change neither scores nor sums.
+        size = max(k.shape[-1], v.shape[-1])
+        out = jax.nn.dot_product_attention(
+            *(filled(x, x.ndim - 1, size) for x in (q, k, v)),
+            *args,
+            scale=pattern.scale,
+            is_causal=pattern.causal,
+            local_window_size=sides,
+            implementation=implementation,
+            **given,
+        )
+        return out[..., : v.shape[-1]]
+
+    return call
+
+
+def _check_options(
+    implementation: str,
+    dropout_rate: float,
+    key: jax.Array | None,
+    window: int | None,
+    soft_cap: float | None,
+) -> None:
+    if implementation not in get_args(Implementation):
+        raise LayerError(
+            f"implementation must be one of {', '.join(get_args(Implementation))}, but got "
+            f"{implementation!r}. "
+            'Leave it out for "auto".'
+        )
+    if not 0.0 <= dropout_rate < 1.0 or (dropout_rate and key is None):
+        raise LayerError(
+            "attention's dropout_rate must be in [0, 1) and passed with a key, but got "
+            f"dropout_rate={dropout_rate} and key={key}. Pass key=self.make_rng('dropout'), or "
+            "dropout_rate=0.0 outside of training."
+        )
+    if window is not None and as_integer(window, 1) is None:
+        raise LayerError(
+            f"window must be an integer >= 1 or None, but got window={window!r}. It counts "
+            "positions."
+        )
+    if soft_cap is not None and not soft_cap > 0:
+        raise LayerError(
+            f"soft_cap must be a number > 0 or None, but got soft_cap={soft_cap!r}. Leave it out "
+            "for scores without a cap."
+        )
 
 
 def _check_arrays(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
     shapes = [tuple(jnp.shape(x)) for x in (q, k, v)]
-    if any(len(shape) != 4 for shape in shapes) or shapes[1] != shapes[2]:
-        raise _misfit("q must be [B, T, N, D] and k and v [B, S, K, D]", q, k, v)
+    if any(len(shape) != 4 for shape in shapes) or shapes[1][:3] != shapes[2][:3]:
+        raise _misfit("q must be [B, T, N, D], k [B, S, K, D] and v [B, S, K, Dv]", q, k, v)
     if (shapes[0][0], shapes[0][3]) != (shapes[1][0], shapes[1][3]) or shapes[0][2] % max(
         shapes[1][2], 1
     ):
         raise _misfit(
-            "q, k and v must have equal B and D, and heads of keys that divide those of queries",
+            "q and k must have equal B and D, and heads of keys that divide those of queries",
             q,
             k,
             v,
         )
     if len({x.dtype for x in (q, k, v)}) > 1 or not jnp.issubdtype(q.dtype, jnp.floating):
         raise _misfit("q, k and v must have one floating-point dtype", q, k, v)
+
+
+def _checked_sinks(sinks: jax.Array, heads: int) -> jax.Array:
+    sinks = jnp.asarray(sinks)
+    if sinks.shape != (heads,) or not jnp.issubdtype(sinks.dtype, jnp.floating):
+        raise LayerError(
+            f"sinks must hold one float for each query head, of shape [{heads}], but got "
+            f"{sinks.dtype}{list(sinks.shape)}. Pass a parameter of shape [N]."
+        )
+    return sinks
 
 
 def _visibility(

@@ -37,12 +37,14 @@ class Pattern(NamedTuple):
         window: Queries see only keys less than this many positions away. None means all.
         scale: Factor of the scores.
         dropout_rate: Fraction of the probabilities that are dropped.
+        soft_cap: Scores `s` become `soft_cap * tanh(s / soft_cap)`. None means no cap.
     """
 
     causal: bool
     window: int | None
     scale: float
     dropout_rate: float
+    soft_cap: float | None = None
 
 
 class Visibility(NamedTuple):
@@ -64,111 +66,230 @@ class Visibility(NamedTuple):
     key: jax.Array | None = None
 
 
+class Stripes(NamedTuple):
+    """The positions of the queries and keys that one device holds.
+
+    Query i is at position `i * stride + first_query`, and key j at `j * stride + first_key`.
+    """
+
+    stride: int = 1
+    first_query: jax.Array | int = 0
+    first_key: jax.Array | int = 0
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def blocked_attention(
-    pattern: Pattern, q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility
+    pattern: Pattern,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    sinks: jax.Array | None,
+    visibility: Visibility,
 ) -> jax.Array:
-    """Compute attention of `q` `[B, T, N, D]` to `k` and `v` `[B, S, K, D]`.
+    """Compute attention of `q` `[B, T, N, D]` to `k` `[B, S, K, D]` and `v` `[B, S, K, Dv]`.
 
-    Returns `[B, T, N, D]`, which is zero for queries that see no key.
+    `sinks` are floats `[N]`, or None. Returns `[B, T, N, Dv]`, which is zero for queries that see
+    no key.
     """
-    return _forward(pattern, q, k, v, visibility)[0]
+    return _forward(pattern, q, k, v, sinks, visibility)[0]
 
 
-@jax.named_scope(ATTENTION_SCOPE)
 def _forward(
-    pattern: Pattern, q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility
+    pattern: Pattern,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    sinks: jax.Array | None,
+    visibility: Visibility,
 ) -> tuple[Any, Any]:
-    blocks = _Blocks(pattern, q, k, visibility)
-    queries, keys, values = blocks.queries(q), blocks.keys(k), blocks.keys(v)
-
-    def step(carry: tuple[jax.Array, ...], i: jax.Array, j: jax.Array) -> tuple[jax.Array, ...]:
-        high, total, acc = (blocks.query_block(x, i) for x in carry)
-        scores = blocks.scores(queries, keys, i, j)
-        higher = jnp.maximum(high, scores.max(-1, keepdims=True))
-        shrink, weights = jnp.exp(high - higher), jnp.exp(scores - higher)
-        new = blocks.product(
-            "bkgts,bksd->bkgtd", blocks.dropped(weights, i, j), blocks.key_block(values, j)
-        )
-        found = higher, total * shrink + weights.sum(-1, keepdims=True), acc * shrink + new
-        return tuple(blocks.put_queries(x, y, i) for x, y in zip(carry, found, strict=True))
-
-    column = jnp.zeros((*queries.shape[:-1], 1), blocks.dtype)
-    high, total, acc = blocks.loop(
-        step, (column + _LOWEST, column, jnp.zeros(queries.shape, blocks.dtype))
-    )
-    sees = total > 0
-    out = blocks.from_queries(jnp.where(sees, acc / jnp.where(sees, total, 1.0), 0.0)).astype(
-        q.dtype
-    )
-    log_sum = jnp.where(sees, high + jnp.log(jnp.where(sees, total, 1.0)), 0.0)
-    # Named so that a policy can keep both; recompute then does not run this again.
-    out, log_sum = checkpoint_name(out, KERNEL), checkpoint_name(log_sum[..., 0], KERNEL)
-    return out, (q, k, v, visibility, out, log_sum)
+    blocks = Blocks(pattern, q, k, visibility)
+    sums = blocks.add(blocks.start(v, sinks), q, k, v)
+    out, log_sum = named(*blocks.finish(sums, q.dtype))
+    return out, (q, k, v, sinks, visibility, out, log_sum)
 
 
-@jax.named_scope(ATTENTION_SCOPE)
 def _backward(pattern: Pattern, residuals: Any, grad: jax.Array) -> tuple[Any, ...]:
-    q, k, v, visibility, out, log_sum = residuals
-    blocks = _Blocks(pattern, q, k, visibility)
-    queries, keys, values, grads = (
-        blocks.queries(q),
-        blocks.keys(k),
-        blocks.keys(v),
-        blocks.queries(grad),
-    )
-    # The sum over keys of each probability times its gradient, computed without either
-    # (FlashAttention-2, equation 4).
-    wide = blocks.queries(out).astype(blocks.dtype)
-    inner = (grads.astype(blocks.dtype) * wide).sum(-1, keepdims=True)
-    log_sum = log_sum[..., None]
-
-    def step(carry: tuple[jax.Array, ...], i: jax.Array, j: jax.Array) -> tuple[jax.Array, ...]:
-        dq, dk, dv = carry
-        query, key = blocks.query_block(queries, i), blocks.key_block(keys, j)
-        grad, value = blocks.query_block(grads, i), blocks.key_block(values, j)
-        weights = jnp.exp(blocks.scores(queries, keys, i, j) - blocks.query_block(log_sum, i))
-        to_values = blocks.product("bkgts,bkgtd->bksd", blocks.dropped(weights, i, j), grad)
-        of_weights = blocks.dropped(blocks.product("bkgtd,bksd->bkgts", grad, value), i, j)
-        of_scores = weights * (of_weights - blocks.query_block(inner, i)) * pattern.scale
-        to_queries = blocks.product("bkgts,bksd->bkgtd", of_scores, key)
-        to_keys = blocks.product("bkgts,bkgtd->bksd", of_scores, query)
-        return (
-            blocks.put_queries(dq, blocks.query_block(dq, i) + to_queries, i),
-            blocks.put_keys(dk, blocks.key_block(dk, j) + to_keys, j),
-            blocks.put_keys(dv, blocks.key_block(dv, j) + to_values, j),
-        )
-
-    dq, dk, dv = blocks.loop(
-        step, tuple(jnp.zeros(x.shape, blocks.dtype) for x in (queries, keys, values))
-    )
-    found = blocks.from_queries(dq), blocks.from_keys(dk), blocks.from_keys(dv)
+    q, k, v, sinks, visibility, out, log_sum = residuals
+    blocks = Blocks(pattern, q, k, visibility)
+    rows = blocks.rows(out, log_sum, grad)
+    grads = blocks.add_gradients(blocks.zero_gradients(q, k, v), q, k, v, grad, rows)
+    found = blocks.gradients(grads, (q, k, v))
     # None because masks, lengths, segments and dropout keys have no gradient.
-    return *(x.astype(like.dtype) for x, like in zip(found, (q, k, v), strict=True)), None
+    return *found, blocks.sink_gradient(sinks, rows), None
+
+
+def named(out: jax.Array, log_sum: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Name the results of a forward, so that a policy can keep them.
+
+    Recompute then does not run the forward again.
+    """
+    return checkpoint_name(out, KERNEL), checkpoint_name(log_sum, KERNEL)
 
 
 blocked_attention.defvjp(_forward, _backward)
 
 
-class _Blocks:
+class Sums(NamedTuple):
+    """Running maximum, sum and output of each query, in the layout of queries."""
+
+    high: jax.Array
+    total: jax.Array
+    acc: jax.Array
+
+
+class Rows(NamedTuple):
+    """What the backward needs of each query, in the layout of queries, `[B, K, G, T, 1]`.
+
+    Attributes:
+        log_sum: The logarithm of the sum of the softmax.
+        inner: The sum over keys of each probability times its gradient.
+    """
+
+    log_sum: jax.Array
+    inner: jax.Array
+
+
+class Blocks:
     """The pairs of blocks whose queries see keys, and the layout of arrays for them.
 
-    Queries are `[B, K, G, T, D]`, and keys and values are `[B, K, S, D]`, with `K` key heads that
-    each serve `G` query heads. Both are padded to whole blocks.
+    Queries are `[B, K, G, T, D]`, and keys and values are `[B, K, S, D or Dv]`, with `K` key heads
+    that each serve `G` query heads. Both are padded to whole blocks. `stripes` says where the
+    queries and keys are in the text.
     """
 
     def __init__(
-        self, pattern: Pattern, q: jax.Array, k: jax.Array, visibility: Visibility
+        self,
+        pattern: Pattern,
+        q: jax.Array,
+        k: jax.Array,
+        visibility: Visibility,
+        stripes: Stripes | None = None,
     ) -> None:
         self._pattern, self._visibility = pattern, visibility
-        self.num_queries, self.num_keys, self._heads = q.shape[1], k.shape[1], k.shape[2]
-        self._rows, self._cols = min(BLOCK, self.num_queries), min(BLOCK, self.num_keys)
-        self.dtype = np.promote_types(q.dtype, np.float32)
+        self._stripes = Stripes() if stripes is None else stripes
+        self._num_queries, self._num_keys, self._heads = q.shape[1], k.shape[1], k.shape[2]
+        self._rows, self._cols = min(BLOCK, self._num_queries), min(BLOCK, self._num_keys)
+        self._groups = q.shape[2] // k.shape[2]
+        self._dtype = np.promote_types(q.dtype, np.float32)
         self._mask = None if visibility.mask is None else self._grouped(visibility.mask)
 
-    def loop(self, step: Callable[..., Any], carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    @jax.named_scope(ATTENTION_SCOPE)
+    def start(self, v: jax.Array, sinks: jax.Array | None) -> Sums:
+        """Make the sums before the first key."""
+        length = self._num_queries + -self._num_queries % self._rows
+        shape = v.shape[0], self._heads, self._groups, length
+        column = jnp.zeros((*shape, 1), self._dtype)
+        high, total = column + _LOWEST, column
+        if sinks is not None:
+            # A sink is a score of a value that is zero. So it is only in the maximum and in the
+            # sum.
+            sink = self._of_heads(sinks)
+            high = jnp.maximum(high, sink)
+            total = jnp.exp(sink - high)
+        return Sums(high, total, jnp.zeros((*shape, v.shape[-1]), self._dtype))
+
+    @jax.named_scope(ATTENTION_SCOPE)
+    def add(self, sums: Sums, q: jax.Array, k: jax.Array, v: jax.Array) -> Sums:
+        """Add keys and values to the sums."""
+        queries, keys, values = self._queries(q), self._keys(k), self._keys(v)
+
+        def step(carry: Sums, i: jax.Array, j: jax.Array) -> Sums:
+            high, total, acc = (self._query_block(x, i) for x in carry)
+            scores, _ = self._scores(queries, keys, i, j)
+            higher = jnp.maximum(high, scores.max(-1, keepdims=True))
+            shrink, weights = jnp.exp(high - higher), jnp.exp(scores - higher)
+            new = self._product(
+                "bkgts,bksd->bkgtd", self._dropped(weights, i, j), self._key_block(values, j)
+            )
+            found = higher, total * shrink + weights.sum(-1, keepdims=True), acc * shrink + new
+            return Sums(*(self._put_queries(x, y, i) for x, y in zip(carry, found, strict=True)))
+
+        return self._loop(step, sums)
+
+    @jax.named_scope(ATTENTION_SCOPE)
+    def finish(self, sums: Sums, dtype: Any) -> tuple[jax.Array, jax.Array]:
+        """Return the output `[B, T, N, Dv]` and the logarithms of the sums, `[B, K, G, T]`."""
+        sees = sums.total > 0
+        total = jnp.where(sees, sums.total, 1.0)
+        out = self._from_queries(jnp.where(sees, sums.acc / total, 0.0)).astype(dtype)
+        return out, jnp.where(sees, sums.high + jnp.log(total), 0.0)[..., 0]
+
+    @jax.named_scope(ATTENTION_SCOPE)
+    def rows(self, out: jax.Array, log_sum: jax.Array, grad: jax.Array) -> Rows:
+        """Return what the backward needs of each query, from the results of `finish`."""
+        # The sum over keys of each probability times its gradient, computed without either
+        # (FlashAttention-2, equation 4).
+        wide = self._queries(out).astype(self._dtype)
+        inner = (self._queries(grad).astype(self._dtype) * wide).sum(-1, keepdims=True)
+        return Rows(log_sum[..., None], inner)
+
+    @jax.named_scope(ATTENTION_SCOPE)
+    def zero_gradients(
+        self, q: jax.Array, k: jax.Array, v: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Make the gradients of queries, keys and values before the first key."""
+        layouts = jax.eval_shape(lambda: (self._queries(q), self._keys(k), self._keys(v)))
+        dq, dk, dv = (jnp.zeros(x.shape, self._dtype) for x in layouts)
+        return dq, dk, dv
+
+    @jax.named_scope(ATTENTION_SCOPE)
+    def add_gradients(
+        self,
+        carry: tuple[jax.Array, jax.Array, jax.Array],
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        grad: jax.Array,
+        rows: Rows,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Add the gradients from these keys and values to those of q, k and v."""
+        queries, grads, keys, values = (
+            self._queries(q),
+            self._queries(grad),
+            self._keys(k),
+            self._keys(v),
+        )
+
+        def step(carry: tuple[jax.Array, ...], i: jax.Array, j: jax.Array) -> tuple[jax.Array, ...]:
+            dq, dk, dv = carry
+            query, key = self._query_block(queries, i), self._key_block(keys, j)
+            grad, value = self._query_block(grads, i), self._key_block(values, j)
+            scores, slope = self._scores(queries, keys, i, j)
+            weights = jnp.exp(scores - self._query_block(rows.log_sum, i))
+            to_values = self._product("bkgts,bkgtd->bksd", self._dropped(weights, i, j), grad)
+            of_weights = self._dropped(self._product("bkgtd,bksd->bkgts", grad, value), i, j)
+            of_scores = weights * (of_weights - self._query_block(rows.inner, i)) * slope
+            to_queries = self._product("bkgts,bksd->bkgtd", of_scores, key)
+            to_keys = self._product("bkgts,bkgtd->bksd", of_scores, query)
+            return (
+                self._put_queries(dq, self._query_block(dq, i) + to_queries, i),
+                self._put_keys(dk, self._key_block(dk, j) + to_keys, j),
+                self._put_keys(dv, self._key_block(dv, j) + to_values, j),
+            )
+
+        return self._loop(step, carry)
+
+    @jax.named_scope(ATTENTION_SCOPE)
+    def gradients(
+        self, grads: tuple[jax.Array, jax.Array, jax.Array], like: tuple[jax.Array, ...]
+    ) -> list[jax.Array]:
+        """Convert the gradients of q, k and v to their shapes and dtypes."""
+        found = self._from_queries(grads[0]), self._from_keys(grads[1]), self._from_keys(grads[2])
+        return [x.astype(y.dtype) for x, y in zip(found, like, strict=True)]
+
+    @jax.named_scope(ATTENTION_SCOPE)
+    def sink_gradient(self, sinks: jax.Array | None, rows: Rows) -> jax.Array | None:
+        """Return the gradient of the sinks, `[N]`; None if there are none."""
+        if sinks is None:
+            return None
+        # The value of a sink is zero, and so is the gradient of its probability. Rows of padding
+        # have no gradient.
+        of_sinks = -jnp.exp(self._of_heads(sinks) - rows.log_sum) * rows.inner
+        return of_sinks.sum((0, 3, 4)).reshape(sinks.shape).astype(sinks.dtype)
+
+    def _loop(self, step: Callable[..., Any], carry: Any) -> Any:
         """Run `step(carry, query block, key block)` for all pairs that are not entirely hidden."""
-        num_rows, num_cols = -(-self.num_queries // self._rows), -(-self.num_keys // self._cols)
+        num_rows, num_cols = -(-self._num_queries // self._rows), -(-self._num_keys // self._cols)
         seen = [(i, j) for i in range(num_rows) for j in range(num_cols) if self._is_seen(i, j)]
         pairs = np.asarray(seen, np.int32).reshape(-1, 2)
         with jax.named_scope(blocks_scope(len(pairs), num_rows * num_cols)):
@@ -179,56 +300,73 @@ class _Blocks:
     def _is_seen(self, i: int, j: int) -> bool:
         first_row, last_row = i * self._rows, (i + 1) * self._rows - 1
         first_col, last_col = j * self._cols, (j + 1) * self._cols - 1
+        # Positions of devices differ by less than a stride.
+        stride = self._stripes.stride
         is_later = first_col - last_row > 0
-        distance = max(first_row - last_col, first_col - last_row)
+        distance = max(first_row - last_col, first_col - last_row) * stride - (stride - 1)
         too_far = self._pattern.window is not None and distance >= self._pattern.window
         return not too_far and not (self._pattern.causal and is_later)
 
-    def queries(self, x: jax.Array) -> jax.Array:
+    def _queries(self, x: jax.Array) -> jax.Array:
         """Convert `[B, T, N, D]` to the layout of queries."""
         grouped = self._grouped(jnp.swapaxes(x, 1, 2))
-        return _filled(grouped, 3, self._rows)
+        return filled(grouped, 3, self._rows)
 
-    def keys(self, x: jax.Array) -> jax.Array:
+    def _keys(self, x: jax.Array) -> jax.Array:
         """Convert `[B, S, K, D]` to the layout of keys."""
-        return _filled(jnp.swapaxes(x, 1, 2), 2, self._cols)
+        return filled(jnp.swapaxes(x, 1, 2), 2, self._cols)
 
-    def from_queries(self, x: jax.Array) -> jax.Array:
+    def _of_heads(self, x: jax.Array) -> jax.Array:
+        """Convert `[N]` to the layout of queries, `[1, K, G, 1, 1]`."""
+        return x.astype(self._dtype).reshape(1, self._heads, -1, 1, 1)
+
+    def _from_queries(self, x: jax.Array) -> jax.Array:
         """Convert the layout of queries back to `[B, T, N, D]`."""
-        x = lax.slice_in_dim(x, 0, self.num_queries, axis=3)
+        x = lax.slice_in_dim(x, 0, self._num_queries, axis=3)
         return jnp.swapaxes(x.reshape(x.shape[0], -1, *x.shape[3:]), 1, 2)
 
-    def from_keys(self, x: jax.Array) -> jax.Array:
+    def _from_keys(self, x: jax.Array) -> jax.Array:
         """Convert the layout of keys back to `[B, S, K, D]`."""
-        return jnp.swapaxes(lax.slice_in_dim(x, 0, self.num_keys, axis=2), 1, 2)
+        return jnp.swapaxes(lax.slice_in_dim(x, 0, self._num_keys, axis=2), 1, 2)
 
-    def query_block(self, x: jax.Array, i: jax.Array) -> jax.Array:
+    def _query_block(self, x: jax.Array, i: jax.Array) -> jax.Array:
         return lax.dynamic_slice_in_dim(x, i * self._rows, self._rows, axis=3)
 
-    def key_block(self, x: jax.Array, j: jax.Array) -> jax.Array:
+    def _key_block(self, x: jax.Array, j: jax.Array) -> jax.Array:
         return lax.dynamic_slice_in_dim(x, j * self._cols, self._cols, axis=2)
 
-    def put_queries(self, x: jax.Array, block: jax.Array, i: jax.Array) -> jax.Array:
+    def _put_queries(self, x: jax.Array, block: jax.Array, i: jax.Array) -> jax.Array:
         return lax.dynamic_update_slice_in_dim(x, block, i * self._rows, axis=3)
 
-    def put_keys(self, x: jax.Array, block: jax.Array, j: jax.Array) -> jax.Array:
+    def _put_keys(self, x: jax.Array, block: jax.Array, j: jax.Array) -> jax.Array:
         return lax.dynamic_update_slice_in_dim(x, block, j * self._cols, axis=2)
 
-    def product(self, dims: str, weights: jax.Array, block: jax.Array) -> jax.Array:
+    def _product(self, dims: str, weights: jax.Array, block: jax.Array) -> jax.Array:
         """Multiply in the dtype of q, k and v, with sums in at least float32."""
         return jnp.einsum(
-            dims, weights.astype(block.dtype), block, preferred_element_type=self.dtype
+            dims, weights.astype(block.dtype), block, preferred_element_type=self._dtype
         )
 
-    def scores(self, queries: jax.Array, keys: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
-        """Compute the scores of a pair, `[B, K, G, rows, cols]`; -inf where a key is hidden."""
-        query, key = self.query_block(queries, i), self.key_block(keys, j)
-        scores = self.product("bkgtd,bksd->bkgts", query, key) * self._pattern.scale
+    def _scores(
+        self, queries: jax.Array, keys: jax.Array, i: jax.Array, j: jax.Array
+    ) -> tuple[jax.Array, jax.Array | float]:
+        """Compute the scores of a pair, and their derivative by the products of queries and keys.
+
+        Both are `[B, K, G, rows, cols]`. The scores are -inf where a key is hidden.
+        """
+        query, key = self._query_block(queries, i), self._key_block(keys, j)
+        scores = self._product("bkgtd,bksd->bkgts", query, key) * self._pattern.scale
+        slope: jax.Array | float = self._pattern.scale
+        if (cap := self._pattern.soft_cap) is not None:
+            share = jnp.tanh(scores / cap)
+            scores, slope = cap * share, slope * (1 - share * share)
+        stride, first_query, first_key = self._stripes
         rows = (i * self._rows + jnp.arange(self._rows)).reshape(1, 1, 1, -1, 1)
         cols = (j * self._cols + jnp.arange(self._cols)).reshape(1, 1, 1, 1, -1)
         visible = []
-        if self.num_keys % self._cols:
-            visible.append(cols < self.num_keys)
+        if self._num_keys % self._cols:
+            visible.append(cols < self._num_keys)
+        rows, cols = rows * stride + first_query, cols * stride + first_key
         if self._pattern.causal:
             visible.append(cols <= rows)
         if self._pattern.window is not None:
@@ -248,11 +386,11 @@ class _Blocks:
                 visible.append(mask)
             else:
                 scores = scores + mask.astype(scores.dtype)
-        if not visible:
-            return scores
-        return jnp.where(functools.reduce(jnp.logical_and, visible), scores, -jnp.inf)
+        if visible:
+            scores = jnp.where(functools.reduce(jnp.logical_and, visible), scores, -jnp.inf)
+        return scores, slope
 
-    def dropped(self, weights: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
+    def _dropped(self, weights: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
         """Apply dropout to the probabilities of a pair, or to their gradients.
 
         The forward and the backward drop the same entries.
@@ -260,7 +398,7 @@ class _Blocks:
         rate, key = self._pattern.dropout_rate, self._visibility.key
         if not rate or key is None:
             return weights
-        place = i * (-(-self.num_keys // self._cols)) + j
+        place = i * (-(-self._num_keys // self._cols)) + j
         keep = jax.random.bernoulli(jax.random.fold_in(key, place), 1.0 - rate, weights.shape)
         return jnp.where(keep, weights / (1.0 - rate), 0.0)
 
@@ -270,18 +408,18 @@ class _Blocks:
         return x.reshape(x.shape[0], *heads, *x.shape[2:])
 
     def _segments(self, x: jax.Array, place: jax.Array, size: int) -> jax.Array:
-        return lax.dynamic_slice_in_dim(_filled(x, 1, size), place * size, size, axis=1)
+        return lax.dynamic_slice_in_dim(filled(x, 1, size), place * size, size, axis=1)
 
     def _mask_block(self, mask: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
         for dim, place, size in ((3, i, self._rows), (4, j, self._cols)):
             if mask.shape[dim] > 1:
                 mask = lax.dynamic_slice_in_dim(
-                    _filled(mask, dim, size), place * size, size, axis=dim
+                    filled(mask, dim, size), place * size, size, axis=dim
                 )
         return mask
 
 
-def _filled(x: jax.Array, dim: int, size: int) -> jax.Array:
+def filled(x: jax.Array, dim: int, size: int) -> jax.Array:
     """Pad an array with zeros to a multiple of `size` along a dim."""
     missing = -x.shape[dim] % size
     return jnp.pad(x, [(0, missing if d == dim else 0) for d in range(x.ndim)]) if missing else x

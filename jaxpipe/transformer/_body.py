@@ -15,7 +15,7 @@ from jaxpipe.recompute import REDUCED, checkpoint, keep_kernels
 
 from ._attention import attention
 from ._config import DeepSpeedTransformerConfig
-from ._sharding import constrained, dividing_axes, summed
+from ._sharding import constrained, dividing_axes, stream_axes, summed
 
 _NORM, _GELU, _KEPT = "transformer_norm", "transformer_gelu", "transformer_product"
 
@@ -114,11 +114,12 @@ class Body:
         key: jax.Array | None,
     ) -> jax.Array:
         config = self.config
-        samples, heads = dividing_axes(h.shape[0], config.heads)
+        samples, positions = stream_axes(h.shape[0], h.shape[1])
+        _, heads = dividing_axes(h.shape[0], config.heads)
         qkv = (
             jnp.einsum("bth,hcnd->btcnd", h, params["attn_qkvw"]) + params["attn_qkvb"][None, None]
         )
-        qkv = checkpoint_name(constrained(qkv, samples, None, None, heads), _KEPT)
+        qkv = checkpoint_name(constrained(qkv, samples, positions, None, heads), _KEPT)
         context = attention(
             *(qkv[:, :, part] for part in range(3)),
             causal=config.causal,
@@ -130,14 +131,17 @@ class Body:
             implementation=config.attention,
         )
         y = jnp.einsum("btnd,ndh->bth", context, params["attn_ow"])
-        return summed(y, samples) + params["attn_ob"].reshape(1, 1, -1)
+        return summed(y, samples, positions) + params["attn_ob"].reshape(1, 1, -1)
 
     def _feed_forward(self, params: Mapping[str, jax.Array], h: jax.Array) -> jax.Array:
-        samples, features = dividing_axes(h.shape[0], self.config.intermediate_size)
+        samples, positions = stream_axes(h.shape[0], h.shape[1])
+        _, features = dividing_axes(h.shape[0], self.config.intermediate_size)
         h = h @ params["inter_w"] + params["inter_b"].reshape(1, 1, -1)
-        h = checkpoint_name(constrained(h, samples, None, features), _KEPT)
+        h = checkpoint_name(constrained(h, samples, positions, features), _KEPT)
         h = checkpoint_name(self.config.activation(h), _GELU)
-        return summed(h @ params["output_w"], samples) + params["output_b"].reshape(1, 1, -1)
+        return summed(h @ params["output_w"], samples, positions) + params["output_b"].reshape(
+            1, 1, -1
+        )
 
     def _norm(self, params: Mapping[str, jax.Array], name: str, x: jax.Array) -> jax.Array:
         x = x if self.config.stochastic_mode else x.astype(np.promote_types(self.dtype, np.float32))

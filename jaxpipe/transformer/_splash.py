@@ -47,19 +47,21 @@ def splash_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
+    sinks: jax.Array | None,
     segments: jax.Array | None,
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """Compute attention of `q` `[B, T, N, D]` to `k` and `v` `[B, S, K, D]`.
+    """Compute attention of `q` `[B, T, N, D]` to `k` `[B, S, K, D]` and `v` `[B, S, K, Dv]`.
 
-    Returns `[B, T, N, D]`. `segments` are int32 `[B, T]`, for both queries and keys. With
-    `interpret` it runs on any platform, slowly.
+    Returns `[B, T, N, Dv]`. `sinks` are floats `[N]`. `segments` are int32 `[B, T]`, for both
+    queries and keys. With `interpret` it runs on any platform, slowly.
     """
     kernel = _kernel(pattern, q.shape[2], q.shape[1], k.shape[1], interpret=interpret)
     queries, keys, values = (x.swapaxes(1, 2) for x in (q * pattern.scale, k, v))
     ids = None if segments is None else splash_attention_kernel.SegmentIds(segments, segments)
-    out: Any = jax.vmap(kernel)(queries.astype(q.dtype), keys, values, ids)
+    call = functools.partial(kernel, sinks=sinks)
+    out: Any = jax.vmap(call)(queries.astype(q.dtype), keys, values, ids)
     return out.swapaxes(1, 2)
 
 
@@ -90,6 +92,7 @@ def _kernel(
         block_sizes=blocks,
         # Named so that a policy can keep it; recompute then does not run this again.
         residual_checkpoint_name=KERNEL,
+        attn_logits_soft_cap=pattern.soft_cap,
         interpret=interpret,
     )
     # Outside of any trace, because the results must be constants.

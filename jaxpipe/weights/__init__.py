@@ -17,6 +17,7 @@ from ._safetensors import write_safetensors as write_safetensors
 from ._transform import Tensor as Tensor
 from ._transform import Transform as Transform
 from ._transform import conv1d as conv1d
+from ._transform import interleave as interleave
 from ._transform import linear as linear
 from ._transform import merge as merge
 from ._transform import split as split
@@ -30,6 +31,7 @@ __all__ = [
     "Tensor",
     "Transform",
     "conv1d",
+    "interleave",
     "linear",
     "load_safetensors",
     "merge",

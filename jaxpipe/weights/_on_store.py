@@ -1,4 +1,4 @@
-"""Safetensors files on a store. Tensors are fetched as byte ranges."""
+"""Safetensors files that are read as byte ranges: on a store, or with dtypes unknown to NumPy."""
 
 import json
 import struct
@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe._stores import StorePath, read_range
+from jaxpipe._stores import AnyPath, StorePath, read_range
 
 DTYPES = {
     "bool": "BOOL",
@@ -27,29 +27,30 @@ DTYPES = {
     "float64": "F64",
 }
 """Safetensors' names for NumPy's dtypes."""
-_NAMES = {theirs: ours for ours, theirs in DTYPES.items()}
+_NAMES = {theirs: ours for ours, theirs in DTYPES.items()} | {"F8_E4M3": "float8_e4m3fn"}
+"""JAX's dtypes by the names of those that are read."""
 _LONGEST_HEADER = 100_000_000
 """Bytes, as in the safetensors library."""
 
 
 class StoreTensors:
-    """A safetensors file on a store, with the methods of the library's `safe_open`.
+    """A safetensors file, with the methods of the library's `safe_open`.
 
     Args:
-        path: The object on the store.
+        path: The file, or the object on a store.
 
     Raises:
         OSError: The object does not exist, or the store does not answer.
         ValueError: The object is not a safetensors file.
     """
 
-    def __init__(self, path: StorePath) -> None:
-        size = path.size()
-        (length,) = struct.unpack("<Q", path.read_bytes(0, 8).ljust(8, b"\xff"))
+    def __init__(self, path: AnyPath) -> None:
+        size = path.size() if isinstance(path, StorePath) else path.stat().st_size
+        (length,) = struct.unpack("<Q", _range(path, 0, 8).ljust(8, b"\xff"))
         begin = 8 + length
         if begin > size or length > _LONGEST_HEADER:
             raise ValueError(f"a header of {length} bytes in a file of {size}")
-        header = json.loads(path.read_bytes(8, begin))
+        header = json.loads(_range(path, 8, begin))
         header.pop("__metadata__", None)
         self._tensors: dict[str, _Tensor] = {}
         end = begin
@@ -77,7 +78,7 @@ class StoreTensors:
 
 @dataclass
 class _Tensor:
-    path: StorePath
+    path: AnyPath
     dtype: str
     shape: list[int]
     start: int
@@ -96,5 +97,13 @@ class _Tensor:
     def _fetched(self) -> np.ndarray:
         if self.dtype not in _NAMES:
             raise ValueError(f"the dtype {self.dtype} is not supported by numpy")
-        content = read_range(self.path, self.start, self.stop)
+        content = _range(self.path, self.start, self.stop)
         return np.frombuffer(content, jnp.dtype(_NAMES[self.dtype])).reshape(self.shape)
+
+
+def _range(path: AnyPath, start: int, stop: int) -> bytes:
+    if isinstance(path, StorePath):
+        return read_range(path, start, stop)
+    with path.open("rb") as file:
+        file.seek(start)
+        return file.read(stop - start)

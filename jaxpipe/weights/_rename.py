@@ -33,7 +33,8 @@ class Rename:
         ours: The path of a leaf. It begins with the index of the layer in the model's list, as in
             `3/mlp/kernel`; tied parameters are at `tied/<key>/kernel`. A tuple lists several leaves
             that are one tensor in the other library, for `split`. None skips the tensor, for
-            example a buffer that is not a parameter.
+            example a buffer that is not a parameter. Then a name that ends in `*` stands for all
+            names with that beginning.
         transform: Converts between the two. None means that both are equal.
     """
 
@@ -338,7 +339,10 @@ def _match(
 
 def _is_passed_over(name: str, renames: Sequence[Rename]) -> bool:
     passed = [text for rename in renames if rename.ours is None for text in rename.their_names]
-    return any(_matched(text, name) is not None for text in passed)
+    return any(
+        name.startswith(text[:-1]) if text.endswith("*") else _matched(text, name) is not None
+        for text in passed
+    )
 
 
 def _our_texts(renames: Sequence[Rename]) -> list[str]:

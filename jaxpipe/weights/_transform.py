@@ -217,6 +217,34 @@ class split(Transform):  # noqa: N801  # used as a function
 
 
 @dataclass(frozen=True)
+class interleave(Transform):  # noqa: N801  # used as a function
+    """One of their tensors holds several of our leaves in turn, such as gates and ups of experts.
+
+    Along its last dim, their tensor has the first value of each leaf, then the second of each.
+    """
+
+    def their_shape(self, shapes: Sequence[Shape]) -> Shape:
+        """See `Transform`."""
+        if len(set(shapes)) > 1:
+            raise ValueError(f"interleave must have leaves of one shape, but got {list(shapes)}")
+        return (*shapes[0][:-1], len(shapes) * shapes[0][-1])
+
+    def read(
+        self, theirs: Sequence[Tensor], shapes: Sequence[Shape], which: int, at: Index
+    ) -> np.ndarray:
+        """See `Transform`."""
+        step, last = len(shapes), at[-1]
+        values = theirs[0][(*at[:-1], slice(last.start * step, last.stop * step))]
+        return values[..., which::step]
+
+    def write(self, number: int, ours: Sequence[Tensor]) -> np.ndarray:
+        """See `Transform`."""
+        del number
+        values = np.stack([leaf[whole(leaf.shape)] for leaf in ours], -1)
+        return values.reshape(self.their_shape([leaf.shape for leaf in ours]))
+
+
+@dataclass(frozen=True)
 class stack(Transform):  # noqa: N801  # used as a function
     """Several of their tensors are stacked in one of our leaves, such as the weights of experts.
 

@@ -55,6 +55,7 @@ WRONG_VALUES: dict[str, list[Any]] = {
     "gradient_accumulation_steps": [0, -2],
     "steps_per_print": [0, -10],
     "gradient_clipping": [-1.0, float("nan"), float("inf")],
+    "pipeline.router_bias_update_rate": [-0.001, float("nan"), float("inf")],
     "ema.decay": [-0.1, 1.0, float("nan")],
     "pipeline.stages": [0, -4, "automatic"],
     "pipeline.partition": [[], "", [0, -3]],

@@ -34,15 +34,18 @@ TARGET = Path(jaxpipe.__file__).parent / "forecast" / "h200_target.txtpb"
 
 
 @functools.cache
-def h200_mesh(stages: int, data: int, hosts: int = 1, *, model: int = 1, fsdp: int = 1) -> Mesh:
+def h200_mesh(
+    stages: int, data: int, hosts: int = 1, *, model: int = 1, fsdp: int = 1, expert: int = 1
+) -> Mesh:
     """A mesh of GPUs that can be compiled for, `hosts` computers of equally many."""
     description = topologies.get_topology_desc(
         platform="cuda",
-        topology=f"1x{hosts}x{stages * data * model * fsdp // hosts}",
+        topology=f"1x{hosts}x{stages * data * model * fsdp * expert // hosts}",
         target_config=TARGET.read_text(),
     )
     shape = {"stage": stages, "data": data} | ({"model": model} if model > 1 else {})
     shape |= {"fsdp": fsdp} if fsdp > 1 else {}
+    shape |= {"expert": expert} if expert > 1 else {}
     devices = np.array(description.devices).reshape(*shape.values())
     return Mesh(devices, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
 

@@ -93,3 +93,15 @@ def test_a_mask_leaves_blocks_out_of_attentions_square(
     square = 2 * 2 * (2 * 3) * time**2 * 64
     assert kernel.flops + kernel.masked_flops == square
     assert kernel.flops == (seen if causal else 1) * square
+
+
+def test_attention_counts_values_of_another_size_and_sinks() -> None:
+    def attend(q: jax.Array, v: jax.Array, sinks: jax.Array) -> jax.Array:
+        return attention(q, q, v, sinks=sinks, soft_cap=30.0)
+
+    q, v = (jax.ShapeDtypeStruct((2, BLOCK, 3, size), jnp.bfloat16) for size in (192, 128))
+    sinks = jax.ShapeDtypeStruct((3,), jnp.float32)
+    (kernel,) = (x for x in count_kernels(attend, [q, v, sinks]) if x.kind == "attention")
+    assert kernel.flops == 2 * (2 * 3) * BLOCK**2 * (192 + 128)
+    pairs = 2 * 4  # the indices of one pair of blocks
+    assert kernel.num_bytes == 2 * (2 * 3 * BLOCK) * (192 + 2 * 128) + 3 * 4 + pairs

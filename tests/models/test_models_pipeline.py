@@ -112,6 +112,20 @@ EVERYTHING = {
 }
 EXPERTS = ExpertsConfig(4, 2, 12, shared_size=8)
 ROOMY = ExpertsConfig(4, 2, 12, capacity_factor=1.0, norm_topk_prob=False)
+OF_DEEPSEEK = ExpertsConfig(
+    8,
+    2,
+    12,
+    gate="sigmoid",
+    correction_bias=True,
+    n_group=4,
+    topk_group=2,
+    routed_scaling_factor=2.5,
+    shared_size=8,
+    shared_gate=False,
+)
+OF_GPT_OSS = ExpertsConfig(4, 2, 12, router_bias=True, expert_bias=True, activation="clamped")
+OF_LLAMA4 = ExpertsConfig(4, 1, 12, gate="sigmoid", norm_topk_prob=False, scale_inputs=True)
 CASES: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
     "model": (
         {"tie_word_embeddings": True, "num_hidden_layers": 2},
@@ -136,6 +150,17 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
     "data_alone": ({}, {"pipe": 1, "data": 2, "model": 2}, {}),
     "experts": ({"experts": EXPERTS}, {"pipe": 2, "data": 1, "expert": 2, "model": 2}, {}),
     "experts_with_room": ({"experts": ROOMY}, {"pipe": 2, "data": 1, "expert": 4}, {}),
+    "experts_fsdp": (
+        {"experts": OF_DEEPSEEK, "num_hidden_layers": 2},
+        {"pipe": 2, "data": 1, "fsdp": 2, "expert": 2},
+        {},
+    ),
+    "experts_data": (
+        {"experts": OF_GPT_OSS, "num_hidden_layers": 2},
+        {"pipe": 2, "data": 2, "expert": 2},
+        {},
+    ),
+    "experts_deep": ({"experts": OF_LLAMA4}, {"pipe": 4, "data": 1, "expert": 2}, {}),
     "one": ({"tie_word_embeddings": True}, {"pipe": 1, "data": 1}, {}),
     "zero_bubble": ({}, {"pipe": 2, "data": 2, "model": 2}, {"schedule": "zero-bubble"}),
     "interleaved": ({}, {"pipe": 2, "data": 2}, {"schedule": "interleaved"}),
@@ -146,6 +171,86 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
 def test_gradients(case: str) -> None:
     changes, axes, settings = CASES[case]
     check(llama(LlamaConfig(**{**SIZES, **changes})), axes, **settings)
+
+
+GEMMA: dict[str, Any] = {
+    **dict.fromkeys(("zero_centered_norms", "post_norms", "scale_embeddings"), True),
+    "hidden_act": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 9.0,
+    "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 3.0,
+    "sliding_window": 3,
+    "layer_types": ("sliding_attention", "full_attention"),
+    "rope_local_base_freq": 100.0,
+    "tie_word_embeddings": True,
+}
+LONGROPE = RotaryScaling("longrope", 4.0, 4, short_factor=(1.0,), long_factor=(2.0,))
+UNROTATED: dict[str, Any] = {
+    "nope_layers": (1,),
+    "partial_rotary_factor": 0.5,
+    "rope_scaling": LONGROPE,
+}
+GPT_OSS: dict[str, Any] = {
+    "attention_sinks": True,
+    "qkv_bias": True,
+    "out_bias": True,
+    "sliding_window": 3,
+    "rope_scaling": RotaryScaling("yarn", 4.0, 8, truncate=False),
+    "experts": ExpertsConfig(4, 2, 12, router_bias=True, expert_bias=True, activation="clamped"),
+}
+LLAMA4: dict[str, Any] = {
+    "nope_layers": (1,),
+    "rope_interleave": True,
+    "qk_l2_norm": True,
+    "attn_temperature_tuning": True,
+    "floor_scale": 2,
+    "attention_chunk_size": 3,
+    "layer_types": ("chunked_attention", "full_attention"),
+    "experts": ExpertsConfig(
+        4,
+        1,
+        12,
+        gate="sigmoid",
+        norm_topk_prob=False,
+        scale_inputs=True,
+        shared_size=12,
+        shared_gate=False,
+        dense_layers=(1,),
+    ),
+}
+EVERY_PART: dict[str, Any] = {
+    **GEMMA,
+    **LLAMA4,
+    "experts": None,
+    "attention_sinks": True,
+    "partial_rotary_factor": 0.5,
+    "layer_types": ("sliding_attention", "chunked_attention"),
+}
+PARTS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
+    "every": (EVERY_PART, {"pipe": 2, "data": 2}, {"split_vocabulary": True, "is_packed": True}),
+    "gemma": (GEMMA, {"pipe": 2, "data": 2, "model": 2}, {"is_packed": True}),
+    "gemma_untied": (
+        {**GEMMA, "tie_word_embeddings": False},
+        {"pipe": 2, "data": 1, "model": 2},
+        {"split_vocabulary": True},
+    ),
+    "gpt_oss": (GPT_OSS, {"pipe": 2, "data": 2, "expert": 2}, {}),
+    "llama4": (LLAMA4, {"pipe": 2, "data": 2, "model": 2}, {"is_packed": True}),
+    "unrotated": (UNROTATED, {"pipe": 2, "data": 2}, {}),
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "every",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma", "gpt_oss", "llama4")),
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("gemma_untied", "unrotated")),
+    ],
+)
+def test_gradients_of_the_parts_of_families(case: str) -> None:
+    changes, axes, settings = PARTS[case]
+    check(llama(LlamaConfig(**{**SIZES, "num_hidden_layers": 2, **changes})), axes, **settings)
 
 
 @pytest.mark.slow
@@ -173,9 +278,9 @@ def test_a_folder_is_read_and_what_would_change_numbers_is_refused(tmp_path: Pat
     assert hash(config) == hash(LlamaConfig.from_huggingface(path))
     with pytest.raises(
         ConfigError,
-        match=r"rope_type must be one of default, linear, .*, but got rope_type='longrope'",
+        match=r"rope_type must be one of default, linear, .*, but got rope_type='proportional'",
     ):
-        LlamaConfig.from_huggingface({**values, "rope_parameters": {"rope_type": "longrope"}})
+        LlamaConfig.from_huggingface({**values, "rope_parameters": {"rope_type": "proportional"}})
     with pytest.raises(ConfigError, match="logit_scale must be 1.0, but got logit_scale=0.5"):
         LlamaConfig.from_huggingface({**values, "logit_scale": 0.5})
     with pytest.raises(ConfigError, match=r"must be readable, but got .*missing"):

@@ -22,6 +22,13 @@ SIZES: dict[str, Any] = {
 }
 LLAMA3 = RotaryScaling("llama3", 8.0, 16, low_freq_factor=1.0, high_freq_factor=4.0)
 MIXTURE = ExpertsConfig(4, 2, 12, dense_layers=(1,))
+LONGROPE = RotaryScaling("longrope", 4.0, 16, short_factor=(1.0,), long_factor=(2.0,))
+GEMMA: dict[str, Any] = {
+    **dict.fromkeys(("zero_centered_norms", "post_norms", "scale_embeddings"), True),
+    "hidden_act": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 16,
+    "tie_word_embeddings": True,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("llama", {}),
     "tied": ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 2, "rope_theta": 5e5}),
@@ -46,6 +53,62 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"qkv_bias": True, "experts": ExpertsConfig(4, 2, 12, shared_size=8)},
     ),
     "qwen3_moe": ("qwen3_moe", {"qk_norm": True, "experts": MIXTURE}),
+    "unrotated": ("smollm3", {"nope_layers": (1,), "tie_word_embeddings": True}),
+    "unrotated_windows": (
+        "smollm3",
+        {
+            "nope_layers": (1,),
+            "sliding_window": 5,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            "attention_sinks": True,
+            "sliding_window": 5,
+            "layer_types": ("sliding_attention", "full_attention", "sliding_attention"),
+            "experts": ExpertsConfig(
+                4, 2, 24, router_bias=True, expert_bias=True, activation="clamped"
+            ),
+        },
+    ),
+    "llama4": (
+        "llama4_text",
+        {
+            "nope_layers": (2,),
+            "rope_interleave": True,
+            "qk_l2_norm": True,
+            "attn_temperature_tuning": True,
+            "attention_chunk_size": 7,
+            "layer_types": ("chunked_attention", "chunked_attention", "full_attention"),
+            "experts": ExpertsConfig(
+                4,
+                1,
+                12,
+                norm_topk_prob=False,
+                gate="sigmoid",
+                scale_inputs=True,
+                shared_size=12,
+                shared_gate=False,
+                dense_layers=(1,),
+            ),
+        },
+    ),
+    "partial": ("phi3", {"partial_rotary_factor": 0.5}),
+    "longrope": ("phi3", {"partial_rotary_factor": 0.5, "rope_scaling": LONGROPE}),
+    "gemma2": ("gemma2", {**GEMMA, "attn_logit_softcapping": 50.0, "sliding_window": 5}),
+    "gemma3": (
+        "gemma3_text",
+        {
+            **GEMMA,
+            "qk_norm": True,
+            "sliding_window": 5,
+            "layer_types": ("sliding_attention", "full_attention", "full_attention"),
+            "rope_local_base_freq": 1e3,
+            "rope_scaling": RotaryScaling("linear", 8.0),
+        },
+    ),
 }
 
 
@@ -58,9 +121,7 @@ def test_llama_comes_back(case: str) -> None:
     again = LlamaConfig.from_huggingface(told)
     assert json.loads(json.dumps(again.to_huggingface(64))) == told
     assert again.family == family
-    assert [again.window(layer) for layer in range(3)] == [
-        config.window(layer) for layer in range(3)
-    ]
+    assert [again.kind(layer) for layer in range(3)] == [config.kind(layer) for layer in range(3)]
 
 
 @pytest.mark.parametrize(
@@ -68,8 +129,8 @@ def test_llama_comes_back(case: str) -> None:
     [
         {"qkv_bias": True, "qk_norm": True},
         {"out_bias": True},
-        {"sliding_window": 5, "mlp_bias": True},
-        {"qkv_bias": True, "out_bias": True, "sliding_window": 5},
+        {"qk_norm": True, "mlp_bias": True},
+        {"post_norms": True, "sliding_window": 5},
         {"experts": MIXTURE},
         {"qkv_bias": True, "experts": MIXTURE, "sliding_window": 5},
     ],
@@ -97,6 +158,29 @@ def test_a_configuration_does_not_forget_its_family() -> None:
         ConfigError, match="family must be None or one of llama, .*, but got family='gemma'"
     ):
         LlamaConfig(**SIZES, family="gemma")
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"hidden_act": "gelu", "experts": MIXTURE}, "hidden_act must be 'silu' with experts"),
+        ({"nope_layers": (3,)}, "nope_layers must be a tuple of layers below num_hidden_layers=3"),
+        ({"final_logit_softcapping": 0.0}, "final_logit_softcapping must be a finite number > 0"),
+        ({"rope_local_base_freq": 1.0}, "rope_local_base_freq must be a finite number > 1"),
+        (
+            {"layer_types": ("chunked_attention",) * 3},
+            "attention_chunk_size must be given for layers of 'chunked_attention'",
+        ),
+        (
+            {"num_nextn_predict_layers": 1, "scale_embeddings": True},
+            "num_nextn_predict_layers must be 0 with scale_embeddings",
+        ),
+        ({"partial_rotary_factor": 0.3}, "a share of an even number of the head_dim=4 dims"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(changes: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        LlamaConfig(**SIZES, **changes)
 
 
 def test_gpt2_and_bert_come_back() -> None:

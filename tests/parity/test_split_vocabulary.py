@@ -22,7 +22,7 @@ from flax import nnx
 import jaxpipe
 from jaxpipe import LayerSpec, Pipeline, PipelineModule, ProcessTopology, TiedLayerSpec
 from jaxpipe.errors import LayerError
-from jaxpipe.layers import VocabEmbed
+from jaxpipe.layers import SoftCapped, VocabEmbed
 from jaxpipe.losses import SplitLogits, cross_entropy, vocab_cross_entropy
 from jaxpipe.topology import make_pipeline_mesh
 
@@ -260,6 +260,14 @@ def test_tokens_outside_the_vocabulary_give_what_the_whole_table_gives(dtype: An
         (
             [nn.Embed(ROWS, DIM), nn.Dense(ROWS, precision="highest")],
             r"default precision, but got precision='highest'",
+        ),
+        (
+            [nn.Embed(ROWS, DIM), LayerSpec(nn.Dense, ROWS, forward_fn=lambda m, x: 2 * m(x))],
+            r"called as it is, or SoftCapped, but got a forward_fn for layer 1_Dense",
+        ),
+        (
+            [table(), table(forward_fn=SoftCapped(3.0, lambda m, x: x @ m.embedding.T))],
+            r"a forward_fn that returns attend\(x\), but got",
         ),
         (
             [nn.Embed(15, DIM), nn.Dense(15)],

@@ -73,7 +73,7 @@ def test_leaves_that_are_left_out_are_packed_as_zeros() -> None:
 def test_a_layout_in_another_dtype_has_the_same_leaves_in_the_same_order() -> None:
     layout = Layout([struct(stage) for stage in stages()])
     half = layout.cast(
-        lambda like: like.update(dtype=jnp.float16) if like.dtype == jnp.float32 else like
+        lambda _, like: like.update(dtype=jnp.float16) if like.dtype == jnp.float32 else like
     )
     assert {name: like.shape for name, like in half.buffers.items()} == {
         "float16": (10,),

@@ -22,12 +22,27 @@ from jaxpipe.transformer import _attention
 B, T, N, K, D = 2, 300, 4, 2, 8  # more than a block, and no whole number of them
 
 
-def reference(q: Any, k: Any, v: Any, hidden: Any, bias: Any = 0.0, keep: Any = 1.0) -> Any:
+def reference(  # noqa: PLR0913  # what attention takes
+    q: Any,
+    k: Any,
+    v: Any,
+    hidden: Any,
+    bias: Any = 0.0,
+    keep: Any = 1.0,
+    sinks: Any = None,
+    soft_cap: float | None = None,
+) -> Any:
     """All scores at once; `hidden` and what else there is are `[B, N, T, S]`."""
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-    scores = jnp.einsum("btnd,bsnd->bnts", q, k) / np.sqrt(q.shape[3]) + bias
-    scores = jnp.where(hidden, -1e30, scores)
-    weights = jnp.where(hidden.all(-1, keepdims=True), 0.0, jax.nn.softmax(scores)) * keep
+    scores = jnp.einsum("btnd,bsnd->bnts", q, k) / np.sqrt(q.shape[3])
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    scores = jnp.where(hidden, -1e30, scores + bias)
+    if sinks is not None:
+        column = jnp.broadcast_to(sinks.reshape(1, -1, 1, 1), (*scores.shape[:3], 1))
+        scores = jnp.concatenate([scores, column], -1)
+    weights = jax.nn.softmax(scores)[..., : k.shape[1]]
+    weights = jnp.where(hidden.all(-1, keepdims=True), 0.0, weights) * keep
     return jnp.einsum("bnts,bsnd->btnd", weights, v)
 
 
@@ -93,6 +108,65 @@ def test_blocks_give_what_all_scores_at_once_give(name: str) -> None:
     bias = given["mask"] if name == "added" else 0.0
     found = values_and_gradients(functools.partial(attention, **given), q, k, v, grad)
     wanted = values_and_gradients(lambda *x: reference(*x, hidden_by(**given), bias), q, k, v, grad)
+    assert_close(found, wanted)
+
+
+EXTRAS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "causal_window_segments": {},
+    "lengths": {},
+    "of_pairs": {},
+    "dropped": {"causal": True, "dropout_rate": 0.3, "key": jax.random.key(3)},
+}
+
+
+@pytest.mark.parametrize("name", slow_after(2, list(EXTRAS)[::-1]))
+def test_sinks_caps_and_wider_or_narrower_values(name: str) -> None:
+    """Against all scores at once, with one more score for each head, in the steep part of caps."""
+    q, k, v, grad = inputs()
+    q, sinks = 4 * q, jnp.linspace(-3.0, 5.0, N)
+    v, grad = (jnp.concatenate([x, x[..., : D // 2]], -1) for x in (v, grad))
+    given = {**CASES.get(name, {}), **EXTRAS[name]}
+    keep = kept_pairs(**given) if name == "dropped" else 1.0
+
+    def run(function: Any) -> Any:
+        out, pullback = jax.vjp(function, q, k, v, sinks)
+        return out, pullback(grad)
+
+    found, wanted = (
+        jax.device_get(jax.jit(run, static_argnums=0)(function))
+        for function in (
+            lambda *x: attention(*x[:3], sinks=x[3], soft_cap=2.0, **given),
+            lambda *x: reference(*x[:3], hidden_by(**given), keep=keep, sinks=x[3], soft_cap=2.0),
+        )
+    )
+    assert_close(found, wanted)
+
+
+def test_a_sink_of_minus_infinity_is_no_sink() -> None:
+    q, k, v, _ = inputs()
+    lowest = jnp.full((N,), -jnp.inf)
+    given = CASES["lengths"]
+    assert_close(attention(q, k, v, sinks=lowest, **given), attention(q, k, v, **given))
+
+
+@pytest.mark.parametrize("size", slow_after(1, [D // 2, 2 * D]))
+@pytest.mark.parametrize("implementation", ["cudnn", "xla"])
+def test_kernels_for_one_size_get_padded_heads(
+    implementation: Any, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With JAX's own attention in the place of cuDNN's, which takes the same arguments."""
+    q, k, _, _ = inputs()
+    v, grad = (jax.random.normal(jax.random.key(9), (B, T, n, size)) for n in (K, N))
+    true = _attention._jax_attention
+    monkeypatch.setattr(_attention, "_jax_attention", lambda pattern, _: true(pattern, "xla"))
+    monkeypatch.setattr(_attention, "_cudnn_refusal", lambda *_: None)
+    found, wanted = (
+        values_and_gradients(
+            functools.partial(attention, causal=True, implementation=name), q, k, v, grad
+        )
+        for name in (implementation, "blocked")
+    )
     assert_close(found, wanted)
 
 
@@ -162,17 +236,20 @@ def test_the_kernel_is_for_masks_whose_gradient_it_does_not_compute(name: str) -
         attention(q, k, v, implementation="cudnn", **CASES[name])
 
 
+def kept_pairs(dropout_rate: float, **given: Any) -> Any:
+    """What probabilities are multiplied by, seen through values that are rows of the identity."""
+    q, k, _, _ = inputs()
+    eye = jnp.broadcast_to(jnp.eye(T).reshape(1, T, 1, T), (B, T, K, T))
+    out = attention(q, k, eye, dropout_rate=dropout_rate, **given)
+    return jnp.swapaxes(out != 0, 1, 2) / (1 - dropout_rate)
+
+
 def test_dropout_is_the_same_in_the_backward() -> None:
-    """Probabilities are seen through values that are the rows of the identity."""
     rate, key = 0.3, jax.random.key(3)
     q, k, v, grad = inputs()
     drop = functools.partial(attention, causal=True, dropout_rate=rate, key=key)
-    eye = jnp.broadcast_to(jnp.eye(T).reshape(1, T, 1, T), (B, T, N, T))
-    wide = [
-        jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, T - D))) for x in (q, jnp.repeat(k, N // K, axis=2))
-    ]
     hidden = hidden_by(causal=True)
-    keep = jnp.swapaxes(drop(*wide, eye, scale=D**-0.5) != 0, 1, 2) / (1 - rate)
+    keep = kept_pairs(rate, causal=True, key=key)
     share = float(jnp.mean(keep > 0, where=~hidden))
     assert share == pytest.approx(1 - rate, abs=0.01)
     assert_close(
@@ -243,6 +320,10 @@ def test_the_log_says_what_was_chosen_and_why(caplog: pytest.LogCaptureFixture) 
     )
 
 
+CUDNN_SINKS = {"implementation": "cudnn", "sinks": jnp.ones((K,))}
+CUDNN_CAP = {"implementation": "cudnn", "soft_cap": 5.0}
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [
@@ -251,7 +332,10 @@ def test_the_log_says_what_was_chosen_and_why(caplog: pytest.LogCaptureFixture) 
             {"k": jnp.ones((B, T, 3, D)), "v": jnp.ones((B, T, 3, D))},
             "divide those of queries.*3, 8",
         ),
-        ({"v": jnp.ones((B, T, K, D + 1))}, r"but got .*v float32\[2, 300, 2, 9\]"),
+        ({"v": jnp.ones((B, T + 1, K, D))}, r"but got .*v float32\[2, 301, 2, 8\]"),
+        ({"sinks": jnp.ones((K,))}, r"sinks must hold .* shape \[4\], but got float32\[2\]"),
+        ({"sinks": jnp.ones((N,), int)}, r"one float for each query head.* got int32\[4\]"),
+        ({"soft_cap": 0.0}, "soft_cap must be a number > 0 or None, but got soft_cap=0.0"),
         (
             {"q": jnp.ones((B, T, N, D), jnp.bfloat16)},
             "one floating-point dtype, but got q bfloat16",
@@ -279,7 +363,17 @@ def test_the_log_says_what_was_chosen_and_why(caplog: pytest.LogCaptureFixture) 
         ),
         (
             {"implementation": "xla", "dropout_rate": 0.1, "key": jax.random.key(0)},
-            "without dropout, but got .*=0.1",
+            "probabilities are dropped .dropout_rate=0.1.*blocked",
+        ),
+        ({"implementation": "xla", "sinks": jnp.ones((N,))}, "but got: there are sinks. Leave"),
+        ({"implementation": "xla", "soft_cap": 5.0}, "but got: there is a cap .soft_cap=5.0"),
+        (
+            {**{name: jnp.ones((B, T, K, D), jnp.bfloat16) for name in "qkv"}, **CUDNN_SINKS},
+            "there are sinks, and its kernels have none. Leave",
+        ),
+        (
+            {**{name: jnp.ones((B, T, K, D), jnp.bfloat16) for name in "qkv"}, **CUDNN_CAP},
+            "there is a soft_cap, and its kernels have none. Leave",
         ),
     ],
 )

@@ -48,8 +48,22 @@ def test_outputs_and_gradients_are_those_of_blocks(
     pattern, visibility = Pattern(causal, window, 0.1, 0.0), Visibility(None, None, given, given)
     assert splash_refusal(pattern, q, k, visibility) is None
     outs, pulls = zip(
-        jax.vjp(lambda *x: splash_attention(pattern, *x, given, interpret=True), q, k, v),
-        jax.vjp(lambda *x: blocked_attention(pattern, *x, visibility), q, k, v),
+        jax.vjp(lambda *x: splash_attention(pattern, *x, None, given, interpret=True), q, k, v),
+        jax.vjp(lambda *x: blocked_attention(pattern, *x, None, visibility), q, k, v),
+        strict=True,
+    )
+    assert_close(outs[0], outs[1])
+    gradient = jax.random.normal(jax.random.key(9), outs[0].shape)
+    assert_close(pulls[0](gradient), pulls[1](gradient))
+
+
+def test_sinks_caps_and_narrower_values_are_those_of_blocks() -> None:
+    q, k, v = arrays(256, 256, HEADS["grouped"], 192)
+    v, sinks = v[..., :128], jnp.linspace(-1.0, 3.0, 4)
+    pattern = Pattern(True, 100, 0.1, 0.0, soft_cap=2.0)
+    outs, pulls = zip(
+        jax.vjp(lambda *x: splash_attention(pattern, *x, None, interpret=True), q, k, v, sinks),
+        jax.vjp(lambda *x: blocked_attention(pattern, *x, Visibility()), q, k, v, sinks),
         strict=True,
     )
     assert_close(outs[0], outs[1])
@@ -66,6 +80,7 @@ IDS = jnp.zeros((2, 256), jnp.int32)
     [
         (X, {"causal": True}, None),
         (X, {"causal": True, "window": 7, "segment_ids": IDS}, None),
+        (X, {"causal": True, "sinks": jnp.ones((2,)), "soft_cap": 5.0}, None),
         (X.astype(jnp.float16), {}, "the dtype is float16"),
         (X[:, :200], {}, "there are 200 queries and 200 keys"),
         (X, {"dropout_rate": 0.1, "key": jax.random.key(0)}, "probabilities are dropped"),
@@ -82,7 +97,7 @@ def test_on_tpus_it_is_taken_where_it_can_be(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     taken: list[str] = []
-    monkeypatch.setattr(_attention, "_platform", lambda: "tpu")
+    monkeypatch.setattr(_attention, "traced_platform", lambda: "tpu")
     monkeypatch.setattr(_attention, "is_first", lambda _: True)
     monkeypatch.setattr(_attention, "_splash", lambda *args: taken.append("splash") or args[1])
     with caplog.at_level(logging.INFO, "jaxpipe"):

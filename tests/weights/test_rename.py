@@ -12,6 +12,7 @@ from jaxpipe.layers import flatten_dict, unflatten_dict
 from jaxpipe.weights import (
     Rename,
     conv1d,
+    interleave,
     linear,
     merge,
     rename,
@@ -90,6 +91,7 @@ def test_there_and_back() -> None:
         (linear(2, 2), [(2, 3, 2, 4)]),
         (split(1, linear(1, 2)), [(4, 2, 3), (2, 2, 3)]),
         (split(-1, conv1d(1, 2)), [(2, 2, 3), (2, 4, 3)]),
+        (interleave(), [(2, 3), (2, 3)]),
         (stack(split(0, transpose)), [(3, 2, 2), (3, 2, 4)]),
     ],
 )

@@ -93,7 +93,7 @@ def test_a_name_has_no_end_of_parts(load: Load, tmp_path: Path) -> None:
 
 
 FLOAT = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
-FLOAT8 = {"x": {"dtype": "F8_E4M3", "shape": [1], "data_offsets": [0, 1]}}
+FLOAT8 = {"x": {"dtype": "F8_E5M2", "shape": [1], "data_offsets": [0, 1]}}
 SHORT = {"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
 TWICE = {
     "x": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]},

@@ -1,0 +1,283 @@
+"""Ring attention: keys and values travel around a mesh axis along which positions are divided.
+
+Each device computes, in blocks, what its queries see of the keys that it holds, and passes keys and
+values on to the next device. After one round every query has met every key. The backward makes
+another round, on which the gradients of keys and values travel with them.
+
+With a causal mask, contiguous pieces of a text would give the first device little work and the last
+one most. So each device works on a stripe instead: of P devices, device p has the positions p,
+p + P, p + 2 P and so on. Then all devices compute the same pairs of blocks, about half of the
+square.
+
+Reference:
+    Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers" (2023); Brandon et al.,
+    "Striped Attention" (2023).
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxpipe.topology import SEQUENCE
+
+from ._blocked import Blocks, Pattern, Stripes, Visibility, named
+from ._sharding import dividing_axes, traced_platform
+
+
+def ring_refusal(
+    pattern: Pattern, q: jax.Array, k: jax.Array, visibility: Visibility
+) -> str | None:
+    """Return why a ring cannot compute this; None if it can."""
+    size, length = _num_places(), q.shape[1]
+    parts = size**2 if _is_striped(pattern) else size
+    found = {
+        "there is a mask": visibility.mask is not None,
+        "probabilities are dropped": pattern.dropout_rate > 0,
+        f"there are {length} queries and {k.shape[1]} keys": length != k.shape[1],
+        f"there are {length} positions, and a ring of {size} takes multiples of {parts}": length
+        % parts
+        != 0,
+    }
+    return next((why for why, holds in found.items() if holds), None)
+
+
+def ring_attention(
+    pattern: Pattern,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    sinks: jax.Array | None,
+    visibility: Visibility,
+) -> jax.Array:
+    """Compute attention of `q` `[B, T, N, D]` to `k` `[B, T, K, D]` and `v` `[B, T, K, Dv]`.
+
+    T is divided over the mesh axis `sequence`, also in the result `[B, T, N, Dv]`.
+    """
+    samples, heads = dividing_axes(q.shape[0], k.shape[2])
+    ring = _Ring(pattern, _num_places(), samples, heads, shifts=traced_platform() != "cpu")
+    segments = visibility.query_segments, visibility.key_segments
+    if _is_striped(pattern):
+        q, k, v, segments = jax.tree.map(ring.stripe, (q, k, v, segments))
+    out: Any = _attend(ring, q, k, v, sinks, (*segments, visibility.lengths))
+    return ring.unstripe(out) if _is_striped(pattern) else out
+
+
+class _Ring(NamedTuple):
+    """Static settings of a ring.
+
+    Attributes:
+        pattern: Settings of attention.
+        size: Number of devices.
+        samples: Mesh axis that divides samples, or None.
+        heads: Mesh axis that divides heads, or None.
+        shifts: Whether devices pass values on with `ppermute`. Simulated devices exchange them
+            among all: if only some stages run a layer, a `ppermute` in it would wait for the other
+            stages (XLA's CPU backend, JAX 0.10).
+    """
+
+    pattern: Pattern
+    size: int
+    samples: str | None
+    heads: str | None
+    shifts: bool
+
+    def stripe(self, x: jax.Array) -> jax.Array:
+        """Move contiguous pieces `[B, T, ...]` to stripes: place p gets p, p + size and so on."""
+
+        def run(x: jax.Array) -> jax.Array:
+            x = x.reshape(x.shape[0], -1, self.size, *x.shape[2:])
+            return jnp.squeeze(lax.all_to_all(x, SEQUENCE, 2, 1, tiled=True), 2)
+
+        return self.mapped(run, (self.spec(x),), self.spec(x))(x)
+
+    def unstripe(self, x: jax.Array) -> jax.Array:
+        """Move stripes back to contiguous pieces."""
+
+        def run(x: jax.Array) -> jax.Array:
+            x = lax.all_to_all(jnp.expand_dims(x, 2), SEQUENCE, 1, 2, tiled=True)
+            return x.reshape(x.shape[0], -1, *x.shape[3:])
+
+        return self.mapped(run, (self.spec(x),), self.spec(x))(x)
+
+    def spec(self, x: jax.Array) -> P:
+        """Return the sharding of `[B, T, heads, D]`, of segments `[B, T]` or of lengths `[B]`."""
+        return P(self.samples, SEQUENCE, self.heads) if x.ndim == 4 else P(self.samples, SEQUENCE)
+
+    def mapped(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
+        """Map a function over the devices of a stage's replica.
+
+        All automatic axes are manual inside, because XLA cannot partition what is left.
+        """
+        mesh = jax.sharding.get_abstract_mesh()
+        return jax.shard_map(
+            function,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=set(mesh.auto_axes),
+            check_vma=False,
+        )
+
+    def passed(self, values: Any, place: jax.Array) -> Any:
+        """Pass values on to the next device. `place` is this one's index."""
+        if not self.shifts:
+            return jax.tree.map(lambda x: self._passed_among_all(x, place), values)
+        pairs = [(i, (i + 1) % self.size) for i in range(self.size)]
+        return jax.tree.map(lambda x: lax.ppermute(x, SEQUENCE, pairs), values)
+
+    def _passed_among_all(self, x: jax.Array, place: jax.Array) -> jax.Array:
+        sent = jnp.zeros((self.size, *x.shape), x.dtype).at[(place + 1) % self.size].set(x)
+        return lax.all_to_all(sent, SEQUENCE, 0, 0)[(place - 1) % self.size]
+
+    def stripes(self, place: jax.Array, source: jax.Array, length: int) -> Stripes:
+        """Return the positions of the queries of `place` and of the keys that `source` had."""
+        if _is_striped(self.pattern):
+            return Stripes(self.size, place, source)
+        return Stripes(1, place * length, source * length)
+
+    def round(
+        self, turn: Callable[..., Any], state: Any, held: Any, place: jax.Array
+    ) -> tuple[Any, Any]:
+        """Call `turn(state, held, back)` with what each device held at first, its own values first.
+
+        `back` counts the devices between this one and the one that the values come from. Returns
+        the state and the values that are held last.
+        """
+
+        def body(carry: tuple[Any, Any], back: jax.Array) -> tuple[tuple[Any, Any], None]:
+            state, held = turn(*carry, back)
+            return (state, self.passed(held, place)), None
+
+        turns = jnp.arange(self.size - 1, dtype=jnp.int32)
+        (state, held), _ = lax.scan(body, (state, held), turns)
+        return turn(state, held, jnp.int32(self.size - 1))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(
+    ring: _Ring,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    sinks: jax.Array | None,
+    hides: tuple[jax.Array | None, ...],
+) -> jax.Array:
+    """Compute attention of queries to keys that are divided alike; `hides` are as in `_Hides`."""
+    return _forward(ring, q, k, v, sinks, hides)[0]
+
+
+def _forward(
+    ring: _Ring,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    sinks: jax.Array | None,
+    hides: tuple[jax.Array | None, ...],
+) -> tuple[Any, Any]:
+    def run(
+        places: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, sinks: Any, hides: Any
+    ) -> tuple[jax.Array, jax.Array]:
+        of_queries, of_keys, lengths = hides
+
+        def blocks(of_keys: Any, back: Any) -> Blocks:
+            source = (places[0] - back) % ring.size
+            seen = Visibility(None, lengths, of_queries, of_keys)
+            return Blocks(ring.pattern, q, k, seen, ring.stripes(places[0], source, q.shape[1]))
+
+        def turn(sums: Any, held: Any, back: jax.Array) -> tuple[Any, Any]:
+            k, v, of_keys = held
+            return blocks(of_keys, back).add(sums, q, k, v), held
+
+        own = blocks(of_keys, 0)
+        sums, _ = ring.round(turn, own.start(v, sinks), (k, v, of_keys), places[0])
+        return own.finish(sums, q.dtype)
+
+    specs = _specs(ring, q, k, v, sinks, hides)
+    mapped = ring.mapped(run, specs, (ring.spec(q), _log_sum_spec(ring)))
+    out, log_sum = named(*mapped(_places(ring), q, k, v, sinks, hides))
+    return out, (q, k, v, sinks, hides, out, log_sum)
+
+
+def _backward(ring: _Ring, residuals: Any, grad: jax.Array) -> tuple[Any, ...]:
+    q, k, v, sinks, hides, out, log_sum = residuals
+
+    def run(  # noqa: PLR0913  # the residuals
+        places: jax.Array,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        sinks: Any,
+        hides: Any,
+        out: jax.Array,
+        log_sum: jax.Array,
+        grad: jax.Array,
+    ) -> Any:
+        of_queries, of_keys, lengths = hides
+
+        def blocks(of_keys: Any, back: Any) -> Blocks:
+            source = (places[0] - back) % ring.size
+            seen = Visibility(None, lengths, of_queries, of_keys)
+            return Blocks(ring.pattern, q, k, seen, ring.stripes(places[0], source, q.shape[1]))
+
+        own = blocks(of_keys, 0)
+        rows = own.rows(out, log_sum, grad)
+
+        def turn(dq: jax.Array, held: Any, back: jax.Array) -> tuple[Any, Any]:
+            k, v, of_keys, dk, dv = held
+            grads = blocks(of_keys, back).add_gradients((dq, dk, dv), q, k, v, grad, rows)
+            return grads[0], (k, v, of_keys, *grads[1:])
+
+        dq, dk, dv = own.zero_gradients(q, k, v)
+        dq, held = ring.round(turn, dq, (k, v, of_keys, dk, dv), places[0])
+        # After the last turn the gradients are one device away from their keys.
+        dk, dv = ring.passed(held[3:], places[0])
+        to_sinks = own.sink_gradient(sinks, rows)
+        if to_sinks is not None:
+            axes = (SEQUENCE,) if ring.samples is None else (SEQUENCE, ring.samples)
+            to_sinks = lax.psum(to_sinks, axes)
+        return *own.gradients((dq, dk, dv), (q, k, v)), to_sinks
+
+    specs = _specs(ring, q, k, v, sinks, hides)
+    mapped = ring.mapped(
+        run, (*specs, ring.spec(out), _log_sum_spec(ring), ring.spec(grad)), specs[1:5]
+    )
+    found = mapped(_places(ring), q, k, v, sinks, hides, out, log_sum, grad)
+    # None because segments and lengths have no gradient.
+    return *found, None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _specs(
+    ring: _Ring, q: jax.Array, k: jax.Array, v: jax.Array, sinks: Any, hides: Any
+) -> tuple[Any, ...]:
+    """Return the shardings of the places and of the arguments of `_attend`."""
+    of_sinks = None if sinks is None else P(ring.heads)
+    of_queries, of_keys, lengths = hides
+    of_hides = (
+        *(None if x is None else ring.spec(x) for x in (of_queries, of_keys)),
+        None if lengths is None else P(ring.samples),
+    )
+    return P(SEQUENCE), ring.spec(q), ring.spec(k), ring.spec(v), of_sinks, of_hides
+
+
+def _log_sum_spec(ring: _Ring) -> P:
+    return P(ring.samples, ring.heads, None, SEQUENCE)
+
+
+def _places(ring: _Ring) -> jax.Array:
+    return jnp.arange(ring.size, dtype=jnp.int32)
+
+
+def _num_places() -> int:
+    return jax.sharding.get_abstract_mesh().shape[SEQUENCE]
+
+
+def _is_striped(pattern: Pattern) -> bool:
+    """Whether positions hide keys, so that contiguous pieces would have unequal work."""
+    return pattern.causal or pattern.window is not None
