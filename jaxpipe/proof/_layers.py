@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe._typing import PyTree
-from jaxpipe.jaxpr import all_equations
+from jaxpipe.jaxpr import all_equations, arithmetic_of
 from jaxpipe.layers import NamedLayer, PipelineModule, call_on_one, layer_view
 
-from ._bound import arithmetic_of, norm
+from ._bound import norm
 from ._job import Job, Precision
 from ._plain import Start, microbatch_of
 

@@ -5,10 +5,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxpipe.jaxpr import Arithmetic, arithmetic_of
 from jaxpipe.layers import PipelineModule
 from jaxpipe.pipeline import Pipeline
 
-from ._bound import Arithmetic, arithmetic_of, bounds, norm
+from ._bound import bounds, norm
 from ._job import OWN, Job, Precision, named
 from ._plain import Plain, Start
 

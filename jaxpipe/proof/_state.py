@@ -12,11 +12,11 @@ from jaxpipe._typing import PyTree
 from jaxpipe.checkpoint import export_safetensors, load_params
 from jaxpipe.data import Batch
 from jaxpipe.engine import PipelineEngine, initialize
+from jaxpipe.jaxpr import arithmetic_of
 from jaxpipe.layers import PipelineModule, flatten_dict
 from jaxpipe.topology import ProcessTopology, make_pipeline_mesh
 from jaxpipe.weights import load_safetensors
 
-from ._bound import arithmetic_of
 from ._job import OWN, Job
 from ._proof import Finding
 
