@@ -13,7 +13,7 @@ Reference:
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ _LOSS_UNIT = float(np.finfo(np.float32).eps) / 2
 
 def bounds(
     plain: Mapping[str, Any],
-    moved: list[Mapping[str, Any]],
+    moved: Sequence[Mapping[str, Any]],
     sizes: Mapping[str, Any],
     arithmetic: Arithmetic,
     num_terms: int,

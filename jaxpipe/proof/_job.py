@@ -12,7 +12,7 @@ import optax
 from jaxpipe._typing import PyTree
 from jaxpipe.config import Collector, TrainConfig, load_config
 from jaxpipe.data import Batch, split_entry
-from jaxpipe.errors import TopologyError
+from jaxpipe.errors import ConfigError, TopologyError
 from jaxpipe.layers import PipelineModule, cast_floats, flatten_dict
 from jaxpipe.pipeline import ConfigLike, Pipeline, prepare
 from jaxpipe.recompute import settings_for
@@ -81,7 +81,13 @@ class Job:
             )
         mesh = make_pipeline_mesh(self.topology, jax.devices()[: self.num_devices])
         prepared = prepare(model, self.config, optimizer, None, mesh, errors)
-        self.module, self.chosen, self.mesh = prepared.model, prepared.chosen, prepared.mesh
+        self.module, self.mesh = prepared.model, prepared.mesh
+        if prepared.chosen.transformation is None:
+            raise ConfigError(
+                "a proof must have an optimizer, but got optimizer=None and a configuration "
+                "without the section optimizer. Pass for example optax.adamw(3e-4)."
+            )
+        self.transformation = prepared.chosen.transformation
         self.microbatch_size = prepared.sizes.train_micro_batch_size_per_gpu
         self.num_microbatches = _microbatches(
             model.num_stages, prepared.sizes.gradient_accumulation_steps
@@ -159,13 +165,13 @@ class Job:
         if is_own and precision.name in self._pipelines:
             return self._pipelines[precision.name]
         config = self.config_in(precision)
-        if example is None:
-            example = jax.tree.map(lambda x: x[0], self.batch_in(precision, 0))
+        entry = self.batch_in(precision, 0)
+        entry = jax.tree.map(lambda x: x[0], entry) if example is None else example
         pipeline = Pipeline(
             self.module_in(precision) if module is None else module,
-            self.chosen.transformation,
+            self.transformation,
             self.mesh,
-            example,
+            entry,
             self.num_microbatches,
             config,
             settings_for(config, self.mesh),
@@ -180,7 +186,7 @@ class Job:
 
     def optimizer(self, frozen: frozenset[tuple[str, ...]]) -> Optimizer:
         """Return the optimiser of the plain program."""
-        return Optimizer(self.chosen.transformation, self.config, frozen)
+        return Optimizer(self.transformation, self.config, frozen)
 
     def start(self, precision: Precision) -> Start:
         """Make the parameters and collections that both programs start from."""

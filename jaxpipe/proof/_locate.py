@@ -60,7 +60,7 @@ def locate(job: Job, precision: Precision, wrong: Sequence[Difference]) -> Locat
         found = Located(layer, is_forward, microbatch)
         if layer is None or microbatch is None:
             return found
-        return _with_tick(job.pipeline(precision), found)
+        return _with_tick(job.pipeline(precision), found, layer)
 
 
 def _layer(job: Job, precision: Precision, wrong: Sequence[Difference]) -> tuple[str | None, bool]:
@@ -158,15 +158,14 @@ def _microbatch(job: Job, precision: Precision) -> int | None:
     other = module.replace(loss_fn=chosen)
     batch, start = job.batch_in(precision, 0), job.start(precision)
     rows = (job.num_microbatches, job.num_samples)
-    pipeline = None
+    example = batch._replace(labels=(batch.labels, np.ones(rows, np.float32)))
+    example = jax.tree.map(lambda x: x[0], example)
+    pipeline = job.pipeline(precision, module=other, example=example)
+    state = pipeline.init_from(start.params, start.collections)
     for m in range(job.num_microbatches):
         shares = np.zeros(rows, np.float32)
         shares[m] = 1.0
         chosen_batch = batch._replace(labels=(batch.labels, shares))
-        if pipeline is None:
-            example = jax.tree.map(lambda x: x[0], chosen_batch)
-            pipeline = job.pipeline(precision, module=other, example=example)
-            state = pipeline.init_from(start.params, start.collections)
         _, grads, _ = pipeline.gradients(state, chosen_batch)
         wanted = Plain(other, job.num_replicas).gradients(start, chosen_batch, 0)
         found = pipeline.params_tree(grads)
@@ -189,10 +188,10 @@ def _trained(found: PyTree, grads: PyTree) -> list[Any]:
     return [flat[path] for path in flatten_dict(found)]
 
 
-def _with_tick(pipeline: Pipeline, found: Located) -> Located:
+def _with_tick(pipeline: Pipeline, found: Located, layer: str) -> Located:
     """Add the tick of the action of the located microbatch on the located layer."""
     program, names = pipeline.program, [named.name for named in pipeline.module.layers]
-    index = names.index(found.layer)
+    index = names.index(layer)
     part = next(
         (i for i, stop in enumerate(pipeline.parts[1:]) if index < stop), len(pipeline.parts) - 2
     )

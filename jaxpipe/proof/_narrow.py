@@ -114,11 +114,12 @@ def _divided(value: Any, factor: int) -> Any:
         return value.clone(**{name: _divided(getattr(value, name), factor) for name in names})
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value) if field.init]
-        return dataclasses.replace(
-            value, **{name: _divided(getattr(value, name), factor) for name in names}
-        )
-    if type(value) in (tuple, list):
-        return type(value)(_divided(x, factor) for x in value)
+        changes = {name: _divided(getattr(value, name), factor) for name in names}
+        return dataclasses.replace(value, **changes)
+    if type(value) is tuple:
+        return tuple(_divided(x, factor) for x in value)
+    if type(value) is list:
+        return [_divided(x, factor) for x in value]
     if type(value) is dict:
         return {key: _divided(x, factor) for key, x in value.items()}
     return value

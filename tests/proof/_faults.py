@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import importlib
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -12,20 +13,21 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxpipe
-from jaxpipe.executor import (
-    _batch,
-    _epilogue,
-    _exchange,
-    _loss,
-    _segment,
-    _step,
-    _sums,
-    _tick_loop,
-    _train,
-    _trunk,
-)
 from jaxpipe.layers import LayerSpec
-from jaxpipe.state import _update, _zero
+
+
+def _room(name: str) -> Any:
+    return importlib.import_module(f"jaxpipe.{name}")
+
+
+_batch, _epilogue, _exchange, _loss, _segment, _step, _sums, _tick_loop, _train, _trunk = (
+    _room(f"executor._{name}")
+    for name in (
+        *("batch", "epilogue", "exchange", "loss", "segment", "step", "sums", "tick_loop", "train"),
+        "trunk",
+    )
+)
+_update, _zero, _make = _room("state._update"), _room("state._zero"), _room("planner._make")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,17 +278,17 @@ EXECUTOR = [
     Fault(
         "residuals of the wrong slot",
         "linen",
-        after(jaxpipe.planner._make, "lower_schedule", other_tick("residual_read")),
+        after(_make, "lower_schedule", other_tick("residual_read")),
     ),
     Fault(
         "residuals written to the wrong slot",
         "linen",
-        after(jaxpipe.planner._make, "lower_schedule", other_tick("residual_write")),
+        after(_make, "lower_schedule", other_tick("residual_write")),
     ),
     Fault(
         "operands of the wrong weight gradient",
         "linen",
-        after(jaxpipe.planner._make, "lower_schedule", other_tick("pending_read")),
+        after(_make, "lower_schedule", other_tick("pending_read")),
         config={"pipeline": {"schedule": "zero-bubble"}},
     ),
 ]
@@ -316,7 +318,7 @@ def noise(found: Any, *_: Any) -> Any:
 SPLIT = {"pipeline": {"schedule": "1f1b", "split_vocabulary": True}}
 ZERO_1 = {"zero_optimization": {"stage": 1}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4}}
-EXECUTOR += [
+MORE = [
     Fault("inputs of another microbatch", "linen", batch_part("inputs", 1), "Embed"),
     Fault("labels of another microbatch", "linen", batch_part("labels", 1), "Head"),
     Fault("side inputs of another microbatch", "side", batch_part("context", 1), "SideBlock"),
@@ -533,4 +535,5 @@ USER = [
         where="layer 1",
     ),
 ]
-ALL = [*EXECUTOR, *USER]
+OF_EXECUTOR = [*EXECUTOR, *MORE]
+ALL = [*OF_EXECUTOR, *USER]

@@ -9,7 +9,7 @@ import flax.linen as nn
 import jax
 import numpy as np
 import pytest
-from _faults import EXECUTOR, USER, Fault, module_of
+from _faults import OF_EXECUTOR, USER, Fault, module_of
 from _models import ALL_MODELS, MICROBATCH
 
 import jaxpipe
@@ -69,7 +69,7 @@ def is_in_sample(fault: Fault) -> bool:
             marks=pytest.mark.slow if is_in_sample(fault) else pytest.mark.soak,
             id=str(fault),
         )
-        for fault in EXECUTOR
+        for fault in OF_EXECUTOR
     ],
 )
 def test_a_fault_of_the_executor_is_refused(fault: Fault) -> None:
