@@ -112,16 +112,16 @@ def _divided(value: Any, factor: int) -> Any:
     if isinstance(value, nn.Module):
         names = [f.name for f in dataclasses.fields(value) if f.name not in ("parent", "name")]
         return value.clone(**{name: _divided(getattr(value, name), factor) for name in names})
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value) if field.init]
-        changes = {name: _divided(getattr(value, name), factor) for name in names}
-        return dataclasses.replace(value, **changes)
     if type(value) is tuple:
         return tuple(_divided(x, factor) for x in value)
     if type(value) is list:
         return [_divided(x, factor) for x in value]
     if type(value) is dict:
         return {key: _divided(x, factor) for key, x in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value) if field.init]
+        changes = {name: _divided(getattr(value, name), factor) for name in names}
+        return dataclasses.replace(value, **changes)
     return value
 
 
