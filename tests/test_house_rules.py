@@ -116,3 +116,9 @@ def test_files_of_a_room_do_not_import_each_other_in_a_circle(room: Path) -> Non
         }
     circle = {name for name, found in reached.items() if name in found}
     assert circle - CIRCLES.get(room.name, set()) == set()
+
+
+def test_modules_of_tests_have_names_of_their_own() -> None:
+    # pytest puts each folder of tests on the path, so that one of two modules would hide the other.
+    names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py"]
+    assert sorted(names) == sorted(set(names))

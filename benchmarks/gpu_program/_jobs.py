@@ -208,7 +208,7 @@ class FamilyJob(Job):
     @property
     def block(self) -> nn.Module:
         """The layer that is repeated."""
-        return models.LlamaBlock(self.family)
+        return models.LlamaBlock(self.family, self.family.kind(0))
 
     @property
     def module(self) -> jaxpipe.PipelineModule:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _published import PUBLISHED
+from _published_models import PUBLISHED
 
 from jaxpipe import PipelineModule
 from jaxpipe.errors import ConfigError
