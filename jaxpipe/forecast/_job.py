@@ -12,10 +12,7 @@ from jaxpipe.errors import ConfigError, JaxpipeError, nearest, shown
 
 def read_job(text: str, function: Callable[..., Any]) -> dict[str, Any]:
     """Return the arguments of `function`, such as `plan`, from the job that `text` names."""
-    named = import_named(text, "JOB", "train:job")
-    if not callable(named):
-        raise ConfigError(f"JOB must name a function, but got {text}={shown(named)}. Define it.")
-    found = _called(text, named)
+    found = call_job(text)
     if isinstance(found, dict):
         given = {str(key): value for key, value in found.items()}
         _check_names(text, given, function)
@@ -29,8 +26,11 @@ def read_job(text: str, function: Callable[..., Any]) -> dict[str, Any]:
     return dict(zip(names, found, strict=False))
 
 
-def _called(text: str, function: Any) -> Any:
-    """Call the named function and return its result."""
+def call_job(text: str) -> Any:
+    """Call the function that `text` names and return its result."""
+    function = import_named(text, "JOB", "train:job")
+    if not callable(function):
+        raise ConfigError(f"JOB must name a function, but got {text}={shown(function)}. Define it.")
     try:
         inspect.signature(function).bind()
     except TypeError as error:

@@ -1,6 +1,7 @@
 """`prove`: a proof that a pipeline computes what its layers compute one after another."""
 
 # For users.
+from ._peer import prove_peer as prove_peer
 from ._proof import Claim as Claim
 from ._proof import Finding as Finding
 from ._proof import Proof as Proof
@@ -18,6 +19,7 @@ __all__ = [
     "Finding",
     "Proof",
     "prove",
+    "prove_peer",
     # For other rooms.
     "SymbolicRun",
     "main",

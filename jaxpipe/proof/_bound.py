@@ -23,8 +23,8 @@ from jaxpipe.jaxpr import Arithmetic
 _DEVIATIONS = 8.0
 """A sum of random roundings exceeds this many standard deviations once in 10^15 leaves."""
 
-_LOSS_UNIT = float(np.finfo(np.float32).eps) / 2
-"""A pipeline adds up losses in float32."""
+FLOAT32 = float(np.finfo(np.float32).eps) / 2
+"""The unit roundoff of float32, in which a pipeline adds up losses."""
 
 
 def bounds(
@@ -33,6 +33,7 @@ def bounds(
     sizes: Mapping[str, Any],
     arithmetic: Arithmetic,
     num_terms: int,
+    loss_unit: float = FLOAT32,
 ) -> dict[str, float]:
     """Return the largest difference of each result that rounding explains, as an L2 norm.
 
@@ -42,13 +43,14 @@ def bounds(
         sizes: For results that are sums over microbatches, the sums of absolute values.
         arithmetic: The program's arithmetic.
         num_terms: Number of microbatches times replicas.
+        loss_unit: The least unit roundoff of numbers that are no arrays.
     """
     floors = _floors(plain)
     found = {}
     for name, value in plain.items():
-        move = max((norm(other[name] - value) for other in moved), default=0.0)
+        move = max((distance(other[name], value) for other in moved), default=0.0)
         size = norm(sizes.get(name, value))
-        unit = max(arithmetic.unit, _LOSS_UNIT) if np.ndim(value) == 0 else arithmetic.unit
+        unit = max(arithmetic.unit, loss_unit) if np.ndim(value) == 0 else arithmetic.unit
         found[name] = _DEVIATIONS * (
             math.sqrt(arithmetic.operations) * move
             + unit * (math.sqrt(num_terms) * size + floors[name])
@@ -70,3 +72,13 @@ def norm(x: Any) -> float:
     x = np.asarray(x)
     x = np.abs(x.astype(np.complex128 if np.iscomplexobj(x) else np.float64))
     return float(np.sqrt(np.sum(x * x)))
+
+
+def distance(found: Any, wanted: Any) -> float:
+    """The L2 norm of a difference, in float64; infinite if it is not finite or shapes differ."""
+    found, wanted = np.asarray(found), np.asarray(wanted)
+    if found.shape != wanted.shape:
+        return float("inf")
+    wide = np.complex128 if np.iscomplexobj(found) else np.float64
+    found = norm(found.astype(wide) - wanted.astype(wide))
+    return found if np.isfinite(found) else float("inf")

@@ -1,20 +1,21 @@
 """`jaxpipe prove`: prove the job that a function returns, on the command line."""
 
 import argparse
-import inspect
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from jaxpipe._files import write_file
 from jaxpipe.distributed import simulate_devices
-from jaxpipe.errors import JaxpipeError
-from jaxpipe.forecast import plan, read_job, read_places, writable_file
+from jaxpipe.errors import ConfigError, JaxpipeError, shown
+from jaxpipe.forecast import call_job, read_places, writable_file
 
-from ._prove import prove
+from ._peer import prove_peer
+from ._proof import Proof
+from ._prove import prove_named, read_options
 
 _REFUSED, _WRONG_USE = 1, 2
-_DEVICES = 16
+_DEVICES, _PAIR = 16, 3
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpipe prove") -> int:
@@ -34,17 +35,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpipe prove
             writable_file("--html", args.html),
         )
         simulate_devices(args.devices)
-        # A job may also name arguments of `plan`, which the proof does not need.
-        given = read_job(args.job, plan)
-        known = inspect.signature(prove).parameters
-        options: dict[str, Any] = {
-            **{name: value for name, value in given.items() if name in known},
-            "quick": args.quick,
-            "as_is": args.as_is,
-        }
-        if args.places is not None:
-            options["places"] = read_places(args.places)
-        found = prove(**options)
+        found = _peer_proof(args.job) if args.peer else _proof(args)
         sys.stdout.write(f"{found}\n")
         if args.badge:
             sys.stdout.write(f"{found.badge()}\n")
@@ -58,6 +49,28 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpipe prove
     return 0 if found.holds else _REFUSED
 
 
+def _proof(args: argparse.Namespace) -> Proof:
+    places = read_places(args.places)
+    options: dict[str, Any] = read_options(args.job) | (
+        {} if places is None else {"places": places}
+    )
+    command = [*(["--as-is"] if args.as_is else []), args.job]
+    command += [] if args.places is None else ["--places", args.places]
+    return prove_named(
+        **options, hardware=args.hardware, quick=args.quick, as_is=args.as_is, command=command
+    )
+
+
+def _peer_proof(text: str) -> Proof:
+    found = call_job(text)
+    if not isinstance(found, tuple) or len(found) != _PAIR:
+        raise ConfigError(
+            f"{text} must return (pipelined, sequential, arguments), two functions and the tuple "
+            f"of their arguments, but got {shown(found)}. Return such a tuple."
+        )
+    return prove_peer(*found)
+
+
 def _parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=prog,
@@ -65,10 +78,17 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         "compute one after another. Needs no accelerator.",
         epilog="JOB names a function without arguments, as for jaxpipe plan. It returns (model, "
         "config, example_batch), with an optimizer as a fourth entry if the configuration names "
-        "none, or a dictionary of the arguments of jaxpipe.prove.",
+        "none, or a dictionary of the arguments of jaxpipe.prove. With --peer, it returns "
+        "(pipelined, sequential, arguments): two functions with the same arguments.",
     )
     parser.add_argument(
         "job", metavar="JOB", help="module:function, such as train:job for job() in train.py"
+    )
+    parser.add_argument(
+        "--peer", action="store_true", help="compare a pipeline written by hand, see JOB"
+    )
+    parser.add_argument(
+        "--hardware", metavar="NAME:COUNT", help="compile for these devices too, such as h200:8"
     )
     parser.add_argument("--quick", action="store_true", help="only what takes seconds, for CI")
     parser.add_argument(

@@ -1,11 +1,13 @@
 """The job that is proved: a small copy of the user's, on simulated devices."""
 
 import dataclasses
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -105,6 +107,14 @@ class Job:
         self._example = split_entry(example_batch, "the example batch")
         self.num_samples = self.microbatch_size * self.num_replicas * self.mesh.shape.get(FSDP, 1)
 
+    @property
+    def checksum(self) -> str:
+        """The SHA-256 of the initial parameters and the first batch."""
+        found = hashlib.sha256()
+        for leaf in jax.tree.leaves((self.start(OWN).params, tuple(self.batch(0)))):
+            found.update(np.ascontiguousarray(leaf).tobytes())
+        return found.hexdigest()
+
     def batch(self, seed: int) -> Batch:
         """Make a batch from the example's values, in another order for each seed."""
         rng = np.random.default_rng(seed)
@@ -148,7 +158,7 @@ class Job:
     def batch_in(self, precision: Precision, seed: int) -> Batch:
         """Return a batch for a precision."""
         batch = self.batch(seed)
-        return jax.tree.map(_as_double, batch) if precision.is_double else batch
+        return jax.tree.map(as_double, batch) if precision.is_double else batch
 
     def pipeline(
         self,
@@ -213,6 +223,7 @@ def _microbatches(num_stages: int, given: int) -> int:
     return 2 ** math.ceil(math.log2(min(max(given, 2), wanted)))
 
 
-def _as_double(x: Any) -> np.ndarray:
+def as_double(x: Any) -> np.ndarray:
+    """Widen an array of floats to float64."""
     x = np.asarray(x)
-    return x.astype(np.float64) if np.issubdtype(x.dtype, np.floating) else x
+    return x.astype(np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x

@@ -9,7 +9,7 @@ from jaxpipe.jaxpr import Arithmetic, arithmetic_of
 from jaxpipe.layers import PipelineModule
 from jaxpipe.pipeline import Pipeline
 
-from ._bound import bounds, norm
+from ._bound import bounds, distance, norm
 from ._job import OWN, Job, Precision, named
 from ._plain import Plain, Start
 
@@ -56,7 +56,7 @@ def compare(job: Job, precision: Precision) -> list[Difference]:
         limits = bounds(plain.values, moved, plain.sizes, _arithmetic(pipeline), job.num_terms)
         found = run_pipeline(job, precision, pipeline, start)
     return [
-        Difference(name, _distance(found[name], value), limits[name], norm(value))
+        Difference(name, distance(found[name], value), limits[name], norm(value))
         for name, value in plain.values.items()
     ]
 
@@ -94,7 +94,7 @@ def compare_ragged(job: Job, precision: Precision) -> list[Difference]:
         found = named("ragged", pipeline.params_tree(grads))
         found["loss of ragged weights"] = jax.device_get(metrics["loss"])
     return [
-        Difference(name, _distance(found[name], value), limits[name], norm(value))
+        Difference(name, distance(found[name], value), limits[name], norm(value))
         for name, value in values.items()
     ]
 
@@ -205,11 +205,3 @@ def _leaves(outputs: list[Any]) -> list[Any]:
 
 def _arithmetic(pipeline: Pipeline) -> Arithmetic:
     return arithmetic_of([program for program in pipeline.trace.programs])
-
-
-def _distance(found: Any, wanted: Any) -> float:
-    found, wanted = np.asarray(found), np.asarray(wanted)
-    if found.shape != wanted.shape:
-        return float("inf")
-    distance = norm(found.astype(np.result_type(found, np.float64)) - wanted)
-    return distance if np.isfinite(distance) else float("inf")

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Mapping
+from importlib import metadata
 from typing import Any
 
 from jaxpipe._text import html_page, html_table
@@ -35,6 +36,7 @@ class Claim:
         figures: Numbers that it is based on, by name.
         not_covered: Why it was not checked. None if it was.
         seconds: Time that the check took.
+        results: Difference, bound and size of each result that was compared, as L2 norms, by name.
     """
 
     name: str
@@ -43,6 +45,9 @@ class Claim:
     figures: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     not_covered: str | None = None
     seconds: float = 0.0
+    results: Mapping[str, tuple[float, ...]] = dataclasses.field(
+        default_factory=dict[str, tuple[float, ...]]
+    )
 
     @property
     def holds(self) -> bool:
@@ -115,3 +120,9 @@ class Proof:
             lines += [f"{'':12}{finding}" for finding in claim.findings]
         lines.append("proved" if self.holds else f"refused: {len(self.findings)} findings")
         return "\n".join(lines)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the libraries that compute."""
+    names = "jax", "jaxlib", "flax", "optax"
+    return {"versions": ", ".join(f"{name} {metadata.version(name)}" for name in names)}

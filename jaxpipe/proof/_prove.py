@@ -1,39 +1,43 @@
 """`prove`: check a job's pipeline against its plain program, on simulated devices."""
 
-import time
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib import metadata
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import optax
 
 from jaxpipe._typing import PyTree
 from jaxpipe.config import load_config
-from jaxpipe.errors import ConfigError, JaxpipeError
+from jaxpipe.errors import ConfigError
+from jaxpipe.forecast import Hardware, plan, read_hardware, read_job
 from jaxpipe.layers import PipelineModule
 from jaxpipe.pipeline import ConfigLike
 
+from ._claims import Measured, NotCovered, run_claims
 from ._determinism import determinism_findings
 from ._job import DOUBLE, OWN, Job, Precision
 from ._layers import layer_faults
 from ._locate import Located, locate
 from ._narrow import LEAST, narrowed
 from ._numbers import Difference, compare, compare_ragged, nan_stays
-from ._proof import Claim, Finding, Proof
+from ._processes import process_findings
+from ._program import program_findings
+from ._proof import Finding, Proof, versions
 from ._schedule import SymbolicRun, require_in_flight
 from ._state import state_findings
 
 _MOST_FINDINGS = 5
 
 
-def prove(
+def prove(  # noqa: PLR0913  # one argument for each choice
     model: PipelineModule,
     config: ConfigLike,
     example_batch: Sequence[PyTree],
     *,
     optimizer: optax.GradientTransformation | None = None,
     places: Mapping[str, int] | None = None,
+    hardware: str | tuple[Hardware, int] | None = None,
     quick: bool = False,
     as_is: bool = False,
     only: Sequence[str] | None = None,
@@ -55,7 +59,9 @@ def prove(
             from the values.
         optimizer: An optax transformation. None: the optimiser of the configuration.
         places: Lengths of additional axes of the mesh, such as `{"model": 2}`.
-        quick: Whether to leave out the job's own dtypes, checkpoints and determinism.
+        hardware: Name and number of devices, such as `"h200:8"`, as for `plan`. The step of the
+            whole job is compiled for them, without a device. None: it is not compiled.
+        quick: Whether to leave out the job's own dtypes, checkpoints, determinism and processes.
         as_is: Whether to prove the model at its own sizes. By default its widths and lengths are
             divided by a power of two, and runs of equal layers are shortened.
         only: Names of the claims to check. None: all of them.
@@ -70,49 +76,117 @@ def prove(
         TopologyError: There are too few simulated devices.
         JaxpipeError: Whatever building the pipeline raises.
     """
-    config = load_config(config)
-    sizes: dict[str, Any] = {}
-    if not as_is:
-        chunks = config.pipeline.num_chunks
-        narrow = narrowed(model, example_batch, chunks if isinstance(chunks, int) else 2)
-        model, example_batch = narrow.model, narrow.example
-        before, after = narrow.num_layers
-        sizes = {
-            "narrowed": f"sizes of {LEAST} and more divided by {narrow.factor}, {before} layers "
-            f"shortened to {after}"
-        }
-    job = Job(model, config, example_batch, optimizer, places or {})
-    checks = _checks(job, quick=quick and only is None)
-    unknown = set(only or ()) - set(checks)
+    return prove_named(
+        model,
+        config,
+        example_batch,
+        optimizer=optimizer,
+        places=places,
+        hardware=hardware,
+        quick=quick,
+        as_is=as_is,
+        only=only,
+    )
+
+
+def prove_named(
+    model: PipelineModule,
+    config: ConfigLike,
+    example_batch: Sequence[PyTree],
+    *,
+    hardware: str | tuple[Hardware, int] | None = None,
+    quick: bool = False,
+    as_is: bool = False,
+    only: Sequence[str] | None = None,
+    command: Sequence[str] | None = None,
+    **how: Any,
+) -> Proof:
+    """Prove a job which another process can make with the arguments `command`."""
+    target = None if hardware is None else read_hardware(hardware)
+    made = made_job(model, config, example_batch, as_is=as_is, **how)
+    job = made.job
+
+    def program() -> Iterator[Any]:
+        if target is None:
+            return iter([NotCovered("name the hardware, such as h200:8 (--hardware)")])
+        given = job.config, example_batch, job.given_optimizer, how.get("places"), target
+        return program_findings(model, *given)
+
+    checks = _checks(job, program, command)
+    names = checks if only is None else only
+    if quick and only is None:
+        names = [name for name in checks if name in _QUICK or (name == "program" and target)]
+    unknown = set(names) - set(checks)
     if unknown:
         raise ConfigError(
             f"only must name claims, which are {', '.join(checks)}, but got {sorted(unknown)}. "
             "Leave it out for all of them."
         )
-    claims = [
-        _claim(name, statement, check)
-        for name, (statement, check) in checks.items()
-        if only is None or name in only
-    ]
+    left_out = [name for name in checks if name not in names]
     return Proof(
-        tuple(claims),
+        run_claims({name: check for name, check in checks.items() if name in names}),
         {
             "layers": ", ".join(named.name for named in job.module.layers),
             "axes": ", ".join(f"{name}={size}" for name, size in job.mesh.shape.items()),
-            "schedule": config.pipeline.schedule,
+            "schedule": job.config.pipeline.schedule,
             "microbatches": job.num_microbatches,
-            **sizes,
-            "versions": ", ".join(
-                f"{name} {metadata.version(name)}" for name in ("jax", "jaxlib", "flax", "optax")
-            ),
+            **made.sizes,
+            **({"not checked": ", ".join(left_out)} if left_out else {}),
+            "SHA-256 of parameters and batch": job.checksum,
+            **versions(),
         },
     )
 
 
-def _checks(job: Job, *, quick: bool) -> dict[str, tuple[str, Callable[[], Iterator[Any]]]]:
+class Made(NamedTuple):
+    """A job at the sizes of its proof, and what a proof says of these sizes."""
+
+    job: Job
+    sizes: dict[str, str]
+
+
+def made_job(
+    model: PipelineModule,
+    config: ConfigLike,
+    example_batch: Sequence[PyTree],
+    *,
+    optimizer: optax.GradientTransformation | None = None,
+    places: Mapping[str, int] | None = None,
+    as_is: bool = False,
+) -> Made:
+    """Make the small copy of a job that is proved."""
+    config = load_config(config)
+    if as_is:
+        return Made(Job(model, config, example_batch, optimizer, places or {}), {})
+    chunks = config.pipeline.num_chunks
+    narrow = narrowed(model, example_batch, chunks if isinstance(chunks, int) else 2)
+    before, after = narrow.num_layers
+    text = (
+        f"sizes of {LEAST} and more divided by {narrow.factor}, {before} layers shortened to "
+        f"{after}"
+    )
+    job = Job(narrow.model, config, narrow.example, optimizer, places or {})
+    return Made(job, {"narrowed": text})
+
+
+def read_options(text: str) -> dict[str, Any]:
+    """Return the arguments of `made_job` from the job that a command line names.
+
+    A job may also name arguments of `plan`, which a proof does not need.
+    """
+    known = inspect.signature(made_job).parameters
+    return {name: value for name, value in read_job(text, plan).items() if name in known}
+
+
+_QUICK = ("layers", "schedule", "numbers", "weights", "nan")
+
+
+def _checks(
+    job: Job, program: Callable[[], Iterator[Any]], command: Sequence[str] | None
+) -> dict[str, tuple[str, Callable[[], Iterator[Any]]]]:
     """Return the claims by name: the statement, and a function that yields findings and figures."""
     same = "Loss, gradients, updates, outputs and collections are those of the plain program"
-    checks: dict[str, tuple[str, Callable[[], Iterator[Any]]]] = {
+    return {
         "layers": ("Layers and loss are what a pipeline needs.", lambda: _layers(job)),
         "schedule": (
             "Each value is written once, read after it is written, and received where it is sent.",
@@ -127,10 +201,6 @@ def _checks(job: Job, *, quick: bool) -> dict[str, tuple[str, Callable[[], Itera
             "A NaN in one sample shows only where the plain program has it.",
             lambda: _not_a_number(job),
         ),
-    }
-    if quick:
-        return checks
-    return checks | {
         "dtypes": (f"{same}, in the job's dtypes.", lambda: _numbers(job, OWN)),
         "determinism": (
             "Two runs give the same bits, and another seed gives others.",
@@ -140,27 +210,15 @@ def _checks(job: Job, *, quick: bool) -> dict[str, tuple[str, Callable[[], Itera
             "A checkpoint opens with other numbers of stages, and training goes on.",
             lambda: state_findings(job),
         ),
+        "processes": (
+            "Steps in two processes are those of one process.",
+            lambda: process_findings(job, command),
+        ),
+        "program": (
+            "Compiled for the hardware, the step fits, and all stages reach its collectives.",
+            program,
+        ),
     }
-
-
-def _claim(name: str, statement: str, check: Callable[[], Iterator[Any]]) -> Claim:
-    begun, findings, figures, not_covered = time.monotonic(), [], {}, None
-    try:
-        for found in check():
-            if isinstance(found, Finding):
-                findings.append(found)
-            else:
-                figures |= found
-    except JaxpipeError as error:
-        findings.append(Finding(name, str(error)))
-    return Claim(
-        name,
-        statement,
-        tuple(findings[:_MOST_FINDINGS]),
-        figures,
-        not_covered,
-        time.monotonic() - begun,
-    )
 
 
 def _layers(job: Job) -> Iterator[Any]:
@@ -181,6 +239,7 @@ def _numbers(job: Job, precision: Precision) -> Iterator[Any]:
     wrong = [each for each in differences if not each.holds]
     worst = max(differences, key=lambda each: each.difference / max(each.bound, 1e-300))
     yield {"results": len(differences), "worst": worst.name, "bound": worst.bound}
+    yield Measured({each.name: each[1:] for each in differences})
     if not wrong:
         return
     located = locate(job, precision, wrong)
@@ -191,6 +250,7 @@ def _numbers(job: Job, precision: Precision) -> Iterator[Any]:
 def _ragged(job: Job) -> Iterator[Any]:
     differences = compare_ragged(job, DOUBLE)
     yield {"results": len(differences)}
+    yield Measured({each.name: each[1:] for each in differences})
     for each in differences:
         if not each.holds:
             yield Finding(each.name, _figures(each))

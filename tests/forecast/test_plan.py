@@ -902,7 +902,7 @@ def test_what_is_compiled_is_the_candidate_that_is_shown(monkeypatch: pytest.Mon
 
     def compiled(label: str, counted_bytes: float, build: Any) -> CompiledStep:
         built.append(build())
-        return CompiledStep(label, 1, 1, 2, counted_bytes, 1.0)
+        return CompiledStep(label, 1, 1, 2, counted_bytes, 1.0, StepReading(0, (), (), ()))
 
     monkeypatch.setattr("jaxpipe.forecast._plan.compile_step", compiled)
     monkeypatch.setattr("jaxpipe.forecast._plan.compilable_devices", lambda *_: jax.devices()[:4])
