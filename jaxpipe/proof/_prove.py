@@ -109,7 +109,11 @@ def prove_named(
     def program() -> Iterator[Any]:
         if target is None:
             return iter([NotCovered("name the hardware, such as h200:8 (--hardware)")])
-        given = job.config, example_batch, job.given_optimizer, how.get("places"), target
+        one = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((job.microbatch_size, *x.shape[1:]), x.dtype),
+            tuple(example_batch),
+        )
+        given = job.config, one, job.given_optimizer, how.get("places"), target
         return program_findings(model, *given)
 
     checks = _checks(job, program, command)
@@ -161,10 +165,7 @@ def made_job(
     chunks = config.pipeline.num_chunks
     narrow = narrowed(model, example_batch, chunks if isinstance(chunks, int) else 2)
     before, after = narrow.num_layers
-    text = (
-        f"sizes of {LEAST} and more divided by {narrow.factor}, {before} layers shortened to "
-        f"{after}"
-    )
+    text = f"sizes of {LEAST} and more divided by {narrow.factor}, {after} of {before} layers"
     job = Job(narrow.model, config, narrow.example, optimizer, places or {})
     return Made(job, {"narrowed": text})
 

@@ -28,6 +28,7 @@ _batch, _epilogue, _exchange, _loss, _segment, _step, _sums, _tick_loop, _train,
     )
 )
 _update, _zero, _make = _room("state._update"), _room("state._zero"), _room("planner._make")
+_load, _weights = _room("checkpoint._load"), _room("checkpoint._weights")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -315,7 +316,6 @@ def noise(found: Any, *_: Any) -> Any:
     return scaled(found[0], 1 + 1e-6 * np.random.default_rng().standard_normal()), found[1]
 
 
-SPLIT = {"pipeline": {"schedule": "1f1b", "split_vocabulary": True}}
 ZERO_1 = {"zero_optimization": {"stage": 1}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4}}
 MORE = [
@@ -346,8 +346,8 @@ MORE = [
         "linen",
         after(
             _step.DevicePrograms,
-            "predict",
-            lambda found, *_: jax.tree.map(lambda x: jnp.flip(x, 0), found),
+            "evaluate_and_predict",
+            lambda found, *_: (found[0], jax.tree.map(lambda x: jnp.flip(x, 0), found[1])),
         ),
         "outputs/",
     ),
@@ -414,15 +414,13 @@ MORE = [
             "_plus_vocab",
             lambda old: lambda carry, grads: old(carry, scaled(grads, 2.0)),
         ),
-        "embed",
-        SPLIT,
+        "table",
     ),
     Fault(
         "gradients of the vocabulary lost",
         "split_tied",
         patched(_train, "_plus_vocab", lambda _: lambda carry, grads: carry),
-        "embed",
-        SPLIT,
+        "table",
     ),
     Fault(
         "shards averaged over the replicas",
@@ -535,5 +533,81 @@ USER = [
         where="layer 1",
     ),
 ]
-OF_EXECUTOR = [*EXECUTOR, *MORE]
+
+
+def of_leaves(change: Callable[[str, np.ndarray], np.ndarray]) -> Callable[..., Any]:
+    """Change the leaves that are read from a checkpoint."""
+
+    def changed(found: Any, *_: Any) -> Any:
+        return ((key, change(key, value)) for key, value in found)
+
+    return changed
+
+
+def narrow(_: str, value: np.ndarray) -> np.ndarray:
+    is_float = np.issubdtype(value.dtype, np.floating)
+    return value.astype(jnp.bfloat16).astype(value.dtype) if is_float else value
+
+
+def without_moments(key: str, value: np.ndarray) -> np.ndarray:
+    return np.zeros_like(value) if "/nu/" in key or ".nu" in key else value
+
+
+def transposed(_: str, value: np.ndarray) -> np.ndarray:
+    is_square = value.ndim > 1 and value.shape[-1] == value.shape[-2]
+    return value.swapaxes(-1, -2) if is_square else value
+
+
+def without_nan(found: Any, *_: Any) -> Any:
+    floats = lambda x: jnp.nan_to_num(x) if jnp.issubdtype(x.dtype, jnp.floating) else x  # noqa: E731
+    return jax.tree.map(floats, found)
+
+
+ONLY_STATE = ("state",)
+DENSE = module_of(LayerSpec(nn.Dense, 8))
+OF_STATE = [
+    Fault(
+        "a checkpoint read in bfloat16",
+        DENSE,
+        after(_load, "_cast_leaves", of_leaves(narrow)),
+        "params/",
+        only=ONLY_STATE,
+    ),
+    Fault(
+        "moments not read",
+        DENSE,
+        after(_load, "_cast_leaves", of_leaves(without_moments)),
+        "opt_state",
+        only=ONLY_STATE,
+    ),
+    Fault(
+        "leaves read transposed",
+        DENSE,
+        after(_load, "_cast_leaves", of_leaves(transposed)),
+        "kernel",
+        only=ONLY_STATE,
+    ),
+    Fault(
+        "the step not read",
+        "dropout",
+        patched(_load, "_load_scalars", lambda _: lambda *args, **kwargs: {}),
+        "next loss",
+        only=ONLY_STATE,
+    ),
+    Fault(
+        "an export in bfloat16",
+        DENSE,
+        after(_weights, "read_leaves", of_leaves(narrow)),
+        "export_safetensors",
+        only=ONLY_STATE,
+    ),
+    Fault(
+        "a NaN that becomes zero",
+        DENSE,
+        after(_exchange.Channel, "recv", without_nan),
+        "loss of microbatch",
+        only=("nan",),
+    ),
+]
+OF_EXECUTOR = [*EXECUTOR, *MORE, *OF_STATE]
 ALL = [*OF_EXECUTOR, *USER]

@@ -1,6 +1,9 @@
 """Sound jobs are proved, and faults are refused with the layer or leaf that has them."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +16,9 @@ from _faults import OF_EXECUTOR, USER, Fault, module_of
 from _models import ALL_MODELS, MICROBATCH
 
 import jaxpipe
+from jaxpipe.errors import ConfigError
 from jaxpipe.layers import LayerSpec
-from jaxpipe.proof import Proof, main, prove
+from jaxpipe.proof import Proof, main, prove, prove_peer
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": MICROBATCH,
@@ -22,7 +26,7 @@ CONFIG = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
     "pipeline": {"schedule": "1f1b"},
 }
-SAMPLES = 8
+SAMPLES = 8  # of a microbatch
 SAMPLE = ("a mean twice too large", "keys by stage", "tied gradients not summed")
 
 
@@ -117,3 +121,88 @@ def test_wrong_use(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     assert main(["nowhere:job"]) == 2
     assert "JOB" in capsys.readouterr().err
     assert jaxpipe.prove is prove
+
+
+STEPS = """
+import jax, jax.numpy as jnp, numpy as np
+
+def steps(factor=1.0):
+    w = np.random.default_rng(0).standard_normal((4, 8, 8)).astype(np.float32)
+    x = np.random.default_rng(1).standard_normal((16, 8)).astype(np.float32)
+
+    def loss(w, x):
+        return jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0] ** 2)
+
+    def whole(w, x):
+        return {"loss": loss(w, x), "grads": jax.grad(loss)(w, x)}
+
+    def parts(w, x):
+        found = [whole(w, part) for part in jnp.split(x, 4)]
+        mean = jax.tree.map(lambda *xs: sum(xs) / 4, *found)
+        return {**mean, "grads": factor * mean["grads"]}
+
+    return parts, whole, (w, x)
+
+def wrong():
+    return steps(1 + 1e-9)
+"""
+
+
+@pytest.mark.parametrize(("name", "status"), [("steps", 0), ("wrong", 1)])
+def test_a_pipeline_written_by_hand(
+    name: str,
+    status: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "peer_steps.py").write_text(STEPS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("jaxpipe.proof._cli.simulate_devices", lambda number: None)
+    assert main(["--peer", f"peer_steps:{name}"]) == status
+    out = capsys.readouterr().out
+    assert ("['grads']: differs by" in out) is (status == 1)
+    assert "REFUSED      dtypes" not in out  # 1e-9 is below float32
+
+
+def test_peers_must_return_the_same_tree() -> None:
+    def of(result: Any) -> Any:
+        return lambda x: result
+
+    found = prove_peer(of(np.ones(2)), of(np.ones(3)), (np.ones(1),))
+    assert "the same tree of shapes" in str(found)
+    with pytest.raises(ConfigError, match="arguments must be a tuple"):
+        prove_peer(of(1), of(1), np.ones(1))  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.slow
+def test_the_whole_command_in_an_empty_folder(tmp_path: Path) -> None:
+    """Two processes take part in it."""
+    (tmp_path / "train.py").write_text(JOB.format(loss="mean"))
+    command = [sys.executable, "-m", "jaxpipe", "prove", "train:job", "--devices", "8"]
+    paths = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
+    ended = subprocess.run(
+        [*command, "--html", "proof.html", "--badge"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "holds        processes" in ended.stdout
+    assert "proved" in (tmp_path / "proof.html").read_text().lower()
+    assert "img.shields.io" in ended.stdout
+
+
+def test_a_process_cannot_be_sent_a_function() -> None:
+    (claim,) = proof_of(module_of(LayerSpec(nn.Dense, 8)), {}, only=("processes",)).claims
+    assert claim.not_covered is not None
+    assert "Run jaxpipe prove" in claim.not_covered
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(ConfigError, match="only must name claims"):
+        proof_of(module_of(LayerSpec(nn.Dense, 8)), {}, only=("number",))
+    with pytest.raises(ConfigError, match="hardware"):
+        proof_of(module_of(LayerSpec(nn.Dense, 8)), {}, hardware="h20:8")
