@@ -22,6 +22,7 @@ from _covering import slow_after
 
 import jaxpipe
 from jaxpipe.__main__ import main
+from jaxpipe.compiled import StepReading
 from jaxpipe.errors import ConfigError, JaxpipeError
 from jaxpipe.forecast import HARDWARE, CompiledStep, Hardware, StepPlan
 from jaxpipe.losses import vocab_cross_entropy

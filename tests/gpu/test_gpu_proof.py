@@ -36,7 +36,7 @@ def program_of(width: int, hardware: str = "h200:4") -> Proof:
 
 
 def test_the_program_is_read() -> None:
-    found = program_of(512)
+    found = program_of(2048)
     assert found.holds, str(found)
     (claim,) = found.claims
     assert claim.figures["collectives of a steady tick"] == 2

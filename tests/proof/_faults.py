@@ -27,7 +27,7 @@ _batch, _epilogue, _exchange, _loss, _segment, _step, _sums, _tick_loop, _train,
         "trunk",
     )
 )
-_update, _zero, _make = _room("state._update"), _room("state._zero"), _room("planner._make")
+_update, _zero, _plan = _room("state._update"), _room("state._zero"), _room("planner._plan")
 _load, _weights = _room("checkpoint._load"), _room("checkpoint._weights")
 
 
@@ -173,21 +173,25 @@ EXECUTOR = [
         "gradients exchanged in bfloat16",
         "linen",
         after(_exchange, "exchange", lambda found, *_: rounded(found, jnp.bfloat16)),
+        where="4_Block",
     ),
     Fault(
         "gradients exchanged in float32",
         "attention",
         after(_exchange.Channel, "recv", lambda found, *_: rounded(found, jnp.float32)),
+        where="5_Head",
     ),
     Fault(
         "a received value scaled",
         "tuple",
         after(_exchange, "exchange", lambda found, *_: scaled(found, 1 + 1e-6)),
+        where="4_MaskedBlock",
     ),
     Fault(
         "residuals rounded",
         "attention",
         after(_train.TrainLoop, "_read_residuals", lambda found, *_: rounded(found, jnp.float32)),
+        where="Attention",
     ),
     Fault(
         "gradients of the last tick lost",
@@ -209,12 +213,14 @@ EXECUTOR = [
             "reduce_gradients",
             lambda old: lambda self, stage, kind, grads: scaled(old(self, stage, kind, grads), 0.5),
         ),
+        where="gradient/",
     ),
     Fault(
         "clipped without the other stages",
         "linen",
         patched(_step, "global_norm", lambda old: lambda *args: old(*args) * 0.5),
         config={"gradient_clipping": 0.01},
+        where="parameter/",
     ),
     Fault(
         "clipped to another norm",
@@ -223,6 +229,7 @@ EXECUTOR = [
             _step, "clip_to", lambda old: lambda limit, norm, grads: old(limit * 1.01, norm, grads)
         ),
         config={"gradient_clipping": 0.01},
+        where="parameter/",
     ),
     Fault(
         "tied parameters that drift apart",
@@ -235,11 +242,13 @@ EXECUTOR = [
                 found[1],
             ),
         ),
+        where="parameter/",
     ),
     Fault(
         "an update twice",
         "linen",
         after(_update.Updater, "update", lambda found, *_: (scaled(found[0], 1.001), found[1])),
+        where="parameter/",
     ),
     Fault(
         "the optimiser's state not kept",
@@ -254,6 +263,7 @@ EXECUTOR = [
                 )
             ),
         ),
+        where="parameter/",
     ),
     Fault(
         "the loss of one replica",
@@ -269,6 +279,7 @@ EXECUTOR = [
                 )
             ),
         ),
+        where="loss",
     ),
     Fault(
         "weights of one replica",
@@ -279,18 +290,21 @@ EXECUTOR = [
     Fault(
         "residuals of the wrong slot",
         "linen",
-        after(_make, "lower_schedule", other_tick("residual_read")),
+        after(_plan, "lower_schedule", other_tick("residual_read")),
+        where="stage=1",
     ),
     Fault(
         "residuals written to the wrong slot",
         "linen",
-        after(_make, "lower_schedule", other_tick("residual_write")),
+        after(_plan, "lower_schedule", other_tick("residual_write")),
+        where="stage=1",
     ),
     Fault(
         "operands of the wrong weight gradient",
         "linen",
-        after(_make, "lower_schedule", other_tick("pending_read")),
+        after(_plan, "lower_schedule", other_tick("pending_read")),
         config={"pipeline": {"schedule": "zero-bubble"}},
+        where="stage=0",
     ),
 ]
 
@@ -340,6 +354,7 @@ MORE = [
                 )
             ),
         ),
+        where="evaluation/",
     ),
     Fault(
         "outputs in another order",
@@ -391,11 +406,13 @@ MORE = [
                 else scaled(found, 2.0)
             ),
         ),
+        where="5_Head",
     ),
     Fault(
         "sums rounded to float32",
         "attention",
         after(_sums.GradientSums, "_plus_trunk", lambda found, *_: rounded(found, jnp.float32)),
+        where="Attention",
     ),
     Fault(
         "sums that begin with something",
@@ -405,6 +422,7 @@ MORE = [
             "zeros",
             lambda found, *_: jax.tree.map(lambda x: x + 1e-8, found),
         ),
+        where="gradient/",
     ),
     Fault(
         "gradients of the vocabulary doubled",
@@ -427,12 +445,14 @@ MORE = [
         "linen",
         after(_zero._Sharded, "reduce", lambda found, *_: scaled(found, 0.5)),
         config=ZERO_1,
+        where="gradient/",
     ),
     Fault(
         "shards gathered in bfloat16",
         "linen",
         after(_zero._Sharded, "gather", lambda found, *_: rounded(found, jnp.bfloat16)),
         config=ZERO_1,
+        where="layer",
     ),
     Fault(
         "gradients that keep the loss scale",
@@ -440,12 +460,14 @@ MORE = [
         patched(_step.DevicePrograms, "_unscale", lambda _: lambda self, state, grads: grads),
         config=FP16,
         only=("dtypes",),
+        where="gradient/",
     ),
     Fault(
         "an update that is random",
         "linen",
         after(_update.Updater, "update", noise),
         only=("determinism",),
+        where="layers/",
     ),
     Fault(
         "a gradient of one leaf scaled by 1e-9",
@@ -461,6 +483,7 @@ MORE = [
         "the output of one stage rounded to float32",
         "tuple",
         after(_trunk.Trunk, "forward", on_stage(0, lambda found: rounded(found, jnp.float32))),
+        where="4_MaskedBlock",
     ),
 ]
 
