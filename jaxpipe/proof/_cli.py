@@ -34,6 +34,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpipe prove
             writable_file("--json", args.json),
             writable_file("--html", args.html),
         )
+        if args.devices < 1:
+            raise ConfigError(f"--devices must be positive, but got {args.devices}. Leave it out.")
         simulate_devices(args.devices)
         found = _peer_proof(args.job) if args.peer else _proof(args)
         sys.stdout.write(f"{found}\n")

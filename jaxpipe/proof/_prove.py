@@ -1,6 +1,7 @@
 """`prove`: check a job's pipeline against its plain program, on simulated devices."""
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,13 +11,13 @@ import optax
 from jaxpipe._typing import PyTree
 from jaxpipe.config import load_config
 from jaxpipe.errors import ConfigError
-from jaxpipe.forecast import Hardware, plan, read_hardware, read_job
+from jaxpipe.forecast import Hardware, check_model, plan, read_hardware, read_job
 from jaxpipe.layers import PipelineModule
 from jaxpipe.pipeline import ConfigLike
 
 from ._claims import Measured, NotCovered, run_claims
 from ._determinism import determinism_findings
-from ._job import DOUBLE, OWN, Job, Precision
+from ._job import DOUBLE, OWN, Job, Precision, check_example
 from ._layers import layer_faults
 from ._locate import Located, locate
 from ._narrow import LEAST, narrowed
@@ -102,9 +103,11 @@ def prove_named(
     **how: Any,
 ) -> Proof:
     """Prove a job which another process can make with the arguments `command`."""
+    check_model(model)
     target = None if hardware is None else read_hardware(hardware)
     made = made_job(model, config, example_batch, as_is=as_is, **how)
     job = made.job
+    job.pipeline(OWN)  # what cannot be built is no claim that does not hold
 
     def program() -> Iterator[Any]:
         if target is None:
@@ -160,6 +163,7 @@ def made_job(
 ) -> Made:
     """Make the small copy of a job that is proved."""
     config = load_config(config)
+    check_example(example_batch)
     if as_is:
         return Made(Job(model, config, example_batch, optimizer, places or {}), {})
     chunks = config.pipeline.num_chunks
@@ -237,6 +241,9 @@ def _schedule(job: Job) -> Iterator[Any]:
 
 def _numbers(job: Job, precision: Precision) -> Iterator[Any]:
     differences = compare(job, precision)
+    if not_finite := _not_finite(differences):
+        yield not_finite
+        return
     wrong = [each for each in differences if not each.holds]
     worst = max(differences, key=lambda each: each.difference / max(each.bound, 1e-300))
     yield {"results": len(differences), "worst": worst.name, "bound": worst.bound}
@@ -252,6 +259,9 @@ def _ragged(job: Job) -> Iterator[Any]:
     differences = compare_ragged(job, DOUBLE)
     yield {"results": len(differences)}
     yield Measured({each.name: each[1:] for each in differences})
+    if not_finite := _not_finite(differences):
+        yield not_finite
+        return
     for each in differences:
         if not each.holds:
             yield Finding(each.name, _figures(each))
@@ -260,6 +270,17 @@ def _ragged(job: Job) -> Iterator[Any]:
 def _not_a_number(job: Job) -> Iterator[Any]:
     for where in nan_stays(job):
         yield Finding(where, "a NaN of another sample shows here, or its own does not.")
+
+
+def _not_finite(differences: list[Difference]) -> Finding | None:
+    names = [each.name for each in differences if not math.isfinite(each.size)]
+    if not names:
+        return None
+    return Finding(
+        names[0],
+        f"is not finite in the plain program, and {len(names) - 1} other results are not either. "
+        "Nothing can be compared. Give an example for which the model is finite.",
+    )
 
 
 def _figures(each: Difference) -> str:
