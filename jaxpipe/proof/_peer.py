@@ -14,7 +14,7 @@ from jaxpipe.jaxpr import arithmetic_of
 from ._bound import bounds, distance, norm
 from ._claims import Measured, run_claims
 from ._job import as_double
-from ._proof import Finding, Proof, versions
+from ._proof import Claim, Finding, Proof, versions
 from ._shake import shaken
 
 _SHAKES = (1, 2)
@@ -26,6 +26,7 @@ def prove_peer(
     arguments: Sequence[PyTree],
     *,
     num_terms: int = 64,
+    when_checked: Callable[[Claim], None] = lambda claim: None,
 ) -> Proof:
     """Prove that a pipelined step computes what its sequential form computes.
 
@@ -38,6 +39,7 @@ def prove_peer(
         sequential: The same step without a pipeline.
         arguments: Their arguments: trees of arrays.
         num_terms: The number of microbatches times replicas, whose gradients are summed.
+        when_checked: Called with each claim as soon as it has been checked.
 
     Returns:
         The claims, with findings that name the leaf.
@@ -69,7 +71,8 @@ def prove_peer(
             "numbers": ("The results are the sequential ones, in float64.", pair.in_float64),
             "dtypes": ("The results are the sequential ones, in their own dtypes.", pair.as_given),
             "determinism": ("Two runs give the same bits.", pair.twice),
-        }
+        },
+        when_checked,
     )
     return Proof(claims, {"compared": _name(pipelined), "with": _name(sequential), **versions()})
 

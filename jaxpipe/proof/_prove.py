@@ -24,7 +24,7 @@ from ._narrow import LEAST, narrowed
 from ._numbers import Difference, compare, compare_ragged, nan_stays
 from ._processes import process_findings
 from ._program import program_findings
-from ._proof import Finding, Proof, versions
+from ._proof import Claim, Finding, Proof, versions
 from ._schedule import SymbolicRun, require_in_flight
 from ._state import state_findings
 
@@ -100,9 +100,13 @@ def prove_named(
     as_is: bool = False,
     only: Sequence[str] | None = None,
     command: Sequence[str] | None = None,
+    when_checked: Callable[[Claim], None] = lambda claim: None,
     **how: Any,
 ) -> Proof:
-    """Prove a job which another process can make with the arguments `command`."""
+    """Prove a job which another process can make with the arguments `command`.
+
+    `when_checked` is called with each claim.
+    """
     check_model(model)
     target = None if hardware is None else read_hardware(hardware)
     made = made_job(model, config, example_batch, as_is=as_is, **how)
@@ -131,7 +135,7 @@ def prove_named(
         )
     left_out = [name for name in checks if name not in names]
     return Proof(
-        run_claims({name: check for name, check in checks.items() if name in names}),
+        run_claims({name: checks[name] for name in checks if name in names}, when_checked),
         {
             "layers": ", ".join(named.name for named in job.module.layers),
             "axes": ", ".join(f"{name}={size}" for name, size in job.mesh.shape.items()),
