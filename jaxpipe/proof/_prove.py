@@ -90,7 +90,7 @@ def prove(  # noqa: PLR0913  # one argument for each choice
     )
 
 
-def prove_named(
+def prove_named(  # noqa: PLR0913  # those of `prove`
     model: PipelineModule,
     config: ConfigLike,
     example_batch: Sequence[PyTree],
