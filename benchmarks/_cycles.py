@@ -3,7 +3,7 @@
 import re
 
 from benchmarks.gpu_program._cost import Cost, Costs
-from benchmarks.gpu_program._hlo import Instruction, Module
+from jaxpipe.compiled import Instruction, Module
 from jaxpipe.forecast import HARDWARE, kernel_s
 
 CLOCK_HZ = {"v5e": 1.5e9, "v5p": 1.75e9}

@@ -27,11 +27,11 @@ import jax
 from benchmarks._compiled import GRAPHS, GRAPHS_OPTION, first_line, planned_bytes
 from benchmarks._table import print_head, print_row
 from benchmarks.gpu_program._cost import Costs
-from benchmarks.gpu_program._hlo import Module
 from benchmarks.gpu_program._jobs import SMOKE, Job
 from benchmarks.gpu_program._project import Simulation
-from benchmarks.gpu_program._thunks import (
+from jaxpipe.compiled import (
     DUMP_OPTION,
+    Module,
     known_rounds,
     read_thunks,
     steady_launches,

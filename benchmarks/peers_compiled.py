@@ -52,11 +52,11 @@ from benchmarks._cycles import CycleCosts
 from benchmarks._jax_forms import FORMS, Form, Model, OneProgram
 from benchmarks._table import print_head, print_row
 from benchmarks.gpu_program._cost import Costs
-from benchmarks.gpu_program._hlo import Module
 from benchmarks.gpu_program._jobs import Job
 from benchmarks.gpu_program._models import Embed, Head, attend, cross_entropy
 from benchmarks.gpu_program._project import Simulation, lockstep
 from jaxpipe.checkpointing import current_settings, use_settings
+from jaxpipe.compiled import Module
 from jaxpipe.executor import without_cache
 from jaxpipe.forecast import HARDWARE
 

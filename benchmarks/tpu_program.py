@@ -24,7 +24,7 @@ import jaxpipe
 from benchmarks._compiled import planned_bytes
 from benchmarks._cycles import CLOCK_HZ, kernel_cycles
 from benchmarks._table import print_head, print_row
-from benchmarks.gpu_program._hlo import Module
+from jaxpipe.compiled import Module
 from jaxpipe.executor import without_cache
 from jaxpipe.forecast import HARDWARE, compilable_devices
 from jaxpipe.models import LlamaConfig, llama

@@ -64,6 +64,7 @@ from jaxpipe.pipeline import Pipeline as Pipeline
 from jaxpipe.pipeline import describe_pipeline as describe_pipeline
 from jaxpipe.pipeline import make_pipeline as make_pipeline
 from jaxpipe.pipeline import mesh_for as mesh_for
+from jaxpipe.proof import prove as prove
 from jaxpipe.schedules import DataParallelSchedule as DataParallelSchedule
 from jaxpipe.schedules import GPipeSchedule as GPipeSchedule
 from jaxpipe.schedules import InferenceSchedule as InferenceSchedule
@@ -124,6 +125,7 @@ __all__ = [
     "optim",
     "partition",
     "plan",
+    "prove",
     "schedules",
     "topology",
     "transformer",

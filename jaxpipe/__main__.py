@@ -8,13 +8,16 @@ from jaxpipe.forecast import main as plan
 from jaxpipe.launch import launch
 from jaxpipe.optim import optim_values
 from jaxpipe.partition import METHOD_NAMES
+from jaxpipe.proof import main as prove
 from jaxpipe.schedules import schedule_names
 
 _USAGE = """usage: jaxpipe launch [options] SCRIPT [arguments]
        jaxpipe plan [options] MODULE:FUNCTION
+       jaxpipe prove [options] MODULE:FUNCTION
        jaxpipe config [KEY]
        jaxpipe launch --help
        jaxpipe plan --help
+       jaxpipe prove --help
        jaxpipe config --help
 """
 
@@ -33,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return launch(words[1:], "jaxpipe launch")
     if words[:1] == ["plan"]:
         return plan(words[1:], "jaxpipe plan")
+    if words[:1] == ["prove"]:
+        return prove(words[1:], "jaxpipe prove")
     if words[:1] == ["config"]:
         return config(words[1:], "jaxpipe config", _values())
     is_help = words in (["--help"], ["-h"])

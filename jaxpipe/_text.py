@@ -3,6 +3,15 @@
 import html
 from collections.abc import Iterable, Sequence
 
+_STYLE = """
+body { font: 14px/1.45 system-ui, sans-serif; color: #222; }
+body { margin: 1.5em auto; max-width: 1120px; padding: 0 1em; }
+table { border-collapse: collapse; font-size: 13px; }
+th, td { padding: .2em .6em; text-align: right; }
+th { border-bottom: 1px solid #999; } tr:nth-child(even) td { background: #f5f5f5; }
+.advice { background: #fff3d6; padding: .6em 1em; }
+"""
+
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -50,3 +59,18 @@ def html_table(heads: Sequence[str], rows: Iterable[Sequence[str]], cell_style: 
     lines = [*([line("th", heads)] if heads else []), *(line("td", row) for row in rows)]
     table = f'<table style="margin: 0 0 0.5em 0">{"".join(lines)}</table>'
     return f'<div style="overflow-x: auto">{table}</div>'
+
+
+def html_page(title: str, body: str) -> str:
+    """Return a self-contained page."""
+    return "\n".join(
+        [
+            "<!DOCTYPE html>",
+            f'<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<style>{_STYLE}</style></head><body>",
+            body,
+            "</body></html>",
+            "",
+        ]
+    )

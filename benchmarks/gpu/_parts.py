@@ -19,10 +19,9 @@ from jax.sharding import SingleDeviceSharding
 
 import jaxpipe
 from benchmarks._compiled import GRAPHS, GRAPHS_OPTION, first_line, planned_bytes
-from benchmarks.gpu_program._hlo import Module
 from benchmarks.gpu_program._jobs import JOBS, SMOKE, Job
 from benchmarks.gpu_program._models import HEAD_DIM
-from benchmarks.gpu_program._thunks import DUMP_OPTION, known_rounds, read_thunks, steady_launches
+from jaxpipe.compiled import DUMP_OPTION, Module, known_rounds, read_thunks, steady_launches
 from jaxpipe.executor import without_cache
 from jaxpipe.forecast import HARDWARE, Hardware, compilable_devices
 from jaxpipe.planner import named_hardware

@@ -38,14 +38,13 @@ import jax
 
 from benchmarks._compiled import GRAPHS, GRAPHS_OPTION, planned_bytes
 from benchmarks._table import print_head, print_row
+from jaxpipe.compiled import DUMP_OPTION, Module, known_rounds, read_thunks, steady_launches
 from jaxpipe.executor import without_cache
 from jaxpipe.forecast import HARDWARE
 
 from ._cost import CATEGORIES, Costs
-from ._hlo import Module
 from ._jobs import JOBS, SMOKE, Job
 from ._project import Projection, Simulation
-from ._thunks import DUMP_OPTION, known_rounds, read_thunks, steady_launches
 
 
 def measure(job: Job, text_at: Path | None, *, loops_in_graphs: bool = False) -> dict[str, Any]:

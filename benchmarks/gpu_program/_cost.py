@@ -6,9 +6,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from jaxpipe.compiled import Instruction, Module
 from jaxpipe.forecast import Hardware, collective_s, kernel_s
-
-from ._hlo import Instruction, Module
 
 CATEGORIES = (
     "gemm",

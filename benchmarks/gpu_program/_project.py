@@ -12,10 +12,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from jaxpipe.compiled import Instruction
 from jaxpipe.schedules import TickProgram, TickRun
 
 from ._cost import Cost, Costs
-from ._hlo import Instruction
 
 Started = dict[str, tuple[list[float], float, Instruction]]
 """Collectives on their way.

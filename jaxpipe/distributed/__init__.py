@@ -8,6 +8,7 @@ from ._agree import check_equal as check_equal
 from ._agree import checksum as checksum
 from ._agree import listed as listed
 from ._devices import check_devices as check_devices
+from ._devices import simulate_devices as simulate_devices
 from ._environment import Job as Job
 from ._environment import asks_for_determinism as asks_for_determinism
 from ._environment import compiler_variables as compiler_variables
@@ -28,6 +29,7 @@ from ._numbers import whole_number as whole_number
 from ._tail import Tail as Tail
 
 __all__ = [
+    "simulate_devices",
     "Job",
     "HEARTBEAT_FILE",
     "DEFAULT_PORT",

@@ -145,16 +145,20 @@ class DevicePrograms:
 
     def predict(self, state: TrainState, batch: Batch) -> PyTree:
         """Compute the model's outputs for every microbatch, on every stage."""
-        return self.measured(lambda outputs, _: self._whole(outputs), state, batch)
+        return self.measured(lambda outputs, _: self._returned(outputs), state, batch)
 
     def evaluate_and_predict(
         self, state: TrainState, batch: Batch
     ) -> tuple[EvaluationMetrics, PyTree]:
         """Compute losses and outputs in one run."""
         terms, outputs = self._results(
-            state, batch, lambda y, t: (self._objective.measure(y, t), self._whole(y))
+            state, batch, lambda y, t: (self._objective.measure(y, t), self._returned(y))
         )
         return self._means(terms), broadcast_sum(outputs, "stage")
+
+    def _returned(self, outputs: PyTree) -> PyTree:
+        """Return whole outputs. A number becomes an array, with one entry for each replica."""
+        return jax.tree.map(jnp.atleast_1d, self._whole(outputs))
 
     def _means(self, terms: tuple[jax.Array, jax.Array]) -> EvaluationMetrics:
         """Compute the losses of batch and microbatches from this device's sums and weights.

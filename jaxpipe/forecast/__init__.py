@@ -9,11 +9,17 @@ from jaxpipe.planner import StageForecast as StageForecast
 from jaxpipe.planner import bytes_s as bytes_s
 from jaxpipe.planner import collective_s as collective_s
 from jaxpipe.planner import kernel_s as kernel_s
+from jaxpipe.planner import read_hardware as read_hardware
 
 from ._cli import main as main
 from ._compile import CompiledStep as CompiledStep
 from ._compile import compilable_devices as compilable_devices
 from ._devices import absent_devices as absent_devices
+from ._job import call_job as call_job
+from ._job import check_model as check_model
+from ._job import read_job as read_job
+from ._job import read_places as read_places
+from ._job import writable_file as writable_file
 from ._plan import plan as plan
 from ._result import Alternative as Alternative
 from ._result import StepPlan as StepPlan
@@ -33,8 +39,14 @@ __all__ = [
     # For other rooms.
     "absent_devices",
     "bytes_s",
+    "call_job",
+    "check_model",
     "collective_s",
     "compilable_devices",
     "kernel_s",
     "main",
+    "read_hardware",
+    "read_job",
+    "read_places",
+    "writable_file",
 ]

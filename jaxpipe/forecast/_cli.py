@@ -1,21 +1,19 @@
 """`jaxpipe plan`: plan the job that a function returns, on the command line."""
 
 import argparse
-import inspect
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 
 from jaxpipe._files import read_file, write_file
-from jaxpipe._imports import import_named, raised
 from jaxpipe._paths import local_path
-from jaxpipe.errors import ConfigError, JaxpipeError, nearest, shown
+from jaxpipe.errors import ConfigError, JaxpipeError, shown
 from jaxpipe.planner import ASSUMED, HARDWARE
 
+from ._job import read_job, read_places, writable_file
 from ._plan import plan
 
 _WRONG_USE = 2
@@ -35,14 +33,14 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpipe.forec
     # Planning needs no accelerator and must not occupy one.
     jax.config.update("jax_platforms", "cpu")
     try:
-        to_json, to_html = _file("--json", args.json), _file("--html", args.html)
-        given = _job(args.job)
+        to_json, to_html = writable_file("--json", args.json), writable_file("--html", args.html)
+        given = read_job(args.job, plan)
         options: dict[str, Any] = {
             "schedules": _words(args.schedules),
             "num_chunks": _numbers("--num-chunks", args.num_chunks),
             "partition": _words(args.partition),
             "recompute": _numbers("--recompute", args.recompute),
-            "places": _places(args.places),
+            "places": read_places(args.places),
             "measured_step_s": args.measured_step,
             "assume": _assume(args.assume),
             "memory_gb": args.memory_gb,
@@ -124,75 +122,6 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _job(text: str) -> dict[str, Any]:
-    """Return the arguments of `plan` from the named function."""
-    function = import_named(text, "JOB", "train:job")
-    if not callable(function):
-        raise ConfigError(f"JOB must name a function, but got {text}={shown(function)}. Define it.")
-    found = _called(text, function)
-    if isinstance(found, dict):
-        given = {str(key): value for key, value in found.items()}
-        _check_names(text, given)
-        return given
-    names = ("model", "config", "example_batch", "optimizer")
-    if not isinstance(found, tuple) or len(found) not in (3, 4):
-        raise ConfigError(
-            f"{text} must return (model, config, example_batch) or (model, config, example_batch, "
-            f"optimizer), but got {shown(found)}. Return such a tuple."
-        )
-    return dict(zip(names, found, strict=False))
-
-
-def _called(text: str, function: Any) -> Any:
-    """Call the named function and return its result."""
-    try:
-        inspect.signature(function).bind()
-    except TypeError as error:
-        raise ConfigError(
-            f"JOB must name a function without arguments, but got {text}, which has some: {error}. "
-            "Give all of them defaults."
-        ) from error
-    try:
-        return function()
-    except JaxpipeError:
-        raise
-    except Exception as error:
-        raise ConfigError(
-            f"{text} must return the job, but got {raised(error)}. Fix it; it is called without "
-            "arguments and without an accelerator."
-        ) from error
-
-
-def _check_names(text: str, given: dict[str, Any]) -> None:
-    """Check that `plan` accepts these arguments and that no required one is missing."""
-    known = inspect.signature(plan).parameters
-    for name in given:
-        if name not in known:
-            near = nearest(name, known)
-            hint = f"Did you mean {near!r}?" if near else "Remove it."
-            raise ConfigError(
-                f"{text} must return arguments of jaxpipe.plan, which are {', '.join(known)}, but "
-                f"got {name!r}. {hint}"
-            )
-    for name, parameter in known.items():
-        if parameter.default is parameter.empty and name not in given:
-            raise ConfigError(
-                f"{text} must return all of model, config and example_batch, but got no {name!r}. "
-                "Add it to the dictionary."
-            )
-
-
-def _file(option: str, given: str | None) -> Path | None:
-    """Return the path of a file to write; its folder is checked before the work starts."""
-    path = None if given is None else local_path(given, option)
-    if path is not None and (path.is_dir() or not path.parent.is_dir()):
-        raise ConfigError(
-            f"{option} must be a file in a folder that exists, but got {str(path)!r}. Create the "
-            "folder."
-        )
-    return path
-
-
 def _assume(given: str | None) -> Any:
     if given is None or given in ASSUMED:
         return given
@@ -236,22 +165,3 @@ def _numbers(option: str, text: str | None) -> list[int] | None:
         raise ConfigError(
             f"{option} must be integers separated by commas, but got {text!r}. Write 0,1."
         ) from error
-
-
-def _places(text: str | None) -> dict[str, int] | None:
-    if text is None:
-        return None
-    found: dict[str, int] = {}
-    for word in text.split(","):
-        axis, equals, size = word.partition("=")
-        if not equals or not size.strip().isdigit():
-            raise ConfigError(
-                f"--places must be AXIS=LENGTH separated by commas, but got {text!r}. Write "
-                "model=8."
-            )
-        if axis.strip() in found:
-            raise ConfigError(
-                f"--places must name each axis once, but got {text!r}. Remove one {axis.strip()}."
-            )
-        found[axis.strip()] = int(size)
-    return found

@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,15 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
+from jaxpipe.compiled import (
+    DUMP_OPTION,
+    Module,
+    StepReading,
+    known_rounds,
+    read_step,
+    read_thunks,
+    steady_launches,
+)
 from jaxpipe.distributed import compiles_for_tpus_anywhere
 from jaxpipe.errors import ConfigError
 from jaxpipe.executor import without_cache
@@ -53,6 +63,7 @@ class CompiledStep:
         total_bytes: Bytes on each device.
         counted_bytes: Bytes on each device according to the forecast.
         compile_s: Seconds to trace and compile the step.
+        reading: What its loops over ticks hold.
     """
 
     label: str
@@ -61,13 +72,17 @@ class CompiledStep:
     total_bytes: int
     counted_bytes: float
     compile_s: float
+    reading: StepReading
 
     def __str__(self) -> str:
-        ratio = self.counted_bytes / self.total_bytes
+        ratio, read = self.counted_bytes / self.total_bytes, self.reading
+        waits = "" if read.host_waits is None else f", the host waits {read.host_waits} times"
         return (
             f"compiled {self.label} in {self.compile_s:.0f} s: {self.argument_bytes / 1e9:.2f} GB "
             f"of arguments, {self.temporary_bytes / 1e9:.2f} GB of temporaries, "
-            f"{self.total_bytes / 1e9:.2f} GB in total; the forecast is {ratio:.2f} times that"
+            f"{self.total_bytes / 1e9:.2f} GB in total; the forecast is {ratio:.2f} times that. Of "
+            f"{read.num_collectives} collectives of a steady tick, {len(read.alone)} run beside no "
+            f"product{waits}"
         )
 
 
@@ -152,8 +167,13 @@ def compile_step(label: str, counted_bytes: float, build: Any) -> CompiledStep:
     """Compile the step of the pipeline that `build` returns, and read its memory."""
     start = time.perf_counter()
     pipeline = build()
-    with without_cache():
-        compiled = pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct).compile()
+    lowered = pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct)
+    is_gpu = pipeline.mesh.devices.flat[0].platform in ("gpu", "cuda")
+    with tempfile.TemporaryDirectory(prefix="jaxpipe-") as folder, without_cache():
+        compiled = lowered.compile(compiler_options={DUMP_OPTION: folder} if is_gpu else None)
+        thunks, names = read_thunks(Path(folder)) if is_gpu else ([], {})
+    module = Module(compiled.as_text() or "")
+    launches = steady_launches(thunks, known_rounds(names, module)) if is_gpu else None
     memory = compiled.memory_analysis()
     if memory is None:
         raise ConfigError(
@@ -169,4 +189,5 @@ def compile_step(label: str, counted_bytes: float, build: Any) -> CompiledStep:
         total,
         counted_bytes,
         time.perf_counter() - start,
+        read_step(module, dict(pipeline.mesh.shape), launches),
     )

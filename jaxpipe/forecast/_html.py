@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from jaxpipe._text import html_table
+from jaxpipe._text import html_page, html_table
 from jaxpipe.planner import Forecast
 from jaxpipe.schedules import draw, resolve_schedule
 
@@ -18,14 +18,6 @@ if TYPE_CHECKING:
 _COLOURS = ("#5b8ff9", "#5d7092", "#f6bd16", "#5ad8a6", "#c2a5f0", "#e8684a")
 _MOST_BARS = 24
 _BAR, _LEFT, _WIDTH = 22, 330, 620
-_STYLE = """
-body { font: 14px/1.45 system-ui, sans-serif; color: #222; }
-body { margin: 1.5em auto; max-width: 1120px; padding: 0 1em; }
-table { border-collapse: collapse; font-size: 13px; }
-th, td { padding: .2em .6em; text-align: right; }
-th { border-bottom: 1px solid #999; } tr:nth-child(even) td { background: #f5f5f5; }
-.advice { background: #fff3d6; padding: .6em 1em; }
-"""
 
 
 def page_of(
@@ -37,17 +29,7 @@ def page_of(
 ) -> str:
     """Return the page, with tables of candidates, stages and other settings, headings first."""
     title, *_ = str(plan).splitlines()
-    return "\n".join(
-        [
-            "<!DOCTYPE html>",
-            '<html lang="en"><head><meta charset="utf-8"><title>jaxpipe plan</title>',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<style>{_STYLE}</style></head><body>",
-            body_of(plan, heads, rows, stages, others, title),
-            "</body></html>",
-            "",
-        ]
-    )
+    return html_page("jaxpipe plan", body_of(plan, heads, rows, stages, others, title))
 
 
 def body_of(

@@ -1,6 +1,8 @@
 """Reads, compares, slices and evaluates traced programs."""
 
 from . import _primitives as primitives
+from ._arithmetic import Arithmetic as Arithmetic
+from ._arithmetic import arithmetic_of as arithmetic_of
 from ._dependence import output_dependence as output_dependence
 from ._equation import ClosedJaxpr as ClosedJaxpr
 from ._equation import Jaxpr as Jaxpr
@@ -61,6 +63,7 @@ from ._versions import check_jax as check_jax
 __all__ = [
     "ATTENTION_SCOPE",
     "REDUCED",
+    "Arithmetic",
     "ClosedJaxpr",
     "Jaxpr",
     "Kernel",
@@ -75,6 +78,7 @@ __all__ = [
     "bind",
     "bind_here",
     "blocks_scope",
+    "arithmetic_of",
     "branches_of",
     "called_program",
     "check_jax",

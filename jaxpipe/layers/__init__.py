@@ -26,6 +26,7 @@ from ._build import NamedLayer as NamedLayer
 from ._lora import without_adapters as without_adapters
 from ._model_trace import ModelTrace as ModelTrace
 from ._param_paths import ParamPaths as ParamPaths
+from ._param_paths import layer_view as layer_view
 from ._param_paths import merge_layers as merge_layers
 from ._precision import CORRECTION_BIAS as CORRECTION_BIAS
 from ._precision import cast_floats as cast_floats
@@ -75,6 +76,7 @@ __all__ = [
     "format_struct",
     "join_path",
     "layer_signatures",
+    "layer_view",
     "merge_layers",
     "num_bytes",
     "on_mesh",

@@ -36,6 +36,7 @@ class NamedLayer:
         instances: The built Linen modules in the layer, each with the path of its parameters inside
             the layer.
         lora: Its adapters.
+        item: What the user's list has at this position.
     """
 
     index: int
@@ -46,6 +47,7 @@ class NamedLayer:
     is_marked: bool = False
     instances: tuple[tuple[Path, nn.Module], ...] = ()
     lora: LoraMark | None = None
+    item: Any = dataclasses.field(default=None, compare=False, repr=False)
 
     def shares(self, path: Path) -> bool:
         """True if the parameter at this path inside the layer belongs to the tied key."""
@@ -102,7 +104,14 @@ def _name(index: int, item: Any) -> NamedLayer:
         layer = remat_layer(layer, mark)
     tie = (item.key, item.tied_weight_attr) if isinstance(item, TiedLayerSpec) else (None, None)
     return NamedLayer(
-        index, name, layer, *tie, is_marked=mark is not None, instances=instances, lora=lora
+        index,
+        name,
+        layer,
+        *tie,
+        is_marked=mark is not None,
+        instances=instances,
+        lora=lora,
+        item=item,
     )
 
 

@@ -14,7 +14,7 @@ from jaxpipe.topology import automatic_axes
 from ._axes import call_on_one
 from ._build import NamedLayer
 from ._model_trace import ModelTrace
-from ._precision import init_inputs
+from ._precision import init_inputs, widened
 from ._sharding import rules_in_force, unbox
 from ._structs import as_arrays
 from ._tree import flatten_dict, unflatten_dict
@@ -41,7 +41,7 @@ def init_layer(
     def make(inputs: PyTree, side: PyTree, given: PyTree) -> tuple[PyTree, PyTree]:
         with rules_in_force(()):
             _, params, collections = named.layer.init(key, inputs, side=side, given=given)
-        return as_arrays(unbox(params)), as_arrays(unbox(collections))
+        return as_arrays(unbox(params)), widened(as_arrays(unbox(collections)), compute_dtype)
 
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), structs)
     axes = automatic_axes(trace.mesh)

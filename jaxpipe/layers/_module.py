@@ -211,6 +211,25 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         other._cut()
         return other
 
+    def with_layers(self, layers: Iterable[Any]) -> "PipelineModule":
+        """A module with other layers and the same settings.
+
+        Args:
+            layers: As for the constructor.
+
+        Returns:
+            The new module; this one is unchanged.
+
+        Raises:
+            LayerError: As for the constructor.
+        """
+        given = {
+            field.name: getattr(self._settings, field.name) for field in fields(ModuleSettings)
+        }
+        return PipelineModule(
+            layers, None if self._topology else self.num_stages, self._topology, **given
+        )
+
     def _use(self, settings: ModuleSettings) -> None:
         """Store the settings, and each of them as an attribute."""
         self._settings = settings

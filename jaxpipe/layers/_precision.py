@@ -63,6 +63,15 @@ def init_inputs(tree: PyTree, compute_dtype: Any) -> PyTree:
     return jax.tree.map(lambda x: cast_floats(x, jnp.float32) if x.dtype.itemsize < 4 else x, tree)
 
 
+def widened(tree: PyTree, compute_dtype: Any) -> PyTree:
+    """The collections of a layer, in `compute_dtype` if that is wider than float32.
+
+    Layers make batch statistics in float32 and update them in the dtype that they compute in.
+    """
+    is_wide = compute_dtype is not None and jnp.dtype(compute_dtype).itemsize > 4
+    return cast_floats(tree, compute_dtype) if is_wide else tree
+
+
 def is_wider(tree: PyTree, dtype: Any) -> bool:
     """True if a floating-point leaf is wider than `dtype`."""
     floats = [x.dtype for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh
 
 from jaxpipe import recompute
@@ -324,7 +325,7 @@ class SequentialModel:
                 metrics)`, or `loss_fn` fails with these outputs and labels.
         """
         if self.compute_dtype is not None:
-            outputs = cast_floats(outputs, "float32")
+            outputs = cast_floats(outputs, np.promote_types(self.compute_dtype, np.float32))
         loss_fn = self.loss_fn
 
         def ruled(loss_fn: Callable[..., Any], outputs: PyTree, labels: PyTree) -> Any:

@@ -18,7 +18,7 @@ from jaxpipe.topology import MANUAL_AXES, automatic_axes
 
 from ._axes import NO_MESH, axis_fault, is_unbound_axis, mesh_for_init
 from ._build import NamedLayer
-from ._precision import cast_floats, init_inputs
+from ._precision import cast_floats, init_inputs, widened
 from ._protocol import Layer, layer_rngs
 from ._sharding import (
     Rules,
@@ -109,6 +109,7 @@ class Call:
         self.seen.names.update(*map(metadata_names, made))
         dims = stage_dims(self.named.name, made[0])
         of_params = with_fsdp(flatten_dict(params), of_params, dims, self.mesh)
+        collections = widened(collections, self.dtype)
         return params, collections, (of_params, of_collections, dims)
 
     def results(self, params: PyTree, collections: PyTree) -> tuple[ClosedJaxpr, PyTree, PyTree]:

@@ -137,7 +137,8 @@ class Pipeline:
             `metrics["microbatch_losses"]` with shape `[num_microbatches]`, and
             `metrics["metrics"]` if `loss_fn` reports any.
         predict: `predict(state, batch) -> outputs`, jitted, with leaves
-            `[num_microbatches, microbatch_size * replicas, ...]`.
+            `[num_microbatches, microbatch_size * replicas, ...]`, or `[num_microbatches, replicas]`
+            for a number.
         evaluate_and_predict: Runs both in one program.
         evaluate_samples: `evaluate_samples(state, batch) -> terms`, jitted. `terms` is a
             `jaxpipe.executor.SampleTerms`: the terms that each microbatch of each replica, and each

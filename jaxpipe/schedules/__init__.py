@@ -53,6 +53,7 @@ from jaxpipe.schedules._program import TickProgram as TickProgram
 from jaxpipe.schedules._program import TickRun as TickRun
 from jaxpipe.schedules._program import TransferBuffers as TransferBuffers
 from jaxpipe.schedules._program import Transfers as Transfers
+from jaxpipe.schedules._program import map_fields as map_fields
 from jaxpipe.schedules._resolve import resolve_schedule as resolve_schedule
 from jaxpipe.schedules._resolve import schedule_names as schedule_names
 from jaxpipe.schedules._runs import MAX_RUNS as MAX_RUNS
@@ -121,6 +122,7 @@ __all__ = [
     "TickRun",
     "TransferBuffers",
     "Transfers",
+    "map_fields",
     "describe_idle",
     "forward_schedule",
     "picture_of",

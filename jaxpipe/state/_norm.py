@@ -70,9 +70,11 @@ def _layer_of(path: Path) -> str:
 
 
 def _sum_squares(tree: PyTree) -> jax.Array:
-    # In float32 for all gradient dtypes. Complex gradients count by their modulus.
+    # In float32 or wider for all gradient dtypes. Complex gradients count by their modulus.
+    sizes = [jnp.abs(leaf) for leaf in jax.tree.leaves(tree)]
     squares = [
-        jnp.sum(jnp.square(jnp.abs(leaf).astype(jnp.float32))) for leaf in jax.tree.leaves(tree)
+        jnp.sum(jnp.square(size.astype(jnp.promote_types(size.dtype, jnp.float32))))
+        for size in sizes
     ]
     return sum(squares, jnp.zeros((), jnp.float32))
 

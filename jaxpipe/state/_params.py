@@ -111,7 +111,9 @@ class ModelParams:
         self.stage_dims = vocab.dims
         # Updates are small compared with the weights: added in bfloat16, with 8 bits of precision,
         # most of them would be rounded away.
-        master_dtype = jnp.float32 if trains and dtype is not None else dtype
+        master_dtype = (
+            np.promote_types(dtype, np.float32) if trains and dtype is not None else dtype
+        )
         self.frozen = _frozen_names(self.stages, trace.frozen)
         is_kept = {
             path: name in self.frozen for stage in self.stages for name, path in stage.paths.items()

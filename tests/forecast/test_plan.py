@@ -22,6 +22,7 @@ from _covering import slow_after
 
 import jaxpipe
 from jaxpipe.__main__ import main
+from jaxpipe.compiled import StepReading
 from jaxpipe.errors import ConfigError, JaxpipeError
 from jaxpipe.forecast import HARDWARE, CompiledStep, Hardware, StepPlan
 from jaxpipe.losses import vocab_cross_entropy
@@ -902,7 +903,7 @@ def test_what_is_compiled_is_the_candidate_that_is_shown(monkeypatch: pytest.Mon
 
     def compiled(label: str, counted_bytes: float, build: Any) -> CompiledStep:
         built.append(build())
-        return CompiledStep(label, 1, 1, 2, counted_bytes, 1.0)
+        return CompiledStep(label, 1, 1, 2, counted_bytes, 1.0, StepReading(0, (), (), ()))
 
     monkeypatch.setattr("jaxpipe.forecast._plan.compile_step", compiled)
     monkeypatch.setattr("jaxpipe.forecast._plan.compilable_devices", lambda *_: jax.devices()[:4])

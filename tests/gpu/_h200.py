@@ -21,10 +21,10 @@ from jaxpipe.executor import without_cache
 
 sys.path.append(str(Path(__file__).parents[2]))  # benchmarks are no part of the installed package
 
-from benchmarks.gpu_program._hlo import Module  # noqa: E402
-from benchmarks.gpu_program._thunks import (  # noqa: E402
+from jaxpipe.compiled import (  # noqa: E402
     DUMP_OPTION,
     Launches,
+    Module,  # noqa: E402
     known_rounds,
     read_thunks,
     steady_launches,

@@ -14,10 +14,9 @@ sys.path.append(str(ROOT))  # benchmarks are no part of the installed package
 
 from benchmarks._cycles import CLOCK_HZ, CycleCosts  # noqa: E402
 from benchmarks.gpu_program._cost import Costs  # noqa: E402
-from benchmarks.gpu_program._hlo import Instruction, Module  # noqa: E402
 from benchmarks.gpu_program._jobs import Job  # noqa: E402
 from benchmarks.gpu_program._project import Simulation, lockstep  # noqa: E402
-from benchmarks.gpu_program._thunks import Launches, parse_thunks, steady_launches  # noqa: E402
+from jaxpipe.compiled import Instruction, Launches, Module, parse_thunks, steady_launches  # noqa: E402  # noqa: E402
 from jaxpipe.forecast import HARDWARE, Hardware  # noqa: E402
 from jaxpipe.schedules import lower_schedule, with_ends_apart  # noqa: E402
 

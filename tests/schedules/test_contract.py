@@ -4,8 +4,8 @@ A new one need only be registered to be held to it.
 """
 
 import pytest
-from _machine import Machine, require_tight
 
+from jaxpipe.proof import SymbolicRun, require_in_flight
 from jaxpipe.schedules import (
     PipeSchedule,
     check_schedule,
@@ -41,12 +41,12 @@ def test_it_is_sound_and_every_action_reads_what_it_should(kind: type[PipeSchedu
     for num_microbatches, num_stages in SIZES:
         check_schedule(kind, num_microbatches, num_stages)
         program = lower_schedule(kind, num_microbatches, num_stages)
-        Machine(program).run()
-        require_tight(program)
+        SymbolicRun(program).run()
+        require_in_flight(program)
     for num_microbatches, num_stages in SIZES[::4]:
         later = lower_schedule(kind, num_microbatches, num_stages, delays_loss=True)
-        Machine(later).run()
-        require_tight(later)
+        SymbolicRun(later).run()
+        require_in_flight(later)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=label)
@@ -73,7 +73,7 @@ def test_it_takes_as_long_as_its_formula_says(kind: type[PipeSchedule]) -> None:
 def test_it_can_be_evaluated_and_printed(kind: type[PipeSchedule]) -> None:
     forwards = forward_schedule(kind)
     for num_microbatches, num_stages in SIZES:
-        Machine(lower_schedule(forwards, num_microbatches, num_stages, training=False)).run()
+        SymbolicRun(lower_schedule(forwards, num_microbatches, num_stages, training=False)).run()
     assert format_grid(kind, 4, 3).count("stage ") >= 3
 
 

@@ -1,8 +1,8 @@
 """Runs tick programs on symbolic values: every action must read exactly the value it should."""
 
 import pytest
-from _machine import Machine, require_tight
 
+from jaxpipe.proof import SymbolicRun, require_in_flight
 from jaxpipe.schedules import (
     DataParallelSchedule,
     GPipeSchedule,
@@ -24,8 +24,8 @@ def test_training_programs_read_what_they_should(
 ) -> None:
     for num_microbatches in range(1, 11):
         program = lower_schedule(schedule, num_microbatches, num_stages)
-        Machine(program).run()
-        require_tight(program)
+        SymbolicRun(program).run()
+        require_in_flight(program)
         assert program.unbuffered.activations.recv
         assert program.unbuffered.gradients.recv
         assert program.unbuffered.pending
@@ -39,7 +39,7 @@ def test_training_programs_read_what_they_should(
 def test_inference_programs_read_what_they_should(num_stages: int) -> None:
     for num_microbatches in range(1, 11):
         program = lower_schedule(InferenceSchedule, num_microbatches, num_stages, training=False)
-        Machine(program).run()
+        SymbolicRun(program).run()
         assert program.num_ticks == num_microbatches + num_stages - 1
         assert program.peak_in_flight == program.residual_slots == 0
         assert len(program.runs) == 1
@@ -48,7 +48,7 @@ def test_inference_programs_read_what_they_should(num_stages: int) -> None:
 @pytest.mark.parametrize("num_microbatches", range(1, 11))
 def test_data_parallel_schedule_runs_on_one_stage(num_microbatches: int) -> None:
     program = lower_schedule(DataParallelSchedule, num_microbatches, 1)
-    Machine(program).run()
+    SymbolicRun(program).run()
     assert (program.num_ticks, program.peak_in_flight, len(program.runs)) == (
         num_microbatches,
         1,
@@ -73,8 +73,8 @@ def test_chunked_and_split_programs_read_what_they_should(
 ) -> None:
     for num_microbatches in range(1, 8):
         program = lower_schedule(timed[name], num_microbatches, num_stages)
-        Machine(program).run()
-        require_tight(program)
+        SymbolicRun(program).run()
+        require_in_flight(program)
         assert program.has_split_backward == ("Split" in name)
         assert (program.depth.activations.local > 0) == (
             program.num_chunks > 1 and ("Folded" in name or num_stages == 1)
@@ -97,8 +97,8 @@ def test_named_programs_read_what_they_should(name: str, num_chunks: int, num_st
     kind = resolve_schedule(name, num_chunks)
     for num_microbatches in (1, 2, 3, 4, 7, 8, 11):
         program = lower_schedule(kind, num_microbatches, num_stages)
-        Machine(program).run()
-        require_tight(program)
+        SymbolicRun(program).run()
+        require_in_flight(program)
         for unbuffered, depth in zip(program.unbuffered[:2], program.depth[:2], strict=True):
             waits = num_microbatches > num_stages and num_microbatches % num_stages > 0
             assert unbuffered.recv == (not waits or name == "1f1b-v" or num_chunks == 1)
@@ -114,8 +114,8 @@ def test_limited_programs_read_what_they_should(max_pending: int, num_chunks: in
     for num_stages in (1, 3, 4):
         for num_microbatches in (1, 5, 8):
             program = lower_schedule(kind, num_microbatches, num_stages)
-            Machine(program).run()
-            require_tight(program)
+            SymbolicRun(program).run()
+            require_in_flight(program)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_their_forwards_read_what_they_should(name: str, num_chunks: int, num_st
         program = lower_schedule(
             forward_schedule(kind), num_microbatches, num_stages, training=False
         )
-        Machine(program).run()
+        SymbolicRun(program).run()
         assert len(program.runs) == 1
         assert program.placement == lower_schedule(kind, num_microbatches, num_stages).placement
         if name == "1f1b-v":
@@ -150,4 +150,4 @@ def test_forwards_of_written_schedules(timed: dict[str, type[PipeSchedule]]) -> 
     for name in ("FoldedSplitSchedule", "RingSchedule"):
         kind = forward_schedule(timed[name])
         check_schedule(kind, 5, 3, training=False)
-        Machine(lower_schedule(kind, 5, 3, training=False)).run()
+        SymbolicRun(lower_schedule(kind, 5, 3, training=False)).run()

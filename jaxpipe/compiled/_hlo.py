@@ -142,10 +142,12 @@ class Instruction:
         return tuple((int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", listed))
 
     @cached_property
-    def group(self) -> tuple[int, ...]:
-        """Devices of a collective's first group; none where it joins all."""
-        if listed := self.find(r"replica_groups=\{\{([\d,]+)\}"):
-            return tuple(map(int, listed.split(",")))
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Groups of devices that a collective joins; none where it joins all."""
+        if listed := self.find(r"replica_groups=\{(\{[\d,{}]+\})\}"):
+            return tuple(
+                tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", listed)
+            )
         found = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", self.rest)
         if not found:
             return ()
@@ -153,7 +155,13 @@ class Instruction:
             [int(n) for n in part.split(",")] if part else [] for part in found.groups()
         )
         ids = np.arange(math.prod(dims)).reshape(dims)
-        return tuple(int(n) for n in (ids.transpose(order) if order else ids).reshape(shape)[0])
+        ids = (ids.transpose(order) if order else ids).reshape(shape)
+        return tuple(tuple(int(n) for n in group) for group in ids)
+
+    @property
+    def group(self) -> tuple[int, ...]:
+        """Devices of a collective's first group; none where it joins all."""
+        return next(iter(self.groups), ())
 
     def find(self, pattern: str) -> str:
         """The first group of a pattern in its operands and attributes; else nothing."""

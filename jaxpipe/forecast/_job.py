@@ -1,0 +1,109 @@
+"""Arguments on the command line that several commands have: the job, axes, and files to write."""
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jaxpipe._imports import import_named, raised
+from jaxpipe._paths import local_path
+from jaxpipe.errors import ConfigError, JaxpipeError, nearest, shown
+from jaxpipe.layers import PipelineModule
+
+
+def read_job(text: str, function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the arguments of `function`, such as `plan`, from the job that `text` names."""
+    found = call_job(text)
+    if isinstance(found, dict):
+        given = {str(key): value for key, value in found.items()}
+        _check_names(text, given, function)
+        return given
+    names = ("model", "config", "example_batch", "optimizer")
+    if not isinstance(found, tuple) or len(found) not in (3, 4):
+        raise ConfigError(
+            f"{text} must return (model, config, example_batch) or (model, config, example_batch, "
+            f"optimizer), but got {shown(found)}. Return such a tuple."
+        )
+    return dict(zip(names, found, strict=False))
+
+
+def check_model(model: object) -> None:
+    """Raise ConfigError unless a job's model is a PipelineModule."""
+    if not isinstance(model, PipelineModule):
+        raise ConfigError(
+            f"model must be a PipelineModule, but got model={shown(model)}. Put the layers into "
+            "jaxpipe.PipelineModule(layers, num_stages, loss_fn=...)."
+        )
+
+
+def call_job(text: str) -> Any:
+    """Call the function that `text` names and return its result."""
+    function = import_named(text, "JOB", "train:job")
+    if not callable(function):
+        raise ConfigError(f"JOB must name a function, but got {text}={shown(function)}. Define it.")
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise ConfigError(
+            f"JOB must name a function without arguments, but got {text}, which has some: {error}. "
+            "Give all of them defaults."
+        ) from error
+    try:
+        return function()
+    except JaxpipeError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{text} must return the job, but got {raised(error)}. Fix it; it is called without "
+            "arguments and without an accelerator."
+        ) from error
+
+
+def _check_names(text: str, given: dict[str, Any], function: Callable[..., Any]) -> None:
+    """Check that the function accepts these arguments and that no required one is missing."""
+    known = inspect.signature(function).parameters
+    for name in given:
+        if name not in known:
+            near = nearest(name, known)
+            hint = f"Did you mean {near!r}?" if near else "Remove it."
+            raise ConfigError(
+                f"{text} must return arguments of jaxpipe.{function.__name__}, which are "
+                f"{', '.join(known)}, but got {name!r}. {hint}"
+            )
+    for name, parameter in known.items():
+        if parameter.default is parameter.empty and name not in given:
+            raise ConfigError(
+                f"{text} must return all of model, config and example_batch, but got no {name!r}. "
+                "Add it to the dictionary."
+            )
+
+
+def writable_file(option: str, given: str | None) -> Path | None:
+    """Return the path of a file to write; its folder is checked before the work starts."""
+    path = None if given is None else local_path(given, option)
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        raise ConfigError(
+            f"{option} must be a file in a folder that exists, but got {str(path)!r}. Create the "
+            "folder."
+        )
+    return path
+
+
+def read_places(text: str | None) -> dict[str, int] | None:
+    """Read lengths of axes, such as `model=8,fsdp=2`."""
+    if text is None:
+        return None
+    found: dict[str, int] = {}
+    for word in text.split(","):
+        axis, equals, size = word.partition("=")
+        if not equals or not size.strip().isdigit():
+            raise ConfigError(
+                f"--places must be AXIS=LENGTH separated by commas, but got {text!r}. Write "
+                "model=8."
+            )
+        if axis.strip() in found:
+            raise ConfigError(
+                f"--places must name each axis once, but got {text!r}. Remove one {axis.strip()}."
+            )
+        found[axis.strip()] = int(size)
+    return found

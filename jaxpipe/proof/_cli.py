@@ -1,0 +1,119 @@
+"""`jaxpipe prove`: prove the job that a function returns, on the command line."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from jaxpipe._files import write_file
+from jaxpipe.distributed import simulate_devices
+from jaxpipe.errors import ConfigError, JaxpipeError, shown
+from jaxpipe.forecast import call_job, read_places, writable_file
+
+from ._peer import prove_peer
+from ._proof import Claim, Proof
+from ._prove import prove_named, read_options
+
+_REFUSED, _WRONG_USE = 1, 2
+_DEVICES, _PAIR = 16, 3
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpipe prove") -> int:
+    """Run `jaxpipe prove`.
+
+    Args:
+        argv: The arguments. None means those of the process.
+        prog: The command that the user typed before the arguments.
+
+    Returns:
+        0 if every claim holds, 1 if one is refused, 2 if the arguments or the job are wrong.
+    """
+    args = _parser(prog).parse_args(argv)
+    try:
+        to_json, to_html = (
+            writable_file("--json", args.json),
+            writable_file("--html", args.html),
+        )
+        if args.devices < 1:
+            raise ConfigError(f"--devices must be positive, but got {args.devices}. Leave it out.")
+        simulate_devices(args.devices)
+        found = _peer_proof(args.job) if args.peer else _proof(args)
+        about = [f"{key}: {value}" for key, value in found.job.items()]
+        sys.stdout.write("\n".join([*about, found.verdict, ""]))
+        if args.badge:
+            sys.stdout.write(f"{found.badge()}\n")
+        if to_json is not None:
+            write_file(to_json, found.to_json() + "\n")
+        if to_html is not None:
+            write_file(to_html, found.to_html())
+    except (JaxpipeError, OSError) as error:
+        sys.stderr.write(f"{prog}: {error}\n")
+        return _WRONG_USE
+    return 0 if found.holds else _REFUSED
+
+
+def _proof(args: argparse.Namespace) -> Proof:
+    places = read_places(args.places)
+    options: dict[str, Any] = read_options(args.job) | (
+        {} if places is None else {"places": places}
+    )
+    command = [*(["--as-is"] if args.as_is else []), args.job]
+    command += [] if args.places is None else ["--places", args.places]
+    return prove_named(
+        **options,
+        hardware=args.hardware,
+        quick=args.quick,
+        as_is=args.as_is,
+        command=command,
+        when_checked=_show,
+    )
+
+
+def _show(claim: Claim) -> None:
+    sys.stdout.write(f"{claim}\n")
+    sys.stdout.flush()
+
+
+def _peer_proof(text: str) -> Proof:
+    found = call_job(text)
+    if not isinstance(found, tuple) or len(found) != _PAIR:
+        raise ConfigError(
+            f"{text} must return (pipelined, sequential, arguments), two functions and the tuple "
+            f"of their arguments, but got {shown(found)}. Return such a tuple."
+        )
+    return prove_peer(*found, when_checked=_show)
+
+
+def _parser(prog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Prove on simulated devices that a job's pipeline computes what its layers "
+        "compute one after another. Needs no accelerator.",
+        epilog="JOB names a function without arguments, as for jaxpipe plan. It returns (model, "
+        "config, example_batch), with an optimizer as a fourth entry if the configuration names "
+        "none, or a dictionary of the arguments of jaxpipe.prove. With --peer, it returns "
+        "(pipelined, sequential, arguments): two functions with the same arguments.",
+    )
+    parser.add_argument(
+        "job", metavar="JOB", help="module:function, such as train:job for job() in train.py"
+    )
+    parser.add_argument(
+        "--peer", action="store_true", help="compare a pipeline written by hand, see JOB"
+    )
+    parser.add_argument(
+        "--hardware", metavar="NAME:COUNT", help="compile for these devices too, such as h200:8"
+    )
+    parser.add_argument("--quick", action="store_true", help="only what takes seconds, for CI")
+    parser.add_argument(
+        "--as-is", action="store_true", help="prove the model at its own sizes, not a narrow copy"
+    )
+    parser.add_argument(
+        "--places", metavar="LIST", help="further axes of the mesh, such as model=2"
+    )
+    parser.add_argument(
+        "--devices", type=int, default=_DEVICES, help=f"simulated devices (default {_DEVICES})"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the proof to this file")
+    parser.add_argument("--html", metavar="FILE", help="write a page to this file")
+    parser.add_argument("--badge", action="store_true", help="print a line for a README")
+    return parser

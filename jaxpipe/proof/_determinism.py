@@ -1,0 +1,35 @@
+"""The same bits twice, and others with another seed."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxpipe.layers import flatten_dict
+from jaxpipe.pipeline import Pipeline
+
+from ._job import OWN, Job
+from ._proof import Finding
+
+
+def determinism_findings(job: Job) -> Iterator[Any]:
+    """Run a step in two pipelines of the same job, and one with another seed."""
+    pipeline, seed = job.pipeline(OWN), job.module.base_seed
+    first = _step(job, pipeline, seed)
+    second = _step(job, job.pipeline(OWN, module=job.module), seed)
+    for name, value in first.items():
+        if not np.array_equal(value, second[name], equal_nan=True):
+            yield Finding(name, "two runs of the same step give different bits.")
+            break
+    other = _step(job, pipeline, seed + 1)
+    if all(np.array_equal(value, other[name]) for name, value in first.items()):
+        yield Finding("base_seed", "another seed gives the same parameters and the same step.")
+
+
+def _step(job: Job, pipeline: Pipeline, seed: int) -> dict[str, Any]:
+    state = pipeline.init(jax.random.key(seed))
+    state, metrics = pipeline.step(state, pipeline.place_batch(job.batch_in(OWN, 0)))
+    params = flatten_dict(pipeline.params_tree(state.params))
+    found = {"/".join(path): x for path, x in params.items()}
+    return {"loss": np.asarray(jax.device_get(metrics["loss"])), **found}

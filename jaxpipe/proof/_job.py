@@ -1,0 +1,240 @@
+"""The job that is proved: a small copy of the user's, on simulated devices."""
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxpipe._typing import PyTree
+from jaxpipe.config import Collector, TrainConfig, load_config
+from jaxpipe.data import Batch, split_entry
+from jaxpipe.errors import ConfigError, DataError, TopologyError, shown
+from jaxpipe.layers import PipelineModule, cast_floats, flatten_dict
+from jaxpipe.pipeline import ConfigLike, Pipeline, prepare
+from jaxpipe.recompute import settings_for
+from jaxpipe.topology import FSDP, ProcessTopology, make_pipeline_mesh
+
+from ._plain import Optimizer, Plain, Start
+
+_MOST_REPLICAS = 2
+"""Replicas of a proof: two show every sum over `data`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """The dtypes of a proof.
+
+    Attributes:
+        name: How the report calls them.
+        compute_dtype: The dtype that parameters and inputs are cast to. None: as the job has them.
+    """
+
+    name: str
+    compute_dtype: str | None
+
+    @property
+    def is_double(self) -> bool:
+        """Whether everything is in float64."""
+        return self.compute_dtype == "float64"
+
+
+DOUBLE = Precision("float64", "float64")
+OWN = Precision("the job's dtypes", None)
+
+
+class Job:
+    """A model, its configuration and its data, at the sizes of the proof.
+
+    Args:
+        model: The model.
+        config: The configuration.
+        example_batch: One entry, `(inputs, labels)` or `(inputs, labels, side)`.
+        optimizer: An optax transformation, or None for the configuration's.
+        places: Lengths of further axes of the mesh.
+        num_replicas: Replicas along `data`.
+    """
+
+    def __init__(
+        self,
+        model: PipelineModule,
+        config: ConfigLike,
+        example_batch: Sequence[PyTree],
+        optimizer: optax.GradientTransformation | None,
+        places: Mapping[str, int],
+        num_replicas: int = _MOST_REPLICAS,
+    ) -> None:
+        errors = Collector()
+        self.config = load_config(config, errors)
+        self.places = dict(places)
+        axes = {"pipe": model.num_stages, "data": num_replicas, **self.places}
+        self.topology = ProcessTopology(list(axes), list(axes.values()))
+        self.num_devices = math.prod(axes.values())
+        if self.num_devices > jax.device_count():
+            raise TopologyError(
+                f"a proof must have a simulated device for each of {axes}, but got "
+                f"{jax.device_count()} devices. Call jax.config.update('jax_num_cpu_devices', "
+                f"{self.num_devices}) before anything else uses JAX, or run jaxpipe prove."
+            )
+        mesh = make_pipeline_mesh(self.topology, jax.devices()[: self.num_devices])
+        prepared = prepare(model, self.config, optimizer, None, mesh, errors)
+        self.module, self.mesh = prepared.model, prepared.mesh
+        if prepared.chosen.transformation is None:
+            raise ConfigError(
+                "a proof must have an optimizer, but got optimizer=None and a configuration "
+                "without the section optimizer. Pass for example optax.adamw(3e-4)."
+            )
+        self.transformation = prepared.chosen.transformation
+        self.microbatch_size = prepared.sizes.train_micro_batch_size_per_gpu
+        self.num_microbatches = _microbatches(
+            model.num_stages, prepared.sizes.gradient_accumulation_steps
+        )
+        self.num_replicas = self.mesh.shape["data"]
+        self.num_terms = self.num_microbatches * self.num_replicas
+        self._pipelines: dict[str, Pipeline] = {}
+        self.given_optimizer = optimizer
+        self.engine_config = dataclasses.replace(
+            self.config,
+            train_batch_size=None,
+            train_micro_batch_size_per_gpu=self.microbatch_size,
+            gradient_accumulation_steps=self.num_microbatches,
+        )
+        self._example = split_entry(example_batch, "the example batch")
+        self.num_samples = self.microbatch_size * self.num_replicas * self.mesh.shape.get(FSDP, 1)
+
+    @property
+    def checksum(self) -> str:
+        """The SHA-256 of the initial parameters and the first batch."""
+        found = hashlib.sha256()
+        for leaf in jax.tree.leaves((self.start(OWN).params, tuple(self.batch(0)))):
+            found.update(np.ascontiguousarray(leaf).tobytes())
+        return found.hexdigest()
+
+    def batch(self, seed: int) -> Batch:
+        """Make a batch from the example's values, in another order for each seed."""
+        rng = np.random.default_rng(seed)
+        rows = self.num_microbatches * self.num_samples
+        return Batch(
+            *(
+                jax.tree.map(lambda x, mixes=mixes: self._drawn(x, rng, rows, mixes=mixes), part)
+                for part, mixes in zip(self._example, (True, True, False), strict=True)
+            )
+        )
+
+    def _drawn(self, leaf: Any, rng: np.random.Generator, rows: int, *, mixes: bool) -> np.ndarray:
+        shape = (rows, *leaf.shape[1:])
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            drawn = rng.standard_normal(shape)
+            values = drawn if np.issubdtype(leaf.dtype, np.inexact) else drawn > 0
+            values = values.astype(leaf.dtype)
+        else:
+            values = np.asarray(leaf)[rng.integers(0, leaf.shape[0], rows)]
+            if mixes:
+                values = rng.permuted(values.reshape(rows, -1), axis=1).reshape(shape)
+        return values.reshape(self.num_microbatches, self.num_samples, *shape[1:])
+
+    def config_in(self, precision: Precision) -> TrainConfig:
+        """Return the configuration for a precision: without loss scale and casts in float64."""
+        if not precision.is_double:
+            return self.config
+        off = {
+            name: dataclasses.replace(getattr(self.config, name), enabled=False)
+            for name in ("fp16", "bf16")
+        }
+        types = dataclasses.replace(self.config.data_types, grad_accum_dtype=None)
+        return dataclasses.replace(self.config, **off, data_types=types)
+
+    def module_in(self, precision: Precision) -> PipelineModule:
+        """Return the module for a precision."""
+        if not precision.is_double:
+            return self.module
+        return self.module.replace(compute_dtype="float64", auto_cast=True)
+
+    def batch_in(self, precision: Precision, seed: int) -> Batch:
+        """Return a batch for a precision."""
+        batch = self.batch(seed)
+        return jax.tree.map(as_double, batch) if precision.is_double else batch
+
+    def pipeline(
+        self,
+        precision: Precision,
+        *,
+        module: PipelineModule | None = None,
+        example: Batch | None = None,
+    ) -> Pipeline:
+        """Build the pipeline, of another module or for another example if they are given.
+
+        The job's own pipeline is built once for each precision.
+        """
+        is_own = module is None and example is None
+        if is_own and precision.name in self._pipelines:
+            return self._pipelines[precision.name]
+        config = self.config_in(precision)
+        entry = self.batch_in(precision, 0)
+        entry = jax.tree.map(lambda x: x[0], entry) if example is None else example
+        pipeline = Pipeline(
+            self.module_in(precision) if module is None else module,
+            self.transformation,
+            self.mesh,
+            entry,
+            self.num_microbatches,
+            config,
+            settings_for(config, self.mesh),
+        )
+        if is_own:
+            self._pipelines[precision.name] = pipeline
+        return pipeline
+
+    def plain(self, precision: Precision, shake: int | None = None) -> Plain:
+        """Return the plain program, with additional roundings if there is a seed for them."""
+        return Plain(self.module_in(precision), self.num_replicas, shake)
+
+    def optimizer(self, frozen: frozenset[tuple[str, ...]]) -> Optimizer:
+        """Return the optimiser of the plain program."""
+        return Optimizer(self.transformation, self.config, frozen)
+
+    def start(self, precision: Precision) -> Start:
+        """Make the parameters and collections that both programs start from."""
+        module = self.module_in(precision)
+        one = jax.tree.map(lambda x: x[0, : self.microbatch_size], self.batch_in(precision, 0))
+        key = jax.random.key(module.base_seed)
+        params = module.init(key, one.inputs, side=one.side)
+        collections = module.init_collections(key, one.inputs, side=one.side)
+        params = cast_floats(params, "float64" if precision.is_double else None)
+        return Start(*jax.device_get((params, collections)))
+
+
+def named(kind: str, tree: PyTree) -> dict[str, Any]:
+    """Name the leaves of a tree of parameters: `kind/layers/3_Block/kernel`."""
+    return {f"{kind}/{'/'.join(path)}": x for path, x in flatten_dict(tree).items()}
+
+
+def _microbatches(num_stages: int, given: int) -> int:
+    """Return a power of two, so that the mean over microbatches is exact.
+
+    It is at least twice the number of stages, so that a schedule has a steady part.
+    """
+    wanted = 2 * num_stages
+    return 2 ** math.ceil(math.log2(min(max(given, 2), wanted)))
+
+
+def check_example(example_batch: Sequence[PyTree]) -> None:
+    """Raise DataError unless all leaves of an entry are arrays or shapes with samples."""
+    for leaf in jax.tree.leaves(split_entry(example_batch, "the example batch")):
+        shape = getattr(leaf, "shape", ())
+        if not shape or not shape[0]:
+            raise DataError(
+                "leaves of the example batch must be arrays or shapes [samples, ...] with at least "
+                f"one sample, but got {shown(leaf)}. Use numpy.asarray, or jax.ShapeDtypeStruct."
+            )
+
+
+def as_double(x: Any) -> np.ndarray:
+    """Widen an array of floats to float64."""
+    x = np.asarray(x)
+    return x.astype(np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x

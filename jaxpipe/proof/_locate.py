@@ -1,0 +1,222 @@
+"""Where two programs first differ: layer, microbatch and tick."""
+
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpipe._typing import PyTree
+from jaxpipe.jaxpr import arithmetic_of
+from jaxpipe.layers import Layer
+from jaxpipe.pipeline import Pipeline
+
+from ._bound import norm
+from ._job import Job, Precision
+from ._numbers import Difference
+from ._plain import Plain
+
+
+@dataclasses.dataclass(frozen=True)
+class Located:
+    """The place of a difference.
+
+    Attributes:
+        layer: The layer where it begins, or None if it was not found.
+        is_forward: Whether the layer's output differs already.
+        microbatch: The first microbatch that has it.
+        tick: The tick of that microbatch's action.
+        stage: The stage of the action.
+    """
+
+    layer: str | None
+    is_forward: bool
+    microbatch: int | None = None
+    tick: int | None = None
+    stage: int | None = None
+
+    def where(self, name: str) -> str:
+        """Return the place of one result."""
+        if self.layer is not None:
+            return f"layer {self.layer}"
+        return name.partition("/")[2] or name
+
+    @property
+    def tick_text(self) -> str:
+        """Where the schedule runs it, for a sentence."""
+        if self.tick is None:
+            return ""
+        kind = "forward" if self.is_forward else "backward"
+        return f", whose {kind} is in tick {self.tick} on stage {self.stage}"
+
+
+def locate(job: Job, precision: Precision, wrong: Sequence[Difference]) -> Located:
+    """Find where results first differ."""
+    with jax.enable_x64(precision.is_double):
+        layer, is_forward = _layer(job, precision, wrong)
+        microbatch = _microbatch(job, precision)
+        found = Located(layer, is_forward, microbatch)
+        if layer is None or microbatch is None:
+            return found
+        return _with_tick(job.pipeline(precision), found, layer)
+
+
+def _layer(job: Job, precision: Precision, wrong: Sequence[Difference]) -> tuple[str | None, bool]:
+    """Return the layer where the difference begins, and whether it begins in its forward."""
+    tapped = _tapped_differences(job, precision)
+    if tapped:
+        return tapped[0], True
+    names = [named.name for named in job.module.layers]
+    leaves = [each.name.split("/") for each in wrong if each.name.startswith("gradient/")]
+    layers = [path[2] for path in leaves if path[1] == "layers"]
+    # A wrong gradient at a layer's output makes those of all earlier layers wrong.
+    return (max(layers, key=names.index), False) if layers else (None, False)
+
+
+def _tapped_differences(job: Job, precision: Precision) -> list[str]:
+    """Return the layers whose outputs in training differ, in order."""
+    module = job.module_in(precision)
+    tapped = copy.copy(module)
+    tapped.layers = tuple(
+        dataclasses.replace(named, layer=_Tapped(named.layer)) for named in module.layers
+    )
+    batch, start = job.batch_in(precision, 0), job.start(precision)
+    pipeline = job.pipeline(precision, module=tapped)
+    state = pipeline.init_from(start.params, start.collections)
+    metrics, _, _ = jax.device_get(pipeline.gradients(state, batch))
+    found = metrics.get("metrics", {})
+    wanted = Plain(tapped, job.num_replicas).metrics(start, batch, 0)
+    allowed = _SLACK * arithmetic_of(list(pipeline.trace.programs)).unit
+    names = []
+    for named in module.layers:
+        key = f"{named.name}/{_TAP}"
+        size = max(abs(wanted[f"{key}_size"]), 1.0)
+        if not abs(_joined(found, key) - _joined(wanted, key)) <= allowed * size + _FINEST:
+            names.append(named.name)
+    return names
+
+
+_TAP = "tapped"
+_SLACK = 64.0
+_UNITS = tuple(2.0**-power for power in (0, 12, 24, 36))
+"""Pipelines add up metrics in float32. So a tap is reported in parts of 12 bits, whose sums over a
+power of two of microbatches are exact."""
+
+_FINEST = 2 * _UNITS[-1]
+
+
+def _joined(metrics: Mapping[str, Any], key: str) -> float:
+    return sum(unit * float(metrics[f"{key}_{i}"]) for i, unit in enumerate(_UNITS))
+
+
+class _Tapped(Layer):
+    """A layer that reports a weighted mean of its outputs."""
+
+    def __init__(self, layer: Layer) -> None:
+        self._layer = layer
+        self.class_name, self.identity = layer.class_name, (layer.identity, _TAP)
+        self.arguments = layer.arguments
+
+    @property
+    def holds_streams(self) -> bool:
+        return self._layer.holds_streams
+
+    def takes_flag(self, name: str) -> bool:
+        return self._layer.takes_flag(name)
+
+    def init(
+        self,
+        key: jax.Array,
+        inputs: PyTree,
+        *,
+        side: Mapping[str, PyTree],
+        given: PyTree | None = None,
+    ) -> Any:
+        return self._layer.init(key, inputs, side=side, given=given)
+
+    def apply(
+        self, params: PyTree, collections: Mapping[str, PyTree], inputs: PyTree, **how: Any
+    ) -> Any:
+        outputs, collections, aux = self._layer.apply(params, collections, inputs, **how)
+        rest, size = jnp.float32(0), jnp.float32(0)
+        for leaf in jax.tree.leaves(outputs):
+            if jnp.issubdtype(leaf.dtype, jnp.floating):
+                places = jnp.arange(leaf.size, dtype=leaf.dtype).reshape(leaf.shape)
+                terms = jnp.cos(places) * leaf
+                rest, size = rest + terms.mean(), size + jnp.abs(terms).mean()
+        taps = {f"{_TAP}_size": size.astype(jnp.float32)}
+        for i, unit in enumerate(_UNITS):
+            part = jnp.round(rest / unit)
+            rest = rest - part * unit
+            taps[f"{_TAP}_{i}"] = part.astype(jnp.float32)
+        return outputs, collections, {**aux, "metrics": {**aux.get("metrics", {}), **taps}}
+
+
+def _microbatch(job: Job, precision: Precision) -> int | None:
+    """Return the first microbatch whose gradients alone differ."""
+    module = job.module_in(precision)
+    if module.loss_fn is None or module.loss_terms is None:
+        return None
+    loss_fn = module.loss_fn
+
+    def chosen(outputs: PyTree, labels: PyTree) -> Any:
+        own, shares = labels
+        result = loss_fn(outputs, own)
+        first, *rest = result if isinstance(result, tuple) else (result,)
+        scaled = first * shares.reshape(-1)[0].astype(first.dtype)
+        return scaled if not rest else (scaled, *rest)
+
+    other = module.replace(loss_fn=chosen)
+    batch, start = job.batch_in(precision, 0), job.start(precision)
+    rows = (job.num_microbatches, job.num_samples)
+    example = batch._replace(labels=(batch.labels, np.ones(rows, np.float32)))
+    example = jax.tree.map(lambda x: x[0], example)
+    pipeline = job.pipeline(precision, module=other, example=example)
+    state = pipeline.init_from(start.params, start.collections)
+    for m in range(job.num_microbatches):
+        shares = np.zeros(rows, np.float32)
+        shares[m] = 1.0
+        chosen_batch = batch._replace(labels=(batch.labels, shares))
+        _, grads, _ = pipeline.gradients(state, chosen_batch)
+        wanted = Plain(other, job.num_replicas).gradients(start, chosen_batch, 0)
+        found = pipeline.params_tree(grads)
+        pairs = zip(jax.tree.leaves(found), _trained(found, wanted.grads), strict=True)
+        if any(
+            not norm(a - b) <= 1e-6 * max(norm(b), 1e-12) + _tiny(wanted.sizes) for a, b in pairs
+        ):
+            return m
+    return None
+
+
+def _tiny(sizes: PyTree) -> float:
+    return 1e-7 * max(map(norm, jax.tree.leaves(sizes)), default=0.0)
+
+
+def _trained(found: PyTree, grads: PyTree) -> list[Any]:
+    from jaxpipe.layers import flatten_dict
+
+    flat = flatten_dict(grads)
+    return [flat[path] for path in flatten_dict(found)]
+
+
+def _with_tick(pipeline: Pipeline, found: Located, layer: str) -> Located:
+    """Add the tick of the action of the located microbatch on the located layer."""
+    program, names = pipeline.program, [named.name for named in pipeline.module.layers]
+    index = names.index(layer)
+    part = next(
+        (i for i, stop in enumerate(pipeline.parts[1:]) if index < stop), len(pipeline.parts) - 2
+    )
+    actions = program.tables.forward if found.is_forward else program.tables.backward
+    for stage, virtual in enumerate(program.placement.virtual):
+        for tick in range(program.num_ticks):
+            chunk = actions.chunk[stage][tick]
+            if (
+                actions.microbatch[stage][tick] == found.microbatch
+                and chunk >= 0
+                and virtual[chunk] == part
+            ):
+                return dataclasses.replace(found, tick=tick, stage=stage)
+    return found

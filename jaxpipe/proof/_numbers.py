@@ -1,0 +1,207 @@
+"""Loss, gradients, updates, evaluation and outputs of the pipeline against the plain program."""
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxpipe.jaxpr import Arithmetic, arithmetic_of
+from jaxpipe.layers import PipelineModule
+from jaxpipe.pipeline import Pipeline
+
+from ._bound import bounds, distance, norm
+from ._job import OWN, Job, Precision, named
+from ._plain import Plain, Start
+
+_SHAKES = (1, 2)
+"""Seeds of the runs with additional roundings."""
+
+_STEPS = 3
+
+
+class Difference(NamedTuple):
+    """A result of both programs.
+
+    Attributes:
+        name: Kind and name, such as `gradient/layers/3_Block/kernel`.
+        difference: L2 norm of the difference.
+        bound: The largest difference that rounding explains.
+        size: L2 norm of the plain program's result.
+    """
+
+    name: str
+    difference: float
+    bound: float
+    size: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether rounding explains the difference."""
+        return self.difference <= self.bound
+
+
+class Results(NamedTuple):
+    """Results of one program, and the sums of absolute values of those that are sums."""
+
+    values: dict[str, Any]
+    sizes: dict[str, Any]
+
+
+def compare(job: Job, precision: Precision) -> list[Difference]:
+    """Compare all results of the two programs."""
+    with jax.enable_x64(precision.is_double):
+        pipeline, start = job.pipeline(precision), job.start(precision)
+        plain = run_plain(job, precision, pipeline, start)
+        moved = [run_plain(job, precision, pipeline, start, seed).values for seed in _SHAKES]
+        limits = bounds(plain.values, moved, plain.sizes, _arithmetic(pipeline), job.num_terms)
+        found = run_pipeline(job, precision, pipeline, start)
+    return [
+        Difference(name, distance(found[name], value), limits[name], norm(value))
+        for name, value in plain.values.items()
+    ]
+
+
+def compare_ragged(job: Job, precision: Precision) -> list[Difference]:
+    """Compare gradients where microbatches have different weights, one of them 0."""
+    with jax.enable_x64(precision.is_double):
+        module = weighted(job.module_in(precision))
+        batch = job.batch_in(precision, 0)
+        weights = np.ones((job.num_microbatches, job.num_samples), np.float32)
+        weights *= np.resize([1.0, 0.0, 2.0, 0.5], job.num_microbatches)[:, None]
+        batch = batch._replace(labels=(batch.labels, weights))
+        start = job.start(precision)
+        pipeline = job.pipeline(
+            precision, module=module, example=jax.tree.map(lambda x: x[0], batch)
+        )
+        trained = job.optimizer(frozenset(pipeline.trace.frozen)).trained
+        wanted, *moved = (
+            Plain(module, job.num_replicas, shake).gradients(start, batch, 0)
+            for shake in (None, *_SHAKES)
+        )
+        values, *others = (
+            named("ragged", trained(each.grads)) | {"loss of ragged weights": each.loss}
+            for each in (wanted, *moved)
+        )
+        limits = bounds(
+            values,
+            others,
+            named("ragged", trained(wanted.sizes)),
+            _arithmetic(pipeline),
+            job.num_terms,
+        )
+        state = pipeline.init_from(start.params, start.collections)
+        metrics, grads, _ = pipeline.gradients(state, batch)
+        found = named("ragged", pipeline.params_tree(grads))
+        found["loss of ragged weights"] = jax.device_get(metrics["loss"])
+    return [
+        Difference(name, distance(found[name], value), limits[name], norm(value))
+        for name, value in values.items()
+    ]
+
+
+def nan_stays(job: Job) -> list[str]:
+    """Put a NaN into one sample, and return where it shows although it should not, or does not."""
+    batch = job.batch_in(OWN, 0)
+    leaves = jax.tree.leaves(batch.inputs)
+    if not any(np.issubdtype(leaf.dtype, np.floating) for leaf in leaves):
+        return []
+    microbatch, sample = job.num_microbatches // 2, job.num_samples - 1
+
+    def spoiled(leaf: Any) -> Any:
+        if not np.issubdtype(leaf.dtype, np.floating):
+            return leaf
+        leaf = leaf.copy()
+        leaf[microbatch, sample] = np.nan
+        return leaf
+
+    batch = batch._replace(inputs=jax.tree.map(spoiled, batch.inputs))
+    pipeline, start = job.pipeline(OWN), job.start(OWN)
+    state = pipeline.init_from(start.params, start.collections)
+    metrics, outputs = jax.device_get(pipeline.evaluate_and_predict(state, batch))
+    _, wanted = job.plain(OWN).evaluate(start, batch)
+    found = []
+    for m in range(job.num_microbatches):
+        at = f"microbatch {m}"
+        if np.isnan(metrics["microbatch_losses"][m]) != (m == microbatch):
+            found.append(f"the loss of {at}")
+        pairs = zip(
+            jax.tree.leaves(jax.tree.map(lambda x, m=m: x[m], outputs)),
+            jax.tree.leaves(wanted[m]),
+            strict=True,
+        )
+        if any(not np.array_equal(np.isnan(a), np.isnan(b)) for a, b in pairs):
+            found.append(f"the outputs of {at}")
+    return found
+
+
+def weighted(module: PipelineModule) -> PipelineModule:
+    """Return a module whose labels are `(labels, weights)`, with a weight for each sample.
+
+    The weight of a microbatch is that of its first sample, times the weight that its loss has.
+    """
+    plain = module.loss_fn
+
+    def loss_fn(outputs: Any, labels: Any) -> Any:
+        own, weights = labels
+        result = outputs if plain is None else plain(outputs, own)
+        share = weights.reshape(-1)[0]
+        if not isinstance(result, tuple):
+            return result * share.astype(result.dtype), share
+        total, weight, *metrics = result
+        return total * share.astype(total.dtype), weight * share, *metrics
+
+    return module.replace(loss_fn=loss_fn)
+
+
+def run_plain(
+    job: Job, precision: Precision, pipeline: Pipeline, start: Start, shake: int | None = None
+) -> Results:
+    """Run the plain program: one batch, its evaluation, and several steps."""
+    program = job.plain(precision, shake)
+    optimizer = job.optimizer(frozenset(pipeline.trace.frozen))
+    values: dict[str, Any] = {}
+    sizes: dict[str, Any] = {}
+    loss, outputs = program.evaluate(start, job.batch_in(precision, 0))
+    values["evaluation/loss"] = loss
+    values |= {f"outputs/{i}": x for i, x in enumerate(_leaves(outputs))}
+    opt_state, at = optimizer.init(start.params), start
+    for step in range(_STEPS):
+        found = program.gradients(at, job.batch_in(precision, step), step)
+        if step == 0:
+            values["loss/"] = found.loss
+            values |= named("gradient", optimizer.trained(found.grads))
+            sizes |= named("gradient", optimizer.trained(found.sizes))
+        params, opt_state = optimizer.update(at.params, opt_state, found.grads)
+        at = Start(params, found.collections)
+    values |= named("parameter", at.params) | named("collection", at.collections)
+    return Results(values, sizes)
+
+
+def run_pipeline(
+    job: Job, precision: Precision, pipeline: Pipeline, start: Start
+) -> dict[str, Any]:
+    """Run the pipeline on the same batches."""
+    values: dict[str, Any] = {}
+    state = pipeline.init_from(start.params, start.collections)
+    metrics, outputs = jax.device_get(
+        pipeline.evaluate_and_predict(state, job.batch_in(precision, 0))
+    )
+    values["evaluation/loss"] = metrics["loss"]
+    each = [jax.tree.map(lambda x, m=m: x[m], outputs) for m in range(job.num_microbatches)]
+    values |= {f"outputs/{i}": x for i, x in enumerate(_leaves(each))}
+    metrics, grads, _ = pipeline.gradients(state, job.batch_in(precision, 0))
+    values["loss/"] = jax.device_get(metrics["loss"])
+    values |= named("gradient", pipeline.params_tree(grads))
+    for step in range(_STEPS):
+        state, _ = pipeline.step(state, pipeline.place_batch(job.batch_in(precision, step)))
+    values |= named("parameter", pipeline.params_tree(state.params))
+    values |= named("collection", pipeline.collections_tree(state.collections))
+    return values
+
+
+def _leaves(outputs: list[Any]) -> list[Any]:
+    return [np.atleast_1d(x) for each in outputs for x in jax.tree.leaves(each)]
+
+
+def _arithmetic(pipeline: Pipeline) -> Arithmetic:
+    return arithmetic_of([program for program in pipeline.trace.programs])

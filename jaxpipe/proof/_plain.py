@@ -1,0 +1,250 @@
+"""The plain program: the same model, batch and optimiser, one microbatch after another.
+
+It runs on one device, uses none of the executor's code, and adds up with NumPy in float64.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+from jaxpipe._typing import PyTree
+from jaxpipe.config import TrainConfig
+from jaxpipe.data import Batch
+from jaxpipe.layers import PipelineModule, flatten_dict, unflatten_dict
+
+from ._shake import shaken, shaken_module
+
+_EPSILON = 1e-6
+"""DeepSpeed and PyTorch add this to the norm before they clip by it."""
+
+
+class Start(NamedTuple):
+    """What a program starts from.
+
+    Attributes:
+        params: The model's parameter tree.
+        collections: The collections of the layers that have any.
+    """
+
+    params: PyTree
+    collections: Mapping[str, PyTree]
+
+
+class Gradients(NamedTuple):
+    """The result of one training batch.
+
+    Attributes:
+        loss: The loss of the batch, including the losses that layers add.
+        grads: Mean gradients of the trained parameters, in float64.
+        sizes: Mean of the absolute values of the gradients of single microbatches, in float64.
+        collections: The collections after the batch, averaged over the replicas.
+    """
+
+    loss: np.float64
+    grads: PyTree
+    sizes: PyTree
+    collections: Mapping[str, PyTree]
+
+
+def microbatch_of(batch: Batch, microbatch: int, replica: int, num_replicas: int) -> Batch:
+    """Return the samples of one microbatch that belong to one replica."""
+
+    def block(x: Any) -> Any:
+        size = x.shape[1] // num_replicas
+        return x[microbatch, replica * size : (replica + 1) * size]
+
+    return jax.tree.map(block, batch)
+
+
+class Plain:
+    """The plain program of a model.
+
+    Args:
+        module: The model.
+        num_replicas: Number of replicas along `data`.
+        shake: Seed of the roundings that are added between layers. None adds none.
+    """
+
+    def __init__(self, module: PipelineModule, num_replicas: int, shake: int | None = None) -> None:
+        self._module = module if shake is None else shaken_module(module, shake)
+        self._num_replicas, self._shake = num_replicas, shake
+        self._key = jax.random.key(module.base_seed)
+        self._differentiate = jax.jit(jax.value_and_grad(self._objective, has_aux=True))
+        self._evaluate = jax.jit(self._outputs)
+        self._report = jax.jit(self._reported)
+
+    def gradients(self, start: Start, batch: Batch, step: int) -> Gradients:
+        """Compute the loss and the mean gradients of a batch, and the collections after it."""
+        num_terms = jax.tree.leaves(batch.inputs)[0].shape[0] * self._num_replicas
+        found = self._add_up(start, batch, step, 1.0)
+        if found["weight"] != num_terms and found["has_added"]:
+            # A layer's loss has the same weight in every microbatch.
+            found = self._add_up(start, batch, step, found["weight"] / num_terms)
+        # The factor of every loss is a float32, in both programs.
+        share = float(np.float32(1) / np.float32(found["weight"] or 1.0))
+        held = jax.tree.map(lambda *xs: _mean(xs), *found["collections"])
+        return Gradients(
+            np.float64(found["loss"] * share),
+            jax.tree.map(lambda x: x * share, found["grads"]),
+            jax.tree.map(lambda x: x * share, found["sizes"]),
+            held,
+        )
+
+    def metrics(self, start: Start, batch: Batch, step: int) -> dict[str, float]:
+        """Return the means over microbatches and replicas of what layers report in training."""
+        found: dict[str, float] = {}
+        places = self._places(batch)
+        for m, r in places:
+            key = functools.reduce(jax.random.fold_in, (step, m, r), self._key)
+            one = microbatch_of(batch, m, r, self._num_replicas)
+            aux = jax.device_get(self._report(start.params, start.collections, one, key))
+            for name, value in aux["metrics"].items():
+                found[name] = found.get(name, 0.0) + float(value) / len(places)
+        return found
+
+    def evaluate(self, start: Start, batch: Batch) -> tuple[np.float64, list[PyTree]]:
+        """Compute the loss of a batch, and the outputs of each microbatch, outside training."""
+        total, weight, outputs = 0.0, 0.0, []
+        for m, r in self._places(batch):
+            one = microbatch_of(batch, m, r, self._num_replicas)
+            found = jax.device_get(
+                self._evaluate(self._shaken(start.params), start.collections, one)
+            )
+            total, weight = total + float(found[0]), weight + float(found[1])
+            outputs.append(found[2])
+        each = len(outputs) // self._num_replicas
+        joined = [
+            jax.tree.map(
+                lambda *xs: np.concatenate([np.atleast_1d(x) for x in xs]),
+                *outputs[m * self._num_replicas : (m + 1) * self._num_replicas],
+            )
+            for m in range(each)
+        ]
+        return np.float64(total / (weight or 1.0)), joined
+
+    def _places(self, batch: Batch) -> list[tuple[int, int]]:
+        number = jax.tree.leaves(batch.inputs)[0].shape[0]
+        return [(m, r) for m in range(number) for r in range(self._num_replicas)]
+
+    def _shaken(self, params: PyTree) -> PyTree:
+        return params if self._shake is None else jax.device_get(_shaken_once(params, self._shake))
+
+    def _add_up(self, start: Start, batch: Batch, step: int, added_weight: float) -> dict[str, Any]:
+        params = self._shaken(start.params)
+        held: list[Any] = [start.collections] * self._num_replicas
+        grads = sizes = None
+        loss = weight = 0.0
+        has_added = False
+        for m, r in self._places(batch):
+            key = functools.reduce(jax.random.fold_in, (step, m, r), self._key)
+            one = microbatch_of(batch, m, r, self._num_replicas)
+            found = self._differentiate(params, held[r], one, key, added_weight)
+            (value, (held[r], of_loss, adds)), grad = jax.device_get(found)
+            grad = jax.tree.map(lambda x: np.asarray(x, _wide(x)), grad)
+            size = jax.tree.map(np.abs, grad)
+            grads = grad if grads is None else jax.tree.map(np.add, grads, grad)
+            sizes = size if sizes is None else jax.tree.map(np.add, sizes, size)
+            loss, weight = loss + float(value), weight + float(of_loss)
+            has_added = has_added or bool(adds)
+        return {
+            "loss": loss,
+            "weight": weight,
+            "grads": grads,
+            "sizes": sizes,
+            "collections": held,
+            "has_added": has_added,
+        }
+
+    def _objective(
+        self,
+        params: PyTree,
+        collections: Mapping[str, PyTree],
+        batch: Batch,
+        key: jax.Array,
+        added_weight: Any,
+    ) -> tuple[jax.Array, tuple[Any, Any, Any]]:
+        outputs, held, aux = self._module.call(
+            params, collections, batch.inputs, train=True, key=key, side=batch.side
+        )
+        terms = self._module.loss_terms(outputs, batch.labels)
+        added = sum(aux["losses"].values(), 0.0)
+        weight = 1.0 if terms.weight is None else terms.weight
+        return terms.total + added * added_weight, (held, weight, len(aux["losses"]))
+
+    def _reported(
+        self, params: PyTree, collections: Mapping[str, PyTree], batch: Batch, key: jax.Array
+    ) -> PyTree:
+        return self._module.call(
+            params, collections, batch.inputs, train=True, key=key, side=batch.side
+        )[2]
+
+    def _outputs(
+        self, params: PyTree, collections: Mapping[str, PyTree], batch: Batch
+    ) -> tuple[jax.Array, Any, PyTree]:
+        outputs, _, _ = self._module.call(params, collections, batch.inputs, side=batch.side)
+        terms = self._module.loss_terms(outputs, batch.labels)
+        return terms.total, 1.0 if terms.weight is None else terms.weight, outputs
+
+
+class Optimizer:
+    """The user's optimiser and clipping, on the whole model's tree.
+
+    Args:
+        transformation: The optax transformation.
+        config: The configuration, read for clipping.
+        frozen: Paths of the parameters that are not trained.
+    """
+
+    def __init__(
+        self,
+        transformation: optax.GradientTransformation,
+        config: TrainConfig,
+        frozen: frozenset[tuple[str, ...]],
+    ) -> None:
+        self._transformation, self._limit, self._frozen = (
+            transformation,
+            config.gradient_clipping,
+            frozen,
+        )
+        self._update = jax.jit(transformation.update)
+
+    def trained(self, params: PyTree) -> PyTree:
+        """Return the parameters that are trained."""
+        flat = flatten_dict(params)
+        return unflatten_dict({path: x for path, x in flat.items() if path not in self._frozen})
+
+    def init(self, params: PyTree) -> PyTree:
+        """Make the optimiser's state."""
+        return self._transformation.init(self.trained(params))
+
+    def update(self, params: PyTree, opt_state: PyTree, grads: PyTree) -> tuple[PyTree, PyTree]:
+        """Apply one update; returns the new parameters and the optimiser's new state."""
+        trained, grads = self.trained(params), self.trained(grads)
+        if self._limit:
+            squares = sum(float(np.sum(np.abs(g) ** 2)) for g in jax.tree.leaves(grads))
+            factor = min(1.0, self._limit / (np.sqrt(squares) + _EPSILON))
+            grads = jax.tree.map(lambda g: g * factor, grads)
+        grads = jax.tree.map(lambda g, x: np.asarray(g, x.dtype), grads, trained)
+        updates, opt_state = self._update(grads, opt_state, trained)
+        new = jax.device_get(optax.apply_updates(trained, updates))
+        return unflatten_dict(flatten_dict(params) | flatten_dict(new)), opt_state
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _shaken_once(params: PyTree, seed: int) -> PyTree:
+    return shaken(params, jax.random.key(seed))
+
+
+def _mean(values: Any) -> Any:
+    first = values[0]
+    if not np.issubdtype(np.asarray(first).dtype, np.inexact):
+        return first
+    return np.mean(np.asarray(values, _wide(first)), axis=0).astype(first.dtype)
+
+
+def _wide(x: Any) -> Any:
+    return np.complex128 if np.iscomplexobj(x) else np.float64

@@ -1,0 +1,133 @@
+"""The result of a proof: claims, what they are based on, and what was not covered."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Any
+
+from jaxpipe._text import html_page, html_table
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """Something that is wrong.
+
+    Attributes:
+        where: The layer, the leaf, `loss_fn`, or a stage and a tick.
+        text: What is wrong, with figures, and what to do.
+    """
+
+    where: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.text}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """A statement about the job, and whether it holds.
+
+    Attributes:
+        name: A short name, such as `gradients`.
+        statement: The statement, in one sentence.
+        findings: What contradicts it; empty if it holds.
+        figures: Numbers that it is based on, by name.
+        not_covered: Why it was not checked. None if it was.
+        seconds: Time that the check took.
+        results: Difference, bound and size of each result that was compared, as L2 norms, by name.
+    """
+
+    name: str
+    statement: str
+    findings: tuple[Finding, ...] = ()
+    figures: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    not_covered: str | None = None
+    seconds: float = 0.0
+    results: Mapping[str, tuple[float, ...]] = dataclasses.field(
+        default_factory=dict[str, tuple[float, ...]]
+    )
+
+    @property
+    def holds(self) -> bool:
+        """Whether it was checked and nothing contradicts it."""
+        return not self.findings and self.not_covered is None
+
+    def __str__(self) -> str:
+        mark = "not covered" if self.not_covered else "holds" if self.holds else "REFUSED"
+        lines = [f"{mark:13}{self.name:13}{self.statement} ({self.seconds:.1f} s)"]
+        lines += [f"{'':13}{self.not_covered}"] if self.not_covered else []
+        return "\n".join([*lines, *(f"{'':13}{finding}" for finding in self.findings)])
+
+
+@dataclasses.dataclass(frozen=True)
+class Proof:
+    """The claims about one job.
+
+    Attributes:
+        claims: The claims, in the order in which they were checked.
+        job: What was proved: layers, sizes, axes, schedule, versions.
+    """
+
+    claims: tuple[Claim, ...]
+    job: Mapping[str, Any]
+
+    @property
+    def holds(self) -> bool:
+        """Whether nothing contradicts any claim."""
+        return not any(claim.findings for claim in self.claims)
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """All findings."""
+        return tuple(finding for claim in self.claims for finding in claim.findings)
+
+    def to_json(self) -> str:
+        """Return everything as JSON."""
+        return json.dumps({"holds": self.holds, **dataclasses.asdict(self)}, indent=2, default=str)
+
+    def badge(self) -> str:
+        """Return a line of Markdown for a README."""
+        text, colour = ("proved", "brightgreen") if self.holds else ("refused", "red")
+        return f"![jaxpipe prove](https://img.shields.io/badge/pipeline-{text}-{colour})"
+
+    def to_html(self) -> str:
+        """Return a self-contained page."""
+        title = "Proved" if self.holds else "Refused"
+        rows = [
+            (
+                claim.name,
+                "not covered" if claim.not_covered else "holds" if claim.holds else "refused",
+                claim.statement,
+                "; ".join(f"{key} {value}" for key, value in claim.figures.items()),
+                f"{claim.seconds:.1f}",
+            )
+            for claim in self.claims
+        ]
+        findings = [(finding.where, finding.text) for finding in self.findings]
+        parts = [
+            f"<h1>{title}</h1>",
+            html_table((), [(key, str(value)) for key, value in self.job.items()]),
+            "<h2>Claims</h2>",
+            html_table(("claim", "", "statement", "figures", "seconds"), rows),
+        ]
+        if findings:
+            parts += ["<h2>Findings</h2>", html_table(("where", "what"), findings)]
+        return html_page("jaxpipe prove", "\n".join(parts))
+
+    @property
+    def verdict(self) -> str:
+        """The last line of a report."""
+        count = len(self.findings)
+        return "proved" if self.holds else f"refused: {count} finding{'s' if count > 1 else ''}"
+
+    def __str__(self) -> str:
+        about = [f"{key}: {value}" for key, value in self.job.items()]
+        return "\n".join([*about, *map(str, self.claims), self.verdict])
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the libraries that compute."""
+    names = "jax", "jaxlib", "flax", "optax"
+    return {"versions": ", ".join(f"{name} {metadata.version(name)}" for name in names)}

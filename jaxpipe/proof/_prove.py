@@ -1,0 +1,299 @@
+"""`prove`: check a job's pipeline against its plain program, on simulated devices."""
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from jaxpipe._typing import PyTree
+from jaxpipe.config import load_config
+from jaxpipe.errors import ConfigError
+from jaxpipe.forecast import Hardware, check_model, plan, read_hardware, read_job
+from jaxpipe.layers import PipelineModule
+from jaxpipe.pipeline import ConfigLike
+
+from ._claims import Measured, NotCovered, run_claims
+from ._determinism import determinism_findings
+from ._job import DOUBLE, OWN, Job, Precision, check_example
+from ._layers import layer_faults
+from ._locate import Located, locate
+from ._narrow import LEAST, narrowed
+from ._numbers import Difference, compare, compare_ragged, nan_stays
+from ._processes import process_findings
+from ._program import program_findings
+from ._proof import Claim, Finding, Proof, versions
+from ._schedule import SymbolicRun, require_in_flight
+from ._state import state_findings
+
+_MOST_FINDINGS = 5
+
+
+def prove(  # noqa: PLR0913  # one argument for each choice
+    model: PipelineModule,
+    config: ConfigLike,
+    example_batch: Sequence[PyTree],
+    *,
+    optimizer: optax.GradientTransformation | None = None,
+    places: Mapping[str, int] | None = None,
+    hardware: str | tuple[Hardware, int] | None = None,
+    quick: bool = False,
+    as_is: bool = False,
+    only: Sequence[str] | None = None,
+) -> Proof:
+    """Prove that a job's pipeline computes what its layers compute one after another.
+
+    The proof runs on simulated devices: the job's stages, two replicas, and the axes of `places`.
+    A plain program runs the same microbatches one after another on one device, without any code of
+    the pipeline. Results may differ by what rounding explains: the bound of each result is derived
+    from the number of rounded operations, the dtype and the result's measured sensitivity to
+    roundings. In float64, that is about 1e-13 of a gradient.
+
+    Args:
+        model: The layers and their number of stages.
+        config: DeepSpeed's configuration, as for `initialize`. The number of microbatches becomes a
+            power of two, at most twice the number of stages.
+        example_batch: One entry of the data iterator, `(inputs, labels)` or `(inputs, labels,
+            side)`, as arrays or shapes with leaves `[samples, ...]`. The proof draws its samples
+            from the values.
+        optimizer: An optax transformation. None: the optimiser of the configuration.
+        places: Lengths of additional axes of the mesh, such as `{"model": 2}`.
+        hardware: Name and number of devices, such as `"h200:8"`, as for `plan`. The step of the
+            whole job is compiled for them, without a device. None: it is not compiled.
+        quick: Whether to leave out the job's own dtypes, checkpoints, determinism and processes.
+        as_is: Whether to prove the model at its own sizes. By default its widths and lengths are
+            divided by a power of two, and runs of equal layers are shortened.
+        only: Names of the claims to check. None: all of them.
+
+    Returns:
+        The claims, with findings that name the layer or leaf, the microbatch and the tick where the
+        two programs first differ.
+
+    Raises:
+        ConfigError: The configuration is wrong, there is no optimiser, or a name in `only` is not
+            that of a claim.
+        TopologyError: There are too few simulated devices.
+        JaxpipeError: Whatever building the pipeline raises.
+    """
+    return prove_named(
+        model,
+        config,
+        example_batch,
+        optimizer=optimizer,
+        places=places,
+        hardware=hardware,
+        quick=quick,
+        as_is=as_is,
+        only=only,
+    )
+
+
+def prove_named(  # noqa: PLR0913  # those of `prove`
+    model: PipelineModule,
+    config: ConfigLike,
+    example_batch: Sequence[PyTree],
+    *,
+    hardware: str | tuple[Hardware, int] | None = None,
+    quick: bool = False,
+    as_is: bool = False,
+    only: Sequence[str] | None = None,
+    command: Sequence[str] | None = None,
+    when_checked: Callable[[Claim], None] = lambda claim: None,
+    **how: Any,
+) -> Proof:
+    """Prove a job which another process can make with the arguments `command`.
+
+    `when_checked` is called with each claim.
+    """
+    check_model(model)
+    target = None if hardware is None else read_hardware(hardware)
+    made = made_job(model, config, example_batch, as_is=as_is, **how)
+    job = made.job
+    job.pipeline(OWN)  # what cannot be built is no claim that does not hold
+
+    def program() -> Iterator[Any]:
+        if target is None:
+            return iter([NotCovered("name the hardware, such as h200:8 (--hardware)")])
+        one = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((job.microbatch_size, *x.shape[1:]), x.dtype),
+            tuple(example_batch),
+        )
+        given = job.config, one, job.given_optimizer, how.get("places"), target
+        return program_findings(model, *given)
+
+    checks = _checks(job, program, command)
+    names = checks if only is None else only
+    if quick and only is None:
+        names = [name for name in checks if name in _QUICK or (name == "program" and target)]
+    unknown = set(names) - set(checks)
+    if unknown:
+        raise ConfigError(
+            f"only must name claims, which are {', '.join(checks)}, but got {sorted(unknown)}. "
+            "Leave it out for all of them."
+        )
+    left_out = [name for name in checks if name not in names]
+    return Proof(
+        run_claims({name: checks[name] for name in checks if name in names}, when_checked),
+        {
+            "layers": ", ".join(named.name for named in job.module.layers),
+            "axes": ", ".join(f"{name}={size}" for name, size in job.mesh.shape.items()),
+            "schedule": job.config.pipeline.schedule,
+            "microbatches": job.num_microbatches,
+            **made.sizes,
+            **({"not checked": ", ".join(left_out)} if left_out else {}),
+            "SHA-256 of parameters and batch": job.checksum,
+            **versions(),
+        },
+    )
+
+
+class Made(NamedTuple):
+    """A job at the sizes of its proof, and what a proof says of these sizes."""
+
+    job: Job
+    sizes: dict[str, str]
+
+
+def made_job(
+    model: PipelineModule,
+    config: ConfigLike,
+    example_batch: Sequence[PyTree],
+    *,
+    optimizer: optax.GradientTransformation | None = None,
+    places: Mapping[str, int] | None = None,
+    as_is: bool = False,
+) -> Made:
+    """Make the small copy of a job that is proved."""
+    config = load_config(config)
+    check_example(example_batch)
+    if as_is:
+        return Made(Job(model, config, example_batch, optimizer, places or {}), {})
+    chunks = config.pipeline.num_chunks
+    narrow = narrowed(model, example_batch, chunks if isinstance(chunks, int) else 2)
+    before, after = narrow.num_layers
+    text = f"sizes of {LEAST} and more divided by {narrow.factor}, {after} of {before} layers"
+    job = Job(narrow.model, config, narrow.example, optimizer, places or {})
+    return Made(job, {"narrowed": text})
+
+
+def read_options(text: str) -> dict[str, Any]:
+    """Return the arguments of `made_job` from the job that a command line names.
+
+    A job may also name arguments of `plan`, which a proof does not need.
+    """
+    known = inspect.signature(made_job).parameters
+    return {name: value for name, value in read_job(text, plan).items() if name in known}
+
+
+_QUICK = ("layers", "schedule", "numbers", "weights", "nan")
+
+
+def _checks(
+    job: Job, program: Callable[[], Iterator[Any]], command: Sequence[str] | None
+) -> dict[str, tuple[str, Callable[[], Iterator[Any]]]]:
+    """Return the claims by name: the statement, and a function that yields findings and figures."""
+    same = "Loss, gradients, updates, outputs and collections are those of the plain program"
+    return {
+        "layers": ("Layers and loss are what a pipeline needs.", lambda: _layers(job)),
+        "schedule": (
+            "Each value is written once, read after it is written, and received where it is sent.",
+            lambda: _schedule(job),
+        ),
+        "numbers": (f"{same}, in float64.", lambda: _numbers(job, DOUBLE)),
+        "weights": (
+            "Gradients are weighted means where microbatches have different weights.",
+            lambda: _ragged(job),
+        ),
+        "nan": (
+            "A NaN in one sample shows only where the plain program has it.",
+            lambda: _not_a_number(job),
+        ),
+        "dtypes": (f"{same}, in the job's dtypes.", lambda: _numbers(job, OWN)),
+        "determinism": (
+            "Two runs give the same bits, and another seed gives others.",
+            lambda: determinism_findings(job),
+        ),
+        "state": (
+            "A checkpoint opens with other numbers of stages, and training goes on.",
+            lambda: state_findings(job),
+        ),
+        "processes": (
+            "Steps in two processes are those of one process.",
+            lambda: process_findings(job, command),
+        ),
+        "program": (
+            "Compiled for the hardware, the step fits, and all stages reach its collectives.",
+            program,
+        ),
+    }
+
+
+def _layers(job: Job) -> Iterator[Any]:
+    for fault in layer_faults(job, DOUBLE):
+        yield Finding(fault.where, f"{fault.what}. {fault.repair}.")
+
+
+def _schedule(job: Job) -> Iterator[Any]:
+    with jax.enable_x64(True):
+        program = job.pipeline(DOUBLE).program
+    SymbolicRun(program).run()
+    require_in_flight(program)
+    yield {"ticks": program.num_ticks, "in flight": program.peak_in_flight}
+
+
+def _numbers(job: Job, precision: Precision) -> Iterator[Any]:
+    differences = compare(job, precision)
+    if not_finite := _not_finite(differences):
+        yield not_finite
+        return
+    wrong = [each for each in differences if not each.holds]
+    worst = max(differences, key=lambda each: each.difference / max(each.bound, 1e-300))
+    yield {"results": len(differences), "worst": worst.name, "bound": worst.bound}
+    yield Measured({each.name: each[1:] for each in differences})
+    if not wrong:
+        return
+    located = locate(job, precision, wrong)
+    for each in wrong[:_MOST_FINDINGS]:
+        yield Finding(located.where(each.name), _sentence(each, located))
+
+
+def _ragged(job: Job) -> Iterator[Any]:
+    differences = compare_ragged(job, DOUBLE)
+    yield {"results": len(differences)}
+    yield Measured({each.name: each[1:] for each in differences})
+    if not_finite := _not_finite(differences):
+        yield not_finite
+        return
+    for each in differences:
+        if not each.holds:
+            yield Finding(each.name, _figures(each))
+
+
+def _not_a_number(job: Job) -> Iterator[Any]:
+    for where in nan_stays(job):
+        yield Finding(where, "a NaN of another sample shows here, or its own does not.")
+
+
+def _not_finite(differences: list[Difference]) -> Finding | None:
+    names = [each.name for each in differences if not math.isfinite(each.size)]
+    if not names:
+        return None
+    return Finding(
+        names[0],
+        f"is not finite in the plain program, and {len(names) - 1} other results are not either. "
+        "Nothing can be compared. Give an example for which the model is finite.",
+    )
+
+
+def _figures(each: Difference) -> str:
+    return (
+        f"{each.name} differs by {each.difference:.3g}, and rounding explains {each.bound:.3g} "
+        f"of its {each.size:.3g}"
+    )
+
+
+def _sentence(each: Difference, located: Located) -> str:
+    at = "" if located.microbatch is None else f", first for microbatch {located.microbatch}"
+    return f"{_figures(each)}{at}{located.tick_text}"

@@ -1,0 +1,101 @@
+"""Saving and opening: with other stages, training goes on as it would have."""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpipe._typing import PyTree
+from jaxpipe.checkpoint import export_safetensors, load_params
+from jaxpipe.data import Batch
+from jaxpipe.engine import PipelineEngine, initialize
+from jaxpipe.jaxpr import arithmetic_of
+from jaxpipe.layers import PipelineModule, flatten_dict
+from jaxpipe.topology import ProcessTopology, make_pipeline_mesh
+from jaxpipe.weights import load_safetensors
+
+from ._job import OWN, Job
+from ._proof import Finding
+
+_DEVIATIONS = 8.0
+
+
+def state_findings(job: Job) -> Iterator[Any]:
+    """Save after two steps, export, open at other numbers of stages, and compare everything."""
+    with tempfile.TemporaryDirectory(prefix="jaxpipe-prove-") as folder:
+        saved = _engine(job, job.module.num_stages)
+        for step in range(2):
+            saved.train_batch(_entries(job.batch_in(OWN, step)))
+        saved.save_checkpoint(Path(folder))
+        wanted = _everything(saved)
+        exported = Path(folder) / "exported.safetensors"
+        export_safetensors(Path(folder), exported)
+        again = flatten_dict(load_safetensors(exported))
+        for path, value in flatten_dict(load_params(Path(folder))).items():
+            if path not in again or not np.array_equal(value, again[path], equal_nan=True):
+                yield Finding("export_safetensors", f"{'/'.join(path)} is not read as it was.")
+        next_loss = float(saved.train_batch(_entries(job.batch_in(OWN, 2))))
+        unit = arithmetic_of(list(job.pipeline(OWN).trace.programs))
+        allowed = _DEVIATIONS * unit.unit * np.sqrt(unit.operations * len(job.module.layers))
+        for stages in _other_stages(job):
+            engine = _engine(job, stages)
+            engine.load_checkpoint(Path(folder))
+            where = f"checkpoint of {job.module.num_stages} stages, opened with {stages}"
+            for name, value in _everything(engine).items():
+                if name not in wanted or not np.array_equal(value, wanted[name], equal_nan=True):
+                    yield Finding(where, f"{name} is not what was saved.")
+            loss = float(engine.train_batch(_entries(job.batch_in(OWN, 2))))
+            if not abs(loss - next_loss) <= allowed * max(abs(next_loss), 1.0):
+                yield Finding(where, f"the next loss is {loss!r}, and was {next_loss!r}.")
+        yield {"opened with stages": _other_stages(job), "arrays": len(wanted)}
+
+
+def _other_stages(job: Job) -> list[int]:
+    own, layers = job.module.num_stages, len(job.module.layers)
+    others = [1, 2 * own] if own > 1 else [2]
+    room = jax.device_count() * own // job.num_devices
+    return [stages for stages in others if stages <= min(layers, room)]
+
+
+def _engine(job: Job, stages: int) -> PipelineEngine:
+    module = _with_stages(job.module, stages)
+    axes = {"pipe": stages, "data": job.num_replicas, **job.places}
+    topology = ProcessTopology(list(axes), list(axes.values()))
+    number = int(np.prod(list(axes.values())))
+    engine, *_ = initialize(
+        model=module,
+        optimizer=job.given_optimizer,
+        config=job.engine_config,
+        mesh=make_pipeline_mesh(topology, jax.devices()[:number]),
+        reporter=None,
+    )
+    return engine
+
+
+def _with_stages(module: PipelineModule, stages: int) -> PipelineModule:
+    if stages == module.num_stages:
+        return module
+    return module.replace(num_stages=stages, partition_method="parameters")
+
+
+def _entries(batch: Batch) -> Iterator[tuple[Any, ...]]:
+    number = jax.tree.leaves(batch)[0].shape[0]
+    for m in range(number):
+        yield tuple(jax.tree.map(lambda x, m=m: x[m], part) for part in batch)
+
+
+def _everything(engine: Any) -> dict[str, Any]:
+    params = flatten_dict(engine.module_state_dict())
+    found = {"/".join(("params", *path)): x for path, x in params.items()}
+    leaves = jax.tree_util.tree_leaves_with_path(engine.opt_state_tree())
+    found |= {f"opt_state{jax.tree_util.keystr(path)}": _numbers(x) for path, x in leaves}
+    return found
+
+
+def _numbers(x: PyTree) -> Any:
+    is_key = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(x) if is_key else x)

@@ -1,0 +1,50 @@
+"""A proof of a job whose program is compiled for H200s that are not there."""
+
+import importlib.util
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxpipe
+from jaxpipe.proof import Proof, prove
+
+pytestmark = [
+    pytest.mark.gpu_aot,
+    pytest.mark.skipif(
+        not any(map(importlib.util.find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin"))),
+        reason="needs the CUDA plugin: pip install jaxpipe[cuda12]",
+    ),
+]
+
+
+def program_of(width: int, hardware: str = "h200:4") -> Proof:
+    def loss_fn(y: jax.Array, t: jax.Array) -> jax.Array:
+        return jnp.mean((y - t) ** 2)
+
+    model = jaxpipe.PipelineModule([nn.Dense(width) for _ in range(4)], 2, loss_fn=loss_fn)
+    x = np.ones((2, width), np.float32)
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 8,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "pipeline": {"schedule": "1f1b"},
+    }
+    return prove(model, config, (x, x), hardware=hardware, only=("program",))
+
+
+def test_the_program_is_read() -> None:
+    found = program_of(2048)
+    assert found.holds, str(found)
+    (claim,) = found.claims
+    assert claim.figures["collectives of a steady tick"] == 2
+    assert claim.figures["host waits of a steady tick"] == 0
+    assert 0.8 < float(claim.figures["of the plan's"]) < 1.2
+
+
+def test_a_program_that_does_not_fit_is_refused() -> None:
+    found = program_of(65536)
+    assert not found.holds
+    assert "GB can be used" in str(found)
