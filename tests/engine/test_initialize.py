@@ -103,6 +103,7 @@ def test_one_process_has_all_stages() -> None:
     assert engine.grid.stage_id == 0
 
 
+@pytest.mark.slow
 def test_devices_beyond_an_explicit_topology_stay_unused() -> None:
     engine, *_ = initialize()
     assert engine.mesh.devices.size == 2 < jax.device_count()
@@ -117,6 +118,7 @@ def test_num_stages_alone_takes_all_devices() -> None:
     assert dict(engine.mesh.shape) == {"stage": 2, "data": 4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", slow_after(1, [("data", "stage"), ("stage", "data")]))
 def test_a_mesh_of_jax(axes: tuple[str, str]) -> None:
     shape = tuple({"stage": 2, "data": 2}[axis] for axis in axes)

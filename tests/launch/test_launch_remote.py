@@ -338,6 +338,7 @@ signal.signal(signal.SIGTERM, save)
     )
 
 
+@pytest.mark.slow
 def test_the_launcher_is_killed_and_its_nodes_end(hosts: Path, here: Path, stand_in: str) -> None:
     program = script(hosts.parent, PROGRAM + "time.sleep(300)\n")
     options = ("-H", hosts, "--num_gpus", 1, "--num_nodes", 1, "--ssh-command", stand_in)

@@ -41,6 +41,7 @@ def step(pipeline: Pipeline, labels: Any = Y) -> dict[str, Any]:
     return jax.device_get(pipeline.step(pipeline.init(), (X, labels, {}))[1])
 
 
+@pytest.mark.slow
 def test_labels_that_know_the_real_names_alone() -> None:
     known = {"0_Dense": "a", "1_Dense": "b", "2_Dense": "a", "3_Dense": "b"}
 
@@ -60,6 +61,7 @@ def test_a_mask_that_is_a_tree(zero_stage: int) -> None:
         build(optax.adamw(0.1, mask=mask), zero_stage=zero_stage)
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_holds_a_key() -> None:
     noisy = optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.sgd(0.1))
     assert np.isfinite(step(build(noisy, stages=1))["loss"])
@@ -146,6 +148,7 @@ def test_what_depends_on_the_other_parameters_of_a_tree(
         build(optimizer, layers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [1, 2])
 def test_labels_by_layer_do_what_they_do_unpipelined(stages: int) -> None:
     optimizer = rates(optax.adam, by_layer)
@@ -290,6 +293,7 @@ class Both(nn.Module):
         return nn.Dense(4)(Reporter(2.0, name="a-b")(Reporter(1.0, name="a")(x)))
 
 
+@pytest.mark.slow
 def test_reports_keep_their_names() -> None:
     metrics = step(build(optax.sgd(0.1), [LayerSpec(Both), *[LayerSpec(nn.Dense, 4)] * 2]))
     assert metrics["metrics"] == {"0_Both/a/m": 1.0, "0_Both/a-b/m": 2.0}

@@ -385,6 +385,7 @@ def test_a_layer_that_recomputes_leaves_the_others_alone() -> None:
     assert kept([INNER] * 4, scan_trunk=True) == kept([BLOCK] * 4, scan_trunk=True)
 
 
+@pytest.mark.slow
 def test_one_layer_that_recomputes_takes_no_more_memory() -> None:
     assert temporary_bytes(planned([BLOCK, BLOCK.remat()])[1]) <= temporary_bytes(
         planned([BLOCK] * 2)[1]
