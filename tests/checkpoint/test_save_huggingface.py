@@ -134,6 +134,7 @@ def test_shards_in_half_precision_over_an_earlier_folder(runs: Runs, tmp_path: P
     assert_holds(tmp_path, params, config, ml_dtypes.bfloat16)
 
 
+@pytest.mark.slow
 def test_adapters_are_merged(runs: Runs, tmp_path: Path) -> None:
     path, params = runs["adapters"]
     config = config_of(tied=True)

@@ -143,6 +143,7 @@ def test_predicting_before_anything_else() -> None:
     assert float(fresh.train_batch(entries())) == float(loss)
 
 
+@pytest.mark.slow
 def test_predicting_with_side_inputs() -> None:
     model = MODELS["side"].module(None, topology=PipeDataParallelTopology(2, 2))
     engine = build(model)

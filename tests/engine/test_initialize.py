@@ -257,6 +257,7 @@ def test_samples_that_an_epoch_leaves_out_are_said_once(caplog: pytest.LogCaptur
     )
 
 
+@pytest.mark.slow
 def test_the_loop_of_the_manual_ends(tmp_path: Path) -> None:
     """`for step, batch in enumerate(loader)`, whose place a checkpoint of the engine holds."""
 

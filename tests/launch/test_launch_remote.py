@@ -303,6 +303,7 @@ def test_a_job_over_two_nodes_that_fails_once(
     )
 
 
+@pytest.mark.slow
 def test_a_signal_reaches_the_processes_on_the_nodes(
     hosts: Path, here: Path, stand_in: str, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _covering import slow_after
+from _covering import slow_after, soak_after
 from _optimizers import refusing_empty_trees
 from _settings import make_settings
 from _tolerances import assert_close
@@ -267,7 +267,9 @@ def test_labels_for_other_parameters() -> None:
         pytest.param(optax.lookahead(optax.sgd(1.0), 2, 0.5), "'fast'.*ad, whose", id="pairs"),
     ],
 )
-@pytest.mark.parametrize(("stages", "zero_stage"), [(1, 0), (2, 0), (2, 1)])
+@pytest.mark.parametrize(
+    ("stages", "zero_stage"), soak_after(2, [(1, 0), (2, 1), (2, 0)], unpack=True)
+)
 def test_an_optimizer_that_asks_for_more(
     optimizer: optax.GradientTransformation, missing: str, stages: int, zero_stage: int
 ) -> None:
@@ -311,6 +313,7 @@ def test_a_weight_without_labels() -> None:
     assert metrics["weight"] == 8.0
 
 
+@pytest.mark.slow
 def test_gradients_of_narrow_parameters_are_summed_in_float32() -> None:
     layers = [
         LayerSpec(nn.Dense, 4, param_dtype=jnp.bfloat16),

@@ -73,6 +73,7 @@ def temporary_bytes(pipeline: Pipeline) -> int:
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", slow_after(1, BOUNDED))
 def test_temporary_bytes_do_not_grow_with_microbatches(schedule: str) -> None:
     """From where the steady part is long enough to have a loop of its own."""
