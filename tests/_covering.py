@@ -112,17 +112,20 @@ def slow_after(
 ) -> list[Any]:
     """Parameters of a test of which the first few run by default.
 
-    Of the others every eighth is slow, the rest soak.
+    Of the others every eighth is slow, the rest soak. Where none runs by default, that is the
+    first of eight, otherwise the last: of fewer than eight none is slow.
 
     Args:
         count: How many run by default.
         cases: The values.
         unpack: Whether each is a tuple of values of several arguments.
-        soak: Of many cases: every 32nd is slow.
+        soak: Of many cases: every 32nd is slow, the first of 32.
     """
     every = 32 if soak else 8
+    first = every - 1 if count and not soak else 0
     marks = [
-        pytest.mark.slow if i % every == 0 else pytest.mark.soak for i in range(len(cases) - count)
+        pytest.mark.slow if i % every == first else pytest.mark.soak
+        for i in range(len(cases) - count)
     ]
     rest = zip(cases[count:], marks, strict=True)
     return [*cases[:count], *(_marked(case, mark, unpack=unpack) for case, mark in rest)]

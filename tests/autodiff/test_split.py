@@ -485,8 +485,10 @@ def test_what_waits_in_host_memory_stays_on_the_device() -> None:
     assert not any(eqn.primitive.name == "device_put" for half in halves for eqn in half.jaxpr.eqns)
 
 
-@pytest.mark.parametrize("interval", [0, 1])
-@pytest.mark.parametrize("scan_trunk", [False, True], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize(
+    ("scan_trunk", "interval"),
+    slow_after(2, [(False, 0), (True, 1), (False, 1), (True, 0)], unpack=True),
+)
 def test_the_trunk_of_a_pipeline(scan_trunk: bool, interval: int) -> None:
     case = Case(model="attention", stages=2, interval=interval, scan_trunk=scan_trunk, cut="trunk")
     segment = case.pipeline()._stages.trunk._program

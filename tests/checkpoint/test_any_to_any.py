@@ -82,6 +82,7 @@ def test_other_models_and_optimizers(source: Layout, target: Layout, root: Path)
     assert_same(all_leaves(engine), leaves)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     slow_after(1, [LAYOUTS[0], LAYOUTS[5], LAYOUTS[9], OTHERS[0][0], OTHERS[1][0]]),
@@ -100,6 +101,7 @@ def test_parameters_without_an_engine(layout: Layout, root: Path) -> None:
     assert_loss(loss, engine.module.loss(outputs, labels), tolerance=GRADIENT)
 
 
+@pytest.mark.slow
 def test_optimizer_leaves_are_those_of_the_unpipelined_model(root: Path) -> None:
     """Names, shapes and values: what optax holds after the same steps on one device."""
     source = Layout(4, 2, zero=1)

@@ -71,6 +71,7 @@ def test_a_process_says_what_is_damaged_and_nothing_else(root: Path, tmp_path: P
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.slow
 def test_inspect_writes_the_report(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,12 +29,13 @@ def ended(path: Path, how: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "code"),
     [
         ("returns", 0),
-        pytest.param("exits", 3, marks=pytest.mark.slow),
-        pytest.param("raises", 1, marks=pytest.mark.slow),
+        pytest.param("exits", 3, marks=pytest.mark.soak),
+        pytest.param("raises", 1, marks=pytest.mark.soak),
     ],
 )
 def test_the_last_checkpoint_is_there(tmp_path: Path, how: str, code: int) -> None:
@@ -46,6 +47,7 @@ def test_the_last_checkpoint_is_there(tmp_path: Path, how: str, code: int) -> No
     assert done.stdout.splitlines()[-1] == "at the end"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_could_not_be_written_fails_the_program(tmp_path: Path) -> None:
     """What else the program does at its end is done."""
     done = ended(tmp_path, "fails")

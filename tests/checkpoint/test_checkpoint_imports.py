@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import jaxpipe
 
 PROGRAM = """
@@ -21,6 +23,7 @@ assert "orbax.checkpoint" in sys.modules
 """
 
 
+@pytest.mark.slow
 def test_orbax_waits_for_the_first_checkpoint(tmp_path: Path) -> None:
     """Its import takes longer than the library's own, and gives the root logger a handler."""
     paths = [str(Path(jaxpipe.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]

@@ -156,6 +156,7 @@ MOMENTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("moment", "save", "mode", "held"),
     slow_after(1, MOMENTS, unpack=True),

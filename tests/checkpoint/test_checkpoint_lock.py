@@ -168,6 +168,7 @@ def test_a_copy_of_a_directory_is_not_held(
     del writer
 
 
+@pytest.mark.slow
 def test_another_job_is_refused_until_the_first_has_ended(run: Run, tmp_path: Path) -> None:
     """But may read."""
     with staying(tmp_path) as job:

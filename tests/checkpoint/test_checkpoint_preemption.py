@@ -52,7 +52,7 @@ def run(module_run: tuple[Run, Path]) -> Iterator[Run]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["foreground", "background"])
+@pytest.mark.parametrize("mode", ["background", pytest.param("foreground", marks=pytest.mark.soak)])
 def test_asked_to_end_in_the_middle_of_training(run: Run, tmp_path: Path, mode: str) -> None:
     path = tmp_path / "save"
     paths = [str(Path(jaxpipe.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]

@@ -27,6 +27,7 @@ def as_process_1(action: Callable[[], object], monkeypatch: pytest.MonkeyPatch) 
         action()
 
 
+@pytest.mark.slow
 def test_a_process_that_still_writes_is_waited_for(
     data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -142,6 +142,7 @@ def test_a_disk_that_is_full_at_any_moment(run: Run, disk: Path) -> None:
     assert list(disk.rglob("*.partial")) == []
 
 
+@pytest.mark.slow
 def test_writers_that_end_later_than_the_save_that_failed(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

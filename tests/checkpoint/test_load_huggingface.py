@@ -90,6 +90,7 @@ def test_it_has_the_values_of_the_file(topology: str, *, tied: bool, tmp_path: P
     assert_loaded(engine, params_of(config))
 
 
+@pytest.mark.slow
 def test_it_reads_from_a_store(tmp_path: Path) -> None:
     config = config_of(tied=True)
     save_file(tensors_of(config), tmp_path / "model.safetensors")
@@ -125,6 +126,7 @@ def test_shards_in_half_precision_replace_what_was_trained_and_nothing_else(tmp_
     assert np.isfinite(float(engine.train_batch(iter([(tokens, tokens)] * 2))))
 
 
+@pytest.mark.slow
 def test_adapters_keep_their_values(tmp_path: Path) -> None:
     config = config_of(tied=True)
     save_file(tensors_of(config), tmp_path / "model.safetensors")

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from _covering import slow_after
 from _layouts import Layout
 from _resume import LAYOUTS
 
@@ -32,7 +31,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", slow_after(1, LAYOUTS), ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_equal_to_the_bit(layout: Layout, root: Path) -> None:
     folder = root / str(layout)
     first, second = (

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from _covering import slow_after
+from _covering import slow_after, soak_after
 from _saved import saved
 from safetensors import safe_open
 
@@ -96,7 +96,7 @@ def assert_holds(folder: Path, params: Any, config: LlamaConfig, dtype: Any = np
         np.testing.assert_array_equal(found[name], value.astype(dtype))
 
 
-@pytest.mark.parametrize("name", ["tied", "untied"])
+@pytest.mark.parametrize("name", soak_after(1, ["tied", "untied"]))
 @pytest.mark.slow
 def test_what_is_written_is_read_by_an_engine_of_other_stages(
     name: str, runs: Runs, tmp_path: Path
@@ -119,6 +119,7 @@ def test_what_is_written_is_read_by_an_engine_of_other_stages(
     jax.tree.map(np.testing.assert_array_equal, engine.module_state_dict(), params)
 
 
+@pytest.mark.slow
 def test_shards_in_half_precision_over_an_earlier_folder(runs: Runs, tmp_path: Path) -> None:
     path, params = runs["tied"]
     config = config_of(tied=True)
@@ -133,6 +134,7 @@ def test_shards_in_half_precision_over_an_earlier_folder(runs: Runs, tmp_path: P
     assert_holds(tmp_path, params, config, ml_dtypes.bfloat16)
 
 
+@pytest.mark.slow
 def test_adapters_are_merged(runs: Runs, tmp_path: Path) -> None:
     path, params = runs["adapters"]
     config = config_of(tied=True)
@@ -140,6 +142,7 @@ def test_adapters_are_merged(runs: Runs, tmp_path: Path) -> None:
     assert_holds(tmp_path, merge_lora(params, ALPHA), config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", slow_after(1, [ml_dtypes.bfloat16, np.float32]))
 def test_adapters_of_narrow_weights_are_merged_before_rounding(dtype: Any, tmp_path: Path) -> None:
     config = config_of(tied=True)
@@ -361,7 +364,7 @@ def environment() -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_values", [0, 1, 20])
+@pytest.mark.parametrize("num_values", soak_after(1, [1, 0, 20]))
 def test_killed_while_it_writes(num_values: int, runs: Runs, tmp_path: Path) -> None:
     """What was there before stays whole.
 

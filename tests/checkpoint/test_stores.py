@@ -546,8 +546,8 @@ def failing(numbers: set[int], after: bool) -> Callable[[int, str, str, bool], N
     "seed",
     [
         *range(2),
-        *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 26)),
-        *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(26, 100)),
+        *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8)),
+        *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(8, 100)),
     ],
 )
 def test_requests_that_fail(disk: str, seed: int, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -695,9 +695,7 @@ def check_killed(url: str, num_saved: int) -> None:
     assert len([name for name in names_in(url) if name.startswith(".lock/")]) == 1
 
 
-SEEDS = [
-    pytest.param(i, marks=pytest.mark.slow if i < 12 else pytest.mark.soak) for i in range(100)
-]
+SEEDS = [pytest.param(i, marks=pytest.mark.slow if i < 4 else pytest.mark.soak) for i in range(100)]
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -41,11 +41,11 @@ def train(engine: PipelineEngine, *, warms_up: bool = True) -> Any:
 @pytest.mark.parametrize(
     ("stages", "data", "settings"),
     [
-        pytest.param(1, 1, {}, marks=pytest.mark.slow),
+        pytest.param(1, 1, {}, marks=pytest.mark.soak),
         (2, 2, {"zero_optimization": {"stage": 1}}),
         pytest.param(2, 2, {"zero_optimization": {"stage": 3}}, marks=pytest.mark.slow),
-        pytest.param(2, 1, {"bf16": {"enabled": True}}, marks=pytest.mark.slow),
-        pytest.param(2, 1, {"pipeline": {"schedule": "interleaved"}}, marks=pytest.mark.slow),
+        pytest.param(2, 1, {"bf16": {"enabled": True}}, marks=pytest.mark.soak),
+        pytest.param(2, 1, {"pipeline": {"schedule": "interleaved"}}, marks=pytest.mark.soak),
     ],
 )
 def test_it_is_the_average_over_the_steps(stages: int, data: int, settings: Any) -> None:
@@ -106,6 +106,7 @@ def test_it_is_resumed_at_another_layout_and_exported(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_run_may_begin_and_end_to_average(tmp_path: Path) -> None:
     plain = build_alone(example_batch=entry())
     plain.train_batch(entries())
@@ -126,6 +127,7 @@ def test_a_run_may_begin_and_end_to_average(tmp_path: Path) -> None:
     assert_loss(plain.train_batch(entries(seed=6)), averaging.train_batch(entries(seed=6)))
 
 
+@pytest.mark.slow
 def test_it_begins_anew_with_other_parameters(tmp_path: Path) -> None:
     engine = build(config=EMA, example_batch=entry())
     engine.train_batch(entries())
@@ -146,7 +148,7 @@ def test_learning_rates_are_read_and_set() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["tied", pytest.param("dropout", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model", ["tied", pytest.param("dropout", marks=pytest.mark.soak)])
 def test_of_tied_parameters(model: str) -> None:
     made = MODELS[model].module(2)
     engine = jaxpipe.initialize(
@@ -164,6 +166,7 @@ def test_of_tied_parameters(model: str) -> None:
     assert_close(engine.module_state_dict(params="ema"), average)
 
 
+@pytest.mark.slow
 def test_the_base_of_adapters() -> None:
     layers = [LayerSpec(nn.Dense, 4), LayerSpec(nn.Dense, 4), LayerSpec(nn.Dense, 1)]
     plain = build(module(*layers), example_batch=entry())
@@ -191,6 +194,7 @@ def test_adapters_that_are_not_trained_stay_no_reference() -> None:
         engine.evaluate([entry()], params="base")
 
 
+@pytest.mark.slow
 def test_of_parameters_in_half_precision() -> None:
     """Steps that bfloat16 would round away."""
     engine = build(

@@ -24,6 +24,7 @@ from jaxpipe.schedules import draw
 PROFILE = {"enabled": True, "profile_step": 2, "top_modules": 2}
 
 
+@pytest.mark.slow
 def test_times_memory_and_operations(tmp_path: Path) -> None:
     lines: list[str] = []
     events: list[Event] = []

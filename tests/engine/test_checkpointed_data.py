@@ -332,6 +332,7 @@ def test_iterators_that_are_made_for_each_batch_miss_no_place(
     engine.load_checkpoint(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "loader",
     slow_after(1, [lambda: RepeatingLoader(Sampled(ENTRIES)), lambda: Own(ENTRIES)]),

@@ -130,6 +130,7 @@ def test_predicting_any_number_of_samples(engine: PipelineEngine, count: int) ->
     np.testing.assert_allclose(found, apply(engine, inputs), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_predicting_before_anything_else() -> None:
     engine = build()
     inputs = entry()[0]
@@ -142,6 +143,7 @@ def test_predicting_before_anything_else() -> None:
     assert float(fresh.train_batch(entries())) == float(loss)
 
 
+@pytest.mark.slow
 def test_predicting_with_side_inputs() -> None:
     model = MODELS["side"].module(None, topology=PipeDataParallelTopology(2, 2))
     engine = build(model)

@@ -37,6 +37,7 @@ def leaves(one: PipelineEngine) -> dict[str, np.ndarray]:
     return {"/".join(path): leaf for path, leaf in flatten_dict(one.module_state_dict()).items()}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_what_is_frozen_opens_on_top_of_it(tmp_path: Path) -> None:
     base = engine(trainable=None).module_state_dict()
     one = engine(data=2, zero_optimization={"stage": 1}, bf16={"enabled": True})
@@ -107,6 +108,7 @@ def test_a_step_needs_less_memory() -> None:
     assert temporaries - less >= 0.99 * per_stage
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", slow_after(1, [1, 0, 3]))
 @pytest.mark.parametrize("dtype", soak_after(1, ["bf16", "fp16"]))
 def test_without_an_optimizer_all_are_held_in_the_dtype_they_compute_in(

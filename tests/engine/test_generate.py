@@ -62,7 +62,7 @@ def alone(engine: PipelineEngine, prompt: np.ndarray, choose: Any) -> list[int]:
     ("stages", "data", "settings"),
     [
         (2, 2, {"pipeline": {"split_vocabulary": True}}),
-        pytest.param(2, 1, {}, marks=pytest.mark.slow),
+        pytest.param(2, 1, {}, marks=pytest.mark.soak),
         pytest.param(2, 2, {"zero_optimization": {"stage": 3}}, marks=pytest.mark.slow),
     ],
 )

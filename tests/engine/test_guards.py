@@ -40,6 +40,7 @@ def language_model(*layers: Any, **sections: Any) -> PipelineEngine:
     )[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "zero_stage", "split"),
     slow_after(
@@ -61,6 +62,7 @@ def test_half_precision_under_strict_promotion(dtype: str, zero_stage: int, spli
         assert np.isfinite(engine.eval_batch(tokens()))
 
 
+@pytest.mark.slow
 def test_transformer_layers_under_strict_promotion() -> None:
     block = LayerSpec(
         DeepSpeedTransformerLayer,

@@ -103,6 +103,7 @@ def test_one_process_has_all_stages() -> None:
     assert engine.grid.stage_id == 0
 
 
+@pytest.mark.slow
 def test_devices_beyond_an_explicit_topology_stay_unused() -> None:
     engine, *_ = initialize()
     assert engine.mesh.devices.size == 2 < jax.device_count()
@@ -117,6 +118,7 @@ def test_num_stages_alone_takes_all_devices() -> None:
     assert dict(engine.mesh.shape) == {"stage": 2, "data": 4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", slow_after(1, [("data", "stage"), ("stage", "data")]))
 def test_a_mesh_of_jax(axes: tuple[str, str]) -> None:
     shape = tuple({"stage": 2, "data": 2}[axis] for axis in axes)
@@ -255,6 +257,7 @@ def test_samples_that_an_epoch_leaves_out_are_said_once(caplog: pytest.LogCaptur
     )
 
 
+@pytest.mark.slow
 def test_the_loop_of_the_manual_ends(tmp_path: Path) -> None:
     """`for step, batch in enumerate(loader)`, whose place a checkpoint of the engine holds."""
 

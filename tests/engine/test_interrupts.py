@@ -18,6 +18,7 @@ import flax.linen as nn
 import jax
 import optax
 import pytest
+from _covering import soak_after
 from _small import MICROBATCHES, build, entries, entry, mean_square
 
 import jaxpipe
@@ -281,7 +282,7 @@ def environment() -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["list", "loader", "unpipelined"])
+@pytest.mark.parametrize("kind", soak_after(2, ["loader", "unpipelined", "list"]))
 def test_ctrl_c_at_random_moments(kind: str) -> None:
     command = [sys.executable, str(HERE / "_train_interrupted.py"), "60", kind, "1"]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _covering import slow_after
+from _covering import slow_after, soak_after
 from _small import build, entries, entry, module
 from test_profiles import model
 
@@ -32,6 +32,7 @@ def events(path: Path, process: int = 1) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "cuts"),
     slow_after(
@@ -88,7 +89,7 @@ class Sleeper(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", soak_after(1, ["1f1b", "gpipe"]))
 def test_the_bubble_of_sleeping_layers(schedule: str, tmp_path: Path) -> None:
     stages, microbatches = 4, 6
     layers = [LayerSpec(Sleeper)] * stages

@@ -30,6 +30,7 @@ def dense(*widths: int, **kwargs: Any) -> PipelineModule:
     return module(*(LayerSpec(nn.Dense, width) for width in widths), data=2, **kwargs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "target", "match"),
     [

@@ -125,6 +125,7 @@ def test_the_share_of_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
+@pytest.mark.slow
 def test_tensorboard_reads_its_files(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -100,6 +100,7 @@ def test_one_reading_for_all() -> None:
     assert plain(np.float32) is np.float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("integer", soak_after(1, [np.int64, np.int32]))
 def test_arguments(integer: Any, tmp_path: Path) -> None:
     topology = PipeDataParallelTopology(integer(2), integer(1))

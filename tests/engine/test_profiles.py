@@ -72,6 +72,7 @@ def test_operations_are_named_by_layer_and_phase(
     assert any("/loss/" in path and "5_Dense" in path for path in paths)
 
 
+@pytest.mark.slow
 def test_names_change_neither_numbers_nor_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
     def stripped(text: str) -> list[str]:
         body = text[text.index("\n%") :]

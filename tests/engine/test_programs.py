@@ -138,6 +138,7 @@ def test_training_goes_on_over_lengths() -> None:
     assert engine.global_steps == int(engine.state.step) == 3
 
 
+@pytest.mark.slow
 def test_a_schedule_is_chosen_for_training_whatever_comes_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -213,6 +214,7 @@ def test_shapes_that_would_change_the_rest_of_the_state() -> None:
         engine.eval_batch(entries(0, 5))
 
 
+@pytest.mark.slow
 def test_the_size_of_a_batch_can_change() -> None:
     engine = build(module(data=2), example_batch=entry(samples=2 * MICROBATCH))
     assert engine.train_batch_size() == 8

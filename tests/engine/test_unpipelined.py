@@ -142,6 +142,7 @@ def test_a_plain_loop_on_one_device(count: int, data: int) -> None:
     assert int(engine.state.step) == STEPS
 
 
+@pytest.mark.slow
 def test_a_smaller_microbatch() -> None:
     """The mean of the microbatches' means, as there.
 
@@ -500,6 +501,7 @@ def test_parameters_that_are_not_the_models_are_refused_at_once() -> None:
         build(Net(), model_parameters={"params": params}, example_batch=entries(1)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", soak_after(1, [3, 2]))
 def test_zero_2_and_3_divide_weights_over_the_replicas(stage: int) -> None:
     engine, whole = (

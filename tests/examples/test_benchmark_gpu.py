@@ -55,6 +55,7 @@ def _is_key(x: jax.Array) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "job", [JOB, pytest.param(replace(JOB, split_vocab=True), marks=pytest.mark.slow)]
 )
@@ -68,7 +69,7 @@ def test_a_stage_has_the_products_of_the_pipeline_and_no_collectives(job: Job) -
     assert alone.count("stablehlo.dot_general") == whole.count("dot_general[")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_every_part_finds_something() -> None:
     printed = run_benchmark("gpu", "--smoke")
     head = "| what | found | expected of an H100 |\n|---|---|---|\n| "
@@ -83,6 +84,7 @@ def test_a_middle_stage_does_not_multiply_zeros() -> None:
     assert 0 < metrics["grad_norm"] < 1e6
 
 
+@pytest.mark.slow
 def test_a_case_has_a_process_of_its_own() -> None:
     rows = measure_apart("env", "", TINY)
     assert [row.what for row in rows][:2] == ["devices", "JAX"]

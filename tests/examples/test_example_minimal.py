@@ -23,6 +23,7 @@ def test_the_first_block_of_the_readme_is_the_example() -> None:
     assert block[1] == code
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     soak_after(

@@ -57,7 +57,7 @@ def test_it_prints_the_plan_the_losses_and_a_sample(tmp_path: Path) -> None:
     assert "goals: missed: loss" in printed
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_tied_gpipe_with_recompute_on_the_manual_and_the_exit_status() -> None:
     settings = (
         "--stages",
@@ -79,6 +79,7 @@ def test_tied_gpipe_with_recompute_on_the_manual_and_the_exit_status() -> None:
     assert "goals: missed: loss, words" in printed
 
 
+@pytest.mark.slow
 def test_a_text_too_short_to_hold_anything_out(tmp_path: Path) -> None:
     text = _text(tmp_path / "text.txt", 1)
     printed = run_example("train_gpt.py", "--text", text, status=1)

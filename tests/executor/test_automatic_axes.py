@@ -79,6 +79,7 @@ def test_the_mesh_must_have_the_axis_of_the_topology() -> None:
             Pipeline(module, SGD, make_pipeline_mesh(topology), (np.repeat(X, 2, 0),) * 2, 1)
 
 
+@pytest.mark.slow
 def test_a_mesh_may_have_the_axis_without_a_topology() -> None:
     module = PipelineModule(
         [Columns(), Columns()], num_stages=2, loss_fn=lambda y, t: jnp.mean((y - t) ** 2)
@@ -91,6 +92,7 @@ def test_a_mesh_may_have_the_axis_without_a_topology() -> None:
     )
 
 
+@pytest.mark.slow
 def test_outputs_that_are_split_are_predicted_whole() -> None:
     pipeline = make_pipeline("linen", 1, 2, 1, SGD)
     inputs, _, _ = batch = make_batch()
@@ -118,6 +120,7 @@ def test_each_place_holds_its_share_alone(zero: int) -> None:
     assert "2 model ranks" in describe_pipeline(pipeline)
 
 
+@pytest.mark.slow
 def test_hyperparameters_are_set_where_the_state_lies() -> None:
     pipeline = make_pipeline("linen", 2, 2, 2, optax.inject_hyperparams(optax.adam)(0.1))
     hyperparams, batch = pipeline.hyperparams({}), make_batch(data=2)

@@ -147,6 +147,7 @@ def test_masked_actions_do_not_leak(
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stages", "schedule", "policies"),
     slow_after(

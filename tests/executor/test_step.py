@@ -33,6 +33,7 @@ def frozen(trainable: str) -> tuple[Pipeline, Any]:
     return make(case, trainable), case.batch()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "trainable"),
     slow_after(1, [(frozen, "Block.*bias$|^tied"), (half, ""), (frozen, "^tied")], unpack=True),

@@ -16,8 +16,8 @@ from _tolerances import assert_close, assert_loss
         # group.
         ("dropout", 2, True),
         # What layers report, or keep in collections, has no place in a scan.
-        ("reports", 0, False),
-        pytest.param("norm", 0, False, marks=pytest.mark.slow),
+        pytest.param("reports", 0, False, marks=pytest.mark.slow),
+        pytest.param("norm", 0, False, marks=pytest.mark.soak),
     ],
 )
 def test_a_scan_changes_nothing(model: str, interval: int, scans: bool) -> None:

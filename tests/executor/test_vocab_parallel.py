@@ -169,7 +169,9 @@ def test_a_parameter_tied_across_the_split_has_a_gradient_from_each_side() -> No
 
 
 # In one model the first layers hand over what virtual stages do, in the other a narrower form.
-@pytest.mark.parametrize("model", ["split_first", "split_narrow"])
+@pytest.mark.parametrize(
+    "model", ["split_first", pytest.param("split_narrow", marks=pytest.mark.slow)]
+)
 def test_gradients_of_the_first_layers(model: str) -> None:
     ends = Ends(model)
     stage, layers, inputs = ends.stage, ends.stage.ends.first, ends.batch[0]

@@ -222,6 +222,7 @@ def test_the_least_change_that_makes_it_fit_is_named() -> None:
     assert "Set zero_optimization.stage=2: " in found.advice
 
 
+@pytest.mark.slow
 def test_a_vocabulary_that_is_kept_whole_is_split_before_anything_else() -> None:
     layers = [nn.Embed(32768, WIDTH), *(Block() for _ in range(8)), nn.Dense(32768)]
     module = jaxpipe.PipelineModule(layers, 4, loss_fn=token_loss)
@@ -240,6 +241,7 @@ def test_a_vocabulary_that_is_kept_whole_is_split_before_anything_else() -> None
     assert whole.alternatives[0].forecast.memory == split.best.memory
 
 
+@pytest.mark.slow
 def test_other_settings_are_what_a_plan_with_them_finds() -> None:
     found = planned(replicas=4, num_stages=4, alternatives=True)
     assert [each.change for each in found.alternatives] == [
@@ -269,6 +271,7 @@ class Divided(nn.Module):
         return x + narrow(nn.tanh(wide(x)))
 
 
+@pytest.mark.slow
 def test_an_axis_model_is_looked_at_where_weights_are_divided_over_it() -> None:
     layers = [nn.Dense(WIDTH), *(Divided() for _ in range(4)), nn.Dense(8)]
     module = jaxpipe.PipelineModule(layers, 2, loss_fn=loss_fn)
@@ -286,6 +289,7 @@ def test_an_axis_model_is_looked_at_where_weights_are_divided_over_it() -> None:
     assert one.forecast == asked.best
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", slow_after(1, [1, 0]))
 def test_an_axis_model_is_looked_at_beside_zero(stage: int) -> None:
     layers = [nn.Dense(WIDTH), *(Divided() for _ in range(4)), nn.Dense(8)]
@@ -297,6 +301,7 @@ def test_an_axis_model_is_looked_at_beside_zero(stage: int) -> None:
     assert not any("model" in each.change for each in plain.alternatives)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("block", "places"),
     slow_after(1, [(Divided, {"model": 2}), (Block, {"fsdp": 4})], unpack=True),
@@ -317,12 +322,14 @@ def test_places_that_were_asked_for_stay(block: type[nn.Module], places: dict[st
     assert "num_stages=1, gradient_accumulation_steps=4" in changes
 
 
+@pytest.mark.slow
 def test_boundaries_are_no_reason_to_leave_more_stages_out() -> None:
     module = model(partition_method=[0, 5, 10])
     found = planned(replicas=2, model=module, alternatives=True)
     assert any("num_stages=4" in each.change for each in found.alternatives)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", [[0], [1, 0]])
 def test_recompute_is_another_setting_only_where_it_was_not_asked_for(asked: list[int]) -> None:
     size = {"usable_share": 1.0, "communicator_bytes": 0.0, "memory_bytes": 1e4}
@@ -389,6 +396,7 @@ def test_wrong_assumptions_are_refused(options: dict[str, Any], message: str) ->
         planned(**options)
 
 
+@pytest.mark.slow
 def test_communicators_and_another_memory_change_what_fits() -> None:
     plain, larger = planned(), planned(memory_gb=200)
     usable = 0.92 * HARDWARE["h200"].memory_bytes
@@ -407,7 +415,7 @@ def test_a_device_that_communicators_fill_is_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("given", [1, 2])
+@pytest.mark.parametrize("given", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_an_axis_of_the_model_is_tried_whatever_the_example_holds(given: int) -> None:
     """That weights are not split by it says the advice that follows."""
     size = {"usable_share": 1.0, "communicator_bytes": 0.0, "memory_bytes": 1e5}
@@ -447,6 +455,7 @@ def test_mfu_is_told_with_attentions_whole_square_too() -> None:
     assert f"{found.best.mfu_whole:.3f}" in str(found)
 
 
+@pytest.mark.slow
 def test_a_plan_for_tpus_counts_attention_as_one_kernel() -> None:
     class Attends(nn.Module):
         @nn.compact
@@ -802,6 +811,7 @@ def test_wrong_options_are_named(
     assert match in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_notebooks_show_it_and_compiling_asks_for_the_plugin() -> None:
     found = planned()
     assert "<svg" in found._repr_html_()
@@ -844,6 +854,7 @@ def pipeline_of(
     return jaxpipe.make_pipeline(module, optax.adamw(1e-3), settings, mesh, example(replicas))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "chunks"), slow_after(1, [("1f1b", 1), ("interleaved", 2)], unpack=True)
 )

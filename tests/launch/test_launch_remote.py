@@ -303,6 +303,7 @@ def test_a_job_over_two_nodes_that_fails_once(
     )
 
 
+@pytest.mark.slow
 def test_a_signal_reaches_the_processes_on_the_nodes(
     hosts: Path, here: Path, stand_in: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -338,6 +339,7 @@ signal.signal(signal.SIGTERM, save)
     )
 
 
+@pytest.mark.slow
 def test_the_launcher_is_killed_and_its_nodes_end(hosts: Path, here: Path, stand_in: str) -> None:
     program = script(hosts.parent, PROGRAM + "time.sleep(300)\n")
     options = ("-H", hosts, "--num_gpus", 1, "--num_nodes", 1, "--ssh-command", stand_in)

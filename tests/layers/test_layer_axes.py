@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _covering import slow_after, soak_after
+from _covering import soak_after
 from flax import nnx
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
@@ -155,16 +155,17 @@ def test_what_is_traced_runs_on_the_devices_of_the_mesh() -> None:
 @pytest.mark.parametrize("train", soak_after(1, [True, False]))
 @pytest.mark.parametrize(
     "call",
-    slow_after(
+    soak_after(
         3,
         [
-            pytest.param(lambda f, x: f(x), id="eagerly"),
             pytest.param(
                 lambda f, x: jax.jit(jax.vmap(f))(jnp.stack([x, 2 * x])), id="jit of vmap"
             ),
+            pytest.param(lambda f, x: f(x), id="eagerly", marks=pytest.mark.slow),
             pytest.param(
                 lambda f, x: jax.lax.scan(lambda c, x: (c, f(x)), 0, jnp.stack([x, 2 * x])),
                 id="scan",
+                marks=pytest.mark.slow,
             ),
             pytest.param(lambda f, x: jax.jit(f)(x), id="jit"),
             pytest.param(lambda f, x: jax.vmap(f)(jnp.stack([x, 2 * x])), id="vmap"),

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from _covering import soak_after
 from _settings import make_settings
 from _tolerances import assert_close, assert_loss
 
@@ -72,12 +73,16 @@ def texts_and_batch() -> tuple[list[Any], Any]:
 
 @pytest.mark.parametrize(
     ("axes", "settings"),
-    [
-        ({"pipe": 2, "data": 2, "model": 2}, {"schedule": "zero-bubble"}),
-        ({"pipe": 4, "data": 1}, {"zero_stage": 1}),
-        ({"pipe": 2, "data": 1, "fsdp": 2}, {"gather_weights": "tick"}),
-        ({"pipe": 2, "data": 2}, {"split_vocabulary": True}),
-    ],
+    soak_after(
+        2,
+        [
+            ({"pipe": 2, "data": 2, "model": 2}, {"schedule": "zero-bubble"}),
+            ({"pipe": 2, "data": 1, "fsdp": 2}, {"gather_weights": "tick"}),
+            ({"pipe": 4, "data": 1}, {"zero_stage": 1}),
+            ({"pipe": 2, "data": 2}, {"split_vocabulary": True}),
+        ],
+        unpack=True,
+    ),
     ids=str,
 )
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _covering import slow_after
+from _covering import slow_after, soak_after
 from _settings import make_settings
 from _tolerances import assert_close, assert_loss
 
@@ -254,7 +254,7 @@ def test_gradients_of_the_parts_of_families(case: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gpt2", "bert"])
+@pytest.mark.parametrize("family", soak_after(1, ["gpt2", "bert"]))
 def test_gradients_of_other_families(family: str) -> None:
     plain = {"initializer_range": 0.3}
     config = GPT2Config(VOCAB, LENGTH, 16, 2, 4, None, 0.0, 0.0, 0.0, **plain)

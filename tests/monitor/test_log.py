@@ -141,7 +141,7 @@ def test_a_store_has_what_was_flushed_and_a_run_that_goes_on_appends(tmp_path: P
                 assert [name for name, _ in DiskStore.calls if name == "put"] == ["put"]
 
 
-@pytest.mark.parametrize("job", ["", "/sub"])
+@pytest.mark.parametrize("job", ["", pytest.param("/sub", marks=pytest.mark.slow)])
 def test_a_store_has_everything_when_the_program_ends(tmp_path: Path, job: str) -> None:
     program = f"""
 from _disk_store import DiskStore

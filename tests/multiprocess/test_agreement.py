@@ -16,6 +16,7 @@ REPLICAS: dict[str, Any] = {"stages": 1, "data": 2}
 STAGES: dict[str, Any] = {"stages": 2, "data": 1}
 
 
+@pytest.mark.slow
 def test_replicas_that_differ_are_told_and_cost_no_checkpoint(tmp_path: Path) -> None:
     path = str(tmp_path / "kept")
     actions = [

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _covering import soak_after
 from _job import environment
 
 from jaxpipe.checkpoint import committed_tags
@@ -128,8 +127,8 @@ def kill_in_a_step(folder: Path, victim: int, step: int, delay_s: float) -> tupl
         return ends(process, running)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", soak_after(1, [1, 0]))
+@pytest.mark.soak
+@pytest.mark.parametrize("victim", [1, 0])
 def test_a_process_killed_in_a_step(victim: int, tmp_path: Path, reference: dict[int, str]) -> None:
     code, output = kill_in_a_step(tmp_path, victim, 3, 0.02)
     assert code == 128 + signal.SIGKILL, output

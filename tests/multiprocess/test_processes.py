@@ -203,6 +203,7 @@ def test_files_of_another_library_are_read_by_two_processes_or_by_none(tmp_path:
         assert len(losses) == 1
 
 
+@pytest.mark.slow
 def test_one_process_s_mistake_is_every_process_s_error(tmp_path: Path) -> None:
     """And training goes on after it."""
     actions = [

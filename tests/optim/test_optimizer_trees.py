@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _covering import slow_after
+from _covering import slow_after, soak_after
 from _optimizers import refusing_empty_trees
 from _settings import make_settings
 from _tolerances import assert_close
@@ -41,6 +41,7 @@ def step(pipeline: Pipeline, labels: Any = Y) -> dict[str, Any]:
     return jax.device_get(pipeline.step(pipeline.init(), (X, labels, {}))[1])
 
 
+@pytest.mark.slow
 def test_labels_that_know_the_real_names_alone() -> None:
     known = {"0_Dense": "a", "1_Dense": "b", "2_Dense": "a", "3_Dense": "b"}
 
@@ -60,6 +61,7 @@ def test_a_mask_that_is_a_tree(zero_stage: int) -> None:
         build(optax.adamw(0.1, mask=mask), zero_stage=zero_stage)
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_holds_a_key() -> None:
     noisy = optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.sgd(0.1))
     assert np.isfinite(step(build(noisy, stages=1))["loss"])
@@ -146,6 +148,7 @@ def test_what_depends_on_the_other_parameters_of_a_tree(
         build(optimizer, layers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [1, 2])
 def test_labels_by_layer_do_what_they_do_unpipelined(stages: int) -> None:
     optimizer = rates(optax.adam, by_layer)
@@ -264,7 +267,9 @@ def test_labels_for_other_parameters() -> None:
         pytest.param(optax.lookahead(optax.sgd(1.0), 2, 0.5), "'fast'.*ad, whose", id="pairs"),
     ],
 )
-@pytest.mark.parametrize(("stages", "zero_stage"), [(1, 0), (2, 0), (2, 1)])
+@pytest.mark.parametrize(
+    ("stages", "zero_stage"), soak_after(2, [(1, 0), (2, 1), (2, 0)], unpack=True)
+)
 def test_an_optimizer_that_asks_for_more(
     optimizer: optax.GradientTransformation, missing: str, stages: int, zero_stage: int
 ) -> None:
@@ -290,6 +295,7 @@ class Both(nn.Module):
         return nn.Dense(4)(Reporter(2.0, name="a-b")(Reporter(1.0, name="a")(x)))
 
 
+@pytest.mark.slow
 def test_reports_keep_their_names() -> None:
     metrics = step(build(optax.sgd(0.1), [LayerSpec(Both), *[LayerSpec(nn.Dense, 4)] * 2]))
     assert metrics["metrics"] == {"0_Both/a/m": 1.0, "0_Both/a-b/m": 2.0}
@@ -307,6 +313,7 @@ def test_a_weight_without_labels() -> None:
     assert metrics["weight"] == 8.0
 
 
+@pytest.mark.slow
 def test_gradients_of_narrow_parameters_are_summed_in_float32() -> None:
     layers = [
         LayerSpec(nn.Dense, 4, param_dtype=jnp.bfloat16),

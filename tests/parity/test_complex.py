@@ -125,6 +125,7 @@ def check(pipeline: Pipeline, model: str) -> None:
     assert_close(jax.device_get(pipeline.params_tree(grads)), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interval", slow_after(1, [0, 1]))
 @pytest.mark.parametrize("schedule", slow_after(1, ["interleaved", "1f1b", "zero-bubble"]))
 def test_complex_activations_between_stages(schedule: str, interval: int) -> None:
@@ -156,6 +157,7 @@ def test_the_gradient_of_a_complex_matrix_waits_for_the_second_half() -> None:
     assert {x.dtype.name for x in split.pending} == {"complex64"}
 
 
+@pytest.mark.slow
 def test_the_norm_is_that_of_absolute_values() -> None:
     limit = 1e-2
     pipeline = pipeline_of(module_of("complex"), "1f1b", gradient_clipping=limit)
@@ -168,6 +170,7 @@ def test_the_norm_is_that_of_absolute_values() -> None:
     assert_close(jax.device_get(pipeline.params_tree(state.params)), jax.device_get(wanted))
 
 
+@pytest.mark.slow
 def test_marked_layers_recompute_complex_numbers_whatever_their_policy() -> None:
     policy = jax.checkpoint_policies.dots_saveable
     layers = [LayerSpec(Enter), *[LayerSpec(Turn).remat(policy)] * 4, LayerSpec(Leave)]

@@ -204,6 +204,7 @@ def unpipelined(case: Case, module: PipelineModule, params: Any, batch: Any) -> 
     return loss, jax.device_get(jax.tree.map(lambda g: g / case.scale, grads))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", slow_after(1, CASES), ids=str)
 def test_each_layer_sees_the_cotangent_of_the_whole_batchs_loss(case: Case) -> None:
     module, batch = build(case)

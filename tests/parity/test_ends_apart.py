@@ -93,6 +93,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", soak_after(1, ["computed_at_the_ends", "masked", "skipped"]))
 @pytest.mark.parametrize("case", slow_after(1, CASES, soak=True), ids=str)
 def test_loss_and_every_gradient(monkeypatch: pytest.MonkeyPatch, case: Case, policy: str) -> None:

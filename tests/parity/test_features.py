@@ -123,6 +123,7 @@ def check(case: Case) -> None:
             Case(model="tied", stages=2, data=4, cut="front", optimizer=LAMB, settings=ZERO),
             Case(stages=2, data=2, optimizer=ADAFACTOR, settings=ZERO),
         ],
+        soak=True,
     ),
     ids=str,
 )
@@ -130,6 +131,7 @@ def test_zero(case: Case) -> None:
     check(case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     slow_after(

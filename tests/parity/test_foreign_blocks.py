@@ -116,19 +116,18 @@ ALL_MODELS.update(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
         Case("foreign", stages=2, data=2),
-        pytest.param(Case("equinox", stages=2, data=2), marks=pytest.mark.slow),
+        pytest.param(Case("equinox", stages=2, data=2), marks=pytest.mark.soak),
         pytest.param(Case("foreign", stages=4, schedule="zero-bubble"), marks=pytest.mark.soak),
-        pytest.param(
-            Case("equinox", stages=4, schedule="zero-bubble", interval=1), marks=pytest.mark.slow
-        ),
+        Case("equinox", stages=4, schedule="zero-bubble", interval=1),
         pytest.param(Case("equinox", stages=1, scan_trunk=True), marks=pytest.mark.soak),
         pytest.param(
             Case("equinox", stages=2, schedule="interleaved", skip_idle=False),
-            marks=pytest.mark.slow,
+            marks=pytest.mark.soak,
         ),
     ],
     ids=str,

@@ -29,6 +29,7 @@ def norms(tree: Any) -> dict[str, float]:
     return {name: float(np.sqrt(sum(found))) for name, found in squares.items() if found}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", slow_after(1, CASES), ids=str)
 def test_they_are_those_of_each_layer(case: Case) -> None:
     pipeline = case.pipeline()

@@ -35,6 +35,7 @@ def baseline(model: str) -> tuple[float, ...]:
     return tuple(losses(Case(model=model, stages=1, data=2, optimizer=SGD)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     slow_after(
@@ -120,6 +121,7 @@ def test_initial_weights_are_those_of_the_module(model: str, cut: str, stages: i
     jax.tree.map(np.testing.assert_array_equal, other, jax.device_get(wanted))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seed_fn", soak_after(1, [None, jax.random.PRNGKey]), ids=["default", "PRNGKey"]
 )

@@ -162,7 +162,7 @@ def test_it_begins_as_the_base_and_merges_into_it(name: str) -> None:
         *[
             pytest.param(
                 Case(f"lora_{name}", 2, 2, schedule=schedule, optimizer=ADAM),
-                marks=pytest.mark.slow if name == "nnx_general" else pytest.mark.soak,
+                marks=pytest.mark.soak,
             )
             for name, schedule in (
                 ("general", "1f1b"),
@@ -199,6 +199,7 @@ def test_adapters_are_sharded_as_their_kernels() -> None:
     }
 
 
+@pytest.mark.slow
 def test_a_checkpoint_may_hold_the_adapters_alone(tmp_path: Path) -> None:
     model = PipelineModule(
         adapted("tied"),
@@ -313,6 +314,7 @@ class Twice(nnx.Module):
         return self.again(x) + self.first(jnp.tanh(self.several[0](x))) + self.attention(x)
 
 
+@pytest.mark.slow
 def test_an_adapter_of_nnx_is_wherever_its_projection_is() -> None:
     x = np.asarray(jax.random.normal(jax.random.key(1), (2, LENGTH, DIM)))
     base, model = (

@@ -96,6 +96,7 @@ def test_metrics_are_means_over_what_counts(stages: int, data: int, schedule: st
         assert float(metrics["metrics"]["two"]) == 2
 
 
+@pytest.mark.slow
 def test_they_stand_beside_what_layers_report() -> None:
     layers = [nn.Embed(ROWS, DIM), *specs(ReportingBlock), nn.Dense(ROWS)]
     pipeline = make_pipeline(layers, masked, 2, 1)
@@ -103,6 +104,7 @@ def test_they_stand_beside_what_layers_report() -> None:
     assert {name.split("/")[-1] for name in metrics} == {"right", "two", "top"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("splits", soak_after(1, [True, False]))
 def test_a_loss_of_a_split_vocabulary_reports(splits: bool) -> None:
     def of_layers(

@@ -84,6 +84,7 @@ def check_copies(state: TrainState) -> None:
             assert np.array_equal(found.setdefault(str(shard.index), value), value)
 
 
+@pytest.mark.slow
 def test_zero_divides_each_place_over_its_replicas() -> None:
     pipeline = make_pipeline("tied", 2, 2, 2, ADAM, gradient_clipping=LIMIT, zero_stage=1)
     wanted, grads, losses = sequential_steps("tied", 2)
@@ -99,6 +100,7 @@ def test_zero_divides_each_place_over_its_replicas() -> None:
     check_copies(state)
 
 
+@pytest.mark.slow
 def test_evaluation_and_prediction() -> None:
     pipeline = make_pipeline("tied", 2, 2, 1, ADAM)
     inputs, labels, side = make_batch()
@@ -140,6 +142,7 @@ def stats_module(stages: int, model: int) -> PipelineModule:
     )
 
 
+@pytest.mark.slow
 def test_collections_and_reported_losses() -> None:
     module, (inputs, labels, side) = stats_module(2, 2), make_batch()
     pipeline = Pipeline(

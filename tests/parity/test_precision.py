@@ -113,6 +113,7 @@ def timed(dtype: str | None, **settings: Any) -> PipelineModule:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", soak_after(1, ["bfloat16", "float16"]))
 @pytest.mark.parametrize("schedule", slow_after(1, ["zero-bubble", "1f1b"]))
 def test_what_is_no_parameter_keeps_its_dtype(dtype: str, schedule: str) -> None:

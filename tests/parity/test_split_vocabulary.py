@@ -179,6 +179,7 @@ def squared(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return total / weight + 1e-2 * jnp.mean(logits**2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", slow_after(1, [1, 2]))
 @pytest.mark.parametrize(
     "loss_fn", slow_after(1, [by_optax, squared, jax.jit(mean)]), ids=["optax", "squared", "jit"]

@@ -17,6 +17,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", slow_after(1, CASES), ids=str)
 def test_gradients_evaluation_and_outputs_are_the_same(
     case: Case, monkeypatch: pytest.MonkeyPatch

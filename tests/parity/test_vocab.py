@@ -109,6 +109,7 @@ def check_copies(pipeline: Any, params: Any) -> None:
         assert all(np.array_equal(leaf[0], other) for other in leaf[1:])
 
 
+@pytest.mark.slow
 def test_evaluation_and_prediction() -> None:
     model = "split_tied"
     pipeline = Case(model=model, stages=4, schedule="1f1b-v").pipeline()

@@ -72,6 +72,7 @@ def test_the_functional_step_is_compiled_once(
     assert not any("checked" in name for name in compiled)
 
 
+@pytest.mark.slow
 def test_evaluation_between_steps_compiles_nothing_more(compiled: list[str]) -> None:
     case = Case(stages=2, optimizer=SGD)
     pipeline = case.pipeline()

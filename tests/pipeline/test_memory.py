@@ -73,6 +73,7 @@ def temporary_bytes(pipeline: Pipeline) -> int:
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", slow_after(1, BOUNDED))
 def test_temporary_bytes_do_not_grow_with_microbatches(schedule: str) -> None:
     """From where the steady part is long enough to have a loop of its own."""
@@ -385,6 +386,7 @@ def test_a_layer_that_recomputes_leaves_the_others_alone() -> None:
     assert kept([INNER] * 4, scan_trunk=True) == kept([BLOCK] * 4, scan_trunk=True)
 
 
+@pytest.mark.slow
 def test_one_layer_that_recomputes_takes_no_more_memory() -> None:
     assert temporary_bytes(planned([BLOCK, BLOCK.remat()])[1]) <= temporary_bytes(
         planned([BLOCK] * 2)[1]

@@ -62,6 +62,7 @@ def test_the_plan_and_auto_agree(
     assert built.choice.splitlines()[:-1] == candidate_table(shown)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", slow_after(1, [3, 0]))
 @pytest.mark.parametrize(
     "section",
@@ -155,11 +156,16 @@ THREE, FOUR = ({(name, count) for name in ("interleaved", "zero-bubble")} for co
     ("method", "num_blocks", "num_chunks", "expected"),
     [
         ("uniform", 14, "auto", ONE | TWO | FOUR),
-        ("uniform", 10, "auto", ONE | TWO),
-        ("trunk", 8, "auto", ONE | TWO),
         ([0, 4, 8, 12, 16], 14, "auto", ONE),
-        (range(13), 10, "auto", THREE),
-        ("uniform", 14, 2, TWO),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("uniform", 10, "auto", ONE | TWO),
+                ("trunk", 8, "auto", ONE | TWO),
+                (range(13), 10, "auto", THREE),
+                ("uniform", 14, 2, TWO),
+            ]
+        ),
     ],
 )
 def test_chunks_are_those_that_the_cut_can_have(
@@ -197,6 +203,7 @@ def test_pending_weight_gradients_stay_within_what_is_set() -> None:
     assert all(", 1 pending" in line for line in split[:-1])
 
 
+@pytest.mark.slow
 def test_as_many_weight_gradients_of_a_named_schedule_wait_as_fit() -> None:
     def most(limit_gb: Any) -> Any:
         named = {"schedule": "zero-bubble", "memory_limit_gb": limit_gb, "split_vocabulary": False}
@@ -247,6 +254,7 @@ def test_the_simplest_of_about_equal_ones_is_first() -> None:
     assert [each.schedule for each in ranked(none)] == ["b", "a"]
 
 
+@pytest.mark.slow
 def test_on_devices_that_are_here_nothing_is_timed_but_three_small_programs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

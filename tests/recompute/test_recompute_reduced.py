@@ -212,6 +212,7 @@ def test_without_an_axis_to_reduce_over_names_change_nothing(case: str) -> None:
     assert lowered(True) == lowered(False)
 
 
+@pytest.mark.slow
 def test_the_bytes_of_residuals_are_those_of_one_device() -> None:
     one, two, four = (make_pipeline(num_model=length).residual_bytes[0] for length in (1, 2, 4))
     # Of each sublayer the hidden values, which are sharded as its weights are.

@@ -181,6 +181,7 @@ def test_gradients_and_three_steps(
     assert_close(pipeline.params_tree(state.params), last)
 
 
+@pytest.mark.slow
 def test_an_engine_returns_the_outputs_of_all_samples() -> None:
     topology, (inputs, labels, _) = (
         ProcessTopology(["pipe", "data", "fsdp"], [2, 1, 4]),

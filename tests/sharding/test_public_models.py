@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from _covering import soak_after
 from _models import cross_entropy
 from _settings import make_settings
 from _tolerances import assert_close, assert_loss
@@ -337,7 +338,9 @@ def check_sharded(public: Public, params: Any, storage: Any, size: int) -> None:
         assert share in {x.sharding.shard_shape(x.shape)[-len(shape) :] for x in alike}, end
 
 
-MESHES = pytest.mark.parametrize(("stages", "data", "size"), [(2, 2, 2), (1, 2, 2)])
+MESHES = pytest.mark.parametrize(
+    ("stages", "data", "size"), soak_after(1, [(2, 2, 2), (1, 2, 2)], unpack=True)
+)
 
 
 @MESHES

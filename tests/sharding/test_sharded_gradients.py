@@ -5,7 +5,7 @@ Against plain layers on one device.
 
 import pytest
 from _annotated import ANNOTATED, BLOCKS, Sharded
-from _covering import Chosen, covering, slow_after
+from _covering import Chosen, covering, slow_after, soak_after
 from _models import ALL_MODELS, MICROBATCH
 from _oracle import SCHEDULES, cached_reference
 from _tolerances import assert_close, assert_loss
@@ -80,7 +80,7 @@ def test_every_model_on_every_mesh(case: Sharded) -> None:
     check(case)
 
 
-@pytest.mark.parametrize("skip_idle", [True, False], ids=["skip", "mask"])
+@pytest.mark.parametrize("skip_idle", soak_after(1, [False, True]), ids=["mask", "skip"])
 @pytest.mark.parametrize("schedule", slow_after(0, list(SCHEDULES), soak=True))
 def test_every_schedule(schedule: str, *, skip_idle: bool) -> None:
     """Of those with four chunks a stage, on the model that has layers enough."""
@@ -120,7 +120,9 @@ def is_valid(chosen: Chosen) -> bool:
 
 @pytest.mark.parametrize(
     "case",
-    slow_after(0, [to_case(chosen) for chosen in covering(FACTORS, is_valid, strength=1)]),
+    slow_after(
+        0, [to_case(chosen) for chosen in covering(FACTORS, is_valid, strength=1)], soak=True
+    ),
     ids=str,
 )
 def test_every_factor(case: Sharded) -> None:

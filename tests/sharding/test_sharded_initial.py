@@ -11,6 +11,7 @@ from _oracle import sequential_model
 ADAM, LAMB, ZERO = optax.adam(1e-2), optax.lamb(1e-2), {"zero_stage": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     slow_after(

@@ -203,7 +203,7 @@ HIDING: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", HIDING)
 def test_what_the_kernel_is_given_hides_the_same(
     name: str, causal: bool, monkeypatch: pytest.MonkeyPatch
