@@ -16,7 +16,7 @@ from jaxpipe.layers import LayerSpec
 from jaxpipe.proof import prove
 from jaxpipe.proof._job import Job
 from jaxpipe.proof._prove import made_job
-from jaxpipe.state import _zero
+from jaxpipe.state import ZeroSharding
 
 SIZES = {"train_micro_batch_size_per_gpu": MICROBATCH, "gradient_accumulation_steps": 4}
 ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
@@ -114,7 +114,7 @@ def first_leaf(found: Any, *_: Any) -> Any:
     ],
 )
 def test_one_percent_of_one_leaf_is_refused_in_all_dtypes(config: dict[str, Any]) -> None:
-    with after(_zero.ZeroSharding, "reduce_gradients", first_leaf)():
+    with after(ZeroSharding, "reduce_gradients", first_leaf)():
         found = prove(*arguments("linen", config, data=2), only=("numbers",))
     assert not found.holds
     assert any("gradient/" in finding.text for finding in found.findings), str(found)
