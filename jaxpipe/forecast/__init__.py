@@ -16,6 +16,7 @@ from ._compile import CompiledStep as CompiledStep
 from ._compile import compilable_devices as compilable_devices
 from ._devices import absent_devices as absent_devices
 from ._job import call_job as call_job
+from ._job import check_model as check_model
 from ._job import read_job as read_job
 from ._job import read_places as read_places
 from ._job import writable_file as writable_file
@@ -39,6 +40,7 @@ __all__ = [
     "absent_devices",
     "bytes_s",
     "call_job",
+    "check_model",
     "collective_s",
     "compilable_devices",
     "kernel_s",

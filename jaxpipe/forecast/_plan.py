@@ -49,6 +49,7 @@ from jaxpipe.topology import (
 
 from ._compile import CompiledStep, compilable_devices, compile_step
 from ._devices import absent_devices
+from ._job import check_model
 from ._result import Alternative, StepPlan
 
 
@@ -187,11 +188,7 @@ def _changed(hardware: Hardware, assume: Any, memory_gb: object) -> Hardware:
 
 
 def _check(model: object, measured_step_s: object, optimizer: object) -> None:
-    if not isinstance(model, PipelineModule):
-        raise ConfigError(
-            f"model must be a PipelineModule, but got model={shown(model)}. Put the layers into "
-            "jaxpipe.PipelineModule(layers, num_stages, loss_fn=...)."
-        )
+    check_model(model)
     if optimizer is not None and not isinstance(optimizer, optax.GradientTransformation):
         raise ConfigError(
             f"optimizer must be an optax transformation, but got optimizer={shown(optimizer)}. "

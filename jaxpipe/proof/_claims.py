@@ -27,9 +27,15 @@ class Measured(NamedTuple):
     results: dict[str, tuple[float, ...]]
 
 
-def run_claims(checks: Checks) -> tuple[Claim, ...]:
-    """Run all checks."""
-    return tuple(_claim(name, *check) for name, check in checks.items())
+def run_claims(
+    checks: Checks, when_checked: Callable[[Claim], None] = lambda claim: None
+) -> tuple[Claim, ...]:
+    """Run all checks. `when_checked` is called with each claim."""
+    claims: list[Claim] = []
+    for name, check in checks.items():
+        claims.append(_claim(name, *check))
+        when_checked(claims[-1])
+    return tuple(claims)
 
 
 def _claim(name: str, statement: str, check: Callable[[], Iterator[Any]]) -> Claim:

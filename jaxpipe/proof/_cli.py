@@ -11,7 +11,7 @@ from jaxpipe.errors import ConfigError, JaxpipeError, shown
 from jaxpipe.forecast import call_job, read_places, writable_file
 
 from ._peer import prove_peer
-from ._proof import Proof
+from ._proof import Claim, Proof
 from ._prove import prove_named, read_options
 
 _REFUSED, _WRONG_USE = 1, 2
@@ -34,9 +34,12 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpipe prove
             writable_file("--json", args.json),
             writable_file("--html", args.html),
         )
+        if args.devices < 1:
+            raise ConfigError(f"--devices must be positive, but got {args.devices}. Leave it out.")
         simulate_devices(args.devices)
         found = _peer_proof(args.job) if args.peer else _proof(args)
-        sys.stdout.write(f"{found}\n")
+        about = [f"{key}: {value}" for key, value in found.job.items()]
+        sys.stdout.write("\n".join([*about, found.verdict, ""]))
         if args.badge:
             sys.stdout.write(f"{found.badge()}\n")
         if to_json is not None:
@@ -57,8 +60,18 @@ def _proof(args: argparse.Namespace) -> Proof:
     command = [*(["--as-is"] if args.as_is else []), args.job]
     command += [] if args.places is None else ["--places", args.places]
     return prove_named(
-        **options, hardware=args.hardware, quick=args.quick, as_is=args.as_is, command=command
+        **options,
+        hardware=args.hardware,
+        quick=args.quick,
+        as_is=args.as_is,
+        command=command,
+        when_checked=_show,
     )
+
+
+def _show(claim: Claim) -> None:
+    sys.stdout.write(f"{claim}\n")
+    sys.stdout.flush()
 
 
 def _peer_proof(text: str) -> Proof:
@@ -68,7 +81,7 @@ def _peer_proof(text: str) -> Proof:
             f"{text} must return (pipelined, sequential, arguments), two functions and the tuple "
             f"of their arguments, but got {shown(found)}. Return such a tuple."
         )
-    return prove_peer(*found)
+    return prove_peer(*found, when_checked=_show)
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:

@@ -14,7 +14,7 @@ import optax
 from jaxpipe._typing import PyTree
 from jaxpipe.config import Collector, TrainConfig, load_config
 from jaxpipe.data import Batch, split_entry
-from jaxpipe.errors import ConfigError, TopologyError
+from jaxpipe.errors import ConfigError, DataError, TopologyError, shown
 from jaxpipe.layers import PipelineModule, cast_floats, flatten_dict
 from jaxpipe.pipeline import ConfigLike, Pipeline, prepare, running_mesh
 from jaxpipe.recompute import settings_for
@@ -280,6 +280,17 @@ def _microbatches(num_stages: int, given: int) -> int:
     """
     wanted = 2 * num_stages
     return 2 ** math.ceil(math.log2(min(max(given, 2), wanted)))
+
+
+def check_example(example_batch: Sequence[PyTree]) -> None:
+    """Raise DataError unless all leaves of an entry are arrays or shapes with samples."""
+    for leaf in jax.tree.leaves(split_entry(example_batch, "the example batch")):
+        shape = getattr(leaf, "shape", ())
+        if not shape or not shape[0]:
+            raise DataError(
+                "leaves of the example batch must be arrays or shapes [samples, ...] with at least "
+                f"one sample, but got {shown(leaf)}. Use numpy.asarray, or jax.ShapeDtypeStruct."
+            )
 
 
 def as_double(x: Any) -> np.ndarray:

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxpipe._imports import raised
 from jaxpipe._typing import PyTree
 from jaxpipe.errors import ConfigError, shown
 from jaxpipe.jaxpr import arithmetic_of
@@ -13,7 +14,7 @@ from jaxpipe.jaxpr import arithmetic_of
 from ._bound import bounds, distance, norm
 from ._claims import Measured, run_claims
 from ._job import as_double
-from ._proof import Finding, Proof, versions
+from ._proof import Claim, Finding, Proof, versions
 from ._shake import shaken
 
 _SHAKES = (1, 2)
@@ -25,6 +26,7 @@ def prove_peer(
     arguments: Sequence[PyTree],
     *,
     num_terms: int = 64,
+    when_checked: Callable[[Claim], None] = lambda claim: None,
 ) -> Proof:
     """Prove that a pipelined step computes what its sequential form computes.
 
@@ -37,6 +39,7 @@ def prove_peer(
         sequential: The same step without a pipeline.
         arguments: Their arguments: trees of arrays.
         num_terms: The number of microbatches times replicas, whose gradients are summed.
+        when_checked: Called with each claim as soon as it has been checked.
 
     Returns:
         The claims, with findings that name the leaf.
@@ -59,13 +62,17 @@ def prove_peer(
             f"arguments must be a tuple of the functions' arguments, but got {shown(arguments)}. "
             "Write (params, batch)."
         )
+    for name, function in (("pipelined", pipelined), ("sequential", sequential)):
+        if not callable(function):
+            raise ConfigError(f"{name} must be a function, but got {shown(function)}. Pass one.")
     pair = _Pair(pipelined, sequential, tuple(arguments), num_terms)
     claims = run_claims(
         {
             "numbers": ("The results are the sequential ones, in float64.", pair.in_float64),
             "dtypes": ("The results are the sequential ones, in their own dtypes.", pair.as_given),
             "determinism": ("Two runs give the same bits.", pair.twice),
-        }
+        },
+        when_checked,
     )
     return Proof(claims, {"compared": _name(pipelined), "with": _name(sequential), **versions()})
 
@@ -83,13 +90,13 @@ class _Pair:
         yield from self._compare(self._arguments)
 
     def twice(self) -> Iterator[Any]:
-        first, second = (_leaves(self._pipelined(*self._arguments)) for _ in range(2))
+        first, second = (_results(self._pipelined, self._arguments) for _ in range(2))
         for name, value in first.items():
             if not np.array_equal(value, second[name], equal_nan=True):
                 yield Finding(name, "two runs give different bits.")
 
     def _compare(self, arguments: Any) -> Iterator[Any]:
-        wanted, found = (_leaves(f(*arguments)) for f in (self._sequential, self._pipelined))
+        wanted, found = (_results(f, arguments) for f in (self._sequential, self._pipelined))
         shapes = [{name: np.shape(x) for name, x in each.items()} for each in (wanted, found)]
         if shapes[0] != shapes[1]:
             unlike = sorted(dict(shapes[0].items() ^ shapes[1].items()))
@@ -98,7 +105,7 @@ class _Pair:
                 f"{', '.join(unlike[:5])}. Return the same results from both."
             )
         moved = [
-            _leaves(self._sequential(*shaken(arguments, jax.random.key(seed)))) for seed in _SHAKES
+            _results(self._sequential, shaken(arguments, jax.random.key(seed))) for seed in _SHAKES
         ]
         traced = jax.make_jaxpr(self._sequential)(*arguments)
         limits = bounds(wanted, moved, {}, arithmetic_of([traced]), self._num_terms, loss_unit=0.0)
@@ -120,8 +127,16 @@ class _Pair:
                 )
 
 
-def _leaves(tree: PyTree) -> dict[str, Any]:
-    found = jax.tree_util.tree_leaves_with_path(jax.device_get(tree))
+def _results(function: Callable[..., PyTree], arguments: Any) -> dict[str, Any]:
+    """Return the leaves of a function's results, by name."""
+    try:
+        tree = jax.device_get(function(*arguments))
+    except Exception as error:
+        raise ConfigError(
+            f"{_name(function)} must run on the given arguments, but got {raised(error)}. Fix it; "
+            "it also runs on arguments in float64."
+        ) from error
+    found = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path) or "the result": np.asarray(x) for path, x in found}
 
 

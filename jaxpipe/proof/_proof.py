@@ -54,6 +54,12 @@ class Claim:
         """Whether it was checked and nothing contradicts it."""
         return not self.findings and self.not_covered is None
 
+    def __str__(self) -> str:
+        mark = "not covered" if self.not_covered else "holds" if self.holds else "REFUSED"
+        lines = [f"{mark:13}{self.name:13}{self.statement} ({self.seconds:.1f} s)"]
+        lines += [f"{'':13}{self.not_covered}"] if self.not_covered else []
+        return "\n".join([*lines, *(f"{'':13}{finding}" for finding in self.findings)])
+
 
 @dataclasses.dataclass(frozen=True)
 class Proof:
@@ -110,16 +116,15 @@ class Proof:
             parts += ["<h2>Findings</h2>", html_table(("where", "what"), findings)]
         return html_page("jaxpipe prove", "\n".join(parts))
 
+    @property
+    def verdict(self) -> str:
+        """The last line of a report."""
+        count = len(self.findings)
+        return "proved" if self.holds else f"refused: {count} finding{'s' if count > 1 else ''}"
+
     def __str__(self) -> str:
-        lines = [f"{key}: {value}" for key, value in self.job.items()]
-        for claim in self.claims:
-            mark = "not covered" if claim.not_covered else "holds" if claim.holds else "REFUSED"
-            lines.append(f"{mark:13}{claim.name:13}{claim.statement} ({claim.seconds:.1f} s)")
-            if claim.not_covered:
-                lines.append(f"{'':12}{claim.not_covered}")
-            lines += [f"{'':12}{finding}" for finding in claim.findings]
-        lines.append("proved" if self.holds else f"refused: {len(self.findings)} findings")
-        return "\n".join(lines)
+        about = [f"{key}: {value}" for key, value in self.job.items()]
+        return "\n".join([*about, *map(str, self.claims), self.verdict])
 
 
 def versions() -> dict[str, str]:

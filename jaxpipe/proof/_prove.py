@@ -1,6 +1,7 @@
 """`prove`: check a job's pipeline against its plain program, on simulated devices."""
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,20 +11,20 @@ import optax
 from jaxpipe._typing import PyTree
 from jaxpipe.config import load_config
 from jaxpipe.errors import ConfigError
-from jaxpipe.forecast import Hardware, plan, read_hardware, read_job
+from jaxpipe.forecast import Hardware, check_model, plan, read_hardware, read_job
 from jaxpipe.layers import PipelineModule
 from jaxpipe.pipeline import ConfigLike
 
 from ._claims import Measured, NotCovered, run_claims
 from ._determinism import determinism_findings
-from ._job import DOUBLE, OWN, Job, Precision, on_simulated
+from ._job import DOUBLE, OWN, Job, Precision, check_example, on_simulated
 from ._layers import layer_faults
 from ._locate import Located, locate
 from ._narrow import LEAST, narrowed
 from ._numbers import Difference, compare, compare_ragged, nan_stays
 from ._processes import process_findings
 from ._program import program_findings
-from ._proof import Finding, Proof, versions
+from ._proof import Claim, Finding, Proof, versions
 from ._schedule import SymbolicRun, require_in_flight
 from ._state import state_findings
 
@@ -90,7 +91,7 @@ def prove(  # noqa: PLR0913  # one argument for each choice
     )
 
 
-def prove_named(
+def prove_named(  # noqa: PLR0913  # those of `prove`
     model: PipelineModule,
     config: ConfigLike,
     example_batch: Sequence[PyTree],
@@ -100,12 +101,18 @@ def prove_named(
     as_is: bool = False,
     only: Sequence[str] | None = None,
     command: Sequence[str] | None = None,
+    when_checked: Callable[[Claim], None] = lambda claim: None,
     **how: Any,
 ) -> Proof:
-    """Prove a job which another process can make with the arguments `command`."""
+    """Prove a job which another process can make with the arguments `command`.
+
+    `when_checked` is called with each claim.
+    """
+    check_model(model)
     target = None if hardware is None else read_hardware(hardware)
     made = made_job(model, config, example_batch, as_is=as_is, **how)
     job = made.job
+    job.pipeline(OWN)  # what cannot be built is no claim that does not hold
 
     def program() -> Iterator[Any]:
         if target is None:
@@ -129,7 +136,7 @@ def prove_named(
         )
     left_out = [name for name in checks if name not in names]
     return Proof(
-        run_claims({name: check for name, check in checks.items() if name in names}),
+        run_claims({name: checks[name] for name in checks if name in names}, when_checked),
         {
             "layers": ", ".join(named.name for named in job.module.layers),
             "axes": ", ".join(f"{name}={size}" for name, size in job.mesh.shape.items()),
@@ -160,7 +167,9 @@ def made_job(
     as_is: bool = False,
 ) -> Made:
     """Make the small copy of a job that is proved."""
-    config, model = load_config(config), on_simulated(model, places or {})
+    config = load_config(config)
+    check_example(example_batch)
+    model = on_simulated(model, places or {})
     if as_is:
         return Made(Job(model, config, example_batch, optimizer, places or {}), {})
     chunks = config.pipeline.num_chunks
@@ -238,6 +247,9 @@ def _schedule(job: Job) -> Iterator[Any]:
 
 def _numbers(job: Job, precision: Precision) -> Iterator[Any]:
     differences = compare(job, precision)
+    if not_finite := _not_finite(differences):
+        yield not_finite
+        return
     wrong = [each for each in differences if not each.holds]
     worst = max(differences, key=lambda each: each.difference / max(each.bound, 1e-300))
     yield {"results": len(differences), "worst": worst.name, "bound": worst.bound}
@@ -253,6 +265,9 @@ def _ragged(job: Job) -> Iterator[Any]:
     differences = compare_ragged(job, DOUBLE)
     yield {"results": len(differences)}
     yield Measured({each.name: each[1:] for each in differences})
+    if not_finite := _not_finite(differences):
+        yield not_finite
+        return
     for each in differences:
         if not each.holds:
             yield Finding(each.name, _figures(each))
@@ -261,6 +276,17 @@ def _ragged(job: Job) -> Iterator[Any]:
 def _not_a_number(job: Job) -> Iterator[Any]:
     for where in nan_stays(job):
         yield Finding(where, "a NaN of another sample shows here, or its own does not.")
+
+
+def _not_finite(differences: list[Difference]) -> Finding | None:
+    names = [each.name for each in differences if not math.isfinite(each.size)]
+    if not names:
+        return None
+    return Finding(
+        names[0],
+        f"is not finite in the plain program, and {len(names) - 1} other results are not either. "
+        "Nothing can be compared. Give an example for which the model is finite.",
+    )
 
 
 def _figures(each: Difference) -> str:

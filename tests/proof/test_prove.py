@@ -16,7 +16,7 @@ from _faults import OF_EXECUTOR, USER, Fault, module_of
 from _models import ALL_MODELS, MICROBATCH
 
 import jaxpipe
-from jaxpipe.errors import ConfigError
+from jaxpipe.errors import ConfigError, DataError
 from jaxpipe.layers import LayerSpec
 from jaxpipe.proof import Proof, main, prove, prove_peer
 
@@ -206,3 +206,26 @@ def test_wrong_arguments() -> None:
         proof_of(module_of(LayerSpec(nn.Dense, 8)), {}, only=("number",))
     with pytest.raises(ConfigError, match="hardware"):
         proof_of(module_of(LayerSpec(nn.Dense, 8)), {}, hardware="h20:8")
+
+
+@pytest.mark.parametrize(
+    ("example", "text"),
+    [
+        ((np.ones((0, 8)), np.ones((0, 8))), "at least one sample, but got array"),
+        ((1.0, 2.0), "at least one sample, but got 1.0"),
+        (np.ones((4, 8)), "must be a tuple"),
+    ],
+)
+def test_a_wrong_example_is_refused(example: Any, text: str) -> None:
+    with pytest.raises(DataError, match=text):
+        prove(module_of(LayerSpec(nn.Dense, 8))(), CONFIG, example)
+
+
+@pytest.mark.slow
+def test_what_is_not_finite_cannot_be_compared() -> None:
+    def loss_fn(y: jax.Array, t: jax.Array) -> jax.Array:
+        return (y * t).mean() * np.nan
+
+    found = proof_of(module_of(LayerSpec(nn.Dense, 8), loss_fn), {}, only=("numbers", "weights"))
+    assert [claim.holds for claim in found.claims] == [False, False]
+    assert "is not finite in the plain program" in str(found)
