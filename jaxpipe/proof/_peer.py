@@ -14,7 +14,7 @@ from ._bound import bounds, distance, norm
 from ._claims import Measured, run_claims
 from ._job import as_double
 from ._proof import Finding, Proof, versions
-from ._shake import shaken
+from ._shake import Shaking, shaken
 
 _SHAKES = (1, 2)
 
@@ -98,7 +98,8 @@ class _Pair:
                 f"{', '.join(unlike[:5])}. Return the same results from both."
             )
         moved = [
-            _leaves(self._sequential(*shaken(arguments, jax.random.key(seed)))) for seed in _SHAKES
+            _leaves(self._sequential(*shaken(arguments, Shaking(jax.random.key(seed)))))
+            for seed in _SHAKES
         ]
         traced = jax.make_jaxpr(self._sequential)(*arguments)
         limits = bounds(wanted, moved, {}, arithmetic_of([traced]), self._num_terms, loss_unit=0.0)

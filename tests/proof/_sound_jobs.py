@@ -86,14 +86,10 @@ def text(*, is_packed: bool = False, size: int = TOKENS, length: int = LENGTH) -
     return (inputs, labels, {"segment_ids": ids}) if is_packed else (inputs, labels)
 
 
-def mean_of_tokens(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    return token_losses(logits, labels).mean()
-
-
 def of(
     layers: Callable[[], list[Any]],
     example: Callable[[], Example] = text,
-    loss_fn: Any = mean_of_tokens,
+    loss_fn: Any = token_losses,
     stages: int = 2,
     **how: Any,
 ) -> Callable[[], tuple[PipelineModule, Example]]:
@@ -365,11 +361,21 @@ JOBS: dict[str, SoundJob] = {
     "float16, static scale": SoundJob(
         known("weighted"), {"fp16": {"enabled": True, "loss_scale": 128.0, "auto_cast": True}}
     ),
+    "float16, a scale that overflows": SoundJob(
+        known("tied"), {"fp16": {"enabled": True, "initial_scale_power": 28}}
+    ),
+    "float32, sums in bfloat16": SoundJob(
+        known("linen"), {"data_types": {"grad_accum_dtype": "bf16"}}
+    ),
     "bfloat16 and ZeRO 3": SoundJob(of(decoder()), {**BF16, **zero(3)}),
     # ZeRO.
     "ZeRO 1": SoundJob(known("tuple"), {**zero(1), **schedule("1f1b")}),
     "ZeRO 2": SoundJob(known("linen"), {**zero(2), "gradient_clipping": 0.1}),
     "ZeRO 3, zero-bubble": SoundJob(known("attention"), {**zero(3), **schedule("zero-bubble")}),
+    "ZeRO 2 and batch statistics": SoundJob(known("norm"), zero(2)),
+    "one sample a microbatch": SoundJob(
+        known("side"), {"train_micro_batch_size_per_gpu": 1, **zero(1)}
+    ),
     # Layers and losses.
     "split vocabulary, tied": SoundJob(known("split_tied")),
     "split vocabulary, weighted": SoundJob(known("split")),
