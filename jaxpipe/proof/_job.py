@@ -101,6 +101,8 @@ class Job:
         # Gradients are also added up over `fsdp`.
         self.num_terms = self.num_microbatches * self.num_samples // self.microbatch_size
         self._pipelines: dict[str, Pipeline] = {}
+        self._plains: dict[str, Plain] = {}
+        self._loss_scale = 0.0
         self.given_optimizer = optimizer
         self.engine_config = dataclasses.replace(
             self.config,
@@ -142,9 +144,17 @@ class Job:
         return values.reshape(self.num_microbatches, self.num_samples, *shape[1:])
 
     def config_in(self, precision: Precision) -> TrainConfig:
-        """Return the configuration for a precision: without loss scale and casts in float64."""
+        """Return the configuration for a precision: without loss scale and casts in float64.
+
+        A dynamic loss scale begins where training finds it, so that no step overflows.
+        """
         if not precision.is_double:
-            return self.config
+            scale = self.loss_scale(precision)
+            if scale is None or self.config.fp16.loss_scale:
+                return self.config
+            power = int(math.log2(scale))
+            fp16 = dataclasses.replace(self.config.fp16, initial_scale_power=power)
+            return dataclasses.replace(self.config, fp16=fp16)
         off = {
             name: dataclasses.replace(getattr(self.config, name), enabled=False)
             for name in ("fp16", "bf16")
@@ -193,9 +203,46 @@ class Job:
             self._pipelines[precision.name] = pipeline
         return pipeline
 
-    def plain(self, precision: Precision, shake: int | None = None) -> Plain:
-        """Return the plain program, with additional roundings if there is a seed for them."""
-        return Plain(self.module_in(precision), self.num_replicas, shake)
+    def plain(self, precision: Precision) -> Plain:
+        """Return the plain program. It is made once for each precision."""
+        if precision.name not in self._plains:
+            dtype = None if precision.is_double else self.config.data_types.grad_accum_dtype
+            module = self.module_in(precision)
+            self._plains[precision.name] = Plain(module, self.num_replicas, dtype)
+        return self._plains[precision.name]
+
+    def loss_scale(self, precision: Precision) -> float | None:
+        """Return the loss scale. None: the job or the precision has none.
+
+        A dynamic scale is halved until no gradient of the proof's batches overflows, and twice
+        more, because parameters move.
+        """
+        fp16 = self.config.fp16
+        if precision.is_double or not fp16.enabled:
+            return None
+        if not self._loss_scale:
+            self._loss_scale = fp16.loss_scale or 2.0**fp16.initial_scale_power
+            while not self._is_finite(precision, self._loss_scale):
+                if fp16.loss_scale or self._loss_scale < 2 * fp16.min_loss_scale:
+                    raise ConfigError(
+                        "fp16.loss_scale must leave gradients finite, but the plain program's "
+                        f"overflow at {self._loss_scale:g}. Lower fp16.loss_scale or "
+                        "fp16.min_loss_scale, or use bf16."
+                    )
+                self._loss_scale /= 2
+            if not fp16.loss_scale:
+                self._loss_scale = max(self._loss_scale / 4, fp16.min_loss_scale)
+        return self._loss_scale
+
+    def _is_finite(self, precision: Precision, scale: float) -> bool:
+        plain, start = self.plain(precision), self.start(precision)
+        batches = (self.batch_in(precision, step) for step in range(3))
+        with np.errstate(invalid="ignore"):  # infinities of both signs are added
+            found = [
+                plain.gradients(start, batch, step, loss_scale=scale).grads
+                for step, batch in enumerate(batches)
+            ]
+        return all(np.isfinite(x).all() for x in jax.tree.leaves(found))
 
     def optimizer(self, frozen: frozenset[tuple[str, ...]]) -> Optimizer:
         """Return the optimiser of the plain program."""
