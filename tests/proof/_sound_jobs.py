@@ -392,7 +392,7 @@ JOBS: dict[str, SoundJob] = {
     "a loss as the last layer": SoundJob(known("no_loss")),
     "a loss of pairs": SoundJob(of(lambda: [LayerSpec(Pair)] * 4, pairs, of_pairs)),
     "a weighted loss with metrics": SoundJob(
-        of(lambda: [nn.Dense(DIM), jnp.tanh] * 3, numbers, weighted_with_metrics)
+        of(lambda: [LayerSpec(nn.Dense, DIM), jnp.tanh] * 3, numbers, weighted_with_metrics)
     ),
     "foreign blocks": SoundJob(of(foreign, lambda: text(size=VOCAB))),
     "Equinox": SoundJob(of(equinox, numbers, squares)),
@@ -488,6 +488,7 @@ def own_schedule() -> type[jaxpipe.schedules.PipeSchedule]:
 
 
 JOBS["custom_schedule.py"] = SoundJob(
-    of(lambda: [nn.Dense(DIM), jnp.tanh] * 3, numbers, squares, 3), schedule(own_schedule())
+    of(lambda: [LayerSpec(nn.Dense, DIM), jnp.tanh] * 3, numbers, squares, 3),
+    schedule(own_schedule()),
 )
 JOBS["train_gpt.py"] = SoundJob(train_gpt)
