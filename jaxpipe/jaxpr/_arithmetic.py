@@ -1,25 +1,30 @@
 """The floating-point arithmetic of traced programs."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from ._equation import ClosedJaxpr, all_equations
+from ._equation import ClosedJaxpr, Jaxpr, Literal, called_program, programs_inside, scan_form
+
+_Counts = Counter[np.dtype[Any]]
 
 
 class Arithmetic(NamedTuple):
     """What determines rounding in a program.
 
     Attributes:
-        dtype: The narrowest floating-point dtype that the program computes in.
-        operations: The largest number of roundings in a row inside a layer.
+        dtype: The narrowest floating-point dtype whose roundings reach an output.
+        operations: The largest number of roundings in a row inside a layer, at least 1. A rounding
+            in a wider dtype counts less, by the square of its unit, because random roundings add
+            up as squares.
     """
 
     dtype: np.dtype[Any]
-    operations: int
+    operations: float
 
     @property
     def unit(self) -> float:
@@ -29,27 +34,78 @@ class Arithmetic(NamedTuple):
 
 def arithmetic_of(programs: Sequence[ClosedJaxpr]) -> Arithmetic:
     """Read dtype and roundings from the traced programs of the layers and the loss."""
-    dtypes: dict[np.dtype[Any], float] = {}
-    operations = 1
-    for program in programs:
-        roundings = 0
-        for eqn in all_equations(program.jaxpr.eqns):
-            roundings += _roundings(eqn)
-            for x in (*eqn.invars, *eqn.outvars):
-                dtype = getattr(x.aval, "dtype", None)
-                if dtype is not None and jnp.issubdtype(dtype, jnp.floating):
-                    dtypes[np.dtype(dtype)] = float(jnp.finfo(dtype).eps)
-        operations = max(operations, roundings)
-    narrowest = max(dtypes, key=lambda dtype: dtypes[dtype], default=np.dtype(np.float32))
-    return Arithmetic(narrowest, operations)
+    counts = [
+        _roundings_of(program.jaxpr, [True] * len(program.jaxpr.outvars))[0] for program in programs
+    ]
+    dtypes = {dtype for count in counts for dtype in count}
+    narrowest = max(dtypes, key=_eps, default=np.dtype(np.float32))
+    unit = _eps(narrowest)
+    operations = [
+        sum(number * (_eps(dtype) / unit) ** 2 for dtype, number in count.items())
+        for count in counts
+    ]
+    return Arithmetic(narrowest, max([1.0, *operations]))
 
 
-def _roundings(eqn: Any) -> int:
+def _eps(dtype: Any) -> float:
+    return float(jnp.finfo(dtype).eps)
+
+
+def _roundings_of(jaxpr: Jaxpr, is_used: Sequence[bool]) -> tuple[_Counts, list[bool]]:
+    """Count the roundings that reach the used outputs, by their dtype.
+
+    A rounding does not reach an output through integers and booleans, such as indices. Those of a
+    scan's body count in each of its steps.
+
+    Returns:
+        The counts, and whether each input is used.
+    """
+    counts: _Counts = Counter()
+    used = {x for x, flag in zip(jaxpr.outvars, is_used, strict=True) if flag and _is_float(x)}
+    for eqn in reversed(jaxpr.eqns):
+        outputs = [x in used for x in eqn.outvars]
+        if not any(outputs):
+            continue
+        inner, operands = _of_programs(eqn, outputs)
+        counts.update(inner)
+        floats = [x for x, flag in zip(eqn.invars, operands, strict=True) if flag and _is_float(x)]
+        used.update(x for x in floats if not isinstance(x, Literal))
+        dtypes = [np.dtype(x.aval.dtype) for x in (*floats, *eqn.outvars) if _is_float(x)]
+        counts.update(dict.fromkeys(dtypes, 0))
+        counts.update(_roundings(eqn, dtypes[-1]))
+    return counts, [x in used for x in jaxpr.invars]
+
+
+def _of_programs(eqn: Any, is_used: list[bool]) -> tuple[_Counts, list[bool]]:
+    """Count in the programs inside an equation; also whether each of its operands is used."""
+    counts: _Counts = Counter()
+    program, scan = called_program(eqn), scan_form(eqn)
+    if program is not None:
+        return _roundings_of(program.jaxpr, is_used)
+    for inner in programs_inside(eqn):
+        found, _ = _roundings_of(inner.jaxpr, [True] * len(inner.jaxpr.outvars))
+        for dtype, number in found.items():
+            counts[dtype] += number * (1 if scan is None else scan.length)
+    return counts, [True] * len(eqn.invars)
+
+
+def _is_float(x: Any) -> bool:
+    dtype = getattr(x.aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+
+
+def _roundings(eqn: Any, dtype: np.dtype[Any]) -> dict[np.dtype[Any], int]:
     """Roundings between an input of an equation and its output."""
     if eqn.primitive.name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
         shape = eqn.invars[0].aval.shape
-        return math.prod(shape[dim] for dim in contracted)
+        terms = math.prod(shape[dim] for dim in contracted)
+        # XLA adds up products of bfloat16 in float32, and rounds the sum.
+        is_short = dtype == jnp.bfloat16
+        return {np.dtype(np.float32): terms, dtype: 1} if is_short else {dtype: terms}
+    if eqn.primitive.name == "conv_general_dilated":
+        layout, kernel = eqn.params["dimension_numbers"].rhs_spec, eqn.invars[1].aval
+        return {dtype: kernel.size // kernel.shape[layout[0]]}
     if eqn.primitive.name.startswith("reduce_"):
-        return max(eqn.invars[0].aval.size // max(eqn.outvars[0].aval.size, 1), 1)
-    return 1
+        return {dtype: max(eqn.invars[0].aval.size // max(eqn.outvars[0].aval.size, 1), 1)}
+    return {dtype: 1}

@@ -184,8 +184,8 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         """A module with the same layers and different settings.
 
         Args:
-            **changes: Arguments of the constructor, except `layers` and `topology`. `num_stages`
-                can be changed if there is no topology.
+            **changes: Arguments of the constructor, except `layers`. A new `topology` also sets the
+                number of stages. `num_stages` alone can be changed if there is no topology.
 
         Returns:
             The new module; this one is unchanged.
@@ -197,16 +197,20 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
                 topology's.
             PartitionError: The partition method cannot cut the layers, or the interval is negative.
         """
-        num_stages = checked_stages(changes.pop("num_stages", self.num_stages), self._topology)
+        default = None if changes.get("topology") else self.num_stages
+        topology = changes.pop("topology", self._topology)
+        num_stages = checked_stages(changes.pop("num_stages", default), topology)
         known = [field.name for field in fields(ModuleSettings)]
         unknown = sorted(set(changes) - set(known))
         if unknown:
             raise LayerError(
                 "replace must be given settings of a PipelineModule, but got "
-                f"{unknown[0]}={changes[unknown[0]]!r}. Use num_stages, {', '.join(known)}."
+                f"{unknown[0]}={changes[unknown[0]]!r}. Use num_stages, topology, "
+                f"{', '.join(known)}."
             )
         other = copy.copy(self)
-        other.num_stages = num_stages
+        other.num_stages, other._topology = num_stages, topology
+        other.automatic_axes = () if topology is None else automatic_axes(topology)
         other._use(replace(self._settings, **changes))
         other._cut()
         return other

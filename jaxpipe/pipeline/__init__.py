@@ -11,6 +11,7 @@ from ._make import prepare as prepare
 from ._optimizer import ChosenOptimizer as ChosenOptimizer
 from ._optimizer import choose_optimizer as choose_optimizer
 from ._pipeline import Pipeline as Pipeline
+from ._traced import running_mesh as running_mesh
 from ._traced import trace_model as trace_model
 from ._validate import check_mesh as check_mesh
 from ._validate import check_params as check_params
@@ -35,5 +36,6 @@ __all__ = [
     "mesh_for",
     "prepare",
     "read_params",
+    "running_mesh",
     "trace_model",
 ]

@@ -17,6 +17,11 @@ from jaxpipe.topology import FSDP, num_batch_shards, with_fsdp_axis
 from ._validate import check_mesh, check_sharded, entry_struct
 
 
+def running_mesh(mesh: Mesh, config: TrainConfig) -> Mesh:
+    """Return the mesh that a pipeline runs on: with ZeRO 2 and 3, `data` becomes `fsdp`."""
+    return with_fsdp_axis(mesh) if config.zero_optimization.stage >= 2 else mesh
+
+
 def trace_model(
     module: PipelineModule,
     mesh: Mesh,
@@ -38,7 +43,7 @@ def trace_model(
     """
     # The mesh as given: the axes that ZeRO 2 and 3 change next are in no topology of the user's.
     check_mesh(module, mesh)
-    mesh = with_fsdp_axis(mesh) if config.zero_optimization.stage >= 2 else mesh
+    mesh = running_mesh(mesh, config)
     num_replicas = num_batch_shards(mesh)
     shapes = [leaf.shape for leaf in jax.tree.leaves(struct_of(tuple(example)))]
     # 0 if there is no leading size; `entry_struct` then raises an error that names the leaf.

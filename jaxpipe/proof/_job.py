@@ -16,7 +16,7 @@ from jaxpipe.config import Collector, TrainConfig, load_config
 from jaxpipe.data import Batch, split_entry
 from jaxpipe.errors import ConfigError, DataError, TopologyError, shown
 from jaxpipe.layers import PipelineModule, cast_floats, flatten_dict
-from jaxpipe.pipeline import ConfigLike, Pipeline, prepare
+from jaxpipe.pipeline import ConfigLike, Pipeline, prepare, running_mesh
 from jaxpipe.recompute import settings_for
 from jaxpipe.topology import FSDP, ProcessTopology, make_pipeline_mesh
 
@@ -56,7 +56,7 @@ class Job:
         config: The configuration.
         example_batch: One entry, `(inputs, labels)` or `(inputs, labels, side)`.
         optimizer: An optax transformation, or None for the configuration's.
-        places: Lengths of further axes of the mesh.
+        places: Lengths of axes of the mesh, beside those of the model's topology.
         num_replicas: Replicas along `data`.
     """
 
@@ -70,10 +70,10 @@ class Job:
         num_replicas: int = _MOST_REPLICAS,
     ) -> None:
         errors = Collector()
-        self.config = load_config(config, errors)
-        self.places = dict(places)
-        axes = {"pipe": model.num_stages, "data": num_replicas, **self.places}
-        self.topology = ProcessTopology(list(axes), list(axes.values()))
+        self.config = _sized(load_config(config, errors), num_replicas)
+        model = on_simulated(model, places, num_replicas)
+        self.topology = topology_of(model)
+        axes = axes_of(self.topology)
         self.num_devices = math.prod(axes.values())
         if self.num_devices > jax.device_count():
             raise TopologyError(
@@ -94,9 +94,15 @@ class Job:
         self.num_microbatches = _microbatches(
             model.num_stages, prepared.sizes.gradient_accumulation_steps
         )
-        self.num_replicas = self.mesh.shape["data"]
-        self.num_terms = self.num_microbatches * self.num_replicas
+        running = running_mesh(self.mesh, self.config).shape
+        # Devices along `fsdp` compute one microbatch together.
+        self.num_replicas = running["data"]
+        self.num_samples = self.microbatch_size * self.num_replicas * running.get(FSDP, 1)
+        # Gradients are also added up over `fsdp`.
+        self.num_terms = self.num_microbatches * self.num_samples // self.microbatch_size
         self._pipelines: dict[str, Pipeline] = {}
+        self._plains: dict[str, Plain] = {}
+        self._loss_scale = 0.0
         self.given_optimizer = optimizer
         self.engine_config = dataclasses.replace(
             self.config,
@@ -105,7 +111,6 @@ class Job:
             gradient_accumulation_steps=self.num_microbatches,
         )
         self._example = split_entry(example_batch, "the example batch")
-        self.num_samples = self.microbatch_size * self.num_replicas * self.mesh.shape.get(FSDP, 1)
 
     @property
     def checksum(self) -> str:
@@ -139,9 +144,17 @@ class Job:
         return values.reshape(self.num_microbatches, self.num_samples, *shape[1:])
 
     def config_in(self, precision: Precision) -> TrainConfig:
-        """Return the configuration for a precision: without loss scale and casts in float64."""
+        """Return the configuration for a precision: without loss scale and casts in float64.
+
+        A dynamic loss scale begins where training finds it, so that no step overflows.
+        """
         if not precision.is_double:
-            return self.config
+            scale = self.loss_scale(precision)
+            if scale is None or self.config.fp16.loss_scale:
+                return self.config
+            power = int(math.log2(scale))
+            fp16 = dataclasses.replace(self.config.fp16, initial_scale_power=power)
+            return dataclasses.replace(self.config, fp16=fp16)
         off = {
             name: dataclasses.replace(getattr(self.config, name), enabled=False)
             for name in ("fp16", "bf16")
@@ -190,9 +203,46 @@ class Job:
             self._pipelines[precision.name] = pipeline
         return pipeline
 
-    def plain(self, precision: Precision, shake: int | None = None) -> Plain:
-        """Return the plain program, with additional roundings if there is a seed for them."""
-        return Plain(self.module_in(precision), self.num_replicas, shake)
+    def plain(self, precision: Precision) -> Plain:
+        """Return the plain program. It is made once for each precision."""
+        if precision.name not in self._plains:
+            dtype = None if precision.is_double else self.config.data_types.grad_accum_dtype
+            module = self.module_in(precision)
+            self._plains[precision.name] = Plain(module, self.num_replicas, dtype)
+        return self._plains[precision.name]
+
+    def loss_scale(self, precision: Precision) -> float | None:
+        """Return the loss scale. None: the job or the precision has none.
+
+        A dynamic scale is halved until no gradient of the proof's batches overflows, and twice
+        more, because parameters move.
+        """
+        fp16 = self.config.fp16
+        if precision.is_double or not fp16.enabled:
+            return None
+        if not self._loss_scale:
+            self._loss_scale = fp16.loss_scale or 2.0**fp16.initial_scale_power
+            while not self._is_finite(precision, self._loss_scale):
+                if fp16.loss_scale or self._loss_scale < 2 * fp16.min_loss_scale:
+                    raise ConfigError(
+                        "fp16.loss_scale must leave gradients finite, but the plain program's "
+                        f"overflow at {self._loss_scale:g}. Lower fp16.loss_scale or "
+                        "fp16.min_loss_scale, or use bf16."
+                    )
+                self._loss_scale /= 2
+            if not fp16.loss_scale:
+                self._loss_scale = max(self._loss_scale / 4, fp16.min_loss_scale)
+        return self._loss_scale
+
+    def _is_finite(self, precision: Precision, scale: float) -> bool:
+        plain, start = self.plain(precision), self.start(precision)
+        batches = (self.batch_in(precision, step) for step in range(3))
+        with np.errstate(invalid="ignore"):  # infinities of both signs are added
+            found = [
+                plain.gradients(start, batch, step, loss_scale=scale).grads
+                for step, batch in enumerate(batches)
+            ]
+        return all(np.isfinite(x).all() for x in jax.tree.leaves(found))
 
     def optimizer(self, frozen: frozenset[tuple[str, ...]]) -> Optimizer:
         """Return the optimiser of the plain program."""
@@ -201,7 +251,9 @@ class Job:
     def start(self, precision: Precision) -> Start:
         """Make the parameters and collections that both programs start from."""
         module = self.module_in(precision)
-        one = jax.tree.map(lambda x: x[0, : self.microbatch_size], self.batch_in(precision, 0))
+        one = jax.tree.map(
+            lambda x: x[0, : self.num_samples // self.num_replicas], self.batch_in(precision, 0)
+        )
         key = jax.random.key(module.base_seed)
         params = module.init(key, one.inputs, side=one.side)
         collections = module.init_collections(key, one.inputs, side=one.side)
@@ -209,9 +261,63 @@ class Job:
         return Start(*jax.device_get((params, collections)))
 
 
+def on_simulated(
+    model: PipelineModule, places: Mapping[str, int], num_replicas: int = _MOST_REPLICAS
+) -> PipelineModule:
+    """Return a model on the topology of its proof.
+
+    It has the model's stages, few replicas, the further axes of the model's own topology at the
+    least length that divides theirs, and `places`. Layers may name these axes in constraints.
+    """
+    own = {} if model.given_topology is None else axes_of(model.given_topology)
+    further = {**{name: _least_divisor(length) for name, length in own.items()}, **places}
+    return model.replace(topology=made_topology(model.num_stages, num_replicas, further))
+
+
+def made_topology(num_stages: int, num_replicas: int, axes: Mapping[str, int]) -> ProcessTopology:
+    """Make a topology of stages, replicas, and the further ones of the given axes."""
+    lengths = {**axes, "pipe": num_stages, "data": num_replicas}
+    names = ["pipe", "data", *(name for name in axes if name not in ("pipe", "data"))]
+    return ProcessTopology(names, [lengths[name] for name in names])
+
+
+def _least_divisor(length: int) -> int:
+    return next((n for n in range(2, length + 1) if length % n == 0), 1)
+
+
+def topology_of(model: PipelineModule) -> ProcessTopology:
+    """Return the topology of a model from `on_simulated`."""
+    assert model.given_topology is not None
+    return model.given_topology
+
+
+def axes_of(topology: ProcessTopology) -> dict[str, int]:
+    """Return the axes of a topology with their lengths, in order."""
+    return {name: topology.get_dim(name) for name in topology.get_axis_names()}
+
+
 def named(kind: str, tree: PyTree) -> dict[str, Any]:
     """Name the leaves of a tree of parameters: `kind/layers/3_Block/kernel`."""
     return {f"{kind}/{'/'.join(path)}": x for path, x in flatten_dict(tree).items()}
+
+
+def _sized(config: TrainConfig, num_replicas: int) -> TrainConfig:
+    """Return the configuration for another number of replicas, at the same microbatch size.
+
+    A job's sizes multiply to its batch for its own number of replicas.
+    """
+    micro, total = config.train_micro_batch_size_per_gpu, config.train_batch_size
+    number = config.gradient_accumulation_steps
+    if total is None:
+        return config
+    if micro is None:
+        micro = max(total // (number or 1) // num_replicas, 1)
+    return dataclasses.replace(
+        config,
+        train_batch_size=None,
+        train_micro_batch_size_per_gpu=micro,
+        gradient_accumulation_steps=number or max(total // (micro * num_replicas), 1),
+    )
 
 
 def _microbatches(num_stages: int, given: int) -> int:

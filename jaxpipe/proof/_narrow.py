@@ -45,7 +45,8 @@ class Narrow(NamedTuple):
 def narrowed(model: PipelineModule, example: Sequence[PyTree], num_chunks: int) -> Narrow:
     """Narrow a job until it has few parameters, or as far as its layers allow.
 
-    A factor with which the layers cannot be traced is skipped.
+    A factor with which the layers cannot be traced is skipped. A model that cannot be traced at its
+    own sizes is returned as it is, and whoever builds its pipeline says what is wrong.
     """
     shallow = _shallow(model, model.num_stages * num_chunks)
     entry, best = split_entry(example, "the example batch"), None
@@ -56,7 +57,9 @@ def narrowed(model: PipelineModule, example: Sequence[PyTree], num_chunks: int) 
             one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape[1:]), x.dtype), small)
             trace = other.trace(one.inputs, one.side)
             jax.eval_shape(other.loss_terms, trace.boundaries[-1], one.labels)
-        except Exception:  # noqa: BLE001, S112  # the user's layers may raise anything
+        except Exception:  # noqa: BLE001  # the user's layers may raise anything
+            if factor == 1:
+                break
             continue
         number = sum(math.prod(x.shape) for x in jax.tree.leaves(trace.tree()))
         best = Narrow(other, small, factor, (len(model.layers), len(other.layers)))

@@ -1,5 +1,6 @@
 """Loss, gradients, updates, evaluation and outputs of the pipeline against the plain program."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -11,10 +12,10 @@ from jaxpipe.pipeline import Pipeline
 
 from ._bound import bounds, distance, norm
 from ._job import OWN, Job, Precision, named
-from ._plain import Plain, Start
+from ._plain import Optimizer, Plain, Shake, Start
 
-_SHAKES = (1, 2)
-"""Seeds of the runs with additional roundings."""
+_SEEDS = (1, 2)
+"""Those of the runs with additional roundings."""
 
 _STEPS = 3
 
@@ -51,8 +52,12 @@ def compare(job: Job, precision: Precision) -> list[Difference]:
     """Compare all results of the two programs."""
     with jax.enable_x64(precision.is_double):
         pipeline, start = job.pipeline(precision), job.start(precision)
-        plain = run_plain(job, precision, pipeline, start)
-        moved = [run_plain(job, precision, pipeline, start, seed).values for seed in _SHAKES]
+        optimizer = job.optimizer(frozenset(pipeline.trace.frozen))
+        plain = run_plain(job, precision, optimizer, start)
+        moved = [
+            run_plain(job, precision, optimizer, start, shake).values
+            for shake in _shakes(job, pipeline)
+        ]
         limits = bounds(plain.values, moved, plain.sizes, _arithmetic(pipeline), job.num_terms)
         found = run_pipeline(job, precision, pipeline, start)
     return [
@@ -74,9 +79,9 @@ def compare_ragged(job: Job, precision: Precision) -> list[Difference]:
             precision, module=module, example=jax.tree.map(lambda x: x[0], batch)
         )
         trained = job.optimizer(frozenset(pipeline.trace.frozen)).trained
+        program = Plain(module, job.num_replicas)
         wanted, *moved = (
-            Plain(module, job.num_replicas, shake).gradients(start, batch, 0)
-            for shake in (None, *_SHAKES)
+            program.gradients(start, batch, 0, shake) for shake in (None, *_shakes(job, pipeline))
         )
         values, *others = (
             named("ragged", trained(each.grads)) | {"loss of ragged weights": each.loss}
@@ -154,19 +159,18 @@ def weighted(module: PipelineModule) -> PipelineModule:
 
 
 def run_plain(
-    job: Job, precision: Precision, pipeline: Pipeline, start: Start, shake: int | None = None
+    job: Job, precision: Precision, optimizer: Optimizer, start: Start, shake: Shake | None = None
 ) -> Results:
     """Run the plain program: one batch, its evaluation, and several steps."""
-    program = job.plain(precision, shake)
-    optimizer = job.optimizer(frozenset(pipeline.trace.frozen))
+    program, scale = job.plain(precision), job.loss_scale(precision)
     values: dict[str, Any] = {}
     sizes: dict[str, Any] = {}
-    loss, outputs = program.evaluate(start, job.batch_in(precision, 0))
+    loss, outputs = program.evaluate(start, job.batch_in(precision, 0), shake)
     values["evaluation/loss"] = loss
     values |= {f"outputs/{i}": x for i, x in enumerate(_leaves(outputs))}
     opt_state, at = optimizer.init(start.params), start
     for step in range(_STEPS):
-        found = program.gradients(at, job.batch_in(precision, step), step)
+        found = program.gradients(at, job.batch_in(precision, step), step, shake, scale)
         if step == 0:
             values["loss/"] = found.loss
             values |= named("gradient", optimizer.trained(found.grads))
@@ -201,6 +205,16 @@ def run_pipeline(
 
 def _leaves(outputs: list[Any]) -> list[Any]:
     return [np.atleast_1d(x) for each in outputs for x in jax.tree.leaves(each)]
+
+
+def _shakes(job: Job, pipeline: Pipeline) -> list[Shake]:
+    """Roundings that move a result by `sqrt(operations)` less than what is to be explained.
+
+    A sum of `n` terms is moved by `sqrt(n)` roundings, whatever layers compute.
+    """
+    arithmetic = _arithmetic(pipeline)
+    of_sums = math.sqrt(job.num_terms / arithmetic.operations)
+    return [Shake(seed, of_sums, 2 * arithmetic.unit) for seed in _SEEDS]
 
 
 def _arithmetic(pipeline: Pipeline) -> Arithmetic:

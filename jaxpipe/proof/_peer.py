@@ -15,7 +15,7 @@ from ._bound import bounds, distance, norm
 from ._claims import Measured, run_claims
 from ._job import as_double
 from ._proof import Claim, Finding, Proof, versions
-from ._shake import shaken
+from ._shake import Shaking, shaken
 
 _SHAKES = (1, 2)
 
@@ -105,7 +105,8 @@ class _Pair:
                 f"{', '.join(unlike[:5])}. Return the same results from both."
             )
         moved = [
-            _results(self._sequential, shaken(arguments, jax.random.key(seed))) for seed in _SHAKES
+            _results(self._sequential, shaken(arguments, Shaking(jax.random.key(seed))))
+            for seed in _SHAKES
         ]
         traced = jax.make_jaxpr(self._sequential)(*arguments)
         limits = bounds(wanted, moved, {}, arithmetic_of([traced]), self._num_terms, loss_unit=0.0)

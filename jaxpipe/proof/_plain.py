@@ -8,15 +8,16 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 from jaxpipe._typing import PyTree
 from jaxpipe.config import TrainConfig
 from jaxpipe.data import Batch
-from jaxpipe.layers import PipelineModule, flatten_dict, unflatten_dict
+from jaxpipe.layers import PipelineModule, flatten_dict, is_correction_bias, unflatten_dict
 
-from ._shake import shaken, shaken_module
+from ._shake import Shaking, shaken, shaken_module
 
 _EPSILON = 1e-6
 """DeepSpeed and PyTorch add this to the norm before they clip by it."""
@@ -32,6 +33,21 @@ class Start(NamedTuple):
 
     params: PyTree
     collections: Mapping[str, PyTree]
+
+
+class Shake(NamedTuple):
+    """Additional roundings of a plain program.
+
+    Attributes:
+        seed: Decides their directions.
+        of_sums: How many roundings each term of a sum of gradients gets, where a value between
+            layers gets one.
+        least: The least relative move of a value between layers.
+    """
+
+    seed: int
+    of_sums: float
+    least: float
 
 
 class Gradients(NamedTuple):
@@ -66,33 +82,60 @@ class Plain:
     Args:
         module: The model.
         num_replicas: Number of replicas along `data`.
-        shake: Seed of the roundings that are added between layers. None adds none.
+        sum_dtype: The dtype in which gradients of microbatches are added up, which decides how far
+            `shake` moves them. None: float32, or the gradients' dtype if that is wider.
+
+    Methods that take `shake` add roundings, between layers and of the sums of gradients.
     """
 
-    def __init__(self, module: PipelineModule, num_replicas: int, shake: int | None = None) -> None:
-        self._module = module if shake is None else shaken_module(module, shake)
-        self._num_replicas, self._shake = num_replicas, shake
+    def __init__(self, module: PipelineModule, num_replicas: int, sum_dtype: Any = None) -> None:
+        self._module, self._num_replicas, self._sum_dtype = module, num_replicas, sum_dtype
         self._key = jax.random.key(module.base_seed)
         self._differentiate = jax.jit(jax.value_and_grad(self._objective, has_aux=True))
         self._evaluate = jax.jit(self._outputs)
         self._report = jax.jit(self._reported)
 
-    def gradients(self, start: Start, batch: Batch, step: int) -> Gradients:
-        """Compute the loss and the mean gradients of a batch, and the collections after it."""
+    def gradients(
+        self,
+        start: Start,
+        batch: Batch,
+        step: int,
+        shake: Shake | None = None,
+        loss_scale: float | None = None,
+    ) -> Gradients:
+        """Compute the loss and the mean gradients of a batch, and the collections after it.
+
+        A loss scale is a factor of the loss before it is differentiated, and a divisor of the
+        gradients.
+        """
         num_terms = jax.tree.leaves(batch.inputs)[0].shape[0] * self._num_replicas
-        found = self._add_up(start, batch, step, 1.0)
-        if found["weight"] != num_terms and found["has_added"]:
+        factor = 1.0 if loss_scale is None else loss_scale / num_terms
+        found = self._add_up(start, batch, step, (factor, 1.0), shake)
+        weight = found["weight"]
+        if weight != num_terms and (found["has_added"] or loss_scale is not None):
             # A layer's loss has the same weight in every microbatch.
-            found = self._add_up(start, batch, step, found["weight"] / num_terms)
+            factor = 1.0 if loss_scale is None else loss_scale / (weight or 1.0)
+            found = self._add_up(start, batch, step, (factor, weight / num_terms), shake)
         # The factor of every loss is a float32, in both programs.
-        share = float(np.float32(1) / np.float32(found["weight"] or 1.0))
+        share = float(np.float32(1) / np.float32(weight or 1.0))
         held = jax.tree.map(lambda *xs: _mean(xs), *found["collections"])
-        return Gradients(
-            np.float64(found["loss"] * share),
-            jax.tree.map(lambda x: x * share, found["grads"]),
-            jax.tree.map(lambda x: x * share, found["sizes"]),
-            held,
+        grads, sizes = (
+            jax.tree.map(lambda x: x * (share / factor), found[name]) for name in ("grads", "sizes")
         )
+        if shake is not None:
+            grads = self._shaken_sums(grads, sizes, start.params, shake)
+        return Gradients(np.float64(found["loss"] * share), grads, sizes, held)
+
+    def _shaken_sums(self, grads: PyTree, sizes: PyTree, params: PyTree, shake: Shake) -> PyTree:
+        """Move sums of gradients as far as roundings of their terms may."""
+        rng = np.random.default_rng(shake.seed)
+
+        def moved(grad: Any, size: Any, param: Any) -> Any:
+            dtype = self._sum_dtype or jnp.promote_types(param.dtype, jnp.float32)
+            signs = rng.integers(0, 2, np.shape(grad)) * 2.0 - 1.0
+            return grad + shake.of_sums * float(jnp.finfo(dtype).eps) * signs * size
+
+        return jax.tree.map(moved, grads, sizes, params)
 
     def metrics(self, start: Start, batch: Batch, step: int) -> dict[str, float]:
         """Return the means over microbatches and replicas of what layers report in training."""
@@ -106,14 +149,15 @@ class Plain:
                 found[name] = found.get(name, 0.0) + float(value) / len(places)
         return found
 
-    def evaluate(self, start: Start, batch: Batch) -> tuple[np.float64, list[PyTree]]:
+    def evaluate(
+        self, start: Start, batch: Batch, shake: Shake | None = None
+    ) -> tuple[np.float64, list[PyTree]]:
         """Compute the loss of a batch, and the outputs of each microbatch, outside training."""
+        params, shaking = _shaken(start.params, shake)
         total, weight, outputs = 0.0, 0.0, []
         for m, r in self._places(batch):
             one = microbatch_of(batch, m, r, self._num_replicas)
-            found = jax.device_get(
-                self._evaluate(self._shaken(start.params), start.collections, one)
-            )
+            found = jax.device_get(self._evaluate(params, start.collections, one, shaking))
             total, weight = total + float(found[0]), weight + float(found[1])
             outputs.append(found[2])
         each = len(outputs) // self._num_replicas
@@ -130,11 +174,15 @@ class Plain:
         number = jax.tree.leaves(batch.inputs)[0].shape[0]
         return [(m, r) for m in range(number) for r in range(self._num_replicas)]
 
-    def _shaken(self, params: PyTree) -> PyTree:
-        return params if self._shake is None else jax.device_get(_shaken_once(params, self._shake))
-
-    def _add_up(self, start: Start, batch: Batch, step: int, added_weight: float) -> dict[str, Any]:
-        params = self._shaken(start.params)
+    def _add_up(
+        self,
+        start: Start,
+        batch: Batch,
+        step: int,
+        factors: tuple[float, float],
+        shake: Shake | None,
+    ) -> dict[str, Any]:
+        params, shaking = _shaken(start.params, shake)
         held: list[Any] = [start.collections] * self._num_replicas
         grads = sizes = None
         loss = weight = 0.0
@@ -142,8 +190,8 @@ class Plain:
         for m, r in self._places(batch):
             key = functools.reduce(jax.random.fold_in, (step, m, r), self._key)
             one = microbatch_of(batch, m, r, self._num_replicas)
-            found = self._differentiate(params, held[r], one, key, added_weight)
-            (value, (held[r], of_loss, adds)), grad = jax.device_get(found)
+            found = self._differentiate(params, held[r], one, key, factors, shaking)
+            (_, (value, held[r], of_loss, adds)), grad = jax.device_get(found)
             grad = jax.tree.map(lambda x: np.asarray(x, _wide(x)), grad)
             size = jax.tree.map(np.abs, grad)
             grads = grad if grads is None else jax.tree.map(np.add, grads, grad)
@@ -165,15 +213,18 @@ class Plain:
         collections: Mapping[str, PyTree],
         batch: Batch,
         key: jax.Array,
-        added_weight: Any,
-    ) -> tuple[jax.Array, tuple[Any, Any, Any]]:
-        outputs, held, aux = self._module.call(
+        factors: tuple[Any, Any],
+        shaking: Shaking | None,
+    ) -> tuple[jax.Array, tuple[Any, Any, Any, Any]]:
+        outputs, held, aux = self._layers(shaking).call(
             params, collections, batch.inputs, train=True, key=key, side=batch.side
         )
         terms = self._module.loss_terms(outputs, batch.labels)
         added = sum(aux["losses"].values(), 0.0)
         weight = 1.0 if terms.weight is None else terms.weight
-        return terms.total + added * added_weight, (held, weight, len(aux["losses"]))
+        factor, added_weight = factors
+        loss = terms.total + added * added_weight
+        return loss * factor, (loss, held, weight, len(aux["losses"]))
 
     def _reported(
         self, params: PyTree, collections: Mapping[str, PyTree], batch: Batch, key: jax.Array
@@ -182,10 +233,19 @@ class Plain:
             params, collections, batch.inputs, train=True, key=key, side=batch.side
         )[2]
 
+    def _layers(self, shaking: Shaking | None) -> PipelineModule:
+        return self._module if shaking is None else shaken_module(self._module, shaking)
+
     def _outputs(
-        self, params: PyTree, collections: Mapping[str, PyTree], batch: Batch
+        self,
+        params: PyTree,
+        collections: Mapping[str, PyTree],
+        batch: Batch,
+        shaking: Shaking | None,
     ) -> tuple[jax.Array, Any, PyTree]:
-        outputs, _, _ = self._module.call(params, collections, batch.inputs, side=batch.side)
+        outputs, _, _ = self._layers(shaking).call(
+            params, collections, batch.inputs, side=batch.side
+        )
         terms = self._module.loss_terms(outputs, batch.labels)
         return terms.total, 1.0 if terms.weight is None else terms.weight, outputs
 
@@ -193,9 +253,12 @@ class Plain:
 class Optimizer:
     """The user's optimiser and clipping, on the whole model's tree.
 
+    Correction biases of routers are not the optimiser's: they move by a rate, against the signs of
+    their gradients.
+
     Args:
         transformation: The optax transformation.
-        config: The configuration, read for clipping.
+        config: The configuration, read for clipping and the rate of biases.
         frozen: Paths of the parameters that are not trained.
     """
 
@@ -210,6 +273,7 @@ class Optimizer:
             config.gradient_clipping,
             frozen,
         )
+        self._rate = config.pipeline.router_bias_update_rate
         self._update = jax.jit(transformation.update)
 
     def trained(self, params: PyTree) -> PyTree:
@@ -219,7 +283,7 @@ class Optimizer:
 
     def init(self, params: PyTree) -> PyTree:
         """Make the optimiser's state."""
-        return self._transformation.init(self.trained(params))
+        return self._transformation.init(_without_biases(self.trained(params)))
 
     def update(self, params: PyTree, opt_state: PyTree, grads: PyTree) -> tuple[PyTree, PyTree]:
         """Apply one update; returns the new parameters and the optimiser's new state."""
@@ -229,14 +293,33 @@ class Optimizer:
             factor = min(1.0, self._limit / (np.sqrt(squares) + _EPSILON))
             grads = jax.tree.map(lambda g: g * factor, grads)
         grads = jax.tree.map(lambda g, x: np.asarray(g, x.dtype), grads, trained)
+        biases, signs = (flatten_dict(tree) for tree in (trained, grads))
+        moved = {
+            path: x - (self._rate * np.sign(signs[path])).astype(x.dtype)
+            for path, x in biases.items()
+            if is_correction_bias(path)
+        }
+        trained, grads = _without_biases(trained), _without_biases(grads)
         updates, opt_state = self._update(grads, opt_state, trained)
         new = jax.device_get(optax.apply_updates(trained, updates))
-        return unflatten_dict(flatten_dict(params) | flatten_dict(new)), opt_state
+        return unflatten_dict(flatten_dict(params) | flatten_dict(new) | moved), opt_state
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _shaken_once(params: PyTree, seed: int) -> PyTree:
-    return shaken(params, jax.random.key(seed))
+def _shaken(params: PyTree, shake: Shake | None) -> tuple[PyTree, Shaking | None]:
+    """Shake parameters, and return how layers are shaken."""
+    if shake is None:
+        return params, None
+    shaking = Shaking(jax.random.key(shake.seed), shake.least)
+    # Between steps parameters are in their own dtype.
+    return jax.device_get(_shaken_once(params, Shaking(shaking.key))), shaking
+
+
+_shaken_once = jax.jit(shaken)
+
+
+def _without_biases(params: PyTree) -> PyTree:
+    flat = flatten_dict(params)
+    return unflatten_dict({path: x for path, x in flat.items() if not is_correction_bias(path)})
 
 
 def _mean(values: Any) -> Any:

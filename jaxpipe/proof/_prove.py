@@ -17,7 +17,7 @@ from jaxpipe.pipeline import ConfigLike
 
 from ._claims import Measured, NotCovered, run_claims
 from ._determinism import determinism_findings
-from ._job import DOUBLE, OWN, Job, Precision, check_example
+from ._job import DOUBLE, OWN, Job, Precision, check_example, on_simulated
 from ._layers import layer_faults
 from ._locate import Located, locate
 from ._narrow import LEAST, narrowed
@@ -59,7 +59,8 @@ def prove(  # noqa: PLR0913  # one argument for each choice
             side)`, as arrays or shapes with leaves `[samples, ...]`. The proof draws its samples
             from the values.
         optimizer: An optax transformation. None: the optimiser of the configuration.
-        places: Lengths of additional axes of the mesh, such as `{"model": 2}`.
+        places: Lengths of additional axes of the mesh, such as `{"model": 2}`. By default, each
+            further axis of the model's topology has the smallest length that divides its own.
         hardware: Name and number of devices, such as `"h200:8"`, as for `plan`. The step of the
             whole job is compiled for them, without a device. None: it is not compiled.
         quick: Whether to leave out the job's own dtypes, checkpoints, determinism and processes.
@@ -168,6 +169,7 @@ def made_job(
     """Make the small copy of a job that is proved."""
     config = load_config(config)
     check_example(example_batch)
+    model = on_simulated(model, places or {})
     if as_is:
         return Made(Job(model, config, example_batch, optimizer, places or {}), {})
     chunks = config.pipeline.num_chunks

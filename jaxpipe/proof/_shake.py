@@ -2,9 +2,8 @@
 
 import copy
 import dataclasses
-import zlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,51 +12,70 @@ from jaxpipe._typing import PyTree
 from jaxpipe.layers import Layer, PipelineModule
 
 
-def shaken(tree: PyTree, key: jax.Array) -> PyTree:
+class Shaking(NamedTuple):
+    """How numbers are moved. Both may be traced, so that several seeds share a program.
+
+    Attributes:
+        key: Decides the signs.
+        least: The least relative move, that of the narrowest dtype in a layer. The unit in the last
+            place of a wider number is raised to it.
+    """
+
+    key: jax.Array
+    least: Any = 0.0
+
+
+def shaken(tree: PyTree, shaking: Shaking) -> PyTree:
     """Move every floating-point number of a tree up or down by one unit in the last place.
 
     The signs are random. Gradients that come back through the tree are moved in the same way.
     """
     leaves, structure = jax.tree.flatten(tree)
-    keys = jax.random.split(key, 2 * max(len(leaves), 1))
+    keys = jax.random.split(shaking.key, 2 * max(len(leaves), 1))
+    least = jnp.float32(shaking.least)
     moved = [
-        _moved(x, keys[2 * i], keys[2 * i + 1]) if jnp.issubdtype(x.dtype, jnp.inexact) else x
+        _moved(x, keys[2 * i], keys[2 * i + 1], least)
+        if jnp.issubdtype(x.dtype, jnp.inexact)
+        else x
         for i, x in enumerate(map(jnp.asarray, leaves))
     ]
     return jax.tree.unflatten(structure, moved)
 
 
 @jax.custom_vjp
-def _moved(x: jax.Array, forward_key: jax.Array, backward_key: jax.Array) -> jax.Array:
+def _moved(
+    x: jax.Array, forward_key: jax.Array, backward_key: jax.Array, least: jax.Array
+) -> jax.Array:
     del backward_key
-    return _by_one_unit(x, forward_key)
+    return _by_one_unit(x, forward_key, least)
 
 
 def _moved_forward(
-    x: jax.Array, forward_key: jax.Array, backward_key: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    return _by_one_unit(x, forward_key), backward_key
+    x: jax.Array, forward_key: jax.Array, backward_key: jax.Array, least: jax.Array
+) -> tuple[jax.Array, Shaking]:
+    return _by_one_unit(x, forward_key, least), Shaking(backward_key, least)
 
 
-def _moved_backward(backward_key: jax.Array, grad: jax.Array) -> tuple[Any, None, None]:
-    return _by_one_unit(grad, backward_key), None, None
+def _moved_backward(shaking: Shaking, grad: jax.Array) -> tuple[Any, None, None, None]:
+    return _by_one_unit(grad, *shaking), None, None, None
 
 
 _moved.defvjp(_moved_forward, _moved_backward)
 
 
-def _by_one_unit(x: jax.Array, key: jax.Array) -> jax.Array:
-    unit = jnp.asarray(jnp.finfo(x.dtype).eps, x.real.dtype)
+def _by_one_unit(x: jax.Array, key: jax.Array, least: jax.Array) -> jax.Array:
+    unit = jnp.maximum(least.astype(x.real.dtype), jnp.finfo(x.dtype).eps)
     signs = jax.random.rademacher(key, x.shape, jnp.int8).astype(x.real.dtype)
     return x * (1 + unit * signs)
 
 
-def shaken_module(module: PipelineModule, seed: int) -> PipelineModule:
+def shaken_module(module: PipelineModule, shaking: Shaking) -> PipelineModule:
     """Return a copy of a module whose layers shake their outputs."""
     other = copy.copy(module)
+    keys = jax.random.split(shaking.key, len(module.layers))
     other.layers = tuple(
-        dataclasses.replace(named, layer=_Shaken(named.layer, seed, named.name))
-        for named in module.layers
+        dataclasses.replace(named, layer=_Shaken(named.layer, shaking._replace(key=key)))
+        for named, key in zip(module.layers, keys, strict=True)
     )
     return other
 
@@ -65,10 +83,9 @@ def shaken_module(module: PipelineModule, seed: int) -> PipelineModule:
 class _Shaken(Layer):
     """A layer that shakes its outputs."""
 
-    def __init__(self, layer: Layer, seed: int, name: str) -> None:
-        self._layer = layer
-        self._seed = zlib.crc32(f"{seed} {name}".encode())
-        self.class_name, self.identity = layer.class_name, (layer.identity, self._seed)
+    def __init__(self, layer: Layer, shaking: Shaking) -> None:
+        self._layer, self._shaking = layer, shaking
+        self.class_name, self.identity = layer.class_name, (layer.identity, object())
         self.arguments = layer.arguments
 
     @property
@@ -92,4 +109,4 @@ class _Shaken(Layer):
         self, params: PyTree, collections: Mapping[str, PyTree], inputs: PyTree, **how: Any
     ) -> Any:
         outputs, collections, aux = self._layer.apply(params, collections, inputs, **how)
-        return shaken(outputs, jax.random.key(self._seed)), collections, aux
+        return shaken(outputs, self._shaking), collections, aux

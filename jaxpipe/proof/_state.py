@@ -14,11 +14,11 @@ from jaxpipe.checkpoint import export_safetensors, load_params
 from jaxpipe.data import Batch
 from jaxpipe.engine import PipelineEngine, initialize
 from jaxpipe.jaxpr import arithmetic_of
-from jaxpipe.layers import PipelineModule, flatten_dict
-from jaxpipe.topology import ProcessTopology, make_pipeline_mesh
+from jaxpipe.layers import flatten_dict
+from jaxpipe.topology import make_pipeline_mesh
 from jaxpipe.weights import load_safetensors
 
-from ._job import OWN, Job
+from ._job import OWN, Job, axes_of, made_topology
 from ._proof import Finding
 
 _DEVIATIONS = 8.0
@@ -62,10 +62,12 @@ def _other_stages(job: Job) -> list[int]:
 
 
 def _engine(job: Job, stages: int) -> PipelineEngine:
-    module = _with_stages(job.module, stages)
-    axes = {"pipe": stages, "data": job.num_replicas, **job.places}
-    topology = ProcessTopology(list(axes), list(axes.values()))
-    number = int(np.prod(list(axes.values())))
+    axes = axes_of(job.topology)
+    topology = made_topology(stages, axes["data"], axes)
+    module = job.module
+    if stages != module.num_stages:
+        module = module.replace(topology=topology, partition_method="parameters")
+    number = job.num_devices // job.module.num_stages * stages
     engine, *_ = initialize(
         model=module,
         optimizer=job.given_optimizer,
@@ -74,12 +76,6 @@ def _engine(job: Job, stages: int) -> PipelineEngine:
         reporter=None,
     )
     return engine
-
-
-def _with_stages(module: PipelineModule, stages: int) -> PipelineModule:
-    if stages == module.num_stages:
-        return module
-    return module.replace(num_stages=stages, partition_method="parameters")
 
 
 def _entries(batch: Batch) -> Iterator[tuple[Any, ...]]:

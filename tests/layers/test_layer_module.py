@@ -151,10 +151,25 @@ def test_another_number_of_stages_is_cut_anew() -> None:
     assert other.parts == (0, len(module.layers))
 
 
+def test_another_topology_brings_its_stages_and_axes() -> None:
+    module = PipelineModule(_layers(), num_stages=2, partition_method="uniform")
+    topology = ProcessTopology(["pipe", "data", "model"], [4, 1, 2])
+    other = module.replace(topology=topology)
+    assert (other.num_stages, other.automatic_axes) == (4, ("model",))
+    assert other.given_topology is topology
+    assert other.parts == (0, 1, 2, 3, 4)
+    assert (module.num_stages, module.given_topology) == (2, None)
+    back = other.replace(topology=None, num_stages=2)
+    assert (back.num_stages, back.automatic_axes, back.given_topology) == (2, (), None)
+    with pytest.raises(TopologyError, match="must agree"):
+        module.replace(topology=topology, num_stages=2)
+
+
 def test_replacing_checks_as_the_constructor_does() -> None:
     module = PipelineModule(_layers(), num_stages=2)
     with pytest.raises(
-        LayerError, match="settings of a PipelineModule, but got stages=3. Use num_stages, loss_fn,"
+        LayerError,
+        match="settings of a PipelineModule, but got stages=3. Use num_stages, topology, ",
     ):
         module.replace(stages=3)
     with pytest.raises(TopologyError, match="num_stages"):
