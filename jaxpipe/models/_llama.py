@@ -12,6 +12,7 @@ from typing import Any, cast
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpipe.errors import ConfigError
 from jaxpipe.layers import LayerSpec, SoftCapped, TiedLayerSpec
@@ -193,7 +194,8 @@ class LlamaAttention(nn.Module):
                 norm = nn.RMSNorm(config.rms_norm_eps, config.dtype, use_scale=False)
                 q, k = norm(q), norm(k)
         elif config.attn_temperature_tuning:
-            steps = jnp.floor((positions.astype(jnp.float32) + 1) / config.floor_scale)
+            wide: Any = np.promote_types(q.dtype, np.float32)
+            steps = jnp.floor((positions.astype(wide) + 1) / config.floor_scale)
             factors = 1 + config.attn_scale * jnp.log1p(steps)
             q = (q * factors[:, :, None, None]).astype(q.dtype)
         return q, k

@@ -251,14 +251,19 @@ class Rotary:
 
     def __call__(self, positions: jax.Array, *heads: jax.Array) -> list[jax.Array]:
         """Rotate arrays `[B, T, N, D]` by the angles of positions, integers `[B or 1, T]`."""
-        cos, sin = rotary(positions, self.dim, self.theta, self.scaling)
+        wide: Any = np.promote_types(jnp.result_type(*heads), np.float32)
+        cos, sin = rotary(positions, self.dim, self.theta, self.scaling, wide)
         return [rotate(x, cos, sin, interleave=self.interleave) for x in heads]
 
 
 def rotary(
-    positions: jax.Array, dim: int, theta: float, scaling: RotaryScaling | None = None
+    positions: jax.Array,
+    dim: int,
+    theta: float,
+    scaling: RotaryScaling | None = None,
+    dtype: Any = jnp.float32,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return cosine and sine of the angles of positions, each `float32[B or 1, T, 1, D / 2]`.
+    """Return cosine and sine of the angles of positions, each `dtype[B or 1, T, 1, D / 2]`.
 
     `positions` are integers `[B or 1, T]`, `dim` is the size D of a head, and `theta` is the base
     of the wavelengths.
@@ -270,9 +275,8 @@ def rotary(
         if scaling is None
         else scaling.frequencies(theta, dim, positions.shape[1])
     )
-    angles = positions.astype(jnp.float32)[:, :, None, None] * jnp.asarray(freq).reshape(
-        1, 1, 1, -1
-    )
+    freq = jnp.asarray(freq, dtype).reshape(1, 1, 1, -1)
+    angles = positions.astype(dtype)[:, :, None, None] * freq
     magnitude = 1.0 if scaling is None else scaling.magnitude()
     return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
 
@@ -283,7 +287,7 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleave: bool = F
     Later dims are unchanged.
     """
     size = 2 * cos.shape[-1]
-    turned, rest = x[..., :size].astype(jnp.float32), x[..., size:]
+    turned, rest = x[..., :size].astype(cos.dtype), x[..., size:]
     if interleave:
         first, second = turned[..., ::2], turned[..., 1::2]
     else:

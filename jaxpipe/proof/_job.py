@@ -1,6 +1,7 @@
 """The job that is proved: a small copy of the user's, on simulated devices."""
 
 import dataclasses
+import functools
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
@@ -14,13 +15,14 @@ import optax
 from jaxpipe._typing import PyTree
 from jaxpipe.config import Collector, TrainConfig, load_config
 from jaxpipe.data import Batch, split_entry
-from jaxpipe.errors import ConfigError, DataError, TopologyError, shown
+from jaxpipe.errors import ConfigError, DataError, JaxpipeError, TopologyError, shown
 from jaxpipe.layers import PipelineModule, cast_floats, flatten_dict
 from jaxpipe.pipeline import ConfigLike, Pipeline, prepare, running_mesh
 from jaxpipe.recompute import settings_for
 from jaxpipe.topology import FSDP, ProcessTopology, make_pipeline_mesh
 
 from ._plain import Optimizer, Plain, Start
+from ._wide import wide_module
 
 _MOST_REPLICAS = 2
 """Replicas of a proof: two show every sum over `data`."""
@@ -103,6 +105,8 @@ class Job:
         self._pipelines: dict[str, Pipeline] = {}
         self._plains: dict[str, Plain] = {}
         self._loss_scale = 0.0
+        self.not_double = ""
+        """Why layers do not compute in float64, if `finest` found that they do not."""
         self.given_optimizer = optimizer
         self.engine_config = dataclasses.replace(
             self.config,
@@ -162,11 +166,23 @@ class Job:
         types = dataclasses.replace(self.config.data_types, grad_accum_dtype=None)
         return dataclasses.replace(self.config, **off, data_types=types)
 
+    @functools.cached_property
+    def finest(self) -> Precision:
+        """float64, or the job's dtypes if its layers do not compute in float64."""
+        try:
+            with jax.enable_x64(True):
+                self.pipeline(DOUBLE)
+        except JaxpipeError as error:
+            self.pipeline(OWN)  # raises for what is wrong in any dtype
+            self.not_double = str(error)
+            return OWN
+        return DOUBLE
+
     def module_in(self, precision: Precision) -> PipelineModule:
         """Return the module for a precision."""
         if not precision.is_double:
             return self.module
-        return self.module.replace(compute_dtype="float64", auto_cast=True)
+        return wide_module(self.module).replace(compute_dtype="float64", auto_cast=True)
 
     def batch_in(self, precision: Precision, seed: int) -> Batch:
         """Return a batch for a precision."""

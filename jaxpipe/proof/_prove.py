@@ -17,7 +17,7 @@ from jaxpipe.pipeline import ConfigLike
 
 from ._claims import Measured, NotCovered, run_claims
 from ._determinism import determinism_findings
-from ._job import DOUBLE, OWN, Job, Precision, check_example, on_simulated
+from ._job import OWN, Job, Precision, check_example, on_simulated
 from ._layers import layer_faults
 from ._locate import Located, locate
 from ._narrow import LEAST, narrowed
@@ -127,7 +127,8 @@ def prove_named(  # noqa: PLR0913  # those of `prove`
     checks = _checks(job, program, command)
     names = checks if only is None else only
     if quick and only is None:
-        names = [name for name in checks if name in _QUICK or (name == "program" and target)]
+        more = {"program": target, "dtypes": not job.finest.is_double}
+        names = [name for name in checks if name in _QUICK or more.get(name)]
     unknown = set(names) - set(checks)
     if unknown:
         raise ConfigError(
@@ -203,7 +204,7 @@ def _checks(
             "Each value is written once, read after it is written, and received where it is sent.",
             lambda: _schedule(job),
         ),
-        "numbers": (f"{same}, in float64.", lambda: _numbers(job, DOUBLE)),
+        "numbers": (f"{same}, in float64.", lambda: _finest_numbers(job)),
         "weights": (
             "Gradients are weighted means where microbatches have different weights.",
             lambda: _ragged(job),
@@ -233,16 +234,22 @@ def _checks(
 
 
 def _layers(job: Job) -> Iterator[Any]:
-    for fault in layer_faults(job, DOUBLE):
+    for fault in layer_faults(job, job.finest):
         yield Finding(fault.where, f"{fault.what}. {fault.repair}.")
 
 
 def _schedule(job: Job) -> Iterator[Any]:
-    with jax.enable_x64(True):
-        program = job.pipeline(DOUBLE).program
+    with jax.enable_x64(job.finest.is_double):
+        program = job.pipeline(job.finest).program
     SymbolicRun(program).run()
     require_in_flight(program)
     yield {"ticks": program.num_ticks, "in flight": program.peak_in_flight}
+
+
+def _finest_numbers(job: Job) -> Iterator[Any]:
+    if not job.finest.is_double:
+        return iter([NotCovered(f"layers do not compute in float64: {job.not_double}")])
+    return _numbers(job, job.finest)
 
 
 def _numbers(job: Job, precision: Precision) -> Iterator[Any]:
@@ -262,7 +269,7 @@ def _numbers(job: Job, precision: Precision) -> Iterator[Any]:
 
 
 def _ragged(job: Job) -> Iterator[Any]:
-    differences = compare_ragged(job, DOUBLE)
+    differences = compare_ragged(job, job.finest)
     yield {"results": len(differences)}
     yield Measured({each.name: each[1:] for each in differences})
     if not_finite := _not_finite(differences):

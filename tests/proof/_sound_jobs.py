@@ -16,7 +16,7 @@ import optax
 from _models import ALL_MODELS, DIM, VOCAB, Block, Embed, Head, NNXBlock, cross_entropy
 
 import jaxpipe
-from jaxpipe import LayerSpec, PipelineModule, TiedLayerSpec
+from jaxpipe import LayerSpec, PipelineModule, ProcessTopology, TiedLayerSpec
 from jaxpipe.layers import LORA_PARAMETERS, lora
 from jaxpipe.losses import cross_entropy as token_losses
 from jaxpipe.losses import multi_token_cross_entropy
@@ -279,17 +279,16 @@ def example(name: str) -> Any:
     return module
 
 
-def of_example(
-    name: str, stages: int = 2, **block: Any
-) -> Callable[[], tuple[PipelineModule, Example]]:
-    """The layers of an example that trains on text."""
+def of_example(name: str, axis: str, **block: Any) -> Callable[[], tuple[PipelineModule, Example]]:
+    """The layers of an example that trains on text, and divides layers over an axis."""
 
     def make() -> tuple[PipelineModule, Example]:
         module = example(name)
         blocks = [LayerSpec(module.Block, **block) for _ in range(4)]
         layers = [LayerSpec(module.Embed), *blocks, LayerSpec(module.Head)]
         batch = text(size=module.VOCAB_SIZE, length=module.LENGTH)
-        return PipelineModule(layers, stages, loss_fn=cross_entropy), batch
+        topology = ProcessTopology(["pipe", "data", axis], [2, 2, 2])
+        return PipelineModule(layers, topology=topology, loss_fn=cross_entropy), batch
 
     return make
 
@@ -432,12 +431,12 @@ JOBS: dict[str, SoundJob] = {
         },
     ),
     # Axes.
-    "model=2": SoundJob(of_example("tensor_parallel"), places={"model": 2}),
+    "model=2": SoundJob(of_example("tensor_parallel", "model"), places={"model": 2}),
     "model=2 with positions divided": SoundJob(
-        of_example("tensor_parallel", sequence=True), places={"model": 2}
+        of_example("tensor_parallel", "model", sequence=True), places={"model": 2}
     ),
     "fsdp=2": SoundJob(of(decoder()), places={"fsdp": 2}),
-    "expert=2": SoundJob(of_example("mixture_of_experts"), places={"expert": 2}),
+    "expert=2": SoundJob(of_example("mixture_of_experts", "expert"), places={"expert": 2}),
     "sequence=2": SoundJob(of(decoder(), lambda: text(is_packed=True)), places={"sequence": 2}),
     # Families.
     "GPT-2": SoundJob(of(lambda: gpt2(GPT2Config(TOKENS, LENGTH, 16, 2, 4)))),
