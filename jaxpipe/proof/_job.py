@@ -19,7 +19,7 @@ from jaxpipe.errors import ConfigError, JaxpipeError, TopologyError
 from jaxpipe.layers import PipelineModule, cast_floats, flatten_dict
 from jaxpipe.pipeline import ConfigLike, Pipeline, prepare
 from jaxpipe.recompute import settings_for
-from jaxpipe.topology import FSDP, ProcessTopology, make_pipeline_mesh
+from jaxpipe.topology import FSDP, ProcessTopology, make_pipeline_mesh, with_fsdp_axis
 
 from ._plain import Optimizer, Plain, Start
 from ._wide import wide_module
@@ -75,6 +75,7 @@ class Job:
         self.config = load_config(config, errors)
         self.places = dict(places)
         axes = {"pipe": model.num_stages, "data": num_replicas, **self.places}
+        self.axes = axes
         self.topology = ProcessTopology(list(axes), list(axes.values()))
         self.num_devices = math.prod(axes.values())
         if self.num_devices > jax.device_count():
@@ -85,7 +86,10 @@ class Job:
             )
         mesh = make_pipeline_mesh(self.topology, jax.devices()[: self.num_devices])
         prepared = prepare(model, self.config, optimizer, None, mesh, errors)
-        self.module, self.mesh = prepared.model, prepared.mesh
+        self.module, self._given_mesh = prepared.model, prepared.mesh
+        # Devices along `fsdp` compute a microbatch together, with its keys and statistics.
+        shares_weights = self.config.zero_optimization.stage >= 2
+        self.mesh = with_fsdp_axis(prepared.mesh) if shares_weights else prepared.mesh
         if prepared.chosen.transformation is None:
             raise ConfigError(
                 "a proof must have an optimizer, but got optimizer=None and a configuration "
@@ -206,7 +210,7 @@ class Job:
         pipeline = Pipeline(
             self.module_in(precision) if module is None else module,
             self.transformation,
-            self.mesh,
+            self._given_mesh,
             entry,
             self.num_microbatches,
             config,

@@ -1,5 +1,6 @@
 """Saving and opening: with other stages, training goes on as it would have."""
 
+import dataclasses
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from jaxpipe.checkpoint import export_safetensors, load_params
 from jaxpipe.data import Batch
 from jaxpipe.engine import PipelineEngine, initialize
 from jaxpipe.jaxpr import arithmetic_of
-from jaxpipe.layers import PipelineModule, flatten_dict
+from jaxpipe.layers import flatten_dict
 from jaxpipe.topology import ProcessTopology, make_pipeline_mesh
 from jaxpipe.weights import load_safetensors
 
@@ -58,28 +59,29 @@ def _other_stages(job: Job) -> list[int]:
     own, layers = job.module.num_stages, len(job.module.layers)
     others = [1, 2 * own] if own > 1 else [2]
     room = jax.device_count() * own // job.num_devices
-    return [stages for stages in others if stages <= min(layers, room)]
+    # Every chunk of a stage needs a layer.
+    chunks = (len(job.pipeline(OWN).parts) - 1) // own
+    return [stages for stages in others if stages <= min(layers // chunks, room)]
 
 
 def _engine(job: Job, stages: int) -> PipelineEngine:
-    module = _with_stages(job.module, stages)
-    axes = {"pipe": stages, "data": job.num_replicas, **job.places}
+    module, config = job.module, job.engine_config
+    if stages != module.num_stages:
+        module = module.replace(num_stages=stages, partition_method="parameters")
+        # Boundaries and a number of stages in the configuration are those of the job.
+        pipeline = dataclasses.replace(config.pipeline, stages="auto", partition="best")
+        config = dataclasses.replace(config, pipeline=pipeline)
+    axes = {**job.axes, "pipe": stages}
     topology = ProcessTopology(list(axes), list(axes.values()))
     number = int(np.prod(list(axes.values())))
     engine, *_ = initialize(
         model=module,
         optimizer=job.given_optimizer,
-        config=job.engine_config,
+        config=config,
         mesh=make_pipeline_mesh(topology, jax.devices()[:number]),
         reporter=None,
     )
     return engine
-
-
-def _with_stages(module: PipelineModule, stages: int) -> PipelineModule:
-    if stages == module.num_stages:
-        return module
-    return module.replace(num_stages=stages, partition_method="parameters")
 
 
 def _entries(batch: Batch) -> Iterator[tuple[Any, ...]]:
