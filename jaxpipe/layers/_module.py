@@ -184,8 +184,9 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         """A module with the same layers and different settings.
 
         Args:
-            **changes: Arguments of the constructor, except `layers` and `topology`. `num_stages`
-                can be changed if there is no topology.
+            **changes: Arguments of the constructor, except `layers`. `num_stages` can be changed
+                if there is no topology, or together with it. Layers stay those of the axes that
+                they were made for.
 
         Returns:
             The new module; this one is unchanged.
@@ -197,7 +198,8 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
                 topology's.
             PartitionError: The partition method cannot cut the layers, or the interval is negative.
         """
-        num_stages = checked_stages(changes.pop("num_stages", self.num_stages), self._topology)
+        topology = changes.pop("topology", self._topology)
+        num_stages = checked_stages(changes.pop("num_stages", self.num_stages), topology)
         known = [field.name for field in fields(ModuleSettings)]
         unknown = sorted(set(changes) - set(known))
         if unknown:
@@ -206,7 +208,7 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
                 f"{unknown[0]}={changes[unknown[0]]!r}. Use num_stages, {', '.join(known)}."
             )
         other = copy.copy(self)
-        other.num_stages = num_stages
+        other.num_stages, other._topology = num_stages, topology
         other._use(replace(self._settings, **changes))
         other._cut()
         return other

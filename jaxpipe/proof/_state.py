@@ -66,13 +66,13 @@ def _other_stages(job: Job) -> list[int]:
 
 def _engine(job: Job, stages: int) -> PipelineEngine:
     module, config = job.module, job.engine_config
+    axes = {**job.axes, "pipe": stages}
+    topology = ProcessTopology(list(axes), list(axes.values()))
     if stages != module.num_stages:
-        module = module.replace(num_stages=stages, partition_method="parameters")
+        module = module.replace(num_stages=stages, topology=topology, partition_method="parameters")
         # Boundaries and a number of stages in the configuration are those of the job.
         pipeline = dataclasses.replace(config.pipeline, stages="auto", partition="best")
         config = dataclasses.replace(config, pipeline=pipeline)
-    axes = {**job.axes, "pipe": stages}
-    topology = ProcessTopology(list(axes), list(axes.values()))
     number = int(np.prod(list(axes.values())))
     engine, *_ = initialize(
         model=module,
