@@ -33,10 +33,12 @@ class Arithmetic(NamedTuple):
 
 
 def arithmetic_of(programs: Sequence[ClosedJaxpr]) -> Arithmetic:
-    """Read dtype and roundings from the traced programs of the layers and the loss."""
-    counts = [
-        _roundings_of(program.jaxpr, [True] * len(program.jaxpr.outvars))[0] for program in programs
-    ]
+    """Read dtype and roundings from the traced programs of the layers and the loss.
+
+    Scalars beside arrays, the losses and metrics that a layer reports, are left out: they are
+    rounded to float32 whatever the layer computes in.
+    """
+    counts = [_roundings_of(program.jaxpr, _results(program.jaxpr))[0] for program in programs]
     dtypes = {dtype for count in counts for dtype in count}
     narrowest = max(dtypes, key=_eps, default=np.dtype(np.float32))
     unit = _eps(narrowest)
@@ -45,6 +47,12 @@ def arithmetic_of(programs: Sequence[ClosedJaxpr]) -> Arithmetic:
         for count in counts
     ]
     return Arithmetic(narrowest, max([1.0, *operations]))
+
+
+def _results(jaxpr: Jaxpr) -> list[bool]:
+    """Return for each output whether it is an array, or all True if none is."""
+    are_arrays = [len(getattr(x.aval, "shape", ())) > 0 for x in jaxpr.outvars]
+    return are_arrays if any(are_arrays) else [True] * len(are_arrays)
 
 
 def _eps(dtype: Any) -> float:
@@ -70,7 +78,9 @@ def _roundings_of(jaxpr: Jaxpr, is_used: Sequence[bool]) -> tuple[_Counts, list[
         counts.update(inner)
         floats = [x for x, flag in zip(eqn.invars, operands, strict=True) if flag and _is_float(x)]
         used.update(x for x in floats if not isinstance(x, Literal))
-        dtypes = [np.dtype(x.aval.dtype) for x in (*floats, *eqn.outvars) if _is_float(x)]
+        dtypes: list[np.dtype[Any]] = [
+            np.dtype(_aval(x).dtype) for x in (*floats, *eqn.outvars) if _is_float(x)
+        ]
         counts.update(dict.fromkeys(dtypes, 0))
         counts.update(_roundings(eqn, dtypes[-1]))
     return counts, [x in used for x in jaxpr.invars]
@@ -87,6 +97,10 @@ def _of_programs(eqn: Any, is_used: list[bool]) -> tuple[_Counts, list[bool]]:
         for dtype, number in found.items():
             counts[dtype] += number * (1 if scan is None else scan.length)
     return counts, [True] * len(eqn.invars)
+
+
+def _aval(x: Any) -> Any:
+    return x.aval
 
 
 def _is_float(x: Any) -> bool:

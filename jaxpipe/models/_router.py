@@ -64,7 +64,8 @@ class Router(nn.Module):
         _, chosen = jax.lax.top_k(self._without_groups(ranks), config.num_experts_per_tok)
         gates = jnp.take_along_axis(scores, chosen, axis=-1)
         if config.correction_bias:
-            gates = _with_load(gates, bias, expert_loads(chosen, config.num_experts))
+            loads = expert_loads(chosen, config.num_experts, wide)
+            gates = _with_load(gates, bias, loads)
         if config.norm_topk_prob:
             # Sigmoids may all round to 0, which would divide 0 by 0.
             gates /= gates.sum(-1, keepdims=True) + 1e-20
@@ -82,9 +83,9 @@ class Router(nn.Module):
         return jnp.where(is_best[..., None], by_group, -jnp.inf).reshape(ranks.shape)
 
 
-def expert_loads(chosen: jax.Array, num_experts: int) -> jax.Array:
+def expert_loads(chosen: jax.Array, num_experts: int, dtype: Any = jnp.float32) -> jax.Array:
     """Return the choices of each expert per token."""
-    return jax.nn.one_hot(chosen, num_experts, dtype=jnp.float32).mean((0, 1)).sum(0)
+    return jax.nn.one_hot(chosen, num_experts, dtype=dtype).mean((0, 1)).sum(0)
 
 
 @jax.custom_vjp
@@ -119,7 +120,7 @@ def balance_loss(routing: Routing) -> jax.Array:
         Lepikhin et al., "GShard" (2021); with sigmoids, DeepSeek-V3 (2024), equation 17.
     """
     num_experts = routing.scores.shape[-1]
-    busy = expert_loads(routing.chosen, num_experts)
+    busy = expert_loads(routing.chosen, num_experts, routing.scores.dtype)
     return num_experts * jnp.sum(busy * routing.scores.mean((0, 1)))
 
 

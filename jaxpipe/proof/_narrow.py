@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from jaxpipe._typing import PyTree
+from jaxpipe.config import PipelineConfig
 from jaxpipe.data import Batch, split_entry
 from jaxpipe.layers import LayerSpec, PipelineModule
 
@@ -42,13 +43,16 @@ class Narrow(NamedTuple):
     num_layers: tuple[int, int]
 
 
-def narrowed(model: PipelineModule, example: Sequence[PyTree], num_chunks: int) -> Narrow:
+def narrowed(model: PipelineModule, example: Sequence[PyTree], pipeline: PipelineConfig) -> Narrow:
     """Narrow a job until it has few parameters, or as far as its layers allow.
 
     A factor with which the layers cannot be traced is skipped. A model that cannot be traced at its
-    own sizes is returned as it is, and whoever builds its pipeline says what is wrong.
+    own sizes is returned as it is, and whoever builds its pipeline says what is wrong. Boundaries
+    that the user lists, in the model or in the configuration, keep all layers.
     """
-    shallow = _shallow(model, model.num_stages * num_chunks)
+    chunks = pipeline.num_chunks if isinstance(pipeline.num_chunks, int) else 2
+    is_listed = not all(isinstance(x, str) for x in (model.partition_method, pipeline.partition))
+    shallow = model if is_listed else _shallow(model, model.num_stages * chunks)
     entry, best = split_entry(example, "the example batch"), None
     for factor in _FACTORS:
         try:
@@ -69,9 +73,7 @@ def narrowed(model: PipelineModule, example: Sequence[PyTree], num_chunks: int) 
 
 
 def _shallow(model: PipelineModule, num_parts: int) -> PipelineModule:
-    """Shorten runs of equal layers; boundaries that the user lists keep all layers."""
-    if not isinstance(model.partition_method, str):
-        return model
+    """Shorten runs of equal layers."""
     kept: list[Any] = []
     run = 0
     for i, named in enumerate(model.layers):

@@ -173,8 +173,7 @@ def made_job(
     model = on_simulated(model, places or {})
     if as_is:
         return Made(Job(model, config, example_batch, optimizer, places or {}), {})
-    chunks = config.pipeline.num_chunks
-    narrow = narrowed(model, example_batch, chunks if isinstance(chunks, int) else 2)
+    narrow = narrowed(model, example_batch, config.pipeline)
     before, after = narrow.num_layers
     text = f"sizes of {LEAST} and more divided by {narrow.factor}, {after} of {before} layers"
     job = Job(narrow.model, config, narrow.example, optimizer, places or {})

@@ -1,5 +1,6 @@
 """Saving and opening: with other stages, training goes on as it would have."""
 
+import dataclasses
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,20 +59,25 @@ def _other_stages(job: Job) -> list[int]:
     own, layers = job.module.num_stages, len(job.module.layers)
     others = [1, 2 * own] if own > 1 else [2]
     room = jax.device_count() * own // job.num_devices
-    return [stages for stages in others if stages <= min(layers, room)]
+    # Every chunk of a stage needs a layer.
+    chunks = (len(job.pipeline(OWN).parts) - 1) // own
+    return [stages for stages in others if stages <= min(layers // chunks, room)]
 
 
 def _engine(job: Job, stages: int) -> PipelineEngine:
     axes = axes_of(job.topology)
     topology = made_topology(stages, axes["data"], axes)
-    module = job.module
+    module, config = job.module, job.engine_config
     if stages != module.num_stages:
         module = module.replace(topology=topology, partition_method="parameters")
+        # Boundaries and a number of stages in the configuration are those of the job.
+        pipeline = dataclasses.replace(config.pipeline, stages="auto", partition="best")
+        config = dataclasses.replace(config, pipeline=pipeline)
     number = job.num_devices // job.module.num_stages * stages
     engine, *_ = initialize(
         model=module,
         optimizer=job.given_optimizer,
-        config=job.engine_config,
+        config=config,
         mesh=make_pipeline_mesh(topology, jax.devices()[:number]),
         reporter=None,
     )

@@ -250,7 +250,7 @@ class Recurrent(nn.Module):
     """A recurrent layer over time."""
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array) -> Any:
         return nn.RNN(nn.GRUCell(DIM))(x)
 
 
@@ -319,7 +319,7 @@ def dpo() -> tuple[PipelineModule, Example]:
     return model, (tokens, labels, {"segment_ids": text_of})
 
 
-def schedule(name: str, **more: Any) -> dict[str, Any]:
+def schedule(name: Any, **more: Any) -> dict[str, Any]:
     return {"pipeline": {"schedule": name, **more}}
 
 
@@ -341,6 +341,9 @@ JOBS: dict[str, SoundJob] = {
     "1f1b, three stages": SoundJob(known("linen", 3), schedule("1f1b")),
     "one stage": SoundJob(known("attention", 1)),
     "an uneven cut": SoundJob(known("linen", partition_method=[0, 2, 10]), schedule("1f1b")),
+    "a cut in the configuration": SoundJob(
+        known("linen"), {"pipeline": {"stages": 2, "partition": [0, 2, 10]}}
+    ),
     "a cut by parameters": SoundJob(known("mixed", 3, partition_method="parameters")),
     "interleaved, two chunks": SoundJob(known("dropout"), schedule("interleaved", num_chunks=2)),
     "zero-bubble": SoundJob(known("nnx"), schedule("zero-bubble")),
@@ -372,6 +375,7 @@ JOBS: dict[str, SoundJob] = {
     "ZeRO 2": SoundJob(known("linen"), {**zero(2), "gradient_clipping": 0.1}),
     "ZeRO 3, zero-bubble": SoundJob(known("attention"), {**zero(3), **schedule("zero-bubble")}),
     "ZeRO 2 and batch statistics": SoundJob(known("norm"), zero(2)),
+    "ZeRO 3 and dropout": SoundJob(known("dropout"), zero(3)),
     "one sample a microbatch": SoundJob(
         known("side"), {"train_micro_batch_size_per_gpu": 1, **zero(1)}
     ),

@@ -2,6 +2,7 @@
 
 import jax
 import pytest
+from _faults import MORE
 from _sound_jobs import JOBS
 
 from jaxpipe.proof import Proof, prove
@@ -41,3 +42,13 @@ def test_a_sound_job_is_proved(name: str) -> None:
     for claim in ("numbers", "weights") if is_double else ():
         wide = {leaf: x for leaf, x in ratios(found, claim).items() if x >= WIDEST}
         assert not wide
+
+
+@pytest.mark.slow
+def test_a_small_mistake_in_a_job_in_bfloat16_is_refused() -> None:
+    """Its own dtype would hide it."""
+    (fault,) = (each for each in MORE if each.name == "a gradient of one leaf scaled by 1e-9")
+    with fault.patch():
+        found = prove(**JOBS["bfloat16"].arguments(), only=("numbers",))
+    assert not found.holds
+    assert any("kernel" in str(finding) for finding in found.findings)
