@@ -281,6 +281,20 @@ def test_every_pair_of_features(case: Case) -> None:
     check(case)
 
 
+def test_a_number_among_the_outputs_has_an_entry_for_each_replica() -> None:
+    module = PipelineModule(
+        [LayerSpec(nn.Dense, 4), LayerSpec(nn.Dense, 4), lambda x: (x, x.mean())],
+        num_stages=2,
+        loss_fn=lambda y, t: jnp.mean((y[0] - t) ** 2),
+    )
+    mesh = make_pipeline_mesh(PipeDataParallelTopology(2, 2))
+    x = np.random.default_rng(0).standard_normal((3, 4, 4)).astype(np.float32)
+    pipeline = Pipeline(module, SGD, mesh, (x[0], x[0]), 3, make_settings())
+    rows, means = jax.device_get(pipeline.predict(pipeline.init(), (x, x, {})))
+    assert (rows.shape, means.shape) == ((3, 4, 4), (3, 2))
+    assert_close(means, rows.reshape(3, 2, -1).mean(-1))
+
+
 @pytest.mark.parametrize("zero_stage", [0, 1])
 @pytest.mark.parametrize(
     ("stages", "data"), slow_after(1, [(2, 2), (4, 1), (1, 1), (2, 1)], unpack=True)
