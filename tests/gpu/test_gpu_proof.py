@@ -41,7 +41,9 @@ def test_the_program_is_read() -> None:
     (claim,) = found.claims
     assert claim.figures["collectives of a steady tick"] == 2
     assert claim.figures["host waits of a steady tick"] == 0
-    assert 0.8 < float(claim.figures["of the plan's"]) < 1.2
+    assert (
+        0.8 < float(claim.figures["of the plan's"]) < 1.5
+    )  # XLA's temporaries are as large as so small weights
 
 
 def test_a_program_that_does_not_fit_is_refused() -> None:
