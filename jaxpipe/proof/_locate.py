@@ -1,6 +1,5 @@
 """Where two programs first differ: layer, microbatch and tick."""
 
-import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,13 +10,13 @@ import numpy as np
 
 from jaxpipe._typing import PyTree
 from jaxpipe.jaxpr import arithmetic_of
-from jaxpipe.layers import Layer
 from jaxpipe.pipeline import Pipeline
 
 from ._bound import norm
 from ._job import Job, Precision
 from ._numbers import Difference
 from ._plain import Plain
+from ._wrapped import WrappedLayer, wrapped_module
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,10 +78,7 @@ def _layer(job: Job, precision: Precision, wrong: Sequence[Difference]) -> tuple
 def _tapped_differences(job: Job, precision: Precision) -> list[str]:
     """Return the layers whose outputs in training differ, in order."""
     module = job.module_in(precision)
-    tapped = copy.copy(module)
-    tapped.layers = tuple(
-        dataclasses.replace(named, layer=_Tapped(named.layer)) for named in module.layers
-    )
+    tapped = wrapped_module(module, lambda _, layer: _Tapped(layer, _TAP))
     batch, start = job.batch_in(precision, 0), job.start(precision)
     pipeline = job.pipeline(precision, module=tapped)
     state = pipeline.init_from(start.params, start.collections)
@@ -112,30 +108,8 @@ def _joined(metrics: Mapping[str, Any], key: str) -> float:
     return sum(unit * float(metrics[f"{key}_{i}"]) for i, unit in enumerate(_UNITS))
 
 
-class _Tapped(Layer):
+class _Tapped(WrappedLayer):
     """A layer that reports a weighted mean of its outputs."""
-
-    def __init__(self, layer: Layer) -> None:
-        self._layer = layer
-        self.class_name, self.identity = layer.class_name, (layer.identity, _TAP)
-        self.arguments = layer.arguments
-
-    @property
-    def holds_streams(self) -> bool:
-        return self._layer.holds_streams
-
-    def takes_flag(self, name: str) -> bool:
-        return self._layer.takes_flag(name)
-
-    def init(
-        self,
-        key: jax.Array,
-        inputs: PyTree,
-        *,
-        side: Mapping[str, PyTree],
-        given: PyTree | None = None,
-    ) -> Any:
-        return self._layer.init(key, inputs, side=side, given=given)
 
     def apply(
         self, params: PyTree, collections: Mapping[str, PyTree], inputs: PyTree, **how: Any

@@ -1,7 +1,5 @@
 """One more rounding of every value between layers: how far rounding errors move a result."""
 
-import copy
-import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -10,6 +8,8 @@ import jax.numpy as jnp
 
 from jaxpipe._typing import PyTree
 from jaxpipe.layers import Layer, PipelineModule
+
+from ._wrapped import WrappedLayer, wrapped_module
 
 
 class Shaking(NamedTuple):
@@ -71,39 +71,18 @@ def _by_one_unit(x: jax.Array, key: jax.Array, least: jax.Array) -> jax.Array:
 
 def shaken_module(module: PipelineModule, shaking: Shaking) -> PipelineModule:
     """Return a copy of a module whose layers shake their outputs."""
-    other = copy.copy(module)
     keys = jax.random.split(shaking.key, len(module.layers))
-    other.layers = tuple(
-        dataclasses.replace(named, layer=_Shaken(named.layer, shaking._replace(key=key)))
-        for named, key in zip(module.layers, keys, strict=True)
+    return wrapped_module(
+        module, lambda index, layer: _Shaken(layer, shaking._replace(key=keys[index]))
     )
-    return other
 
 
-class _Shaken(Layer):
+class _Shaken(WrappedLayer):
     """A layer that shakes its outputs."""
 
     def __init__(self, layer: Layer, shaking: Shaking) -> None:
-        self._layer, self._shaking = layer, shaking
-        self.class_name, self.identity = layer.class_name, (layer.identity, object())
-        self.arguments = layer.arguments
-
-    @property
-    def holds_streams(self) -> bool:
-        return self._layer.holds_streams
-
-    def takes_flag(self, name: str) -> bool:
-        return self._layer.takes_flag(name)
-
-    def init(
-        self,
-        key: jax.Array,
-        inputs: PyTree,
-        *,
-        side: Mapping[str, PyTree],
-        given: PyTree | None = None,
-    ) -> tuple[PyTree, dict[str, Any], dict[str, Any]]:
-        return self._layer.init(key, inputs, side=side, given=given)
+        super().__init__(layer, object())
+        self._shaking = shaking
 
     def apply(
         self, params: PyTree, collections: Mapping[str, PyTree], inputs: PyTree, **how: Any

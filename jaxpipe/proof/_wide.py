@@ -4,8 +4,6 @@ Where float64 is enabled, some initialisers give float64 by default and others f
 uses of a tied parameter would no longer agree, and collections would change their dtype.
 """
 
-import copy
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,32 +11,18 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe._typing import PyTree
-from jaxpipe.layers import Layer, PipelineModule
+from jaxpipe.layers import PipelineModule
+
+from ._wrapped import WrappedLayer, wrapped_module
 
 
 def wide_module(module: PipelineModule) -> PipelineModule:
     """Return a copy of a module whose layers make their variables in float64."""
-    other = copy.copy(module)
-    other.layers = tuple(
-        dataclasses.replace(named, layer=_Wide(named.layer)) for named in module.layers
-    )
-    return other
+    return wrapped_module(module, lambda _, layer: _Wide(layer, "wide"))
 
 
-class _Wide(Layer):
+class _Wide(WrappedLayer):
     """A layer that makes its variables in float64."""
-
-    def __init__(self, layer: Layer) -> None:
-        self._layer = layer
-        self.class_name, self.identity = layer.class_name, (layer.identity, "wide")
-        self.arguments = layer.arguments
-
-    @property
-    def holds_streams(self) -> bool:
-        return self._layer.holds_streams
-
-    def takes_flag(self, name: str) -> bool:
-        return self._layer.takes_flag(name)
 
     def init(
         self,
@@ -50,11 +34,6 @@ class _Wide(Layer):
     ) -> tuple[PyTree, dict[str, Any], dict[str, Any]]:
         outputs, params, collections = self._layer.init(key, inputs, side=side, given=given)
         return outputs, *jax.tree.map(_widened, (params, collections))
-
-    def apply(
-        self, params: PyTree, collections: Mapping[str, PyTree], inputs: PyTree, **how: Any
-    ) -> Any:
-        return self._layer.apply(params, collections, inputs, **how)
 
 
 def _widened(x: Any) -> Any:
