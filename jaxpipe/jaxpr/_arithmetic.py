@@ -17,7 +17,8 @@ class Arithmetic(NamedTuple):
     """What determines rounding in a program.
 
     Attributes:
-        dtype: The narrowest floating-point dtype whose roundings reach an output.
+        dtype: The narrowest floating-point dtype of the outputs and of roundings that reach them;
+            float64 if there are none.
         operations: The largest number of roundings in a row inside a layer, at least 1. A rounding
             in a wider dtype counts less, by the square of its unit, because random roundings add
             up as squares.
@@ -40,7 +41,9 @@ def arithmetic_of(programs: Sequence[ClosedJaxpr]) -> Arithmetic:
     """
     counts = [_roundings_of(program.jaxpr, _results(program.jaxpr))[0] for program in programs]
     dtypes = {dtype for count in counts for dtype in count}
-    narrowest = max(dtypes, key=_eps, default=np.dtype(np.float32))
+    outputs = [x for program in programs for x in program.jaxpr.outvars]
+    dtypes |= {np.dtype(_aval(x).dtype) for x in outputs if _is_float(x) and _aval(x).ndim}
+    narrowest = max(dtypes, key=_eps, default=np.dtype(np.float64))
     unit = _eps(narrowest)
     operations = [
         sum(number * (_eps(dtype) / unit) ** 2 for dtype, number in count.items())

@@ -45,6 +45,7 @@ from ._tree import flatten_dict as flatten_dict
 from ._tree import join_path as join_path
 from ._tree import split_path as split_path
 from ._tree import unflatten_dict as unflatten_dict
+from ._wrapped import WrappedLayer as WrappedLayer
 
 __all__ = [
     # For users.
@@ -62,11 +63,10 @@ __all__ = [
     "merge_lora",
     # For other rooms.
     "CORRECTION_BIAS",
-    "is_correction_bias",
-    "without_adapters",
     "ModelTrace",
     "NamedLayer",
     "ParamPaths",
+    "WrappedLayer",
     "as_arrays",
     "call_on_one",
     "cast_floats",
@@ -74,6 +74,7 @@ __all__ = [
     "device_bytes",
     "flatten_dict",
     "format_struct",
+    "is_correction_bias",
     "join_path",
     "layer_signatures",
     "layer_view",
@@ -86,4 +87,5 @@ __all__ = [
     "unbox",
     "unflatten_dict",
     "with_split_logits",
+    "without_adapters",
 ]

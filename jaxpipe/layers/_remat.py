@@ -18,6 +18,7 @@ from jaxpipe.autodiff import without_complex
 from jaxpipe.errors import LayerError
 
 from ._protocol import Applied, Layer, Rngs
+from ._wrapped import WrappedLayer
 
 T = TypeVar("T")
 Call = Callable[[Any], Any]
@@ -117,31 +118,10 @@ def remat_layer(layer: Layer, mark: RematMark) -> Layer:
     return _RematLayer(layer, mark)
 
 
-class _RematLayer(Layer):
+class _RematLayer(WrappedLayer):
     def __init__(self, layer: Layer, mark: RematMark) -> None:
-        self._layer, self._mark = layer, mark
-        self.class_name, self.arguments = layer.class_name, layer.arguments
-        self.identity = layer.identity, mark
-
-    @property
-    def holds_streams(self) -> bool:
-        return self._layer.holds_streams
-
-    def takes_flag(self, name: str) -> bool:
-        return self._layer.takes_flag(name)
-
-    def with_argument(self, name: str, value: bool) -> Layer:
-        return _RematLayer(self._layer.with_argument(name, value), self._mark)
-
-    def init(
-        self,
-        key: jax.Array,
-        inputs: PyTree,
-        *,
-        side: Mapping[str, PyTree],
-        given: PyTree | None = None,
-    ) -> tuple[PyTree, dict[str, Any], dict[str, Any]]:
-        return self._layer.init(key, inputs, side=side, given=given)
+        super().__init__(layer, mark)
+        self._mark = mark
 
     def apply(
         self,
@@ -154,7 +134,7 @@ class _RematLayer(Layer):
         side: Mapping[str, PyTree],
     ) -> Applied:
         call = functools.partial(
-            self._layer.apply, params, collections, rngs=rngs, train=train, side=side
+            super().apply, params, collections, rngs=rngs, train=train, side=side
         )
         return self._mark.call(lambda x: call(x), inputs) if train else call(inputs)
 

@@ -26,9 +26,10 @@ from ._nnx import NNXLayer
 from ._protocol import Applied, Layer, Rngs
 from ._sharding import unbox
 from ._vocab import STAGE, SoftCapped, VocabEmbed, VocabHead
+from ._wrapped import WrappedLayer
 
 
-class _SplitLayer(Layer):
+class _SplitLayer(WrappedLayer):
     """A user's layer whose parameters are split over the stages.
 
     Args:
@@ -40,9 +41,8 @@ class _SplitLayer(Layer):
     def __init__(
         self, layer: Layer, split: Layer, specs: Mapping[str, tuple[str | None, ...]]
     ) -> None:
-        self._layer, self._split, self._specs = layer, split, specs
-        self.class_name, self.arguments = layer.class_name, layer.arguments
-        self.identity = "split", layer.identity
+        super().__init__(layer, "split")
+        self._split, self._specs = split, specs
 
     def init(
         self,
@@ -53,7 +53,7 @@ class _SplitLayer(Layer):
         given: PyTree | None = None,
     ) -> tuple[PyTree, dict[str, Any], dict[str, Any]]:
         """See `Layer.init`; the parameters are marked as split."""
-        outputs, params, collections = self._layer.init(key, inputs, side=side, given=given)
+        outputs, params, collections = super().init(key, inputs, side=side, given=given)
         params = {
             name: meta.Partitioned(unbox(value), self._specs[name])
             for name, value in params.items()

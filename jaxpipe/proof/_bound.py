@@ -14,7 +14,7 @@ Reference:
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,6 +25,53 @@ _DEVIATIONS = 8.0
 
 FLOAT32 = float(np.finfo(np.float32).eps) / 2
 """The unit roundoff of float32, in which a pipeline adds up losses."""
+
+
+class Difference(NamedTuple):
+    """A result of both programs.
+
+    Attributes:
+        name: Kind and name, such as `gradient/layers/3_Block/kernel`.
+        difference: L2 norm of the difference.
+        bound: The largest difference that rounding explains.
+        size: L2 norm of the plain program's result.
+    """
+
+    name: str
+    difference: float
+    bound: float
+    size: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether rounding explains the difference."""
+        return self.difference <= self.bound
+
+    @property
+    def share(self) -> float:
+        """The difference over its bound."""
+        return self.difference / self.bound if self.bound else math.inf if self.difference else 0.0
+
+    @property
+    def text(self) -> str:
+        """The numbers in words."""
+        return (
+            f"differs by {self.difference:.3g}, and rounding explains {self.bound:.3g} of its "
+            f"{self.size:.3g}"
+        )
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.text}"
+
+
+def differences_of(
+    wanted: Mapping[str, Any], found: Mapping[str, Any], limits: Mapping[str, float]
+) -> list[Difference]:
+    """Compare the results of two programs, given the bounds of their differences."""
+    return [
+        Difference(name, distance(found[name], value), limits[name], norm(value))
+        for name, value in wanted.items()
+    ]
 
 
 def bounds(

@@ -1,11 +1,13 @@
 """Checks become claims."""
 
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxpipe.errors import JaxpipeError
 
+from ._bound import Difference
 from ._proof import Claim, Finding
 
 _MOST_FINDINGS = 5
@@ -25,6 +27,33 @@ class Measured(NamedTuple):
     """The difference, the bound and the size of each result, by name."""
 
     results: dict[str, tuple[float, ...]]
+
+
+def judged(
+    differences: Sequence[Difference],
+    findings: Callable[[list[Difference]], Iterable[Finding]] = lambda wrong: [
+        Finding(each.name, f"{each.text}.") for each in wrong
+    ],
+) -> Iterator[Any]:
+    """Yield what a claim says of the results that it compared.
+
+    `findings` makes findings of those that rounding does not explain.
+    """
+    yield {"results": len(differences)}
+    if not differences:
+        return
+    yield {"nearest to its bound": str(max(differences, key=lambda each: each.share))}
+    yield Measured({each.name: each[1:] for each in differences})
+    infinite = [each.name for each in differences if not math.isfinite(each.size)]
+    if infinite:
+        yield Finding(
+            infinite[0],
+            f"is not finite in the plain program, and {len(infinite) - 1} other results are not "
+            "either. Nothing can be compared. Give an example for which the model is finite.",
+        )
+        return
+    wrong = [each for each in differences if not each.holds]
+    yield from findings(wrong) if wrong else ()
 
 
 def run_claims(

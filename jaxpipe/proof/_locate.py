@@ -10,13 +10,13 @@ import numpy as np
 
 from jaxpipe._typing import PyTree
 from jaxpipe.jaxpr import arithmetic_of
+from jaxpipe.layers import WrappedLayer
 from jaxpipe.pipeline import Pipeline
 
-from ._bound import norm
+from ._bound import Difference, norm
 from ._job import Job, Precision
-from ._numbers import Difference
 from ._plain import Plain
-from ._wrapped import WrappedLayer, wrapped_module
+from ._wrapped import wrapped_module
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +114,7 @@ class _Tapped(WrappedLayer):
     def apply(
         self, params: PyTree, collections: Mapping[str, PyTree], inputs: PyTree, **how: Any
     ) -> Any:
-        outputs, collections, aux = self._layer.apply(params, collections, inputs, **how)
+        outputs, collections, aux = super().apply(params, collections, inputs, **how)
         rest, size = jnp.float32(0), jnp.float32(0)
         for leaf in jax.tree.leaves(outputs):
             if jnp.issubdtype(leaf.dtype, jnp.floating):

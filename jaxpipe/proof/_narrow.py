@@ -1,26 +1,26 @@
 """A narrow copy of a job: the same layers, ties and masks, at sizes that two cores can run.
 
 One number `f`, a power of two, divides every integer of at least `64` in the arguments of layers,
-rounded up, and every size of at least 64 of the example, except the number of samples. Equal sizes
-stay equal, and so do products of sizes that `f` divides. Integers in inputs and labels, such as
-tokens, are divided by `f` and rounded down, so that they stay below the size of their vocabulary.
+given or by default, rounded up, and every size of at least 64 of the example, except the number of
+samples. Equal sizes stay equal, and so do products of sizes that `f` divides. Integers in inputs
+and labels, such as tokens, are divided by `f` and rounded down, so that they stay below the size of
+their vocabulary.
 Of each run of equal layers as many are kept as there are virtual stages.
 """
 
-import copy
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import flax.linen as nn
 import jax
 import numpy as np
 
 from jaxpipe._typing import PyTree
 from jaxpipe.config import PipelineConfig
 from jaxpipe.data import Batch, split_entry
-from jaxpipe.layers import LayerSpec, PipelineModule
+from jaxpipe.layers import PipelineModule
+
+from ._arguments import with_arguments
 
 LEAST = 64
 _MOST_PARAMETERS = 300_000
@@ -93,41 +93,14 @@ def _is_same(named: Any, other: Any) -> bool:
 def _divided_model(model: PipelineModule, factor: int) -> PipelineModule:
     if factor == 1:
         return model
-    return model.with_layers([_divided_item(named.item, factor) for named in model.layers])
-
-
-def _divided_item(item: Any, factor: int) -> Any:
-    if isinstance(item, LayerSpec):
-        other = copy.copy(item)
-        other.typename = _divided_item(item.typename, factor)
-        other.module_args = tuple(_divided(x, factor) for x in item.module_args)
-        other.module_kwargs = {k: _divided(x, factor) for k, x in item.module_kwargs.items()}
-        return other
-    if isinstance(item, nn.Module):
-        return _divided(item, factor)
-    return item
+    return with_arguments(model, lambda value: _divided(value, factor))
 
 
 def _divided(value: Any, factor: int) -> Any:
-    """Divide the integers in a value and in the dataclasses, tuples and dictionaries in it."""
-    if isinstance(value, bool):
+    """Divide a size. Everything else stays as it is."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
         return value
-    if isinstance(value, int | np.integer):
-        return -(-int(value) // factor) if value >= LEAST else value
-    if isinstance(value, nn.Module):
-        names = [f.name for f in dataclasses.fields(value) if f.name not in ("parent", "name")]
-        return value.clone(**{name: _divided(getattr(value, name), factor) for name in names})
-    if type(value) is tuple:
-        return tuple(_divided(x, factor) for x in value)
-    if type(value) is list:
-        return [_divided(x, factor) for x in value]
-    if type(value) is dict:
-        return {key: _divided(x, factor) for key, x in value.items()}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value) if field.init]
-        changes = {name: _divided(getattr(value, name), factor) for name in names}
-        return dataclasses.replace(value, **changes)
-    return value
+    return -(-int(value) // factor) if value >= LEAST else value
 
 
 def _divided_entry(entry: Batch, factor: int) -> Batch:

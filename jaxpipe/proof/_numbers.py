@@ -10,35 +10,14 @@ from jaxpipe.jaxpr import Arithmetic, arithmetic_of
 from jaxpipe.layers import PipelineModule
 from jaxpipe.pipeline import Pipeline
 
-from ._bound import bounds, distance, norm
-from ._job import OWN, Job, Precision, named
+from ._bound import Difference, bounds, differences_of
+from ._job import DOUBLE, OWN, Job, Precision, named
 from ._plain import Optimizer, Plain, Shake, Start
 
 _SEEDS = (1, 2)
 """Those of the runs with additional roundings."""
 
 _STEPS = 3
-
-
-class Difference(NamedTuple):
-    """A result of both programs.
-
-    Attributes:
-        name: Kind and name, such as `gradient/layers/3_Block/kernel`.
-        difference: L2 norm of the difference.
-        bound: The largest difference that rounding explains.
-        size: L2 norm of the plain program's result.
-    """
-
-    name: str
-    difference: float
-    bound: float
-    size: float
-
-    @property
-    def holds(self) -> bool:
-        """Whether rounding explains the difference."""
-        return self.difference <= self.bound
 
 
 class Results(NamedTuple):
@@ -60,9 +39,17 @@ def compare(job: Job, precision: Precision) -> list[Difference]:
         ]
         limits = bounds(plain.values, moved, plain.sizes, _arithmetic(pipeline), job.num_terms)
         found = run_pipeline(job, precision, pipeline, start)
+    return differences_of(plain.values, found, limits)
+
+
+def layers_below_double(job: Job) -> list[str]:
+    """Return the names of layers that round to a narrower dtype in the float64 pipeline."""
+    with jax.enable_x64(True):
+        programs = job.pipeline(DOUBLE).trace.programs
     return [
-        Difference(name, distance(found[name], value), limits[name], norm(value))
-        for name, value in plain.values.items()
+        named.name
+        for named, program in zip(job.module.layers, programs, strict=True)
+        if arithmetic_of([program]).dtype != np.float64
     ]
 
 
@@ -98,10 +85,7 @@ def compare_ragged(job: Job, precision: Precision) -> list[Difference]:
         metrics, grads, _ = pipeline.gradients(state, batch)
         found = named("ragged", pipeline.params_tree(grads))
         found["loss of ragged weights"] = jax.device_get(metrics["loss"])
-    return [
-        Difference(name, distance(found[name], value), limits[name], norm(value))
-        for name, value in values.items()
-    ]
+    return differences_of(values, found, limits)
 
 
 def nan_stays(job: Job) -> list[str]:
@@ -218,4 +202,4 @@ def _shakes(job: Job, pipeline: Pipeline) -> list[Shake]:
 
 
 def _arithmetic(pipeline: Pipeline) -> Arithmetic:
-    return arithmetic_of([program for program in pipeline.trace.programs])
+    return arithmetic_of(pipeline.trace.programs)

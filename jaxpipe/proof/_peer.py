@@ -11,8 +11,8 @@ from jaxpipe._typing import PyTree
 from jaxpipe.errors import ConfigError, shown
 from jaxpipe.jaxpr import arithmetic_of
 
-from ._bound import bounds, distance, norm
-from ._claims import Measured, run_claims
+from ._bound import bounds, differences_of
+from ._claims import judged, run_claims
 from ._job import as_double
 from ._proof import Claim, Finding, Proof, versions
 from ._shake import Shaking, shaken
@@ -110,22 +110,7 @@ class _Pair:
         ]
         traced = jax.make_jaxpr(self._sequential)(*arguments)
         limits = bounds(wanted, moved, {}, arithmetic_of([traced]), self._num_terms, loss_unit=0.0)
-        worst = max(limits, key=lambda name: distance(found[name], wanted[name]) / limits[name])
-        yield {"results": len(wanted), "worst": worst, "bound": limits[worst]}
-        yield Measured(
-            {
-                name: (distance(found[name], value), limits[name], norm(value))
-                for name, value in wanted.items()
-            }
-        )
-        for name, value in wanted.items():
-            apart = distance(found[name], value)
-            if not apart <= limits[name]:
-                yield Finding(
-                    name,
-                    f"differs by {apart:.3g}, and rounding explains {limits[name]:.3g} of its "
-                    f"{norm(value):.3g}.",
-                )
+        yield from judged(differences_of(wanted, found, limits))
 
 
 def _results(function: Callable[..., PyTree], arguments: Any) -> dict[str, Any]:

@@ -54,10 +54,15 @@ class Claim:
         """Whether it was checked and nothing contradicts it."""
         return not self.findings and self.not_covered is None
 
+    @property
+    def figures_text(self) -> str:
+        """The figures in one line."""
+        return "; ".join(f"{key}: {value}" for key, value in self.figures.items())
+
     def __str__(self) -> str:
         mark = "not covered" if self.not_covered else "holds" if self.holds else "REFUSED"
         lines = [f"{mark:13}{self.name:13}{self.statement} ({self.seconds:.1f} s)"]
-        lines += [f"{'':13}{self.not_covered}"] if self.not_covered else []
+        lines += [f"{'':13}{text}" for text in (self.not_covered, self.figures_text) if text]
         return "\n".join([*lines, *(f"{'':13}{finding}" for finding in self.findings)])
 
 
@@ -100,7 +105,7 @@ class Proof:
                 claim.name,
                 "not covered" if claim.not_covered else "holds" if claim.holds else "refused",
                 claim.statement,
-                "; ".join(f"{key} {value}" for key, value in claim.figures.items()),
+                claim.figures_text,
                 f"{claim.seconds:.1f}",
             )
             for claim in self.claims

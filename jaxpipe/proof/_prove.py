@@ -1,7 +1,6 @@
 """`prove`: check a job's pipeline against its plain program, on simulated devices."""
 
 import inspect
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,13 +14,14 @@ from jaxpipe.forecast import Hardware, check_model, plan, read_hardware, read_jo
 from jaxpipe.layers import PipelineModule
 from jaxpipe.pipeline import ConfigLike
 
-from ._claims import Measured, NotCovered, run_claims
+from ._bound import Difference
+from ._claims import NotCovered, judged, run_claims
 from ._determinism import determinism_findings
 from ._job import OWN, Job, Precision, check_example, on_simulated
 from ._layers import layer_faults
 from ._locate import Located, locate
 from ._narrow import LEAST, narrowed
-from ._numbers import Difference, compare, compare_ragged, nan_stays
+from ._numbers import compare, compare_ragged, layers_below_double, nan_stays
 from ._processes import process_findings
 from ._program import program_findings
 from ._proof import Claim, Finding, Proof, versions
@@ -247,36 +247,25 @@ def _schedule(job: Job) -> Iterator[Any]:
 
 def _finest_numbers(job: Job) -> Iterator[Any]:
     if not job.finest.is_double:
-        return iter([NotCovered(f"layers do not compute in float64: {job.not_double}")])
-    return _numbers(job, job.finest)
+        yield NotCovered(f"layers do not compute in float64: {job.not_double}")
+        return
+    if names := layers_below_double(job):
+        # Bounds are those of the narrowest dtype.
+        yield {"narrower than float64": ", ".join(names)}
+    yield from _numbers(job, job.finest)
 
 
 def _numbers(job: Job, precision: Precision) -> Iterator[Any]:
-    differences = compare(job, precision)
-    if not_finite := _not_finite(differences):
-        yield not_finite
-        return
-    wrong = [each for each in differences if not each.holds]
-    worst = max(differences, key=lambda each: each.difference / max(each.bound, 1e-300))
-    yield {"results": len(differences), "worst": worst.name, "bound": worst.bound}
-    yield Measured({each.name: each[1:] for each in differences})
-    if not wrong:
-        return
-    located = locate(job, precision, wrong)
-    for each in wrong[:_MOST_FINDINGS]:
-        yield Finding(located.where(each.name), _sentence(each, located))
+    def findings(wrong: list[Difference]) -> Iterator[Finding]:
+        located = locate(job, precision, wrong)
+        for each in wrong[:_MOST_FINDINGS]:
+            yield Finding(located.where(each.name), _sentence(each, located))
+
+    return judged(compare(job, precision), findings)
 
 
 def _ragged(job: Job) -> Iterator[Any]:
-    differences = compare_ragged(job, job.finest)
-    yield {"results": len(differences)}
-    yield Measured({each.name: each[1:] for each in differences})
-    if not_finite := _not_finite(differences):
-        yield not_finite
-        return
-    for each in differences:
-        if not each.holds:
-            yield Finding(each.name, _figures(each))
+    return judged(compare_ragged(job, job.finest))
 
 
 def _not_a_number(job: Job) -> Iterator[Any]:
@@ -284,24 +273,6 @@ def _not_a_number(job: Job) -> Iterator[Any]:
         yield Finding(where, "a NaN of another sample shows here, or its own does not.")
 
 
-def _not_finite(differences: list[Difference]) -> Finding | None:
-    names = [each.name for each in differences if not math.isfinite(each.size)]
-    if not names:
-        return None
-    return Finding(
-        names[0],
-        f"is not finite in the plain program, and {len(names) - 1} other results are not either. "
-        "Nothing can be compared. Give an example for which the model is finite.",
-    )
-
-
-def _figures(each: Difference) -> str:
-    return (
-        f"{each.name} differs by {each.difference:.3g}, and rounding explains {each.bound:.3g} "
-        f"of its {each.size:.3g}"
-    )
-
-
 def _sentence(each: Difference, located: Located) -> str:
     at = "" if located.microbatch is None else f", first for microbatch {located.microbatch}"
-    return f"{_figures(each)}{at}{located.tick_text}"
+    return f"{each}{at}{located.tick_text}"

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe._typing import PyTree
-from jaxpipe.layers import Layer, PipelineModule
+from jaxpipe.layers import Layer, PipelineModule, WrappedLayer
 
-from ._wrapped import WrappedLayer, wrapped_module
+from ._wrapped import wrapped_module
 
 
 class Shaking(NamedTuple):
@@ -87,5 +87,5 @@ class _Shaken(WrappedLayer):
     def apply(
         self, params: PyTree, collections: Mapping[str, PyTree], inputs: PyTree, **how: Any
     ) -> Any:
-        outputs, collections, aux = self._layer.apply(params, collections, inputs, **how)
+        outputs, collections, aux = super().apply(params, collections, inputs, **how)
         return shaken(outputs, self._shaking), collections, aux

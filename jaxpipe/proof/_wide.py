@@ -1,5 +1,6 @@
-"""Layers whose variables are made in float64.
+"""Layers that compute in float64, from variables made in it.
 
+A narrower dtype among the arguments of a layer becomes float64, also where it is a default value.
 Where float64 is enabled, some initialisers give float64 by default and others float32, so that the
 uses of a tied parameter would no longer agree, and collections would change their dtype.
 """
@@ -9,16 +10,33 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpipe._typing import PyTree
-from jaxpipe.layers import PipelineModule
+from jaxpipe.layers import PipelineModule, WrappedLayer
 
-from ._wrapped import WrappedLayer, wrapped_module
+from ._arguments import with_arguments
+from ._wrapped import wrapped_module
+
+_NARROW = ("bfloat16", "float16", "float32")
 
 
 def wide_module(module: PipelineModule) -> PipelineModule:
-    """Return a copy of a module whose layers make their variables in float64."""
+    """Return a copy of a module whose layers compute and make their variables in float64."""
+    module = with_arguments(module, _wide_dtype)
     return wrapped_module(module, lambda _, layer: _Wide(layer, "wide"))
+
+
+def _wide_dtype(value: Any) -> Any:
+    """Replace a narrower floating-point dtype, or the name of one, by float64."""
+    if isinstance(value, str):
+        return "float64" if value in _NARROW else value
+    if isinstance(value, type | np.dtype):
+        try:
+            return jnp.float64 if jnp.dtype(value).name in _NARROW else value
+        except TypeError:  # another class
+            return value
+    return value
 
 
 class _Wide(WrappedLayer):
@@ -32,7 +50,7 @@ class _Wide(WrappedLayer):
         side: Mapping[str, PyTree],
         given: PyTree | None = None,
     ) -> tuple[PyTree, dict[str, Any], dict[str, Any]]:
-        outputs, params, collections = self._layer.init(key, inputs, side=side, given=given)
+        outputs, params, collections = super().init(key, inputs, side=side, given=given)
         return outputs, *jax.tree.map(_widened, (params, collections))
 
 

@@ -1,0 +1,65 @@
+"""A layer that does what another does, but for what a subclass changes."""
+
+import copy
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import jax
+
+from jaxpipe._typing import PyTree
+
+from ._protocol import Applied, Layer, Rngs
+
+
+class WrappedLayer(Layer):
+    """A layer that does what another does; subclasses change that.
+
+    Args:
+        layer: The other layer, which stays unchanged.
+        mark: What distinguishes it from layers that are otherwise equal.
+    """
+
+    def __init__(self, layer: Layer, mark: Hashable) -> None:
+        self._layer = layer
+        self.class_name, self.arguments = layer.class_name, layer.arguments
+        self.identity = layer.identity, mark
+
+    @property
+    def holds_streams(self) -> bool:
+        """See `Layer.holds_streams`."""
+        return self._layer.holds_streams
+
+    def takes_flag(self, name: str) -> bool:
+        """See `Layer.takes_flag`."""
+        return self._layer.takes_flag(name)
+
+    def with_argument(self, name: str, value: bool) -> Layer:
+        """See `Layer.with_argument`."""
+        changed = copy.copy(self)
+        changed._layer = self._layer.with_argument(name, value)
+        changed.arguments = changed._layer.arguments
+        return changed
+
+    def init(
+        self,
+        key: jax.Array,
+        inputs: PyTree,
+        *,
+        side: Mapping[str, PyTree],
+        given: PyTree | None = None,
+    ) -> tuple[PyTree, dict[str, Any], dict[str, Any]]:
+        """See `Layer.init`."""
+        return self._layer.init(key, inputs, side=side, given=given)
+
+    def apply(
+        self,
+        params: PyTree,
+        collections: Mapping[str, PyTree],
+        inputs: PyTree,
+        *,
+        rngs: Rngs | None,
+        train: bool,
+        side: Mapping[str, PyTree],
+    ) -> Applied:
+        """See `Layer.apply`."""
+        return self._layer.apply(params, collections, inputs, rngs=rngs, train=train, side=side)
