@@ -104,6 +104,8 @@ class Job:
         self.num_terms = self.num_microbatches * self.num_samples // self.microbatch_size
         self._pipelines: dict[str, Pipeline] = {}
         self._plains: dict[str, Plain] = {}
+        self.wanted: dict[str, Any] = {}
+        """Results of the plain program by precision, which several claims compare with."""
         self._loss_scale = 0.0
         self.not_double = ""
         """Why layers do not compute in float64, if `finest` found that they do not."""

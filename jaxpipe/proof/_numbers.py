@@ -27,19 +27,35 @@ class Results(NamedTuple):
     sizes: dict[str, Any]
 
 
+class Wanted(NamedTuple):
+    """Results of the plain program, and the bounds of their differences."""
+
+    values: dict[str, Any]
+    limits: dict[str, float]
+
+
+def wanted_of(job: Job, precision: Precision) -> Wanted:
+    """Return what the plain program gives. It runs once for each job and precision."""
+    if precision.name not in job.wanted:
+        with jax.enable_x64(precision.is_double):
+            pipeline, start = job.pipeline(precision), job.start(precision)
+            optimizer = job.optimizer(frozenset(pipeline.trace.frozen))
+            plain = run_plain(job, precision, optimizer, start)
+            moved = [
+                run_plain(job, precision, optimizer, start, shake).values
+                for shake in _shakes(job, pipeline)
+            ]
+            limits = bounds(plain.values, moved, plain.sizes, _arithmetic(pipeline), job.num_terms)
+        job.wanted[precision.name] = Wanted(plain.values, limits)
+    return job.wanted[precision.name]
+
+
 def compare(job: Job, precision: Precision) -> list[Difference]:
     """Compare all results of the two programs."""
+    wanted = wanted_of(job, precision)
     with jax.enable_x64(precision.is_double):
-        pipeline, start = job.pipeline(precision), job.start(precision)
-        optimizer = job.optimizer(frozenset(pipeline.trace.frozen))
-        plain = run_plain(job, precision, optimizer, start)
-        moved = [
-            run_plain(job, precision, optimizer, start, shake).values
-            for shake in _shakes(job, pipeline)
-        ]
-        limits = bounds(plain.values, moved, plain.sizes, _arithmetic(pipeline), job.num_terms)
-        found = run_pipeline(job, precision, pipeline, start)
-    return differences_of(plain.values, found, limits)
+        found = run_pipeline(job, precision)
+    return differences_of(wanted.values, found, wanted.limits)
 
 
 def layers_below_double(job: Job) -> list[str]:
@@ -156,7 +172,7 @@ def run_plain(
     for step in range(_STEPS):
         found = program.gradients(at, job.batch_in(precision, step), step, shake, scale)
         if step == 0:
-            values["loss/"] = found.loss
+            values["loss"] = found.loss
             values |= named("gradient", optimizer.trained(found.grads))
             sizes |= named("gradient", optimizer.trained(found.sizes))
         params, opt_state = optimizer.update(at.params, opt_state, found.grads)
@@ -165,10 +181,9 @@ def run_plain(
     return Results(values, sizes)
 
 
-def run_pipeline(
-    job: Job, precision: Precision, pipeline: Pipeline, start: Start
-) -> dict[str, Any]:
+def run_pipeline(job: Job, precision: Precision) -> dict[str, Any]:
     """Run the pipeline on the same batches."""
+    pipeline, start = job.pipeline(precision), job.start(precision)
     values: dict[str, Any] = {}
     state = pipeline.init_from(start.params, start.collections)
     metrics, outputs = jax.device_get(
@@ -177,14 +192,21 @@ def run_pipeline(
     values["evaluation/loss"] = metrics["loss"]
     each = [jax.tree.map(lambda x, m=m: x[m], outputs) for m in range(job.num_microbatches)]
     values |= {f"outputs/{i}": x for i, x in enumerate(_leaves(each))}
-    metrics, grads, _ = pipeline.gradients(state, job.batch_in(precision, 0))
-    values["loss/"] = jax.device_get(metrics["loss"])
-    values |= named("gradient", pipeline.params_tree(grads))
+    _, grads, _ = pipeline.gradients(state, job.batch_in(precision, 0))
+    return values | named("gradient", pipeline.params_tree(grads)) | run_steps(job, precision)
+
+
+def run_steps(job: Job, precision: Precision) -> dict[str, Any]:
+    """Train for a few steps; returns the first loss, and parameters and collections at the end."""
+    pipeline, start = job.pipeline(precision), job.start(precision)
+    state = pipeline.init_from(start.params, start.collections)
+    losses: list[Any] = []
     for step in range(_STEPS):
-        state, _ = pipeline.step(state, pipeline.place_batch(job.batch_in(precision, step)))
-    values |= named("parameter", pipeline.params_tree(state.params))
+        state, metrics = pipeline.step(state, pipeline.place_batch(job.batch_in(precision, step)))
+        losses.append(jax.device_get(metrics["loss"]))
+    values = named("parameter", pipeline.params_tree(state.params))
     values |= named("collection", pipeline.collections_tree(state.collections))
-    return values
+    return values | {"loss": losses[0]}
 
 
 def _leaves(outputs: list[Any]) -> list[Any]:

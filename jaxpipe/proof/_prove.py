@@ -222,7 +222,7 @@ def _checks(
             lambda: state_findings(job),
         ),
         "processes": (
-            "Steps in two processes are those of one process.",
+            "Steps in two processes are those of the plain program.",
             lambda: process_findings(job, command),
         ),
         "program": (
