@@ -16,7 +16,8 @@ from jaxpipe.errors import shown
 _REQUESTS = 16
 """Maximum number of concurrent requests of a process."""
 _RANGE_BYTES = 1 << 25
-_STAGING, _CLAIM = "jaxpipe-staging-", ".in_use"
+_STAGING = "jaxpipe-staging-"
+_CLAIM = ".in_use"
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 
 T = TypeVar("T")

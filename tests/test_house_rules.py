@@ -85,6 +85,27 @@ CIRCLES = {"forecast": {"_html", "_result"}}
 """Files of a room that import each other, and are to be mended."""
 
 
+def _is_packed(node: ast.AST) -> bool:
+    """True for `a, b = x, y` where two lines would do: no value needs what was there before."""
+    if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)):
+        return False
+    target = node.targets[0]
+    if not (isinstance(target, ast.Tuple) and all(_is_plain(x) for x in target.elts)):
+        return False
+    assigned = {ast.unparse(x) for x in target.elts}
+    return assigned.isdisjoint(ast.unparse(x) for x in ast.walk(node.value) if _is_plain(x))
+
+
+def _is_plain(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name | ast.Attribute)
+
+
+@pytest.mark.parametrize("path", FILES, ids=_name)
+def test_a_line_assigns_one_value(path: Path) -> None:
+    packed = [n for n in ast.walk(ast.parse(path.read_text())) if _is_packed(n)]
+    assert not [f"line {node.lineno}" for node in packed]
+
+
 def _imported(path: Path) -> Iterator[str]:
     """The files of its own room that a file imports, at any time.
 

@@ -20,7 +20,9 @@ from ._policy import is_cheap
 # Price per byte of the values that B passes to W. A residual is already in memory and is only read
 # again (and stored until W). A value that B computes anyway is written and read. A value that B
 # would not compute otherwise also makes B longer, and other stages wait for B.
-_RESIDUAL, _COMPUTED, _ADDED = 2, 4, 5
+_RESIDUAL = 2
+_COMPUTED = 4
+_ADDED = 5
 
 _ENDLESS = math.inf
 
@@ -155,13 +157,16 @@ def min_cut(
     infinity, and values without a price cannot be stored. Values in `fixed` are not recomputed.
     `uses` are pairs `(operand, value computed from it)`.
     """
-    fixed, uses, goals = list(fixed), list(uses), list(goals)
+    fixed = list(fixed)
+    uses = list(uses)
+    goals = list(goals)
     if not goals:
         return set()
     values = dict.fromkeys((*fixed, *goals, *(x for pair in uses for x in pair)))
     # `node` is the value before it is stored, `node + 1` the stored value.
     node = {value: 2 * i for i, value in enumerate(values)}
-    source, sink = 2 * len(node), 2 * len(node) + 1
+    source = 2 * len(node)
+    sink = 2 * len(node) + 1
     finite = {
         value: int(prices[value]) for value in values if prices.get(value, _ENDLESS) < _ENDLESS
     }

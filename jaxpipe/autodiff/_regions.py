@@ -84,7 +84,8 @@ def _equation(eqn: Any, values: list[Any], regions: Set[int]) -> list[Any]:
     if _is_region(eqn) and not _changes(eqn, regions):
         return bind(eqn, values)
     with jax.named_scope(scope_of(eqn)):
-        program, scan = called_program(eqn), scan_form(eqn)
+        program = called_program(eqn)
+        scan = scan_form(eqn)
         if scan is not None:
             return _scan(scan, values, regions)
         assert program is not None, "only calls, scans and branches are looked into"
@@ -92,7 +93,9 @@ def _equation(eqn: Any, values: list[Any], regions: Set[int]) -> list[Any]:
 
 
 def _scan(scan: ScanForm, values: list[Any], regions: Set[int]) -> list[Any]:
-    body, num_consts, num_fixed = scan.body, scan.num_consts, scan.num_consts + scan.num_carry
+    body = scan.body
+    num_consts = scan.num_consts
+    num_fixed = scan.num_consts + scan.num_carry
 
     def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
         results = _run(body.jaxpr, body.consts, [*values[:num_consts], *carry, *xs], regions)

@@ -92,7 +92,8 @@ class Residuals:
         frozen: Collection[int] = (),
     ) -> None:
         self._frozen = frozenset(frozen)
-        self._params, self._arguments = params, (params, inputs, context)
+        self._params = params
+        self._arguments = (params, inputs, context)
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(params, inputs, context)
         self._cotangents = differentiable(shapes[0])
         self._results = jax.tree.structure(shapes)
@@ -112,7 +113,8 @@ class Residuals:
         self, params: PyTree, inputs: PyTree, context: PyTree
     ) -> tuple[PyTree, PyTree, list[jax.Array]]:
         """Compute `(outputs, others, residuals)`."""
-        program, cut = self._cut.program, self._cut.variables
+        program = self._cut.program
+        cut = self._cut.variables
         args = dict(zip(program.inputs, jax.tree.leaves((params, inputs, context)), strict=True))
         part = needed_for(program, [*self._cut.outputs, *cut], forced=effects_of(program))
         values, given = evaluate(program, args, part, {}, cut)

@@ -68,11 +68,13 @@ class SplitBackward:
     def __init__(self, residuals: Residuals, params: PyTree) -> None:
         leaves, self._treedef = jax.tree.flatten(params)
         self._program = program = residuals.program
-        self._grads, self._dx = residuals.param_gradients, residuals.input_gradients
+        self._grads = residuals.param_gradients
+        self._dx = residuals.input_gradients
         inputs = program.inputs[len(leaves) : len(leaves) + len(residuals.structs)]
         cotangents = program.inputs[len(leaves) + len(inputs) :]
 
-        batch_dependent, effects = residuals.batch_dependent, residuals.effects
+        batch_dependent = residuals.batch_dependent
+        effects = residuals.effects
         needed_by_dx = needed_for(program, self._dx, forced=effects)
         largest = max((leaf.size for leaf in leaves), default=0)
         # Without input gradients no stage waits for B, so the whole backward is W.

@@ -19,7 +19,8 @@ _LIBRARIES = ("jaxpipe", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "
 
 def describe_layers(pipeline: Pipeline, keys: Collection[str]) -> tuple[StoredLayer, ...]:
     """Describe the layers of a model, in order; only parameters with these keys are listed."""
-    boundaries, parts = pipeline.trace.boundaries, pipeline.parts
+    boundaries = pipeline.trace.boundaries
+    parts = pipeline.parts
     return tuple(
         StoredLayer(
             name=named.name,

@@ -212,7 +212,8 @@ def _is_count(value: Any, most: int = 1 << 62) -> bool:
 
 
 def _are_scalars(given: Mapping[str, Any]) -> bool:
-    words, scale = given["rng"]["words"], given["loss_scale"]
+    words = given["rng"]["words"]
+    scale = given["loss_scale"]
     return (
         all(_is_count(given[name], 1 << 31) for name in ("step", "skipped_steps"))
         and isinstance(given["rng"]["impl"], str)

@@ -62,7 +62,8 @@ def inspect_checkpoint(path: str | PathLike[str] | StorePath, tag: str | None = 
 
 
 def _facts(checkpoint: Checkpoint) -> list[str]:
-    index, commit = checkpoint.index, checkpoint.commit
+    index = checkpoint.index
+    commit = checkpoint.commit
     scalars = index.scalars
     topology = " x ".join(counted(n, _AXES.get(axis, axis)) for axis, n in index.mesh.items())
     scale = scalars["loss_scale"].get("scale")
@@ -163,7 +164,8 @@ def _layer_row(index: Index, run: Sequence[StoredLayer], shown: dict[str, str]) 
 
     Details that were shown for an earlier layer are not repeated.
     """
-    first, last = run[0], run[-1]
+    first = run[0]
+    last = run[-1]
     total = _sum(index.leaves, {key for layer in run for key in layer.parameters})
     name = first.name if first is last else f"{first.name} .. {last.name}"
     shapes = _shapes(index, first)
@@ -196,7 +198,8 @@ def _shapes(index: Index, layer: StoredLayer) -> str:
 
 
 def _totals(checkpoint: Checkpoint) -> list[str]:
-    index, leaves = checkpoint.index, checkpoint.index.leaves
+    index = checkpoint.index
+    leaves = checkpoint.index.leaves
     uses = [key for layer in index.layers for key in layer.parameters]
     rows: list[Row] = [("in all", "elements", "arrays", "size")]
     for prefix, name in _PARTS.items():
@@ -239,7 +242,8 @@ def _wrapped(first: str, text: str) -> list[str]:
 
     Lines are not broken inside shapes.
     """
-    glued, depth = "", 0
+    glued = ""
+    depth = 0
     for letter in text:
         depth += (letter in "[(") - (letter in "])")
         glued += _GLUE if letter == " " and depth else letter

@@ -12,7 +12,8 @@ from jaxpipe.errors import CheckpointError, shown
 
 _BYTES = "base64"
 _DEEPEST = 100
-_MOST_DIGITS, _MOST_BITS = 4300, 14284
+_MOST_DIGITS = 4300
+_MOST_BITS = 14284
 """Python refuses to parse integers with more digits; integers of fewer bits are never longer."""
 _SHOWN = 200
 

@@ -23,7 +23,8 @@ from ._open import Checkpoint, open_checkpoint, reread
 from ._store import read_arrays
 
 _OPTIMIZER = "opt_state/"
-_AVERAGE, _AVERAGED = "opt_state/params_ema/", "opt_state/ema_updates"
+_AVERAGE = "opt_state/params_ema/"
+_AVERAGED = "opt_state/ema_updates"
 _PARAMS = "params/"
 
 
@@ -63,7 +64,8 @@ def load_state(
         CheckpointError: The layers or the optimiser's state do not fit (the error names every
             difference), or the checkpoint is damaged.
     """
-    stored, wanted = checkpoint.index.leaves, pipeline.catalog
+    stored = checkpoint.index.leaves
+    wanted = pipeline.catalog
     frozen = {join_path(("params", *path)) for path in pipeline.trace.frozen}
     # Parameters that are also frozen here keep their current values; the checkpoint provides only
     # the trained ones.
@@ -125,7 +127,8 @@ def read_into(
     Without a state, all leaves must be read. `when_read` is called when everything has been read
     and before anything changes; an error that it raises is passed on. All processes must call this.
     """
-    wanted, struct = pipeline.catalog, pipeline.state_struct
+    wanted = pipeline.catalog
+    struct = pipeline.state_struct
     arrays = state_arrays(struct if state is None else state)
     touched = {span.array for key in keys for copy in wanted[key].copies for span in copy}
     partial = {

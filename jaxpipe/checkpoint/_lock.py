@@ -38,7 +38,8 @@ from ._storage import changed, identity, is_same, touch
 
 LOCK = ".lock"
 
-_BEAT_S, _SILENT_S = 5.0, 60.0
+_BEAT_S = 5.0
+_SILENT_S = 60.0
 """Seconds between heartbeats, and seconds without one after which a remote owner counts as dead."""
 _POLL_S = 0.25
 _YIELD_S = 2.0
@@ -193,7 +194,8 @@ def _take(save_dir: AnyPath, owner: _Owner) -> None:
     if isinstance(save_dir, StorePath):
         _take_on_store(save_dir, owner)
         return
-    folder, mine = save_dir / LOCK, save_dir / f"{LOCK}-{owner.nonce}"
+    folder = save_dir / LOCK
+    mine = save_dir / f"{LOCK}-{owner.nonce}"
     mine.mkdir()
     try:
         (mine / owner.name).touch()
@@ -294,7 +296,8 @@ def _owner_of(file: AnyPath) -> _Owner:
 
 def _wait_until_gone(save_dir: AnyPath, file: AnyPath, own: _Owner, clock: AnyPath) -> None:
     """Block until an owner is known to be dead; raise as soon as it is known to be alive."""
-    first, other = changed(file), _owner_of(file)
+    first = changed(file)
+    other = _owner_of(file)
     while not _is_gone(file, own, clock):
         if _is_alive(other, own) or changed(file) not in (first, None):
             raise _held(save_dir, other, own)
@@ -304,7 +307,9 @@ def _wait_until_gone(save_dir: AnyPath, file: AnyPath, own: _Owner, clock: AnyPa
 def _is_gone(file: AnyPath, own: _Owner, clock: AnyPath) -> bool:
     """Whether an owner has died, or has missed heartbeats by the clock of the file system."""
     touch(clock)
-    found, now, other = changed(file), changed(clock), _owner_of(file)
+    found = changed(file)
+    now = changed(clock)
+    other = _owner_of(file)
     if found is None or now is None or _is_dead(other, own) or _is_copy(file):
         return True
     return not _is_alive(other, own) and now - found > _SILENT_S
@@ -354,7 +359,8 @@ def _start_of(pid: str) -> str:
 
 
 def _new_owner(save_dir: AnyPath) -> _Owner:
-    host, pid = socket.gethostname(), str(os.getpid())
+    host = socket.gethostname()
+    pid = str(os.getpid())
     facts = [host, identity(save_dir)]
     with contextlib.suppress(OSError):
         facts += [

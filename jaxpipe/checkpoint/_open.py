@@ -130,7 +130,8 @@ def reread(
         CheckpointError: `read` raised it although the directory had not changed, or in every
             attempt.
     """
-    folder, num_readings = any_path(path, "path"), 0
+    folder = any_path(path, "path")
+    num_readings = 0
     while True:
         before = _commits(folder)
         num_readings += 1

@@ -23,7 +23,8 @@ _BEAT_S = 5.0
 _SILENT_S = 90.0
 """Seconds without a report or heartbeat after which a process counts as failed."""
 _TOLD = re.compile(r"report-.*\.json|writing-.*")
-_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
+_SHORTEST_PAUSE_S = 0.02
+_LONGEST_PAUSE_S = 1.0
 
 
 @contextlib.contextmanager
@@ -32,7 +33,8 @@ def still_writing(data: AnyPath) -> Generator[None]:
     if jax.process_index() == 0:
         yield
         return
-    path, has_ended = _beat_path(data, jax.process_index()), threading.Event()
+    path = _beat_path(data, jax.process_index())
+    has_ended = threading.Event()
 
     def beat() -> None:
         number = 0
@@ -118,7 +120,8 @@ class _Silence:
     """
 
     def __init__(self) -> None:
-        self._last, self._silent_s = "", 0.0
+        self._last = ""
+        self._silent_s = 0.0
 
     def lasts(self, path: AnyPath, pause_s: float) -> float:
         """Add `pause_s` and return the seconds without a heartbeat so far."""

@@ -23,7 +23,8 @@ from jaxpipe._stores import AnyPath, StoreError, StorePath, at_once, staging_fol
 
 _MANIFEST = "manifest.ocdbt"
 _PROCESS = "ocdbt.process_"
-_GAP_BYTES, _REQUEST_BYTES = 64 << 10, 64 << 20
+_GAP_BYTES = 64 << 10
+_REQUEST_BYTES = 64 << 20
 """Ranges of a file with at most this gap become one request, and the largest size of a request."""
 
 

@@ -264,7 +264,8 @@ def _batches(arrays: Mapping[str, StoredArray], names: Mapping[str, Any]) -> Ite
     for name in names:
         if batch and size + arrays[name].num_bytes > _READ_BYTES:
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
         batch.append(name)
         size += arrays[name].num_bytes
     if batch:

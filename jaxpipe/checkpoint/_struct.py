@@ -11,7 +11,8 @@ import numpy as np
 from jaxpipe._typing import PyTree
 
 _NAME = re.compile("[a-z][a-z0-9_]{0,31}")  # NumPy parses other names as Python
-_MOST_DIMS, _MOST_BYTES = 32, 1 << 62
+_MOST_DIMS = 32
+_MOST_BYTES = 1 << 62
 
 
 def dump_struct(tree: PyTree) -> Any:

@@ -40,7 +40,8 @@ from jaxpipe.weights import (
 from ._load import read_into, read_leaves, with_params
 from ._open import Checkpoint, open_checkpoint, reread
 
-_PARAMS, _COLLECTIONS = "params/", "collections/"
+_PARAMS = "params/"
+_COLLECTIONS = "collections/"
 _SHARD_BYTES = 5_000_000_000
 
 
@@ -189,7 +190,8 @@ class _Tensors:
         lora_alpha: float | None,
     ) -> None:
         self.path = checkpoint.path
-        self._checkpoint, self._alpha = checkpoint, lora_alpha
+        self._checkpoint = checkpoint
+        self._alpha = lora_alpha
         leaves = {
             key: leaf for key, leaf in checkpoint.index.leaves.items() if key.startswith(_PARAMS)
         }

@@ -66,7 +66,9 @@ from ._storage import (
 from ._store import finish_arrays, grid_of, hash_blocks, make_bare, write_arrays
 from ._struct import dump_struct
 
-_CLEANING_S, _QUIET_POLLS, _QUIET_PAUSE_S = 10.0, 50, 0.01
+_CLEANING_S = 10.0
+_QUIET_POLLS = 50
+_QUIET_PAUSE_S = 0.01
 """Seconds to keep removing data of a failed save, and how often in a row it must be found gone."""
 
 
@@ -119,7 +121,8 @@ class CheckpointWriter:
     """
 
     def __init__(self, keep_last: int | None = None, keep_every: int | None = None) -> None:
-        self._keep_last, self._keep_every = keep_last, keep_every
+        self._keep_last = keep_last
+        self._keep_every = keep_every
         self._ended = threading.Event()
         self._ended.set()
         self._error: Exception | None = None
@@ -230,7 +233,8 @@ class CheckpointWriter:
             CheckpointError: The checkpoint could not be written.
         """
         self._ended.wait()
-        error, self._error = self._error, None
+        error = self._error
+        self._error = None
         run_on_all(lambda: _raise(error))
 
     def _agreed_tag(self, tag: Any) -> str:
@@ -284,7 +288,8 @@ class _FailingAtTheEnd:
     """
 
     def __init__(self, stream: Any, error: Exception) -> None:
-        self._stream, self._error = stream, error
+        self._stream = stream
+        self._error = error
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -298,7 +303,9 @@ class _FailingAtTheEnd:
 
 def _finish(job: _Job, keep_last: int | None, keep_every: int | None, *, background: bool) -> None:
     """Write the checkpoint; every process runs it."""
-    started, is_there, may_come = time.perf_counter(), False, False
+    started = time.perf_counter()
+    is_there = False
+    may_come = False
     # In a background thread, a process can report a failure only through files. In the foreground,
     # all processes learn of it immediately.
     write = partial(_write, job)
@@ -496,7 +503,8 @@ def _clean_up(job: _Job, *, may_come: bool) -> bool:
         if may_come:
             log(logging.WARNING, "%s is left for the next save to remove", job.data)
             return False
-        num_quiet, deadline = 0, time.monotonic() + _CLEANING_S
+        num_quiet = 0
+        deadline = time.monotonic() + _CLEANING_S
         while num_quiet < _QUIET_POLLS and time.monotonic() < deadline:
             num_quiet = 0 if job.data.exists() else num_quiet + 1
             try_to_remove(job.data)

@@ -178,7 +178,8 @@ class Module:
 
     def __init__(self, text: str) -> None:
         self.computations: dict[str, dict[str, Instruction]] = {}
-        self.entry, current = "", {}
+        self.entry = ""
+        current = {}
         # Metadata of Pallas kernels go over several lines.
         text = re.sub(r'/\*index=\d+\*/|\n(?="|\}\})', "", text)
         for line in text.splitlines():

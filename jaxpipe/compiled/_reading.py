@@ -79,7 +79,8 @@ def read_step(
 
 class _Reader:
     def __init__(self, module: Module, axes: Mapping[str, int]) -> None:
-        self._module, self._axes = module, dict(axes)
+        self._module = module
+        self._axes = dict(axes)
         self._num_devices = math.prod(axes.values())
 
     def exchanges(self, computation: str) -> bool:
@@ -88,7 +89,8 @@ class _Reader:
 
     def collectives(self, computation: str) -> list[_Collective]:
         """The collectives of a computation itself, in the order in which they start."""
-        lines, found = self._module.lines(computation), []
+        lines = self._module.lines(computation)
+        found = []
         for begin, line in enumerate(lines):
             kind = self._kind(line)
             if kind is None:

@@ -109,7 +109,8 @@ def parse_thunks(text: str) -> list[Thunk]:
     open_: list[tuple[int, Thunk]] = [(-1, root)]
     parts: dict[int, str] = {}
     for line in text.splitlines():
-        label, found = _LABEL.match(line), _THUNK.match(line)
+        label = _LABEL.match(line)
+        found = _THUNK.match(line)
         if label:
             while open_[-1][0] > len(label[1]):
                 open_.pop()

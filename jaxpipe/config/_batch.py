@@ -59,11 +59,9 @@ def resolve_batch_sizes(
         >>> sizes.gradient_accumulation_steps
         8
     """
-    batch, micro, steps = (
-        train_batch_size,
-        train_micro_batch_size_per_gpu,
-        gradient_accumulation_steps,
-    )
+    batch = train_batch_size
+    micro = train_micro_batch_size_per_gpu
+    steps = gradient_accumulation_steps
     given = {
         "train_batch_size": batch,
         "train_micro_batch_size_per_gpu": micro,

@@ -114,7 +114,8 @@ class TrainingConfig(Config):
         Raises:
             ConfigError: A value is wrong, or clipping is given twice.
         """
-        errors, clip = Collector(), self.fp16.clip
+        errors = Collector()
+        clip = self.fp16.clip
         own = _keys_of(TrainConfig, {name: value for name, value in self.items() if name != "fp16"})
         with errors.catch():
             if clip is not None and own.get("gradient_clipping") is not None:

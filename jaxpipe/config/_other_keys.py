@@ -108,7 +108,8 @@ _FETCHES = (
     "prefetch_bucket_size",
 )
 _FETCH_FLAGS = ("allgather_sequential", "use_all_reduce_for_fetch_params")
-_fetch, _fetch_flag = _size._replace(reason=_FETCHED), _flag._replace(reason=_FETCHED)
+_fetch = _size._replace(reason=_FETCHED)
+_fetch_flag = _flag._replace(reason=_FETCHED)
 _gather_on_save = _flag._replace(reason="saved and exported weights are whole at any ZeRO stage")
 _object = Unused(optional(read_object), _TUNING, _ENABLED)
 _profiler = _object._replace(reason="it measures PyTorch; use jax.profiler")

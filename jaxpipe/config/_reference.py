@@ -117,7 +117,8 @@ def _sections(cls: type[Section]) -> Iterator[type[Section]]:
 
 def _keys(cls: type[Section], names: Names) -> Iterator[_Key]:
     """The keys of a section, without the keys of its inner sections."""
-    hints, meanings = get_type_hints(cls), key_meanings(cls)
+    hints = get_type_hints(cls)
+    meanings = key_meanings(cls)
     for item in fields(cls):
         path = join(cls.path, item.name)
         values = _values(item, hints[item.name], names.get(path))

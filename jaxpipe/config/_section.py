@@ -171,7 +171,8 @@ def read_section(
         if name not in values:
             values[name] = default_of(item)
             if values[name] is MISSING:
-                where, given = join(path, name), shown(mapping)
+                where = join(path, name)
+                given = shown(mapping)
                 message = (
                     f"{where} must be given, but got {path}={given}. Add the key {name!r} there."
                 )
@@ -197,7 +198,8 @@ def idle_keys(
     off = _is_switched_off(cls, mapping)
     for key, value in mapping.items():
         name = cls.aliases.get(str(key), str(key))
-        own, where = join(cls.path, name), join(path, str(key))
+        own = join(cls.path, name)
+        where = join(path, str(key))
         other = UNUSED.get(own) or REFUSED.get(own)
         asks = name != cls.switch and not is_off(value, other.off if other else (False,))
         if off and asks:
@@ -260,7 +262,8 @@ def _given_twice(
 def _check_other_key(
     cls: type[Section], key: str, value: object, path: str, errors: Collector, *, off: bool
 ) -> None:
-    own, where = join(cls.path, key), join(path, key)
+    own = join(cls.path, key)
+    where = join(path, key)
     if own in UNUSED:
         if not is_off(value, UNUSED[own].off):
             UNUSED[own].reader(value, where)

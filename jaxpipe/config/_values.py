@@ -266,7 +266,8 @@ def read_partition(value: object, path: str) -> str | tuple[int, ...]:
         raise wrong_value(
             path, rule, cast("object", value), "Use 'best', or boundaries such as [0, 3, 6]"
         )
-    boundary, errors = integer_of_at_least(0), Collector()
+    boundary = integer_of_at_least(0)
+    errors = Collector()
     found: list[int] = []
     for index, item in enumerate(boundaries):
         with errors.catch():

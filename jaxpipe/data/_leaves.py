@@ -92,7 +92,9 @@ def host_array(leaf: Any, where: str) -> np.ndarray:
         array = array.astype(array.dtype.newbyteorder("="))
     on_device = jax.dtypes.canonicalize_dtype(array.dtype)
     if array.dtype.kind in "iu" and on_device != array.dtype and array.size:
-        limits, least, most = np.iinfo(on_device), array.min(), array.max()
+        limits = np.iinfo(on_device)
+        least = array.min()
+        most = array.max()
         if least < limits.min or most > limits.max:
             raise DataError(
                 f"Integers of a batch must fit into {on_device}, their dtype on devices, but "

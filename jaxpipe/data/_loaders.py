@@ -80,7 +80,8 @@ class LoaderIterator(Generic[T]):
         if self._set is not None:
             # Until it is iterated, a Hugging Face dataset reports its previous position.
             return self._set
-        holder, epochs = self._holder(), epoch_holder(self.loader)
+        holder = self._holder()
+        epochs = epoch_holder(self.loader)
         if holder is not None:
             state = {"iterator": get_place(holder)}
             return state if epochs is None else {**state, "epoch": epochs.epoch}
@@ -98,13 +99,15 @@ class LoaderIterator(Generic[T]):
         """
         size = len(self.loader) if isinstance(self.loader, Sequence) else -1
         known = state if isinstance(state, Mapping) else {}
-        holder, epochs = self._holder(), epoch_holder(self.loader)
+        holder = self._holder()
+        epochs = epoch_holder(self.loader)
         if known and "position" not in known and holder is not None:
             if "epoch" in known and "iterator" in known and epochs is not None:
                 epochs.set_epoch(known["epoch"])
             set_place(holder, known.get("iterator", known))
             if holder is self.loader:
-                self._iterator, self._set = None, known
+                self._iterator = None
+                self._set = known
         elif type(known.get("position")) is int and 0 <= known["position"] <= size:
             self._position = known["position"]
             self._iterator = itertools.islice(self.loader, self._position, None)
@@ -157,7 +160,9 @@ class RepeatingLoader(LoaderIterator[T]):
                 item = super().__next__()
                 self._has_yielded = True
                 return item
-            self._iterator, self._position, self._is_over = None, 0, False
+            self._iterator = None
+            self._position = 0
+            self._is_over = False
             self._set = None
         kind = type(self.loader).__name__
         if self._has_yielded:
@@ -269,7 +274,8 @@ class BatchLoader(Generic[T]):
                 f"drop_last=False and {count} shards, whose last batches could differ. Pad the "
                 "data set, or leave drop_last out."
             )
-        self.batch_size, self.total_size = int(batch_size), int(batch_size) * count
+        self.batch_size = int(batch_size)
+        self.total_size = int(batch_size) * count
         self._epoch = 0
         self._latest: EpochIterator | None = None
         """The epoch that was started last."""
@@ -291,7 +297,8 @@ class BatchLoader(Generic[T]):
         if found is None or found.is_over:
             found = EpochIterator(self, self._epoch)
             self.epoch += 1
-        self._latest, self._resumed = found, None
+        self._latest = found
+        self._resumed = None
         return found
 
     @property
@@ -301,7 +308,9 @@ class BatchLoader(Generic[T]):
 
     @epoch.setter
     def epoch(self, number: int) -> None:
-        self._epoch, self._latest, self._resumed = number, None, None
+        self._epoch = number
+        self._latest = None
+        self._resumed = None
 
     def adopt(self, iterator: "EpochIterator", epoch: int) -> None:
         """Treat an iterator that was restored into an epoch as the one that was started last.
@@ -399,7 +408,9 @@ class EpochIterator:
     """The batches of one epoch of a `BatchLoader`, from any position in it."""
 
     def __init__(self, loader: BatchLoader[Any], epoch: int) -> None:
-        self._loader, self._epoch, self._position = loader, epoch, 0
+        self._loader = loader
+        self._epoch = epoch
+        self._position = 0
         self._order = loader.order(epoch)
 
     def __iter__(self) -> "EpochIterator":
@@ -435,7 +446,8 @@ class EpochIterator:
         position in an epoch of this loader.
         """
         try:
-            epoch, samples = int(state["epoch"]), int(state["samples"])
+            epoch = int(state["epoch"])
+            samples = int(state["samples"])
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(
                 f"state must have an epoch and a number of samples, but got state={state!r}. Pass "
@@ -445,7 +457,8 @@ class EpochIterator:
         position, rest = divmod(samples, size)
         if samples == state.get("num_samples", len(self._order)):
             # Holds also if the last batch was not full, or if the data set has changed.
-            position, rest = len(self._loader), 0
+            position = len(self._loader)
+            rest = 0
         if epoch < 0:
             raise DataError(
                 f"state must have an epoch of at least 0, but got epoch={epoch}. Pass what "
@@ -457,7 +470,8 @@ class EpochIterator:
                 f"got samples={samples} and batch_size={size}. Use a batch size that divides "
                 f"{samples}, and the same data set as before."
             )
-        self._epoch, self._position = epoch, position
+        self._epoch = epoch
+        self._position = position
         self._order = self._loader.order(epoch)
         self._loader.adopt(self, epoch)
         facts = self._loader.order_facts

@@ -174,7 +174,10 @@ class _TreeStack:
     """Pytrees stacked leaf by leaf along a new leading dim, one after another."""
 
     def __init__(self, size: int, name: str, item: str, repair: str = _REPAIR) -> None:
-        self._size, self._name, self._item, self._repair = size, name, item, repair
+        self._size = size
+        self._name = name
+        self._item = item
+        self._repair = repair
         self._first: Any = None
         self._columns: list[np.ndarray] = []
         self._count = 0
@@ -188,7 +191,8 @@ class _TreeStack:
                 self._first, tree, self._name, f"{self._item} {self._count}", f"{self._item} 0"
             )
         for i, (path, leaf) in enumerate(jax.tree.leaves_with_path(tree)):
-            where, this = self._name + jax.tree_util.keystr(path), f"{self._item} {self._count}"
+            where = self._name + jax.tree_util.keystr(path)
+            this = f"{self._item} {self._count}"
             array = host_array(leaf, f"{where} in {this}")
             if not self._count:
                 self._columns.append(np.empty((self._size, *array.shape), array.dtype))

@@ -123,7 +123,8 @@ def _job(
     index: str,
     local: tuple[int, ...] | None,
 ) -> Job:
-    num_processes, process_id = _number(count, environ[count]), _number(index, environ[index])
+    num_processes = _number(count, environ[count])
+    process_id = _number(index, environ[index])
     check_index(process_id, num_processes, index, count)
     read_address(address)
     return Job(source, address, num_processes, process_id, local)

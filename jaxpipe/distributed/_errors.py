@@ -29,13 +29,15 @@ def run_on_all(action: Callable[[], T], who: Sequence[int] | None = None) -> T |
             `JaxpipeError` of the same class, with the index of the first process that failed and
             its message.
     """
-    result, failure = None, ""
+    result = None
+    failure = ""
     own: Exception | None = None
     if who is None or jax.process_index() in who:
         try:
             result = action()
         except Exception as error:  # noqa: BLE001  # raised again below, on all processes
-            own, failure = error, failure_of(error)
+            own = error
+            failure = failure_of(error)
     if own is not None and not jax.distributed.is_initialized():
         # There is only one process. Counting processes would initialise JAX's devices, and there
         # may be none.

@@ -86,7 +86,8 @@ def _program() -> tuple[Mesh, Any, Any]:
 
 def prime_factors(number: int) -> list[int]:
     """The prime factors of a number in ascending order, none for 1."""
-    found, factor = list[int](), 2
+    found = list[int]()
+    factor = 2
     while number > 1:
         if number % factor:
             factor += 1

@@ -67,7 +67,8 @@ def handshake(mesh: Mesh, timeout_s: float) -> None:
 
 
 def _try_axis(mesh: Mesh, axis: str, timeout_s: float) -> None:
-    length, at = mesh.shape[axis], mesh.axis_names.index(axis)
+    length = mesh.shape[axis]
+    at = mesh.axis_names.index(axis)
     sharding = NamedSharding(mesh, P(*mesh.axis_names))
     places = np.indices(mesh.devices.shape)[at].astype(np.int32)
     sent = jax.make_array_from_callback(places.shape, sharding, lambda index: places[index])

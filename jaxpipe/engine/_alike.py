@@ -118,7 +118,8 @@ def check_program(name: str, lowered: jax.stages.Lowered) -> None:
         )
         return bool((found != found[0]).any())
 
-    same, other = 0, int(gather_numbers([len(lines)]).max())
+    same = 0
+    other = int(gather_numbers([len(lines)]).max())
     if not differs(other):
         return
     while other - same > 1:

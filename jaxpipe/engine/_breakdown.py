@@ -31,13 +31,16 @@ class Breakdown:
 
     def __init__(self, trainer: Trainer) -> None:
         config = trainer.config
-        self._trainer, self._section = trainer, config.flops_profiler
+        self._trainer = trainer
+        self._section = config.flops_profiler
         self._every = (config.steps_per_print or _EVERY) if config.wall_clock_breakdown else 0
         self._shows_memory = config.memory_breakdown
         self.is_on = bool(self._every) or self._shows_memory or self._section.enabled
         self._recorded: Sequence[Operation] = ()
         self._totals: dict[str, float] = {}
-        self._since, self._at_s, self._mark_s = 0, 0.0, 0.0
+        self._since = 0
+        self._at_s = 0.0
+        self._mark_s = 0.0
 
     def begin(self) -> Callable[[Sequence[Operation]], None] | None:
         """Begin a step. If it is to be recorded, return the function that takes its operations."""
@@ -69,7 +72,8 @@ class Breakdown:
         `phase_times` does; the result is empty if the step was not recorded.
         """
         phases = phase_times(self._recorded)
-        step, report = self._trainer.global_steps, self._trainer.compiler.report
+        step = self._trainer.global_steps
+        report = self._trainer.compiler.report
         if self._shows_memory and arguments is not None:
             self._shows_memory = False
             report(memory_line(pipeline, pipeline.step.lower(*arguments).compile()))
@@ -79,7 +83,9 @@ class Breakdown:
             report(self._line(step, phases))
         elif not self._at_s:
             # The first step includes compilation, so it does not count.
-            self._totals, self._since, self._at_s = {}, step, time.perf_counter()
+            self._totals = {}
+            self._since = step
+            self._at_s = time.perf_counter()
         self._recorded = ()
         return phases
 
@@ -99,11 +105,14 @@ class Breakdown:
 
     def _line(self, step: int, phases: Mapping[str, float]) -> str:
         now = time.perf_counter()
-        count, began_s = step - self._since, self._at_s
+        count = step - self._since
+        began_s = self._at_s
         parts = [f"{what} {1e3 * total / count:.4g} ms" for what, total in self._totals.items()]
         if began_s:
             parts.append(f"step {1e3 * (now - began_s) / count:.4g} ms")
-        self._totals, self._since, self._at_s = {}, step, now
+        self._totals = {}
+        self._since = step
+        self._at_s = now
         line = f"time of a step, the mean of {count} up to step {step}: {', '.join(parts)}"
         shown = ", ".join(
             f"{name} {1e3 * seconds:.4g} ms" for name, seconds in phases.items() if name != "step"

@@ -70,7 +70,9 @@ class Checkpointer:
     def __init__(
         self, trainer: Trainer, source: MicrobatchSource, when_loaded: Callable[[], None]
     ) -> None:
-        self._trainer, self._source, self._when_loaded = trainer, source, when_loaded
+        self._trainer = trainer
+        self._source = source
+        self._when_loaded = when_loaded
         self._section = trainer.config.checkpoint
         self._writer = CheckpointWriter(self._section.keep_last, self._section.keep_every)
         self._preemption: (
@@ -94,9 +96,11 @@ class Checkpointer:
         """
         folder = any_path(save_dir, "save_dir")
         trainer = self._trainer
-        pipeline, state = trainer.pipeline, trainer.state
+        pipeline = trainer.pipeline
+        state = trainer.state
         trainer.block_until_ready()
-        position, nowhere = self._source.position, {"is_own": False, "state": None}
+        position = self._source.position
+        nowhere = {"is_own": False, "state": None}
         place = _what_fits(position, nowhere) if is_last else run_on_all(position)
         run = RunState(
             global_steps=trainer.global_steps,
@@ -228,10 +232,8 @@ class Checkpointer:
                 raise
             trainer.state = state
             if not what.module_only:
-                trainer.global_steps, trainer.global_samples = (
-                    found.index.global_steps,
-                    found.index.global_samples,
-                )
+                trainer.global_steps = found.index.global_steps
+                trainer.global_samples = found.index.global_samples
             self._when_loaded()
         log(logging.INFO, "loaded %s, written after %d steps", found.path, found.index.global_steps)
         return str(found.path), dict(found.index.client_state)

@@ -65,7 +65,8 @@ class Compiler:
     @contextlib.contextmanager
     def waiting(self, what: str) -> Generator[None]:
         """Report from time to time that a call outside steps is still running."""
-        is_over, began = threading.Event(), time.perf_counter()
+        is_over = threading.Event()
+        began = time.perf_counter()
 
         def show() -> None:
             while not is_over.wait(_EVERY_S):

@@ -121,8 +121,10 @@ class Engine(ABC):
         for monitor in monitors:
             _check_monitor(monitor)
         check_monitors(config)
-        self.config, self.mesh = config, mesh
-        self.optimizer, self.lr_scheduler = chosen.transformation, chosen.lr_scheduler
+        self.config = config
+        self.mesh = mesh
+        self.optimizer = chosen.transformation
+        self.lr_scheduler = chosen.lr_scheduler
         self._trainer = Trainer(
             module,
             self.optimizer,
@@ -135,7 +137,8 @@ class Engine(ABC):
         topology = mesh_topology(mesh, module.given_topology)
         self.grid = PipelineParallelGrid(topology, _first_rank(rank_devices(topology, mesh)))
         self.data_shard: Shard = self._trainer.data_shard
-        self._source, self._lockstep = MicrobatchSource(data_iter), Lockstep(self.data_shard)
+        self._source = MicrobatchSource(data_iter)
+        self._lockstep = Lockstep(self.data_shard)
         self._reports = Reports(self._trainer, chosen.schedules)
         self._run_log = RunLog(self._trainer, self._reports)
         self._evaluator = Evaluator(self._trainer, self._take)
@@ -862,7 +865,8 @@ class Engine(ABC):
                 has changed.
             PipelineError: No shapes are known yet.
         """
-        trainer, tree = self._trainer, self._trainer.tree
+        trainer = self._trainer
+        tree = self._trainer.tree
         present = None if strict else self.module_state_dict()
 
         def read() -> PyTree:
@@ -1066,7 +1070,8 @@ class Engine(ABC):
             ConfigError: `train_batch_size` is not a positive multiple of the number of samples in a
                 microbatch over all replicas.
         """
-        micro, replicas = self.micro_batch_size, self._trainer.num_replicas
+        micro = self.micro_batch_size
+        replicas = self._trainer.num_replicas
         unit = micro * replicas
         size = as_integer(train_batch_size)
         if size is None or size < 1 or size % unit:
@@ -1185,17 +1190,16 @@ class Engine(ABC):
             self.train_batch(data_iter)
         finally:
             self._recorder = None
-        devices, names = (
-            stage_devices(self.mesh.devices),
-            [each.name for each in self.module.layers],
-        )
+        devices = stage_devices(self.mesh.devices)
+        names = [each.name for each in self.module.layers]
         return measured_slices(self.pipeline.program, recorded, devices, names)
 
     def _launch_recorded(
         self, step: Any, state: TrainState, batch: Batch
     ) -> tuple[TrainState, Metrics]:
         """Run a step to its end and record it."""
-        recorder, self._recorder = self._recorder, None
+        recorder = self._recorder
+        self._recorder = None
         assert recorder is not None, "a step is to be recorded"
         text = step.lower(state, batch).compile().as_text() or ""
         results, operations = record(lambda: self._trainer.launch(step, state, batch), text)

@@ -65,7 +65,8 @@ class Evaluator:
     """
 
     def __init__(self, trainer: Trainer, take: Callable[..., tuple[Pipeline, Batch]]) -> None:
-        self._trainer, self._take = trainer, take
+        self._trainer = trainer
+        self._take = take
 
     def means(
         self, loader: Any, mapped: Callable[[Iterable[Any]], Iterator[Any]], params: str | None
@@ -77,10 +78,13 @@ class Evaluator:
                 f"{type(loader).__name__}. Pass a list of (inputs, labels), or a loader that "
                 "yields its entries once."
             )
-        sums, names = _Sums(), ()
-        entries, chosen = mapped(loader), self.chosen(params)
+        sums = _Sums()
+        names = ()
+        entries = mapped(loader)
+        chosen = self.chosen(params)
         for group, pipeline, terms in self._evaluated(f"evaluate{chosen.name}", entries, chosen):
-            names, num_samples = pipeline.loss_metrics, self._size * pipeline.num_replicas
+            names = pipeline.loss_metrics
+            num_samples = self._size * pipeline.num_replicas
             num_samples //= len(self._trainer.data_shard.replicas)
             shard = self._trainer.data_shard.index
             sums.add(terms, _counted(group.counts, shard, self._size, num_samples))
@@ -107,7 +111,8 @@ class Evaluator:
                 "num_segments must be the number of answers in a sample, at least 1, but got "
                 f"num_segments={num_segments!r}. Omit it if there is only one."
             )
-        measure, chosen = _measure_log_probs(num_segments), self.chosen(params)
+        measure = _measure_log_probs(num_segments)
+        chosen = self.chosen(params)
         call = f"log_probs{chosen.name}"
         return self._measured(call, (inputs, labels, side), measure, chosen)
 
@@ -116,12 +121,17 @@ class Evaluator:
     ) -> np.ndarray:
         """See `Engine.generate`."""
         prompts, lengths, num_new = _checked_prompts(tokens, lengths, options)
-        num_samples, end, chosen = prompts.shape[0], options.eos_token_id, self.chosen(params)
+        num_samples = prompts.shape[0]
+        end = options.eos_token_id
+        chosen = self.chosen(params)
         samples = np.arange(num_samples, dtype=np.int32)
         empty = np.full((num_samples, num_new), 0 if end is None else end, prompts.dtype)
-        texts, has_ended = np.concatenate([prompts, empty], axis=1), np.zeros(num_samples, bool)
-        call, measure = f"generate of {num_new} tokens{chosen.name}", _next_token(texts.shape[1])
-        shard, largest = self._trainer.data_shard.index, np.iinfo(texts.dtype).max
+        texts = np.concatenate([prompts, empty], axis=1)
+        has_ended = np.zeros(num_samples, bool)
+        call = f"generate of {num_new} tokens{chosen.name}"
+        measure = _next_token(texts.shape[1])
+        shard = self._trainer.data_shard.index
+        largest = np.iinfo(texts.dtype).max
         for step in range(num_new):
             numbers = np.array([options.seed, shard, step], np.int32)
             numbers = np.broadcast_to(numbers, (num_samples, 3))
@@ -146,7 +156,8 @@ class Evaluator:
     ) -> np.ndarray:
         """Return the values of a function of outputs and labels for this process's samples."""
         inputs, labels, side = samples
-        size, first = self._size, self._trainer.data_shard.index * self._size
+        size = self._size
+        first = self._trainer.data_shard.index * self._size
         batch, num_samples = split_samples(inputs, side, size, labels, call)
         count = jax.tree.leaves(batch)[0].shape[0]
         entries = (tuple(jax.tree.map(lambda x, m=m: x[m], batch)) for m in range(count))
@@ -178,7 +189,8 @@ class Evaluator:
 
         If `measure` is None, the values are the group's `SampleTerms`.
         """
-        trainer, count = self._trainer, self._trainer.sizes.gradient_accumulation_steps
+        trainer = self._trainer
+        count = self._trainer.sizes.gradient_accumulation_steps
         for group in _groups(entries, count, self._size):
 
             def read(group: _Group = group) -> tuple[Pipeline, Batch]:
@@ -203,7 +215,8 @@ def _groups(entries: Iterable[Any], num_microbatches: int, size: int) -> Iterato
     and none of its samples count. Iteration ends when all processes have reached their end. Raises
     DataError on all processes if one has an invalid entry or no entry at all.
     """
-    iterator, last = iter(entries), None
+    iterator = iter(entries)
+    last = None
     while True:
         group = run_on_all(lambda: _next_group(iterator, num_microbatches, size))
         has_entries = gather_numbers([group is not None, last is not None])
@@ -223,7 +236,9 @@ def _groups(entries: Iterable[Any], num_microbatches: int, size: int) -> Iterato
 
 
 def _next_group(iterator: Iterator[Any], num_microbatches: int, size: int) -> _Group | None:
-    stack, counts, last = MicrobatchStack(num_microbatches), list[int](), ()
+    stack = MicrobatchStack(num_microbatches)
+    counts = list[int]()
+    last = ()
     for entry in iterator:
         filled, count = _filled(entry, len(counts), size)
         if count:
@@ -325,7 +340,8 @@ def _fault_of_samples(terms: SampleTerms) -> str:
     shape = (*terms.weights.shape, -1)
     of_samples = np.asarray(terms.sample_sums).reshape(*shape, terms.sums.shape[-1])
     weights = np.asarray(terms.sample_weights).reshape(shape)
-    found, size = of_samples.sum(2), abs(of_samples).sum(2)
+    found = of_samples.sum(2)
+    size = abs(of_samples).sum(2)
     is_same = (abs(found - terms.sums) <= _SAME * size) | np.isnan(terms.sums)
     is_same &= np.isclose(weights.sum(-1), terms.weights, rtol=_SAME)[..., None]
     if is_same.all():
@@ -431,8 +447,10 @@ def _checked_prompts(
             f"lengths must be at most the length of the padded prompts, {length}, but got "
             f"{given.max()}."
         )
-    count, seed = as_integer(options.max_new_tokens, 1), as_integer(options.seed, 0)
-    temperature, end = as_number(options.temperature), options.eos_token_id
+    count = as_integer(options.max_new_tokens, 1)
+    seed = as_integer(options.seed, 0)
+    temperature = as_number(options.temperature)
+    end = options.eos_token_id
     if end is not None and as_integer(end, 0) is None:
         raise ConfigError(
             f"eos_token_id must be one token, an integer of at least 0, but got {end!r}."

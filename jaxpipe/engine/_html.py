@@ -34,7 +34,8 @@ def engine_html(
             "batch.</p></div>"
         )
         return "\n".join(lines)
-    num_params, ends = pipeline.trace.num_own_params(), pipeline.ends.layers
+    num_params = pipeline.trace.num_own_params()
+    ends = pipeline.ends.layers
     parts = zip(pipeline.parts, pipeline.parts[1:], pipeline.part_stages, strict=False)
     rows = [["all", "", names[i], f"{num_params[i]:,}"] for i in ends]
     for part, (start, stop, stage) in enumerate(parts):

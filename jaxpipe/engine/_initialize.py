@@ -169,10 +169,8 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's arguments
                 "used: pass PipelineModule(topology=...) instead."
             )
         errors = Collector()
-        module, settings = (
-            _checked_model(model, loss_fn),
-            config_from_args(args, config, config_params, errors),
-        )
+        module = _checked_model(model, loss_fn)
+        settings = config_from_args(args, config, config_params, errors)
         prepared = prepare(module, settings, optimizer, lr_scheduler, mesh, errors)
         return (
             prepared,

@@ -62,13 +62,16 @@ class Lockstep:
         if jax.process_count() == 1:
             return read()
         found: tuple[T, Batch] | None = None
-        error, failure, end = None, "", None
+        error = None
+        failure = ""
+        end = None
         try:
             found = read()
         except StopIteration as caught:
             end = caught
         except Exception as caught:  # noqa: BLE001  # raised again below, when all processes know
-            error, failure = caught, failure_of(caught)
+            error = caught
+            failure = failure_of(caught)
         form = "" if found is None else f"{call} of {format_struct(struct_of(found[1]))}"
         shard = 0 if is_whole else self._shard.index
         content = 0 if found is None or (self._is_alone and not is_whole) else _checksum(found[1])

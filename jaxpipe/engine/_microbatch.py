@@ -144,7 +144,8 @@ def compile_update(
 
 
 def _check_aux_losses(pipeline: Pipeline, num_microbatches: int) -> None:
-    module, trace = pipeline.module, pipeline.trace
+    module = pipeline.module
+    trace = pipeline.trace
     names = [
         f"{named.name}/{name}"
         for named in module.layers

@@ -68,7 +68,8 @@ def merge_params(present: PyTree, given: PyTree) -> PyTree:
     `given` may lack parameters, contain unknown ones, or have different shapes. Raises LayerError
     if a leaf is not a floating-point array.
     """
-    now, new = flatten_dict(present), flatten_dict(read_params(given))
+    now = flatten_dict(present)
+    new = flatten_dict(read_params(given))
     fits = {
         path: new[path]
         for path, leaf in now.items()

@@ -69,10 +69,14 @@ class ProgramCache:
         replicas: range,
         planned_microbatches: Callable[[], int],
     ) -> None:
-        self.module, self._optimizer, self._mesh = module, optimizer, mesh
+        self.module = module
+        self._optimizer = optimizer
+        self._mesh = mesh
         self._given = module, config
-        self._config, self._recompute = config, settings_for(config, mesh)
-        self._replicas, self._num_replicas = replicas, num_batch_shards(mesh)
+        self._config = config
+        self._recompute = settings_for(config, mesh)
+        self._replicas = replicas
+        self._num_replicas = num_batch_shards(mesh)
         self._microbatch_size = config.batch_sizes(
             self._num_replicas
         ).train_micro_batch_size_per_gpu
@@ -139,7 +143,8 @@ class ProgramCache:
         # Parameters and state are read through `latest`, so it is a pipeline that can train once
         # there is one.
         if has_labels or not self._latest_has_labels:
-            self.latest, self._latest_has_labels = pipeline, has_labels
+            self.latest = pipeline
+            self._latest_has_labels = has_labels
         return pipeline
 
     def _whole(self, entry: Sequence[PyTree], is_whole: bool, size: int) -> Batch:
@@ -156,11 +161,13 @@ class ProgramCache:
         """Drop all programs and everything known about shapes, as before the first batch."""
         self._programs.clear()
         self._shapes = []
-        self._form, self._like = None, {}
+        self._form = None
+        self._like = {}
         # The boundaries and the schedule too: those chosen for rejected shapes may not fit the next
         # ones.
         self.module, self._config = self._given
-        self.latest, self._latest_has_labels = None, False
+        self.latest = None
+        self._latest_has_labels = False
 
     def clear(self) -> None:
         """Drop the programs of all shapes except the latest."""
@@ -195,7 +202,8 @@ class ProgramCache:
         )
         if self._form is None:
             pipeline.check_recompute()
-        inputs, params = format_struct(struct.inputs), flatten_dict(pipeline.trace.tree())
+        inputs = format_struct(struct.inputs)
+        params = flatten_dict(pipeline.trace.tree())
         form = _Form(pipeline.parts, pipeline.cuts, params, pipeline.state_struct, inputs)
         if self._form is None:
             with hold_signals():
@@ -293,7 +301,8 @@ def _check_form(new: _Form, first: _Form) -> None:
     """Raise DataError unless pipelines of both forms can use the same state."""
     repair = "Pad or cut the batches to one shape, or make these layers independent of it."
     for path in {**first.params, **new.params}:
-        found, wanted = new.params.get(path), first.params.get(path)
+        found = new.params.get(path)
+        wanted = first.params.get(path)
         if (
             found is None
             or wanted is None

@@ -35,7 +35,8 @@ class Reports:
     """
 
     def __init__(self, trainer: Trainer, schedules: Mapping[str, optax.Schedule]) -> None:
-        self._trainer, self._schedules = trainer, schedules
+        self._trainer = trainer
+        self._schedules = schedules
         self._scaler = LossScaler.none() if trainer.scaler is None else trainer.scaler
         sections = [
             section.params
@@ -77,7 +78,8 @@ class Reports:
 
     def set_hyperparams(self, values: Mapping[str, float]) -> None:
         """See `Engine.set_hyperparams`."""
-        state, access = self._trainer.state, self._hyperparams()
+        state = self._trainer.state
+        access = self._hyperparams()
         with hold_signals():  # the write donates the optimiser state
             self._trainer.state = dataclasses.replace(
                 state, opt_state=access.write(state.opt_state, values)

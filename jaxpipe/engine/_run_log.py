@@ -24,7 +24,8 @@ class RunLog:
     """Reports a run line by line: a heading, steps and their speed, evaluations and saves."""
 
     def __init__(self, trainer: Trainer, reports: Reports) -> None:
-        self._trainer, self._reports = trainer, reports
+        self._trainer = trainer
+        self._reports = reports
         self._clock: _Clock | None = None
         self._is_on = bool(trainer.config.steps_per_print)
         self.has_heading = not self._is_on
@@ -49,7 +50,8 @@ class RunLog:
     def show_heading(self, pipeline: Pipeline) -> None:
         """Show the start time, versions, devices, schedule, parameters and batch sizes."""
         self.has_heading = True
-        trainer, sizes = self._trainer, self._trainer.sizes
+        trainer = self._trainer
+        sizes = self._trainer.sizes
         versions = ", ".join(f"{name} {version}" for name, version in library_versions().items())
         shape = mesh_shape(trainer.mesh)
         places = " x ".join(
@@ -96,7 +98,8 @@ class RunLog:
             else []
         )
         # After the wait for the batch above; otherwise only the calls would be timed.
-        now, since = self._now(), self._clock
+        now = self._now()
+        since = self._clock
         parts += (
             [] if since is None or now.num_steps == since.num_steps else self._speed(since, now)
         )
@@ -105,20 +108,17 @@ class RunLog:
 
     def _speed(self, since: "_Clock", now: "_Clock") -> list[str]:
         """Return the parts of a line about the speed between two moments and the time left."""
-        elapsed_s, num_steps = now.at_s - since.at_s, now.num_steps - since.num_steps
-        step_s, samples_per_s = (
-            elapsed_s / num_steps,
-            (now.num_samples - since.num_samples) / elapsed_s,
-        )
+        elapsed_s = now.at_s - since.at_s
+        num_steps = now.num_steps - since.num_steps
+        step_s = elapsed_s / num_steps
+        samples_per_s = (now.num_samples - since.num_samples) / elapsed_s
         parts = [f"{1e3 * step_s:.1f} ms a step", f"{samples_per_s:.1f} samples/s"]
         if now.num_tokens and since.num_tokens is not None:
             parts.append(f"{(now.num_tokens - since.num_tokens) / elapsed_s:,.0f} tokens/s")
         reached = samples_per_s * self._reports.flops_per_sample() / self._trainer.mesh.size
-        mfu, memory_gb, total = (
-            self._reports.mfu(reached),
-            self._reports.peak_memory_gb(),
-            self._num_steps,
-        )
+        mfu = self._reports.mfu(reached)
+        memory_gb = self._reports.peak_memory_gb()
+        total = self._num_steps
         parts += [] if mfu is None else [f"MFU {mfu:.1%}"]
         parts += [] if memory_gb is None else [f"{memory_gb:.1f} GB"]
         if total is not None and total > now.num_steps:

@@ -72,7 +72,8 @@ class MicrobatchSource:
 
     def set_iterator(self, iterator: Iterator[Entry]) -> None:
         """Replace the default iterator."""
-        self._data_iter, self._trained = _checked_iterator(iterator), None
+        self._data_iter = _checked_iterator(iterator)
+        self._trained = None
         self._resume(self._data_iter)
 
     @property
@@ -93,7 +94,8 @@ class MicrobatchSource:
 
         Warns, once, if there is no position.
         """
-        state, why = self.get_state(), None
+        state = self.get_state()
+        why = None
         # An iterator that yields a single batch was made for that batch, so the caller knows the
         # position.
         if state is None and self._trained is not None and (self.is_own or self._num_trained > 1):
@@ -104,7 +106,8 @@ class MicrobatchSource:
             encoded = encode_state(found, "the state of the data iterator")
         except CheckpointError as error:
             # This must not keep a job from saving everything else.
-            encoded, why = {**found, "state": None}, str(error).removesuffix(".")
+            encoded = {**found, "state": None}
+            why = str(error).removesuffix(".")
         if why is None:
             return encoded
         if not self._has_warned:
@@ -141,14 +144,17 @@ class MicrobatchSource:
 
     def snapshot(self) -> Callable[[], None]:
         """Record the state of the iterators, and return a function that restores it."""
-        pending, trained = self._pending, self._trained
-        iterator, self._has_moved = self._data_iter, False
+        pending = self._pending
+        trained = self._trained
+        iterator = self._data_iter
+        self._has_moved = False
         state = get_place(iterator)
 
         def restore() -> None:
             if state is not None and self._has_moved:
                 set_place(iterator, state)
-            self._pending, self._trained = pending, trained
+            self._pending = pending
+            self._trained = trained
 
         return restore
 
@@ -284,7 +290,8 @@ class MicrobatchSource:
         if self._pulled.iterator is not iterator:
             self._pulled = _Pulled(iterator)
         pulled = self._pulled
-        pulled.count, pulled.stack = count, MicrobatchStack(count)
+        pulled.count = count
+        pulled.stack = MicrobatchStack(count)
         pulled.state = get_place(iterator)
         return pulled
 

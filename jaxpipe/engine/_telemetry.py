@@ -15,7 +15,8 @@ from ._breakdown import Breakdown
 from ._reports import Reports
 from ._trainer import Trainer
 
-_PREFIX, _EVALUATION = "Train/Samples/", "Evaluation/Samples/"
+_PREFIX = "Train/Samples/"
+_EVALUATION = "Evaluation/Samples/"
 
 
 class Telemetry:
@@ -31,13 +32,12 @@ class Telemetry:
     def __init__(
         self, trainer: Trainer, reports: Reports, breakdown: Breakdown, monitors: Sequence[Monitor]
     ) -> None:
-        self._trainer, self._reports, self._breakdown, config = (
-            trainer,
-            reports,
-            breakdown,
-            trainer.config,
-        )
-        self._log, self._speed = MonitorLog(monitors), _Speed()
+        self._trainer = trainer
+        self._reports = reports
+        self._breakdown = breakdown
+        config = trainer.config
+        self._log = MonitorLog(monitors)
+        self._speed = _Speed()
         self.is_on = bool(monitors) or asks_for_monitors(config)
 
     def open(self) -> None:
@@ -57,12 +57,12 @@ class Telemetry:
 
     def note_step(self) -> None:
         """Record a step that has been started. Called only if `is_on` is true."""
-        arrays, samples, num_tokens = (
-            self._arrays(),
-            self._trainer.global_samples,
-            self._reports.num_tokens,
-        )
-        reports, speed, num_devices = self._reports, self._speed, self._trainer.mesh.size
+        arrays = self._arrays()
+        samples = self._trainer.global_samples
+        num_tokens = self._reports.num_tokens
+        reports = self._reports
+        speed = self._speed
+        num_devices = self._trainer.mesh.size
         flops_per_sample = reports.flops_per_sample()
 
         def read() -> list[Event]:
@@ -113,7 +113,8 @@ class Telemetry:
 
     def _arrays(self) -> dict[str, jax.Array]:
         """Return the last step's scalars by name, or arrays whose elements are all equal."""
-        trainer, metrics = self._trainer, self._reports.metrics
+        trainer = self._trainer
+        metrics = self._reports.metrics
         assert metrics is not None, "a step has been started"
         found = {"train_loss": metrics["loss"], "grad_norm": metrics["grad_norm"]}
         if "overflow" in metrics:
@@ -147,7 +148,8 @@ class _Speed:
         The arguments are the samples and tokens trained so far. Tokens are None if not counted.
         """
         now = time.perf_counter()
-        last, self._last = self._last, (num_samples, num_tokens, now)
+        last = self._last
+        self._last = (num_samples, num_tokens, now)
         if last is None or now <= last[2]:
             return {}
         elapsed_s = now - last[2]

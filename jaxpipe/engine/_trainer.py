@@ -58,7 +58,10 @@ class Trainer:
         model_parameters: PyTree | None,
         reporter: Reporter | None,
     ) -> None:
-        self.optimizer, self.config, self.mesh, self.tree = optimizer, config, mesh, tree
+        self.optimizer = optimizer
+        self.config = config
+        self.mesh = mesh
+        self.tree = tree
         self.scaler = LossScaler.from_config(config)
         self.num_replicas = num_batch_shards(mesh)
         self.sizes = config.batch_sizes(self.num_replicas)
@@ -71,7 +74,8 @@ class Trainer:
             self.data_shard.replicas,
             lambda: self.sizes.gradient_accumulation_steps,
         )
-        self.compiler, self.heartbeat = Compiler(reporter), Heartbeat()
+        self.compiler = Compiler(reporter)
+        self.heartbeat = Heartbeat()
         self._place = _stages_here(mesh)
         self.watch = OverflowWatch(self.scaler)
         self.global_steps = 0
@@ -104,7 +108,8 @@ class Trainer:
         Raises PipelineError if no shapes are known yet, or the state has been lost.
         """
         if self._state is None:
-            pipeline, given = self.pipeline, self.model_parameters
+            pipeline = self.pipeline
+            given = self.model_parameters
             self.check_parameters()
             # Created here and not with the engine, so that loading a checkpoint first does not cost
             # an initialisation. Seeds and initialisers, including users' own, use numbers from the
@@ -226,14 +231,16 @@ class Trainer:
 
         def undo() -> None:
             self.programs.forget()
-            self._state, self.model_parameters = None, given
+            self._state = None
+            self.model_parameters = given
 
         return undo
 
 
 def _stages_here(mesh: Mesh) -> str:
     """Name the stages that this process has devices of."""
-    axis, here = mesh.axis_names.index("stage"), jax.process_index()
+    axis = mesh.axis_names.index("stage")
+    here = jax.process_index()
     devices = np.ndenumerate(mesh.devices)
     found = sorted({place[axis] for place, device in devices if device.process_index == here})
     return f"stage{'s' * (len(found) > 1)} {', '.join(map(str, found))}"

@@ -204,7 +204,8 @@ class UnpipelinedEngine(Engine):
             self._check_forward(has_labels=not wants_output)
         stacked = Batch(*stack_microbatches([(inputs, labels, side)]))
         size = self._size_of(stacked.inputs)
-        trainer, begun = self._trainer, self._batch
+        trainer = self._trainer
+        begun = self._batch
         pipeline = trainer.programs.for_batch(stacked, 1, microbatch_size=size)
         batch = pipeline.place_batch(stacked, self.data_shard.replicas)
         if not self.training:
@@ -288,7 +289,8 @@ class UnpipelinedEngine(Engine):
         with hold_signals():
             begun.missing += missing
             begun.total = gradients if begun.total is None else begun.total.add(gradients)
-            begun.pending, begun.awaits_step = None, True
+            begun.pending = None
+            begun.awaits_step = True
         return loss
 
     @one_thread
@@ -402,7 +404,8 @@ class UnpipelinedEngine(Engine):
             )
 
     def _apply(self) -> None:
-        trainer, begun = self._trainer, self._batch
+        trainer = self._trainer
+        begun = self._batch
         # One for all batch shapes, because an update depends only on the state and the gradients.
         self._update = self._update or compile_update(self.pipeline)
         arguments = (begun.collections, begun.total)

@@ -89,7 +89,9 @@ def _branches(
     action: Action, stage: jax.Array, placement: Placement, carry: Any, row: Row, values: PyTree
 ) -> tuple[jax.Array | int, list[Callable[[], Any]]]:
     """Return the branches of a tick's action, and the index of the one that runs when busy."""
-    plan, which, now = action.plan, action.which(row), action.now(row)
+    plan = action.plan
+    which = action.which(row)
+    now = action.now(row)
     chunks: Sequence[jax.Array | int] = plan.chunks
     if len(chunks) > 1 and plan.branches_on_chunk:
         # Functions are the outer index, as in the list below.

@@ -27,7 +27,8 @@ class Epilogue:
     def __init__(self, blueprint: Blueprint, activations: Packing, gradients: Packing) -> None:
         self._module = blueprint.module
         self._last = len(blueprint.cuts) - 1
-        self._activations, self._gradients = activations, gradients
+        self._activations = activations
+        self._gradients = gradients
         self._segment = Segment(blueprint, self._last, [cut.epilogue for cut in blueprint.cuts])
         self.aux = self._segment.aux
 
@@ -52,14 +53,16 @@ class Epilogue:
         The loss and the losses that layers report are multiplied by `cotangents` before they are
         differentiated.
         """
-        segment, inputs = self._segment, self._activations.unpack(self._last, output)
+        segment = self._segment
+        inputs = self._activations.unpack(self._last, output)
         full_context = (0, *batch.context, segment.collections(collections))
         trained, frozen = segment.divided(segment.take(storage))
 
         def total_loss(
             trained: dict[str, jax.Array], values: list[jax.Array]
         ) -> tuple[jax.Array, tuple[Any, ...]]:
-            leaves, inputs_now = {**trained, **frozen}, replace_differentiable(inputs, values)
+            leaves = {**trained, **frozen}
+            inputs_now = replace_differentiable(inputs, values)
             outputs, extras = segment.run(leaves, inputs_now, full_context, train=True)
             sums = self._module.loss_terms(outputs, batch.labels).sums()
             aux_loss, reported = self.aux.collect([aux for _, aux in extras], len(self.aux.names))

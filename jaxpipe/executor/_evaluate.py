@@ -44,7 +44,8 @@ class EvaluateLoop(TickLoop):
 
         # Only traced for shapes, so it may use a microbatch index that does not exist.
         def start() -> PyTree:
-            nothing, none = self.stage.activations.zeros(), jnp.int32(-1)
+            nothing = self.stage.activations.zeros()
+            none = jnp.int32(-1)
             return self._measure(
                 device, device.batch.microbatch(none, none, none), nothing, measure
             )
@@ -91,7 +92,8 @@ class EvaluateLoop(TickLoop):
         carry = carry._replace(activations=activations)
         if run.loss is None:
             return carry
-        is_last, index = self.is_last(device, row.forward.chunk), row.loss_microbatch
+        is_last = self.is_last(device, row.forward.chunk)
+        index = row.loss_microbatch
         if self.stage.vocab_loss is not None:
             # All stages run these layers together, but only one of them runs the forward of this
             # microbatch in this tick.
@@ -110,7 +112,8 @@ class EvaluateLoop(TickLoop):
     ) -> PyTree:
         batch = batch.without_key()
         with jax.named_scope("loss"):
-            layers, storage = self.stage.vocab_loss, device.weights.storage
+            layers = self.stage.vocab_loss
+            storage = device.weights.storage
             if layers is not None:
                 outputs = layers.outputs(storage, output, batch.context)
             else:

@@ -32,7 +32,9 @@ class Channel:
         *,
         sends_early: bool,
     ) -> None:
-        self._form, self._num_stages, self._depth = form, num_stages, depth
+        self._form = form
+        self._num_stages = num_stages
+        self._depth = depth
         self._keeps_received = depth.recv > 0 and not unbuffered.recv
         self._sends_at_once = unbuffered.send
         self._sends_early = sends_early and unbuffered.send

@@ -49,9 +49,12 @@ class Objective:
     def __init__(
         self, module: PipelineModule, outputs: PyTree, labels: PyTree, num_terms: int
     ) -> None:
-        self._module, self._outputs, self.num_terms = module, outputs, num_terms
+        self._module = module
+        self._outputs = outputs
+        self.num_terms = num_terms
         terms = jax.eval_shape(module.loss_terms, outputs, labels)
-        self.is_weighted, self.metric_names = terms.weight is not None, tuple(sorted(terms.metrics))
+        self.is_weighted = terms.weight is not None
+        self.metric_names = tuple(sorted(terms.metrics))
         if self.is_weighted:
             # The divisor is needed before the first loss, so weights are computed in advance, from
             # the labels only.
@@ -93,7 +96,8 @@ class Objective:
         leaf = (jax.tree.leaves(labels) or jax.tree.leaves(outputs))[0]
         num_samples = leaf.shape[0] if leaf.ndim else 1
         if not self.is_weighted:
-            sums, weight = num_samples * sums, jnp.float32(num_samples)
+            sums = num_samples * sums
+            weight = jnp.float32(num_samples)
         try:
             of_samples = over_samples(self.measure, outputs, labels)
         # The user's function may raise anything, for example if the loss compares pairs of samples

@@ -55,8 +55,11 @@ class Prologue:
         *,
         split: bool,
     ) -> None:
-        self._blueprint, self._arriving, self._leaving = blueprint, arriving, leaving
-        cuts, boundaries = blueprint.cuts, blueprint.trace.boundaries
+        self._blueprint = blueprint
+        self._arriving = arriving
+        self._leaving = leaving
+        cuts = blueprint.cuts
+        boundaries = blueprint.trace.boundaries
         # The first virtual stage's input has a gradient only if vocabulary-parallel layers precede
         # it.
         self._before_first = len(cuts) if len(gradients) > len(cuts) else None
@@ -64,10 +67,8 @@ class Prologue:
             Segment(blueprint, v, [cut.prologue for cut in cuts], split=split)
             for v in range(len(cuts))
         ]
-        self.aux, self.num_reported = (
-            [segment.aux for segment in segments],
-            segments[0].num_reported,
-        )
+        self.aux = [segment.aux for segment in segments]
+        self.num_reported = segments[0].num_reported
         self._programs: list[Segment] = []
         self._program_of: list[int] = []
         known: dict[Any, int] = {}
@@ -89,7 +90,8 @@ class Prologue:
         # size of each dtype.
         self._residuals = Packing([program.residuals.structs for program in self._programs])
         self._pending = Packing([program.pending for program in self._programs])
-        self.residuals, self.pending = self._residuals.struct, self._pending.struct
+        self.residuals = self._residuals.struct
+        self.pending = self._pending.struct
         self._gradients = self._outgoing = Packing(gradients)
         if leaving is not arriving:
             self._outgoing = Packing([differentiable(struct) for struct in leaving.structs])
@@ -146,8 +148,10 @@ class Prologue:
             return BackwardResult(off_trunk, gradient, self._pending.zeros())
 
         def run(number: int, program: Segment) -> BackwardResult:
-            v, dy = program.virtual_stage, self._outgoing.unpack(program.virtual_stage, gradient)
-            params, unpacked = program.take(storage), self._residuals.unpack(number, residuals)
+            v = program.virtual_stage
+            dy = self._outgoing.unpack(program.virtual_stage, gradient)
+            params = program.take(storage)
+            unpacked = self._residuals.unpack(number, residuals)
             result = program.backward(params, unpacked, dy, reported_cotangent, split=split)
             pending = self._pending.pack(number, result.pending) if split else self._pending.zeros()
             off_trunk = program.off_trunk(result.grads) if gives else None
@@ -166,10 +170,8 @@ class Prologue:
         """Compute the gradients that a split backward left, in common form; the others are zero."""
 
         def run(number: int, program: Segment) -> PyTree:
-            unpacked, left = (
-                self._residuals.unpack(number, residuals),
-                self._pending.unpack(number, pending),
-            )
+            unpacked = self._residuals.unpack(number, residuals)
+            left = self._pending.unpack(number, pending)
             return program.off_trunk(program.backward_weight(program.take(storage), unpacked, left))
 
         return self._switch(at, run)
@@ -216,12 +218,10 @@ class Prologue:
 
         They have equal layers, with parameters in the same slots.
         """
-        v, stage, layers, blueprint = (
-            segment.virtual_stage,
-            segment.stage,
-            segment.layers,
-            self._blueprint,
-        )
+        v = segment.virtual_stage
+        stage = segment.stage
+        layers = segment.layers
+        blueprint = self._blueprint
         # The first virtual stage takes the model's inputs instead of an activation, and a tied
         # layer's parameters have different names on each stage. Neither can share a branch.
         if v == 0 or any(blueprint.module.layers[i].tied_key is not None for i in layers):

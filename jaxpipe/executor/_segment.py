@@ -46,8 +46,11 @@ class Segment:
         scan: bool = False,
         split: bool = False,
     ) -> None:
-        self._blueprint, self._scan, self._is_split = blueprint, scan, split
-        self.virtual_stage, self.layers = virtual_stage, layers[virtual_stage]
+        self._blueprint = blueprint
+        self._scan = scan
+        self._is_split = split
+        self.virtual_stage = virtual_stage
+        self.layers = layers[virtual_stage]
         self._starts = [each.start for each in layers]
         self._serves: dict[int, range] = {virtual_stage: self.layers}
         self.stage = blueprint.placement.locations[virtual_stage][0]
@@ -57,10 +60,8 @@ class Segment:
         reported = [
             ReportedValues(blueprint.module.layers, blueprint.trace, each) for each in layers
         ]
-        self.aux, self.num_reported = (
-            reported[virtual_stage],
-            max(len(each.names) for each in reported),
-        )
+        self.aux = reported[virtual_stage]
+        self.num_reported = max(len(each.names) for each in reported)
 
     @functools.cached_property
     def struct(self) -> PyTree:
@@ -136,7 +137,8 @@ class Segment:
         They are indices among all leaves. The function divides such a gradient.
         """
         params = self._blueprint.params
-        whole, divided = self._specs_in(params.gathered), self._specs_in(params.grad_layout)
+        whole = self._specs_in(params.gathered)
+        divided = self._specs_in(params.grad_layout)
         # Scanned layers have one backward, whose gradients are complete only at its end. Layers
         # off the trunk run in branches, and `off_trunk` divides their gradients.
         if self._scan or whole == divided or not self._leaves.trunk.keys() >= set(self.names):
@@ -225,7 +227,8 @@ class Segment:
 
         `params` are prepared. `context` is `(offset, key, side inputs, collections)`.
         """
-        module, (offset, key, side, collections) = self._blueprint.module, context
+        module = self._blueprint.module
+        (offset, key, side, collections) = context
         if not self._scan:
             labels = [self._label(i, i + 1) for i in range(len(self.layers))]
             run = module.run_layers(

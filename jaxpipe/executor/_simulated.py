@@ -64,7 +64,8 @@ def is_checked(mesh: Mesh) -> bool:
 
 
 def _stages_share_process(mesh: Mesh) -> bool:
-    axis, found = mesh.axis_names.index("stage"), dict[int, int]()
+    axis = mesh.axis_names.index("stage")
+    found = dict[int, int]()
     return any(
         found.setdefault(device.process_index, place[axis]) != place[axis]
         for place, device in np.ndenumerate(mesh.devices)

@@ -69,15 +69,14 @@ class Stage:
     def __init__(
         self, module: PipelineModule, trace: ModelTrace, plan: Plan, *, trains: bool = True
     ) -> None:
-        section, boundaries, split = (
-            plan.config.pipeline,
-            plan.parts,
-            plan.program.has_split_backward,
-        )
+        section = plan.config.pipeline
+        boundaries = plan.parts
+        split = plan.program.has_split_backward
         self.placement = placement = plan.program.placement
         self._grad_dtype = plan.config.data_types.grad_accum_dtype
         self.last = len(placement.locations) - 1
-        self.cast_inputs, self.sample_axes = module.cast_inputs, trace.sample_axes
+        self.cast_inputs = module.cast_inputs
+        self.sample_axes = trace.sample_axes
         cuts = cut_stages(plan.signatures, boundaries)
         self.ends, self.cuts = find_vocab_layers(module.layers, trace, cuts, module.num_stages)
         self.params = ModelParams(
@@ -95,10 +94,8 @@ class Stage:
         num_outputs = len(stops)
         if self.ends.first:
             stops.append(self.ends.first.stop)
-        outputs, specs = (
-            [trace.boundaries[stop] for stop in stops],
-            boundary_specs(module, trace, stops),
-        )
+        outputs = [trace.boundaries[stop] for stop in stops]
+        specs = boundary_specs(module, trace, stops)
         self.activations = Packing(outputs[:num_outputs], specs[:num_outputs])
         self.gradients = Packing(
             [differentiable(x) for x in outputs], list(map(_differentiable_specs, outputs, specs))
@@ -296,10 +293,8 @@ def boundary_specs(module: PipelineModule, trace: ModelTrace, stops: Sequence[in
                 inputs, key, side, [collections]
             )[0]
 
-        params, key = (
-            cast_floats(trace.params[index], module.compute_dtype),
-            jax.eval_shape(lambda: jax.random.key(0)),
-        )
+        params = cast_floats(trace.params[index], module.compute_dtype)
+        key = jax.eval_shape(lambda: jax.random.key(0))
         args = params, trace.boundaries[index], key, dict(trace.side), trace.collections[index]
         leaves, treedef = jax.tree.flatten(struct)
         pairs = zip(leaves, output_specs(jax.make_jaxpr(run)(*args)), strict=True)

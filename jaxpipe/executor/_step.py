@@ -56,11 +56,17 @@ class DevicePrograms:
         config: TrainConfig,
         shard_dims: Batch,
     ) -> None:
-        self._stage, self._sharding, self._updater = stage, sharding, updater
-        self._train, self._evaluate, self._objective = train, evaluate, objective
-        self._scaler, self._limit = LossScaler.from_config(config), config.gradient_clipping
+        self._stage = stage
+        self._sharding = sharding
+        self._updater = updater
+        self._train = train
+        self._evaluate = evaluate
+        self._objective = objective
+        self._scaler = LossScaler.from_config(config)
+        self._limit = config.gradient_clipping
         self._norms_by_layer = config.gradient_norms_by_layer
-        self._tied, self._shard_dims = stage.params.tied, shard_dims
+        self._tied = stage.params.tied
+        self._shard_dims = shard_dims
         self._whole: Callable[[PyTree], PyTree] = (
             stage.vocab_loss.whole if stage.vocab_loss else lambda outputs: outputs
         )
@@ -119,7 +125,8 @@ class DevicePrograms:
 
     def choose(self, choice: Callable[[PyTree, PyTree], PyTree], state: TrainState) -> PyTree:
         """Return parameters that replace the state's, in the same layout; see `Updater.choose`."""
-        master, layout = self._pinned(state.params), self._sharding.trained.shards
+        master = self._pinned(state.params)
+        layout = self._sharding.trained.shards
         opt_state = self._updater.constrain(_squeeze(state.opt_state))
         params = select_arrays(layout, master)
         chosen = layout.constrain(
@@ -281,11 +288,10 @@ class DevicePrograms:
 
     def _update(self, state: TrainState, grads: PyTree) -> tuple[TrainState, UpdateMetrics]:
         """Clip and apply gradients that are still multiplied by the loss scale."""
-        shard_kind, layout = self._shard_kind(), self._sharding.trained.shards
-        master, opt_state = (
-            self._pinned(state.params),
-            self._updater.constrain(_squeeze(state.opt_state)),
-        )
+        shard_kind = self._shard_kind()
+        layout = self._sharding.trained.shards
+        master = self._pinned(state.params)
+        opt_state = self._updater.constrain(_squeeze(state.opt_state))
         params = select_arrays(layout, master)
         scaled_norm = global_norm(self._tied, self._sharding, shard_kind, grads)
         scale = self._loss_scale(state)
@@ -295,7 +301,8 @@ class DevicePrograms:
         by_layer = self._layer_norms(state, grads) if self._norms_by_layer else {}
         grads = clip_to(self._limit, norm, self._unscale(state, grads))
         new_params, new_opt = self._updater.update(shard_kind, params, grads, opt_state)
-        new_params, new_opt = layout.constrain(new_params), self._updater.constrain(new_opt)
+        new_params = layout.constrain(new_params)
+        new_opt = self._updater.constrain(new_opt)
         new_params = self._same_tied(new_params)
         metrics: UpdateMetrics = {"grad_norm": norm}
         if self._norms_by_layer:

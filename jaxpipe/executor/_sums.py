@@ -18,7 +18,8 @@ class GradientSums:
     """
 
     def __init__(self, stage: Stage, num_chunks: int) -> None:
-        self._stage, self._num_chunks = stage, num_chunks
+        self._stage = stage
+        self._num_chunks = num_chunks
 
     def zeros(self) -> tuple[tuple[PyTree, ...], Storage]:
         """Make the initial sums, of the trunk and of the parameters off the trunk."""

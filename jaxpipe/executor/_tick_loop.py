@@ -58,7 +58,9 @@ class TickLoop:
     """
 
     def __init__(self, stage: Stage, program: TickProgram, *, sends_early: bool) -> None:
-        self.stage, self.program, self.sends_early = stage, program, sends_early
+        self.stage = stage
+        self.program = program
+        self.sends_early = sends_early
         self.activations = Channel(
             stage.activations,
             program.num_stages,

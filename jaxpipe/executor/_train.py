@@ -87,7 +87,8 @@ class TrainLoop(TickLoop):
         super().__init__(stage, program, sends_early=sends_early)
         # Gradients are always sent at the beginning of the next tick, whose forward overlaps the
         # exchange.
-        depth, unbuffered = program.depth.gradients, program.unbuffered.gradients
+        depth = program.depth.gradients
+        unbuffered = program.unbuffered.gradients
         self._gradients = Channel(
             stage.gradients, program.num_stages, depth, unbuffered, sends_early=False
         )
@@ -98,7 +99,8 @@ class TrainLoop(TickLoop):
 
         `num_loss_sums` is the length of the vector of loss sums.
         """
-        stage, program = self.stage, self.program
+        stage = self.stage
+        program = self.program
         loss_slots = 0 if program.fuses_loss else program.residual_slots
         trunk_grads, off_trunk_grads = self._sums.zeros()
         carry = TrainCarry(
@@ -147,12 +149,14 @@ class TrainLoop(TickLoop):
             inputs = device.batch.inputs(row.input_microbatch)
         else:
             carry = self._vocab_input(device, run, carry, row)
-        loss_gradient, gradient = self.stage.gradients.zeros(), arrived[1]
+        loss_gradient = self.stage.gradients.zeros()
+        gradient = arrived[1]
         if self.program.delays_loss:
             carry, loss_gradient = self._loss(device, run, carry, row, labels, carry.finished)
         if run.forward is not None:
             action = self._forward(device, run, run.forward, labels, loss_gradient)
-            values, nothing = (inputs, *arrived), (loss_gradient, gradient)
+            values = (inputs, *arrived)
+            nothing = (loss_gradient, gradient)
             carry, (loss_gradient, gradient) = self.run_action(
                 device, action, carry, row, values, nothing
             )
@@ -202,7 +206,8 @@ class TrainLoop(TickLoop):
         def write(
             carry: TrainCarry, row: Row, values: tuple[PyTree, ...], result: ForwardResult
         ) -> tuple[TrainCarry, tuple[PyTree, PyTree]]:
-            output, gradient = result.output, values[2]
+            output = result.output
+            gradient = values[2]
             with jax.named_scope("forward"):
                 # An idle forward computes on garbage or returns zeros, and neither may replace the
                 # collections.
@@ -273,7 +278,9 @@ class TrainLoop(TickLoop):
         output: PyTree,
     ) -> tuple[TrainCarry, PyTree]:
         """Run the epilogue on the stage of the last virtual stage."""
-        stage, storage, collections = self.stage, device.weights.storage, carry.collections
+        stage = self.stage
+        storage = device.weights.storage
+        collections = carry.collections
         is_last = self.is_last(device, row.forward.chunk)
         batch = Microbatch(None, labels, device.batch.context(row.loss_microbatch))
 
@@ -303,9 +310,11 @@ class TrainLoop(TickLoop):
         output: PyTree,
     ) -> tuple[TrainCarry, PyTree]:
         """Run the last layers and the loss on all stages."""
-        layers, index = self.stage.vocab_loss, row.loss_microbatch
+        layers = self.stage.vocab_loss
+        index = row.loss_microbatch
         assert layers is not None
-        storage, cotangent = device.weights.storage, device.cotangents.main
+        storage = device.weights.storage
+        cotangent = device.cotangents.main
         is_last = (device.stage == self.stage.placement.locations[-1][0]) & (index >= 0)
         batch = Microbatch(None, labels, device.batch.context(index))
 
@@ -322,11 +331,9 @@ class TrainLoop(TickLoop):
         Their forward is for the next tick, their backward for the previous one. No action of this
         tick needs either, so its matrix products overlap their collectives over the stages.
         """
-        leaving, last, following = (
-            carry.leaving,
-            row.last_input_grad_microbatch,
-            row.next_input_microbatch,
-        )
+        leaving = carry.leaving
+        last = row.last_input_grad_microbatch
+        following = row.next_input_microbatch
         if run.first_backward is not None:
 
             def gradients() -> dict[str, jax.Array]:
@@ -347,7 +354,8 @@ class TrainLoop(TickLoop):
         self, device: Device, index: jax.Array, gradient: PyTree
     ) -> dict[str, jax.Array]:
         assert self.stage.vocab_input is not None
-        inputs, context = device.batch.inputs(index), device.batch.context(index)
+        inputs = device.batch.inputs(index)
+        context = device.batch.context(index)
         return self.stage.vocab_input.gradients(device.weights.storage, inputs, context, gradient)
 
     def _backward(self, device: Device, run: TickRun, plan: ActionPlan) -> Action:
@@ -355,7 +363,8 @@ class TrainLoop(TickLoop):
 
         Its cotangents are the gradients that arrived, or those of the loss.
         """
-        stage, kinds = self.stage, plan.splits
+        stage = self.stage
+        kinds = plan.splits
 
         def compute(
             at: VirtualStage, carry: TrainCarry, row: Row, values: PyTree, *, split: bool
@@ -371,7 +380,8 @@ class TrainLoop(TickLoop):
         def write(
             carry: TrainCarry, row: Row, _: PyTree, result: StageBackwardResult
         ) -> tuple[TrainCarry, None]:
-            pending, outgoing = carry.pending, result.input_grad
+            pending = carry.pending
+            outgoing = result.input_grad
             if True in kinds:
                 is_always_split = kinds == (True,) and plan.idle in (Idle.NEVER, Idle.LOOP)
                 write_slot = write_ring if is_always_split else write_ring_if

@@ -42,7 +42,8 @@ class Trunk:
     def __init__(self, blueprint: Blueprint, *, scan: bool, join: bool, split: bool) -> None:
         trunks = [cut.trunk for cut in blueprint.cuts]
         each = [Segment(blueprint, v, trunks) for v in range(len(trunks))]
-        self.aux, self.is_empty = [segment.aux for segment in each], not trunks[0]
+        self.aux = [segment.aux for segment in each]
+        self.is_empty = not trunks[0]
         # A scan stacks the results of its body, so its layers' collections and reports would need
         # separate names.
         is_plain = not (self.aux[0].names or blueprint.collections.has_any(trunks[0]))

@@ -43,7 +43,8 @@ class VocabInput:
     """
 
     def __init__(self, blueprint: Blueprint, layers: range, gradients: Packing) -> None:
-        self._gradients, self._member = gradients, len(blueprint.cuts)
+        self._gradients = gradients
+        self._member = len(blueprint.cuts)
         self._segment = Segment(blueprint, 0, [layers])
         wanted = format_struct(blueprint.trace.boundaries[layers.stop])
         found = format_struct(_outputs_struct(blueprint, self._segment))
@@ -94,9 +95,11 @@ class VocabLoss:
     def __init__(
         self, blueprint: Blueprint, layers: range, activations: Packing, gradients: Packing
     ) -> None:
-        self._activations, self._gradients = activations, gradients
+        self._activations = activations
+        self._gradients = gradients
         self._last = len(blueprint.cuts) - 1
-        self._module, self._whole = blueprint.module, blueprint.trace.boundaries[-1]
+        self._module = blueprint.module
+        self._whole = blueprint.trace.boundaries[-1]
         self._last_stage = blueprint.placement.locations[-1][0]
         self._outputs_struct = _outputs_struct(blueprint, Segment(blueprint, 0, [layers]))
         self._gathers = False  # whether the loss needs complete logits
@@ -196,7 +199,8 @@ class VocabLoss:
 
 def _outputs_struct(blueprint: Blueprint, segment: Segment) -> PyTree:
     """Return shapes and dtypes of some layers' output on each of the stages that run them."""
-    inputs, layers = blueprint.trace.boundaries[segment.layers.start], blueprint.module.layers
+    inputs = blueprint.trace.boundaries[segment.layers.start]
+    layers = blueprint.module.layers
     try:
         run = functools.partial(_run, segment, train=False)
         return jax.eval_shape(run, segment.struct, inputs, blueprint.context)

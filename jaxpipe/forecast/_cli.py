@@ -33,7 +33,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpipe.forec
     # Planning needs no accelerator and must not occupy one.
     jax.config.update("jax_platforms", "cpu")
     try:
-        to_json, to_html = writable_file("--json", args.json), writable_file("--html", args.html)
+        to_json = writable_file("--json", args.json)
+        to_html = writable_file("--html", args.html)
         given = read_job(args.job, plan)
         options: dict[str, Any] = {
             "schedules": _words(args.schedules),

@@ -75,7 +75,8 @@ class CompiledStep:
     reading: StepReading
 
     def __str__(self) -> str:
-        ratio, read = self.counted_bytes / self.total_bytes, self.reading
+        ratio = self.counted_bytes / self.total_bytes
+        read = self.reading
         waits = "" if read.host_waits is None else f", the host waits {read.host_waits} times"
         return (
             f"compiled {self.label} in {self.compile_s:.0f} s: {self.argument_bytes / 1e9:.2f} GB "
@@ -95,7 +96,8 @@ def target_config(hardware: Hardware) -> str:
             "target_config=<text of XLA's GpuTargetConfigProto>, or plan without compiling."
         )
     text = _H200.read_text()
-    unlike, known = dict(_UNLIKE[hardware.name]), HARDWARE[hardware.name]
+    unlike = dict(_UNLIKE[hardware.name])
+    known = HARDWARE[hardware.name]
     if hardware.memory_bytes != known.memory_bytes:
         unlike["device_memory_size"] = f"{hardware.memory_bytes:.0f}"
     if hardware.bytes_per_s != known.bytes_per_s:

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 _COLOURS = ("#5b8ff9", "#5d7092", "#f6bd16", "#5ad8a6", "#c2a5f0", "#e8684a")
 _MOST_BARS = 24
-_BAR, _LEFT, _WIDTH = 22, 330, 620
+_BAR = 22
+_LEFT = 330
+_WIDTH = 620
 
 
 def page_of(
@@ -45,7 +47,8 @@ def body_of(
 
     Headings start at `level`, so that a notebook's own headings can be above them.
     """
-    shown, inner = plan.shown, f"h{level + 1}"
+    shown = plan.shown
+    inner = f"h{level + 1}"
     parts = [f"<h{level}>Plan</h{level}>", f"<p>{html.escape(title)}</p>"]
     if plan.advice:
         parts.append(f'<p class="advice">{html.escape(plan.advice)}</p>')
@@ -98,7 +101,8 @@ def _bars(plan: "StepPlan") -> str:
         lines.append(f'<text x="{x + 16}" y="17">{words}</text>')
         x += 40 + 7 * len(words)
     for row, one in enumerate(shown):
-        y, x = 30 + row * _BAR, float(_LEFT)
+        y = 30 + row * _BAR
+        x = float(_LEFT)
         lines.append(f'<text x="8" y="{y + 14}">{html.escape(one.label)}</text>')
         for name, colour in zip(names, _COLOURS, strict=True):
             size = getattr(one.memory, name)

@@ -144,7 +144,8 @@ def plan(  # noqa: PLR0913  # one argument for each choice
         model, settings, example_batch, chosen_hardware, count, optimizer, _lengths(places), errors
     )
     asked = _Asked.read(setup.traced.module, settings, schedules, num_chunks, partition, recompute)
-    found, traced = setup.forecasts(asked), setup.traced
+    found = setup.forecasts(asked)
+    traced = setup.traced
     listed = tuple(_alternatives(setup, asked, found)) if alternatives else ()
     advice = _advice(setup, found, listed or _alternatives(setup, asked, found))
     step_plan = StepPlan(
@@ -340,7 +341,8 @@ class _Setup:
         self.assumes_optimizer = optimizer is None and config.optimizer is None
         wanted = optax.adamw(1e-4) if self.assumes_optimizer else optimizer
         self._module, chosen, given, sizes = prepare(model, config, wanted, None, given, errors)
-        size, replicas = sizes.train_micro_batch_size_per_gpu, num_batch_shards(given)
+        size = sizes.train_micro_batch_size_per_gpu
+        replicas = num_batch_shards(given)
         # An example of one replica is enough, whatever the number of devices.
         leaves = jax.tree.leaves(example_batch)
         is_of_one = all(getattr(leaf, "shape", ())[:1] == (size,) for leaf in leaves)
@@ -363,9 +365,12 @@ class _Setup:
                 chosen.transformation,
             )
             # These include the decision about splitting the vocabulary.
-            module, trace, self.config = traced.module, traced.trace, traced.config
+            module = traced.module
+            trace = traced.trace
+            self.config = traced.config
             # Evaluated only for its errors: without labels the loss is not counted.
-            outputs, labels = trace.boundaries[-1], traced.microbatch.labels
+            outputs = trace.boundaries[-1]
+            labels = traced.microbatch.labels
             trace.on_mesh(lambda: jax.eval_shape(module.loss_terms, outputs, labels))
         self._optimizer = chosen.transformation
         if optimizer is not None and module.num_stages > 1:
@@ -380,7 +385,8 @@ class _Setup:
 
     def forecasts(self, asked: _Asked) -> list[Forecast]:
         """Return the forecasts of all requested candidates, the best first."""
-        found, failed = dict[tuple[Any, ...], Forecast](), list[PartitionError | ScheduleError]()
+        found = dict[tuple[Any, ...], Forecast]()
+        failed = list[PartitionError | ScheduleError]()
         with self._tracing():
             for interval in asked.recompute:
                 counted = self.traced.counted.recomputing(interval)
@@ -523,7 +529,8 @@ def _advice(setup: _Setup, found: Sequence[Forecast], others: Iterable[Alternati
     large = [one for one in found if not one.fits]
     if not large:
         return ""
-    limit, traced = setup.limit_bytes, setup.traced
+    limit = setup.limit_bytes
+    traced = setup.traced
     worst = max(large, key=lambda one: one.memory.total)
     begin = (
         f"{len(large)} of {len(found)} do not fit {limit / 1e9:.0f} GB; {worst.label} needs "
@@ -603,7 +610,9 @@ def _changes(setup: _Setup, *, recomputes: bool) -> Iterator[_Change]:
     if recomputes:
         words = "pipeline.activation_checkpoint_interval=1 (recompute each layer)"
         yield _Change(words, lambda: setup)
-    mesh, count, num_stages = setup.traced.mesh, setup.num_microbatches, setup.num_stages
+    mesh = setup.traced.mesh
+    count = setup.num_microbatches
+    num_stages = setup.num_stages
     for stage in range(setup.config.zero_optimization.stage + 1, 4):
         if num_batch_shards(mesh) > 1:
             words = f"zero_optimization.stage={stage}"
@@ -625,7 +634,8 @@ def _changes(setup: _Setup, *, recomputes: bool) -> Iterator[_Change]:
 
 def _beside(setup: _Setup) -> str:
     """Describe the memory of the communicators."""
-    found, each = communicators(setup.traced.mesh), setup.hardware.communicator_bytes
+    found = communicators(setup.traced.mesh)
+    each = setup.hardware.communicator_bytes
     if not found or not each or setup.config.pipeline.memory_limit_gb != "auto":
         return ""
     return (

@@ -137,7 +137,8 @@ class StepPlan:
     def _repr_html_(self) -> str:
         heads, *rows = candidate_rows(self.candidates)
         stages = [_STAGE_HEADS, *_stage_rows(self.shown)]
-        title, others = str(self).partition("\n")[0], _alternative_rows(self)
+        title = str(self).partition("\n")[0]
+        others = _alternative_rows(self)
         return body_of(self, heads, rows, stages, others, title, level=4)
 
 

@@ -92,7 +92,8 @@ def _roundings_of(jaxpr: Jaxpr, is_used: Sequence[bool]) -> tuple[_Counts, list[
 def _of_programs(eqn: Any, is_used: list[bool]) -> tuple[_Counts, list[bool]]:
     """Count in the programs inside an equation; also whether each of its operands is used."""
     counts: _Counts = Counter()
-    program, scan = called_program(eqn), scan_form(eqn)
+    program = called_program(eqn)
+    scan = scan_form(eqn)
     if program is not None:
         return _roundings_of(program.jaxpr, is_used)
     for inner in programs_inside(eqn):
@@ -121,7 +122,8 @@ def _roundings(eqn: Any, dtype: np.dtype[Any]) -> dict[np.dtype[Any], int]:
         is_short = dtype == jnp.bfloat16
         return {np.dtype(np.float32): terms, dtype: 1} if is_short else {dtype: terms}
     if eqn.primitive.name == "conv_general_dilated":
-        layout, kernel = eqn.params["dimension_numbers"].rhs_spec, eqn.invars[1].aval
+        layout = eqn.params["dimension_numbers"].rhs_spec
+        kernel = eqn.invars[1].aval
         return {dtype: kernel.size // kernel.shape[layout[0]]}
     if eqn.primitive.name.startswith("reduce_"):
         return {dtype: max(eqn.invars[0].aval.size // max(eqn.outvars[0].aval.size, 1), 1)}

@@ -34,7 +34,8 @@ def output_dependence(jaxpr: Jaxpr, inputs: Sequence[int]) -> list[int]:
 
 
 def _equation(eqn: Any, sets: list[int]) -> list[int]:
-    scan, branches = scan_form(eqn), branches_of(eqn)
+    scan = scan_form(eqn)
+    branches = branches_of(eqn)
     if scan is not None:
         return _scan(scan, sets)
     if branches:
@@ -46,12 +47,11 @@ def _equation(eqn: Any, sets: list[int]) -> list[int]:
 
 
 def _scan(scan: ScanForm, sets: list[int]) -> list[int]:
-    num_consts, num_carry = scan.num_consts, scan.num_carry
-    consts, carry, sliced = (
-        sets[:num_consts],
-        sets[num_consts:][:num_carry],
-        sets[num_consts + num_carry :],
-    )
+    num_consts = scan.num_consts
+    num_carry = scan.num_carry
+    consts = sets[:num_consts]
+    carry = sets[num_consts:][:num_carry]
+    sliced = sets[num_consts + num_carry :]
     while True:
         outputs = output_dependence(scan.body.jaxpr, [*consts, *carry, *sliced])
         # A step's carry may depend on any earlier step, so the sets grow until they do not change.

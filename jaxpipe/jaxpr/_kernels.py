@@ -219,10 +219,8 @@ class _Fusion:
 
     def reduced(self, eqn: Any) -> Iterator[Kernel]:
         """Yield the reductions over axes that must run before an equation."""
-        name, taken = (
-            eqn.primitive.name,
-            {self._root(x) for x in eqn.invars if not isinstance(x, Constant)},
-        )
+        name = eqn.primitive.name
+        taken = {self._root(x) for x in eqn.invars if not isinstance(x, Constant)}
         # A change of form does not need the reduction, which then applies to the original value.
         if name in FORMS and len(eqn.invars) == 1:
             return
@@ -249,7 +247,8 @@ class _Fusion:
             yield Kernel(
                 "other", 0, self._num_bytes([*self._written, *(self._read - self._written)])
             )
-        self._written, self._read = set(), set()
+        self._written = set()
+        self._read = set()
 
     def _root(self, x: Any) -> Any:
         return self._roots.get(x, x)
@@ -264,7 +263,8 @@ class _Counter:
     """Counts the kernels of programs with given shardings."""
 
     def __init__(self, specs: Mapping[Any, P], mesh: AbstractMesh | None) -> None:
-        self._specs, self._mesh = specs, mesh
+        self._specs = specs
+        self._mesh = mesh
 
     def kernels(self, jaxpr: Jaxpr) -> Iterator[Kernel]:
         """Yield kernels in order. The last one writes the program's results."""
@@ -291,10 +291,12 @@ class _Counter:
         yield from fusion.partial.values()
 
     def _kernel(self, eqn: Any) -> Iterator[Kernel]:
-        name, inner = eqn.primitive.name, programs_inside(eqn)
+        name = eqn.primitive.name
+        inner = programs_inside(eqn)
         if name.startswith((CUDNN_ATTENTION, CUDNN_ATTENTION_BACKWARD)):
             num_bytes = self._bytes([*eqn.invars, *eqn.outvars])
-            made, flops = self._bytes(eqn.outvars), _product_flops(eqn)
+            made = self._bytes(eqn.outvars)
+            flops = _product_flops(eqn)
             masked = flops if is_causal(eqn) else 0
             yield Kernel("attention", flops, num_bytes, result_bytes=made, masked_flops=masked)
         elif name == COND:
@@ -342,7 +344,8 @@ class _Counter:
         if eqn.primitive.name != DOT or isinstance(left, Constant):
             return 1.0, []
         dims = dot_contracted(eqn)
-        shape, spec = self._shape(left), self._specs.get(left, P())
+        shape = self._shape(left)
+        spec = self._specs.get(left, P())
         share = math.prod(shape[dim] / left.aval.shape[dim] for dim in dims)
         return share, [axis for dim in dims if dim < len(spec) for axis in spec_axes(spec[dim])]
 
@@ -382,7 +385,8 @@ class _Counter:
             for eqn in eqns
             for each in self._kernel_inside(eqn)
         ]
-        flops, whole = sum(x for x, _ in inner), sum(x * blocks for x, blocks in inner)
+        flops = sum(x for x, _ in inner)
+        whole = sum(x * blocks for x, blocks in inner)
         if not flops:
             return  # the equations only prepare arrays for the kernel
         # The work is divided by samples and heads like the operand that is divided most. Small
@@ -390,7 +394,8 @@ class _Counter:
         heads = min(
             (self._share(x) for x in (*read, *made) if self._bytes([x]) >= _SMALL), default=1.0
         )
-        num_bytes, given = self._bytes([*read, *(made & used)]), self._bytes([*(made & used)])
+        num_bytes = self._bytes([*read, *(made & used)])
+        given = self._bytes([*(made & used)])
         flops, masked = round(flops * heads), round((whole - flops) * heads)
         yield Kernel("attention", flops, num_bytes, result_bytes=given, masked_flops=masked)
 
@@ -462,7 +467,8 @@ def _product_flops(eqn: Any) -> int:
         return 2 * out * kernel.size // max(1, kernel.shape[kernel_out_dim(eqn)])
     if name.startswith((CUDNN_ATTENTION, CUDNN_ATTENTION_BACKWARD)):
         # Two products forward, five backward. A causal mask halves each of them.
-        q, k = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape
+        q = eqn.invars[0].aval.shape
+        k = eqn.invars[1].aval.shape
         half = 0.5 if is_causal(eqn) else 1.0
         products = 2 if name.startswith(CUDNN_ATTENTION) else 5
         return round(half * products * 2 * math.prod(q) * k[1])

@@ -97,7 +97,8 @@ def _array_key(array: Any) -> Hashable:
         # This may run while a function is traced, but the numbers are needed now, not as part of
         # the trace.
         with jax.ensure_compile_time_eval():
-            impl, array = str(jax.random.key_impl(array)), jax.random.key_data(array)
+            impl = str(jax.random.key_impl(array))
+            array = jax.random.key_data(array)
     host = np.asarray(array)
     return impl, host.shape, str(host.dtype), hashlib.sha256(host.tobytes()).digest()
 

@@ -64,7 +64,8 @@ def _results(
                 )
             )
             continue
-        branches, order = branches_of(eqn), permutation_of(eqn)
+        branches = branches_of(eqn)
+        order = permutation_of(eqn)
         if branches:
             # Each result is numbered separately, independent of the branches' other results.
             choice, *inside = operands

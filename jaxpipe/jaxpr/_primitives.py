@@ -5,7 +5,9 @@ version of JAX. `tests/jaxpr/test_primitives.py` fails and names the primitive i
 not exist in the installed JAX, or if JAX has a primitive that is in no set here.
 """
 
-SCAN, COND, WHILE = "scan", "cond", "while"
+SCAN = "scan"
+COND = "cond"
+WHILE = "while"
 """Loops and branches."""
 
 SHARD_MAP = "shard_map"
@@ -35,7 +37,9 @@ FILL = "broadcast_in_dim"
 SUM_OF_COTANGENTS = "add_any"
 """JAX's addition of the cotangents of a value that is used several times."""
 
-DOT, CONVOLUTION, RAGGED_DOT = "dot_general", "conv_general_dilated", "ragged_dot_general"
+DOT = "dot_general"
+CONVOLUTION = "conv_general_dilated"
+RAGGED_DOT = "ragged_dot_general"
 """Matrix products and convolutions."""
 
 SLICE_AT = "dynamic_slice"

@@ -162,7 +162,9 @@ def _is_key(value: Any) -> bool:
 
 
 def _scan(eqn: Any, form: ScanForm, moves: bool) -> Scan:
-    body, num_consts, num_carry = flatten(form.body, moves=moves), form.num_consts, form.num_carry
+    body = flatten(form.body, moves=moves)
+    num_consts = form.num_consts
+    num_carry = form.num_carry
     into = list(zip(eqn.invars, body.inputs, strict=True))
     out = list(zip(body.outputs, eqn.outvars, strict=True))
     carry = zip(into[num_consts : num_consts + num_carry], out[:num_carry], strict=True)

@@ -144,12 +144,10 @@ def _follow(
 
 
 def _results(eqn: Any, values: list[jax.Array], seen: dict[Any, P]) -> list[jax.Array]:
-    inside, asked, branches, scan = (
-        called_program(eqn),
-        constraint_spec(eqn),
-        branches_of(eqn),
-        scan_form(eqn),
-    )
+    inside = called_program(eqn)
+    asked = constraint_spec(eqn)
+    branches = branches_of(eqn)
+    scan = scan_form(eqn)
     if inside is not None:
         return _follow(inside.jaxpr, values, seen)
     if asked is not None:
@@ -167,7 +165,8 @@ def _results(eqn: Any, values: list[jax.Array], seen: dict[Any, P]) -> list[jax.
         sliced = [jax.lax.index_in_dim(x, 0, keepdims=False) for x in values[num_fixed:]]
         # The body is followed once, and its final carry stands for the last step's carry.
         found = _follow(scan.body.jaxpr, [*values[:num_fixed], *sliced], seen)
-        final, steps = found[: scan.num_carry], found[scan.num_carry :]
+        final = found[: scan.num_carry]
+        steps = found[scan.num_carry :]
         stacked = eqn.outvars[scan.num_carry :]
         return [
             *final,

@@ -157,7 +157,9 @@ class ClusterJob:
     @property
     def summary(self) -> str:
         """A short description of the job."""
-        nodes, gpus, each = self.num_nodes, self.gpus_per_node, self.processes_on_node
+        nodes = self.num_nodes
+        gpus = self.gpus_per_node
+        each = self.processes_on_node
         of_each = (
             "one process per GPU"
             if each == gpus

@@ -87,7 +87,8 @@ def _watch(
     judged_at: float | None = None
     while True:
         codes = [member.exit_code() for member in members]
-        stop, late = next(iter(requests.received()), None), stalls.late()
+        stop = next(iter(requests.received()), None)
+        late = stalls.late()
         if stop is not None:
             _end(members, stop, limits, requests, output)
             return Outcome(

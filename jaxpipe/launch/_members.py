@@ -72,7 +72,8 @@ except OSError as error:
         self.command = command
         self._exit_code: int | None = None
         self._ended_at = 0.0
-        environment, words = dict(command.environment), command.words
+        environment = dict(command.environment)
+        words = command.words
         if shutil.which(words[0], path=environment.get("PATH", os.defpath)) is None:
             raise LaunchError(
                 f"{command.name} must run a program that is there, but got {words[0]!r}, which is "
@@ -94,7 +95,9 @@ except OSError as error:
                 "arguments, or end other processes."
             ) from error
         guard.add(self.pid)
-        stdin, stdout, stderr = self._process.stdin, self._process.stdout, self._process.stderr
+        stdin = self._process.stdin
+        stdout = self._process.stdout
+        stderr = self._process.stderr
         assert stdin is not None and stdout is not None and stderr is not None  # noqa: PT018
         self.tail = output.add(
             stdout, stderr, command.label, f"{command.name.replace(' ', '-')}.log"

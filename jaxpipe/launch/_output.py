@@ -43,10 +43,12 @@ class _Source:
     def lines(self, data: bytes) -> bytes:
         """The lines that more bytes complete, each with the prefix."""
         text = self.pending + data
-        out, begin = [], 0
+        out = []
+        begin = 0
         # Earlier bytes have already been searched.
         for match in _END.finditer(text, max(len(self.pending) - 1, 0)):
-            line, begin = text[begin : match.start()], match.end()
+            line = text[begin : match.start()]
+            begin = match.end()
             if line or match[0] != b"\r":
                 out.append(self.prefix + line + b"\n")
         self.pending = text[begin:]
@@ -56,7 +58,8 @@ class _Source:
 
     def rest(self) -> bytes:
         """The last line, if it has no line ending."""
-        text, self.pending = self.pending.rstrip(b"\r"), b""
+        text = self.pending.rstrip(b"\r")
+        self.pending = b""
         return self.prefix + text + b"\n" if text else b""
 
 
@@ -161,7 +164,8 @@ class Output:
 
     def start(self) -> None:
         """Start copying."""
-        self._is_ending, self._give_up_at = False, None
+        self._is_ending = False
+        self._give_up_at = None
         self._thread = threading.Thread(target=self._copy, name="jaxpipe-output", daemon=True)
         self._thread.start()
 
@@ -194,7 +198,9 @@ class Output:
                 source.pipe.close()
                 if source.log is not None:
                     source.log.close()
-        self._sources, self._thread, self._append = [], None, True
+        self._sources = []
+        self._thread = None
+        self._append = True
 
     def drain(self, must_end: Callable[[bool], bool]) -> None:
         """Wait until all output that was read has been written.

@@ -8,7 +8,8 @@ from jaxpipe.errors import LaunchError
 
 # Below the range that systems assign automatically, so that no connection takes the port before
 # the coordinator does.
-_FIRST, _LAST = 20000, 32000
+_FIRST = 20000
+_LAST = 32000
 _TRIES = 100
 
 

@@ -33,7 +33,8 @@ class Target:
         self._changed = threading.Condition()
         self._is_gone = stream is None
         self._is_over = False
-        self._lost_bytes, self._why_lost = 0, ""
+        self._lost_bytes = 0
+        self._why_lost = ""
         self._last_taken_at = time.monotonic()
         if stream is not None:
             with contextlib.suppress(OSError, ValueError):
@@ -85,7 +86,8 @@ class Target:
             self._changed.notify_all()
 
     def _lose(self, num_bytes: int, why: str) -> None:
-        self._lost_bytes, self._why_lost = self._lost_bytes + num_bytes, why
+        self._lost_bytes = self._lost_bytes + num_bytes
+        self._why_lost = why
 
     def _write_all(self) -> None:
         while True:

@@ -54,7 +54,9 @@ class StallWatch:
         for seen in running:
             changed_ns = _changed_ns(seen.path)
             if changed_ns != seen.changed_ns:
-                seen.changed_ns, seen.at, seen.has_begun = changed_ns, now, True
+                seen.changed_ns = changed_ns
+                seen.at = now
+                seen.has_begun = True
         late = [seen for seen in running if now - seen.at > self._limit_s(seen)]
         if not late:
             return None

@@ -19,7 +19,8 @@ from jaxpipe.errors import LayerError
 
 from ._sharding import unbox
 
-LORA_A, LORA_B = "lora_a", "lora_b"
+LORA_A = "lora_a"
+LORA_B = "lora_b"
 LINEN_PROJECTIONS = (nn.Dense, nn.DenseGeneral, nn.Einsum)
 NNX_PROJECTIONS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)
 
@@ -31,7 +32,9 @@ class Adapters:
     """
 
     def __init__(self, rank: int, scale: float, targets: Sequence[re.Pattern[str]]) -> None:
-        self.rank, self._scale, self._targets = rank, scale, tuple(targets)
+        self.rank = rank
+        self._scale = scale
+        self._targets = tuple(targets)
 
     def has(self, prefix: Path, path: Sequence[Any]) -> bool:
         """True if the kernel of a module at this path in a layer is a target."""
@@ -61,7 +64,8 @@ class Adapters:
 
         `axes` are the axes of the input that the adapter contracts.
         """
-        a, b = a.astype(y.dtype), b.astype(y.dtype)
+        a = a.astype(y.dtype)
+        b = b.astype(y.dtype)
         inner = jnp.tensordot(x.astype(y.dtype), a, (tuple(axes), tuple(range(len(axes)))))
         return y + jnp.tensordot(inner, b, 1) * self._scale
 
@@ -94,7 +98,8 @@ def adapted_call(call: Callable[..., Any], mark: LoraMark) -> Callable[..., Any]
     """The call of a Linen module, with adapters added to its targets."""
 
     def intercept(method: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
-        y, module = method(*args, **kwargs), context.module
+        y = method(*args, **kwargs)
+        module = context.module
         is_call = isinstance(module, LINEN_PROJECTIONS) and context.method_name == "__call__"
         adapters = mark.of(module.path) if is_call and module.scope is not None else None
         if adapters is None:
@@ -115,7 +120,8 @@ def adapted_call(call: Callable[..., Any], mark: LoraMark) -> Callable[..., Any]
             # would get different kernels than it does without adapters.
             key = jax.random.fold_in(scope.rngs["params"].as_jax_rng(), zlib.crc32(LORA_A.encode()))
             dtype = unbox(kernel).dtype
-            a, b = adapters.draw(key, shape_a, dtype), jnp.zeros(shape_b, dtype)
+            a = adapters.draw(key, shape_a, dtype)
+            b = jnp.zeros(shape_b, dtype)
             scope.put_variable("params", LORA_A, _boxed_as(kernel, a, len(axes), is_first=True))
             scope.put_variable("params", LORA_B, _boxed_as(kernel, b, len(axes), is_first=False))
         a, b = (unbox(scope.get_variable("params", name)) for name in (LORA_A, LORA_B))
@@ -151,11 +157,13 @@ class _AdaptedProjection(nnx.Module):
         for name in self.names:
             setattr(self, name, getattr(projection, name))
         # Stored without its variables, which would otherwise have two paths.
-        self.graph, self.adapters = nnx.static(graph), nnx.static(adapters)
+        self.graph = nnx.static(graph)
+        self.adapters = nnx.static(adapters)
         kernel = projection.kernel.get_value()
         num_inputs = _num_inputs(projection)
         shape_a, shape_b = adapters.shapes(kernel.shape, num_inputs)
-        a, b = adapters.draw(rngs.params(), shape_a, kernel.dtype), jnp.zeros(shape_b, kernel.dtype)
+        a = adapters.draw(rngs.params(), shape_a, kernel.dtype)
+        b = jnp.zeros(shape_b, kernel.dtype)
         names = projection.kernel.get_metadata().get("out_sharding")
         said: tuple[dict[str, Any], ...] = {}, {}
         if names:
@@ -163,7 +171,8 @@ class _AdaptedProjection(nnx.Module):
             said = tuple(
                 {"out_sharding": _names(whole, num_inputs, is_first=is_a)} for is_a in (True, False)
             )
-        self.lora_a, self.lora_b = nnx.Param(a, **said[0]), nnx.Param(b, **said[1])
+        self.lora_a = nnx.Param(a, **said[0])
+        self.lora_b = nnx.Param(b, **said[1])
 
     def __call__(self, inputs: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
         projection = self.projection
@@ -194,7 +203,8 @@ class _AdaptedProjection(nnx.Module):
 
 def _num_inputs(projection: Any) -> int:
     """Number of the kernel's first dims that an NNX projection contracts."""
-    equation, axis = getattr(projection, "einsum_str", None), getattr(projection, "axis", -1)
+    equation = getattr(projection, "einsum_str", None)
+    axis = getattr(projection, "axis", -1)
     if equation is None:
         return len(axis) if isinstance(axis, (tuple, list)) else 1
     _, letters, outputs = re.split(",|->", equation.replace(" ", ""))

@@ -162,7 +162,8 @@ def _adapt(index: int, item: Any) -> Layer:
 
 
 def _adapt_spec(index: int, spec: LayerSpec) -> Layer:
-    kind, forward_fn = spec.typename, spec.forward_fn
+    kind = spec.typename
+    forward_fn = spec.forward_fn
     if isinstance(kind, type) and issubclass(kind, nnx.Module):
         return _checked(index, spec, lambda: NNXLayer(spec, forward_fn))
     if isinstance(kind, type) and is_equinox(kind):
@@ -170,7 +171,8 @@ def _adapt_spec(index: int, spec: LayerSpec) -> Layer:
         from ._equinox import EquinoxLayer
 
         return _checked(index, spec, lambda: EquinoxLayer(spec, forward_fn))
-    flags, module = {**TRAIN_FLAGS, **spec.train_flags}, _checked(index, spec, spec.build)
+    flags = {**TRAIN_FLAGS, **spec.train_flags}
+    module = _checked(index, spec, spec.build)
     if not isinstance(module, nn.Module):
         return _adapt_function(index, module, forward_fn, flags)
     if spec.lora_mark is not None:

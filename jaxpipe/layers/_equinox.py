@@ -44,7 +44,8 @@ class EquinoxLayer(Layer):
 
     def __init__(self, spec: LayerSpec, forward_fn: Callable[..., Any] | None = None) -> None:
         self.class_name = getattr(spec.typename, "__name__", "Module")
-        self._spec, self.forward_fn = spec, forward_fn
+        self._spec = spec
+        self.forward_fn = forward_fn
         if "key" in spec.module_kwargs:
             raise LayerError(
                 f"LayerSpec({self.class_name}, ...) must leave key to the pipeline, but got "

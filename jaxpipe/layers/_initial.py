@@ -30,7 +30,8 @@ def init_layer(
     """
     given: dict[Path, Any] = {}
     if named.tied_key is not None:
-        owners, leaves = trace.owners(), flatten_dict(trace.params[named.index])
+        owners = trace.owners()
+        leaves = flatten_dict(trace.params[named.index])
         paths = trace.paths[named.index].paths
         given = {
             local: leaves[local] for local, at in paths.items() if owners[at][0] != named.index

@@ -51,7 +51,8 @@ class LinenLayer(Layer):
                 f"a Linen layer must be unbound, but got a bound {self.class_name}. "
                 "Put the module itself into the list, and the variables into model_parameters=."
             )
-        self.module, self.forward_fn = module, forward_fn
+        self.module = module
+        self.forward_fn = forward_fn
         self._call = call_of(type(module)) if forward_fn is None else forward_fn
         fields = {
             f.name: (getattr(module, f.name, None), f.default) for f in dataclasses.fields(module)

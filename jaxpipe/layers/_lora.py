@@ -139,14 +139,16 @@ def merge_lora(params: PyTree, alpha: float, dtype: Any = None) -> dict[str, PyT
     for path, a in leaves.items():
         if path[-1] != LORA_A:
             continue
-        at, b = (*path[:-1], "kernel"), leaves.get((*path[:-1], LORA_B))
+        at = (*path[:-1], "kernel")
+        b = leaves.get((*path[:-1], LORA_B))
         if at not in plain or b is None:
             raise LayerError(
                 f"merge_lora must find a kernel and {LORA_B} beside {'/'.join(path)}, but got at "
                 "most one of them. Load the checkpoint of adapters into an engine that has "
                 "the model's weights, and merge its module_state_dict()."
             )
-        kernel, rank = plain[at], a.shape[-1]
+        kernel = plain[at]
+        rank = a.shape[-1]
         # Leading dims that all three have, one for each `nn.scan` around the module.
         stacked = kernel.shape[: a.ndim + b.ndim - 2 - kernel.ndim]
         # A bfloat16 product would be rounded before it is added.

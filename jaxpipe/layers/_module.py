@@ -209,7 +209,8 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
                 f"{', '.join(known)}."
             )
         other = copy.copy(self)
-        other.num_stages, other._topology = num_stages, topology
+        other.num_stages = num_stages
+        other._topology = topology
         other.automatic_axes = () if topology is None else automatic_axes(topology)
         other._use(replace(self._settings, **changes))
         other._cut()
@@ -310,7 +311,8 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
             stages: The stage of each part. If None, part p is on stage `p % num_stages`.
         """
         other = copy.copy(self)
-        other._parts, other._part_stages = tuple(parts), None if stages is None else tuple(stages)
+        other._parts = tuple(parts)
+        other._part_stages = None if stages is None else tuple(stages)
         other._num_params = (
             trace.num_params(),
             sum(math.prod(x.shape) for x in jax.tree.leaves(trace.tree())),
@@ -388,7 +390,8 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         profile: Profile | None = None,
         signatures: Sequence[Hashable] | None = None,
     ) -> tuple[int, ...]:
-        method, is_cut = self.partition_method, (num_parts or self.num_stages) > 1
+        method = self.partition_method
+        is_cut = (num_parts or self.num_stages) > 1
         if (
             signatures is None
             and trace is not None

@@ -67,7 +67,8 @@ class NNXLayer(Layer):
     def __init__(self, spec: LayerSpec, forward_fn: Callable[..., Any] | None = None) -> None:
         self.class_name = getattr(spec.typename, "__name__", "Module")
         _check_spec(spec)
-        self.spec, self.forward_fn = spec, forward_fn
+        self.spec = spec
+        self.forward_fn = forward_fn
         flags = {**TRAIN_FLAGS, **spec.train_flags}
         self._cls: Any = spec.typename
         parameters = inspect.signature(self._cls.__init__).parameters
@@ -263,7 +264,8 @@ def _holders(module: Any, name: str) -> list[nnx.Module]:
 
 
 def _check_spec(spec: LayerSpec) -> None:
-    name, kwargs = getattr(spec.typename, "__name__", "Module"), spec.module_kwargs
+    name = getattr(spec.typename, "__name__", "Module")
+    kwargs = spec.module_kwargs
     if "rngs" in kwargs:
         raise LayerError(
             f"LayerSpec({name}, ...) must leave rngs to the pipeline, but got "

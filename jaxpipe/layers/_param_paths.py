@@ -35,7 +35,8 @@ class ParamPaths:
                     f"tied_weight_attr must name a parameter of layer {named.name}, but got "
                     f"{attr!r}. Name one of its parameters: {known}."
                 )
-        tied, untied = ("tied", str(named.tied_key)), ("layers", named.name)
+        tied = ("tied", str(named.tied_key))
+        untied = ("layers", named.name)
         self.paths: dict[Path, Path] = {
             path: (*(tied if named.shares(path) else untied), *path) for path in local
         }

@@ -80,6 +80,7 @@ def is_wider(tree: PyTree, dtype: Any) -> bool:
 
 def multiplies_wider(program: ClosedJaxpr, dtype: Any) -> bool:
     """True if there are products, and all are of floating-point numbers wider than `dtype`."""
-    eqns, products = all_equations(program.jaxpr.eqns), primitives.PLAIN_PRODUCTS
+    eqns = all_equations(program.jaxpr.eqns)
+    products = primitives.PLAIN_PRODUCTS
     factors = [[x.aval for x in eqn.invars[:2]] for eqn in eqns if eqn.primitive.name in products]
     return bool(factors) and all(is_wider(pair, dtype) for pair in factors)

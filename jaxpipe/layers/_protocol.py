@@ -228,7 +228,8 @@ class CallArguments:
         flags: Mapping[str, bool] = TRAIN_FLAGS,
         skip: Collection[str] = (),
     ) -> None:
-        self._label, self._flags = label, flags
+        self._label = label
+        self._flags = flags
         self._fixed: Mapping[str, bool] = {}
         bound = function.keywords if isinstance(function, functools.partial) else ()
         try:
@@ -276,7 +277,8 @@ class CallArguments:
         offered = {**side, **flag_values(self._flags, train=train), "rngs": rngs, **self._fixed}
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
-        in_order, gap = True, []
+        in_order = True
+        gap = []
         for parameter in self._parameters:
             name = parameter.name
             in_order = in_order and parameter.kind is not inspect.Parameter.KEYWORD_ONLY
@@ -287,7 +289,8 @@ class CallArguments:
                 in_order = in_order and parameter.default is None
                 gap.append(None)
             elif in_order:
-                args, gap = [*args, *gap, offered[name]], []
+                args = [*args, *gap, offered[name]]
+                gap = []
             else:
                 kwargs[name] = offered[name]
         return args, kwargs

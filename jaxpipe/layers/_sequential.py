@@ -206,7 +206,8 @@ class SequentialModel:
         """
         try:
             params = cast_floats(params, self.compute_dtype)
-            inputs, extra_inputs = self.cast_inputs(as_arrays(inputs)), as_arrays(dict(side or {}))
+            inputs = self.cast_inputs(as_arrays(inputs))
+            extra_inputs = as_arrays(dict(side or {}))
             views = [layer_view(named, params) for named in self.layers]
             by_layer = [collections.get(named.name, {}) for named in self.layers]
 
@@ -241,7 +242,8 @@ class SequentialModel:
         side: Mapping[str, PyTree] | None,
     ) -> None:
         """Find why a run failed, by tracing: layers, parameters or collections that do not fit."""
-        given, trace = flatten_dict(params), self.trace(inputs, side)
+        given = flatten_dict(params)
+        trace = self.trace(inputs, side)
         missing = ["/".join(path) for path in flatten_dict(trace.tree()) if path not in given]
         if missing:
             raise LayerError(
@@ -345,8 +347,10 @@ class SequentialModel:
         except Exception as error:
             if is_unbound_axis(error):
                 raise axis_fault("loss_fn", error, self.automatic_axes) from error
-            out, wanted = format_struct(struct_of(outputs)), format_struct(struct_of(labels))
-            given, fault = f"outputs {out}, labels {wanted}", str(error).rstrip(".")
+            out = format_struct(struct_of(outputs))
+            wanted = format_struct(struct_of(labels))
+            given = f"outputs {out}, labels {wanted}"
+            fault = str(error).rstrip(".")
             failure = f"{type(error).__name__} while tracing loss_fn with {given}: {fault}"
             raise LayerError(
                 "loss_fn must take the model's outputs and the labels of a microbatch, but got "

@@ -29,7 +29,8 @@ def checked_rules(rules: Any) -> Rules:
     found = []
     for rule in rules if isinstance(rules, (list, tuple)) else [rules]:
         pair = rule if isinstance(rule, (list, tuple)) and len(rule) == 2 else (None, None)
-        name, axes = pair[0], tuple(pair[1]) if isinstance(pair[1], list) else pair[1]
+        name = pair[0]
+        axes = tuple(pair[1]) if isinstance(pair[1], list) else pair[1]
         each = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
         if not isinstance(name, str) or not all(isinstance(axis, str) for axis in each):
             raise LayerError(
@@ -183,7 +184,8 @@ def with_fsdp(
     axis divides none of its dims. `specs` are the shardings by metadata, and `taken` the dims that
     are split over the stages.
     """
-    length, found = mesh.shape.get(FSDP, 0), dict(specs)
+    length = mesh.shape.get(FSDP, 0)
+    found = dict(specs)
     for path, leaf in params.items() if length else ():
         spec = specs.get(path, PartitionSpec(*[None] * len(leaf.shape)))
         if len(leaf.shape) < 2 or any(FSDP in spec_axes(entry) for entry in spec):
@@ -216,7 +218,8 @@ def with_fsdp(
 
 def _resolve(label: str, path: Path, leaf: Any, mesh: AbstractMesh, rules: Rules) -> PartitionSpec:
     """A variable's metadata, translated to the mesh's automatic axes as Flax applies rules."""
-    entries, ndim = tuple(leaf.get_partition_spec()), len(unbox(leaf).shape)
+    entries = tuple(leaf.get_partition_spec())
+    ndim = len(unbox(leaf).shape)
     is_logical = isinstance(leaf, nn.LogicallyPartitioned)
     if is_logical and leaf.rules:
         rules = checked_rules(leaf.rules)
@@ -263,11 +266,13 @@ def _check_divides(
     label: str, path: Path, leaf: Any, spec: PartitionSpec, mesh: AbstractMesh
 ) -> None:
     for dim, names in enumerate(spec):
-        lengths, size = {axis: mesh.shape[axis] for axis in spec_axes(names)}, leaf.shape[dim]
+        lengths = {axis: mesh.shape[axis] for axis in spec_axes(names)}
+        size = leaf.shape[dim]
         length = math.prod(lengths.values())
         if size % length:
             axes = " x ".join(f"{axis}={each}" for axis, each in lengths.items())
-            below, above = size // length * length, -(-size // length) * length
+            below = size // length * length
+            above = -(-size // length) * length
             nearest = f"{below} or {above}" if below else f"{above}"
             raise LayerError(
                 f"{'.'.join(path)!r} of layer {label} must be sharded along dims that the mesh "

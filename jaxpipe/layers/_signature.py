@@ -27,10 +27,8 @@ def layer_signature(named: NamedLayer, trace: ModelTrace, compute_dtype: Any = N
     and have the same gradient. The traces hold the layer's derivative, so custom derivative rules
     are compared by what they compute. Raises LayerError if the layer cannot be differentiated.
     """
-    params, inputs = (
-        cast_floats(trace.params[named.index], compute_dtype),
-        trace.boundaries[named.index],
-    )
+    params = cast_floats(trace.params[named.index], compute_dtype)
+    inputs = trace.boundaries[named.index]
 
     def forward(
         params: PyTree,

@@ -190,7 +190,8 @@ class LayerSpec:
             marks += f".train_flag({name!r}{'' if in_training else ', in_training=False'})"
         name = getattr(self.typename, "__name__", repr(self.typename))
         if isinstance(self.typename, nn.Module):
-            name, args = "LayerSpec", [type(self.typename).__name__ + " instance", *args]
+            name = "LayerSpec"
+            args = [type(self.typename).__name__ + " instance", *args]
         return f"{name}({', '.join(args)}){marks}"
 
 

@@ -42,7 +42,8 @@ class _SplitLayer(WrappedLayer):
         self, layer: Layer, split: Layer, specs: Mapping[str, tuple[str | None, ...]]
     ) -> None:
         super().__init__(layer, "split")
-        self._split, self._specs = split, specs
+        self._split = split
+        self._specs = specs
 
     def init(
         self,
@@ -90,7 +91,8 @@ def split_layers(layers: Sequence[NamedLayer]) -> tuple[tuple[NamedLayer, ...], 
     Raises:
         LayerError: The first or the last layer has another form.
     """
-    first, last = layers[0], layers[-1]
+    first = layers[0]
+    last = layers[-1]
     for named in layers[1:-1]:
         if named.tied_key is not None and named.tied_key in (first.tied_key, last.tied_key):
             wanted = "the only users of their parameters"
@@ -128,7 +130,8 @@ class _Table:
 
     def __init__(self, module: VocabEmbed) -> None:
         self._module = module
-        self.num_embeddings, self.features = module.num_embeddings, module.features
+        self.num_embeddings = module.num_embeddings
+        self.features = module.features
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         return self._module(tokens)
@@ -141,7 +144,8 @@ class _Recorder:
     """A stand-in for an embedding that records whether `attend`'s logits are returned unchanged."""
 
     def __init__(self) -> None:
-        self.x, self.logits = object(), object()
+        self.x = object()
+        self.logits = object()
 
     def attend(self, x: object) -> object:
         return self.logits if x is self.x else None

@@ -80,8 +80,13 @@ def _trace_layers(  # noqa: PLR0913  # one setting each
     seen: Seen,
 ) -> tuple[ModelTrace, Mapping[str, Mapping[str, bool]]]:
     side_struct = _side_struct(side)
-    boundaries, all_params, all_paths = [struct_of(inputs)], [], []
-    all_collections, all_aux, all_shardings, programs = [], [], [], []
+    boundaries = [struct_of(inputs)]
+    all_params = []
+    all_paths = []
+    all_collections = []
+    all_aux = []
+    all_shardings = []
+    programs = []
     shared: dict[Path, tuple[str, Any]] = {}
     shared_specs: dict[Path, PartitionSpec | None] = {}
     shared_stage_dims: dict[Path, int | None] = {}
@@ -98,12 +103,12 @@ def _trace_layers(  # noqa: PLR0913  # one setting each
         )
         first = known.setdefault(kind, named.index)
         if first < named.index:
-            outputs, params, program = boundaries[first + 1], all_params[first], programs[first]
-            collections, aux, shardings = (
-                all_collections[first],
-                all_aux[first],
-                all_shardings[first],
-            )
+            outputs = boundaries[first + 1]
+            params = all_params[first]
+            program = programs[first]
+            collections = all_collections[first]
+            aux = all_aux[first]
+            shardings = all_shardings[first]
         else:
             before = (
                 f"the output of layer {layers[named.index - 1].name}"

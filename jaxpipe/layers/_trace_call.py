@@ -156,7 +156,8 @@ class Call:
 
     def check_evaluation(self, params: PyTree, collections: PyTree) -> None:
         """Refuse a layer that cannot be evaluated, before the first evaluation fails."""
-        layer, fault = self.named.layer, "random numbers from its streams"
+        layer = self.named.layer
+        fault = "random numbers from its streams"
 
         def run(
             params: PyTree, collections: PyTree, x: PyTree, side: PyTree, key: jax.Array

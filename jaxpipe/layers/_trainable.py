@@ -94,7 +94,8 @@ def frozen_paths(trainable: Trainable | None, paths: Sequence[Path]) -> frozense
 
 
 def _trained_by_tree(tree: Mapping[str, Any], names: Mapping[Path, str]) -> set[Path]:
-    given, values = flatten_dict(tree), dict[Path, bool]()
+    given = flatten_dict(tree)
+    values = dict[Path, bool]()
     for at, value in given.items():
         below = [path for path in names if path[: len(at)] == at]
         if not below:

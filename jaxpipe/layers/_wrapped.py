@@ -21,7 +21,8 @@ class WrappedLayer(Layer):
 
     def __init__(self, layer: Layer, mark: Hashable) -> None:
         self._layer = layer
-        self.class_name, self.arguments = layer.class_name, layer.arguments
+        self.class_name = layer.class_name
+        self.arguments = layer.arguments
         self.identity = layer.identity, mark
 
     @property

@@ -194,7 +194,8 @@ class _Reduced(NamedTuple):
 
 def _reduced(logits: Logits, labels: jax.Array, *, needs_mean: bool) -> _Reduced:
     local = logits.local if isinstance(logits, SplitLogits) else logits
-    local, vocab_size = local.astype(np.promote_types(local.dtype, np.float32)), logits.shape[-1]
+    local = local.astype(np.promote_types(local.dtype, np.float32))
+    vocab_size = logits.shape[-1]
     is_whole = local.shape[-1] == vocab_size
     indices, is_here = local_indices(labels, local.shape[-1], vocab_size)
 

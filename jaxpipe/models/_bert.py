@@ -166,7 +166,8 @@ class BertEmbeddings(nn.Module):
         each segment. `segment_ids` are equal for all positions of one text. Raises LayerError if
         the sequence is longer than `max_position_embeddings`.
         """
-        config, length = self.config, x.shape[1]
+        config = self.config
+        length = x.shape[1]
         if length > config.max_position_embeddings:
             raise LayerError(
                 "a sequence must have at most "
@@ -203,10 +204,8 @@ class BertLogits(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Map `[B, T, H]` to `[B, T, V]`."""
         config = self.config
-        init, shape = (
-            nn.initializers.normal(config.initializer_range),
-            (config.vocab_size, config.hidden_size),
-        )
+        init = nn.initializers.normal(config.initializer_range)
+        shape = (config.vocab_size, config.hidden_size)
         bias = self.param("bias", nn.initializers.zeros, shape[:1])
         x, table, bias = promote_dtype(
             x, self.param("embedding", init, shape), bias, dtype=config.dtype
@@ -303,14 +302,13 @@ def bert_names(config: BertConfig | Source, head: BertHead = "masked_lm") -> tup
         "norm_w": ("output.LayerNorm.weight", None),
         "norm_b": ("output.LayerNorm.bias", None),
     }
-    table, at, last = (
-        "embeddings.word_embeddings.weight",
-        "cls.predictions",
-        config.num_hidden_layers + 2,
-    )
+    table = "embeddings.word_embeddings.weight"
+    at = "cls.predictions"
+    last = config.num_hidden_layers + 2
     decoder = f"{at}.decoder"
     tied = Rename((f"bert.{table}", table, f"{decoder}.weight"), "tied/embedding/embedding")
-    transform, norm = f"{at}.transform.dense", f"{at}.transform.LayerNorm"
+    transform = f"{at}.transform.dense"
+    norm = f"{at}.transform.LayerNorm"
     of_head = [
         tied,
         Rename(f"{transform}.weight", f"{last}/dense/kernel", transpose),

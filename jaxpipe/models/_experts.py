@@ -50,18 +50,23 @@ class Experts(nn.Module):
         `max_load`, the load of the busiest expert over the mean load, and with a capacity
         `passed_by`, the fraction of choices over capacity.
         """
-        config, normal = self.config, nn.initializers.normal(self.initializer_range)
-        size, width = x.shape[-1], config.intermediate_size
+        config = self.config
+        normal = nn.initializers.normal(self.initializer_range)
+        size = x.shape[-1]
+        width = config.intermediate_size
 
         def weight(name: str, init: Any, *dims: tuple[int, str | None]) -> jax.Array:
-            axes, shape = (EXPERT, *(axis for _, axis in dims)), (dim for dim, _ in dims)
+            axes = (EXPERT, *(axis for _, axis in dims))
+            shape = (dim for dim, _ in dims)
             value = self.param(name, Divided(init, axes), (config.num_experts, *shape))
             return value.astype(self.dtype or jnp.result_type(x, value))
 
-        wide, out = (width, MODEL), (size, None)
+        wide = (width, MODEL)
+        out = (size, None)
         gate, up = (weight(name, normal, out, wide) for name in ("gate", "up"))
         down = weight("down", normal, wide, out)
-        zeros, names = nn.initializers.zeros, {"gate": wide, "up": wide, "down": out}
+        zeros = nn.initializers.zeros
+        names = {"gate": wide, "up": wide, "down": out}
         biases = {
             f"{name}_bias": weight(f"{name}_bias", zeros, dim)[:, None]
             if config.expert_bias
@@ -80,8 +85,10 @@ class Experts(nn.Module):
         return self._mixture(x, routing, weights)
 
     def _mixture(self, x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.Array:
-        config, chosen = self.config, routing.chosen
-        num_experts, choices = config.num_experts, config.num_experts_per_tok
+        config = self.config
+        chosen = routing.chosen
+        num_experts = config.num_experts
+        choices = config.num_experts_per_tok
         layout = _Layout.of(x.shape[0], x.shape[1], num_experts)
         busiest = jnp.max(expert_loads(chosen, num_experts))
         self.sow("metrics", "max_load", busiest * num_experts / choices)

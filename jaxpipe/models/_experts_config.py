@@ -89,10 +89,8 @@ class ExpertsConfig:
         sizes = ("num_experts", "num_experts_per_tok", "intermediate_size", "n_group", "topk_group")
         yield from are_sizes(self, sizes)
         yield from are_sizes(self, ("shared_size",), least=0)
-        is_less, rule = (
-            self.num_experts_per_tok <= self.num_experts,
-            f"at most num_experts={self.num_experts}",
-        )
+        is_less = self.num_experts_per_tok <= self.num_experts
+        rule = f"at most num_experts={self.num_experts}"
         yield "num_experts_per_tok", is_less, rule, "A token passes each expert once."
         flags = "norm_topk_prob", "correction_bias", "router_bias", "expert_bias", "scale_inputs"
         yield from are_flags(self, (*flags, "shared_gate"))
@@ -119,7 +117,8 @@ class ExpertsConfig:
         is_even = self.num_experts % self.n_group == 0
         rule = f"a divisor of num_experts={self.num_experts}"
         yield "n_group", is_even, rule, "Groups have equal numbers of experts."
-        is_less, rule = self.topk_group <= self.n_group, f"at most n_group={self.n_group}"
+        is_less = self.topk_group <= self.n_group
+        rule = f"at most n_group={self.n_group}"
         yield "topk_group", is_less, rule, "Each group is chosen once."
         has_pairs = size >= 2 or self.topk_group == self.n_group
         rule = f"at most half of num_experts={self.num_experts} with topk_group < n_group"

@@ -120,7 +120,8 @@ _POST_NORMS = _scales(
         "feed_forward_post_norm": "post_feedforward_layernorm",
     }
 )
-_OUT, _DOWN = {"attention/out": "self_attn.o_proj"}, {"feed_forward/down": "mlp.down_proj"}
+_OUT = {"attention/out": "self_attn.o_proj"}
+_DOWN = {"feed_forward/down": "mlp.down_proj"}
 _ATTENTION = {
     f"attention/{name}": f"self_attn.{name[0]}_proj" for name in ("query", "key", "value")
 } | _OUT

@@ -267,7 +267,9 @@ def gpt2_names(config: GPT2Config | Source) -> tuple[Rename, ...]:
         "output_w": ("mlp.c_proj.weight", None),
         "output_b": ("mlp.c_proj.bias", None),
     }
-    table, head, last = "wte.weight", "lm_head.weight", config.n_layer + 2
+    table = "wte.weight"
+    head = "lm_head.weight"
+    last = config.n_layer + 2
     ends = [entry(table, "0/embedding"), Rename(head, f"{last + 1}/kernel", transpose)]
     tied = Rename((f"transformer.{table}", table, head), "tied/embedding/embedding")
     return (

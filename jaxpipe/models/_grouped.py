@@ -76,9 +76,11 @@ class FeedForward:
         if self.activation == "silu":
             h = nn.silu(gate) * up
         else:
-            gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
+            gate = jnp.minimum(gate, 7.0)
+            up = jnp.clip(up, -7.0, 7.0)
             h = (up + 1) * gate * nn.sigmoid(1.702 * gate)
-        h, bias = pin(h), weights.down_bias
+        h = pin(h)
+        bias = weights.down_bias
         if self.scale_inputs:
             return product(h, weights.down, bias)
         # The gates multiply the hidden values, so that their gradient does not need the results.
@@ -305,7 +307,8 @@ def mixture(
     def line_up(chosen: jax.Array) -> tuple[Queue, Places]:
         return _line_up(chosen, num_experts, room)
 
-    chosen, gates = _by_choice(chosen), _by_choice(gates)
+    chosen = _by_choice(chosen)
+    gates = _by_choice(gates)
     queue, places = groups.on_devices(line_up, ("g",), ("g", "g"))(chosen)
 
     def by_group(w: jax.Array) -> jax.Array:
@@ -316,10 +319,12 @@ def mixture(
         return groups.pinned(each)
 
     if has_rest:
-        weights, equation = jax.tree.map(by_group, weights), "egch,eghi->egci"
+        weights = jax.tree.map(by_group, weights)
+        equation = "egch,eghi->egci"
     else:
         biases = (None if bias is None else bias[:, None] for bias in weights[3:])
-        weights, equation = ExpertWeights(*weights[:3], *biases), "egch,ehi->egci"
+        weights = ExpertWeights(*weights[:3], *biases)
+        equation = "egch,ehi->egci"
     sent: Any = _dispatch(groups, num_tokens, x, places)
     factors: Any = _dispatch(groups, chosen.shape[1], gates[..., None], places)
     pin = partial(groups.pinned, features=groups.features)
@@ -337,7 +342,8 @@ def _by_choice(values: jax.Array) -> jax.Array:
 
 
 def _line_up(chosen: jax.Array, num_experts: int, room: int) -> tuple[Queue, Places]:
-    queue, turns = Queue.of(chosen, num_experts), jnp.arange(room)[None]
+    queue = Queue.of(chosen, num_experts)
+    turns = jnp.arange(room)[None]
     found = _taken(queue.order, queue.starts[:, None] + turns)
     choices = jnp.where(turns < queue.loads[:, None], found, len(chosen))
     has_slot = (chosen < num_experts) & (queue.ranks < room)
@@ -428,7 +434,8 @@ class _Rounds:
         return counts.reshape(self.groups.num_shards, -1)
 
     def _number(self, queue: Queue) -> jax.Array:
-        most, expert = jnp.max(self._counts(queue).sum(1)), self.groups.expert
+        most = jnp.max(self._counts(queue).sum(1))
+        expert = self.groups.expert
         return most if expert is None else jax.lax.pmax(most, expert)
 
 

@@ -50,7 +50,8 @@ class LatentAttention(nn.Module):
         train: bool,
     ) -> jax.Array:
         """Map `[B, T, H]` to the same shape; see `LlamaBlock`."""
-        config, sizes = self.config, cast(LatentConfig, self.config.latent)
+        config = self.config
+        sizes = cast(LatentConfig, self.config.latent)
         batch, length, _ = x.shape
         stream = stream_axes(batch, length)
         _, over = dividing_axes(batch, config.num_attention_heads)
@@ -66,7 +67,9 @@ class LatentAttention(nn.Module):
             shape = batch, length, config.num_attention_heads, size
             return constrained(dense(y).reshape(shape), *stream, over)
 
-        rank, plain, turned = sizes.kv_lora_rank, sizes.qk_nope_head_dim, sizes.qk_rope_head_dim
+        rank = sizes.kv_lora_rank
+        plain = sizes.qk_nope_head_dim
+        turned = sizes.qk_rope_head_dim
         if sizes.q_lora_rank is None:
             q = heads("query", sizes.head_dim, x)
         else:

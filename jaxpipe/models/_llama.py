@@ -150,7 +150,8 @@ class LlamaAttention(nn.Module):
         q = heads("query", config.num_attention_heads)
         k, v = (heads(name, config.num_key_value_heads) for name in ("key", "value"))
         if config.qk_norm:
-            q, k = _norm(config, "query_norm")(q), _norm(config, "key_norm")(k)
+            q = _norm(config, "query_norm")(q)
+            k = _norm(config, "key_norm")(k)
         if self.kind.rotary is not None:
             check_packed(self.kind.rotary.scaling, length, segment_ids)
         # Positions of the caller may begin in the middle of a chunk.
@@ -192,7 +193,8 @@ class LlamaAttention(nn.Module):
             q, k = self.kind.rotary(positions, q, k)
             if config.qk_l2_norm:
                 norm = nn.RMSNorm(config.rms_norm_eps, config.dtype, use_scale=False)
-                q, k = norm(q), norm(k)
+                q = norm(q)
+                k = norm(k)
         elif config.attn_temperature_tuning:
             wide: Any = np.promote_types(q.dtype, np.float32)
             steps = jnp.floor((positions.astype(wide) + 1) / config.floor_scale)
@@ -213,7 +215,8 @@ class LlamaFeedForward(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Map `[B, T, H]` to the same shape."""
-        config, size = self.config, self.size or self.config.intermediate_size
+        config = self.config
+        size = self.size or self.config.intermediate_size
         samples, positions = stream_axes(x.shape[0], x.shape[1])
         _, features = dividing_axes(x.shape[0], size)
 
@@ -233,7 +236,8 @@ class LlamaMixture(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Map `[B, T, H]` to the same shape."""
-        config, experts = self.config, cast(ExpertsConfig, self.config.experts)
+        config = self.config
+        experts = cast(ExpertsConfig, self.config.experts)
         y = Experts(experts, config.initializer_range, config.dtype, name="experts")(x)
         if experts.shared_size:
             shared = LlamaFeedForward(config, experts.shared_size, name="shared")(x)
@@ -290,9 +294,13 @@ def llama(config: LlamaConfig, *, multi_token: bool = False) -> list[LayerSpec]:
         "embedding_init": of_table,
     }
     depths = _depths(config) if multi_token else 0
-    first, block, norm = _scaled if config.scale_embeddings else None, None, None
+    first = _scaled if config.scale_embeddings else None
+    block = None
+    norm = None
     if depths:
-        first, block, norm = embed_and_carry, block_and_carry, norm_and_carry
+        first = embed_and_carry
+        block = block_and_carry
+        norm = norm_and_carry
     middle = [
         LayerSpec(LlamaBlock, config, config.kind(layer), forward_fn=block)
         for layer in range(config.num_hidden_layers)
@@ -352,7 +360,8 @@ def llama_names(config: LlamaConfig | Source) -> tuple[Rename, ...]:
     """
     if not isinstance(config, LlamaConfig):
         config = LlamaConfig.from_huggingface(config)
-    last, extra = config.num_hidden_layers + 1, config.num_nextn_predict_layers
+    last = config.num_hidden_layers + 1
+    extra = config.num_nextn_predict_layers
     table = with_copies("model.embed_tokens.weight", 0, config.num_hidden_layers, extra)
     head = with_copies("lm_head.weight", 1, config.num_hidden_layers, extra)
     if config.tie_word_embeddings:

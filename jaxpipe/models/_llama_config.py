@@ -305,9 +305,11 @@ class LlamaConfig:
         )
 
     def _rotary(self, *, is_local: bool) -> Rotary:
-        theta, scaling = self.rope_theta, self.rope_scaling
+        theta = self.rope_theta
+        scaling = self.rope_scaling
         if is_local and self.rope_local_base_freq is not None:
-            theta, scaling = self.rope_local_base_freq, None
+            theta = self.rope_local_base_freq
+            scaling = None
         return Rotary(self._rotated_dims, theta, scaling, self.rope_interleave)
 
     @property
@@ -316,7 +318,8 @@ class LlamaConfig:
 
     def _rules(self) -> Iterator[Rule]:
         yield from are_sizes(self, (*SIZES, "num_key_value_heads", "head_dim"))
-        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        heads = self.num_attention_heads
+        kv_heads = self.num_key_value_heads
         yield (
             *(
                 "num_key_value_heads",
@@ -436,10 +439,8 @@ class LlamaConfig:
         rule = f"latent.qk_rope_head_dim={latent.qk_rope_head_dim} or None"
         is_right = self.head_dim == latent.qk_rope_head_dim
         yield "head_dim", is_right, rule, "latent has the other sizes of a head."
-        is_right, rule = (
-            self.num_key_value_heads == self.num_attention_heads,
-            f"num_attention_heads={self.num_attention_heads} with latent",
-        )
+        is_right = self.num_key_value_heads == self.num_attention_heads
+        rule = f"num_attention_heads={self.num_attention_heads} with latent"
         yield "num_key_value_heads", is_right, rule, "Each head has its own keys and values."
         defaults = {each.name: each.default for each in fields(self)}
         for name in _NOT_LATENT:

@@ -178,7 +178,9 @@ def _rotary_of(
         if found["rope_scaling"] is not None:
             rule = "that of angles without scaling"
             raise wrong(f"{name}.{SLIDING}", rule, own, "Use a model of your own")
-        local, values, name = found["rope_theta"], _of_kind(name, values, FULL), f"{name}.{FULL}"
+        local = found["rope_theta"]
+        values = _of_kind(name, values, FULL)
+        name = f"{name}.{FULL}"
     found = _angles(keys, family, name, values, theta, defaults["rope_theta"])
     return {**found, "rope_local_base_freq": local}
 

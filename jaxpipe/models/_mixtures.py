@@ -71,7 +71,8 @@ class InSomeLayers(Mixture):
     def read(self, keys: ConfigKeys) -> ExpertsConfig:
         """See `Mixture`."""
         number = _number(keys)
-        step, num_layers = keys.size("decoder_sparse_step", 1), keys.size("num_hidden_layers")
+        step = keys.size("decoder_sparse_step", 1)
+        num_layers = keys.size("num_hidden_layers")
         dense = keys.get("mlp_only_layers", None)
         dense = [] if dense is None else dense
         check_layers("mlp_only_layers", dense, num_layers)
@@ -122,7 +123,8 @@ class InputScaled(Mixture):
 
     def read(self, keys: ConfigKeys) -> ExpertsConfig:
         """See `Mixture`."""
-        layers, step = range(keys.size("num_hidden_layers")), keys.size(_STEP, 1)
+        layers = range(keys.size("num_hidden_layers"))
+        step = keys.size(_STEP, 1)
         having = keys.get("moe_layers", None)
         if having is None:
             having = layers[step - 1 :: step]
@@ -171,7 +173,8 @@ class AfterDenseLayers(Mixture):
     def read(self, keys: ConfigKeys) -> ExpertsConfig:
         """See `Mixture`."""
         first = keys.size("first_k_dense_replace", self.first_k_dense_replace, least=0)
-        step, layers = keys.size("moe_layer_freq", 1), range(keys.size("num_hidden_layers"))
+        step = keys.size("moe_layer_freq", 1)
+        layers = range(keys.size("num_hidden_layers"))
         size = keys.size("moe_intermediate_size")
         found = ExpertsConfig(
             keys.size("n_routed_experts"),

@@ -52,7 +52,9 @@ class MultiToken(nn.Module):
         train: bool = False,
     ) -> Carried | jax.Array:
         """Append the states of one more depth."""
-        config, states, tokens = self.config, carried["x"], carried["tokens"]
+        config = self.config
+        states = carried["x"]
+        tokens = carried["tokens"]
         shape = config.vocab_size, config.hidden_size
         table = self.param("embedding", self.embedding, shape)
         table = table if config.dtype is None else table.astype(config.dtype)

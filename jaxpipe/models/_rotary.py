@@ -103,9 +103,11 @@ class RotaryScaling:
                 )
 
     def _rules(self) -> Iterator[Rule]:
-        required, optional = _REQUIRED[self.rope_type], _OPTIONAL.get(self.rope_type, ())
+        required = _REQUIRED[self.rope_type]
+        optional = _OPTIONAL.get(self.rope_type, ())
         for field in fields(self):
-            name, value = field.name, getattr(self, field.name)
+            name = field.name
+            value = getattr(self, field.name)
             is_default = value == field.default and not isinstance(value, bool)
             if name in ("rope_type", "truncate") or (is_default and name not in required):
                 continue
@@ -200,8 +202,10 @@ class RotaryScaling:
                 for turns in (self.beta_fast, self.beta_slow)
             )
             if self.truncate:
-                low, high = math.floor(low), math.ceil(high)
-            low, high = max(low, 0), min(high, dim - 1)
+                low = math.floor(low)
+                high = math.ceil(high)
+            low = max(low, 0)
+            high = min(high, dim - 1)
             ramp = (np.arange(dim // 2, dtype=np.float32) - low) / (high - low or 0.001)
             unscaled = 1 - np.clip(ramp, 0, 1)
         return (freq * unscaled + freq / self.factor * (1 - unscaled)).astype(np.float32)
@@ -287,9 +291,11 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleave: bool = F
     Later dims are unchanged.
     """
     size = 2 * cos.shape[-1]
-    turned, rest = x[..., :size].astype(cos.dtype), x[..., size:]
+    turned = x[..., :size].astype(cos.dtype)
+    rest = x[..., size:]
     if interleave:
-        first, second = turned[..., ::2], turned[..., 1::2]
+        first = turned[..., ::2]
+        second = turned[..., 1::2]
     else:
         first, second = jnp.split(turned, 2, axis=-1)
     parts = first * cos - second * sin, second * cos + first * sin

@@ -43,7 +43,8 @@ class Router(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> Routing:
         """Choose the experts of tokens `[B, T, H]`."""
-        config, normal = self.config, nn.initializers.normal(self.initializer_range)
+        config = self.config
+        normal = nn.initializers.normal(self.initializer_range)
         kernel = self.param("kernel", normal, (x.shape[-1], config.num_experts))
         wide: Any = np.promote_types(jnp.result_type(x, kernel), np.float32)
         logits = jnp.einsum("bth,he->bte", x, kernel.astype(x.dtype), preferred_element_type=wide)
@@ -55,7 +56,8 @@ class Router(nn.Module):
         else:
             scores = nn.sigmoid(logits)
             whole = scores / scores.sum(-1, keepdims=True)
-        ranks, bias = scores, None
+        ranks = scores
+        bias = None
         if config.correction_bias:
             bias = self.param("correction_bias", nn.initializers.zeros, (config.num_experts,))
             ranks += bias.astype(wide)[None, None]
@@ -73,7 +75,8 @@ class Router(nn.Module):
 
     def _without_groups(self, ranks: jax.Array) -> jax.Array:
         """Rank the experts last that are not in one of the token's best groups."""
-        groups, size = self.config.n_group, self.config.num_experts // self.config.n_group
+        groups = self.config.n_group
+        size = self.config.num_experts // self.config.n_group
         if self.config.topk_group == groups:
             return ranks
         by_group = ranks.reshape(*ranks.shape[:-1], groups, size)

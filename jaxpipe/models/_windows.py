@@ -7,7 +7,9 @@ from typing import Any
 from ._huggingface import ConfigKeys, wrong
 from ._rules import is_size
 
-FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+CHUNKED = "chunked_attention"
 """Names in `layer_types` of layers that see all earlier positions, a window of them, or a chunk."""
 
 
@@ -144,7 +146,8 @@ class Chunks(Windows):
         size = keys.get("attention_chunk_size", self.default)
         kinds = keys.get("layer_types", None)
         if kinds is None:
-            layers, unrotated = range(keys.size("num_hidden_layers")), read_unrotated(keys)
+            layers = range(keys.size("num_hidden_layers"))
+            unrotated = read_unrotated(keys)
             is_chunked = [size is not None and layer not in unrotated for layer in layers]
             kinds = [CHUNKED if each else FULL for each in is_chunked]
         return {"attention_chunk_size": size, "layer_types": kinds}

@@ -41,7 +41,8 @@ class RunFolder:
             folder.mkdir(parents=True, exist_ok=True)
             self.path = folder
             return
-        self._target, self.path = folder, self._stack.enter_context(staging_folder())
+        self._target = folder
+        self.path = self._stack.enter_context(staging_folder())
         there = folder.iterdir()  # always, so that a wrong bucket raises an error now
         for each in there if goes_on else []:
             if not each.is_dir():

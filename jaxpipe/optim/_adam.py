@@ -48,7 +48,8 @@ def scale_by_moments(
     """
 
     def init(params: PyTree) -> MomentsState:
-        mu, nu = optax.tree.zeros_like(params), optax.tree.zeros_like(params)
+        mu = optax.tree.zeros_like(params)
+        nu = optax.tree.zeros_like(params)
         return MomentsState(
             jnp.zeros([], jnp.int32), mu, nu, optax.tree.zeros_like(params) if amsgrad else ()
         )

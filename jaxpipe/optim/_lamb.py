@@ -67,7 +67,8 @@ def lamb_recipe() -> Recipe:
 
 
 def _build(values: Mapping[str, Any]) -> tuple[Factory, Hyperparams]:
-    low, high = values["min_coeff"], values["max_coeff"]
+    low = values["min_coeff"]
+    high = values["max_coeff"]
     if low > high:
         path = f"{SECTION}.min_coeff"
         message = f"{path} must be at most max_coeff={high}, but got {path}={low}. Swap the two."

@@ -26,7 +26,8 @@ from ._sgd import sgd_recipe
 from ._warmup_cosine_lr import WarmupCosineLR
 from ._warmup_lr import WarmupLR
 
-_RATE, _ADAM_RATE = "learning_rate", "adam_learning_rate"
+_RATE = "learning_rate"
+_ADAM_RATE = "adam_learning_rate"
 
 
 def deepspeed_optimizers() -> dict[str, Recipe]:
@@ -187,7 +188,8 @@ def factory_schedules(
 
 def _find(name: str) -> Recipe | None:
     """The recipe of a DeepSpeed name; None for an optax name."""
-    ours, path = deepspeed_optimizers(), "optimizer.type"
+    ours = deepspeed_optimizers()
+    path = "optimizer.type"
     lowered = {other.lower(): recipe for other, recipe in ours.items()}
     if isinstance(name, str) and name.lower() in lowered:
         return lowered[name.lower()]
@@ -230,7 +232,8 @@ def _optax_factory(name: str) -> Callable[..., optax.GradientTransformation]:
 def _make_optax_optimizer(
     name: str, params: Mapping[str, Any], schedule: optax.Schedule | None
 ) -> optax.GradientTransformation:
-    factory, arguments = _optax_factory(name), dict(params)
+    factory = _optax_factory(name)
+    arguments = dict(params)
     check_arguments(
         SECTION, name, factory, arguments if schedule is None else {**arguments, _RATE: schedule}
     )

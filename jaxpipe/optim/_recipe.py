@@ -59,7 +59,8 @@ def read_params(recipe: Recipe, params: Mapping[str, Any]) -> dict[str, Any]:
     errors = Collector()
     values = {name: default for name, (default, _) in recipe.params.items()}
     for name, given in params.items():
-        path, value = f"{SECTION}.{name}", plain(given)
+        path = f"{SECTION}.{name}"
+        value = plain(given)
         with errors.catch():
             if name in recipe.refused:
                 reason, repair = recipe.refused[name]

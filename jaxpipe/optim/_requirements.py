@@ -207,7 +207,8 @@ def _is_elementwise(eqn: Any) -> bool:
     if not shapes:
         return True  # counts and hyperparameters, which every device has in full
     if name == primitives.FILL:
-        operand, result = eqn.invars[0].aval, eqn.outvars[0].aval
+        operand = eqn.invars[0].aval
+        result = eqn.outvars[0].aval
         return math.prod(operand.shape) == 1 or operand.shape == result.shape
     return (
         name in _KEEPING_SHAPE

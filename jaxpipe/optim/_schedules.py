@@ -55,7 +55,8 @@ def make_schedule(
         >>> [round(float(schedule(count)), 3) for count in range(6)]
         [0.0, 0.0, 0.1, 0.2, 0.3, 0.4]
     """
-    ours, theirs = deepspeed_schedules(), optax_schedules()
+    ours = deepspeed_schedules()
+    theirs = optax_schedules()
     params = {} if params is None else params
     if name in ours:
         relative = name in ("WarmupLR", "WarmupCosineLR") and base_lr is not None

@@ -75,7 +75,8 @@ def sgd_recipe() -> Recipe:
 
 
 def _build(values: Mapping[str, Any]) -> tuple[Factory, Hyperparams]:
-    dampening, nesterov = values["dampening"], values["nesterov"]
+    dampening = values["dampening"]
+    nesterov = values["nesterov"]
     if nesterov and (values["momentum"] == 0 or dampening != 0):
         path = f"{SECTION}.nesterov"
         raise ConfigError(

@@ -105,7 +105,8 @@ def _tighten(limits: _Limits, name: str, candidates: Sequence[int]) -> _Limits:
 
 def _windows(limits: _Limits) -> list[int]:
     """For every start of a part, the ends within the limits, as the bits of an integer."""
-    prefix, num_items = limits.prefix, len(limits.prefix) - 1
+    prefix = limits.prefix
+    num_items = len(limits.prefix) - 1
     windows: list[int] = []
     # Prefixes increase, so both bounds only move forward, in time linear in the items.
     low = high = 0

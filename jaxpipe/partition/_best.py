@@ -131,7 +131,8 @@ def _ever_lighter(
     The result has the fastest cut, and slower cuts whose largest part is smaller.
     """
     num_params = _unsharded_params(profile)
-    most, found = sum(num_params), list[tuple[Tick, list[int]]]()
+    most = sum(num_params)
+    found = list[tuple[Tick, list[int]]]()
     while True:
         ends = [_ends(num_params, of_kind, start, each, most) for start in range(len(num_params))]
         cut = best_cut(weights, num_parts, [ends] * num_parts)
@@ -161,7 +162,8 @@ def _ends(
     """
     ends = count = size = 0
     for index in range(start, len(num_params)):
-        count, size = count + of_kind[index], size + num_params[index]
+        count = count + of_kind[index]
+        size = size + num_params[index]
         if size > most:
             break
         if count >= each and (of_kind[index] or index == len(num_params) - 1):

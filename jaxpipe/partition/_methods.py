@@ -259,7 +259,8 @@ def _type(method: str, layers: _Layers) -> Sequence[int]:
 
 
 def _explicit(boundaries: Sequence[int], layers: _Layers) -> tuple[int, ...]:
-    num_layers, num_parts = len(layers.names), layers.num_parts
+    num_layers = len(layers.names)
+    num_parts = layers.num_parts
     values = _integers(boundaries, layers)
     problem = ""
     if len(values) != num_parts + 1:

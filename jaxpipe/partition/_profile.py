@@ -118,7 +118,8 @@ def _search(
     add((limit,) * num_parts)
     while queue and len(seen) < _TRIES:
         _, caps, cut = heappop(queue)
-        totals, sizes = stage_bytes(profile, cut, num_stages), profile.part_bytes(cut)
+        totals = stage_bytes(profile, cut, num_stages)
+        sizes = profile.part_bytes(cut)
         fullest = totals.index(max(totals))
         if totals[fullest] <= limit:
             return cut
@@ -186,7 +187,8 @@ def _least_memory(profile: Profile, num_parts: int) -> list[int]:
 def _too_small(
     profile: Profile, num_stages: int, least: Sequence[int], limit: int
 ) -> PartitionError:
-    num_parts, enough = len(least) - 1, max(stage_bytes(profile, least, num_stages))
+    num_parts = len(least) - 1
+    enough = max(stage_bytes(profile, least, num_stages))
     parts = (
         f"{num_stages} stages"
         if num_parts == num_stages

@@ -57,7 +57,8 @@ def cut_stages(signatures: Sequence[Hashable], boundaries: Sequence[int]) -> tup
         )
         for s in range(num_stages - 1)
     ]
-    first, last = boundaries[-2], boundaries[-1]
+    first = boundaries[-2]
+    last = boundaries[-1]
     start = last - 1 if offset is None else first + offset
     cuts.append(
         StageCut(range(first, start), range(start, start + size), range(start + size, last))

@@ -23,7 +23,8 @@ def describe_pipeline(pipeline: Pipeline, max_width: int = 120) -> str:
     """
     layers = pipeline.module.layers
     names = [named.name for named in layers]
-    stages, replicas = pipeline.module.num_stages, pipeline.num_replicas
+    stages = pipeline.module.num_stages
+    replicas = pipeline.num_replicas
     others = [
         (name, size) for name, size in pipeline.mesh.shape.items() if name not in ("stage", "data")
     ]
@@ -56,7 +57,8 @@ def describe_pipeline(pipeline: Pipeline, max_width: int = 120) -> str:
         f"residuals of each microbatch: {format_bytes(on_device)}{hosted}; slots: "
         f"{pipeline.program.residual_slots}",
     ]
-    fsdp, gathered = pipeline.mesh.shape.get(FSDP, 1), format_bytes(pipeline.gathered_bytes)
+    fsdp = pipeline.mesh.shape.get(FSDP, 1)
+    gathered = format_bytes(pipeline.gathered_bytes)
     if fsdp > 1:
         when = {
             "step": "gathered once a step, and held to its end",

@@ -43,7 +43,9 @@ class Hyperparams:
     ) -> None:
         self._mesh = mesh
         # The optimiser state is divided like the master parameters.
-        self._updater, self._sharding, self._schedules = updater, sharding.master, schedules
+        self._updater = updater
+        self._sharding = sharding.master
+        self._schedules = schedules
         rows = sharding.row_spec
         known = read_hyperparams(self._blank(0)) or {}
         self.names = tuple(name for name, value in known.items() if np.ndim(value) == 0)

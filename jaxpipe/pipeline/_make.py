@@ -90,7 +90,8 @@ def make_pipeline(
             "evaluate only."
         )
     entry_struct(example_batch, sizes.train_micro_batch_size_per_gpu, num_batch_shards(mesh))
-    num_microbatches, recompute = sizes.gradient_accumulation_steps, settings_for(config, mesh)
+    num_microbatches = sizes.gradient_accumulation_steps
+    recompute = settings_for(config, mesh)
     pipeline = Pipeline(
         model, chosen.transformation, mesh, example_batch, num_microbatches, config, recompute
     )
@@ -141,7 +142,8 @@ def prepare(
     """
     # All checks run even if one fails, so that users see all errors together. These values are
     # placeholders.
-    chosen, sizes = ChosenOptimizer(None), BatchSizes(1, 1, 1)
+    chosen = ChosenOptimizer(None)
+    sizes = BatchSizes(1, 1, 1)
     with errors.catch(compares=True):
         chosen = choose_optimizer(config, optimizer, lr_scheduler)
     with errors.catch(compares=True):
@@ -213,7 +215,8 @@ def configure_model(model: PipelineModule, config: TrainConfig) -> PipelineModul
         ConfigError: The configuration contradicts the model's constructor, or a memory limit is set
             that nothing observes. The error lists all problems.
     """
-    section, errors = config.pipeline, Collector()
+    section = config.pipeline
+    errors = Collector()
     if section.stages not in ("auto", model.num_stages):
         message = (
             "pipeline.stages must be the module's num_stages, but got "

@@ -71,7 +71,8 @@ def choose_optimizer(
             without an optimiser; or a constructor is given without a schedule. One error lists all
             problems.
     """
-    named, section = config.optimizer, config.scheduler
+    named = config.optimizer
+    section = config.scheduler
     is_constructor = callable(optimizer)
     errors = Collector()
     if optimizer is not None and named is not None:

@@ -195,31 +195,32 @@ class Pipeline:
         # This is the only place that passes the settings to calls of `checkpoint` inside layers,
         # which have no argument for them. All of a pipeline's tracing uses it, here and when a
         # program is first called.
-        mesh, settings = adopt_mesh(mesh), current_settings() if recompute is None else recompute
+        mesh = adopt_mesh(mesh)
+        settings = current_settings() if recompute is None else recompute
         self._tracing = functools.partial(use_settings, settings, mesh)
         self.trains = optimizer is not None
         optimizer = optax.identity() if optimizer is None else optimizer
         self.num_microbatches = num_microbatches
         with self._tracing() as scope:
             traced = trace_model(module, mesh, example, config, num_microbatches, optimizer)
-            self.module, self.mesh, self.trace, config = (
-                traced.module,
-                traced.mesh,
-                traced.trace,
-                traced.config,
-            )
-            self.num_replicas, self.microbatch_size = traced.num_replicas, traced.microbatch_size
-            self._entry, self.microbatch_struct = traced.entry, traced.microbatch
-            module, labels, shape = (
-                self.module,
-                self.microbatch_struct.labels,
-                mesh_shape(self.mesh),
-            )
+            self.module = traced.module
+            self.mesh = traced.mesh
+            self.trace = traced.trace
+            config = traced.config
+            self.num_replicas = traced.num_replicas
+            self.microbatch_size = traced.microbatch_size
+            self._entry = traced.entry
+            self.microbatch_struct = traced.microbatch
+            module = self.module
+            labels = self.microbatch_struct.labels
+            shape = mesh_shape(self.mesh)
             self.plan = plan = make_plan(traced, num_microbatches, optimizer, parts)
-            self.config, self.loss_scaler = plan.config, LossScaler.from_config(config)
+            self.config = plan.config
+            self.loss_scaler = LossScaler.from_config(config)
             # Not counted along `fsdp`: its devices compute one microbatch together, whose loss is
             # one term.
-            outputs, num_terms = self.trace.boundaries[-1], num_microbatches * shape["data"]
+            outputs = self.trace.boundaries[-1]
+            num_terms = num_microbatches * shape["data"]
             objective = self.trace.on_mesh(lambda: Objective(module, outputs, labels, num_terms))
             self.loss_metrics = objective.metric_names
             shard_dims = batch_shard_dims(
@@ -305,7 +306,8 @@ class Pipeline:
         are sharded inside a stage, the numbers are upper bounds, because XLA may also divide
         residuals without annotations.
         """
-        sizes, stages = [0, 0], self._stages
+        sizes = [0, 0]
+        stages = self._stages
         off_trunk = [P() for _ in jax.tree.leaves(stages.prologue.residuals)]
         leaves = map(jax.tree.leaves, (stages.residuals, stages.is_hosted))
         for leaf, is_hosted, spec in zip(
@@ -333,11 +335,9 @@ class Pipeline:
     @property
     def state_struct(self) -> TrainState:
         """Shapes, dtypes and shardings of a state."""
-        sharding, scaler, collections = (
-            self._sharding,
-            self.loss_scaler,
-            self._stages.collections.layout,
-        )
+        sharding = self._sharding
+        scaler = self.loss_scaler
+        collections = self._stages.collections.layout
         number: Any = jax.ShapeDtypeStruct((), jnp.int32)
         struct = TrainState(
             step=number,
@@ -361,10 +361,12 @@ class Pipeline:
 
         Each replica may have its own rows.
         """
-        rows, num_rows = self._sharding.row_spec, self._sharding.num_rows
+        rows = self._sharding.row_spec
+        num_rows = self._sharding.num_rows
         if not by_replica:
             # Collections are averaged over the replicas, which have equal copies.
-            rows, num_rows = P("stage"), self.module.num_stages
+            rows = P("stage")
+            num_rows = self.module.num_stages
 
         def one(x: Any, of_row: P) -> Any:
             sharding = NamedSharding(self.mesh, P(*rows, *of_row))
@@ -651,10 +653,14 @@ class Pipeline:
         return dataclasses.replace(state, opt_state=init(state.params), **self.init_scalars())
 
     def _compile(self) -> None:
-        programs, state, rows = self._programs, self.state_struct, self._sharding.row_spec
-        specs, over_data = self._specs, P(None, "data")
+        programs = self._programs
+        state = self.state_struct
+        rows = self._sharding.row_spec
+        specs = self._specs
+        over_data = P(None, "data")
         of_state, of_batch = jax.tree.map(lambda x: x.sharding, (state, self.batch_struct))
-        everywhere, of_outputs = NamedSharding(self.mesh, P()), self._batch_sharding(over_data)
+        everywhere = NamedSharding(self.mesh, P())
+        of_outputs = self._batch_sharding(over_data)
         if all(spec == over_data for spec in jax.tree.leaves(self._batch_specs)):
             # One sharding for all leaves, so that a batch of another structure raises the error of
             # `check_batch` and not one of jit.

@@ -42,7 +42,8 @@ class Program(Generic[_Result]):
     """
 
     def __init__(self, jitted: Compiled[..., _Result], mesh: Mesh) -> None:
-        self._jitted, self._mesh = jitted, mesh
+        self._jitted = jitted
+        self._mesh = mesh
         self._is_unchecked = is_simulated(mesh) or is_checked(mesh)
 
     def __call__(self, state: TrainState, *args: Any) -> _Result:

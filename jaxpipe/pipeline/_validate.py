@@ -228,7 +228,8 @@ def check_sharded(
 
     The update of a sliced parameter must be elementwise.
     """
-    shapes, dims = flatten_dict(trace.tree()), trace.split_dims() if num_stages > 1 else {}
+    shapes = flatten_dict(trace.tree())
+    dims = trace.split_dims() if num_stages > 1 else {}
     whole = {path: shapes[path] for path in dims if path not in trace.frozen}
     slices = {path: slice_struct(leaf, dims[path], num_stages) for path, leaf in whole.items()}
     trees = whole, slices

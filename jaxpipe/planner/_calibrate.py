@@ -18,7 +18,9 @@ from ._hardware import HARDWARE, Hardware, named_hardware
 from ._measure import agreed, runnable_devices
 
 _REFERENCE = "h100"
-_WIDTH, _COPIED, _ROUNDS = 1024, 2**26, 64
+_WIDTH = 1024
+_COPIED = 2**26
+_ROUNDS = 64
 
 
 def reference_hardware(mesh: Mesh) -> Hardware:

@@ -106,8 +106,11 @@ class Candidate:
     """A job cut at some boundaries; it can be evaluated for several schedules."""
 
     def __init__(self, job: Job, boundaries: Sequence[int]) -> None:
-        self._job, self._trace, self._boundaries = job, job.trace, tuple(boundaries)
-        cuts, num_stages = cut_stages(job.counted.signatures, boundaries), job.module.num_stages
+        self._job = job
+        self._trace = job.trace
+        self._boundaries = tuple(boundaries)
+        cuts = cut_stages(job.counted.signatures, boundaries)
+        num_stages = job.module.num_stages
         self._vocab, self._cuts = find_vocab_layers(job.module.layers, job.trace, cuts, num_stages)
         self._axes = axes_inside(job.trace, job.hardware)
 
@@ -118,9 +121,11 @@ class Candidate:
         job = self._job
         steps = ShortSteps.of(schedule, job.num_microbatches, job.module.num_stages)
         plan = self._plan(schedule, steps.long)
-        program, params = plan.program, self._params(plan)
+        program = plan.program
+        params = self._params(plan)
         memory = self._memory(plan, params)
-        parts, wire = self._part_times(program, params), self._wire(plan, params)
+        parts = self._part_times(program, params)
+        wire = self._wire(plan, params)
         branch_s = job.hardware.branch_s
         span = span_of(program, parts, wire, branch_s)
         if steps.rounds:
@@ -193,7 +198,9 @@ class Candidate:
         return self._job.mesh.shape["data"] if self._job.config.zero_optimization.stage else 1
 
     def _memory(self, plan: Plan, params: ModelParams) -> DeviceMemory:
-        job, trace, program = self._job, self._trace, plan.program
+        job = self._job
+        trace = self._trace
+        program = plan.program
         mesh = trace.mesh
         moments = layout_bytes(params.master_layout.cast(frozen=False), mesh) * job.optimizer_share
         masters = (layout_bytes(params.master_layout, mesh) + moments) / self._zero
@@ -220,10 +227,13 @@ class Candidate:
         return ring_bytes(self._job.costs, layers)[0]
 
     def _part_times(self, program: TickProgram, params: ModelParams) -> list[PartTime]:
-        hardware, layers, mesh = self._job.hardware, self._job.costs.layers, self._trace.mesh
+        hardware = self._job.hardware
+        layers = self._job.costs.layers
+        mesh = self._trace.mesh
         num_chunks = program.num_chunks
         trunk_names = set(params.trunk_names)
-        struct, spec = params.at_rest.struct().stacked, params.at_rest.spec().stacked
+        struct = params.at_rest.struct().stacked
+        spec = params.at_rest.spec().stacked
         sizes = {name: math.prod(_shard(mesh, spec[name], struct[name].shape)) for name in struct}
         trunk_params = sum(size for name, size in sizes.items() if name in trunk_names)
         itemsize = max((struct[name].dtype.itemsize for name in struct), default=4)
@@ -261,7 +271,8 @@ class Candidate:
         return found
 
     def _wire(self, plan: Plan, params: ModelParams) -> Wire:
-        trace, hardware = self._trace, self._job.hardware
+        trace = self._trace
+        hardware = self._job.hardware
         num_stages = self._job.module.num_stages
         if num_stages == 1:
             return Wire(0.0)
@@ -269,7 +280,8 @@ class Candidate:
         cuts = [trace.boundaries[b] for b in self._boundaries[1:-1]]
         stream = max((stream_bytes(x, trace) for x in cuts), default=0)
         inside = not stages_cross_hosts(self._job.mesh)
-        layers, loss = self._job.costs.layers, self._job.costs.loss
+        layers = self._job.costs.layers
+        loss = self._job.costs.loss
         ends_work_s = sum(layers[i].both_s for i in self._vocab.layers) + loss.both_s * bool(
             self._vocab.last
         )
@@ -310,8 +322,11 @@ class Candidate:
 
     def _outside_s(self, params: ModelParams) -> float:
         """Return the seconds of casts before the ticks and of reductions and update after them."""
-        job, mesh, hardware = self._job, self._trace.mesh, self._job.hardware
-        weights, sums = layout_bytes(params.layout, mesh), layout_bytes(params.grad_layout, mesh)
+        job = self._job
+        mesh = self._trace.mesh
+        hardware = self._job.hardware
+        weights = layout_bytes(params.layout, mesh)
+        sums = layout_bytes(params.grad_layout, mesh)
         masters = layout_bytes(params.master_layout, mesh) / self._zero
         moments = masters * job.optimizer_share
         # The cast reads the master parameters. The norm and the update read the sums, and the
@@ -335,11 +350,9 @@ class Candidate:
         return seconds
 
     def _stages(self, program: TickProgram, parts: Sequence[PartTime]) -> tuple[StageForecast, ...]:
-        bounds, virtual, num_params = (
-            self._boundaries,
-            program.placement.virtual,
-            self._trace.num_params(),
-        )
+        bounds = self._boundaries
+        virtual = program.placement.virtual
+        num_params = self._trace.num_params()
         found: list[StageForecast] = []
         for stage in range(program.num_stages):
             mine = [v for v in virtual[stage] if v >= 0]

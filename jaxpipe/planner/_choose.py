@@ -42,7 +42,8 @@ class Asked:
     @staticmethod
     def of(section: PipelineConfig) -> "Asked":
         """Return the candidates that a configuration leaves open."""
-        num_chunks, name = unless_auto(section.num_chunks), section.schedule
+        num_chunks = unless_auto(section.num_chunks)
+        name = section.schedule
         if isinstance(name, str) and name != "auto":
             return Asked((name,), (resolve_schedule(name, num_chunks).num_chunks,), None)
         counts = None if num_chunks is None else (num_chunks,)
@@ -74,7 +75,8 @@ def candidates(job: Job, asked: Asked) -> list[Forecast]:
         PartitionError: None of the requested cuts exists.
         ScheduleError: None of the schedules supports the requested number of chunks.
     """
-    found, errors = list[Forecast](), list[PartitionError]()
+    found = list[Forecast]()
+    errors = list[PartitionError]()
 
     # Schedules with the same number of chunks share a cut, unless the cut depends on their memory.
     @functools.cache
@@ -126,7 +128,8 @@ def ranked(found: Sequence[Forecast]) -> list[Forecast]:
 
 def _chunk_counts(name: str, job: Job, asked: Asked) -> list[int]:
     """Return the numbers of chunks to evaluate that a schedule supports."""
-    kind, method = schedule_names()[name], job.module.partition_method
+    kind = schedule_names()[name]
+    method = job.module.partition_method
     counts = asked.num_chunks
     if counts is None and not isinstance(method, str):
         counts = (max(1, (len(method) - 1) // job.module.num_stages),)
@@ -153,7 +156,8 @@ def _fitting_pending(job: Job, one: Forecast) -> int:
 
 
 def _no_chunks(asked: Asked) -> ScheduleError:
-    names, counts = ", ".join(map(repr, asked.schedules)), asked.num_chunks
+    names = ", ".join(map(repr, asked.schedules))
+    counts = asked.num_chunks
     return ScheduleError(
         f"num_chunks must suit one of the schedules {names}, but got "
         f"num_chunks={list(counts or ())}. Leave it out, or add 'interleaved' to the schedules."

@@ -161,7 +161,9 @@ class Counted:
         *,
         plain: "Counted | None" = None,
     ) -> None:
-        self.module, self.trace, self.labels = module, trace, labels
+        self.module = module
+        self.trace = trace
+        self.labels = labels
         if plain is not None:
             self._plain = plain
 
@@ -225,7 +227,9 @@ class Counted:
     @functools.cached_property
     def _layers(self) -> list[LayerCount]:
         """Complete counts of all layers, except the bytes that neighbouring layers share."""
-        works, brief, plain = self._works, self._brief, self._plain._brief
+        works = self._works
+        brief = self._brief
+        plain = self._plain._brief
         return self._each(lambda index: self._whole_of(index, works[index], brief[index], plain))
 
     def _each(self, look: Callable[[int], T]) -> list[T]:
@@ -244,8 +248,10 @@ class Counted:
         )
 
     def _brief_of(self, index: int, work: LayerWork) -> LayerCount:
-        module, trace = self.module, self.trace
-        num_params, own = trace.num_params()[index], trace.num_own_params()[index]
+        module = self.module
+        trace = self.trace
+        num_params = trace.num_params()[index]
+        own = trace.num_own_params()[index]
         is_sharded = module.num_stages > 1 and bool(trace.stage_dims[index])
         if is_sharded:
             # Parameters sharded over the stages count with their share. The layer's other
@@ -275,7 +281,8 @@ class Counted:
             changes["recomputed_bytes"] = sum(
                 each.result_bytes * each.times for each in found.forward
             )
-        split, weight = SplitBackward(work.residuals, work.params), found.weight
+        split = SplitBackward(work.residuals, work.params)
+        weight = found.weight
         if not split.is_whole:
             # Only the weight gradient of the split backward is traced; the input gradient is the
             # rest.

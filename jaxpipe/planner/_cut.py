@@ -45,7 +45,8 @@ def stage_memory(program: TickProgram, bytes_per_param: float, limit: float | No
     """Return the memory of each virtual stage of a cut that a program leaves."""
     # The ring buffer of every device is as long as the fullest stage needs, so a stage with fewer
     # microbatches in flight needs no less.
-    in_flight, stages = -(-program.residual_slots // program.num_chunks), program.placement.stages
+    in_flight = -(-program.residual_slots // program.num_chunks)
+    stages = program.placement.stages
     return StageMemory(
         (in_flight,) * len(stages), stages, bytes_per_param, None if limit is None else round(limit)
     )

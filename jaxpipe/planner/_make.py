@@ -42,17 +42,26 @@ def make_plan(
         ConfigError: Memory is estimated and the optimiser does not accept these parameters, or
             `gather_weights` is set and no axis divides the weights.
     """
-    module, trace, mesh, config = traced.module, traced.trace, traced.mesh, traced.config
-    section, profile, notes, choice = config.pipeline, None, (), ""
+    module = traced.module
+    trace = traced.trace
+    mesh = traced.mesh
+    config = traced.config
+    section = config.pipeline
+    profile = None
+    notes = ()
+    choice = ""
     optimizer = optax.adam(1e-3) if optimizer is None else optimizer
     signatures = traced.counted.signatures
-    is_given, costs = parts is not None, None
+    is_given = parts is not None
+    costs = None
     if section.schedule == "auto" or limits_pending(section):
         cut = module.replace(partition_method=tuple(parts)) if parts is not None else module
         job = _job(traced, cut, num_microbatches, optimizer)
         found = ranked(candidates(job, Asked.of(section)))
-        best, costs = found[0], job.cut_costs
-        choice, parts = _said(job, found), best.boundaries
+        best = found[0]
+        costs = job.cut_costs
+        choice = _said(job, found)
+        parts = best.boundaries
         section = dataclasses.replace(
             section,
             schedule=best.schedule,
@@ -94,8 +103,11 @@ def _job(
     optimizer: optax.GradientTransformation,
 ) -> Job:
     """Return a job on the devices of a mesh, which may be absent; all processes must call this."""
-    trace, mesh, config = traced.trace, traced.mesh, traced.config
-    counted, measured = traced.counted, None
+    trace = traced.trace
+    mesh = traced.mesh
+    config = traced.config
+    counted = traced.counted
+    measured = None
     if profile_source(module.partition_method) == "times" and runnable_devices(mesh):
         measured = measured_costs(counted, mesh, counted.costs(reference_hardware(mesh)))
     limit = limit_of(config.pipeline, mesh)
@@ -115,7 +127,9 @@ def _job(
 
 def _said(job: Job, found: Sequence[Forecast]) -> str:
     """Return the candidates and the choice as a table, and log it."""
-    best, limit, level = found[0], job.limit_bytes, logging.INFO
+    best = found[0]
+    limit = job.limit_bytes
+    level = logging.INFO
     room = "" if limit is None else f" that fits {limit / 1e9:.3g} GB"
     reason = f"{best.schedule}: The simplest within {CLEAR_GAIN:.0%} of the shortest step{room}."
     if not best.fits:

@@ -36,7 +36,9 @@ def measured_costs(counted: Counted, mesh: Mesh, costs: Profile) -> Profile:
     share is not measured, and neither is the loss after it. Raises PartitionError if the mesh's
     devices cannot be measured.
     """
-    module, trace, labels = counted.module, counted.trace, counted.labels
+    module = counted.module
+    trace = counted.trace
+    labels = counted.labels
     num_shares = math.prod(mesh.shape[axis] for axis in automatic_axes(trace.mesh))
 
     def times(work: LayerWork) -> list[float]:
@@ -99,7 +101,8 @@ def measured_s(function: Callable[..., Any], *structs: PyTree, rounds: int = 5) 
 
     The result includes at least the time to launch a program.
     """
-    jitted, args = jax.jit(function), _filled(structs)
+    jitted = jax.jit(function)
+    args = _filled(structs)
     jax.block_until_ready(jitted(*args))  # compiles; not measured
 
     def mean_s(calls: int) -> float:

@@ -120,7 +120,8 @@ def working_bytes(
     section: PipelineConfig,
 ) -> Working:
     """Count the bytes that a tick uses temporarily."""
-    mesh, layers = trace.mesh, costs.layers
+    mesh = trace.mesh
+    layers = costs.layers
     # Without the stacked weights: only the packed ones pass through the switch.
     packed = layout_bytes(params.gathered, mesh) - stacked_bytes(params.gathered, mesh)
     logits = sum(
@@ -164,7 +165,8 @@ def ring_bytes(costs: Profile, layers: range) -> tuple[int, int]:
 
 def _gathered_bytes(trace: ModelTrace, index: int) -> float:
     """Return the bytes of a layer's weights in 16 bits, gathered along `fsdp`."""
-    specs, leaves = trace.param_specs[index], flatten_dict(trace.params[index])
+    specs = trace.param_specs[index]
+    leaves = flatten_dict(trace.params[index])
     whole = {
         path: NamedSharding(trace.mesh, spec_without(specs.get(path, P()), FSDP)) for path in leaves
     }
@@ -190,7 +192,8 @@ def bytes_per_param(
     result is 16. A frozen parameter is stored once, in the dtype of the computation. Raises
     ConfigError if the optimiser does not accept these parameters.
     """
-    compute_dtype, grad_dtype = module.compute_dtype, config.data_types.grad_accum_dtype
+    compute_dtype = module.compute_dtype
+    grad_dtype = config.data_types.grad_accum_dtype
     num_shards = trace.mesh.shape.get("data", 1) if config.zero_optimization.stage else 1
     made = flatten_dict(trace.tree())
     num_params = sum(x.size for x in made.values())

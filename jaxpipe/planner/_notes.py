@@ -45,11 +45,15 @@ def notes_on_cut(
 def _on_alternative(
     module: PipelineModule, trace: ModelTrace, profile: Profile, parts: Sequence[int]
 ) -> str:
-    method, num_parts = module.partition_method, len(parts) - 1
-    tick, cut = tick_of(profile, parts), f"partition_method={method!r} cuts at {list(parts)}"
-    other_method, other = "best", partition_best(profile, num_parts)
+    method = module.partition_method
+    num_parts = len(parts) - 1
+    tick = tick_of(profile, parts)
+    cut = f"partition_method={method!r} cuts at {list(parts)}"
+    other_method = "best"
+    other = partition_best(profile, num_parts)
     if is_method(method, "best"):
-        other_method, other = "parameters", partition_balanced(trace.num_own_params(), num_parts)
+        other_method = "parameters"
+        other = partition_balanced(trace.num_own_params(), num_parts)
     if other == list(parts):
         return f"{cut}, as {other_method!r} would"
     ratio = tick_of(profile, other).seconds / tick.seconds
@@ -62,12 +66,11 @@ def _on_loss(
 ) -> list[str]:
     if profile.layers[-1].is_stage_sharded:
         return [split_note] if split_note else []
-    seconds, epilogue = profile.seconds(), cut_stages(profile.signatures, parts)[-1].epilogue
+    seconds = profile.seconds()
+    epilogue = cut_stages(profile.signatures, parts)[-1].epilogue
     slowest = tick_of(profile, parts).slowest_s
-    share, is_slowest = (
-        sum(seconds[i] for i in epilogue) / slowest,
-        sum(seconds[parts[-2] :]) >= slowest,
-    )
+    share = sum(seconds[i] for i in epilogue) / slowest
+    is_slowest = sum(seconds[parts[-2] :]) >= slowest
     if share < _WORTH_SAYING or not is_slowest:
         return []
     what = (
@@ -88,7 +91,8 @@ def _warn_of_small_trunk(
 ) -> None:
     if not is_method(module.partition_method, "parameters"):
         return
-    num_params, cuts = trace.num_own_params(), cut_stages(profile.signatures, parts)
+    num_params = trace.num_own_params()
+    cuts = cut_stages(profile.signatures, parts)
     sizes = [sum(num_params[a:b]) for a, b in pairwise(parts)]
     largest = sizes.index(max(sizes))
     trunk = sum(num_params[i] for i in cuts[largest].trunk)

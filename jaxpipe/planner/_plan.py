@@ -56,7 +56,8 @@ def plan_cut(
     if section.skip_idle == "auto":
         section = dataclasses.replace(section, skip_idle=skips_idle(program, mesh))
     section = _with_gathers(section, config.zero_optimization.stage, mesh)
-    skips, is_cpu = section.skip_idle is True, mesh.devices.flat[0].platform == "cpu"
+    skips = section.skip_idle is True
+    is_cpu = mesh.devices.flat[0].platform == "cpu"
     # Collectives block on CPU, so there only if the program for accelerators is requested.
     has_ends_apart = mesh_shape(mesh)["data"] > 1 and (
         not is_cpu or config.pipeline.skip_idle is False
@@ -119,7 +120,8 @@ def lower_training(
     Losses run one tick later if that is requested or shortens the step. Raises ConfigError if it is
     requested and no last layer is split.
     """
-    wanted, num_stages = unless_auto(section.overlap_vocabulary), module.num_stages
+    wanted = unless_auto(section.overlap_vocabulary)
+    num_stages = module.num_stages
     if wanted and not vocab.last and num_stages > 1:
         raise ConfigError(
             "pipeline.overlap_vocabulary must be true only where the last layers are split over "
@@ -158,7 +160,8 @@ def _waits_amid_ticks(program: TickProgram) -> bool:
     neighbour's forward has ended, so that in most ticks of `"zero-bubble-v"` the two would run one
     after the other.
     """
-    forward, backward = program.tables.forward.chunk, program.tables.backward.chunk
+    forward = program.tables.forward.chunk
+    backward = program.tables.backward.chunk
     ticks = zip(zip(*forward, strict=True), zip(*backward, strict=True), strict=True)
     mixed = sum(
         any(f >= 0 > b for f, b in zip(*tick, strict=True))

@@ -35,7 +35,8 @@ def choose_split(
     section = whole.config.pipeline
     found = []
     for traced in (whole, split):
-        mesh, config = traced.mesh, whole.config
+        mesh = traced.mesh
+        config = whole.config
         job = Job(
             traced.module,
             traced.trace,

@@ -196,7 +196,9 @@ class _Actions:
 
     def seconds(self, stage: int) -> _Cost:
         """Return the seconds of a stage."""
-        tables, tick, gather = self.program.tables, self.tick, self.wire.gather
+        tables = self.program.tables
+        tick = self.tick
+        gather = self.wire.gather
         any_part = self.parts[self.program.placement.virtual[stage][0]]
         useful = idle = 0.0
         forward, backward, weight = (
@@ -232,7 +234,8 @@ class _Actions:
         self, part: PartTime, forward: PartTime | None, backward: PartTime | None
     ) -> list[tuple[bool, float]]:
         """Return the seconds of each addition to sums outside the trunk; False if it adds zeros."""
-        plan, found = self.run.backward, list[tuple[bool, float]]()
+        plan = self.run.backward
+        found = list[tuple[bool, float]]()
         if plan is not None and (backward is not None or plan.idle is not Idle.LOOP):
             found.append((backward is not None, part.first_sums))
         if self.run.loss is not None:

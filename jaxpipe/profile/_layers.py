@@ -81,11 +81,9 @@ def layer_profiles(
     Returns:
         The layers in order, then the loss.
     """
-    trace, module, times = (
-        pipeline.trace,
-        pipeline.module,
-        pipeline.num_microbatches * pipeline.num_replicas,
-    )
+    trace = pipeline.trace
+    module = pipeline.module
+    times = pipeline.num_microbatches * pipeline.num_replicas
     # The loss of vocabulary-parallel layers has collectives, and can be traced only inside the
     # executor.
     has_loss = module.loss_fn is not None and not pipeline.ends.layers
@@ -100,7 +98,8 @@ def layer_profiles(
         stage = (
             None if on_all else next(stage for start, stop, stage in parts if start <= index < stop)
         )
-        forward, num_params = counted[trace.firsts[index]], trace.num_own_params()[index]
+        forward = counted[trace.firsts[index]]
+        num_params = trace.num_own_params()[index]
         flops = (1 + _BACKWARD_PRODUCTS) * forward * times
         found.append(
             LayerProfile(named.name, stage, num_params, forward, flops, busy_s.get(named.name))
@@ -145,10 +144,8 @@ def format_profile(
     Returns:
         The profile as lines of text.
     """
-    total, forward = (
-        sum(layer.flops for layer in layers),
-        sum(layer.forward_flops for layer in layers),
-    )
+    total = sum(layer.flops for layer in layers)
+    forward = sum(layer.forward_flops for layer in layers)
     device = pipeline.mesh.devices.flat[0]
     lines = [
         f"profile of step {step}: {sum(layer.num_params for layer in layers):,} parameters, "

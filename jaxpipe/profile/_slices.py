@@ -42,7 +42,8 @@ def measured_slices(
             computed.
     """
     planned = timeline(program, 1.0, 2.0)
-    names, found = set(layers), list[Slice]()
+    names = set(layers)
+    found = list[Slice]()
     for stage, device in devices.items():
         own = [each for each in operations if each.device == device]
         # The last layers and the loss run as one forward and backward.
@@ -78,7 +79,9 @@ def _actions(
     spans: list[tuple[float, float]] = []
     for ticks in sorted({each.ticks for each in operations}):
         seen: set[str] = set()
-        is_open, opened, is_one = False, False, ticks[1] - ticks[0] == 1
+        is_open = False
+        opened = False
+        is_one = ticks[1] - ticks[0] == 1
         # Group by run of ticks: runs of one tick are not loops, and their operations may be
         # interleaved.
         for each in operations:
@@ -92,7 +95,9 @@ def _actions(
             # The loss follows the last virtual stage's forward, in the same tick and stage.
             if not is_loss and (not is_open or (not is_one and each.name in seen)):
                 spans.append((each.start_s, each.end_s))
-                is_open, opened, seen = True, True, set()
+                is_open = True
+                opened = True
+                seen = set()
             # In a layer's own loop every operation is repeated.
             if not is_loss and each.depth <= 1:
                 seen.add(each.name)

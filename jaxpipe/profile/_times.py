@@ -22,7 +22,8 @@ def phase_times(operations: Sequence[Operation]) -> Mapping[str, float]:
     devices = sorted({each.device for each in operations})
     if not devices:
         return {}
-    begin, end = min(each.start_s for each in operations), max(each.end_s for each in operations)
+    begin = min(each.start_s for each in operations)
+    end = max(each.end_s for each in operations)
     totals: dict[str, float] = {}
     for device in devices:
         own = [each for each in operations if each.device == device]
@@ -44,7 +45,8 @@ def phase_times(operations: Sequence[Operation]) -> Mapping[str, float]:
 
 def _union_s(operations: Iterable[Operation]) -> float:
     """Return the seconds in which at least one of the operations runs."""
-    total, until = 0.0, float("-inf")
+    total = 0.0
+    until = float("-inf")
     for each in sorted(operations, key=lambda each: each.start_s):
         total += max(0.0, each.end_s - max(each.start_s, until))
         until = max(until, each.end_s)

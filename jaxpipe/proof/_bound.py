@@ -123,7 +123,8 @@ def norm(x: Any) -> float:
 
 def distance(found: Any, wanted: Any) -> float:
     """The L2 norm of a difference, in float64; infinite if it is not finite or shapes differ."""
-    found, wanted = np.asarray(found), np.asarray(wanted)
+    found = np.asarray(found)
+    wanted = np.asarray(wanted)
     if found.shape != wanted.shape:
         return float("inf")
     wide = np.complex128 if np.iscomplexobj(found) else np.float64

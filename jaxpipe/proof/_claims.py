@@ -68,7 +68,8 @@ def run_claims(
 
 
 def _claim(name: str, statement: str, check: Callable[[], Iterator[Any]]) -> Claim:
-    begun, not_covered = time.monotonic(), None
+    begun = time.monotonic()
+    not_covered = None
     findings: list[Finding] = []
     figures: dict[str, Any] = {}
     results: dict[str, Any] = {}

@@ -14,8 +14,10 @@ from ._peer import prove_peer
 from ._proof import Claim, Proof
 from ._prove import prove_named, read_options
 
-_REFUSED, _WRONG_USE = 1, 2
-_DEVICES, _PAIR = 16, 3
+_REFUSED = 1
+_WRONG_USE = 2
+_DEVICES = 16
+_PAIR = 3
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpipe prove") -> int:
@@ -30,10 +32,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpipe prove
     """
     args = _parser(prog).parse_args(argv)
     try:
-        to_json, to_html = (
-            writable_file("--json", args.json),
-            writable_file("--html", args.html),
-        )
+        to_json = writable_file("--json", args.json)
+        to_html = writable_file("--html", args.html)
         if args.devices < 1:
             raise ConfigError(f"--devices must be positive, but got {args.devices}. Leave it out.")
         simulate_devices(args.devices)

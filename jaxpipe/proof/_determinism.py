@@ -15,7 +15,8 @@ from ._proof import Finding
 
 def determinism_findings(job: Job) -> Iterator[Any]:
     """Run a step in two pipelines of the same job, and one with another seed."""
-    pipeline, seed = job.pipeline(OWN), job.module.base_seed
+    pipeline = job.pipeline(OWN)
+    seed = job.module.base_seed
     first = _step(job, pipeline, seed)
     second = _step(job, job.pipeline(OWN, module=job.module), seed)
     for name, value in first.items():

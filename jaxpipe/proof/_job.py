@@ -85,7 +85,8 @@ class Job:
             )
         mesh = make_pipeline_mesh(self.topology, jax.devices()[: self.num_devices])
         prepared = prepare(model, self.config, optimizer, None, mesh, errors)
-        self.module, self.mesh = prepared.model, prepared.mesh
+        self.module = prepared.model
+        self.mesh = prepared.mesh
         if prepared.chosen.transformation is None:
             raise ConfigError(
                 "a proof must have an optimizer, but got optimizer=None and a configuration "
@@ -253,7 +254,8 @@ class Job:
         return self._loss_scale
 
     def _is_finite(self, precision: Precision, scale: float) -> bool:
-        plain, start = self.plain(precision), self.start(precision)
+        plain = self.plain(precision)
+        start = self.start(precision)
         batches = (self.batch_in(precision, step) for step in range(3))
         with np.errstate(invalid="ignore"):  # infinities of both signs are added
             found = [
@@ -324,7 +326,8 @@ def _sized(config: TrainConfig, num_replicas: int) -> TrainConfig:
 
     A job's sizes multiply to its batch for its own number of replicas.
     """
-    micro, total = config.train_micro_batch_size_per_gpu, config.train_batch_size
+    micro = config.train_micro_batch_size_per_gpu
+    total = config.train_batch_size
     number = config.gradient_accumulation_steps
     if total is None:
         return config

@@ -37,7 +37,8 @@ class Fault(NamedTuple):
 def layer_faults(job: Job, precision: Precision) -> Iterator[Fault]:
     """Check every kind of layer, and the loss."""
     with jax.enable_x64(precision.is_double):
-        module, start = job.module_in(precision), job.start(precision)
+        module = job.module_in(precision)
+        start = job.start(precision)
         one = microbatch_of(job.batch_in(precision, 0), 0, 0, job.num_replicas)
         key = jax.random.key(7)
         x: Any = one.inputs
@@ -68,7 +69,9 @@ class _Call:
     ) -> None:
         self.named = named
         self.keeps_collections = bool(start.collections.get(named.name))
-        self._module, self._side, self._key = module, side, key
+        self._module = module
+        self._side = side
+        self._key = key
         self._view = layer_view(named, start.params)
         self._collections = start.collections.get(named.name, {})
 
@@ -105,7 +108,8 @@ class _Call:
 
 def _faults_of(call: _Call, x: PyTree, outputs: PyTree) -> Iterator[Fault]:
     where = f"layer {call.named.name}"
-    first, again = call.trace(x), call.trace(x)
+    first = call.trace(x)
+    again = call.trace(x)
     if str(first) != str(again) or _constants(first) != _constants(again):
         yield Fault(
             where,

@@ -79,7 +79,8 @@ def _tapped_differences(job: Job, precision: Precision) -> list[str]:
     """Return the layers whose outputs in training differ, in order."""
     module = job.module_in(precision)
     tapped = wrapped_module(module, lambda _, layer: _Tapped(layer, _TAP))
-    batch, start = job.batch_in(precision, 0), job.start(precision)
+    batch = job.batch_in(precision, 0)
+    start = job.start(precision)
     pipeline = job.pipeline(precision, module=tapped)
     state = pipeline.init_from(start.params, start.collections)
     metrics, _, _ = jax.device_get(pipeline.gradients(state, batch))
@@ -115,12 +116,14 @@ class _Tapped(WrappedLayer):
         self, params: PyTree, collections: Mapping[str, PyTree], inputs: PyTree, **how: Any
     ) -> Any:
         outputs, collections, aux = super().apply(params, collections, inputs, **how)
-        rest, size = jnp.float32(0), jnp.float32(0)
+        rest = jnp.float32(0)
+        size = jnp.float32(0)
         for leaf in jax.tree.leaves(outputs):
             if jnp.issubdtype(leaf.dtype, jnp.floating):
                 places = jnp.arange(leaf.size, dtype=leaf.dtype).reshape(leaf.shape)
                 terms = jnp.cos(places) * leaf
-                rest, size = rest + terms.mean(), size + jnp.abs(terms).mean()
+                rest = rest + terms.mean()
+                size = size + jnp.abs(terms).mean()
         taps = {f"{_TAP}_size": size.astype(jnp.float32)}
         for i, unit in enumerate(_UNITS):
             part = jnp.round(rest / unit)
@@ -144,7 +147,8 @@ def _microbatch(job: Job, precision: Precision) -> int | None:
         return scaled if not rest else (scaled, *rest)
 
     other = module.replace(loss_fn=chosen)
-    batch, start = job.batch_in(precision, 0), job.start(precision)
+    batch = job.batch_in(precision, 0)
+    start = job.start(precision)
     rows = (job.num_microbatches, job.num_samples)
     example = batch._replace(labels=(batch.labels, np.ones(rows, np.float32)))
     example = jax.tree.map(lambda x: x[0], example)
@@ -178,7 +182,8 @@ def _trained(found: PyTree, grads: PyTree) -> list[Any]:
 
 def _with_tick(pipeline: Pipeline, found: Located, layer: str) -> Located:
     """Add the tick of the action of the located microbatch on the located layer."""
-    program, names = pipeline.program, [named.name for named in pipeline.module.layers]
+    program = pipeline.program
+    names = [named.name for named in pipeline.module.layers]
     index = names.index(layer)
     part = next(
         (i for i, stop in enumerate(pipeline.parts[1:]) if index < stop), len(pipeline.parts) - 2

@@ -53,7 +53,8 @@ def narrowed(model: PipelineModule, example: Sequence[PyTree], pipeline: Pipelin
     chunks = pipeline.num_chunks if isinstance(pipeline.num_chunks, int) else 2
     is_listed = not all(isinstance(x, str) for x in (model.partition_method, pipeline.partition))
     shallow = model if is_listed else _shallow(model, model.num_stages * chunks)
-    entry, best = split_entry(example, "the example batch"), None
+    entry = split_entry(example, "the example batch")
+    best = None
     for factor in _FACTORS:
         try:
             other = _divided_model(shallow, factor)

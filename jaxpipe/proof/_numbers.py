@@ -38,7 +38,8 @@ def wanted_of(job: Job, precision: Precision) -> Wanted:
     """Return what the plain program gives. It runs once for each job and precision."""
     if precision.name not in job.wanted:
         with jax.enable_x64(precision.is_double):
-            pipeline, start = job.pipeline(precision), job.start(precision)
+            pipeline = job.pipeline(precision)
+            start = job.start(precision)
             optimizer = job.optimizer(frozenset(pipeline.trace.frozen))
             plain = run_plain(job, precision, optimizer, start)
             moved = [
@@ -110,7 +111,8 @@ def nan_stays(job: Job) -> list[str]:
     leaves = jax.tree.leaves(batch.inputs)
     if not any(np.issubdtype(leaf.dtype, np.floating) for leaf in leaves):
         return []
-    microbatch, sample = job.num_microbatches // 2, job.num_samples - 1
+    microbatch = job.num_microbatches // 2
+    sample = job.num_samples - 1
 
     def spoiled(leaf: Any) -> Any:
         if not np.issubdtype(leaf.dtype, np.floating):
@@ -120,7 +122,8 @@ def nan_stays(job: Job) -> list[str]:
         return leaf
 
     batch = batch._replace(inputs=jax.tree.map(spoiled, batch.inputs))
-    pipeline, start = job.pipeline(OWN), job.start(OWN)
+    pipeline = job.pipeline(OWN)
+    start = job.start(OWN)
     state = pipeline.init_from(start.params, start.collections)
     metrics, outputs = jax.device_get(pipeline.evaluate_and_predict(state, batch))
     _, wanted = job.plain(OWN).evaluate(start, batch)
@@ -162,13 +165,15 @@ def run_plain(
     job: Job, precision: Precision, optimizer: Optimizer, start: Start, shake: Shake | None = None
 ) -> Results:
     """Run the plain program: one batch, its evaluation, and several steps."""
-    program, scale = job.plain(precision), job.loss_scale(precision)
+    program = job.plain(precision)
+    scale = job.loss_scale(precision)
     values: dict[str, Any] = {}
     sizes: dict[str, Any] = {}
     loss, outputs = program.evaluate(start, job.batch_in(precision, 0), shake)
     values["evaluation/loss"] = loss
     values |= {f"outputs/{i}": x for i, x in enumerate(_leaves(outputs))}
-    opt_state, at = optimizer.init(start.params), start
+    opt_state = optimizer.init(start.params)
+    at = start
     for step in range(_STEPS):
         found = program.gradients(at, job.batch_in(precision, step), step, shake, scale)
         if step == 0:
@@ -183,7 +188,8 @@ def run_plain(
 
 def run_pipeline(job: Job, precision: Precision) -> dict[str, Any]:
     """Run the pipeline on the same batches."""
-    pipeline, start = job.pipeline(precision), job.start(precision)
+    pipeline = job.pipeline(precision)
+    start = job.start(precision)
     values: dict[str, Any] = {}
     state = pipeline.init_from(start.params, start.collections)
     metrics, outputs = jax.device_get(
@@ -198,7 +204,8 @@ def run_pipeline(job: Job, precision: Precision) -> dict[str, Any]:
 
 def run_steps(job: Job, precision: Precision) -> dict[str, Any]:
     """Train for a few steps; returns the first loss, and parameters and collections at the end."""
-    pipeline, start = job.pipeline(precision), job.start(precision)
+    pipeline = job.pipeline(precision)
+    start = job.start(precision)
     state = pipeline.init_from(start.params, start.collections)
     losses: list[Any] = []
     for step in range(_STEPS):

@@ -79,8 +79,10 @@ def prove_peer(
 
 class _Pair:
     def __init__(self, pipelined: Any, sequential: Any, arguments: Any, num_terms: int) -> None:
-        self._pipelined, self._sequential = pipelined, sequential
-        self._arguments, self._num_terms = arguments, num_terms
+        self._pipelined = pipelined
+        self._sequential = sequential
+        self._arguments = arguments
+        self._num_terms = num_terms
 
     def in_float64(self) -> Iterator[Any]:
         with jax.enable_x64(True):

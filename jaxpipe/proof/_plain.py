@@ -89,7 +89,9 @@ class Plain:
     """
 
     def __init__(self, module: PipelineModule, num_replicas: int, sum_dtype: Any = None) -> None:
-        self._module, self._num_replicas, self._sum_dtype = module, num_replicas, sum_dtype
+        self._module = module
+        self._num_replicas = num_replicas
+        self._sum_dtype = sum_dtype
         self._key = jax.random.key(module.base_seed)
         self._differentiate = jax.jit(jax.value_and_grad(self._objective, has_aux=True))
         self._evaluate = jax.jit(self._outputs)
@@ -154,11 +156,14 @@ class Plain:
     ) -> tuple[np.float64, list[PyTree]]:
         """Compute the loss of a batch, and the outputs of each microbatch, outside training."""
         params, shaking = _shaken(start.params, shake)
-        total, weight, outputs = 0.0, 0.0, []
+        total = 0.0
+        weight = 0.0
+        outputs = []
         for m, r in self._places(batch):
             one = microbatch_of(batch, m, r, self._num_replicas)
             found = jax.device_get(self._evaluate(params, start.collections, one, shaking))
-            total, weight = total + float(found[0]), weight + float(found[1])
+            total = total + float(found[0])
+            weight = weight + float(found[1])
             outputs.append(found[2])
         each = len(outputs) // self._num_replicas
         joined = [
@@ -196,7 +201,8 @@ class Plain:
             size = jax.tree.map(np.abs, grad)
             grads = grad if grads is None else jax.tree.map(np.add, grads, grad)
             sizes = size if sizes is None else jax.tree.map(np.add, sizes, size)
-            loss, weight = loss + float(value), weight + float(of_loss)
+            loss = loss + float(value)
+            weight = weight + float(of_loss)
             has_added = has_added or bool(adds)
         return {
             "loss": loss,
@@ -268,11 +274,9 @@ class Optimizer:
         config: TrainConfig,
         frozen: frozenset[tuple[str, ...]],
     ) -> None:
-        self._transformation, self._limit, self._frozen = (
-            transformation,
-            config.gradient_clipping,
-            frozen,
-        )
+        self._transformation = transformation
+        self._limit = config.gradient_clipping
+        self._frozen = frozen
         self._rate = config.pipeline.router_bias_update_rate
         self._update = jax.jit(transformation.update)
 
@@ -287,7 +291,8 @@ class Optimizer:
 
     def update(self, params: PyTree, opt_state: PyTree, grads: PyTree) -> tuple[PyTree, PyTree]:
         """Apply one update; returns the new parameters and the optimiser's new state."""
-        trained, grads = self.trained(params), self.trained(grads)
+        trained = self.trained(params)
+        grads = self.trained(grads)
         if self._limit:
             squares = sum(float(np.sum(np.abs(g) ** 2)) for g in jax.tree.leaves(grads))
             factor = min(1.0, self._limit / (np.sqrt(squares) + _EPSILON))
@@ -299,7 +304,8 @@ class Optimizer:
             for path, x in biases.items()
             if is_correction_bias(path)
         }
-        trained, grads = _without_biases(trained), _without_biases(grads)
+        trained = _without_biases(trained)
+        grads = _without_biases(grads)
         updates, opt_state = self._update(grads, opt_state, trained)
         new = jax.device_get(optax.apply_updates(trained, updates))
         return unflatten_dict(flatten_dict(params) | flatten_dict(new) | moved), opt_state

@@ -38,7 +38,8 @@ def program_findings(
     compiled = found.compiled
     if compiled is None:
         return
-    reading, limit = compiled.reading, found.limit_bytes
+    reading = compiled.reading
+    limit = found.limit_bytes
     for text in reading.divergent:
         yield Finding(
             "program",

@@ -26,7 +26,8 @@ class SymbolicRun:
     """
 
     def __init__(self, program: TickProgram) -> None:
-        self.program, self.tables = program, program.tables
+        self.program = program
+        self.tables = program.tables
         self.last = program.num_stages * program.num_chunks - 1
         depth = program.depth._replace(residuals=program.residual_slots)
         self.buffers: list[Buffers[Ring]] = [
@@ -147,7 +148,8 @@ class SymbolicRun:
 
         Received ones carry the tick of their arrival.
         """
-        received, local = self.at(transfers.read), self.at(transfers.local_read)
+        received = self.at(transfers.read)
+        local = self.at(transfers.local_read)
         self._require(received < 0 or local < 0, "an action must read one value")
         if received >= 0:
             *named, arrived = self.read(rings.recv, transfers.read)
@@ -160,7 +162,9 @@ class SymbolicRun:
         return self.read(rings.local, transfers.local_read) if local >= 0 else None
 
     def forward(self, *, allowed: bool) -> None:
-        tables, buffers, transfers = self.tables, self.buffers[self.stage], self.tables.activations
+        tables = self.tables
+        buffers = self.buffers[self.stage]
+        transfers = self.tables.activations
         microbatch = self.at(tables.forward.microbatch)
         if microbatch < 0:
             is_written = self.at(tables.residual_write) >= 0
@@ -212,7 +216,9 @@ class SymbolicRun:
         self.once("F", part, microbatch)
 
     def backward(self, *, allowed: bool) -> None:
-        tables, buffers, transfers = self.tables, self.buffers[self.stage], self.tables.gradients
+        tables = self.tables
+        buffers = self.buffers[self.stage]
+        transfers = self.tables.gradients
         microbatch = self.at(tables.backward.microbatch)
         if microbatch < 0:
             slots = (transfers.write, transfers.local_write, tables.pending_write)
@@ -254,7 +260,8 @@ class SymbolicRun:
             self.once("W", part, microbatch)
 
     def weight(self, *, allowed: bool) -> None:
-        tables, buffers = self.tables, self.buffers[self.stage]
+        tables = self.tables
+        buffers = self.buffers[self.stage]
         microbatch = self.at(tables.weight.microbatch)
         if microbatch < 0:
             return
@@ -275,7 +282,8 @@ class SymbolicRun:
         self.once("W", part, microbatch)
 
     def _residuals(self, buffers: Buffers[Ring], slots: Table, part: int, microbatch: int) -> None:
-        found, wanted = self.read(buffers.residuals, slots), ("residual", part, microbatch)
+        found = self.read(buffers.residuals, slots)
+        wanted = ("residual", part, microbatch)
         self._require(found == wanted, f"an action must read {wanted}, its residuals", found)
 
 

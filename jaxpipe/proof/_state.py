@@ -56,7 +56,8 @@ def state_findings(job: Job) -> Iterator[Any]:
 
 
 def _other_stages(job: Job) -> list[int]:
-    own, layers = job.module.num_stages, len(job.module.layers)
+    own = job.module.num_stages
+    layers = len(job.module.layers)
     others = [1, 2 * own] if own > 1 else [2]
     room = jax.device_count() * own // job.num_devices
     # Every chunk of a stage needs a layer.
@@ -67,7 +68,8 @@ def _other_stages(job: Job) -> list[int]:
 def _engine(job: Job, stages: int) -> PipelineEngine:
     axes = axes_of(job.topology)
     topology = made_topology(stages, axes["data"], axes)
-    module, config = job.module, job.engine_config
+    module = job.module
+    config = job.engine_config
     if stages != module.num_stages:
         module = module.replace(topology=topology, partition_method="parameters")
         # Boundaries and a number of stages in the configuration are those of the job.

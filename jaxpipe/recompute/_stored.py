@@ -133,7 +133,9 @@ class _NoStore(_Store):
     """No storage, for a value that the function does not use."""
 
     def __init__(self, like: jax.Array) -> None:
-        self._shape, self._dtype, self._varying = like.shape, like.dtype, tuple(_varying_axes(like))
+        self._shape = like.shape
+        self._dtype = like.dtype
+        self._varying = tuple(_varying_axes(like))
 
     def put(self, value: jax.Array) -> None:
         return None

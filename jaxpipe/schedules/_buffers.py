@@ -82,7 +82,8 @@ class BufferTracker:
         return unit
 
     def _new_unit(self, op: BufferOpInstruction, step: int) -> int:
-        chunk, microbatch = op.chunk_id, op.micro_batch_id
+        chunk = op.chunk_id
+        microbatch = op.micro_batch_id
         if chunk is None and len(self._following) == 1:
             chunk = 0
         if chunk is None or chunk not in range(len(self._following)):

@@ -182,7 +182,8 @@ class _Costs:
 
     def slices(self, *, lockstep: bool) -> list[Slice]:
         """Return every action with its times, in the order of the ticks."""
-        program, tables = self._program, self._program.tables
+        program = self._program
+        tables = self._program.tables
         done: dict[tuple[bool, int, int], float] = {}
         now = [0.0] * program.num_stages
         found: list[Slice] = []
@@ -198,10 +199,8 @@ class _Costs:
             microbatch = actions.microbatch[stage][tick]
             if microbatch < 0:
                 return
-            part, is_forward = (
-                program.placement.virtual[stage][actions.chunk[stage][tick]],
-                kind == "forward",
-            )
+            part = program.placement.virtual[stage][actions.chunk[stage][tick]]
+            is_forward = kind == "forward"
             # Some actions never wait: virtual stage 0 reads the batch, the last virtual stage
             # starts from the loss, and a weight gradient needs only values of its own stage.
             ready = 0.0 if after is None else done.get((is_forward, part + after, microbatch), 0.0)

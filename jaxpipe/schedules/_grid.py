@@ -141,7 +141,8 @@ def _stage_cells(schedule: PipeSchedule) -> list[str]:
             # Unsound schedules must be shown too, so nothing is rejected: the numbers follow from
             # the order in which buffers are filled.
             if enters and buffer not in entered:
-                chunk, microbatch = op.chunk_id, op.micro_batch_id
+                chunk = op.chunk_id
+                microbatch = op.micro_batch_id
                 if microbatch is None:
                     microbatch = following.get(chunk, 0)
                 following[chunk] = microbatch + 1

@@ -48,7 +48,8 @@ def _planned(program: TickProgram, run: TickRun, policy: IdlePolicy) -> TickRun:
     kinds = run.has_forward + run.has_backward + run.has_weight
     is_end = run.stop - run.start == 1 and run in (program.runs[0], program.runs[-1])
     is_masked_end = policy.masks_ends and is_end and kinds == 1
-    tables, may_loop = program.tables, policy.skips and program.training
+    tables = program.tables
+    may_loop = policy.skips and program.training
 
     def planned(action: ActionPlan | None, microbatches: Table | None = None) -> ActionPlan | None:
         if action is None:

@@ -113,10 +113,14 @@ class _StageTables:
         before = [checked.placement.before(stage, chunk) for chunk in chunks]
         after = [checked.placement.after(stage, chunk) for chunk in chunks]
         rows = checked.stages[stage].rows
-        forward, backward, weight = rows["forward"], rows["backward"], rows["weight"]
-        received, sent = rows["act_recv"], rows["act_send"]
+        forward = rows["forward"]
+        backward = rows["backward"]
+        weight = rows["weight"]
+        received = rows["act_recv"]
+        sent = rows["act_send"]
         activations, act_slots = self._transfers(stage, forward, received, sent, (before, after))
-        received, sent = rows["grad_recv"], rows["grad_send"]
+        received = rows["grad_recv"]
+        sent = rows["grad_send"]
         gradients, grad_slots = self._transfers(stage, backward, received, sent, (after, before))
         # A backward is split if its unit has a weight gradient. A schedule may split only some of
         # its backwards.
@@ -257,18 +261,15 @@ def _with_model_ends(
     def told(row: Row) -> Table:
         return (row,) * placement.num_stages
 
-    entering, loss, last_stage = (
-        of_part(tables.forward, 0),
-        of_part(tables.forward, -1),
-        placement.locations[-1][0],
-    )
+    entering = of_part(tables.forward, 0)
+    loss = of_part(tables.forward, -1)
+    last_stage = placement.locations[-1][0]
     pairs = zip(tables.residual_write[last_stage], loss, strict=True)
-    written, none = (
-        tuple([slot if microbatch >= 0 else -1 for slot, microbatch in pairs]),
-        (-1,) * len(loss),
-    )
+    written = tuple([slot if microbatch >= 0 else -1 for slot, microbatch in pairs])
+    none = (-1,) * len(loss)
     if delays_loss:
-        loss, written = _a_tick_later(loss), _a_tick_later(written)
+        loss = _a_tick_later(loss)
+        written = _a_tick_later(written)
     return tables._replace(
         input_microbatch=told(entering),
         next_input_microbatch=told((*entering[1:], -1)),
@@ -288,7 +289,8 @@ def _unbuffered(tables: Tables[Table]) -> Buffers[bool]:
     def of(transfers: Transfers[Table]) -> TransferBuffers[bool]:
         # If values are always sent in the tick after they were computed, only one value is ever
         # waiting, and it needs no slot.
-        made, sent = _marks(transfers.write), _marks(transfers.send)
+        made = _marks(transfers.write)
+        sent = _marks(transfers.send)
         is_next_tick = all(
             [False, *one] == [*other, False] for one, other in zip(made, sent, strict=True)
         )

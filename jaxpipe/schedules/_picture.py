@@ -24,7 +24,10 @@ _COLOURS: dict[Kind, str] = {
     "input gradient": "#f6bd16",
     "weight gradient": "#c2a5f0",
 }
-_WIDTH, _ROW, _LEFT, _TOP = 1000, 26, 64, 44
+_WIDTH = 1000
+_ROW = 26
+_LEFT = 64
+_TOP = 44
 _LETTER = 7
 """Width of a digit in pixels. Numbers that do not fit into their action are left out."""
 
@@ -54,7 +57,8 @@ class Picture:
 
     def svg(self) -> str:
         """Return the picture as a self-contained SVG."""
-        scale, bottom = _WIDTH / (self.span_s or 1.0), _TOP + self.num_stages * _ROW
+        scale = _WIDTH / (self.span_s or 1.0)
+        bottom = _TOP + self.num_stages * _ROW
         size = f'width="{_LEFT + _WIDTH + 16}" height="{bottom + 12}"'
         view = f'viewBox="0 0 {_LEFT + _WIDTH + 16} {bottom + 12}"'
         # A page narrower than the picture scales it down instead of cutting it off.
@@ -112,8 +116,10 @@ class Picture:
         return round(1 - 0.6 * (one.part // self.num_stages) / (self.num_chunks - 1), 2)
 
     def _slice(self, one: Slice, scale: float) -> list[str]:
-        x, width = _LEFT + one.start_s * scale, (one.end_s - one.start_s) * scale
-        y, text = _TOP + one.stage * _ROW, str(one.microbatch)
+        x = _LEFT + one.start_s * scale
+        width = (one.end_s - one.start_s) * scale
+        y = _TOP + one.stage * _ROW
+        text = str(one.microbatch)
         about = (
             f"{one.kind} of microbatch {one.microbatch} on stage {one.stage}, part {one.part}, "
             f"tick {one.tick}"
@@ -145,7 +151,8 @@ class Picture:
             for one in self.slices:
                 if one.kind == kind:
                     width = one.end_s - one.start_s
-                    colour, shade = _COLOURS[kind], self._opacity(one)
+                    colour = _COLOURS[kind]
+                    shade = self._opacity(one)
                     axes.barh(
                         one.stage,
                         width,
@@ -224,10 +231,8 @@ def draw(
 
 def picture_of(program: TickProgram, slices: Sequence[Slice]) -> Picture:
     """Draw the actions of a program, planned or measured."""
-    work, span = (
-        sum(one.end_s - one.start_s for one in slices),
-        max((one.end_s for one in slices), default=0.0),
-    )
+    work = sum(one.end_s - one.start_s for one in slices)
+    span = max((one.end_s for one in slices), default=0.0)
     idle = f", {1 - work / (span * program.num_stages):.1%} idle" if span > 0 else ""
     sizes = f"{program.num_microbatches} microbatches on {program.num_stages} stages"
     title = f"{program.name}: {sizes}{idle}"

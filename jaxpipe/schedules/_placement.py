@@ -50,7 +50,8 @@ def placement_of(schedules: Sequence[PipeSchedule]) -> Placement:
     model, or consecutive virtual stages are on stages that are not neighbours on the ring.
     """
     one = schedules[0]
-    stages, chunks = one.stages, one.num_chunks
+    stages = one.stages
+    chunks = one.num_chunks
     virtual = tuple(
         tuple(one.virtual_stage(stage, chunk) for chunk in range(chunks)) for stage in range(stages)
     )
@@ -66,7 +67,8 @@ def placement_of(schedules: Sequence[PipeSchedule]) -> Placement:
             locations[index] = (stage, chunk)
     # The executor's exchanges move values by one stage, up or down the ring.
     for index in range(1, stages * chunks):
-        source, target = locations[index - 1][0], locations[index][0]
+        source = locations[index - 1][0]
+        target = locations[index][0]
         if (target - source) % stages not in (0, 1, stages - 1):
             raise ScheduleError(
                 "Parts of the model that follow each other must lie on one stage or on neighbours, "

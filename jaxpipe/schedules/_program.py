@@ -349,7 +349,8 @@ class TickProgram:
         If so, the loss's gradient needs no buffer.
         """
         last_stage, last_chunk = self.placement.locations[-1]
-        losses, backward = self.tables.loss_microbatch[0], self.tables.backward
+        losses = self.tables.loss_microbatch[0]
+        backward = self.tables.backward
         ticks = zip(
             losses, backward.microbatch[last_stage], backward.chunk[last_stage], strict=True
         )

@@ -76,9 +76,12 @@ class RingTimetable(TimetableSchedule):
     def _turn(self, number: int) -> Action:
         """Chunk, counted from the first, and microbatch of a turn."""
         size, num_larger = self._groups()
-        begin, first = num_larger * self.num_chunks * (size + 1), num_larger * (size + 1)
+        begin = num_larger * self.num_chunks * (size + 1)
+        first = num_larger * (size + 1)
         if number < begin:
-            size, begin, first = size + 1, 0, 0
+            size = size + 1
+            begin = 0
+            first = 0
         group, turn = divmod(number - begin, self.num_chunks * size)
         chunk, position = divmod(turn, size)
         return chunk, first + group * size + position

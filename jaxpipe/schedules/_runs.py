@@ -60,7 +60,8 @@ def with_ends_apart(program: TickProgram) -> TickProgram:
     Returns:
         The program with at most two additional runs. No run has a policy for idle actions.
     """
-    last, content = program.num_ticks - 1, _content(_columns(program.tables))
+    last = program.num_ticks - 1
+    content = _content(_columns(program.tables))
     inner = [(max(run.start, 1), min(run.stop, last), run) for run in program.runs]
     pieces = [
         (start, stop, (run.has_forward, run.has_backward, run.has_weight))

@@ -134,16 +134,17 @@ class TimetableSchedule(PipeSchedule):
         send_grad: list[PipeInstruction] = []
         send_act: list[PipeInstruction] = []
         for step in range(num_steps):
-            forward, backward, weight = (
-                self.forward_at(step),
-                self.backward_at(step),
-                self.weight_at(step),
-            )
+            forward = self.forward_at(step)
+            backward = self.backward_at(step)
+            weight = self.weight_at(step)
             # Results of a step are sent in the next one. Exchanges are in DeepSpeed's order: two
             # neighbours both list the gradient before the activation, so that blocking transfers
             # would match too.
-            exchanges, last_exchange, computing = send_grad, send_act, list[PipeInstruction]()
-            send_grad, send_act = [], []
+            exchanges = send_grad
+            last_exchange = send_act
+            computing = list[PipeInstruction]()
+            send_grad = []
+            send_act = []
             for action in self._begun(step, ends):
                 buffer, names = buffers.take(action)
                 exchanges = (

@@ -67,7 +67,8 @@ class TrainSchedule(PipeSchedule):
 
     def _forward_step(self, step: int, num_buffers: int) -> list[PipeInstruction]:
         commands: list[PipeInstruction] = []
-        microbatch, before = self._forward_at(step), self._backward_at(step - 1)
+        microbatch = self._forward_at(step)
+        before = self._backward_at(step - 1)
         buffer = microbatch % num_buffers
         runs = 0 <= microbatch < self.micro_batches
         if 0 <= before < self.micro_batches and not self.is_first_stage:
@@ -82,7 +83,8 @@ class TrainSchedule(PipeSchedule):
 
     def _backward_step(self, step: int, num_buffers: int) -> list[PipeInstruction]:
         commands: list[PipeInstruction] = []
-        microbatch, before = self._backward_at(step), self._forward_at(step - 1)
+        microbatch = self._backward_at(step)
+        before = self._forward_at(step - 1)
         buffer = microbatch % num_buffers
         runs = 0 <= microbatch < self.micro_batches
         if runs and not self.is_last_stage:

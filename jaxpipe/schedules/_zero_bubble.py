@@ -48,7 +48,9 @@ class ZeroBubbleSchedule(FilledTimetable, RingTimetable):
         `h = min(S - 1, v(M - S) + 1)`. The formula holds for `W <= min(F, I)` and a large enough
         `max_pending`.
         """
-        chunks, micro_batches, stages = self.num_chunks, self.micro_batches, self.stages
+        chunks = self.num_chunks
+        micro_batches = self.micro_batches
+        stages = self.stages
         tick_s = forward_s + backward_s
         # Filling and draining take S - 1 ticks of F and I. Each stage runs h weight gradients while
         # it drains.

@@ -46,7 +46,8 @@ class ZeroBubbleH1Schedule(FilledTimetable):
 
     def promised_s(self, forward_s: float, backward_s: float, weight_s: float) -> float | None:
         """`M(F + B) + (S - 1)(F + I - W) + (M - 1) abs(F - I)`; None if `M < S`."""
-        input_s, work_s = backward_s - weight_s, self.micro_batches * (forward_s + backward_s)
+        input_s = backward_s - weight_s
+        work_s = self.micro_batches * (forward_s + backward_s)
         if self.micro_batches < self.stages:
             return None
         if self.stages == 1:

@@ -60,7 +60,8 @@ class ZeroBubbleVSchedule(FilledTimetable, FoldedTimetable):
 
         None for fewer than S microbatches.
         """
-        input_s, work_s = backward_s - weight_s, self.micro_batches * (forward_s + backward_s)
+        input_s = backward_s - weight_s
+        work_s = self.micro_batches * (forward_s + backward_s)
         if self.micro_batches < self.stages:
             return None
         if self.stages == 1:
@@ -79,5 +80,6 @@ class ZeroBubbleVSchedule(FilledTimetable, FoldedTimetable):
 
         A gradient enters in the first free turn after its microbatch has passed all virtual stages.
         """
-        stages, micro_batches = self.stages, self.micro_batches
+        stages = self.stages
+        micro_batches = self.micro_batches
         return {m + max(stages, min(stages + m, micro_batches)): m for m in range(micro_batches)}

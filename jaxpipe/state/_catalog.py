@@ -82,7 +82,8 @@ def read_leaf(leaf: Leaf, row: Callable[[str, int], np.ndarray]) -> np.ndarray:
 
     `row` returns a flattened row of an array by the array's name and the row's index.
     """
-    shape, slices = leaf.slice_shape(), []
+    shape = leaf.slice_shape()
+    slices = []
     # One copy is enough: `broadcast_tied` keeps the copies of a parameter bitwise equal.
     for span in leaf.copies[0]:
         # With ZeRO-1 the elements of a slice are divided over the rows of the replicas, and the
@@ -109,7 +110,8 @@ def write_leaf(
     for copy in leaf.copies:
         for span, at in zip(copy, leaf.slices(), strict=True):
             one = value[at]
-            size, flat = span.stop - span.start, one.reshape(-1)
+            size = span.stop - span.start
+            flat = one.reshape(-1)
             for i, index in enumerate(span.rows):
                 # The last piece may be short, followed by padding.
                 piece = flat[i * size : (i + 1) * size]
@@ -164,7 +166,9 @@ def make_catalog(
     for shard_kind, stage in enumerate(master.stages_of_shard_kinds):
         for group, layout, name, label, path in updater.leaves(shard_kind):
             key = f"opt_state/{label}"
-            struct, field, rows = whole[key], f"opt_state/{group}", master.rows_of(shard_kind)
+            struct = whole[key]
+            field = f"opt_state/{group}"
+            rows = master.rows_of(shard_kind)
             # State with its parameter's shape, such as a moment, is cut like the parameter: the
             # shards hold pieces of one copy.
             if path is not None and struct.shape == params.struct[path].shape:
@@ -211,7 +215,8 @@ class _Draft:
                 self.blocks,
                 tuple(tuple(spans) for _, spans in self.given),
             )
-        dim, count = self.stage_dim, len(self.given)
+        dim = self.stage_dim
+        count = len(self.given)
         grid, shape = (
             tuple(n * count if d == dim else n for d, n in enumerate(each))
             for each in (self.blocks, self.struct.shape)

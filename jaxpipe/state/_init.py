@@ -74,7 +74,9 @@ class StageInit:
     """
 
     def __init__(self, module: PipelineModule, trace: ModelTrace, key: jax.Array) -> None:
-        self._module, self._trace, self._key = module, trace, key
+        self._module = module
+        self._trace = trace
+        self._key = key
         self._owners = trace.owners()
         self._indices = {named.name: named.index for named in module.layers}
         self._recipes: dict[int, Recipe] = {}
@@ -215,7 +217,8 @@ class StageInit:
         return list(rounds.values())
 
     def _run(self, one: _Round, made: MadeField, arrays: dict[str, jax.Array]) -> None:
-        targets, sharding = [arrays[name] for name in one.targets], made.sharding
+        targets = [arrays[name] for name in one.targets]
+        sharding = made.sharding
         rows = [
             shard_kind
             for stage in range(sharding.gathered.num_stages)
@@ -227,7 +230,8 @@ class StageInit:
             for shard_kind, key in keys.items()
         }
         some = next(iter(one.layers))
-        nothing, none = np.zeros_like(words[some]), (0, [0] * len(one.slots))
+        nothing = np.zeros_like(words[some])
+        none = (0, [0] * len(one.slots))
         at_rows = NamedSharding(cast("NamedSharding", targets[0].sharding).mesh, made.rows)
 
         def by_row(values: list[Any], dtype: Any = None) -> jax.Array:
@@ -289,10 +293,12 @@ class StageInit:
 
         All rounds of a recipe whose leaves are stored alike share one program.
         """
-        sharding, specs = made.sharding, [one.spec for one in shardings]
+        sharding = made.sharding
+        specs = [one.spec for one in shardings]
 
         def cut(slot: _Slot, leaf: jax.Array, target: jax.Array) -> jax.Array:
-            stage, dim = jax.lax.axis_index("stage"), slot.leaf.stage_dim
+            stage = jax.lax.axis_index("stage")
+            dim = slot.leaf.stage_dim
             leaf = leaf if dim is None else _block(leaf, dim, stage, sharding.gathered.num_stages)
             piece = sharding.piece_of(slot.leaf.name, leaf, jax.lax.axis_index("data")).astype(
                 target.dtype
@@ -337,7 +343,8 @@ class StageInit:
             )
             for slot in slots
         ]
-        mesh, rows = shardings[0].mesh, made.rows
+        mesh = shardings[0].mesh
+        rows = made.rows
         in_specs = (specs, P(mesh.axis_names), rows, rows)
         mapped = jax.shard_map(put, mesh=mesh, in_specs=in_specs, out_specs=specs, check_vma=False)
         # Donated, so that the arrays are never in memory twice while they are filled.

@@ -87,7 +87,8 @@ class Layout:
         frozen: Collection[str] = (),
     ) -> None:
         self.frozen = frozenset(frozen)
-        self.num_stages, self._specs = len(stages), tuple(specs) or tuple({} for _ in stages)
+        self.num_stages = len(stages)
+        self._specs = tuple(specs) or tuple({} for _ in stages)
         self.specs = {name: spec for of_stage in self._specs for name, spec in of_stage.items()}
         first = stages[0] if stack and stages else {}
         self.stacked = {
@@ -107,7 +108,8 @@ class Layout:
         used: dict[str, int] = {}
         slots: dict[str, _Slot] = {}
         for name, like in stage.items():
-            shape, spec = tuple(like.shape), specs.get(name)
+            shape = tuple(like.shape)
+            spec = specs.get(name)
             if name in self.stacked:
                 continue
             kind = like.dtype.name if spec is None else _kind(like, spec)
@@ -253,7 +255,8 @@ class Layout:
                 ]
                 buffers[buffer] = constrained(found[0], self._buffer_specs[buffer])
                 continue
-            pieces, end = [], 0
+            pieces = []
+            end = 0
             # In the order of their offsets, which `_place` assigned. A gap between two leaves means
             # that a leaf is missing.
             for name, slot in given.items():
@@ -280,7 +283,8 @@ class Layout:
 
     def put(self, stage: int, storage: Storage, changed: Mapping[str, jax.Array]) -> Storage:
         """Replace some leaves in a stage's storage."""
-        stacked, packed = dict(storage.stacked), dict(storage.packed)
+        stacked = dict(storage.stacked)
+        packed = dict(storage.packed)
         for name, value in changed.items():
             if name in self.stacked:
                 stacked[name] = value

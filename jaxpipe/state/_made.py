@@ -51,7 +51,8 @@ def made_params(params: ModelParams, trace: ModelTrace, master: ShardLayout, row
     A tied parameter is made by the first layer that holds it, on every stage that holds it. `rows`
     is the spec of the rows of the global arrays.
     """
-    owners, dims = trace.owners(), params.stage_dims
+    owners = trace.owners()
+    dims = params.stage_dims
     shard_kinds = []
     for shard_kind, stage in enumerate(master.stages_of_shard_kinds):
         paths = params.stages[stage].paths

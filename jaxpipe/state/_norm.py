@@ -47,7 +47,8 @@ def layer_norms(
     Results are keyed by the layer's name, or by the key of the tied layer. Otherwise this works
     like `global_norm`. `paths` has, for each stage, the path of each trained parameter by name.
     """
-    counted, layout = drop_copies(tied, sharding.trained, shard_kind, shard), sharding.trained
+    counted = drop_copies(tied, sharding.trained, shard_kind, shard)
+    layout = sharding.trained
     named = {path: _layer_of(path) for of_stage in paths for path in of_stage.values()}
     layers = sorted(set(named.values()))
 

@@ -42,7 +42,8 @@ def drop_copies(
 
     A sum over the stages then counts each parameter once.
     """
-    layout, stages = sharding.shards, sharding.stages_of_shard_kinds
+    layout = sharding.shards
+    stages = sharding.stages_of_shard_kinds
     stacked, tied = _by_storage(tied, layout)
     if stacked:
         stage = jnp.asarray(stages)[shard_kind]

@@ -53,7 +53,9 @@ class Updater:
         optimizer: optax.GradientTransformation,
         bias_rate: float = 0.0,
     ) -> None:
-        self._sharding, self._params, self._optimizer = sharding, params, optimizer
+        self._sharding = sharding
+        self._params = params
+        self._optimizer = optimizer
         self._bias_rate = bias_rate
         shards = sharding.shards
         shard_kinds = range(shards.num_stages)
@@ -182,7 +184,9 @@ class Updater:
 
         `grads` are mean gradients in the shard's layout.
         """
-        stacked, packed, new_state = {}, shard.packed, {}
+        stacked = {}
+        packed = shard.packed
+        new_state = {}
         for name, names, has_packed in self._divided(shard):
             taken = [_take(tree, names, with_packed=has_packed) for tree in (shard, grads)]
             function = functools.partial(self._update, name)
@@ -205,7 +209,8 @@ class Updater:
         `choice` maps a tree of parameters, with their paths in the model, and the optimiser's state
         for it to another tree of parameters.
         """
-        stacked, packed = {}, shard.packed
+        stacked = {}
+        packed = shard.packed
         for name, names, has_packed in self._divided(shard):
             taken = _take(shard, names, with_packed=has_packed)
             function = functools.partial(self._choose, choice, name)
@@ -230,7 +235,8 @@ class Updater:
     def _restart_average(
         self, name: str, shard_kind: int, params: Storage, state: Storage
     ) -> Storage:
-        group, layout = self._groups[name][shard_kind], self._layouts[name]
+        group = self._groups[name][shard_kind]
+        layout = self._layouts[name]
         leaves = group.restart_average(params, layout.unpack(shard_kind, state))
         return layout.pack(shard_kind, leaves)
 
@@ -243,7 +249,8 @@ class Updater:
     def _update(
         self, name: str, shard_kind: int, params: Storage, grads: Storage, state: Storage
     ) -> tuple[Storage, Storage]:
-        group, layout = self._groups[name][shard_kind], self._layouts[name]
+        group = self._groups[name][shard_kind]
+        layout = self._layouts[name]
         changed, leaves = group.update(params, grads, layout.unpack(shard_kind, state))
         changed |= self._moved_biases(name, shard_kind, params, grads)
         return self._packed(shard_kind, params, changed), layout.pack(shard_kind, leaves)
@@ -272,7 +279,8 @@ class Updater:
         params: Storage,
         state: Storage,
     ) -> Storage:
-        group, layout = self._groups[name][shard_kind], self._layouts[name]
+        group = self._groups[name][shard_kind]
+        layout = self._layouts[name]
         changed = group.choose(choice, params, layout.unpack(shard_kind, state))
         return self._packed(shard_kind, params, changed)
 
@@ -280,7 +288,8 @@ class Updater:
         self, shard_kind: int, params: Storage, changed: Mapping[str, jax.Array]
     ) -> Storage:
         """Replace the changed parameters of a shard, given by name."""
-        shards, packed = self._sharding.shards, {}
+        shards = self._sharding.shards
+        packed = {}
         if params.packed:
             # If the trunk is packed, the parameters that this stage has frozen are kept.
             still = [
@@ -309,12 +318,10 @@ class _Group:
         optimizer: optax.GradientTransformation,
         shared_names: Collection[str] = (),
     ) -> None:
-        self._layout, self._shard_kind, self.paths, self.optimizer = (
-            layout,
-            shard_kind,
-            paths,
-            optimizer,
-        )
+        self._layout = layout
+        self._shard_kind = shard_kind
+        self.paths = paths
+        self.optimizer = optimizer
         self.struct = unflatten_dict(
             {path: layout.struct_of(shard_kind, name) for name, path in paths.items()}
         )

@@ -58,7 +58,8 @@ def find_vocab_layers(
     # With one stage nothing is sliced, and these layers are ordinary layers.
     if num_stages == 1:
         return VocabLayers(), tuple(cuts)
-    head, tail = cuts[0].prologue, cuts[-1].epilogue
+    head = cuts[0].prologue
+    tail = cuts[-1].epilogue
     vocab = VocabLayers(
         first=range(max((i + 1 for i in marked if i in head), default=0)),
         # The whole tail: layers between trunk and head compute the head's input, and layers after
@@ -110,7 +111,8 @@ def _check_layer(named: NamedLayer, trace: ModelTrace, vocab: VocabLayers, num_s
         if paths[path] in vocab.dims
     }
     for path, leaf in leaves.items():
-        label, dim = f"parameter {'.'.join(path)!r} of layer {named.name}", vocab.dims[paths[path]]
+        label = f"parameter {'.'.join(path)!r} of layer {named.name}"
+        dim = vocab.dims[paths[path]]
         if i not in vocab.layers:
             raise LayerError(
                 f"{label} is split over the 'stage' axis and must belong to the layers before the "

@@ -162,7 +162,8 @@ class ByElements(_Sharded):
     is_uniform = True
 
     def __init__(self, gathered: Layout, num_shards: int, mesh: Mapping[str, int]) -> None:
-        self.gathered, self.num_shards = gathered, num_shards
+        self.gathered = gathered
+        self.num_shards = num_shards
         self._blocks = {name: _block_counts(spec, mesh) for name, spec in gathered.specs.items()}
         structs = [
             {name: gathered.struct_of(s, name) for name in gathered.names(s)}
@@ -274,7 +275,8 @@ class ByLeaves(_Sharded):
     is_uniform = False
 
     def __init__(self, gathered: Layout, num_shards: int, tied: Sequence[str]) -> None:
-        self.gathered, self.num_shards = gathered, num_shards
+        self.gathered = gathered
+        self.num_shards = num_shards
         owners = [self._assign(s, tied) for s in range(gathered.num_stages)]
         # Not stacked: leaves that all stages have may be in the shards of different replicas.
         shards = [

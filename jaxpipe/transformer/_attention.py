@@ -355,7 +355,8 @@ def _by_heads(
     axes = set(mesh.auto_axes) if mesh.manual_axes else set[str]()
     if not axes:
         return call(q, k, v, hides)
-    samples, heads = divided.samples, divided.heads
+    samples = divided.samples
+    heads = divided.heads
     each = P(samples, None, heads)
     specs = (each, each, each, jax.tree.map(lambda x: spec_of(x, samples, heads), hides))
     return jax.shard_map(call, in_specs=specs, out_specs=each, axis_names=axes, check_vma=False)(
@@ -384,7 +385,8 @@ def _sees_any(pattern: Pattern, mask: jax.Array, lengths: jax.Array | None) -> j
 
     The mask is `[B or 1, N or 1, T, S]`.
     """
-    queries, keys = jnp.arange(mask.shape[2])[:, None], jnp.arange(mask.shape[3])[None]
+    queries = jnp.arange(mask.shape[2])[:, None]
+    keys = jnp.arange(mask.shape[3])[None]
     seen = jnp.ones((mask.shape[2], mask.shape[3]), bool)
     if pattern.causal:
         seen &= keys <= queries
@@ -410,10 +412,8 @@ def _xla_refusal(pattern: Pattern, sinks: jax.Array | None) -> str | None:
 def _xla(
     pattern: Pattern, q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility
 ) -> jax.Array:
-    bias, mask = (
-        None if _is_boolean(visibility.mask) else visibility.mask,
-        _boolean_mask(visibility),
-    )
+    bias = None if _is_boolean(visibility.mask) else visibility.mask
+    mask = _boolean_mask(visibility)
     if bias is not None:
         # As wide as the scores: in the dtype of `q`, float32's lowest number would be infinite.
         bias = jax.lax.stop_gradient(bias.astype(np.promote_types(q.dtype, np.float32)))
@@ -512,7 +512,10 @@ def _visibility(
     lengths: jax.Array | None,
     segment_ids: Segments,
 ) -> Visibility:
-    batch, num_queries, heads, num_keys = q.shape[0], q.shape[1], q.shape[2], k.shape[1]
+    batch = q.shape[0]
+    num_queries = q.shape[1]
+    heads = q.shape[2]
+    num_keys = k.shape[1]
     full = (batch, heads, num_queries, num_keys)
     if mask is not None:
         mask = jnp.asarray(mask)

@@ -165,10 +165,14 @@ class Blocks:
         visibility: Visibility,
         stripes: Stripes | None = None,
     ) -> None:
-        self._pattern, self._visibility = pattern, visibility
+        self._pattern = pattern
+        self._visibility = visibility
         self._stripes = Stripes() if stripes is None else stripes
-        self._num_queries, self._num_keys, self._heads = q.shape[1], k.shape[1], k.shape[2]
-        self._rows, self._cols = min(BLOCK, self._num_queries), min(BLOCK, self._num_keys)
+        self._num_queries = q.shape[1]
+        self._num_keys = k.shape[1]
+        self._heads = k.shape[2]
+        self._rows = min(BLOCK, self._num_queries)
+        self._cols = min(BLOCK, self._num_keys)
         self._groups = q.shape[2] // k.shape[2]
         self._dtype = np.promote_types(q.dtype, np.float32)
         self._mask = None if visibility.mask is None else self._grouped(visibility.mask)
@@ -179,7 +183,8 @@ class Blocks:
         length = self._num_queries + -self._num_queries % self._rows
         shape = v.shape[0], self._heads, self._groups, length
         column = jnp.zeros((*shape, 1), self._dtype)
-        high, total = column + _LOWEST, column
+        high = column + _LOWEST
+        total = column
         if sinks is not None:
             # A sink is a score of a value that is zero. So it is only in the maximum and in the
             # sum.
@@ -191,13 +196,16 @@ class Blocks:
     @jax.named_scope(ATTENTION_SCOPE)
     def add(self, sums: Sums, q: jax.Array, k: jax.Array, v: jax.Array) -> Sums:
         """Add keys and values to the sums."""
-        queries, keys, values = self._queries(q), self._keys(k), self._keys(v)
+        queries = self._queries(q)
+        keys = self._keys(k)
+        values = self._keys(v)
 
         def step(carry: Sums, i: jax.Array, j: jax.Array) -> Sums:
             high, total, acc = (self._query_block(x, i) for x in carry)
             scores, _ = self._scores(queries, keys, i, j)
             higher = jnp.maximum(high, scores.max(-1, keepdims=True))
-            shrink, weights = jnp.exp(high - higher), jnp.exp(scores - higher)
+            shrink = jnp.exp(high - higher)
+            weights = jnp.exp(scores - higher)
             new = self._product(
                 "bkgts,bksd->bkgtd", self._dropped(weights, i, j), self._key_block(values, j)
             )
@@ -243,17 +251,17 @@ class Blocks:
         rows: Rows,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Add the gradients from these keys and values to those of q, k and v."""
-        queries, grads, keys, values = (
-            self._queries(q),
-            self._queries(grad),
-            self._keys(k),
-            self._keys(v),
-        )
+        queries = self._queries(q)
+        grads = self._queries(grad)
+        keys = self._keys(k)
+        values = self._keys(v)
 
         def step(carry: tuple[jax.Array, ...], i: jax.Array, j: jax.Array) -> tuple[jax.Array, ...]:
             dq, dk, dv = carry
-            query, key = self._query_block(queries, i), self._key_block(keys, j)
-            grad, value = self._query_block(grads, i), self._key_block(values, j)
+            query = self._query_block(queries, i)
+            key = self._key_block(keys, j)
+            grad = self._query_block(grads, i)
+            value = self._key_block(values, j)
             scores, slope = self._scores(queries, keys, i, j)
             weights = jnp.exp(scores - self._query_block(rows.log_sum, i))
             to_values = self._product("bkgts,bkgtd->bksd", self._dropped(weights, i, j), grad)
@@ -289,7 +297,8 @@ class Blocks:
 
     def _loop(self, step: Callable[..., Any], carry: Any) -> Any:
         """Run `step(carry, query block, key block)` for all pairs that are not entirely hidden."""
-        num_rows, num_cols = -(-self._num_queries // self._rows), -(-self._num_keys // self._cols)
+        num_rows = -(-self._num_queries // self._rows)
+        num_cols = -(-self._num_keys // self._cols)
         seen = [(i, j) for i in range(num_rows) for j in range(num_cols) if self._is_seen(i, j)]
         pairs = np.asarray(seen, np.int32).reshape(-1, 2)
         with jax.named_scope(blocks_scope(len(pairs), num_rows * num_cols)):
@@ -298,8 +307,10 @@ class Blocks:
             )[0]
 
     def _is_seen(self, i: int, j: int) -> bool:
-        first_row, last_row = i * self._rows, (i + 1) * self._rows - 1
-        first_col, last_col = j * self._cols, (j + 1) * self._cols - 1
+        first_row = i * self._rows
+        last_row = (i + 1) * self._rows - 1
+        first_col = j * self._cols
+        last_col = (j + 1) * self._cols - 1
         # Positions of devices differ by less than a stride.
         stride = self._stripes.stride
         is_later = first_col - last_row > 0
@@ -354,19 +365,22 @@ class Blocks:
 
         Both are `[B, K, G, rows, cols]`. The scores are -inf where a key is hidden.
         """
-        query, key = self._query_block(queries, i), self._key_block(keys, j)
+        query = self._query_block(queries, i)
+        key = self._key_block(keys, j)
         scores = self._product("bkgtd,bksd->bkgts", query, key) * self._pattern.scale
         slope: jax.Array | float = self._pattern.scale
         if (cap := self._pattern.soft_cap) is not None:
             share = jnp.tanh(scores / cap)
-            scores, slope = cap * share, slope * (1 - share * share)
+            scores = cap * share
+            slope = slope * (1 - share * share)
         stride, first_query, first_key = self._stripes
         rows = (i * self._rows + jnp.arange(self._rows)).reshape(1, 1, 1, -1, 1)
         cols = (j * self._cols + jnp.arange(self._cols)).reshape(1, 1, 1, 1, -1)
         visible = []
         if self._num_keys % self._cols:
             visible.append(cols < self._num_keys)
-        rows, cols = rows * stride + first_query, cols * stride + first_key
+        rows = rows * stride + first_query
+        cols = cols * stride + first_key
         if self._pattern.causal:
             visible.append(cols <= rows)
         if self._pattern.window is not None:
@@ -395,7 +409,8 @@ class Blocks:
 
         The forward and the backward drop the same entries.
         """
-        rate, key = self._pattern.dropout_rate, self._visibility.key
+        rate = self._pattern.dropout_rate
+        key = self._visibility.key
         if not rate or key is None:
             return weights
         place = i * (-(-self._num_keys // self._cols)) + j

@@ -17,7 +17,9 @@ from ._attention import attention
 from ._config import DeepSpeedTransformerConfig
 from ._sharding import constrained, dividing_axes, stream_axes, summed
 
-_NORM, _GELU, _KEPT = "transformer_norm", "transformer_gelu", "transformer_product"
+_NORM = "transformer_norm"
+_GELU = "transformer_gelu"
+_KEPT = "transformer_product"
 
 
 @dataclass(frozen=True)
@@ -88,10 +90,8 @@ class Body:
         `mask` has the form that `attention` takes, `lengths` are `[B]`, and `segment_ids` are
         `[B, T]`. `key` is for dropout; None means no dropout.
         """
-        config, params = (
-            self.config,
-            {name: value.astype(self.dtype) for name, value in params.items()},
-        )
+        config = self.config
+        params = {name: value.astype(self.dtype) for name, value in params.items()}
         if key is not None:
             key = self._own(key)
         h = self._norm(params, "norm_", x) if config.pre_layer_norm else x

@@ -129,14 +129,16 @@ class DeepSpeedTransformerLayer(nn.Module):
         return (y,) if config.huggingface else y
 
     def _weights(self) -> dict[str, Any]:
-        config, init = self.config, nn.initializers.normal
-        hidden, heads, inter = config.hidden_size, config.heads, config.intermediate_size
-        size, inner, outer = (
-            hidden // heads,
-            init(config.initializer_range),
-            init(config.output_range),
-        )
-        zeros, ones = nn.initializers.zeros, nn.initializers.ones
+        config = self.config
+        init = nn.initializers.normal
+        hidden = config.hidden_size
+        heads = config.heads
+        inter = config.intermediate_size
+        size = hidden // heads
+        inner = init(config.initializer_range)
+        outer = init(config.output_range)
+        zeros = nn.initializers.zeros
+        ones = nn.initializers.ones
         declared: dict[str, tuple[Any, tuple[int, ...], tuple[str | None, ...]]] = {
             "attn_qkvw": (inner, (hidden, 3, heads, size), (None, None, MODEL, None)),
             "attn_qkvb": (zeros, (3, heads, size), (None, MODEL, None)),
@@ -170,8 +172,11 @@ class _Initial:
     """
 
     def __init__(self, name: str, arrays: Any, config: DeepSpeedTransformerConfig) -> None:
-        hidden, inter = config.hidden_size, config.intermediate_size
-        square, wide, norm = (hidden, hidden), (inter, hidden), (hidden,)
+        hidden = config.hidden_size
+        inter = config.intermediate_size
+        square = (hidden, hidden)
+        wide = (inter, hidden)
+        norm = (hidden,)
         shapes = [square, square, square, square, norm, wide, wide[::-1], norm]
         if name == "initial_biases":
             shapes = [shape[:1] for shape in shapes]

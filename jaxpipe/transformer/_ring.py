@@ -34,7 +34,8 @@ def ring_refusal(
     pattern: Pattern, q: jax.Array, k: jax.Array, visibility: Visibility
 ) -> str | None:
     """Return why a ring cannot compute this; None if it can."""
-    size, length = _num_places(), q.shape[1]
+    size = _num_places()
+    length = q.shape[1]
     parts = size**2 if _is_striped(pattern) else size
     found = {
         "there is a mask": visibility.mask is not None,

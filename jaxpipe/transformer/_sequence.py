@@ -50,7 +50,8 @@ class Division(NamedTuple):
             return x
         # First as attention computes it, so that the gradient reaches it in this form.
         x = constrained(x, self.samples, None, self.heads)
-        positions, model = dividing(SEQUENCE, x.shape[1]), dividing(MODEL, x.shape[2])
+        positions = dividing(SEQUENCE, x.shape[1])
+        model = dividing(MODEL, x.shape[2])
         return constrained(x, self.samples, positions, model)
 
 

@@ -9,7 +9,9 @@ from jaxpipe.errors import CheckpointError
 
 from ._transform import Index, Shape, Tensor
 
-_EIGHT_BITS, _SUFFIX, _BLOCK = "F8_E4M3", "_scale_inv", 128
+_EIGHT_BITS = "F8_E4M3"
+_SUFFIX = "_scale_inv"
+_BLOCK = 128
 
 
 class BlockScaled:
@@ -22,7 +24,9 @@ class BlockScaled:
     """
 
     def __init__(self, values: Tensor, scales: Tensor) -> None:
-        self._values, self._scales, self.shape = values, scales, values.shape
+        self._values = values
+        self._scales = scales
+        self.shape = values.shape
 
     def __getitem__(self, at: Index, /) -> np.ndarray:
         blocks = tuple(slice(x.start // _BLOCK, -(-x.stop // _BLOCK)) for x in at)

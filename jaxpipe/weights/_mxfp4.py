@@ -15,8 +15,11 @@ import numpy as np
 
 from ._transform import Index, Shape, Tensor
 
-_BLOCKS, _SCALES = "_blocks", "_scales"
-_BLOCK, _BIAS, _NAN = 32, 127, 255
+_BLOCKS = "_blocks"
+_SCALES = "_scales"
+_BLOCK = 32
+_BIAS = 127
+_NAN = 255
 """Numbers of a block; what is added to exponents; the exponent of blocks that are not numbers."""
 
 _MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
@@ -33,7 +36,8 @@ class Mxfp4Tensor:
     """
 
     def __init__(self, blocks: Tensor, scales: Tensor) -> None:
-        self._blocks, self._scales = blocks, scales
+        self._blocks = blocks
+        self._scales = scales
         experts, features, count, _ = blocks.shape
         self.shape: Shape = (experts, count * _BLOCK, features)
 
@@ -41,7 +45,8 @@ class Mxfp4Tensor:
         experts, inputs, features = at
         if inputs.stop <= inputs.start:
             return np.zeros([max(each.stop - each.start, 0) for each in at], jnp.bfloat16)
-        first, last = inputs.start // _BLOCK, -(-inputs.stop // _BLOCK)
+        first = inputs.start // _BLOCK
+        last = -(-inputs.stop // _BLOCK)
         cut = slice(inputs.start - first * _BLOCK, inputs.stop - first * _BLOCK)
         found: list[np.ndarray] = []
         for expert in range(experts.start, experts.stop):  # one at a time, to save memory

@@ -264,7 +264,8 @@ def _counters_of(rename: Rename, paths: Mapping[str, str]) -> Iterator[dict[str,
 
 def _matched(text: str, name: str) -> dict[str, int] | None:
     """Return the values of the counters for which a name in a table matches `name`."""
-    pattern, end = "", 0
+    pattern = ""
+    end = 0
     steps: list[tuple[str, int]] = []
     for mark in _COUNTER.finditer(text):
         pattern += re.escape(text[end : mark.start()]) + "(0|[1-9][0-9]{0,8})"

@@ -41,7 +41,8 @@ from ._on_store import DTYPES, StoreTensors
 _SUFFIX = ".safetensors"
 _INDEX_SUFFIX = _SUFFIX + ".index.json"
 _SHARD = re.compile(r"-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
-_PARAMS, _COLLECTIONS = "params/", "collections/"
+_PARAMS = "params/"
+_COLLECTIONS = "collections/"
 _DEEPEST = 100
 """Largest number of parts of a path in a tree, because tree functions recurse at each part."""
 
@@ -453,7 +454,8 @@ def _files(path: AnyPath) -> dict[AnyPath, list[str]]:
             homes[name] = shard
     for name in sorted({*listed, *homes}):
         if listed.get(name) != homes.get(name):
-            there, here = listed.get(name, "no place"), homes.get(name, "no shard")
+            there = listed.get(name, "no place")
+            here = homes.get(name, "no shard")
             text = f"{name!r} at {there}, while it is in {here}"
             raise _disagreement(path, text)
     return found
@@ -476,7 +478,8 @@ def _read_weight_map(path: AnyPath) -> dict[str, str]:
             "or restore the file."
         ) from error
     except (AttributeError, KeyError, TypeError, ValueError):
-        is_map, found = False, {}
+        is_map = False
+        found = {}
     if not is_map:
         raise CheckpointError(
             f"{path} must be the index of shards, with their names in 'weight_map', but got "

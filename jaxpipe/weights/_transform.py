@@ -233,7 +233,8 @@ class interleave(Transform):  # noqa: N801  # used as a function
         self, theirs: Sequence[Tensor], shapes: Sequence[Shape], which: int, at: Index
     ) -> np.ndarray:
         """See `Transform`."""
-        step, last = len(shapes), at[-1]
+        step = len(shapes)
+        last = at[-1]
         values = theirs[0][(*at[:-1], slice(last.start * step, last.stop * step))]
         return values[..., which::step]
 
