@@ -16,7 +16,7 @@ from jaxpipe.errors import LayerError
 from jaxpipe.recompute import is_first, traced_mesh
 from jaxpipe.topology import SEQUENCE
 
-from ._blocked import Pattern, Visibility, blocked_attention, filled
+from ._blocked import Operands, Pattern, Visibility, blocked_attention, filled
 from ._ring import ring_attention
 from ._sequence import Division, OverSequence, division
 from ._sharding import traced_platform
@@ -151,48 +151,46 @@ def attention(  # noqa: PLR0913  # what may hide a key, one argument each
     visibility = _visibility(q, k, mask, lengths, segment_ids)
     visibility = visibility._replace(key=key if dropout_rate else None)
     divided = division(sequence, pattern, q, k, visibility)
+    given = Operands(q, k, v, sinks, visibility)
     if divided.way == "ring":
         if implementation not in ("auto", "blocked"):
             raise LayerError(
                 f"a ring over the mesh axis {SEQUENCE!r} must be computed in blocks, but got "
                 f"implementation={implementation!r}. Leave implementation out."
             )
-        _report(q, k, v, f"blocked in a ring over {SEQUENCE!r}, because {divided.why}")
-        return ring_attention(pattern, q, k, v, sinks, visibility)
+        _report(given, f"blocked in a ring over {SEQUENCE!r}, because {divided.why}")
+        return ring_attention(pattern, given)
     if implementation == "auto" or (implementation == "splash" and _is_absent()):
-        implementation = _chosen(divided, pattern, q, k, v, sinks, visibility)
-    elif refusal := _refusal(implementation, divided, pattern, q, k, v, sinks, visibility):
+        implementation = _chosen(divided, pattern, given)
+    elif refusal := _refusal(implementation, divided, pattern, given):
         raise LayerError(
             f"{_SUBJECTS[implementation]} must be able to compute this, but got: {refusal}. "
             'Leave implementation out, or say implementation="blocked".'
         )
     q, k, v = divided.by_heads(q, k, v)
+    given = Operands(q, k, v, sinks, visibility)
     if implementation == "blocked":
-        out: Any = blocked_attention(pattern, q, k, v, sinks, visibility)
+        out: Any = blocked_attention(pattern, given)
     elif implementation == "cudnn":
-        out = _cudnn(divided, pattern, q, k, v, visibility)
+        out = _cudnn(divided, pattern, given)
     elif implementation == "splash":
-        out = _splash(divided, pattern, q, k, v, sinks, visibility.query_segments)
+        out = _splash(divided, pattern, given)
     else:
-        out = _xla(pattern, q, k, v, visibility)
+        out = _xla(pattern, given)
     return divided.by_positions(out)
 
 
 def _chosen(
     divided: Division,
     pattern: Pattern,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    sinks: jax.Array | None,
-    visibility: Visibility,
+    given: Operands,
 ) -> Implementation:
     kernel: Implementation = "splash" if traced_platform() == "tpu" else "cudnn"
     if _is_absent():
         refusal = "the devices do not exist, and a plan counts it as one kernel"
     else:
         refusal = _unless("TPUs" if kernel == "splash" else "NVIDIA GPUs") or _refusal(
-            kernel, divided, pattern, q, k, v, sinks, visibility
+            kernel, divided, pattern, given
         )
     chosen, why = (
         ("blocked", refusal) if refusal else (kernel, "the devices, dtype and head size allow it")
@@ -201,11 +199,12 @@ def _chosen(
         "ulysses": f"{chosen} by heads over {SEQUENCE!r}, because {divided.why}, and",
         "whole": f"{chosen} on each device of {SEQUENCE!r}, because {divided.why}, and",
     }.get(divided.way or "", f"{chosen}, because")
-    _report(q, k, v, f"{named} {why}")
+    _report(given, f"{named} {why}")
     return chosen
 
 
-def _report(q: jax.Array, k: jax.Array, v: jax.Array, chosen: str) -> None:
+def _report(given: Operands, chosen: str) -> None:
+    q, k, v = given[:3]
     shape = f"q {q.dtype}{list(q.shape)}, k {list(k.shape)}"
     if k.shape != v.shape:
         shape += f", v {list(v.shape)}"
@@ -217,18 +216,14 @@ def _refusal(
     implementation: Implementation,
     divided: Division,
     pattern: Pattern,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    sinks: jax.Array | None,
-    visibility: Visibility,
+    given: Operands,
 ) -> str | None:
     """Return why an implementation cannot compute this; None if it can."""
     if implementation == "cudnn":
-        return _cudnn_refusal(divided, pattern, q, k, v, sinks, visibility)
+        return _cudnn_refusal(divided, pattern, given)
     if implementation == "splash":
-        return _unless("TPUs") or splash_refusal(pattern, q, k, visibility)
-    return _xla_refusal(pattern, sinks) if implementation == "xla" else None
+        return _unless("TPUs") or splash_refusal(pattern, given.q, given.k, given.visibility)
+    return _xla_refusal(pattern, given.sinks) if implementation == "xla" else None
 
 
 def _is_absent() -> bool:
@@ -248,13 +243,10 @@ def _unless(devices: Literal["NVIDIA GPUs", "TPUs"]) -> str | None:
 def _cudnn_refusal(
     divided: Division,
     pattern: Pattern,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    sinks: jax.Array | None,
-    visibility: Visibility,
+    given: Operands,
 ) -> str | None:
     """Return why cuDNN's kernels cannot compute this; None if they can."""
+    q, _, _, sinks, visibility = given
     hides_pairs = visibility.mask is not None or visibility.query_segments is not None
     since = ".".join(map(str, _MASKS_SINCE))
     found = {
@@ -277,12 +269,15 @@ def _cudnn_refusal(
     if refusals:
         return refusals[0]
 
-    def train(q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility) -> jax.Array:
-        return jax.vjp(lambda q, k, v: _cudnn(divided, pattern, q, k, v, visibility), q, k, v)[0]
+    def train(given: Operands) -> jax.Array:
+        def call(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            return _cudnn(divided, pattern, given._replace(q=q, k=k, v=v))
+
+        return jax.vjp(call, *given[:3])[0]
 
     # JAX checks the rest while tracing: head sizes by version and device, and whether cuDNN exists.
     try:
-        jax.eval_shape(train, q, k, v, visibility)
+        jax.eval_shape(train, given)
     except (NotImplementedError, RuntimeError, ValueError) as error:
         return str(error).partition("\n")[0].rstrip(".")
     return None
@@ -291,11 +286,9 @@ def _cudnn_refusal(
 def _cudnn(
     divided: Division,
     pattern: Pattern,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    visibility: Visibility,
+    given: Operands,
 ) -> jax.Array:
+    q, k, _, _, visibility = given
     mask = _boolean_mask(visibility)
     if mask is not None:
         mask = jnp.broadcast_to(mask, (*mask.shape[:2], q.shape[1], k.shape[1]))
@@ -315,17 +308,13 @@ def _cudnn(
         sizes = zip((samples, heads), x.shape, strict=False)
         return P(*(axis if size > 1 else None for axis, size in sizes))
 
-    return _by_heads(divided, call, q, k, v, hides, spec_of)
+    return _by_heads(divided, call, given, hides, spec_of)
 
 
 def _splash(
     divided: Division,
     pattern: Pattern,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    sinks: jax.Array | None,
-    segments: jax.Array | None,
+    given: Operands,
 ) -> jax.Array:
     def call(q: jax.Array, k: jax.Array, v: jax.Array, others: Any) -> jax.Array:
         return splash_attention(pattern, q, k, v, *others)
@@ -334,15 +323,13 @@ def _splash(
         """Return the sharding of the sinks `[N]` or of the segments `[B, T]`."""
         return P(heads if x.ndim == 1 else samples)
 
-    return _by_heads(divided, call, q, k, v, (sinks, segments), spec_of)
+    return _by_heads(divided, call, given, (given.sinks, given.visibility.query_segments), spec_of)
 
 
 def _by_heads(
     divided: Division,
     call: Callable[..., jax.Array],
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    given: Operands,
     hides: PyTree,
     spec_of: Callable[[jax.Array, Any, Any], P],
 ) -> jax.Array:
@@ -354,13 +341,13 @@ def _by_heads(
     mesh = jax.sharding.get_abstract_mesh()
     axes = set(mesh.auto_axes) if mesh.manual_axes else set[str]()
     if not axes:
-        return call(q, k, v, hides)
+        return call(*given[:3], hides)
     samples = divided.samples
     heads = divided.heads
     each = P(samples, None, heads)
     specs = (each, each, each, jax.tree.map(lambda x: spec_of(x, samples, heads), hides))
     return jax.shard_map(call, in_specs=specs, out_specs=each, axis_names=axes, check_vma=False)(
-        q, k, v, hides
+        *given[:3], hides
     )
 
 
@@ -409,9 +396,8 @@ def _xla_refusal(pattern: Pattern, sinks: jax.Array | None) -> str | None:
     return next((why for why, holds in found.items() if holds), None)
 
 
-def _xla(
-    pattern: Pattern, q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility
-) -> jax.Array:
+def _xla(pattern: Pattern, given: Operands) -> jax.Array:
+    q, k, v, _, visibility = given
     bias = None if _is_boolean(visibility.mask) else visibility.mask
     mask = _boolean_mask(visibility)
     if bias is not None:

@@ -66,6 +66,24 @@ class Visibility(NamedTuple):
     key: jax.Array | None = None
 
 
+class Operands(NamedTuple):
+    """The arrays of one attention.
+
+    Attributes:
+        q: Queries `[B, T, N, D]`.
+        k: Keys `[B, S, K, D]`.
+        v: Values `[B, S, K, Dv]`.
+        sinks: Floats `[N]`, or None.
+        visibility: Arrays that hide keys.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    sinks: jax.Array | None = None
+    visibility: Visibility = Visibility()
+
+
 class Stripes(NamedTuple):
     """The positions of the queries and keys that one device holds.
 
@@ -78,44 +96,32 @@ class Stripes(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def blocked_attention(
-    pattern: Pattern,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    sinks: jax.Array | None,
-    visibility: Visibility,
-) -> jax.Array:
-    """Compute attention of `q` `[B, T, N, D]` to `k` `[B, S, K, D]` and `v` `[B, S, K, Dv]`.
-
-    `sinks` are floats `[N]`, or None. Returns `[B, T, N, Dv]`, which is zero for queries that see
-    no key.
-    """
-    return _forward(pattern, q, k, v, sinks, visibility)[0]
+def blocked_attention(pattern: Pattern, given: Operands) -> jax.Array:
+    """Compute attention. Returns `[B, T, N, Dv]`, which is zero for queries that see no key."""
+    return _forward(pattern, given)[0]
 
 
-def _forward(
-    pattern: Pattern,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    sinks: jax.Array | None,
-    visibility: Visibility,
-) -> tuple[Any, Any]:
+def _forward(pattern: Pattern, given: Operands) -> tuple[Any, Any]:
+    q, k, v, sinks, visibility = given
     blocks = Blocks(pattern, q, k, visibility)
     sums = blocks.add(blocks.start(v, sinks), q, k, v)
     out, log_sum = named(*blocks.finish(sums, q.dtype))
-    return out, (q, k, v, sinks, visibility, out, log_sum)
+    return out, (given, out, log_sum)
 
 
 def _backward(pattern: Pattern, residuals: Any, grad: jax.Array) -> tuple[Any, ...]:
-    q, k, v, sinks, visibility, out, log_sum = residuals
+    (q, k, v, sinks, visibility), out, log_sum = residuals
     blocks = Blocks(pattern, q, k, visibility)
     rows = blocks.rows(out, log_sum, grad)
     grads = blocks.add_gradients(blocks.zero_gradients(q, k, v), q, k, v, grad, rows)
-    found = blocks.gradients(grads, (q, k, v))
-    # None because masks, lengths, segments and dropout keys have no gradient.
-    return *found, blocks.sink_gradient(sinks, rows), None
+    dq, dk, dv = blocks.gradients(grads, (q, k, v))
+    return (operand_gradients(dq, dk, dv, blocks.sink_gradient(sinks, rows)),)
+
+
+def operand_gradients(dq: Any, dk: Any, dv: Any, to_sinks: Any) -> Operands:
+    """Return gradients of the operands. Masks, lengths, segments and dropout keys have none."""
+    nothing: Any = None
+    return Operands(dq, dk, dv, to_sinks, nothing)
 
 
 def named(out: jax.Array, log_sum: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe.jaxpr import spec_axes
 from jaxpipe.topology import SEQUENCE
 
-from ._blocked import Blocks, Pattern, Stripes, Visibility, named
+from ._blocked import Blocks, Operands, Pattern, Stripes, Visibility, named, operand_gradients
 from ._sharding import Axes, dividing_axes, traced_platform
 
 
@@ -48,25 +48,20 @@ def ring_refusal(
     return next((why for why, holds in found.items() if holds), None)
 
 
-def ring_attention(
-    pattern: Pattern,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    sinks: jax.Array | None,
-    visibility: Visibility,
-) -> jax.Array:
-    """Compute attention of `q` `[B, T, N, D]` to `k` `[B, T, K, D]` and `v` `[B, T, K, Dv]`.
+def ring_attention(pattern: Pattern, given: Operands) -> jax.Array:
+    """Compute attention of as many queries as keys.
 
     T is divided over the mesh axis `sequence`, also in the result `[B, T, N, Dv]`.
     """
-    samples, heads = dividing_axes(q.shape[0], k.shape[2])
+    samples, heads = dividing_axes(given.q.shape[0], given.k.shape[2])
     ring = _Ring(pattern, _num_places(), samples, heads, shifts=traced_platform() != "cpu")
-    segments = visibility.query_segments, visibility.key_segments
-    if _is_striped(pattern):
-        q, k, v, segments = jax.tree.map(ring.stripe, (q, k, v, segments))
-    out: Any = _attend(ring, q, k, v, sinks, (*segments, visibility.lengths))
-    return ring.unstripe(out) if _is_striped(pattern) else out
+    if not _is_striped(pattern):
+        return _attend(ring, given)
+    q, k, v, sinks, hides = given
+    segments = hides.query_segments, hides.key_segments
+    q, k, v, (of_queries, of_keys) = jax.tree.map(ring.stripe, (q, k, v, segments))
+    hides = hides._replace(query_segments=of_queries, key_segments=of_keys)
+    return ring.unstripe(_attend(ring, Operands(q, k, v, sinks, hides)))
 
 
 class _Ring(NamedTuple):
@@ -160,77 +155,43 @@ class _Ring(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(
-    ring: _Ring,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    sinks: jax.Array | None,
-    hides: tuple[jax.Array | None, ...],
-) -> jax.Array:
-    """Compute attention of queries to keys that are divided alike; `hides` are as in `_Hides`."""
-    return _forward(ring, q, k, v, sinks, hides)[0]
+def _attend(ring: _Ring, given: Operands) -> jax.Array:
+    """Compute attention of queries to keys that are divided in the same way."""
+    return _forward(ring, given)[0]
 
 
-def _forward(
-    ring: _Ring,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    sinks: jax.Array | None,
-    hides: tuple[jax.Array | None, ...],
-) -> tuple[Any, Any]:
-    def run(
-        places: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, sinks: Any, hides: Any
-    ) -> tuple[jax.Array, jax.Array]:
-        of_queries, of_keys, lengths = hides
-
-        def blocks(of_keys: Any, back: Any) -> Blocks:
-            source = (places[0] - back) % ring.size
-            seen = Visibility(None, lengths, of_queries, of_keys)
-            return Blocks(ring.pattern, q, k, seen, ring.stripes(places[0], source, q.shape[1]))
+def _forward(ring: _Ring, given: Operands) -> tuple[Any, Any]:
+    def run(places: jax.Array, given: Operands) -> tuple[jax.Array, jax.Array]:
+        q, k, v, sinks, hides = given
 
         def turn(sums: Any, held: Any, back: jax.Array) -> tuple[Any, Any]:
             k, v, of_keys = held
-            return blocks(of_keys, back).add(sums, q, k, v), held
+            return _blocks(ring, places[0], given, of_keys, back).add(sums, q, k, v), held
 
-        own = blocks(of_keys, 0)
+        of_keys = hides.key_segments
+        own = _blocks(ring, places[0], given, of_keys, 0)
         sums, _ = ring.round(turn, own.start(v, sinks), (k, v, of_keys), places[0])
         return own.finish(sums, q.dtype)
 
-    specs = _specs(ring, q, k, v, sinks, hides)
-    mapped = ring.mapped(run, specs, (ring.spec(q), _log_sum_spec(ring)))
-    out, log_sum = named(*mapped(_places(ring), q, k, v, sinks, hides))
-    return out, (q, k, v, sinks, hides, out, log_sum)
+    specs = (P(SEQUENCE), _specs(ring, given))
+    mapped = ring.mapped(run, specs, (ring.spec(given.q), _log_sum_spec(ring)))
+    out, log_sum = named(*mapped(_places(ring), given))
+    return out, (given, out, log_sum)
 
 
 def _backward(ring: _Ring, residuals: Any, grad: jax.Array) -> tuple[Any, ...]:
-    q, k, v, sinks, hides, out, log_sum = residuals
-
-    def run(  # noqa: PLR0913  # the residuals
-        places: jax.Array,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        sinks: Any,
-        hides: Any,
-        out: jax.Array,
-        log_sum: jax.Array,
-        grad: jax.Array,
+    def run(
+        places: jax.Array, given: Operands, out: jax.Array, log_sum: jax.Array, grad: jax.Array
     ) -> Any:
-        of_queries, of_keys, lengths = hides
-
-        def blocks(of_keys: Any, back: Any) -> Blocks:
-            source = (places[0] - back) % ring.size
-            seen = Visibility(None, lengths, of_queries, of_keys)
-            return Blocks(ring.pattern, q, k, seen, ring.stripes(places[0], source, q.shape[1]))
-
-        own = blocks(of_keys, 0)
+        q, k, v, sinks, hides = given
+        of_keys = hides.key_segments
+        own = _blocks(ring, places[0], given, of_keys, 0)
         rows = own.rows(out, log_sum, grad)
 
         def turn(dq: jax.Array, held: Any, back: jax.Array) -> tuple[Any, Any]:
             k, v, of_keys, dk, dv = held
-            grads = blocks(of_keys, back).add_gradients((dq, dk, dv), q, k, v, grad, rows)
+            blocks = _blocks(ring, places[0], given, of_keys, back)
+            grads = blocks.add_gradients((dq, dk, dv), q, k, v, grad, rows)
             return grads[0], (k, v, of_keys, *grads[1:])
 
         dq, dk, dv = own.zero_gradients(q, k, v)
@@ -242,29 +203,36 @@ def _backward(ring: _Ring, residuals: Any, grad: jax.Array) -> tuple[Any, ...]:
             to_sinks = lax.psum(to_sinks, (SEQUENCE, *spec_axes(ring.samples)))
         return *own.gradients((dq, dk, dv), (q, k, v)), to_sinks
 
-    specs = _specs(ring, q, k, v, sinks, hides)
-    mapped = ring.mapped(
-        run, (*specs, ring.spec(out), _log_sum_spec(ring), ring.spec(grad)), specs[1:5]
-    )
-    found = mapped(_places(ring), q, k, v, sinks, hides, out, log_sum, grad)
-    # None because segments and lengths have no gradient.
-    return *found, None
+    given, out, log_sum = residuals
+    specs = _specs(ring, given)
+    others = (ring.spec(out), _log_sum_spec(ring), ring.spec(grad))
+    mapped = ring.mapped(run, (P(SEQUENCE), specs, *others), specs[:4])
+    found = mapped(_places(ring), given, out, log_sum, grad)
+    return (operand_gradients(*found),)
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _specs(
-    ring: _Ring, q: jax.Array, k: jax.Array, v: jax.Array, sinks: Any, hides: Any
-) -> tuple[Any, ...]:
-    """Return the shardings of the places and of the arguments of `_attend`."""
-    of_sinks = None if sinks is None else P(ring.heads)
-    of_queries, of_keys, lengths = hides
-    of_hides = (
-        *(None if x is None else ring.spec(x) for x in (of_queries, of_keys)),
-        None if lengths is None else P(ring.samples),
+def _blocks(ring: _Ring, place: jax.Array, given: Operands, of_keys: Any, back: Any) -> Blocks:
+    """Return the blocks of the queries of `place` and of keys that come from `back` places away."""
+    seen = given.visibility._replace(key_segments=of_keys)
+    stripes = ring.stripes(place, (place - back) % ring.size, given.q.shape[1])
+    return Blocks(ring.pattern, given.q, given.k, seen, stripes)
+
+
+def _specs(ring: _Ring, given: Operands) -> Any:
+    """Return the shardings of the arguments of `_attend`."""
+    q, k, v, sinks, hides = given
+    of_queries, of_keys = (
+        None if x is None else ring.spec(x) for x in (hides.query_segments, hides.key_segments)
     )
-    return P(SEQUENCE), ring.spec(q), ring.spec(k), ring.spec(v), of_sinks, of_hides
+    of_lengths = None if hides.lengths is None else P(ring.samples)
+    of_sinks = None if sinks is None else P(ring.heads)
+    # Shardings where arrays are: the same trees.
+    seen: Any = Visibility(None, of_lengths, of_queries, of_keys)  # pyright: ignore[reportArgumentType]
+    each: Any = ring.spec(q), ring.spec(k), ring.spec(v), of_sinks, seen
+    return Operands(*each)
 
 
 def _log_sum_spec(ring: _Ring) -> P:

@@ -12,7 +12,7 @@ from _tolerances import assert_close
 import jaxpipe
 from jaxpipe.errors import LayerError
 from jaxpipe.transformer import _attention
-from jaxpipe.transformer._blocked import Pattern, Visibility, blocked_attention
+from jaxpipe.transformer._blocked import Operands, Pattern, Visibility, blocked_attention
 from jaxpipe.transformer._splash import splash_attention, splash_refusal
 
 HEADS = {"equal": (2, 2), "grouped": (4, 2)}
@@ -49,7 +49,7 @@ def test_outputs_and_gradients_are_those_of_blocks(
     assert splash_refusal(pattern, q, k, visibility) is None
     outs, pulls = zip(
         jax.vjp(lambda *x: splash_attention(pattern, *x, None, given, interpret=True), q, k, v),
-        jax.vjp(lambda *x: blocked_attention(pattern, *x, None, visibility), q, k, v),
+        jax.vjp(lambda *x: blocked_attention(pattern, Operands(*x, None, visibility)), q, k, v),
         strict=True,
     )
     assert_close(outs[0], outs[1])
@@ -63,7 +63,7 @@ def test_sinks_caps_and_narrower_values_are_those_of_blocks() -> None:
     pattern = Pattern(True, 100, 0.1, 0.0, soft_cap=2.0)
     outs, pulls = zip(
         jax.vjp(lambda *x: splash_attention(pattern, *x, None, interpret=True), q, k, v, sinks),
-        jax.vjp(lambda *x: blocked_attention(pattern, *x, Visibility()), q, k, v, sinks),
+        jax.vjp(lambda *x: blocked_attention(pattern, Operands(*x)), q, k, v, sinks),
         strict=True,
     )
     assert_close(outs[0], outs[1])
