@@ -73,7 +73,8 @@ class _Call:
         self._side = side
         self._key = key
         self._view = layer_view(named, start.params)
-        self._collections = start.collections.get(named.name, {})
+        # As in a program: modules may write into the arrays of their statistics.
+        self._collections = jax.tree.map(jnp.asarray, start.collections.get(named.name, {}))
 
     def function(self, x: PyTree, side: Mapping[str, PyTree]) -> PyTree:
         def run(x: PyTree, side: Mapping[str, PyTree]) -> PyTree:

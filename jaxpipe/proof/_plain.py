@@ -111,22 +111,24 @@ class Plain:
         gradients.
         """
         num_terms = jax.tree.leaves(batch.inputs)[0].shape[0] * self._num_replicas
-        factor = 1.0 if loss_scale is None else loss_scale / num_terms
-        found = self._add_up(start, batch, step, (factor, 1.0), shake)
-        weight = found["weight"]
-        if weight != num_terms and (found["has_added"] or loss_scale is not None):
-            # A layer's loss has the same weight in every microbatch.
-            factor = 1.0 if loss_scale is None else loss_scale / (weight or 1.0)
-            found = self._add_up(start, batch, step, (factor, weight / num_terms), shake)
+        scale = 1.0 if loss_scale is None else loss_scale
+        # A layer's loss has the same weight in every microbatch.
+        even = scale / num_terms
+        factor = even
+        found = self._add_up(start, batch, step, (factor, even), shake)
         # The factor of every loss is a float32, in both programs.
-        share = float(np.float32(1) / np.float32(weight or 1.0))
+        share = float(np.float32(1) / np.float32(found["weight"] or 1.0))
+        if scale * share != even and (found["has_added"] or loss_scale is not None):
+            factor = scale * share
+            found = self._add_up(start, batch, step, (factor, even), shake)
         held = jax.tree.map(lambda *xs: _mean(xs), *found["collections"])
         grads, sizes = (
             jax.tree.map(lambda x: x * (share / factor), found[name]) for name in ("grads", "sizes")
         )
         if shake is not None:
             grads = self._shaken_sums(grads, sizes, start.params, shake)
-        return Gradients(np.float64(found["loss"] * share), grads, sizes, held)
+        loss = np.float64(found["loss"] * share + found["added"] / num_terms)
+        return Gradients(loss, grads, sizes, held)
 
     def _shaken_sums(self, grads: PyTree, sizes: PyTree, params: PyTree, shake: Shake) -> PyTree:
         """Move sums of gradients as far as roundings of their terms may."""
@@ -190,22 +192,24 @@ class Plain:
         params, shaking = _shaken(start.params, shake)
         held: list[Any] = [start.collections] * self._num_replicas
         grads = sizes = None
-        loss = weight = 0.0
+        loss = weight = added = 0.0
         has_added = False
         for m, r in self._places(batch):
             key = functools.reduce(jax.random.fold_in, (step, m, r), self._key)
             one = microbatch_of(batch, m, r, self._num_replicas)
             found = self._differentiate(params, held[r], one, key, factors, shaking)
-            (_, (value, held[r], of_loss, adds)), grad = jax.device_get(found)
+            (_, (value, of_layers, held[r], of_loss, adds)), grad = jax.device_get(found)
             grad = jax.tree.map(lambda x: np.asarray(x, _wide(x)), grad)
             size = jax.tree.map(np.abs, grad)
             grads = grad if grads is None else jax.tree.map(np.add, grads, grad)
             sizes = size if sizes is None else jax.tree.map(np.add, sizes, size)
-            loss = loss + float(value)
-            weight = weight + float(of_loss)
+            loss += float(value)
+            added += float(of_layers)
+            weight += float(of_loss)
             has_added = has_added or bool(adds)
         return {
             "loss": loss,
+            "added": added,
             "weight": weight,
             "grads": grads,
             "sizes": sizes,
@@ -221,16 +225,16 @@ class Plain:
         key: jax.Array,
         factors: tuple[Any, Any],
         shaking: Shaking | None,
-    ) -> tuple[jax.Array, tuple[Any, Any, Any, Any]]:
+    ) -> tuple[jax.Array, tuple[Any, ...]]:
         outputs, held, aux = self._layers(shaking).call(
             params, collections, batch.inputs, train=True, key=key, side=batch.side
         )
         terms = self._module.loss_terms(outputs, batch.labels)
         added = sum(aux["losses"].values(), 0.0)
         weight = 1.0 if terms.weight is None else terms.weight
-        factor, added_weight = factors
-        loss = terms.total + added * added_weight
-        return loss * factor, (loss, held, weight, len(aux["losses"]))
+        factor, of_added = factors
+        loss = terms.total * factor + added * of_added
+        return loss, (terms.total, added, held, weight, len(aux["losses"]))
 
     def _reported(
         self, params: PyTree, collections: Mapping[str, PyTree], batch: Batch, key: jax.Array

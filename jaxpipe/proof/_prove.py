@@ -259,7 +259,8 @@ def _numbers(job: Job, precision: Precision) -> Iterator[Any]:
     def findings(wrong: list[Difference]) -> Iterator[Finding]:
         located = locate(job, precision, wrong)
         for each in wrong[:_MOST_FINDINGS]:
-            yield Finding(located.where(each.name), _sentence(each, located))
+            where = located.where(each.name)
+            yield Finding(where, _sentence(each.text if where == each.name else str(each), located))
 
     return judged(compare(job, precision), findings)
 
@@ -273,6 +274,6 @@ def _not_a_number(job: Job) -> Iterator[Any]:
         yield Finding(where, "a NaN of another sample shows here, or its own does not.")
 
 
-def _sentence(each: Difference, located: Located) -> str:
+def _sentence(difference: str, located: Located) -> str:
     at = "" if located.microbatch is None else f", first for microbatch {located.microbatch}"
-    return f"{each}{at}{located.tick_text}"
+    return f"{difference}{at}{located.tick_text}"

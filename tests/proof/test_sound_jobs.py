@@ -11,7 +11,7 @@ IN_SLOW = ("bfloat16 and clipping", "a weighted loss with metrics")
 NOT_DOUBLE = ("recurrent layers",)
 """The carry of Flax's cells is in float32, or what they are told."""
 
-BELOW_DOUBLE = ("zero-bubble", "zero-bubble-h1")
+BELOW_DOUBLE = ("zero-bubble", "zero-bubble-h1", "reports and statistics in NNX")
 """An `nnx.Embed` inside a layer computes in the dtype of its table, float32."""
 
 WIDEST = 1e-10
