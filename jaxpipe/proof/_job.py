@@ -105,6 +105,7 @@ class Job:
         self.num_terms = self.num_microbatches * self.num_samples // self.microbatch_size
         self._pipelines: dict[str, Pipeline] = {}
         self._plains: dict[str, Plain] = {}
+        self._starts: dict[str, Start] = {}
         self.wanted: dict[str, Any] = {}
         """Results of the plain program by precision, which several claims compare with."""
         self._loss_scale = 0.0
@@ -269,7 +270,12 @@ class Job:
         return Optimizer(self.transformation, self.config, frozen)
 
     def start(self, precision: Precision) -> Start:
-        """Make the parameters and collections that both programs start from."""
+        """Make the parameters and collections that both programs start from, once a precision."""
+        if precision.name not in self._starts:
+            self._starts[precision.name] = self._start(precision)
+        return self._starts[precision.name]
+
+    def _start(self, precision: Precision) -> Start:
         module = self.module_in(precision)
         one = jax.tree.map(
             lambda x: x[0, : self.num_samples // self.num_replicas], self.batch_in(precision, 0)

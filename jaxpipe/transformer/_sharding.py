@@ -24,10 +24,9 @@ Axes = SpecEntry
 
 @dataclass(frozen=True)
 class Divided:
-    """An initialiser of a weight that is divided over mesh axes, like `nn.with_partitioning`.
+    """An initialiser of a weight that is divided over mesh axes, if the mesh has them.
 
-    A pipeline refuses metadata with axes that its mesh does not have. So such axes are left out
-    when the initialiser is called and the mesh is known.
+    The names are logical, because a mesh without an axis of such a name leaves the dim whole.
 
     Attributes:
         init: Makes the whole weight.
@@ -43,10 +42,10 @@ class Divided:
 
     def __call__(self, *args: Any) -> Any:
         mesh = traced_mesh()
-        known = self.axes if mesh is None else mesh.axis_names
+        known = () if mesh is None else mesh.axis_names
         is_whole = self.is_vocabulary and any(axis in known for axis in (FSDP, EXPERT, SEQUENCE))
-        axes = tuple(axis if axis in known and not is_whole else None for axis in self.axes)
-        return nn.with_partitioning(self.init, axes)(*args)
+        axes = (None,) * len(self.axes) if is_whole else self.axes
+        return nn.with_logical_partitioning(self.init, axes)(*args)
 
 
 def dividing(axis: str, size: int) -> str | None:

@@ -344,3 +344,13 @@ def test_names_of_huggingface_go_both_ways(family: str, *, is_tied: bool) -> Non
     theirs = rename_back(params, names)
     assert known in theirs
     chex.assert_trees_all_equal(rename(theirs, names, like), params)
+
+
+@pytest.mark.parametrize("axis", ["fsdp", "sequence"])
+def test_parameters_are_made_on_a_topology_without_model(axis: str) -> None:
+    topology = ProcessTopology(["pipe", "data", axis], [1, 1, 2])
+    module = PipelineModule(llama(LlamaConfig(**SIZES)), topology=topology)
+    tokens = np.zeros((1, LENGTH), np.int32)
+    alone = PipelineModule(llama(LlamaConfig(**SIZES)), num_stages=1)
+    key = jax.random.key(0)
+    chex.assert_trees_all_equal(module.init(key, tokens), alone.init(key, tokens))
