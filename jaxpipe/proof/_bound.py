@@ -67,19 +67,27 @@ class Difference(NamedTuple):
 def differences_of(
     wanted: Mapping[str, Any], found: Mapping[str, Any], limits: Mapping[str, float]
 ) -> list[Difference]:
-    """Compare the results of two programs, given the bounds of their differences."""
-    return [
+    """Compare the results of two programs, given the bounds of their differences.
+
+    A result that only one of them has differs without bound.
+    """
+    both = [
         Difference(name, distance(found[name], value), limits[name], norm(value))
         for name, value in wanted.items()
+        if name in found
     ]
+    alone = [name for name in (*wanted, *found) if (name in wanted) is not (name in found)]
+    return [*both, *(Difference(name, math.inf, 0.0, 0.0) for name in alone)]
 
 
 def bounds(
     plain: Mapping[str, Any],
     moved: Sequence[Mapping[str, Any]],
-    sizes: Mapping[str, Any],
     arithmetic: Arithmetic,
     num_terms: int,
+    *,
+    sizes: Mapping[str, Any] | None = None,
+    stored: Mapping[str, float] | None = None,
     loss_unit: float = FLOAT32,
 ) -> dict[str, float]:
     """Return the largest difference of each result that rounding explains, as an L2 norm.
@@ -87,20 +95,22 @@ def bounds(
     Args:
         plain: Results of the plain program, by name.
         moved: The same with additional roundings.
-        sizes: For results that are sums over microbatches, the sums of absolute values.
         arithmetic: The program's arithmetic.
         num_terms: Number of microbatches times replicas.
+        sizes: For results that are sums over microbatches, the sums of absolute values.
+        stored: For results that are differences of stored numbers, how far storing moves them.
         loss_unit: The least unit roundoff of numbers that are no arrays.
     """
     floors = _floors(plain)
     found = {}
     for name, value in plain.items():
         move = max((distance(other[name], value) for other in moved), default=0.0)
-        size = norm(sizes.get(name, value))
+        size = norm((sizes or {}).get(name, value))
         unit = max(arithmetic.unit, loss_unit) if np.ndim(value) == 0 else arithmetic.unit
         found[name] = _DEVIATIONS * (
             math.sqrt(arithmetic.operations) * move
             + unit * (math.sqrt(num_terms) * size + floors[name])
+            + (stored or {}).get(name, 0.0)
         )
     return found
 
@@ -115,18 +125,31 @@ def _floors(plain: Mapping[str, Any]) -> dict[str, float]:
 
 
 def norm(x: Any) -> float:
-    """The L2 norm of an array, in float64."""
-    x = np.asarray(x)
-    x = np.abs(x.astype(np.complex128 if np.iscomplexobj(x) else np.float64))
-    return float(np.sqrt(np.sum(x * x)))
+    """The L2 norm of the finite numbers of an array, in float64; NaN if there are none."""
+    x = _wide(x)
+    finite = x[np.isfinite(x)]
+    if x.size and not finite.size:
+        return math.nan
+    return float(np.sqrt(np.sum(np.abs(finite) ** 2)))
 
 
 def distance(found: Any, wanted: Any) -> float:
-    """The L2 norm of a difference, in float64; infinite if it is not finite or shapes differ."""
-    found = np.asarray(found)
-    wanted = np.asarray(wanted)
+    """The L2 norm of a difference, in float64.
+
+    It is infinite if shapes differ, or if numbers that are not finite are not the same.
+    """
+    found = _wide(found)
+    wanted = _wide(wanted)
     if found.shape != wanted.shape:
-        return float("inf")
-    wide = np.complex128 if np.iscomplexobj(found) else np.float64
-    found = norm(found.astype(wide) - wanted.astype(wide))
-    return found if np.isfinite(found) else float("inf")
+        return math.inf
+    is_finite = np.isfinite(wanted)
+    if not np.array_equal(found[~is_finite], wanted[~is_finite], equal_nan=True):
+        return math.inf
+    apart = np.abs(found[is_finite] - wanted[is_finite])
+    apart = float(np.sqrt(np.sum(apart**2)))
+    return apart if math.isfinite(apart) else math.inf
+
+
+def _wide(x: Any) -> Any:
+    x = np.asarray(x)
+    return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)

@@ -34,26 +34,55 @@ def judged(
     findings: Callable[[list[Difference]], Iterable[Finding]] = lambda wrong: [
         Finding(each.name, f"{each.text}.") for each in wrong
     ],
+    *,
+    loose: float = 0.1,
 ) -> Iterator[Any]:
     """Yield what a claim says of the results that it compared.
 
-    `findings` makes findings of those that rounding does not explain.
+    Args:
+        differences: The results.
+        findings: Makes findings of those that rounding does not explain.
+        loose: A bound of this share of a result says little of it. If most are so, the claim is not
+            covered.
     """
-    yield {"results": len(differences)}
     if not differences:
+        yield NotCovered("there are no results to compare")
         return
+    yield {"results": len(differences)}
     yield {"nearest to its bound": str(max(differences, key=lambda each: each.share))}
     yield Measured({each.name: each[1:] for each in differences})
-    infinite = [each.name for each in differences if not math.isfinite(each.size)]
-    if infinite:
-        yield Finding(
-            infinite[0],
-            f"is not finite in the plain program, and {len(infinite) - 1} other results are not "
-            "either. Nothing can be compared. Give an example for which the model is finite.",
-        )
+    if nothing := _nothing_compared(differences):
+        yield nothing
         return
     wrong = [each for each in differences if not each.holds]
-    yield from findings(wrong) if wrong else ()
+    if wrong:
+        yield from findings(wrong)
+        return
+    checked = [each for each in differences if each.size > 0]
+    wide = [each for each in checked if each.bound > loose * each.size]
+    if wide:
+        widest = max(wide, key=lambda each: each.bound / each.size)
+        text = f"{len(wide)} of {len(checked)} results may differ by {loose:.0%} of them and more"
+        yield {"loose bounds": f"{text}, {widest.name} by {widest.bound / widest.size:.0%}"}
+    if 2 * len(wide) > len(checked):
+        yield NotCovered(f"rounding explains {loose:.0%} and more of most results")
+
+
+def _nothing_compared(differences: Sequence[Difference]) -> Finding | None:
+    """Return why a comparison says nothing, if it does."""
+    example = "Give an example for which the model is finite and its gradients are not 0."
+    for each in differences:
+        if math.isnan(each.size):
+            return Finding(each.name, f"is not finite in the plain program. {example}")
+        if math.isinf(each.bound):
+            text = "is not finite if values between layers are rounded once more"
+            return Finding(each.name, f"{text}, so that nothing bounds its difference. {example}")
+    of_gradients = [each for each in differences if each.name.startswith(("gradient/", "ragged/"))]
+    compared = of_gradients or differences
+    if all(each.size == 0 and each.difference == 0 for each in compared):
+        what = "gradients" if of_gradients else "results"
+        return Finding(compared[0].name, f"is 0, like all {what}. {example}")
+    return None
 
 
 def run_claims(
@@ -87,4 +116,6 @@ def _claim(name: str, statement: str, check: Callable[[], Iterator[Any]]) -> Cla
         findings.append(Finding(name, str(error)))
     seconds = time.monotonic() - begun
     shown = tuple(findings[:_MOST_FINDINGS])
+    if len(findings) > len(shown):
+        figures["findings that are not shown"] = len(findings) - len(shown)
     return Claim(name, statement, shown, figures, not_covered, seconds, results)

@@ -1,5 +1,6 @@
 """The job that is proved: a small copy of the user's, on simulated devices."""
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -44,6 +45,10 @@ class Precision:
     def is_double(self) -> bool:
         """Whether everything is in float64."""
         return self.compute_dtype == "float64"
+
+    def enabled(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which JAX computes in these dtypes."""
+        return jax.enable_x64(True) if self.is_double else contextlib.nullcontext()
 
 
 DOUBLE = Precision("float64", "float64")
@@ -143,7 +148,7 @@ class Job:
         shape = (rows, *leaf.shape[1:])
         if isinstance(leaf, jax.ShapeDtypeStruct):
             drawn = rng.standard_normal(shape)
-            values = drawn if np.issubdtype(leaf.dtype, np.inexact) else drawn > 0
+            values = drawn if jnp.issubdtype(leaf.dtype, jnp.inexact) else drawn > 0
             values = values.astype(leaf.dtype)
         else:
             values = np.asarray(leaf)[rng.integers(0, leaf.shape[0], rows)]
@@ -174,7 +179,7 @@ class Job:
     def finest(self) -> Precision:
         """float64, or the job's dtypes if its layers do not compute in float64."""
         try:
-            with jax.enable_x64(True):
+            with DOUBLE.enabled():
                 self.pipeline(DOUBLE)
         except JaxpipeError as error:
             self.pipeline(OWN)  # raises for what is wrong in any dtype
@@ -184,8 +189,10 @@ class Job:
 
     def module_in(self, precision: Precision) -> PipelineModule:
         """Return the module for a precision."""
-        if not precision.is_double:
-            return self.module
+        return self._wide_module if precision.is_double else self.module
+
+    @functools.cached_property
+    def _wide_module(self) -> PipelineModule:
         return wide_module(self.module).replace(compute_dtype="float64", auto_cast=True)
 
     def batch_in(self, precision: Precision, seed: int) -> Batch:
@@ -296,6 +303,11 @@ def on_simulated(
     least length that divides theirs, and `places`. Layers may name these axes in constraints.
     """
     own = {} if model.given_topology is None else axes_of(model.given_topology)
+    if taken := {"data", "pipe", "stage"} & set(places):
+        raise ConfigError(
+            f"places must be further axes of the mesh, but got {sorted(taken)[0]!r}. A proof has "
+            f"the model's {model.num_stages} stages and {num_replicas} replicas. Leave it out."
+        )
     further = {**{name: _least_divisor(length) for name, length in own.items()}, **places}
     return model.replace(topology=made_topology(model.num_stages, num_replicas, further))
 
@@ -365,9 +377,21 @@ def check_example(example_batch: Sequence[PyTree]) -> None:
                 "leaves of the example batch must be arrays or shapes [samples, ...] with at least "
                 f"one sample, but got {shown(leaf)}. Use numpy.asarray, or jax.ShapeDtypeStruct."
             )
+        if is_key(leaf):
+            raise DataError(
+                "leaves of the example batch must be numbers, but got random keys "
+                f"{shown(leaf)}. Layers get keys from the pipeline; leave them out."
+            )
 
 
-def as_double(x: Any) -> np.ndarray:
-    """Widen an array of floats to float64."""
+def is_key(x: Any) -> bool:
+    """Whether this is an array of typed random keys."""
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def as_double(x: Any) -> Any:
+    """Widen an array of floats to float64. Keys stay as they are."""
+    if is_key(x):
+        return x
     x = np.asarray(x)
     return x.astype(np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxpipe._typing import PyTree
 from jaxpipe.jaxpr import arithmetic_of
-from jaxpipe.layers import WrappedLayer
+from jaxpipe.layers import WrappedLayer, flatten_dict
 from jaxpipe.pipeline import Pipeline
 
 from ._bound import Difference, norm
@@ -54,7 +54,7 @@ class Located:
 
 def locate(job: Job, precision: Precision, wrong: Sequence[Difference]) -> Located:
     """Find where results first differ."""
-    with jax.enable_x64(precision.is_double):
+    with precision.enabled():
         layer, is_forward = _layer(job, precision, wrong)
         microbatch = _microbatch(job, precision)
         found = Located(layer, is_forward, microbatch)
@@ -85,7 +85,8 @@ def _tapped_differences(job: Job, precision: Precision) -> list[str]:
     state = pipeline.init_from(start.params, start.collections)
     metrics, _, _ = jax.device_get(pipeline.gradients(state, batch))
     found = metrics.get("metrics", {})
-    wanted = Plain(tapped, job.num_replicas).metrics(start, batch, 0)
+    reports = Plain(tapped, job.num_replicas).gradients(start, batch, 0).reports
+    wanted = {name.removeprefix("metrics/"): x for name, x in reports.items()}
     allowed = _SLACK * arithmetic_of(list(pipeline.trace.programs)).unit
     names = []
     for named in module.layers:
@@ -120,8 +121,8 @@ class _Tapped(WrappedLayer):
         size = jnp.float32(0)
         for leaf in jax.tree.leaves(outputs):
             if jnp.issubdtype(leaf.dtype, jnp.floating):
-                places = jnp.arange(leaf.size, dtype=leaf.dtype).reshape(leaf.shape)
-                terms = jnp.cos(places) * leaf
+                places = jnp.arange(leaf.size, dtype=jnp.float32).reshape(leaf.shape)
+                terms = jnp.cos(places).astype(leaf.dtype) * leaf
                 rest = rest + terms.mean()
                 size = size + jnp.abs(terms).mean()
         taps = {f"{_TAP}_size": size.astype(jnp.float32)}
@@ -135,7 +136,7 @@ class _Tapped(WrappedLayer):
 def _microbatch(job: Job, precision: Precision) -> int | None:
     """Return the first microbatch whose gradients alone differ."""
     module = job.module_in(precision)
-    if module.loss_fn is None or module.loss_terms is None:
+    if module.loss_fn is None:
         return None
     loss_fn = module.loss_fn
 
@@ -154,12 +155,13 @@ def _microbatch(job: Job, precision: Precision) -> int | None:
     example = jax.tree.map(lambda x: x[0], example)
     pipeline = job.pipeline(precision, module=other, example=example)
     state = pipeline.init_from(start.params, start.collections)
+    scale = job.loss_scale(precision)
     for m in range(job.num_microbatches):
         shares = np.zeros(rows, np.float32)
         shares[m] = 1.0
         chosen_batch = batch._replace(labels=(batch.labels, shares))
         _, grads, _ = pipeline.gradients(state, chosen_batch)
-        wanted = Plain(other, job.num_replicas).gradients(start, chosen_batch, 0)
+        wanted = Plain(other, job.num_replicas).gradients(start, chosen_batch, 0, loss_scale=scale)
         found = pipeline.params_tree(grads)
         pairs = zip(jax.tree.leaves(found), _trained(found, wanted.grads), strict=True)
         if any(
@@ -174,8 +176,6 @@ def _tiny(sizes: PyTree) -> float:
 
 
 def _trained(found: PyTree, grads: PyTree) -> list[Any]:
-    from jaxpipe.layers import flatten_dict
-
     flat = flatten_dict(grads)
     return [flat[path] for path in flatten_dict(found)]
 

@@ -1,18 +1,23 @@
 """Loss, gradients, updates, evaluation and outputs of the pipeline against the plain program."""
 
 import math
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from jaxpipe._typing import PyTree
 from jaxpipe.jaxpr import Arithmetic, arithmetic_of
 from jaxpipe.layers import PipelineModule
 from jaxpipe.pipeline import Pipeline
 
-from ._bound import Difference, bounds, differences_of
+from ._bound import FLOAT32, Difference, bounds, differences_of, norm
+from ._claims import NotCovered
 from ._job import DOUBLE, OWN, Job, Precision, named
 from ._plain import Optimizer, Plain, Shake, Start
+from ._proof import Finding
 
 _SEEDS = (1, 2)
 """Those of the runs with additional roundings."""
@@ -21,10 +26,17 @@ _STEPS = 3
 
 
 class Results(NamedTuple):
-    """Results of one program, and the sums of absolute values of those that are sums."""
+    """Results of the plain program.
+
+    Attributes:
+        values: The results by name.
+        sizes: The sums of absolute values of those that are sums.
+        stored: How far storing in their dtype moves those that are differences of stored numbers.
+    """
 
     values: dict[str, Any]
     sizes: dict[str, Any]
+    stored: dict[str, float]
 
 
 class Wanted(NamedTuple):
@@ -37,7 +49,7 @@ class Wanted(NamedTuple):
 def wanted_of(job: Job, precision: Precision) -> Wanted:
     """Return what the plain program gives. It runs once for each job and precision."""
     if precision.name not in job.wanted:
-        with jax.enable_x64(precision.is_double):
+        with precision.enabled():
             pipeline = job.pipeline(precision)
             start = job.start(precision)
             optimizer = job.optimizer(frozenset(pipeline.trace.frozen))
@@ -46,7 +58,14 @@ def wanted_of(job: Job, precision: Precision) -> Wanted:
                 run_plain(job, precision, optimizer, start, shake).values
                 for shake in _shakes(job, pipeline)
             ]
-            limits = bounds(plain.values, moved, plain.sizes, _arithmetic(pipeline), job.num_terms)
+            limits = bounds(
+                plain.values,
+                moved,
+                _arithmetic(pipeline),
+                job.num_terms,
+                sizes=plain.sizes,
+                stored=plain.stored,
+            )
         job.wanted[precision.name] = Wanted(plain.values, limits)
     return job.wanted[precision.name]
 
@@ -54,14 +73,14 @@ def wanted_of(job: Job, precision: Precision) -> Wanted:
 def compare(job: Job, precision: Precision) -> list[Difference]:
     """Compare all results of the two programs."""
     wanted = wanted_of(job, precision)
-    with jax.enable_x64(precision.is_double):
+    with precision.enabled():
         found = run_pipeline(job, precision)
     return differences_of(wanted.values, found, wanted.limits)
 
 
 def layers_below_double(job: Job) -> list[str]:
     """Return the names of layers that round to a narrower dtype in the float64 pipeline."""
-    with jax.enable_x64(True):
+    with DOUBLE.enabled():
         programs = job.pipeline(DOUBLE).trace.programs
     return [
         named.name
@@ -72,7 +91,7 @@ def layers_below_double(job: Job) -> list[str]:
 
 def compare_ragged(job: Job, precision: Precision) -> list[Difference]:
     """Compare gradients where microbatches have different weights, one of them 0."""
-    with jax.enable_x64(precision.is_double):
+    with precision.enabled():
         module = weighted(job.module_in(precision))
         batch = job.batch_in(precision, 0)
         weights = np.ones((job.num_microbatches, job.num_samples), np.float32)
@@ -84,8 +103,10 @@ def compare_ragged(job: Job, precision: Precision) -> list[Difference]:
         )
         trained = job.optimizer(frozenset(pipeline.trace.frozen)).trained
         program = Plain(module, job.num_replicas)
+        scale = job.loss_scale(precision)
         wanted, *moved = (
-            program.gradients(start, batch, 0, shake) for shake in (None, *_shakes(job, pipeline))
+            program.gradients(start, batch, 0, shake, scale)
+            for shake in (None, *_shakes(job, pipeline))
         )
         values, *others = (
             named("ragged", trained(each.grads)) | {"loss of ragged weights": each.loss}
@@ -94,9 +115,9 @@ def compare_ragged(job: Job, precision: Precision) -> list[Difference]:
         limits = bounds(
             values,
             others,
-            named("ragged", trained(wanted.sizes)),
             _arithmetic(pipeline),
             job.num_terms,
+            sizes=named("ragged", trained(wanted.sizes)),
         )
         state = pipeline.init_from(start.params, start.collections)
         metrics, grads, _ = pipeline.gradients(state, batch)
@@ -105,17 +126,21 @@ def compare_ragged(job: Job, precision: Precision) -> list[Difference]:
     return differences_of(values, found, limits)
 
 
-def nan_stays(job: Job) -> list[str]:
-    """Put a NaN into one sample, and return where it shows although it should not, or does not."""
+def nan_stays(job: Job) -> Iterator[Any]:
+    """Put a NaN into one sample, and find where it shows in one program only."""
     batch = job.batch_in(OWN, 0)
-    leaves = jax.tree.leaves(batch.inputs)
-    if not any(np.issubdtype(leaf.dtype, np.floating) for leaf in leaves):
-        return []
+
+    def is_float(leaf: Any) -> bool:
+        return jnp.issubdtype(leaf.dtype, jnp.floating)
+
+    if not any(map(is_float, jax.tree.leaves(batch.inputs))):
+        yield NotCovered("no input is a floating-point number")
+        return
     microbatch = job.num_microbatches // 2
     sample = job.num_samples - 1
 
     def spoiled(leaf: Any) -> Any:
-        if not np.issubdtype(leaf.dtype, np.floating):
+        if not is_float(leaf):
             return leaf
         leaf = leaf.copy()
         leaf[microbatch, sample] = np.nan
@@ -126,20 +151,17 @@ def nan_stays(job: Job) -> list[str]:
     start = job.start(OWN)
     state = pipeline.init_from(start.params, start.collections)
     metrics, outputs = jax.device_get(pipeline.evaluate_and_predict(state, batch))
-    _, wanted = job.plain(OWN).evaluate(start, batch)
-    found = []
+    wanted = job.plain(OWN).evaluate(start, batch)
     for m in range(job.num_microbatches):
-        at = f"microbatch {m}"
-        if np.isnan(metrics["microbatch_losses"][m]) != (m == microbatch):
-            found.append(f"the loss of {at}")
-        pairs = zip(
-            jax.tree.leaves(jax.tree.map(lambda x, m=m: x[m], outputs)),
-            jax.tree.leaves(wanted[m]),
-            strict=True,
-        )
-        if any(not np.array_equal(np.isnan(a), np.isnan(b)) for a, b in pairs):
-            found.append(f"the outputs of {at}")
-    return found
+        found = jax.tree.map(lambda x, m=m: x[m], outputs)
+        for what, mine, others in (
+            ("loss", metrics["microbatch_losses"][m], np.float64(wanted.sums[m])),
+            ("outputs", found, wanted.outputs[m]),
+        ):
+            pairs = zip(jax.tree.leaves(mine), jax.tree.leaves(others), strict=True)
+            if any(not np.array_equal(np.isnan(a), np.isnan(b)) for a, b in pairs):
+                text = "a NaN of another sample shows here, or its own does not."
+                yield Finding(f"the {what} of microbatch {m}", text)
 
 
 def weighted(module: PipelineModule) -> PipelineModule:
@@ -169,9 +191,9 @@ def run_plain(
     scale = job.loss_scale(precision)
     values: dict[str, Any] = {}
     sizes: dict[str, Any] = {}
-    loss, outputs = program.evaluate(start, job.batch_in(precision, 0), shake)
-    values["evaluation/loss"] = loss
-    values |= {f"outputs/{i}": x for i, x in enumerate(_leaves(outputs))}
+    evaluated = program.evaluate(start, job.batch_in(precision, 0), shake)
+    values["evaluation/loss"] = evaluated.loss
+    values |= {f"outputs/{i}": x for i, x in enumerate(_leaves(evaluated.outputs))}
     opt_state = optimizer.init(start.params)
     at = start
     for step in range(_STEPS):
@@ -179,11 +201,39 @@ def run_plain(
         if step == 0:
             values["loss"] = found.loss
             values |= named("gradient", optimizer.trained(found.grads))
+            values |= _reports(precision, found.reports)
             sizes |= named("gradient", optimizer.trained(found.sizes))
         params, opt_state = optimizer.update(at.params, opt_state, found.grads)
         at = Start(params, found.collections)
-    values |= named("parameter", at.params) | named("collection", at.collections)
-    return Results(values, sizes)
+    values |= _updates(at.params, start.params) | named("collection", at.collections)
+    stored = {
+        name: norm(x) * float(jnp.finfo(x.dtype).eps)
+        for name, x in named("update", at.params).items()
+        if jnp.issubdtype(x.dtype, jnp.inexact)
+    }
+    return Results(values, sizes, stored)
+
+
+def _updates(params: PyTree, before: PyTree) -> dict[str, Any]:
+    """Return how far steps have moved each parameter."""
+    old = named("update", before)
+    return {name: _wide(x) - _wide(old[name]) for name, x in named("update", params).items()}
+
+
+def _wide(x: Any) -> Any:
+    x = np.asarray(x)
+    return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
+
+
+def _reports(precision: Precision, reports: Mapping[str, Any]) -> dict[str, Any]:
+    """Name what layers and the loss report.
+
+    Rounding to 16 bits makes ties, between which counts such as an accuracy decide at random. So
+    they are compared in float64 alone.
+    """
+    if not precision.is_double:
+        return {}
+    return {f"report/{name}": np.float64(x) for name, x in reports.items()}
 
 
 def run_pipeline(job: Job, precision: Precision) -> dict[str, Any]:
@@ -198,12 +248,23 @@ def run_pipeline(job: Job, precision: Precision) -> dict[str, Any]:
     values["evaluation/loss"] = metrics["loss"]
     each = [jax.tree.map(lambda x, m=m: x[m], outputs) for m in range(job.num_microbatches)]
     values |= {f"outputs/{i}": x for i, x in enumerate(_leaves(each))}
-    _, grads, _ = pipeline.gradients(state, job.batch_in(precision, 0))
-    return values | named("gradient", pipeline.params_tree(grads)) | run_steps(job, precision)
+    metrics, grads, _ = pipeline.gradients(state, job.batch_in(precision, 0))
+    values |= named("gradient", pipeline.params_tree(grads))
+    values |= _reports(precision, _named_reports(pipeline, jax.device_get(metrics)))
+    return values | run_steps(job, precision)
+
+
+def _named_reports(pipeline: Pipeline, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the reports of a pipeline by the names of the plain program's."""
+    of_loss = set(pipeline.loss_metrics)
+    found = {f"losses/{name}": x for name, x in metrics.get("losses", {}).items()}
+    for name, x in metrics.get("metrics", {}).items():
+        found[f"{'loss_fn' if name in of_loss else 'metrics'}/{name}"] = x
+    return found
 
 
 def run_steps(job: Job, precision: Precision) -> dict[str, Any]:
-    """Train for a few steps; returns the first loss, and parameters and collections at the end."""
+    """Train for a few steps; returns the first loss, updates of parameters, and collections."""
     pipeline = job.pipeline(precision)
     start = job.start(precision)
     state = pipeline.init_from(start.params, start.collections)
@@ -211,7 +272,7 @@ def run_steps(job: Job, precision: Precision) -> dict[str, Any]:
     for step in range(_STEPS):
         state, metrics = pipeline.step(state, pipeline.place_batch(job.batch_in(precision, step)))
         losses.append(jax.device_get(metrics["loss"]))
-    values = named("parameter", pipeline.params_tree(state.params))
+    values = _updates(pipeline.params_tree(state.params), start.params)
     values |= named("collection", pipeline.collections_tree(state.collections))
     return values | {"loss": losses[0]}
 
@@ -231,4 +292,11 @@ def _shakes(job: Job, pipeline: Pipeline) -> list[Shake]:
 
 
 def _arithmetic(pipeline: Pipeline) -> Arithmetic:
-    return arithmetic_of(pipeline.trace.programs)
+    """Read the arithmetic of the layers, and of a loss that rounds to less than float32."""
+    outputs = pipeline.trace.boundaries[-1]
+    labels = pipeline.microbatch_struct.labels
+    loss = jax.make_jaxpr(lambda y, t: pipeline.module.loss_terms(y, t).total)(outputs, labels)
+    programs = [*pipeline.trace.programs]
+    if arithmetic_of([loss]).unit > FLOAT32:
+        programs.append(loss)
+    return arithmetic_of(programs)

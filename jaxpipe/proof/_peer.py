@@ -13,7 +13,7 @@ from jaxpipe.jaxpr import arithmetic_of
 
 from ._bound import bounds, differences_of
 from ._claims import judged, run_claims
-from ._job import as_double
+from ._job import DOUBLE, as_double, is_key
 from ._proof import Claim, Finding, Proof, versions
 from ._shake import Shaking, shaken
 
@@ -65,7 +65,9 @@ def prove_peer(
     for name, function in (("pipelined", pipelined), ("sequential", sequential)):
         if not callable(function):
             raise ConfigError(f"{name} must be a function, but got {shown(function)}. Pass one.")
-    pair = _Pair(pipelined, sequential, tuple(arguments), num_terms)
+    # Not on a device: a function may donate its arguments.
+    held = jax.tree.map(lambda x: x if is_key(x) else np.asarray(x), tuple(arguments))
+    pair = _Pair(pipelined, sequential, held, num_terms)
     claims = run_claims(
         {
             "numbers": ("The results are the sequential ones, in float64.", pair.in_float64),
@@ -85,7 +87,7 @@ class _Pair:
         self._num_terms = num_terms
 
     def in_float64(self) -> Iterator[Any]:
-        with jax.enable_x64(True):
+        with DOUBLE.enabled():
             yield from self._compare(jax.tree.map(as_double, self._arguments))
 
     def as_given(self) -> Iterator[Any]:
@@ -111,7 +113,7 @@ class _Pair:
             for seed in _SHAKES
         ]
         traced = jax.make_jaxpr(self._sequential)(*arguments)
-        limits = bounds(wanted, moved, {}, arithmetic_of([traced]), self._num_terms, loss_unit=0.0)
+        limits = bounds(wanted, moved, arithmetic_of([traced]), self._num_terms, loss_unit=0.0)
         yield from judged(differences_of(wanted, found, limits))
 
 

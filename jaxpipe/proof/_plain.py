@@ -58,12 +58,28 @@ class Gradients(NamedTuple):
         grads: Mean gradients of the trained parameters, in float64.
         sizes: Mean of the absolute values of the gradients of single microbatches, in float64.
         collections: The collections after the batch, averaged over the replicas.
+        reports: What layers and the loss report, by kind and name: means over the batch.
     """
 
     loss: np.float64
     grads: PyTree
     sizes: PyTree
     collections: Mapping[str, PyTree]
+    reports: dict[str, np.float64]
+
+
+class Evaluated(NamedTuple):
+    """The result of an evaluation.
+
+    Attributes:
+        loss: The loss of the batch.
+        sums: The sum of losses of each microbatch, over its replicas.
+        outputs: The outputs of each microbatch.
+    """
+
+    loss: np.float64
+    sums: list[float]
+    outputs: list[PyTree]
 
 
 def microbatch_of(batch: Batch, microbatch: int, replica: int, num_replicas: int) -> Batch:
@@ -95,7 +111,6 @@ class Plain:
         self._key = jax.random.key(module.base_seed)
         self._differentiate = jax.jit(jax.value_and_grad(self._objective, has_aux=True))
         self._evaluate = jax.jit(self._outputs)
-        self._report = jax.jit(self._reported)
 
     def gradients(
         self,
@@ -128,7 +143,11 @@ class Plain:
         if shake is not None:
             grads = self._shaken_sums(grads, sizes, start.params, shake)
         loss = np.float64(found["loss"] * share + found["added"] / num_terms)
-        return Gradients(loss, grads, sizes, held)
+        reports = {
+            name: np.float64(value * (share if name.startswith("loss_fn/") else 1 / num_terms))
+            for name, value in found["reports"].items()
+        }
+        return Gradients(loss, grads, sizes, held, reports)
 
     def _shaken_sums(self, grads: PyTree, sizes: PyTree, params: PyTree, shake: Shake) -> PyTree:
         """Move sums of gradients as far as roundings of their terms may."""
@@ -141,41 +160,26 @@ class Plain:
 
         return jax.tree.map(moved, grads, sizes, params)
 
-    def metrics(self, start: Start, batch: Batch, step: int) -> dict[str, float]:
-        """Return the means over microbatches and replicas of what layers report in training."""
-        found: dict[str, float] = {}
-        places = self._places(batch)
-        for m, r in places:
-            key = functools.reduce(jax.random.fold_in, (step, m, r), self._key)
-            one = microbatch_of(batch, m, r, self._num_replicas)
-            aux = jax.device_get(self._report(start.params, start.collections, one, key))
-            for name, value in aux["metrics"].items():
-                found[name] = found.get(name, 0.0) + float(value) / len(places)
-        return found
-
-    def evaluate(
-        self, start: Start, batch: Batch, shake: Shake | None = None
-    ) -> tuple[np.float64, list[PyTree]]:
-        """Compute the loss of a batch, and the outputs of each microbatch, outside training."""
+    def evaluate(self, start: Start, batch: Batch, shake: Shake | None = None) -> Evaluated:
+        """Compute losses and outputs of a batch outside training."""
         params, shaking = _shaken(start.params, shake)
-        total = 0.0
+        sums = [0.0] * jax.tree.leaves(batch.inputs)[0].shape[0]
         weight = 0.0
         outputs = []
         for m, r in self._places(batch):
             one = microbatch_of(batch, m, r, self._num_replicas)
             found = jax.device_get(self._evaluate(params, start.collections, one, shaking))
-            total = total + float(found[0])
-            weight = weight + float(found[1])
+            sums[m] += float(found[0])
+            weight += float(found[1])
             outputs.append(found[2])
-        each = len(outputs) // self._num_replicas
         joined = [
             jax.tree.map(
                 lambda *xs: np.concatenate([np.atleast_1d(x) for x in xs]),
                 *outputs[m * self._num_replicas : (m + 1) * self._num_replicas],
             )
-            for m in range(each)
+            for m in range(len(sums))
         ]
-        return np.float64(total / (weight or 1.0)), joined
+        return Evaluated(np.float64(sum(sums) / (weight or 1.0)), sums, joined)
 
     def _places(self, batch: Batch) -> list[tuple[int, int]]:
         number = jax.tree.leaves(batch.inputs)[0].shape[0]
@@ -193,12 +197,13 @@ class Plain:
         held: list[Any] = [start.collections] * self._num_replicas
         grads = sizes = None
         loss = weight = added = 0.0
+        reports: dict[str, float] = {}
         has_added = False
         for m, r in self._places(batch):
             key = functools.reduce(jax.random.fold_in, (step, m, r), self._key)
             one = microbatch_of(batch, m, r, self._num_replicas)
             found = self._differentiate(params, held[r], one, key, factors, shaking)
-            (_, (value, of_layers, held[r], of_loss, adds)), grad = jax.device_get(found)
+            (_, (value, of_layers, held[r], of_loss, aux)), grad = jax.device_get(found)
             grad = jax.tree.map(lambda x: np.asarray(x, _wide(x)), grad)
             size = jax.tree.map(np.abs, grad)
             grads = grad if grads is None else jax.tree.map(np.add, grads, grad)
@@ -206,11 +211,16 @@ class Plain:
             loss += float(value)
             added += float(of_layers)
             weight += float(of_loss)
-            has_added = has_added or bool(adds)
+            has_added = has_added or bool(aux["losses"])
+            for kind, values in aux.items():
+                for name, x in values.items():
+                    label = f"{kind}/{name}"
+                    reports[label] = reports.get(label, 0.0) + float(x)
         return {
             "loss": loss,
             "added": added,
             "weight": weight,
+            "reports": reports,
             "grads": grads,
             "sizes": sizes,
             "collections": held,
@@ -234,14 +244,9 @@ class Plain:
         weight = 1.0 if terms.weight is None else terms.weight
         factor, of_added = factors
         loss = terms.total * factor + added * of_added
-        return loss, (terms.total, added, held, weight, len(aux["losses"]))
-
-    def _reported(
-        self, params: PyTree, collections: Mapping[str, PyTree], batch: Batch, key: jax.Array
-    ) -> PyTree:
-        return self._module.call(
-            params, collections, batch.inputs, train=True, key=key, side=batch.side
-        )[2]
+        # A mean over nothing is NaN, and its weight is 0.
+        of_loss = {name: jnp.where(weight == 0, 0, x * weight) for name, x in terms.metrics.items()}
+        return loss, (terms.total, added, held, weight, {**aux, "loss_fn": of_loss})
 
     def _layers(self, shaking: Shaking | None) -> PipelineModule:
         return self._module if shaking is None else shaken_module(self._module, shaking)
@@ -334,7 +339,7 @@ def _without_biases(params: PyTree) -> PyTree:
 
 def _mean(values: Any) -> Any:
     first = values[0]
-    if not np.issubdtype(np.asarray(first).dtype, np.inexact):
+    if not jnp.issubdtype(np.asarray(first).dtype, jnp.inexact):
         return first
     return np.mean(np.asarray(values, _wide(first)), axis=0).astype(first.dtype)
 

@@ -7,12 +7,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from ._bound import differences_of
 from ._claims import NotCovered, judged
-from ._job import Job
+from ._job import Job, as_double
 from ._numbers import run_steps, wanted_of
 from ._proof import Finding
 
@@ -56,10 +55,14 @@ def process_findings(job: Job, command: Sequence[str] | None) -> Iterator[Any]:
         with np.load(to) as arrays:
             found = {name: arrays[name] for name in arrays.files}
     values, limits = wanted_of(job, job.finest)
-    yield from judged(differences_of({name: values[name] for name in found}, found, limits))
+    kinds = ("loss", "update", "collection")
+    wanted = {name: x for name, x in values.items() if name.partition("/")[0] in kinds}
+    yield from judged(differences_of(wanted, found, limits))
 
 
 def steps_of(job: Job) -> dict[str, Any]:
     """Run a process's part of the steps, and return their results by name."""
-    with jax.enable_x64(job.finest.is_double):
-        return {name: np.asarray(x) for name, x in run_steps(job, job.finest).items()}
+    with job.finest.enabled():
+        found = run_steps(job, job.finest)
+    # A file of arrays has no bfloat16.
+    return {name: as_double(x) for name, x in found.items()}

@@ -36,8 +36,7 @@ def program_findings(
         compiles=True,
     )
     compiled = found.compiled
-    if compiled is None:
-        return
+    assert compiled is not None  # as asked
     reading = compiled.reading
     limit = found.limit_bytes
     for text in reading.divergent:

@@ -80,8 +80,8 @@ class Proof:
 
     @property
     def holds(self) -> bool:
-        """Whether nothing contradicts any claim."""
-        return not any(claim.findings for claim in self.claims)
+        """Whether something was checked, and nothing contradicts any claim."""
+        return not self.findings and any(claim.holds for claim in self.claims)
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -94,12 +94,18 @@ class Proof:
 
     def badge(self) -> str:
         """Return a line of Markdown for a README."""
-        text, colour = ("proved", "brightgreen") if self.holds else ("refused", "red")
+        of_numbers = ("numbers", "dtypes")
+        if self.findings:
+            text, colour = "refused", "red"
+        elif any(claim.holds and claim.name in of_numbers for claim in self.claims):
+            text, colour = "proved", "brightgreen"
+        else:
+            text, colour = "not checked", "lightgrey"
         return f"![jaxpipe prove](https://img.shields.io/badge/pipeline-{text}-{colour})"
 
     def to_html(self) -> str:
         """Return a self-contained page."""
-        title = "Proved" if self.holds else "Refused"
+        title = self.verdict.capitalize()
         rows = [
             (
                 claim.name,
@@ -125,7 +131,14 @@ class Proof:
     def verdict(self) -> str:
         """The last line of a report."""
         count = len(self.findings)
-        return "proved" if self.holds else f"refused: {count} finding{'s' if count > 1 else ''}"
+        left = sum(claim.not_covered is not None for claim in self.claims)
+        if count:
+            return f"refused: {count} finding{'s' if count > 1 else ''}"
+        if not self.holds:
+            return "nothing is proved: no claim is covered"
+        return (
+            f"proved, with {left} claim{'s' if left > 1 else ''} not covered" if left else "proved"
+        )
 
     def __str__(self) -> str:
         about = [f"{key}: {value}" for key, value in self.job.items()]

@@ -2,7 +2,7 @@
 
 import dataclasses
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,9 @@ def state_findings(job: Job) -> Iterator[Any]:
         wanted = _everything(saved)
         exported = Path(folder) / "exported.safetensors"
         export_safetensors(Path(folder), exported)
-        again = flatten_dict(load_safetensors(exported))
-        for path, value in flatten_dict(load_params(Path(folder))).items():
-            if path not in again or not np.array_equal(value, again[path], equal_nan=True):
-                yield Finding("export_safetensors", f"{'/'.join(path)} is not read as it was.")
+        trees = (load_params(Path(folder)), load_safetensors(exported))
+        held, again = (_flat("params", tree) for tree in trees)
+        yield from _unlike("export_safetensors", held, again)
         next_loss = float(saved.train_batch(_entries(job.batch_in(OWN, 2))))
         unit = arithmetic_of(list(job.pipeline(OWN).trace.programs))
         allowed = _DEVIATIONS * unit.unit * np.sqrt(unit.operations * len(job.module.layers))
@@ -46,9 +45,7 @@ def state_findings(job: Job) -> Iterator[Any]:
             engine = _engine(job, stages)
             engine.load_checkpoint(Path(folder))
             where = f"checkpoint of {job.module.num_stages} stages, opened with {stages}"
-            for name, value in _everything(engine).items():
-                if name not in wanted or not np.array_equal(value, wanted[name], equal_nan=True):
-                    yield Finding(where, f"{name} is not what was saved.")
+            yield from _unlike(where, wanted, _everything(engine))
             loss = float(engine.train_batch(_entries(job.batch_in(OWN, 2))))
             if not abs(loss - next_loss) <= allowed * max(abs(next_loss), 1.0):
                 yield Finding(where, f"the next loss is {loss!r}, and was {next_loss!r}.")
@@ -92,9 +89,26 @@ def _entries(batch: Batch) -> Iterator[tuple[Any, ...]]:
         yield tuple(jax.tree.map(lambda x, m=m: x[m], part) for part in batch)
 
 
+def _unlike(where: str, wanted: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Finding]:
+    """Find arrays that are not the same bits in both."""
+    for name in sorted(wanted.keys() | found.keys()):
+        is_in_both = name in wanted and name in found
+        if not is_in_both or not _is_same(wanted[name], found[name]):
+            yield Finding(where, f"{name} is not what was saved.")
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    is_float = jnp.issubdtype(np.asarray(a).dtype, jnp.inexact)
+    return np.array_equal(a, b, equal_nan=is_float)
+
+
+def _flat(kind: str, tree: PyTree) -> dict[str, Any]:
+    return {"/".join((kind, *path)): x for path, x in flatten_dict(tree).items()}
+
+
 def _everything(engine: Any) -> dict[str, Any]:
-    params = flatten_dict(engine.module_state_dict())
-    found = {"/".join(("params", *path)): x for path, x in params.items()}
+    found = _flat("params", engine.module_state_dict())
+    found |= _flat("collections", engine.module_collections())
     leaves = jax.tree_util.tree_leaves_with_path(engine.opt_state_tree())
     found |= {f"opt_state{jax.tree_util.keystr(path)}": _numbers(x) for path, x in leaves}
     return found

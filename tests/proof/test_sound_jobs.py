@@ -14,7 +14,13 @@ NOT_DOUBLE = ("recurrent layers",)
 BELOW_DOUBLE = ("zero-bubble", "zero-bubble-h1", "reports and statistics in NNX")
 """An `nnx.Embed` inside a layer computes in the dtype of its table, float32."""
 
-WIDEST = {"gradient": 1e-10, "outputs": 1e-10, "ragged": 1e-10, "parameter": 1e-9, "collection": 1e-9}
+WIDEST = {
+    "gradient": 1e-10,
+    "outputs": 1e-10,
+    "ragged": 1e-10,
+    "update": 1e-9,
+    "collection": 1e-9,
+}
 """What rounding in float64 may explain of a leaf's size. An optimiser may divide small numbers."""
 
 
