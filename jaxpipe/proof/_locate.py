@@ -41,7 +41,7 @@ class Located:
         """Return the place of one result."""
         if self.layer is not None:
             return f"layer {self.layer}"
-        return name.partition("/")[2] or name
+        return name
 
     @property
     def tick_text(self) -> str:

@@ -263,8 +263,7 @@ def _numbers(job: Job, precision: Precision) -> Iterator[Any]:
         located = locate(job, precision, wrong)
         for each in wrong:
             where = located.where(each.name)
-            kind = each.name.partition("/")[0]
-            what = f"{kind} {each.text}" if each.name.endswith(where) else str(each)
+            what = each.text if where == each.name else str(each)
             yield Finding(where, _sentence(what, located))
 
     # Half precision and an optimiser that divides small numbers allow much.

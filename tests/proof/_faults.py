@@ -220,7 +220,7 @@ EXECUTOR = [
         "linen",
         patched(_step, "global_norm", lambda old: lambda *args: old(*args) * 0.5),
         config={"gradient_clipping": 0.01},
-        where="parameter/",
+        where="update/",
     ),
     Fault(
         "clipped to another norm",
@@ -229,7 +229,7 @@ EXECUTOR = [
             _step, "clip_to", lambda old: lambda limit, norm, grads: old(limit * 1.01, norm, grads)
         ),
         config={"gradient_clipping": 0.01},
-        where="parameter/",
+        where="update/",
     ),
     Fault(
         "tied parameters that drift apart",
@@ -242,13 +242,13 @@ EXECUTOR = [
                 found[1],
             ),
         ),
-        where="parameter/",
+        where="update/",
     ),
     Fault(
         "an update twice",
         "linen",
         after(_update.Updater, "update", lambda found, *_: (scaled(found[0], 1.001), found[1])),
-        where="parameter/",
+        where="update/",
     ),
     Fault(
         "the optimiser's state not kept",
@@ -263,7 +263,7 @@ EXECUTOR = [
                 )
             ),
         ),
-        where="parameter/",
+        where="update/",
     ),
     Fault(
         "the loss of one replica",
@@ -392,7 +392,7 @@ MORE = [
         "the step number stands still",
         "dropout",
         after(_step.DevicePrograms, "_update", step_stands_still),
-        "parameter/",
+        "update/",
     ),
     Fault(
         "gradients of the loss's stage doubled",
