@@ -2,90 +2,156 @@
 
 import copy
 import dataclasses
+import enum
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
+from flax.core import FrozenDict
 
+from jaxpipe.errors import LayerError, shown
 from jaxpipe.layers import LayerSpec, PipelineModule
 
-Change = Callable[[Any], Any]
-"""Gives the new value for a number, a dtype, a string or any other value without parts."""
+Change = Callable[[str, Any], Any]
+"""Gives the new value for a number, a dtype, a string or any other value without parts.
+
+It also receives the name of the argument or field, and of the whole for a part of a tuple or list.
+"""
 
 
 def with_arguments(model: PipelineModule, change: Change) -> PipelineModule:
     """Return a model whose layers are made from changed arguments, default values among them.
 
-    Values inside dataclasses, tuples, lists and dictionaries are changed, too.
+    Values inside dataclasses, tuples, lists and dictionaries are changed, too. Raises LayerError if
+    a value cannot be made again, or no layer from it.
     """
-    return model.with_layers([_changed_item(named.item, change) for named in model.layers])
+    copies = _Copies(change)
+    return model.with_layers([copies.layer(named.name, named.item) for named in model.layers])
 
 
-def _changed_item(item: Any, change: Change) -> Any:
-    if isinstance(item, LayerSpec):
+def first_line(error: Exception) -> str:
+    """Return the kind of an error and the first line of its text."""
+    text, _, _ = str(error).partition("\n")
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+class _Copies:
+    """Changed values. What several layers share stays shared, so that equal layers stay equal."""
+
+    def __init__(self, change: Change) -> None:
+        self._change = change
+        self._layer = ""
+        self._made: dict[tuple[str, int], tuple[Any, Any]] = {}
+        """Values with their changed form. Holding a value keeps its id from being used again."""
+
+    def layer(self, name: str, item: Any) -> Any:
+        """Change the arguments of a layer."""
+        self._layer = name
+        if isinstance(item, nn.Module):
+            return self._changed("", item)
+        if not isinstance(item, LayerSpec):
+            return item
         other = copy.copy(item)
-        other.typename = _changed_item(item.typename, change)
-        other.module_args = tuple(_changed(x, change) for x in item.module_args)
-        given = {**_defaults(item), **item.module_kwargs}
-        changed = {name: _changed(x, change) for name, x in given.items()}
+        if isinstance(item.typename, nn.Module):
+            other.typename = self._changed("", item.typename)
+            return other
+        positions, defaults = _signature(item)
+        other.module_args = tuple(
+            self._changed(key, x) for key, x in zip(positions, item.module_args, strict=True)
+        )
+        given = {**defaults, **item.module_kwargs}
+        changed = {key: self._changed(key, x) for key, x in given.items()}
         other.module_kwargs = {
-            name: x
-            for name, x in changed.items()
-            if name in item.module_kwargs or x is not given[name]
+            key: x for key, x in changed.items() if key in item.module_kwargs or x is not given[key]
         }
         return other
-    if isinstance(item, nn.Module):
-        return _changed(item, change)
-    return item
+
+    def _changed(self, name: str, value: Any) -> Any:
+        """Change a value. One that stays equal stays the same object."""
+        key = name, id(value)
+        if key not in self._made:
+            self._made[key] = value, self._made_again(name, value)
+        return self._made[key][1]
+
+    def _made_again(self, name: str, value: Any) -> Any:
+        if isinstance(value, enum.Enum):
+            return value
+        parts = _parts(value)
+        if not parts:
+            return self._change(name, value)
+        changed = {
+            key: self._changed(key if isinstance(key, str) else name, x) for key, x in parts.items()
+        }
+        changes = {key: x for key, x in changed.items() if x is not parts[key]}
+        if not changes:
+            return value
+        try:
+            return _with_parts(value, changed, changes)
+        except Exception as error:
+            parts = ", ".join(f"{key}={shown(x)}" for key, x in changes.items())
+            raise LayerError(
+                f"arguments of layer {self._layer} must allow other sizes and dtypes, but got "
+                f"{first_line(error)} for {name or 'the layer'}: {type(value).__name__} with "
+                f"{parts}. Let the class accept them."
+            ) from error
 
 
-def _defaults(item: LayerSpec) -> dict[str, Any]:
-    """Return the default values of the arguments that a spec leaves out."""
-    if isinstance(item.typename, nn.Module):
-        return {}
-    try:
-        signature = inspect.signature(item.typename)
-        given = signature.bind_partial(*item.module_args, **item.module_kwargs).arguments
-    except (TypeError, ValueError):  # builtins have no signature, and wrong arguments fit none
-        return {}
-    return {
-        name: parameter.default
-        for name, parameter in signature.parameters.items()
-        if name not in given
-        and parameter.default is not parameter.empty
-        and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        and not (name in ("name", "parent") and _is_linen(item.typename))
-    }
-
-
-def _is_linen(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, nn.Module)
-
-
-def _changed(value: Any, change: Change) -> Any:
-    """Change a value. One that stays equal stays the same object."""
+def _with_parts(value: Any, parts: Mapping[Any, Any], changes: dict[str, Any]) -> Any:
+    """Make a value again from all its parts, or from those that are others."""
     if isinstance(value, nn.Module):
-        names = [f.name for f in dataclasses.fields(value) if f.name not in ("parent", "name")]
-        return _replaced(value, names, change, lambda changes: value.clone(**changes))
+        return value.clone(**changes)
+    if _is_record(value):
+        return dataclasses.replace(value, **changes)
+    if _is_named_tuple(value):
+        return value._replace(**changes)
+    return type(value)(parts if isinstance(value, Mapping) else parts.values())
+
+
+def _is_record(value: Any) -> bool:
+    """Whether a value is of a dataclass, as Linen modules are, too."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _is_named_tuple(value: Any) -> bool:
+    return isinstance(value, tuple) and hasattr(value, "_fields")
+
+
+def _parts(value: Any) -> Mapping[Any, Any]:
+    """Return the parts of a value by name or index. Without any, it is changed as a whole."""
+    if _is_record(value):
+        own = ("parent", "name") if isinstance(value, nn.Module) else ()
+        fields = (f.name for f in dataclasses.fields(value) if f.init and f.name not in own)
+        return {name: getattr(value, name) for name in fields}
+    if _is_named_tuple(value):
+        return value._asdict()
     if type(value) in (tuple, list):
-        parts = [_changed(x, change) for x in value]
-        is_same = all(new is old for new, old in zip(parts, value, strict=True))
-        return value if is_same else type(value)(parts)
-    if type(value) is dict:
-        changed = {key: _changed(x, change) for key, x in value.items()}
-        return value if all(changed[key] is x for key, x in value.items()) else changed
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value) if field.init]
-        return _replaced(
-            value, names, change, lambda changes: dataclasses.replace(value, **changes)
+        return dict(enumerate(value))
+    return value if type(value) in (dict, FrozenDict) else {}
+
+
+def _signature(spec: LayerSpec) -> tuple[list[str], dict[str, Any]]:
+    """Return the names of a spec's positional arguments, and the defaults of those it leaves out.
+
+    It is the signature that is called: of the constructor, whose class may hide it, and of a
+    decorated function's outermost one.
+    """
+    made_by: Any = spec.typename
+    number = len(spec.module_args)
+    is_class = isinstance(made_by, type)
+    try:
+        signature = inspect.signature(
+            made_by.__init__ if is_class else made_by, follow_wrapped=False
         )
-    return change(value)
-
-
-def _replaced(
-    value: Any, names: list[str], change: Change, replace: Callable[[dict[str, Any]], Any]
-) -> Any:
-    changed = {name: _changed(getattr(value, name), change) for name in names}
-    changes = {name: x for name, x in changed.items() if x is not getattr(value, name)}
-    return replace(changes) if changes else value
+    except (TypeError, ValueError):  # builtins have none
+        return [""] * number, {}
+    parameters = list(signature.parameters.values())[1 if is_class else 0 :]
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    by_name = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [p.name for p in parameters if p.kind in by_place][:number]
+    defaults = {
+        p.name: p.default
+        for p in parameters
+        if p.kind in by_name and p.default is not p.empty and p.name not in names
+    }
+    return names + [""] * (number - len(names)), defaults

@@ -2,9 +2,11 @@
 
 One number `f`, a power of two, divides every integer of at least `64` in the arguments of layers,
 given or by default, rounded up, and every size of at least 64 of the example, except the number of
-samples. Equal sizes stay equal, and so do products of sizes that `f` divides. Integers in inputs
-and labels, such as tokens, are divided by `f` and rounded down, so that they stay below the size of
-their vocabulary.
+samples. Equal sizes stay equal, and so do products of sizes that `f` divides. No size becomes
+smaller than 8.
+Tokens and other ids, which inputs, labels and arguments such as `pad_id` hold, are divided by `f`
+and rounded down, so that they stay below the size of their vocabulary. Masks and other integers
+below 64 stay, unless a divided size could be too small for them.
 Of each run of equal layers as many are kept as there are virtual stages.
 """
 
@@ -18,13 +20,19 @@ import numpy as np
 from jaxpipe._typing import PyTree
 from jaxpipe.config import PipelineConfig
 from jaxpipe.data import Batch, split_entry
+from jaxpipe.errors import LayerError
 from jaxpipe.layers import PipelineModule
 
-from ._arguments import with_arguments
+from ._arguments import first_line, with_arguments
 
 LEAST = 64
+_LEAST_DIVIDED = 8
 _MOST_PARAMETERS = 300_000
 _FACTORS = tuple(2**power for power in range(11))
+_CLEARLY = 0.75
+"""The share of parameters that a larger factor may leave at most."""
+
+_IDS = ("_id", "_ids", "_idx", "_index", "_token")
 
 
 class Narrow(NamedTuple):
@@ -35,42 +43,89 @@ class Narrow(NamedTuple):
         example: One entry.
         factor: The number `f`.
         num_layers: The number of layers before and after.
+        why: Why the copy is not smaller. Empty if it is small enough.
     """
 
     model: PipelineModule
     example: Sequence[PyTree]
     factor: int
     num_layers: tuple[int, int]
+    why: str = ""
 
 
 def narrowed(model: PipelineModule, example: Sequence[PyTree], pipeline: PipelineConfig) -> Narrow:
     """Narrow a job until it has few parameters, or as far as its layers allow.
 
-    A factor with which the layers cannot be traced is skipped. A model that cannot be traced at its
-    own sizes is returned as it is, and whoever builds its pipeline says what is wrong. Boundaries
-    that the user lists, in the model or in the configuration, keep all layers.
+    If the layers cannot be traced without some of them, all are kept. A model that cannot be traced
+    at its own sizes is returned as it is, and whoever builds its pipeline says what is wrong.
+    Boundaries that the user lists, in the model or in the configuration, keep all layers.
     """
     chunks = pipeline.num_chunks if isinstance(pipeline.num_chunks, int) else 2
     is_listed = not all(isinstance(x, str) for x in (model.partition_method, pipeline.partition))
-    shallow = model if is_listed else _shallow(model, model.num_stages * chunks)
+    number = len(model.layers)
     entry = split_entry(example, "the example batch")
-    best = None
-    for factor in _FACTORS:
+    why = ""
+    for depth in (number,) if is_listed else (model.num_stages * chunks, number):
         try:
-            other = _divided_model(shallow, factor)
-            small = _divided_entry(entry, factor)
+            found = _narrowest(_shallow(model, depth), entry)
+        except Exception as error:  # noqa: BLE001  # the user's layers may raise anything
+            why = why or first_line(error)
+            continue
+        return found._replace(num_layers=(number, found.num_layers[1]), why=why or found.why)
+    return Narrow(model, example, 1, (number, number), why)
+
+
+def _narrowest(model: PipelineModule, entry: Batch) -> Narrow:
+    """Divide the sizes of a model, as far as that lowers its number of parameters.
+
+    A factor with which the layers cannot be traced is skipped. Raises whatever its layers raise at
+    their own sizes.
+    """
+    least = min(_sizes(model, entry), default=LEAST)
+    largest = max(map(_largest, jax.tree.leaves((entry.inputs, entry.labels))), default=0)
+    best = None
+    fewest = math.inf
+    own: list[int] = []
+    why = ""
+    for factor in _FACTORS:
+        division = _Division(factor, least, largest)
+        if division.size(least) < _LEAST_DIVIDED:
+            why = why or f"{least} divided by {factor} is smaller than {_LEAST_DIVIDED}"
+            break
+        try:
+            other = model if factor == 1 else with_arguments(model, division.argument)
+            small = division.entry(entry)
             one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape[1:]), x.dtype), small)
             trace = other.trace(one.inputs, one.side)
             jax.eval_shape(other.loss_terms, trace.boundaries[-1], one.labels)
-        except Exception:  # noqa: BLE001  # the user's layers may raise anything
+            params = [x.shape for x in jax.tree.leaves(trace.tree())]
+            shapes = [x.shape for x in jax.tree.leaves(trace.boundaries)]
+            sizes = [size for shape in (*params, *shapes) for size in shape]
+            own = own or sizes
+            _check_sizes(sizes, own)
+        except Exception as error:
             if factor == 1:
-                break
+                raise
+            why = f"divided by {factor}: {first_line(error)}"
             continue
-        number = sum(math.prod(x.shape) for x in jax.tree.leaves(trace.tree()))
-        best = Narrow(other, small, factor, (len(model.layers), len(other.layers)))
+        number = sum(map(math.prod, params))
+        if number > _CLEARLY * fewest:
+            why = f"divided by {factor}, it has {number:,} parameters"
+            continue
+        fewest = number
+        why = ""
+        best = Narrow(other, small, factor, (len(model.layers), len(model.layers)))
         if number <= _MOST_PARAMETERS:
-            break
-    return best or Narrow(model, example, 1, (len(model.layers), len(model.layers)))
+            return best
+    assert best is not None
+    return best._replace(why=why)
+
+
+def _check_sizes(sizes: list[int], own: list[int]) -> None:
+    """Check that no size of a boundary or parameter became 1, which broadcasts silently."""
+    lost = next((old for new, old in zip(sizes, own, strict=True) if new < 2 <= old), None)
+    if lost is not None:
+        raise LayerError(f"a narrow copy must have no size 1 that is {lost} in the model itself.")
 
 
 def _shallow(model: PipelineModule, num_parts: int) -> PipelineModule:
@@ -91,33 +146,77 @@ def _is_same(named: Any, other: Any) -> bool:
     return named.tied_key is None and named.layer.identity == other.layer.identity
 
 
-def _divided_model(model: PipelineModule, factor: int) -> PipelineModule:
-    if factor == 1:
-        return model
-    return with_arguments(model, lambda value: _divided(value, factor))
+def _is_integer(name: str, value: Any) -> bool:
+    """Whether an argument is a size or an id."""
+    is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return is_integer and bool(value >= 0) and "seed" not in name
 
 
-def _divided(value: Any, factor: int) -> Any:
-    """Divide a size. Everything else stays as it is."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+def _sizes(model: PipelineModule, entry: Batch) -> list[int]:
+    """Return all sizes that a factor divides."""
+    found = [size for leaf in jax.tree.leaves(entry) for size in leaf.shape[1:]]
+
+    def note(name: str, value: Any) -> Any:
+        if _is_integer(name, value) and not name.endswith(_IDS):
+            found.append(int(value))
         return value
-    return -(-int(value) // factor) if value >= LEAST else value
+
+    with_arguments(model, note)
+    return [size for size in found if size >= LEAST]
 
 
-def _divided_entry(entry: Batch, factor: int) -> Batch:
-    return Batch(
-        *(
-            jax.tree.map(lambda x, counts=counts: _divided_leaf(x, factor, counts=counts), part)
-            for part, counts in zip(entry, (True, True, False), strict=True)
+def _largest(leaf: Any) -> int:
+    """Return the largest integer of a leaf. It is 0 if there is none."""
+    if isinstance(leaf, jax.ShapeDtypeStruct) or not np.issubdtype(leaf.dtype, np.integer):
+        return 0
+    return int(np.max(np.asarray(leaf), initial=0))
+
+
+class _Division(NamedTuple):
+    """How the integers of a job are divided.
+
+    Attributes:
+        factor: The factor.
+        least: The least size that it divides.
+        largest: The largest integer in inputs and labels.
+    """
+
+    factor: int
+    least: int
+    largest: int
+
+    def size(self, value: int) -> int:
+        """Divide a size."""
+        return -(-value // self.factor) if value >= LEAST else value
+
+    def ids_by(self, largest: int) -> int:
+        """Return the divisor of ids, given the largest of them.
+
+        Small ones may still index what is divided.
+        """
+        return self.factor if largest >= LEAST else -(-(largest + 1) // self.size(self.least))
+
+    def argument(self, name: str, value: Any) -> Any:
+        """Divide a size or an id. Everything else stays as it is."""
+        if not _is_integer(name, value):
+            return value
+        if name.endswith(_IDS):
+            return int(value) // self.ids_by(max(value, self.largest))
+        return self.size(int(value))
+
+    def entry(self, entry: Batch) -> Batch:
+        """Divide the sizes of an entry, and ids in its inputs and labels."""
+        return Batch(
+            *(
+                jax.tree.map(lambda x, holds_ids=holds_ids: self._leaf(x, holds_ids), part)
+                for part, holds_ids in zip(entry, (True, True, False), strict=True)
+            )
         )
-    )
 
-
-def _divided_leaf(leaf: Any, factor: int, *, counts: bool) -> Any:
-    shape = (leaf.shape[0], *(_divided(size, factor) for size in leaf.shape[1:]))
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(shape, leaf.dtype)
-    values = np.asarray(leaf)[tuple(slice(0, size) for size in shape)]
-    if counts and np.issubdtype(values.dtype, np.integer) and factor > 1:
-        values = np.where(values >= 0, values // factor, values).astype(values.dtype)
-    return values
+    def _leaf(self, leaf: Any, holds_ids: bool) -> Any:
+        shape = (leaf.shape[0], *map(self.size, leaf.shape[1:]))
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(shape, leaf.dtype)
+        values = np.asarray(leaf)[tuple(slice(0, size) for size in shape)]
+        by = self.ids_by(_largest(leaf)) if holds_ids else 1
+        return values if by == 1 else np.where(values >= 0, values // by, values)

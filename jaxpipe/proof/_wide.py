@@ -19,6 +19,7 @@ from ._arguments import with_arguments
 from ._wrapped import wrapped_module
 
 _NARROW = ("bfloat16", "float16", "float32")
+_TYPES = [kind for name in _NARROW for kind in (getattr(jnp, name), jnp.dtype(name).type)]
 
 
 def wide_module(module: PipelineModule) -> PipelineModule:
@@ -27,16 +28,13 @@ def wide_module(module: PipelineModule) -> PipelineModule:
     return wrapped_module(module, lambda _, layer: _Wide(layer, "wide"))
 
 
-def _wide_dtype(value: Any) -> Any:
-    """Replace a narrower floating-point dtype, or the name of one, by float64."""
+def _wide_dtype(name: str, value: Any) -> Any:
+    """Replace a narrower floating-point dtype by float64, and the name of one in a `*dtype*`."""
     if isinstance(value, str):
-        return "float64" if value in _NARROW else value
-    if isinstance(value, type | np.dtype):
-        try:
-            return jnp.float64 if jnp.dtype(value).name in _NARROW else value
-        except TypeError:  # another class
-            return value
-    return value
+        return "float64" if "dtype" in name and value in _NARROW else value
+    if isinstance(value, np.dtype):
+        return np.dtype("float64") if value.name in _NARROW else value
+    return jnp.float64 if any(value is kind for kind in _TYPES) else value
 
 
 class _Wide(WrappedLayer):
