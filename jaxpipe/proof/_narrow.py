@@ -26,7 +26,7 @@ from jaxpipe.layers import PipelineModule
 from ._arguments import first_line, with_arguments
 
 LEAST = 64
-_LEAST_DIVIDED = 8
+_LEAST_DIVIDED = 4
 _MOST_PARAMETERS = 300_000
 _FACTORS = tuple(2**power for power in range(11))
 _CLEARLY = 0.75

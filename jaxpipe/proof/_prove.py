@@ -180,7 +180,7 @@ def made_job(
     before, after = narrow.num_layers
     text = f"sizes of {LEAST} and more divided by {narrow.factor}, {after} of {before} layers"
     job = Job(narrow.model, config, narrow.example, optimizer, places or {})
-    return Made(job, {"narrowed": text})
+    return Made(job, {"narrowed": f"{text} ({narrow.why})" if narrow.why else text})
 
 
 def read_options(text: str) -> dict[str, Any]:

@@ -157,7 +157,7 @@ class Sized(nn.Module):
 def test_no_width_becomes_1() -> None:
     narrow = narrow_of([LayerSpec(Fixed)] * 2, floats(512, 512))
     assert narrow.factor == 1
-    assert narrow.why.startswith("divided by 64: LayerError: layer 0_Fixed must accept")
+    assert narrow.why.startswith("divided by 128: LayerError: layer 0_Fixed must accept")
     narrow = narrow_of([LayerSpec(Sized, Sizes(512))] * 2, floats(512, 512))
     assert narrow.factor == 4
     assert narrow.model.layers[0].item.module_args == (Sizes(128),)
@@ -188,7 +188,7 @@ class Stays(nn.Module):
 def test_a_factor_that_saves_no_parameters_is_not_used() -> None:
     narrow = narrow_of([LayerSpec(Stays)] * 2, floats(64, 64))
     assert narrow.factor == 1
-    assert narrow.why == "divided by 8, it has 1,306,002 parameters"
+    assert narrow.why == "divided by 16, it has 1,306,002 parameters"
 
 
 def test_why_a_copy_is_not_shallow() -> None:
