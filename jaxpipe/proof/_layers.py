@@ -1,6 +1,7 @@
 """What a pipeline needs of the user's functions: pure layers, and a loss that is a mean."""
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -8,16 +9,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe._typing import PyTree
-from jaxpipe.jaxpr import all_equations, arithmetic_of
+from jaxpipe.data import Batch
+from jaxpipe.errors import JaxpipeError
+from jaxpipe.jaxpr import all_equations, arithmetic_of, programs_inside
 from jaxpipe.layers import NamedLayer, PipelineModule, call_on_one, layer_view
 
-from ._bound import norm
+from ._bound import bounds, distance
 from ._job import Job, Precision
 from ._plain import Start, microbatch_of
+from ._shake import Shaking, shaken
 
 _CALLBACKS = ("io_callback", "pure_callback", "debug_callback", "debug_print")
-_SLACK = 64.0
-"""Roundings that another order of samples may cause, over the square root of the operations."""
+_UNITS = 8.0
+"""Units roundoff by which a number may move if other samples change.
+
+The program and its shapes stay the same, so that only sums over rows in another order move it.
+"""
 
 
 class Fault(NamedTuple):
@@ -34,90 +41,90 @@ class Fault(NamedTuple):
     repair: str
 
 
-def layer_faults(job: Job, precision: Precision) -> Iterator[Fault]:
-    """Check every kind of layer, and the loss."""
+def layer_findings(job: Job, precision: Precision) -> Iterator[Fault | dict[str, str]]:
+    """Check every kind of layer, and the loss.
+
+    The model also runs with groups of samples replaced. Each two samples are in different groups.
+
+    Yields:
+        Faults, and figures that say what was not checked.
+    """
     with jax.enable_x64(precision.is_double):
         module = job.module_in(precision)
         start = job.start(precision)
-        one = microbatch_of(job.batch_in(precision, 0), 0, 0, job.num_replicas)
+        batch = job.batch_in(precision, 0)
+        one = microbatch_of(batch, 0, 0, job.num_replicas)
+        other = microbatch_of(batch, 1, 0, job.num_replicas)
         key = jax.random.key(7)
-        x: Any = one.inputs
-        if module.auto_cast:
-            x = module.cast_inputs(jax.tree.map(jnp.asarray, x))
-        seen: set[Any] = set()
+        num_samples = len(jax.tree.leaves(one.inputs)[0])
+        groups = _groups(num_samples)
+        given = [one, *(_replaced(one, other, group) for group in groups)]
+        streams = [module.cast_inputs(jax.tree.map(jnp.asarray, each.inputs)) for each in given]
+        units: dict[Any, float] = {}
         for named in module.layers:
-            call = _Call(module, named, start, one.side, key)
-            outputs = call(x)
-            kind = (named.layer.identity, str(jax.tree.map(jnp.shape, x)))
-            if kind not in seen:
-                seen.add(kind)
-                yield from _faults_of(call, x, outputs)
-            x = outputs
-        yield from _loss_faults(module, x, one.labels)
+            call = _Call(module, named, start, key)
+            kind = (named.layer.identity, str(jax.tree.map(jnp.shape, streams[0])))
+            is_new = kind not in units
+            if is_new:
+                traced = call.trace(streams[0], one.side)
+                units[kind] = arithmetic_of([traced]).unit
+                yield from _trace_faults(named, traced, call.trace(streams[0], one.side))
+            results = [call(x, each.side) for x, each in zip(streams, given, strict=True)]
+            streams, mixes = _unmixed(results, groups, units[kind])
+            # The proof of the numbers compares batch statistics.
+            if mixes and is_new and not call.keeps_collections:
+                yield Fault(
+                    f"layer {named.name}",
+                    "computes a sample from the other samples of its microbatch",
+                    "Its results then depend on microbatches and replicas. Compute each sample "
+                    "alone",
+                )
+        yield from _loss_findings(module, streams, one.labels, num_samples)
+
+
+def layer_faults(job: Job, precision: Precision) -> Iterator[Fault]:
+    """Check every kind of layer, and the loss."""
+    return (each for each in layer_findings(job, precision) if isinstance(each, Fault))
 
 
 class _Call:
     """One layer as a function of its inputs, in training."""
 
     def __init__(
-        self,
-        module: PipelineModule,
-        named: NamedLayer,
-        start: Start,
-        side: Mapping[str, PyTree],
-        key: jax.Array,
+        self, module: PipelineModule, named: NamedLayer, start: Start, key: jax.Array
     ) -> None:
-        self.named = named
         self.keeps_collections = bool(start.collections.get(named.name))
+        self._named = named
         self._module = module
-        self._side = side
         self._key = key
         self._view = layer_view(named, start.params)
         # As in a program: modules may write into the arrays of their statistics.
         self._collections = jax.tree.map(jnp.asarray, start.collections.get(named.name, {}))
+        self._compiled = jax.jit(self._function)
 
-    def function(self, x: PyTree, side: Mapping[str, PyTree]) -> PyTree:
+    def _function(self, x: PyTree, side: Mapping[str, PyTree]) -> PyTree:
         def run(x: PyTree, side: Mapping[str, PyTree]) -> PyTree:
-            indices = [self.named.index]
-            layers = self._module.run_layers(indices, [self._view], train=True)
+            layers = self._module.run_layers([self._named.index], [self._view], train=True)
             return layers(x, self._key, side, [self._collections])[0]
 
         return call_on_one(self._module.automatic_axes, run, x, side)
 
-    def __call__(self, x: PyTree, side: Mapping[str, PyTree] | None = None) -> PyTree:
-        side = self._side if side is None else side
-        return jax.device_get(jax.jit(self.function)(x, side))
+    def __call__(self, x: PyTree, side: Mapping[str, PyTree]) -> PyTree:
+        return jax.device_get(self._compiled(x, side))
 
-    def trace(self, x: PyTree) -> Any:
-        return jax.make_jaxpr(lambda x, side: self.function(x, side))(x, self._side)
-
-    def others(self, x: PyTree) -> tuple[PyTree, PyTree]:
-        """Inputs and side inputs in which all samples but the first are another one."""
-
-        def replaced(leaf: Any) -> Any:
-            leaf = np.asarray(leaf)
-            if leaf.ndim == 0 or leaf.shape[0] < 2:
-                return leaf
-            changed = leaf.copy()
-            changed[1:] = np.flip(leaf[1:], 0) if len(leaf) > 2 else leaf[:1]
-            if np.issubdtype(leaf.dtype, np.inexact):
-                changed[1:] = changed[1:] * 0.5 + 0.25
-            return changed
-
-        return jax.tree.map(replaced, x), jax.tree.map(replaced, dict(self._side))
+    def trace(self, x: PyTree, side: Mapping[str, PyTree]) -> Any:
+        return jax.make_jaxpr(lambda x, side: self._function(x, side))(x, side)
 
 
-def _faults_of(call: _Call, x: PyTree, outputs: PyTree) -> Iterator[Fault]:
-    where = f"layer {call.named.name}"
-    first = call.trace(x)
-    again = call.trace(x)
-    if str(first) != str(again) or _constants(first) != _constants(again):
+def _trace_faults(named: NamedLayer, traced: Any, again: Any) -> Iterator[Fault]:
+    where = f"layer {named.name}"
+    if str(traced) != str(again) or _constants(traced) != _constants(again):
         yield Fault(
             where,
             "computes something else when it is traced again",
             "A layer is traced several times: keep no state in closures, globals or attributes",
         )
-    names = [eqn.primitive.name for eqn in all_equations(first.jaxpr.eqns)]
+    names = [eqn.primitive.name for eqn in all_equations(traced.jaxpr.eqns)]
     callbacks = sorted({name for name in names if name in _CALLBACKS})
     if callbacks:
         yield Fault(
@@ -125,53 +132,166 @@ def _faults_of(call: _Call, x: PyTree, outputs: PyTree) -> Iterator[Fault]:
             f"calls the host ({callbacks[0]})",
             "Idle ticks and recomputation repeat such a call. Report a metric instead",
         )
-    if call.keeps_collections:
-        return  # batch statistics, which the proof of the numbers compares
-    changed = call(*call.others(x))
-    arithmetic = arithmetic_of([first])
-    for a, b in zip(jax.tree.leaves(outputs), jax.tree.leaves(changed), strict=True):
-        if np.ndim(a) == 0 or not np.issubdtype(np.asarray(a).dtype, np.inexact):
-            continue
-        allowed = _SLACK * arithmetic.unit * np.sqrt(arithmetic.operations) * norm(a)
-        if norm(np.asarray(a)[0] - np.asarray(b)[0]) > allowed:
-            yield Fault(
-                where,
-                "computes a sample from the other samples of its microbatch",
-                "Its results then depend on microbatches and replicas. Compute each sample alone",
-            )
-            return
 
 
-def _constants(closed: Any) -> list[bytes]:
-    numbers = (x for x in closed.consts if jnp.issubdtype(x.dtype, jnp.number))
-    return [np.asarray(x).tobytes() for x in numbers]
+def _constants(traced: Any) -> list[bytes]:
+    inner = (each for eqn in all_equations(traced.jaxpr.eqns) for each in programs_inside(eqn))
+    constants = (x for program in (traced, *inner) for x in program.consts)
+    return [np.asarray(x).tobytes() for x in constants if not _is_key(x)]
 
 
-def _loss_faults(module: PipelineModule, outputs: PyTree, labels: PyTree) -> Iterator[Fault]:
-    """The loss of two microbatches together must be the mean of their losses."""
-    if module.loss_fn is None:
-        return
-    terms = module.loss_terms(outputs, labels)
-    if terms.weight is not None:
-        return
-    rows = {np.shape(x)[0] for x in jax.tree.leaves((outputs, labels)) if np.ndim(x)}
-    if len(rows) != 1 or min(rows) < 2 or min(rows) % 2:
-        return
-    half = rows.pop() // 2
-    total, first, second = (
-        float(module.loss_terms(*jax.tree.map(cut, (outputs, labels))).total)
-        for cut in (
-            lambda x: x if np.ndim(x) == 0 else np.asarray(x),
-            lambda x: x if np.ndim(x) == 0 else np.asarray(x)[:half],
-            lambda x: x if np.ndim(x) == 0 else np.asarray(x)[half:],
-        )
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _groups(num_samples: int) -> list[np.ndarray]:
+    """Return groups of samples, each followed by the other samples, that tell any two apart."""
+    indices = np.arange(num_samples)
+    bits = (indices >> bit & 1 == 1 for bit in range((num_samples - 1).bit_length()))
+    return [group for bit in bits for group in (bit, ~bit)]
+
+
+def _replaced(one: Batch, other: Batch, group: np.ndarray) -> Batch:
+    """Take the samples of a group from another microbatch, and move their numbers."""
+
+    def replaced(leaf: Any, others: Any) -> np.ndarray:
+        if jnp.issubdtype(leaf.dtype, jnp.inexact):
+            others = (others * 0.5 + 0.25).astype(leaf.dtype)  # all samples may be equal
+        return np.where(_along(group, leaf, 0), others, leaf)
+
+    return jax.tree.map(replaced, one, other)
+
+
+def _along(group: np.ndarray, leaf: Any, axis: int) -> np.ndarray:
+    return np.expand_dims(group, [i for i in range(leaf.ndim) if i != axis])
+
+
+def _unmixed(
+    results: Sequence[PyTree], groups: Sequence[np.ndarray], unit: float
+) -> tuple[list[PyTree], bool]:
+    """Undo what a sample changes in others.
+
+    Args:
+        results: A layer's results, and those with the samples of each group replaced.
+        groups: The groups.
+        unit: The unit roundoff of the layer.
+
+    Returns:
+        `(results, whether anything was undone)`.
+    """
+    leaves = [
+        _unmixed_leaf(each, groups, unit)
+        for each in zip(*map(jax.tree.leaves, results), strict=True)
+    ]
+    structure = jax.tree.structure(results[0])
+    trees = [structure.unflatten(each) for each in zip(*(leaf for leaf, _ in leaves), strict=True)]
+    return trees, any(mixes for _, mixes in leaves)
+
+
+def _unmixed_leaf(
+    leaves: Sequence[Any], groups: Sequence[np.ndarray], unit: float
+) -> tuple[list[Any], bool]:
+    """As `_unmixed`. The samples are those along a dim, or each entry belongs to one sample.
+
+    A scalar, such as a loss that is handed on, belongs to all of them.
+    """
+    first = leaves[0]
+    if np.ndim(first) == 0 or _is_key(first) or not groups:
+        return list(leaves), False
+    moved = [_differs(first, leaf, unit) for leaf in leaves[1:]]
+    axes = [axis for axis, size in enumerate(first.shape) if size == len(groups[0])]
+    by_axis = [
+        [x & ~_along(group, first, axis) for x, group in zip(moved, groups, strict=True)]
+        for axis in axes
+    ]
+    by_entry = [x & moved[i ^ 1] for i, x in enumerate(moved)]
+    foreign = min(by_axis or [by_entry], key=np.sum)
+    own = [
+        np.where(x & ~wrong, leaf, first)
+        for leaf, x, wrong in zip(leaves[1:], moved, foreign, strict=True)
+    ]
+    return [first, *own], bool(np.any(foreign))
+
+
+def _differs(wanted: Any, found: Any, unit: float) -> np.ndarray:
+    """Return which entries differ by more than some units in the last place of their row."""
+    if not jnp.issubdtype(wanted.dtype, jnp.inexact):
+        return wanted != found
+    wide = np.complex128 if np.iscomplexobj(wanted) else np.float64
+    wanted, found = (x.astype(wide) for x in (wanted, found))
+    size = np.abs(wanted).max(-1, keepdims=True, initial=0, where=np.isfinite(wanted))
+    with np.errstate(invalid="ignore"):  # infinities
+        is_near = np.abs(wanted - found) <= _UNITS * unit * size
+    return ~(is_near | (wanted == found) | (np.isnan(wanted) & np.isnan(found)))
+
+
+def _loss_findings(
+    module: PipelineModule, streams: Sequence[PyTree], labels: PyTree, num_samples: int
+) -> Iterator[Fault | dict[str, str]]:
+    """The loss of two microbatches together must be the mean, or the sum, of their losses.
+
+    `streams` are the outputs, and those with other samples.
+    """
+    outputs = streams[0]
+    follows = jax.tree.map(
+        lambda x, *others: any(np.any(_differs(x, each, 0.0)) for each in others), *streams
     )
-    size = max(abs(total), abs(first), abs(second))
-    if abs(total - (first + second) / 2) > _SLACK * float(np.finfo(np.float32).eps) * size:
+    is_cut = jax.tree.map(lambda x, flag: flag and np.ndim(x) > 0, outputs, follows)
+    cut = zip(*map(jax.tree.leaves, (outputs, is_cut)), strict=True)
+    obstacles = {
+        "the last layer computes it": module.loss_fn is None,
+        "a microbatch has one sample": num_samples == 1,
+        "samples are not the first dim of each output": any(
+            flag and len(x) != num_samples for x, flag in cut
+        ),
+    }
+    obstacle = next((text for text, is_there in obstacles.items() if is_there), None)
+    if obstacle is not None:
+        yield {"loss not cut": obstacle}
+        return
+
+    def terms(part: slice) -> Any:
+        of_part = jax.tree.map(lambda x, flag: x[part] if flag else x, outputs, is_cut)
+        return module.loss_terms(of_part, jax.tree.map(lambda x: x[part], labels))
+
+    half = num_samples // 2
+    whole = terms(slice(None))
+    try:
+        halves = [terms(slice(half)), terms(slice(half, None))]
+    except JaxpipeError:
+        yield {"loss not cut": f"loss_fn takes no other number of samples than {num_samples}"}
+        return
+    arithmetic = arithmetic_of(
+        [jax.make_jaxpr(lambda x, t: module.loss_terms(x, t)[:2])(outputs, labels)]
+    )
+    moved = module.loss_terms(shaken(outputs, Shaking(jax.random.key(7), arithmetic.unit)), labels)
+    wanted = _added(whole, 1.0)
+    shares = [half / num_samples, 1 - half / num_samples]
+    parts = [_added(each, share) for each, share in zip(halves, shares, strict=True)]
+    found = {name: sum(part[name] for part in parts) for name in wanted}
+    magnitudes = {name: sum(abs(each[name]) for each in (wanted, *parts)) for name in wanted}
+    limits = bounds(wanted, [_added(moved, 1.0)], magnitudes, arithmetic, len(parts))
+    if not all(part["loss"] for part in parts):
+        # A weight such as `max(weight, 1)` counts a part in which no sample counts.
+        limits["weight"] = math.inf
+    for name, value in wanted.items():
+        is_equal = np.array_equal(value, found[name], equal_nan=True)
+        if is_equal or distance(found[name], value) <= limits[name]:
+            continue
+        kind = "mean" if whole.weight is None else "sum"
+        values = [each.weight if name == "weight" else each.total for each in (whole, *halves)]
         yield Fault(
             "loss_fn",
-            f"is no mean over samples: {total:.6g} for all samples of a microbatch, {first:.6g} "
-            f"and {second:.6g} for its halves",
+            f"is no {kind} over samples: {values[0]:.6g} for all samples of a microbatch, "
+            f"{values[1]:.6g} and {values[2]:.6g} for its halves",
             "The loss of a step is the mean over microbatches and replicas. Return the mean, or "
             "(sum, weight)",
         )
+        return
+
+
+def _added(terms: Any, share: float) -> dict[str, float]:
+    """Return what adds up over samples, of a part that has this share of the samples."""
+    if terms.weight is None:
+        return {"loss": float(terms.total) * share}
+    return {"loss": float(terms.total), "weight": float(terms.weight)}
