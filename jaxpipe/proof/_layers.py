@@ -59,7 +59,10 @@ def layer_findings(job: Job, precision: Precision) -> Iterator[Fault | dict[str,
         num_samples = len(jax.tree.leaves(one.inputs)[0])
         groups = _groups(num_samples)
         given = [one, *(_replaced(one, other, group) for group in groups)]
-        streams = [module.cast_inputs(jax.tree.map(jnp.asarray, each.inputs)) for each in given]
+        inputs = [jax.tree.map(jnp.asarray, each.inputs) for each in given]
+        streams = [jax.device_get(module.cast_inputs(each)) for each in inputs]
+        if groups and not any(map(_changes, zip(*map(jax.tree.leaves, streams), strict=True))):
+            yield {"mixing of samples not checked": "all samples of the example are equal"}
         units: dict[Any, float] = {}
         for named in module.layers:
             call = _Call(module, named, start, key)
@@ -225,6 +228,11 @@ def _differs(wanted: Any, found: Any, unit: float) -> np.ndarray:
     return ~(is_near | (wanted == found) | (np.isnan(wanted) & np.isnan(found)))
 
 
+def _changes(leaves: Sequence[Any]) -> bool:
+    """Return whether a leaf changes with the samples."""
+    return any(np.any(_differs(leaves[0], each, 0.0)) for each in leaves[1:])
+
+
 def _loss_findings(
     module: PipelineModule, streams: Sequence[PyTree], labels: PyTree, num_samples: int
 ) -> Iterator[Fault | dict[str, str]]:
@@ -233,17 +241,15 @@ def _loss_findings(
     `streams` are the outputs, and those with other samples.
     """
     outputs = streams[0]
-    follows = jax.tree.map(
-        lambda x, *others: any(np.any(_differs(x, each, 0.0)) for each in others), *streams
-    )
-    is_cut = jax.tree.map(lambda x, flag: flag and np.ndim(x) > 0, outputs, follows)
-    cut = zip(*map(jax.tree.leaves, (outputs, is_cut)), strict=True)
+    others = [
+        leaves
+        for leaves in zip(*map(jax.tree.leaves, streams), strict=True)
+        if np.ndim(leaves[0]) and len(leaves[0]) != num_samples
+    ]
     obstacles = {
         "the last layer computes it": module.loss_fn is None,
         "a microbatch has one sample": num_samples == 1,
-        "samples are not the first dim of each output": any(
-            flag and len(x) != num_samples for x, flag in cut
-        ),
+        "samples are not the first dim of each output": any(map(_changes, others)),
     }
     obstacle = next((text for text, is_there in obstacles.items() if is_there), None)
     if obstacle is not None:
@@ -251,8 +257,10 @@ def _loss_findings(
         return
 
     def terms(part: slice) -> Any:
-        of_part = jax.tree.map(lambda x, flag: x[part] if flag else x, outputs, is_cut)
-        return module.loss_terms(of_part, jax.tree.map(lambda x: x[part], labels))
+        def cut(x: Any) -> Any:
+            return x[part] if np.ndim(x) and len(x) == num_samples else x
+
+        return module.loss_terms(*jax.tree.map(cut, (outputs, labels)))
 
     half = num_samples // 2
     whole = terms(slice(None))

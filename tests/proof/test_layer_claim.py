@@ -104,6 +104,13 @@ def test_a_first_layer_of_integers_that_mixes_samples_is_refused() -> None:
     assert "Centred" in fault.where
 
 
+def test_samples_that_are_all_equal_are_named() -> None:
+    example = np.zeros((8, 6), np.int32), np.ones((8, 6, DIM), np.float32)
+    faults, figures = found([LayerSpec(nn.Embed, 32, DIM), DENSE], example)
+    assert faults == []
+    assert list(figures) == ["mixing of samples not checked"]
+
+
 def test_each_layer_that_mixes_samples_is_named() -> None:
     mean = lambda x: x - 0.5 * x.mean(0)  # noqa: E731
     faults, _ = found([DENSE, less_mean, DENSE, mean, DENSE])
@@ -146,6 +153,13 @@ ALONE: dict[str, list[Any]] = {
 @pytest.mark.parametrize("name", ALONE)
 def test_layers_that_compute_each_sample_alone_hold(name: str) -> None:
     assert found([DENSE, *ALONE[name], DENSE])[0] == []
+
+
+def test_layers_that_cannot_compute_in_float64_are_checked_in_their_own_dtypes() -> None:
+    cell = nn.RNN(nn.GRUCell(DIM))  # its carry is in float32
+    example = np.ones((8, 3, DIM), np.float32), np.ones((8, 3, DIM), np.float32)
+    assert found([cell, DENSE], example) == ([], {})
+    assert len(found([cell, less_mean, DENSE], example)[0]) == 1
 
 
 def test_a_layer_that_draws_booleans_when_it_is_traced_is_named() -> None:
@@ -207,6 +221,17 @@ MEANS: dict[str, tuple[Any, int]] = {
         4,
     ),
 }
+
+
+def masked(outputs: Any, t: jax.Array) -> jax.Array:
+    """Outputs are the samples, a mask that is 1 everywhere, and a table."""
+    y, mask, table = outputs
+    return jnp.mean((y - t) ** 2 * mask) + jnp.mean(table**2)
+
+
+def test_outputs_that_do_not_change_with_the_samples_are_cut_by_their_first_dim() -> None:
+    last = lambda x: (x, jnp.ones_like(x), jnp.asarray(TABLE, x.dtype))  # noqa: E731
+    assert found([DENSE, last], None, masked) == ([], {})
 
 
 @pytest.mark.parametrize("name", MEANS)
