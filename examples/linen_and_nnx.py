@@ -81,10 +81,10 @@ def normalize(pair: Pair) -> Pair:
 
 
 def loss_fn(outputs: Pair, numbers: jax.Array) -> jax.Array:
-    """Mean loss over the hidden numbers."""
+    """Mean loss over the hidden numbers of a sample, averaged over samples."""
     logits, hidden = outputs
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, numbers)
-    return jnp.sum(losses * hidden) / jnp.maximum(jnp.sum(hidden), 1)
+    return jnp.mean(jnp.sum(losses * hidden, -1) / jnp.maximum(jnp.sum(hidden, -1), 1))
 
 
 def batches() -> Iterator[tuple[tuple[np.ndarray, np.ndarray], np.ndarray]]:

@@ -85,11 +85,6 @@ def layer_findings(job: Job, precision: Precision) -> Iterator[Fault | dict[str,
         yield from _loss_findings(module, streams, one.labels, num_samples)
 
 
-def layer_faults(job: Job, precision: Precision) -> Iterator[Fault]:
-    """Check every kind of layer, and the loss."""
-    return (each for each in layer_findings(job, precision) if isinstance(each, Fault))
-
-
 class _Call:
     """One layer as a function of its inputs, in training."""
 
@@ -278,7 +273,7 @@ def _loss_findings(
     parts = [_added(each, share) for each, share in zip(halves, shares, strict=True)]
     found = {name: sum(part[name] for part in parts) for name in wanted}
     magnitudes = {name: sum(abs(each[name]) for each in (wanted, *parts)) for name in wanted}
-    limits = bounds(wanted, [_added(moved, 1.0)], magnitudes, arithmetic, len(parts))
+    limits = bounds(wanted, [_added(moved, 1.0)], arithmetic, len(parts), sizes=magnitudes)
     if not all(part["loss"] for part in parts):
         # A weight such as `max(weight, 1)` counts a part in which no sample counts.
         limits["weight"] = math.inf

@@ -18,7 +18,7 @@ from ._bound import Difference
 from ._claims import NotCovered, judged, run_claims
 from ._determinism import determinism_findings
 from ._job import OWN, Job, Precision, check_example, on_simulated
-from ._layers import layer_faults
+from ._layers import Fault, layer_findings
 from ._locate import Located, locate
 from ._narrow import LEAST, narrowed
 from ._numbers import compare, compare_ragged, layers_below_double, nan_stays
@@ -236,8 +236,9 @@ def _checks(
 
 
 def _layers(job: Job) -> Iterator[Any]:
-    for fault in layer_faults(job, job.finest):
-        yield Finding(fault.where, f"{fault.what}. {fault.repair}.")
+    for found in layer_findings(job, job.finest):
+        is_fault = isinstance(found, Fault)
+        yield Finding(found.where, f"{found.what}. {found.repair}.") if is_fault else found
 
 
 def _schedule(job: Job) -> Iterator[Any]:

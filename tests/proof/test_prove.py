@@ -38,7 +38,12 @@ def numbers() -> tuple[np.ndarray, np.ndarray]:
 def proof_of(model: str | Callable[[], Any], config: dict[str, Any], **how: Any) -> Proof:
     if callable(model):
         sizes = {"train_micro_batch_size_per_gpu": SAMPLES}
-        return prove(model().replace(partition_method="uniform"), {**CONFIG, **config, **sizes}, numbers(), **how)
+        return prove(
+            model().replace(partition_method="uniform"),
+            {**CONFIG, **config, **sizes},
+            numbers(),
+            **how,
+        )
     known = ALL_MODELS[model]
     example = jax.tree.map(lambda x: x[0], known.batch(np.random.default_rng(0), 1, MICROBATCH))
     return prove(known.module(2, partition_method="uniform"), {**CONFIG, **config}, example, **how)
