@@ -95,7 +95,7 @@ def _entries(batch: Batch) -> Iterator[tuple[Any, ...]]:
 
 def _unlike(where: str, wanted: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Finding]:
     """Find arrays that are not the same bits in both."""
-    for name in sorted(wanted.keys() | found.keys()):
+    for name in dict.fromkeys((*wanted, *found)):
         is_in_both = name in wanted and name in found
         if not is_in_both or not _is_same(wanted[name], found[name]):
             yield Finding(where, f"{name} is not what was saved.")

@@ -173,19 +173,19 @@ EXECUTOR = [
         "gradients exchanged in bfloat16",
         "linen",
         after(_exchange, "exchange", lambda found, *_: rounded(found, jnp.bfloat16)),
-        where="4_Block",
+        where="3_Block",
     ),
     Fault(
         "gradients exchanged in float32",
         "attention",
         after(_exchange.Channel, "recv", lambda found, *_: rounded(found, jnp.float32)),
-        where="5_Head",
+        where="3_Attention",
     ),
     Fault(
         "a received value scaled",
         "tuple",
         after(_exchange, "exchange", lambda found, *_: scaled(found, 1 + 1e-6)),
-        where="4_MaskedBlock",
+        where="3_MaskedBlock",
     ),
     Fault(
         "residuals rounded",
@@ -483,7 +483,7 @@ MORE = [
         "the output of one stage rounded to float32",
         "tuple",
         after(_trunk.Trunk, "forward", on_stage(0, lambda found: rounded(found, jnp.float32))),
-        where="4_MaskedBlock",
+        where="3_MaskedBlock",
     ),
 ]
 
