@@ -95,13 +95,13 @@ class Proof:
     def badge(self) -> str:
         """Return a line of Markdown for a README."""
         of_numbers = ("numbers", "dtypes")
-        if self.findings:
-            text, colour = "refused", "red"
-        elif any(claim.holds and claim.name in of_numbers for claim in self.claims):
-            text, colour = "proved", "brightgreen"
+        if any(claim.holds and claim.name in of_numbers for claim in self.claims):
+            label = "proved-brightgreen"
         else:
-            text, colour = "not checked", "lightgrey"
-        return f"![jaxpipe prove](https://img.shields.io/badge/pipeline-{text}-{colour})"
+            label = "not_checked-lightgrey"
+        if self.findings:
+            label = "refused-red"
+        return f"![jaxpipe prove](https://img.shields.io/badge/pipeline-{label})"
 
     def to_html(self) -> str:
         """Return a self-contained page."""
