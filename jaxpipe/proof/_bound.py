@@ -126,7 +126,7 @@ def _floors(plain: Mapping[str, Any]) -> dict[str, float]:
 
 def norm(x: Any) -> float:
     """The L2 norm of the finite numbers of an array, in float64; NaN if there are none."""
-    x = _wide(x)
+    x = wide(x)
     finite = x[np.isfinite(x)]
     if x.size and not finite.size:
         return math.nan
@@ -138,8 +138,8 @@ def distance(found: Any, wanted: Any) -> float:
 
     It is infinite if shapes differ, or if numbers that are not finite are not the same.
     """
-    found = _wide(found)
-    wanted = _wide(wanted)
+    found = wide(found)
+    wanted = wide(wanted)
     if found.shape != wanted.shape:
         return math.inf
     is_finite = np.isfinite(wanted)
@@ -150,6 +150,7 @@ def distance(found: Any, wanted: Any) -> float:
     return apart if math.isfinite(apart) else math.inf
 
 
-def _wide(x: Any) -> Any:
+def wide(x: Any) -> Any:
+    """Return an array in float64, or in complex128."""
     x = np.asarray(x)
     return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)

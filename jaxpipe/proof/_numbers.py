@@ -13,7 +13,7 @@ from jaxpipe.jaxpr import Arithmetic, arithmetic_of
 from jaxpipe.layers import PipelineModule
 from jaxpipe.pipeline import Pipeline
 
-from ._bound import FLOAT32, Difference, bounds, differences_of, norm
+from ._bound import FLOAT32, Difference, bounds, differences_of, norm, wide
 from ._claims import NotCovered
 from ._job import DOUBLE, OWN, Job, Precision, named
 from ._plain import Optimizer, Plain, Shake, Start
@@ -217,12 +217,7 @@ def run_plain(
 def _updates(params: PyTree, before: PyTree) -> dict[str, Any]:
     """Return how far steps have moved each parameter."""
     old = named("update", before)
-    return {name: _wide(x) - _wide(old[name]) for name, x in named("update", params).items()}
-
-
-def _wide(x: Any) -> Any:
-    x = np.asarray(x)
-    return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
+    return {name: wide(x) - wide(old[name]) for name, x in named("update", params).items()}
 
 
 def _reports(precision: Precision, reports: Mapping[str, Any]) -> dict[str, Any]:
