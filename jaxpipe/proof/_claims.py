@@ -62,8 +62,10 @@ def judged(
     wide = [each for each in checked if each.bound > loose * each.size]
     if wide:
         widest = max(wide, key=lambda each: each.bound / each.size)
+        share = widest.bound / widest.size
+        most = "any amount" if share >= 1 else f"{share:.0%}"
         text = f"{len(wide)} of {len(checked)} results may differ by {loose:.0%} of them and more"
-        yield {"loose bounds": f"{text}, {widest.name} by {widest.bound / widest.size:.0%}"}
+        yield {"loose bounds": f"{text}, {widest.name} by {most}"}
     if 2 * len(wide) > len(checked):
         yield NotCovered(f"rounding explains {loose:.0%} and more of most results")
 

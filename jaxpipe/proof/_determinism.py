@@ -6,19 +6,19 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpipe.layers import flatten_dict
 from jaxpipe.pipeline import Pipeline
 
-from ._job import OWN, Job
+from ._job import OWN, Job, named
 from ._proof import Finding
+from ._trained import first_step
 
 
 def determinism_findings(job: Job) -> Iterator[Any]:
-    """Run a step in two pipelines of the same job, and one with another seed."""
+    """Run a step in a pipeline and in an engine, which makes its own, and one with another seed."""
     pipeline = job.pipeline(OWN)
     seed = job.module.base_seed
     first = _step(job, pipeline, seed)
-    second = _step(job, job.pipeline(OWN, module=job.module), seed)
+    second = first_step(job).results
     for name, value in first.items():
         if not np.array_equal(value, second[name], equal_nan=True):
             yield Finding(name, "two runs of the same step give different bits.")
@@ -45,6 +45,5 @@ def _depends_on_the_seed(job: Job) -> bool:
 def _step(job: Job, pipeline: Pipeline, seed: int) -> dict[str, Any]:
     state = pipeline.init(jax.random.key(seed))
     state, metrics = pipeline.step(state, pipeline.place_batch(job.batch_in(OWN, 0)))
-    params = flatten_dict(pipeline.params_tree(state.params))
-    found = {"/".join(path): x for path, x in params.items()}
-    return {"loss": np.asarray(jax.device_get(metrics["loss"])), **found}
+    params = named("params", pipeline.params_tree(state.params))
+    return {"loss": np.asarray(jax.device_get(metrics["loss"])), **params}

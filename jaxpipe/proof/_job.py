@@ -117,12 +117,8 @@ class Job:
         self.not_double = ""
         """Why layers do not compute in float64, if `finest` found that they do not."""
         self.given_optimizer = optimizer
-        self.engine_config = dataclasses.replace(
-            self.config,
-            train_batch_size=None,
-            train_micro_batch_size_per_gpu=self.microbatch_size,
-            gradient_accumulation_steps=self.num_microbatches,
-        )
+        self.first_step: Any = None
+        """An engine after one step, from which several claims go on."""
         self._example = split_entry(example_batch, "the example batch")
 
     @property

@@ -1,6 +1,5 @@
 """Saving and opening: with other stages, training goes on as it would have."""
 
-import dataclasses
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,16 +11,14 @@ import numpy as np
 
 from jaxpipe._typing import PyTree
 from jaxpipe.checkpoint import export_safetensors, load_params
-from jaxpipe.data import Batch
-from jaxpipe.engine import PipelineEngine, initialize
 from jaxpipe.jaxpr import arithmetic_of
 from jaxpipe.layers import flatten_dict
-from jaxpipe.topology import make_pipeline_mesh
 from jaxpipe.weights import load_safetensors
 
 from ._claims import NotCovered
-from ._job import OWN, Job, axes_of, made_topology
+from ._job import OWN, Job
 from ._proof import Finding
+from ._trained import entries, first_step, made_engine
 
 _DEVIATIONS = 8.0
 
@@ -29,9 +26,8 @@ _DEVIATIONS = 8.0
 def state_findings(job: Job) -> Iterator[Any]:
     """Save after two steps, export, open at other numbers of stages, and compare everything."""
     with tempfile.TemporaryDirectory(prefix="jaxpipe-prove-") as folder:
-        saved = _engine(job, job.module.num_stages)
-        for step in range(2):
-            saved.train_batch(_entries(job.batch_in(OWN, step)))
+        saved = first_step(job).engine
+        saved.train_batch(entries(job.batch_in(OWN, 1)))
         saved.save_checkpoint(Path(folder))
         wanted = _everything(saved)
         exported = Path(folder) / "exported.safetensors"
@@ -39,18 +35,18 @@ def state_findings(job: Job) -> Iterator[Any]:
         trees = (load_params(Path(folder)), load_safetensors(exported))
         held, again = (_flat("params", tree) for tree in trees)
         yield from _unlike("export_safetensors", held, again)
-        next_loss = float(saved.train_batch(_entries(job.batch_in(OWN, 2))))
+        next_loss = float(saved.train_batch(entries(job.batch_in(OWN, 2))))
         unit = arithmetic_of(list(job.pipeline(OWN).trace.programs))
         allowed = _DEVIATIONS * unit.unit * np.sqrt(unit.operations * len(job.module.layers))
         others = _other_stages(job)
         if not others:
             yield NotCovered("no other number of stages fits the layers and the devices")
         for stages in others:
-            engine = _engine(job, stages)
+            engine = made_engine(job, stages)
             engine.load_checkpoint(Path(folder))
             where = f"checkpoint of {job.module.num_stages} stages, opened with {stages}"
             yield from _unlike(where, wanted, _everything(engine))
-            loss = float(engine.train_batch(_entries(job.batch_in(OWN, 2))))
+            loss = float(engine.train_batch(entries(job.batch_in(OWN, 2))))
             if not abs(loss - next_loss) <= allowed * max(abs(next_loss), 1.0):
                 yield Finding(where, f"the next loss is {loss!r}, and was {next_loss!r}.")
         yield {"opened with stages": others, "arrays": len(wanted)}
@@ -64,33 +60,6 @@ def _other_stages(job: Job) -> list[int]:
     # Every chunk of a stage needs a layer.
     chunks = (len(job.pipeline(OWN).parts) - 1) // own
     return [stages for stages in others if stages <= min(layers // chunks, room)]
-
-
-def _engine(job: Job, stages: int) -> PipelineEngine:
-    axes = axes_of(job.topology)
-    topology = made_topology(stages, axes["data"], axes)
-    module = job.module
-    config = job.engine_config
-    if stages != module.num_stages:
-        module = module.replace(topology=topology, partition_method="parameters")
-        # Boundaries and a number of stages in the configuration are those of the job.
-        pipeline = dataclasses.replace(config.pipeline, stages="auto", partition="best")
-        config = dataclasses.replace(config, pipeline=pipeline)
-    number = job.num_devices // job.module.num_stages * stages
-    engine, *_ = initialize(
-        model=module,
-        optimizer=job.given_optimizer,
-        config=config,
-        mesh=make_pipeline_mesh(topology, jax.devices()[:number]),
-        reporter=None,
-    )
-    return engine
-
-
-def _entries(batch: Batch) -> Iterator[tuple[Any, ...]]:
-    number = jax.tree.leaves(batch)[0].shape[0]
-    for m in range(number):
-        yield tuple(jax.tree.map(lambda x, m=m: x[m], part) for part in batch)
 
 
 def _unlike(where: str, wanted: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Finding]:

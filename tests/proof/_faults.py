@@ -467,7 +467,7 @@ MORE = [
         "linen",
         after(_update.Updater, "update", noise),
         only=("determinism",),
-        where="layers/",
+        where="params/",
     ),
     Fault(
         "a gradient of one leaf scaled by 1e-9",
