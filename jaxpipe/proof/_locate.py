@@ -10,11 +10,12 @@ import numpy as np
 
 from jaxpipe._typing import PyTree
 from jaxpipe.jaxpr import arithmetic_of
-from jaxpipe.layers import WrappedLayer, flatten_dict
+from jaxpipe.layers import WrappedLayer
 from jaxpipe.pipeline import Pipeline
 
-from ._bound import Difference, norm
+from ._bound import Difference
 from ._job import Job, Precision
+from ._numbers import compare_gradients
 from ._plain import Plain
 from ._wrapped import wrapped_module
 
@@ -147,37 +148,10 @@ def _microbatch(job: Job, precision: Precision) -> int | None:
         scaled = first * shares.reshape(-1)[0].astype(first.dtype)
         return scaled if not rest else (scaled, *rest)
 
-    other = module.replace(loss_fn=chosen)
-    batch = job.batch_in(precision, 0)
-    start = job.start(precision)
-    rows = (job.num_microbatches, job.num_samples)
-    example = batch._replace(labels=(batch.labels, np.ones(rows, np.float32)))
-    example = jax.tree.map(lambda x: x[0], example)
-    pipeline = job.pipeline(precision, module=other, example=example)
-    state = pipeline.init_from(start.params, start.collections)
-    scale = job.loss_scale(precision)
-    for m in range(job.num_microbatches):
-        shares = np.zeros(rows, np.float32)
-        shares[m] = 1.0
-        chosen_batch = batch._replace(labels=(batch.labels, shares))
-        _, grads, _ = pipeline.gradients(state, chosen_batch)
-        wanted = Plain(other, job.num_replicas).gradients(start, chosen_batch, 0, loss_scale=scale)
-        found = pipeline.params_tree(grads)
-        pairs = zip(jax.tree.leaves(found), _trained(found, wanted.grads), strict=True)
-        if any(
-            not norm(a - b) <= 1e-6 * max(norm(b), 1e-12) + _tiny(wanted.sizes) for a, b in pairs
-        ):
-            return m
-    return None
-
-
-def _tiny(sizes: PyTree) -> float:
-    return 1e-7 * max(map(norm, jax.tree.leaves(sizes)), default=0.0)
-
-
-def _trained(found: PyTree, grads: PyTree) -> list[Any]:
-    flat = flatten_dict(grads)
-    return [flat[path] for path in flatten_dict(found)]
+    compared = compare_gradients(
+        job, precision, module.replace(loss_fn=chosen), np.eye(job.num_microbatches)
+    )
+    return next((m for m, found in enumerate(compared) if not all(x.holds for x in found)), None)
 
 
 def _with_tick(pipeline: Pipeline, found: Located, layer: str) -> Located:

@@ -1,7 +1,7 @@
 """Loss, gradients, updates, evaluation and outputs of the pipeline against the plain program."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe._typing import PyTree
+from jaxpipe.data import Batch
 from jaxpipe.jaxpr import Arithmetic, arithmetic_of
 from jaxpipe.layers import PipelineModule
 from jaxpipe.pipeline import Pipeline
@@ -91,26 +92,42 @@ def layers_below_double(job: Job) -> list[str]:
 
 def compare_ragged(job: Job, precision: Precision) -> list[Difference]:
     """Compare gradients where microbatches have different weights, one of them 0."""
+    weights = np.resize([1.0, 0.0, 2.0, 0.5], job.num_microbatches)
     with precision.enabled():
-        module = weighted(job.module_in(precision))
-        batch = job.batch_in(precision, 0)
-        weights = np.ones((job.num_microbatches, job.num_samples), np.float32)
-        weights *= np.resize([1.0, 0.0, 2.0, 0.5], job.num_microbatches)[:, None]
-        batch = batch._replace(labels=(batch.labels, weights))
-        start = job.start(precision)
-        pipeline = job.pipeline(
-            precision, module=module, example=jax.tree.map(lambda x: x[0], batch)
+        return next(
+            compare_gradients(job, precision, weighted(job.module_in(precision)), [weights])
         )
-        trained = job.optimizer(frozenset(pipeline.trace.frozen)).trained
-        program = Plain(module, job.num_replicas)
-        scale = job.loss_scale(precision)
+
+
+def compare_gradients(
+    job: Job, precision: Precision, module: PipelineModule, shares: Iterable[np.ndarray]
+) -> Iterator[list[Difference]]:
+    """Compare the loss and the gradients of a module whose labels are `(labels, shares)`.
+
+    Each of `shares` has a number for each microbatch, and gives one comparison.
+    """
+    batch = job.batch_in(precision, 0)
+
+    def with_shares(each: np.ndarray) -> Batch:
+        rows = np.ones((job.num_microbatches, job.num_samples)) * each[:, None]
+        return batch._replace(labels=(batch.labels, rows.astype(np.float32)))
+
+    example = jax.tree.map(lambda x: x[0], with_shares(np.ones(job.num_microbatches)))
+    start = job.start(precision)
+    pipeline = job.pipeline(precision, module=module, example=example)
+    state = pipeline.init_from(start.params, start.collections)
+    trained = job.optimizer(frozenset(pipeline.trace.frozen)).trained
+    program = Plain(module, job.num_replicas)
+    scale = job.loss_scale(precision)
+    for each in shares:
+        given = with_shares(each)
         wanted, *moved = (
-            program.gradients(start, batch, 0, shake, scale)
+            program.gradients(start, given, 0, shake, scale)
             for shake in (None, *_shakes(job, pipeline))
         )
         values, *others = (
-            named("ragged", trained(each.grads)) | {"loss of ragged weights": each.loss}
-            for each in (wanted, *moved)
+            named("ragged", trained(found.grads)) | {"loss of ragged weights": found.loss}
+            for found in (wanted, *moved)
         )
         limits = bounds(
             values,
@@ -119,11 +136,10 @@ def compare_ragged(job: Job, precision: Precision) -> list[Difference]:
             job.num_terms,
             sizes=named("ragged", trained(wanted.sizes)),
         )
-        state = pipeline.init_from(start.params, start.collections)
-        metrics, grads, _ = pipeline.gradients(state, batch)
+        metrics, grads, _ = pipeline.gradients(state, given)
         found = named("ragged", pipeline.params_tree(grads))
         found["loss of ragged weights"] = jax.device_get(metrics["loss"])
-    return differences_of(values, found, limits)
+        yield differences_of(values, found, limits)
 
 
 def nan_stays(job: Job) -> Iterator[Any]:

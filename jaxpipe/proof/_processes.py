@@ -35,22 +35,13 @@ def process_findings(job: Job, command: Sequence[str] | None) -> Iterator[Any]:
     with tempfile.TemporaryDirectory(prefix="jaxpipe-prove-") as folder:
         to = Path(folder) / "steps.npz"
         launch = ("-m", "jaxpipe", "launch", "--nproc", str(_PROCESSES), "--cpu-devices")
-        try:
-            ended = subprocess.run(  # noqa: S603  # this program
-                [
-                    *(sys.executable, *launch, str(job.num_devices // _PROCESSES)),
-                    *("--module", "jaxpipe.proof._member", "--to", str(to), *command),
-                ],
-                capture_output=True,
-                text=True,
-                timeout=_TIME_LIMIT_S,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            yield Finding(f"{_PROCESSES} processes", f"did not end in {_TIME_LIMIT_S:.0f} s.")
-            return
-        if ended.returncode:
-            yield Finding(f"{_PROCESSES} processes", (ended.stderr or ended.stdout)[-2000:].strip())
+        if failed := _failure(
+            [
+                *(sys.executable, *launch, str(job.num_devices // _PROCESSES)),
+                *("--module", "jaxpipe.proof._member", "--to", str(to), *command),
+            ]
+        ):
+            yield Finding(f"{_PROCESSES} processes", failed)
             return
         with np.load(to) as arrays:
             found = {name: arrays[name] for name in arrays.files}
@@ -58,6 +49,20 @@ def process_findings(job: Job, command: Sequence[str] | None) -> Iterator[Any]:
     kinds = ("loss", "update", "collection")
     wanted = {name: x for name, x in values.items() if name.partition("/")[0] in kinds}
     yield from judged(differences_of(wanted, found, limits))
+
+
+def _failure(command: Sequence[str]) -> str:
+    """Run a launcher; returns why it failed, or nothing."""
+    with subprocess.Popen(  # noqa: S603  # this program
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as launcher:
+        try:
+            output, errors = launcher.communicate(timeout=_TIME_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            return f"did not end in {_TIME_LIMIT_S:.0f} s."
+        finally:
+            launcher.terminate()  # unless it has ended; it ends its processes
+    return (errors or output)[-2000:].strip() if launcher.returncode else ""
 
 
 def steps_of(job: Job) -> dict[str, Any]:
