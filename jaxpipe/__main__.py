@@ -1,5 +1,6 @@
 """The program `jaxpipe`, also run as `python -m jaxpipe`, and its commands."""
 
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -31,7 +32,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status of the command, see for example `jaxpipe launch --help`.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:
+        sys.stderr.write("jaxpipe: interrupted\n")
+        return 128 + signal.SIGINT
+
+
+def _run(words: list[str]) -> int:
     if words[:1] == ["launch"]:
         return launch(words[1:], "jaxpipe launch")
     if words[:1] == ["plan"]:

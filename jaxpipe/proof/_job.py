@@ -129,6 +129,12 @@ class Job:
             found.update(np.ascontiguousarray(leaf).tobytes())
         return found.hexdigest()
 
+    @property
+    def has_one_sample(self) -> bool:
+        """Whether all microbatches are drawn from the values of a single sample."""
+        leaves = jax.tree.leaves(self._example)
+        return not any(isinstance(x, jax.ShapeDtypeStruct) or len(x) > 1 for x in leaves)
+
     def batch(self, seed: int) -> Batch:
         """Make a batch from the example's values, in another order for each seed."""
         rng = np.random.default_rng(seed)

@@ -35,7 +35,7 @@ def process_findings(job: Job, command: Sequence[str] | None) -> Iterator[Any]:
     with tempfile.TemporaryDirectory(prefix="jaxpipe-prove-") as folder:
         to = Path(folder) / "steps.npz"
         launch = ("-m", "jaxpipe", "launch", "--nproc", str(_PROCESSES), "--cpu-devices")
-        if failed := _failure(
+        if failed := failure_of(
             [
                 *(sys.executable, *launch, str(job.num_devices // _PROCESSES)),
                 *("--module", "jaxpipe.proof._member", "--to", str(to), *command),
@@ -51,7 +51,7 @@ def process_findings(job: Job, command: Sequence[str] | None) -> Iterator[Any]:
     yield from judged(differences_of(wanted, found, limits))
 
 
-def _failure(command: Sequence[str]) -> str:
+def failure_of(command: Sequence[str]) -> str:
     """Run a launcher; returns why it failed, or nothing."""
     with subprocess.Popen(  # noqa: S603  # this program
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -147,6 +147,7 @@ def prove_named(  # noqa: PLR0913  # those of `prove`
             "schedule": job.config.pipeline.schedule,
             "microbatches": job.num_microbatches,
             **made.sizes,
+            **({"example": _ONE_SAMPLE} if job.has_one_sample else {}),
             **({"not checked": ", ".join(left_out)} if left_out else {}),
             "SHA-256 of parameters and batch": job.checksum,
             **versions(),
@@ -191,6 +192,8 @@ def read_options(text: str) -> dict[str, Any]:
     known = inspect.signature(made_job).parameters
     return {name: value for name, value in read_job(text, plan).items() if name in known}
 
+
+_ONE_SAMPLE = "one sample, so that microbatches may have equal labels"
 
 _QUICK = ("layers", "schedule", "numbers", "weights", "nan")
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ from _faults import OF_EXECUTOR, USER, Fault, module_of
 from _models import ALL_MODELS, MICROBATCH
 
 import jaxpipe
+from jaxpipe import __main__ as command
 from jaxpipe.errors import ConfigError, DataError
 from jaxpipe.layers import LayerSpec
-from jaxpipe.proof import Proof, main, prove, prove_peer
+from jaxpipe.proof import Proof, _processes, main, prove, prove_peer
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": MICROBATCH,
@@ -198,6 +200,33 @@ def test_the_whole_command_in_an_empty_folder(tmp_path: Path) -> None:
     assert "holds        processes" in ended.stdout
     assert "proved" in (tmp_path / "proof.html").read_text().lower()
     assert "img.shields.io" in ended.stdout
+
+
+def test_ctrl_c_prints_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: Any) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "prove", interrupted)
+    assert command.main(["prove", "train:job"]) == 130
+    assert capsys.readouterr().err == "jaxpipe: interrupted\n"
+
+
+def test_processes_that_hang_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_processes, "_TIME_LIMIT_S", 0.5)
+    begun = time.monotonic()
+    hanging = [sys.executable, "-c", "import time; time.sleep(60)"]
+    assert "did not end" in _processes.failure_of(hanging)
+    assert time.monotonic() - begun < 30
+
+
+@pytest.mark.parametrize(("samples", "is_told"), [(1, True), (2, False)])
+def test_an_example_of_one_sample_is_told(samples: int, *, is_told: bool) -> None:
+    module = module_of(LayerSpec(nn.Dense, 8))()
+    example = jax.tree.map(lambda x: x[:samples], numbers())
+    found = prove(module, CONFIG, example, only=("schedule",))
+    assert ("example" in found.job) is is_told
 
 
 def test_a_process_cannot_be_sent_a_function() -> None:
