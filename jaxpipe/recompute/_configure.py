@@ -48,7 +48,7 @@ _ARGUMENTS = {
     ),
     "checkpoint_in_cpu": _Argument(
         "cpu_checkpointing",
-        "the devices are CPUs, whose own memory is the host's; leave it to GPUs and TPUs",
+        "the devices are CPUs, whose own memory is the host's; leave it to GPUs",
     ),
     "synchronize": _Argument(
         "synchronize_checkpoint_boundary",
