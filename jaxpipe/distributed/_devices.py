@@ -69,15 +69,10 @@ def count_gpus(root: Path, environ: Mapping[str, str]) -> int:
 
 
 def simulate_devices(number: int) -> None:
-    """Make JAX simulate devices on the CPU, and compile for them quickly.
-
-    Must be called before anything uses JAX's devices. Programs are optimised less: they are
-    compiled in half the time, and small ones run as fast.
+    """Make JAX simulate devices on the CPU. Must be called before anything uses JAX's devices.
 
     Args:
         number: The number of devices.
     """
-    flags = os.environ.get("XLA_FLAGS", "")
-    os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0".strip()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", number)

@@ -180,11 +180,11 @@ class Job:
     @functools.cached_property
     def finest(self) -> Precision:
         """float64, or the job's dtypes if its layers do not compute in float64."""
+        self.pipeline(OWN)  # raises for what is wrong in any dtype
         try:
             with DOUBLE.enabled():
                 self.pipeline(DOUBLE)
         except JaxpipeError as error:
-            self.pipeline(OWN)  # raises for what is wrong in any dtype
             self.not_double = str(error)
             return OWN
         return DOUBLE
@@ -211,12 +211,17 @@ class Job:
     ) -> Pipeline:
         """Build the pipeline, of another module or for another example if they are given.
 
-        The job's own pipeline is built once for each precision.
+        The job's own pipeline is built once for each precision. All have the schedule, the cut and
+        the split of the vocabulary of the first, in the job's dtypes.
         """
         is_own = module is None and example is None
         if is_own and precision.name in self._pipelines:
             return self._pipelines[precision.name]
+        is_first = is_own and not precision.is_double
+        first = None if is_first else self.pipeline(OWN)
         config = self.config_in(precision)
+        if first is not None:
+            config = dataclasses.replace(config, pipeline=first.config.pipeline)
         entry = self.batch_in(precision, 0)
         entry = jax.tree.map(lambda x: x[0], entry) if example is None else example
         pipeline = Pipeline(
@@ -227,6 +232,7 @@ class Job:
             self.num_microbatches,
             config,
             settings_for(config, self.mesh),
+            None if first is None else first.parts,
         )
         if is_own:
             self._pipelines[precision.name] = pipeline

@@ -11,6 +11,7 @@ import numpy as np
 from jaxpipe.distributed import init_distributed
 from jaxpipe.forecast import read_places
 
+from ._optimizing import optimizing
 from ._processes import steps_of
 from ._prove import made_job, read_options
 
@@ -27,7 +28,9 @@ def main(argv: Sequence[str]) -> None:
     options = read_options(args.job)
     if args.places is not None:
         options["places"] = read_places(args.places)
-    found = steps_of(made_job(**options, as_is=args.as_is).job)
+    made = made_job(**options, as_is=args.as_is)
+    with optimizing(fully=not made.is_small):
+        found = steps_of(made.job)
     if jax.process_index() == 0:
         np.savez(args.to, **found)
 

@@ -3,11 +3,12 @@
 One number `f`, a power of two, divides every integer of at least `64` in the arguments of layers,
 given or by default, rounded up, and every size of at least 64 of the example, except the number of
 samples. Equal sizes stay equal, and so do products of sizes that `f` divides. No size becomes
-smaller than 8.
+smaller than 4.
 Tokens and other ids, which inputs, labels and arguments such as `pad_id` hold, are divided by `f`
 and rounded down, so that they stay below the size of their vocabulary. Masks and other integers
 below 64 stay, unless a divided size could be too small for them.
-Of each run of equal layers as many are kept as there are virtual stages.
+Of each run of equal layers as many are kept as there are virtual stages, at least one more than
+there are stages, and two for each virtual stage if equal layers of a stage run as one scan.
 """
 
 import math
@@ -22,6 +23,7 @@ from jaxpipe.config import PipelineConfig
 from jaxpipe.data import Batch, split_entry
 from jaxpipe.errors import LayerError
 from jaxpipe.layers import PipelineModule
+from jaxpipe.schedules import resolve_schedule
 
 from ._arguments import first_line, with_arguments
 
@@ -44,6 +46,7 @@ class Narrow(NamedTuple):
         factor: The number `f`.
         num_layers: The number of layers before and after.
         why: Why the copy is not smaller. Empty if it is small enough.
+        is_small: Whether it has few parameters.
     """
 
     model: PipelineModule
@@ -51,6 +54,7 @@ class Narrow(NamedTuple):
     factor: int
     num_layers: tuple[int, int]
     why: str = ""
+    is_small: bool = False
 
 
 def narrowed(model: PipelineModule, example: Sequence[PyTree], pipeline: PipelineConfig) -> Narrow:
@@ -60,12 +64,11 @@ def narrowed(model: PipelineModule, example: Sequence[PyTree], pipeline: Pipelin
     at its own sizes is returned as it is, and whoever builds its pipeline says what is wrong.
     Boundaries that the user lists, in the model or in the configuration, keep all layers.
     """
-    chunks = pipeline.num_chunks if isinstance(pipeline.num_chunks, int) else 2
     is_listed = not all(isinstance(x, str) for x in (model.partition_method, pipeline.partition))
     number = len(model.layers)
     entry = split_entry(example, "the example batch")
     why = ""
-    for depth in (number,) if is_listed else (model.num_stages * chunks, number):
+    for depth in (number,) if is_listed else (_depth(model.num_stages, pipeline), number):
         try:
             found = _narrowest(_shallow(model, depth), entry)
         except Exception as error:  # noqa: BLE001  # the user's layers may raise anything
@@ -73,6 +76,18 @@ def narrowed(model: PipelineModule, example: Sequence[PyTree], pipeline: Pipelin
             continue
         return found._replace(num_layers=(number, found.num_layers[1]), why=why or found.why)
     return Narrow(model, example, 1, (number, number), why)
+
+
+def _depth(num_stages: int, pipeline: PipelineConfig) -> int:
+    """Return how many equal layers in a row a proof needs."""
+    chunks = 2
+    if isinstance(pipeline.num_chunks, int):
+        chunks = pipeline.num_chunks
+    elif pipeline.schedule != "auto":
+        kind = resolve_schedule(pipeline.schedule)
+        chunks = kind.num_chunks if kind.min_chunks is None else 2
+    parts = num_stages * chunks
+    return 2 * parts if pipeline.scan_trunk else max(parts, num_stages + 1)
 
 
 def _narrowest(model: PipelineModule, entry: Batch) -> Narrow:
@@ -116,7 +131,7 @@ def _narrowest(model: PipelineModule, entry: Batch) -> Narrow:
         why = ""
         best = Narrow(other, small, factor, (len(model.layers), len(model.layers)))
         if number <= _MOST_PARAMETERS:
-            return best
+            return best._replace(is_small=True)
     assert best is not None
     return best._replace(why=why)
 

@@ -10,6 +10,7 @@ from jaxpipe.config import TrainConfig
 from jaxpipe.forecast import Hardware, plan
 from jaxpipe.layers import PipelineModule
 
+from ._optimizing import optimizing
 from ._proof import Finding
 
 
@@ -23,18 +24,19 @@ def program_findings(
 ) -> Iterator[Any]:
     """Compile the step of the job at its own sizes, and read what its loops hold."""
     schedule = config.pipeline.schedule
-    found = plan(
-        model,
-        config,
-        example_batch,
-        hardware,
-        optimizer=optimizer,
-        places=places,
-        schedules=[schedule] if isinstance(schedule, str) and schedule != "auto" else None,
-        partition=[model.partition_method],
-        alternatives=False,
-        compiles=True,
-    )
+    with optimizing(fully=True):  # what would run
+        found = plan(
+            model,
+            config,
+            example_batch,
+            hardware,
+            optimizer=optimizer,
+            places=places,
+            schedules=[schedule] if isinstance(schedule, str) and schedule != "auto" else None,
+            partition=[model.partition_method],
+            alternatives=False,
+            compiles=True,
+        )
     compiled = found.compiled
     assert compiled is not None  # as asked
     reading = compiled.reading

@@ -1,5 +1,6 @@
 """`prove`: check a job's pipeline against its plain program, on simulated devices."""
 
+import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from ._layers import Fault, layer_findings
 from ._locate import Located, locate
 from ._narrow import LEAST, narrowed
 from ._numbers import compare, compare_ragged, layers_below_double, nan_stays
+from ._optimizing import optimizing
 from ._processes import process_findings
 from ._program import program_findings
 from ._proof import Claim, Finding, Proof, versions
@@ -102,9 +104,11 @@ def prove_named(  # noqa: PLR0913  # those of `prove`
     when_checked: Callable[[Claim], None] = lambda claim: None,
     **how: Any,
 ) -> Proof:
-    """Prove a job which another process can make with the arguments `command`.
+    """Prove a job.
 
-    `when_checked` is called with each claim.
+    `command` are the arguments with which another process can make the job, if this process does
+    nothing else. `when_checked` is called with each claim, and `how` holds further arguments of
+    `made_job`.
     """
     check_model(model)
     target = None if hardware is None else read_hardware(hardware)
@@ -139,8 +143,12 @@ def prove_named(  # noqa: PLR0913  # those of `prove`
             "Leave it out for all of them."
         )
     left_out = [name for name in checks if name not in names]
+    chosen = {name: checks[name] for name in checks if name in names}
+    is_quick = command is not None and made.is_small
+    with optimizing(fully=False) if is_quick else contextlib.nullcontext():
+        claims = run_claims(chosen, when_checked)
     return Proof(
-        run_claims({name: checks[name] for name in checks if name in names}, when_checked),
+        claims,
         {
             "layers": ", ".join(named.name for named in job.module.layers),
             "axes": ", ".join(f"{name}={size}" for name, size in job.mesh.shape.items()),
@@ -156,10 +164,17 @@ def prove_named(  # noqa: PLR0913  # those of `prove`
 
 
 class Made(NamedTuple):
-    """A job at the sizes of its proof, and what a proof says of these sizes."""
+    """A job at the sizes of its proof.
+
+    Attributes:
+        job: The job.
+        sizes: What the proof says of the sizes.
+        is_small: Whether its programs take longer to compile than to run.
+    """
 
     job: Job
     sizes: dict[str, str]
+    is_small: bool
 
 
 def made_job(
@@ -176,12 +191,13 @@ def made_job(
     check_example(example_batch)
     model = on_simulated(model, places or {})
     if as_is:
-        return Made(Job(model, config, example_batch, optimizer, places or {}), {})
+        return Made(Job(model, config, example_batch, optimizer, places or {}), {}, is_small=False)
     narrow = narrowed(model, example_batch, config.pipeline)
     before, after = narrow.num_layers
     text = f"sizes of {LEAST} and more divided by {narrow.factor}, {after} of {before} layers"
     job = Job(narrow.model, config, narrow.example, optimizer, places or {})
-    return Made(job, {"narrowed": f"{text} ({narrow.why})" if narrow.why else text})
+    why = f" ({narrow.why})" if narrow.why else ""
+    return Made(job, {"narrowed": text + why}, is_small=narrow.is_small)
 
 
 def read_options(text: str) -> dict[str, Any]:

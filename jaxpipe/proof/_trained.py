@@ -47,7 +47,9 @@ def made_engine(job: Job, stages: int) -> PipelineEngine:
         train_micro_batch_size_per_gpu=job.microbatch_size,
         gradient_accumulation_steps=job.num_microbatches,
     )
-    if stages != module.num_stages:
+    if stages == module.num_stages:
+        config = dataclasses.replace(config, pipeline=job.pipeline(OWN).config.pipeline)
+    else:
         module = module.replace(topology=topology, partition_method="parameters")
         # Boundaries and a number of stages in the configuration are those of the job.
         pipeline = dataclasses.replace(config.pipeline, stages="auto", partition="best")

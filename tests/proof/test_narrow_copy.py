@@ -191,6 +191,23 @@ def test_a_factor_that_saves_no_parameters_is_not_used() -> None:
     assert narrow.why == "divided by 16, it has 1,306,002 parameters"
 
 
+@pytest.mark.parametrize(
+    ("section", "number"),
+    [
+        ({"schedule": "1f1b"}, 3),
+        ({"schedule": "1f1b", "scan_trunk": True}, 4),
+        ({"schedule": "zero-bubble-v"}, 4),
+        ({"schedule": "interleaved", "num_chunks": 3}, 6),
+        ({}, 4),
+    ],
+)
+def test_runs_of_layers_are_short(section: dict[str, Any], number: int) -> None:
+    model = module_of([LayerSpec(nn.Dense, 8)] * 12)
+    narrow = narrowed(model, floats(8, 8), PipelineConfig(**section))
+    assert narrow.num_layers == (12, number)
+    assert narrow.is_small
+
+
 def test_why_a_copy_is_not_shallow() -> None:
     layers = [LayerSpec(nn.Dense, 8) for _ in range(12)]
     model = module_of(layers, trainable=r"layers/1[01]_")

@@ -14,7 +14,7 @@ from jaxpipe import PipelineModule, ProcessTopology
 from jaxpipe.errors import LayerError
 from jaxpipe.layers import LayerSpec
 from jaxpipe.proof import prove
-from jaxpipe.proof._job import Job
+from jaxpipe.proof._job import OWN, Job
 from jaxpipe.proof._prove import made_job
 from jaxpipe.state import ZeroSharding
 
@@ -52,6 +52,16 @@ def test_replicas_along_fsdp_compute_a_microbatch_together() -> None:
     assert (job.num_replicas, job.num_samples, job.num_terms) == (1, 2 * MICROBATCH, 8)
     job = job_of("linen", {"zero_optimization": {"stage": 1}}, data=4)
     assert (job.num_replicas, job.num_samples, job.num_terms) == (2, 2 * MICROBATCH, 8)
+
+
+def test_both_precisions_have_one_plan() -> None:
+    job = job_of("tied", {"pipeline": {"schedule": "auto"}})
+    assert job.finest.is_double
+    with job.finest.enabled():
+        double = job.pipeline(job.finest)
+    own = job.pipeline(OWN)
+    assert own.config.pipeline.schedule != "auto"
+    assert (double.parts, double.config.pipeline) == (own.parts, own.config.pipeline)
 
 
 @pytest.mark.parametrize(
