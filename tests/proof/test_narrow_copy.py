@@ -198,7 +198,7 @@ def test_a_factor_that_saves_no_parameters_is_not_used() -> None:
         ({"schedule": "1f1b", "scan_trunk": True}, 4),
         ({"schedule": "zero-bubble-v"}, 4),
         ({"schedule": "interleaved", "num_chunks": 3}, 6),
-        ({}, 4),
+        ({"schedule": "auto"}, 4),
     ],
 )
 def test_runs_of_layers_are_short(section: dict[str, Any], number: int) -> None:
