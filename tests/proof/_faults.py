@@ -185,7 +185,7 @@ EXECUTOR = [
         "a received value scaled",
         "tuple",
         after(_exchange, "exchange", lambda found, *_: scaled(found, 1 + 1e-6)),
-        where="2_MaskedBlock",
+        where="3_MaskedBlock",
     ),
     Fault(
         "residuals rounded",
@@ -406,7 +406,7 @@ MORE = [
                 else scaled(found, 2.0)
             ),
         ),
-        where="4_Head",
+        where="5_Head",
     ),
     Fault(
         "sums rounded to float32",
@@ -483,7 +483,7 @@ MORE = [
         "the output of one stage rounded to float32",
         "tuple",
         after(_trunk.Trunk, "forward", on_stage(0, lambda found: rounded(found, jnp.float32))),
-        where="2_MaskedBlock",
+        where="3_MaskedBlock",
     ),
 ]
 
