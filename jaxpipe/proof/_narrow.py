@@ -7,8 +7,9 @@ smaller than 4.
 Tokens and other ids, which inputs, labels and arguments such as `pad_id` hold, are divided by `f`
 and rounded down, so that they stay below the size of their vocabulary. Masks and other integers
 below 64 stay, unless a divided size could be too small for them.
-Of each run of equal layers as many are kept as there are virtual stages, at least one more than
-there are stages, and two for each virtual stage if equal layers of a stage run as one scan.
+Of each run of equal layers as many are kept as there are virtual stages, two for each if equal
+layers of a stage run as one scan, and so many that a checkpoint opens with two other numbers of
+stages.
 """
 
 import math
@@ -87,7 +88,11 @@ def _depth(num_stages: int, pipeline: PipelineConfig) -> int:
         kind = resolve_schedule(pipeline.schedule)
         chunks = kind.num_chunks if kind.min_chunks is None else 2
     parts = num_stages * chunks
-    return 2 * parts if pipeline.scan_trunk else max(parts, num_stages + 1)
+    if pipeline.scan_trunk:
+        return 2 * parts
+    # A checkpoint of few or of oddly many stages opens with one stage and with twice as many.
+    has_half = num_stages > 2 and num_stages % 2 == 0
+    return max(parts, num_stages + 1 if has_half else 2 * num_stages)
 
 
 def _narrowest(model: PipelineModule, entry: Batch) -> Narrow:

@@ -53,13 +53,16 @@ def state_findings(job: Job) -> Iterator[Any]:
 
 
 def _other_stages(job: Job) -> list[int]:
+    """Return one, and twice or half the job's number of stages, if layers and devices suffice."""
     own = job.module.num_stages
-    layers = len(job.module.layers)
-    others = [1, 2 * own] if own > 1 else [2]
     room = jax.device_count() * own // job.num_devices
     # Every chunk of a stage needs a layer.
     chunks = (len(job.pipeline(OWN).parts) - 1) // own
-    return [stages for stages in others if stages <= min(layers // chunks, room)]
+    most = min(len(job.module.layers) // chunks, room)
+    others = [1] if own > 1 else []
+    half = own // 2 if own % 2 == 0 else 1
+    other = 2 * own if 2 * own <= most else half
+    return [*others, *([other] if other > 1 else [])]
 
 
 def _unlike(where: str, wanted: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Finding]:

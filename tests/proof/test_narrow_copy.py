@@ -192,17 +192,19 @@ def test_a_factor_that_saves_no_parameters_is_not_used() -> None:
 
 
 @pytest.mark.parametrize(
-    ("section", "number"),
+    ("stages", "section", "number"),
     [
-        ({"schedule": "1f1b"}, 3),
-        ({"schedule": "1f1b", "scan_trunk": True}, 4),
-        ({"schedule": "zero-bubble-v"}, 4),
-        ({"schedule": "interleaved", "num_chunks": 3}, 6),
-        ({"schedule": "auto"}, 4),
+        (2, {"schedule": "1f1b"}, 4),
+        (3, {"schedule": "1f1b"}, 6),
+        (4, {"schedule": "1f1b"}, 5),
+        (4, {"schedule": "1f1b", "scan_trunk": True}, 8),
+        (4, {"schedule": "zero-bubble-v"}, 8),
+        (2, {"schedule": "interleaved", "num_chunks": 3}, 6),
+        (2, {"schedule": "auto"}, 4),
     ],
 )
-def test_runs_of_layers_are_short(section: dict[str, Any], number: int) -> None:
-    model = module_of([LayerSpec(nn.Dense, 8)] * 12)
+def test_runs_of_layers_are_short(stages: int, section: dict[str, Any], number: int) -> None:
+    model = PipelineModule([LayerSpec(nn.Dense, 8)] * 12, stages, loss_fn=squares)
     narrow = narrowed(model, floats(8, 8), PipelineConfig(**section))
     assert narrow.num_layers == (12, number)
     assert narrow.is_small
