@@ -90,9 +90,15 @@ def _depth(num_stages: int, pipeline: PipelineConfig) -> int:
     parts = num_stages * chunks
     if pipeline.scan_trunk:
         return 2 * parts
-    # A checkpoint of few or of oddly many stages opens with one stage and with twice as many.
-    has_half = num_stages > 2 and num_stages % 2 == 0
-    return max(parts, num_stages + 1 if has_half else 2 * num_stages)
+    # A checkpoint must open with two other numbers of stages: smaller ones, or twice as many.
+    needs_twice = not fewer_stages(num_stages)[1:]
+    return max(parts, 2 * num_stages if needs_twice else num_stages + 1)
+
+
+def fewer_stages(num_stages: int) -> list[int]:
+    """Return the smaller numbers of stages that a checkpoint is opened with: one, and half."""
+    halves = [num_stages // 2] if num_stages > 2 and num_stages % 2 == 0 else []
+    return [1, *halves] if num_stages > 1 else []
 
 
 def _narrowest(model: PipelineModule, entry: Batch) -> Narrow:

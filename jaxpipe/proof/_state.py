@@ -17,6 +17,7 @@ from jaxpipe.weights import load_safetensors
 
 from ._claims import NotCovered
 from ._job import OWN, Job
+from ._narrow import fewer_stages
 from ._proof import Finding
 from ._trained import entries, first_step, made_engine
 
@@ -59,10 +60,8 @@ def _other_stages(job: Job) -> list[int]:
     # Every chunk of a stage needs a layer.
     chunks = (len(job.pipeline(OWN).parts) - 1) // own
     most = min(len(job.module.layers) // chunks, room)
-    others = [1] if own > 1 else []
-    half = own // 2 if own % 2 == 0 else 1
-    other = 2 * own if 2 * own <= most else half
-    return [*others, *([other] if other > 1 else [])]
+    fewer = fewer_stages(own)
+    return [*fewer[:1], 2 * own] if 2 * own <= most else fewer
 
 
 def _unlike(where: str, wanted: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Finding]:
