@@ -653,25 +653,29 @@ def _assumptions(setup: _Setup) -> tuple[str, ...]:
         f"{hardware.traffic_share:.0%} are reached; {hardware.wire_bytes_per_s / 1e9:.0f} GB/s in "
         f"a host of {hardware.devices_per_host}, of which {hardware.wire_share:.0%}, and "
         f"{hardware.network_bytes_per_s / 1e9:.0f} GB/s between hosts",
-        "all devices run one program, so that every stage holds as much as is shown",
-        "devices of one host lie side by side in the mesh; stages wait for those they exchange "
+        "all devices run one program, so every stage needs the memory that is shown",
+        "devices of one host are neighbours in the mesh; a stage waits for the stages it exchanges "
         "with",
-        "attention by jaxpipe.attention runs as one fused kernel; attention written out moves its "
-        "scores",
+        "jaxpipe.attention runs as one fused kernel; other attention writes its scores to memory "
+        "and reads them again",
         f"programs may take {hardware.usable_share:.0%} of the memory, which "
         "XLA_PYTHON_CLIENT_MEM_FRACTION must allow" + _beside(setup),
-        "temporaries are an estimate: what a chunk leaves, gradients off the trunk, and logits or "
-        "a backward's work",
-        "collectives inside a stage have nothing beside them",
-        "MFU counts three times the forward's operations, of attention what its mask leaves; "
-        "MFU whole counts all of its square, as most published figures do",
+        "temporaries are an estimate: residuals of one chunk, gradients off the trunk, and the "
+        "larger of logits and a backward's values",
+        "collectives inside a stage overlap no computation",
+        "MFU counts three times the operations of the forward, and of attention the part that its "
+        "mask leaves; MFU whole counts the full square of scores, as most published figures do",
     ]
     if setup.traced.split_note:
         found.append(setup.traced.split_note)
     if setup.assumes_optimizer:
-        found.append("AdamW, as neither an optimizer nor one in the configuration was given")
+        found.append(
+            "the optimiser is AdamW, because neither the call nor the configuration names one"
+        )
     if setup.traced.mesh.shape.get("fsdp", 1) > 1:
-        found.append("gathers of weights over fsdp overlap products, as long as these last")
+        found.append(
+            "gathers of weights over fsdp overlap matrix products, as far as these take as long"
+        )
     if setup.config.pipeline.offload_activations:
         found.append(
             "residuals are in host memory, and computation hides their copies completely, whatever "

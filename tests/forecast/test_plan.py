@@ -368,7 +368,7 @@ def test_hardware_can_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
     fast = planned()
     assert fast.best is not None
     assert slow.best.step_s > fast.best.step_s
-    assert "AdamW, as neither" in str(slow)
+    assert "the optimiser is AdamW" in str(slow)
 
 
 def test_assumptions_have_names_and_may_be_given() -> None:
