@@ -4,13 +4,16 @@ How one is read and written, and that none lies on another.
 """
 
 import itertools
+from collections.abc import Callable
 
 import jax
 import numpy as np
 import optax
 import pytest
 from _oracle import Case
+from _parallel import make_pipeline
 
+from jaxpipe import Pipeline
 from jaxpipe.state import Leaf, Span, read_leaf, state_arrays, write_leaf
 
 # A whole leaf of five elements, from the third on in two rows of a buffer, padded by one; and a
@@ -66,9 +69,16 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_leaves_share_no_element_and_their_copies_are_whole(case: Case) -> None:
-    pipeline = case.pipeline()
+def pipeline_of_blocks() -> Pipeline:
+    """Each leaf is split over `model`, and each of its parts over replicas."""
+    return make_pipeline("tied", 2, 2, 2, ADAM, **ZERO)
+
+
+@pytest.mark.parametrize(
+    "make", [*(pytest.param(case.pipeline, id=str(case)) for case in CASES), pipeline_of_blocks]
+)
+def test_leaves_share_no_element_and_their_copies_are_whole(make: Callable[[], Pipeline]) -> None:
+    pipeline = make()
     arrays = state_arrays(pipeline.state_struct)
     seen = {
         name: np.zeros((like.shape[0], int(np.prod(like.shape[1:]))), bool)
