@@ -14,8 +14,9 @@ import numpy as np
 import optax
 import pytest
 from _covering import slow_after
-from _parallel import DIM, HIDDEN, VOCAB, make_batch, make_pipeline, sharded
+from _parallel import DIM, HIDDEN, MODELS, VOCAB, make_batch, make_pipeline, sharded
 from _tolerances import assert_close
+from jax.sharding import PartitionSpec as P
 
 from jaxpipe import (
     LayerSpec,
@@ -25,8 +26,9 @@ from jaxpipe import (
     PipeModelDataParallelTopology,
 )
 from jaxpipe.errors import TopologyError
+from jaxpipe.executor._stage import boundary_specs
 from jaxpipe.pipeline import describe_pipeline
-from jaxpipe.topology import make_pipeline_mesh
+from jaxpipe.topology import ProcessTopology, make_pipeline_mesh
 
 SGD = optax.sgd(0.1)
 X = np.ones((2, DIM), np.float32)
@@ -118,6 +120,37 @@ def test_each_place_holds_its_share_alone(zero: int) -> None:
         found = {shard.data.shape for leaf in wide for shard in leaf.addressable_shards}
         assert found <= {shards[zero], (1, HIDDEN // 2, DIM)}, found
     assert "2 model ranks" in describe_pipeline(pipeline)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "copies"),
+    [(optax.adam(0.1), 2), (optax.adafactor(0.1, min_dim_size_to_factor=4), 0)],
+    ids=["moments", "factored"],
+)
+def test_state_is_divided_as_its_parameter_is_where_it_has_its_shape(
+    optimizer: optax.GradientTransformation, copies: int
+) -> None:
+    struct = make_pipeline("linen", 2, 2, 2, optimizer).state_struct
+    # No two matrices of one shape are divided differently.
+    matrices = [x for x in jax.tree.leaves(struct.params) if x.ndim == 3]
+    specs = {x.shape: x.sharding.spec for x in matrices}
+    found = [x for x in jax.tree.leaves(struct.opt_state) if x.shape in specs]
+    assert len(found) == copies * len(matrices)
+    assert [x.sharding.spec for x in found] == [specs[x.shape] for x in found]
+
+
+def test_a_value_between_layers_is_divided_as_the_layer_says_or_by_samples() -> None:
+    """Over `fsdp` only what no layer divides; the head divides its output over `model`."""
+    layers, loss_fn = MODELS["linen"]
+    topology = ProcessTopology(["pipe", "data", "fsdp", "model"], [2, 1, 2, 2])
+    module = PipelineModule(layers(), topology=topology, loss_fn=loss_fn)
+    example = jax.tree.map(lambda x: x[0], make_batch(data=2))
+    pipeline = Pipeline(module, SGD, make_pipeline_mesh(topology), example, 2)
+    trace = pipeline.trace
+    specs = trace.on_mesh(lambda: boundary_specs(pipeline.module, trace, [0, 1, 3, 6, 1]))
+    head = P(None, None, "model")
+    # Tokens are integers, which stay whole.
+    assert specs == [P(), P("fsdp"), P("fsdp"), head, P("fsdp")]
 
 
 @pytest.mark.slow

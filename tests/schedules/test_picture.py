@@ -5,6 +5,7 @@ import json
 import xml.etree.ElementTree as ET
 from collections import Counter
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -100,6 +101,19 @@ def test_a_picture_has_every_action(name: str) -> None:
     assert picture._repr_svg_() == picture.svg()
 
 
+def test_actions_fill_the_width_and_have_their_number_where_it_fits() -> None:
+    """A forward is 1000 / 66 = 15.2 pixels wide: enough for one digit, not for two."""
+    num_microbatches = 22
+    root = ET.fromstring(draw("1f1b", num_microbatches, 1).svg())
+    rects = [one for one in root.iter("{http://www.w3.org/2000/svg}rect") if len(one)]
+    starts = [float(one.attrib["x"]) for one in rects]
+    stops = [x + float(one.attrib["width"]) for x, one in zip(starts, rects, strict=True)]
+    assert (min(starts), max(stops)) == (64, pytest.approx(1064, abs=0.02))
+    texts = [one.text for one in root.iter("{http://www.w3.org/2000/svg}text")]
+    numbers = Counter(text for text in texts if text and text.isdecimal())
+    assert numbers == {str(m): 2 if m < 10 else 1 for m in range(num_microbatches)}
+
+
 def test_what_may_be_drawn() -> None:
     program = lower_schedule("1f1b", M, S)
     stages = [OneFOneBSchedule(M, S, stage) for stage in range(S)]
@@ -140,6 +154,22 @@ def test_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _no_module(name: str) -> None:
     raise ImportError(name)
+
+
+def test_a_png_has_the_bars_and_numbers_of_the_timeline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matplotlib = MagicMock()
+    monkeypatch.setattr(importlib, "import_module", lambda name: matplotlib)
+    picture = draw("zero-bubble-v", M, S)
+    picture.save(tmp_path / "a.png")
+    axes = matplotlib.Figure.return_value.subplots.return_value
+    bars = [(*call.args, call.kwargs["left"]) for call in axes.barh.call_args_list]
+    numbers = [call.args for call in axes.text.call_args_list]
+    slices = picture.slices
+    assert sorted(bars) == sorted((x.stage, x.end_s - x.start_s, x.start_s) for x in slices)
+    middles = [((x.start_s + x.end_s) / 2, x.stage, str(x.microbatch)) for x in slices]
+    assert sorted(numbers) == sorted(middles)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::PendingDeprecationWarning")
