@@ -1,6 +1,7 @@
 """Segments by themselves: their layers, keys, gradients and collections."""
 
 import functools
+import re
 from typing import Any
 
 import flax.linen as nn
@@ -59,11 +60,13 @@ def in_a_row(layers: range) -> jax.Array:
 
 
 @pytest.mark.parametrize(
-    ("scan", "interval"),
+    ("scan", "interval", "groups"),
     # Groups of one, two and four layers. Three do not divide four: then each layer is a group.
-    [(False, 0), (True, 0), (True, 2), (True, 4), (True, 3)],
+    [(False, 0, None), (True, 0, 4), (True, 2, 2), (True, 4, 1), (True, 3, 4)],
 )
-def test_each_layer_draws_with_the_key_of_its_place_in_the_model(scan: bool, interval: int) -> None:
+def test_each_layer_draws_with_the_key_of_its_place_in_the_model(
+    scan: bool, interval: int, groups: int | None
+) -> None:
     """Also where the program is that of another virtual stage."""
     numbers = noisy(interval)
     segment = trunk(numbers, scan=scan)
@@ -74,6 +77,8 @@ def test_each_layer_draws_with_the_key_of_its_place_in_the_model(scan: bool, int
         return segment.run(params, one(X), context(numbers, segment, 1), train=True)[0]
 
     assert_close(jax.jit(run)(), in_a_row(range(5, 9)))
+    lengths = re.findall(r"\bscan\[.*?length=(\d+)", str(jax.make_jaxpr(run)()), re.S)
+    assert lengths == ([] if groups is None else [str(groups)])
 
 
 def test_no_two_of_these_layers_draw_alike() -> None:
