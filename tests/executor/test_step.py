@@ -4,6 +4,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -13,11 +14,19 @@ from _oracle import Case
 from _tolerances import GRADIENT, assert_loss
 
 import jaxpipe
-from jaxpipe import Pipeline
+from jaxpipe import Pipeline, PipelineModule
+
+
+class Layer(nn.Module):
+    """Times three."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x * self.param("scale", nn.initializers.constant(3.0), ())
 
 
 def half(_: str) -> tuple[Pipeline, Any]:
-    module = jaxpipe.PipelineModule(
+    module = PipelineModule(
         [nn.Dense(4), nn.Dense(1)], num_stages=2, loss_fn=lambda y, t: ((y - t) ** 2).mean()
     )
     x = np.random.default_rng(0).normal(size=(2, 4)).astype(np.float32)
@@ -51,3 +60,27 @@ def test_the_norm_of_the_gradients_is_that_of_the_step(build: Any, trainable: st
     assert wanted > 0.1
     _, after = pipeline.step(state, batch)
     assert_loss(metrics["grad_norm"], after["grad_norm"])
+
+
+def test_evaluation_names_the_loss_and_the_metrics_of_each_sum() -> None:
+    """Each microbatch counts by its weight, which is 2, 1 and 0, in the loss and the metrics."""
+
+    def loss_fn(y: jax.Array, t: jax.Array) -> Any:
+        used = t != 0
+        return (
+            jnp.sum(y[..., 0] * used),
+            jnp.sum(used),
+            {"labels": jnp.sum(t), "largest": jnp.max(t)},
+        )
+
+    module = PipelineModule([Layer(), Layer()], num_stages=2, loss_fn=loss_fn)
+    x, labels = np.ones((3, 2, 1), np.float32), np.asarray([[5, 7], [0, 11], [0, 0]])
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
+    mesh = jaxpipe.mesh_for(module, jax.devices()[:2])
+    pipeline = jaxpipe.make_pipeline(module, optax.sgd(0.1), config, mesh, (x[0], labels[0]))
+    x *= np.asarray([1.0, 2.0, 4.0]).reshape(3, 1, 1)
+    found = jax.device_get(pipeline.evaluate(pipeline.init(), (x, labels, {})))
+    assert found["microbatch_losses"].tolist() == [9.0, 18.0, 0.0]
+    assert found["loss"] == (2 * 9 + 18) / 3
+    np.testing.assert_allclose(found["metrics"]["labels"], (2 * 12 + 11) / 3, rtol=1e-6)
+    np.testing.assert_allclose(found["metrics"]["largest"], (2 * 7 + 11) / 3, rtol=1e-6)
