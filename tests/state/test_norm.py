@@ -78,3 +78,9 @@ def test_clipping_scales_down_to_the_limit_and_never_up() -> None:
     assert half["h"].dtype == jnp.bfloat16
     np.testing.assert_array_equal(clip_to(10.0, jnp.float32(5.0), grads)["x"], grads["x"])
     assert clip_to(0.0, jnp.float32(5.0), grads) is grads
+
+
+@pytest.mark.parametrize("norm", [0.0, 1e-8])
+def test_gradients_smaller_than_what_guards_the_division_stay(norm: float) -> None:
+    grads = {"x": jnp.asarray([-norm])}
+    np.testing.assert_array_equal(clip_to(1.0, jnp.float32(norm), grads)["x"], grads["x"])
