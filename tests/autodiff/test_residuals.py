@@ -298,6 +298,24 @@ def test_to_ask_for_recompute_never_keeps_more_in_threes(names: tuple[str, ...])
     check_marks(names)
 
 
+@pytest.mark.parametrize("is_worth_it_first", [True, False])
+def test_of_two_kinds_of_recompute_one_may_be_worth_it(is_worth_it_first: bool) -> None:
+    """One keeps 4 x 8 inputs of what is 64 wide; the other would keep its wide input."""
+    out = jnp.ones((64, 8))
+    worth_it = jax.checkpoint(lambda x, up, across: jnp.tanh(jnp.tanh(x @ up) @ across))
+    not_worth_it = jax.checkpoint(lambda y: jnp.tanh(y @ out))
+
+    def function(params: Any, x: jax.Array, _: Any) -> Any:
+        if not is_worth_it_first:
+            x = not_worth_it(x @ params[0])
+        y = worth_it(x, *params)
+        return (not_worth_it(y) if is_worth_it_first else y,), ()
+
+    args = (jnp.ones((8, 64)), jnp.ones((64, 64))), jnp.ones((4, 8)), ()
+    kept = Residuals(function, *structs(args)).structs
+    assert [leaf.shape for leaf in kept] == [(4, 8)] * 2
+
+
 def test_recompute_of_arithmetic_alone_changes_nothing() -> None:
     assert kept_by(("inner",) * 3, ()) == kept_by(("perceptron",) * 3, ())
     assert kept_by(("dense", "softmax", "dense"), (1,)) == kept_by(
