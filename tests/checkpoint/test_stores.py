@@ -7,6 +7,7 @@ behind is whole.
 import contextlib
 import dataclasses
 import functools
+import gc
 import itertools
 import os
 import random
@@ -791,6 +792,8 @@ def server(request: pytest.FixtureRequest) -> Iterator[str]:
         protocol = request.param.__name__
         fsspec.filesystem(protocol, use_listings_cache=False).mkdir("bucket")
         yield protocol
+        # A run that is dropped gives its lock back: while there is a server that can take it.
+        gc.collect()
 
 
 @pytest.mark.slow
