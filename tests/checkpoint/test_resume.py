@@ -8,15 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from _layouts import Layout
 from _resume import LAYOUTS
 
 SCRIPT = Path(__file__).with_name("_resume.py")
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("resume")
+def results(root: Path) -> None:
+    """Let one process train on, and let another load what the first saved half-way."""
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     for phase in ("first", "second"):
         done = subprocess.run(
@@ -27,30 +25,27 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
             check=False,
         )
         assert done.returncode == 0, done.stderr
-    return root
 
 
+# One test: two processes train all layouts, which takes longer than to compare them.
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_equal_to_the_bit(layout: Layout, root: Path) -> None:
-    folder = root / str(layout)
-    first, second = (
-        json.loads((folder / f"{phase}.json").read_text()) for phase in ("first", "second")
-    )
-    assert second == first
-    assert first["counts"][:2] == [10, 80]
-    with np.load(folder / "first.npz") as wanted, np.load(folder / "second.npz") as actual:
-        assert sorted(actual) == sorted(wanted)
-        assert any(key.startswith("opt_state/") for key in wanted)
-        for key in wanted:
-            np.testing.assert_array_equal(actual[key], wanted[key], err_msg=key)
-
-
-@pytest.mark.slow
-def test_the_loss_scale_moved(root: Path) -> None:
-    """Steps were skipped before the checkpoint or after it, or the scale was doubled."""
-    _, _, skipped, scale, _ = json.loads((root / str(LAYOUTS[2]) / "first.json").read_text())[
-        "counts"
-    ]
+def test_all_layouts_are_equal_to_the_bit(tmp_path: Path) -> None:
+    results(tmp_path)
+    for layout in LAYOUTS:
+        folder = tmp_path / str(layout)
+        first, second = (
+            json.loads((folder / f"{phase}.json").read_text()) for phase in ("first", "second")
+        )
+        assert second == first, layout
+        assert first["counts"][:2] == [10, 80], layout
+        with np.load(folder / "first.npz") as wanted, np.load(folder / "second.npz") as actual:
+            assert sorted(actual) == sorted(wanted), layout
+            assert any(key.startswith("opt_state/") for key in wanted), layout
+            for key in wanted:
+                message = f"{layout}: {key}"
+                np.testing.assert_array_equal(actual[key], wanted[key], err_msg=message)
+    # Steps were skipped before the checkpoint or after it, or the scale was doubled.
+    counts = json.loads((tmp_path / str(LAYOUTS[2]) / "first.json").read_text())["counts"]
+    _, _, skipped, scale, _ = counts
     assert skipped > 0
     assert scale != 2.0**24

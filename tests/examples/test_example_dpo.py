@@ -31,7 +31,7 @@ def test_four_stages_of_two_replicas_are_one_device() -> None:
         assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_reference_of_its_own() -> None:
     printed = run_example("dpo.py", "--whole", "--steps", "6", "--stages", "2", "--rate", "3e-3")
     losses, held_out = read(printed)

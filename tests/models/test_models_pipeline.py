@@ -244,8 +244,11 @@ PARTS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
     "case",
     [
         "every",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma", "gpt_oss", "llama4")),
-        *(pytest.param(name, marks=pytest.mark.soak) for name in ("gemma_untied", "unrotated")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma", "llama4")),
+        *(
+            pytest.param(name, marks=pytest.mark.soak)
+            for name in ("gpt_oss", "gemma_untied", "unrotated")
+        ),
     ],
 )
 def test_gradients_of_the_parts_of_families(case: str) -> None:

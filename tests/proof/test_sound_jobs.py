@@ -7,7 +7,7 @@ from _sound_jobs import JOBS
 
 from jaxpipe.proof import Proof, prove
 
-IN_SLOW = ("bfloat16 and clipping", "a weighted loss with metrics")
+IN_SLOW = ("bfloat16 and clipping",)
 NOT_DOUBLE = ("recurrent layers",)
 """The carry of Flax's cells is in float32, or what they are told."""
 
