@@ -69,7 +69,10 @@ class DiskStore(AbstractFileSystem):
 
     def find(self, path: str, *args: Any, detail: bool = False, **kwargs: Any) -> Any:
         with self._request("find", path) as folder:
-            found = {str(file): _info(file) for file in _below(folder)}
+            found = {}
+            for file in _below(folder):
+                with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                    found[str(file)] = _info(file)
         return found if detail else list(found)
 
     def modified(self, path: str) -> datetime.datetime:
@@ -128,7 +131,8 @@ def _put(file: Path, write: Callable[[Path], object]) -> None:
             file.parent.mkdir(parents=True, exist_ok=True)
             write(partial)
             partial.replace(file)
-        except FileNotFoundError:  # its last object was deleted between the two
+        # The last object of its folder was deleted meanwhile, and the folder with it.
+        except (FileNotFoundError, FileExistsError):
             continue
         return
 

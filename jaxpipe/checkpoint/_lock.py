@@ -17,11 +17,13 @@ earlier writes, as they do on S3, Google Cloud Storage and Azure. So two process
 the lock.
 """
 
+import atexit
 import contextlib
 import datetime
 import errno
 import hashlib
 import os
+import queue
 import re
 import secrets
 import socket
@@ -95,7 +97,10 @@ class DirectoryLock:
         self._file = save_dir / LOCK / self._owner.name
         self._runs: set[int] = set()
         self._is_saving = True
-        self._released = threading.Event()
+        self._is_held = True
+        self._is_dropped = False
+        # The garbage collector may drop the lock amid a `get`: this queue allows that.
+        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
         _HELD[self._owner.name] = self  # before other threads of this process can see the file
         try:
             _take(save_dir, self._owner)
@@ -103,6 +108,8 @@ class DirectoryLock:
             del _HELD[self._owner.name]
             raise
         threading.Thread(target=self._beat, daemon=True, name="checkpoint lock").start()
+        if isinstance(save_dir, StorePath):
+            atexit.register(self._end)
 
     @classmethod
     def begin_save(cls, save_dir: AnyPath) -> "DirectoryLock":
@@ -153,13 +160,8 @@ class DirectoryLock:
         """Release the lock; does nothing if the lock is lost."""
         if self._owner.pid != str(os.getpid()):  # a fork of the process that holds it
             return
-        # Forget the lock first: a file that an outage keeps from being removed then has no owner.
-        _HELD.pop(self._owner.name, None)
-        self._released.set()
-        with contextlib.suppress(OSError):
-            self._file.unlink()
-        with contextlib.suppress(OSError):  # another job has taken it since
-            self._file.parent.rmdir()
+        self._let_go()
+        self._remove_file()
 
     def is_at(self, file: AnyPath) -> bool:
         """Whether `file` is this lock's own file, not a copy, and this process is not a fork."""
@@ -167,19 +169,50 @@ class DirectoryLock:
 
     def _forget(self, run: int) -> None:
         self._runs.discard(run)
-        if not self._runs and not self._is_saving:
+        if self._runs or self._is_saving:
+            return
+        if isinstance(self._file, StorePath) and self._owner.pid == str(os.getpid()):
+            # The garbage collector calls this amid any other work, which a store that does not
+            # answer must not hold up: the thread of the heartbeats removes the object.
+            self._is_dropped = True
+            self._let_go()
+        else:
             self.release()
 
+    def _end(self) -> None:
+        """Release the lock when the program ends, which that thread may not live to do."""
+        if not self._is_saving:
+            self.release()
+
+    def _let_go(self) -> None:
+        # Forget the lock first: a file that an outage keeps from being removed then has no owner.
+        _HELD.pop(self._owner.name, None)
+        self._is_held = False
+        self._wakes.put(None)
+
+    def _remove_file(self) -> None:
+        with contextlib.suppress(OSError):
+            self._file.unlink()
+        with contextlib.suppress(OSError):  # another job has taken it since
+            self._file.parent.rmdir()
+
     def _beat(self) -> None:
-        while not self._released.wait(_BEAT_S):
+        while self._is_held:
+            with contextlib.suppress(queue.Empty):
+                self._wakes.get(timeout=_BEAT_S)
+            if not self._is_held:
+                break
             try:
                 touch(self._file)
-                if self._released.is_set():  # so `touch` may have written it again
+                if not self._is_held:  # so `touch` may have written it again
                     self._file.unlink(missing_ok=True)
             except FileNotFoundError:  # the lock is lost
-                return
+                self._wakes.get()
             except OSError:  # an outage, which may end
                 continue
+        if self._is_dropped:
+            self._remove_file()
+        atexit.unregister(self._end)
 
 
 _GUARD = threading.Lock()

@@ -108,6 +108,18 @@ def names_in(url: str) -> set[str]:
     return {name.removeprefix(f"{key}/") for name in driver.find(key)}
 
 
+def locks_in(url: str) -> set[str]:
+    return {name for name in names_in(url) if name.startswith(".lock/")}
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    """Wait for the thread of a lock: it removes the object once the run has been dropped."""
+    gives_up_by = time.monotonic() + 10
+    while not is_so():
+        assert time.monotonic() < gives_up_by
+        time.sleep(0.01)
+
+
 def leaves_of(path: Any, tag: str | None = None) -> dict[Any, bytes]:
     found = flatten_dict(checkpoint.load_params(path, tag))
     return {key: leaf.tobytes() for key, leaf in found.items()}
@@ -143,6 +155,7 @@ def test_the_format_is_that_on_disk(memory: str, tmp_path: Path) -> None:
         driver.put_file(str(file), f"{memory}/up/{file.relative_to(tmp_path / 'here')}")
     assert leaves_of(f"{memory}/up") == leaves_of(tmp_path / "here")
     save(f"{memory}/there", "x")
+    wait_until(lambda: not locks_in(f"{memory}/there"))
     for name in names_in(f"{memory}/there"):
         (tmp_path / "down" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "down" / name).write_bytes(driver.cat_file(f"{memory}/there/{name}"))
@@ -402,6 +415,30 @@ def test_a_lock_that_is_given_back_does_not_come_again(
             if thread.name == "checkpoint lock":
                 thread.join(1)
     assert names_in(disk) == set()
+
+
+def test_a_store_that_does_not_answer_holds_up_nobody_who_drops_a_run(disk: str) -> None:
+    """A run ends in the garbage collector, which may come amid any other work."""
+    may_end, threads, run = threading.Event(), set[str](), small()
+    writer = CheckpointWriter()
+    state = RunState(global_steps=1)
+    writer.save(disk, run.engine.pipeline, run.engine.state, state, tag="a")
+    assert len(locks_in(disk)) == 1
+
+    def wait(number: int, name: str, path: str, is_done: bool) -> None:
+        if name == "delete" and not is_done:
+            threads.add(threading.current_thread().name)
+            assert may_end.wait(60)
+
+    with DiskStore.hooked(wait):
+        del writer
+        gc.collect()
+        assert len(locks_in(disk)) == 1
+        # The lock is nobody's already: the next run takes it.
+        may_end.set()
+        wait_until(lambda: not locks_in(disk))
+    assert threads == {"checkpoint lock"}
+    save(disk, "b")
 
 
 def test_of_many_that_begin_at_once_one_gets_the_lock(
