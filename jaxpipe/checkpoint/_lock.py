@@ -99,7 +99,8 @@ class DirectoryLock:
         self._is_saving = True
         self._is_held = True
         self._is_dropped = False
-        # The garbage collector may drop the lock amid a `get`: this queue allows that.
+        # The garbage collector may call `_forget` in this lock's thread too, amid a wait. A
+        # `SimpleQueue` allows that; an `Event` would deadlock.
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
         _HELD[self._owner.name] = self  # before other threads of this process can see the file
         try:
@@ -180,7 +181,7 @@ class DirectoryLock:
             self.release()
 
     def _end(self) -> None:
-        """Release the lock when the program ends, which that thread may not live to do."""
+        """Release the lock when the program ends, which stops the thread at any line."""
         if not self._is_saving:
             self.release()
 
