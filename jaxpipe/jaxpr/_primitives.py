@@ -165,7 +165,7 @@ RANDOM_BITS = frozenset({DRAWN, "threefry2x32"})
 DEVICE_RANDOM_BITS = frozenset({"rng_bit_generator", "rng_uniform"})
 """Draw numbers with the device's generator; they depend on the sharding of the result."""
 
-CALLBACKS = frozenset({"pure_callback", "io_callback", "debug_callback"})
+CALLBACKS = frozenset({"pure_callback", "io_callback", "debug_callback", "debug_print"})
 """Call back into Python while the program runs."""
 
 MAKING_COMPLEX = frozenset({"complex", "eig", "fft"})
@@ -262,6 +262,7 @@ OTHERS = frozenset(
         "igamma",
         "igamma_grad_a",
         "igammac",
+        "inspect_sharding",
         "le_to",
         "lgamma",
         "lt_to",

@@ -42,7 +42,7 @@ def init_layer(
     def make(inputs: PyTree, side: PyTree, given: PyTree) -> tuple[PyTree, PyTree]:
         with rules_in_force(()):
             _, params, collections = named.layer.init(key, inputs, side=side, given=given)
-        return as_arrays(unbox(params)), widened(as_arrays(unbox(collections)), compute_dtype)
+        return widened(as_arrays(unbox((params, collections))), compute_dtype)
 
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), structs)
     axes = automatic_axes(trace.mesh)

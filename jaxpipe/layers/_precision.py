@@ -64,9 +64,11 @@ def init_inputs(tree: PyTree, compute_dtype: Any) -> PyTree:
 
 
 def widened(tree: PyTree, compute_dtype: Any) -> PyTree:
-    """The collections of a layer, in `compute_dtype` if that is wider than float32.
+    """The variables of a layer, in `compute_dtype` if that is wider than float32.
 
-    Layers make batch statistics in float32 and update them in the dtype that they compute in.
+    Layers make batch statistics in float32 and update them in the dtype that they compute in. Of
+    parameters, some initialisers follow JAX's default dtype and others name float32, so that the
+    users of a tied one would not agree.
     """
     is_wide = compute_dtype is not None and jnp.dtype(compute_dtype).itemsize > 4
     return cast_floats(tree, compute_dtype) if is_wide else tree

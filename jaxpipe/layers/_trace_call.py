@@ -103,13 +103,12 @@ class Call:
 
         made = self._naming_faults(without_mesh_or_with)
         specs = [partition_specs(self.named.name, tree, self.mesh, self.rules) for tree in made]
-        params, collections = (_without_sharding(unbox(tree)) for tree in made)
+        params, collections = widened(_without_sharding(unbox(made)), self.dtype)
         of_params, of_collections = specs
         self.seen.over_data += paths_over_data(self.named.name, made[0], self.mesh, self.rules)
         self.seen.names.update(*map(metadata_names, made))
         dims = stage_dims(self.named.name, made[0])
         of_params = with_fsdp(flatten_dict(params), of_params, dims, self.mesh)
-        collections = widened(collections, self.dtype)
         return params, collections, (of_params, of_collections, dims)
 
     def results(self, params: PyTree, collections: PyTree) -> tuple[ClosedJaxpr, PyTree, PyTree]:

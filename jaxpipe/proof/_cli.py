@@ -16,7 +16,7 @@ from ._prove import prove_named, read_options
 
 _REFUSED = 1
 _WRONG_USE = 2
-_DEVICES = 16
+_DEVICES = 24
 _PAIR = 3
 
 

@@ -17,16 +17,22 @@ from jaxpipe._typing import PyTree
 from jaxpipe.config import Collector, TrainConfig, load_config
 from jaxpipe.data import Batch, split_entry
 from jaxpipe.errors import ConfigError, DataError, JaxpipeError, TopologyError, shown
-from jaxpipe.layers import PipelineModule, cast_floats, flatten_dict
-from jaxpipe.pipeline import ConfigLike, Pipeline, prepare, running_mesh
+from jaxpipe.layers import PipelineModule, flatten_dict
+from jaxpipe.pipeline import ConfigLike, Pipeline, choose_optimizer, prepare, running_mesh
 from jaxpipe.recompute import settings_for
 from jaxpipe.topology import FSDP, ProcessTopology, make_pipeline_mesh
 
 from ._plain import Optimizer, Plain, Start
 from ._wide import wide_module
 
-_MOST_REPLICAS = 2
-"""Replicas of a proof: two show every sum over `data`."""
+_GROWS_AFTER = 2
+"""Steps after which a dynamic loss scale grows in a proof, and overflows that lower it."""
+
+STEPS = 3
+"""Steps of a proof, without those that show how a loss scale moves."""
+
+_OVERFLOWING = 2.0**40
+"""A loss scale at which gradients overflow in float16, and their squares do not in float32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +70,6 @@ class Job:
         example_batch: One entry, `(inputs, labels)` or `(inputs, labels, side)`.
         optimizer: An optax transformation, or None for the configuration's.
         places: Lengths of axes of the mesh, beside those of the model's topology.
-        num_replicas: Replicas along `data`.
     """
 
     def __init__(
@@ -74,13 +79,13 @@ class Job:
         example_batch: Sequence[PyTree],
         optimizer: optax.GradientTransformation | None,
         places: Mapping[str, int],
-        num_replicas: int = _MOST_REPLICAS,
     ) -> None:
         errors = Collector()
-        self.config = _sized(load_config(config, errors), num_replicas)
-        model = on_simulated(model, places, num_replicas)
+        config = load_config(config, errors)
+        model = on_simulated(model, config, places)
         self.topology = topology_of(model)
         axes = axes_of(self.topology)
+        self.config = _sized(config, axes["data"])
         self.num_devices = math.prod(axes.values())
         if self.num_devices > jax.device_count():
             raise TopologyError(
@@ -98,6 +103,10 @@ class Job:
                 "without the section optimizer. Pass for example optax.adamw(3e-4)."
             )
         self.transformation = prepared.chosen.transformation
+        # Of the optimiser, the plain program has all but the average.
+        self.plain_transformation = choose_optimizer(
+            dataclasses.replace(self.config, ema=None), optimizer
+        ).transformation
         self.microbatch_size = prepared.sizes.train_micro_batch_size_per_gpu
         self.num_microbatches = _microbatches(
             model.num_stages, prepared.sizes.gradient_accumulation_steps
@@ -161,14 +170,19 @@ class Job:
     def config_in(self, precision: Precision) -> TrainConfig:
         """Return the configuration for a precision: without loss scale and casts in float64.
 
-        A dynamic loss scale begins where training finds it, so that no step overflows.
+        A dynamic loss scale begins where training finds it, so that no step overflows. It moves
+        after few steps, so that a proof sees it move.
         """
         if not precision.is_double:
             scale = self.loss_scale(precision)
             if scale is None or self.config.fp16.loss_scale:
                 return self.config
-            power = int(math.log2(scale))
-            fp16 = dataclasses.replace(self.config.fp16, initial_scale_power=power)
+            fp16 = dataclasses.replace(
+                self.config.fp16,
+                initial_scale_power=int(math.log2(scale)),
+                loss_scale_window=_GROWS_AFTER,
+                hysteresis=min(self.config.fp16.hysteresis, _GROWS_AFTER),
+            )
             return dataclasses.replace(self.config, fp16=fp16)
         off = {
             name: dataclasses.replace(getattr(self.config, name), enabled=False)
@@ -195,7 +209,7 @@ class Job:
 
     @functools.cached_property
     def _wide_module(self) -> PipelineModule:
-        return wide_module(self.module).replace(compute_dtype="float64", auto_cast=True)
+        return wide_module(self.module)
 
     def batch_in(self, precision: Precision, seed: int) -> Batch:
         """Return a batch for a precision."""
@@ -272,17 +286,29 @@ class Job:
     def _is_finite(self, precision: Precision, scale: float) -> bool:
         plain = self.plain(precision)
         start = self.start(precision)
-        batches = (self.batch_in(precision, step) for step in range(3))
-        with np.errstate(invalid="ignore"):  # infinities of both signs are added
-            found = [
-                plain.gradients(start, batch, step, loss_scale=scale).grads
-                for step, batch in enumerate(batches)
-            ]
-        return all(np.isfinite(x).all() for x in jax.tree.leaves(found))
+        batches = (self.batch_in(precision, step) for step in range(STEPS))
+        return all(
+            plain.gradients(start, batch, step, loss_scale=scale).is_finite
+            for step, batch in enumerate(batches)
+        )
 
-    def optimizer(self, frozen: frozenset[tuple[str, ...]]) -> Optimizer:
-        """Return the optimiser of the plain program."""
-        return Optimizer(self.transformation, self.config, frozen)
+    @functools.cached_property
+    def optimizer(self) -> Optimizer:
+        """The optimiser of the plain program."""
+        assert self.plain_transformation is not None  # the pipelines have one
+        return Optimizer(self.plain_transformation, self.config, self.module.trainable)
+
+    def scales(self, precision: Precision) -> list[float | None]:
+        """Return the loss scale to set before each step of a proof. None: as it has become.
+
+        With a loss scale there are further steps. Some overflow, and the last one does not.
+        """
+        scale = self.loss_scale(precision)
+        steps: list[float | None] = [None] * STEPS
+        if scale is None:
+            return steps
+        overflows = [_OVERFLOWING, *[None] * (_GROWS_AFTER - 1)]
+        return [*steps, *overflows, scale]
 
     def start(self, precision: Precision) -> Start:
         """Make the parameters and collections that both programs start from, once a precision."""
@@ -298,26 +324,32 @@ class Job:
         key = jax.random.key(module.base_seed)
         params = module.init(key, one.inputs, side=one.side)
         collections = module.init_collections(key, one.inputs, side=one.side)
-        params = cast_floats(params, "float64" if precision.is_double else None)
         return Start(*jax.device_get((params, collections)))
 
 
 def on_simulated(
-    model: PipelineModule, places: Mapping[str, int], num_replicas: int = _MOST_REPLICAS
+    model: PipelineModule, config: TrainConfig, places: Mapping[str, int]
 ) -> PipelineModule:
     """Return a model on the topology of its proof.
 
-    It has the model's stages, few replicas, the further axes of the model's own topology at the
-    least length that divides theirs, and `places`. Layers may name these axes in constraints.
+    It has the model's stages, three or two replicas, the further axes of the model's own topology
+    at the least length that divides theirs, and `places`. Layers may name these axes in
+    constraints.
     """
     own = {} if model.given_topology is None else axes_of(model.given_topology)
     if taken := {"data", "pipe", "stage"} & set(places):
         raise ConfigError(
             f"places must be further axes of the mesh, but got {sorted(taken)[0]!r}. A proof has "
-            f"the model's {model.num_stages} stages and {num_replicas} replicas. Leave it out."
+            f"the model's {model.num_stages} stages and few replicas. Leave it out."
         )
     further = {**{name: _least_divisor(length) for name, length in own.items()}, **places}
-    return model.replace(topology=made_topology(model.num_stages, num_replicas, further))
+    others = model.num_stages * math.prod(
+        length for name, length in further.items() if name not in ("data", "pipe")
+    )
+    # Three show a sum over `data` that is right for powers of two alone. From ZeRO 2 on replicas
+    # divide the dims of weights, few of which are multiples of three.
+    suffice = config.zero_optimization.stage < 2 and 3 * others <= jax.device_count()
+    return model.replace(topology=made_topology(model.num_stages, 3 if suffice else 2, further))
 
 
 def made_topology(num_stages: int, num_replicas: int, axes: Mapping[str, int]) -> ProcessTopology:
@@ -368,12 +400,12 @@ def _sized(config: TrainConfig, num_replicas: int) -> TrainConfig:
 
 
 def _microbatches(num_stages: int, given: int) -> int:
-    """Return a power of two, so that the mean over microbatches is exact.
+    """Return an odd number, which shows a mean that is right for powers of two alone.
 
-    It is at least twice the number of stages, so that a schedule has a steady part.
+    If the job has as many, it is above twice the number of stages, so that a schedule has a steady
+    part.
     """
-    wanted = 2 * num_stages
-    return 2 ** math.ceil(math.log2(min(max(given, 2), wanted)))
+    return min(max(given, 2), 2 * num_stages) | 1
 
 
 def check_example(example_batch: Sequence[PyTree]) -> None:

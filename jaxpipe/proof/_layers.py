@@ -11,15 +11,14 @@ import numpy as np
 from jaxpipe._typing import PyTree
 from jaxpipe.data import Batch
 from jaxpipe.errors import JaxpipeError
-from jaxpipe.jaxpr import all_equations, arithmetic_of, programs_inside
+from jaxpipe.jaxpr import all_equations, arithmetic_of, primitives, programs_inside
 from jaxpipe.layers import NamedLayer, PipelineModule, call_on_one, layer_view
 
 from ._bound import bounds, distance
 from ._job import Job, Precision
-from ._plain import Start, microbatch_of
+from ._plain import Start, cut_samples, microbatch_of
 from ._shake import Shaking, shaken
 
-_CALLBACKS = ("io_callback", "pure_callback", "debug_callback", "debug_print")
 _UNITS = 8.0
 """Units roundoff by which a number may move if other samples change.
 
@@ -123,7 +122,7 @@ def _trace_faults(named: NamedLayer, traced: Any, again: Any) -> Iterator[Fault]
             "A layer is traced several times: keep no state in closures, globals or attributes",
         )
     names = [eqn.primitive.name for eqn in all_equations(traced.jaxpr.eqns)]
-    callbacks = sorted({name for name in names if name in _CALLBACKS})
+    callbacks = sorted({name for name in names if name in primitives.CALLBACKS})
     if callbacks:
         yield Fault(
             where,
@@ -252,10 +251,7 @@ def _loss_findings(
         return
 
     def terms(part: slice) -> Any:
-        def cut(x: Any) -> Any:
-            return x[part] if np.ndim(x) and len(x) == num_samples else x
-
-        return module.loss_terms(*jax.tree.map(cut, (outputs, labels)))
+        return module.loss_terms(*cut_samples((outputs, labels), num_samples, part))
 
     half = num_samples // 2
     whole = terms(slice(None))

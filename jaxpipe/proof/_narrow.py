@@ -173,7 +173,11 @@ def _is_same(named: Any, other: Any) -> bool:
 
 
 def _is_integer(name: str, value: Any) -> bool:
-    """Whether an argument is a size or an id."""
+    """Whether an argument is a size or an id.
+
+    What an integer means can be read from its name alone, here and for `_IDS`. A wrong guess makes
+    another copy, which both programs run, so it makes no proof wrong.
+    """
     is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
     return is_integer and bool(value >= 0) and "seed" not in name
 

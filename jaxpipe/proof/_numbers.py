@@ -1,5 +1,6 @@
 """Loss, gradients, updates, evaluation and outputs of the pipeline against the plain program."""
 
+import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -13,17 +14,19 @@ from jaxpipe.data import Batch
 from jaxpipe.jaxpr import Arithmetic, arithmetic_of
 from jaxpipe.layers import PipelineModule
 from jaxpipe.pipeline import Pipeline
+from jaxpipe.state import TrainState
 
 from ._bound import FLOAT32, Difference, bounds, differences_of, norm, wide
 from ._claims import NotCovered
 from ._job import DOUBLE, OWN, Job, Precision, named
-from ._plain import Optimizer, Plain, Shake, Start
+from ._plain import LossScale, Plain, Shake, Start
 from ._proof import Finding
 
 _SEEDS = (1, 2)
 """Those of the runs with additional roundings."""
 
-_STEPS = 3
+_EXACT = "scale"
+"""The kind of results that no rounding moves."""
 
 
 class Results(NamedTuple):
@@ -51,22 +54,21 @@ def wanted_of(job: Job, precision: Precision) -> Wanted:
     """Return what the plain program gives. It runs once for each job and precision."""
     if precision.name not in job.wanted:
         with precision.enabled():
-            pipeline = job.pipeline(precision)
             start = job.start(precision)
-            optimizer = job.optimizer(frozenset(pipeline.trace.frozen))
-            plain = run_plain(job, precision, optimizer, start)
+            plain = run_plain(job, precision, start)
             moved = [
-                run_plain(job, precision, optimizer, start, shake).values
-                for shake in _shakes(job, pipeline)
+                run_plain(job, precision, start, shake).values
+                for shake in shakes_of(job, precision)
             ]
             limits = bounds(
                 plain.values,
                 moved,
-                _arithmetic(pipeline),
+                arithmetic_in(job, precision),
                 job.num_terms,
                 sizes=plain.sizes,
                 stored=plain.stored,
             )
+            limits |= {name: 0.0 for name in limits if name.startswith(f"{_EXACT}/")}
         job.wanted[precision.name] = Wanted(plain.values, limits)
     return job.wanted[precision.name]
 
@@ -116,7 +118,7 @@ def compare_gradients(
     start = job.start(precision)
     pipeline = job.pipeline(precision, module=module, example=example)
     state = pipeline.init_from(start.params, start.collections)
-    trained = job.optimizer(frozenset(pipeline.trace.frozen)).trained
+    trained = job.optimizer.trained
     program = Plain(module, job.num_replicas)
     scale = job.loss_scale(precision)
     for each in shares:
@@ -199,12 +201,11 @@ def weighted(module: PipelineModule) -> PipelineModule:
     return module.replace(loss_fn=loss_fn)
 
 
-def run_plain(
-    job: Job, precision: Precision, optimizer: Optimizer, start: Start, shake: Shake | None = None
-) -> Results:
+def run_plain(job: Job, precision: Precision, start: Start, shake: Shake | None = None) -> Results:
     """Run the plain program: one batch, its evaluation, and several steps."""
     program = job.plain(precision)
-    scale = job.loss_scale(precision)
+    optimizer = job.optimizer
+    scaling = LossScale(job.config_in(precision).fp16, job.loss_scale(precision) or 1.0)
     values: dict[str, Any] = {}
     sizes: dict[str, Any] = {}
     evaluated = program.evaluate(start, job.batch_in(precision, 0), shake)
@@ -212,28 +213,48 @@ def run_plain(
     values |= {f"outputs/{i}": x for i, x in enumerate(_leaves(evaluated.outputs))}
     opt_state = optimizer.init(start.params)
     at = start
-    for step in range(_STEPS):
-        found = program.gradients(at, job.batch_in(precision, step), step, shake, scale)
+    average = optimizer.trained(start.params)
+    num_updates = 0
+    for step, scale in enumerate(job.scales(precision)):
+        scaling.scale = scale or scaling.scale
+        found = program.gradients(
+            at,
+            job.batch_in(precision, step),
+            step,
+            shake,
+            job.loss_scale(precision) and scaling.scale,
+        )
         if step == 0:
             values["loss"] = found.loss
             values |= named("gradient", optimizer.trained(found.grads))
             values |= _reports(precision, found.reports)
             sizes |= named("gradient", optimizer.trained(found.sizes))
+        if job.loss_scale(precision):
+            scaling.count(overflow=not found.is_finite)
+            values[f"{_EXACT}/after step {step}"] = np.float64(scaling.scale)
+            if not found.is_finite:
+                continue
         params, opt_state = optimizer.update(at.params, opt_state, found.grads)
         at = Start(params, found.collections)
-    values |= _updates(at.params, start.params) | named("collection", at.collections)
+        num_updates += 1
+        if job.config.ema is not None:
+            average = optimizer.average(average, optimizer.trained(params), num_updates)
+    values |= _updates("update", at.params, start.params) | named("collection", at.collections)
+    if job.config.ema is not None:
+        values |= _updates("average", average, start.params)
     stored = {
         name: norm(x) * float(jnp.finfo(x.dtype).eps)
-        for name, x in named("update", at.params).items()
+        for kind in ("update", "average")
+        for name, x in named(kind, at.params).items()
         if jnp.issubdtype(x.dtype, jnp.inexact)
     }
     return Results(values, sizes, stored)
 
 
-def _updates(params: PyTree, before: PyTree) -> dict[str, Any]:
-    """Return how far steps have moved each parameter."""
-    old = named("update", before)
-    return {name: wide(x) - wide(old[name]) for name, x in named("update", params).items()}
+def _updates(kind: str, params: PyTree, before: PyTree) -> dict[str, Any]:
+    """Return how far steps have moved each parameter, or its average."""
+    old = named(kind, before)
+    return {name: wide(x) - wide(old[name]) for name, x in named(kind, params).items()}
 
 
 def _reports(precision: Precision, reports: Mapping[str, Any]) -> dict[str, Any]:
@@ -275,21 +296,45 @@ def _named_reports(pipeline: Pipeline, metrics: Mapping[str, Any]) -> dict[str, 
 
 
 def run_steps(job: Job, precision: Precision) -> dict[str, Any]:
-    """Train for a few steps; returns the first loss, updates of parameters, and collections."""
+    """Train for a few steps; returns the first loss, and how parameters and others have moved."""
     pipeline = job.pipeline(precision)
     start = job.start(precision)
     state = pipeline.init_from(start.params, start.collections)
-    losses: list[Any] = []
-    for step in range(_STEPS):
+    values: dict[str, Any] = {}
+    for step, scale in enumerate(job.scales(precision)):
+        state = _with_scale(state, scale)
         state, metrics = pipeline.step(state, pipeline.place_batch(job.batch_in(precision, step)))
-        losses.append(jax.device_get(metrics["loss"]))
-    values = _updates(pipeline.params_tree(state.params), start.params)
-    values |= named("collection", pipeline.collections_tree(state.collections))
-    return values | {"loss": losses[0]}
+        values.setdefault("loss", jax.device_get(metrics["loss"]))
+        if job.loss_scale(precision):
+            values[f"{_EXACT}/after step {step}"] = jax.device_get(state.loss_scale.scale)
+    values |= _updates("update", pipeline.params_tree(state.params), start.params)
+    if job.config.ema is not None:
+        average = pipeline.params_tree(pipeline.with_params(state, "ema").params)
+        values |= _updates("average", job.optimizer.trained(average), start.params)
+    return values | named("collection", pipeline.collections_tree(state.collections))
+
+
+def _with_scale(state: TrainState, scale: float | None) -> TrainState:
+    """Set the loss scale of a state, if one is given."""
+    if scale is None:
+        return state
+    old: Any = state.loss_scale
+    new = jax.device_put(np.float32(scale), old.scale.sharding)
+    return dataclasses.replace(state, loss_scale=dataclasses.replace(old, scale=new))
 
 
 def _leaves(outputs: list[Any]) -> list[Any]:
     return [np.atleast_1d(x) for each in outputs for x in jax.tree.leaves(each)]
+
+
+def shakes_of(job: Job, precision: Precision) -> list[Shake]:
+    """Return the additional roundings for the job's own pipeline."""
+    return _shakes(job, job.pipeline(precision))
+
+
+def arithmetic_in(job: Job, precision: Precision) -> Arithmetic:
+    """Return the arithmetic of the job's own pipeline."""
+    return _arithmetic(job.pipeline(precision))
 
 
 def _shakes(job: Job, pipeline: Pipeline) -> list[Shake]:

@@ -1,10 +1,13 @@
 """The plain program: the same model, batch and optimiser, one microbatch after another.
 
-It runs on one device, uses none of the executor's code, and adds up with NumPy in float64.
+It runs on one device and adds up with NumPy in float64. Of the engine it uses neither code nor
+rules: weights, clipping, averages, loss scales and frozen parameters follow the definitions in the
+documentation.
 """
 
 import functools
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +16,7 @@ import numpy as np
 import optax
 
 from jaxpipe._typing import PyTree
-from jaxpipe.config import TrainConfig
+from jaxpipe.config import FP16Section, TrainConfig
 from jaxpipe.data import Batch
 from jaxpipe.layers import PipelineModule, flatten_dict, is_correction_bias, unflatten_dict
 
@@ -67,6 +70,11 @@ class Gradients(NamedTuple):
     collections: Mapping[str, PyTree]
     reports: dict[str, np.float64]
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether no gradient overflowed."""
+        return all(np.isfinite(x).all() for x in jax.tree.leaves(self.grads))
+
 
 class Evaluated(NamedTuple):
     """The result of an evaluation.
@@ -111,6 +119,7 @@ class Plain:
         self._key = jax.random.key(module.base_seed)
         self._differentiate = jax.jit(jax.value_and_grad(self._objective, has_aux=True))
         self._evaluate = jax.jit(self._outputs)
+        self._weight = jax.jit(self._weight_of)
 
     def gradients(
         self,
@@ -125,23 +134,27 @@ class Plain:
         A loss scale is a factor of the loss before it is differentiated, and a divisor of the
         gradients.
         """
-        num_terms = jax.tree.leaves(batch.inputs)[0].shape[0] * self._num_replicas
-        scale = 1.0 if loss_scale is None else loss_scale
-        # A layer's loss has the same weight in every microbatch.
-        even = scale / num_terms
-        factor = even
-        found = self._add_up(start, batch, step, (factor, even), shake)
-        # The factor of every loss is a float32, in both programs.
-        share = float(np.float32(1) / np.float32(found["weight"] or 1.0))
-        if scale * share != even and (found["has_added"] or loss_scale is not None):
-            factor = scale * share
-            found = self._add_up(start, batch, step, (factor, even), shake)
-        held = jax.tree.map(lambda *xs: _mean(xs), *found["collections"])
-        grads, sizes = (
-            jax.tree.map(lambda x: x * (share / factor), found[name]) for name in ("grads", "sizes")
+        places = self._places(batch)
+        num_terms = len(places)
+        # Before anything is differentiated: a backward that clips or rounds is not linear.
+        weight = sum(
+            float(self._weight(start.params, start.collections, self._one(batch, m, r)))
+            for m, r in places
         )
-        if shake is not None:
-            grads = self._shaken_sums(grads, sizes, start.params, shake)
+        scale = 1.0 if loss_scale is None else loss_scale
+        # The factors of losses are float32. A layer's loss has the same weight in every microbatch.
+        factors = tuple(
+            float(np.float32(scale) / np.float32(divisor)) for divisor in (weight or 1.0, num_terms)
+        )
+        share = float(np.float32(1) / np.float32(weight or 1.0))
+        with np.errstate(invalid="ignore"):  # infinities of both signs are added
+            found = self._add_up(start, batch, step, factors, shake)
+            grads, sizes = (
+                jax.tree.map(lambda x: x / scale, found[name]) for name in ("grads", "sizes")
+            )
+            if shake is not None:
+                grads = self._shaken_sums(grads, sizes, start.params, shake)
+        held = jax.tree.map(lambda *xs: _mean(xs), *found["collections"])
         loss = np.float64(found["loss"] * share + found["added"] / num_terms)
         reports = {
             name: np.float64(value * (share if name.startswith("loss_fn/") else 1 / num_terms))
@@ -167,10 +180,10 @@ class Plain:
         weight = 0.0
         outputs = []
         for m, r in self._places(batch):
-            one = microbatch_of(batch, m, r, self._num_replicas)
+            one = self._one(batch, m, r)
             found = jax.device_get(self._evaluate(params, start.collections, one, shaking))
             sums[m] += float(found[0])
-            weight += float(found[1])
+            weight += 1.0 if found[1] is None else float(found[1])
             outputs.append(found[2])
         joined = [
             jax.tree.map(
@@ -181,6 +194,35 @@ class Plain:
         ]
         return Evaluated(np.float64(sum(sums) / (weight or 1.0)), sums, joined)
 
+    def mean_loss(
+        self, start: Start, batch: Batch, counts: Sequence[int], shake: Shake | None = None
+    ) -> np.float64:
+        """Compute the loss of the first samples of each microbatch, of which `counts` has numbers.
+
+        It is the mean over the samples, or the weighted mean.
+        """
+        params, shaking = _shaken(start.params, shake)
+        total = 0.0
+        divisor = 0.0
+        for m, r in self._places(batch):
+            one = self._one(batch, m, r)
+            size = len(jax.tree.leaves(one.inputs)[0])
+            count = min(max(counts[m] - r * size, 0), size)
+            if not count:
+                continue
+            of_all, weight, outputs = self._evaluate(params, start.collections, one, shaking)
+            if count < size:
+                of_all, weight, _ = self._module.loss_terms(
+                    *cut_samples((outputs, one.labels), size, slice(count))
+                )
+            weight, factor = (count, count) if weight is None else (float(weight), 1)
+            total += factor * float(of_all)
+            divisor += weight
+        return np.float64(total / (divisor or 1.0))
+
+    def _one(self, batch: Batch, microbatch: int, replica: int) -> Batch:
+        return microbatch_of(batch, microbatch, replica, self._num_replicas)
+
     def _places(self, batch: Batch) -> list[tuple[int, int]]:
         number = jax.tree.leaves(batch.inputs)[0].shape[0]
         return [(m, r) for m in range(number) for r in range(self._num_replicas)]
@@ -190,28 +232,25 @@ class Plain:
         start: Start,
         batch: Batch,
         step: int,
-        factors: tuple[float, float],
+        factors: tuple[float, ...],
         shake: Shake | None,
     ) -> dict[str, Any]:
         params, shaking = _shaken(start.params, shake)
         held: list[Any] = [start.collections] * self._num_replicas
         grads = sizes = None
-        loss = weight = added = 0.0
+        loss = added = 0.0
         reports: dict[str, float] = {}
-        has_added = False
         for m, r in self._places(batch):
             key = functools.reduce(jax.random.fold_in, (step, m, r), self._key)
-            one = microbatch_of(batch, m, r, self._num_replicas)
+            one = self._one(batch, m, r)
             found = self._differentiate(params, held[r], one, key, factors, shaking)
-            (_, (value, of_layers, held[r], of_loss, aux)), grad = jax.device_get(found)
+            (_, (value, of_layers, held[r], aux)), grad = jax.device_get(found)
             grad = jax.tree.map(lambda x: np.asarray(x, _wide(x)), grad)
             size = jax.tree.map(np.abs, grad)
             grads = grad if grads is None else jax.tree.map(np.add, grads, grad)
             sizes = size if sizes is None else jax.tree.map(np.add, sizes, size)
             loss += float(value)
             added += float(of_layers)
-            weight += float(of_loss)
-            has_added = has_added or bool(aux["losses"])
             for kind, values in aux.items():
                 for name, x in values.items():
                     label = f"{kind}/{name}"
@@ -219,12 +258,10 @@ class Plain:
         return {
             "loss": loss,
             "added": added,
-            "weight": weight,
             "reports": reports,
             "grads": grads,
             "sizes": sizes,
             "collections": held,
-            "has_added": has_added,
         }
 
     def _objective(
@@ -233,7 +270,7 @@ class Plain:
         collections: Mapping[str, PyTree],
         batch: Batch,
         key: jax.Array,
-        factors: tuple[Any, Any],
+        factors: tuple[Any, ...],
         shaking: Shaking | None,
     ) -> tuple[jax.Array, tuple[Any, ...]]:
         outputs, held, aux = self._layers(shaking).call(
@@ -246,7 +283,7 @@ class Plain:
         loss = terms.total * factor + added * of_added
         # A mean over nothing is NaN, and its weight is 0.
         of_loss = {name: jnp.where(weight == 0, 0, x * weight) for name, x in terms.metrics.items()}
-        return loss, (terms.total, added, held, weight, {**aux, "loss_fn": of_loss})
+        return loss, (terms.total, added, held, {**aux, "loss_fn": of_loss})
 
     def _layers(self, shaking: Shaking | None) -> PipelineModule:
         return self._module if shaking is None else shaken_module(self._module, shaking)
@@ -256,13 +293,51 @@ class Plain:
         params: PyTree,
         collections: Mapping[str, PyTree],
         batch: Batch,
-        shaking: Shaking | None,
+        shaking: Shaking | None = None,
     ) -> tuple[jax.Array, Any, PyTree]:
         outputs, _, _ = self._layers(shaking).call(
             params, collections, batch.inputs, side=batch.side
         )
         terms = self._module.loss_terms(outputs, batch.labels)
-        return terms.total, 1.0 if terms.weight is None else terms.weight, outputs
+        return terms.total, terms.weight, outputs
+
+    def _weight_of(self, *given: Any) -> Any:
+        """Return the weight of a microbatch. XLA drops the layers, on which it does not depend."""
+        _, weight, _ = self._outputs(*given)
+        return 1.0 if weight is None else weight
+
+
+class LossScale:
+    """The loss scale of float16, as DeepSpeed's scaler under ZeRO moves it.
+
+    Args:
+        fp16: The section `fp16`.
+        scale: The scale of the first step.
+    """
+
+    def __init__(self, fp16: FP16Section, scale: float) -> None:
+        self.scale = scale
+        self._fp16 = fp16
+        self._overflows_left = fp16.hysteresis
+        self._good_steps = 0
+
+    def count(self, *, overflow: bool) -> None:
+        """Move the scale after a step."""
+        fp16 = self._fp16
+        if fp16.loss_scale:
+            return
+        if overflow:
+            self._good_steps = 0
+            if self._overflows_left <= 1:
+                self.scale = max(self.scale / 2, fp16.min_loss_scale)
+            else:
+                self._overflows_left -= 1
+            return
+        grows = self._good_steps > 0 and self._good_steps % fp16.loss_scale_window == 0
+        self.scale *= 2 if grows else 1
+        if grows or fp16.consecutive_hysteresis:
+            self._overflows_left = fp16.hysteresis
+        self._good_steps += 1
 
 
 class Optimizer:
@@ -272,27 +347,27 @@ class Optimizer:
     their gradients.
 
     Args:
-        transformation: The optax transformation.
-        config: The configuration, read for clipping and the rate of biases.
-        frozen: Paths of the parameters that are not trained.
+        transformation: The optax transformation, which keeps no average.
+        config: The configuration, read for clipping, the average and the rate of biases.
+        trainable: What the model says of the parameters that are trained.
     """
 
     def __init__(
-        self,
-        transformation: optax.GradientTransformation,
-        config: TrainConfig,
-        frozen: frozenset[tuple[str, ...]],
+        self, transformation: optax.GradientTransformation, config: TrainConfig, trainable: Any
     ) -> None:
         self._transformation = transformation
         self._limit = config.gradient_clipping
-        self._frozen = frozen
+        self._ema = config.ema
+        self._trainable = trainable
         self._rate = config.pipeline.router_bias_update_rate
         self._update = jax.jit(transformation.update)
 
     def trained(self, params: PyTree) -> PyTree:
         """Return the parameters that are trained."""
         flat = flatten_dict(params)
-        return unflatten_dict({path: x for path, x in flat.items() if path not in self._frozen})
+        return unflatten_dict(
+            {path: x for path, x in flat.items() if _is_trained(self._trainable, path)}
+        )
 
     def init(self, params: PyTree) -> PyTree:
         """Make the optimiser's state."""
@@ -318,6 +393,33 @@ class Optimizer:
         updates, opt_state = self._update(grads, opt_state, trained)
         new = jax.device_get(optax.apply_updates(trained, updates))
         return unflatten_dict(flatten_dict(params) | flatten_dict(new) | moved), opt_state
+
+    def average(self, before: PyTree, params: PyTree, count: int) -> PyTree:
+        """Return the average of the parameters after an update, the first of which has count 1."""
+        assert self._ema is not None
+        decay = self._ema.decay
+        if self._ema.warmup:
+            decay = min(decay, (1 + count) / (10 + count))
+        return jax.tree.map(
+            lambda old, new: np.asarray(old, _wide(old)) * decay + (1 - decay) * new, before, params
+        )
+
+
+def _is_trained(trainable: Any, path: tuple[str, ...]) -> bool:
+    """Whether a parameter is trained, by a pattern, patterns, a predicate or a tree of booleans."""
+    name = "/".join(path)
+    if trainable is None or callable(trainable):
+        return trainable is None or bool(trainable(name))
+    if isinstance(trainable, Mapping):
+        of_below = trainable[path[0]]
+        return _is_trained(of_below, path[1:]) if isinstance(of_below, Mapping) else bool(of_below)
+    patterns = [trainable] if isinstance(trainable, str) else trainable
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def cut_samples(tree: PyTree, size: int, part: slice) -> PyTree:
+    """Cut the leaves of a tree that have `size` samples as their first dim."""
+    return jax.tree.map(lambda x: x[part] if np.ndim(x) and len(x) == size else x, tree)
 
 
 def _shaken(params: PyTree, shake: Shake | None) -> tuple[PyTree, Shaking | None]:

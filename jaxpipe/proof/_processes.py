@@ -15,12 +15,11 @@ from ._job import Job, as_double
 from ._numbers import run_steps, wanted_of
 from ._proof import Finding
 
-_PROCESSES = 2
 _TIME_LIMIT_S = 600.0
 
 
 def process_findings(job: Job, command: Sequence[str] | None) -> Iterator[Any]:
-    """Run the same steps in two processes, each with half of the devices.
+    """Run the same steps in two processes, or three if devices are not shared out to two.
 
     Args:
         job: The job.
@@ -29,24 +28,23 @@ def process_findings(job: Job, command: Sequence[str] | None) -> Iterator[Any]:
     if command is None:
         yield NotCovered("a function cannot be sent to other processes. Run jaxpipe prove.")
         return
-    if job.num_devices % _PROCESSES:
-        yield NotCovered(f"{job.num_devices} devices are not shared out to {_PROCESSES} processes")
-        return
+    # One of them is the number of replicas.
+    processes = 3 if job.num_devices % 2 else 2
     with tempfile.TemporaryDirectory(prefix="jaxpipe-prove-") as folder:
         to = Path(folder) / "steps.npz"
-        launch = ("-m", "jaxpipe", "launch", "--nproc", str(_PROCESSES), "--cpu-devices")
+        launch = ("-m", "jaxpipe", "launch", "--nproc", str(processes), "--cpu-devices")
         if failed := failure_of(
             [
-                *(sys.executable, *launch, str(job.num_devices // _PROCESSES)),
+                *(sys.executable, *launch, str(job.num_devices // processes)),
                 *("--module", "jaxpipe.proof._member", "--to", str(to), *command),
             ]
         ):
-            yield Finding(f"{_PROCESSES} processes", failed)
+            yield Finding(f"{processes} processes", failed)
             return
         with np.load(to) as arrays:
             found = {name: arrays[name] for name in arrays.files}
     values, limits = wanted_of(job, job.finest)
-    kinds = ("loss", "update", "collection")
+    kinds = ("loss", "scale", "update", "average", "collection")
     wanted = {name: x for name, x in values.items() if name.partition("/")[0] in kinds}
     yield from judged(differences_of(wanted, found, limits))
 

@@ -17,6 +17,7 @@ from jaxpipe.pipeline import ConfigLike
 
 from ._bound import Difference
 from ._claims import NotCovered, judged, run_claims
+from ._dataset import dataset_findings
 from ._determinism import determinism_findings
 from ._job import OWN, Job, Precision, check_example, on_simulated
 from ._layers import Fault, layer_findings
@@ -53,8 +54,8 @@ def prove(  # noqa: PLR0913  # one argument for each choice
 
     Args:
         model: The layers and their number of stages.
-        config: DeepSpeed's configuration, as for `initialize`. The number of microbatches becomes a
-            power of two, at most twice the number of stages.
+        config: DeepSpeed's configuration, as for `initialize`. The number of microbatches becomes
+            odd, at most one above twice the number of stages.
         example_batch: One entry of the data iterator, `(inputs, labels)` or `(inputs, labels,
             side)`, as arrays or shapes with leaves `[samples, ...]`. The proof draws its samples
             from the values.
@@ -189,7 +190,7 @@ def made_job(
     """Make the small copy of a job that is proved."""
     config = load_config(config)
     check_example(example_batch)
-    model = on_simulated(model, places or {})
+    model = on_simulated(model, config, places or {})
     if as_is:
         return Made(Job(model, config, example_batch, optimizer, places or {}), {}, is_small=False)
     narrow = narrowed(model, example_batch, config.pipeline)
@@ -211,7 +212,7 @@ def read_options(text: str) -> dict[str, Any]:
 
 _ONE_SAMPLE = "one sample, so that microbatches may have equal labels"
 
-_QUICK = ("layers", "schedule", "numbers", "weights", "nan")
+_QUICK = ("layers", "schedule", "numbers", "weights", "nan", "evaluate")
 
 
 def _checks(
@@ -234,6 +235,10 @@ def _checks(
             "A NaN in one sample shows only where the plain program has it.",
             lambda: nan_stays(job),
         ),
+        "evaluate": (
+            "The loss of a dataset is the mean over its samples, whatever their number.",
+            lambda: dataset_findings(job),
+        ),
         "dtypes": (f"{same}, in the job's dtypes.", lambda: _numbers(job, OWN)),
         "determinism": (
             "Two runs give the same bits, and another seed gives others.",
@@ -244,7 +249,7 @@ def _checks(
             lambda: state_findings(job),
         ),
         "processes": (
-            "Steps in two processes are those of the plain program.",
+            "Steps in several processes are those of the plain program.",
             lambda: process_findings(job, command),
         ),
         "program": (

@@ -43,7 +43,7 @@ def state_findings(job: Job) -> Iterator[Any]:
         if not others:
             yield NotCovered("no other number of stages fits the layers and the devices")
         for stages in others:
-            engine = made_engine(job, stages)
+            engine = made_engine(job, stages, OWN)
             engine.load_checkpoint(Path(folder))
             where = f"checkpoint of {job.module.num_stages} stages, opened with {stages}"
             yield from _unlike(where, wanted, _everything(engine))

@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxpipe._typing import PyTree
 from jaxpipe.data import Batch
 from jaxpipe.engine import PipelineEngine, initialize
 from jaxpipe.topology import make_pipeline_mesh
 
-from ._job import OWN, Job, axes_of, made_topology, named
+from ._job import OWN, Job, Precision, axes_of, made_topology, named
 
 
 class FirstStep(NamedTuple):
@@ -29,26 +30,28 @@ class FirstStep(NamedTuple):
 def first_step(job: Job) -> FirstStep:
     """Train an engine with the job's stages on the first batch. It is made once for each job."""
     if job.first_step is None:
-        engine = made_engine(job, job.module.num_stages)
+        engine = made_engine(job, job.module.num_stages, OWN)
         loss = np.asarray(jax.device_get(engine.train_batch(entries(job.batch_in(OWN, 0)))))
         params = named("params", engine.module_state_dict())
         job.first_step = FirstStep(engine, {"loss": loss, **params})
     return job.first_step
 
 
-def made_engine(job: Job, stages: int) -> PipelineEngine:
-    """Make an engine of the job with this number of stages."""
+def made_engine(
+    job: Job, stages: int, precision: Precision, params: PyTree | None = None
+) -> PipelineEngine:
+    """Make an engine of the job with this number of stages, and these parameters if given."""
     axes = axes_of(job.topology)
     topology = made_topology(stages, axes["data"], axes)
-    module = job.module
+    module = job.module_in(precision)
     config = dataclasses.replace(
-        job.config_in(OWN),
+        job.config_in(precision),
         train_batch_size=None,
         train_micro_batch_size_per_gpu=job.microbatch_size,
         gradient_accumulation_steps=job.num_microbatches,
     )
     if stages == module.num_stages:
-        config = dataclasses.replace(config, pipeline=job.pipeline(OWN).config.pipeline)
+        config = dataclasses.replace(config, pipeline=job.pipeline(precision).config.pipeline)
     else:
         module = module.replace(topology=topology, partition_method="parameters")
         # Boundaries and a number of stages in the configuration are those of the job.
@@ -58,6 +61,7 @@ def made_engine(job: Job, stages: int) -> PipelineEngine:
     engine, *_ = initialize(
         model=module,
         optimizer=job.given_optimizer,
+        model_parameters=params,
         config=config,
         mesh=make_pipeline_mesh(topology, jax.devices()[:number]),
         reporter=None,

@@ -4,13 +4,11 @@ import copy
 import dataclasses
 from collections.abc import Callable
 
-from jaxpipe.layers import Layer, PipelineModule, WrappedLayer
+from jaxpipe.layers import Layer, PipelineModule
 
 
-def wrapped_module(
-    module: PipelineModule, wrap: Callable[[int, Layer], WrappedLayer]
-) -> PipelineModule:
-    """Return a copy of a module whose layers are wrapped, given their index."""
+def wrapped_module(module: PipelineModule, wrap: Callable[[int, Layer], Layer]) -> PipelineModule:
+    """Return a copy of a module whose layers are others, given their index and the old one."""
     other = copy.copy(module)
     other.layers = tuple(
         dataclasses.replace(named, layer=wrap(index, named.layer))

@@ -40,6 +40,9 @@ def traced() -> Iterator[Any]:
         lambda x: (jax.debug.callback(print, x), jax.pure_callback(print, struct, x))[1]
     )(X)
     yield jax.make_jaxpr(lambda x: io_callback(print, struct, x))(X)
+    yield jax.make_jaxpr(lambda x: jax.debug.print("{x}", x=x))(X)
+    yield jax.make_jaxpr(lambda x: jax.debug.breakpoint() or x)(X)
+    yield jax.make_jaxpr(lambda x: jax.debug.inspect_array_sharding(x, callback=print))(X)
     yield jax.make_jaxpr(lambda x: jax.ffi.ffi_call("any", struct)(x))(X)
     yield jax.make_jaxpr(pl.pallas_call(lambda x, y: None, out_shape=struct))(X)
     yield jax.make_jaxpr(jax.shard_map(lambda x: x, mesh=mesh, in_specs=P(), out_specs=P()))(X)
@@ -69,7 +72,7 @@ def test_every_name_is_one_of_the_installed_jax(name: str) -> None:
 def test_no_primitive_of_the_installed_jax_is_overlooked() -> None:
     # A name that this library does not know is no error: its results are held, and its work is not
     # counted.
-    assert sorted(name for name in public() if not primitives.is_known(name)) == []
+    assert sorted(name for name in existing() if not primitives.is_known(name)) == []
 
 
 def test_calls_are_what_jax_traces_them_as() -> None:

@@ -29,6 +29,8 @@ _batch, _epilogue, _exchange, _loss, _segment, _step, _sums, _tick_loop, _train,
 )
 _update, _zero, _plan = _room("state._update"), _room("state._zero"), _room("planner._plan")
 _load, _weights = _room("checkpoint._load"), _room("checkpoint._weights")
+_evaluator, _optimizer = _room("engine._evaluator"), _room("pipeline._optimizer")
+_sequential, _scale = _room("layers._sequential"), _room("optim._loss_scale")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -586,6 +588,225 @@ def without_nan(found: Any, *_: Any) -> Any:
     return jax.tree.map(floats, found)
 
 
+def power_of_two(x: Any) -> Any:
+    """What is right where a number is a power of two."""
+    return 2.0 ** jnp.round(jnp.log2(x))
+
+
+def of_two_replicas(tree: Any, *_: Any) -> Any:
+    """A sum over two replicas, however many there are."""
+    is_summed = jax.lax.axis_index("data") < 2
+    return jax.tree.map(lambda x: jax.lax.psum(jnp.where(is_summed, x, 0), "data"), tree)
+
+
+def other_average(change: Callable[[Any, Any], tuple[Any, Any]]) -> Any:
+    """Change the state that an average starts from, and the one after it."""
+
+    def wrap(old: Any) -> Any:
+        def with_average(*args: Any, **kwargs: Any) -> Any:
+            right = old(*args, **kwargs)
+
+            def update(updates: Any, state: Any, params: Any) -> Any:
+                updates, found = right.update(updates, change(state, state)[0], params)
+                return updates, change(state, found)[1]
+
+            return right._replace(update=update)
+
+        return with_average
+
+    return patched(_optimizer, "with_average", wrap)
+
+
+def without_first(state: Any, found: Any) -> tuple[Any, Any]:
+    def late(before: Any, after: Any) -> Any:
+        return jnp.where(state.ema_updates == 0, before, after)
+
+    average = jax.tree.map(late, state.params_ema, found.params_ema)
+    return state, found._replace(params_ema=average)
+
+
+def counted_twice(state: Any, found: Any) -> tuple[Any, Any]:
+    return state._replace(ema_updates=state.ema_updates + 1), found
+
+
+def other_scale(change: Callable[[Any, Any], Any]) -> Any:
+    return after(
+        _scale.LossScaler,
+        "update",
+        lambda found, _, state, *__: dataclasses.replace(
+            found, scale=change(found.scale, state.scale)
+        ),
+    )
+
+
+def without_last(old: Any) -> Any:
+    def groups(*args: Any) -> Any:
+        found = [*old(*args)]
+        return iter(found[:-1] if len(found) > 1 else found)
+
+    return groups
+
+
+def weighed_equally(old: Any) -> Any:
+    def add(self: Any, sums: Any, weights: Any) -> None:
+        if weights.size:
+            old(self, sums.sum(0, keepdims=True) / weights.sum(), np.ones(1))
+
+    return add
+
+
+EMA = {"ema": {"decay": 0.9}}
+NUMBERS, EVALUATE, DTYPES = ("numbers",), ("evaluate",), ("dtypes",)
+OF_SIZES = [
+    Fault(
+        "a divisor that is right for powers of two",
+        "linen",
+        after(_loss.Objective, "divisor", lambda found, *_: power_of_two(found)),
+        "Head",
+        only=NUMBERS,
+    ),
+    Fault(
+        "a divisor of reported losses that is right for powers of two",
+        "reports",
+        after(
+            _step.DevicePrograms,
+            "_cotangents",
+            lambda found, *_: found._replace(reported=power_of_two(found.reported)),
+        ),
+        "ReportingBlock",
+        only=NUMBERS,
+    ),
+    Fault(
+        "a mean of evaluation that is right for powers of two",
+        "linen",
+        patched(_step, "loss_divisor", lambda _: power_of_two),
+        "loss",
+        only=NUMBERS,
+    ),
+    Fault(
+        "gradients of two replicas of three",
+        "linen",
+        patched(
+            _zero.Replicated, "reduce", lambda _: lambda self, _, grads: of_two_replicas(grads)
+        ),
+        "gradient/",
+        only=NUMBERS,
+    ),
+    Fault(
+        "collections of two replicas of three",
+        "norm",
+        patched(
+            _step,
+            "mean_over_replicas",
+            lambda _: lambda tree: scaled(of_two_replicas(tree), 0.5),
+        ),
+        "batch_stats",
+        only=NUMBERS,
+    ),
+    Fault(
+        "keys of two replicas of three",
+        "dropout",
+        patched(
+            _batch, "microbatch_key", lambda old: lambda rng, step, m, r: old(rng, step, m, r % 2)
+        ),
+        "Block",
+        only=NUMBERS,
+    ),
+    Fault(
+        "an average that misses the first update",
+        "linen",
+        other_average(without_first),
+        "average/",
+        EMA,
+        NUMBERS,
+    ),
+    Fault(
+        "a warm-up that counts from two",
+        "linen",
+        other_average(counted_twice),
+        "average/",
+        EMA,
+        NUMBERS,
+    ),
+    Fault(
+        "an average that does not warm up",
+        "linen",
+        patched(
+            _optimizer,
+            "with_average",
+            lambda old: lambda *args, warms_up: old(*args, warms_up=not warms_up),
+        ),
+        "average/",
+        EMA,
+        NUMBERS,
+    ),
+    Fault(
+        "a parameter that is frozen",
+        "linen",
+        after(_sequential, "frozen_paths", lambda found, _, paths: found | {paths[-1]}),
+        "Head",
+        only=NUMBERS,
+    ),
+    Fault(
+        "a dataset without its last group",
+        "linen",
+        patched(_evaluator, "_groups", without_last),
+        "evaluate",
+        only=EVALUATE,
+    ),
+    Fault(
+        "groups of a dataset that weigh the same",
+        "linen",
+        patched(_evaluator._Sums, "_add", weighed_equally),
+        "evaluate",
+        only=EVALUATE,
+    ),
+    Fault(
+        "padding that counts",
+        "linen",
+        after(_evaluator, "_counted", lambda found, *_: np.ones_like(found)),
+        "evaluate",
+        only=EVALUATE,
+    ),
+    Fault(
+        "a loss scale that never grows",
+        "linen",
+        other_scale(jnp.minimum),
+        "scale/after step 2",
+        FP16,
+        DTYPES,
+    ),
+    Fault(
+        "a loss scale that is not halved",
+        "linen",
+        other_scale(jnp.maximum),
+        "scale/after step 4",
+        FP16,
+        DTYPES,
+    ),
+    Fault(
+        "a loss scale without hysteresis",
+        "linen",
+        after(
+            _scale.LossScaler,
+            "update",
+            lambda found, *_: dataclasses.replace(found, hysteresis=jnp.int32(1)),
+        ),
+        "scale/after step 3",
+        FP16,
+        DTYPES,
+    ),
+    Fault(
+        "an overflow that is applied",
+        "linen",
+        patched(_step, "select", lambda _: lambda overflow, old, new: new),
+        "update/",
+        FP16,
+        DTYPES,
+    ),
+]
+
+
 ONLY_STATE = ("state",)
 DENSE = module_of(LayerSpec(nn.Dense, 8))
 OF_STATE = [
@@ -632,5 +853,5 @@ OF_STATE = [
         only=("nan",),
     ),
 ]
-OF_EXECUTOR = [*EXECUTOR, *MORE, *OF_STATE]
+OF_EXECUTOR = [*EXECUTOR, *MORE, *OF_SIZES, *OF_STATE]
 ALL = [*OF_EXECUTOR, *USER]

@@ -4,15 +4,17 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from _faults import after, scaled
+from _faults import _sums, after, scaled
 from _models import ALL_MODELS, DIM, MICROBATCH, Model
 
 import jaxpipe
 from jaxpipe import PipelineModule, ProcessTopology
 from jaxpipe.errors import LayerError
 from jaxpipe.layers import LayerSpec
+from jaxpipe.losses import cross_entropy as token_losses
 from jaxpipe.proof import prove
 from jaxpipe.proof._job import OWN, Job
 from jaxpipe.proof._prove import made_job
@@ -49,9 +51,15 @@ def test_axes_of_the_topology_are_short() -> None:
 
 def test_replicas_along_fsdp_compute_a_microbatch_together() -> None:
     job = job_of("linen", {"zero_optimization": {"stage": 2}}, data=4)
-    assert (job.num_replicas, job.num_samples, job.num_terms) == (1, 2 * MICROBATCH, 8)
+    assert (job.num_replicas, job.num_samples, job.num_terms) == (1, 2 * MICROBATCH, 10)
     job = job_of("linen", {"zero_optimization": {"stage": 1}}, data=4)
-    assert (job.num_replicas, job.num_samples, job.num_terms) == (2, 2 * MICROBATCH, 8)
+    assert (job.num_replicas, job.num_samples, job.num_terms) == (3, 3 * MICROBATCH, 15)
+
+
+@pytest.mark.parametrize("given", [1, 2, 4, 7, 8, 64])
+def test_the_number_of_microbatches_is_odd_and_no_power_of_two(given: int) -> None:
+    job = job_of("linen", {"gradient_accumulation_steps": given})
+    assert job.num_microbatches in (3, 5)
 
 
 def test_both_precisions_have_one_plan() -> None:
@@ -69,7 +77,7 @@ def test_both_precisions_have_one_plan() -> None:
     [
         ({"train_batch_size": 8 * 4 * MICROBATCH, **SIZES}, MICROBATCH),
         ({"train_batch_size": 24, "train_micro_batch_size_per_gpu": 8}, 8),
-        ({"train_batch_size": 24, "gradient_accumulation_steps": 3}, 4),
+        ({"train_batch_size": 24, "gradient_accumulation_steps": 3}, 2),
         ({"train_batch_size": 1}, 1),
     ],
     ids=["of 8 replicas", "of 3 replicas", "without a microbatch size", "of one sample"],
@@ -101,6 +109,49 @@ def test_a_job_with_zero_and_a_topology_is_proved(name: str, stage: int, only: A
     config = {"zero_optimization": {"stage": stage}}
     found = prove(*arguments(name, config, data=4), only=only)
     assert found.holds, str(found)
+
+
+SPLIT = {"pipeline": {"split_vocabulary": True, "schedule": "1f1b"}}
+
+
+def language_model(loss_fn: Any = token_losses, *between: Any) -> tuple[PipelineModule, Any, Any]:
+    """A job whose vocabulary can be split."""
+    layers = [nn.Embed(16, DIM), *between, *[LayerSpec(nn.Dense, DIM)] * 2, nn.Dense(16)]
+    tokens = np.random.default_rng(0).integers(0, 16, (2, 8, 6)).astype(np.int32)
+    module = PipelineModule(layers, 2, loss_fn=loss_fn)
+    return module, {**SIZES, **ADAMW, **SPLIT}, (*tokens,)
+
+
+def test_a_split_vocabulary_is_proved_in_float64() -> None:
+    (claim,) = prove(*language_model(), only=("numbers",)).claims
+    assert claim.holds, str(claim)
+    assert "narrower than float64" not in claim.figures
+
+
+@pytest.mark.slow
+def test_a_fault_beside_a_split_vocabulary_is_named() -> None:
+    with after(_sums.GradientSums, "add_trunk", lambda found, *_: scaled(found, 2.0))():
+        found = prove(*language_model(), only=("numbers",))
+    assert any("layer 2_Dense" in str(finding) for finding in found.findings), str(found)
+
+
+@jax.custom_vjp
+def clipped(x: jax.Array) -> jax.Array:
+    """The identity, whose gradient is clipped."""
+    return x
+
+
+clipped.defvjp(lambda x: (x, None), lambda _, grad: (jnp.clip(grad, -1e-3, 1e-3),))
+
+
+def odd_tokens(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A weighted loss: microbatches have different numbers of odd labels."""
+    return token_losses(logits, jnp.where(labels % 2 == 1, labels, -100))
+
+
+def test_a_backward_that_clips_is_proved_where_microbatches_have_weights() -> None:
+    job = language_model(odd_tokens, clipped)
+    assert prove(job[0], {**job[1], "pipeline": {}}, job[2], only=("numbers", "weights")).holds
 
 
 def first_leaf(found: Any, *_: Any) -> Any:
