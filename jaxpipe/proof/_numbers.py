@@ -213,17 +213,11 @@ def run_plain(job: Job, precision: Precision, start: Start, shake: Shake | None 
     values |= {f"outputs/{i}": x for i, x in enumerate(_leaves(evaluated.outputs))}
     opt_state = optimizer.init(start.params)
     at = start
-    average = optimizer.trained(start.params)
-    num_updates = 0
+    history = [start.params]
     for step, scale in enumerate(job.scales(precision)):
         scaling.scale = scale or scaling.scale
-        found = program.gradients(
-            at,
-            job.batch_in(precision, step),
-            step,
-            shake,
-            job.loss_scale(precision) and scaling.scale,
-        )
+        batch = job.batch_in(precision, step)
+        found = program.gradients(at, batch, step, shake, scaling.scale)
         if step == 0:
             values["loss"] = found.loss
             values |= named("gradient", optimizer.trained(found.grads))
@@ -236,19 +230,25 @@ def run_plain(job: Job, precision: Precision, start: Start, shake: Shake | None 
                 continue
         params, opt_state = optimizer.update(at.params, opt_state, found.grads)
         at = Start(params, found.collections)
-        num_updates += 1
-        if job.config.ema is not None:
-            average = optimizer.average(average, optimizer.trained(params), num_updates)
+        history.append(params)
     values |= _updates("update", at.params, start.params) | named("collection", at.collections)
+    stored = _stored("update", at.params)
     if job.config.ema is not None:
-        values |= _updates("average", average, start.params)
-    stored = {
+        average = _updates("average", optimizer.average(history), start.params)
+        values |= average
+        # The share of an update is a float32.
+        shares = {name: FLOAT32 * norm(x) for name, x in average.items()}
+        stored |= {name: x + shares[name] for name, x in _stored("average", at.params).items()}
+    return Results(values, sizes, stored)
+
+
+def _stored(kind: str, params: PyTree) -> dict[str, float]:
+    """Return how far storing moves each parameter that has been trained."""
+    return {
         name: norm(x) * float(jnp.finfo(x.dtype).eps)
-        for kind in ("update", "average")
-        for name, x in named(kind, at.params).items()
+        for name, x in named(kind, params).items()
         if jnp.issubdtype(x.dtype, jnp.inexact)
     }
-    return Results(values, sizes, stored)
 
 
 def _updates(kind: str, params: PyTree, before: PyTree) -> dict[str, Any]:

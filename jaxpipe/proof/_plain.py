@@ -394,15 +394,22 @@ class Optimizer:
         new = jax.device_get(optax.apply_updates(trained, updates))
         return unflatten_dict(flatten_dict(params) | flatten_dict(new) | moved), opt_state
 
-    def average(self, before: PyTree, params: PyTree, count: int) -> PyTree:
-        """Return the average of the parameters after an update, the first of which has count 1."""
+    def average(self, history: Sequence[PyTree]) -> PyTree:
+        """Return the average of the trained parameters, of which `history` has all values."""
         assert self._ema is not None
-        decay = self._ema.decay
-        if self._ema.warmup:
-            decay = min(decay, (1 + count) / (10 + count))
-        return jax.tree.map(
-            lambda old, new: np.asarray(old, _wide(old)) * decay + (1 - decay) * new, before, params
-        )
+        average, *others = map(self.trained, history)
+        for count, params in enumerate(others, 1):
+            decay = self._ema.decay
+            if self._ema.warmup:
+                decay = min(decay, (1 + count) / (10 + count))
+            average = jax.tree.map(
+                lambda old, new, decay=decay: (
+                    decay * np.asarray(old, _wide(old)) + (1 - decay) * new
+                ),
+                average,
+                params,
+            )
+        return average
 
 
 def _is_trained(trainable: Any, path: tuple[str, ...]) -> bool:

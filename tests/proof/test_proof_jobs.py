@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _faults import _sums, after, scaled
+from _faults import after, scaled
 from _models import ALL_MODELS, DIM, MICROBATCH, Model
 
 import jaxpipe
 from jaxpipe import PipelineModule, ProcessTopology
 from jaxpipe.errors import LayerError
+from jaxpipe.executor._sums import GradientSums
 from jaxpipe.layers import LayerSpec
 from jaxpipe.losses import cross_entropy as token_losses
 from jaxpipe.proof import prove
@@ -130,7 +131,7 @@ def test_a_split_vocabulary_is_proved_in_float64() -> None:
 
 @pytest.mark.slow
 def test_a_fault_beside_a_split_vocabulary_is_named() -> None:
-    with after(_sums.GradientSums, "add_trunk", lambda found, *_: scaled(found, 2.0))():
+    with after(GradientSums, "add_trunk", lambda found, *_: scaled(found, 2.0))():
         found = prove(*language_model(), only=("numbers",))
     assert any("layer 2_Dense" in str(finding) for finding in found.findings), str(found)
 
