@@ -41,12 +41,12 @@ def dataset_findings(job: Job) -> Iterator[Any]:
             text = f"counts {found['num_samples']} samples of {sum(counts)}."
             yield Finding("evaluate", text)
         program = job.plain(precision)
-        shakes = shakes_of(job, precision)
+        pipeline = job.pipeline(precision)
         wanted, *moved = (
-            {"evaluate": program.mean_loss(start, batch, counts, shake)}
-            for shake in (None, *shakes)
+            {"evaluate": program.evaluate(start, batch, shake, counts).loss}
+            for shake in (None, *shakes_of(job, pipeline))
         )
-        limits = bounds(wanted, moved, arithmetic_in(job, precision), len(counts))
+        limits = bounds(wanted, moved, arithmetic_in(pipeline), len(counts))
         yield from judged(differences_of(wanted, {"evaluate": found["loss"]}, limits))
 
 

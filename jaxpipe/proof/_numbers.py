@@ -58,12 +58,12 @@ def wanted_of(job: Job, precision: Precision) -> Wanted:
             plain = run_plain(job, precision, start)
             moved = [
                 run_plain(job, precision, start, shake).values
-                for shake in shakes_of(job, precision)
+                for shake in shakes_of(job, job.pipeline(precision))
             ]
             limits = bounds(
                 plain.values,
                 moved,
-                arithmetic_in(job, precision),
+                arithmetic_in(job.pipeline(precision)),
                 job.num_terms,
                 sizes=plain.sizes,
                 stored=plain.stored,
@@ -125,7 +125,7 @@ def compare_gradients(
         given = with_shares(each)
         wanted, *moved = (
             program.gradients(start, given, 0, shake, scale)
-            for shake in (None, *_shakes(job, pipeline))
+            for shake in (None, *shakes_of(job, pipeline))
         )
         values, *others = (
             named("ragged", trained(found.grads)) | {"loss of ragged weights": found.loss}
@@ -134,7 +134,7 @@ def compare_gradients(
         limits = bounds(
             values,
             others,
-            _arithmetic(pipeline),
+            arithmetic_in(pipeline),
             job.num_terms,
             sizes=named("ragged", trained(wanted.sizes)),
         )
@@ -327,27 +327,17 @@ def _leaves(outputs: list[Any]) -> list[Any]:
     return [np.atleast_1d(x) for each in outputs for x in jax.tree.leaves(each)]
 
 
-def shakes_of(job: Job, precision: Precision) -> list[Shake]:
-    """Return the additional roundings for the job's own pipeline."""
-    return _shakes(job, job.pipeline(precision))
-
-
-def arithmetic_in(job: Job, precision: Precision) -> Arithmetic:
-    """Return the arithmetic of the job's own pipeline."""
-    return _arithmetic(job.pipeline(precision))
-
-
-def _shakes(job: Job, pipeline: Pipeline) -> list[Shake]:
+def shakes_of(job: Job, pipeline: Pipeline) -> list[Shake]:
     """Roundings that move a result by `sqrt(operations)` less than what is to be explained.
 
     A sum of `n` terms is moved by `sqrt(n)` roundings, whatever layers compute.
     """
-    arithmetic = _arithmetic(pipeline)
+    arithmetic = arithmetic_in(pipeline)
     of_sums = math.sqrt(job.num_terms / arithmetic.operations)
     return [Shake(seed, of_sums, 2 * arithmetic.unit) for seed in _SEEDS]
 
 
-def _arithmetic(pipeline: Pipeline) -> Arithmetic:
+def arithmetic_in(pipeline: Pipeline) -> Arithmetic:
     """Read the arithmetic of the layers, and of a loss that rounds to less than float32."""
     outputs = pipeline.trace.boundaries[-1]
     labels = pipeline.microbatch_struct.labels

@@ -81,7 +81,7 @@ class Evaluated(NamedTuple):
 
     Attributes:
         loss: The loss of the batch.
-        sums: The sum of losses of each microbatch, over its replicas.
+        sums: The sum of losses of each microbatch, over its samples.
         outputs: The outputs of each microbatch.
     """
 
@@ -173,18 +173,36 @@ class Plain:
 
         return jax.tree.map(moved, grads, sizes, params)
 
-    def evaluate(self, start: Start, batch: Batch, shake: Shake | None = None) -> Evaluated:
-        """Compute losses and outputs of a batch outside training."""
+    def evaluate(
+        self,
+        start: Start,
+        batch: Batch,
+        shake: Shake | None = None,
+        counts: Sequence[int] | None = None,
+    ) -> Evaluated:
+        """Compute losses and outputs of a batch outside training.
+
+        `counts` are the numbers of samples, from the first one, that count in the loss of each
+        microbatch. None: all of them.
+        """
         params, shaking = _shaken(start.params, shake)
         sums = [0.0] * jax.tree.leaves(batch.inputs)[0].shape[0]
-        weight = 0.0
+        divisor = 0.0
         outputs = []
         for m, r in self._places(batch):
             one = self._one(batch, m, r)
-            found = jax.device_get(self._evaluate(params, start.collections, one, shaking))
-            sums[m] += float(found[0])
-            weight += 1.0 if found[1] is None else float(found[1])
-            outputs.append(found[2])
+            found = self._evaluate(params, start.collections, one, shaking)
+            total, weight, output = jax.device_get(found)
+            outputs.append(output)
+            size = jax.tree.leaves(one.inputs)[0].shape[0]
+            count = size if counts is None else min(max(counts[m] - r * size, 0), size)
+            if 0 < count < size:
+                given = cut_samples((output, one.labels), size, slice(count))
+                total, weight, _ = self._module.loss_terms(*given)
+            if count:
+                # A mean is one of samples.
+                sums[m] += float(total) * (count if weight is None else 1)
+                divisor += count if weight is None else float(weight)
         joined = [
             jax.tree.map(
                 lambda *xs: np.concatenate([np.atleast_1d(x) for x in xs]),
@@ -192,33 +210,7 @@ class Plain:
             )
             for m in range(len(sums))
         ]
-        return Evaluated(np.float64(sum(sums) / (weight or 1.0)), sums, joined)
-
-    def mean_loss(
-        self, start: Start, batch: Batch, counts: Sequence[int], shake: Shake | None = None
-    ) -> np.float64:
-        """Compute the loss of the first samples of each microbatch, of which `counts` has numbers.
-
-        It is the mean over the samples, or the weighted mean.
-        """
-        params, shaking = _shaken(start.params, shake)
-        total = 0.0
-        divisor = 0.0
-        for m, r in self._places(batch):
-            one = self._one(batch, m, r)
-            size = len(jax.tree.leaves(one.inputs)[0])
-            count = min(max(counts[m] - r * size, 0), size)
-            if not count:
-                continue
-            of_all, weight, outputs = self._evaluate(params, start.collections, one, shaking)
-            if count < size:
-                of_all, weight, _ = self._module.loss_terms(
-                    *cut_samples((outputs, one.labels), size, slice(count))
-                )
-            weight, factor = (count, count) if weight is None else (float(weight), 1)
-            total += factor * float(of_all)
-            divisor += weight
-        return np.float64(total / (divisor or 1.0))
+        return Evaluated(np.float64(sum(sums) / (divisor or 1.0)), sums, joined)
 
     def _one(self, batch: Batch, microbatch: int, replica: int) -> Batch:
         return microbatch_of(batch, microbatch, replica, self._num_replicas)
