@@ -168,7 +168,8 @@ class Plain:
 
         def moved(grad: Any, size: Any, param: Any) -> Any:
             dtype = self._sum_dtype or jnp.promote_types(param.dtype, jnp.float32)
-            signs = rng.integers(0, 2, np.shape(grad)) * 2.0 - 1.0
+            # A sum of exactly 0 is one of whole numbers, such as loads, which nothing rounds.
+            signs = (rng.integers(0, 2, np.shape(grad)) * 2.0 - 1.0) * (grad != 0)
             return grad + shake.of_sums * float(jnp.finfo(dtype).eps) * signs * size
 
         return jax.tree.map(moved, grads, sizes, params)
