@@ -79,13 +79,10 @@ def _layer(job: Job, precision: Precision, wrong: Sequence[Difference]) -> tuple
 def _tapped_differences(job: Job, precision: Precision) -> list[str]:
     """Return the layers whose outputs in training differ, in order."""
     module = job.module_in(precision)
-    # Ends of a split vocabulary are recognised by what they are. Their outputs are read by others.
-    is_split = job.pipeline(precision).config.pipeline.split_vocabulary is True
-    taps = module.layers[1:-1] if is_split else module.layers
-    indices = [named.index for named in taps]
-    tapped = wrapped_module(
-        module, lambda i, layer: _Tapped(layer, _TAP) if i in indices else layer
-    )
+    # Layers that all stages run together must not report.
+    ends = job.pipeline(precision).ends.layers
+    taps = [named for named in module.layers if named.index not in ends]
+    tapped = wrapped_module(module, lambda i, layer: layer if i in ends else _Tapped(layer, _TAP))
     batch = job.batch_in(precision, 0)
     start = job.start(precision)
     pipeline = job.pipeline(precision, module=tapped)

@@ -237,8 +237,8 @@ def run_plain(job: Job, precision: Precision, start: Start, shake: Shake | None 
         average = _updates("average", optimizer.average(history), start.params)
         values |= average
         # The share of an update is a float32.
-        shares = {name: FLOAT32 * norm(x) for name, x in average.items()}
-        stored |= {name: x + shares[name] for name, x in _stored("average", at.params).items()}
+        for name, x in _stored("average", optimizer.trained(at.params)).items():
+            stored[name] = x + FLOAT32 * norm(average[name])
     return Results(values, sizes, stored)
 
 
