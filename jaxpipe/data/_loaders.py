@@ -197,7 +197,7 @@ class BatchLoader(Generic[T]):
         dataset: Any object with a length and indexing. Samples are pytrees of arrays and numbers,
             such as `(x, y)`, all with the same structure, shapes and dtypes.
         batch_size: Samples per batch.
-        seed: A non-negative integer.
+        seed: A non-negative integer. Not needed with `shuffle=False`.
         shuffle: Whether to shuffle. Set it to False to keep the order of the data set, for example
             if the samples are sorted by length.
         collate_fn: Function that makes a batch from a list of samples. By default leaves are
@@ -226,7 +226,7 @@ class BatchLoader(Generic[T]):
         dataset: Dataset[T],
         batch_size: int,
         *,
-        seed: int,
+        seed: int | None = None,
         shuffle: bool = True,
         collate_fn: Callable[[list[T]], Any] | None = None,
         drop_last: bool = True,
@@ -238,6 +238,8 @@ class BatchLoader(Generic[T]):
                 f"dataset=<{type(dataset).__name__}>. Pass a sequence of samples; pass an iterator "
                 "of batches to train_batch directly."
             )
+        if seed is None and as_flag(shuffle) is False:
+            seed = 0
         for name, value, minimum in (("batch_size", batch_size, 1), ("seed", seed, 0)):
             if isinstance(value, bool) or not isinstance(value, Integral) or value < minimum:
                 raise DataError(

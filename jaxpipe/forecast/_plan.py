@@ -155,7 +155,7 @@ def plan(  # noqa: PLR0913  # one argument for each choice
         limit_bytes=setup.limit_bytes,
         num_microbatches=setup.num_microbatches,
         microbatch_size=traced.microbatch_size,
-        num_params=sum(math.prod(x.shape) for x in jax.tree.leaves(traced.trace.tree())),
+        num_params=traced.trace.total_params,
         candidates=tuple(found),
         best=found[0] if found[0].fits else None,
         alternatives=listed,

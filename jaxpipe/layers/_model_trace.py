@@ -158,6 +158,11 @@ class ModelTrace:
             found |= {paths.paths[local]: dim for local, dim in dims.items()}
         return found
 
+    @property
+    def total_params(self) -> int:
+        """The number of parameters of the model. Shared ones count once."""
+        return sum(math.prod(x.shape) for x in jax.tree.leaves(self.tree()))
+
     def tree(self) -> PyTree:
         """The parameter tree of the whole model, as shapes and dtypes."""
         return merge_layers(self.paths, self.params)

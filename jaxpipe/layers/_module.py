@@ -1,7 +1,6 @@
 """`PipelineModule`: the model as a list of layers, and the sequential model that it defines."""
 
 import copy
-import math
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import fields, replace
@@ -313,10 +312,7 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         other = copy.copy(self)
         other._parts = tuple(parts)
         other._part_stages = None if stages is None else tuple(stages)
-        other._num_params = (
-            trace.num_params(),
-            sum(math.prod(x.shape) for x in jax.tree.leaves(trace.tree())),
-        )
+        other._num_params = trace.num_params(), trace.total_params
         return other
 
     @property

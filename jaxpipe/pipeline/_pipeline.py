@@ -260,12 +260,11 @@ class Pipeline:
             warn_unfollowed(self._unfollowed)
 
     def __repr__(self) -> str:
-        num_params = sum(self.trace.num_own_params())
         return (
-            f"<Pipeline: {len(self.module.layers)} layers of {num_params:,} parameters on "
-            f"{self.module.num_stages} stages x {self.num_replicas} replicas, cut at {self.parts}; "
-            f"schedule {self.program.name}, {self.num_microbatches} microbatches of "
-            f"{self.microbatch_size} samples a replica>"
+            f"<Pipeline: {len(self.module.layers)} layers of {self.trace.total_params:,} "
+            f"parameters on {self.module.num_stages} stages x {self.num_replicas} replicas, "
+            f"cut at {self.parts}; schedule {self.program.name}, {self.num_microbatches} "
+            f"microbatches of {self.microbatch_size} samples a replica>"
         )
 
     @property

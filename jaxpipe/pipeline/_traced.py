@@ -108,7 +108,6 @@ def _split_if_shorter(
     verb = "are split" if choice.pays else "are not split"
     note = (
         f"the first and last layers and the loss {verb} over the stages "
-        f"(pipeline.split_vocabulary): a step would take {choice.step_share:.2f} times as long as "
-        "with all of them whole, by operations and bytes"
+        f"(pipeline.split_vocabulary): {choice.reason}"
     )
     return split.with_split(True, note) if choice.pays else whole.with_split(False, note)

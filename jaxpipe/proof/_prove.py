@@ -194,7 +194,8 @@ def made_job(
         return Made(Job(model, config, example_batch, optimizer, places or {}), {}, is_small=False)
     narrow = narrowed(model, example_batch, config.pipeline)
     before, after = narrow.num_layers
-    text = f"sizes of {LEAST} and more divided by {narrow.factor}, {after} of {before} layers"
+    divided = f"sizes of {LEAST} and more divided by {narrow.factor}, "
+    text = f"{divided if narrow.factor > 1 else ''}{after} of {before} layers"
     job = Job(narrow.model, config, narrow.example, optimizer, places or {})
     why = f" ({narrow.why})" if narrow.why else ""
     return Made(job, {"narrowed": text + why}, is_small=narrow.is_small)
