@@ -535,7 +535,7 @@ class Pipeline:
 
     @property
     def opt_state_struct(self) -> PyTree:
-        """Shapes and dtypes of the optimiser's own state for the whole model, with keys as words."""
+        """Shapes and dtypes of the whole model's optimiser state, with PRNG keys as words."""
         # Not those of the updater, which has one stage's slice of a parameter that is split.
         struct = self._updater.whole_struct()
         leaves = [self.catalog[key] for key in opt_state_keys(struct)]
