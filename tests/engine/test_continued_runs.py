@@ -82,7 +82,7 @@ class PlainLoop:
             self.model.loss_fn(self.model.apply(params, x), y)  # pyright: ignore
             for x, y in entries
         ]
-        return sum(losses) / len(losses)
+        return jax.numpy.stack(losses).mean()
 
     def train_batch(self, step: int) -> float:
         part = self._part(self.params)
@@ -204,7 +204,8 @@ def test_a_tree_that_does_not_fit_is_refused_with_its_leaves() -> None:
             engine.load_opt_state_tree(
                 unflatten_dict({k: v for k, v in flat.items() if v is not None})
             )
-    for number in (-1, 2.5, True, 2**31):
+    numbers: list[Any] = [-1, 2.5, True, 2**31]
+    for number in numbers:
         with pytest.raises(ConfigError, match=rf"global_steps must be an integer.*got .*={number}"):
             engine.load_opt_state_tree(present, global_steps=number)
     assert engine.global_steps == 0

@@ -46,7 +46,10 @@ def batches(count: int) -> Iterator[Any]:
 
 def loader_calls(folder: Path) -> dict[str, float]:
     engine = build(module(data=2), {"ema": {"decay": 0.5}, "fp16": {"enabled": True}})
-    found = {"train": engine.train_batch(batches(2)), "next": engine.train_batch(batches(2))}
+    found: dict[str, Any] = {
+        "train": engine.train_batch(batches(2)),
+        "next": engine.train_batch(batches(2)),
+    }
     engine.set_batch_fn(lambda pair: next(batches(1)))
     found["evaluate"] = engine.evaluate(batches(2))["loss"]
     found["eval"] = engine.eval_batch(batches(2), params="ema")
