@@ -7,7 +7,7 @@ import jax
 
 from jaxpipe._typing import PyTree
 from jaxpipe.layers import flatten_dict, unflatten_dict
-from jaxpipe.pipeline import Pipeline, check_params, read_params
+from jaxpipe.pipeline import Pipeline, check_opt_state, check_params, read_params
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,13 @@ class ModelTree:
         return jax.tree.map(
             lambda x: self.unwrap(x) if _is_of_layers(x) else x, state, is_leaf=_is_of_layers
         )
+
+    def wrap_state(self, pipeline: Pipeline, state: PyTree) -> PyTree:
+        """Check a user's optimiser state and convert it to that of all layers."""
+        struct = pipeline.opt_state_struct
+        checked = check_opt_state(state, self.unwrap_state(struct))
+        # There is one layer, so both structures have the same leaves in the same order.
+        return jax.tree.unflatten(jax.tree.structure(struct), jax.tree.leaves(checked))
 
     def check(self, pipeline: Pipeline, params: PyTree) -> None:
         """Check parameters of all layers against the model. Errors show the user's tree paths."""

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import optax
 
+from jaxpipe._mesh import off_mesh
 from jaxpipe._numbers import as_flag, as_integer, as_number, plain
 from jaxpipe._typing import PyTree
 from jaxpipe.config import Collector, TrainConfig, load_config, unless_auto
@@ -53,6 +54,7 @@ from ._job import check_model
 from ._result import Alternative, StepPlan
 
 
+@off_mesh
 def plan(  # noqa: PLR0913  # one argument for each choice
     model: PipelineModule,
     config: ConfigLike,

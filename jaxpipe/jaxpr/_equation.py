@@ -15,8 +15,9 @@ from jax.extend.core import Literal as Literal
 from jax.extend.core import jaxpr_as_fun
 from jax.extend.core.primitives import copy_p
 from jax.interpreters.partial_eval import dce_jaxpr
-from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
+
+from jaxpipe._mesh import NO_MESH
 
 from ._primitives import (
     BARRIER,
@@ -286,7 +287,7 @@ def refuses_sharding(error: Exception) -> bool:
 
 def on_no_mesh() -> Any:
     """Return the context of equations that were traced without a mesh."""
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+    with jax.sharding.use_abstract_mesh(NO_MESH):
         return jax.make_jaxpr(jax.numpy.negative)(1.0).eqns[0].ctx
 
 

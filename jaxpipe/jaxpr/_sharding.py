@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
+from jaxpipe._mesh import NO_MESH
+
 from ._equation import (
     ClosedJaxpr,
     Jaxpr,
@@ -107,7 +109,7 @@ def followed_specs(
     mapped = jax.shard_map(
         run, mesh=explicit, in_specs=P(), out_specs=P(), axis_names=set(manual), check_vma=False
     )
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # the user may have set a mesh
+    with jax.sharding.use_abstract_mesh(NO_MESH):  # the user may have set a mesh
         jax.eval_shape(
             mapped, *(jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in closed.jaxpr.invars)
         )

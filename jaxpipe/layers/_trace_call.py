@@ -11,12 +11,13 @@ import jax
 from flax.errors import InvalidRngError, ModifyScopeVariableError
 from jax.sharding import AbstractMesh
 
+from jaxpipe._mesh import NO_MESH
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.errors import JaxpipeError, LayerError
 from jaxpipe.jaxpr import ClosedJaxpr, constrained_axes, effect_axes
 from jaxpipe.topology import MANUAL_AXES, automatic_axes
 
-from ._axes import NO_MESH, axis_fault, is_unbound_axis, mesh_for_init
+from ._axes import axis_fault, is_unbound_axis, mesh_for_init
 from ._build import NamedLayer
 from ._precision import cast_floats, init_inputs, widened
 from ._protocol import Layer, layer_rngs

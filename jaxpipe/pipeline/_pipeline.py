@@ -12,6 +12,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxpipe._mesh import off_mesh
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.config import TrainConfig
 from jaxpipe.data import Batch, split_entry
@@ -77,9 +78,16 @@ from jaxpipe.state import (
 from jaxpipe.topology import FSDP, adopt_mesh, mesh_shape
 
 from ._hyperparams import Hyperparams
-from ._program import Compiled, Program, ProgramOfBatch, on_each_device
+from ._program import Compiled, Program, on_each_device
 from ._traced import trace_model
-from ._validate import check_base, check_batch, check_jit, check_params, check_params_name
+from ._validate import (
+    check_base,
+    check_batch,
+    check_jit,
+    check_opt_state,
+    check_params,
+    check_params_name,
+)
 
 _BatchLike = Sequence[PyTree]  # a `Batch`, or a tuple (inputs, labels) or (inputs, labels, side)
 
@@ -180,6 +188,7 @@ class Pipeline:
 
     restart_average: Callable[[TrainState], TrainState]
 
+    @off_mesh
     def __init__(
         self,
         module: PipelineModule,
@@ -399,6 +408,7 @@ class Pipeline:
             spec = P(None, ("data", FSDP))
         return NamedSharding(self.mesh, spec)
 
+    @off_mesh
     def init(self, key: jax.Array | None = None) -> TrainState:
         """Create an initial state, with each stage's arrays on its own devices.
 
@@ -415,6 +425,7 @@ class Pipeline:
         made = StageInit(self.module, self.trace, self._key if key is None else key)
         return self._state(self._draw("params", made) | self._draw("collections", made))
 
+    @off_mesh
     def init_from(self, tree: PyTree, collections: PyTree | None = None) -> TrainState:
         """Create an initial state from the model's parameter tree.
 
@@ -450,6 +461,7 @@ class Pipeline:
         """
         return check_params(tree, flatten_dict(self.trace.tree()))
 
+    @off_mesh
     def replace_params(self, state: TrainState, tree: PyTree) -> TrainState:
         """Return the state with other parameters. An `ema` average restarts at them.
 
@@ -483,6 +495,7 @@ class Pipeline:
             check_base(map(join_path, self._params.struct), map(join_path, self._params.trained))
         return dataclasses.replace(state, params=self._choosing[name](state))
 
+    @off_mesh
     def replace_collections(self, state: TrainState, tree: PyTree) -> TrainState:
         """Return the state with other collections, as `PipelineModule.init_collections` has them.
 
@@ -490,6 +503,45 @@ class Pipeline:
         """
         return with_arrays(state, self._place("collections", _from_tree("collections", tree)))
 
+    @off_mesh
+    def replace_opt_state(
+        self, state: TrainState, tree: PyTree, step: int | None = None
+    ) -> TrainState:
+        """Return the state with another state of the optimiser; the inverse of `opt_state_tree`.
+
+        Args:
+            state: The state.
+            tree: As `opt_state_tree` returns it. Its leaves are matched by their paths, so tuples
+                may have become dictionaries or lists.
+            step: Number of batches trained so far, from which dropout keys are derived. None: it
+                keeps its value. The position in a schedule is a count in `tree`.
+
+        Returns:
+            A state that shares all other arrays.
+
+        Raises:
+            LayerError: Leaves are missing, unexpected, of the wrong shape, or of a dtype that would
+                lose part of them.
+        """
+        tree = check_opt_state(tree, self.opt_state_struct)
+        leaves = dict(zip(opt_state_keys(tree), jax.tree.leaves(tree), strict=True))
+        arrays = self._place("opt_state", lambda keys: ((key, leaves[key]) for key in keys))
+        state = with_arrays(state, arrays)
+        if step is None:
+            return state
+        number = place_everywhere(np.asarray(step, np.int32), self.mesh)
+        return dataclasses.replace(state, step=number)
+
+    @property
+    def opt_state_struct(self) -> PyTree:
+        """Shapes and dtypes of the whole model's optimiser state, with PRNG keys as words."""
+        # Not those of the updater, which has one stage's slice of a parameter that is split.
+        struct = self._updater.whole_struct()
+        leaves = [self.catalog[key] for key in opt_state_keys(struct)]
+        found = [jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype)) for leaf in leaves]
+        return jax.tree.unflatten(jax.tree.structure(struct), found)
+
+    @off_mesh
     def params_tree(self, storage: Storage) -> PyTree:
         """Convert `state.params`, or gradients, to the model's parameter tree of numpy arrays.
 
@@ -503,6 +555,7 @@ class Pipeline:
             "params", storage, self._params.struct if has_all else self._params.trained
         )
 
+    @off_mesh
     def opt_state_tree(self, opt_state: PyTree) -> PyTree:
         """Convert `state.opt_state` to the optimiser's own state for the whole model.
 
@@ -520,6 +573,7 @@ class Pipeline:
         ]
         return jax.tree.unflatten(jax.tree.structure(struct), values)
 
+    @off_mesh
     def collections_tree(self, storage: Storage) -> dict[str, PyTree]:
         """Convert `state.collections` to numpy arrays by layer name."""
         return self._tree("collections", storage, self._stages.collections.struct)
@@ -629,6 +683,7 @@ class Pipeline:
         leaves = read_leaves(self.catalog, field, storage, keys.values())
         return unflatten_dict({path: leaves[key] for path, key in keys.items()})
 
+    @off_mesh
     def init_scalars(self) -> dict[str, Any]:
         """Return the replicated fields of an initial state, equal on all devices."""
         scaler = self.loss_scaler
@@ -687,10 +742,14 @@ class Pipeline:
             # Outputs have the shardings of the inputs. Otherwise XLA may choose another sharding
             # over automatic axes.
             given = (of_state, of_batch, *others)
-            jitted = jax.jit(
-                checked, in_shardings=given, out_shardings=out_shardings, donate_argnums=donate
+            return Program(
+                checked,
+                self.mesh,
+                takes_batch=True,
+                in_shardings=given,
+                out_shardings=out_shardings,
+                donate_argnums=donate,
             )
-            return ProgramOfBatch(Program(jitted, self.mesh))
 
         # Donated, so that memory need not hold the old and the new state together. Gradients and
         # evaluations return no new state and do not donate.
@@ -725,11 +784,12 @@ class Pipeline:
         # It takes no batch, so nothing is checked. The gradients come from `gradients` and have the
         # state's structure.
         update = on_each_device(programs.update, self.mesh, (specs, rows), (specs, P()))
-        jitted = jax.jit(update, out_shardings=(of_state, everywhere), donate_argnums=(0,))
-        self.update = Program(jitted, self.mesh)
+        self.update = Program(
+            update, self.mesh, out_shardings=(of_state, everywhere), donate_argnums=0
+        )
         restart = on_each_device(programs.restart_average, self.mesh, (specs,), rows)
         # Not donated, so that the state stays valid if this is interrupted.
-        restarting = Program(jax.jit(restart, out_shardings=of_state.opt_state), self.mesh)
+        restarting = Program(restart, self.mesh, out_shardings=of_state.opt_state)
         self.restart_average = lambda state: (
             state
             if self.config.ema is None
@@ -739,8 +799,7 @@ class Pipeline:
         for name, choice in _CHOICES.items():
             choose = functools.partial(programs.choose, choice)
             mapped = on_each_device(choose, self.mesh, (specs,), rows)
-            jitted = jax.jit(mapped, out_shardings=of_state.params)
-            self._choosing[name] = Program(jitted, self.mesh)
+            self._choosing[name] = Program(mapped, self.mesh, out_shardings=of_state.params)
 
 
 def _computing(

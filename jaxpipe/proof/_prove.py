@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
+from jaxpipe._mesh import off_mesh
 from jaxpipe._typing import PyTree
 from jaxpipe.config import load_config
 from jaxpipe.errors import ConfigError
@@ -91,6 +92,7 @@ def prove(  # noqa: PLR0913  # one argument for each choice
     )
 
 
+@off_mesh
 def prove_named(  # noqa: PLR0913  # those of `prove`
     model: PipelineModule,
     config: ConfigLike,

@@ -84,7 +84,7 @@ def test_rates_can_be_set(stage: int) -> None:
     assert not np.array_equal(
         jax.tree.leaves(engine.module_state_dict())[0], jax.tree.leaves(before)[0]
     )
-    assert engine._reports._access._write._cache_size() == 1
+    assert engine._reports._access._write._jitted._cache_size() == 1
 
 
 @pytest.mark.parametrize(
