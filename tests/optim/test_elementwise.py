@@ -65,7 +65,7 @@ NO = {
     ),
     "first_of_state": optax.GradientTransformation(
         lambda p: jax.tree.map(lambda x: jnp.zeros_like(x).at[:1].set(1) if x.ndim else x, p),
-        lambda g, s, p=None: (jax.tree.map(jnp.multiply, g, s), s),
+        lambda updates, state, params=None: (jax.tree.map(jnp.multiply, updates, state), state),
     ),
     "by_place": stateless(lambda g, p: g * jnp.arange(g.size, dtype=g.dtype).reshape(g.shape)),
     "shifted": stateless(lambda g, p: g - jnp.roll(g, 1)),
