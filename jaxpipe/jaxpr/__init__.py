@@ -14,7 +14,6 @@ from ._equation import bind_here as bind_here
 from ._equation import branches_of as branches_of
 from ._equation import called_program as called_program
 from ._equation import effect_axes as effect_axes
-from ._equation import exponent_of as exponent_of
 from ._equation import is_named as is_named
 from ._equation import name_of as name_of
 from ._equation import programs_inside as programs_inside
@@ -88,7 +87,6 @@ __all__ = [
     "effect_axes",
     "effects_of",
     "evaluate",
-    "exponent_of",
     "flatten",
     "is_named",
     "name_of",

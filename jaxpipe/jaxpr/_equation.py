@@ -240,14 +240,6 @@ def constraint_is_whole(primitive: Any, params: Any) -> bool:
     return spec is not None and all(names in (None, ()) for names in spec)
 
 
-def exponent_of(eqn: Any) -> Any:
-    """Return the exponent of an integer power; None for other equations.
-
-    It is the only operand of arithmetic that is stored as a parameter.
-    """
-    return eqn.params.get("y")
-
-
 def scope_of(eqn: Any) -> str:
     """Return the named scopes in which an equation was traced."""
     return str(eqn.source_info.name_stack)

@@ -45,6 +45,7 @@ from ._tree import flatten_dict as flatten_dict
 from ._tree import join_path as join_path
 from ._tree import split_path as split_path
 from ._tree import unflatten_dict as unflatten_dict
+from ._usage import check_held as check_held
 from ._wrapped import WrappedLayer as WrappedLayer
 
 __all__ = [
@@ -70,6 +71,7 @@ __all__ = [
     "as_arrays",
     "call_on_one",
     "cast_floats",
+    "check_held",
     "check_split_loss",
     "device_bytes",
     "flatten_dict",

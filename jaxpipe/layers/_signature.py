@@ -18,6 +18,7 @@ from ._build import NamedLayer
 from ._model_trace import ModelTrace
 from ._precision import cast_floats
 from ._protocol import layer_rngs
+from ._usage import check_held
 
 
 def layer_signature(named: NamedLayer, trace: ModelTrace, compute_dtype: Any = None) -> Hashable:
@@ -85,6 +86,9 @@ def layer_signature(named: NamedLayer, trace: ModelTrace, compute_dtype: Any = N
             "jax.custom_vjp or jax.lax.stop_gradient."
         ) from error
     evaluation = jax.make_jaxpr(forward)(*args)
+    # Again, because another layer may have left the value only after this one was first traced.
+    for program in (training, evaluation):
+        check_held(f"layer {named.name}", program)
     facts = (
         params,
         inputs,

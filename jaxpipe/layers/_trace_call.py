@@ -33,7 +33,7 @@ from ._sharding import (
 )
 from ._structs import as_arrays, format_struct, struct_key
 from ._tree import flatten_dict
-from ._usage import used_inputs
+from ._usage import check_held, used_inputs
 
 T = TypeVar("T")
 _ONLY_IN_TRAINING = (InvalidRngError, ModifyScopeVariableError)
@@ -121,6 +121,7 @@ class Call:
             lambda: jax.make_jaxpr(run, return_shape=True)(*args)
         )
         self._check_axes(program)
+        check_held(f"layer {self.named.name}", program)
         if outputs is None:
             raise LayerError(
                 f"layer {self.named.name} must return what the next layer or loss_fn gets, but got "

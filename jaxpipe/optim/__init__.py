@@ -21,8 +21,8 @@ from ._optimizers import with_schedule as with_schedule
 from ._reference import optim_values as optim_values
 from ._requirements import check_leafwise as check_leafwise
 from ._requirements import check_separable as check_separable
-from ._requirements import is_elementwise as is_elementwise
 from ._requirements import is_uniform_over_stages as is_uniform_over_stages
+from ._requirements import params_needed_whole as params_needed_whole
 from ._schedules import make_schedule as make_schedule
 from ._trace import apply_update as apply_update
 from ._trace import find_param as find_param
@@ -54,12 +54,12 @@ __all__ = [
     "factory_schedules",
     "find_param",
     "hyperparam_schedules",
-    "is_elementwise",
     "is_uniform_over_stages",
     "leaf_paths",
     "next_hyperparams",
     "optim_values",
     "optimizer_lr",
+    "params_needed_whole",
     "read_hyperparams",
     "replace_hyperparams",
     "restart_average",

@@ -24,7 +24,7 @@ from jaxpipe.layers import (
     unbox,
     unflatten_dict,
 )
-from jaxpipe.optim import is_elementwise, leaf_paths
+from jaxpipe.optim import leaf_paths, params_needed_whole
 from jaxpipe.state import slice_struct, words_of
 from jaxpipe.topology import mesh_shape, mesh_topology
 
@@ -277,25 +277,18 @@ def check_sharded(
     dims = trace.split_dims() if num_stages > 1 else {}
     whole = {path: shapes[path] for path in dims if path not in trace.frozen}
     slices = {path: slice_struct(leaf, dims[path], num_stages) for path, leaf in whole.items()}
-    trees = whole, slices
-
-    def fits(paths: Sequence[Path]) -> bool:
-        return is_elementwise(
-            optimizer, *(unflatten_dict({path: tree[path] for path in paths}) for tree in trees)
+    trees = (unflatten_dict(whole), unflatten_dict(slices))
+    refused = params_needed_whole(optimizer, *trees) if whole else []
+    if refused:
+        path = refused[0]
+        raise ConfigError(
+            "the optimizer must update each element independently where a parameter is split over "
+            "the stages, and look neither at its shape nor at an element's index, but got one that "
+            f"needs all of {'/'.join(path)}, of which a stage holds {format_struct(slices[path])} "
+            f"of {format_struct(whole[path])}. Use for example Adam, AdamW, Lion or SGD for it, "
+            "with masks by name; optax.multi_transform can use a different optimizer for the other "
+            "parameters."
         )
-
-    # All parameters together first: nearly every optimiser passes, and each check traces an update.
-    if not trees[0] or fits(list(trees[0])):
-        return
-    # A parameter that fails by itself. If they fail only together, the first one.
-    path = next((path for path in trees[0] if not fits([path])), next(iter(trees[0])))
-    raise ConfigError(
-        "the optimizer must update each element independently where a parameter is split over the "
-        f"stages, but got one that uses more of {'/'.join(path)}, of which a stage holds "
-        f"{format_struct(trees[1][path])} of {format_struct(trees[0][path])}. Use for example "
-        "Adam, AdamW, Lion or SGD for it; optax.multi_transform can use a different optimizer for "
-        "the other parameters."
-    )
 
 
 _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)

@@ -297,7 +297,7 @@ def test_a_shared_table_counts_once() -> None:
         config={"steps_per_print": 1},
         reporter=lines.append,
     )
-    tokens = np.zeros((2, 3), np.int32)
+    tokens = np.zeros((8, 3), np.int32)
     engine.train_batch(iter([(tokens, tokens)] * 2))
     assert "; 52 parameters in float32; " in lines[0]
     assert "3 layers of 52 parameters on 2 stages" in repr(engine.pipeline)
