@@ -211,12 +211,18 @@ class _Tensors:
             keys = [_PARAMS + path for path in match.ours]
             kernels = [key.rpartition("/")[0] for key in keys if key.endswith("/kernel")]
             self._needs.append(
-                (match, keys + [key for module in kernels for key in beside.get(module, ())])
+                (match, keys + [key for module in kernels for key in beside.pop(module, ())])
             )
             own = np.result_type(*(_struct_of(named[path]).dtype for path in match.ours))
             to = dtype if dtype is not None and jnp.issubdtype(own, jnp.floating) else own
             shape = match.transform.their_shape(match.shapes)
             self.structs |= {names[0]: jax.ShapeDtypeStruct(shape, to) for names in match.theirs}
+        if beside:
+            raise CheckpointError(
+                f"{self.path} must have the kernel of each adapter beside it, but got "
+                f"{next(iter(beside.values()))[0]!r} without one. Give lora all layers that share "
+                "a tied kernel, or write the adapters with export_safetensors."
+            )
 
     def values(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yield all tensors with their names, in the order in which their leaves are read."""

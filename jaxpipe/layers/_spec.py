@@ -12,7 +12,7 @@ from flax import nnx
 from jaxpipe.distributed import log as write_log
 from jaxpipe.errors import LayerError
 
-from ._adapters import LoraMark
+from ._adapters import Adapters
 from ._remat import RematMark
 
 
@@ -83,7 +83,8 @@ class LayerSpec:
         self.module_args = module_args
         self.module_kwargs = module_kwargs
         self.remat_mark: RematMark | None = None
-        self.lora_mark: LoraMark | None = None
+        self.adapters: tuple[Adapters, ...] = ()
+        """Those of each call of `lora`."""
         self.train_flags: dict[str, bool] = {}
         """Flags named by `train_flag`, with their values in training."""
 
