@@ -123,6 +123,9 @@ class RotaryScaling:
                 rule = "a list of numbers > 0"
             elif name == "original_max_position_embeddings":
                 is_right = is_size(value)
+            elif name in ("mscale", "mscale_all_dim"):
+                is_right = _is_positive(value) or as_number(value) == 0
+                rule = ">= 0"  # 0 is as if it were left out
             else:
                 is_right = _is_positive(value)
             yield name, is_right, rule, "Copy it from the model's config.json."

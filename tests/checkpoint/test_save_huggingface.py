@@ -132,7 +132,8 @@ def test_shards_in_half_precision_over_an_earlier_folder(runs: Runs, tmp_path: P
         )
     assert set(tmp_path.iterdir()) == set(written)
     assert sum("-of-" in each.name for each in written) > 2
-    assert json.loads((tmp_path / "config.json").read_text()) == old | {"torch_dtype": "bfloat16"}
+    true = {"torch_dtype": "bfloat16", "tie_word_embeddings": True}
+    assert json.loads((tmp_path / "config.json").read_text()) == old | true
     assert_holds(tmp_path, params, config, ml_dtypes.bfloat16)
 
 
@@ -198,6 +199,24 @@ def test_adapters_of_narrow_weights_are_merged_before_rounding(dtype: Any, tmp_p
             {"config": "/nowhere/config.json"},
             ConfigError,
             "readable, but got /nowhere/config.json",
+        ),
+        (
+            "tied",
+            {"config": {"text_config": {}, "vision_config": {"depth": 2}}},
+            ConfigError,
+            "got text_config without any tensors of this part. Pass the configuration of the part",
+        ),
+        (
+            "tied",
+            {"config": {"num_hidden_layers": 5}},
+            ConfigError,
+            "num_hidden_layers=5 and tensors of 4 blocks",
+        ),
+        (
+            "tied",
+            {"config": {}, "renames": lambda _: llama_names(config_of(tied=False))},
+            ConfigError,
+            "without 'lm_head.weight'. Make the table .* with tie_word_embeddings=True",
         ),
         ("tied", {"max_shard_bytes": 0}, CheckpointError, "max_shard_bytes=0. Write for instance"),
         (
