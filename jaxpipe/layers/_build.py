@@ -52,6 +52,11 @@ class NamedLayer:
         return self.place.name
 
     @property
+    def is_causal(self) -> bool:
+        """Whether `LayerSpec.causal` has marked it."""
+        return isinstance(self.item, LayerSpec) and self.item.is_causal
+
+    @property
     def tied_key(self) -> str | None:
         """Key of a `TiedLayerSpec`, or None."""
         return self.place.tied_key

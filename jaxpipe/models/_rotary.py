@@ -176,10 +176,14 @@ class RotaryScaling:
             told.pop("original_max_position_embeddings", None)
         return told
 
+    @property
+    def uses_length(self) -> bool:
+        """Whether angles depend on the length of the text."""
+        return self.rope_type in ("dynamic", "longrope")
+
     def is_stretched(self, length: int) -> bool:
         """Whether a sequence is so long that its angles depend on its length."""
-        depends = self.rope_type in ("dynamic", "longrope")
-        return depends and length > self.original_max_position_embeddings
+        return self.uses_length and length > self.original_max_position_embeddings
 
     def frequencies(self, theta: float, dim: int, length: int) -> np.ndarray:
         """Return the angle per position of each pair of dims."""
