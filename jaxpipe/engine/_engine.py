@@ -455,9 +455,16 @@ class Engine(ABC):
         export it with `jaxpipe.checkpoint.save_huggingface` and open it in vLLM or `transformers`.
         Only the new tokens are copied from the devices.
 
+        The greedy tokens of a text are those of the sequential model on this text alone, up to
+        rounding. They do not depend on padding, `max_new_tokens` or other prompts, provided that
+        samples do not influence each other, as in `predict`. If all layers are marked with
+        `LayerSpec.causal`, as those of `jaxpipe.models` are where it holds, texts of all lengths
+        run in one program, beside padding. Otherwise each text runs at its own length, which
+        compiles a program for each length.
+
         Args:
             tokens: Prompts of this process's samples: integers `[num_samples, length]`. Pad shorter
-                prompts at the end.
+                prompts at the end, with any token.
             max_new_tokens: Number of tokens to generate.
             lengths: Length of each prompt, `[num_samples]`. None: all prompts have `length` tokens.
             temperature: 0 picks the most likely token. Otherwise a token is sampled from the logits
@@ -465,15 +472,17 @@ class Engine(ABC):
             seed: Seed of the sampling. The tokens sampled for a prompt depend only on the seed, the
                 prompt's index among the samples and its process's data shard.
             eos_token_id: The token that ends a text. It fills the remaining positions.
-            side: Side inputs by name: arrays for `length + max_new_tokens` positions.
+            side: Side inputs by name: arrays `[num_samples, ...]`. If the second dim is
+                `length + max_new_tokens`, it is that of positions, and the model receives those of
+                the text so far.
             params: As for `evaluate`.
 
         Returns:
             The new tokens, `[num_samples, max_new_tokens]`, in the dtype of the prompts.
 
         Raises:
-            DataError: `tokens` is not an integer array of that shape, or `lengths` does not match
-                it.
+            DataError: `tokens` is not an integer array of that shape, `lengths` or `side` does not
+                match it, or the model's logits are NaN.
             ConfigError: A number is out of range, or `params` names parameters that do not exist.
         """
         options = Sampling(max_new_tokens, temperature, seed, eos_token_id)

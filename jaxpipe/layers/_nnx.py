@@ -19,7 +19,7 @@ from jaxpipe._typing import PyTree
 from jaxpipe.errors import LayerError
 from jaxpipe.jaxpr import ClosedJaxpr, value_numbers
 
-from ._adapters import adapted_nnx
+from ._adapters import LoraMark, adapted_nnx
 from ._axes import axis_fault, is_unbound_axis, on_mesh, one_device_mesh
 from ._protocol import (
     TRAIN_FLAGS,
@@ -61,13 +61,20 @@ class NNXLayer(Layer):
     At each call, every random stream inside the module gets a new key from the layer's own key.
     Dropout therefore depends only on the step, microbatch, replica and layer, and not on how often
     the module was called. A `forward_fn(module, inputs)` replaces `__call__`. Raises LayerError if
-    the spec fixes `rngs` or holds a built module, or if the class keeps a plain array.
+    the spec fixes `rngs` or holds a built module, or if the class keeps a plain array. `lora` has
+    its adapters.
     """
 
-    def __init__(self, spec: LayerSpec, forward_fn: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self,
+        spec: LayerSpec,
+        forward_fn: Callable[..., Any] | None = None,
+        lora: LoraMark | None = None,
+    ) -> None:
         self.class_name = getattr(spec.typename, "__name__", "Module")
         _check_spec(spec)
         self.spec = spec
+        self._lora = lora
         self.forward_fn = forward_fn
         flags = {**TRAIN_FLAGS, **spec.train_flags}
         self._cls: Any = spec.typename
@@ -226,8 +233,8 @@ class NNXLayer(Layer):
         with nnx.use_eager_sharding(False):
             rngs = nnx.Rngs(key)
             module = self.spec.build(rngs=rngs) if self._takes_rngs else self.spec.build()
-            if self.spec.lora_mark is not None:
-                module = adapted_nnx(module, self.spec.lora_mark, rngs)
+            if self._lora is not None:
+                module = adapted_nnx(module, self._lora, rngs)
         for path, node in nnx.iter_graph(module):
             name = ".".join(map(str, path))
             if isinstance(node, Tracer):

@@ -59,7 +59,7 @@ def trace_layers(  # noqa: PLR0913  # one setting each
     trace, switches = on_mesh(
         mesh, lambda: _trace_layers(layers, inputs, side or {}, mesh, rules, compute_dtype, seen)
     )
-    check_targets(layers, trace.owners())
+    check_targets(layers, trace.paths)
     warn_of_side(layers, side or {}, warned)
     warn_of_data(seen.over_data, warned)
     warn_of_switches(switches, warned)
@@ -118,7 +118,7 @@ def _trace_layers(  # noqa: PLR0913  # one setting each
             given = {
                 at[2:]: x
                 for at, (_, x) in shared.items()
-                if at[1] == named.tied_key and named.shares(at[2:])
+                if at[1] == named.tied_key and named.place.shares(at[2:])
             }
             call = Call(
                 named, before, boundaries[-1], side_struct, compute_dtype, mesh, rules, seen
