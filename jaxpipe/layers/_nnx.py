@@ -305,12 +305,12 @@ def _to_boxes(state: nnx.State[Any, Any]) -> PyTree:
 
     with nnx.logical_axis_rules(()):  # keep the module's logical names, for the model's rules
         specs = nnx.get_partition_spec(state)
-    kinds = jax.tree.map(
-        lambda variable: variable.replace(isinstance(variable, LoadBias)),
+    marks = jax.tree.map(
+        lambda x: x.replace(isinstance(x, LoadBias)) if isinstance(x, nnx.Variable) else False,
         state,
         is_leaf=lambda x: isinstance(x, nnx.Variable),
     )
-    return jax.tree.map(one, _to_tree(state), _to_tree(specs), _to_tree(kinds))
+    return jax.tree.map(one, _to_tree(state), _to_tree(specs), _to_tree(marks))
 
 
 def _by_name(state: nnx.State[Any, Any]) -> dict[str, Any]:

@@ -208,7 +208,12 @@ def test_three_calls_weigh_no_load() -> None:
 
     def engine() -> Any:
         mesh = make_pipeline_mesh(ProcessTopology(["pipe", "data"], [1, 1]), jax.devices()[:1])
-        given = {"config": config, "optimizer": optax.sgd(0.1), "mesh": mesh, "reporter": None}
+        given: dict[str, Any] = {
+            "config": config,
+            "optimizer": optax.sgd(0.1),
+            "mesh": mesh,
+            "reporter": None,
+        }
         given |= {"model": Model(), "loss_fn": weighted, "example_batch": (x[0], t[0])}
         return jaxpipe.initialize(**given)[0]
 
