@@ -127,9 +127,9 @@ def optimizer_for(
     rate = config.pipeline.router_bias_update_rate
     if rate and not trace.load_biases - trace.frozen:
         raise ConfigError(
-            "router_bias_update_rate must be 0 for a model whose routers have no correction bias "
-            f"that is trained, but got pipeline.router_bias_update_rate={rate}. Remove it, or "
-            "set ExpertsConfig(correction_bias=True).",
+            "router_bias_update_rate must be 0 for a model that trains no parameter marked by "
+            f"load_bias, but got pipeline.router_bias_update_rate={rate}. Remove it, or set the "
+            "mark where a layer makes the parameter; ExpertsConfig has a switch for routers.",
             paths=["pipeline.router_bias_update_rate"],
         )
     optimizer = for_model(optimizer, trace, rate)
