@@ -374,7 +374,7 @@ class _Setup:
             outputs = trace.boundaries[-1]
             labels = traced.microbatch.labels
             trace.on_mesh(lambda: jax.eval_shape(module.loss_terms, outputs, labels))
-        self._optimizer = chosen.transformation
+        self._optimizer = traced.optimizer
         if optimizer is not None and module.num_stages > 1:
             check_leafwise(trace_optimizer(optimizer, trace.tree()))
         self.num_microbatches = sizes.gradient_accumulation_steps

@@ -3,6 +3,7 @@
 from . import _primitives as primitives
 from ._arithmetic import Arithmetic as Arithmetic
 from ._arithmetic import arithmetic_of as arithmetic_of
+from ._dependence import follow as follow
 from ._dependence import output_dependence as output_dependence
 from ._equation import ClosedJaxpr as ClosedJaxpr
 from ._equation import Jaxpr as Jaxpr
@@ -88,6 +89,7 @@ __all__ = [
     "effects_of",
     "evaluate",
     "flatten",
+    "follow",
     "is_named",
     "name_of",
     "needed_for",

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jaxpipe._numbers import as_flag
-from jaxpipe._typing import PyTree
+from jaxpipe._typing import Path, PyTree
 from jaxpipe.errors import LayerError, PartitionError, counted
 from jaxpipe.partition import Profile, is_method, needs_shapes, partition_layers, profile_source
 from jaxpipe.topology import PipeDataParallelTopology, ProcessTopology, automatic_axes
@@ -149,6 +149,8 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         """Parameter counts of each layer and of the whole model; known once there is a cut."""
         self._warned: set[str] = set()
         """Warnings that were issued while building; copies share them."""
+        self._marks: list[frozenset[Path]] = []
+        """The parameters that nothing casts, once they are known; copies share it."""
         settings = ModuleSettings(
             loss_fn=loss_fn,
             seed_layers=seed_layers,

@@ -21,6 +21,7 @@ from jaxpipe.jaxpr import ClosedJaxpr, value_numbers
 
 from ._adapters import LoraMark, adapted_nnx
 from ._axes import axis_fault, is_unbound_axis, on_mesh, one_device_mesh
+from ._load_bias import LoadBias, LoadBiasBox
 from ._protocol import (
     TRAIN_FLAGS,
     Applied,
@@ -303,14 +304,20 @@ def _to_tree(state: nnx.State[Any, Any]) -> PyTree:
 
 
 def _to_boxes(state: nnx.State[Any, Any]) -> PyTree:
-    """As `_to_tree`, but variables with partition metadata are put in boxes of `flax.core.meta`."""
+    """As `_to_tree`, but variables with metadata are put in boxes of `flax.core.meta`."""
 
-    def one(value: Any, spec: Any) -> Any:
-        return meta.Partitioned(value, tuple(spec)) if spec else value
+    def one(value: Any, spec: Any, is_marked: bool) -> Any:
+        boxed = meta.Partitioned(value, tuple(spec)) if spec else value
+        return LoadBiasBox(boxed) if is_marked else boxed
 
     with nnx.logical_axis_rules(()):  # keep the module's logical names, for the model's rules
         specs = nnx.get_partition_spec(state)
-    return jax.tree.map(one, _to_tree(state), _to_tree(specs))
+    marks = jax.tree.map(
+        lambda x: x.replace(isinstance(x, LoadBias)) if isinstance(x, nnx.Variable) else False,
+        state,
+        is_leaf=lambda x: isinstance(x, nnx.Variable),
+    )
+    return jax.tree.map(one, _to_tree(state), _to_tree(specs), _to_tree(marks))
 
 
 def _by_name(state: nnx.State[Any, Any]) -> dict[str, Any]:

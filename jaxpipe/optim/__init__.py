@@ -5,6 +5,8 @@ from ._average import average_of as average_of
 from ._average import restart_average as restart_average
 from ._average import with_average as with_average
 from ._base import LRSchedule as LRSchedule
+from ._for_model import for_matrices as for_matrices
+from ._for_model import for_model as for_model
 from ._hyperparams import next_hyperparams as next_hyperparams
 from ._hyperparams import read_hyperparams as read_hyperparams
 from ._hyperparams import replace_hyperparams as replace_hyperparams
@@ -53,6 +55,8 @@ __all__ = [
     "check_separable",
     "factory_schedules",
     "find_param",
+    "for_matrices",
+    "for_model",
     "hyperparam_schedules",
     "is_uniform_over_stages",
     "leaf_paths",

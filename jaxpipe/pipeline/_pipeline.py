@@ -16,7 +16,6 @@ from jaxpipe._mesh import off_mesh
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.config import TrainConfig
 from jaxpipe.data import Batch, split_entry
-from jaxpipe.errors import ConfigError
 from jaxpipe.executor import (
     DevicePrograms,
     EvaluateLoop,
@@ -38,7 +37,6 @@ from jaxpipe.layers import (
     PipelineModule,
     device_bytes,
     flatten_dict,
-    is_correction_bias,
     join_path,
     struct_of,
     unflatten_dict,
@@ -52,14 +50,12 @@ from jaxpipe.schedules import PipeSchedule, TickProgram
 from jaxpipe.state import (
     Catalog,
     Layout,
-    ModelParams,
     Source,
     StageInit,
     Storage,
     TrainState,
     Updater,
     VocabLayers,
-    ZeroSharding,
     from_words,
     made_collections,
     made_params,
@@ -137,8 +133,8 @@ class Pipeline:
             is the divisor of the batch's losses: their number, or the sum of their weights.
         partial_gradients: `partial_gradients(state, batch, first, num_parts)` is the same, without
             the norm, for one of `num_parts` parts of a step. The part begins with microbatch
-            `first` of the step, which also determines its random keys. The gradients are the part's
-            contribution to the mean over all parts: they are already divided by `num_parts`.
+            `first` of the step, which also determines its random keys. The gradients are those of
+            the part's loss times its weight, divided by `num_parts`.
         update: `update(state, storage) -> (state, metrics)`, jitted: clips and applies gradients
             from `gradients`.
         evaluate: `evaluate(state, batch) -> metrics`, jitted, forward only: `metrics["loss"]`,
@@ -212,6 +208,7 @@ class Pipeline:
         self.num_microbatches = num_microbatches
         with self._tracing() as scope:
             traced = trace_model(module, mesh, example, config, num_microbatches, optimizer)
+            optimizer = traced.optimizer
             self.module = traced.module
             self.mesh = traced.mesh
             self.trace = traced.trace
@@ -245,10 +242,8 @@ class Pipeline:
             # With ZeRO 2 and 3, `data` has length 1 by now, unless the given mesh had an axis
             # `fsdp`. In that case ZeRO-1 also divides over `data`.
             num_shards = shape["data"] if config.zero_optimization.stage else 1
-            rate = config.pipeline.router_bias_update_rate
-            self._sharding, self._updater = _division(
-                optimizer, self._params, num_shards, shape, rate
-            )
+            self._sharding = zero_sharding(self._params, optimizer, num_shards, shape)
+            self._updater = Updater(self._params, self._sharding.trained, optimizer)
             train, evaluate = _loops(self._stages, plan)
             self._programs = DevicePrograms(
                 self._stages,
@@ -810,25 +805,6 @@ def _computing(
     if stage.vocab_loss is not None:
         stage.vocab_loss.check_loss(labels)
     return stage
-
-
-def _division(
-    optimizer: optax.GradientTransformation,
-    params: ModelParams,
-    num_shards: int,
-    shape: Mapping[str, int],
-    bias_rate: float,
-) -> tuple[ZeroSharding, Updater]:
-    """Return how the state is divided over a mesh, and the updater of a device's share."""
-    if bias_rate and not any(map(is_correction_bias, params.trained)):
-        raise ConfigError(
-            "router_bias_update_rate must be 0 for a model whose routers have no correction bias "
-            f"that is trained, but got pipeline.router_bias_update_rate={bias_rate}. Remove it, or "
-            "set ExpertsConfig(correction_bias=True).",
-            paths=["pipeline.router_bias_update_rate"],
-        )
-    sharding = zero_sharding(params, optimizer, num_shards, shape)
-    return sharding, Updater(params, sharding.trained, optimizer, bias_rate)
 
 
 def _loops(stage: Stage, plan: Plan) -> tuple[TrainLoop, EvaluateLoop]:

@@ -17,7 +17,7 @@ from jaxpipe._typing import PyTree
 from jaxpipe.config import Collector, TrainConfig, load_config
 from jaxpipe.data import Batch, split_entry
 from jaxpipe.errors import ConfigError, DataError, JaxpipeError, TopologyError, shown
-from jaxpipe.layers import PipelineModule, cast_floats, flatten_dict
+from jaxpipe.layers import ModelTrace, PipelineModule, cast_floats, flatten_dict
 from jaxpipe.pipeline import ConfigLike, Pipeline, prepare, running_mesh
 from jaxpipe.recompute import settings_for
 from jaxpipe.topology import FSDP, ProcessTopology, make_pipeline_mesh
@@ -282,7 +282,13 @@ class Job:
 
     def optimizer(self, frozen: frozenset[tuple[str, ...]]) -> Optimizer:
         """Return the optimiser of the plain program."""
-        return Optimizer(self.transformation, self.config, frozen)
+        return Optimizer(self.transformation, self.config, frozen, self._trace)
+
+    @functools.cached_property
+    def _trace(self) -> ModelTrace:
+        """The model on one device."""
+        inputs, _, side = self.batch(0)
+        return self.module.trace(*jax.tree.map(lambda x: x[0], (inputs, side)))
 
     def start(self, precision: Precision) -> Start:
         """Make the parameters and collections that both programs start from, once a precision."""
@@ -298,7 +304,8 @@ class Job:
         key = jax.random.key(module.base_seed)
         params = module.init(key, one.inputs, side=one.side)
         collections = module.init_collections(key, one.inputs, side=one.side)
-        params = cast_floats(params, "float64" if precision.is_double else None)
+        dtype = "float64" if precision.is_double else None
+        params = cast_floats(params, dtype, self._trace.load_biases)
         return Start(*jax.device_get((params, collections)))
 
 
