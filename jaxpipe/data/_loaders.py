@@ -238,9 +238,9 @@ class BatchLoader(Generic[T]):
                 f"dataset=<{type(dataset).__name__}>. Pass a sequence of samples; pass an iterator "
                 "of batches to train_batch directly."
             )
-        if seed is None and as_flag(shuffle) is False:
-            seed = 0
-        for name, value, minimum in (("batch_size", batch_size, 1), ("seed", seed, 0)):
+        # The order of the data set depends on no seed.
+        order_seed: Any = 0 if seed is None and as_flag(shuffle) is False else seed
+        for name, value, minimum in (("batch_size", batch_size, 1), ("seed", order_seed, 0)):
             if isinstance(value, bool) or not isinstance(value, Integral) or value < minimum:
                 raise DataError(
                     f"{name} must be an integer of at least {minimum}, but got {name}={value!r}. "
@@ -284,7 +284,7 @@ class BatchLoader(Generic[T]):
         self._resumed: EpochIterator | None = None
         """The epoch that the next `iter()` continues."""
         self._dataset = dataset
-        self._seed = int(seed)
+        self._seed = int(order_seed)
         self._shuffle = shuffle
         self._collate = collate_fn or self._stack
         self._drop_last = drop_last
