@@ -19,7 +19,15 @@ from jaxpipe.schedules import draw, lower_schedule, makespan, schedule_names
 
 
 def _markdown(text: str) -> str:
-    return text.replace("|", "\\|")
+    return _joined_spans(text).replace("|", "\\|")
+
+
+def _joined_spans(text: str) -> str:
+    """The text with each code span on one line.
+
+    A formula whose second line begins with a minus sign would otherwise begin a list.
+    """
+    return re.sub(r"(?<!`)`[^`]+`(?!`)", lambda span: " ".join(span[0].split()), text)
 
 
 def write_schedules(folder: Path, num_microbatches: int = 8, num_stages: int = 4) -> None:
@@ -110,7 +118,7 @@ def mark_code(
         options: Of the directive.
         lines: The docstring's lines, which are replaced.
     """
-    text = re.sub(r"(?<![`:])`([^`]+)`(?!`)(?=(\w?))", _code, "\n".join(lines))
+    text = re.sub(r"(?<![`:])`([^`]+)`(?!`)(?=(\w?))", _code, _joined_spans("\n".join(lines)))
     # Napoleon takes what stands before the first colon of a result for its type: here it is none.
     lines[:] = re.sub(r"^( *(?:Returns|Yields):\n +)", r"\1: ", text, flags=re.MULTILINE).split(
         "\n"

@@ -171,7 +171,7 @@ def _line(
 
 
 def _legend(entries: Sequence[tuple[str, str]], y: float) -> list[str]:
-    parts, x = list[str](), float(_LEFT)
+    parts, x = list[str](), 4.0
     for name, colour in entries:
         parts += [_box(x, y, 10, 10, colour), _text(x + 14, y + 9, name)]
         x += 26 + 6.2 * len(name)

@@ -10,7 +10,9 @@ import _generate  # noqa: E402
 import _messages  # noqa: E402
 import _pictures  # noqa: E402
 import _prose  # noqa: E402
+import _rendered  # noqa: E402
 from sphinx.application import Sphinx  # noqa: E402
+from sphinx.errors import ExtensionError  # noqa: E402
 
 import jaxpipe  # noqa: E402
 
@@ -60,6 +62,13 @@ _pictures.write_pictures(HERE / "_build")
 _generate.write_plan(HERE / "_build" / "whole_pages")
 
 
+def check_rendered(app: Sphinx, error: Exception | None) -> None:
+    """Fail if a page that was built shows markup, or a picture cuts a text off."""
+    found = [] if error else _rendered.faults_of_site(Path(app.outdir))
+    if found:
+        raise ExtensionError("\n".join(["pages are not as they should be:", *found]))
+
+
 def setup(app: Sphinx) -> None:
     """Connect what is done to pages, docstrings and signatures."""
     app.connect("source-read", _prose.check_prose)
@@ -67,3 +76,4 @@ def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-docstring", _generate.mark_code, priority=100)
     app.connect("autodoc-process-signature", _generate.hide_arguments)
     app.connect("missing-reference", _generate.find_in_package)
+    app.connect("build-finished", check_rendered)

@@ -1,7 +1,7 @@
 """Parameters of checkpoints as safetensors files, with our paths or Hugging Face's names."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
@@ -113,8 +113,9 @@ def save_huggingface(  # noqa: PLR0913  # one file or choice each
         folder: The folder to write. Files of an earlier call are replaced.
         renames: The table of names, such as `jaxpipe.models.llama_names(config)`.
         config: The model's `config.json`: the file, its folder, or its contents, such as the result
-            of `LlamaConfig.to_huggingface`. It is written with the dtype of the tensors. With None,
-            no file is written, for a folder that already has one.
+            of `LlamaConfig.to_huggingface`. It is written with the dtype of the tensors, without
+            formats of quantised weights, and says whether the head is tied. With None, no file is
+            written, for a folder that already has one.
         tag: Name of the checkpoint. None selects the latest.
         params: As for `load_params`: `"ema"` writes the moving average.
         dtype: The dtype to convert floating-point tensors to, such as `"bfloat16"`. None keeps
@@ -131,7 +132,8 @@ def save_huggingface(  # noqa: PLR0913  # one file or choice each
             collections (which no table can name), or has adapters although `lora_alpha` is not
             given. Also raised if the table does not name every leaf exactly once, `dtype` is not a
             floating-point dtype, the folder cannot be written, or another process is writing there.
-        ConfigError: `config` cannot be read.
+        ConfigError: `config` cannot be read, or describes parts, blocks or a head that the
+            checkpoint does not have.
     """
     check_shard_size(max_shard_bytes)
     contents = None if config is None else read_config_json(config)
@@ -141,9 +143,7 @@ def save_huggingface(  # noqa: PLR0913  # one file or choice each
     def write() -> list[AnyPath]:
         checkpoint = with_params(open_checkpoint(path, tag), params)
         tensors = _Tensors(checkpoint, renames, to, lora_alpha)
-        beside = (
-            {} if contents is None else {CONFIG: dump_config(contents, tensors.structs.values())}
-        )
+        described = {} if contents is None else {CONFIG: tensors.describe(contents, renames)}
         metadata = {"format": "pt"}  # `transformers` does not open files without it
         return write_safetensors(
             tensors.path,
@@ -152,7 +152,7 @@ def save_huggingface(  # noqa: PLR0913  # one file or choice each
             tensors.values(),
             metadata,
             max_shard_bytes,
-            beside,
+            described,
         )
 
     return reread(path, write)
@@ -211,12 +211,22 @@ class _Tensors:
             keys = [_PARAMS + path for path in match.ours]
             kernels = [key.rpartition("/")[0] for key in keys if key.endswith("/kernel")]
             self._needs.append(
-                (match, keys + [key for module in kernels for key in beside.get(module, ())])
+                (match, keys + [key for module in kernels for key in beside.pop(module, ())])
             )
             own = np.result_type(*(_struct_of(named[path]).dtype for path in match.ours))
             to = dtype if dtype is not None and jnp.issubdtype(own, jnp.floating) else own
             shape = match.transform.their_shape(match.shapes)
             self.structs |= {names[0]: jax.ShapeDtypeStruct(shape, to) for names in match.theirs}
+        if beside:
+            raise CheckpointError(
+                f"{self.path} must have the kernel of each adapter beside it, but got "
+                f"{next(iter(beside.values()))[0]!r} without one. Give lora all layers that share "
+                "a tied kernel, or write the adapters with export_safetensors."
+            )
+
+    def describe(self, config: Mapping[str, Any], renames: Sequence[Rename]) -> bytes:
+        """The contents of `config.json`; see `dump_config`."""
+        return dump_config(config, self.structs, renames, [match for match, _ in self._needs])
 
     def values(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yield all tensors with their names, in the order in which their leaves are read."""

@@ -3,7 +3,7 @@
 import json
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, cast
@@ -45,7 +45,9 @@ def load_config(
 
     Args:
         config: A dictionary, the path of a JSON file, a `TrainConfig` (returned unchanged), a
-            `TrainingConfig`, or None for all defaults.
+            `TrainingConfig`, or None for all defaults. Any object with `keys` and `[key]` counts
+            as a dictionary, also inside another, such as the containers of OmegaConf and
+            ml_collections.
         errors: Collects the errors of single keys, to be raised later with others. By default they
             are raised here.
 
@@ -72,12 +74,13 @@ def _load(config: object, errors: Collector) -> TrainConfig:
         with errors.catch():
             return config.to_train_config()
         return TrainConfig()
-    if isinstance(config, Mapping):
+    if _is_mapping(config):
         return _read(cast("Mapping[object, object]", config), errors)
     if not isinstance(config, str | PathLike):
         raise ConfigError(
             "config must be a dictionary or the path of a JSON file, but got "
-            f"config={shown(config)}. Pass a dict, a str or a pathlib.Path."
+            f"config={shown(config)}. Pass a dict, such as vars(config) or "
+            "dataclasses.asdict(config), a str or a pathlib.Path."
         )
     file = local_path(cast("str | PathLike[str]", config), "config")
     mapping = _parse(file)
@@ -88,6 +91,7 @@ def _load(config: object, errors: Collector) -> TrainConfig:
 def _read(mapping: Mapping[object, object], errors: Collector) -> TrainConfig:
     try:
         _check_repeated(mapping, errors)
+        mapping = _plain(mapping)
         config = read_section(TrainConfig, mapping, "", errors)
     except RecursionError as error:
         raise ConfigError(
@@ -96,6 +100,31 @@ def _read(mapping: Mapping[object, object], errors: Collector) -> TrainConfig:
         ) from error
     _warn_of_idle_keys(mapping, errors)
     return TrainConfig() if config is None else config
+
+
+def _is_mapping(value: object) -> bool:
+    # As `dict(value)` decides it, because not every container registers itself as a `Mapping`.
+    return hasattr(type(value), "keys") and hasattr(type(value), "__getitem__")
+
+
+def _plain(value: object) -> Any:
+    """Convert containers, at any depth, to dictionaries and lists."""
+    container: Any = value
+    try:
+        if _is_mapping(value):
+            return {key: _plain(container[key]) for key in container.keys()}  # noqa: SIM118
+        if isinstance(value, Sequence) and not isinstance(value, str | bytes | tuple):
+            return [_plain(item) for item in container]
+    except (ConfigError, RecursionError):
+        raise
+    except Exception as error:  # a container may raise anything for a value that it cannot give
+        raise ConfigError(
+            "config must give all its values, but got a "
+            f"{type(container).__name__} that raises {type(error).__name__}: {error}. Set the "
+            "value, or pass a plain dict, as OmegaConf.to_container(cfg, resolve=True) or "
+            "cfg.to_dict() makes it."
+        ) from error
+    return container
 
 
 def _warn_of_idle_keys(mapping: Mapping[object, object], errors: Collector) -> None:

@@ -30,17 +30,9 @@ def array_fault(leaf: Any) -> tuple[str, str] | None:
         )
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return f"the shape {leaf.dtype}{list(leaf.shape)} without values", "Give an array"
-    if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer):
-        if leaf.is_deleted():
-            return (
-                f"an array that has been deleted or donated, {leaf.dtype}{list(leaf.shape)}",
-                "Keep a copy of arrays that are passed to a program that donates them",
-            )
-        if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
-            return (
-                f"a global array with parts on other processes, {leaf.dtype}{list(leaf.shape)}",
-                "Give the samples of this process as a local array",
-            )
+    if isinstance(leaf, jax.Array):
+        if fault := _unreadable(leaf):
+            return fault
         dtype: Any = leaf.dtype
     else:
         try:
@@ -63,6 +55,28 @@ def array_fault(leaf: Any) -> tuple[str, str] | None:
         text = " ".join(repr(leaf).split())
         shown = text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
         return f"{shown}, of dtype {dtype}", "Encode it as numbers, or leave it out"
+    return None
+
+
+def _unreadable(leaf: jax.Array) -> tuple[str, str] | None:
+    """The reason why this process cannot read an array's values, as in `array_fault`."""
+    what = f"{leaf.dtype}{list(leaf.shape)}"
+    if isinstance(leaf, Tracer):
+        return (
+            f"{what} inside jax.jit or another transformation of JAX",
+            "Call the engine outside of it, since it compiles its own programs, or use "
+            "jaxpipe.make_pipeline, whose step is a function of arrays",
+        )
+    if leaf.is_deleted():
+        return (
+            f"an array that has been deleted or donated, {what}",
+            "Keep a copy of arrays that are passed to a program that donates them",
+        )
+    if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+        return (
+            f"a global array with parts on other processes, {what}",
+            "Give the samples of this process as a local array",
+        )
     return None
 
 

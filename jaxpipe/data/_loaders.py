@@ -197,7 +197,7 @@ class BatchLoader(Generic[T]):
         dataset: Any object with a length and indexing. Samples are pytrees of arrays and numbers,
             such as `(x, y)`, all with the same structure, shapes and dtypes.
         batch_size: Samples per batch.
-        seed: A non-negative integer.
+        seed: A non-negative integer. Not needed with `shuffle=False`.
         shuffle: Whether to shuffle. Set it to False to keep the order of the data set, for example
             if the samples are sorted by length.
         collate_fn: Function that makes a batch from a list of samples. By default leaves are
@@ -226,7 +226,7 @@ class BatchLoader(Generic[T]):
         dataset: Dataset[T],
         batch_size: int,
         *,
-        seed: int,
+        seed: int | None = None,
         shuffle: bool = True,
         collate_fn: Callable[[list[T]], Any] | None = None,
         drop_last: bool = True,
@@ -238,7 +238,9 @@ class BatchLoader(Generic[T]):
                 f"dataset=<{type(dataset).__name__}>. Pass a sequence of samples; pass an iterator "
                 "of batches to train_batch directly."
             )
-        for name, value, minimum in (("batch_size", batch_size, 1), ("seed", seed, 0)):
+        # The order of the data set depends on no seed.
+        order_seed: Any = 0 if seed is None and as_flag(shuffle) is False else seed
+        for name, value, minimum in (("batch_size", batch_size, 1), ("seed", order_seed, 0)):
             if isinstance(value, bool) or not isinstance(value, Integral) or value < minimum:
                 raise DataError(
                     f"{name} must be an integer of at least {minimum}, but got {name}={value!r}. "
@@ -282,7 +284,7 @@ class BatchLoader(Generic[T]):
         self._resumed: EpochIterator | None = None
         """The epoch that the next `iter()` continues."""
         self._dataset = dataset
-        self._seed = int(seed)
+        self._seed = int(order_seed)
         self._shuffle = shuffle
         self._collate = collate_fn or self._stack
         self._drop_last = drop_last

@@ -9,7 +9,10 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxpipe._mesh import off_mesh
 
+
+@off_mesh
 def gather_numbers(values: Sequence[int]) -> np.ndarray:
     """Gather the numbers of all processes.
 

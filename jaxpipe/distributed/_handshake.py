@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxpipe._mesh import off_mesh
 from jaxpipe.errors import LaunchError
 
 from ._gather import gather_numbers
@@ -45,6 +46,7 @@ def meet(call: str, timeout_s: float) -> None:
         )
 
 
+@off_mesh
 def handshake(mesh: Mesh, timeout_s: float) -> None:
     """Send a number from every device to its neighbour along each axis.
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import math
 import signal
 import time
 from abc import ABC, abstractmethod
@@ -385,7 +386,8 @@ class Engine(ABC):
             ConfigError: `params` names parameters that do not exist.
         """
         began = time.perf_counter()
-        found = self._evaluator.means(loader, self._source.mapped, params)
+        mapped = functools.partial(self._turn.in_users_mesh, self._source.mapped)
+        found = self._evaluator.means(loader, mapped, params)
         self._reports.evaluation = found
         if self._telemetry.is_on:
             self._telemetry.note_evaluation(found)
@@ -453,9 +455,16 @@ class Engine(ABC):
         export it with `jaxpipe.checkpoint.save_huggingface` and open it in vLLM or `transformers`.
         Only the new tokens are copied from the devices.
 
+        The greedy tokens of a text are those of the sequential model on this text alone, up to
+        rounding. They do not depend on padding, `max_new_tokens` or other prompts, provided that
+        samples do not influence each other, as in `predict`. If all layers are marked with
+        `LayerSpec.causal`, as those of `jaxpipe.models` are where it holds, texts of all lengths
+        run in one program, beside padding. Otherwise each text runs at its own length, which
+        compiles a program for each length.
+
         Args:
             tokens: Prompts of this process's samples: integers `[num_samples, length]`. Pad shorter
-                prompts at the end.
+                prompts at the end, with any token.
             max_new_tokens: Number of tokens to generate.
             lengths: Length of each prompt, `[num_samples]`. None: all prompts have `length` tokens.
             temperature: 0 picks the most likely token. Otherwise a token is sampled from the logits
@@ -463,15 +472,17 @@ class Engine(ABC):
             seed: Seed of the sampling. The tokens sampled for a prompt depend only on the seed, the
                 prompt's index among the samples and its process's data shard.
             eos_token_id: The token that ends a text. It fills the remaining positions.
-            side: Side inputs by name: arrays for `length + max_new_tokens` positions.
+            side: Side inputs by name: arrays `[num_samples, ...]`. If the second dim is
+                `length + max_new_tokens`, it is that of positions, and the model receives those of
+                the text so far.
             params: As for `evaluate`.
 
         Returns:
             The new tokens, `[num_samples, max_new_tokens]`, in the dtype of the prompts.
 
         Raises:
-            DataError: `tokens` is not an integer array of that shape, or `lengths` does not match
-                it.
+            DataError: `tokens` is not an integer array of that shape, `lengths` or `side` does not
+                match it, or the model's logits are NaN.
             ConfigError: A number is out of range, or `params` names parameters that do not exist.
         """
         options = Sampling(max_new_tokens, temperature, seed, eos_token_id)
@@ -889,6 +900,58 @@ class Engine(ABC):
         trainer.state = state
 
     @one_thread
+    def load_opt_state_tree(
+        self,
+        tree: PyTree,
+        *,
+        global_steps: int | None = None,
+        global_samples: int | None = None,
+    ) -> None:
+        """Set the optimiser state; the inverse of `opt_state_tree`. All processes must call it.
+
+        With `load_module_state_dict` it continues a run that began elsewhere. The position in a
+        schedule is a count in `tree`.
+
+        Args:
+            tree: A tree as `opt_state_tree` returns it, which is that of `optimizer.init(params)`.
+                Its leaves are matched by their paths, so tuples may have become dictionaries or
+                lists in a file.
+            global_steps: Number of batches trained so far, from which dropout keys are derived.
+                None: the counters keep their values.
+            global_samples: Number of samples trained so far. None: `train_batch_size()` for each of
+                `global_steps`.
+
+        Raises:
+            LayerError: Leaves are missing, unexpected, of the wrong shape, or of a dtype that would
+                lose part of them, or processes pass different values. Nothing has changed.
+            ConfigError: A counter is not an integer of at least 0, or does not fit an int32.
+            PipelineError: No shapes are known yet, or a batch is incomplete.
+        """
+        self._check_between_batches("load_opt_state_tree")
+        trainer = self._trainer
+
+        def read() -> tuple[PyTree, int | None, int | None]:
+            whole = trainer.tree.wrap_state(trainer.pipeline, tree)
+            return whole, *_checked_progress(global_steps, global_samples, self.train_batch_size())
+
+        found: Any = run_on_all(read)
+        whole, steps, samples = found
+        check_equal(
+            lambda: {
+                "optimizer state": describe_leaves(whole),
+                "counters": {"global_steps": str(steps), "global_samples": str(samples)},
+            },
+            LayerError,
+            "Pass the same tree and numbers in all processes: nothing changed.",
+        )
+        state = trainer.pipeline.replace_opt_state(trainer.state, whole, steps)
+        with hold_signals():
+            trainer.state = state
+            trainer.global_steps = trainer.global_steps if steps is None else steps
+            trainer.global_samples = trainer.global_samples if samples is None else samples
+            self._when_loaded()
+
+    @one_thread
     def add_monitor(self, monitor: Monitor) -> None:
         """Add a function that receives the metrics of every step from now on.
 
@@ -1157,16 +1220,17 @@ class Engine(ABC):
         is_training: bool = False,
         call: str = "train_batch",
     ) -> tuple[Pipeline, Batch]:
-        what = f"step {self.global_steps + 1}" if is_training else "an evaluation"
+        what = f"step {self._trainer.global_steps + 1}" if is_training else "an evaluation"
 
         def read() -> tuple[Pipeline, Batch]:
-            batch = self._source.pull(
-                data_iter,
-                num_microbatches,
-                what=what,
-                has_labels=has_labels,
-                is_training=is_training,
-            )
+            with self._turn.users_mesh():
+                batch = self._source.pull(
+                    data_iter,
+                    num_microbatches,
+                    what=what,
+                    has_labels=has_labels,
+                    is_training=is_training,
+                )
             return self._trainer.programs.for_batch(
                 batch, num_microbatches, has_labels=has_labels
             ), batch
@@ -1269,6 +1333,26 @@ def _check_monitor(monitor: Any) -> None:
             f"a monitor must be a function of a list of events, but got monitor={monitor!r}. Pass "
             "for example lambda events: print(*events)."
         )
+
+
+def _checked_progress(
+    global_steps: Any, global_samples: Any, batch_size: int
+) -> tuple[int | None, int | None]:
+    """Check the counters of another run. Without samples, its batches had `batch_size` of them."""
+    # A state's step is an int32.
+    for name, value, most in (
+        ("global_steps", global_steps, 2**31 - 1),
+        ("global_samples", global_samples, math.inf),
+    ):
+        number = as_integer(value, 0)
+        if value is not None and (number is None or number > most):
+            raise ConfigError(
+                f"{name} must be an integer from 0 to {most}, but got {name}={value!r}. Pass the "
+                "number of the run that this one continues."
+            )
+    steps = as_integer(global_steps)
+    samples = None if steps is None else steps * batch_size
+    return steps, samples if global_samples is None else as_integer(global_samples)
 
 
 def _checked_count(reduce_output: Any, num_micro_batches: Any) -> int | None:

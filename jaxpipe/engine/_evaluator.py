@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 from jaxpipe._numbers import as_integer, as_number
 from jaxpipe._typing import PyTree
 from jaxpipe.data import Batch, MicrobatchStack, RepeatingLoader, host_array, split_entry
-from jaxpipe.distributed import gather_numbers, run_on_all
+from jaxpipe.distributed import gather_numbers, log, run_on_all
 from jaxpipe.errors import ConfigError, DataError, LayerError, PipelineError, shown
 from jaxpipe.executor import SampleTerms
 from jaxpipe.losses import log_probs, next_token_logits, put_together
@@ -25,6 +26,9 @@ from ._source import Entry
 from ._trainer import Trainer
 
 Measure = Callable[[PyTree, PyTree], PyTree]
+
+_NO_TOKEN = -1
+"""Stands for the token of logits that are not numbers."""
 
 _SAME = 0.02
 """Relative tolerance in bfloat16 between a microbatch's sum and the sum over its samples."""
@@ -121,38 +125,67 @@ class Evaluator:
     ) -> np.ndarray:
         """See `Engine.generate`."""
         prompts, lengths, num_new = _checked_prompts(tokens, lengths, options)
-        num_samples = prompts.shape[0]
+        num_positions = prompts.shape[1] + num_new
+        split_samples(prompts, side, self._size, call="generate")  # checks the side inputs
         end = options.eos_token_id
         chosen = self.chosen(params)
-        samples = np.arange(num_samples, dtype=np.int32)
-        empty = np.full((num_samples, num_new), 0 if end is None else end, prompts.dtype)
-        texts = np.concatenate([prompts, empty], axis=1)
-        has_ended = np.zeros(num_samples, bool)
         call = f"generate of {num_new} tokens{chosen.name}"
-        measure = _next_token(texts.shape[1])
         shard = self._trainer.data_shard.index
-        largest = np.iinfo(texts.dtype).max
-        for step in range(num_new):
-            numbers = np.array([options.seed, shard, step], np.int32)
-            numbers = np.broadcast_to(numbers, (num_samples, 3))
-            labels = (
-                lengths + step - 1,
-                np.concatenate([samples[:, None], numbers], axis=1),
-                np.full(num_samples, options.temperature, np.float32),
-            )
-            found = self._measured(call, (texts, labels, side), measure, chosen)
-            run_on_all(functools.partial(_check_tokens, found, texts.dtype, largest))
+        longest = int(gather_numbers([lengths.max() + num_new - 1]).max())
+        # Only tokens of the text, because others may be outside the model's table and give NaN.
+        texts = np.repeat(prompts[:, :1], max(longest + 1, num_positions), axis=1)
+        is_given = np.arange(prompts.shape[1]) < lengths[:, None]
+        texts[:, : prompts.shape[1]][is_given] = prompts[is_given]
+        now = lengths.copy()
+        is_open = np.ones(len(texts), bool)
+        is_causal = self._is_causal(longest - int(lengths.min()) + 1)
+        # All processes continue until every text of every process has ended.
+        while (
+            shortest := gather_numbers([now[is_open].min(initial=longest + 1)]).min()
+        ) <= longest:
+            width = longest if is_causal else int(shortest)
+            rows = np.flatnonzero(is_open & (is_causal | (now == width)))
+            # A process without such a text runs another one along.
+            given = rows if rows.size else np.zeros(1, int)
+            step = (now - lengths)[given]
+            numbers = np.stack(np.broadcast_arrays(given, options.seed, shard, step), axis=1)
+            temperature = np.full(len(given), options.temperature, np.float32)
+            labels = np.minimum(now[given], width) - 1, numbers.astype(np.int32), temperature
+            here = jax.tree.map(functools.partial(_cut, given, width, num_positions), side)
+            entry = texts[given, :width], labels, here
+            found = self._measured(call, entry, _next_token(width), chosen, is_text=True)
+            found = found[: len(rows)]
+            run_on_all(functools.partial(_check_tokens, found, rows, texts.dtype))
+            texts[rows, now[rows]] = found
+            now[rows] += 1
+            is_open[rows] = (now - lengths)[rows] < num_new
             if end is not None:
-                found = np.where(has_ended, end, found)
-                has_ended |= found == end
-            texts[samples, lengths + step] = found
-            # All processes continue until every sample of every process has ended.
-            if not gather_numbers([not has_ended.all()]).any():
-                break
-        return np.stack([texts[samples, lengths + step] for step in range(num_new)], axis=1)
+                is_open[rows[found == end]] = False
+        made = np.arange(num_new)
+        new = texts[np.arange(len(texts))[:, None], lengths[:, None] + made]
+        return np.where(made < (now - lengths)[:, None], new, new.dtype.type(end or 0))
+
+    def _is_causal(self, num_lengths: int) -> bool:
+        """Whether one program may run texts of all lengths; logs how many are needed otherwise."""
+        others = [each.name for each in self._trainer.programs.module.layers if not each.is_causal]
+        if others and num_lengths > 1:
+            log(
+                logging.INFO,
+                "generate compiles a program for each of %d lengths of texts, because layer %s may "
+                "depend on the length. If it does not, mark it with LayerSpec.causal().",
+                num_lengths,
+                others[0],
+            )
+        return not others
 
     def _measured(
-        self, call: str, samples: Entry, measure: Measure, chosen: "Chosen"
+        self,
+        call: str,
+        samples: Entry,
+        measure: Measure,
+        chosen: "Chosen",
+        *,
+        is_text: bool = False,
     ) -> np.ndarray:
         """Return the values of a function of outputs and labels for this process's samples."""
         inputs, labels, side = samples
@@ -162,7 +195,7 @@ class Evaluator:
         count = jax.tree.leaves(batch)[0].shape[0]
         entries = (tuple(jax.tree.map(lambda x, m=m: x[m], batch)) for m in range(count))
         rows: list[np.ndarray] = []
-        for _, _, values in self._evaluated(call, entries, chosen, measure):
+        for _, _, values in self._evaluated(call, entries, chosen, measure, is_text=is_text):
             rows += [*np.asarray(jax.device_get(values))[:, first : first + size]]
         return np.concatenate(rows)[:num_samples]
 
@@ -184,10 +217,13 @@ class Evaluator:
         entries: Iterable[Any],
         chosen: "Chosen",
         measure: Measure | None = None,
+        *,
+        is_text: bool = False,
     ) -> Iterator[tuple[_Group, Pipeline, Any]]:
         """Yield the values of `measure` group by group, one run of a program each.
 
-        If `measure` is None, the values are the group's `SampleTerms`.
+        If `measure` is None, the values are the group's `SampleTerms`. `is_text` is as for
+        `ProgramCache.get`.
         """
         trainer = self._trainer
         count = self._trainer.sizes.gradient_accumulation_steps
@@ -195,7 +231,9 @@ class Evaluator:
 
             def read(group: _Group = group) -> tuple[Pipeline, Batch]:
                 has_labels = measure is None
-                found = trainer.programs.for_batch(group.batch, count, has_labels=has_labels)
+                found = trainer.programs.for_batch(
+                    group.batch, count, has_labels=has_labels, is_text=is_text
+                )
                 return found, group.batch
 
             pipeline, batch = self._take(call, read)
@@ -400,9 +438,11 @@ def _next_token(length: int) -> Measure:
             )
         at = logits[jnp.arange(positions.shape[0]), positions]
         at = put_together(at).astype(jnp.float32)
+        is_number = ~jnp.isnan(at).any(-1)
         keys = jax.vmap(_key_of)(numbers)
         drawn = jax.vmap(jax.random.categorical)(keys, at / jnp.maximum(temperature, 1e-6)[:, None])
-        return jnp.where(temperature > 0, drawn, at.argmax(-1)).astype(jnp.int32)
+        token = jnp.where(temperature > 0, drawn, at.argmax(-1))
+        return jnp.where(is_number, token, _NO_TOKEN).astype(jnp.int32)
 
     return measure
 
@@ -414,8 +454,23 @@ def _key_of(numbers: jax.Array) -> jax.Array:
     return jax.random.fold_in(jax.random.fold_in(key, sample), step)
 
 
-def _check_tokens(found: np.ndarray, dtype: Any, largest: int) -> None:
-    if found.size and found.max() > largest:
+def _cut(rows: np.ndarray, width: int, num_positions: int, leaf: Any) -> np.ndarray:
+    """Return the side input of some texts, for their first positions if it has a dim for these."""
+    leaf = np.asarray(leaf)[rows]
+    if leaf.shape[1:2] != (num_positions,):
+        return leaf
+    # Another process may have longer texts.
+    return leaf[:, np.minimum(np.arange(width), num_positions - 1)]
+
+
+def _check_tokens(found: np.ndarray, rows: np.ndarray, dtype: Any) -> None:
+    if (found == _NO_TOKEN).any():
+        raise DataError(
+            "a model must return numbers as logits to continue a text, but got NaN for sample "
+            f"{rows[found == _NO_TOKEN][0]}. Check that the model has all tokens of the prompt, "
+            "and that its training has not diverged."
+        )
+    if found.size and found.max() > np.iinfo(dtype).max:
         raise DataError(
             "prompts must have a dtype that can represent every token of the model, but got "
             f"tokens={dtype} and the new token {found.max()}. Convert them to int32."
@@ -451,9 +506,12 @@ def _checked_prompts(
     seed = as_integer(options.seed, 0)
     temperature = as_number(options.temperature)
     end = options.eos_token_id
-    if end is not None and as_integer(end, 0) is None:
+    kind: Any = prompts.dtype
+    largest = np.iinfo(kind).max
+    if end is not None and (as_integer(end, 0) is None or end > largest):
         raise ConfigError(
-            f"eos_token_id must be one token, an integer of at least 0, but got {end!r}."
+            f"eos_token_id must be one token, an integer from 0 to {largest} as in the prompts' "
+            f"dtype, but got {end!r}."
         )
     is_seed = seed is not None and seed < 1 << 31
     if count is None or not is_seed or temperature is None or temperature < 0:

@@ -8,7 +8,7 @@ from jaxpipe.layers import PipelineModule
 from jaxpipe.pipeline import Pipeline
 from jaxpipe.schedules import draw
 
-_CELL = "text-align: left; padding: 0.1em 1em 0.1em 0"
+_CELL = "padding: 0.1em 1em 0.1em 0"
 """Overrides the style of notebooks, which align tables right or centre and pack cells closely."""
 
 _MOST_ACTIONS = 4096
@@ -25,7 +25,7 @@ def engine_html(
     """
     lines = [
         f"<div><p><b>{html.escape(title)}</b></p>",
-        html_table((), [(k, str(v)) for k, v in facts.items()], _CELL),
+        html_table((), [(k, str(v)) for k, v in facts.items()], cell_style=_CELL),
     ]
     names = [named.name for named in module.layers]
     if pipeline is None:
@@ -34,7 +34,7 @@ def engine_html(
             "batch.</p></div>"
         )
         return "\n".join(lines)
-    num_params = pipeline.trace.num_own_params()
+    num_params = pipeline.trace.num_params()
     ends = pipeline.ends.layers
     parts = zip(pipeline.parts, pipeline.parts[1:], pipeline.part_stages, strict=False)
     rows = [["all", "", names[i], f"{num_params[i]:,}"] for i in ends]
@@ -42,7 +42,7 @@ def engine_html(
         own = [i for i in range(start, stop) if i not in ends]
         listed = ", ".join(names[i] for i in own)
         rows.append([str(stage), str(part), listed, f"{sum(num_params[i] for i in own):,}"])
-    lines.append(html_table(["stage", "part", "layers", "parameters"], rows, _CELL))
+    lines.append(html_table(["stage", "part", "layers", "parameters"], rows, "<<<>", _CELL))
     program = pipeline.program
     if program.num_stages * program.num_microbatches * program.num_chunks * 2 <= _MOST_ACTIONS:
         lines.append(draw(program).svg())

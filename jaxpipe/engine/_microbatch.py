@@ -30,8 +30,8 @@ class GradientAccumulator:
 
     A step over a whole batch divides by the total weight of its microbatches before it
     differentiates. Here the weights of later microbatches are not known yet. So each microbatch is
-    divided by its own weight, its gradients are multiplied by that weight again, and `mean` divides
-    the sum by the total weight.
+    divided by its own weight, `Pipeline.partial_gradients` multiplies its gradients by that weight
+    again, and `mean` divides the sum by the total weight.
 
     Attributes:
         gradients: Gradients of `loss` divided by the number of microbatches in a step, with the
@@ -56,11 +56,7 @@ class GradientAccumulator:
     ) -> "GradientAccumulator":
         """Return the sums over one microbatch from the result of `Pipeline.partial_gradients`."""
         weight = metrics["weight"]
-        # 1 for a microbatch of weight 0, whose gradients are 0 and remain 0.
-        divisor = loss_divisor(weight)
-        # These are gradients of a sum divided by its weight. Multiplied by the weight, they are
-        # gradients of the sum, which can be added up.
-        gradients = jax.tree.map(lambda g: g * divisor.astype(g.real.dtype), gradients)
+        divisor = loss_divisor(weight)  # 1 for a microbatch of weight 0
         reported: ReportedMetrics = {}
         if "losses" in metrics:
             reported["losses"] = metrics["losses"]

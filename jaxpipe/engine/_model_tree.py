@@ -7,7 +7,7 @@ import jax
 
 from jaxpipe._typing import PyTree
 from jaxpipe.layers import flatten_dict, unflatten_dict
-from jaxpipe.pipeline import Pipeline, check_params, read_params
+from jaxpipe.pipeline import Pipeline, check_opt_state, check_params, read_params
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,24 @@ class ModelTree:
         """Convert every parameter-shaped tree in an optimiser's state to the user's structure."""
         if self.layer is None:
             return state
+
         # A subtree with the structure of the parameters, such as a moment, is a tree of all layers,
         # and there is one layer.
+        def is_of_layers(tree: PyTree) -> bool:
+            # Not any dictionary with such a key: labels of a user may be called `layers` too.
+            held = tree.get("layers") if isinstance(tree, dict) and len(tree) == 1 else None
+            return isinstance(held, dict) and list(held) == [self.layer]
+
         return jax.tree.map(
-            lambda x: self.unwrap(x) if _is_of_layers(x) else x, state, is_leaf=_is_of_layers
+            lambda x: self.unwrap(x) if is_of_layers(x) else x, state, is_leaf=is_of_layers
         )
+
+    def wrap_state(self, pipeline: Pipeline, state: PyTree) -> PyTree:
+        """Check a user's optimiser state and convert it to that of all layers."""
+        struct = pipeline.opt_state_struct
+        checked = check_opt_state(state, self.unwrap_state(struct))
+        # There is one layer, so both structures have the same leaves in the same order.
+        return jax.tree.unflatten(jax.tree.structure(struct), jax.tree.leaves(checked))
 
     def check(self, pipeline: Pipeline, params: PyTree) -> None:
         """Check parameters of all layers against the model. Errors show the user's tree paths."""
@@ -56,10 +69,6 @@ class ModelTree:
         check_params(
             self.unwrap(params), wanted, "Pass variables['params'] of the model's own init"
         )
-
-
-def _is_of_layers(tree: PyTree) -> bool:
-    return isinstance(tree, dict) and "layers" in tree
 
 
 def merge_params(present: PyTree, given: PyTree) -> PyTree:

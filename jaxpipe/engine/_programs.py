@@ -28,6 +28,9 @@ from ._hold import hold_signals
 MAX_PROGRAMS = 8
 """Number of shapes whose programs are kept. Beyond it, the least recently used is dropped."""
 
+MAX_TEXT_PROGRAMS = 64
+"""The same for `generate`, which needs one for each length of a text, each without a backward."""
+
 MANY_SHAPES = 4
 """Number of batch shapes at which a warning says that each one compiles a program."""
 
@@ -82,6 +85,7 @@ class ProgramCache:
         ).train_micro_batch_size_per_gpu
         self._planned_microbatches = planned_microbatches
         self._programs: OrderedDict[Hashable, Pipeline] = OrderedDict()
+        self._of_texts: OrderedDict[Hashable, Pipeline] = OrderedDict()
         self._shapes: list[str] = []
         """Shapes seen so far, until there are `MANY_SHAPES`."""
         self._form: _Form | None = None
@@ -106,6 +110,7 @@ class ProgramCache:
         *,
         has_labels: bool = True,
         is_whole: bool = False,
+        is_text: bool = False,
         microbatch_size: int | None = None,
     ) -> Pipeline:
         """Return the pipeline for the shapes of an entry, created if the shapes are new.
@@ -113,7 +118,8 @@ class ProgramCache:
         `entry` is `(inputs, labels)` or `(inputs, labels, side)` of arrays or shapes, with leaves
         `[microbatch_size * replicas, ...]` for the replicas of this process, or for all replicas
         with `is_whole`. Without `has_labels`, the labels are not meant for the model and often
-        empty, and the pipeline only predicts. `microbatch_size` is the number of samples per
+        empty, and the pipeline only predicts. With `is_text`, it is one of many that `generate`
+        needs, and does not replace others. `microbatch_size` is the number of samples per
         microbatch and replica. None: the configured number.
 
         Raises DataError if the leading size is wrong, the structure or dtypes differ from those of
@@ -129,13 +135,17 @@ class ProgramCache:
             treedef,
             tuple((x.shape, x.dtype) for x in leaves),
         )
-        pipeline = self._programs.get(key)
+        programs = self._of_texts if is_text else self._programs
+        pipeline = programs.get(key)
         if pipeline is None:
             pipeline = self._make(struct, num_microbatches, has_labels)
-            self._make_room(struct)
-            self._programs[key] = pipeline
-            self._warn_of_many(struct)
-        self._programs.move_to_end(key)
+            if not is_text:
+                self._make_room(struct)
+                self._warn_of_many(struct)
+            elif len(programs) == MAX_TEXT_PROGRAMS:
+                programs.popitem(last=False)
+            programs[key] = pipeline
+        programs.move_to_end(key)
         # After it was built, so that invalid shapes do not constrain later batches.
         self._like |= {
             name: part for name, part in struct._asdict().items() if name != "labels" or has_labels
@@ -160,6 +170,7 @@ class ProgramCache:
     def forget(self) -> None:
         """Drop all programs and everything known about shapes, as before the first batch."""
         self._programs.clear()
+        self._of_texts.clear()
         self._shapes = []
         self._form = None
         self._like = {}
@@ -171,6 +182,7 @@ class ProgramCache:
 
     def clear(self) -> None:
         """Drop the programs of all shapes except the latest."""
+        self._of_texts.clear()
         self._programs = OrderedDict(
             (key, each) for key, each in self._programs.items() if each is self.latest
         )

@@ -59,12 +59,11 @@ class RunLog:
         )
         given: Any = pipeline.config.pipeline.schedule
         schedule = getattr(given, "__name__", given)
-        num_params = sum(pipeline.trace.num_own_params())
         self._trainer.compiler.report(
             f"{datetime.datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}, {versions}; "
             f"{trainer.mesh.size} x {trainer.mesh.devices.flat[0].device_kind}: "
             f"{places or 'one place'}, schedule {schedule}, layers cut at {list(pipeline.parts)}; "
-            f"{num_params:,} parameters in {trainer.config.compute_dtype}; "
+            f"{pipeline.trace.total_params:,} parameters in {trainer.config.compute_dtype}; "
             f"{sizes.train_batch_size} samples a step, in {sizes.gradient_accumulation_steps} "
             f"microbatches of {sizes.train_micro_batch_size_per_gpu} a replica"
         )

@@ -1,11 +1,18 @@
 """The lock that admits one thread at a time to an engine."""
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
+import jax
+
+from jaxpipe._mesh import no_mesh
 from jaxpipe.errors import PipelineError
+
+T = TypeVar("T")
 
 
 class Turn:
@@ -13,12 +20,17 @@ class Turn:
 
     A second thread gets an error instead of blocking. With several processes, all must make their
     calls in the same order, which a lock within one process cannot ensure.
+
+    Attributes:
+        users_mesh: Makes a context with the mesh that was set around the call, for the user's own
+            code, which the engine leaves.
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._depth = 0
         self._holder = ("", "")
+        self.users_mesh: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
 
     def take(self, call: str) -> None:
         """Begin a call. Raises PipelineError if another thread is in a call."""
@@ -33,12 +45,28 @@ class Turn:
         # Methods call each other; an error names the one that the user called.
         if not self._depth:
             self._holder = (name, call)
+            with contextlib.suppress(ValueError):  # while JAX traces there is none
+                self.users_mesh = functools.partial(jax.set_mesh, jax.sharding.get_mesh())
         self._depth += 1
 
     def end(self) -> None:
         """End the call that `take` began."""
         self._depth -= 1
         self._lock.release()
+
+    def in_users_mesh(
+        self, mapped: Callable[[Iterable[Any]], Iterator[T]], loader: Iterable[Any]
+    ) -> Iterator[T]:
+        """Yield the mapped entries of a loader, each made under the user's mesh."""
+        with self.users_mesh():
+            iterator = mapped(loader)
+        end = object()
+        while True:
+            with self.users_mesh():
+                item: Any = next(iterator, end)
+            if item is end:
+                return
+            yield item
 
 
 class HasTurn(Protocol):
@@ -67,7 +95,8 @@ def one_thread(method: Callable[Concatenate[Self, P], R]) -> Callable[Concatenat
         turn = self._turn  # pyright: ignore[reportPrivateUsage]
         turn.take(method.__name__)
         try:
-            return method(self, *args, **kwargs)
+            with no_mesh():
+                return method(self, *args, **kwargs)
         finally:
             turn.end()
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxpipe._typing import PyTree
 from jaxpipe.errors import LayerError
 from jaxpipe.jaxpr import output_dependence
-from jaxpipe.layers import PipelineModule
+from jaxpipe.layers import PipelineModule, check_held
 from jaxpipe.losses import over_samples
 from jaxpipe.topology import axes_length, sum_over
 
@@ -52,16 +52,17 @@ class Objective:
         self._module = module
         self._outputs = outputs
         self.num_terms = num_terms
-        terms = jax.eval_shape(module.loss_terms, outputs, labels)
+        closed, terms = jax.make_jaxpr(module.loss_terms, return_shape=True)(outputs, labels)
+        check_held("loss_fn", closed)
         self.is_weighted = terms.weight is not None
         self.metric_names = tuple(sorted(terms.metrics))
         if self.is_weighted:
             # The divisor is needed before the first loss, so weights are computed in advance, from
             # the labels only.
-            closed = jax.make_jaxpr(lambda y, t: module.loss_terms(y, t).weight)(outputs, labels)
             num_outputs = len(jax.tree.leaves(outputs))
             bits = [int(i < num_outputs) for i in range(len(closed.jaxpr.invars))]
-            if any(output_dependence(closed.jaxpr, bits)):
+            found = output_dependence(closed.jaxpr, bits)
+            if jax.tree.unflatten(jax.tree.structure(terms), found).weight:
                 raise LayerError(
                     "the weight that loss_fn returns must depend on the labels alone, but got one "
                     "computed from the model's output. Compute it from the labels, such as "

@@ -71,6 +71,18 @@ class Segment:
             self.prepare, {name: layout.struct_of(self.stage, name) for name in self.names}
         )
 
+    @functools.cached_property
+    def sums(self) -> PyTree:
+        """Shapes and dtypes of the parameters' summed gradients; None for frozen ones."""
+        params = self._blueprint.params
+        sums = {
+            name: (params.layout if name in self.frozen else params.grad_layout).struct_of(
+                self.stage, name
+            )
+            for name in self.names
+        }
+        return self._of_trained(jax.eval_shape(self.prepare, sums))
+
     @property
     def specs(self) -> PyTree:
         """Shardings of the parameters' gradients over automatic axes; None for frozen ones."""

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe._typing import PyTree
 from jaxpipe.autodiff import differentiable
 from jaxpipe.jaxpr import output_specs
-from jaxpipe.layers import ModelTrace, PipelineModule, cast_floats
+from jaxpipe.layers import ModelTrace, PipelineModule
 from jaxpipe.partition import cut_stages
 from jaxpipe.state import (
     ModelCollections,
@@ -18,7 +18,6 @@ from jaxpipe.state import (
     Storage,
     constrained,
     find_vocab_layers,
-    grad_accum_struct,
 )
 from jaxpipe.topology import automatic_axes
 
@@ -73,7 +72,6 @@ class Stage:
         boundaries = plan.parts
         split = plan.program.has_split_backward
         self.placement = placement = plan.program.placement
-        self._grad_dtype = plan.config.data_types.grad_accum_dtype
         self.last = len(placement.locations) - 1
         self.cast_inputs = module.cast_inputs
         self.sample_axes = trace.sample_axes
@@ -85,7 +83,7 @@ class Stage:
             placement,
             self.ends,
             dtype=module.compute_dtype,
-            grad_dtype=self._grad_dtype,
+            grad_dtype=plan.config.data_types.grad_accum_dtype,
             gather=section.gather_weights == "step",
             trains=trains,
         )
@@ -243,9 +241,7 @@ class Stage:
     @property
     def trunk_grad_struct(self) -> PyTree:
         """Shapes and dtypes of the summed gradients of one chunk's trunk."""
-        return jax.tree.map(
-            lambda like: grad_accum_struct(like, self._grad_dtype), self.trunk.trained
-        )
+        return self.trunk.sums
 
     def pin_trunk_grads(self, grads: PyTree) -> PyTree:
         """Shard a chunk's summed trunk gradients over automatic axes like its parameters."""
@@ -293,7 +289,7 @@ def boundary_specs(module: PipelineModule, trace: ModelTrace, stops: Sequence[in
                 inputs, key, side, [collections]
             )[0]
 
-        params = cast_floats(trace.params[index], module.compute_dtype)
+        params = trace.cast_params(index, module.compute_dtype)
         key = jax.eval_shape(lambda: jax.random.key(0))
         args = params, trace.boundaries[index], key, dict(trace.side), trace.collections[index]
         leaves, treedef = jax.tree.flatten(struct)

@@ -24,6 +24,7 @@ from jaxpipe.state import (
     mean_over_replicas,
     select_arrays,
     sum_tied,
+    switch_stages,
 )
 from jaxpipe.topology import broadcast_sum, sum_over
 
@@ -107,11 +108,16 @@ class DevicePrograms:
     ) -> tuple[PartialMetrics, PyTree, PyTree]:
         """Compute the gradients of one of `num_parts` parts of a step, without their norm.
 
-        The part begins with microbatch `first`. Its loss is divided by `num_parts`, so that the
-        gradients of all parts add up to those of the mean loss.
+        The part begins with microbatch `first`. Its loss is the sum over the part, divided by
+        `num_parts`.
         """
         metrics, grads, collections = self._gradients(state, batch, first, num_parts)
-        return metrics, _expand(self._unscale(state, grads)), _expand(collections)
+        # 1 for a part of weight 0, whose gradients are 0 and remain 0.
+        factor = loss_divisor(metrics["weight"])
+        of_sum = jax.tree.map(
+            lambda g: g * factor.astype(g.real.dtype), self._unscale(state, grads)
+        )
+        return metrics, _expand(self._keep_loads(of_sum, grads)), _expand(collections)
 
     def update(self, state: TrainState, grads: PyTree) -> tuple[TrainState, UpdateMetrics]:
         """Apply one update from gradients that `gradients` returned."""
@@ -299,7 +305,8 @@ class DevicePrograms:
         # overflow without a second pass.
         norm = scaled_norm / scale
         by_layer = self._layer_norms(state, grads) if self._norms_by_layer else {}
-        grads = clip_to(self._limit, norm, self._unscale(state, grads))
+        clipped = clip_to(self._limit, norm, self._unscale(state, grads))
+        grads = self._keep_loads(clipped, grads)
         new_params, new_opt = self._updater.update(shard_kind, params, grads, opt_state)
         new_params = layout.constrain(new_params)
         new_opt = self._updater.constrain(new_opt)
@@ -349,6 +356,21 @@ class DevicePrograms:
             for name, is_frozen in self._stage.params.partly_frozen.items()
         }
         return Storage(grads.packed, {**grads.stacked, **zeroed})
+
+    def _keep_loads(self, changed: Storage, grads: Storage) -> Storage:
+        """Restore the loads, which no factor may change, in a shard of changed gradients."""
+        layout = self._sharding.trained.shards
+        loads = self._stage.params.load_biases
+        stacked = {n: g if n in loads else changed.stacked[n] for n, g in grads.stacked.items()}
+
+        def keep(kind: int, *buffers: dict[str, jax.Array]) -> dict[str, jax.Array]:
+            names = [n for n in layout.names(kind) if n in loads and n not in layout.stacked]
+            into, given = map(Storage, buffers)
+            return layout.put(kind, into, {n: layout.get(kind, n, given) for n in names}).packed
+
+        kinds = range(layout.num_stages)
+        packed = switch_stages(self._shard_kind(), kinds, keep, changed.packed, grads.packed)
+        return Storage(packed, stacked)
 
     def _loss_scale(self, state: TrainState) -> jax.Array:
         return jnp.float32(1) if self._scaler is None else state.loss_scale.scale

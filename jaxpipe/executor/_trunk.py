@@ -31,7 +31,7 @@ class Trunk:
         aux: The values that the trunk of each virtual stage reports.
         is_empty: Whether the stages have no layers in common.
         struct: Shapes and dtypes of one chunk's prepared parameters.
-        trained: `struct` with None for frozen parameters.
+        sums: Shapes and dtypes of the summed gradients; None for frozen parameters.
         specs: Shardings of the parameters' gradients over automatic axes.
         residuals: Shapes and dtypes of the residuals from `forward` to `backward`.
         is_hosted: Whether each residual is stored in host memory.
@@ -61,7 +61,7 @@ class Trunk:
         self._chunks = [each[v] for v in blueprint.placement.virtual[self._program.stage]]
         self._join = join and len(self._chunks) > 1
         self.struct = self._program.struct
-        self.trained = self._program.trained
+        self.sums = self._program.sums
         self.specs = self._program.specs
         # Without a trunk, activations pass through in their common form.
         self.residuals = [] if self.is_empty else self._program.residuals.structs

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from jaxpipe._text import html_page, html_table
+from jaxpipe._text import html_page, html_table, svg_start
 from jaxpipe.planner import Forecast
 from jaxpipe.schedules import draw, resolve_schedule
 
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 _COLOURS = ("#5b8ff9", "#5d7092", "#f6bd16", "#5ad8a6", "#c2a5f0", "#e8684a")
 _MOST_BARS = 24
 _BAR = 22
-_LEFT = 330
+_LETTER = 6.5
+ALTERNATIVE_SIDES = "<<<>>>"
+"""Sides of the columns of the table of other settings, as `format_table` has them."""
 _WIDTH = 620
 
 
@@ -62,9 +64,12 @@ def body_of(
         parts.append(f"<p>{html.escape(str(plan.compiled))}</p>")
     parts += [
         f"<{inner}>Candidates</{inner}>",
-        html_table(heads, rows),
+        html_table(heads, rows, ">"),
         *(
-            [f"<{inner}>Other settings</{inner}>", html_table(others[0], others[1:])]
+            [
+                f"<{inner}>Other settings</{inner}>",
+                html_table(others[0], others[1:], ALTERNATIVE_SIDES),
+            ]
             if others
             else []
         ),
@@ -73,7 +78,7 @@ def body_of(
         f"<{inner}>Schedule of {html.escape(shown.label)}</{inner}>",
         _picture(plan, shown),
         f"<{inner}>Stages</{inner}>",
-        html_table(stages[0], stages[1:]),
+        html_table(stages[0], stages[1:], ">"),
         f"<{inner}>Assumed, not measured</{inner}>",
         "<ul>",
         *(f"<li>{html.escape(each)}</li>" for each in plan.assumptions),
@@ -86,32 +91,30 @@ def _bars(plan: "StepPlan") -> str:
     shown = plan.candidates[:_MOST_BARS]
     limit = plan.limit_bytes
     scale = _WIDTH / max(limit, *(one.memory.total for one in shown))
+    left = 24 + round(_LETTER * max(len(one.label) for one in shown))
     names = [field.name for field in fields(shown[0].memory)]
     height = 40 + _BAR * len(shown)
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_LEFT + _WIDTH + 80}" height="{height}" '
-        f'viewBox="0 0 {_LEFT + _WIDTH + 80} {height}" font-family="sans-serif" font-size="12" '
-        'style="max-width: 100%; height: auto">',
-        '<rect width="100%" height="100%" fill="#ffffff"/>',  # notebooks may be dark
-    ]
+    ink = 'class="jaxpipe-ink" fill="#222222"'
+    lines = svg_start(left + _WIDTH + 80, height)
     x = 8
     for name, colour in zip(names, _COLOURS, strict=True):
         words = name.replace("_", " ")
         lines.append(f'<rect x="{x}" y="6" width="12" height="12" fill="{colour}"/>')
-        lines.append(f'<text x="{x + 16}" y="17">{words}</text>')
+        lines.append(f'<text x="{x + 16}" y="17" {ink}>{words}</text>')
         x += 40 + 7 * len(words)
     for row, one in enumerate(shown):
         y = 30 + row * _BAR
-        x = float(_LEFT)
-        lines.append(f'<text x="8" y="{y + 14}">{html.escape(one.label)}</text>')
+        x = float(left)
+        lines.append(f'<text x="8" y="{y + 14}" {ink}>{html.escape(one.label)}</text>')
         for name, colour in zip(names, _COLOURS, strict=True):
             size = getattr(one.memory, name)
             about = f"<title>{name.replace('_', ' ')}: {size / 1e9:.2f} GB</title>"
             place = f'x="{x:.1f}" y="{y}" width="{size * scale:.1f}" height="{_BAR - 4}"'
             lines.append(f'<rect {place} fill="{colour}">{about}</rect>')
             x += size * scale
-        lines.append(f'<text x="{x + 4:.1f}" y="{y + 14}">{one.memory.total / 1e9:.1f}</text>')
-    edge = _LEFT + limit * scale
+        total = f"{one.memory.total / 1e9:.1f}"
+        lines.append(f'<text x="{x + 4:.1f}" y="{y + 14}" {ink}>{total}</text>')
+    edge = left + limit * scale
     lines.append(
         f'<line x1="{edge:.1f}" x2="{edge:.1f}" y1="24" y2="{height}" stroke="#c00" '
         'stroke-dasharray="4 3"/>'
@@ -120,17 +123,25 @@ def _bars(plan: "StepPlan") -> str:
 
 
 def _picture(plan: "StepPlan", shown: Forecast) -> str:
-    """Draw the ticks of the first microbatches, with the times of the slowest stage."""
+    """Draw a step with the times of the slowest stage; of fewer microbatches if there are many."""
     num_stages = plan.axes["stage"]
     forward, backward = (
         max(getattr(stage, name) for stage in shown.stages) for name in ("forward_s", "backward_s")
     )
     if forward + backward <= 0:
         return ""
-    return draw(
-        resolve_schedule(shown.schedule, shown.num_chunks),
-        min(plan.num_microbatches, 3 * num_stages),
+    drawn = min(plan.num_microbatches, 3 * num_stages)
+    picture = draw(
+        resolve_schedule(shown.schedule, shown.num_chunks, shown.max_pending),
+        drawn,
         num_stages,
         forward_s=forward,
         backward_s=backward,
     ).svg()
+    if drawn == plan.num_microbatches:
+        return picture
+    note = (
+        f"A step of {drawn} microbatches, so that each one can be seen. The plan's step has "
+        f"{plan.num_microbatches}, and is idle for {shown.bubble:.1%} of its ticks."
+    )
+    return f"<p>{note}</p>\n{picture}"

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import optax
 
+from jaxpipe._mesh import off_mesh
 from jaxpipe._numbers import as_flag, as_integer, as_number, plain
 from jaxpipe._typing import PyTree
 from jaxpipe.config import Collector, TrainConfig, load_config, unless_auto
@@ -53,6 +54,7 @@ from ._job import check_model
 from ._result import Alternative, StepPlan
 
 
+@off_mesh
 def plan(  # noqa: PLR0913  # one argument for each choice
     model: PipelineModule,
     config: ConfigLike,
@@ -155,7 +157,7 @@ def plan(  # noqa: PLR0913  # one argument for each choice
         limit_bytes=setup.limit_bytes,
         num_microbatches=setup.num_microbatches,
         microbatch_size=traced.microbatch_size,
-        num_params=sum(math.prod(x.shape) for x in jax.tree.leaves(traced.trace.tree())),
+        num_params=traced.trace.total_params,
         candidates=tuple(found),
         best=found[0] if found[0].fits else None,
         alternatives=listed,
@@ -372,7 +374,7 @@ class _Setup:
             outputs = trace.boundaries[-1]
             labels = traced.microbatch.labels
             trace.on_mesh(lambda: jax.eval_shape(module.loss_terms, outputs, labels))
-        self._optimizer = chosen.transformation
+        self._optimizer = traced.optimizer
         if optimizer is not None and module.num_stages > 1:
             check_leafwise(trace_optimizer(optimizer, trace.tree()))
         self.num_microbatches = sizes.gradient_accumulation_steps

@@ -21,7 +21,7 @@ from jaxpipe.planner import (
 )
 
 from ._compile import CompiledStep
-from ._html import body_of, page_of
+from ._html import ALTERNATIVE_SIDES, body_of, page_of
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class StepPlan:
         ]
         if self.alternatives:
             lines += ["", "the same batch with other settings, each at its best:"]
-            lines += format_table(_alternative_rows(self), "<<<>>>")
+            lines += format_table(_alternative_rows(self), ALTERNATIVE_SIDES)
         if self.advice:
             lines += ["", self.advice]
         if self.measured_step_s is not None:

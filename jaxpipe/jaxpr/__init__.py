@@ -3,6 +3,7 @@
 from . import _primitives as primitives
 from ._arithmetic import Arithmetic as Arithmetic
 from ._arithmetic import arithmetic_of as arithmetic_of
+from ._dependence import follow as follow
 from ._dependence import output_dependence as output_dependence
 from ._equation import ClosedJaxpr as ClosedJaxpr
 from ._equation import Jaxpr as Jaxpr
@@ -14,7 +15,6 @@ from ._equation import bind_here as bind_here
 from ._equation import branches_of as branches_of
 from ._equation import called_program as called_program
 from ._equation import effect_axes as effect_axes
-from ._equation import exponent_of as exponent_of
 from ._equation import is_named as is_named
 from ._equation import name_of as name_of
 from ._equation import programs_inside as programs_inside
@@ -88,8 +88,8 @@ __all__ = [
     "effect_axes",
     "effects_of",
     "evaluate",
-    "exponent_of",
     "flatten",
+    "follow",
     "is_named",
     "name_of",
     "needed_for",

@@ -2,17 +2,30 @@
 
 import functools
 import operator
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
-from ._equation import ClosedJaxpr, Jaxpr, Literal, ScanForm, branches_of, called_program, scan_form
+from ._equation import (
+    ClosedJaxpr,
+    Jaxpr,
+    Literal,
+    ScanForm,
+    branches_of,
+    called_program,
+    programs_inside,
+    scan_form,
+)
+from ._primitives import SHARD_MAP
+
+T = TypeVar("T")
+Rule = Callable[[Any, list[T]], list[T]]
+"""From an equation and a value for each operand to a value for each result."""
 
 
 def output_dependence(jaxpr: Jaxpr, inputs: Sequence[int]) -> list[int]:
     """Follow sets of inputs through a jaxpr.
 
-    Calls, scans and conditionals are followed inside. An output of any other equation depends on
-    all inputs of that equation.
+    An output of an equation that is not followed inside depends on all inputs of that equation.
 
     Args:
         jaxpr: The traced function.
@@ -21,48 +34,69 @@ def output_dependence(jaxpr: Jaxpr, inputs: Sequence[int]) -> list[int]:
     Returns:
         One set per output: the union of the sets of all inputs that it is computed from.
     """
-    env: dict[Any, int] = dict(zip(jaxpr.invars, inputs, strict=True))
 
-    def read(atom: Any) -> int:
-        return 0 if isinstance(atom, Literal) else env.get(atom, 0)
+    def rule(eqn: Any, sets: list[int]) -> list[int]:
+        return [functools.reduce(operator.or_, sets, 0)] * len(eqn.outvars)
+
+    return follow(jaxpr, inputs, rule, 0)
+
+
+def follow(jaxpr: Jaxpr, inputs: Sequence[T], rule: Rule[T], nothing: T) -> list[T]:
+    """Follow facts about values through a jaxpr, also inside calls, scans and conditionals.
+
+    Args:
+        jaxpr: The traced function.
+        inputs: The fact about each input. The operator `|` joins two facts.
+        rule: Applies to all other equations.
+        nothing: The fact about a constant.
+
+    Returns:
+        The fact about each output.
+    """
+    env: dict[Any, T] = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def read(atom: Any) -> T:
+        return nothing if isinstance(atom, Literal) else env.get(atom, nothing)
+
+    def inside(program: ClosedJaxpr, values: Sequence[T]) -> list[T]:
+        return follow(program.jaxpr, values, rule, nothing)
 
     for eqn in jaxpr.eqns:
-        sets = [read(atom) for atom in eqn.invars]
-        for var, bits in zip(eqn.outvars, _equation(eqn, sets), strict=True):
-            env[var] = bits
+        values = [read(atom) for atom in eqn.invars]
+        scan = scan_form(eqn)
+        branches = branches_of(eqn)
+        is_mapped = eqn.primitive.name == SHARD_MAP
+        program = programs_inside(eqn)[0] if is_mapped else called_program(eqn)
+        if scan is not None:
+            found = _scan(scan, values, inside)
+        elif branches:
+            found = _cond(branches, values, inside)
+        else:
+            found = rule(eqn, values) if program is None else inside(program, values)
+        env.update(zip(eqn.outvars, found, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _equation(eqn: Any, sets: list[int]) -> list[int]:
-    scan = scan_form(eqn)
-    branches = branches_of(eqn)
-    if scan is not None:
-        return _scan(scan, sets)
-    if branches:
-        return _cond(branches, sets)
-    program = called_program(eqn)
-    if program is not None:
-        return output_dependence(program.jaxpr, sets)
-    return [functools.reduce(operator.or_, sets, 0)] * len(eqn.outvars)
+_Inside = Callable[[ClosedJaxpr, Sequence[Any]], list[Any]]
 
 
-def _scan(scan: ScanForm, sets: list[int]) -> list[int]:
+def _scan(scan: ScanForm, values: list[Any], inside: _Inside) -> list[Any]:
     num_consts = scan.num_consts
     num_carry = scan.num_carry
-    consts = sets[:num_consts]
-    carry = sets[num_consts:][:num_carry]
-    sliced = sets[num_consts + num_carry :]
+    consts = values[:num_consts]
+    carry = values[num_consts:][:num_carry]
+    sliced = values[num_consts + num_carry :]
     while True:
-        outputs = output_dependence(scan.body.jaxpr, [*consts, *carry, *sliced])
-        # A step's carry may depend on any earlier step, so the sets grow until they do not change.
+        outputs = inside(scan.body, [*consts, *carry, *sliced])
+        # A step's carry may depend on any earlier step, so the facts grow until they do not change.
         grown = [a | b for a, b in zip(carry, outputs[:num_carry], strict=True)]
         if grown == carry:
             return outputs
         carry = grown
 
 
-def _cond(branches: Sequence[ClosedJaxpr], sets: list[int]) -> list[int]:
-    choice, *operands = sets
-    outputs = [output_dependence(branch.jaxpr, operands) for branch in branches]
+def _cond(branches: Sequence[ClosedJaxpr], values: list[Any], inside: _Inside) -> list[Any]:
+    choice, *operands = values
+    outputs = [inside(branch, operands) for branch in branches]
     # A result comes from one of the branches, and also depends on the choice of the branch.
     return [functools.reduce(operator.or_, found, choice) for found in zip(*outputs, strict=True)]

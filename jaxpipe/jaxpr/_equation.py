@@ -15,8 +15,9 @@ from jax.extend.core import Literal as Literal
 from jax.extend.core import jaxpr_as_fun
 from jax.extend.core.primitives import copy_p
 from jax.interpreters.partial_eval import dce_jaxpr
-from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
+
+from jaxpipe._mesh import NO_MESH
 
 from ._primitives import (
     BARRIER,
@@ -239,14 +240,6 @@ def constraint_is_whole(primitive: Any, params: Any) -> bool:
     return spec is not None and all(names in (None, ()) for names in spec)
 
 
-def exponent_of(eqn: Any) -> Any:
-    """Return the exponent of an integer power; None for other equations.
-
-    It is the only operand of arithmetic that is stored as a parameter.
-    """
-    return eqn.params.get("y")
-
-
 def scope_of(eqn: Any) -> str:
     """Return the named scopes in which an equation was traced."""
     return str(eqn.source_info.name_stack)
@@ -286,7 +279,7 @@ def refuses_sharding(error: Exception) -> bool:
 
 def on_no_mesh() -> Any:
     """Return the context of equations that were traced without a mesh."""
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+    with jax.sharding.use_abstract_mesh(NO_MESH):
         return jax.make_jaxpr(jax.numpy.negative)(1.0).eqns[0].ctx
 
 

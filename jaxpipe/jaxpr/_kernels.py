@@ -56,8 +56,11 @@ from ._program import flatten, operands
 from ._sharding import followed_specs, spec_axes
 from ._slice import evaluate, needed_for
 
-ATTENTION_SCOPE = "attention_kernel"
-"""Named scope of attention in plain JAX that is counted as one kernel."""
+ATTENTION_SCOPE = "jaxpipe_attention_kernel"
+"""Named scope of attention in plain JAX that is counted as one kernel.
+
+Modules of users have other names.
+"""
 
 _BLOCKS = re.compile(r"\b(\d+)_of_(\d+)_blocks\b")
 

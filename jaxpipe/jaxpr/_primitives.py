@@ -148,9 +148,6 @@ FORMS = frozenset(
 CASTS = frozenset({"convert_element_type", "copy", "stop_gradient"})
 """Element-wise, with one operand of the result's shape."""
 
-FILLS = frozenset({FILL, "convert_element_type", "reshape", "squeeze"})
-"""Convert a number to the shape and dtype in which it is used."""
-
 RANDOM_KEYS = frozenset(
     {"random_fold_in", "random_seed", "random_split", "random_unwrap", "random_wrap"}
 )

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
+from jaxpipe._mesh import NO_MESH
+
 from ._equation import (
     ClosedJaxpr,
     Jaxpr,
@@ -107,7 +109,7 @@ def followed_specs(
     mapped = jax.shard_map(
         run, mesh=explicit, in_specs=P(), out_specs=P(), axis_names=set(manual), check_vma=False
     )
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # the user may have set a mesh
+    with jax.sharding.use_abstract_mesh(NO_MESH):  # the user may have set a mesh
         jax.eval_shape(
             mapped, *(jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in closed.jaxpr.invars)
         )
@@ -162,7 +164,11 @@ def _results(eqn: Any, values: list[jax.Array], seen: dict[Any, P]) -> list[jax.
         ]
     if scan is not None:
         num_fixed = scan.num_consts + scan.num_carry
-        sliced = [jax.lax.index_in_dim(x, 0, keepdims=False) for x in values[num_fixed:]]
+        # Not taken with an equation: JAX's rules have no slice of a dim that is sharded.
+        sliced = [
+            _placed(_blank(x), P(*_spec(whole)[1:]))
+            for x, whole in zip(scan.body.jaxpr.invars[num_fixed:], values[num_fixed:], strict=True)
+        ]
         # The body is followed once, and its final carry stands for the last step's carry.
         found = _follow(scan.body.jaxpr, [*values[:num_fixed], *sliced], seen)
         final = found[: scan.num_carry]

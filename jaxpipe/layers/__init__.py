@@ -5,6 +5,9 @@ sequential model.
 """
 
 # For users.
+from ._load_bias import LoadBias as LoadBias
+from ._load_bias import load_bias as load_bias
+from ._load_bias import with_load as with_load
 from ._lora import LORA_PARAMETERS as LORA_PARAMETERS
 from ._lora import lora as lora
 from ._lora import merge_lora as merge_lora
@@ -24,13 +27,12 @@ from ._axes import call_on_one as call_on_one
 from ._axes import on_mesh as on_mesh
 from ._build import NamedLayer as NamedLayer
 from ._lora import without_adapters as without_adapters
+from ._matrices import hidden_matrices as hidden_matrices
 from ._model_trace import ModelTrace as ModelTrace
 from ._param_paths import ParamPaths as ParamPaths
 from ._param_paths import layer_view as layer_view
 from ._param_paths import merge_layers as merge_layers
-from ._precision import CORRECTION_BIAS as CORRECTION_BIAS
 from ._precision import cast_floats as cast_floats
-from ._precision import is_correction_bias as is_correction_bias
 from ._sharding import unbox as unbox
 from ._signature import layer_signatures as layer_signatures
 from ._split_vocabulary import check_split_loss as check_split_loss
@@ -45,6 +47,7 @@ from ._tree import flatten_dict as flatten_dict
 from ._tree import join_path as join_path
 from ._tree import split_path as split_path
 from ._tree import unflatten_dict as unflatten_dict
+from ._usage import check_held as check_held
 from ._wrapped import WrappedLayer as WrappedLayer
 
 __all__ = [
@@ -53,16 +56,18 @@ __all__ = [
     "AuxLoss",
     "Layer",
     "LayerSpec",
+    "LoadBias",
     "Metric",
     "PipelineModule",
     "SoftCapped",
     "TiedLayerSpec",
     "VocabEmbed",
     "VocabHead",
+    "load_bias",
     "lora",
     "merge_lora",
+    "with_load",
     # For other rooms.
-    "CORRECTION_BIAS",
     "ModelTrace",
     "NamedLayer",
     "ParamPaths",
@@ -70,11 +75,12 @@ __all__ = [
     "as_arrays",
     "call_on_one",
     "cast_floats",
+    "check_held",
     "check_split_loss",
     "device_bytes",
     "flatten_dict",
     "format_struct",
-    "is_correction_bias",
+    "hidden_matrices",
     "join_path",
     "layer_signatures",
     "layer_view",

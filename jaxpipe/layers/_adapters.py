@@ -14,13 +14,11 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.core import freeze, meta
 
-from jaxpipe._typing import Path
 from jaxpipe.errors import LayerError
 
 from ._sharding import unbox
+from ._tree import LORA_A, LORA_B, Place
 
-LORA_A = "lora_a"
-LORA_B = "lora_b"
 LINEN_PROJECTIONS = (nn.Dense, nn.DenseGeneral, nn.Einsum)
 NNX_PROJECTIONS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)
 
@@ -36,16 +34,15 @@ class Adapters:
         self._scale = scale
         self._targets = tuple(targets)
 
-    def has(self, prefix: Path, path: Sequence[Any]) -> bool:
-        """True if the kernel of a module at this path in a layer is a target."""
-        name = "/".join((*prefix, *map(str, path), "kernel"))
-        return any(pattern.search(name) for pattern in self._targets)
-
     def unmatched(self, names: Sequence[str]) -> list[str]:
-        """The patterns that match none of these names."""
+        """The patterns that match none of these names of kernels."""
         return [
             each.pattern for each in self._targets if not any(each.search(name) for name in names)
         ]
+
+    def has(self, name: str) -> bool:
+        """True if the kernel of this name is a target."""
+        return any(each.search(name) for each in self._targets)
 
     def shapes(
         self, kernel: tuple[int, ...], num_inputs: int
@@ -72,21 +69,21 @@ class Adapters:
 
 @dataclass(frozen=True)
 class LoraMark:
-    """The adapters of a layer, as `lora` writes them into its spec.
+    """The adapters of a layer at its position in the model.
 
     Attributes:
-        prefix: The path of the layer's parameters in the model's tree.
+        place: The place of the layer's parameters in the model's tree.
         adapters: The adapters of each call of `lora`; a kernel has at most one of them.
     """
 
-    prefix: Path
+    place: Place
     adapters: tuple[Adapters, ...]
 
     def of(self, path: Sequence[Any]) -> Adapters | None:
         """The adapters of the projection at a path; raises LayerError if there are several."""
-        found = [each for each in self.adapters if each.has(self.prefix, path)]
+        name = "/".join(self.place.of((*map(str, path), "kernel")))
+        found = [each for each in self.adapters if each.has(name)]
         if len(found) > 1:
-            name = "/".join((*self.prefix, *map(str, path), "kernel"))
             raise LayerError(
                 f"a kernel must have one adapter, but got targets of {len(found)} calls of lora "
                 f"that find {name!r}. Let one of them name it."
@@ -233,7 +230,9 @@ def _contracted(
     if equation is None:
         if tuple(batch):
             raise _refused(module, f"batch dims {tuple(batch)}")
-        return tuple(a % x.ndim for a in (axis if isinstance(axis, (tuple, list)) else (axis,)))
+        axes = axis if isinstance(axis, (tuple, list)) else (axis,)
+        # Flax sorts the axes, so that the kernel's dims have the order of the input's.
+        return tuple(sorted(a % x.ndim for a in axes))
     inputs, kernel, outputs = re.split(",|->", equation.replace(" ", ""))
     # An ellipsis stands for the leading dims that have no letter.
     letters = inputs.replace("...", "")

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
+from jaxpipe._mesh import NO_MESH
 from jaxpipe._typing import PyTree
 from jaxpipe.errors import LayerError
 from jaxpipe.topology import MANUAL_AXES
 
 DATA = "data"
-NO_MESH = AbstractMesh((), ())
 
 T = TypeVar("T")
 
@@ -92,6 +92,9 @@ def call_on_one(axes: Sequence[str], function: Callable[..., PyTree], *args: PyT
 
     Returns:
         The result of the function.
+
+    Raises:
+        LayerError: The mesh that the program has set lacks an axis that a constraint names.
     """
     around = jax.sharding.get_abstract_mesh()
 
@@ -115,7 +118,15 @@ def call_on_one(axes: Sequence[str], function: Callable[..., PyTree], *args: PyT
     if not axes or around.manual_axes:
         return run(*args)
     # Compiled, since a constraint on a concrete array would look for the mesh's devices.
-    return jax.jit(run_on_mesh if around.empty else run)(*args)
+    try:
+        return jax.jit(run_on_mesh if around.empty else run)(*args)
+    except ValueError as error:
+        if around.empty or set(axes) <= set(around.axis_names):
+            raise
+        raise LayerError(
+            f"layers with the axes {tuple(axes)} must run on a mesh that has them, or on none, but "
+            f"got {error} Call them outside jax.set_mesh, or give its mesh these axes."
+        ) from error
 
 
 def mesh_for_init(names: Sequence[str]) -> AbstractMesh:

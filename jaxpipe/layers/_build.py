@@ -12,7 +12,7 @@ from flax import nnx
 from jaxpipe._typing import Path
 from jaxpipe.errors import JaxpipeError, LayerError
 
-from ._adapters import LoraMark, adapted_call
+from ._adapters import LINEN_PROJECTIONS, NNX_PROJECTIONS, Adapters, LoraMark, adapted_call
 from ._deepspeed import DeepSpeedNames
 from ._function import FunctionLayer
 from ._linen import LinenLayer
@@ -20,6 +20,7 @@ from ._nnx import NNXLayer
 from ._protocol import TRAIN_FLAGS, Layer, call_of
 from ._remat import remat_layer
 from ._spec import LayerSpec, TiedLayerSpec, is_equinox
+from ._tree import Place
 
 
 @dataclass(frozen=True)
@@ -28,37 +29,37 @@ class NamedLayer:
 
     Attributes:
         index: Position in the whole model, from 0.
-        name: `<index>_<class name>`, the key of its parameters under `layers/`.
+        place: The place of its parameters in the model's tree.
         layer: The layer, which makes the variables and computes the outputs.
-        tied_key: Key of a `TiedLayerSpec`, or None.
-        tied_paths: Dotted paths of the parameters that are shared; None shares all of them.
         is_marked: Whether its spec marks it to be recomputed in training.
         instances: The built Linen modules in the layer, each with the path of its parameters inside
             the layer.
-        lora: Its adapters.
+        adapters: Those of each call of `lora`.
         item: What the user's list has at this position.
     """
 
     index: int
-    name: str
+    place: Place
     layer: Layer
-    tied_key: str | None = None
-    tied_paths: tuple[str, ...] | None = None
     is_marked: bool = False
     instances: tuple[tuple[Path, nn.Module], ...] = ()
-    lora: LoraMark | None = None
+    adapters: tuple[Adapters, ...] = ()
     item: Any = dataclasses.field(default=None, compare=False, repr=False)
 
-    def shares(self, path: Path) -> bool:
-        """True if the parameter at this path inside the layer belongs to the tied key."""
-        if self.tied_key is None or self.tied_paths is None:
-            return self.tied_key is not None
-        return any(path[: len(wanted)] == wanted for wanted in map(split_attr, self.tied_paths))
+    @property
+    def name(self) -> str:
+        """`<index>_<class name>`, the key of its parameters under `layers/`."""
+        return self.place.name
 
+    @property
+    def is_causal(self) -> bool:
+        """Whether `LayerSpec.causal` has marked it."""
+        return isinstance(self.item, LayerSpec) and self.item.is_causal
 
-def split_attr(attr: str) -> Path:
-    """The path that a dotted `tied_weight_attr` means."""
-    return tuple(attr.split("."))
+    @property
+    def tied_key(self) -> str | None:
+        """Key of a `TiedLayerSpec`, or None."""
+        return self.place.tied_key
 
 
 def as_layers(items: Iterable[Any] | nn.Sequential) -> tuple[NamedLayer, ...]:
@@ -89,30 +90,44 @@ def as_layers(items: Iterable[Any] | nn.Sequential) -> tuple[NamedLayer, ...]:
 
 def _name(index: int, item: Any) -> NamedLayer:
     layer = _adapt(index, item)
-    name = f"{index}_{layer.class_name}"
+    place = _place(index, layer.class_name, item)
     for flag in item.train_flags if isinstance(item, LayerSpec) else ():
         if not layer.takes_flag(flag):
             known = ", ".join(layer.arguments.names) or "it has no arguments besides its inputs"
             raise LayerError(
-                f"train_flag must name an argument, field or attribute of layer {name}, but got "
-                f"train_flag({flag!r}). Name one of those of its call ({known}), a boolean field, "
-                "or a boolean attribute."
+                "train_flag must name an argument, field or attribute of layer "
+                f"{place.name}, but got train_flag({flag!r}). Name one of those of its call "
+                f"({known}), a boolean field, or a boolean attribute."
             )
     instances = tuple(_instances(layer.module)) if isinstance(layer, LinenLayer) else ()
-    mark, lora = (item.remat_mark, item.lora_mark) if isinstance(item, LayerSpec) else (None, None)
+    mark, adapters = (item.remat_mark, item.adapters) if isinstance(item, LayerSpec) else (None, ())
     if mark is not None:
         layer = remat_layer(layer, mark)
-    tie = (item.key, item.tied_weight_attr) if isinstance(item, TiedLayerSpec) else (None, None)
     return NamedLayer(
         index,
-        name,
+        place,
         layer,
-        *tie,
         is_marked=mark is not None,
         instances=instances,
-        lora=lora,
+        adapters=adapters,
         item=item,
     )
+
+
+def _place(index: int, class_name: str, item: Any) -> Place:
+    name = f"{index}_{class_name}"
+    is_tied = isinstance(item, TiedLayerSpec)
+    return Place(name, item.key, item.tied_weight_attr) if is_tied else Place(name)
+
+
+def _lora_mark(index: int, spec: LayerSpec, kind: type) -> LoraMark | None:
+    if not spec.adapters:
+        return None
+    mark = LoraMark(_place(index, kind.__name__, spec), spec.adapters)
+    # A projection that is itself a layer, and not a target, is unchanged: the pipeline may treat
+    # its class specially.
+    is_projection = issubclass(kind, (*LINEN_PROJECTIONS, *NNX_PROJECTIONS))
+    return None if is_projection and mark.of(()) is None else mark
 
 
 def _instances(module: nn.Module, path: Path = ()) -> Iterator[tuple[Path, nn.Module]]:
@@ -165,7 +180,8 @@ def _adapt_spec(index: int, spec: LayerSpec) -> Layer:
     kind = spec.typename
     forward_fn = spec.forward_fn
     if isinstance(kind, type) and issubclass(kind, nnx.Module):
-        return _checked(index, spec, lambda: NNXLayer(spec, forward_fn))
+        lora = _lora_mark(index, spec, kind)
+        return _checked(index, spec, lambda: NNXLayer(spec, forward_fn, lora))
     if isinstance(kind, type) and is_equinox(kind):
         # An optional dependency, which is installed if the spec has one of its classes.
         from ._equinox import EquinoxLayer
@@ -175,10 +191,9 @@ def _adapt_spec(index: int, spec: LayerSpec) -> Layer:
     module = _checked(index, spec, spec.build)
     if not isinstance(module, nn.Module):
         return _adapt_function(index, module, forward_fn, flags)
-    if spec.lora_mark is not None:
-        forward_fn = adapted_call(
-            call_of(type(module)) if forward_fn is None else forward_fn, spec.lora_mark
-        )
+    lora = _lora_mark(index, spec, type(module))
+    if lora is not None:
+        forward_fn = adapted_call(call_of(type(module)) if forward_fn is None else forward_fn, lora)
     return LinenLayer(module, forward_fn, flags, spec.given_names())
 
 

@@ -9,10 +9,10 @@ import flax.linen as nn
 import jax
 from flax.core import DenyList
 
+from jaxpipe._mesh import NO_MESH
 from jaxpipe._typing import PyTree
 from jaxpipe.errors import LayerError
 
-from ._axes import NO_MESH
 from ._protocol import (
     TRAIN_FLAGS,
     Applied,

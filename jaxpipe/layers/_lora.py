@@ -12,13 +12,14 @@ import numpy as np
 from flax import nnx
 
 from jaxpipe._numbers import as_integer, as_number
-from jaxpipe._typing import Path, PyTree
+from jaxpipe._typing import PyTree
 from jaxpipe.errors import LayerError
 
-from ._adapters import LINEN_PROJECTIONS, LORA_A, LORA_B, NNX_PROJECTIONS, Adapters, LoraMark
+from ._adapters import Adapters
 from ._build import NamedLayer
-from ._spec import LayerSpec, TiedLayerSpec
-from ._tree import flatten_dict, unflatten_dict
+from ._param_paths import ParamPaths
+from ._spec import LayerSpec
+from ._tree import LORA_A, LORA_B, flatten_dict, unflatten_dict
 
 LORA_PARAMETERS = r"(^|/)lora_[ab]$"
 """Pattern that matches adapters, for `PipelineModule(trainable=LORA_PARAMETERS)`."""
@@ -44,7 +45,8 @@ def lora(
         rank: Inner size of the adapters.
         alpha: Scale of the adapters times the rank.
         targets: One or more patterns, found by `re.search` in paths of kernels such as
-            `layers/3_Block/attention/query/kernel`, or `tied/<key>/kernel` for a tied layer.
+            `layers/3_Block/attention/query/kernel`, or `tied/<key>/kernel` if it is shared. The
+            adapter of a shared kernel is shared too.
 
     Returns:
         The new list.
@@ -52,8 +54,9 @@ def lora(
     Raises:
         LayerError: The rank is not a positive integer, alpha is not a number, `targets` are not
             patterns, or no layer can have an adapter. When the model is traced: a pattern matches
-            no kernel, or a target already has an adapter, has batch dims, or has an equation whose
-            contracted dims are not the first dims of the kernel.
+            no kernel, or a target already has an adapter, is shared with a layer without it, has
+            batch dims, or has an equation whose contracted dims are not the first dims of the
+            kernel.
 
     Reference:
         LoRA: Low-Rank Adaptation of Large Language Models (Hu et al., 2021), section 4.1.
@@ -76,26 +79,37 @@ def lora(
         )
     adapters = Adapters(size, scale, [re.compile(pattern) for pattern in patterns])
     items = list(layers.layers if isinstance(layers, nn.Sequential) else layers)
-    adapted = [_adapted(index, item, adapters) for index, item in enumerate(items)]
+    adapted = [_adapted(item, adapters) for item in items]
     if all(new is old for new, old in zip(adapted, items, strict=True)):
         raise LayerError(
-            f"lora's targets must find kernels of the layers, but got targets={targets!r}, which "
-            f"find none in {len(items)} layers. Paths of kernels are written "
-            "layers/3_Block/attention/query/kernel."
+            "lora must be given layers with kernels that can have adapters, but got "
+            f"{len(items)} layers without any. Give Linen modules, or NNX modules in a LayerSpec."
         )
     return adapted
 
 
-def check_targets(layers: Iterable[NamedLayer], paths: Iterable[Path]) -> None:
-    """Refuse patterns given to `lora` that match no kernel; `paths` are the model's parameters."""
-    found = dict.fromkeys(
-        each for named in layers if named.lora is not None for each in named.lora.adapters
-    )
+def check_targets(layers: Sequence[NamedLayer], paths: Sequence[ParamPaths]) -> None:
+    """Refuse patterns given to `lora` that match no kernel, and kernels with it in some layers.
+
+    `paths` are those of each layer's parameters.
+    """
+    found = dict.fromkeys(each for named in layers for each in named.adapters)
     if not found:
         return
-    paths = list(paths)
-    adapted = ["/".join((*path[:-1], "kernel")) for path in paths if path[-1] == LORA_A]
-    kernels = ["/".join(path) for path in paths if path[-1] == "kernel"]
+    of_layers = [set(each.paths.values()) for each in paths]
+    every = sorted(set().union(*of_layers))
+    modules = [path[:-1] for path in every if path[-1] == LORA_A]
+    adapted = ["/".join((*module, "kernel")) for module in modules]
+    kernels = ["/".join(path) for path in every if path[-1] == "kernel"]
+    for module, name in zip(modules, adapted, strict=True):
+        for named, own in zip(layers, of_layers, strict=True):
+            if (*module, "kernel") in own and (*module, LORA_A) not in own:
+                raise LayerError(
+                    "a tied kernel must have its adapter in every layer that uses it, because "
+                    f"merging changes the one kernel, but got {name!r} without it in layer "
+                    f"{named.name}. Give lora all of these layers, or leave the kernel out of "
+                    "targets."
+                )
     for adapters in found:
         for pattern in adapters.unmatched(adapted):
             nearest = difflib.get_close_matches(pattern, kernels, n=3, cutoff=0.0)
@@ -161,21 +175,13 @@ def merge_lora(params: PyTree, alpha: float, dtype: Any = None) -> dict[str, PyT
     return unflatten_dict(plain)
 
 
-def _adapted(index: int, item: Any, adapters: Adapters) -> Any:
+def _adapted(item: Any, adapters: Adapters) -> Any:
     """The layer, marked to have adapters if it can have any."""
     kind = _kind_of(item)
-    if kind is None:
-        return item
-    name = f"{index}_{kind.__name__}"
-    prefix = ("tied", item.key) if isinstance(item, TiedLayerSpec) else ("layers", name)
-    # A projection that is itself a layer, and not a target, is unchanged: the pipeline may treat
-    # its class specially.
-    is_projection = issubclass(kind, (*LINEN_PROJECTIONS, *NNX_PROJECTIONS))
-    if issubclass(kind, (nn.Embed, nnx.Embed)) or (is_projection and not adapters.has(prefix, ())):
+    if kind is None or issubclass(kind, (nn.Embed, nnx.Embed)):
         return item
     marked = copy.copy(item) if isinstance(item, LayerSpec) else LayerSpec(item)
-    before = () if marked.lora_mark is None else marked.lora_mark.adapters
-    marked.lora_mark = LoraMark(prefix, (*before, adapters))
+    marked.adapters = (*marked.adapters, adapters)
     return marked
 
 

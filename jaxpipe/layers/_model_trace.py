@@ -1,9 +1,10 @@
 """The shapes of a model."""
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import AbstractMesh, PartitionSpec
@@ -15,6 +16,7 @@ from jaxpipe.topology import EXPERT, FSDP
 
 from ._axes import on_mesh
 from ._param_paths import ParamPaths, merge_layers
+from ._precision import cast_floats
 from ._sharding import (
     Rules,
     rules_in_force,
@@ -42,6 +44,7 @@ class ModelTrace:
         collection_specs: The same for collections.
         stage_dims: For each layer, the dims along which a pipeline splits parameters over the
             `stage` axis, by path.
+        param_marks: For each layer, the parameters that `load_bias` marks, by path.
         programs: Each layer's call in training; equal layers share one program.
         mesh: The mesh that the layers were traced on. Shapes are whole over its automatic axes, and
             one device's share over `stage` and `data`.
@@ -59,6 +62,7 @@ class ModelTrace:
     param_specs: tuple[Mapping[Path, PartitionSpec], ...]
     collection_specs: tuple[Mapping[Path, PartitionSpec], ...]
     stage_dims: tuple[Mapping[Path, int], ...]
+    param_marks: tuple[Mapping[Path, bool], ...]
     programs: tuple[ClosedJaxpr, ...]
     mesh: AbstractMesh
     rules: Rules
@@ -88,6 +92,16 @@ class ModelTrace:
             if EXPERT in spec_axes(names)
         }
         return (FSDP, EXPERT) if uses == {0} else (FSDP,)
+
+    @functools.cached_property
+    def load_biases(self) -> frozenset[Path]:
+        """Parameters that a load moves, by path in the model's tree; see `load_bias`."""
+        pairs = zip(self.paths, self.param_marks, strict=True)
+        return frozenset(paths.paths[local] for paths, marks in pairs for local in marks)
+
+    def cast_params(self, index: int, dtype: Any) -> PyTree:
+        """The parameters of a layer in the dtypes that it computes with."""
+        return cast_floats(self.params[index], dtype, self.param_marks[index])
 
     def num_params(self) -> tuple[int, ...]:
         """The number of parameters of each layer that an optimiser updates.
@@ -157,6 +171,11 @@ class ModelTrace:
         for paths, dims in zip(self.paths, self.stage_dims, strict=True):
             found |= {paths.paths[local]: dim for local, dim in dims.items()}
         return found
+
+    @property
+    def total_params(self) -> int:
+        """The number of parameters of the model. Shared ones count once."""
+        return sum(math.prod(x.shape) for x in jax.tree.leaves(self.tree()))
 
     def tree(self) -> PyTree:
         """The parameter tree of the whole model, as shapes and dtypes."""

@@ -1,7 +1,6 @@
 """`PipelineModule`: the model as a list of layers, and the sequential model that it defines."""
 
 import copy
-import math
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import fields, replace
@@ -11,7 +10,7 @@ from typing import Any
 import jax
 
 from jaxpipe._numbers import as_flag
-from jaxpipe._typing import PyTree
+from jaxpipe._typing import Path, PyTree
 from jaxpipe.errors import LayerError, PartitionError, counted
 from jaxpipe.partition import Profile, is_method, needs_shapes, partition_layers, profile_source
 from jaxpipe.topology import PipeDataParallelTopology, ProcessTopology, automatic_axes
@@ -150,6 +149,8 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         """Parameter counts of each layer and of the whole model; known once there is a cut."""
         self._warned: set[str] = set()
         """Warnings that were issued while building; copies share them."""
+        self._marks: list[frozenset[Path]] = []
+        """The parameters that nothing casts, once they are known; copies share it."""
         settings = ModuleSettings(
             loss_fn=loss_fn,
             seed_layers=seed_layers,
@@ -313,10 +314,7 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         other = copy.copy(self)
         other._parts = tuple(parts)
         other._part_stages = None if stages is None else tuple(stages)
-        other._num_params = (
-            trace.num_params(),
-            sum(math.prod(x.shape) for x in jax.tree.leaves(trace.tree())),
-        )
+        other._num_params = trace.num_params(), trace.total_params
         return other
 
     @property

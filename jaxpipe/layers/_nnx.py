@@ -19,8 +19,9 @@ from jaxpipe._typing import PyTree
 from jaxpipe.errors import LayerError
 from jaxpipe.jaxpr import ClosedJaxpr, value_numbers
 
-from ._adapters import adapted_nnx
+from ._adapters import LoraMark, adapted_nnx
 from ._axes import axis_fault, is_unbound_axis, on_mesh, one_device_mesh
+from ._load_bias import LoadBias, LoadBiasBox
 from ._protocol import (
     TRAIN_FLAGS,
     Applied,
@@ -61,13 +62,20 @@ class NNXLayer(Layer):
     At each call, every random stream inside the module gets a new key from the layer's own key.
     Dropout therefore depends only on the step, microbatch, replica and layer, and not on how often
     the module was called. A `forward_fn(module, inputs)` replaces `__call__`. Raises LayerError if
-    the spec fixes `rngs` or holds a built module, or if the class keeps a plain array.
+    the spec fixes `rngs` or holds a built module, or if the class keeps a plain array. `lora` has
+    its adapters.
     """
 
-    def __init__(self, spec: LayerSpec, forward_fn: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self,
+        spec: LayerSpec,
+        forward_fn: Callable[..., Any] | None = None,
+        lora: LoraMark | None = None,
+    ) -> None:
         self.class_name = getattr(spec.typename, "__name__", "Module")
         _check_spec(spec)
         self.spec = spec
+        self._lora = lora
         self.forward_fn = forward_fn
         flags = {**TRAIN_FLAGS, **spec.train_flags}
         self._cls: Any = spec.typename
@@ -226,8 +234,8 @@ class NNXLayer(Layer):
         with nnx.use_eager_sharding(False):
             rngs = nnx.Rngs(key)
             module = self.spec.build(rngs=rngs) if self._takes_rngs else self.spec.build()
-            if self.spec.lora_mark is not None:
-                module = adapted_nnx(module, self.spec.lora_mark, rngs)
+            if self._lora is not None:
+                module = adapted_nnx(module, self._lora, rngs)
         for path, node in nnx.iter_graph(module):
             name = ".".join(map(str, path))
             if isinstance(node, Tracer):
@@ -296,14 +304,20 @@ def _to_tree(state: nnx.State[Any, Any]) -> PyTree:
 
 
 def _to_boxes(state: nnx.State[Any, Any]) -> PyTree:
-    """As `_to_tree`, but variables with partition metadata are put in boxes of `flax.core.meta`."""
+    """As `_to_tree`, but variables with metadata are put in boxes of `flax.core.meta`."""
 
-    def one(value: Any, spec: Any) -> Any:
-        return meta.Partitioned(value, tuple(spec)) if spec else value
+    def one(value: Any, spec: Any, is_marked: bool) -> Any:
+        boxed = meta.Partitioned(value, tuple(spec)) if spec else value
+        return LoadBiasBox(boxed) if is_marked else boxed
 
     with nnx.logical_axis_rules(()):  # keep the module's logical names, for the model's rules
         specs = nnx.get_partition_spec(state)
-    return jax.tree.map(one, _to_tree(state), _to_tree(specs))
+    marks = jax.tree.map(
+        lambda x: x.replace(isinstance(x, LoadBias)) if isinstance(x, nnx.Variable) else False,
+        state,
+        is_leaf=lambda x: isinstance(x, nnx.Variable),
+    )
+    return jax.tree.map(one, _to_tree(state), _to_tree(specs), _to_tree(marks))
 
 
 def _by_name(state: nnx.State[Any, Any]) -> dict[str, Any]:

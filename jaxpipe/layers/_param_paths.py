@@ -10,8 +10,8 @@ from typing import Any
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.errors import LayerError
 
-from ._build import NamedLayer, split_attr
-from ._tree import flatten_dict, unflatten_dict
+from ._build import NamedLayer
+from ._tree import flatten_dict, split_attr, unflatten_dict
 
 
 class ParamPaths:
@@ -27,7 +27,7 @@ class ParamPaths:
 
     def __init__(self, named: NamedLayer, params: PyTree) -> None:
         local = list(flatten_dict(params))
-        for attr in named.tied_paths or ():
+        for attr in named.place.tied_paths or ():
             wanted = split_attr(attr)
             if not any(path[: len(wanted)] == wanted for path in local):
                 known = ", ".join(".".join(path) for path in local) or "none"
@@ -35,11 +35,7 @@ class ParamPaths:
                     f"tied_weight_attr must name a parameter of layer {named.name}, but got "
                     f"{attr!r}. Name one of its parameters: {known}."
                 )
-        tied = ("tied", str(named.tied_key))
-        untied = ("layers", named.name)
-        self.paths: dict[Path, Path] = {
-            path: (*(tied if named.shares(path) else untied), *path) for path in local
-        }
+        self.paths: dict[Path, Path] = {path: named.place.of(path) for path in local}
 
 
 def layer_view(named: NamedLayer, tree: Mapping[str, Any]) -> PyTree:
@@ -54,7 +50,7 @@ def layer_view(named: NamedLayer, tree: Mapping[str, Any]) -> PyTree:
     return unflatten_dict(
         {
             **flatten_dict(unshared),
-            **{path: leaf for path, leaf in shared.items() if named.shares(path)},
+            **{path: leaf for path, leaf in shared.items() if named.place.shares(path)},
         }
     )
 

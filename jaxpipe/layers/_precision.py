@@ -1,5 +1,6 @@
 """Mixed precision: parameters are cast, but values between layers keep their dtypes."""
 
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -8,27 +9,14 @@ import jax.numpy as jnp
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.jaxpr import ClosedJaxpr, all_equations, primitives
 
-CORRECTION_BIAS = "correction_bias"
-"""Name of parameters that only decide which experts a router chooses.
 
-Optimisers do not see them, and nothing casts them: they grow large compared with the differences
-that decide, which 16 bits would round away.
-"""
-
-
-def is_correction_bias(path: Path) -> bool:
-    """Whether a parameter's path is that of a router's correction bias."""
-    return path[-1:] == (CORRECTION_BIAS,)
-
-
-def cast_floats(tree: PyTree, dtype: Any) -> PyTree:
+def cast_floats(tree: PyTree, dtype: Any, uncast: Collection[Path] = ()) -> PyTree:
     """The tree with its real floating-point leaves in `dtype`.
-
-    Leaves named `CORRECTION_BIAS` keep their dtype.
 
     Args:
         tree: Arrays, or their shapes and dtypes.
         dtype: The dtype to cast to; None casts nothing.
+        uncast: Paths of leaves that keep their dtype.
 
     Returns:
         A tree of the same structure. Integers, booleans, complex numbers and keys are unchanged.
@@ -36,13 +24,10 @@ def cast_floats(tree: PyTree, dtype: Any) -> PyTree:
     if dtype is None:
         return tree
 
-    def one(path: Any, leaf: Any) -> Any:
-        name = getattr(path[-1], "key", None) if path else None
-        if (
-            name == CORRECTION_BIAS
-            or not jnp.issubdtype(leaf.dtype, jnp.floating)
-            or leaf.dtype == dtype
-        ):
+    def one(keys: Any, leaf: Any) -> Any:
+        if not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.dtype == dtype:
+            return leaf
+        if uncast and tuple(jax.tree_util.keystr((key,), simple=True) for key in keys) in uncast:
             return leaf
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(leaf.shape, dtype)

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from jaxpipe import recompute
-from jaxpipe._typing import PyTree
+from jaxpipe._typing import Path, PyTree
 from jaxpipe.errors import JaxpipeError, LayerError
 from jaxpipe.jaxpr import check_jax
 
@@ -47,6 +47,7 @@ class SequentialModel:
     trainable: Trainable | None
     automatic_axes: tuple[str, ...]
     _warned: set[str]
+    _marks: list[frozenset[Path]]
 
     def trace(
         self,
@@ -77,6 +78,8 @@ class SequentialModel:
             compute_dtype=self.compute_dtype,
             warned=self._warned,
         )
+        if not self._marks:
+            self._marks.append(trace.load_biases)
         return dataclasses.replace(trace, frozen=frozen_paths(self.trainable, list(trace.owners())))
 
     def init(
@@ -205,7 +208,9 @@ class SequentialModel:
                 missing.
         """
         try:
-            params = cast_floats(params, self.compute_dtype)
+            if self.compute_dtype is not None:
+                marked = self._load_biases(inputs, side)
+                params = cast_floats(params, self.compute_dtype, marked)
             inputs = self.cast_inputs(as_arrays(inputs))
             extra_inputs = as_arrays(dict(side or {}))
             views = [layer_view(named, params) for named in self.layers]
@@ -233,6 +238,13 @@ class SequentialModel:
             for kind, values in reported.items():
                 aux[kind] |= {f"{named.name}/{name}": value for name, value in values.items()}
         return outputs, updated, aux
+
+    def _load_biases(self, inputs: PyTree, side: Mapping[str, PyTree] | None) -> frozenset[Path]:
+        """The parameters that nothing casts, as the layers mark them where they make them."""
+        # Layers mark the same parameters for all inputs, and tracing is slow.
+        if not self._marks:
+            self.trace(inputs, side)
+        return self._marks[0]
 
     def _name_fault(
         self,

@@ -16,6 +16,8 @@ from jaxpipe.errors import LayerError, nearest
 from jaxpipe.jaxpr import spec_axes
 from jaxpipe.topology import FSDP, MANUAL_AXES, automatic_axes
 
+from ._load_bias import LoadBiasBox
+
 Rules = tuple[tuple[str, str | tuple[str, ...] | None], ...]
 
 _PLACED = (*MANUAL_AXES, "pipe")
@@ -89,7 +91,7 @@ def unused_rules(
 
 def metadata_names(tree: PyTree) -> set[str]:
     """The names in the partition metadata of variables."""
-    specs = (leaf.get_partition_spec() for _, leaf in _boxes(tree))
+    specs = (leaf.get_partition_spec() for _, leaf in _partitions(tree))
     return {name for spec in specs for entry in spec for name in spec_axes(entry)}
 
 
@@ -106,14 +108,13 @@ def check_rules(mesh: AbstractMesh, rules: Rules) -> None:
 
 
 def unbox(tree: PyTree) -> PyTree:
-    """A tree of variables without Flax's partition metadata."""
+    """A tree of variables without Flax's partition metadata and other marks."""
+    return jax.tree.map(lambda leaf: [leaf, *_contents(leaf)][-1], tree, is_leaf=_is_box)
 
-    def one(leaf: Any) -> Any:
-        if isinstance(leaf, meta.Partitioned):
-            return leaf.unbox(apply_constraint=False)
-        return leaf.unbox() if _is_box(leaf) else leaf
 
-    return jax.tree.map(one, tree, is_leaf=_is_box)
+def load_biases(tree: PyTree) -> frozenset[Path]:
+    """Parameters that `load_bias` marks."""
+    return frozenset(path for path, box in _boxes(tree) if isinstance(box, LoadBiasBox))
 
 
 def stage_dims(label: str, tree: PyTree) -> Mapping[Path, int]:
@@ -123,7 +124,7 @@ def stage_dims(label: str, tree: PyTree) -> Mapping[Path, int]:
     layer `label`, if a variable names the axis `stage` for more than one dim.
     """
     found = {}
-    for path, leaf in _boxes(tree):
+    for path, leaf in _partitions(tree):
         dims = [
             dim
             for dim, names in enumerate(leaf.get_partition_spec())
@@ -148,7 +149,7 @@ def partition_specs(
     if not automatic_axes(mesh):
         return {}
     found = {}
-    for path, leaf in _boxes(tree):
+    for path, leaf in _partitions(tree):
         spec = _resolve(label, path, leaf, mesh, rules)
         if any(names is not None for names in spec):
             found[path] = spec
@@ -166,7 +167,7 @@ def paths_over_data(label: str, tree: PyTree, mesh: AbstractMesh, rules: Rules) 
         return []
     return [
         f"{'.'.join(path)!r} of layer {label}"
-        for path, leaf in _boxes(tree)
+        for path, leaf in _partitions(tree)
         if not isinstance(leaf, nn.LogicallyPartitioned)
         and any("data" in spec_axes(entry) for entry in leaf.get_partition_spec())
     ]
@@ -289,10 +290,21 @@ def _twice(label: str, path: Path, name: str, leaf: Any) -> LayerError:
     )
 
 
+def _partitions(tree: PyTree) -> Iterator[tuple[Path, Any]]:
+    return ((path, box) for path, box in _boxes(tree) if hasattr(box, "get_partition_spec"))
+
+
 def _boxes(tree: PyTree) -> Iterator[tuple[Path, Any]]:
     for keys, leaf in jax.tree.leaves_with_path(tree, is_leaf=_is_box):
-        if _is_box(leaf) and hasattr(leaf, "get_partition_spec"):
-            yield tuple(jax.tree_util.keystr((key,), simple=True) for key in keys), leaf
+        path = tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
+        yield from ((path, box) for box in [leaf, *_contents(leaf)] if _is_box(box))
+
+
+def _contents(box: Any) -> Iterator[Any]:
+    """Yield what is in a box: other boxes, each inside the one before, and at last the value."""
+    while _is_box(box):
+        box = box.unbox(False) if isinstance(box, meta.Partitioned) else box.unbox()
+        yield box
 
 
 def _is_box(leaf: Any) -> bool:

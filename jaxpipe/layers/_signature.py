@@ -16,8 +16,8 @@ from jaxpipe.jaxpr import program_key
 
 from ._build import NamedLayer
 from ._model_trace import ModelTrace
-from ._precision import cast_floats
 from ._protocol import layer_rngs
+from ._usage import check_held
 
 
 def layer_signature(named: NamedLayer, trace: ModelTrace, compute_dtype: Any = None) -> Hashable:
@@ -27,7 +27,7 @@ def layer_signature(named: NamedLayer, trace: ModelTrace, compute_dtype: Any = N
     and have the same gradient. The traces hold the layer's derivative, so custom derivative rules
     are compared by what they compute. Raises LayerError if the layer cannot be differentiated.
     """
-    params = cast_floats(trace.params[named.index], compute_dtype)
+    params = trace.cast_params(named.index, compute_dtype)
     inputs = trace.boundaries[named.index]
 
     def forward(
@@ -85,6 +85,9 @@ def layer_signature(named: NamedLayer, trace: ModelTrace, compute_dtype: Any = N
             "jax.custom_vjp or jax.lax.stop_gradient."
         ) from error
     evaluation = jax.make_jaxpr(forward)(*args)
+    # Again, because another layer may have left the value only after this one was first traced.
+    for program in (training, evaluation):
+        check_held(f"layer {named.name}", program)
     facts = (
         params,
         inputs,
@@ -95,10 +98,15 @@ def layer_signature(named: NamedLayer, trace: ModelTrace, compute_dtype: Any = N
     # Traces contain only leaves, so the names of the leaves must be equal too.
     structures = tuple(jax.tree.structure(tree) for tree in facts)
     # For the partitioner, programs with equal traces differ if their weights are sharded
-    # differently.
+    # differently. For the optimiser they differ by their marks.
     dims = tuple(
         frozenset(each[named.index].items())
-        for each in (trace.param_specs, trace.collection_specs, trace.stage_dims)
+        for each in (
+            trace.param_specs,
+            trace.collection_specs,
+            trace.stage_dims,
+            trace.param_marks,
+        )
     )
     return program_key(training), program_key(evaluation), structures, dims
 

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxpipe.distributed import log as write_log
 from jaxpipe.errors import LayerError
 
-from ._adapters import LoraMark
+from ._adapters import Adapters
 from ._remat import RematMark
 
 
@@ -83,7 +83,10 @@ class LayerSpec:
         self.module_args = module_args
         self.module_kwargs = module_kwargs
         self.remat_mark: RematMark | None = None
-        self.lora_mark: LoraMark | None = None
+        self.adapters: tuple[Adapters, ...] = ()
+        """Those of each call of `lora`."""
+        self.is_causal = False
+        """Whether `causal` has marked the layer."""
         self.train_flags: dict[str, bool] = {}
         """Flags named by `train_flag`, with their values in training."""
 
@@ -112,6 +115,25 @@ class LayerSpec:
         """
         marked = copy.copy(self)
         marked.remat_mark = RematMark(policy)
+        return marked
+
+    def causal(self) -> Self:
+        """The same layer, marked to compute each position from it and earlier ones alone.
+
+        What it computes for a position then depends neither on later positions nor on how many
+        there are. If all layers are marked, `engine.generate` runs texts of all lengths with one
+        program. Nothing checks the mark.
+
+        Returns:
+            A copy; this spec is unchanged.
+
+        Example:
+            >>> import flax.linen as nn
+            >>> LayerSpec(nn.Dense, 4).causal()
+            Dense(4).causal()
+        """
+        marked = copy.copy(self)
+        marked.is_causal = True
         return marked
 
     def train_flag(self, name: str, *, in_training: bool = True) -> Self:
@@ -186,6 +208,7 @@ class LayerSpec:
         if self.forward_fn is not None:
             args.append(f"forward_fn={getattr(self.forward_fn, '__name__', repr(self.forward_fn))}")
         marks = "" if self.remat_mark is None else f".{self.remat_mark!r}"
+        marks += ".causal()" if self.is_causal else ""
         for name, in_training in self.train_flags.items():
             marks += f".train_flag({name!r}{'' if in_training else ', in_training=False'})"
         name = getattr(self.typename, "__name__", repr(self.typename))

@@ -1,6 +1,6 @@
 """The shapes of a model, found by abstract evaluation, layer by layer."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -16,6 +16,7 @@ from ._build import NamedLayer, check_instances
 from ._lora import check_targets
 from ._model_trace import ModelTrace
 from ._param_paths import ParamPaths
+from ._precision import cast_floats
 from ._protocol import STANDARD_ARGUMENTS
 from ._sharding import (
     Rules,
@@ -59,7 +60,7 @@ def trace_layers(  # noqa: PLR0913  # one setting each
     trace, switches = on_mesh(
         mesh, lambda: _trace_layers(layers, inputs, side or {}, mesh, rules, compute_dtype, seen)
     )
-    check_targets(layers, trace.owners())
+    check_targets(layers, trace.paths)
     warn_of_side(layers, side or {}, warned)
     warn_of_data(seen.over_data, warned)
     warn_of_switches(switches, warned)
@@ -90,6 +91,7 @@ def _trace_layers(  # noqa: PLR0913  # one setting each
     shared: dict[Path, tuple[str, Any]] = {}
     shared_specs: dict[Path, PartitionSpec | None] = {}
     shared_stage_dims: dict[Path, int | None] = {}
+    shared_marks: dict[Path, bool | None] = {}
     known: dict[Hashable, int] = {}
     firsts: list[int] = []
     switches: dict[int, dict[str, bool]] = {}
@@ -118,24 +120,28 @@ def _trace_layers(  # noqa: PLR0913  # one setting each
             given = {
                 at[2:]: x
                 for at, (_, x) in shared.items()
-                if at[1] == named.tied_key and named.shares(at[2:])
+                if at[1] == named.tied_key and named.place.shares(at[2:])
             }
             call = Call(
                 named, before, boundaries[-1], side_struct, compute_dtype, mesh, rules, seen
             )
             params, collections, shardings = call.variables(unflatten_dict(given))
+            marks = _with_shared(ParamPaths(named, params), shardings[3], shared_marks)
+            shardings = (*shardings[:3], marks)
+            computed = cast_floats(params, compute_dtype, marks)
             with rules_in_force(rules):
-                program, outputs, aux = call.results(params, collections)
-                call.check_evaluation(params, collections)
-                switches[first] = call.open_switches(params, collections)
-        _check_params(named, params)
+                program, outputs, aux = call.results(computed, collections)
+                call.check_evaluation(computed, collections)
+                switches[first] = call.open_switches(computed, collections)
+        _check_params(named, params, shardings[3])
         paths = ParamPaths(named, params)
         _check_shared(named, paths, params, shared)
         boundaries.append(outputs)
         all_collections.append(collections)
         all_aux.append(aux)
         dims = _with_shared(paths, shardings[2], shared_stage_dims)
-        all_shardings.append((_with_shared(paths, shardings[0], shared_specs), shardings[1], dims))
+        specs = _with_shared(paths, shardings[0], shared_specs)
+        all_shardings.append((specs, shardings[1], dims, shardings[3]))
         all_params.append(params)
         programs.append(program)
         all_paths.append(paths)
@@ -169,7 +175,7 @@ def _side_struct(side: Mapping[str, PyTree]) -> dict[str, PyTree]:
     return struct_of(dict(side))
 
 
-def _check_params(named: NamedLayer, params: PyTree) -> None:
+def _check_params(named: NamedLayer, params: PyTree, marks: Collection[Path]) -> None:
     for path, leaf in flatten_dict(params).items():
         where = f"parameter {'.'.join(path)!r} of layer {named.name}"
         if not isinstance(leaf, jax.ShapeDtypeStruct):
@@ -181,6 +187,11 @@ def _check_params(named: NamedLayer, params: PyTree) -> None:
             raise LayerError(
                 f"{where} must be floating point, but got {format_struct(leaf)}, which no "
                 "optimiser can update. Make it a constant inside the call."
+            )
+        if path in marks and leaf.dtype.itemsize < 4:
+            raise LayerError(
+                f"{where} must be in float32 or wider, because load_bias marks it, but got "
+                f"{format_struct(leaf)}. Make it in float32, which nothing casts."
             )
 
 

@@ -11,17 +11,19 @@ import jax
 from flax.errors import InvalidRngError, ModifyScopeVariableError
 from jax.sharding import AbstractMesh
 
+from jaxpipe._mesh import NO_MESH
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.errors import JaxpipeError, LayerError
 from jaxpipe.jaxpr import ClosedJaxpr, constrained_axes, effect_axes
 from jaxpipe.topology import MANUAL_AXES, automatic_axes
 
-from ._axes import NO_MESH, axis_fault, is_unbound_axis, mesh_for_init
+from ._axes import axis_fault, is_unbound_axis, mesh_for_init
 from ._build import NamedLayer
-from ._precision import cast_floats, init_inputs, widened
+from ._precision import init_inputs, widened
 from ._protocol import Layer, layer_rngs
 from ._sharding import (
     Rules,
+    load_biases,
     metadata_names,
     partition_specs,
     paths_over_data,
@@ -32,7 +34,7 @@ from ._sharding import (
 )
 from ._structs import as_arrays, format_struct, struct_key
 from ._tree import flatten_dict
-from ._usage import used_inputs
+from ._usage import check_held, used_inputs
 
 T = TypeVar("T")
 _ONLY_IN_TRAINING = (InvalidRngError, ModifyScopeVariableError)
@@ -65,7 +67,7 @@ class Call:
     seen: Seen
 
     def variables(self, given: PyTree) -> tuple[PyTree, PyTree, tuple[Mapping[Path, Any], ...]]:
-        """Shapes and shardings of parameters and collections, and the dims split over stages."""
+        """Shapes of parameters and collections, their shardings, split dims and marks."""
 
         def make(x: PyTree, s: PyTree, given: PyTree) -> tuple[PyTree, PyTree]:
             with rules_in_force(()):
@@ -109,16 +111,21 @@ class Call:
         self.seen.names.update(*map(metadata_names, made))
         dims = stage_dims(self.named.name, made[0])
         of_params = with_fsdp(flatten_dict(params), of_params, dims, self.mesh)
-        return params, collections, (of_params, of_collections, dims)
+        marks = dict.fromkeys(load_biases(made[0]), True)
+        return params, collections, (of_params, of_collections, dims, marks)
 
     def results(self, params: PyTree, collections: PyTree) -> tuple[ClosedJaxpr, PyTree, PyTree]:
-        """The layer's call in training, and the shapes of its outputs and reports."""
+        """The layer's call in training, and the shapes of its outputs and reports.
+
+        `params` have the dtypes that the layer computes with, here and below.
+        """
         run = functools.partial(_train, self.named.layer)
         args = self._arguments(params, collections)
         program, (outputs, updated, aux) = self._naming_faults(
             lambda: jax.make_jaxpr(run, return_shape=True)(*args)
         )
         self._check_axes(program)
+        check_held(f"layer {self.named.name}", program)
         if outputs is None:
             raise LayerError(
                 f"layer {self.named.name} must return what the next layer or loss_fn gets, but got "
@@ -224,7 +231,7 @@ class Call:
 
     def _arguments(self, params: PyTree, collections: PyTree) -> tuple[PyTree, ...]:
         key = jax.eval_shape(lambda: jax.random.key(0))
-        return cast_floats(params, self.dtype), collections, self.inputs, self.side, key
+        return params, collections, self.inputs, self.side, key
 
     def _naming_faults(
         self, trace: Callable[[], T], when: str = "", passing: tuple[type[Exception], ...] = ()

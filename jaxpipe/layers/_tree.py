@@ -1,11 +1,50 @@
 """Nested dictionaries of variables, and the paths of their leaves."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from flax.traverse_util import unflatten_dict as unflatten_dict
 
 from jaxpipe._typing import Path
+
+LORA_A = "lora_a"
+LORA_B = "lora_b"
+"""Names of the parameters of an adapter, next to its `kernel`."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a layer's parameters in the model's tree.
+
+    Attributes:
+        name: `<index>_<class name>`, the key of the parameters of this layer alone.
+        tied_key: The key of the parameters that it shares. None: it shares none.
+        tied_paths: Dotted paths of the parameters that it shares. None: all of them.
+    """
+
+    name: str
+    tied_key: str | None = None
+    tied_paths: tuple[str, ...] | None = None
+
+    def shares(self, path: Path) -> bool:
+        """True if the parameter at this path inside the layer belongs to the tied key."""
+        if self.tied_key is None or self.tied_paths is None:
+            return self.tied_key is not None
+        if path[-1:] in ((LORA_A,), (LORA_B,)):
+            # A kernel has one adapter wherever it is used, and could not be merged with several.
+            path = (*path[:-1], "kernel")
+        return any(path[: len(wanted)] == wanted for wanted in map(split_attr, self.tied_paths))
+
+    def of(self, path: Path) -> Path:
+        """The path in the model's tree of the parameter at this path inside the layer."""
+        shared = self.tied_key if self.shares(path) else None
+        return ("layers", self.name, *path) if shared is None else ("tied", shared, *path)
+
+
+def split_attr(attr: str) -> Path:
+    """The path that a dotted `tied_weight_attr` means."""
+    return tuple(attr.split("."))
 
 
 def flatten_dict(tree: Any, prefix: Path = ()) -> dict[Path, Any]:

@@ -31,6 +31,7 @@ class Family:
         keys: Keys of fields that only some families have, or that have another name here, by field.
         defaults: Values of fields whose key is missing, where they differ from those of
             `LlamaConfig`.
+        sizes: Sizes whose keys published files leave out, by key.
         windows: Which layers have a window.
         has_unrotated: Whether there are keys for layers without a rotary embedding.
         has_latent: Whether it has multi-head latent attention.
@@ -50,6 +51,7 @@ class Family:
     fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])
     keys: Mapping[str, str] = field(default_factory=dict[str, str])
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    sizes: Mapping[str, int] = field(default_factory=dict[str, int])
     windows: Windows = NoWindows()
     has_unrotated: bool = False
     has_latent: bool = False
@@ -305,14 +307,15 @@ FAMILIES: Mapping[str, Family] = {
         keys={**_GEMMA.keys, "rope_local_base_freq": "rope_local_base_freq"},
         defaults={
             **_GEMMA.defaults,
-            # Published files leave out most of the sizes of a text part.
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+        },
+        sizes={
             "vocab_size": 262208,
             "hidden_size": 2304,
             "intermediate_size": 9216,
             "num_hidden_layers": 26,
             "num_attention_heads": 8,
-            "rope_theta": 1e6,
-            "rope_local_base_freq": 1e4,
         },
         windows=WindowPattern(4096, 6, "sliding_window_pattern"),
         text_of="gemma3",
@@ -405,7 +408,6 @@ FAMILIES: Mapping[str, Family] = {
             "attn_scale": "attn_scale",
         },
         defaults={
-            "intermediate_size": 16384,
             "num_key_value_heads": 8,
             "head_dim": 128,
             "rms_norm_eps": 1e-5,
@@ -413,6 +415,7 @@ FAMILIES: Mapping[str, Family] = {
             "qk_l2_norm": True,
             "attn_temperature_tuning": True,
         },
+        sizes={"intermediate_size_mlp": 16384},
         windows=Chunks(8192),
         has_unrotated=True,
         mixture=InputScaled(),

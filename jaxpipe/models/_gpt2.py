@@ -233,7 +233,7 @@ def gpt2(config: GPT2Config) -> list[LayerSpec]:
         head = LayerSpec(
             nn.Dense, config.vocab_size, use_bias=False, dtype=config.dtype, kernel_init=init
         )
-    return [first, positions, *blocks, norm, head]
+    return [layer.causal() for layer in (first, positions, *blocks, norm, head)]
 
 
 def gpt2_names(config: GPT2Config | Source) -> tuple[Rename, ...]:

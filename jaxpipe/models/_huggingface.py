@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Mapping
 from dataclasses import fields
+from types import MappingProxyType
 from typing import Any
 
 from jaxpipe.config import ConfigWarning
@@ -165,11 +166,17 @@ _SHOWN = 12
 class ConfigKeys:
     """The keys of a `config.json`. `finish` checks all keys that were not read before.
 
-    `families` maps each supported `model_type` to the values that it supports. Raises ConfigError
-    if there is no file, or its model type is not supported.
+    `families` maps each supported `model_type` to the values that it supports, and `sizes` some of
+    them to sizes that their files leave out. Raises ConfigError if there is no file, or its model
+    type is not supported.
     """
 
-    def __init__(self, source: Source, families: Mapping[str, Computed]) -> None:
+    def __init__(
+        self,
+        source: Source,
+        families: Mapping[str, Computed],
+        sizes: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+    ) -> None:
         self._values = read_config_json(source)
         self._asked: set[str] = set()
         self.model_type: str = self.get("model_type", None)
@@ -181,6 +188,7 @@ class ConfigKeys:
                 paths=["model_type"],
             )
         self._computed = {**_COMPUTED, **families[self.model_type]}
+        self._sizes = sizes.get(self.model_type, {})
 
     def get(self, key: str, default: Any) -> Any:
         """Return a value, or the default if it is missing."""
@@ -199,7 +207,7 @@ class ConfigKeys:
     def size(self, key: str, default: int | None = None, least: int = 1) -> int:
         """Return an integer of at least `least`; it must exist if there is no default."""
         value = self.get(key, None)
-        value = default if value is None else value
+        value = self._sizes.get(key, default) if value is None else value
         if value is None:
             return self.required(key)
         if not is_size(value, least):

@@ -321,7 +321,8 @@ def llama(config: LlamaConfig, *, multi_token: bool = False) -> list[LayerSpec]:
     cap = config.final_logit_softcapping
     if config.tie_word_embeddings:
         attend = nn.Embed.attend
-        return [embed(first), *middle, embed(attend if cap is None else SoftCapped(cap, attend))]
+        head = embed(attend if cap is None else SoftCapped(cap, attend))
+        return _marked(config, [embed(first), *middle, head], depths)
     kernel_init = Divided(normal, (None, MODEL), is_vocabulary=True)
     head = LayerSpec(
         nn.Dense,
@@ -332,7 +333,17 @@ def llama(config: LlamaConfig, *, multi_token: bool = False) -> list[LayerSpec]:
         forward_fn=None if cap is None else SoftCapped(cap),
     )
     table_layer = embed(first) if depths else LayerSpec(nn.Embed, **table, forward_fn=first)
-    return [table_layer, *middle, head]
+    return _marked(config, [table_layer, *middle, head], depths)
+
+
+def _marked(config: LlamaConfig, layers: list[LayerSpec], depths: int) -> list[LayerSpec]:
+    """Mark the layers as causal, unless one of them looks ahead or at the length of a text."""
+    scaling = config.rope_scaling
+    experts = config.experts
+    uses_length = (scaling is not None and scaling.uses_length) or (
+        experts is not None and experts.capacity_factor is not None
+    )
+    return layers if depths or uses_length else [layer.causal() for layer in layers]
 
 
 def _depths(config: LlamaConfig) -> int:

@@ -207,6 +207,7 @@ class LlamaConfig:
         keys = ConfigKeys(
             read_text(source),
             {name: {**_COMPUTED, **family.computed} for name, family in FAMILIES.items()},
+            {name: family.sizes for name, family in FAMILIES.items()},
         )
         defaults = {each.name: each.default for each in fields(cls) if each.default is not MISSING}
         found = read_llama(keys, FAMILIES[keys.model_type], defaults)

@@ -75,7 +75,7 @@ def read_llama(keys: ConfigKeys, family: Family, defaults: dict[str, Any]) -> di
         if name in _SEPARATE or name in family.fixed:
             continue
         if name in SIZES:
-            found[name] = keys.size(key or name, family.defaults.get(name))
+            found[name] = keys.size(key or name)
         elif isinstance(default, bool):
             found[name] = keys.flag(key or name, default)
         else:

@@ -123,6 +123,9 @@ class RotaryScaling:
                 rule = "a list of numbers > 0"
             elif name == "original_max_position_embeddings":
                 is_right = is_size(value)
+            elif name in ("mscale", "mscale_all_dim"):
+                is_right = _is_positive(value) or as_number(value) == 0
+                rule = ">= 0"  # 0 is as if it were left out
             else:
                 is_right = _is_positive(value)
             yield name, is_right, rule, "Copy it from the model's config.json."
@@ -173,10 +176,14 @@ class RotaryScaling:
             told.pop("original_max_position_embeddings", None)
         return told
 
+    @property
+    def uses_length(self) -> bool:
+        """Whether angles depend on the length of the text."""
+        return self.rope_type in ("dynamic", "longrope")
+
     def is_stretched(self, length: int) -> bool:
         """Whether a sequence is so long that its angles depend on its length."""
-        depends = self.rope_type in ("dynamic", "longrope")
-        return depends and length > self.original_max_position_embeddings
+        return self.uses_length and length > self.original_max_position_embeddings
 
     def frequencies(self, theta: float, dim: int, length: int) -> np.ndarray:
         """Return the angle per position of each pair of dims."""

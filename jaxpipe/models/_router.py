@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpipe.layers import load_bias, with_load
+
 from ._experts_config import ExpertsConfig
 
 
@@ -59,15 +61,17 @@ class Router(nn.Module):
         ranks = scores
         bias = None
         if config.correction_bias:
-            bias = self.param("correction_bias", nn.initializers.zeros, (config.num_experts,))
+            init = load_bias(nn.initializers.zeros)
+            bias = self.param("correction_bias", init, (config.num_experts,))
             ranks += bias.astype(wide)[None, None]
         # Ranks only order the experts, so neither they nor the bias have a gradient.
         ranks = jax.lax.stop_gradient(ranks)
         _, chosen = jax.lax.top_k(self._without_groups(ranks), config.num_experts_per_tok)
         gates = jnp.take_along_axis(scores, chosen, axis=-1)
-        if config.correction_bias:
-            loads = expert_loads(chosen, config.num_experts, wide)
-            gates = _with_load(gates, bias, loads)
+        if bias is not None:
+            counts = jax.nn.one_hot(chosen, config.num_experts, dtype=jnp.float32).sum((0, 1, 2))
+            # Whole numbers, whose sum is exactly 0 for an expert of the mean load in every layout.
+            gates = with_load(gates, bias, config.num_experts * counts - chosen.size)
         if config.norm_topk_prob:
             # Sigmoids may all round to 0, which would divide 0 by 0.
             gates /= gates.sum(-1, keepdims=True) + 1e-20
@@ -89,29 +93,6 @@ class Router(nn.Module):
 def expert_loads(chosen: jax.Array, num_experts: int, dtype: Any = jnp.float32) -> jax.Array:
     """Return the choices of each expert per token."""
     return jax.nn.one_hot(chosen, num_experts, dtype=dtype).mean((0, 1)).sum(0)
-
-
-@jax.custom_vjp
-def _with_load(gates: jax.Array, bias: jax.Array, loads: jax.Array) -> Any:
-    """Return the gates, and let the bias's gradient be the loads above the mean load.
-
-    A gradient is what is summed over microbatches, replicas and devices in any case, so the sum is
-    the load of the whole batch, and `router_bias_update_rate` needs no other way through the step.
-    Only its sign counts. It is so small that it does not change the norm of all gradients.
-    """
-    del bias, loads
-    return gates
-
-
-def _with_load_forward(gates: Any, bias: Any, loads: jax.Array) -> tuple[Any, Any]:
-    return _with_load(gates, bias, loads), (loads - loads.mean()).astype(bias.dtype)
-
-
-def _with_load_backward(excess: jax.Array, gates: Any) -> tuple[Any, Any, None]:
-    return gates, 1e-20 * excess, None
-
-
-_with_load.defvjp(_with_load_forward, _with_load_backward)
 
 
 def balance_loss(routing: Routing) -> jax.Array:

@@ -86,7 +86,9 @@ class WindowPattern(Windows):
 
     def write(self, config: Any) -> dict[str, Any]:
         """See `Windows`."""
-        return {"sliding_window": _window_of(config), "layer_types": _kinds_of(config)}
+        # `transformers` needs a number, even if no layer has the window.
+        window = _window_of(config) or self.default
+        return {"sliding_window": window, "layer_types": _kinds_of(config)}
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,8 @@ from ._average import average_of as average_of
 from ._average import restart_average as restart_average
 from ._average import with_average as with_average
 from ._base import LRSchedule as LRSchedule
+from ._for_model import for_matrices as for_matrices
+from ._for_model import for_model as for_model
 from ._hyperparams import next_hyperparams as next_hyperparams
 from ._hyperparams import read_hyperparams as read_hyperparams
 from ._hyperparams import replace_hyperparams as replace_hyperparams
@@ -21,8 +23,8 @@ from ._optimizers import with_schedule as with_schedule
 from ._reference import optim_values as optim_values
 from ._requirements import check_leafwise as check_leafwise
 from ._requirements import check_separable as check_separable
-from ._requirements import is_elementwise as is_elementwise
 from ._requirements import is_uniform_over_stages as is_uniform_over_stages
+from ._requirements import params_needed_whole as params_needed_whole
 from ._schedules import make_schedule as make_schedule
 from ._trace import apply_update as apply_update
 from ._trace import find_param as find_param
@@ -53,13 +55,15 @@ __all__ = [
     "check_separable",
     "factory_schedules",
     "find_param",
+    "for_matrices",
+    "for_model",
     "hyperparam_schedules",
-    "is_elementwise",
     "is_uniform_over_stages",
     "leaf_paths",
     "next_hyperparams",
     "optim_values",
     "optimizer_lr",
+    "params_needed_whole",
     "read_hyperparams",
     "replace_hyperparams",
     "restart_average",

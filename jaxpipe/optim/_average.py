@@ -50,14 +50,15 @@ def with_average(
     ) -> tuple[PyTree, AverageState]:
         updates, inner = optimizer.update(updates, state.averaged_optimizer, params)
         count: Any = optax.safe_increment(state.ema_updates)
-        kept = jnp.asarray(decay)
+        # In float64, because float32 leaves few digits of 1 - d near d = 1, or none.
+        share = jnp.asarray(1.0 - decay)
         if warms_up:
-            kept = jnp.minimum(kept, ((1 + count) / (10 + count)).astype(kept.dtype))
+            share = jnp.maximum(share, (9 / (10 + count)).astype(share.dtype))
 
         def average(before: jax.Array, now: jax.Array) -> jax.Array:
             # Written as a step towards the parameters: exact if they do not change.
-            share = (1 - kept).astype(before.real.dtype)
-            return before + share * (now.astype(before.dtype) - before)
+            step = share.astype(before.real.dtype) * (now.astype(before.dtype) - before)
+            return before + step
 
         assert params is not None, "an update has the parameters"
         new = optax.apply_updates(params, updates)

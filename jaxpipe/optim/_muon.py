@@ -84,30 +84,13 @@ def orthogonalize(matrix: jax.Array) -> jax.Array:
     return x.T if tall else x
 
 
-def muon_labels(params: PyTree) -> PyTree:
-    """`"muon"` for parameters that are orthogonalised, `"adam"` for the others.
-
-    Matrices are orthogonalised, except embeddings, output heads and biases, which are recognised by
-    name.
-    """
-
-    def label(path: tuple[Any, ...], leaf: Any) -> str:
-        name = jax.tree_util.keystr(path, simple=True, separator="/").lower()
-        # Only the path and the number of dims decide, so a device that holds part of the tree gives
-        # each leaf the same label as in the whole tree.
-        is_for_adam = "embed" in name or "lm_head" in name or name.rpartition("/")[2] == "bias"
-        return "muon" if jnp.ndim(leaf) == 2 and not is_for_adam else "adam"
-
-    return jax.tree.map_with_path(label, params)
-
-
 def muon_recipe() -> Recipe:
     """The recipe of `Muon`.
 
-    It orthogonalises parameters with two dims that have neither `embed` nor `lm_head` in their path
-    and are not called `bias`. DeepSpeed also orthogonalises parameters with more dims. In Flax
-    these can be read as matrices in several ways, so Adam updates them. Both values of `ns_method`
-    are the same iteration, which DeepSpeed runs in half precision and we do not.
+    It orthogonalises the hidden matrices of the model, see `jaxpipe.layers.hidden_matrices`, which
+    DeepSpeed recognises by their names. DeepSpeed also orthogonalises parameters with more dims. In
+    Flax these can be read as matrices in several ways, so Adam updates them. Both values of
+    `ns_method` are the same iteration, which DeepSpeed runs in half precision and we do not.
     """
     heads = ("the heads in a matrix are not known", "Remove the key")
     return Recipe(
@@ -125,6 +108,7 @@ def muon_recipe() -> Recipe:
         },
         build=_build,
         refused=clipping_refused() | {"per_head_muon": heads},
+        by_matrix=True,
     )
 
 
@@ -136,6 +120,10 @@ def muon_rates(values: Mapping[str, Any]) -> tuple[float, float]:
         for name, default in pairs
     ]
     return rates[0], rates[1]
+
+
+def _have_two_dims(params: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf: jnp.ndim(leaf) == 2, params)
 
 
 def _build(values: Mapping[str, Any]) -> tuple[Factory, Hyperparams]:
@@ -156,7 +144,12 @@ def _build(values: Mapping[str, Any]) -> tuple[Factory, Hyperparams]:
         )
         parts = [direction, decayed] if values["adam_w_mode"] else [decayed, direction]
         rest = optax.chain(*parts, optax.scale_by_learning_rate(adam_learning_rate))
-        return optax.multi_transform({"muon": matrices, "adam": rest}, muon_labels)
+
+        def labels(params: PyTree) -> PyTree:
+            is_matrix = (values.get("matrices") or _have_two_dims)(params)
+            return jax.tree.map(lambda is_one: "muon" if is_one else "adam", is_matrix)
+
+        return optax.multi_transform({"muon": matrices, "adam": rest}, labels)
 
     rate, adam_rate = muon_rates(values)
     b1, b2 = values["betas"]

@@ -16,6 +16,7 @@ from jaxpipe.errors import ConfigError, shown
 from ._adagrad import adagrad_recipe
 from ._adam import adam_recipe
 from ._check import unknown_name
+from ._for_model import Matrices, MatrixOptimizer
 from ._lamb import lamb_recipe
 from ._lion import lion_recipe
 from ._muon import muon_recipe
@@ -44,7 +45,10 @@ def deepspeed_optimizers() -> dict[str, Recipe]:
 
 
 def make_optimizer(
-    name: str, params: Mapping[str, Any] | None = None, schedule: optax.Schedule | None = None
+    name: str,
+    params: Mapping[str, Any] | None = None,
+    schedule: optax.Schedule | None = None,
+    matrices: Matrices = None,
 ) -> optax.GradientTransformation:
     """Make the optimiser that the configuration's `optimizer` describes.
 
@@ -58,6 +62,9 @@ def make_optimizer(
         params: `optimizer.params`.
         schedule: The learning rate, which replaces the one in `params`. `OneCycle` cycles the
             momentum too, as it describes.
+        matrices: For `"Muon"`, a function of a tree of parameters to a tree of booleans: whether to
+            orthogonalise each. None: a pipeline recognises the hidden matrices of its model.
+            Anywhere else, as in `optax.chain`, they are all parameters of two dims.
 
     Returns:
         The transformation.
@@ -78,12 +85,22 @@ def make_optimizer(
     recipe = _find(name)
     if recipe is None:
         return _make_optax_optimizer(name, params, schedule)
-    factory, hyperparams = recipe.build(read_params(recipe, params))
+    if matrices is not None and not recipe.by_matrix:
+        raise ConfigError(
+            f"matrices must be left out for an optimizer that treats all parameters alike, but got "
+            f"optimizer.type={name!r}. Remove the argument, or use Muon."
+        )
+    values = read_params(recipe, params)
     warn_of_tuning(params)
-    hyperparams |= _followed(recipe, params, hyperparams, schedule)
-    # Otherwise optax gives them a dtype that depends on the parameters in the tree. It may round a
-    # rate, as bfloat16 would, and may differ on a device with other parameters.
-    return optax.inject_hyperparams(factory, hyperparam_dtype=jnp.float32)(**hyperparams)
+
+    def make(matrices: Matrices) -> optax.GradientTransformation:
+        factory, hyperparams = recipe.build({**values, "matrices": matrices})
+        hyperparams |= _followed(recipe, params, hyperparams, schedule)
+        # Otherwise optax gives them a dtype that depends on the parameters in the tree. It may
+        # round a rate, as bfloat16 would, and may differ on a device with other parameters.
+        return optax.inject_hyperparams(factory, hyperparam_dtype=jnp.float32)(**hyperparams)
+
+    return MatrixOptimizer(make) if matrices is None and recipe.by_matrix else make(matrices)
 
 
 def hyperparam_schedules(

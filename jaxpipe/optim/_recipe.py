@@ -28,13 +28,15 @@ class Recipe:
     `params` has the default and reader of each parameter that has an effect. `build` makes a
     factory, and the hyperparameters to call it with, from the parameters that were read. `refused`
     has the reason and repair for each unsupported DeepSpeed parameter. `cycled` is the
-    hyperparameter that `OneCycle` cycles against the learning rate.
+    hyperparameter that `OneCycle` cycles against the learning rate. With `by_matrix`, `build` also
+    needs `"matrices"`, see `make_optimizer`.
     """
 
     params: Mapping[str, tuple[Any, Reader]]
     build: Callable[[Mapping[str, Any]], tuple[Factory, Hyperparams]]
     refused: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     cycled: str | None = None
+    by_matrix: bool = False
 
 
 def tuning_params() -> frozenset[str]:

@@ -12,32 +12,17 @@ as for the whole tree. The optimiser must be:
   all stages.
 """
 
-import math
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.errors import ConfigError
-from jaxpipe.jaxpr import (
-    ClosedJaxpr,
-    Literal,
-    all_equations,
-    exponent_of,
-    name_of,
-    output_dependence,
-    primitives,
-    programs_inside,
-)
+from jaxpipe.jaxpr import output_dependence
 from jaxpipe.layers import unflatten_dict
 
-from ._trace import OptimizerTrace, find_param, state_struct, trace_optimizer
-
-_KEEPING_SHAPE = primitives.ELEMENTWISE | primitives.CASTS
-_FOLLOWED = primitives.CALLS | primitives.CUSTOM_RULES | {primitives.COND}
+from ._trace import OptimizerTrace, find_param, owner_of, trace_optimizer
 
 
 def check_leafwise(trace: OptimizerTrace) -> None:
@@ -89,28 +74,21 @@ def check_separable(
     Raises:
         ConfigError: A result differs.
     """
-
-    def by_path(kind: str, path: Path) -> Hashable:
-        return kind, path
-
     table: dict[Hashable, int] = {}
-    wanted = whole.number_results(by_path, table)
-    owners: dict[tuple[str, Path], Path | None] = {}
-    for kind, path in wanted:
-        i, j = find_param(path, struct) or (0, 0)
-        owners[kind, path] = path[i:j] if j else None
+    wanted = whole.number_results(_by_path, table)
+    owners = {(kind, path): owner_of(path, struct) for kind, path in wanted}
     for part in dict.fromkeys(frozenset(part) for part in parts):
         if part == frozenset(struct):
             continue
         tree = unflatten_dict({path: struct[path] for path in struct if path in part})
         trace = trace_optimizer(optimizer, tree, is_part=True)
-        found = trace.number_results(by_path, table)
-        dtypes = {**whole.state_dtypes(), **trace.state_dtypes()}
+        found = trace.number_results(_by_path, table)
+        structs = {**whole.state_structs(), **trace.state_structs()}
         names = [name for name, owner in owners.items() if owner is None or owner in part]
         for name in dict.fromkeys((*names, *found)):
             # optax gives some numbers the dtype of the parameters, which an empty tree does not
             # have
-            is_moot = not part and jnp.issubdtype(dtypes[name[1]], jnp.floating)
+            is_moot = not part and jnp.issubdtype(structs[name[1]].dtype, jnp.floating)
             if found.get(name) != wanted.get(name) and not is_moot:
                 raise _inseparable(*name, whole, trace)
 
@@ -142,8 +120,13 @@ def is_uniform_over_stages(trace: OptimizerTrace, stages: Sequence[Mapping[Path,
     return all(len(numbers) == len(stages) and len(set(numbers)) == 1 for numbers in found.values())
 
 
-def is_elementwise(optimizer: optax.GradientTransformation, whole: PyTree, pieces: PyTree) -> bool:
-    """True if cutting parameters into pieces leaves an optimiser's result the same.
+def params_needed_whole(
+    optimizer: optax.GradientTransformation, whole: PyTree, pieces: PyTree
+) -> list[Path]:
+    """Find the parameters that an optimiser does not update element by element.
+
+    Each element of a parameter, and of state with its shape, must be the same expression in both
+    trees: of elements at its index, and of numbers that are the same for all.
 
     Args:
         optimizer: The optimiser.
@@ -151,31 +134,38 @@ def is_elementwise(optimizer: optax.GradientTransformation, whole: PyTree, piece
         pieces: The same tree with the shapes of pieces.
 
     Returns:
-        True if its update is only element-wise arithmetic, and the same arithmetic for pieces as
-        for whole leaves. False if it reduces, multiplies matrices, draws random numbers, or depends
-        on shapes.
+        The paths of the parameters that must not be cut into these pieces, because the optimiser
+        reduces, multiplies matrices, draws random numbers, or looks at shapes or indices. All of
+        them if state that belongs to no parameter differs.
 
     Raises:
         ConfigError: The optimiser accepts only the whole model's tree, or needs more than
             gradients, state and parameters.
     """
-    for tree in (whole, pieces):
-        state_struct(optimizer, tree)
     first, second = (trace_optimizer(optimizer, tree) for tree in (whole, pieces))
-    pairs = ((first.init, second.init), (first.update, second.update))
-    # The arithmetic is compared too: a threshold on the size of a leaf does not appear in the
-    # trace, but decides what the trace contains.
-    return all(_keeps_elements(closed) for pair in pairs for closed in pair) and all(
-        _arithmetic(closed) == _arithmetic(other) for closed, other in pairs
-    )
+    divided = dict(first.shaped_like_params().items() & second.shaped_like_params().items())
+    params = dict.fromkeys(first.params)
+    table: dict[Hashable, int] = {}
+    wanted, found = (trace.number_results(_by_path, table, divided) for trace in (first, second))
+    results = {**wanted, **found}
+    changed = {
+        owner_of(path, params)
+        for kind, path in results
+        if wanted.get((kind, path)) != found.get((kind, path))
+    }
+    return [path for path in params if {path, None} & changed]
+
+
+def _by_path(kind: str, path: Path) -> Hashable:
+    return kind, path
 
 
 def _inseparable(kind: str, path: Path, whole: OptimizerTrace, part: OptimizerTrace) -> ConfigError:
-    first, second = (trace.state_dtypes().get(path) for trace in (whole, part))
-    if first != second and None not in (first, second):
+    first, second = (trace.state_structs().get(path) for trace in (whole, part))
+    if first and second and first.dtype != second.dtype:
         repair = (
-            f"It is {first} in the first and {second} in the second. Use one dtype for all "
-            "parameters, or give optax.inject_hyperparams hyperparam_dtype=jnp.float32."
+            f"It is {first.dtype} in the first and {second.dtype} in the second. Use one dtype for "
+            "all parameters, or give optax.inject_hyperparams hyperparam_dtype=jnp.float32."
         )
     else:
         repair = (
@@ -191,51 +181,3 @@ def _inseparable(kind: str, path: Path, whole: OptimizerTrace, part: OptimizerTr
         f"{'/'.join(path)} differs between the tree of all {len(whole.params)} parameters and "
         f"a tree of {len(part.params)} of them{given}. {repair}"
     )
-
-
-def _keeps_elements(closed: ClosedJaxpr) -> bool:
-    return all(_is_elementwise(eqn) for eqn in closed.jaxpr.eqns)
-
-
-def _is_elementwise(eqn: Any) -> bool:
-    name = name_of(eqn)
-    shapes = {
-        tuple(v.aval.shape) for v in (*eqn.invars, *eqn.outvars) if math.prod(v.aval.shape) > 1
-    }
-    if name in _FOLLOWED:
-        return all(_keeps_elements(program) for program in programs_inside(eqn))
-    if not shapes:
-        return True  # counts and hyperparameters, which every device has in full
-    if name == primitives.FILL:
-        operand = eqn.invars[0].aval
-        result = eqn.outvars[0].aval
-        return math.prod(operand.shape) == 1 or operand.shape == result.shape
-    return (
-        name in _KEEPING_SHAPE
-        and len(shapes) == 1
-        and all(tuple(v.aval.shape) in shapes for v in eqn.outvars)
-    )
-
-
-def _arithmetic(closed: ClosedJaxpr) -> list[Any]:
-    """All primitives in order, with their numeric operands.
-
-    For primitives that only fill or reshape, only the numbers are included.
-    """
-    # Shapes decide how often, and whether, a number is filled in. Fills are therefore collected as
-    # a set without 0 and 1, which JAX inserts itself; the rest were chosen by the optimiser.
-    fills: set[float] = set()
-    found: list[Any] = [
-        np.asarray(const).tolist() for const in closed.consts if np.size(const) <= 1
-    ]
-    for eqn in all_equations(closed.jaxpr.eqns):
-        numbers = [
-            float(np.real(v.val))
-            for v in eqn.invars
-            if isinstance(v, Literal) and np.size(v.val) == 1
-        ]
-        if eqn.primitive.name in primitives.FILLS:
-            fills.update(numbers)
-        else:
-            found.append((eqn.primitive.name, exponent_of(eqn), numbers))
-    return [*found, fills - {0.0, 1.0}]

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Generator, Hashable
+from collections.abc import Callable, Collection, Generator, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,29 +34,43 @@ class OptimizerTrace:
     params: list[Path]
     state: list[Path]
 
-    def state_dtypes(self) -> dict[Path, Any]:
-        """The dtype of every leaf of the state."""
+    def state_structs(self) -> dict[Path, Any]:
+        """The shape and dtype of every leaf of the state."""
+        return dict(zip(self.state, self.init.out_avals, strict=True))
+
+    def shaped_like_params(self) -> dict[Path, Path]:
+        """The leaves of the state that have their parameter's shape, and the parameter."""
+        params = dict(zip(self.params, self.init.in_avals, strict=True))
         return {
-            path: aval.dtype for path, aval in zip(self.state, self.init.out_avals, strict=True)
+            path: owner
+            for path, struct in self.state_structs().items()
+            if (owner := owner_of(path, params)) and params[owner].shape == struct.shape
         }
 
     def number_results(
-        self, label: Callable[[str, Path], Hashable], table: dict[Hashable, int] | None = None
+        self,
+        label: Callable[[str, Path], Hashable],
+        table: dict[Hashable, int] | None = None,
+        divided: Mapping[Path, Path] | None = None,
     ) -> dict[tuple[str, Path], int]:
         """Numbers for the results of the initial state and one update, equal for equal expressions.
 
         Results are keyed by their kind, worded as in an error message, and their path. `label` maps
         an input's kind, `"parameter"`, `"gradient"` or `"state"`, and its path to a label; inputs
         with the same label count as equal. `table` has the expressions numbered so far, so that
-        several traces can be compared.
+        several traces can be compared. If `divided` is given, the tree may hold pieces of the
+        parameters. It maps the leaves of the state that are cut like a parameter to this parameter.
         """
         table = {} if table is None else table
         params, grads = (
             [label(kind, path) for path in self.params] for kind in ("parameter", "gradient")
         )
         state = [label("state", path) for path in self.state]
-        first = value_numbers(self.init, params, table)
-        after = value_numbers(self.update, [*grads, *state, *params], table)
+        owners = [None if divided is None else path for path in self.params]
+        cut = [(divided or {}).get(path) for path in self.state]
+        first = value_numbers(self.init, params, table, (owners, cut))
+        leaves = [*owners, *cut, *owners], [*owners, *cut]
+        after = value_numbers(self.update, [*grads, *state, *params], table, leaves)
         names = [
             *(("first value of the state", path) for path in self.state),
             *(("update of the parameter", path) for path in self.params),
@@ -139,6 +153,12 @@ def find_param(state_path: Path, known: Collection[Path]) -> tuple[int, int] | N
     size = len(state_path)
     runs = ((i, j) for i in range(size) for j in range(i + 1, size + 1) if state_path[i:j] in known)
     return next(runs, None)
+
+
+def owner_of(state_path: Path, known: Collection[Path]) -> Path | None:
+    """The parameter that a leaf of the state belongs to; None if it belongs to none."""
+    i, j = find_param(state_path, known) or (0, 0)
+    return state_path[i:j] or None
 
 
 _ANY_PART = (

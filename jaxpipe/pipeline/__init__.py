@@ -14,6 +14,7 @@ from ._pipeline import Pipeline as Pipeline
 from ._traced import running_mesh as running_mesh
 from ._traced import trace_model as trace_model
 from ._validate import check_mesh as check_mesh
+from ._validate import check_opt_state as check_opt_state
 from ._validate import check_params as check_params
 from ._validate import check_params_name as check_params_name
 from ._validate import entry_struct as entry_struct
@@ -27,6 +28,7 @@ __all__ = [
     "Pipeline",
     "Prepared",
     "check_mesh",
+    "check_opt_state",
     "check_params",
     "check_params_name",
     "choose_optimizer",

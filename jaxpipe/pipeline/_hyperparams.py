@@ -1,6 +1,5 @@
 """Hyperparameters inside an optimiser's state, read and set on the state's own devices."""
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,6 +13,8 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe._typing import PyTree
 from jaxpipe.optim import next_hyperparams, read_hyperparams, replace_hyperparams, set_hyperparams
 from jaxpipe.state import Updater, ZeroSharding, place_everywhere, switch_stages
+
+from ._program import Program, on_each_device
 
 
 class Hyperparams:
@@ -49,13 +50,13 @@ class Hyperparams:
         rows = sharding.row_spec
         known = read_hyperparams(self._blank(0)) or {}
         self.names = tuple(name for name, value in known.items() if np.ndim(value) == 0)
-        mapped = functools.partial(
-            jax.shard_map, mesh=mesh, out_specs=rows, axis_names={"stage", "data"}, check_vma=False
-        )
-        self._read = jax.jit(mapped(self._values, in_specs=(rows,)))
+        self._read = Program(on_each_device(self._values, mesh, (rows,), rows), mesh)
         # The state must keep its shardings, because the next step is compiled for them.
-        self._write = jax.jit(
-            mapped(self._changed, in_specs=(rows, P())), out_shardings=shardings, donate_argnums=0
+        self._write = Program(
+            on_each_device(self._changed, mesh, (rows, P()), rows),
+            mesh,
+            out_shardings=shardings,
+            donate_argnums=0,
         )
 
     def read(self, opt_state: PyTree) -> dict[str, float]:

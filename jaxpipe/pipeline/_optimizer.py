@@ -1,6 +1,5 @@
 """Chooses a run's optimiser and learning rate schedule, from arguments or the configuration."""
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,10 +10,12 @@ import jax.numpy as jnp
 import optax
 
 from jaxpipe._numbers import as_number
-from jaxpipe.config import Collector, EMASection, OptimizerSection, TrainConfig
+from jaxpipe.config import Collector, OptimizerSection, TrainConfig
 from jaxpipe.errors import ConfigError, shown
+from jaxpipe.layers import ModelTrace
 from jaxpipe.optim import (
     factory_schedules,
+    for_model,
     hyperparam_schedules,
     make_optimizer,
     make_schedule,
@@ -56,7 +57,7 @@ def choose_optimizer(
     """Determine the optimiser and the schedule of a run, and combine them.
 
     Args:
-        config: The configuration. Only its sections `optimizer`, `scheduler` and `ema` are used.
+        config: The configuration. Only its sections `optimizer`, `scheduler` and `ema` are read.
         optimizer: An optax transformation. Or, for use with a schedule, a constructor that takes
             `learning_rate`.
         lr_scheduler: The learning rate as a function of the number of updates: an optax schedule,
@@ -105,20 +106,36 @@ def choose_optimizer(
             _check_finished(config, optimizer, lr_scheduler)
             chosen = ChosenOptimizer(optimizer)
     errors.raise_all()
-    return chosen if config.ema is None else _averaged(chosen, config.ema)
-
-
-def _averaged(chosen: ChosenOptimizer, ema: EMASection) -> ChosenOptimizer:
-    """Return the optimiser with an average of the parameters added to its state."""
-    if chosen.transformation is None:
+    if config.ema is not None and chosen.transformation is None:
         raise ConfigError(
             "an average must have an optimizer whose updates it follows, but got "
-            f"ema.decay={ema.decay} and optimizer=None. Remove the section ema; the average of a "
-            "checkpoint is read by jaxpipe.checkpoint.load_params(path, params='ema').",
+            f"ema.decay={config.ema.decay} and optimizer=None. Remove the section ema; the average "
+            "of a checkpoint is read by jaxpipe.checkpoint.load_params(path, params='ema').",
             paths=["ema", "optimizer"],
         )
-    averaged = with_average(chosen.transformation, ema.decay, warms_up=ema.warmup)
-    return dataclasses.replace(chosen, transformation=averaged)
+    return chosen
+
+
+def optimizer_for(
+    optimizer: optax.GradientTransformation, trace: ModelTrace, config: TrainConfig
+) -> optax.GradientTransformation:
+    """Make a run's optimiser for its model, with the average of the section `ema` in its state.
+
+    Raises:
+        ConfigError: The configuration moves parameters by their load, and the model trains none.
+    """
+    rate = config.pipeline.router_bias_update_rate
+    if rate and not trace.load_biases - trace.frozen:
+        raise ConfigError(
+            "router_bias_update_rate must be 0 for a model that trains no parameter marked by "
+            f"load_bias, but got pipeline.router_bias_update_rate={rate}. Remove it, or set the "
+            "mark where a layer makes the parameter; ExpertsConfig has a switch for routers.",
+            paths=["pipeline.router_bias_update_rate"],
+        )
+    optimizer = for_model(optimizer, trace, rate)
+    if config.ema is None:
+        return optimizer
+    return with_average(optimizer, config.ema.decay, warms_up=config.ema.warmup)
 
 
 def _named_optimizer(section: OptimizerSection, schedule: optax.Schedule | None) -> ChosenOptimizer:

@@ -12,10 +12,10 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxpipe._mesh import off_mesh
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.config import TrainConfig
 from jaxpipe.data import Batch, split_entry
-from jaxpipe.errors import ConfigError
 from jaxpipe.executor import (
     DevicePrograms,
     EvaluateLoop,
@@ -37,7 +37,6 @@ from jaxpipe.layers import (
     PipelineModule,
     device_bytes,
     flatten_dict,
-    is_correction_bias,
     join_path,
     struct_of,
     unflatten_dict,
@@ -51,14 +50,12 @@ from jaxpipe.schedules import PipeSchedule, TickProgram
 from jaxpipe.state import (
     Catalog,
     Layout,
-    ModelParams,
     Source,
     StageInit,
     Storage,
     TrainState,
     Updater,
     VocabLayers,
-    ZeroSharding,
     from_words,
     made_collections,
     made_params,
@@ -77,9 +74,16 @@ from jaxpipe.state import (
 from jaxpipe.topology import FSDP, adopt_mesh, mesh_shape
 
 from ._hyperparams import Hyperparams
-from ._program import Compiled, Program, ProgramOfBatch, on_each_device
+from ._program import Compiled, Program, on_each_device
 from ._traced import trace_model
-from ._validate import check_base, check_batch, check_jit, check_params, check_params_name
+from ._validate import (
+    check_base,
+    check_batch,
+    check_jit,
+    check_opt_state,
+    check_params,
+    check_params_name,
+)
 
 _BatchLike = Sequence[PyTree]  # a `Batch`, or a tuple (inputs, labels) or (inputs, labels, side)
 
@@ -129,8 +133,8 @@ class Pipeline:
             is the divisor of the batch's losses: their number, or the sum of their weights.
         partial_gradients: `partial_gradients(state, batch, first, num_parts)` is the same, without
             the norm, for one of `num_parts` parts of a step. The part begins with microbatch
-            `first` of the step, which also determines its random keys. The gradients are the part's
-            contribution to the mean over all parts: they are already divided by `num_parts`.
+            `first` of the step, which also determines its random keys. The gradients are those of
+            the part's loss times its weight, divided by `num_parts`.
         update: `update(state, storage) -> (state, metrics)`, jitted: clips and applies gradients
             from `gradients`.
         evaluate: `evaluate(state, batch) -> metrics`, jitted, forward only: `metrics["loss"]`,
@@ -180,6 +184,7 @@ class Pipeline:
 
     restart_average: Callable[[TrainState], TrainState]
 
+    @off_mesh
     def __init__(
         self,
         module: PipelineModule,
@@ -203,6 +208,7 @@ class Pipeline:
         self.num_microbatches = num_microbatches
         with self._tracing() as scope:
             traced = trace_model(module, mesh, example, config, num_microbatches, optimizer)
+            optimizer = traced.optimizer
             self.module = traced.module
             self.mesh = traced.mesh
             self.trace = traced.trace
@@ -236,10 +242,8 @@ class Pipeline:
             # With ZeRO 2 and 3, `data` has length 1 by now, unless the given mesh had an axis
             # `fsdp`. In that case ZeRO-1 also divides over `data`.
             num_shards = shape["data"] if config.zero_optimization.stage else 1
-            rate = config.pipeline.router_bias_update_rate
-            self._sharding, self._updater = _division(
-                optimizer, self._params, num_shards, shape, rate
-            )
+            self._sharding = zero_sharding(self._params, optimizer, num_shards, shape)
+            self._updater = Updater(self._params, self._sharding.trained, optimizer)
             train, evaluate = _loops(self._stages, plan)
             self._programs = DevicePrograms(
                 self._stages,
@@ -260,12 +264,11 @@ class Pipeline:
             warn_unfollowed(self._unfollowed)
 
     def __repr__(self) -> str:
-        num_params = sum(self.trace.num_own_params())
         return (
-            f"<Pipeline: {len(self.module.layers)} layers of {num_params:,} parameters on "
-            f"{self.module.num_stages} stages x {self.num_replicas} replicas, cut at {self.parts}; "
-            f"schedule {self.program.name}, {self.num_microbatches} microbatches of "
-            f"{self.microbatch_size} samples a replica>"
+            f"<Pipeline: {len(self.module.layers)} layers of {self.trace.total_params:,} "
+            f"parameters on {self.module.num_stages} stages x {self.num_replicas} replicas, "
+            f"cut at {self.parts}; schedule {self.program.name}, {self.num_microbatches} "
+            f"microbatches of {self.microbatch_size} samples a replica>"
         )
 
     @property
@@ -400,6 +403,7 @@ class Pipeline:
             spec = P(None, ("data", FSDP))
         return NamedSharding(self.mesh, spec)
 
+    @off_mesh
     def init(self, key: jax.Array | None = None) -> TrainState:
         """Create an initial state, with each stage's arrays on its own devices.
 
@@ -416,6 +420,7 @@ class Pipeline:
         made = StageInit(self.module, self.trace, self._key if key is None else key)
         return self._state(self._draw("params", made) | self._draw("collections", made))
 
+    @off_mesh
     def init_from(self, tree: PyTree, collections: PyTree | None = None) -> TrainState:
         """Create an initial state from the model's parameter tree.
 
@@ -451,6 +456,7 @@ class Pipeline:
         """
         return check_params(tree, flatten_dict(self.trace.tree()))
 
+    @off_mesh
     def replace_params(self, state: TrainState, tree: PyTree) -> TrainState:
         """Return the state with other parameters. An `ema` average restarts at them.
 
@@ -484,6 +490,7 @@ class Pipeline:
             check_base(map(join_path, self._params.struct), map(join_path, self._params.trained))
         return dataclasses.replace(state, params=self._choosing[name](state))
 
+    @off_mesh
     def replace_collections(self, state: TrainState, tree: PyTree) -> TrainState:
         """Return the state with other collections, as `PipelineModule.init_collections` has them.
 
@@ -491,6 +498,45 @@ class Pipeline:
         """
         return with_arrays(state, self._place("collections", _from_tree("collections", tree)))
 
+    @off_mesh
+    def replace_opt_state(
+        self, state: TrainState, tree: PyTree, step: int | None = None
+    ) -> TrainState:
+        """Return the state with another state of the optimiser; the inverse of `opt_state_tree`.
+
+        Args:
+            state: The state.
+            tree: As `opt_state_tree` returns it. Its leaves are matched by their paths, so tuples
+                may have become dictionaries or lists.
+            step: Number of batches trained so far, from which dropout keys are derived. None: it
+                keeps its value. The position in a schedule is a count in `tree`.
+
+        Returns:
+            A state that shares all other arrays.
+
+        Raises:
+            LayerError: Leaves are missing, unexpected, of the wrong shape, or of a dtype that would
+                lose part of them.
+        """
+        tree = check_opt_state(tree, self.opt_state_struct)
+        leaves = dict(zip(opt_state_keys(tree), jax.tree.leaves(tree), strict=True))
+        arrays = self._place("opt_state", lambda keys: ((key, leaves[key]) for key in keys))
+        state = with_arrays(state, arrays)
+        if step is None:
+            return state
+        number = place_everywhere(np.asarray(step, np.int32), self.mesh)
+        return dataclasses.replace(state, step=number)
+
+    @property
+    def opt_state_struct(self) -> PyTree:
+        """Shapes and dtypes of the whole model's optimiser state, with PRNG keys as words."""
+        # Not those of the updater, which has one stage's slice of a parameter that is split.
+        struct = self._updater.whole_struct()
+        leaves = [self.catalog[key] for key in opt_state_keys(struct)]
+        found = [jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype)) for leaf in leaves]
+        return jax.tree.unflatten(jax.tree.structure(struct), found)
+
+    @off_mesh
     def params_tree(self, storage: Storage) -> PyTree:
         """Convert `state.params`, or gradients, to the model's parameter tree of numpy arrays.
 
@@ -504,6 +550,7 @@ class Pipeline:
             "params", storage, self._params.struct if has_all else self._params.trained
         )
 
+    @off_mesh
     def opt_state_tree(self, opt_state: PyTree) -> PyTree:
         """Convert `state.opt_state` to the optimiser's own state for the whole model.
 
@@ -521,6 +568,7 @@ class Pipeline:
         ]
         return jax.tree.unflatten(jax.tree.structure(struct), values)
 
+    @off_mesh
     def collections_tree(self, storage: Storage) -> dict[str, PyTree]:
         """Convert `state.collections` to numpy arrays by layer name."""
         return self._tree("collections", storage, self._stages.collections.struct)
@@ -630,6 +678,7 @@ class Pipeline:
         leaves = read_leaves(self.catalog, field, storage, keys.values())
         return unflatten_dict({path: leaves[key] for path, key in keys.items()})
 
+    @off_mesh
     def init_scalars(self) -> dict[str, Any]:
         """Return the replicated fields of an initial state, equal on all devices."""
         scaler = self.loss_scaler
@@ -688,10 +737,14 @@ class Pipeline:
             # Outputs have the shardings of the inputs. Otherwise XLA may choose another sharding
             # over automatic axes.
             given = (of_state, of_batch, *others)
-            jitted = jax.jit(
-                checked, in_shardings=given, out_shardings=out_shardings, donate_argnums=donate
+            return Program(
+                checked,
+                self.mesh,
+                takes_batch=True,
+                in_shardings=given,
+                out_shardings=out_shardings,
+                donate_argnums=donate,
             )
-            return ProgramOfBatch(Program(jitted, self.mesh))
 
         # Donated, so that memory need not hold the old and the new state together. Gradients and
         # evaluations return no new state and do not donate.
@@ -726,11 +779,12 @@ class Pipeline:
         # It takes no batch, so nothing is checked. The gradients come from `gradients` and have the
         # state's structure.
         update = on_each_device(programs.update, self.mesh, (specs, rows), (specs, P()))
-        jitted = jax.jit(update, out_shardings=(of_state, everywhere), donate_argnums=(0,))
-        self.update = Program(jitted, self.mesh)
+        self.update = Program(
+            update, self.mesh, out_shardings=(of_state, everywhere), donate_argnums=0
+        )
         restart = on_each_device(programs.restart_average, self.mesh, (specs,), rows)
         # Not donated, so that the state stays valid if this is interrupted.
-        restarting = Program(jax.jit(restart, out_shardings=of_state.opt_state), self.mesh)
+        restarting = Program(restart, self.mesh, out_shardings=of_state.opt_state)
         self.restart_average = lambda state: (
             state
             if self.config.ema is None
@@ -740,8 +794,7 @@ class Pipeline:
         for name, choice in _CHOICES.items():
             choose = functools.partial(programs.choose, choice)
             mapped = on_each_device(choose, self.mesh, (specs,), rows)
-            jitted = jax.jit(mapped, out_shardings=of_state.params)
-            self._choosing[name] = Program(jitted, self.mesh)
+            self._choosing[name] = Program(mapped, self.mesh, out_shardings=of_state.params)
 
 
 def _computing(
@@ -752,25 +805,6 @@ def _computing(
     if stage.vocab_loss is not None:
         stage.vocab_loss.check_loss(labels)
     return stage
-
-
-def _division(
-    optimizer: optax.GradientTransformation,
-    params: ModelParams,
-    num_shards: int,
-    shape: Mapping[str, int],
-    bias_rate: float,
-) -> tuple[ZeroSharding, Updater]:
-    """Return how the state is divided over a mesh, and the updater of a device's share."""
-    if bias_rate and not any(map(is_correction_bias, params.trained)):
-        raise ConfigError(
-            "router_bias_update_rate must be 0 for a model whose routers have no correction bias "
-            f"that is trained, but got pipeline.router_bias_update_rate={bias_rate}. Remove it, or "
-            "set ExpertsConfig(correction_bias=True).",
-            paths=["pipeline.router_bias_update_rate"],
-        )
-    sharding = zero_sharding(params, optimizer, num_shards, shape)
-    return sharding, Updater(params, sharding.trained, optimizer, bias_rate)
 
 
 def _loops(stage: Stage, plan: Plan) -> tuple[TrainLoop, EvaluateLoop]:

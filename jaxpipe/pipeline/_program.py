@@ -1,17 +1,17 @@
 """Programs that run on all devices of a mesh: mapped, jitted, checked before their first run."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 import jax
 from jax.core import Tracer
 from jax.sharding import Mesh
 
+from jaxpipe._mesh import no_mesh
 from jaxpipe._typing import PyTree
 from jaxpipe.data import Batch, split_entry
 from jaxpipe.executor import compile_checked, is_checked, is_simulated
-from jaxpipe.state import TrainState
 
 from ._validate import check_jit
 
@@ -32,45 +32,48 @@ class Compiled(Protocol[_Arguments, _Result]):
 
 
 class Program(Generic[_Result]):
-    """A jitted function of a state.
+    """A jitted function of a state or a part of it, on the devices of a mesh.
 
-    Its first call checks that the devices of a process cannot deadlock.
+    It runs on that mesh whatever mesh the program has set, and its first call checks that the
+    devices of a process cannot deadlock.
 
     Args:
-        jitted: The function.
+        function: The function.
         mesh: The mesh that it runs on.
+        takes_batch: Whether the second argument is a batch, which may be a plain tuple.
+        **options: Further arguments of `jax.jit`.
     """
 
-    def __init__(self, jitted: Compiled[..., _Result], mesh: Mesh) -> None:
-        self._jitted = jitted
+    def __init__(
+        self,
+        function: Callable[..., _Result],
+        mesh: Mesh,
+        *,
+        takes_batch: bool = False,
+        **options: Any,
+    ) -> None:
+        self._jitted = jax.jit(function, **options)
         self._mesh = mesh
+        self._takes_batch = takes_batch
         self._is_unchecked = is_simulated(mesh) or is_checked(mesh)
 
-    def __call__(self, state: TrainState, *args: Any) -> _Result:
-        if self._is_unchecked and not isinstance(state.step, Tracer):
-            # Compiled once: the call below uses the program that is compiled here.
-            compile_checked(self._jitted, self._mesh, state, *args)
-            self._is_unchecked = False
-        return self._jitted(state, *args)
+    def __call__(self, state: PyTree, *rest: Any) -> _Result:
+        # Every call has the same structure, because JAX recompiles for another one, and the
+        # shardings match only `Batch`.
+        if self._takes_batch and not isinstance(rest[0], Batch):
+            rest = split_entry(rest[0], "the batch"), *rest[1:]
+        with no_mesh():
+            if self._is_unchecked and not isinstance(jax.tree.leaves(state)[0], Tracer):
+                # Compiled once: the call below uses the program that is compiled here.
+                compile_checked(self._jitted, self._mesh, state, *rest)
+                self._is_unchecked = False
+            return self._jitted(state, *rest)
 
-    def lower(self, state: TrainState, *args: Any) -> jax.stages.Lowered:
-        return self._jitted.lower(state, *args)
-
-
-class ProgramOfBatch(Generic[_Result]):
-    """A program of a state and a batch; the batch may be a plain tuple."""
-
-    def __init__(self, program: Program[_Result]) -> None:
-        self._program = program
-
-    # Every call has the same structure, because JAX recompiles for another one, and the shardings
-    # match only `Batch`.
-    def __call__(self, state: TrainState, batch: Sequence[PyTree], *rest: Any) -> _Result:
-        batch = batch if isinstance(batch, Batch) else split_entry(batch, "the batch")
-        return self._program(state, batch, *rest)
-
-    def lower(self, state: TrainState, batch: Sequence[PyTree], *rest: Any) -> jax.stages.Lowered:
-        return self._program.lower(state, split_entry(batch, "the batch"), *rest)
+    def lower(self, state: PyTree, *rest: Any) -> jax.stages.Lowered:
+        if self._takes_batch:
+            rest = split_entry(rest[0], "the batch"), *rest[1:]
+        with no_mesh():
+            return self._jitted.lower(state, *rest)
 
 
 def on_each_device(

@@ -14,6 +14,7 @@ from jaxpipe.planner import Counted, Traced, choose_split
 from jaxpipe.state import check_collections
 from jaxpipe.topology import FSDP, num_batch_shards, with_fsdp_axis
 
+from ._optimizer import optimizer_for
 from ._validate import check_mesh, check_sharded, entry_struct
 
 
@@ -39,7 +40,8 @@ def trace_model(
         DataError: The length of a leaf of the example does not divide evenly over the replicas.
         LayerError: Layers do not fit together, cannot be traced or split, or have variables that
             gradients would replace.
-        ConfigError: The optimiser needs whole arrays, but each stage has a slice of them.
+        ConfigError: The optimiser needs whole arrays, but each stage has a slice of them, or there
+            is nothing to move by its load.
     """
     # The mesh as given: the axes that ZeRO 2 and 3 change next are in no topology of the user's.
     check_mesh(module, mesh)
@@ -57,9 +59,10 @@ def trace_model(
     def traced(module: PipelineModule) -> Traced:
         trace = module.trace(microbatch.inputs, microbatch.side, mesh.abstract_mesh)
         check_collections(module.layers, trace)
-        check_sharded(optimizer, trace, module.num_stages)
+        made = optimizer_for(optimizer, trace, config)
+        check_sharded(made, trace, module.num_stages)
         counted = Counted(module, trace, microbatch.labels)
-        return Traced(module, mesh, trace, entry, microbatch, counted, config)
+        return Traced(module, mesh, trace, entry, microbatch, counted, config, made)
 
     wanted = config.pipeline.split_vocabulary
     if wanted is True:
@@ -70,14 +73,13 @@ def trace_model(
     )
     if wanted != "auto" or not is_open:
         return whole.with_split(False)
-    return _split_if_shorter(whole, traced, num_microbatches, optimizer)
+    return _split_if_shorter(whole, traced, num_microbatches)
 
 
 def _split_if_shorter(
     whole: Traced,
     traced: Callable[[PipelineModule], Traced],
     num_microbatches: int,
-    optimizer: optax.GradientTransformation,
 ) -> Traced:
     """Split the vocabulary over the stages if that makes the step clearly shorter.
 
@@ -102,13 +104,12 @@ def _split_if_shorter(
     if whole.config.pipeline.overlap_vocabulary is True:  # only possible with a split vocabulary
         return split.with_split(True)
     try:
-        choice = choose_split(whole, split, num_microbatches, optimizer)
+        choice = choose_split(whole, split, num_microbatches, whole.optimizer)
     except JaxpipeError as error:
         return whole.with_split(False, f"The vocabulary is not split over the stages: {error}")
     verb = "are split" if choice.pays else "are not split"
     note = (
         f"the first and last layers and the loss {verb} over the stages "
-        f"(pipeline.split_vocabulary): a step would take {choice.step_share:.2f} times as long as "
-        "with all of them whole, by operations and bytes"
+        f"(pipeline.split_vocabulary): {choice.reason}"
     )
     return split.with_split(True, note) if choice.pays else whole.with_split(False, note)

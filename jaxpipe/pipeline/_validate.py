@@ -24,8 +24,8 @@ from jaxpipe.layers import (
     unbox,
     unflatten_dict,
 )
-from jaxpipe.optim import is_elementwise
-from jaxpipe.state import slice_struct
+from jaxpipe.optim import leaf_paths, params_needed_whole
+from jaxpipe.state import slice_struct, words_of
 from jaxpipe.topology import mesh_shape, mesh_topology
 
 _LISTS = " A list of numbers is a tree of scalars: convert it to an array with numpy.asarray."
@@ -177,7 +177,53 @@ def check_params(
             the wrong shape, or complex although the model's are real. The error names each of them.
     """
     tree = read_params(tree)
-    given = flatten_dict(tree)
+    _check_leaves("the parameters must be those of the model", flatten_dict(tree), struct, repair)
+    return tree
+
+
+def check_opt_state(tree: PyTree, struct: PyTree) -> PyTree:
+    """Check that a tree has the leaves of an optimiser's state.
+
+    Leaves are matched by their paths, so that a tree whose tuples a file has turned into
+    dictionaries or lists fits too.
+
+    Args:
+        tree: The tree, with arrays or numbers as leaves.
+        struct: The optimiser's own state, as shapes and dtypes.
+
+    Returns:
+        The leaves of `tree` in the structure of `struct`, and the words of PRNG keys.
+
+    Raises:
+        LayerError: Leaves are missing, unexpected, no arrays of numbers, of the wrong shape, or of
+            a dtype that would lose part of them. The error names each of them.
+    """
+    tree = unbox(tree)
+    given = {
+        path: words_of(leaf) if hasattr(leaf, "shape") else np.asarray(leaf)
+        for path, leaf in zip(leaf_paths(tree), jax.tree.leaves(tree), strict=True)
+    }
+    faults = {_name(path): array_fault(leaf) for path, leaf in given.items()}
+    wrong = [f"{name} = {fault[0]}" for name, fault in faults.items() if fault]
+    if wrong:
+        raise LayerError(
+            "the optimizer's state must consist of arrays of numbers, but got "
+            f"{_listed(wrong)}. Convert them, as in numpy.asarray(value)."
+        )
+    wanted = dict(zip(leaf_paths(struct), jax.tree.leaves(struct), strict=True))
+    _check_leaves(
+        "the optimizer's state must be that of the optimizer in use",
+        given,
+        wanted,
+        "Pass a tree as optimizer.init(params) returns it for the trained parameters, or change "
+        "leaves of opt_state_tree()",
+    )
+    return jax.tree.unflatten(jax.tree.structure(struct), [given[path] for path in wanted])
+
+
+def _check_leaves(
+    rule: str, given: Mapping[Path, Any], struct: Mapping[Path, Any], repair: str
+) -> None:
     missing = [f"missing {_name(path)}" for path in struct if path not in given]
     unexpected = [f"unexpected {_name(path)}" for path in given if path not in struct]
     misfits = [
@@ -188,10 +234,9 @@ def check_params(
     wrong = missing + unexpected + misfits
     if wrong:
         raise LayerError(
-            f"the parameters must be those of the model, but got {len(wrong)} difference"
-            f"{'' if len(wrong) == 1 else 's'}: {_listed(wrong)}. {repair}."
+            f"{rule}, but got {len(wrong)} difference{'' if len(wrong) == 1 else 's'}: "
+            f"{_listed(wrong)}. {repair}."
         )
-    return tree
 
 
 def check_mesh(module: PipelineModule, mesh: Mesh) -> None:
@@ -232,34 +277,36 @@ def check_sharded(
     dims = trace.split_dims() if num_stages > 1 else {}
     whole = {path: shapes[path] for path in dims if path not in trace.frozen}
     slices = {path: slice_struct(leaf, dims[path], num_stages) for path, leaf in whole.items()}
-    trees = whole, slices
-
-    def fits(paths: Sequence[Path]) -> bool:
-        return is_elementwise(
-            optimizer, *(unflatten_dict({path: tree[path] for path in paths}) for tree in trees)
+    trees = (unflatten_dict(whole), unflatten_dict(slices))
+    refused = params_needed_whole(optimizer, *trees) if whole else []
+    if refused:
+        path = refused[0]
+        raise ConfigError(
+            "the optimizer must update each element independently where a parameter is split over "
+            "the stages, and look neither at its shape nor at an element's index, but got one that "
+            f"needs all of {'/'.join(path)}, of which a stage holds {format_struct(slices[path])} "
+            f"of {format_struct(whole[path])}. Use for example Adam, AdamW, Lion or SGD for it, "
+            "with masks by name; optax.multi_transform can use a different optimizer for the other "
+            "parameters."
         )
 
-    # All parameters together first: nearly every optimiser passes, and each check traces an update.
-    if not trees[0] or fits(list(trees[0])):
-        return
-    # A parameter that fails by itself. If they fail only together, the first one.
-    path = next((path for path in trees[0] if not fits([path])), next(iter(trees[0])))
-    raise ConfigError(
-        "the optimizer must update each element independently where a parameter is split over the "
-        f"stages, but got one that uses more of {'/'.join(path)}, of which a stage holds "
-        f"{format_struct(trees[1][path])} of {format_struct(trees[0][path])}. Use for example "
-        "Adam, AdamW, Lion or SGD for it; optax.multi_transform can use a different optimizer for "
-        "the other parameters."
-    )
+
+_KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+"""Kinds of numbers. NumPy casts each to those before it too, with a loss and without an error."""
 
 
 def _fits(leaf: Any, like: jax.ShapeDtypeStruct) -> bool:
-    # Other dtypes are cast. For a complex one, NumPy would drop the imaginary part with only a
-    # warning.
-    loses_part = jnp.iscomplexobj(np.zeros(0, _dtype(leaf))) and not jnp.iscomplexobj(
-        np.zeros(0, like.dtype)
+    if tuple(leaf.shape) != tuple(like.shape):
+        return False
+    given, wanted = (
+        [jnp.issubdtype(dtype, kind) for kind in _KINDS].index(True)
+        for dtype in (_dtype(leaf), like.dtype)
     )
-    return tuple(leaf.shape) == tuple(like.shape) and not loses_part
+    # NumPy also wraps integers around. Those that are stored, such as a count, are few.
+    return given <= wanted and (
+        _KINDS[wanted] is not jnp.integer
+        or np.array_equal(np.asarray(leaf).astype(like.dtype), np.asarray(leaf))
+    )
 
 
 def _fault(leaf: Any) -> str:

@@ -23,7 +23,7 @@ from jaxpipe.topology import FSDP, stages_cross_hosts
 
 from ._calibrate import reference_hardware
 from ._costs import Counted, axes_inside
-from ._forecast import Forecast, StageForecast
+from ._forecast import GIVEN, Forecast, StageForecast
 from ._hardware import Hardware
 from ._memory import (
     DeviceMemory,
@@ -142,7 +142,7 @@ class Candidate:
             schedule=name,
             num_chunks=program.num_chunks,
             max_pending=max_pending,
-            partition=method if isinstance(method, str) else "given",
+            partition=method if isinstance(method, str) else GIVEN,
             boundaries=self._boundaries,
             recompute=job.costs.interval,
             memory=memory,

@@ -20,7 +20,6 @@ from jaxpipe.layers import (
     ModelTrace,
     PipelineModule,
     call_on_one,
-    cast_floats,
     device_bytes,
     flatten_dict,
     layer_signatures,
@@ -72,7 +71,7 @@ def layer_work(module: PipelineModule, trace: ModelTrace, *indices: int) -> Laye
         losses = [aux.get("losses", {}) for _, aux in extras]
         return (outputs, losses), [(new, aux.get("metrics", {})) for new, aux in extras]
 
-    params = cast_floats([trace.params[i] for i in indices], module.compute_dtype)
+    params = [trace.cast_params(i, module.compute_dtype) for i in indices]
     key = jax.eval_shape(lambda: jax.random.key(0))
     context = key, (dict(trace.side), [trace.collections[i] for i in indices])
     is_frozen = [

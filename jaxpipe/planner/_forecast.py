@@ -7,6 +7,9 @@ from jaxpipe._text import format_table
 
 from ._memory import DeviceMemory
 
+GIVEN = "given"
+"""The partition method of explicit boundaries."""
+
 
 @dataclass(frozen=True)
 class StageForecast:
@@ -40,7 +43,7 @@ class Forecast:
         schedule: Name of the schedule.
         num_chunks: Chunks per stage.
         max_pending: The most pending weight gradients. None: the schedule's own number.
-        partition: Partition method, or `"given"` for explicit boundaries.
+        partition: Partition method, or `GIVEN` for explicit boundaries.
         boundaries: Boundaries of the virtual stages.
         recompute: Layers per recomputed group; 0 if nothing is recomputed.
         memory: Bytes on each device.
@@ -87,7 +90,14 @@ class Forecast:
         """The candidate's settings as text."""
         chunks = f" x {self.num_chunks} chunks" if self.num_chunks > 1 else ""
         again = f", groups of {self.recompute} recomputed" if self.recompute else ""
-        return f"{self.schedule}{chunks}, cut {self.partition!r}{again}"
+        cut = repr(self.partition) if self.partition != GIVEN else f"at {list(self.boundaries)}"
+        return f"{self.name}{chunks}, cut {cut}{again}"
+
+    @property
+    def name(self) -> str:
+        """The schedule, and the most pending weight gradients if they are limited."""
+        pending = "" if self.max_pending is None else f", {self.max_pending} pending"
+        return f"{self.schedule}{pending}"
 
 
 _HEADS = (
@@ -121,9 +131,7 @@ def candidate_rows(candidates: Sequence[Forecast]) -> list[list[str]]:
         rows.append(
             [
                 "too large" if not one.fits else "best" if number == 0 else "",
-                one.schedule
-                if one.max_pending is None
-                else f"{one.schedule}, {one.max_pending} pending",
+                one.name,
                 str(one.num_chunks),
                 one.partition,
                 str(one.recompute),

@@ -199,7 +199,7 @@ def bytes_per_param(
     num_params = sum(x.size for x in made.values())
     if not num_params:
         return 0.0
-    computed = flatten_dict(cast_floats(trace.tree(), compute_dtype))
+    computed = flatten_dict(cast_floats(trace.tree(), compute_dtype, trace.load_biases))
     trained, frozen = (
         [path for path in made if (path in trace.frozen) == is_it] for is_it in (False, True)
     )

@@ -7,20 +7,22 @@ import optax
 from ._calibrate import limit_of, reference_hardware
 from ._candidate import Job
 from ._choose import Asked, candidates, ranked
+from ._forecast import Forecast, gigabytes
 from ._traced import Traced
 
 
 @dataclass(frozen=True)
 class SplitChoice:
-    """Whether a step is shorter with the vocabulary split over the stages.
+    """Whether to split the vocabulary over the stages, and why.
 
     Attributes:
-        pays: Whether the step is clearly shorter.
-        step_share: Time of the step with the split, divided by the time without it.
+        pays: Whether to split.
+        reason: What decided: the time of a step, or the memory of a device if one of the two does
+            not fit.
     """
 
     pays: bool
-    step_share: float
+    reason: str
 
 
 def choose_split(
@@ -49,4 +51,16 @@ def choose_split(
             limit_of(section, mesh),
         )
         found.append(ranked(candidates(job, Asked.of(section)))[0])
-    return SplitChoice(ranked(found)[0] is found[1], found[1].step_s / found[0].step_s)
+    return SplitChoice(ranked(found)[0] is found[1], _reason(*found))
+
+
+def _reason(whole: Forecast, split: Forecast) -> str:
+    if whole.fits and split.fits:
+        share = split.step_s / whole.step_s
+        return (
+            f"a step would take {share:.2f} times as long as with all of them whole, by "
+            "operations and bytes"
+        )
+    fits = {True: "fits", False: "does not fit"}
+    sizes = [f"{gigabytes(one.memory.total)} GB, which {fits[one.fits]}" for one in (split, whole)]
+    return f"a device would need {sizes[0]}, and with all of them whole {sizes[1]}"

@@ -4,6 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 
 import jax
+import optax
 from jax.sharding import Mesh
 
 from jaxpipe.config import TrainConfig
@@ -26,6 +27,7 @@ class Traced:
         microbatch: Shapes of one microbatch as layers see it, at one index along `data`.
         counted: The layers, which are counted when their costs are needed.
         config: The configuration, with `pipeline.split_vocabulary` decided.
+        optimizer: The optimiser, made for this model. The default changes nothing.
         split_note: The decision about the vocabulary and its reason, as a sentence. Empty if there
             was nothing to decide.
     """
@@ -37,6 +39,7 @@ class Traced:
     microbatch: Batch
     counted: Counted
     config: TrainConfig
+    optimizer: optax.GradientTransformation = optax.identity()
     split_note: str = ""
 
     @property

@@ -99,7 +99,7 @@ def layer_profiles(
             None if on_all else next(stage for start, stop, stage in parts if start <= index < stop)
         )
         forward = counted[trace.firsts[index]]
-        num_params = trace.num_own_params()[index]
+        num_params = trace.num_params()[index]
         flops = (1 + _BACKWARD_PRODUCTS) * forward * times
         found.append(
             LayerProfile(named.name, stage, num_params, forward, flops, busy_s.get(named.name))
@@ -148,7 +148,7 @@ def format_profile(
     forward = sum(layer.forward_flops for layer in layers)
     device = pipeline.mesh.devices.flat[0]
     lines = [
-        f"profile of step {step}: {sum(layer.num_params for layer in layers):,} parameters, "
+        f"profile of step {step}: {pipeline.trace.total_params:,} parameters, "
         f"{_si(forward)}FLOP in the forward of a microbatch, {_si(total)}FLOP in a step on "
         f"{pipeline.mesh.size} devices"
     ]

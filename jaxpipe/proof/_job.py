@@ -17,7 +17,7 @@ from jaxpipe._typing import PyTree
 from jaxpipe.config import Collector, TrainConfig, load_config
 from jaxpipe.data import Batch, split_entry
 from jaxpipe.errors import ConfigError, DataError, JaxpipeError, TopologyError, shown
-from jaxpipe.layers import PipelineModule, flatten_dict
+from jaxpipe.layers import ModelTrace, PipelineModule, flatten_dict
 from jaxpipe.pipeline import ConfigLike, Pipeline, choose_optimizer, prepare, running_mesh
 from jaxpipe.recompute import settings_for
 from jaxpipe.topology import FSDP, ProcessTopology, make_pipeline_mesh
@@ -296,7 +296,13 @@ class Job:
     def optimizer(self) -> Optimizer:
         """The optimiser of the plain program."""
         assert self.plain_transformation is not None  # the pipelines have one
-        return Optimizer(self.plain_transformation, self.config, self.module.trainable)
+        return Optimizer(self.plain_transformation, self.config, self.module.trainable, self._trace)
+
+    @functools.cached_property
+    def _trace(self) -> ModelTrace:
+        """The model on one device."""
+        inputs, _, side = self.batch(0)
+        return self.module.trace(*jax.tree.map(lambda x: x[0], (inputs, side)))
 
     def scales(self, precision: Precision) -> list[float | None]:
         """Return the loss scale to set before each step of a proof. None: as it has become.

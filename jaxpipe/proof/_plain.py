@@ -18,7 +18,8 @@ import optax
 from jaxpipe._typing import PyTree
 from jaxpipe.config import FP16Section, TrainConfig
 from jaxpipe.data import Batch
-from jaxpipe.layers import PipelineModule, flatten_dict, is_correction_bias, unflatten_dict
+from jaxpipe.layers import ModelTrace, PipelineModule, flatten_dict, unflatten_dict
+from jaxpipe.optim import for_matrices
 
 from ._shake import Shaking, shaken, shaken_module
 
@@ -336,18 +337,25 @@ class LossScale:
 class Optimizer:
     """The user's optimiser and clipping, on the whole model's tree.
 
-    Correction biases of routers are not the optimiser's: they move by a rate, against the signs of
+    Parameters that a load moves are not the optimiser's: they move by a rate, against the signs of
     their gradients.
 
     Args:
         transformation: The optax transformation, which keeps no average.
         config: The configuration, read for clipping, the average and the rate of biases.
         trainable: What the model says of the parameters that are trained.
+        trace: The model on one device.
     """
 
     def __init__(
-        self, transformation: optax.GradientTransformation, config: TrainConfig, trainable: Any
+        self,
+        transformation: optax.GradientTransformation,
+        config: TrainConfig,
+        trainable: Any,
+        trace: ModelTrace,
     ) -> None:
+        transformation = for_matrices(transformation, trace)
+        self._load_biases = trace.load_biases
         self._transformation = transformation
         self._limit = config.gradient_clipping
         self._ema = config.ema
@@ -364,7 +372,7 @@ class Optimizer:
 
     def init(self, params: PyTree) -> PyTree:
         """Make the optimiser's state."""
-        return self._transformation.init(_without_biases(self.trained(params)))
+        return self._transformation.init(self._without_biases(self.trained(params)))
 
     def update(self, params: PyTree, opt_state: PyTree, grads: PyTree) -> tuple[PyTree, PyTree]:
         """Apply one update; returns the new parameters and the optimiser's new state."""
@@ -379,13 +387,19 @@ class Optimizer:
         moved = {
             path: x - (self._rate * np.sign(signs[path])).astype(x.dtype)
             for path, x in biases.items()
-            if is_correction_bias(path)
+            if path in self._load_biases
         }
-        trained = _without_biases(trained)
-        grads = _without_biases(grads)
+        trained = self._without_biases(trained)
+        grads = self._without_biases(grads)
         updates, opt_state = self._update(grads, opt_state, trained)
         new = jax.device_get(optax.apply_updates(trained, updates))
         return unflatten_dict(flatten_dict(params) | flatten_dict(new) | moved), opt_state
+
+    def _without_biases(self, params: PyTree) -> PyTree:
+        flat = flatten_dict(params)
+        return unflatten_dict(
+            {path: x for path, x in flat.items() if path not in self._load_biases}
+        )
 
     def average(self, history: Sequence[PyTree]) -> PyTree:
         """Return the average of the trained parameters, of which `history` has all values."""
@@ -432,11 +446,6 @@ def _shaken(params: PyTree, shake: Shake | None) -> tuple[PyTree, Shaking | None
 
 
 _shaken_once = jax.jit(shaken)
-
-
-def _without_biases(params: PyTree) -> PyTree:
-    flat = flatten_dict(params)
-    return unflatten_dict({path: x for path, x in flat.items() if not is_correction_bias(path)})
 
 
 def _mean(values: Any) -> Any:

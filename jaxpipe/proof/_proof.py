@@ -121,7 +121,7 @@ class Proof:
             f"<h1>{title}</h1>",
             html_table((), [(key, str(value)) for key, value in self.job.items()]),
             "<h2>Claims</h2>",
-            html_table(("claim", "", "statement", "figures", "seconds"), rows),
+            html_table(("claim", "", "statement", "figures", "seconds"), rows, "<<<<>"),
         ]
         if findings:
             parts += ["<h2>Findings</h2>", html_table(("where", "what"), findings)]

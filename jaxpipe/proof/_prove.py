@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
+from jaxpipe._mesh import off_mesh
 from jaxpipe._typing import PyTree
 from jaxpipe.config import load_config
 from jaxpipe.errors import ConfigError
@@ -92,6 +93,7 @@ def prove(  # noqa: PLR0913  # one argument for each choice
     )
 
 
+@off_mesh
 def prove_named(  # noqa: PLR0913  # those of `prove`
     model: PipelineModule,
     config: ConfigLike,
@@ -195,7 +197,8 @@ def made_job(
         return Made(Job(model, config, example_batch, optimizer, places or {}), {}, is_small=False)
     narrow = narrowed(model, example_batch, config.pipeline)
     before, after = narrow.num_layers
-    text = f"sizes of {LEAST} and more divided by {narrow.factor}, {after} of {before} layers"
+    divided = f"sizes of {LEAST} and more divided by {narrow.factor}, "
+    text = f"{divided if narrow.factor > 1 else ''}{after} of {before} layers"
     job = Job(narrow.model, config, narrow.example, optimizer, places or {})
     why = f" ({narrow.why})" if narrow.why else ""
     return Made(job, {"narrowed": text + why}, is_small=narrow.is_small)

@@ -4,7 +4,7 @@ from typing import Any
 
 from jaxpipe.jaxpr import is_named, primitives
 
-KERNEL = "attention_kernel"
+KERNEL = "jaxpipe_attention_kernel"
 """The name of the values that `jaxpipe.attention` keeps for its backward besides q, k and v."""
 
 

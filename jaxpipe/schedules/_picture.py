@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxpipe._files import write_file
 from jaxpipe._paths import local_path
+from jaxpipe._text import svg_start
 from jaxpipe.errors import ScheduleError
 
 from ._cost import Kind, Slice, timeline
@@ -59,25 +60,22 @@ class Picture:
         """Return the picture as a self-contained SVG."""
         scale = _WIDTH / (self.span_s or 1.0)
         bottom = _TOP + self.num_stages * _ROW
-        size = f'width="{_LEFT + _WIDTH + 16}" height="{bottom + 12}"'
-        view = f'viewBox="0 0 {_LEFT + _WIDTH + 16} {bottom + 12}"'
-        # A page narrower than the picture scales it down instead of cutting it off.
-        font = 'font-family="sans-serif" font-size="12" style="max-width: 100%; height: auto"'
+        ink = 'class="jaxpipe-ink" fill="#222222"'
         lines = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" {size} {view} {font}>',
-            '<rect width="100%" height="100%" fill="#ffffff"/>',
-            f'<text x="8" y="16" font-weight="bold" fill="#222">{html.escape(self.title)}</text>',
+            *svg_start(_LEFT + _WIDTH + 16, bottom + 12),
+            f'<text x="8" y="16" font-weight="bold" {ink}>{html.escape(self.title)}</text>',
         ]
         x = _LEFT
         for kind in self._kinds():
             lines.append(f'<rect x="{x}" y="24" width="12" height="12" fill="{_COLOURS[kind]}"/>')
-            lines.append(f'<text x="{x + 16}" y="35" fill="#222">{kind}</text>')
+            lines.append(f'<text x="{x + 16}" y="35" {ink}>{kind}</text>')
             x += 40 + _LETTER * len(kind)
         for stage in range(self.num_stages):
             y = _TOP + stage * _ROW
-            lines.append(f'<text x="8" y="{y + 17}" fill="#222">stage {stage}</text>')
+            lines.append(f'<text x="8" y="{y + 17}" {ink}>stage {stage}</text>')
             size = f'width="{_WIDTH}" height="{_ROW - 4}"'
-            lines.append(f'<rect x="{_LEFT}" y="{y + 2}" {size} fill="#eeeeee"/>')
+            lane = f'<rect x="{_LEFT}" y="{y + 2}" {size} class="jaxpipe-lane" fill="#eeeeee"/>'
+            lines.append(lane)
         lines += [line for one in self.slices for line in self._slice(one, scale)]
         return "\n".join([*lines, "</svg>", ""])
 

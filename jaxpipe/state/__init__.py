@@ -17,6 +17,7 @@ from ._host import place_samples as place_samples
 from ._host import read_leaves as read_leaves
 from ._host import state_arrays as state_arrays
 from ._host import with_arrays as with_arrays
+from ._host import words_of as words_of
 from ._init import StageInit as StageInit
 from ._layout import Layout as Layout
 from ._layout import Storage as Storage

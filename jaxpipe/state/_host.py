@@ -230,7 +230,7 @@ def owned(leaf: Any) -> Any:
 
 def _named(field: str, tree: PyTree) -> dict[str, Any]:
     return {
-        f"{field}/{_path_name(path)}": _as_words(leaf)
+        f"{field}/{_path_name(path)}": words_of(leaf)
         for path, leaf in jax.tree.leaves_with_path(tree)
     }
 
@@ -260,7 +260,8 @@ def _has_values(like: Any) -> bool:
     return isinstance(like, jax.Array)
 
 
-def _as_words(leaf: Any) -> Any:
+def words_of(leaf: Any) -> Any:
+    """Convert an array of PRNG keys, or its shape and dtype, to words; others are unchanged."""
     if not is_key(leaf.dtype):
         return leaf
     if _has_values(leaf):

@@ -17,7 +17,6 @@ from jaxpipe.layers import (
     NamedLayer,
     cast_floats,
     flatten_dict,
-    is_correction_bias,
     join_path,
     split_path,
     unflatten_dict,
@@ -90,6 +89,7 @@ class ModelParams:
             the dtype of the parameters, or of the sums if the parameters' dtypes differ.
         tied: Trained parameters that several stages hold, each with these stages. The first stage
             owns the parameter.
+        load_biases: Names of the parameters that a load moves; see `load_bias`.
         stage_dims: The dims along which parameters are sliced over the stages, by path.
         vocab_names: Names of the trained parameters of vocabulary-parallel layers.
     """
@@ -119,10 +119,10 @@ class ModelParams:
             path: name in self.frozen for stage in self.stages for name, path in stage.paths.items()
         }
         struct = {
-            path: _cast(
-                path,
+            path: cast_floats(
                 slice_struct(leaf, vocab.dims.get(path), placement.num_stages),
-                dtype if is_kept[path] else master_dtype,
+                # Nothing casts a parameter that a load moves.
+                None if path in trace.load_biases else dtype if is_kept[path] else master_dtype,
             )
             for path, leaf in flatten_dict(trace.tree()).items()
         }
@@ -147,16 +147,20 @@ class ModelParams:
         self.master_layout = Layout(
             structs, specs=[specs_of(stage, specs) for stage in self.stages], frozen=self.frozen
         )
+        self.load_biases = frozenset(
+            name
+            for stage in self.stages
+            for name, path in stage.paths.items()
+            if path in trace.load_biases
+        )
         self.at_rest = self.master_layout.cast(
-            lambda name, leaf: _cast(split_path(name), leaf, dtype)
+            lambda name, leaf: leaf if name in self.load_biases else cast_floats(leaf, dtype)
         )
         self.gathered = self.at_rest.cast(whole_along=FSDP)
         self.layout = self.gathered if gather else self.at_rest
         self.grad_layout = self.at_rest.cast(
             lambda name, leaf: (
-                leaf
-                if is_correction_bias(split_path(name))
-                else grad_accum_struct(leaf, grad_dtype)
+                leaf if name in self.load_biases else grad_accum_struct(leaf, grad_dtype)
             ),
             frozen=False,
         )
@@ -288,10 +292,6 @@ def _packed_dtypes(layout: Layout, other: Layout) -> Mapping[str, Any]:
         buffer: next(iter(dtypes)) if len(dtypes) == 1 else layout.buffers[buffer].dtype
         for buffer, dtypes in found.items()
     }
-
-
-def _cast(path: Path, leaf: Any, dtype: Any) -> Any:
-    return leaf if is_correction_bias(path) else cast_floats(leaf, dtype)
 
 
 def specs_of(stage: StageLeaves, specs: Mapping[Path, P]) -> Specs:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxpipe._typing import Path, PyTree
-from jaxpipe.layers import flatten_dict, is_correction_bias, join_path, unflatten_dict
+from jaxpipe.layers import flatten_dict, join_path, unflatten_dict
 from jaxpipe.optim import (
     apply_update,
     check_leafwise,
@@ -42,8 +42,6 @@ class Updater:
     train is in the shards of all stages, and is not changed where it is frozen. Raises ConfigError
     if the optimiser needs more than gradients, state and parameters, if it couples parameters in
     different shards, or if its treatment of a parameter depends on the rest of the tree.
-
-    Correction biases of routers are not the optimiser's. They move by `bias_rate` in each update.
     """
 
     def __init__(
@@ -51,29 +49,23 @@ class Updater:
         params: ModelParams,
         sharding: ShardLayout,
         optimizer: optax.GradientTransformation,
-        bias_rate: float = 0.0,
     ) -> None:
         self._sharding = sharding
         self._params = params
         self._optimizer = optimizer
-        self._bias_rate = bias_rate
         shards = sharding.shards
         shard_kinds = range(shards.num_stages)
         # A trunk that is not stacked, for example because whole leaves are distributed over the
         # replicas, is updated with the other parameters.
         self._trunk_names = tuple(name for name in params.trunk_names if name in shards.stacked)
-        self._optimised = {
-            path: leaf for path, leaf in params.trained.items() if not is_correction_bias(path)
-        }
-        trace = trace_optimizer(optimizer, unflatten_dict(self._optimised))
+        trace = trace_optimizer(optimizer, unflatten_dict(params.trained))
         is_apart = len(shard_kinds) > 1 or 0 < len(self._trunk_names) < len(params.trained)
         if is_apart:
             # Several programs update the model, each with part of its parameters, so none of them
             # may need the others.
             check_leafwise(trace)
         trunks = [
-            {paths[n]: n for n in self._trunk_names if paths.get(n) in self._optimised}
-            for paths in params.trained_paths
+            {paths[n]: n for n in self._trunk_names if n in paths} for paths in params.trained_paths
         ]
         is_uniform = len(shard_kinds) == 1 or (
             len({tuple(names.values()) for names in trunks}) == 1
@@ -84,7 +76,7 @@ class Updater:
         for shard_kind in shard_kinds:
             paths = params.trained_paths[sharding.stage_of(shard_kind)]
             names = shards.names(shard_kind)
-            trained = {name: paths[name] for name in names if paths.get(name) in self._optimised}
+            trained = {name: paths[name] for name in names if name in paths}
             off_trunk = {
                 name: path for name, path in trained.items() if name not in self._trunk_names
             }
@@ -104,7 +96,7 @@ class Updater:
         if is_apart:
             groups = (*trunk.values(), *others.values())
             parts = [group.paths.values() for group in groups if group.optimizer is optimizer]
-            check_separable(optimizer, trace, self._optimised, parts)
+            check_separable(optimizer, trace, params.trained, parts)
         # For each kind of shard the kind whose program updates the group. The keys are part of the
         # names of arrays in checkpoints. "own" are the parameters off the trunk.
         self._programs = {
@@ -148,7 +140,7 @@ class Updater:
 
     def whole_struct(self) -> PyTree:
         """Return shapes and dtypes of the optimiser's own state for the whole model."""
-        return state_struct(self._optimizer, unflatten_dict(self._optimised))
+        return state_struct(self._optimizer, unflatten_dict(self._params.trained))
 
     def init(self, shard_kind: jax.Array, shard: Storage) -> PyTree:
         """Make the optimiser state of this device's shard from its parameters."""
@@ -252,24 +244,7 @@ class Updater:
         group = self._groups[name][shard_kind]
         layout = self._layouts[name]
         changed, leaves = group.update(params, grads, layout.unpack(shard_kind, state))
-        changed |= self._moved_biases(name, shard_kind, params, grads)
         return self._packed(shard_kind, params, changed), layout.pack(shard_kind, leaves)
-
-    def _moved_biases(
-        self, group: str, shard_kind: int, params: Storage, grads: Storage
-    ) -> dict[str, jax.Array]:
-        """Move each correction bias against its gradient, of which only the sign counts."""
-        if not self._bias_rate:
-            return {}
-        shards = self._sharding.shards
-        paths = self._params.trained_paths[self._sharding.stage_of(shard_kind)]
-        moved: dict[str, jax.Array] = {}
-        for name in shards.names(shard_kind):
-            is_here = (name in self._trunk_names) == (group == "trunk")
-            if is_here and name in paths and is_correction_bias(paths[name]):
-                bias, grad = (shards.get(shard_kind, name, each) for each in (params, grads))
-                moved[name] = bias - self._bias_rate * jnp.sign(grad).astype(bias.dtype)
-        return moved
 
     def _choose(
         self,

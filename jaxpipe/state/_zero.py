@@ -17,9 +17,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
+from jaxpipe.errors import ConfigError
 from jaxpipe.jaxpr import spec_axes
 from jaxpipe.layers import unflatten_dict
-from jaxpipe.optim import is_elementwise
+from jaxpipe.optim import params_needed_whole
 from jaxpipe.topology import scatter_sum, sum_over
 
 from ._layout import Layout, Storage, constrained
@@ -410,12 +411,12 @@ def zero_sharding(
     shards = [ByElements(layout, num_shards, mesh) for layout in layouts]
     # Checked for the layout that is updated, on behalf of all: they only differ in dtypes and in
     # frozen leaves.
-    if not all(_is_elementwise(params, shards[1], s, optimizer) for s in range(len(params.stages))):
+    if any(_needs_whole(params, shards[1], s, optimizer) for s in range(len(params.stages))):
         return ZeroSharding(*(ByLeaves(x, num_shards, tuple(params.tied)) for x in layouts))
     return ZeroSharding(*shards)
 
 
-def _is_elementwise(
+def _needs_whole(
     params: ModelParams, layout: ShardLayout, stage: int, optimizer: optax.GradientTransformation
 ) -> bool:
     paths = params.trained_paths[stage]
@@ -423,7 +424,12 @@ def _is_elementwise(
         unflatten_dict({path: each.struct_of(stage, name) for name, path in paths.items()})
         for each in (layout.gathered, layout.shards)
     )
-    return is_elementwise(optimizer, whole, pieces)
+    try:
+        return bool(params_needed_whole(optimizer, whole, pieces))
+    except ConfigError:
+        # It fails with the pieces, such as one with a mask of a leaf's shape, or in any case; the
+        # updater of whole leaves then raises.
+        return True
 
 
 def _packed_names(layout: Layout, stage: int) -> list[str]:

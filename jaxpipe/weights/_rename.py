@@ -11,7 +11,7 @@ from jaxpipe._typing import PyTree
 from jaxpipe.errors import CheckpointError, nearest
 from jaxpipe.layers import flatten_dict, join_path, split_path, unflatten_dict
 
-from ._transform import Index, Shape, Tensor, Transform, or_identity, whole
+from ._transform import Index, Shape, Tensor, Transform, or_identity, stack, whole
 
 _COUNTER = re.compile(r"\{([a-z]+)([+-][0-9]+)?\}")
 _SHOWN = 12
@@ -32,9 +32,9 @@ class Rename:
             tensors must be equal. The first name in the tuple is written.
         ours: The path of a leaf. It begins with the index of the layer in the model's list, as in
             `3/mlp/kernel`; tied parameters are at `tied/<key>/kernel`. A tuple lists several leaves
-            that are one tensor in the other library, for `split`. None skips the tensor, for
-            example a buffer that is not a parameter. Then a name that ends in `*` stands for all
-            names with that beginning.
+            that are one tensor in the other library, for `split` or `stack`. None skips the tensor,
+            for example a buffer that is not a parameter. Then a name that ends in `*` stands for
+            all names with that beginning.
         transform: Converts between the two. None means that both are equal.
     """
 
@@ -308,7 +308,14 @@ def _match(
             f"an entry with several leaves must say how they are one tensor, but got {rename}. Add "
             "transform=split()."
         )
+    # A counter that occurs only in the other library's names counts the tensors of one leaf. If the
+    # leaf is a single tensor, `_filled` refuses the counter.
+    own = {mark[1] for text in rename.their_names for mark in _COUNTER.finditer(text)} - set(
+        counters
+    )
     try:
+        if isinstance(transform, stack) and len(keys) > 1 and not own:
+            transform = transform.of_leaves(shapes)
         count = transform.count(shapes)
         transform.their_shape(shapes)
     except (IndexError, ValueError) as error:
@@ -318,11 +325,6 @@ def _match(
             f"{', '.join(str(list(shape)) for shape in shapes)}: {error}. Correct the transform or "
             "the path."
         ) from error
-    # A counter that occurs only in the other library's names counts the tensors of one leaf. If the
-    # leaf is a single tensor, `_filled` refuses the counter.
-    own = {mark[1] for text in rename.their_names for mark in _COUNTER.finditer(text)} - set(
-        counters
-    )
     if type(transform).count is Transform.count:
         own = set[str]()
     elif len(own) != 1:

@@ -249,12 +249,14 @@ class interleave(Transform):  # noqa: N801  # used as a function
 class stack(Transform):  # noqa: N801  # used as a function
     """Several of their tensors are stacked in one of our leaves, such as the weights of experts.
 
-    A counter that occurs only in their name, such as `{e}`, counts them.
+    A counter that occurs only in their name, such as `{e}`, counts them. If their name has no such
+    counter and the entry lists several leaves, it is the other way round: one of their tensors
+    stacks these leaves, such as the weights of blocks under `nn.scan`.
 
     Attributes:
         each: Converts between one of their tensors and its slice of our leaf. None means that both
-            are equal.
-        dim: The dim of our leaf along which the tensors are stacked.
+            are equal. To stack leaves, it must be a `merge`.
+        dim: The dim along which the tensors or leaves are stacked.
         names: Texts that replace the counter if it is not a number, such as `("query", "key",
             "value")`.
     """
@@ -271,6 +273,14 @@ class stack(Transform):  # noqa: N801  # used as a function
                 f"stack has names for {len(self.names)} tensors, and the leaf holds {count}"
             )
         return count
+
+    def of_leaves(self, shapes: Sequence[Shape]) -> split:
+        """Return the transform of one of their tensors that stacks our leaves of these shapes."""
+        each = or_identity(self.each, shapes)
+        if not isinstance(each, merge) or self.dim > len(each.dims):
+            raise ValueError(f"{self} cannot stack leaves")
+        # Each leaf is a section of length 1 along a new dim.
+        return split(self.dim, merge(*each.dims[: self.dim], (), *each.dims[self.dim :]))
 
     def label(self, number: int) -> str:
         """See `Transform`."""

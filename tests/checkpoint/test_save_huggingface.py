@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -25,6 +26,7 @@ from jaxpipe.checkpoint.__main__ import main
 from jaxpipe.errors import CheckpointError, ConfigError
 from jaxpipe.layers import LORA_PARAMETERS, flatten_dict, lora, merge_lora
 from jaxpipe.models import LlamaConfig, llama, llama_names
+from jaxpipe.weights import Rename
 
 ALPHA, LIMIT = 4.0, 3000
 SIZES: dict[str, Any] = {
@@ -130,7 +132,8 @@ def test_shards_in_half_precision_over_an_earlier_folder(runs: Runs, tmp_path: P
         )
     assert set(tmp_path.iterdir()) == set(written)
     assert sum("-of-" in each.name for each in written) > 2
-    assert json.loads((tmp_path / "config.json").read_text()) == old | {"torch_dtype": "bfloat16"}
+    true = {"torch_dtype": "bfloat16", "tie_word_embeddings": True}
+    assert json.loads((tmp_path / "config.json").read_text()) == old | true
     assert_holds(tmp_path, params, config, ml_dtypes.bfloat16)
 
 
@@ -197,6 +200,24 @@ def test_adapters_of_narrow_weights_are_merged_before_rounding(dtype: Any, tmp_p
             ConfigError,
             "readable, but got /nowhere/config.json",
         ),
+        (
+            "tied",
+            {"config": {"text_config": {}, "vision_config": {"depth": 2}}},
+            ConfigError,
+            "got text_config without any tensors of this part. Pass the configuration of the part",
+        ),
+        (
+            "tied",
+            {"config": {"num_hidden_layers": 5}},
+            ConfigError,
+            "num_hidden_layers=5 and tensors of 4 blocks",
+        ),
+        (
+            "tied",
+            {"config": {}, "renames": lambda _: llama_names(config_of(tied=False))},
+            ConfigError,
+            "without 'lm_head.weight'. Make the table .* with tie_word_embeddings=True",
+        ),
         ("tied", {"max_shard_bytes": 0}, CheckpointError, "max_shard_bytes=0. Write for instance"),
         (
             "tied",
@@ -232,6 +253,23 @@ def test_mistakes_write_nothing(
     with pytest.raises(error, match=match):
         save_huggingface(runs[run][0], tmp_path / "out", **changes)
     assert not (tmp_path / "out").exists()
+
+
+class WithoutKernel(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scale = self.param("lora_a", nn.initializers.ones, (1, 4))
+        return nn.Dense(4)(x * scale)
+
+
+def test_adapters_without_a_kernel_are_not_left_out(tmp_path: Path) -> None:
+    module = PipelineModule([WithoutKernel()], num_stages=1)
+    engine = jaxpipe.initialize(model=module, config={"train_micro_batch_size_per_gpu": 2})[0]
+    engine.predict(np.ones((2, 4), np.float32))
+    engine.save_checkpoint(tmp_path / "run")
+    table = [Rename(name, f"0/Dense_0/{name}") for name in ("kernel", "bias")]
+    with pytest.raises(CheckpointError, match="kernel of each adapter.*0_WithoutKernel/lora_a"):
+        save_huggingface(tmp_path / "run", tmp_path / "out", table, lora_alpha=1.0)
 
 
 def test_collections_have_no_names(tmp_path: Path) -> None:

@@ -1,9 +1,11 @@
 import json
 import random
 import time
+from argparse import Namespace
+from collections import UserDict
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import hjson
 import numpy as np
@@ -331,3 +333,57 @@ def test_a_config_of_another_type() -> None:
         ConfigError, match=r"dictionary or the path of a JSON file, but got config=3. Pass a dict"
     ):
         load_config(3)
+
+
+class _Container:
+    """A mapping and a sequence of a library that registers neither as `Mapping`."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self._values = values
+
+    def keys(self) -> list[str]:
+        return list(self._values)
+
+    def __getitem__(self, key: str) -> Any:
+        value = self._values[key]
+        if value == "???":
+            raise LookupError(f"missing {key}")
+        return _Container(value) if isinstance(value, dict) else value
+
+
+NESTED = {**FULL, "optimizer": {"type": "Adam", "params": {"lr": 0.1, "betas": [0.8, 0.9]}}}
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        _Container,
+        MappingProxyType,
+        lambda values: UserDict({key: _inner(value) for key, value in values.items()}),
+        lambda values: pytest.importorskip("ml_collections").ConfigDict(values),
+        lambda values: pytest.importorskip("ml_collections").FrozenConfigDict(values),
+        lambda values: pytest.importorskip("omegaconf").OmegaConf.create(values),
+    ],
+)
+def test_containers_of_other_libraries(convert: Any) -> None:
+    assert load_config(convert(NESTED)) == load_config(NESTED)
+    inner = {**NESTED, "optimizer": convert(NESTED["optimizer"])}
+    assert load_config(inner) == load_config(NESTED)
+    with pytest.raises(ConfigError, match=r"pipeline\.schedul is .*Did you mean"):
+        load_config(convert({"pipeline": {"schedul": "gpipe"}}))
+
+
+def _inner(value: Any) -> Any:
+    return UserDict(value) if isinstance(value, dict) else value
+
+
+def test_a_container_that_cannot_give_a_value() -> None:
+    match = r"must give all its values.*LookupError: missing type.*to_container\(cfg, resolve=True"
+    with pytest.raises(ConfigError, match=match):
+        load_config(cast("Any", _Container({"optimizer": {"type": "???"}})))
+
+
+@pytest.mark.parametrize("given", [Namespace(seed=1), dict, 3])
+def test_what_is_no_container(given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"must be a dictionary.*got config=.*vars\(config\)"):
+        load_config(given)

@@ -182,6 +182,12 @@ def test_seed_must_be_a_non_negative_integer(seed: Any) -> None:
         BatchLoader(_Squares(8), 2, seed=seed)
 
 
+def test_what_is_not_shuffled_needs_no_seed() -> None:
+    loader = BatchLoader(_Squares(4), 2, shuffle=False)
+    assert loader.order(3) == [0, 1, 2, 3]
+    assert loader.order_facts == BatchLoader(_Squares(4), 2, seed=0, shuffle=False).order_facts
+
+
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_samples_that_do_not_stack(shuffle: bool) -> None:
     samples = [{"ids": np.zeros(3)}, {"ids": np.zeros(2)}]

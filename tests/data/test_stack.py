@@ -127,6 +127,12 @@ class _Unreadable:
         raise RuntimeError("requires grad\nsecond line")
 
 
+def _traced() -> jax.Array:
+    found: list[jax.Array] = []
+    jax.make_jaxpr(found.append)(np.zeros(2, np.float32))
+    return found[0]
+
+
 @pytest.mark.parametrize(
     ("leaf", "match"),
     [
@@ -157,6 +163,10 @@ class _Unreadable:
         (
             jax.ShapeDtypeStruct((2,), np.float32),
             r" = the shape float32\[2\] without values\. Give an array",
+        ),
+        (
+            _traced(),
+            r" = float32\[2\] inside jax\.jit or .* use jaxpipe\.make_pipeline, whose step",
         ),
         (
             _Unreadable(),

@@ -19,6 +19,7 @@ from jaxpipe import LayerSpec, PipeDataParallelTopology, PipelineEngine, Pipelin
 from jaxpipe.checkpoint import export_safetensors, load_params
 from jaxpipe.errors import CheckpointError, ConfigError
 from jaxpipe.layers import LORA_PARAMETERS, lora
+from jaxpipe.optim import with_average
 
 DECAY, STEPS = 0.9, 4
 EMA = {"ema": {"decay": DECAY}}
@@ -72,6 +73,18 @@ def test_without_a_warm_up() -> None:
     engine = build_alone(config={"ema": {"decay": DECAY, "warmup": False}}, example_batch=entry())
     wanted = train(engine, warms_up=False)
     assert_close(engine.module_state_dict(params="ema"), wanted)
+
+
+@pytest.mark.parametrize("decay", [0.9, 0.999999, 0.99999999])
+@pytest.mark.parametrize("warms_up", [False, True])
+def test_a_step_of_any_decay_is_exact(decay: float, warms_up: bool) -> None:
+    optimizer = with_average(optax.sgd(1.0), decay, warms_up=warms_up)
+    params = jnp.zeros(3)
+    count = 10**9
+    state = optimizer.init(params)._replace(ema_updates=jnp.int32(count - 1))
+    _, state = optimizer.update(jnp.ones(3), state, params)
+    share = max(1 - decay, 9 / (10 + count)) if warms_up else 1 - decay
+    np.testing.assert_allclose(state.params_ema, -share, rtol=1e-6)
 
 
 @pytest.mark.slow

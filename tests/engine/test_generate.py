@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from _covering import slow_after
 
 import jaxpipe
 from jaxpipe import LayerSpec, PipeDataParallelTopology, PipelineEngine, PipelineModule
 from jaxpipe.errors import ConfigError, DataError, LayerError
 from jaxpipe.losses import cross_entropy
+from jaxpipe.models import ExpertsConfig, GPT2Config, LlamaConfig, RotaryScaling, gpt2, llama
 
 VOCAB, DIM, NEW = 16, 8, 4
 
@@ -26,14 +28,33 @@ class Mean(nn.Module):
         return x + nn.tanh(nn.Dense(DIM)(jnp.cumsum(x, axis=1) / counts))
 
 
-def build(stages: int, data: int, **settings: Any) -> PipelineEngine:
-    layers = [
+class Whole(nn.Module):
+    """Each position sees the mean of all of them, and how many there are."""
+
+    @nn.compact
+    def __call__(
+        self, x: jax.Array, visible: jax.Array | None = None, shift: jax.Array | None = None
+    ) -> jax.Array:
+        seen = x if visible is None else x * visible[..., None]
+        seen = seen if shift is None else seen + shift[:, None, None]
+        return x + nn.tanh(nn.Dense(DIM)(seen.mean(1, keepdims=True) * x.shape[1] ** 0.5))
+
+
+def around(*blocks: Any) -> list[Any]:
+    return [
         LayerSpec(nn.Embed, VOCAB, DIM),
-        *[LayerSpec(Mean)] * 2,
+        *blocks,
         LayerSpec(nn.Dense, VOCAB, kernel_init=nn.initializers.normal(1.0)),
     ]
+
+
+def build(
+    stages: int, data: int, layers: list[Any] | None = None, side: Any = (), **settings: Any
+) -> PipelineEngine:
     module = PipelineModule(
-        layers, topology=PipeDataParallelTopology(stages, data), loss_fn=cross_entropy
+        around(*[LayerSpec(Mean)] * 2) if layers is None else layers,
+        topology=PipeDataParallelTopology(stages, data),
+        loss_fn=cross_entropy,
     )
     sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
     ids = jax.ShapeDtypeStruct((2 * data, 5), jnp.int32)
@@ -41,7 +62,7 @@ def build(stages: int, data: int, **settings: Any) -> PipelineEngine:
         model=module,
         optimizer=optax.sgd(0.1),
         config={**sizes, **settings},
-        example_batch=(ids, ids),
+        example_batch=(ids, ids, *side),
     )[0]
 
 
@@ -49,11 +70,16 @@ def prompts(count: int, length: int = 5) -> np.ndarray:
     return np.random.default_rng(3).integers(0, VOCAB, (count, length)).astype(np.int32)
 
 
-def alone(engine: PipelineEngine, prompt: np.ndarray, choose: Any) -> list[int]:
+def alone(
+    engine: PipelineEngine,
+    prompt: np.ndarray,
+    choose: Any = lambda logits, _: np.argmax(logits),
+    side: Any = lambda _: {},
+) -> list[int]:
     """Without padding, one sample at a time."""
     text, params = prompt[None], engine.module_state_dict()
     for step in range(NEW):
-        logits = engine.module.apply(params, text)[0, -1]
+        logits = engine.module.apply(params, text, side=side(text.shape[1]))[0, -1]
         text = np.concatenate([text, [[choose(logits, step)]]], axis=1).astype(np.int32)
     return text[0, len(prompt) :].tolist()
 
@@ -71,10 +97,7 @@ def test_tokens_are_those_of_one_device(stages: int, data: int, settings: Any) -
     lengths = np.array([5, 3, 1, 4, 5])
     found = engine.generate(texts, NEW, lengths=lengths)
     assert found.shape == (5, NEW)
-    greedy = [
-        alone(engine, text[:length], lambda logits, _: np.argmax(logits))
-        for text, length in zip(texts, lengths, strict=True)
-    ]
+    greedy = [alone(engine, text[:n]) for text, n in zip(texts, lengths, strict=True)]
     assert found.tolist() == greedy
 
     def draw(sample: int) -> Any:
@@ -92,9 +115,66 @@ def test_tokens_are_those_of_one_device(stages: int, data: int, settings: Any) -
     engine.train_batch(iter([(prompts(2 * data), prompts(2 * data))] * 2))
 
 
+SIZES: dict[str, Any] = {
+    **{"vocab_size": VOCAB, "hidden_size": DIM, "intermediate_size": 12, "num_hidden_layers": 2},
+    **{"num_attention_heads": 2, "initializer_range": 0.9},
+}
+LONGROPE = RotaryScaling("longrope", 4.0, 6, short_factor=(1.0, 1.0), long_factor=(4.0, 90.0))
+LAYERS: dict[str, Any] = {
+    "whole": around(LayerSpec(Whole)),
+    "marked": around(LayerSpec(Mean)),
+    "llama": llama(LlamaConfig(**SIZES)),
+    # No text is longer than the table, but all of them beside their padding are.
+    "gpt2": gpt2(GPT2Config(VOCAB, 8, DIM, 1, 2, initializer_range=0.9)),
+    "longrope": llama(LlamaConfig(**SIZES, rope_scaling=LONGROPE)),
+    "dynamic": llama(LlamaConfig(**SIZES, rope_scaling=RotaryScaling("dynamic", 400.0, 6))),
+    "capacity": llama(LlamaConfig(**SIZES, experts=ExpertsConfig(4, 2, 8, capacity_factor=1.0))),
+}
+LAYERS["marked"] = [each.causal() for each in LAYERS["marked"]]
+FIRST = ("whole", "marked")
+ONE_PROGRAM = ("marked", "llama", "gpt2")
+
+
+@pytest.mark.parametrize(
+    "name", slow_after(2, sorted(LAYERS, key=FIRST.__contains__, reverse=True))
+)
+def test_padding_changes_no_token(name: str) -> None:
+    """Nor do tokens that the model does not have, beside the texts and after their end."""
+    engine = build(1, 1, LAYERS[name])
+    lengths = [2, 5, 1]
+    texts = np.where(np.arange(7) < np.array(lengths)[:, None], prompts(3, 7), VOCAB + 3)
+    found = engine.generate(texts, NEW, lengths=lengths, eos_token_id=VOCAB + 1)
+    wanted = [alone(engine, text[:n]) for text, n in zip(texts, lengths, strict=True)]
+    assert found.tolist() == wanted
+    programs = engine._trainer.programs
+    assert len(programs._of_texts) == (1 if name in ONE_PROGRAM else 8)
+    assert len(programs) == 1
+
+
+def test_side_inputs_of_positions_and_of_whole_texts() -> None:
+    example = {"visible": np.ones((2, 5), np.float32), "shift": np.ones(2, np.float32)}
+    engine = build(1, 1, around(LayerSpec(Whole)), [example])
+    texts, lengths = prompts(3), [2, 5, 3]
+    rng = np.random.default_rng(0)
+    visible = rng.integers(0, 2, (3, 5 + NEW)).astype(np.float32)
+    shift = rng.normal(size=3).astype(np.float32)
+    side = {"visible": visible, "shift": shift}
+    found = engine.generate(texts, NEW, lengths=lengths, side=side)
+    for i, n in enumerate(lengths):
+
+        def here(width: int, i: int = i) -> dict[str, Any]:
+            return {"visible": visible[i : i + 1, :width], "shift": shift[i : i + 1]}
+
+        assert found[i].tolist() == alone(engine, texts[i, :n], side=here)
+    with pytest.raises(DataError, match="same number of samples"):
+        engine.generate(texts, NEW, side={"shift": shift[:2]})
+
+
 @pytest.mark.parametrize(
     ("tokens", "options", "kind", "message"),
     [
+        (prompts(2) + VOCAB, {}, DataError, "numbers as logits .* but got NaN for sample 0"),
+        (prompts(2).astype(np.int8), {"eos_token_id": 200}, ConfigError, "from 0 to 127"),
         (prompts(2), {"seed": 1 << 31}, ConfigError, "a seed from 0"),
         (prompts(2), {"eos_token_id": [1, 2]}, ConfigError, "must be one token"),
         (prompts(2).astype(np.float32), {}, DataError, "prompts as integers"),

@@ -17,8 +17,9 @@ import pytest
 from _covering import slow_after, soak_after
 from _small import ADAM, MICROBATCHES, Reporting, build, build_alone, entries, entry, module
 
-from jaxpipe import LayerSpec, PipelineEngine
+from jaxpipe import LayerSpec, PipelineEngine, PipelineModule, TiedLayerSpec
 from jaxpipe.errors import ConfigError, PipelineError
+from jaxpipe.losses import cross_entropy
 from jaxpipe.optim import OneCycle, WarmupLR
 
 WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_type": "linear"}}
@@ -83,7 +84,7 @@ def test_rates_can_be_set(stage: int) -> None:
     assert not np.array_equal(
         jax.tree.leaves(engine.module_state_dict())[0], jax.tree.leaves(before)[0]
     )
-    assert engine._reports._access._write._cache_size() == 1
+    assert engine._reports._access._write._jitted._cache_size() == 1
 
 
 @pytest.mark.parametrize(
@@ -285,6 +286,21 @@ def test_lines_go_to_stderr_unless_told_otherwise(capsys: pytest.CaptureFixture[
     assert re.fullmatch(r"step 1, loss \d+\.\d{4}, lr 1\.000e-02, grad norm \d+\.\d{4}", step)
     build(reporter=None).eval_batch(entries())
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_shared_table_counts_once() -> None:
+    lines: list[str] = []
+    tied = functools.partial(TiedLayerSpec, "table", nn.Embed, 8, 4)
+    layers = [tied(), LayerSpec(nn.Dense, 4), tied(forward_fn=lambda embed, x: embed.attend(x))]
+    engine = build(
+        PipelineModule(layers, num_stages=2, loss_fn=cross_entropy),
+        config={"steps_per_print": 1},
+        reporter=lines.append,
+    )
+    tokens = np.zeros((8, 3), np.int32)
+    engine.train_batch(iter([(tokens, tokens)] * 2))
+    assert "; 52 parameters in float32; " in lines[0]
+    assert "3 layers of 52 parameters on 2 stages" in repr(engine.pipeline)
 
 
 def test_what_is_left_and_what_is_saved(tmp_path: Path) -> None:

@@ -520,3 +520,15 @@ def test_the_optimisers_state_has_the_models_own_tree() -> None:
     engine = build(Net(), example_batch=entries(1)[0])
     wanted = optax.adam(1e-2).init(engine.module_state_dict())
     assert jax.tree.structure(engine.opt_state_tree()) == jax.tree.structure(wanted)
+
+
+def test_labels_of_an_optimiser_may_be_called_like_the_models_tree() -> None:
+    parts = {"layers": optax.adam(1e-2), "rest": optax.sgd(1e-2)}
+
+    def labels(params: Any) -> Any:
+        return jax.tree.map(lambda x: "layers" if x.ndim > 1 else "rest", params)
+
+    optimizer = optax.multi_transform(parts, labels)
+    engine = build(Net(), example_batch=entries(1)[0], optimizer=optimizer)
+    wanted = optimizer.init(engine.module_state_dict())
+    assert jax.tree.structure(engine.opt_state_tree()) == jax.tree.structure(wanted)

@@ -9,6 +9,7 @@ import pytest
 from _numbers import Scale, on_stages
 
 from jaxpipe import LayerSpec, PipelineModule
+from jaxpipe.errors import LayerError
 from jaxpipe.executor._loss import Objective, gather_values, loss_divisor
 
 STAGES, REPLICAS, MICROBATCHES = 2, 2, 3
@@ -29,6 +30,13 @@ def weighted(
 def objective(loss_fn: Callable[..., Any]) -> Objective:
     module = PipelineModule([LayerSpec(Scale)], num_stages=1, loss_fn=loss_fn)
     return Objective(module, STRUCT, STRUCT, MICROBATCHES * REPLICAS)
+
+
+def test_a_loss_of_a_value_on_a_python_object_is_refused() -> None:
+    held: list[jax.Array] = []
+    jax.make_jaxpr(lambda x: held.append(x * 2))(jnp.ones(2))
+    with pytest.raises(LayerError, match=r"loss_fn must compute from .* got float32\[2\] that an"):
+        objective(lambda outputs, labels: mean(outputs, labels) + held[0].sum())
 
 
 def divisors(loss_fn: Callable[..., Any], labels: list[jax.Array]) -> list[float]:

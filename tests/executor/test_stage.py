@@ -65,7 +65,7 @@ class Alone:
         """Gradients of one action by name, zero where it gives none."""
         params, pieces = self.stage.params, self.stage.trunk
         stage, chunk = self.stage.placement.locations[v]
-        nothing = zeros_of(pieces.trained)
+        nothing = zeros_of(pieces.sums)
         leaves, treedef = jax.tree.flatten(nothing)
         pairs = zip(treedef.flatten_up_to(trunk), leaves, strict=True)
         trees = [nothing] * len(self.stage.placement.virtual[stage])

@@ -816,6 +816,11 @@ def test_notebooks_show_it_and_compiling_asks_for_the_plugin() -> None:
     found = planned()
     assert "<svg" in found._repr_html_()
     assert "<html" not in found._repr_html_()
+    assert "A step of 6 microbatches" not in found._repr_html_()
+    many = planned(config=config(gradient_accumulation_steps=32))._repr_html_()
+    assert (
+        "<p>A step of 6 microbatches, so that each one can be seen. The plan's step has 32" in many
+    )
     if importlib.util.find_spec("jax_cuda12_plugin") or importlib.util.find_spec(
         "jax_cuda13_plugin"
     ):
@@ -906,6 +911,7 @@ def test_a_limit_on_memory_is_kept_to_by_pending_weight_gradients() -> None:
     limited = of(memory_limit_gb=limit / 1e9)
     assert [one.max_pending for one in limited] == [free.pending // 2, None]
     assert [one.fits for one in limited] == [True, False]
+    assert len({one.label for one in limited}) == 2
     assert limited[0].memory.total <= limit < limited[1].memory.total == free.memory.total
 
 

@@ -33,6 +33,11 @@ def scanned(x: jax.Array, w: jax.Array) -> Any:
     return jax.lax.scan(step, x, jnp.arange(3.0))
 
 
+def row_by_row(x: jax.Array, w: jax.Array) -> Any:
+    rows = jax.lax.with_sharding_constraint(x, P("model", None, None))
+    return jax.lax.map(jnp.tanh, rows), jax.lax.scan(lambda c, row: (c + row, None), x[0], rows)[0]
+
+
 def branched(x: jax.Array, w: jax.Array) -> Any:
     return jax.lax.cond(x.sum() > 0, lambda y: jnp.sin(y) * 2.0, jnp.cos, x @ w)
 
@@ -69,7 +74,8 @@ def differentiated(x: jax.Array, w: jax.Array) -> Any:
 
 
 @pytest.mark.parametrize(
-    "function", [attention, summed, scanned, branched, nested, constrained, differentiated, drawn]
+    "function",
+    [attention, summed, scanned, row_by_row, branched, nested, constrained, differentiated, drawn],
 )
 def test_they_are_those_of_the_compiled_program(function: Callable[..., Any]) -> None:
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)

@@ -200,6 +200,41 @@ def test_a_layer_that_returns_nothing_is_named(layers: list[Any]) -> None:
         _trace(*layers)
 
 
+class _Box:
+    """A Python object over which one layer hands another a value."""
+
+    value: Any = 0.0
+
+    def put(self, x: jax.Array) -> jax.Array:
+        self.value = jnp.tanh(x)
+        return x
+
+    def take(self, x: jax.Array) -> jax.Array:
+        return jax.checkpoint(lambda y: y + self.value)(x)
+
+    def shape(self, x: jax.Array) -> jax.Array:
+        return x + jnp.ndim(self.value)
+
+
+def test_a_value_on_a_python_object_is_refused() -> None:
+    box = _Box()
+    match = (
+        r"layer 2_take must compute from its arguments alone, but got float32\[2, 3\] that an "
+        r"earlier call .* left on a Python object.*return the value beside the layer's output"
+    )
+    with pytest.raises(LayerError, match=match):
+        _trace(box.put, nn.Dense(3), box.take)
+    assert _trace(box.put, nn.Dense(3), box.shape)
+
+
+def test_a_value_that_a_later_layer_leaves_is_refused() -> None:
+    box = _Box()
+    module = PipelineModule([box.take, box.put], num_stages=1)
+    trace = module.trace(X)
+    with pytest.raises(LayerError, match="layer 0_take must compute from its arguments alone"):
+        layer_signatures(module.layers, trace)
+
+
 def test_a_side_input_that_no_layer_names_is_told_once() -> None:
     def masked(x: Any, padding: Any = None) -> Any:
         return x if padding is None else x * padding

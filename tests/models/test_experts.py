@@ -14,7 +14,6 @@ from _tolerances import assert_close, assert_loss
 
 from jaxpipe import LayerSpec, Pipeline, PipelineModule, ProcessTopology
 from jaxpipe.errors import ConfigError
-from jaxpipe.layers import cast_floats
 from jaxpipe.models import Experts, ExpertsConfig
 from jaxpipe.topology import make_pipeline_mesh
 
@@ -242,9 +241,9 @@ def test_a_correction_bias_keeps_its_bits_and_follows_the_load_of_the_whole_batc
 
     params = module.init(jax.random.key(0), x[0, :BATCH])
     params = jax.tree.map_with_path(lambda path, leaf: start if is_bias(path) else leaf, params)
-    cast = cast_floats(params, jnp.bfloat16)
+    cast = module.trace(x[0, :BATCH]).cast_params(1, jnp.bfloat16)
     assert jax.tree.map(lambda leaf: leaf.dtype == jnp.float32, cast) == jax.tree.map_with_path(
-        lambda path, _: is_bias(path), params
+        lambda path, _: is_bias(path), cast
     )
     mesh = make_pipeline_mesh(ProcessTopology(["pipe", "data"], [2, 2]))
     after = {}

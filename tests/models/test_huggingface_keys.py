@@ -249,6 +249,13 @@ def test_every_key_that_transformers_writes_is_known(family: str) -> None:
     kind.from_huggingface(values)
 
 
+def test_a_text_part_may_leave_out_all_sizes() -> None:
+    transformers = pytest.importorskip("transformers")
+    given = json.loads(transformers.Gemma3TextConfig().to_json_string(use_diff=False))
+    found = LlamaConfig.from_huggingface({"model_type": "gemma3_text"})
+    assert found == LlamaConfig.from_huggingface(given)
+
+
 def test_keys_that_are_not_known_are_named_in_one_warning() -> None:
     with pytest.warns(
         ConfigWarning, match="auto_map=.*, residual_multipler=0.2 .did you mean residual_multiplier"

@@ -70,6 +70,7 @@ LONG: dict[str, Any] = {
     "original_max_position_embeddings": 16,
 }
 CONTEXT = {"original_max_position_embeddings": 64}
+UNLIMITED = {"layer_types": ["full_attention"] * 2}
 GPT_OSS: dict[str, Any] = {
     "head_dim": 8,
     "num_local_experts": 4,
@@ -109,6 +110,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama",
         {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False}},
     ),
+    "yarn_zero": ("Llama", {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0}}),
     "yarn_betas": (
         "Llama",
         {"rope_parameters": {**YARN, "beta_fast": 4, "beta_slow": 2, "attention_factor": 1.3}},
@@ -138,6 +140,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**GEMMA, "rope_parameters": LOCAL, "layer_types": ["full_attention", "sliding_attention"]},
     ),
     "gpt_oss": ("GptOss", GPT_OSS),
+    "gemma2_unlimited": ("Gemma2", {**GEMMA, **UNLIMITED}),
+    "gemma3_unlimited": ("Gemma3", {**GEMMA, **UNLIMITED}),
+    "gpt_oss_unlimited": ("GptOss", {**GPT_OSS, **UNLIMITED}),
     "llama4": ("Llama4", LLAMA4),
     "llama4_dense": (
         "Llama4",
@@ -232,10 +237,13 @@ def test_logits(case: str) -> None:
         "smollm3_windows",
         "gpt_oss",
         "llama4_dense",
+        "gemma2_unlimited",
+        "gemma3_unlimited",
+        "gpt_oss_unlimited",
     ],
 )
 def test_what_is_written_opens_in_transformers_as_it_was(case: str, tmp_path: Path) -> None:
-    """Tied and untied, and experts: bit for bit."""
+    """Tied and untied, and experts: bit for bit, whatever the base was."""
     family, changes = CASES[case]
     model, config = make(family, **changes)
     params = to_ours(model, PipelineModule(llama(config), num_stages=1), config)
@@ -243,7 +251,13 @@ def test_what_is_written_opens_in_transformers_as_it_was(case: str, tmp_path: Pa
         llama(config),
         params,
         llama_names(config),
-        {**config.to_huggingface(16), "pad_token_id": None},
+        {
+            **config.to_huggingface(16),
+            "pad_token_id": None,
+            "tie_word_embeddings": not config.tie_word_embeddings,
+            "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+            "dtype": "bfloat16",
+        },
         tmp_path,
     )
     opened = transformers.AutoModelForCausalLM.from_pretrained(

@@ -21,7 +21,7 @@ import _disk_store  # noqa: E402, F401
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
-from _layouts import Layout, own_samples  # noqa: E402
+from _layouts import Layout, own_samples, text_lengths  # noqa: E402
 
 import jaxpipe  # noqa: E402
 from jaxpipe.checkpoint import (  # noqa: E402
@@ -74,7 +74,10 @@ class Actions:
         return [*np.asarray(loss).tolist(), float(np.asarray(outputs, np.float64).sum())]
 
     def evaluate_set(self, *counts: int) -> list[Any]:
-        """Each shard has so many samples of its own; the loss, and sums of log-probabilities."""
+        """Each shard has so many samples of its own.
+
+        The loss, sums of log-probabilities, and new tokens after texts of different lengths.
+        """
         shard, size = self.engine.data_shard, 2 * len(self.engine.data_shard.replicas)
         tokens, labels = own_samples(counts[shard.index], shard.index)
         entries = [
@@ -82,7 +85,8 @@ class Actions:
         ]
         found = self.engine.evaluate(entries)
         sums = self.engine.log_probs(tokens, labels)
-        return [found["loss"], found["num_samples"], sums.tolist()]
+        new = self.engine.generate(tokens, 2, lengths=text_lengths(len(tokens), shard.index))
+        return [found["loss"], found["num_samples"], sums.tolist(), new.tolist()]
 
     def evaluate_set_broken(self) -> None:
         """The loader of process 1 fails after an entry."""

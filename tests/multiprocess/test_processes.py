@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from _covering import slow_after, soak_after
 from _job import Job, free_port, run_job
-from _layouts import Layout, own_samples, shared_engine, train
+from _layouts import Layout, own_samples, shared_engine, text_lengths, train
 from _tolerances import ROUNDING, assert_loss
 from safetensors.numpy import save_file
 
@@ -91,12 +91,20 @@ def test_sets_of_samples(layout: dict[str, Any], counts: tuple[int, ...], tmp_pa
     wanted = engine.module.loss(logits, labels)
     sums = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), labels[..., None], -1)
     for shard, (found, empty, broken, losses) in enumerate(results):
-        loss, num_samples, own_sums = found
+        loss, num_samples, own_sums, new = found
         assert_loss(loss, wanted, tolerance=ROUNDING)
         assert num_samples == sum(counts)
         start = sum(counts[:shard]) if len(counts) > 1 else 0
         own = sums.sum((1, 2))[start : start + len(own_sums)]
         np.testing.assert_allclose(own_sums, own, rtol=1e-5)
+        index = shard if len(counts) > 1 else 0
+        for text, length, made in zip(
+            samples[index][0], text_lengths(counts[index], index), new, strict=True
+        ):
+            for step, token in enumerate(made):
+                so_far = np.array([[*text[:length], *made[:step]]], np.int32)
+                logits = engine.module.apply(engine.module_state_dict(), so_far)
+                assert token == logits[0, -1].argmax()
         if len(counts) > 1:
             assert "each process must have at least one sample" in empty[1]
         assert "the shard must be readable" in broken[1]

@@ -3,11 +3,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
 from jaxpipe.errors import ConfigError
-from jaxpipe.optim import is_elementwise
+from jaxpipe.optim import params_needed_whole
 
 
 def structs(**shapes: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
@@ -37,6 +38,12 @@ YES = {
     "clip": optax.chain(optax.clip(1.0), optax.adam(0.1)),
     "injected": optax.inject_hyperparams(optax.adam)(learning_rate=SCHEDULE),
     "accumulated": optax.chain(optax.trace(0.9), optax.scale_by_sign()),
+    "by_step": optax.conditionally_mask(optax.adam(0.1), lambda step: step != 1),
+    "every_second": optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
+    "of_one_number": stateless(lambda g, p: g * np.full(g.shape, 0.5, np.float32)),
+    "of_an_array": optax.inject_hyperparams(lambda rates: optax.scale(-rates[1]))(
+        rates=jnp.array([0.1, 0.2])
+    ),
 }
 NO = {
     "lamb": optax.lamb(0.1),
@@ -47,6 +54,19 @@ NO = {
     "unit_norm": optax.adaptive_grad_clip(0.1),
     "by_size": stateless(lambda g, p: g / p.size),
     "by_fan_in": stateless(lambda g, p: g * p.shape[0] ** -0.5 if p.ndim > 1 else g),
+    "by_array": stateless(
+        lambda g, p: g * np.tri(*g.shape, dtype=np.float32) if g.ndim == 2 else g
+    ),
+    "by_shape": optax.add_decayed_weights(
+        0.5, mask=lambda tree: jax.tree.map(lambda x: x.ndim == 2 and x.shape[0] > 1, tree)
+    ),
+    "filled_by_shape": stateless(
+        lambda g, p: g * jnp.full_like(g, 0.0 if g.ndim and g.shape[0] == 1 else 1.0)
+    ),
+    "first_of_state": optax.GradientTransformation(
+        lambda p: jax.tree.map(lambda x: jnp.zeros_like(x).at[:1].set(1) if x.ndim else x, p),
+        lambda updates, state, params=None: (jax.tree.map(jnp.multiply, updates, state), state),
+    ),
     "by_place": stateless(lambda g, p: g * jnp.arange(g.size, dtype=g.dtype).reshape(g.shape)),
     "shifted": stateless(lambda g, p: g - jnp.roll(g, 1)),
     "noisy": optax.add_noise(0.1, 0.5, jax.random.key(0)),
@@ -57,7 +77,7 @@ NO = {
 
 @pytest.mark.parametrize("name", YES)
 def test_element_wise(name: str) -> None:
-    assert is_elementwise(YES[name], WHOLE, PIECES)
+    assert params_needed_whole(YES[name], WHOLE, PIECES) == []
 
 
 def test_an_optimizer_that_asks_for_more() -> None:
@@ -65,9 +85,34 @@ def test_an_optimizer_that_asks_for_more() -> None:
         ConfigError,
         match=r"from gradients, state and parameters alone.*'value'.*\. Remove the tran",
     ):
-        is_elementwise(optax.contrib.reduce_on_plateau(), WHOLE, PIECES)
+        params_needed_whole(optax.contrib.reduce_on_plateau(), WHOLE, PIECES)
 
 
 @pytest.mark.parametrize("name", NO)
 def test_not_element_wise(name: str) -> None:
-    assert not is_elementwise(NO[name], WHOLE, PIECES)
+    assert params_needed_whole(NO[name], WHOLE, PIECES)
+
+
+def tall(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x.ndim == 2 and x.shape[0] > x.shape[1], tree)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "wanted"),
+    [
+        pytest.param(optax.adam(0.1), [], id="none"),
+        pytest.param(optax.chain(optax.adam(0.1), NO["by_array"]), ["high", "wide"], id="array"),
+        # As many are decayed in both trees, but not the same.
+        pytest.param(optax.add_decayed_weights(0.5, mask=tall), ["high", "wide"], id="whose"),
+        pytest.param(optax.apply_if_finite(optax.sgd(0.1), 3), ["bias", "high", "wide"], id="all"),
+    ],
+)
+def test_which_parameters_are_needed_whole(
+    optimizer: optax.GradientTransformation, wanted: list[str]
+) -> None:
+    trees = (
+        structs(bias=(8,), high=(8, 6), wide=(6, 8)),
+        structs(bias=(4,), high=(4, 6), wide=(6, 4)),
+    )
+    found = params_needed_whole(optimizer, *({"layers": tree} for tree in trees))
+    assert found == [("layers", name) for name in wanted]

@@ -11,6 +11,7 @@ import optax
 import pytest
 from _covering import soak_after
 
+from jaxpipe.errors import ConfigError
 from jaxpipe.optim import OneCycle, make_optimizer
 
 NUM_UPDATES = 6
@@ -296,7 +297,15 @@ def test_muon(params: dict[str, Any], rates: tuple[float, float]) -> None:
         matrix = name in ("kernel", "wide")
         return {**MUON, **params, "lr": rates[0 if matrix else 1], "is_matrix": matrix}
 
-    _assert_traces(_apply(make_optimizer("Muon", params)), _simulate(_muon_or_adam, options))
+    optimizer = make_optimizer(
+        "Muon", params, matrices=lambda tree: {name: name in ("kernel", "wide") for name in tree}
+    )
+    _assert_traces(_apply(optimizer), _simulate(_muon_or_adam, options))
+
+
+def test_only_muon_asks_for_matrices() -> None:
+    with pytest.raises(ConfigError, match="but got optimizer.type='Adam'. Remove the argument"):
+        make_optimizer("Adam", {}, matrices=lambda tree: tree)
 
 
 CYCLE = OneCycle(0.01, 0.1, cycle_first_step_size=2, cycle_min_mom=0.5, cycle_max_mom=0.7)

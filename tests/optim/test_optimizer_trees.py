@@ -182,6 +182,32 @@ def test_optimizers_of_optax_are_refused_or_do_what_they_do_unpipelined(name: st
     assert_close(pipeline.params_tree(state.params), jax.device_get(params))
 
 
+def each(function: Any) -> optax.GradientTransformation:
+    return optax.stateless(lambda grads, params: jax.tree.map(function, grads))
+
+
+MASK = np.tri(4, dtype=np.float32)
+BY_SHAPE = {
+    "array of the leaf's shape": each(lambda g: g * np.eye(*g.shape) if g.ndim == 2 else g),
+    "array that is held": each(lambda g: g * MASK if g.ndim == 2 else g),
+    "zeros or ones by shape": each(lambda g: g * jnp.full_like(g, float(g.shape[0] > 1))),
+}
+
+
+@pytest.mark.parametrize("name", slow_after(1, [*BY_SHAPE]))
+def test_what_looks_at_shapes_does_so_on_whole_leaves(name: str) -> None:
+    optimizer = optax.chain(BY_SHAPE[name], optax.sgd(0.1))
+    pipeline = build(optimizer, replicas=2, zero_stage=1)
+    params = pipeline.module.init(jax.random.key(0), X[0])
+    grads = jax.tree.map(lambda x: jnp.cos(x + 1), params)
+    stored = pipeline.init_from(grads).params
+    state, _ = pipeline.update(pipeline.init_from(params), stored)
+    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    assert_close(
+        pipeline.params_tree(state.params), jax.device_get(optax.apply_updates(params, updates))
+    )
+
+
 def test_one_stage_sees_the_whole_tree() -> None:
     assert build(rates(optax.sgd, by_rank), stages=1)
 

@@ -49,7 +49,7 @@ class Heads(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         y = nn.DenseGeneral((2, 4), name="split")(x)
         y = nn.Einsum((DIM, 2, 4), "...d,dnh->...nh", name="einsum")(x) + jnp.tanh(y)
-        return x + nn.DenseGeneral(DIM, axis=(-2, -1), name="join")(y)
+        return x + nn.DenseGeneral(DIM, axis=(-1, 2), name="join")(y)  # Flax sorts the axes
 
 
 # One class, whose traces `nn.jit` keeps: those of the base are not those with adapters.
@@ -68,9 +68,9 @@ class Scanned(nn.Module):
 
 class NNXHeads(nnx.Module):
     def __init__(self, *, rngs: nnx.Rngs) -> None:
-        self.split = nnx.LinearGeneral(DIM, (2, 4), rngs=rngs)
-        self.einsum = nnx.Einsum("btd,dnh->btnh", (DIM, 2, 4), (2, 4), rngs=rngs)
-        self.join = nnx.LinearGeneral((2, 4), DIM, axis=(-2, -1), rngs=rngs)
+        self.split = nnx.LinearGeneral(DIM, (4, 4), rngs=rngs)
+        self.einsum = nnx.Einsum("btd,dnh->btnh", (DIM, 4, 4), (4, 4), rngs=rngs)
+        self.join = nnx.LinearGeneral((4, 4), DIM, axis=(-1, -2), rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return x + self.join(jnp.tanh(self.split(x)) + self.einsum(x))
@@ -107,6 +107,15 @@ BASES: dict[str, Any] = {
             nn.Dense(VOCAB),
         ],
         r"tied/block/key|3_Attention/value",
+    ),
+    # The kernel of `value` is shared, and so is its adapter.
+    "tied_in_part": (
+        lambda: [
+            nn.Embed(VOCAB, DIM),
+            *[TiedLayerSpec("block", Attention, tied_weight_attr="value.kernel") for _ in range(2)],
+            nn.Dense(VOCAB),
+        ],
+        ["layers/2_Attention/key/kernel", "tied/block/value/kernel"],
     ),
 }
 
@@ -238,12 +247,23 @@ def test_wrong_arguments_are_refused(arguments: Any, match: str) -> None:
         lora([nn.Dense(3)], *arguments)
 
 
-def test_targets_that_are_in_no_layer_are_refused_at_once() -> None:
-    with pytest.raises(
-        LayerError,
-        match=r"must find kernels of the layers, but got targets='qery', which find none in 1",
-    ):
-        lora([nn.Dense(3)], 2, 1.0, "qery")
+def test_layers_that_cannot_have_adapters_are_refused_at_once() -> None:
+    with pytest.raises(LayerError, match=r"kernels that can have adapters, but got 2 layers"):
+        lora([nn.Embed(3, 3), jnp.tanh], 2, 1.0, "kernel")
+
+
+def test_a_pattern_finds_the_path_in_the_whole_model() -> None:
+    model = [nn.Embed(VOCAB, DIM), *lora([nn.Dense(DIM), nn.Dense(DIM)], 2, 1.0, "2_Dense/kernel")]
+    found = flatten_dict(PipelineModule(model, num_stages=1).init(jax.random.key(0), IDS))
+    assert [path[1] for path in found if path[-1] == "lora_a"] == ["2_Dense"]
+
+
+def test_a_tied_kernel_with_an_adapter_in_one_layer_is_refused() -> None:
+    tied = [TiedLayerSpec("t", nn.Dense, DIM, tied_weight_attr="kernel") for _ in range(2)]
+    model = PipelineModule([*lora(tied[:1], 2, 1.0, "kernel"), tied[1]], num_stages=1)
+    match = "adapter in every layer that uses it.*'tied/t/kernel' without it in layer 1_Dense"
+    with pytest.raises(LayerError, match=match):
+        model.trace(np.ones((2, DIM), np.float32))
 
 
 @pytest.mark.parametrize(

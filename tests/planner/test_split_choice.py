@@ -20,6 +20,8 @@ from jaxpipe import LayerSpec, PipelineModule, TiedLayerSpec, describe_pipeline
 from jaxpipe.forecast import HARDWARE
 from jaxpipe.layers import VocabEmbed, VocabHead
 from jaxpipe.losses import cross_entropy
+from jaxpipe.planner._choose import candidates
+from jaxpipe.planner._memory import DeviceMemory
 
 MICROBATCHES = 8
 TABLE = 2048 * ROWS
@@ -176,7 +178,7 @@ def test_losses_a_tick_later_are_had_by_a_split() -> None:
 def test_an_optimiser_that_looks_at_whole_tables_keeps_them_whole() -> None:
     pipeline = built(model(), optax.lamb(1e-2))
     assert not pipeline.ends.layers
-    assert "one that uses more of layers/0_Embed/embedding" in "".join(pipeline.plan.notes)
+    assert "one that needs all of layers/0_Embed/embedding" in "".join(pipeline.plan.notes)
 
 
 def test_what_takes_longer_split_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,6 +195,30 @@ def test_what_takes_longer_split_stays_whole(monkeypatch: pytest.MonkeyPatch) ->
     assert "the loss are not split over the stages (pipeline.split_vocabulary): a step" in "".join(
         pipeline.plan.notes
     )
+
+
+@pytest.mark.parametrize(
+    ("whole_gb", "words"),
+    [
+        (90, "are split .*50.0 GB, which fits, and with all of them whole 90.0 GB, which does not"),
+        (10, "are not split .*50.0 GB, which does not fit, and with all of them whole 10.0 GB"),
+    ],
+)
+def test_memory_is_the_reason_where_it_decides(
+    monkeypatch: pytest.MonkeyPatch, whole_gb: float, words: str
+) -> None:
+    sizes = iter([whole_gb, 50])
+
+    def forecasts(*args: Any) -> list[Any]:
+        (found, *_) = candidates(*args)
+        size = next(sizes)
+        memory = DeviceMemory(**{**dict.fromkeys(vars(found.memory), 0.0), "weights": size * 1e9})
+        # Whichever needs less fits.
+        return [dataclasses.replace(found, memory=memory, fits=size == min(50, whole_gb))]
+
+    monkeypatch.setattr("jaxpipe.planner._split.candidates", forecasts)
+    (note,) = (each for each in built(model()).plan.notes if "the loss are" in each)
+    assert re.search(words, note)
 
 
 def test_layers_that_are_split_already_and_a_single_stage_are_left_alone() -> None:

@@ -163,3 +163,29 @@ def test_a_number_of_thousands_of_digits_is_no_counter() -> None:
     theirs = {"0.weight": np.zeros((1, 1)), "1" * 5000 + ".mask": np.zeros(1)}
     with pytest.raises(CheckpointError, match="left over: 111"):
         rename(theirs, [Rename("{i}.weight", "{i}/kernel"), Rename("{i}.mask", None)], like)
+
+
+@pytest.mark.parametrize(
+    ("transform", "shape"),
+    [
+        (stack(), (2, 4, 3)),
+        (stack(dim=1), (4, 2, 3)),
+        (stack(transpose, 2), (3, 4, 2)),
+        (stack(merge((0, 1))), (2, 12)),
+    ],
+)
+def test_one_tensor_stacks_several_leaves(transform: stack, shape: tuple[int, ...]) -> None:
+    leaves = [np.random.default_rng(i).normal(size=(4, 3)) for i in range(2)]
+    params = {"layers": {f"{i}_Block": {"kernel": leaf} for i, leaf in enumerate(leaves)}}
+    table = [Rename("blocks.kernel", ("0/kernel", "1/kernel"), transform)]
+    theirs = rename_back(params, table)
+    assert theirs["blocks.kernel"].shape == shape
+    each = np.moveaxis(theirs["blocks.kernel"], transform.dim, 0)[1].reshape(-1)
+    wanted = leaves[1].T if transform.each is transpose else leaves[1]
+    np.testing.assert_array_equal(each, wanted.reshape(-1))
+    again = rename(theirs, table, params)
+    for i, leaf in enumerate(leaves):
+        np.testing.assert_array_equal(again["layers"][f"{i}_Block"]["kernel"], leaf)
+    beyond = [Rename("blocks.kernel", ("0/kernel", "1/kernel"), stack(dim=3))]
+    with pytest.raises(CheckpointError, match=r"stack\(.*dim=3.*cannot stack leaves"):
+        rename_back(params, beyond)
