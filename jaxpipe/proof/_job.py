@@ -18,7 +18,7 @@ from jaxpipe.config import Collector, TrainConfig, load_config
 from jaxpipe.data import Batch, split_entry
 from jaxpipe.errors import ConfigError, DataError, JaxpipeError, TopologyError, shown
 from jaxpipe.layers import ModelTrace, PipelineModule, flatten_dict
-from jaxpipe.pipeline import ConfigLike, Pipeline, choose_optimizer, prepare, running_mesh
+from jaxpipe.pipeline import ConfigLike, Pipeline, prepare, running_mesh
 from jaxpipe.recompute import settings_for
 from jaxpipe.topology import FSDP, ProcessTopology, make_pipeline_mesh
 
@@ -103,10 +103,6 @@ class Job:
                 "without the section optimizer. Pass for example optax.adamw(3e-4)."
             )
         self.transformation = prepared.chosen.transformation
-        # Of the optimiser, the plain program has all but the average.
-        self.plain_transformation = choose_optimizer(
-            dataclasses.replace(self.config, ema=None), optimizer
-        ).transformation
         self.microbatch_size = prepared.sizes.train_micro_batch_size_per_gpu
         self.num_microbatches = _microbatches(
             model.num_stages, prepared.sizes.gradient_accumulation_steps
@@ -295,8 +291,7 @@ class Job:
     @functools.cached_property
     def optimizer(self) -> Optimizer:
         """The optimiser of the plain program."""
-        assert self.plain_transformation is not None  # the pipelines have one
-        return Optimizer(self.plain_transformation, self.config, self.module.trainable, self._trace)
+        return Optimizer(self.transformation, self.config, self.module.trainable, self._trace)
 
     @functools.cached_property
     def _trace(self) -> ModelTrace:
