@@ -86,9 +86,15 @@ def _path_of_url(
     return Path(os.fsdecode(decoded))
 
 
-def read_any(path: AnyPath) -> bytes:
-    """Read a small file. Raises OSError."""
-    return path.read_bytes() if isinstance(path, StorePath) else read_file(path)
+def read_any(path: AnyPath, start: int = 0, stop: int | None = None) -> bytes:
+    """Read a small file, or a range of bytes of any file. Raises OSError."""
+    if isinstance(path, StorePath):
+        return path.read_bytes() if stop is None else path.read_bytes(start, stop)
+    if stop is None:
+        return read_file(path)
+    with path.open("rb") as file:
+        file.seek(start)
+        return file.read(stop - start)
 
 
 @contextlib.contextmanager

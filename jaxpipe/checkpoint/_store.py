@@ -24,7 +24,7 @@ from jaxpipe._stores import AnyPath, StoreError
 from jaxpipe.errors import CheckpointError
 
 from ._index import StoredArray
-from ._staging import Arrays, to_finish, to_write
+from ._staging import Arrays, check_arrays, num_written, to_finish, to_write
 from ._storage import repair
 
 _LOGGER = logging.getLogger("jaxpipe")
@@ -37,10 +37,11 @@ _READ_BYTES = 256 << 20
 """Bytes read at a time, unless one array is larger."""
 
 
-def write_arrays(path: AnyPath, arrays: Mapping[str, jax.Array]) -> None:
+def write_arrays(path: AnyPath, arrays: Mapping[str, jax.Array]) -> int:
     """Write this process's blocks of global arrays, which must not change until this returns.
 
     `path` is a folder that all processes see. `finish_arrays` combines the blocks of all processes.
+    Returns the number of chunks that this process has written.
     This uses Orbax's tree handler instead of its `save`, which synchronises the processes: if
     storage failed in one process, the others would block.
     """
@@ -49,12 +50,17 @@ def write_arrays(path: AnyPath, arrays: Mapping[str, jax.Array]) -> None:
     args = ocp.args.PyTreeSave(full, ocdbt_target_data_file_size=_FILE_BYTES)
     with to_write(path) as folder:
         _writer().save(_orbax_path(folder), args=args)
+        return num_written(folder, jax.process_index())
 
 
-def finish_arrays(path: AnyPath) -> None:
-    """Make the arrays readable once all processes have written; only one process calls this."""
+def finish_arrays(path: AnyPath, num_chunks: int) -> None:
+    """Make the arrays readable once all processes have written; only one process calls this.
+
+    Raises OSError unless a reader finds the chunks that all processes have written.
+    """
     with to_finish(path) as folder:
         _writer().finalize(_orbax_path(folder))
+    check_arrays(path, num_chunks)
 
 
 def _orbax_path(path: Path) -> Any:
