@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
-from jaxpipe._files import read_file
+from jaxpipe._files import advice, read_file
 from jaxpipe._stores import AnyPath, StorePath, open_store
 from jaxpipe.errors import CheckpointError, ConfigError, shown
 
@@ -104,6 +104,6 @@ def readable(path: AnyPath) -> Generator[None]:
         yield
     except OSError as error:
         raise CheckpointError(
-            f"{path} must be readable, but got {error.strerror or error}. Check the path, its "
-            "permissions and the file system."
+            f"{path} must be readable, but got {error.strerror or error}. "
+            f"{advice(error, 'Check the path, its permissions and the file system')}."
         ) from error

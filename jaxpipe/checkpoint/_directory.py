@@ -112,7 +112,7 @@ def read_commit(folder: AnyPath) -> Commit | None:
     except OSError as error:
         raise CheckpointError(
             f"{path} must be readable, but got {error.strerror or error}. "
-            f"{repair(path, 'Check its permissions')}, or load another tag."
+            f"{repair(path, 'Check its permissions', error)}, or load another tag."
         ) from error
     try:
         given = parse_json(content)
@@ -198,7 +198,7 @@ def _look_for_tags(save_dir: AnyPath) -> tuple[dict[str, Commit], dict[str, Chec
     except OSError as error:
         raise CheckpointError(
             f"{save_dir} must be a directory that can be listed, but got {error.strerror or error}."
-            f" {repair(save_dir, 'Check its permissions')}."
+            f" {repair(save_dir, 'Check its permissions', error)}."
         ) from error
     found = dict(zip((path.name for path in folders), read_each(folders, _try_commit), strict=True))
     return (

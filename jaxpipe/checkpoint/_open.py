@@ -84,10 +84,9 @@ def _newest(folder: AnyPath) -> str | None:
     except CheckpointError as error:
         named = None
         damaged[LATEST] = error
-    is_listed = named is None or named in commits or named in damaged
-    # A store's listing may be out of date.
-    if not is_listed and (there := read_commit(folder / named)) is not None:
-        commits = in_order({**commits, named: there})
+    if named is not None and named not in {*commits, *damaged}:
+        there = read_commit(folder / named)  # a store's listing may be out of date
+        commits = in_order({**commits, named: there}) if there else commits
     found = [tag for tag in commits if commits[tag].is_latest]
     if damaged and (named in damaged or not found):
         raise damaged.get(named or "", next(iter(damaged.values())))

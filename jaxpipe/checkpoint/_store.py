@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpipe._files import lacks_descriptors
 from jaxpipe._stores import AnyPath, StoreError
 from jaxpipe.errors import CheckpointError
 
@@ -103,12 +104,12 @@ def read_arrays(
                     folder, sum(array.num_bytes for array in nonempty.values()) + _OVERHEAD_BYTES
                 )
                 found = _read(folder, {name: nonempty[name] for name in names})
-        except StoreError as error:  # does not mean that the files are damaged
-            raise CheckpointError(
-                f"{path} must be readable, but got {error.strerror} at {error.filename}. "
-                f"{repair(path, 'Check it')}, and load again."
-            ) from error
         except Exception as error:  # the libraries raise many types for damaged files
+            if isinstance(error, StoreError) or lacks_descriptors(error):
+                raise CheckpointError(
+                    f"{path} must be readable, but got {_first_line(error)}. "
+                    f"{repair(path, 'Check it', error)}, and load again."
+                ) from error
             make_bare(error)
             raise CheckpointError(
                 f"{path} must hold the arrays as they were written, but reading {names[0]} and the "
@@ -204,6 +205,7 @@ def make_bare(error: BaseException) -> None:
 @functools.cache
 def _orbax() -> Any:
     """Import Orbax and keep it from printing errors."""
+    # The names of Orbax's first API, which 1.0 gives to another: `pyproject.toml` excludes it.
     import orbax.checkpoint as ocp
 
     # An error in a thread of Orbax is raised here and reported once. Every thread would also print
@@ -214,9 +216,12 @@ def _orbax() -> Any:
     show = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
-        is_late = isinstance(unraisable.exc_value, RuntimeError) and unraisable.object is None
-        if is_late and str(unraisable.exc_value) == "Event loop is closed":
-            _LOGGER.debug("a write ended after its save: %s", unraisable.exc_value)
+        error = unraisable.exc_value
+        is_late = isinstance(error, RuntimeError) and unraisable.object is None
+        # The finaliser of an event loop that could not be made: no file descriptor was free.
+        is_unmade = isinstance(error, AttributeError) and error.name == "_ssock"
+        if is_unmade or (is_late and str(error) == "Event loop is closed"):
+            _LOGGER.debug("a write ended after its save: %s", error)
         else:
             show(unraisable)
 

@@ -188,20 +188,23 @@ class CheckpointWriter:
             data, sequence = gather_texts("" if made is None else f"{made.data} {made.sequence}")[
                 0
             ].split()
-            job = run_on_all(
-                lambda: _Job(
-                    lock=None if made is None else made.lock,
-                    save_dir=folder.absolute(),
-                    tag=tag,
-                    sequence=int(sequence),
-                    data=_checked_data(folder.absolute() / tag / data, folder),
-                    arrays=hold(arrays),
-                    scalars=hold(scalar_arrays(pipeline, state)),
-                    leaves=leaves,
-                    content=_content(pipeline, run, iterators, leaves),
-                    save_latest=save_latest,
-                )
-            )
+
+            def new_job() -> _Job:
+                with _told(folder):
+                    return _Job(
+                        lock=None if made is None else made.lock,
+                        save_dir=folder.absolute(),
+                        tag=tag,
+                        sequence=int(sequence),
+                        data=_checked_data(folder.absolute() / tag / data, folder),
+                        arrays=hold(arrays),
+                        scalars=hold(scalar_arrays(pipeline, state)),
+                        leaves=leaves,
+                        content=_content(pipeline, run, iterators, leaves),
+                        save_latest=save_latest,
+                    )
+
+            job = run_on_all(new_job)
             finish = partial(
                 _finish, cast("_Job", job), self._keep_last, self._keep_every, background=background
             )
@@ -436,9 +439,8 @@ def _prepare(save_dir: AnyPath, tag: str) -> _Prepared:
 
 
 def _checked_data(data: AnyPath, save_dir: AnyPath) -> AnyPath:
-    with _told(save_dir):
-        if data.is_dir():
-            return data
+    if data.is_dir():
+        return data
     raise CheckpointError(
         f"save_dir must be a directory that all processes see, but got save_dir={str(save_dir)!r}, "
         f"in which process {jax.process_index()} does not find {data} that process 0 made. Pass an "
@@ -455,7 +457,7 @@ def _told(save_dir: AnyPath) -> Generator[None]:
         raise CheckpointError(
             f"save_dir must be a directory that can be written, but got save_dir={str(save_dir)!r} "
             f"and {error.strerror or error} at {error.filename}. "
-            f"{repair(save_dir, 'Check its permissions')}, or choose another."
+            f"{repair(save_dir, 'Check its permissions', error)}, or choose another."
         ) from error
 
 
@@ -541,11 +543,11 @@ def _failure(job: _Job, error: BaseException, *, is_there: bool, may_come: bool)
         return CheckpointError(
             f"{path} may be written or not, for the store did not answer the last request: "
             f"{_first_line(error)}. If it is found, it is complete. Other checkpoints are "
-            f"unchanged. {repair(path, '')}, and save again."
+            f"unchanged. {repair(path, '', error)}, and save again."
         )
     return CheckpointError(
         f"{path} could not be written: {_first_line(error)}. Earlier checkpoints are as they were. "
-        f"{repair(path, 'Make room or check the file system')}, and save again."
+        f"{repair(path, 'Make room or check the file system', error)}, and save again."
     )
 
 

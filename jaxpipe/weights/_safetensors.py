@@ -23,6 +23,7 @@ from safetensors import safe_open
 
 from jaxpipe._files import (
     PARTIAL,
+    advice,
     check_is_file,
     new_beside,
     open_to_append,
@@ -41,6 +42,7 @@ from ._on_store import DTYPES, StoreTensors
 _SUFFIX = ".safetensors"
 _INDEX_SUFFIX = _SUFFIX + ".index.json"
 _SHARD = re.compile(r"-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
+_RESTORE = "It is missing, damaged, or of another kind: restore it, or export again"
 _PARAMS = "params/"
 _COLLECTIONS = "collections/"
 _DEEPEST = 100
@@ -529,6 +531,7 @@ def open_safetensors(path: AnyPath) -> Generator[Any]:
             yield StoreTensors(path)
             return
         check_is_file(path)
+        path.open("rb").close()  # the library reports a file that it cannot open as missing
         with safe_open(str(path), framework="numpy") as tensors:
             dtypes = {tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
             # The library makes no NumPy arrays of this dtype.
@@ -543,6 +546,5 @@ def open_safetensors(path: AnyPath) -> Generator[Any]:
     ) as error:  # the library's errors for damaged files, and numpy's for unknown dtypes
         raise CheckpointError(
             f"{path} must be a safetensors file with dtypes of numpy or bfloat16, but got "
-            f"{type(error).__name__}: {error}. It is missing, damaged, or of another kind: restore "
-            "it, or export again."
+            f"{type(error).__name__}: {error}. {advice(error, _RESTORE)}."
         ) from error
