@@ -32,15 +32,12 @@ import time
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from jaxpipe._stores import AnyPath, StorePath
 from jaxpipe.errors import CheckpointError
 
 from ._storage import changed, identity, is_same, touch
-
-if TYPE_CHECKING:
-    from ._directory import Commit
 
 LOCK = ".lock"
 
@@ -96,12 +93,12 @@ class DirectoryLock:
     dead after a minute without a heartbeat. Raises OSError if the directory cannot be written.
 
     Attributes:
-        known: The directory's checkpoints, by tag, as far as saves of this process have read or
+        known: The commits of the directory, by tag, as far as saves of this process have read or
             written them. They cannot change as long as the lock excludes other jobs.
     """
 
     def __init__(self, save_dir: AnyPath) -> None:
-        self.known: dict[str, Commit] = {}
+        self.known: dict[str, Any] = {}
         self._owner = _new_owner(save_dir)
         self._file = save_dir / LOCK / self._owner.name
         self._runs: set[int] = set()
