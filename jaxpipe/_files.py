@@ -18,6 +18,21 @@ PARTIAL = ".partial"
 _NOT_SYNCED = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EISDIR, errno.EACCES, errno.EPERM)
 
 
+def lacks_descriptors(error: BaseException) -> bool:
+    """Whether an operation failed because this process may not open more files.
+
+    The libraries raise many types for this, with the system's text in them.
+    """
+    return os.strerror(errno.EMFILE) in str(error)
+
+
+def advice(error: BaseException, otherwise: str) -> str:
+    """Suggest a repair for a failed operation on files, as a sentence without its full stop."""
+    if lacks_descriptors(error):
+        return "This process has no free file descriptor: raise its limit with 'ulimit -n 65536'"
+    return otherwise
+
+
 def check_is_file(path: str | os.PathLike[str]) -> None:
     """Refuse anything but a regular file before opening it, because opening affects some devices.
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
-from jaxpipe._files import read_file
+from jaxpipe._files import advice, read_file
 from jaxpipe._stores import AnyPath, StorePath, open_store
 from jaxpipe.errors import CheckpointError, ConfigError, shown
 
@@ -86,9 +86,15 @@ def _path_of_url(
     return Path(os.fsdecode(decoded))
 
 
-def read_any(path: AnyPath) -> bytes:
-    """Read a small file. Raises OSError."""
-    return path.read_bytes() if isinstance(path, StorePath) else read_file(path)
+def read_any(path: AnyPath, start: int = 0, stop: int | None = None) -> bytes:
+    """Read a small file, or a range of bytes of any file. Raises OSError."""
+    if isinstance(path, StorePath):
+        return path.read_bytes() if stop is None else path.read_bytes(start, stop)
+    if stop is None:
+        return read_file(path)
+    with path.open("rb") as file:
+        file.seek(start)
+        return file.read(stop - start)
 
 
 @contextlib.contextmanager
@@ -98,6 +104,6 @@ def readable(path: AnyPath) -> Generator[None]:
         yield
     except OSError as error:
         raise CheckpointError(
-            f"{path} must be readable, but got {error.strerror or error}. Check the path, its "
-            "permissions and the file system."
+            f"{path} must be readable, but got {error.strerror or error}. "
+            f"{advice(error, 'Check the path, its permissions and the file system')}."
         ) from error

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jaxpipe.errors import shown
+from jaxpipe.errors import masked, shown
 
 _REQUESTS = 16
 """Maximum number of concurrent requests of a process."""
@@ -38,7 +38,7 @@ class StorePath:
     FileNotFoundError for an object that does not exist.
 
     Attributes:
-        url: The URL that the user gave, without a slash at its end.
+        url: The URL that the user gave, without a slash at its end. `str` masks its secrets.
         driver: The file system of fsspec.
         key: The name of the object for the driver.
     """
@@ -48,8 +48,19 @@ class StorePath:
     key: str = field(repr=False, compare=False)
     _listed_as: str = field(default="", repr=False, compare=False)
 
+    def __post_init__(self) -> None:
+        # Drivers of stores with versions cut `?versionId=` or `#` and what follows off some paths,
+        # so that some requests would reach another object than others.
+        split = getattr(self.driver, "split_path", None)
+        if split is not None and "/".join(split(self.key)[:2]).strip("/") != self.key.strip("/"):
+            raise StoreError(
+                errno.EINVAL,
+                "a part of this name means the version of an object to the store's driver",
+                str(self),
+            )
+
     def __str__(self) -> str:
-        return self.url
+        return masked(self.url)
 
     def __truediv__(self, name: str) -> "StorePath":
         return StorePath(f"{self.url}/{name}", self.driver, f"{self.key}/{name}")
@@ -168,16 +179,27 @@ class StorePath:
         """Convert all errors of drivers to StoreError or FileNotFoundError."""
         try:
             yield
-        except Exception as error:  # errors of botocore and aiohttp are not OSErrors
-            first = (str(error).strip().splitlines() or [""])[0][:300]
+        except Exception as error:  # noqa: BLE001  # errors of botocore and aiohttp are not OSErrors
+            first = _first_line(error)
             if isinstance(error, FileNotFoundError) and not writes:
-                raise FileNotFoundError(errno.ENOENT, f"nothing is there: {first}", self.url) from (
-                    error
-                )
-            raise StoreError(errno.EIO, f"{type(error).__name__}: {first}", self.url) from error
+                raise FileNotFoundError(
+                    errno.ENOENT, f"nothing is there: {first}", str(self)
+                ) from _without_secrets(error)
+            raise StoreError(
+                errno.EIO, f"{type(error).__name__}: {first}", str(self)
+            ) from _without_secrets(error)
 
 
 AnyPath = Path | StorePath
+
+
+def _first_line(error: Exception) -> str:
+    return (masked(str(error)).strip().splitlines() or [""])[0][:300]
+
+
+def _without_secrets(error: Exception) -> Exception | None:
+    """Return an error that may be shown as a cause; None for one that shows a secret."""
+    return error if masked(str(error)) == str(error) else None
 
 
 def upload(file: Path, to: StorePath) -> None:
@@ -218,6 +240,7 @@ def open_store(url: str, name: str, error: Callable[[str], Exception]) -> StoreP
     try:
         # Other processes also write there, so an earlier listing may be out of date.
         driver, key = fsspec.core.url_to_fs(url, use_listings_cache=False)
+        path = StorePath(url.rstrip("/"), driver, str(key).rstrip("/"))
     except ImportError as missing:
         extra = _EXTRAS.get(scheme.lower())
         repair = f"pip install 'jaxpipe[{extra}]'" if extra else "Install it"
@@ -225,20 +248,19 @@ def open_store(url: str, name: str, error: Callable[[str], Exception]) -> StoreP
             f"{name} must lie on a file system, or on a store whose driver for fsspec is installed,"
             f" but got {name}={shown(url)}: {missing}. Nothing was read or written. {repair}."
         ) from missing
-    except Exception as refused:  # drivers read their settings here
+    except Exception as refused:  # noqa: BLE001  # drivers read their settings here
         raise error(
             f"{name} must lie on a file system, or on a store that fsspec opens, but got "
             f"{name}={shown(url)}, for which it fails with {type(refused).__name__}: "
-            f"{str(refused)[:300]}. Nothing was read or written. Give a directory or a URL such as "
-            "'s3://bucket/run'."
-        ) from refused
-    key = str(key).rstrip("/")
-    if not key.strip("/"):
+            f"{_first_line(refused)}. Nothing was read or written. Give a directory or a URL such "
+            "as 's3://bucket/run'."
+        ) from _without_secrets(refused)
+    if not path.key.strip("/"):
         raise error(
             f"{name} must name a folder on the store, but got {name}={shown(url)}. Write for "
             f"instance {scheme + '://bucket/run'!r}."
         )
-    return StorePath(url.rstrip("/"), driver, key)
+    return path
 
 
 def at_once(action: Callable[[T], R], items: Iterable[T]) -> list[R]:

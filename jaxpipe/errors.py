@@ -1,14 +1,30 @@
 """All exceptions of jaxpipe under one base class, and helpers for messages."""
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
 _LONGEST_NAME = 200
 
+_SECRETS = (
+    # Passwords may contain any character. A number after the colon is a port.
+    (re.compile(r"(://[^\s:@/]*:)(?!\d{1,5}(?:[/?#'\"\s]|$))\S*@"), r"\1***@"),
+    (re.compile(r"(https?://)[^\s:@/]+@"), r"\1***@"),
+    (re.compile(r"([?&][\w.%~-]+=)[^\s&'\"]+"), r"\1***"),
+)
+"""Parts of a URL that may be secret, and what is shown: passwords, tokens, values of a query."""
+
 
 class JaxpipeError(Exception):
-    """Base class of all errors raised by jaxpipe."""
+    """Base class of all errors raised by jaxpipe.
+
+    Passwords and tokens of URLs are masked in the message, and control characters, which a terminal
+    would obey, are escaped.
+    """
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(printable(message))
 
 
 class ConfigError(JaxpipeError, ValueError):
@@ -88,10 +104,40 @@ def refused(name: str, reason: str) -> Callable[..., NoReturn]:
     return refuse
 
 
+def masked(text: str) -> str:
+    """Replace passwords and tokens of URLs by `***`.
+
+    Args:
+        text: Any text.
+
+    Returns:
+        The text to show.
+    """
+    for pattern, replacement in _SECRETS:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def printable(text: str) -> str:
+    """Mask passwords and tokens of URLs, and escape characters that are not printable.
+
+    Args:
+        text: Any text. Its lines stay.
+
+    Returns:
+        The text to show.
+    """
+    return "".join(
+        letter if letter.isprintable() or letter in "\n\t" else repr(letter)[1:-1]
+        for letter in masked(text)
+    )
+
+
 def shown(value: object, text_of: Callable[[object], str] = repr) -> str:
     """Format a value for an error, in about 80 characters.
 
-    A longer text is cut off. A value that cannot be formatted is shown by its type.
+    A longer text is cut off. A value that cannot be formatted is shown by its type. Passwords and
+    tokens of URLs are masked before that, because a part of one would not be recognised.
 
     Args:
         value: The value.
@@ -100,10 +146,12 @@ def shown(value: object, text_of: Callable[[object], str] = repr) -> str:
     Returns:
         The text.
     """
-    if isinstance(value, str) and len(value) > 80:
-        return f"{value[:40]!r}... ({len(value)} characters)"
+    if isinstance(value, str):
+        value = masked(value)
+        if len(value) > 80:
+            return f"{value[:40]!r}... ({len(value)} characters)"
     try:
-        text = text_of(value)
+        text = masked(text_of(value))
     except (ValueError, RecursionError):  # Python prints no integers of more than 4300 digits
         return f"<{type(value).__name__} too long to be printed>"
     except Exception:  # noqa: BLE001  # a class of the user

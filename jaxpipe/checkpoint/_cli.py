@@ -10,7 +10,7 @@ from jaxpipe._imports import import_named
 from jaxpipe._paths import any_path
 from jaxpipe._stores import AnyPath
 from jaxpipe._text import format_bytes
-from jaxpipe.errors import ConfigError, JaxpipeError, counted, shown
+from jaxpipe.errors import ConfigError, JaxpipeError, counted, printable, shown
 from jaxpipe.weights import Rename
 
 from ._inspect import inspect_checkpoint
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except JaxpipeError as error:
         sys.stderr.write(f"{error}\n")
         return 1
-    sys.stdout.write(f"{text}\n")
+    sys.stdout.write(f"{printable(text)}\n")
     return 0
 
 

@@ -112,7 +112,7 @@ def read_commit(folder: AnyPath) -> Commit | None:
     except OSError as error:
         raise CheckpointError(
             f"{path} must be readable, but got {error.strerror or error}. "
-            f"{repair(path, 'Check its permissions')}, or load another tag."
+            f"{repair(path, 'Check its permissions', error)}, or load another tag."
         ) from error
     try:
         given = parse_json(content)
@@ -182,25 +182,34 @@ def sound_tags(save_dir: AnyPath) -> tuple[dict[str, Commit], dict[str, Checkpoi
     # The only checkpoint may have been replaced between listing and reading, but not twice.
     if not commits:
         commits, damaged = _look_for_tags(save_dir)
-    return dict(sorted(commits.items(), key=lambda item: item[1].sequence)), damaged
+    return in_order(commits), damaged
+
+
+def in_order(commits: Mapping[str, Commit]) -> dict[str, Commit]:
+    """Sort commits by tag, oldest first."""
+    return dict(sorted(commits.items(), key=lambda item: item[1].sequence))
 
 
 def _look_for_tags(save_dir: AnyPath) -> tuple[dict[str, Commit], dict[str, CheckpointError]]:
     try:
-        folders = [path for path in save_dir.iterdir() if path.is_dir()]
+        folders = _tag_folders(save_dir)
     except (FileNotFoundError, NotADirectoryError):
         return {}, {}
     except OSError as error:
         raise CheckpointError(
             f"{save_dir} must be a directory that can be listed, but got {error.strerror or error}."
-            f" {repair(save_dir, 'Check its permissions')}."
+            f" {repair(save_dir, 'Check its permissions', error)}."
         ) from error
-    folders.sort(key=str)
     found = dict(zip((path.name for path in folders), read_each(folders, _try_commit), strict=True))
     return (
         {name: each for name, each in found.items() if isinstance(each, Commit)},
         {name: each for name, each in found.items() if isinstance(each, CheckpointError)},
     )
+
+
+def _tag_folders(save_dir: AnyPath) -> list[AnyPath]:
+    found = [path for path in save_dir.iterdir() if not path.name.startswith(LOCK)]
+    return sorted((path for path in found if path.is_dir()), key=str)
 
 
 def _try_commit(folder: AnyPath) -> Commit | CheckpointError | None:
@@ -214,7 +223,9 @@ def read_latest(save_dir: AnyPath) -> str | None:
     """Return the tag that `latest` names; None if there is no such file."""
     path = save_dir / LATEST
     try:
-        return read_any(path).decode().strip()
+        tag = read_any(path).decode().strip()
+        if not _is_name(tag):
+            raise ValueError(f"{shown(tag)}, which is not a tag")
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
@@ -222,6 +233,7 @@ def read_latest(save_dir: AnyPath) -> str | None:
             f"{path} must be a readable text, but got {error}. Remove it: the latest checkpoint is "
             "found without it."
         ) from error
+    return tag
 
 
 def commit(save_dir: AnyPath, tag: str, content: Commit) -> None:
@@ -244,27 +256,42 @@ def commit(save_dir: AnyPath, tag: str, content: Commit) -> None:
             )
 
 
-def remove_leftovers(save_dir: AnyPath) -> list[AnyPath]:
-    """Remove data that unfinished saves left and no commit names, and nothing else.
+def look_over(save_dir: AnyPath, known: dict[str, Commit]) -> list[AnyPath]:
+    """Add the directory's checkpoints to `known`, and remove what unfinished saves left there.
 
-    Data that cannot be removed is harmless: it stays, with a warning. This job must have locked
-    the directory. Returns the removed paths.
+    Only tags that are not known yet are read, and the one that this job saved last, where old data
+    may have stayed: this job must have locked the directory, so that nobody else writes. Tags that
+    have gone are taken out of `known`. Data that no commit names is removed, and nothing else; what
+    cannot be removed is harmless: it stays, with a warning. Returns the removed paths.
     """
-    folders = [path for path in save_dir.iterdir() if path.is_dir() and not path.is_symlink()]
-    removed = [path for left in read_each(folders, _remove_leftovers_in) for path in left]
-    return removed + _remove_partial(save_dir)
+    # A new directory is listed twice: a store's first answer may be empty by mistake.
+    folders = _tag_folders(save_dir) or _tag_folders(save_dir)
+    for gone in known.keys() - {folder.name for folder in folders}:
+        del known[gone]
+    last = list(in_order(known))[-1:]
+    new = [folder for folder in folders if folder.name not in known or folder.name in last]
+    found = read_each(new, _look_at)
+    known.update({folder.name: each for folder, (each, _) in zip(new, found, strict=True) if each})
+    return [path for _, left in found for path in left] + _remove_partial(save_dir)
 
 
-def _remove_leftovers_in(folder: AnyPath) -> list[AnyPath]:
+def _look_at(folder: AnyPath) -> tuple[Commit | None, list[AnyPath]]:
+    """Return a tag's commit, and the paths of what was removed beside it."""
+    named = _try_commit(folder)
     try:
-        named = read_commit(folder)
+        if isinstance(named, CheckpointError):
+            raise named
+        if folder.is_symlink():
+            return named, []
+        if named is None and any(path.name == COMMIT for path in folder.iterdir()):
+            raise OSError(f"{folder / COMMIT} is listed and not found")
         left = remove_data(folder, None if named is None else named.data) + _remove_partial(folder)
         if left and not any(folder.iterdir()):
             folder.rmdir()
     except (CheckpointError, OSError) as error:
         log(logging.WARNING, "not cleaned up: %s", error)
-        return []
-    return left
+        return named if isinstance(named, Commit) else None, []
+    return named, left
 
 
 def make_data(folder: AnyPath, sequence: int) -> AnyPath:
@@ -303,27 +330,31 @@ def _unlink(path: AnyPath) -> None:
     path.unlink()
 
 
-def remove_old(save_dir: AnyPath, keep_last: int | None, keep_every: int | None) -> list[str]:
-    """Remove checkpoints beyond the retention limits; return their tags, oldest first.
+def remove_old(
+    save_dir: AnyPath, known: dict[str, Commit], keep_last: int | None, keep_every: int | None
+) -> None:
+    """Remove checkpoints beyond the retention limits, from the directory and from `known`.
 
     Only tags of the form `global_step<N>` are removed, and never links. `keep_last` is the number
     of checkpoints to keep; None keeps all. Tags whose N is a multiple of `keep_every` are kept too,
-    and so is the checkpoint that is found without its tag. This job must have locked the directory.
+    and so are the checkpoint that is found without its tag and the one that `latest` still names.
+    This job must have locked the directory.
     """
     if keep_last is None:
-        return []
-    commits, _ = sound_tags(save_dir)
+        return
+    commits = in_order(known)
     own = [tag for tag, each in commits.items() if not _is_linked(save_dir / tag, each)]
     steps = {tag: int(match[1]) for tag in own if (match := _STEP_TAG.fullmatch(tag))}
     newest = [tag for tag, commit in commits.items() if commit.is_latest][-1:]
     retained = {
         *newest,
+        read_latest(save_dir),
         *list(steps)[-keep_last:],
         *(tag for tag in steps if keep_every and steps[tag] % keep_every == 0),
     }
-    return [
-        tag for tag in steps if tag not in retained and _is_removed(save_dir / tag, _remove_tag)
-    ]
+    for tag in steps.keys() - retained:
+        del known[tag]  # also if it is not removed completely: the next save looks at it again
+        _is_removed(save_dir / tag, _remove_tag)
 
 
 def _is_linked(folder: AnyPath, commit: Commit) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe._files import parse_json
+from jaxpipe._files import advice, parse_json
 from jaxpipe._paths import read_any
 from jaxpipe._stores import AnyPath
 from jaxpipe.errors import CheckpointError, shown
@@ -148,8 +148,8 @@ def read_index(path: AnyPath, sha256: str) -> Index:
         content = read_any(path)
     except OSError as error:
         raise CheckpointError(
-            f"{path} must be readable, but got {error.strerror or error}. Load another tag, or "
-            "restore the file."
+            f"{path} must be readable, but got {error.strerror or error}. "
+            f"{advice(error, 'Load another tag, or restore the file')}."
         ) from error
     found = hashlib.sha256(content).hexdigest()
     if found != sha256:

@@ -32,6 +32,7 @@ import time
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jaxpipe._stores import AnyPath, StorePath
 from jaxpipe.errors import CheckpointError
@@ -90,9 +91,14 @@ class DirectoryLock:
     Raises CheckpointError if another process holds the lock; the error says which, and since when.
     The lock of a dead process is taken over. If that process ran on another machine, it counts as
     dead after a minute without a heartbeat. Raises OSError if the directory cannot be written.
+
+    Attributes:
+        known: The commits of the directory, by tag, as far as saves of this process have read or
+            written them. They cannot change as long as the lock excludes other jobs.
     """
 
     def __init__(self, save_dir: AnyPath) -> None:
+        self.known: dict[str, Any] = {}
         self._owner = _new_owner(save_dir)
         self._file = save_dir / LOCK / self._owner.name
         self._runs: set[int] = set()
@@ -134,6 +140,8 @@ class DirectoryLock:
         With `is_kept`, the lock is held for `run` until `run` is deleted or the program ends.
         Otherwise the lock is released, unless it is already held for another run.
         """
+        if not is_kept:
+            self.known.clear()  # what a failed save has written is not known
         if is_kept and id(run) not in self._runs:
             self._runs.add(id(run))
             weakref.finalize(run, self._forget, id(run))

@@ -10,7 +10,16 @@ from jaxpipe._paths import any_path
 from jaxpipe._stores import AnyPath, StorePath
 from jaxpipe.errors import CheckpointError
 
-from ._directory import ARRAYS, Commit, check_tag, read_commit, read_latest, sound_tags
+from ._directory import (
+    ARRAYS,
+    LATEST,
+    Commit,
+    check_tag,
+    in_order,
+    read_commit,
+    read_latest,
+    sound_tags,
+)
 from ._index import INDEX, Index, read_index
 
 _READINGS = 20
@@ -56,34 +65,48 @@ def find_checkpoint(
 
     Raises:
         CheckpointError: There is no checkpoint with that tag, `latest` names a checkpoint that does
-            not exist, or the checkpoint is damaged.
+            not exist and none can be loaded instead, or the checkpoint is damaged.
     """
     folder = any_path(load_dir, "load_dir")
     if tag is not None:
         return open_folder(folder / check_tag(tag), folder)
     if read_commit(folder) is not None:
         return open_folder(folder, folder.parent)
+    newest = _newest(folder)
+    return None if newest is None else open_folder(folder / newest, folder)
+
+
+def _newest(folder: AnyPath) -> str | None:
+    """Return the tag to load; warn if `latest` names another, or if others are damaged."""
     commits, damaged = sound_tags(folder)
-    found = [name for name, commit in commits.items() if commit.is_latest]
-    named = read_latest(folder)
+    try:
+        named = read_latest(folder)
+    except CheckpointError as error:
+        named = None
+        damaged[LATEST] = error
+    if named is not None and named not in {*commits, *damaged}:
+        there = read_commit(folder / named)  # a store's listing may be out of date
+        commits = in_order({**commits, named: there}) if there else commits
+    found = [tag for tag in commits if commits[tag].is_latest]
     if damaged and (named in damaged or not found):
         raise damaged.get(named or "", next(iter(damaged.values())))
-    if named is not None and named not in commits:
+    if not found and named is not None and named not in commits:
         raise CheckpointError(
-            f"{folder / 'latest'} must name a checkpoint that is there, but got {named!r} and "
+            f"{folder / LATEST} must name a checkpoint that is there, but got {named!r} and "
             f"{_listed(commits)}. Load one of them by its tag, or remove the file."
         )
     if not found:
         return None
     for error in damaged.values():
-        warnings.warn(f"Passed over: {error}", stacklevel=3)
+        warnings.warn(f"Passed over: {error}", stacklevel=4)
     if named is not None and named != found[-1]:
-        warnings.warn(
-            f"{folder / 'latest'} names {named!r}, but {found[-1]!r} was committed after it and is "
-            f"loaded. To go back, load tag={named!r}.",
-            stacklevel=3,
+        other = (
+            f"was committed after it and is loaded. To go back, load tag={named!r}."
+            if named in commits
+            else "is the newest checkpoint that is there, and is loaded."
         )
-    return open_folder(folder / found[-1], folder)
+        warnings.warn(f"{folder / LATEST} names {named!r}, but {found[-1]!r} {other}", stacklevel=4)
+    return found[-1]
 
 
 def open_checkpoint(path: str | PathLike[str] | StorePath, tag: str | None = None) -> Checkpoint:

@@ -9,6 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -55,8 +56,24 @@ def still_writing(data: AnyPath) -> Generator[None]:
         thread.join()
 
 
+@dataclass(frozen=True)
+class Report:
+    """What a process has written.
+
+    Attributes:
+        sha256: Hashes of its blocks.
+        num_chunks: Number of chunks of arrays that it has written.
+    """
+
+    sha256: Hashes
+    num_chunks: int
+
+
 def report(
-    data: AnyPath, error: str | None = None, sha256: Mapping[str, Any] | None = None
+    data: AnyPath,
+    error: str | None = None,
+    sha256: Mapping[str, Any] | None = None,
+    num_chunks: int = 0,
 ) -> None:
     """Report to process 0 that this process's blocks are on disk, with hashes, or why they are not.
 
@@ -65,12 +82,12 @@ def report(
     # If syncing an existing report failed, process 0 would see success and this process a failure.
     send(
         _report_path(data, jax.process_index()),
-        json.dumps({"error": error, "sha256": sha256 or {}}),
+        json.dumps({"error": error, "sha256": sha256 or {}, "num_chunks": num_chunks}),
     )
 
 
-def collect(data: AnyPath, check: Callable[[], object]) -> list[Hashes]:
-    """Return the hashes that each process reported, in order; blocks until all have reported.
+def collect(data: AnyPath, check: Callable[[], object]) -> list[Report]:
+    """Return what each process reported, in order; blocks until all have reported.
 
     `data` is the folder of the save. `check` raises if waiting is pointless. Raises OSError if a
     process failed, has sent no heartbeat for `_SILENT_S`, or the folder is gone.
@@ -99,7 +116,7 @@ def collect(data: AnyPath, check: Callable[[], object]) -> list[Hashes]:
     failed = [f"process {i}: {each['error']}" for i, each in enumerate(reports) if each["error"]]
     if failed:
         raise OSError("; ".join(failed))
-    return [each["sha256"] for each in reports]
+    return [Report(each["sha256"], each["num_chunks"]) for each in reports]
 
 
 def remove_reports(data: AnyPath) -> None:

@@ -9,6 +9,8 @@ and only those ranges of the values that hold the arrays it needs, into files wi
 
 Temporary disk space: while a process saves, its share of the checkpoint; while it loads, the
 arrays that are read at a time (`_store._READ_BYTES`, or the largest array).
+
+On a file system, Orbax works in the checkpoint's own folder.
 """
 
 import contextlib
@@ -19,10 +21,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+from jaxpipe._paths import read_any
 from jaxpipe._stores import AnyPath, StoreError, StorePath, at_once, staging_folder, upload
 
 _MANIFEST = "manifest.ocdbt"
 _PROCESS = "ocdbt.process_"
+_METADATA = b"/zarr.json"
+"""Follows an array's name in the one key of it that is not a chunk's."""
 _GAP_BYTES = 64 << 10
 _REQUEST_BYTES = 64 << 20
 """Ranges of a file with at most this gap become one request, and the largest size of a request."""
@@ -32,7 +37,8 @@ _REQUEST_BYTES = 64 << 20
 def to_write(arrays: AnyPath) -> Generator[Path]:
     """Yield the folder in which Orbax writes this process's blocks; upload it at the end."""
     if not isinstance(arrays, StorePath):
-        yield arrays
+        with _as_plain_name(arrays) as folder:
+            yield folder
         return
     with staging_folder() as top:
         folder = top / arrays.name
@@ -44,17 +50,12 @@ def to_write(arrays: AnyPath) -> Generator[Path]:
 @contextlib.contextmanager
 def to_finish(arrays: AnyPath) -> Generator[Path]:
     """Yield the folder in which Orbax combines the blocks of all processes."""
-    if not isinstance(arrays, StorePath) and "[" not in str(arrays.absolute()):
-        yield arrays
+    if not isinstance(arrays, StorePath):
+        with _as_plain_name(arrays) as folder:
+            yield folder
         return
     with staging_folder() as top:
         folder = top / arrays.name
-        if not isinstance(arrays, StorePath):
-            # Orbax 0.12 finds the written blocks by a glob pattern made from the whole path. If the
-            # path contains brackets, the pattern silently matches nothing.
-            folder.symlink_to(arrays.absolute())
-            yield folder
-            return
         folder.mkdir()
         parts = [path for path in arrays.iterdir() if path.name.startswith(_PROCESS)]
         for part, tree in zip(parts, at_once(_Tree, parts), strict=True):
@@ -62,6 +63,40 @@ def to_finish(arrays: AnyPath) -> Generator[Path]:
         before = set(_files(folder))
         yield folder
         _upload(folder, arrays, [name for name in _files(folder) if name not in before])
+
+
+@contextlib.contextmanager
+def _as_plain_name(arrays: Path) -> Generator[Path]:
+    """Yield a path of a folder that Orbax and TensorStore read as it is meant.
+
+    Orbax 0.12 finds the written blocks by a glob pattern made from the whole path: one with a
+    bracket silently matches nothing. TensorStore reads a backslash as a slash, so that it writes to
+    another folder, and takes no path that is not UTF-8.
+    """
+    name = str(arrays.absolute())
+    if not set("[\\") & set(name) and name == name.encode(errors="replace").decode():
+        yield arrays
+        return
+    with staging_folder() as top:
+        folder = top / arrays.name
+        folder.symlink_to(arrays.absolute())
+        yield folder
+
+
+def num_written(folder: Path, process_index: int) -> int:
+    """Return how many chunks a process has written in the folder of `to_write`."""
+    part = folder / f"{_PROCESS}{process_index}"
+    return _Tree(part).num_chunks if part.exists() else 0  # it may hold only copies of others'
+
+
+def check_arrays(arrays: AnyPath, num_chunks: int) -> None:
+    """Open the arrays as a reader does; raise OSError unless they hold that many chunks.
+
+    Neither a folder that a library takes for another nor a wrong listing raises an error before.
+    """
+    found = _Tree(arrays).num_chunks
+    if found != num_chunks:
+        raise OSError(f"{arrays} holds {found} of the {num_chunks} chunks that were written")
 
 
 def _files(folder: Path) -> list[str]:
@@ -86,7 +121,8 @@ class Arrays:
         Raises OSError or ValueError if they are damaged or missing.
         """
         if not isinstance(self._path, StorePath):
-            yield self._path
+            with _as_plain_name(self._path) as folder:
+                yield folder
             return
         if self._tree is None:
             self._tree = _Tree(self._path)
@@ -110,10 +146,14 @@ class _Tree:
     """The tree of a TensorStore OCDBT database, which maps keys to the locations of values.
 
     Args:
-        path: The database's folder on a store, with its manifest.
+        path: The database's folder, with its manifest.
+
+    Attributes:
+        num_chunks: How many chunks of arrays it holds.
     """
 
-    def __init__(self, path: StorePath) -> None:
+    def __init__(self, path: AnyPath) -> None:
+        self.num_chunks = 0
         self._path = path
         self._values: dict[str, list[_Range]] = {}
         files = [each for each in path.iterdir() if not each.is_dir()]
@@ -121,7 +161,7 @@ class _Tree:
             raise FileNotFoundError(f"{path / _MANIFEST} is missing")
         self._nodes = {
             _Range(each.name, 0, len(content)): content
-            for each, content in zip(files, at_once(StorePath.read_bytes, files), strict=True)
+            for each, content in zip(files, at_once(read_any, files), strict=True)
         }
         with staging_folder() as folder:
             self._walk(folder)
@@ -153,6 +193,7 @@ class _Tree:
                 for entry in node["entries"]
             ]
             for entry in entries:
+                self.num_chunks += "key" in entry and not entry["key"].endswith(_METADATA)
                 for part in _locations(entry.get("indirect_value")).values():
                     name = _array_of(entry["key"].decode())
                     self._values.setdefault(name, []).append(part)
@@ -213,8 +254,8 @@ def _batches(parts: Sequence[_Range]) -> Generator[list[_Range]]:
         yield batch
 
 
-def _read(path: StorePath, parts: Sequence[_Range]) -> dict[_Range, bytes]:
-    contents = at_once(lambda part: (path / part.file).read_bytes(part.start, part.stop), parts)
+def _read(path: AnyPath, parts: Sequence[_Range]) -> dict[_Range, bytes]:
+    contents = at_once(lambda part: read_any(path / part.file, part.start, part.stop), parts)
     for part, content in zip(parts, contents, strict=True):
         if len(content) != part.stop - part.start:
             raise ValueError(f"{path / part.file} ends before byte {part.stop}")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from jaxpipe._files import sync
+from jaxpipe._files import advice, sync
 from jaxpipe._stores import AnyPath, StoreError, StorePath, at_once, remove_tree
 
 PARTIAL = ".partial"
@@ -231,11 +231,11 @@ def identity(folder: AnyPath) -> str:
     return folder.url if isinstance(folder, StorePath) else str(folder.stat().st_ino)
 
 
-def repair(path: AnyPath, of_files: str) -> str:
-    """Suggest a repair for a path that cannot be written: `of_files`, or a hint for a store."""
+def repair(path: AnyPath, of_files: str, error: BaseException) -> str:
+    """Suggest a repair after a failure at a path: `of_files`, or a hint for a store."""
     if isinstance(path, StorePath):
-        return (
+        of_files = (
             "Check the bucket, its permissions, the credentials and the network, and that TMPDIR "
             "has room"
         )
-    return of_files
+    return advice(error, of_files)

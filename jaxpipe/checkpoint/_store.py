@@ -20,11 +20,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpipe._files import lacks_descriptors
 from jaxpipe._stores import AnyPath, StoreError
 from jaxpipe.errors import CheckpointError
 
 from ._index import StoredArray
-from ._staging import Arrays, to_finish, to_write
+from ._staging import Arrays, check_arrays, num_written, to_finish, to_write
 from ._storage import repair
 
 _LOGGER = logging.getLogger("jaxpipe")
@@ -37,10 +38,11 @@ _READ_BYTES = 256 << 20
 """Bytes read at a time, unless one array is larger."""
 
 
-def write_arrays(path: AnyPath, arrays: Mapping[str, jax.Array]) -> None:
+def write_arrays(path: AnyPath, arrays: Mapping[str, jax.Array]) -> int:
     """Write this process's blocks of global arrays, which must not change until this returns.
 
     `path` is a folder that all processes see. `finish_arrays` combines the blocks of all processes.
+    Returns the number of chunks that this process has written.
     This uses Orbax's tree handler instead of its `save`, which synchronises the processes: if
     storage failed in one process, the others would block.
     """
@@ -49,12 +51,17 @@ def write_arrays(path: AnyPath, arrays: Mapping[str, jax.Array]) -> None:
     args = ocp.args.PyTreeSave(full, ocdbt_target_data_file_size=_FILE_BYTES)
     with to_write(path) as folder:
         _writer().save(_orbax_path(folder), args=args)
+        return num_written(folder, jax.process_index())
 
 
-def finish_arrays(path: AnyPath) -> None:
-    """Make the arrays readable once all processes have written; only one process calls this."""
+def finish_arrays(path: AnyPath, num_chunks: int) -> None:
+    """Make the arrays readable once all processes have written; only one process calls this.
+
+    Raises OSError unless a reader finds the chunks that all processes have written.
+    """
     with to_finish(path) as folder:
         _writer().finalize(_orbax_path(folder))
+    check_arrays(path, num_chunks)
 
 
 def _orbax_path(path: Path) -> Any:
@@ -97,12 +104,12 @@ def read_arrays(
                     folder, sum(array.num_bytes for array in nonempty.values()) + _OVERHEAD_BYTES
                 )
                 found = _read(folder, {name: nonempty[name] for name in names})
-        except StoreError as error:  # does not mean that the files are damaged
-            raise CheckpointError(
-                f"{path} must be readable, but got {error.strerror} at {error.filename}. "
-                f"{repair(path, 'Check it')}, and load again."
-            ) from error
         except Exception as error:  # the libraries raise many types for damaged files
+            if isinstance(error, StoreError) or lacks_descriptors(error):
+                raise CheckpointError(
+                    f"{path} must be readable, but got {_first_line(error)}. "
+                    f"{repair(path, 'Check it', error)}, and load again."
+                ) from error
             make_bare(error)
             raise CheckpointError(
                 f"{path} must hold the arrays as they were written, but reading {names[0]} and the "
@@ -198,6 +205,7 @@ def make_bare(error: BaseException) -> None:
 @functools.cache
 def _orbax() -> Any:
     """Import Orbax and keep it from printing errors."""
+    # The names of Orbax's first API, which 1.0 gives to another: `pyproject.toml` excludes it.
     import orbax.checkpoint as ocp
 
     # An error in a thread of Orbax is raised here and reported once. Every thread would also print
@@ -208,9 +216,12 @@ def _orbax() -> Any:
     show = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
-        is_late = isinstance(unraisable.exc_value, RuntimeError) and unraisable.object is None
-        if is_late and str(unraisable.exc_value) == "Event loop is closed":
-            _LOGGER.debug("a write ended after its save: %s", unraisable.exc_value)
+        error = unraisable.exc_value
+        is_late = isinstance(error, RuntimeError) and unraisable.object is None
+        # The finaliser of an event loop that could not be made: no file descriptor was free.
+        is_unmade = isinstance(error, AttributeError) and error.name == "_ssock"
+        if is_unmade or (is_late and str(error) == "Event loop is closed"):
+            _LOGGER.debug("a write ended after its save: %s", error)
         else:
             show(unraisable)
 

@@ -39,14 +39,13 @@ from ._directory import (
     Commit,
     check_tag,
     commit,
+    look_over,
     make_data,
     next_sequence,
     read_commit,
     read_latest,
     remove_data,
-    remove_leftovers,
     remove_old,
-    sound_tags,
     step_tag,
 )
 from ._index import INDEX, Index, StoredArray, dump_index
@@ -189,20 +188,23 @@ class CheckpointWriter:
             data, sequence = gather_texts("" if made is None else f"{made.data} {made.sequence}")[
                 0
             ].split()
-            job = run_on_all(
-                lambda: _Job(
-                    lock=None if made is None else made.lock,
-                    save_dir=folder.absolute(),
-                    tag=tag,
-                    sequence=int(sequence),
-                    data=_checked_data(folder.absolute() / tag / data, folder),
-                    arrays=hold(arrays),
-                    scalars=hold(scalar_arrays(pipeline, state)),
-                    leaves=leaves,
-                    content=_content(pipeline, run, iterators, leaves),
-                    save_latest=save_latest,
-                )
-            )
+
+            def new_job() -> _Job:
+                with _told(folder):
+                    return _Job(
+                        lock=None if made is None else made.lock,
+                        save_dir=folder.absolute(),
+                        tag=tag,
+                        sequence=int(sequence),
+                        data=_checked_data(folder.absolute() / tag / data, folder),
+                        arrays=hold(arrays),
+                        scalars=hold(scalar_arrays(pipeline, state)),
+                        leaves=leaves,
+                        content=_content(pipeline, run, iterators, leaves),
+                        save_latest=save_latest,
+                    )
+
+            job = run_on_all(new_job)
             finish = partial(
                 _finish, cast("_Job", job), self._keep_last, self._keep_every, background=background
             )
@@ -315,7 +317,7 @@ def _finish(job: _Job, keep_last: int | None, keep_every: int | None, *, backgro
     elif failed is None and job.lock is not None:
         failed = _caught(lambda: _commit(job, cast("DirectoryLock", job.lock)))
     if job.lock is not None and failed is None:
-        _make_room(job, keep_last, keep_every)
+        _make_room(job, job.lock.known, keep_last, keep_every)
     elif job.lock is not None:
         is_commit = isinstance(failed, NotSyncedError | StoreError) and str(
             failed.filename
@@ -352,16 +354,16 @@ def _write(job: _Job) -> None:
     with still_writing(job.data), ThreadPoolExecutor(1) as pool:
         # Hashing releases the GIL.
         hashes = pool.submit(hash_blocks, {**job.arrays, **job.scalars})
-        write_arrays(job.data / ARRAYS, job.arrays)
+        num_chunks = write_arrays(job.data / ARRAYS, job.arrays)
         sha256 = hashes.result()
-    report(job.data, sha256=sha256)
+    report(job.data, sha256=sha256, num_chunks=num_chunks)
 
 
 def _commit(job: _Job, lock: DirectoryLock) -> None:
     """Combine what all processes wrote, and commit."""
     reports = collect(job.data, lock.check)
-    finish_arrays(job.data / ARRAYS)
-    content = dump_index(_index(job, reports))
+    finish_arrays(job.data / ARRAYS, sum(each.num_chunks for each in reports))
+    content = dump_index(_index(job, [each.sha256 for each in reports]))
     # A commit names only data that is on disk. The order is: the arrays, the index with their
     # hashes, the folders' entries, and last, in `commit`, one small file. Before that file is
     # written the tag is missing; afterwards it is complete.
@@ -381,13 +383,16 @@ def _commit(job: _Job, lock: DirectoryLock) -> None:
     # of the two may commit.
     lock.check()
     commit(job.save_dir, job.tag, done)
+    lock.known[job.tag] = done
 
 
-def _make_room(job: _Job, keep_last: int | None, keep_every: int | None) -> None:
+def _make_room(
+    job: _Job, known: dict[str, Commit], keep_last: int | None, keep_every: int | None
+) -> None:
     """Remove old checkpoints; the new one is already committed, so failures are only logged."""
     try:
         remove_data(job.data.parent, but=job.data.name)
-        remove_old(job.save_dir, keep_last, keep_every)
+        remove_old(job.save_dir, known, keep_last, keep_every)
     except (CheckpointError, OSError) as error:
         log(logging.WARNING, "saved %s, but old data stay: %s", job.save_dir / job.tag, error)
 
@@ -413,28 +418,29 @@ class _Prepared:
 def _prepare(save_dir: AnyPath, tag: str) -> _Prepared:
     """Remove leftovers and make the folder for the data."""
     with _told(save_dir):
+        folder = save_dir / tag  # refused before anything is written if a store has no such name
         make_folder(save_dir)
         lock = DirectoryLock.begin_save(save_dir.absolute())
         try:
-            if link := link_of(save_dir / tag):
+            if link := link_of(folder):
                 raise CheckpointError(
                     "tag must not be a link, which may lead to another run's checkpoint, but got "
                     f"tag={tag!r} in save_dir={str(save_dir)!r}, a link to "
                     f"{str(link)!r}. Remove the link, or choose another tag."
                 )
-            for path in remove_leftovers(save_dir):
+            before = next_sequence(lock.known)  # a listing may leave out a tag by mistake
+            for path in look_over(save_dir, lock.known):
                 log(logging.INFO, "removed %s, which an unfinished save had left", path)
-            sequence = next_sequence(sound_tags(save_dir)[0])
-            return _Prepared(lock, make_data(save_dir / tag, sequence).name, sequence)
+            sequence = max(before, next_sequence(lock.known))
+            return _Prepared(lock, make_data(folder, sequence).name, sequence)
         except BaseException:
             lock.end_save(None, is_kept=False)
             raise
 
 
 def _checked_data(data: AnyPath, save_dir: AnyPath) -> AnyPath:
-    with _told(save_dir):
-        if data.is_dir():
-            return data
+    if data.is_dir():
+        return data
     raise CheckpointError(
         f"save_dir must be a directory that all processes see, but got save_dir={str(save_dir)!r}, "
         f"in which process {jax.process_index()} does not find {data} that process 0 made. Pass an "
@@ -451,7 +457,7 @@ def _told(save_dir: AnyPath) -> Generator[None]:
         raise CheckpointError(
             f"save_dir must be a directory that can be written, but got save_dir={str(save_dir)!r} "
             f"and {error.strerror or error} at {error.filename}. "
-            f"{repair(save_dir, 'Check its permissions')}, or choose another."
+            f"{repair(save_dir, 'Check its permissions', error)}, or choose another."
         ) from error
 
 
@@ -537,11 +543,11 @@ def _failure(job: _Job, error: BaseException, *, is_there: bool, may_come: bool)
         return CheckpointError(
             f"{path} may be written or not, for the store did not answer the last request: "
             f"{_first_line(error)}. If it is found, it is complete. Other checkpoints are "
-            f"unchanged. {repair(path, '')}, and save again."
+            f"unchanged. {repair(path, '', error)}, and save again."
         )
     return CheckpointError(
         f"{path} could not be written: {_first_line(error)}. Earlier checkpoints are as they were. "
-        f"{repair(path, 'Make room or check the file system')}, and save again."
+        f"{repair(path, 'Make room or check the file system', error)}, and save again."
     )
 
 

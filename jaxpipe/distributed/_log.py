@@ -4,6 +4,8 @@ import logging
 
 import jax
 
+from jaxpipe.errors import printable
+
 
 def log(level: int, message: str, *values: object) -> None:
     """Write to the logger `jaxpipe` in process 0.
@@ -14,4 +16,5 @@ def log(level: int, message: str, *values: object) -> None:
         *values: The values.
     """
     if jax.process_index() == 0:
-        logging.getLogger("jaxpipe").log(level, message, *values)
+        text = message % values if values else message
+        logging.getLogger("jaxpipe").log(level, "%s", printable(text))

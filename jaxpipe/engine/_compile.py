@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from jaxpipe.errors import printable
 from jaxpipe.executor import compile_program
 
 from ._alike import check_program
@@ -26,7 +27,7 @@ def print_line(line: str) -> None:
 
     It is printed to stderr, because stdout belongs to the program.
     """
-    print(line, file=sys.stderr, flush=True)  # noqa: T201  # the one place that prints
+    print(printable(line), file=sys.stderr, flush=True)  # noqa: T201  # the one place that prints
 
 
 class Compiler:

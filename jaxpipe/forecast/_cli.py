@@ -10,7 +10,7 @@ import jax
 
 from jaxpipe._files import read_file, write_file
 from jaxpipe._paths import local_path
-from jaxpipe.errors import ConfigError, JaxpipeError, shown
+from jaxpipe.errors import ConfigError, JaxpipeError, printable, shown
 from jaxpipe.planner import ASSUMED, HARDWARE
 
 from ._job import read_job, read_places, writable_file
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpipe.forec
         found = plan(
             **{**given, **{name: value for name, value in options.items() if value is not None}}
         )
-        sys.stdout.write(f"{found}\n")
+        sys.stdout.write(f"{printable(str(found))}\n")
         if to_json is not None:
             write_file(to_json, found.to_json() + "\n")
         if to_html is not None:

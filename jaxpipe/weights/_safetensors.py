@@ -23,6 +23,7 @@ from safetensors import safe_open
 
 from jaxpipe._files import (
     PARTIAL,
+    advice,
     check_is_file,
     new_beside,
     open_to_append,
@@ -32,7 +33,7 @@ from jaxpipe._files import (
     write_file,
 )
 from jaxpipe._paths import any_path, read_any, readable
-from jaxpipe._stores import AnyPath, StorePath, staging_folder, upload
+from jaxpipe._stores import AnyPath, StorePath, at_once, staging_folder, upload
 from jaxpipe.errors import CheckpointError, shown
 from jaxpipe.layers import split_path, unflatten_dict
 
@@ -41,6 +42,7 @@ from ._on_store import DTYPES, StoreTensors
 _SUFFIX = ".safetensors"
 _INDEX_SUFFIX = _SUFFIX + ".index.json"
 _SHARD = re.compile(r"-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
+_RESTORE = "It is missing, damaged, or of another kind: restore it, or export again"
 _PARAMS = "params/"
 _COLLECTIONS = "collections/"
 _DEEPEST = 100
@@ -221,7 +223,7 @@ def load_safetensors(
             name for name in names if name.startswith(_COLLECTIONS) == (part == "collections")
         ]
         with open_safetensors(file) as tensors:
-            found.update({name: tensors.get_tensor(name) for name in wanted})
+            found.update({name: _tensor(tensors, name) for name in wanted})
     paths = {split_path(name): name for name in sorted(found)}
     for name in found:
         each = split_path(name)
@@ -240,6 +242,13 @@ def load_safetensors(
             )
     prefix = 1 if part == "collections" else 0
     return unflatten_dict({each[prefix:]: found[name] for each, name in paths.items()})
+
+
+def _tensor(tensors: Any, name: str) -> np.ndarray:
+    part = tensors.get_slice(name)
+    # The library's `get_tensor` panics, instead of raising an error, if memory does not suffice,
+    # and it slices no empty tensors.
+    return tensors.get_tensor(name) if 0 in part.get_shape() else part[...]
 
 
 def check_target(out: AnyPath) -> AnyPath:
@@ -440,14 +449,15 @@ def safetensors_files(path: AnyPath) -> dict[AnyPath, list[str]]:
 
 def _files(path: AnyPath) -> dict[AnyPath, list[str]]:
     if not path.name.endswith(".json"):
-        with open_safetensors(path) as tensors:
-            return {path: list(tensors.keys())}
+        return {path: _names_in(path, path.name)}
     listed = _read_weight_map(path)
     homes: dict[str, str] = {}
     found: dict[AnyPath, list[str]] = {}
-    for shard in dict.fromkeys(listed.values()):
-        with open_safetensors(path.with_name(shard)) as tensors:
-            found[path.with_name(shard)] = names = list(tensors.keys())
+    shards = list(dict.fromkeys(listed.values()))
+    for shard, names in zip(
+        shards, at_once(lambda each: _names_in(path, each), shards), strict=True
+    ):
+        found[path.with_name(shard)] = names
         for name in names:
             if name in homes:
                 raise _disagreement(path, f"{name!r} in both {homes[name]} and {shard}")
@@ -459,6 +469,11 @@ def _files(path: AnyPath) -> dict[AnyPath, list[str]]:
             text = f"{name!r} at {there}, while it is in {here}"
             raise _disagreement(path, text)
     return found
+
+
+def _names_in(index: AnyPath, shard: str) -> list[str]:
+    with open_safetensors(index.with_name(shard)) as tensors:
+        return list(tensors.keys())
 
 
 def _disagreement(path: AnyPath, text: str) -> CheckpointError:
@@ -485,7 +500,10 @@ def _read_weight_map(path: AnyPath) -> dict[str, str]:
             f"{path} must be the index of shards, with their names in 'weight_map', but got "
             "something else. Pass <name>.safetensors.index.json."
         )
-    for name, shard in found.items():
+    beside: dict[str, AnyPath] = {}
+    with contextlib.suppress(OSError):  # not every folder and not every server can be listed
+        beside.update({each.name: each for each in path.parent.iterdir()})
+    for shard, name in {shard: name for name, shard in reversed(found.items())}.items():
         if (
             Path(shard).name != shard
             or "\\" in shard
@@ -496,8 +514,8 @@ def _read_weight_map(path: AnyPath) -> dict[str, str]:
                 f"{path} must name safetensors files in its own folder, but got "
                 f"weight_map[{name!r}]={shard!r}. Write its plain name, and put the file there."
             )
-        there = path.with_name(shard)
-        if there.is_dir() or not there.exists():
+        there = beside.get(shard, path.with_name(shard))
+        if there.is_dir() or (shard not in beside and not there.exists()):
             raise CheckpointError(
                 f"{path} must name safetensors files in its own folder, but got "
                 f"weight_map[{name!r}]={shard!r}, which is missing. Restore it, or export again."
@@ -513,15 +531,20 @@ def open_safetensors(path: AnyPath) -> Generator[Any]:
             yield StoreTensors(path)
             return
         check_is_file(path)
+        path.open("rb").close()  # the library reports a file that it cannot open as missing
         with safe_open(str(path), framework="numpy") as tensors:
             dtypes = {tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
             # The library makes no NumPy arrays of this dtype.
             yield StoreTensors(path) if "F8_E4M3" in dtypes else tensors
+    except MemoryError as error:
+        raise CheckpointError(
+            f"{path} must hold tensors that fit into this machine's memory, but they do not. Read "
+            "it on a machine with more memory, or check who wrote it."
+        ) from error
     except (
         Exception
     ) as error:  # the library's errors for damaged files, and numpy's for unknown dtypes
         raise CheckpointError(
             f"{path} must be a safetensors file with dtypes of numpy or bfloat16, but got "
-            f"{type(error).__name__}: {error}. It is missing, damaged, or of another kind: restore "
-            "it, or export again."
+            f"{type(error).__name__}: {error}. {advice(error, _RESTORE)}."
         ) from error

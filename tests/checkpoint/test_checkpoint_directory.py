@@ -420,3 +420,12 @@ def test_a_damaged_commit_beside_others(run: Run, tmp_path: Path) -> None:
     ):
         find_checkpoint(tmp_path)
     assert found(tmp_path, "global_step2") == ("global_step2", 2)
+
+
+@pytest.mark.parametrize("name", ["a\\b", "a\\[b", "\\", "[a]", "a*b?", "::", "a\nb", "caf\udce9"])
+def test_names_that_libraries_read_otherwise(run: Run, tmp_path: Path, name: str) -> None:
+    for path in (tmp_path / name, tmp_path / name / "run"):
+        save(run, path, 1, 2, keep_last=1)
+        assert verify_checkpoint(path).tag == "global_step2"
+        assert {each.name for each in path.iterdir()} == {"global_step2", "latest"}
+    assert [each.name for each in tmp_path.iterdir()] == [name]

@@ -178,6 +178,7 @@ READERS: dict[str, Callable[[Run, Path], Any]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Passed over. .*/latest must be a readable text")
 @pytest.mark.parametrize("reader", READERS)
 def test_an_outage_while_a_checkpoint_is_read(
     runs: dict[bool, Run], tmp_path: Path, storage: Storage, reader: str

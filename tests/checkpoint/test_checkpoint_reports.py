@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from jaxpipe.checkpoint import _reports
-from jaxpipe.checkpoint._reports import collect, remove_reports, report, still_writing
+from jaxpipe.checkpoint._reports import Report, collect, remove_reports, report, still_writing
 
 
 @pytest.fixture
@@ -40,9 +40,9 @@ def test_a_process_that_still_writes_is_waited_for(
             thread.start()
             time.sleep(3.0)  # three times as long as silence may last
             assert found == []
-        as_process_1(lambda: report(data, sha256={"b": {"1": ["y"]}}), monkeypatch)
+        as_process_1(lambda: report(data, sha256={"b": {"1": ["y"]}}, num_chunks=2), monkeypatch)
         thread.join()
-    assert found == [[{"a": {"0": ["x"]}}, {"b": {"1": ["y"]}}]]
+    assert found == [[Report({"a": {"0": ["x"]}}, 0), Report({"b": {"1": ["y"]}}, 2)]]
     assert (data / "writing-1").exists()
     remove_reports(data)
     assert list(data.iterdir()) == []

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _covering import slow_after
+from _no_descriptors import no_descriptors
 from _one_run import Run, assert_holds, entry, make_run
 
 from jaxpipe import RepeatingLoader
@@ -438,3 +439,19 @@ def test_numbers_of_numpy_come_back_as_pythons(run: Run, tmp_path: Path) -> None
         bool,
         str,
     ]
+
+
+@pytest.mark.parametrize("num_free", [0, 1, 4])
+def test_no_free_descriptor_is_said(run: Run, tmp_path: Path, num_free: int) -> None:
+    """Not that the disk is full, nor that the files are damaged."""
+    engine = run.engine
+    engine.save_checkpoint(tmp_path)
+    with no_descriptors(num_free), pytest.raises(CheckpointError, match="no free file descriptor"):
+        engine.save_checkpoint(tmp_path)
+    engine.save_checkpoint(tmp_path)
+    with (
+        no_descriptors(min(num_free, 2)),
+        pytest.raises(CheckpointError, match="Too many open files.* no free file descriptor"),
+    ):
+        engine.load_checkpoint(tmp_path)
+    engine.load_checkpoint(tmp_path)

@@ -54,6 +54,7 @@ from jaxpipe.checkpoint.__main__ import main
 from jaxpipe.checkpoint._lock import DirectoryLock, _new_owner, _Owner
 from jaxpipe.checkpoint._reports import collect, remove_reports, report, still_writing
 from jaxpipe.checkpoint._staging import _array_of, _joined, _Range
+from jaxpipe.checkpoint._store import finish_arrays, write_arrays
 from jaxpipe.config import CSVMonitorSection
 from jaxpipe.errors import CheckpointError
 from jaxpipe.layers import flatten_dict
@@ -648,6 +649,7 @@ def test_a_commit_that_comes_late(disk: str, monkeypatch: pytest.MonkeyPatch) ->
     check_after_failure(disk, None)
 
 
+@pytest.mark.filterwarnings("ignore:Passed over. .*/latest must be a readable text")
 def test_loads_that_fail(disk: str) -> None:
     run = small()
     save(disk)
@@ -661,6 +663,99 @@ def test_loads_that_fail(disk: str) -> None:
         with DiskStore.hooked(hook), contextlib.suppress(CheckpointError):
             run.engine.load_checkpoint(disk)
         assert_holds(run, wanted)
+
+
+# A store that answers wrongly.
+
+
+@pytest.mark.parametrize("answer", ["none", "empty", "one is missing"])
+def test_a_wrong_listing_commits_nothing(
+    disk: str, monkeypatch: pytest.MonkeyPatch, answer: str
+) -> None:
+    """One answer to a listing during a save, of any of its folders."""
+    true = DiskStore.ls
+    run = trained()
+    with DiskStore.hooked(None):
+        save(disk, "old", run)
+        save(disk, "new", run)
+    for wrong in range(3, 9):
+        calls = itertools.count()
+
+        def ls(
+            self: DiskStore,
+            path: str,
+            detail: bool = True,
+            calls: Iterator[int] = calls,
+            wrong: int = wrong,
+            **kwargs: Any,
+        ) -> list[Any]:
+            if next(calls) != wrong:
+                return true(self, path, detail, **kwargs)
+            if answer == "none":
+                raise FileNotFoundError(path)
+            return true(self, path, detail, **kwargs)[1:] if answer == "one is missing" else []
+
+        with monkeypatch.context() as patch, contextlib.suppress(CheckpointError):
+            patch.setattr(DiskStore, "ls", ls)
+            save(disk, "new", run)
+        for tag in ("old", "new"):
+            verify_checkpoint(disk, tag)
+
+
+def test_the_parts_of_all_processes_are_committed_or_nothing(disk: str, tmp_path: Path) -> None:
+    """Storage may show fewer of them than were written."""
+    for path in (store(disk), tmp_path):
+        num_chunks = write_arrays(path, {"a": jax.numpy.ones((2, 3)), "b": jax.numpy.zeros(())})
+        with pytest.raises(OSError, match="holds 2 of the 3 chunks that were written"):
+            finish_arrays(path, num_chunks + 1)
+        finish_arrays(path, num_chunks)
+
+
+@pytest.mark.parametrize("keep_last", [1, 2])
+def test_latest_that_cannot_be_written(disk: str, keep_last: int) -> None:
+    """The newest checkpoint is found, and what `latest` still names stays."""
+    engine, writer = small().engine, CheckpointWriter(keep_last=keep_last)
+
+    def step(number: int) -> None:
+        writer.save(disk, engine.pipeline, engine.state, RunState(global_steps=number))
+
+    def fail(number: int, name: str, path: str, is_done: bool) -> None:
+        if name == "put" and path.endswith("/latest"):
+            raise RefusedError("503 Slow Down")
+
+    step(1)
+    with DiskStore.hooked(fail):
+        step(2)
+        step(3)
+    assert {"global_step1", "global_step3"} <= {*committed_tags(disk)}
+    with pytest.warns(UserWarning, match="/latest names 'global_step1', but 'global_step3'"):
+        assert checkpoint.open_checkpoint(disk).tag == "global_step3"
+    (on_disk(disk) / "global_step1" / "commit.json").unlink()  # as earlier releases did
+    with pytest.warns(UserWarning, match="'global_step3' is the newest checkpoint that is there"):
+        assert checkpoint.open_checkpoint(disk).tag == "global_step3"
+    step(4)
+    assert len(committed_tags(disk)) == keep_last
+    assert checkpoint.open_checkpoint(disk).tag == "global_step4"
+
+
+def test_requests_of_a_save_do_not_grow_with_the_tags(disk: str) -> None:
+    engine, writer = small().engine, CheckpointWriter(keep_last=1)
+    run = RunState(global_steps=1)
+    writer.save(disk, engine.pipeline, engine.state, run)
+
+    def requests() -> int:
+        writer.save(disk, engine.pipeline, engine.state, run)
+        with DiskStore.hooked(None):
+            writer.save(disk, engine.pipeline, engine.state, run)
+            return DiskStore.number
+
+    few = requests()
+    for i in range(40):
+        shutil.copytree(on_disk(disk) / "global_step1", on_disk(disk) / f"other{i}")
+    assert requests() < few + 8  # a heartbeat may be among them
+    shutil.rmtree(on_disk(disk) / "other0")
+    assert requests() < few + 8  # a heartbeat may be among them
+    assert len(committed_tags(disk)) == 40
 
 
 # Processes that die.

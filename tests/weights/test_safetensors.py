@@ -1,6 +1,7 @@
 """Safetensors files read back in, and what is none."""
 
 import json
+import os
 import re
 import struct
 from collections.abc import Callable
@@ -11,10 +12,13 @@ import chex
 import numpy as np
 import pytest
 from _disk_store import DiskStore
+from _no_descriptors import no_descriptors
 from safetensors.numpy import save_file
 
+from jaxpipe._paths import any_path
 from jaxpipe.errors import CheckpointError
 from jaxpipe.weights import load_safetensors
+from jaxpipe.weights._safetensors import safetensors_files
 
 
 def write_header(path: Path, header: dict[str, Any], data: bytes) -> Path:
@@ -243,3 +247,60 @@ def test_a_tensor_must_be_in_one_shard(load: Load, tmp_path: Path) -> None:
         CheckpointError, match=r"'c' at no place, while it is in m-2\.safetensors\. .* export again"
     ):
         load(index)
+
+
+ENTRY = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
+REFUSED: dict[str, Any] = {
+    "more than memory": {"a": {**ENTRY, "shape": [1 << 41], "data_offsets": [0, 1 << 43]}},
+    "more than the offsets": {"a": {**ENTRY, "shape": [1 << 36]}},
+    "too large to count": {"a": {**ENTRY, "shape": [1 << 62, 4]}},
+    "numbers as metadata": {"a": ENTRY, "__metadata__": {"b": 1}},
+    "list as metadata": {"a": ENTRY, "__metadata__": []},
+    "half of a letter": {"\ud800": ENTRY},
+    "no number": {"a": ENTRY, "__metadata__": {"b": float("nan")}},
+    "three offsets": {"a": {**ENTRY, "data_offsets": [0, 16, 16]}},
+    "negative shape": {"a": {**ENTRY, "shape": [-4, -1]}},
+    "truth as shape": {"a": {**ENTRY, "shape": [True, 4]}},
+    "backwards": {"a": {**ENTRY, "data_offsets": [16, 0]}},
+}
+
+
+@pytest.mark.parametrize("header", REFUSED.values(), ids=REFUSED)
+def test_a_header_is_refused_as_the_library_refuses_it(
+    load: Load, tmp_path: Path, header: dict[str, Any]
+) -> None:
+    """On a store too, where the library cannot open the file."""
+    path = write_header(tmp_path / "x.safetensors", header, bytes(16))
+    with pytest.raises(CheckpointError, match="but got SafetensorError: Error while deserializing"):
+        load(path)
+
+
+def test_a_tensor_without_room_in_memory(tmp_path: Path) -> None:
+    """The library panics there, which is no `Exception`."""
+    header = REFUSED["more than memory"]
+    path = write_header(tmp_path / "x.safetensors", header, b"")
+    os.truncate(path, path.stat().st_size + (1 << 43))  # of holes
+    with pytest.raises(CheckpointError, match="must hold tensors that fit into this machine's mem"):
+        load_safetensors(path)
+
+
+def test_requests_do_not_grow_with_the_names(tmp_path: Path) -> None:
+    def requests(num_names: int) -> int:
+        names = [f"{i}" for i in range(num_names)]
+        save_file({name: np.zeros(2, np.float32) for name in names}, tmp_path / "m-1.safetensors")
+        save_file({"last": np.zeros(2, np.float32)}, tmp_path / "m-2.safetensors")
+        weight_map = {name: "m-1.safetensors" for name in names} | {"last": "m-2.safetensors"}
+        index = tmp_path / "m.safetensors.index.json"
+        index.write_text(json.dumps({"weight_map": weight_map}))
+        with DiskStore.hooked(None):
+            safetensors_files(any_path(f"disk://{index}", "path"))
+            return DiskStore.number
+
+    assert requests(100) == requests(2) < 15
+
+
+def test_no_free_descriptor_is_said(tmp_path: Path) -> None:
+    """Not that the file is missing, as the library says."""
+    save_file({"a": np.zeros(2, np.float32)}, tmp_path / "x.safetensors")
+    with no_descriptors(), pytest.raises(CheckpointError, match="Too many open .* 'ulimit -n"):
+        load_safetensors(tmp_path / "x.safetensors")
