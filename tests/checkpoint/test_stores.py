@@ -216,7 +216,7 @@ def test_a_load_says_that_the_temporary_directory_is_full(memory: str) -> None:
     try:
         with pytest.raises(
             CheckpointError,
-            match=r"must be readable, but got File too large in the temporary .*TMPDIR",
+            match=r"must be readable, but got .*File too large in the temporary .*TMPDIR",
         ):
             run.engine.load_checkpoint(memory)
     finally:
