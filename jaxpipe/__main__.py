@@ -4,7 +4,9 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from jaxpipe import __version__
 from jaxpipe.config import main as config
+from jaxpipe.errors import nearest
 from jaxpipe.forecast import main as plan
 from jaxpipe.launch import launch
 from jaxpipe.optim import optim_values
@@ -12,15 +14,13 @@ from jaxpipe.partition import METHOD_NAMES
 from jaxpipe.proof import main as prove
 from jaxpipe.schedules import schedule_names
 
-_USAGE = """usage: jaxpipe launch [options] SCRIPT [arguments]
-       jaxpipe plan [options] MODULE:FUNCTION
-       jaxpipe prove [options] MODULE:FUNCTION
-       jaxpipe config [KEY]
-       jaxpipe launch --help
-       jaxpipe plan --help
-       jaxpipe prove --help
-       jaxpipe config --help
-"""
+_WRONG_USE = 2
+_COMMANDS = {
+    "launch": (launch, "[options] SCRIPT [arguments]"),
+    "plan": (plan, "[options] FILE:FUNCTION"),
+    "prove": (prove, "[options] FILE:FUNCTION"),
+    "config": (lambda words, prog: config(words, prog, _values()), "[KEY]"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,17 +40,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
-    if words[:1] == ["launch"]:
-        return launch(words[1:], "jaxpipe launch")
-    if words[:1] == ["plan"]:
-        return plan(words[1:], "jaxpipe plan")
-    if words[:1] == ["prove"]:
-        return prove(words[1:], "jaxpipe prove")
-    if words[:1] == ["config"]:
-        return config(words[1:], "jaxpipe config", _values())
-    is_help = words in (["--help"], ["-h"])
-    (sys.stdout if is_help else sys.stderr).write(_USAGE)
-    return 0 if is_help else 2
+    name = words[0] if words else ""
+    if name in _COMMANDS:
+        return _COMMANDS[name][0](words[1:], f"jaxpipe {name}")
+    if name in ("--version", "-V"):
+        sys.stdout.write(f"jaxpipe {__version__}\n")
+        return 0
+    lines = [f"jaxpipe {command} {words}" for command, (_, words) in _COMMANDS.items()]
+    lines += [f"jaxpipe {command} --help" for command in _COMMANDS]
+    usage = "usage: " + "\n       ".join([*lines, "jaxpipe --version"]) + "\n"
+    if name in ("--help", "-h"):
+        sys.stdout.write(usage)
+        return 0
+    near = nearest(name, _COMMANDS)
+    hint = f"jaxpipe: {name!r} is not a command. Did you mean {near!r}?\n" if near else ""
+    sys.stderr.write(usage + hint)
+    return _WRONG_USE
 
 
 def _values() -> dict[str, str]:

@@ -6,6 +6,7 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 _LONGEST_NAME = 200
+_LONGEST_SHOWN = 80
 
 _SECRETS = (
     # Passwords may contain any character. A number after the colon is a port.
@@ -148,15 +149,30 @@ def shown(value: object, text_of: Callable[[object], str] = repr) -> str:
     """
     if isinstance(value, str):
         value = masked(value)
-        if len(value) > 80:
-            return f"{value[:40]!r}... ({len(value)} characters)"
+        if len(value) > _LONGEST_SHOWN:
+            return cut(value, repr)
     try:
         text = masked(text_of(value))
     except (ValueError, RecursionError):  # Python prints no integers of more than 4300 digits
         return f"<{type(value).__name__} too long to be printed>"
     except Exception:  # noqa: BLE001  # a class of the user
         return f"<{type(value).__name__}>"
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:77]}..."
+
+
+def cut(text: str, text_of: Callable[[str], str] = str) -> str:
+    """Shorten a name of more than 80 characters for an error.
+
+    Args:
+        text: The name.
+        text_of: Function that formats its beginning.
+
+    Returns:
+        The name, or its beginning and its length.
+    """
+    if len(text) <= _LONGEST_SHOWN:
+        return text_of(text)
+    return f"{text_of(text[:40])}... ({len(text)} characters)"
 
 
 def counted(number: int, noun: str, plural: str = "s") -> str:
@@ -184,9 +200,23 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     Returns:
         The name, or None if no name is similar enough.
     """
+    return next(iter(near(name, known, 1, cutoff)), None)
+
+
+def near(name: str, known: Iterable[str], most: int, cutoff: float) -> list[str]:
+    """Find the known names that are most similar to an unknown one, ignoring case.
+
+    Args:
+        name: The unknown name.
+        known: The known names.
+        most: Maximum number of names.
+        cutoff: Minimum similarity, from 0 to 1.
+
+    Returns:
+        The names, the most similar first.
+    """
     # Comparing long texts takes minutes.
     lowered = {each.lower(): each for each in known if len(each) <= _LONGEST_NAME}
     if len(name) > _LONGEST_NAME:
-        return None
-    near = get_close_matches(name.lower(), lowered, n=1, cutoff=cutoff)
-    return lowered[near[0]] if near else None
+        return []
+    return [lowered[each] for each in get_close_matches(name.lower(), lowered, most, cutoff)]

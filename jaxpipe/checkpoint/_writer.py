@@ -21,7 +21,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from jaxpipe._exit import before_exit
+from jaxpipe._exit import before_exit, fail_at_exit
 from jaxpipe._paths import any_path
 from jaxpipe._stores import AnyPath, StoreError, StorePath
 from jaxpipe.distributed import gather_texts, log, run_on_all
@@ -260,9 +260,9 @@ class CheckpointWriter:
         def report() -> None:
             writer = reference()
             if writer is not None and writer._error is not None:
-                sys.stdout = _FailingAtTheEnd(sys.stdout, writer._error)
+                fail_at_exit(writer._error)
 
-        before_exit(self._ended.wait)
+        before_exit(self._ended.wait, "a checkpoint was written in the background, which is lost")
         atexit.register(report)
 
     def _run(self, finish: Callable[[], None], lock: DirectoryLock | None) -> None:
@@ -281,26 +281,6 @@ class CheckpointWriter:
             if lock is not None:
                 lock.end_save(self, is_kept=is_saved)
             self._ended.set()
-
-
-class _FailingAtTheEnd:
-    """A stream that cannot be flushed when the interpreter exits.
-
-    The interpreter then prints the error and exits with status 120.
-    """
-
-    def __init__(self, stream: Any, error: Exception) -> None:
-        self._stream = stream
-        self._error = error
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def flush(self) -> None:
-        """Flush the stream, except at exit."""
-        self._stream.flush()
-        if sys.is_finalizing():
-            raise self._error
 
 
 def _finish(job: _Job, keep_last: int | None, keep_every: int | None, *, background: bool) -> None:

@@ -1,9 +1,12 @@
 """A collector of errors, so that everything wrong with a configuration is reported together."""
 
+import re
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 
 from jaxpipe.errors import ConfigError, JaxpipeError
+
+_MOST_LINES = 20
 
 
 class Collector:
@@ -28,6 +31,7 @@ class Collector:
         self.source: str | None = None
         self._errors: list[JaxpipeError] = []
         self._paths: set[str] = set()
+        self._around: set[str] = set()
 
     @contextmanager
     def catch(self, *, compares: bool = False) -> Generator[None]:
@@ -58,12 +62,18 @@ class Collector:
             paths = error.paths if isinstance(error, ConfigError) else ()
             if not (compares and self.refuses(*paths)):
                 self._errors.append(error)
-                self._paths.update(paths)
+                for path in paths:
+                    self.mark(path)
 
     @property
     def is_clear(self) -> bool:
         """True if no error has been collected."""
         return not self._errors
+
+    @property
+    def is_long(self) -> bool:
+        """True if there are more errors than are shown, so that an error needs no details."""
+        return len(self._errors) > _MOST_LINES
 
     def mark(self, path: str) -> None:
         """Count a key as refused that no error names, such as the correct name of a misspelt key.
@@ -72,6 +82,7 @@ class Collector:
             path: JSON path of the key.
         """
         self._paths.add(path)
+        self._around.update(_with_outer(path))
 
     def refuses(self, *paths: str) -> bool:
         """True if an error concerns one of these keys, an object around it, or a key inside it.
@@ -82,7 +93,9 @@ class Collector:
         Returns:
             Whether there is such an error.
         """
-        return any(_is_within(a, b) or _is_within(b, a) for a in paths for b in self._paths)
+        return any(
+            path in self._around or not self._paths.isdisjoint(_with_outer(path)) for path in paths
+        )
 
     def raise_all(self) -> None:
         """Raise the collected errors, if there are any.
@@ -95,7 +108,9 @@ class Collector:
             return
         if len(self._errors) > 1:
             read = "" if self.source is None else f" (read from {self.source})"
-            lines = "".join(f"\n  - {error}" for error in self._errors)
+            lines = "".join(f"\n  - {error}" for error in self._errors[:_MOST_LINES])
+            if self.is_long:
+                lines += f"\n  and {len(self._errors) - _MOST_LINES:,} more."
             raise ConfigError(
                 f"The configuration{read} must be changed in {len(self._errors)} places:{lines}",
                 errors=self._errors,
@@ -109,5 +124,6 @@ class Collector:
         raise type(error)(message) from error
 
 
-def _is_within(path: str, outer: str) -> bool:
-    return path == outer or path.startswith((f"{outer}.", f"{outer}["))
+def _with_outer(path: str) -> list[str]:
+    """A path and the paths of all objects around it."""
+    return [path, *(path[: match.start()] for match in re.finditer(r"[.\[]", path))]

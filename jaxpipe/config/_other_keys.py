@@ -228,6 +228,16 @@ def _other_name(of: str) -> Refusal:
     return Refusal("it is another name of a key", f"Use {of}", _NEVER)
 
 
+def _axis(name: str, divided: str, *off: object) -> Refusal:
+    return Refusal(
+        f"an axis of the topology divides {divided}",
+        f'Remove the key, and give PipelineModule topology=ProcessTopology(["pipe", "data", '
+        f'"{name}"], sizes)',
+        off,
+    )
+
+
+_EXPERTS = _axis("expert", "a model's experts", *_ENABLED)
 _CLIPPING = Refusal(
     "clipping is not a setting of the precision or the optimizer",
     "Use gradient_clipping",
@@ -286,7 +296,7 @@ REFUSED: Mapping[str, Refusal] = MappingProxyType(
         "datastates": _FEATURE,
         "eigenvalue": _FEATURE,
         "elasticity": _FEATURE,
-        "expert_parallel": _FEATURE,
+        "expert_parallel": _EXPERTS,
         "fp16.clip": _CLIPPING,
         "fp16.fp16_master_weights_and_grads": _MASTERS,
         "fp16.initial_loss_scale_power": _other_name("fp16.initial_scale_power"),
@@ -301,18 +311,15 @@ REFUSED: Mapping[str, Refusal] = MappingProxyType(
             (True,),
         ),
         "max_grad_norm": _CLIPPING,
+        "moe": _EXPERTS,
         "nebula": _FEATURE,
         "progressive_layer_drop": _FEATURE,
         "quantize_training": _FEATURE,
         "seq_parallel_comm_data_type": _FLAG._replace(off=("fp32",)),
         "seq_parallel_communication_data_type": _FLAG._replace(off=("fp32",)),
-        "sequence_parallel_size": _FLAG._replace(off=(1,)),
+        "sequence_parallel_size": _axis("sequence", "the positions of long texts", 1),
         "sparse_attention": _FEATURE._replace(off=_NEVER),
-        "tensor_parallel": Refusal(
-            "the topology defines how layers are split",
-            "Use PipeModelDataParallelTopology",
-            (*_ENABLED, {"autotp_size": 0}),
-        ),
+        "tensor_parallel": _axis("model", "layers", *_ENABLED, {"autotp_size": 0}),
         "torch_autocast": Refusal(
             "autocasting is a feature of PyTorch", 'Use "bf16": {"enabled": true}', _ENABLED
         ),

@@ -8,6 +8,7 @@ from jaxpipe._numbers import as_flag, as_number, plain
 from jaxpipe.errors import ConfigError, shown
 
 from ._collect import Collector
+from ._section import join
 from ._values import wrong_value
 
 
@@ -67,7 +68,7 @@ def read_params(value: object, path: str) -> Params:
                     "quotes."
                 )
                 raise ConfigError(message, paths=[f"{path}.{shown(key)}"])
-            values[key] = _frozen(inner, f"{path}.{key}")
+            values[key] = _frozen(inner, join(path, key))
     errors.raise_all()
     return Params(values)
 
@@ -79,7 +80,7 @@ def infinite_in(value: object, path: str) -> Iterator[ConfigError]:
     """
     if isinstance(value, Params):
         for key, inner in value.items():
-            yield from infinite_in(inner, f"{path}.{key}")
+            yield from infinite_in(inner, join(path, key))
     elif isinstance(value, tuple):
         for index, item in enumerate(cast("tuple[object, ...]", value)):
             yield from infinite_in(item, f"{path}[{index}]")

@@ -6,11 +6,10 @@ import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
-from difflib import get_close_matches
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from jaxpipe.errors import ConfigError
+from jaxpipe.errors import ConfigError, cut, near
 
 from ._other_keys import REFUSED, UNUSED
 from ._params import Params
@@ -229,7 +228,8 @@ def _unknown(path: str) -> ConfigError:
     known += [*UNUSED, *REFUSED]
     # Users often leave out the section of a key.
     words = {key: key if "." in path else key.rpartition(".")[2] for key in known}
-    near = get_close_matches(path, set(words.values()), n=3)
-    keys = [key for word in near for key in known if words[key] == word]
+    most, cutoff = (1, 0.6) if "." in path else (3, 0.7)
+    found = near(path, set(words.values()), most, cutoff)
+    keys = [key for word in found for key in known if words[key] == word]
     repair = f"Did you mean {' or '.join(keys)}?" if keys else "Without KEY all keys are listed."
-    return ConfigError(f"{path} is not a known key. {repair}", paths=[path])
+    return ConfigError(f"{cut(path)} is not a known key. {repair}", paths=[path])

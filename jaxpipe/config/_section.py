@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar, cast
 
 from jaxpipe._numbers import as_flag, plain
-from jaxpipe.errors import ConfigError, nearest, shown
+from jaxpipe.errors import ConfigError, cut, nearest, shown
 
 from ._collect import Collector
 from ._other_keys import REFUSED, UNUSED, is_off
@@ -211,8 +211,11 @@ def idle_keys(
 
 
 def join(path: str, key: str) -> str:
-    """The path of a key in the object at `path`, which is empty for the outermost object."""
-    return f"{path}.{key}" if path else key
+    """The path of a key in the object at `path`, which is empty for the outermost object.
+
+    A long key, which is unknown, is cut, so that errors stay readable.
+    """
+    return f"{path}.{cut(key)}" if path else cut(key)
 
 
 def _read_value(item: Field[Any], value: object, path: str, errors: Collector) -> Any:
@@ -269,7 +272,7 @@ def _check_other_key(
             UNUSED[own].reader(value, where)
         return
     if own not in REFUSED:
-        near = _nearest(cls, key)
+        near = None if errors.is_long else _nearest(cls, key)
         if near:
             errors.mark(join(path, near))
             raise ConfigError(

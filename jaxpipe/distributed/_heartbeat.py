@@ -1,5 +1,6 @@
 """Reporting finished steps to the launcher."""
 
+import contextlib
 import os
 import queue
 import threading
@@ -39,19 +40,31 @@ class Heartbeat:
         if self._path is not None:
             self._steps.put((result, name))
 
-    def touch(self) -> None:
-        """Report that another long operation has finished."""
-        if self._path is not None:
+    def touch(self, name: str = "") -> None:
+        """Report that a step, or another long operation, has finished.
+
+        A file system without room must not end the job: the launcher then shows an older name, or
+        takes a job that cannot report anything for one that has stalled.
+
+        Args:
+            name: The text to write into the file.
+        """
+        if self._path is None:
+            return
+        if name:
+            # A rename, so that the launcher never reads half a text.
+            part = self._path.with_suffix(".part")
+            with contextlib.suppress(OSError):
+                part.write_text(name)
+                part.replace(self._path)
+                return
+        with contextlib.suppress(OSError):
             self._path.touch()
 
     def _watch(self) -> None:
         while True:
             result, name = self._steps.get()
-            jax.block_until_ready(result)
-            if name and self._path is not None:
-                # A rename, so that the launcher never reads half a text.
-                part = self._path.with_suffix(".part")
-                part.write_text(name)
-                part.replace(self._path)
-            else:
-                self.touch()
+            # A step that fails, or whose result was donated to another one, tells nothing.
+            with contextlib.suppress(Exception):
+                jax.block_until_ready(result)
+                self.touch(name)

@@ -15,10 +15,12 @@ from ._cli import main as main
 from ._compile import CompiledStep as CompiledStep
 from ._compile import compilable_devices as compilable_devices
 from ._devices import absent_devices as absent_devices
+from ._job import JOB_HELP as JOB_HELP
 from ._job import call_job as call_job
 from ._job import check_model as check_model
 from ._job import read_job as read_job
 from ._job import read_places as read_places
+from ._job import run_command as run_command
 from ._job import writable_file as writable_file
 from ._plan import plan as plan
 from ._result import Alternative as Alternative
@@ -37,6 +39,7 @@ __all__ = [
     "StepPlan",
     "plan",
     # For other rooms.
+    "JOB_HELP",
     "absent_devices",
     "bytes_s",
     "call_job",
@@ -48,5 +51,6 @@ __all__ = [
     "read_hardware",
     "read_job",
     "read_places",
+    "run_command",
     "writable_file",
 ]

@@ -10,13 +10,11 @@ import jax
 
 from jaxpipe._files import read_file, write_file
 from jaxpipe._paths import local_path
-from jaxpipe.errors import ConfigError, JaxpipeError, printable, shown
+from jaxpipe.errors import ConfigError, printable, shown
 from jaxpipe.planner import ASSUMED, HARDWARE
 
-from ._job import read_job, read_places, writable_file
+from ._job import JOB_HELP, read_job, read_places, run_command, writable_file
 from ._plan import plan
-
-_WRONG_USE = 2
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpipe.forecast") -> int:
@@ -32,37 +30,37 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpipe.forec
     args = _parser(prog).parse_args(argv)
     # Planning needs no accelerator and must not occupy one.
     jax.config.update("jax_platforms", "cpu")
-    try:
-        to_json = writable_file("--json", args.json)
-        to_html = writable_file("--html", args.html)
-        given = read_job(args.job, plan)
-        options: dict[str, Any] = {
-            "schedules": _words(args.schedules),
-            "num_chunks": _numbers("--num-chunks", args.num_chunks),
-            "partition": _words(args.partition),
-            "recompute": _numbers("--recompute", args.recompute),
-            "places": read_places(args.places),
-            "measured_step_s": args.measured_step,
-            "assume": _assume(args.assume),
-            "memory_gb": args.memory_gb,
-            "alternatives": args.alternatives,
-            "compiles": args.compile,
-            "target_config": _target(args.target_config),
-        }
-        if args.hardware is not None:
-            options["hardware"] = args.hardware
-        found = plan(
-            **{**given, **{name: value for name, value in options.items() if value is not None}}
-        )
-        sys.stdout.write(f"{printable(str(found))}\n")
-        if to_json is not None:
-            write_file(to_json, found.to_json() + "\n")
-        if to_html is not None:
-            found.to_html(to_html)
-    except (JaxpipeError, OSError) as error:
-        sys.stderr.write(f"{prog}: {error}\n")
-        return _WRONG_USE
-    return 0 if found.best is not None else 1
+    return run_command(prog, lambda: _plan(args))
+
+
+def _plan(args: argparse.Namespace) -> bool:
+    """Plan, print and write; returns whether a candidate fits."""
+    to_json = writable_file("--json", args.json)
+    to_html = writable_file("--html", args.html)
+    given = read_job(args.job, plan)
+    options: dict[str, Any] = {
+        "schedules": _words(args.schedules),
+        "num_chunks": _numbers("--num-chunks", args.num_chunks),
+        "partition": _words(args.partition),
+        "recompute": _numbers("--recompute", args.recompute),
+        "places": read_places(args.places),
+        "measured_step_s": args.measured_step,
+        "assume": _assume(args.assume),
+        "memory_gb": args.memory_gb,
+        "alternatives": args.alternatives,
+        "compiles": args.compile,
+        "target_config": _target(args.target_config),
+        "hardware": args.hardware,
+    }
+    found = plan(
+        **{**given, **{name: value for name, value in options.items() if value is not None}}
+    )
+    sys.stdout.write(f"{printable(str(found))}\n")
+    if to_json is not None:
+        write_file(to_json, found.to_json() + "\n")
+    if to_html is not None:
+        found.to_html(to_html)
+    return found.best is not None
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
@@ -74,9 +72,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         "a dictionary of the arguments of jaxpipe.plan. The example of one replica's microbatch "
         "is enough for any number of devices.",
     )
-    parser.add_argument(
-        "job", metavar="JOB", help="module:function, such as train:job for job() in train.py"
-    )
+    parser.add_argument("job", metavar="JOB", help=JOB_HELP)
     parser.add_argument(
         "--hardware", help=f"NAME:NUMBER, such as h200:64; names: {', '.join(HARDWARE)}"
     )

@@ -1,14 +1,36 @@
-"""Arguments on the command line that several commands have: the job, axes, and files to write."""
+"""What commands on a job share: the job, axes, files to write, and the exit status."""
 
 import inspect
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxpipe._imports import import_named, raised
+from jaxpipe._imports import import_named, raised, user_code
 from jaxpipe._paths import local_path
 from jaxpipe.errors import ConfigError, JaxpipeError, nearest, shown
 from jaxpipe.layers import PipelineModule
+
+JOB_HELP = "FILE:FUNCTION or MODULE:FUNCTION, such as train.py:job"
+"""What the argument is, for help texts."""
+
+_WRONG_USE = 2
+
+
+def run_command(prog: str, work: Callable[[], bool]) -> int:
+    """Return the exit status of a command on a job: 0 or 1, as `work` returns True or False.
+
+    It is 2 if `work` raises an error for the user, which is written to standard error. The
+    same holds if the job's layers, which are called only while the command works, end the program.
+    """
+    try:
+        return 0 if work() else 1
+    except (JaxpipeError, OSError) as error:
+        message = str(error)
+    except SystemExit as error:
+        message = f"the job must not end the program, but got {raised(error)}. Remove the call."
+    sys.stderr.write(f"{prog}: {message}\n")
+    return _WRONG_USE
 
 
 def read_job(text: str, function: Callable[..., Any]) -> dict[str, Any]:
@@ -48,15 +70,11 @@ def call_job(text: str) -> Any:
             f"JOB must name a function without arguments, but got {text}, which has some: {error}. "
             "Give all of them defaults."
         ) from error
-    try:
+    with user_code(
+        f"{text} must return the job, but got ",
+        "Fix it; it is called without arguments and without an accelerator.",
+    ):
         return function()
-    except JaxpipeError:
-        raise
-    except Exception as error:
-        raise ConfigError(
-            f"{text} must return the job, but got {raised(error)}. Fix it; it is called without "
-            "arguments and without an accelerator."
-        ) from error
 
 
 def _check_names(text: str, given: dict[str, Any], function: Callable[..., Any]) -> None:

@@ -11,6 +11,10 @@ Rule = tuple[str, bool, str, str]
 """A field, whether it follows a rule, the rule, and the repair."""
 
 _LARGEST = 2**31
+# Of normal float32 numbers. Smaller ones are flushed to zero, and larger ones are infinite, so that
+# for instance a norm would divide by zero or give zeros.
+_LEAST = 2.0**-126
+_MOST = 3.4e38
 
 
 def check_fields(config: Any, rules: Iterable[Rule]) -> None:
@@ -47,14 +51,14 @@ def are_sizes(config: object, names: Iterable[str], least: int = 1) -> Iterator[
 
 
 def are_positive(config: object, names: Iterable[str], above: float = 0.0) -> Iterator[Rule]:
-    """Require fields to be finite numbers greater than `above`."""
+    """Require fields to be finite numbers greater than `above`, in float32."""
     for name in names:
         number = as_number(getattr(config, name))
         yield (
             name,
-            number is not None and number > above,
+            number is not None and above < number <= _MOST and number >= _LEAST,
             f"a finite number > {above:g}",
-            "Pass one.",
+            "Pass one that float32 can hold.",
         )
 
 
@@ -71,7 +75,7 @@ def are_deviations(config: object, names: Iterable[str]) -> Iterator[Rule]:
         number = as_number(getattr(config, name))
         yield (
             name,
-            number is not None and number >= 0,
+            number is not None and 0 <= number <= _MOST,
             "a finite number >= 0",
             "Use for instance 0.02.",
         )

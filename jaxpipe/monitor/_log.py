@@ -88,7 +88,7 @@ class _Worker:
             self._thread = threading.Thread(target=self._run, daemon=True, name="monitors")
             self._thread.start()
             # Before JAX's own cleanup, after which there are no devices to read from.
-            before_exit(self._end_and_wait)
+            before_exit(self._end_and_wait, "monitors were logging the last steps")
         try:
             self.waiting.put_nowait((record, tuple(self.monitors)))
         except queue.Full:

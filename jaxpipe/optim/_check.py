@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxpipe.config import Reader, integer_of_at_least, number, wrong_value
-from jaxpipe.errors import ConfigError, nearest, shown
+from jaxpipe.errors import ConfigError, cut, nearest, shown
 
 
 def unknown_name(path: str, name: object, known: Iterable[str]) -> ConfigError:
@@ -39,9 +39,8 @@ def unknown_param(section: str, name: object, known: Iterable[str]) -> ConfigErr
         if near
         else f"Remove it, or use one of {', '.join(names)}."
     )
-    return ConfigError(
-        f"{section}.{name} is not a known parameter. {repair}", paths=[f"{section}.{name}"]
-    )
+    path = f"{section}.{cut(name)}"
+    return ConfigError(f"{path} is not a known parameter. {repair}", paths=[path])
 
 
 def missing_param(section: str, param: str, name: str) -> ConfigError:

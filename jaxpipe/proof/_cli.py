@@ -7,15 +7,13 @@ from typing import Any
 
 from jaxpipe._files import write_file
 from jaxpipe.distributed import simulate_devices
-from jaxpipe.errors import ConfigError, JaxpipeError, shown
-from jaxpipe.forecast import call_job, read_places, writable_file
+from jaxpipe.errors import ConfigError, shown
+from jaxpipe.forecast import JOB_HELP, call_job, read_places, run_command, writable_file
 
 from ._peer import prove_peer
 from ._proof import Claim, Proof
 from ._prove import prove_named, read_options
 
-_REFUSED = 1
-_WRONG_USE = 2
 _DEVICES = 24
 _PAIR = 3
 
@@ -31,25 +29,26 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpipe prove
         0 if every claim holds, 1 if one is refused, 2 if the arguments or the job are wrong.
     """
     args = _parser(prog).parse_args(argv)
-    try:
-        to_json = writable_file("--json", args.json)
-        to_html = writable_file("--html", args.html)
-        if args.devices < 1:
-            raise ConfigError(f"--devices must be positive, but got {args.devices}. Leave it out.")
-        simulate_devices(args.devices)
-        found = _peer_proof(args.job) if args.peer else _proof(args)
-        about = [f"{key}: {value}" for key, value in found.job.items()]
-        sys.stdout.write("\n".join([*about, found.verdict, ""]))
-        if args.badge:
-            sys.stdout.write(f"{found.badge()}\n")
-        if to_json is not None:
-            write_file(to_json, found.to_json() + "\n")
-        if to_html is not None:
-            write_file(to_html, found.to_html())
-    except (JaxpipeError, OSError) as error:
-        sys.stderr.write(f"{prog}: {error}\n")
-        return _WRONG_USE
-    return 0 if found.holds else _REFUSED
+    return run_command(prog, lambda: _prove(args))
+
+
+def _prove(args: argparse.Namespace) -> bool:
+    """Prove, print and write; returns whether every claim holds."""
+    to_json = writable_file("--json", args.json)
+    to_html = writable_file("--html", args.html)
+    if args.devices < 1:
+        raise ConfigError(f"--devices must be positive, but got {args.devices}. Leave it out.")
+    simulate_devices(args.devices)
+    found = _peer_proof(args.job) if args.peer else _proof(args)
+    about = [f"{key}: {value}" for key, value in found.job.items()]
+    sys.stdout.write("\n".join([*about, found.verdict, ""]))
+    if args.badge:
+        sys.stdout.write(f"{found.badge()}\n")
+    if to_json is not None:
+        write_file(to_json, found.to_json() + "\n")
+    if to_html is not None:
+        write_file(to_html, found.to_html())
+    return found.holds
 
 
 def _proof(args: argparse.Namespace) -> Proof:
@@ -94,9 +93,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         "none, or a dictionary of the arguments of jaxpipe.prove. With --peer, it returns "
         "(pipelined, sequential, arguments): two functions with the same arguments.",
     )
-    parser.add_argument(
-        "job", metavar="JOB", help="module:function, such as train:job for job() in train.py"
-    )
+    parser.add_argument("job", metavar="JOB", help=JOB_HELP)
     parser.add_argument(
         "--peer", action="store_true", help="compare a pipeline written by hand, see JOB"
     )

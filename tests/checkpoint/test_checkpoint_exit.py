@@ -61,3 +61,15 @@ def test_a_checkpoint_that_could_not_be_written_fails_the_program(tmp_path: Path
     assert f"{tmp_path}/global_step1 could not be written: " in told
     assert told.endswith("Make room or check the file system, and save again.")
     assert done.stdout.splitlines()[-1] == "at the end"
+
+
+def test_an_interrupted_wait_for_the_last_checkpoint_fails_the_program(tmp_path: Path) -> None:
+    done = ended(tmp_path, "interrupted")
+    assert done.returncode == 120, done.stderr[-4000:]
+    assert committed_tags(tmp_path) == {}
+    assert done.stderr.splitlines()[-1] == (
+        "KeyboardInterrupt: the program was interrupted while a checkpoint was written in the "
+        "background, which is lost"
+    )
+    assert "Traceback" not in done.stderr
+    assert done.stdout.splitlines()[-1] == "at the end"

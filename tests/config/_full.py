@@ -240,6 +240,7 @@ OFF: dict[str, list[Any]] = {
     "load_universal_checkpoint": [False],
     "managed_gradient_accumulation": [True],
     "max_grad_norm": [0],
+    "moe": [{"enabled": False}],
     "nebula": [{"enabled": False}],
     "progressive_layer_drop": [{"enabled": False}],
     "quantize_training": [{"enabled": False}],

@@ -62,6 +62,27 @@ def test_every_refusal_is_a_line_with_its_path() -> None:
     assert "'auto' belongs to Hugging Face's Trainer" in lines[0]
 
 
+def test_the_first_of_many_are_lines() -> None:
+    numbers = {"type": "Adam", "params": {"betas": [float("nan")] * 20_000}}
+    unknown = {f"gradient_clipping{i}": 1 for i in range(3000)}
+    with pytest.raises(ConfigError) as error:
+        load_config({"optimizer": numbers, **unknown})
+    head, *lines, rest = str(error.value).splitlines()
+    assert head == "The configuration must be changed in 23000 places:"
+    assert len(lines) == 20
+    assert rest == "  and 22,980 more."
+    assert len(error.value.paths) == 23_000
+    assert len(set(map(str, error.value.errors))) == 23_000
+
+
+def test_long_keys_are_cut() -> None:
+    wrong = {"w" * 10**6: {"x" * 10**6: float("nan")}}
+    with pytest.raises(ConfigError) as error:
+        load_config({"y" * 10**6: 1, "optimizer": {"type": "Adam", "params": wrong}})
+    assert len(str(error.value)) < 2000
+    assert f"{'y' * 40}... (1000000 characters) is not a known key." in str(error.value)
+
+
 def test_the_file_is_named_once(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text('{"train_batch_size": 0, "steps_per_print": 0, "zzz": 1, "zzz": 2}')

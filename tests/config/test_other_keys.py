@@ -1,4 +1,5 @@
 import copy
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import fields
@@ -194,6 +195,22 @@ def test_a_file_as_users_of_deepspeed_have_it() -> None:
         "zero_optimization.contiguous_gradients",
         "zero_optimization.overlap_comm",
     }
+
+
+@pytest.mark.parametrize(
+    ("config", "axis"),
+    [
+        ({"sequence_parallel_size": 4}, "sequence"),
+        ({"expert_parallel": {"enabled": True}}, "expert"),
+        ({"moe": {"enabled": True, "ep_size": 4}}, "expert"),
+        ({"tensor_parallel": {"autotp_size": 4}}, "model"),
+    ],
+    ids=str,
+)
+def test_what_axes_do_points_to_them(config: dict[str, object], axis: str) -> None:
+    match = re.escape(f'topology=ProcessTopology(["pipe", "data", "{axis}"], sizes)')
+    with pytest.raises(ConfigError, match=match):
+        load_config(config)
 
 
 @pytest.mark.parametrize("path", sorted(OFF))

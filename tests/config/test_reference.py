@@ -64,6 +64,8 @@ def test_one_key_in_full(path: str, facts: list[str], capsys: pytest.CaptureFixt
     [
         ("pipeline.shedule", "Did you mean pipeline.schedule"),
         ("shedule", "Did you mean pipeline.schedule or scheduler?"),
+        ("GRADIENT_CLIPPIN", "Did you mean gradient_clipping?"),
+        ("zero_optimization.stag", "Did you mean zero_optimization.stage?"),
         ("initial_scale_power", "Did you mean fp16.initial_scale_power"),
         ("xyzzy", "Without KEY all keys are listed."),
     ],

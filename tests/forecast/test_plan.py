@@ -608,6 +608,7 @@ def test_wrong_hardware_is_named(change: dict[str, float], match: str) -> None:
 
 
 JOB = """
+import sys
 import flax.linen as nn, jax, jax.numpy as jnp, optax, jaxpipe
 
 def job():
@@ -653,6 +654,15 @@ def layers():
     model = jaxpipe.PipelineModule([nn.Dense(32), fails], 2, loss_fn=lambda y, t: jnp.mean(y))
     return model, *job()[1:]
 
+def exits():
+    sys.exit(0)
+
+def exiting_layers():
+    model = jaxpipe.PipelineModule(
+        [nn.Dense(32), lambda x: sys.exit(0)], 2, loss_fn=lambda y, t: jnp.mean(y)
+    )
+    return model, *job()[1:]
+
 nothing = None
 """
 
@@ -663,11 +673,21 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "planned_job": JOB,
         "planned_syntax": "def job(:",
         "planned_raise": "\n1 / 0",
+        "planned_exit": "import sys\nsys.exit(0)",
+        "json": JOB,
+        "jobs/planned-file": JOB,
+        "jobs/package/__init__": "",
+        "jobs/package/planned_part": "from .planned_all import *",
+        "jobs/package/planned_all": JOB,
     }.items():
-        (tmp_path / f"{name}.py").write_text(text)
+        path = tmp_path / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "planned_job", raising=False)
+    for name in [name for name in sys.modules if name.startswith(("planned", "package"))]:
+        monkeypatch.delitem(sys.modules, name)
     return tmp_path
 
 
@@ -708,7 +728,21 @@ def test_command_prints_and_writes_what_is_asked(
 @pytest.mark.parametrize(
     ("words", "match"),
     [
-        (["planned_job"], "JOB must be module:name"),
+        (["planned_job"], "JOB must be module:name or file.py:name"),
+        (["planned_job.py"], "JOB must be module:name or file.py:name"),
+        (["planned_jab.py:job"], "JOB's file must exist and be NAME.py, with one dot, but got"),
+        (["./planned_job:job"], "JOB's file must exist and be NAME.py, with one dot, but got"),
+        (["./json.py:job"], "must be a file with a name of its own, but got './json.py:job'"),
+        (["planned_job.py:jub"], "JOB must name something in planned_job.py"),
+        (["planned_job:exits"], "must return the job, but got SystemExit: 0 (planned_job.py, line"),
+        (
+            ["planned_exit:job"],
+            "SystemExit: 0 (planned_exit.py, line 2). Fix planned_exit.",
+        ),
+        (
+            ["planned_job:exiting_layers", "--hardware", "h200:2"],
+            "the job must not end the program, but got SystemExit: 0 (planned_job.py, line ",
+        ),
         (["planned_jab:job"], "must be importable from here"),
         (["planned_job:jub"], "JOB must name something in planned_job"),
         (["planned_job:nothing"], "must name a function"),
@@ -792,6 +826,22 @@ def test_wrong_commands_are_named(
     assert text.startswith("jaxpipe plan: ")
     assert match in text
     assert "Traceback" not in text
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "planned_job.py",
+        "./planned_job.py",
+        "jobs/planned-file.py",
+        "{folder}/jobs/planned-file.py",
+        "jobs/package/planned_part.py",
+    ],
+)
+def test_jobs_in_files(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [f"{name.format(folder=folder)}:job", "--hardware", "h200:2", "--schedules", "1f1b"]
+    assert main(["plan", *words, "--no-alternatives"]) == 0
+    assert "2 x h200" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -239,7 +239,11 @@ def test_the_program_jaxpipe(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     assert "jaxpipe launch [options] SCRIPT" in capfd.readouterr().out
     assert main(["lunch", "--nproc", "1"]) == 2
-    assert "jaxpipe launch [options] SCRIPT" in capfd.readouterr().err
+    err = capfd.readouterr().err
+    assert "jaxpipe launch [options] SCRIPT" in err
+    assert "'lunch' is not a command. Did you mean 'launch'?" in err
+    assert main(["--version"]) == 0
+    assert capfd.readouterr().out == f"jaxpipe {jaxpipe.__version__}\n"
     with pytest.raises(SystemExit, match="0"):
         launch("--help")
     assert "--stall-timeout SECONDS" in capfd.readouterr().out

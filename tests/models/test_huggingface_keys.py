@@ -308,7 +308,7 @@ def test_a_known_key_that_changes_numbers_is_refused(family: str, changes: dict[
         kind.from_huggingface({**values, **changes})
 
 
-NO_NUMBERS = [None, -1, float("nan"), float("inf"), 10**400, "1", True, [1], {"a": 1}]
+NO_NUMBERS = [None, -1, float("nan"), float("inf"), 10**400, 1e308, "1", True, [1], {"a": 1}]
 
 
 @pytest.mark.parametrize(
@@ -335,7 +335,9 @@ def test_every_number_is_checked(family: str, key: str) -> None:
             kind.from_huggingface({**values, key: value})
 
 
-@pytest.mark.parametrize("value", [0, 1, -1, float("nan"), float("inf"), 10**400, "1e4", True, [1]])
+@pytest.mark.parametrize(
+    "value", [0, 1, -1, float("nan"), float("inf"), 10**400, 1e308, "1e4", True, [1]]
+)
 def test_the_base_of_rotary_positions_is_checked(value: Any) -> None:
     for changes in ({"rope_theta": value}, {"rope_parameters": {"rope_theta": value}}):
         with pytest.raises(

@@ -166,6 +166,7 @@ def test_a_configuration_does_not_forget_its_family() -> None:
         ({"hidden_act": "gelu", "experts": MIXTURE}, "hidden_act must be 'silu' with experts"),
         ({"nope_layers": (3,)}, "nope_layers must be a tuple of layers below num_hidden_layers=3"),
         ({"final_logit_softcapping": 0.0}, "final_logit_softcapping must be a finite number > 0"),
+        ({"rms_norm_eps": 1e-50}, "rms_norm_eps=1e-50. Pass one that float32 can"),
         ({"rope_local_base_freq": 1.0}, "rope_local_base_freq must be a finite number > 1"),
         (
             {"layer_types": ("chunked_attention",) * 3},
