@@ -1254,8 +1254,8 @@ class Engine(ABC):
         trainer = self._trainer
         trainer.state = state
         self._reports.metrics = metrics
+        trainer.watch.note(trainer.global_steps + 1, state, metrics)
         trainer.global_steps += 1
-        trainer.watch.note(trainer.global_steps, state, metrics)
         trainer.global_samples += num_samples
         self._micro_steps += num_microbatches
         self._begin_batch()

@@ -14,6 +14,7 @@ _GIVEN: dict[str, Any] = {
     "gradient_accumulation_steps": 8,
     "steps_per_print": 10,
     "gradient_clipping": 1.0,
+    "nonfinite": "stop",
     "pipeline": {
         "stages": 4,
         "partition": [0, 3, 6],

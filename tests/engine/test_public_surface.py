@@ -39,9 +39,7 @@ def unpipelined() -> Any:
     )[0]
 
 
-@pytest.mark.parametrize(
-    ("make", "more"), [(build, ()), (unpipelined, ("training",))]
-)
+@pytest.mark.parametrize(("make", "more"), [(build, ()), (unpipelined, ("training",))])
 def test_the_public_names(make: Callable[[], Any], more: tuple[str, ...]) -> None:
     engine = make()
     assert callable(engine)
