@@ -81,7 +81,7 @@ def dump_scalars(arrays: Mapping[str, jax.Array]) -> dict[str, Any]:
 
 def _has_moving_scale(pipeline: Pipeline) -> bool:
     scaler = pipeline.loss_scaler
-    return scaler is not None and scaler.enabled and scaler.dynamic
+    return scaler is not None and scaler.dynamic
 
 
 def load_scalars(

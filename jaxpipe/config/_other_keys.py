@@ -238,6 +238,13 @@ def _axis(name: str, divided: str, *off: object) -> Refusal:
 
 
 _EXPERTS = _axis("expert", "a model's experts", *_ENABLED)
+
+_NONFINITE = Refusal(
+    "one key says for all precisions what happens to a step that overflows",
+    'Use "nonfinite": "ignore"',
+    (True,),
+)
+
 _CLIPPING = Refusal(
     "clipping is not a setting of the precision or the optimizer",
     "Use gradient_clipping",
@@ -274,7 +281,7 @@ REFUSED: Mapping[str, Refusal] = MappingProxyType(
         ),
         "bf16.bf16_master_weights_and_grads": _MASTERS,
         "bf16.bf16_optimizer_states": _MASTERS,
-        "bf16.check_overflow": _other_name("bf16.check_grad_overflow"),
+        **dict.fromkeys(("bf16.check_grad_overflow", "bf16.check_overflow"), _NONFINITE),
         "checkpoint.load_universal": Refusal(
             "every checkpoint can be loaded with any layout", "Remove the key"
         ),

@@ -42,7 +42,8 @@ class FP16Section(Section):
 
     Layers receive their parameters in float16. Inputs, side inputs and the outputs of layers are
     not cast. Between steps the parameters are float32. The dynamic loss scale is halved after an
-    overflow and doubled after a window without one. A step that overflows is skipped.
+    overflow and doubled after a window without one. A step that overflows is skipped, unless
+    `nonfinite` says otherwise.
 
     Attributes:
         enabled: Whether layers receive their parameters in float16.
@@ -83,7 +84,6 @@ class BF16Section(Section):
         enabled: Whether layers receive their parameters in bfloat16.
         immediate_grad_update: No effect: gradients are always accumulated as soon as they are
             computed.
-        check_grad_overflow: Whether to skip steps whose gradients are not finite.
 
     Raises:
         ConfigError: A value is of the wrong type.
@@ -94,7 +94,6 @@ class BF16Section(Section):
 
     enabled: bool = setting(False, read_flag)
     immediate_grad_update: bool = setting(False, read_flag)
-    check_grad_overflow: bool = setting(True, read_flag)
 
 
 @dataclass(frozen=True)

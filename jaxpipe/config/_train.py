@@ -133,6 +133,12 @@ class TrainConfig(Section):
         gradient_clipping: Maximum global norm of the gradients, over all stages. 0 disables
             clipping. Without this key nothing is clipped, whereas DeepSpeed 0.19 silently clips at
             1.0.
+        nonfinite: What happens to a step whose gradient norm is not finite. `'skip'` does not apply
+            its update. `'stop'` does not apply it either, and the engine then raises an error with
+            the step, its loss and its norm: in the next call of `train_batch`, `forward` or
+            `save_checkpoint`, or one step later, because no step waits for the previous one. The
+            state has only finite updates and can be saved. `'ignore'` applies the update. `'auto'`
+            skips with `fp16` and `bf16`, and stops in float32.
         gradient_norms_by_layer: Whether `engine.metrics["grad_norms"]` and the monitors report the
             norm of each layer's gradient, before clipping.
         fp16: The section `fp16`.
@@ -159,8 +165,8 @@ class TrainConfig(Section):
         dump_state: Whether to log the configuration when the engine is created.
 
     Raises:
-        ConfigError: A value is of the wrong type or out of range, or `fp16` and `bf16` are both
-            enabled.
+        ConfigError: A value is of the wrong type or out of range, `fp16` and `bf16` are both
+            enabled, or overflows are ignored with a dynamic loss scale.
     """
 
     aliases: ClassVar[Mapping[str, str]] = MappingProxyType({"bfloat16": "bf16"})
@@ -171,6 +177,9 @@ class TrainConfig(Section):
     steps_per_print: int | None = setting(None, optional(integer_of_at_least(1)))
     pipeline: PipelineConfig = subsection(PipelineConfig)
     gradient_clipping: float = setting(0.0, number_of_at_least(0))
+    nonfinite: Literal["auto", "skip", "stop", "ignore"] = setting(
+        "auto", one_of("auto", "skip", "stop", "ignore")
+    )
     gradient_norms_by_layer: bool = setting(False, read_flag)
     fp16: FP16Section = subsection(FP16Section)
     bf16: BF16Section = subsection(BF16Section)
@@ -195,12 +204,19 @@ class TrainConfig(Section):
     dump_state: bool = setting(False, read_flag)
 
     def check(self) -> Iterable[ConfigError]:
-        """Check that at most one of `fp16` and `bf16` is enabled."""
+        """Check that `fp16` and `bf16` are not both enabled, and that `fp16` suits `nonfinite`."""
         if self.fp16.enabled and self.bf16.enabled:
             yield ConfigError(
                 "fp16.enabled and bf16.enabled must not both be true, but got fp16.enabled=True "
                 "and bf16.enabled=True. Remove one of the two sections.",
                 paths=["fp16.enabled", "bf16.enabled"],
+            )
+        if self.fp16.enabled and not self.fp16.loss_scale and self.nonfinite == "ignore":
+            yield ConfigError(
+                "nonfinite must be 'skip' or 'stop' with a dynamic loss scale, which overflows "
+                "until it has found its value, but got nonfinite='ignore' and fp16.loss_scale=0. "
+                "Remove nonfinite, or set fp16.loss_scale to a constant.",
+                paths=["nonfinite", "fp16.loss_scale"],
             )
 
     @property
@@ -209,6 +225,13 @@ class TrainConfig(Section):
         if self.fp16.enabled:
             return "float16"
         return "bfloat16" if self.bf16.enabled else "float32"
+
+    @property
+    def on_nonfinite(self) -> Literal["skip", "stop", "ignore"]:
+        """What happens to a step whose gradient norm is not finite; see `nonfinite`."""
+        if self.nonfinite != "auto":
+            return self.nonfinite
+        return "stop" if self.compute_dtype == "float32" else "skip"
 
     def batch_sizes(self, data_parallel_size: int) -> BatchSizes:
         """Complete the sizes of a batch.

@@ -250,7 +250,7 @@ class Checkpointer:
         self._preemption = (_PreemptionWatch(signals), folder, client_state)
 
     def end_if_preempted(self) -> None:
-        """After a step: save and exit if any process was asked to end."""
+        """Between two batches: save and exit if any process was asked to end."""
         if self._preemption is None:
             return
         watch, save_dir, client_state = self._preemption
@@ -277,7 +277,7 @@ class Checkpointer:
 
 
 class _PreemptionWatch:
-    """Catches signals that announce the end of this process. All processes check between steps.
+    """Catches signals that announce the end of this process. All check between two batches.
 
     It must be created in the main thread, because only that thread may catch signals.
     """

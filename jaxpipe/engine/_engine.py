@@ -9,7 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import jax
 import numpy as np
@@ -37,19 +37,19 @@ from ._alike import describe_leaves
 from ._breakdown import Breakdown, stage_devices
 from ._checkpointer import Checkpointer, LoadOptions
 from ._compile import Reporter, print_line
+from ._deepspeed import LRScheduler, named_optimizer, of_engine
 from ._evaluator import Evaluator, Sampling
 from ._hold import hold_signals
 from ._html import engine_html
 from ._lockstep import Lockstep
 from ._model_tree import ModelTree, merge_params
 from ._outputs import check_outputs, join_samples, split_samples
-from ._overflow import OverflowWatch
 from ._reports import Reports
 from ._run_log import RunLog
 from ._source import Entry, MicrobatchSource
 from ._telemetry import Telemetry
 from ._trainer import Trainer
-from ._turn import Turn, one_thread
+from ._turn import Turn, one_thread, reads_state, replaces_state
 
 T = TypeVar("T")
 
@@ -87,8 +87,6 @@ class Engine(ABC):
 
     Attributes:
         optimizer: The optax transformation in use. None: the engine only evaluates.
-        lr_scheduler: The learning rate schedule in use, if it was given separately from the
-            optimiser.
         config: The configuration.
         mesh: The mesh, with the axes `stage` and `data`.
         training_dataloader: The loader given to `set_dataloader`, otherwise what `train_batch()`
@@ -124,11 +122,11 @@ class Engine(ABC):
         check_monitors(config)
         self.config = config
         self.mesh = mesh
-        self.optimizer = chosen.transformation
-        self.lr_scheduler = chosen.lr_scheduler
+        self.optimizer = named_optimizer(chosen.transformation)
+        self._schedule = chosen.lr_scheduler
         self._trainer = Trainer(
             module,
-            self.optimizer,
+            chosen.transformation,
             config,
             mesh,
             tree=tree,
@@ -163,6 +161,12 @@ class Engine(ABC):
                 dataclasses.asdict(without_secrets(config)), default=_plain, indent=2
             )
             self._trainer.compiler.report(f"configuration: {shown}")
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Give DeepSpeed's other names a meaning, or raise an error with the replacement."""
+            return of_engine(self, name)
 
     def __repr__(self) -> str:
         shape = mesh_shape(self.mesh)
@@ -205,6 +209,19 @@ class Engine(ABC):
         return self._trainer.global_samples
 
     @property
+    def micro_steps(self) -> int:
+        """Number of microbatches trained so far."""
+        return self._micro_steps
+
+    @property
+    def lr_scheduler(self) -> LRScheduler | None:
+        """The learning rate, with `get_lr()` as of DeepSpeed's schedulers; None without optimiser.
+
+        If a schedule was given separately from the optimiser, it is true and callable like it.
+        """
+        return None if self.optimizer is None else LRScheduler(self._schedule, self.get_lr)
+
+    @property
     def pipeline(self) -> Pipeline:
         """The functional `Pipeline` that the engine last called, or will call first.
 
@@ -222,7 +239,7 @@ class Engine(ABC):
         """
         return self._trainer.state
 
-    @one_thread
+    @replaces_state
     def train_batch(self, data_iter: Iterator[Entry] | None = None) -> jax.Array:
         """Train one batch of `gradient_accumulation_steps()` microbatches.
 
@@ -238,8 +255,9 @@ class Engine(ABC):
             StopIteration: The iterator ended. The training state is unchanged. If the iterator
                 ended within the batch, a log line says how many microbatches are lost.
             PipelineError: There is no optimiser or no iterator, another thread is using the engine,
-                a batch has been started with `backward`, or gradients overflowed at the smallest
-                loss scale in this batch or an earlier one.
+                a batch has been started with `backward`, or training must end because an earlier
+                step had a gradient that was not finite, with `nonfinite="stop"` or at the smallest
+                loss scale.
             DataError: An entry does not match the other entries or the earlier batches. The
                 training state is unchanged.
         """
@@ -317,10 +335,10 @@ class Engine(ABC):
             and only on the last stage.
 
         Raises:
-            StopIteration: The iterator ended.
             PipelineError: `data_iter` is None.
             ConfigError: `reduce_output` or `num_micro_batches` is invalid.
-            DataError: An entry does not match the other entries or the earlier batches.
+            DataError: The iterator ended, or an entry does not match the other entries or the
+                earlier batches.
             LayerError: Outputs are requested but have no sample dim.
         """
         asked = _checked_count(reduce_output, num_micro_batches)
@@ -355,7 +373,7 @@ class Engine(ABC):
             loss = None
         return (loss, outputs) if return_logits else loss
 
-    @one_thread
+    @reads_state
     def evaluate(self, loader: Iterable[Entry], *, params: str | None = None) -> dict[str, Any]:
         """Evaluate a whole dataset, such as a dev set, with the layers in evaluation mode.
 
@@ -395,7 +413,7 @@ class Engine(ABC):
         self._run_log.show_evaluation(params, elapsed_s)
         return {**found}
 
-    @one_thread
+    @reads_state
     def log_probs(
         self,
         inputs: PyTree,
@@ -435,7 +453,7 @@ class Engine(ABC):
         given = labels if segment_ids is None else (labels, segment_ids)
         return self._evaluator.log_probs(inputs, given, side, num_segments, params)
 
-    @one_thread
+    @reads_state
     def generate(
         self,
         tokens: jax.Array | np.ndarray,
@@ -638,7 +656,7 @@ class Engine(ABC):
         """
         self._source.set_batch_fn(fn)
 
-    @one_thread
+    @reads_state
     def save_checkpoint(
         self,
         save_dir: str | PathLike[str],
@@ -679,13 +697,16 @@ class Engine(ABC):
             CheckpointError: `save_dir` is not a path, the tag is not a valid name or differs
                 between processes, `client_state` contains other types, the directory cannot be
                 written, or the last background save failed. Earlier checkpoints are unchanged.
-            PipelineError: No shapes are known yet, or a batch is incomplete; checkpoints do not
-                contain accumulated gradients.
+            PipelineError: No shapes are known yet; a batch is incomplete, because checkpoints do
+                not contain accumulated gradients; or a step had a gradient that was not finite, and
+                no call has reported it yet. Nothing was written, and a second call saves the state
+                without that step's update.
 
         Reference:
             DeepSpeed's `save_checkpoint`, whose files are pickles.
         """
         self._check_between_batches("save_checkpoint")
+        self._trainer.watch.check_all()
         began = time.perf_counter()
         with self._telemetry.timed("save_checkpoint"):
             path = self._checkpointer.save(
@@ -710,7 +731,7 @@ class Engine(ABC):
         with self._trainer.compiler.waiting("wait_for_checkpoint"):
             self._checkpointer.wait()
 
-    @one_thread
+    @replaces_state
     def load_checkpoint(
         self,
         load_dir: str | PathLike[str],
@@ -756,7 +777,7 @@ class Engine(ABC):
         with self._telemetry.timed("load_checkpoint"):
             return self._checkpointer.load(load_dir, tag, what)
 
-    @one_thread
+    @replaces_state
     def load_huggingface(self, folder: str | PathLike[str], renames: Sequence[Rename]) -> None:
         """Load parameters from the safetensors files that Hugging Face's libraries write.
 
@@ -790,8 +811,10 @@ class Engine(ABC):
 
         Schedulers send SIGTERM some time before they reclaim a node. The next `train_batch` that
         finishes after the signal, or the next `step` that updates, writes a checkpoint with the tag
-        `global_step<N>` and waits until it is committed. It then raises `SystemExit` with 128 plus
-        the signal's number, so that `finally` clauses run. All processes must call this method.
+        `global_step<N>` and waits until it is committed. So does the next batch of `evaluate`,
+        `log_probs`, `generate`, `predict` or `eval_batch`. The call then raises `SystemExit` with
+        128 plus the signal's number, so that `finally` clauses run. All processes must call this
+        method.
 
         Args:
             save_dir: As for `save_checkpoint`.
@@ -853,7 +876,7 @@ class Engine(ABC):
         trainer = self._trainer
         return trainer.tree.unwrap_state(trainer.pipeline.opt_state_tree(trainer.state.opt_state))
 
-    @one_thread
+    @replaces_state
     def load_module_state_dict(
         self,
         state_dict: PyTree,
@@ -1026,7 +1049,7 @@ class Engine(ABC):
         """
         self.set_hyperparams(learning_rate=lr)
 
-    @one_thread
+    @replaces_state
     def set_hyperparams(self, **values: float) -> None:
         """Set hyperparameters that the optimiser keeps in its state, for all updates from now on.
 
@@ -1064,7 +1087,7 @@ class Engine(ABC):
     @property
     @one_thread
     def skipped_steps(self) -> int:
-        """Number of updates skipped because gradients overflowed."""
+        """Number of updates not applied because the gradient norm was not finite."""
         return int(self.state.skipped_steps) if self._trainer.has_state else 0
 
     def was_step_applied(self) -> bool:
@@ -1235,16 +1258,34 @@ class Engine(ABC):
                 batch, num_microbatches, has_labels=has_labels
             ), batch
 
-        pipeline, batch = self._take(call, read)
+        pipeline, batch = self._take(call, read, is_training=is_training)
         return pipeline, pipeline.place_batch(batch, self.data_shard.replicas)
 
     def _take(
-        self, call: str, read: Callable[[], tuple[T, Batch]], *, is_whole: bool = False
+        self,
+        call: str,
+        read: Callable[[], tuple[T, Batch]],
+        *,
+        is_whole: bool = False,
+        is_training: bool = False,
     ) -> tuple[T, Batch]:
         """Take a batch together with the other processes."""
         if jax.process_count() > 1:  # the exchange between processes is a program too
             self._trainer.block_until_ready()
+        if not is_training:
+            self._end_if_preempted()
         return self._lockstep.take(call, read, is_whole=is_whole)
+
+    def _end_if_preempted(self) -> None:
+        """Exit between two batches of an evaluation if a termination signal has arrived."""
+        # A batch that is being pulled or trained in parts is not lost: its step looks again.
+        if self._turn.is_nested or not self._trainer.has_state:
+            return
+        try:
+            self._check_between_batches("save_checkpoint")
+        except PipelineError:
+            return
+        self._checkpointer.end_if_preempted()
 
     def _measured_slices(self, data_iter: Iterator[Entry] | None) -> Sequence[Slice]:
         """Train and record a batch. Return its actions with their times."""
@@ -1277,7 +1318,7 @@ class Engine(ABC):
         trainer = self._trainer
         trainer.state = state
         self._reports.metrics = metrics
-        trainer.watch.note(state)
+        trainer.watch.note(trainer.global_steps + 1, state, metrics)
         trainer.global_steps += 1
         trainer.global_samples += num_samples
         self._micro_steps += num_microbatches
@@ -1295,8 +1336,7 @@ class Engine(ABC):
 
     def _when_loaded(self) -> None:
         trainer = self._trainer
-        # The old watch holds flags of steps that were discarded.
-        trainer.watch = OverflowWatch(trainer.scaler)
+        trainer.watch.forget()
         trainer.model_parameters = None
         self._reports.forget()
         self._run_log.forget()

@@ -249,7 +249,7 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's arguments
         check_equal(
             lambda: {"shapes of layers": describe_state(engine.pipeline)}, ConfigError, SAME_START
         )
-    return engine, engine.optimizer, loader, engine.lr_scheduler
+    return engine, engine.optimizer, loader, engine.lr_scheduler or None
 
 
 def _checked_model(model: Any, loss_fn: Callable[[PyTree, PyTree], Any] | None) -> PipelineModule:

@@ -13,7 +13,7 @@ import optax
 from jaxpipe.data import Batch
 from jaxpipe.errors import PipelineError
 from jaxpipe.executor import Metrics
-from jaxpipe.optim import LossScaler, next_hyperparams
+from jaxpipe.optim import next_hyperparams
 from jaxpipe.pipeline import Hyperparams, Pipeline
 from jaxpipe.profile import model_flops, peak_flops
 
@@ -37,7 +37,7 @@ class Reports:
     def __init__(self, trainer: Trainer, schedules: Mapping[str, optax.Schedule]) -> None:
         self._trainer = trainer
         self._schedules = schedules
-        self._scaler = LossScaler.none() if trainer.scaler is None else trainer.scaler
+        self._scaler = trainer.scaler
         sections = [
             section.params
             for section in (trainer.config.optimizer, trainer.config.scheduler)
@@ -88,7 +88,9 @@ class Reports:
 
     def loss_scale(self) -> float:
         """See `Engine.loss_scale`."""
-        if not self._trainer.has_state or not self._scaler.enabled:
+        if self._scaler is None:
+            return 1.0
+        if not self._trainer.has_state:
             return self._scaler.initial_scale
         scale: Any = self._trainer.state.loss_scale
         return float(jax.device_get(scale.scale))
@@ -103,11 +105,6 @@ class Reports:
         if self._num_tokens is not None:
             num_tokens = math.prod(*shapes) if is_text and len(*shapes) == 3 else None
             self._num_tokens = None if num_tokens is None else self._num_tokens + num_tokens
-
-    @property
-    def has_loss_scale(self) -> bool:
-        """Whether losses are scaled."""
-        return self._scaler.enabled
 
     @property
     def num_tokens(self) -> int | None:

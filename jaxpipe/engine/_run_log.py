@@ -91,11 +91,7 @@ class RunLog:
         rates = self._reports.next_hyperparams()
         parts += [f"lr {rates[RATE]:.3e}"] if RATE in rates else []
         parts.append(f"grad norm {float(metrics['grad_norm']):.4f}")
-        parts += (
-            [f"loss scale {float(metrics['loss_scale']):g}"]
-            if self._reports.has_loss_scale and "loss_scale" in metrics
-            else []
-        )
+        parts += [f"loss scale {float(metrics['loss_scale']):g}"] if "loss_scale" in metrics else []
         # After the wait for the batch above; otherwise only the calls would be timed.
         now = self._now()
         since = self._clock

@@ -225,8 +225,9 @@ class MicrobatchSource:
         entry are dropped, whatever they are. With `is_training`, `get_state` returns the state of
         this iterator.
 
-        Raises StopIteration if the iterator ended, with a log line if it ended within a batch. An
-        error of the iterator gets a note that says how many entries had been pulled.
+        Raises StopIteration if the iterator ended in training, with a log line if it ended within a
+        batch, and DataError if it ended in an evaluation. An error of the iterator gets a note that
+        says how many entries had been pulled.
         """
         iterator = self._data_iter if data_iter is None else _checked_iterator(data_iter)
         if iterator is None:
@@ -255,29 +256,14 @@ class MicrobatchSource:
                     if index < pulled.num_mapped
                     else self._mapped(entry, has_labels=has_labels)
                 )
+        except StopIteration as error:
+            raise _end_of(
+                iterator, len(stack), num_microbatches, what, is_training=is_training
+            ) from error
         except Exception as error:
-            if not len(stack):
-                if isinstance(error, StopIteration):
-                    raise StopIteration(
-                        f"the data ended before {what}: a {_kind(iterator)} has no more entries. "
-                        "For another epoch pass a new iterator, or RepeatingLoader(...), which "
-                        "repeats the data endlessly."
-                    ) from error
-                raise
-            lost = (
-                f"after {len(stack)} of {num_microbatches} microbatches of {what}, which are lost"
-            )
-            if isinstance(error, StopIteration):
-                message = (
-                    f"the data ended {lost}: nothing was computed from them. Give a multiple of "
-                    f"{num_microbatches} entries, or RepeatingLoader(...), which repeats the "
-                    "data endlessly."
-                )
-                # Loops treat StopIteration as the end of an epoch, so its message alone would not
-                # be seen.
-                log(logging.WARNING, "%s", message)
-                raise StopIteration(message) from error
-            error.add_note(f"This came from data_iter {lost}: nothing was computed from them.")
+            if len(stack):
+                lost = _lost(len(stack), num_microbatches, what)
+                error.add_note(f"This came from data_iter {lost}: nothing was computed from them.")
             raise
         return stack.batch()
 
@@ -301,6 +287,35 @@ class MicrobatchSource:
         if not has_labels and isinstance(entry, tuple | list) and len(entry) in (2, 3):
             entry = (entry[0], (), *entry[2:])
         return entry
+
+
+def _end_of(
+    iterator: Any, num_pulled: int, num_microbatches: int, what: str, *, is_training: bool
+) -> Exception:
+    """Return the error for an iterator that ended before or within a batch."""
+    if not is_training:
+        return DataError(
+            f"data_iter must have {num_microbatches} more entries for {what}, but got {num_pulled} "
+            f"from a {_kind(iterator)}. Pass a new or a longer iterator, set num_micro_batches, or "
+            "call evaluate(loader), which takes any number of entries."
+        )
+    if not num_pulled:
+        return StopIteration(
+            f"the data ended before {what}: a {_kind(iterator)} has no more entries. For another "
+            "epoch pass a new iterator, or RepeatingLoader(...), which repeats the data endlessly."
+        )
+    message = (
+        f"the data ended {_lost(num_pulled, num_microbatches, what)}: nothing was computed from "
+        f"them. Give a multiple of {num_microbatches} entries, or RepeatingLoader(...), which "
+        "repeats the data endlessly."
+    )
+    # Loops treat StopIteration as the end of an epoch, so its message alone would not be seen.
+    log(logging.WARNING, "%s", message)
+    return StopIteration(message)
+
+
+def _lost(num_pulled: int, num_microbatches: int, what: str) -> str:
+    return f"after {num_pulled} of {num_microbatches} microbatches of {what}, which are lost"
 
 
 def _put(iterator: Any, state: Any) -> None:

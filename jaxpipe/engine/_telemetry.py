@@ -120,7 +120,7 @@ class Telemetry:
         if "overflow" in metrics:
             # Copied, because the next step donates the state's buffers.
             found["skipped_steps"] = jnp.copy(trainer.state.skipped_steps)
-        if trainer.scaler is not None and trainer.scaler.enabled and "loss_scale" in metrics:
+        if "loss_scale" in metrics:
             found["loss_scale"] = metrics["loss_scale"]
         norms = metrics.get("grad_norms", {})
         found |= {f"grad_norms/{name}": value for name, value in norms.items()}

@@ -21,8 +21,8 @@ from jaxpipe.state import TrainState, owned
 from jaxpipe.topology import num_batch_shards
 
 from ._compile import Compiler, Reporter
+from ._finite import FiniteWatch
 from ._model_tree import ModelTree
-from ._overflow import OverflowWatch
 from ._programs import ProgramCache, describe_batch
 
 
@@ -39,7 +39,7 @@ class Trainer:
         data_shard: The replicas whose samples this process supplies.
         programs: One `Pipeline` for each batch shape.
         compiler: Compiles programs and reports progress lines.
-        watch: Checks the loss scale of past steps.
+        watch: Checks that the gradients of past steps were finite.
         heartbeat: Signals to the launcher that steps finish.
         model_parameters: Initial parameters of all layers, until the state is made from them. None
             afterwards, or if none were given.
@@ -77,7 +77,7 @@ class Trainer:
         self.compiler = Compiler(reporter)
         self.heartbeat = Heartbeat()
         self._place = _stages_here(mesh)
-        self.watch = OverflowWatch(self.scaler)
+        self.watch = FiniteWatch(config, self.scaler)
         self.global_steps = 0
         self.global_samples = 0
         # A copy, so that the run does not change if the caller modifies the arrays before shapes

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -31,9 +31,42 @@ class Turn:
         self._depth = 0
         self._holder = ("", "")
         self.users_mesh: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+        self._readers: list[str] = []
+        """Calls in progress that use one state from their beginning to their end."""
 
-    def take(self, call: str) -> None:
-        """Begin a call. Raises PipelineError if another thread is in a call."""
+    @property
+    def is_nested(self) -> bool:
+        """Whether the call in progress was made within another call, such as by its loader."""
+        return self._depth > 1
+
+    @contextlib.contextmanager
+    def of(self, call: str, *, reads: bool = False, replaces: bool = False) -> Generator[None]:
+        """Make a call that may read one state from its beginning to its end, or replace it.
+
+        Raises PipelineError if another thread is in a call, or if the call replaces the state that
+        a call in progress reads.
+        """
+        self._take(call)
+        try:
+            if replaces and self._readers:
+                raise PipelineError(
+                    f"{call} must not replace the state while {self._readers[-1]} runs, which "
+                    f"evaluates one state from its first sample to its last, but got {call} within "
+                    f"it. Call {call} after it has returned, such as with samples that its loader "
+                    "has collected."
+                )
+            if reads:
+                self._readers.append(call)
+            try:
+                yield
+            finally:
+                if reads:
+                    self._readers.pop()
+        finally:
+            self._depth -= 1
+            self._lock.release()
+
+    def _take(self, call: str) -> None:
         name = threading.current_thread().name
         if not self._lock.acquire(blocking=False):
             holder, running = self._holder
@@ -48,11 +81,6 @@ class Turn:
             with contextlib.suppress(ValueError):  # while JAX traces there is none
                 self.users_mesh = functools.partial(jax.set_mesh, jax.sharding.get_mesh())
         self._depth += 1
-
-    def end(self) -> None:
-        """End the call that `take` began."""
-        self._depth -= 1
-        self._lock.release()
 
     def in_users_mesh(
         self, mapped: Callable[[Iterable[Any]], Iterator[T]], loader: Iterable[Any]
@@ -84,20 +112,34 @@ R = TypeVar("R")
 def one_thread(method: Callable[Concatenate[Self, P], R]) -> Callable[Concatenate[Self, P], R]:
     """Make a method raise an error while another thread is in a method decorated like it.
 
-    Use it for methods that read or replace the state. Steps donate the buffers of their state, so a
-    second thread would see a deleted state, or start a program while another one uses the same
-    devices.
+    Use it, or one of the two below, for methods that read or replace the state. Steps donate the
+    buffers of their state, so a second thread would see a deleted state, or start a program while
+    another one uses the same devices.
     """
+    return _guarded(method)
 
+
+def reads_state(method: Callable[Concatenate[Self, P], R]) -> Callable[Concatenate[Self, P], R]:
+    """Like `one_thread`, for a method that runs several programs on one state.
+
+    Meanwhile no method decorated with `replaces_state` may be called, which a loader could do.
+    """
+    return _guarded(method, reads=True)
+
+
+def replaces_state(method: Callable[Concatenate[Self, P], R]) -> Callable[Concatenate[Self, P], R]:
+    """Like `one_thread`, for a method that replaces the state or donates part of it."""
+    return _guarded(method, replaces=True)
+
+
+def _guarded(
+    method: Callable[Concatenate[Self, P], R], *, reads: bool = False, replaces: bool = False
+) -> Callable[Concatenate[Self, P], R]:
     @functools.wraps(method)
     def call(self: Self, *args: P.args, **kwargs: P.kwargs) -> Any:
         # It decorates methods of the same class.
         turn = self._turn  # pyright: ignore[reportPrivateUsage]
-        turn.take(method.__name__)
-        try:
-            with no_mesh():
-                return method(self, *args, **kwargs)
-        finally:
-            turn.end()
+        with turn.of(method.__name__, reads=reads, replaces=replaces), no_mesh():
+            return method(self, *args, **kwargs)
 
     return call

@@ -26,7 +26,7 @@ from ._hold import hold_signals
 from ._microbatch import GradientAccumulator, compile_forward, compile_update
 from ._model_tree import ModelTree
 from ._programs import MAX_PROGRAMS
-from ._turn import one_thread
+from ._turn import one_thread, replaces_state
 
 
 def as_one_stage(model: Any, loss_fn: Callable[[PyTree, PyTree], Any] | None) -> PipelineModule:
@@ -144,7 +144,7 @@ class UnpipelinedEngine(Engine):
     @property
     def micro_steps(self) -> int:
         """Number of microbatches trained so far."""
-        return self._micro_steps + self._batch.index
+        return super().micro_steps + self._batch.index
 
     def train(self, mode: bool = True) -> None:
         """Make `forward` train from now on, or evaluate with `mode=False`.
@@ -185,8 +185,8 @@ class UnpipelinedEngine(Engine):
 
         Raises:
             PipelineError: There are too many inputs. In training: the labels or the optimiser are
-                missing, `step` has not been called since the last `backward`, or gradients
-                overflowed at the smallest loss scale.
+                missing, `step` has not been called since the last `backward`, or training must end
+                as in `train_batch`.
             DataError: The microbatch does not match earlier batches, is larger than configured, or
                 does not divide evenly over the replicas.
             JaxpipeError: For new shapes, whatever building the pipeline raises.
@@ -293,7 +293,7 @@ class UnpipelinedEngine(Engine):
             begun.awaits_step = True
         return loss
 
-    @one_thread
+    @replaces_state
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Count a microbatch, and update the parameters after the last one of a batch.
 

@@ -56,7 +56,8 @@ class UpdateMetrics(TypedDict):
         grad_norms: Gradient norm of each layer, by the layer's name, if `gradient_norms_by_layer`
             is set.
         loss_scale: The loss scale of the step, if loss scaling is on.
-        overflow: True if gradients overflowed and the update was skipped, if loss scaling is on.
+        overflow: True if the norm was not finite, so that the update was not applied. Missing with
+            `nonfinite="ignore"`.
     """
 
     grad_norm: jax.Array

@@ -64,6 +64,7 @@ class DevicePrograms:
         self._evaluate = evaluate
         self._objective = objective
         self._scaler = LossScaler.from_config(config)
+        self._checks_norm = config.on_nonfinite != "ignore"
         self._limit = config.gradient_clipping
         self._norms_by_layer = config.gradient_norms_by_layer
         self._tied = stage.params.tied
@@ -315,14 +316,16 @@ class DevicePrograms:
         if self._norms_by_layer:
             metrics["grad_norms"] = by_layer
         changes: dict[str, Any] = {}
-        if self._scaler is not None:
+        overflow = ~jnp.isfinite(scaled_norm)
+        if self._checks_norm:
             # A select instead of a branch: the update is elementwise, and a branch would copy all
             # parameters.
-            overflow = ~jnp.isfinite(scaled_norm)
             new_params, new_opt = select(overflow, (params, opt_state), (new_params, new_opt))
-            changes["loss_scale"] = self._scaler.update(state.loss_scale, overflow)
             changes["skipped_steps"] = state.skipped_steps + overflow.astype(jnp.int32)
-            metrics["loss_scale"], metrics["overflow"] = scale, overflow
+            metrics["overflow"] = overflow
+        if self._scaler is not None:
+            changes["loss_scale"] = self._scaler.update(state.loss_scale, overflow)
+            metrics["loss_scale"] = scale
         new_params = _merged(master, new_params)
         # Skipped steps count too, as in DeepSpeed: dropout keys depend on the number of batches
         # seen.

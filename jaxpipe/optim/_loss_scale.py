@@ -147,17 +147,15 @@ class LossScaler:
         """The scaler of a configuration.
 
         Args:
-            config: The configuration, of which the sections `fp16` and `bf16` are used.
+            config: The configuration, of which the section `fp16` is used.
 
         Returns:
-            The scaler; None if updates are not even checked for overflows.
+            The scaler; None without `fp16`.
 
         Raises:
             ConfigError: The initial loss scale is not valid.
         """
-        if config.fp16.enabled:
-            return cls.from_section(config.fp16)
-        return cls.none() if config.bf16.enabled and config.bf16.check_grad_overflow else None
+        return cls.from_section(config.fp16) if config.fp16.enabled else None
 
     def init(self) -> LossScaleState:
         """The state before the first update.

@@ -50,7 +50,7 @@ def check_leafwise(trace: OptimizerTrace) -> None:
                 f"whose result mixes {first} and {second}. Devices do not see each other's "
                 "gradients: remove the transformation that couples parameters. Instead of "
                 "optax.clip_by_global_norm set gradient_clipping in the config, instead of "
-                "optax.apply_if_finite set fp16 or bf16."
+                "optax.apply_if_finite set nonfinite."
             )
 
 

@@ -124,8 +124,9 @@ class Pipeline:
             `metrics["loss"]` is the loss of the batch, including losses that layers add.
             `metrics["grad_norm"]` is the global norm of its gradient before clipping.
             `metrics["losses"]` and `metrics["metrics"]` are the values that layers and `loss_fn`
-            report, if any. With a loss scale there are also `metrics["loss_scale"]` and
-            `metrics["overflow"]`.
+            report, if any. `metrics["overflow"]` is True if the norm was not finite, so that the
+            update was not applied; with `nonfinite="ignore"` it is missing. With a loss scale there
+            is also `metrics["loss_scale"]`.
         gradients: `gradients(state, batch) -> (metrics, storage, collections)`, jitted. `storage`
             contains the mean gradients with the structure of `state.params`, without frozen
             parameters; `params_tree` converts them to the model's tree. `collections` are the

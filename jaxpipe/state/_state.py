@@ -28,7 +28,8 @@ class TrainState:
         collections: The layers' variables other than parameters, such as batch statistics: arrays
             `[num_stages, ...]`.
         loss_scale: State of the loss scale; empty unless training is in float16.
-        skipped_steps: Number of updates skipped because gradients overflowed, `int32[]`.
+        skipped_steps: Number of updates not applied because the gradient norm was not finite,
+            `int32[]`.
         rng: The run's key, from which dropout keys are derived.
     """
 

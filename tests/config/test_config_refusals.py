@@ -58,7 +58,7 @@ VALUES: list[tuple[str, Any, str, str]] = [
     ("fp16.consecutive_hysteresis", 1, r"true or false", r""),
     ("fp16.min_loss_scale", 0, r"a finite number above 0", r"Use for instance 1.0"),
     ("fp16.min_loss_scale", -1, r"a finite number above 0", r""),
-    ("bf16.check_grad_overflow", None, r"true or false", r""),
+    ("nonfinite", False, r"one of 'auto', 'skip', 'stop', 'ignore'", r"Use"),
     ("bfloat16.enabled", 1, r"true or false", r""),
     ("data_types.grad_accum_dtype", "int8", r"'fp32', 'bf16' or 'fp16'", r"Use 'fp32', or remove"),
     ("data_types.grad_accum_dtype", 32, r"'fp32', 'bf16' or 'fp16'", r""),

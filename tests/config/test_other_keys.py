@@ -120,10 +120,10 @@ def test_a_section_that_is_off_has_no_effect() -> None:
         "fp16.fp16_master_weights_and_grads": off,
     }
     assert _warned({"fp16": {"hysteresis": 2}}) == {"fp16.hysteresis": off}
-    assert _warned({"bfloat16": {"enabled": False, "check_grad_overflow": True}}) == {
+    assert _warned({"bfloat16": {"enabled": False, "check_grad_overflow": False}}) == {
         "bfloat16.check_grad_overflow": "without bfloat16.enabled=true the section is off."
     }
-    _quietly({"fp16": {"enabled": False}, "bf16": {"enabled": False, "check_grad_overflow": False}})
+    _quietly({"fp16": {"enabled": False}, "bf16": {"enabled": True, "check_grad_overflow": True}})
     _quietly({"fp16": {"enabled": True, "loss_scale": 0, "hysteresis": 2}})
 
 

@@ -32,7 +32,7 @@ def test_defaults_are_deepspeeds_but_for_clipping() -> None:
     config = load_config({})
     assert config.gradient_clipping == 0.0
     assert config.fp16 == FP16Section(False, False, 0.0, 16, 1000, 2, False, 1.0)
-    assert config.bf16 == BF16Section(False, False, True)
+    assert config.bf16 == BF16Section(False, False)
     assert config.data_types == DataTypesSection(None)
     assert config.zero_optimization == ZeroSection(0)
     assert config.optimizer is None

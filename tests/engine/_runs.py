@@ -164,7 +164,7 @@ def run_of(name: str, root: Path) -> Run:
     engine.train_batch(batch(0))
     early = moment(engine, kind)
     engine.save_checkpoint(folder, "early", {"of": name})
-    if kind.rate and engine.lr_scheduler is None:
+    if kind.rate and not engine.lr_scheduler:
         engine.set_lr(0.03)
     engine.train_batch(batch(1))
     engine.train_batch(batch(2, scale=1e6 if "fp16" in name else 1.0))

@@ -70,10 +70,14 @@ def test_training_and_evaluating(name: str) -> None:
 
 def test_a_short_iterator_changes_nothing(shared: PipelineEngine) -> None:
     before, counters = snapshot(shared), (shared.global_steps, shared.global_samples)
-    for method in (shared.train_batch, shared.eval_batch):
-        for count in range(MICROBATCHES):
-            with pytest.raises(StopIteration):
-                method(iter(entries(count=count)))
+    for count in range(MICROBATCHES):
+        with pytest.raises(StopIteration):
+            shared.train_batch(iter(entries(count=count)))
+        with pytest.raises(
+            DataError,
+            match=rf"must have {MICROBATCHES} more entries for an evaluation, but got {count} from",
+        ):
+            shared.eval_batch(iter(entries(count=count)))
     jax.tree.map(np.testing.assert_array_equal, snapshot(shared), before)
     assert (shared.global_steps, shared.global_samples) == counters
     assert np.isfinite(float(shared.train_batch(iter(entries()))))

@@ -16,13 +16,14 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import numpy as np
 import optax
 import pytest
 from _covering import soak_after
 from _small import MICROBATCHES, build, entries, entry, mean_square
 
 import jaxpipe
-from jaxpipe import PipelineEngine
+from jaxpipe import LayerSpec, PipelineEngine, PipelineModule, losses
 from jaxpipe.engine._hold import PRESSES, hold_signals
 from jaxpipe.errors import PipelineError
 from jaxpipe.state import HostRows
@@ -50,7 +51,7 @@ def within_a_step(patch: pytest.MonkeyPatch, engine: PipelineEngine, times: int)
 
 
 def before_it_counts(patch: pytest.MonkeyPatch, engine: PipelineEngine, times: int) -> None:
-    patch.setattr(engine._trainer.watch, "note", lambda state: press(times))
+    patch.setattr(engine._trainer.watch, "note", lambda *_: press(times))
 
 
 @pytest.fixture(scope="module")
@@ -309,3 +310,71 @@ def test_an_iterator_that_fills_one_buffer_again_and_again(engine: PipelineEngin
             engine.set_batch_fn(lambda pulled: tuple(pulled))
     engine.set_batch_fn(None)
     assert found == wanted
+
+
+@pytest.mark.parametrize("call", ["evaluate", "generate", "eval_batch", "predict"])
+def test_a_termination_in_an_evaluation_saves_and_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    layers = [LayerSpec(nn.Embed, 5, 4), LayerSpec(nn.Dense, 5)]
+    tokens = np.arange(4, dtype=np.int32).reshape(2, 2) % 5
+    text = tokens, tokens
+    model = PipelineModule(layers, num_stages=1, loss_fn=losses.cross_entropy)
+    mesh = jaxpipe.mesh_for(model, jax.devices()[:1])
+    engine = build(model, mesh=mesh, example_batch=text)
+    engine.train_batch(iter([text] * MICROBATCHES))
+    handler, seen = signal.getsignal(signal.SIGTERM), []
+
+    def loader() -> Iterator[Any]:
+        for index in range(8 * MICROBATCHES):
+            if index == MICROBATCHES:
+                press(number=signal.SIGTERM)
+            seen.append(index)
+            yield text
+
+    def note(*_: Any) -> None:
+        """After the first token."""
+        seen.append(len(seen))
+        press(number=signal.SIGTERM)
+
+    try:
+        engine.save_on_preemption(tmp_path)
+        given: list[Any] = {
+            "evaluate": [loader()],
+            "generate": [tokens, 9],
+            "eval_batch": [iter([text] * MICROBATCHES)],
+            "predict": [tokens],
+        }[call]
+        if call == "generate":
+            monkeypatch.setattr(engine._trainer.heartbeat, "note", note)
+        elif call != "evaluate":
+            press(number=signal.SIGTERM)
+        with pytest.raises(SystemExit) as ended:
+            getattr(engine, call)(*given)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert ended.value.code == 128 + signal.SIGTERM
+    # A group is pulled before the look, and no further group after it.
+    assert len(seen) == {"evaluate": 2 * MICROBATCHES, "generate": 1}.get(call, 0)
+    assert [path.name for path in tmp_path.glob("global_step*")] == ["global_step1"]
+
+
+def test_a_termination_within_a_batch_waits_for_its_step(tmp_path: Path) -> None:
+    """An evaluation in the loader, or between forward and step, must not end half a batch."""
+    engine = build(example_batch=entry())
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def loader() -> Iterator[Any]:
+        press(number=signal.SIGTERM)
+        engine.evaluate([*entries()] * 3)
+        yield from entries()
+
+    try:
+        engine.train_batch(entries())
+        engine.save_on_preemption(tmp_path)
+        with pytest.raises(SystemExit):
+            engine.train_batch(loader())
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert engine.global_steps == 2
+    assert [path.name for path in tmp_path.glob("global_step*")] == ["global_step2"]

@@ -23,7 +23,8 @@ from jaxpipe.transformer import DeepSpeedTransformerConfig
 CONFIG: dict[str, Any] = {
     **SIZES,
     "gradient_clipping": 1.0,
-    "bf16": {"enabled": True, "check_grad_overflow": False},
+    "bf16": {"enabled": True},
+    "nonfinite": "ignore",
     "fp16": {"enabled": False, "hysteresis": 2},
     "zero_optimization": {"stage": 1, "overlap_comm": False},
     "pipeline": {"partition": [0, 1, 2], "num_chunks": 1, "scan_trunk": False},

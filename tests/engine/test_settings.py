@@ -91,7 +91,8 @@ def test_the_configuration_reaches_the_pipeline() -> None:
         **CONFIG,
         "gradient_clipping": 2.0,
         "zero_optimization": {"stage": 2},
-        "bf16": {"enabled": True, "check_grad_overflow": False},
+        "bf16": {"enabled": True},
+        "nonfinite": "ignore",
         "data_types": {"grad_accum_dtype": "bf16"},
         "pipeline": {
             "schedule": "gpipe",

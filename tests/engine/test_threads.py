@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from _small import build_alone, entries, entry
 
@@ -83,6 +84,46 @@ def test_one_thread_may_call_from_within(engine: PipelineEngine) -> None:
 
     engine.train_batch(source())
     assert len(losses) == 1
+
+
+@pytest.mark.parametrize("outer", ["evaluate", "train_batch"])
+def test_the_state_of_an_evaluation_is_not_replaced(
+    engine: PipelineEngine, tmp_path: Path, outer: str
+) -> None:
+    """A loader trains, loads or sets parameters within the call that reads it."""
+    engine.save_checkpoint(tmp_path)
+    params = engine.module_state_dict()
+    calls: dict[str, Callable[[], Any]] = {
+        "train_batch": lambda: engine.train_batch(entries()),
+        "load_checkpoint": lambda: engine.load_checkpoint(tmp_path),
+        "load_module_state_dict": lambda: engine.load_module_state_dict(params),
+        "set_hyperparams": lambda: engine.set_lr(0.5),
+    }
+    refused: list[str] = []
+
+    def source(call: Callable[[], Any]) -> Iterator[Any]:
+        yield from entries()
+        try:
+            call()
+        except PipelineError as error:
+            refused.append(str(error))
+        yield from entries()
+
+    for name, call in calls.items():
+        if outer == "evaluate":
+            expected = engine.evaluate([*entries(), *entries()])
+            before = engine.global_steps
+            assert engine.evaluate(source(call)) == expected
+            assert engine.global_steps == before
+            assert refused.pop().startswith(
+                f"{name} must not replace the state while evaluate runs, which evaluates one state "
+                f"from its first sample to its last, but got {name} within it. Call {name} after"
+            )
+        else:
+            iterator = source(call)
+            assert all(engine.train_batch(iterator) < np.inf for _ in range(2))
+        assert not refused
+        assert engine.train_batch(entries()).shape == ()
 
 
 def test_an_engine_may_move_from_thread_to_thread(engine: PipelineEngine) -> None:
