@@ -199,7 +199,10 @@ def named_optimizer(
         return None
     # Of the same class, because optax distinguishes transformations that take extra arguments.
     kind: Any = type("Optimizer", (_OptimizerNames, type(transformation)), {})
-    return kind(*transformation)
+    named = kind._make(transformation)
+    # Some have attributes, such as how to make them for another model.
+    vars(named).update(getattr(transformation, "__dict__", {}))
+    return named
 
 
 class _OptimizerNames:

@@ -20,9 +20,9 @@ NAMES = """
     global_steps gradient_accumulation_steps grid is_first_stage is_gradient_accumulation_boundary
     is_last_stage load_checkpoint load_huggingface load_module_state_dict load_opt_state_tree
     log_probs loss_scale lower lr_scheduler mesh metrics micro_batch_size micro_batches micro_steps
-    module module_collections module_state_dict next_stage num_stages opt_state_tree optimizer pipeline
-    predict prev_stage reset_activation_shape save_checkpoint save_on_preemption schedule_trace
-    set_batch_fn set_dataiterator set_dataloader set_hyperparams set_lr set_train_batch_size
+    module module_collections module_state_dict next_stage num_stages opt_state_tree optimizer
+    pipeline predict prev_stage reset_activation_shape save_checkpoint save_on_preemption
+    schedule_trace set_batch_fn set_dataiterator set_dataloader set_hyperparams set_lr set_train_batch_size
     set_train_micro_batch_size skipped_steps stage_id state step train train_batch train_batch_size
     train_micro_batch_size_per_gpu training_dataloader wait_for_checkpoint was_step_applied
     world_size
@@ -76,4 +76,4 @@ def test_a_step_makes_few_calls() -> None:
         engine.train_batch(iterator)
     finally:
         sys.setprofile(None)
-    assert len(calls) < 100, sorted(calls)
+    assert len(calls) < 105, sorted(calls)
