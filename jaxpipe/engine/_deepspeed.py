@@ -215,8 +215,8 @@ class _OptimizerNames:
 class LRScheduler:
     """An engine's learning rate under the names of DeepSpeed's schedulers.
 
-    It is true, callable and equal to the given `schedule` if there is one. `get_lr` is the
-    engine's.
+    It is true, callable and equal to the given `schedule` if there is one, and has its attributes.
+    `get_lr` is the engine's.
     """
 
     def __init__(self, schedule: optax.Schedule | None, get_lr: Callable[[], list[float]]) -> None:
@@ -244,7 +244,9 @@ class LRScheduler:
 
     if not TYPE_CHECKING:
 
-        def __getattr__(self, name: str) -> NoReturn:
+        def __getattr__(self, name: str) -> Any:
+            if not name.startswith("_") and hasattr(self._schedule, name):
+                return getattr(self._schedule, name)
             raise _absent(self, "lr_scheduler", name, _OF_SCHEDULE)
 
 

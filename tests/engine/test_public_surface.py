@@ -15,17 +15,18 @@ from _small import MICROBATCHES, build, entry, mean_square
 import jaxpipe
 
 NAMES = """
-    add_monitor backward config data_shard eval eval_batch evaluate flush_monitors forward generate
-    get_additional_losses get_batch_info get_global_grad_norm get_lr get_mom global_samples
-    global_steps gradient_accumulation_steps grid is_first_stage is_gradient_accumulation_boundary
-    is_last_stage load_checkpoint load_huggingface load_module_state_dict load_opt_state_tree
-    log_probs loss_scale lower lr_scheduler mesh metrics micro_batch_size micro_batches micro_steps
-    module module_collections module_state_dict next_stage num_stages opt_state_tree optimizer
-    pipeline predict prev_stage reset_activation_shape save_checkpoint save_on_preemption
-    schedule_trace set_batch_fn set_dataiterator set_dataloader set_hyperparams set_lr set_train_batch_size
-    set_train_micro_batch_size skipped_steps stage_id state step train train_batch train_batch_size
-    train_micro_batch_size_per_gpu training_dataloader wait_for_checkpoint was_step_applied
-    world_size
+    add_monitor backward config data_shard eval eval_batch evaluate flush_monitors forward
+    generate get_additional_losses get_batch_info get_global_grad_norm get_lr get_mom
+    global_samples global_steps gradient_accumulation_steps grid is_first_stage
+    is_gradient_accumulation_boundary is_last_stage load_checkpoint load_huggingface
+    load_module_state_dict load_opt_state_tree log_probs loss_scale lower lr_scheduler mesh
+    metrics micro_batch_size micro_batches micro_steps module module_collections module_state_dict
+    next_stage num_stages opt_state_tree optimizer pipeline predict prev_stage
+    reset_activation_shape save_checkpoint save_on_preemption schedule_trace set_batch_fn
+    set_dataiterator set_dataloader set_hyperparams set_lr set_train_batch_size
+    set_train_micro_batch_size skipped_steps stage_id state step train train_batch
+    train_batch_size train_micro_batch_size_per_gpu training_dataloader wait_for_checkpoint
+    was_step_applied world_size
 """
 
 
