@@ -53,11 +53,17 @@ class Tail:
     def last_error(self) -> list[str]:
         """The end of the last traceback, with the frame that raised, or the last lines without one.
 
+        The line of a process whose program has ended comes alone: what follows it is the stack of
+        JAX's threads.
+
         Returns:
             Lines without line endings. Empty if nothing was written.
         """
         lines = re.split(r"\r\n|\r|\n", self._kept.decode(errors="replace").strip())
-        first = max((i for i, line in enumerate(lines) if _TRACEBACK in line), default=None)
+        trouble = [i for i, line in enumerate(lines) if _TROUBLE.search(line.encode())]
+        first = trouble[-1] if trouble else None
+        if first is not None and WAITS_AT_ITS_END in lines[first]:
+            return [lines[first]]
         if first is None or len(lines) - first > _RECENT_LINES:
             return [line for line in lines[-_OTHER_LINES:] if line.strip()]
         frames = next(

@@ -2,6 +2,7 @@
 
 import contextlib
 import tempfile
+import time
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
@@ -10,6 +11,13 @@ from ._members import Command
 from ._output import Output
 from ._stop import StopRequests
 from ._variables import restarts_before
+
+# An attempt that fails sooner than this is followed by a pause, which doubles from one to the next.
+# Otherwise a program that cannot start would burn all restarts while a file system or a neighbour
+# is away for a minute.
+_SOON_S = 60.0
+_LONGEST_PAUSE_S = 60.0
+_POLL_S = 0.05
 
 MakeCommands = Callable[[int, Path | None], Sequence[Command]]
 
@@ -24,8 +32,9 @@ def run_attempts(
 ) -> int:
     """Run a group, and restart it after each failure, as often as the limits allow.
 
-    A request to end does not count as a failure. To continue from where the last attempt stopped,
-    the program itself must load its last checkpoint. `commands` takes the number of restarts so far
+    After a second failure in a row that comes soon, it pauses first, for 1 s, 2 s, 4 s, ... up to
+    60 s. A request to end does not count as a failure. To continue from where the last attempt
+    stopped, the program itself must load its last checkpoint. `commands` takes the number of restarts so far
     and a folder for heartbeat files. `control` is as for `StopRequests`. `label` is the prefix in
     brackets of the launcher's own lines. Returns the exit code of the last attempt.
     """
@@ -50,8 +59,10 @@ def _run_all(
     commands: MakeCommands, limits: Limits, before: int, requests: StopRequests, output: Output
 ) -> int:
     done = 0
+    pause_s = 0.0
     while True:
         attempt = before + done
+        began = time.monotonic()
         with _heartbeat_dir(limits) as heartbeat_dir:
             outcome = run_group(commands(attempt, heartbeat_dir), limits, requests, output)
         done += 1
@@ -65,9 +76,22 @@ def _run_all(
         ended = (
             f"Attempt {done} of {limits.max_restarts + 1} ended with exit code {outcome.exit_code}."
         )
-        output.say(ended if is_over else f"{ended} Starting again.")
         if is_over:
+            output.say(ended)
             return outcome.exit_code
+        is_soon = time.monotonic() - began < _SOON_S
+        pause_s = min(max(2 * pause_s, 1.0), _LONGEST_PAUSE_S) if is_soon and done > 1 else 0.0
+        output.say(f"{ended} Starting again{f' in {pause_s:g} s' if pause_s else ''}.")
+        if not _passes(pause_s, requests):
+            return outcome.exit_code
+
+
+def _passes(pause_s: float, requests: StopRequests) -> bool:
+    """Wait; returns False if the launcher is asked to end meanwhile."""
+    until = time.monotonic() + pause_s
+    while not requests.received() and time.monotonic() < until:
+        time.sleep(_POLL_S)
+    return not requests.received()
 
 
 @contextlib.contextmanager

@@ -13,14 +13,21 @@ from ._cluster import ClusterJob
 from ._group import Limits
 from ._hostfile import choose_nodes, read_hostfile
 from ._kubernetes import jobset_manifest, kubernetes_manifest
-from ._layout import Layout, equal_nodes, read_layout
+from ._layout import Layout, Node, equal_nodes, read_name, read_slots
 from ._node import NodeJob
 from ._options import read_options
 from ._ports import check_port, free_port, is_here
 from ._program import Program
 from ._remote import SSH, RemoteJob
 from ._slurm import slurm_script
-from ._variables import forwarded, is_forwarded, read_exports, receive_variables, variable
+from ._variables import (
+    forwarded,
+    is_forwarded,
+    read_exports,
+    receive_line,
+    receive_variables,
+    variable,
+)
 
 _WRONG_USE = 2
 _LOOPBACK = "127.0.0.1"
@@ -48,7 +55,7 @@ def launch(argv: Sequence[str], prog: str) -> int:
             "--write": _write,
         }
         return run[args.kind](args)
-    except LaunchError as error:
+    except (LaunchError, OSError) as error:  # the latter for instance without free descriptors
         sys.stderr.write(f"{prog}: {error}\n")
         return _WRONG_USE
 
@@ -81,10 +88,17 @@ def _run_alone(args: argparse.Namespace, layout: Layout, *, binds_devices: bool 
         is_alone=True,
     )
 
+    host, port = _address(args, _LOOPBACK)
+    if host != _LOOPBACK and not is_here(host):
+        raise LaunchError(
+            "the coordinator of a job on this machine must be an address of this machine, but got "
+            f"--coordinator {args.coordinator}. Leave it out, or name the nodes in a --hostfile."
+        )
+
     def coordinator() -> str:
-        if args.port is not None:
-            check_port(args.port, "--port")
-        return f"{_LOOPBACK}:{args.port or free_port()}"
+        if port is not None:
+            check_port(port, "--port")
+        return f"{bracketed(host)}:{port or free_port()}"
 
     if args.dry_run:
         return _print(job.shell_lines(coordinator()))
@@ -102,9 +116,9 @@ def _run_as_node(args: argparse.Namespace) -> int:
             f"every node the same, --coordinator HOST:{DEFAULT_PORT} with the host of node 0."
         )
     _, port = read_address(args.coordinator, "--coordinator")
+    sent = receive_variables(sys.stdin.fileno()) if args.control == "stdin" else {}
     layout = _layout_of_node(args)
     rank = _node_rank(args.node_rank, layout)
-    sent = receive_variables(sys.stdin.fileno()) if args.control == "stdin" else {}
     program = _program(args)
     program.check()
     job = NodeJob(
@@ -115,7 +129,7 @@ def _run_as_node(args: argparse.Namespace) -> int:
         exports={**sent, **read_exports(args.export)},
         cpu_devices=args.cpu_devices,
     )
-    if rank == 0:
+    if layout.process_slots(rank)[0].process_id == 0:
         check_port(port, "--coordinator")
     return run_attempts(
         lambda attempt, folder: job.commands(args.coordinator, attempt, folder),
@@ -129,7 +143,15 @@ def _run_as_node(args: argparse.Namespace) -> int:
 def _layout_of_node(args: argparse.Namespace) -> Layout:
     counts = (args.num_nodes, args.num_gpus)
     if args.layout is not None and counts == (None, None):
-        return read_layout(args.layout, args.processes_per_node)
+        text = args.layout
+        if text == "-":
+            text = receive_line(sys.stdin.fileno()).decode().strip()
+        return Layout(
+            read_slots(text, "--layout"),
+            args.processes_per_node,
+            args.first_process or 0,
+            args.num_processes,
+        )
     if args.layout is None and None not in counts:
         return equal_nodes(
             [f"node-{i}" for i in range(args.num_nodes)], args.num_gpus, args.processes_per_node
@@ -155,23 +177,18 @@ def _node_rank(text: str, layout: Layout) -> int:
 
 def _run_on_nodes(args: argparse.Namespace) -> int:
     chosen = choose_nodes(
-        read_hostfile(args.hostfile),
+        _nodes(args),
         include=args.include,
         exclude=args.exclude,
         num_nodes=args.num_nodes,
         num_gpus=args.num_gpus,
     )
     layout = Layout(chosen, args.processes_per_node)
-    is_plain = {args.launcher, args.ssh_command, args.coordinator} == {None}
+    # With a hostfile, a coordinator may be an address that only other nodes can reach.
+    is_plain = {args.launcher, args.ssh_command, args.hostfile and args.coordinator} == {None}
     if is_plain and len(chosen) == 1 and is_here(chosen[0].name):
         return _run_alone(args, layout)
-    if args.port is not None and args.coordinator is not None:
-        raise LaunchError(
-            f"the coordinator's port must be given once, but got --port {args.port} and "
-            f"--coordinator {args.coordinator}. Leave --port out."
-        )
-    if args.coordinator is not None:
-        read_address(args.coordinator, "--coordinator")
+    host, port = _address(args, chosen[0].name)
     exports = read_exports(args.export)
     job = RemoteJob(
         layout=layout,
@@ -188,18 +205,44 @@ def _run_on_nodes(args: argparse.Namespace) -> int:
         launcher_args=_words(args.launcher_args or "", "--launcher-args"),
     )
 
-    first = bracketed(chosen[0].name)
-
     def coordinator(attempt: int) -> str:
-        # Without --port each attempt uses another port, because processes of the last attempt may
-        # still use theirs.
-        return args.coordinator or f"{first}:{args.port or DEFAULT_PORT + attempt}"
+        # Unless it is given, each attempt uses another port, because processes of the last attempt
+        # may still use theirs.
+        return f"{bracketed(host)}:{port or DEFAULT_PORT + attempt}"
 
     if args.dry_run:
         return _print([shlex.join(words) for words in job.words(coordinator(0))])
     return run_attempts(
         lambda attempt, _: job.commands(coordinator(attempt), attempt), _limits(args, watches=False)
     )
+
+
+def _nodes(args: argparse.Namespace) -> tuple[Node, ...]:
+    """The nodes to choose from. Without a hostfile, they are those that other options describe."""
+    if args.hostfile is not None:
+        return read_hostfile(args.hostfile)
+    if args.include is not None:
+        return read_slots(args.include, "--include")
+    if args.num_nodes not in (None, 1):
+        raise LaunchError(
+            f"--num_nodes must come with the names of the nodes, but got --num_nodes "
+            f"{args.num_nodes} without --hostfile. Add --hostfile FILE, or leave --num_nodes out."
+        )
+    return equal_nodes(["localhost"], args.num_gpus, None).nodes
+
+
+def _address(args: argparse.Namespace, host: str) -> tuple[str, int | None]:
+    """The host and port of the coordinator: `host` and None for what is not given."""
+    if args.coordinator is None:
+        return host, args.port
+    if (name := read_name(args.coordinator)) is not None:
+        return name, args.port
+    if args.port is not None:
+        raise LaunchError(
+            f"the coordinator's port must be given once, but got --port {args.port} and "
+            f"--coordinator {args.coordinator}. Leave --port out."
+        )
+    return read_address(args.coordinator, "--coordinator")
 
 
 def _options_of_node(args: argparse.Namespace) -> list[str]:

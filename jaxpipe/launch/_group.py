@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ._members import Command, Guard, Member
+from ._members import Command, Guard, Member, allow_files
 from ._output import Output
 from ._stop import Stop, StopRequests
 from ._watch import StallWatch
@@ -61,6 +61,7 @@ def run_group(
     process group. `output` is closed at the end.
     """
     members: list[Member] = []
+    allow_files(len(commands))
     guard = Guard()
     try:
         for command in commands:
@@ -99,6 +100,7 @@ def _watch(
             if time.monotonic() > judged_at:
                 return _end_after_failure(members, limits, requests, output)
         elif late is not None:
+            late += _left(members)
             _end(members, Stop(signal.SIGTERM, limits.kill_grace_s, late), limits, requests, output)
             return Outcome(STALLED, late)
         elif None not in codes:
@@ -110,7 +112,9 @@ def _end_after_failure(
     members: Sequence[Member], limits: Limits, requests: StopRequests, output: Output
 ) -> Outcome:
     failed = [member for member in members if member.exit_code()]
-    reason = _failure(min(failed, key=Member.failure))
+    # What the failed processes may have waited for; a stopped process is continued to end it.
+    gone = _left(members) + _stopped(members)
+    reason = _failure(min(failed, key=Member.failure)) + gone
     _end(members, Stop(signal.SIGTERM, limits.kill_grace_s, reason), limits, requests, output)
     # Launchers on other nodes need time to end their processes, so the node of the cause may end
     # last. A launcher that was asked to end exits with 0, unless it had seen a failure itself.
@@ -120,8 +124,25 @@ def _end_after_failure(
     first = min(others or failed, key=Member.failure)
     is_here = first.command.reach == "process"  # otherwise its own launcher has shown its error
     return Outcome(
-        _exit_status(first.exit_code() or 0), _failure(first), failed=first if is_here else None
+        _exit_status(first.exit_code() or 0),
+        _failure(first) + gone,
+        failed=first if is_here else None,
     )
+
+
+def _left(members: Sequence[Member]) -> str:
+    """A sentence about processes that ended with 0, for which the others wait in their next step."""
+    found = [member for member in members if member.exit_code() == 0]
+    return _sentence(found, "ended with exit code 0 before the others")
+
+
+def _stopped(members: Sequence[Member]) -> str:
+    found = [member for member in members if member.exit_code() is None and member.is_stopped]
+    return _sentence(found, "is stopped by a signal")
+
+
+def _sentence(found: Sequence[Member], what: str) -> str:
+    return f" {found[0]} {what}{f', as {len(found) - 1} more' * (len(found) > 1)}." if found else ""
 
 
 def _failure(member: Member) -> str:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from jaxpipe.distributed import bracketed, is_ipv6, whole_number
 from jaxpipe.errors import LaunchError, shown
@@ -37,15 +38,18 @@ class ProcessSlot:
 
 @dataclass(frozen=True)
 class Layout:
-    """All nodes of a job, and the number of processes on each.
+    """All nodes of a job, or some of them, and the number of processes on each.
 
-    Processes are numbered from 0, in the order of the nodes. The devices of a node are divided over
-    its processes in equal contiguous blocks. With `processes_per_node=None` each slot has its own
-    process. Raises LaunchError if the slots of a node cannot be divided equally.
+    Processes are numbered from `first_process`, in the order of the nodes. The devices of a node
+    are divided over its processes in equal contiguous blocks. With `processes_per_node=None` each
+    slot has its own process. `total` is the number of processes of the job, None if all are here.
+    Raises LaunchError if the slots of a node cannot be divided equally.
     """
 
     nodes: tuple[Node, ...]
     processes_per_node: int | None = None
+    first_process: int = 0
+    total: int | None = None
 
     def __post_init__(self) -> None:
         per_node = self.processes_per_node
@@ -59,14 +63,23 @@ class Layout:
 
     @property
     def num_processes(self) -> int:
-        """The number of processes on all nodes together."""
-        return sum(map(self._on, self.nodes))
+        """The number of processes on all nodes of the job together."""
+        return sum(map(self._on, self.nodes)) if self.total is None else self.total
+
+    def apart(self) -> list["Layout"]:
+        """The layout of each node alone, in order."""
+        firsts = accumulate(map(self._on, self.nodes), initial=self.first_process)
+        total = self.num_processes
+        return [
+            Layout((node,), self.processes_per_node, first, total)
+            for node, first in zip(self.nodes, firsts, strict=False)
+        ]
 
     def process_slots(self, node_rank: int) -> tuple[ProcessSlot, ...]:
         """The processes of the node with this index, in order."""
         node = self.nodes[node_rank]
         count = self._on(node)
-        first = sum(map(self._on, self.nodes[:node_rank]))
+        first = self.first_process + sum(map(self._on, self.nodes[:node_rank]))
         each = len(node.slots) // count
         return tuple(
             ProcessSlot(first + i, node.slots[i * each : (i + 1) * each]) for i in range(count)
@@ -98,7 +111,7 @@ def read_nodes(text: str, option: str) -> list[tuple[str, tuple[int, ...] | None
     `option` is the name of the option in errors. Raises LaunchError also if a node or a slot is
     named twice.
     """
-    found: list[tuple[str, tuple[int, ...] | None]] = []
+    found: dict[str, tuple[int, ...] | None] = {}
     for part in text.split("@"):
         name, slots = _name_and_slots(part.strip())
         if name is None or None in slots:
@@ -107,10 +120,10 @@ def read_nodes(text: str, option: str) -> list[tuple[str, tuple[int, ...] | None
         if len(set(taken)) != len(taken):
             twice = max(taken, key=taken.count)
             raise _wrong(option, text, f"{shown(part)} names slot {twice} a second time")
-        if name in [known for known, _ in found]:
+        if name in found:
             raise _wrong(option, text, f"{shown(part)} names {name} a second time")
-        found.append((name, taken or None))
-    return found
+        found[name] = taken or None
+    return list(found.items())
 
 
 def _name_and_slots(part: str) -> tuple[str | None, list[int | None]]:
@@ -122,13 +135,13 @@ def _name_and_slots(part: str) -> tuple[str | None, list[int | None]]:
     return read_name(before), [whole_number(slot) for slot in listed.split(",")]
 
 
-def read_layout(text: str, processes_per_node: int | None) -> Layout:
-    """Read the text of `str(layout)`: nodes with their slots, joined by `@`."""
-    nodes = read_nodes(text, "--layout")
+def read_slots(text: str, option: str) -> tuple[Node, ...]:
+    """Read nodes that all have slots, as for `read_nodes`. This is also the text of a layout."""
+    nodes = read_nodes(text, option)
     for name, slots in nodes:
         if slots is None:
-            raise _wrong("--layout", text, f"{name!r} comes without slots")
-    return Layout(tuple(Node(name, slots or ()) for name, slots in nodes), processes_per_node)
+            raise _wrong(option, text, f"{name!r} comes without slots")
+    return tuple(Node(name, slots or ()) for name, slots in nodes)
 
 
 def equal_nodes(names: Sequence[str], num_slots: int, processes_per_node: int | None) -> Layout:

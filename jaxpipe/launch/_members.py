@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -18,6 +19,10 @@ from ._output import Output
 
 _REAP_S = 5.0
 _RECENT_S = 60.0
+_PIECE_BYTES = 65536
+# Of one process: its three pipes and its log. The others are those of the launcher itself.
+_FILES_EACH = 4
+_FILES_ELSE = 256
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,15 @@ class Command:
     heartbeat: Path | None = None
     reach: str = "process"
     first_input: bytes = b""
+
+
+def allow_files(num_members: int) -> None:
+    """Raise the soft limit on open files, often 1024, to what so many processes need."""
+    wanted = _FILES_EACH * num_members + _FILES_ELSE
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 class Member:
@@ -72,6 +86,7 @@ except OSError as error:
         self.command = command
         self._exit_code: int | None = None
         self._ended_at = 0.0
+        self._unsent = b""
         environment = dict(command.environment)
         words = command.words
         if shutil.which(words[0], path=environment.get("PATH", os.defpath)) is None:
@@ -92,7 +107,7 @@ except OSError as error:
         except (OSError, ValueError) as error:
             raise LaunchError(
                 f"{command.name} must be started, but got {words[0]!r}: {error}. Shorten its "
-                "arguments, or end other processes."
+                "arguments, end other processes, or raise a limit that ulimit -a shows."
             ) from error
         guard.add(self.pid)
         stdin = self._process.stdin
@@ -102,6 +117,8 @@ except OSError as error:
         self.tail = output.add(
             stdout, stderr, command.label, f"{command.name.replace(' ', '-')}.log"
         )
+        # A node that does not read, or not yet, must not block this process.
+        os.set_blocking(stdin.fileno(), False)
         self._send(b"\n" + command.first_input)
         if command.reach != "messaged":
             stdin.close()
@@ -116,6 +133,8 @@ except OSError as error:
 
     def exit_code(self) -> int | None:
         """The exit code, or minus the number of the signal that ended it. None while it runs."""
+        if self._unsent:
+            self._send(b"")
         if self._exit_code is None:
             state = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if state is not None:
@@ -124,6 +143,14 @@ except OSError as error:
                     state.si_status if state.si_code == os.CLD_EXITED else -state.si_status
                 )
         return self._exit_code
+
+    @property
+    def is_stopped(self) -> bool:
+        """True if the system reports the process as stopped. Always False except on Linux."""
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+        except OSError:
+            return False
 
     def failure(self) -> tuple[int, float]:
         """A sort key for processes that failed together: the first is probably the cause.
@@ -178,10 +205,17 @@ except OSError as error:
             self._process.wait(_REAP_S)
 
     def _send(self, data: bytes) -> None:
+        """Send what fits into the pipe. `exit_code` sends the rest, a piece at each call."""
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError, ValueError):
-            while data:
-                data = data[self._process.stdin.write(data) or 0 :]
+        self._unsent += data
+        try:
+            while self._unsent:
+                number = os.write(self._process.stdin.fileno(), self._unsent[:_PIECE_BYTES])
+                self._unsent = self._unsent[number:]
+        except BlockingIOError:
+            pass
+        except (OSError, ValueError):  # it has ended, or was let go
+            self._unsent = b""
 
     def _signal(self, number: int) -> None:
         if self._process.returncode is None:

@@ -15,6 +15,7 @@ _MOST = 65536
 
 _USAGE = (
     "jaxpipe launch --nproc N [options] SCRIPT [arguments]\n"
+    "       jaxpipe launch --num_gpus N [options] SCRIPT [arguments]\n"
     "       jaxpipe launch --hostfile FILE [options] SCRIPT [arguments]\n"
     "       jaxpipe launch --write slurm|kubernetes|jobset --num_nodes N --num_gpus N "
     "[options] SCRIPT [arguments]\n"
@@ -33,6 +34,8 @@ _BELONGS = {
     "ssh_command": ("--hostfile",),
     "launcher_args": ("--hostfile",),
     "layout": ("--node-rank",),
+    "first_process": ("--node-rank",),
+    "num_processes": ("--node-rank",),
     "node_rank": ("--node-rank",),
     "num_nodes": ("--hostfile", "--node-rank", "--write"),
     "num_gpus": ("--hostfile", "--node-rank", "--write"),
@@ -51,11 +54,15 @@ _BELONGS = {
     "cpus_per_process": ("--write",),
     "volume": ("--write",),
 }
+# Options that select the kind of launch, the first that is given. Without a hostfile, `--num_gpus`
+# and `--include` describe this machine.
 _KINDS = {
     "write": "--write",
     "node_rank": "--node-rank",
     "hostfile": "--hostfile",
     "nproc": "--nproc",
+    "num_gpus": "--hostfile",
+    "include": "--hostfile",
 }
 
 
@@ -67,24 +74,26 @@ def read_options(argv: list[str], prog: str) -> argparse.Namespace:
     option does not belong to the selected kind.
     """
     args = _parser(prog).parse_args(argv)
-    given = [option for name, option in _KINDS.items() if getattr(args, name) is not None]
+    given = [name for name in _KINDS if getattr(args, name) is not None]
     if not given:
         raise LaunchError(
             "the launcher must be told where to start processes, but got neither --nproc nor "
             "--hostfile. Write --nproc 2 for two processes on this machine, or --hostfile FILE."
         )
-    args.kind = given[0]
+    args.kind = _KINDS[given[0]]
     for name, kinds in _BELONGS.items():
         value = getattr(args, name)
         if value is not None and args.kind not in kinds:
-            option = (
-                f"--{name}" if name in ("num_nodes", "num_gpus") else f"--{name.replace('_', '-')}"
-            )
+            option = _spelled(name)
             raise LaunchError(
-                f"{option} must not be given with {args.kind}, but got {option} {value}. It "
-                f"belongs to {' and '.join(kinds)}; leave one of them out."
+                f"{option} must not be given with {_spelled(given[0])}, but got {option} {value}. "
+                f"It belongs to {' and '.join(kinds)}; leave one of them out."
             )
     return args
+
+
+def _spelled(name: str) -> str:
+    return f"--{name}" if name in ("num_nodes", "num_gpus") else f"--{name.replace('_', '-')}"
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
@@ -118,6 +127,11 @@ def _add_program(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME[=VALUE]",
         help="set an environment variable of the processes",
+    )
+    group.add_argument(
+        "--no_local_rank",
+        action="store_true",
+        help="DeepSpeed's; no effect, because --local_rank is never passed",
     )
     group.add_argument("script", metavar="SCRIPT")
     group.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGUMENTS")
@@ -155,7 +169,7 @@ def _add_places(parser: argparse.ArgumentParser) -> None:
         "--num-gpus",
         type=_count,
         metavar="N",
-        help="use the first N slots of each node",
+        help="use the first N slots of each node; without --hostfile, of this machine",
     )
     hosts.add_argument(
         "--processes-per-node",
@@ -181,21 +195,31 @@ def _add_places(parser: argparse.ArgumentParser) -> None:
         help="command instead of ssh, called with a node and a shell line",
     )
     hosts.add_argument(
-        "--launcher-args", metavar="WORDS", help="additional options of srun or mpirun"
+        "--launcher-args",
+        "--launcher_args",
+        metavar="WORDS",
+        help="additional options of srun or mpirun",
     )
     hosts.add_argument(
         "--coordinator",
-        metavar="HOST:PORT",
+        "--master_addr",
+        metavar="HOST[:PORT]",
         help="address of the coordinator; default: the first node and port 29500",
     )
     hosts.add_argument(
         "--node-rank",
+        "--node_rank",
         metavar="RANK",
         help="run as the launcher of one node: its index, or @VARIABLE",
     )
     hosts.add_argument(
-        "--layout", metavar="NODES", help="with --node-rank: all nodes with their slots"
+        "--layout",
+        metavar="NODES",
+        help="with --node-rank: all nodes with their slots, or - to read them from standard input",
     )
+    # Passed to the launcher on a node, whose layout is only its own.
+    hosts.add_argument("--first-process", type=_whole, help=argparse.SUPPRESS)
+    hosts.add_argument("--num-processes", type=_count, help=argparse.SUPPRESS)
     both = parser.add_argument_group("on either")
     both.add_argument(
         "--cpu-devices", type=_count, metavar="K", help="simulated CPU devices of each process"
@@ -216,6 +240,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("supervision")
     group.add_argument(
         "--log-dir",
+        "--enable_each_rank_log",
         type=_path("--log-dir"),
         metavar="DIR",
         help="also write the output of each process to its own file here",

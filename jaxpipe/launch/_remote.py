@@ -40,8 +40,7 @@ class RemoteJob:
     def commands(self, coordinator: str, attempt: int) -> tuple[Command, ...]:
         """The commands to run here: for ssh one per node, otherwise one for all nodes.
 
-        `coordinator` is `host:port`. `attempt` is the number of restarts so far. Raises LaunchError
-        if the exported variables are too long.
+        `coordinator` is `host:port`. `attempt` is the number of restarts so far.
         """
         # mpirun forwards its own stdin to only one node.
         control = "signal" if self.launcher == "mpirun" else "stdin"
@@ -56,9 +55,11 @@ class RemoteJob:
             return (
                 Command(names[0], words[0], {**environment, **self.exports}, reach="signalled"),
             )
-        variables = dump_variables(self.exports)
+        first_input = dump_variables(self.exports)
+        if self.launcher == "srun":
+            first_input += f"{self.layout}\n".encode()
         return tuple(
-            Command(name, one, environment, reach="messaged", first_input=variables)
+            Command(name, one, environment, reach="messaged", first_input=first_input)
             for name, one in zip(names, words, strict=True)
         )
 
@@ -74,14 +75,13 @@ class RemoteJob:
         folder = str(Path.cwd())
         names = [node.name for node in self.layout.nodes]
         if self.launcher == "srun":  # numbers the nodes in its own order
-            return (
-                (
-                    *self._srun(folder),
-                    *self._on_node("@SLURMD_NODENAME", coordinator, attempt, control),
-                ),
-            )
+            # The layout of thousands of nodes is too long for an argument.
+            layout = "-" if control == "stdin" else str(self.layout)
+            place = ("--layout", layout, "--node-rank", "@SLURMD_NODENAME")
+            return ((*self._srun(folder), *self._on_node(place, coordinator, attempt, control)),)
         inner = [
-            self._on_node(str(rank), coordinator, attempt, control) for rank in range(len(names))
+            self._on_node(_place(part), coordinator, attempt, control)
+            for part in self.layout.apart()
         ]
         if self.launcher == "ssh":
             where = shlex.join(["cd", folder])
@@ -112,7 +112,7 @@ class RemoteJob:
         )
 
     def _on_node(
-        self, node_rank: str, coordinator: str, attempt: int, control: str | None
+        self, place: Sequence[str], coordinator: str, attempt: int, control: str | None
     ) -> tuple[str, ...]:
         restart = {RESTART: str(attempt)} if attempt else {}
         by_hand = self.exports if control is None else {}
@@ -122,8 +122,17 @@ class RemoteJob:
         return (
             *(["env", *variables] if variables else []),
             *(self.python, "-u", "-m", "jaxpipe.launch"),
-            *("--layout", str(self.layout), "--node-rank", node_rank, "--coordinator", coordinator),
+            *(*place, "--coordinator", coordinator),
             *self.options,
             *([] if control is None else [CONTROL_OPTION, control]),
             *self.program,
         )
+
+
+def _place(part: Layout) -> tuple[str, ...]:
+    """Options for one node, which needs to know nothing of the others but their number."""
+    return (
+        *("--layout", str(part), "--node-rank", "0"),
+        *("--first-process", str(part.first_process)),
+        *("--num-processes", str(part.num_processes)),
+    )

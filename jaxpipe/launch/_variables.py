@@ -31,7 +31,6 @@ _OWN = frozenset(
 )
 _FORWARDED = ("JAX_", "XLA_", "NCCL_")
 _ALSO = frozenset({"PYTHONPATH", MODULE_LOADING})
-_MOST_BYTES = 60000
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -68,23 +67,17 @@ def is_forwarded(name: str) -> bool:
 
 
 def dump_variables(variables: Mapping[str, str]) -> bytes:
-    """The line of variables that a launcher on another node reads first.
-
-    Raises LaunchError if the line does not fit into a pipe, because writing it could then block on
-    a node that does not answer.
-    """
-    line = json.dumps(dict(variables)).encode() + b"\n"
-    if len(line) > _MOST_BYTES:
-        longest = max(variables, key=lambda name: len(variables[name]))
-        raise LaunchError(
-            f"the values of --export must be at most {_MOST_BYTES} bytes together, but got "
-            f"{len(line)}, of which {longest} has most. Put them into a file on a shared disk."
-        )
-    return line
+    """The line of variables that a launcher on another node reads first."""
+    return json.dumps(dict(variables)).encode() + b"\n"
 
 
 def receive_variables(descriptor: int) -> Mapping[str, str]:
-    """Read only the line from `dump_variables` from a file descriptor.
+    """Read only the line from `dump_variables` from a file descriptor."""
+    return json.loads(receive_line(descriptor))
+
+
+def receive_line(descriptor: int) -> bytes:
+    """Read only the next line from a file descriptor.
 
     Raises LaunchError if the other launcher is gone before it has sent the line.
     """
@@ -98,7 +91,7 @@ def receive_variables(descriptor: int) -> Mapping[str, str]:
                 "--control."
             )
         line += byte
-    return json.loads(line)
+    return line
 
 
 def read_exports(exports: Sequence[str]) -> Mapping[str, str]:

@@ -60,7 +60,7 @@ class StallWatch:
         late = [seen for seen in running if now - seen.at > self._limit_s(seen)]
         if not late:
             return None
-        stopped = [seen for seen in running if _is_stopped(seen.member.pid)]
+        stopped = [seen for seen in running if seen.member.is_stopped]
         worst = min(stopped or late, key=lambda seen: seen.at)
         others = len([seen for seen in late if seen is not worst])
         return (
@@ -101,11 +101,3 @@ def _which(heartbeat: Path) -> str:
     except OSError:
         text = ""
     return f", {text}," if text else ""
-
-
-def _is_stopped(pid: int) -> bool:
-    """True if the system reports the process as stopped. Always False except on Linux."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
-    except OSError:
-        return False
