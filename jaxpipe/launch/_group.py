@@ -131,7 +131,7 @@ def _end_after_failure(
 
 
 def _left(members: Sequence[Member]) -> str:
-    """A sentence about processes that ended with 0, for which the others wait in their next step."""
+    """A sentence about processes that ended with 0, for which the others wait in their step."""
     found = [member for member in members if member.exit_code() == 0]
     return _sentence(found, "ended with exit code 0 before the others")
 
