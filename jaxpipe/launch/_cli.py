@@ -4,6 +4,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from jaxpipe.distributed import DEFAULT_PORT, bracketed, read_address
 from jaxpipe.errors import LaunchError
@@ -175,7 +176,23 @@ def _node_rank(text: str, layout: Layout) -> int:
     return layout.rank_of(value, f"{text[1:]}, which --node-rank names,")
 
 
+def _check_gpus(number: int | None) -> None:
+    """Refuse more GPUs than this machine has, as far as its device files tell."""
+    # Drivers of AMD's GPUs and of Windows show no files that could be counted.
+    if number is None or any(Path("/dev", name).exists() for name in ("kfd", "dxg")):
+        return
+    here = len([path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()])
+    if number > here:
+        raise LaunchError(
+            f"--num_gpus must be at most the number of this machine's GPUs, but got {number} and "
+            f"{here} device files /dev/nvidia*. To try the program without GPUs use --nproc "
+            f"{number} --cpu-devices 1."
+        )
+
+
 def _run_on_nodes(args: argparse.Namespace) -> int:
+    if not (args.hostfile or args.dry_run or args.cpu_devices):
+        _check_gpus(args.num_gpus)
     chosen = choose_nodes(
         _nodes(args),
         include=args.include,

@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 import signal
 import threading
 import time
@@ -13,7 +14,7 @@ from _covering import slow_after, soak_after
 from _launching import is_running, launch, script, start, wait_until
 
 from jaxpipe.errors import LaunchError
-from jaxpipe.launch._members import Guard
+from jaxpipe.launch._members import Guard, allow_files
 from jaxpipe.launch._stop import StopRequests
 
 # Every program notes its processes in its folder, then does what the test is about.
@@ -347,6 +348,35 @@ def test_a_signal_while_processes_are_started(
     (here / f"pid-{started[0]}").touch()  # it may have had no time to
 
 
+@pytest.mark.parametrize(
+    ("culprit", "words"),
+    [
+        ("sys.exit(0)", r"process 1 \(pid \d+\) ended with exit code 0 before the others\."),
+        ("os.kill(os.getpid(), signal.SIGSTOP)", r"process 1 \(pid \d+\) is stopped by a signal\."),
+    ],
+)
+def test_what_a_failed_process_may_have_waited_for_is_named(
+    here: Path, capfd: pytest.CaptureFixture[str], culprit: str, words: str
+) -> None:
+    source = WAIT + f"if me == 1: {culprit}\ntime.sleep(1); sys.exit(5)\n"
+    assert _run(here, 2, source) == 5
+    assert re.search(
+        r"process 0 \(pid \d+\) ended with exit code 5\. " + words, capfd.readouterr().err
+    )
+
+
+def test_more_processes_than_the_soft_limit_of_files_allows() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (300, hard))
+        allow_files(100)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (656, hard)
+        allow_files(1)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (656, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def test_restarts(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     source = """
 attempt = os.environ["JAXPIPE_RESTART"]
@@ -359,7 +389,7 @@ if attempt != "2": time.sleep(300)
     assert _run(here, 2, source, *options) == 0
     out, err = capfd.readouterr()
     assert "Attempt 1 of 3 ended with exit code 9. Starting again." in err
-    assert "Attempt 2 of 3 ended with exit code 9. Starting again." in err
+    assert "Attempt 2 of 3 ended with exit code 9. Starting again in 1 s." in err
     assert "Attempt 3 of 3 ended with exit code 0." in err
     mine = [line.split() for line in out.splitlines() if line.startswith("[0]")]
     assert [line[2] for line in mine] == ["0", "1", "2"]

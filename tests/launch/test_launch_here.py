@@ -1,5 +1,6 @@
 """`--nproc`: processes on this machine."""
 
+import re
 import socket
 from pathlib import Path
 
@@ -73,6 +74,16 @@ def test_devices(
     assert launch(*options, script(tmp_path, SHOW), DEVICES) == 0
     shown = _shown(capfd)
     assert [tuple(shown[f"[{i}]"].values()) for i in range(len(shown))] == expected
+
+
+def test_gpus_of_this_machine(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    program = script(tmp_path, SHOW)
+    assert launch("--num_gpus", 300, program, "JAX_NUM_PROCESSES") == 2
+    wanted = r"at most the number of this machine's GPUs, but got 300 and \d+ .* use --nproc 300"
+    assert re.search(wanted, capfd.readouterr().err)
+    assert launch("--num_gpus", 2, "--cpu-devices", 1, program, "JAX_NUM_PROCESSES") == 0
+    assert {*_shown(capfd)} == {"[0]", "[1]"}
+    assert launch("--num_gpus", 300, "--dry-run", program) == 0
 
 
 def test_a_job_inside_a_job_has_its_own_place(

@@ -1,7 +1,7 @@
 import pytest
 
 from jaxpipe.errors import LaunchError
-from jaxpipe.launch._layout import Layout, Node, ProcessSlot, equal_nodes, read_layout
+from jaxpipe.launch._layout import Layout, Node, ProcessSlot, equal_nodes, read_slots
 
 UNEVEN = (Node("a", (1, 3)), Node("b", (0, 1, 2, 3)))
 
@@ -44,7 +44,7 @@ def test_slots_that_cannot_be_dealt() -> None:
 def test_text_and_back(per_node: int | None) -> None:
     layout = Layout(UNEVEN, per_node)
     assert str(layout) == "a:1,3@b:0,1,2,3"
-    assert read_layout(str(layout), per_node) == layout
+    assert Layout(read_slots(str(layout), "--layout"), per_node) == layout
 
 
 def test_a_layout_without_slots() -> None:
@@ -52,7 +52,7 @@ def test_a_layout_without_slots() -> None:
         LaunchError,
         match=r"--layout 'a:0@b', in which 'b' comes without slots\. Write for instance",
     ):
-        read_layout("a:0@b", None)
+        read_slots("a:0@b", "--layout")
 
 
 def test_nodes_by_number_and_name() -> None:
