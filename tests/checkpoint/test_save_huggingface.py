@@ -324,7 +324,7 @@ def test_the_command(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[s
         (asked, "Add for instance --renames jaxpipe.models:llama_names"),
         (
             [*asked, "--renames", "llama_names"],
-            "--renames must be module:name, but got 'llama_names'",
+            "--renames must be module:name or file.py:name, but got 'llama_names'",
         ),
         ([*asked, "--renames", "no_such.module:x"], "must be importable from here"),
         (

@@ -26,11 +26,12 @@ MICROBATCHES, SIZE, ROWS = 4, 4, 8
 
 
 def build(stages: int, data: int, **kwargs: Any) -> Pipeline:
+    settings = dataclasses.replace(make_settings(**kwargs), nonfinite="ignore")
     layers = [LayerSpec(Widen, SIZE) for _ in range(4)]
     module = PipelineModule(layers, num_stages=stages, loss_fn=lambda y, t: jnp.mean((y - t) ** 2))
     x = jax.ShapeDtypeStruct((2 * data, SIZE), jnp.float32)
     mesh = make_pipeline_mesh(PipeDataParallelTopology(stages, data))
-    return Pipeline(module, optax.sgd(0.1), mesh, (x, x), MICROBATCHES, make_settings(**kwargs))
+    return Pipeline(module, optax.sgd(0.1), mesh, (x, x), MICROBATCHES, settings)
 
 
 def batch(data: int) -> tuple[Any, Any, Any]:

@@ -208,7 +208,7 @@ def test_ctrl_c_prints_one_line(
     def interrupted(*_: Any) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "prove", interrupted)
+    monkeypatch.setitem(command._COMMANDS, "prove", (interrupted, ""))
     assert command.main(["prove", "train:job"]) == 130
     assert capsys.readouterr().err == "jaxpipe: interrupted\n"
 
