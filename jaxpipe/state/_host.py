@@ -67,6 +67,8 @@ def read_leaves(
     All processes must call this, and each gets all leaves on its host. `field` is `params`,
     `opt_state` or `collections`, and `storage` is the value of this field.
     """
+    # JAX cannot read an array without elements that a program has returned on several devices.
+    storage = jax.tree.map(lambda x: x if x.size else jnp.zeros(x.shape, x.dtype), storage)
     if all(leaf.is_fully_addressable for leaf in jax.tree.leaves(storage)):
         storage = jax.device_get(storage)
     else:

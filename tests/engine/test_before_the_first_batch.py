@@ -3,11 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+import flax.linen as nn
 import jax
 import numpy as np
 import pytest
-from _small import MICROBATCH, build, build_alone, entries, entry, module
+from _small import MICROBATCH, SIZES, build, build_alone, entries, entry, module
 
+from jaxpipe import LayerSpec
 from jaxpipe.errors import LayerError, PipelineError
 
 
@@ -64,3 +66,29 @@ def test_evaluating_without_a_loss_names_predict() -> None:
     with pytest.raises(LayerError, match=match):
         engine.eval_batch(entries())
     assert engine.predict(entry()[0]).shape == (MICROBATCH, 1)
+
+
+class Empty(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.param("none", nn.initializers.zeros, (0, 4)).sum()
+
+
+@pytest.mark.parametrize(("name", "stage"), [("Adam", 1), ("Adam", 2), ("Lamb", 1)])
+def test_a_parameter_without_elements_in_shards(name: str, stage: int) -> None:
+    config = {
+        **SIZES,
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": name},
+        "zero_optimization": {"stage": stage},
+    }
+    engine = build(
+        module(LayerSpec(Empty), LayerSpec(nn.Dense, 1), stages=1, data=2),
+        config,
+        example_batch=entry(),
+    )
+    for _ in range(2):
+        tree = engine.module_state_dict()
+        assert tree["layers"]["0_Empty"]["none"].shape == (0, 4)
+        assert len(engine.opt_state_tree()) > 0
+        engine.train_batch(entries())
