@@ -382,7 +382,9 @@ class UnpipelinedEngine(Engine):
         return size
 
     def _check_forward(self, *, has_labels: bool) -> None:
-        self._trainer.watch.check()
+        # Not within a batch, where the state cannot be saved.
+        if self._batch.index == 0:
+            self._trainer.watch.check()
         if self.optimizer is None:
             raise PipelineError(
                 "forward in training must have an optimizer, but got optimizer=None. Give "

@@ -206,6 +206,28 @@ def test_a_stop_without_stages() -> None:
     assert (engine.global_steps, engine.skipped_steps) == (3, 1)
 
 
+def test_a_stop_is_reported_between_batches(tmp_path: Path) -> None:
+    """Because within one the state could not be saved."""
+    config = {**SIZES, "optimizer": ADAM}
+    engine = jaxpipe.initialize(model=nn.Dense(1), loss_fn=mean_square, config=config)[0]
+    x, y = (np.tile(each, (8, 1)) for each in next(entries()))
+
+    def train(value: float) -> None:
+        engine.backward(engine(x * np.float32(value), y))
+        engine.step()
+
+    train(np.nan)
+    train(1.0)
+    watch, later = engine._trainer.watch, Later(True)
+    watch._pending = [step._replace(is_bad=later) for step in watch._pending]
+    train(1.0)
+    later.has_arrived = True
+    train(1.0)
+    with pytest.raises(PipelineError, match="gradient of step 1 must be finite"):
+        train(1.0)
+    engine.save_checkpoint(tmp_path)
+
+
 def test_a_dynamic_scale_overflows_on_purpose() -> None:
     with pytest.raises(
         ConfigError, match=r"nonfinite must be 'skip' or 'stop' with a dynamic.*nonfinite='ignore'"
