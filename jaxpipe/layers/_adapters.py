@@ -234,19 +234,21 @@ def _contracted(
         # Flax sorts the axes, so that the kernel's dims have the order of the input's.
         return tuple(sorted(a % x.ndim for a in axes))
     inputs, kernel, outputs = re.split(",|->", equation.replace(" ", ""))
-    # An ellipsis stands for the leading dims that have no letter.
-    letters = inputs.replace("...", "")
+    # An ellipsis stands for the dims that have no letter.
+    first, _, last = inputs.partition("...")
+    positions = dict(zip(first, range(len(first)), strict=True))
+    positions |= dict(zip(last, range(x.ndim - len(last), x.ndim), strict=True))
     contracted = [letter for letter in kernel if letter not in outputs]
     features = kernel[len(contracted) :]
     is_plain = (
         kernel.startswith("".join(contracted))
         and not set(features) & set(inputs)
-        and outputs.endswith(features)
+        and all(inputs.count(each) == 1 == kernel.count(each) for each in contracted)
     )
     uncontracted = "".join(letter for letter in inputs if letter not in contracted)
     if not contracted or not is_plain or outputs != uncontracted + features:
         raise _refused(module, f"the equation {equation!r}")
-    return tuple(x.ndim - len(letters) + letters.index(letter) for letter in contracted)
+    return tuple(positions[letter] for letter in contracted)
 
 
 def _refused(module: Any, what: str) -> LayerError:

@@ -25,6 +25,7 @@ from _models import (
     NNXEmbed,
 )
 from _oracle import Case
+from _tolerances import assert_close
 from flax import nnx
 
 import jaxpipe
@@ -287,15 +288,25 @@ def test_each_pattern_must_find_a_kernel(layer: Any) -> None:
         model.trace(np.ones((2, LENGTH, DIM), np.float32))
 
 
-def test_a_kernel_in_another_order_is_refused() -> None:
-    layer = nn.Einsum((2, 4, 3), "bd,ndh->bnh")
+@pytest.mark.parametrize("equation", ["bd,ndh->bnh", "bdd,dnh->bnh"])
+def test_a_kernel_that_is_not_contracted_in_order_is_refused(equation: str) -> None:
+    layer = nn.Einsum((2, 4, 3) if "ndh" in equation else (4, 2, 3), equation)
     with pytest.raises(
         LayerError,
-        match=r"Einsum with the equation 'bd,ndh->bnh'. Leave it out of targets, or write",
+        match=rf"Einsum with the equation '{equation}'. Leave it out of targets, or write",
     ):
         PipelineModule(lora([layer], 2, 1.0, "Einsum"), num_stages=1).trace(
-            np.ones((2, 4), np.float32)
+            np.ones((2, 4, 4)[: equation.index(",")], np.float32)
         )
+
+
+def test_letters_before_an_ellipsis_are_the_first_dims() -> None:
+    layer = LayerSpec(nn.Einsum, (4, 4, 3), "b...d,bdf->...f")
+    x = jax.random.normal(jax.random.key(0), (4, 4, 4))
+    model = PipelineModule(lora([layer], 2, ALPHA, "Einsum"), num_stages=1)
+    params = jax.tree.map(lambda leaf: leaf + 0.1 * x.ravel()[0], model.init(jax.random.key(1), x))
+    merged = PipelineModule([layer], num_stages=1).apply(merge_lora(params, ALPHA), x)
+    assert_close(model.apply(params, x), merged)
 
 
 def test_adapters_of_two_calls_have_their_own_ranks() -> None:
