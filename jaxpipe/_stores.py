@@ -238,6 +238,7 @@ def open_store(url: str, name: str, error: Callable[[str], Exception]) -> StoreP
 
     scheme = url.partition(":")[0]
     try:
+        url.encode()  # names of objects are UTF-8
         # Other processes also write there, so an earlier listing may be out of date.
         driver, key = fsspec.core.url_to_fs(url, use_listings_cache=False)
         path = StorePath(url.rstrip("/"), driver, str(key).rstrip("/"))

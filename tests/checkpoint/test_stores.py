@@ -511,6 +511,13 @@ class RefusedError(Exception):
     """What a driver raises: not always an OSError."""
 
 
+def test_a_name_that_no_store_can_have() -> None:
+    with pytest.raises(
+        CheckpointError, match=r"save_dir='memory://run\\udcff', for which it fails"
+    ):
+        save("memory://run\udcff")
+
+
 def test_a_store_that_refuses_all(disk: str) -> None:
     save(disk)
     wanted = leaves_of(disk)
