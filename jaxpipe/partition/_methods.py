@@ -286,7 +286,7 @@ def _integers(boundaries: object, layers: _Layers) -> tuple[int, ...]:
     if not values or len(integers) != len(values):
         raise PartitionError(
             "partition_method must be a name or a sequence of integers, but got "
-            f"partition_method={shown(cast('object', boundaries))}. Use for instance 'parameters' or "
-            f"{_example(layers)}. The layers:{layers.listing()}"
+            f"partition_method={shown(cast('object', boundaries))}. Use for instance 'parameters' "
+            f"or {_example(layers)}. The layers:{layers.listing()}"
         )
     return integers
