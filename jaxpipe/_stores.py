@@ -62,6 +62,9 @@ class StorePath:
     def __str__(self) -> str:
         return masked(self.url)
 
+    def __repr__(self) -> str:
+        return f"StorePath({str(self)!r})"
+
     def __truediv__(self, name: str) -> "StorePath":
         return StorePath(f"{self.url}/{name}", self.driver, f"{self.key}/{name}")
 
@@ -180,26 +183,34 @@ class StorePath:
         try:
             yield
         except Exception as error:  # noqa: BLE001  # errors of botocore and aiohttp are not OSErrors
-            first = _first_line(error)
+            first = _first_line(error, self.url)
             if isinstance(error, FileNotFoundError) and not writes:
                 raise FileNotFoundError(
                     errno.ENOENT, f"nothing is there: {first}", str(self)
-                ) from _without_secrets(error)
+                ) from _without_secrets(error, self.url)
             raise StoreError(
                 errno.EIO, f"{type(error).__name__}: {first}", str(self)
-            ) from _without_secrets(error)
+            ) from _without_secrets(error, self.url)
 
 
 AnyPath = Path | StorePath
 
 
-def _first_line(error: Exception) -> str:
-    return (masked(str(error)).strip().splitlines() or [""])[0][:300]
+def _masked(error: Exception, url: str) -> str:
+    """The text of a driver's error, which may name the URL without its scheme."""
+    scheme, _, rest = url.partition("://")
+    login = rest[: rest.rfind("@") + 1]
+    text = str(error)
+    return masked(text.replace(login, masked(f"{scheme}://{login}")[len(scheme) + 3 :]))
 
 
-def _without_secrets(error: Exception) -> Exception | None:
+def _first_line(error: Exception, url: str) -> str:
+    return (_masked(error, url).strip().splitlines() or [""])[0][:300]
+
+
+def _without_secrets(error: Exception, url: str) -> Exception | None:
     """Return an error that may be shown as a cause; None for one that shows a secret."""
-    return error if masked(str(error)) == str(error) else None
+    return error if _masked(error, url) == str(error) else None
 
 
 def upload(file: Path, to: StorePath) -> None:
@@ -238,6 +249,7 @@ def open_store(url: str, name: str, error: Callable[[str], Exception]) -> StoreP
 
     scheme = url.partition(":")[0]
     try:
+        url.encode()  # names of objects are UTF-8
         # Other processes also write there, so an earlier listing may be out of date.
         driver, key = fsspec.core.url_to_fs(url, use_listings_cache=False)
         path = StorePath(url.rstrip("/"), driver, str(key).rstrip("/"))
@@ -252,9 +264,9 @@ def open_store(url: str, name: str, error: Callable[[str], Exception]) -> StoreP
         raise error(
             f"{name} must lie on a file system, or on a store that fsspec opens, but got "
             f"{name}={shown(url)}, for which it fails with {type(refused).__name__}: "
-            f"{_first_line(refused)}. Nothing was read or written. Give a directory or a URL such "
-            "as 's3://bucket/run'."
-        ) from _without_secrets(refused)
+            f"{_first_line(refused, url)}. Nothing was read or written. Give a directory or a URL "
+            "such as 's3://bucket/run'."
+        ) from _without_secrets(refused, url)
     if not path.key.strip("/"):
         raise error(
             f"{name} must name a folder on the store, but got {name}={shown(url)}. Write for "

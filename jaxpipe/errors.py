@@ -12,7 +12,7 @@ _SECRETS = (
     # Passwords may contain any character. A number after the colon is a port.
     (re.compile(r"(://[^\s:@/]*:)(?!\d{1,5}(?:[/?#'\"\s]|$))\S*@"), r"\1***@"),
     (re.compile(r"(https?://)[^\s:@/]+@"), r"\1***@"),
-    (re.compile(r"([?&][\w.%~-]+=)[^\s&'\"]+"), r"\1***"),
+    (re.compile(r"([?&#][\w.%~-]+=)[^\s&'\"]+"), r"\1***"),
 )
 """Parts of a URL that may be secret, and what is shown: passwords, tokens, values of a query."""
 

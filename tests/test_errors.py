@@ -19,6 +19,7 @@ SECRETS = {
     "https://s3cret@host/run": "https://***@host/run",
     "simplecache::http://:s3cret@host": "simplecache::http://:***@host",
     "az://box/run?sv=s3cret&sig=s3c%2Fret": "az://box/run?sv=***&sig=***",
+    "https://host/run#access_token=s3cret": "https://host/run#access_token=***",
     "failed for 'https://h/x?X-Amz-Signature=s3cret', twice": (
         "failed for 'https://h/x?X-Amz-Signature=***', twice"
     ),

@@ -44,6 +44,8 @@ ARRAYS = "arrays"
 FORMAT = "jaxpipe checkpoint"
 VERSION = 1
 
+_LONGEST_TAG = 255
+"""In bytes: the longest name of a folder on usual file systems."""
 _DATA = re.compile(r"data-[0-9]+-[0-9a-f]+")
 _STEP_TAG = re.compile(r"global_step([0-9]+)")
 
@@ -78,9 +80,9 @@ def check_tag(tag: Any) -> str:
     """Raise CheckpointError unless a tag can be the name of a folder."""
     if not isinstance(tag, str) or not _is_name(tag):
         raise CheckpointError(
-            "tag must be a plain name of a folder, without blanks at its ends, and not "
-            f"{LATEST!r}, {COMMIT!r} or {LOCK!r}, but got tag={tag!r}. Write for instance 'best', "
-            "or leave it out for 'global_step<N>'."
+            f"tag must be a plain name of a folder, of at most {_LONGEST_TAG} bytes, without "
+            f"blanks at its ends, and not {LATEST!r}, {COMMIT!r} or {LOCK!r}, but got "
+            f"tag={shown(tag)}. Write for instance 'best', or leave it out for 'global_step<N>'."
         )
     return tag
 
@@ -91,7 +93,7 @@ def _is_name(tag: str) -> bool:
         tag in (".", "..", LATEST, COMMIT) or tag.startswith(LOCK) or tag.endswith(PARTIAL)
     )
     return (
-        bool(tag)
+        0 < len(tag.encode(errors="replace")) <= _LONGEST_TAG
         and tag == tag.strip()
         and is_text
         and not is_reserved

@@ -55,7 +55,7 @@ class Heartbeat:
             # A rename, so that the launcher never reads half a text.
             part = self._path.with_suffix(".part")
             with contextlib.suppress(OSError):
-                part.write_text(name)
+                part.write_bytes(name.encode(errors="backslashreplace"))
                 part.replace(self._path)
                 return
         with contextlib.suppress(OSError):

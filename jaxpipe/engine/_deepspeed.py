@@ -88,7 +88,9 @@ _STEP = (
 _OF_ENGINE = (
     (
         r"(named_)?(parameters|buffers|modules|children)|(load_)?state_dict|get_parameter|"
-        r"get_submodule|get_buffer|requires_grad_|register_\w+|add_module|apply|extra_repr|half|"
+        r"[gs]et_(submodule|extra_state)|get_buffer|training|call_super_init|dump_patches|"
+        r"T_destination|ID_TO_DTYPE|DTYPE_TO_ID|xpu|ipu|mtia|requires_grad_|register_\w+|add_module|"
+        r"apply|extra_repr|half|"
         r"float|double|bfloat16|to|to_empty|cuda|cpu|type|share_memory|param_names|module_forward_"
         r"\w+|has_moe_layers|moe_layers|gate_modules|num_experts|is_first_weights_partition_group",
         _MODULE,

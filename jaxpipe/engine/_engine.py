@@ -922,7 +922,7 @@ class Engine(ABC):
             state = trainer.pipeline.replace_collections(state, tree.wrap_collections(collections))
         trainer.state = state
 
-    @one_thread
+    @replaces_state
     def load_opt_state_tree(
         self,
         tree: PyTree,

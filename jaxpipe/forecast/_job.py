@@ -1,10 +1,12 @@
 """What commands on a job share: the job, axes, files to write, and the exit status."""
 
+import contextlib
 import inspect
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from jaxpipe._imports import import_named, raised, user_code
 from jaxpipe._paths import local_path
@@ -24,13 +26,32 @@ def run_command(prog: str, work: Callable[[], bool]) -> int:
     same holds if the job's layers, which are called only while the command works, end the program.
     """
     try:
-        return 0 if work() else 1
+        with _no_end():
+            return 0 if work() else 1
     except (JaxpipeError, OSError) as error:
         message = str(error)
     except SystemExit as error:
         message = f"the job must not end the program, but got {raised(error)}. Remove the call."
     sys.stderr.write(f"{prog}: {message}\n")
     return _WRONG_USE
+
+
+@contextlib.contextmanager
+def _no_end() -> Generator[None]:
+    """Let `os._exit`, which no caller could catch, raise SystemExit in this process."""
+    end = os._exit
+    process = os.getpid()
+
+    def raise_instead(status: int) -> NoReturn:
+        if os.getpid() != process:  # a fork of a library ends like this
+            end(status)
+        raise SystemExit(f"os._exit({status})")
+
+    os._exit = raise_instead
+    try:
+        yield
+    finally:
+        os._exit = end
 
 
 def read_job(text: str, function: Callable[..., Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from ._layout import Node, read_name, read_nodes
 _LINE = re.compile(r"(\S+)\s+slots=([0-9]+)")
 _MAX_SLOTS = 4096
 _MOST_BYTES = 1 << 24
+_MOST_LISTED = 20
 _PATIENCE_S = 10.0
 
 
@@ -121,7 +122,7 @@ def choose_nodes(
         left = tuple(node for node in remaining if node.slots)
         if not left:
             raise LaunchError(
-                f"--exclude must leave at least one slot, but got --exclude {exclude!r}. "
+                f"--exclude must leave at least one slot, but got --exclude {shown(exclude)}. "
                 f"The hostfile has {_listed(nodes)}; exclude fewer."
             )
         return left
@@ -156,18 +157,19 @@ def _known(nodes: tuple[Node, ...], text: str, option: str) -> dict[str, tuple[i
     for name, slots in read_nodes(text, option):
         if name not in all_slots:
             raise LaunchError(
-                f"{option} must name nodes of the hostfile, but got {name!r} in {option} {text!r}. "
-                f"It has {_listed(nodes)}."
+                f"{option} must name nodes of the hostfile, but got {shown(name)} in "
+                f"{option} {shown(text)}. It has {_listed(nodes)}."
             )
         unknown = [slot for slot in slots or () if slot not in all_slots[name]]
         if unknown:
             raise LaunchError(
                 f"{option} must name slots that {name} has, but got slot {unknown[0]} in {option} "
-                f"{text!r}. It has slots 0 to {len(all_slots[name]) - 1}."
+                f"{shown(text)}. It has slots 0 to {len(all_slots[name]) - 1}."
             )
         found[name] = tuple(sorted(slots)) if slots is not None else all_slots[name]
     return found
 
 
 def _listed(nodes: tuple[Node, ...]) -> str:
-    return ", ".join(f"{node.name} slots={len(node.slots)}" for node in nodes)
+    listed = ", ".join(f"{node.name} slots={len(node.slots)}" for node in nodes[:_MOST_LISTED])
+    return listed + (f" and {len(nodes) - _MOST_LISTED} more" if nodes[_MOST_LISTED:] else "")

@@ -97,7 +97,7 @@ def _changed_ns(path: Path) -> int:
 def _which(heartbeat: Path) -> str:
     """The name of the last step that the process has written, between commas."""
     try:
-        text = heartbeat.read_text().strip()
+        text = heartbeat.read_bytes().decode(errors="replace").strip()
     except OSError:
         text = ""
     return f", {text}," if text else ""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxpipe._typing import Path
-from jaxpipe.errors import LayerError
+from jaxpipe.errors import LayerError, shown
 
 from ._tree import flatten_dict
 
@@ -54,9 +54,9 @@ def checked_trainable(trainable: Any) -> Any:
     for pattern in patterns:
         try:
             re.compile(pattern)
-        except re.error as error:
+        except (re.error, RecursionError, OverflowError) as error:  # nested or repeated too much
             raise LayerError(
-                f"trainable must be regular expressions, but got {pattern!r}: {error}. Escape "
+                f"trainable must be regular expressions, but got {shown(pattern)}: {error}. Escape "
                 "literal text with re.escape."
             ) from error
     return tuple(patterns)

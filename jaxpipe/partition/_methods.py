@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import cast
 
-from jaxpipe.errors import PartitionError, nearest
+from jaxpipe.errors import PartitionError, nearest, shown
 
 from ._balanced import partition_balanced
 from ._best import partition_best
@@ -180,7 +180,8 @@ def _method(method: str, layers: _Layers) -> Callable[[str, _Layers], Sequence[i
     raise PartitionError(
         f"partition_method must be one of {METHOD_NAMES}, or boundaries such as "
         f"{_example(layers)}, but got "
-        f"partition_method={method!r}. {f'Did you mean {hint}?' if near else 'Use one of these.'} "
+        f"partition_method={shown(method)}. "
+        f"{f'Did you mean {hint}?' if near else 'Use one of these.'} "
         f"The layers:{layers.listing()}"
     )
 
@@ -242,10 +243,10 @@ def _type(method: str, layers: _Layers) -> Sequence[int]:
     pattern = method[len(_TYPE) :]
     try:
         regex = re.compile(pattern, re.IGNORECASE)
-    except re.error as error:
+    except (re.error, RecursionError, OverflowError) as error:  # nested or repeated too much
         raise PartitionError(
             "partition_method='type:REGEX' must hold a valid regular expression, but got "
-            f"{pattern!r}: {error}. Correct the expression after 'type:'. The "
+            f"{shown(pattern)}: {error}. Correct the expression after 'type:'. The "
             f"layers:{layers.listing()}"
         ) from error
     weights = [int(bool(pattern) and regex.search(name) is not None) for name in layers.class_names]
@@ -253,7 +254,7 @@ def _type(method: str, layers: _Layers) -> Sequence[int]:
         classes = ", ".join(dict.fromkeys(layers.class_names))
         raise PartitionError(
             "partition_method='type:REGEX' must match the class name of at least one layer, but "
-            f"got {pattern!r}. The classes are {classes}. The layers:{layers.listing()}"
+            f"got {shown(pattern)}. The classes are {classes}. The layers:{layers.listing()}"
         )
     return partition_balanced(weights, layers.num_parts)
 
@@ -272,7 +273,7 @@ def _explicit(boundaries: Sequence[int], layers: _Layers) -> tuple[int, ...]:
         problem = "must increase from boundary to boundary, so that no part is empty"
     if problem:
         raise PartitionError(
-            f"partition_method {problem}, but got partition_method={list(values)}. Use for "
+            f"partition_method {problem}, but got partition_method={shown(list(values))}. Use for "
             f"instance {_example(layers)}. The layers:{layers.listing()}"
         )
     return values
@@ -285,7 +286,7 @@ def _integers(boundaries: object, layers: _Layers) -> tuple[int, ...]:
     if not values or len(integers) != len(values):
         raise PartitionError(
             "partition_method must be a name or a sequence of integers, but got "
-            f"partition_method={boundaries!r}. Use for instance 'parameters' or "
-            f"{_example(layers)}. The layers:{layers.listing()}"
+            f"partition_method={shown(cast('object', boundaries))}. Use for instance 'parameters' "
+            f"or {_example(layers)}. The layers:{layers.listing()}"
         )
     return integers

@@ -103,6 +103,14 @@ def test_latest_that_lags_behind_does_not_count(run: Run, tmp_path: Path) -> Non
     assert found(tmp_path) == ("global_step2", 2)
 
 
+@pytest.mark.parametrize("content", ["", "../x", "a" * 256, "\u00fc" * 200, "global_step0"])
+def test_latest_that_names_nothing_is_passed_over(run: Run, tmp_path: Path, content: str) -> None:
+    save(run, tmp_path, 1)
+    (tmp_path / "latest").write_text(content)
+    with pytest.warns(UserWarning, match="latest must be a readable text|is the newest checkpoint"):
+        assert found(tmp_path) == ("global_step1", 1)
+
+
 def test_without_save_latest_only_the_tag_finds_it(run: Run, tmp_path: Path) -> None:
     save(run, tmp_path, 1, latest=False)
     assert not (tmp_path / "latest").exists()

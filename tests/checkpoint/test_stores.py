@@ -20,6 +20,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -40,7 +41,7 @@ from _train_and_save import KEEP_LAST, saves
 import jaxpipe
 from jaxpipe import checkpoint
 from jaxpipe._paths import any_path
-from jaxpipe._stores import StorePath
+from jaxpipe._stores import StoreError, StorePath
 from jaxpipe.checkpoint import (
     CheckpointWriter,
     RunState,
@@ -509,6 +510,23 @@ def test_processes_tell_process_0_through_the_store(
 
 class RefusedError(Exception):
     """What a driver raises: not always an OSError."""
+
+
+def test_a_driver_that_names_the_url_without_its_scheme() -> None:
+    path = any_path("memory://user:s3cret@box/run", "save_dir")
+    assert isinstance(path, StorePath)
+    assert repr(path) == "StorePath('memory://user:***@box/run')"
+    text = "user:s3cret@box is no bucket"
+    with pytest.raises(StoreError) as caught, path.asking():
+        raise ValueError(text)
+    assert "s3cret" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_name_that_no_store_can_have() -> None:
+    with pytest.raises(
+        CheckpointError, match=r"save_dir='memory://run\\udcff', for which it fails"
+    ):
+        save("memory://run\udcff")
 
 
 def test_a_store_that_refuses_all(disk: str) -> None:

@@ -40,6 +40,9 @@ def test_a_step_that_cannot_be_reported_is_not_the_last(
     heartbeat.note(jnp.ones(2), "step 3")
     _wait_for_beat(file)
     assert file.read_text() == "step 3"
+    heartbeat.note(jnp.ones(2), "step 4 of caf\udce9")
+    _wait_for_beat(file)
+    assert file.read_text() == r"step 4 of caf\udce9"
     file.unlink()
     tmp_path.rename(tmp_path.with_name("gone"))
     heartbeat.touch("a save")

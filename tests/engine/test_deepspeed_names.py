@@ -91,6 +91,8 @@ FURTHER = """
     zero_reduce_scatter zero_round_robin_gradients zero_save_muon_momentum_buffer_in_memory
     zero_sub_group_size zero_use_cpu_optimizer zeropp_loco_param
     parameters named_parameters state_dict load_state_dict modules named_modules half cuda to
+    training xpu ipu mtia get_submodule set_submodule get_extra_state set_extra_state
+    call_super_init dump_patches T_destination ID_TO_DTYPE DTYPE_TO_ID
 """
 """DeepSpeed 0.19's other public names on a `PipelineEngine`, which is a `torch.nn.Module` there."""
 

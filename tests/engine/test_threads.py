@@ -93,9 +93,11 @@ def test_the_state_of_an_evaluation_is_not_replaced(
     """A loader trains, loads or sets parameters within the call that reads it."""
     engine.save_checkpoint(tmp_path)
     params = engine.module_state_dict()
+    opt_state = engine.opt_state_tree()
     calls: dict[str, Callable[[], Any]] = {
         "train_batch": lambda: engine.train_batch(entries()),
         "load_checkpoint": lambda: engine.load_checkpoint(tmp_path),
+        "load_opt_state_tree": lambda: engine.load_opt_state_tree(opt_state),
         "load_module_state_dict": lambda: engine.load_module_state_dict(params),
         "set_hyperparams": lambda: engine.set_lr(0.5),
     }

@@ -608,7 +608,7 @@ def test_wrong_hardware_is_named(change: dict[str, float], match: str) -> None:
 
 
 JOB = """
-import sys
+import os, sys
 import flax.linen as nn, jax, jax.numpy as jnp, optax, jaxpipe
 
 def job():
@@ -656,6 +656,9 @@ def layers():
 
 def exits():
     sys.exit(0)
+
+def ends_at_once():
+    os._exit(0)
 
 def exiting_layers():
     model = jaxpipe.PipelineModule(
@@ -735,6 +738,7 @@ def test_command_prints_and_writes_what_is_asked(
         (["./json.py:job"], "must be a file with a name of its own, but got './json.py:job'"),
         (["planned_job.py:jub"], "JOB must name something in planned_job.py"),
         (["planned_job:exits"], "must return the job, but got SystemExit: 0 (planned_job.py, line"),
+        (["planned_job:ends_at_once"], "must return the job, but got SystemExit: os._exit(0) ("),
         (
             ["planned_exit:job"],
             "SystemExit: 0 (planned_exit.py, line 2). Fix planned_exit.",

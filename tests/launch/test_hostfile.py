@@ -1,6 +1,7 @@
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -227,3 +228,16 @@ def test_more_than_there_are() -> None:
         LaunchError, match=r"--num_gpus 3 and worker-2 has slots=2.*with --exclude worker-2"
     ):
         choose_nodes(NODES, num_gpus=3)
+
+
+def test_errors_list_the_first_of_many_nodes() -> None:
+    nodes = tuple(Node(f"n{i}", (0, 1)) for i in range(3000))
+    choices: list[dict[str, Any]] = [
+        {"include": "m1"},
+        {"num_nodes": 5000},
+        {"exclude": "@".join(map(str, nodes))},
+    ]
+    for given in choices:
+        with pytest.raises(LaunchError, match=r"n19 slots=2 and 2980 more") as caught:
+            choose_nodes(nodes, **given)
+        assert len(str(caught.value)) < 700

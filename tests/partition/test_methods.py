@@ -113,11 +113,20 @@ def test_a_regex_that_matches_nothing(method: str) -> None:
         _cut(method, 2)
 
 
-def test_an_invalid_regex() -> None:
+@pytest.mark.parametrize("pattern", ["(?:a", "(" * 5000, "a{99999999999}"])
+def test_an_invalid_regex(pattern: str) -> None:
+    match = r"valid regular expression, but got '(\(\?:a|\(\(|a\{).*Correct the expression"
+    with pytest.raises(PartitionError, match=match) as caught:
+        _cut(f"type:{pattern}", 2)
+    assert len(str(caught.value)) < 1000
+
+
+def test_many_boundaries_are_cut_short() -> None:
     with pytest.raises(
-        PartitionError, match=r"valid regular expression, but got '\(\?:a'.*Correct the expression"
-    ):
-        _cut("type:(?:a", 2)
+        PartitionError, match=r"3 boundaries, but got.*=\[0, 1, .*\.\.\.\. Use"
+    ) as caught:
+        _cut(range(100_000), 2)
+    assert len(str(caught.value)) < 1000
 
 
 @pytest.mark.parametrize(
