@@ -38,6 +38,11 @@ def describe_layers(pipeline: Pipeline, keys: Collection[str]) -> tuple[StoredLa
     )
 
 
+def adapter_keys(pipeline: Pipeline) -> list[str]:
+    """Return the keys of the parameters of adapters."""
+    return sorted(join_path(("params", *path)) for path in pipeline.trace.adapters)
+
+
 def library_versions() -> dict[str, str]:
     """Return the versions of the libraries that write a checkpoint."""
     found = {"python": platform.python_version()}

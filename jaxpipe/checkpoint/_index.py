@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from operator import index
@@ -15,6 +16,7 @@ from jaxpipe._files import advice, parse_json
 from jaxpipe._paths import read_any
 from jaxpipe._stores import AnyPath
 from jaxpipe.errors import CheckpointError, shown
+from jaxpipe.layers import LORA_PARAMETERS
 from jaxpipe.state import Leaf, Span
 
 from ._json import check_json, decode_state
@@ -97,6 +99,7 @@ class Index:
         config: The configuration.
         versions: Versions of the libraries.
         excluded: Keys of frozen parameters that were left out.
+        adapters: Keys of parameters of adapters.
     """
 
     global_steps: int
@@ -113,6 +116,12 @@ class Index:
     config: Mapping[str, Any]
     versions: Mapping[str, str]
     excluded: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = ()
+
+
+def kernel_key(adapter: str) -> str:
+    """The key of the kernel that a parameter of an adapter is beside."""
+    return adapter.rpartition("/")[0] + "/kernel"
 
 
 def dump_index(index: Index) -> bytes:
@@ -123,6 +132,7 @@ def dump_index(index: Index) -> bytes:
         "leaves": {key: _dump_leaf(leaf) for key, leaf in index.leaves.items()},
         "arrays": {name: asdict(array) for name, array in index.arrays.items()},
         "excluded": list(index.excluded),
+        "adapters": list(index.adapters),
     }
     return json.dumps(content, indent=1).encode()
 
@@ -193,12 +203,22 @@ def _load_index(given: Mapping[str, Any]) -> Index:
         isinstance(key, str) and key not in leaves for key in excluded
     )
     _check(is_sound, "excluded", excluded)
+    named = [
+        key
+        for key in leaves
+        if key.startswith("params/")
+        and re.search(LORA_PARAMETERS, key)
+        and kernel_key(key) in {*leaves, *excluded}
+    ]
+    adapters = given.get("adapters", named)  # missing in checkpoints from before 0.1
+    _check(isinstance(adapters, list) and set(adapters) <= {*named}, "adapters", adapters)
     return Index(
         **{name: given[name] for name in _PLAIN},
         layers=tuple(_load_layer(each, leaves) for each in given["layers"]),
         leaves=leaves,
         arrays=arrays,
         excluded=tuple(excluded),
+        adapters=tuple(adapters),
     )
 
 

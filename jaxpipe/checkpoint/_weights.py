@@ -1,6 +1,5 @@
 """Parameters of checkpoints as safetensors files, with our paths or Hugging Face's names."""
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any
@@ -13,14 +12,7 @@ from jaxpipe._paths import any_path
 from jaxpipe._stores import AnyPath, StorePath
 from jaxpipe.distributed import run_on_all
 from jaxpipe.errors import CheckpointError, shown
-from jaxpipe.layers import (
-    LORA_PARAMETERS,
-    flatten_dict,
-    join_path,
-    merge_lora,
-    split_path,
-    unflatten_dict,
-)
+from jaxpipe.layers import merge_lora
 from jaxpipe.pipeline import Pipeline
 from jaxpipe.state import Leaf, TrainState
 from jaxpipe.weights import (
@@ -37,6 +29,8 @@ from jaxpipe.weights import (
     write_safetensors,
 )
 
+from ._describe import adapter_keys
+from ._index import kernel_key
 from ._load import read_into, read_leaves, with_params
 from ._open import Checkpoint, open_checkpoint, reread
 
@@ -74,11 +68,8 @@ def load_huggingface(
             once; or tensors are missing, are left over, have another shape, or hold integers for
             floating-point leaves. The state is unchanged.
     """
-    keys = [
-        key
-        for key in pipeline.catalog
-        if key.startswith(_PARAMS) and not re.search(LORA_PARAMETERS, key)
-    ]
+    adapters = adapter_keys(pipeline)
+    keys = [key for key in pipeline.catalog if key.startswith(_PARAMS) and key not in adapters]
     leaves = {key.removeprefix(_PARAMS): _struct_of(pipeline.catalog[key]) for key in keys}
     files = run_on_all(lambda: RenamedFiles(any_path(folder, "folder"), renames, leaves))
     assert files is not None  # set on every process
@@ -195,34 +186,27 @@ class _Tensors:
         leaves = {
             key: leaf for key, leaf in checkpoint.index.leaves.items() if key.startswith(_PARAMS)
         }
-        adapters = [key for key in leaves if re.search(LORA_PARAMETERS, key)]
+        adapters = checkpoint.index.adapters
         _check_whole(checkpoint, adapters, lora_alpha)
         named = {
             key.removeprefix(_PARAMS): leaf for key, leaf in leaves.items() if key not in adapters
         }
         matches = match_renames(renames, {path: leaf.shape for path, leaf in named.items()})
-        beside: dict[str, list[str]] = {}
+        self._beside: dict[str, list[str]] = {}
+        """The keys of adapters, by their kernel's."""
         for key in adapters:
-            beside.setdefault(key.rpartition("/")[0], []).append(key)
+            self._beside.setdefault(kernel_key(key), []).append(key)
         # For each match, the keys that it needs: its leaves and their adapters, if any.
         self._needs: list[tuple[Match, list[str]]] = []
         self.structs: dict[str, jax.ShapeDtypeStruct] = {}
         for match in matches:
             keys = [_PARAMS + path for path in match.ours]
-            kernels = [key.rpartition("/")[0] for key in keys if key.endswith("/kernel")]
-            self._needs.append(
-                (match, keys + [key for module in kernels for key in beside.pop(module, ())])
-            )
+            beside = [each for key in keys for each in self._beside.get(key, ())]
+            self._needs.append((match, keys + beside))
             own = np.result_type(*(_struct_of(named[path]).dtype for path in match.ours))
             to = dtype if dtype is not None and jnp.issubdtype(own, jnp.floating) else own
             shape = match.transform.their_shape(match.shapes)
             self.structs |= {names[0]: jax.ShapeDtypeStruct(shape, to) for names in match.theirs}
-        if beside:
-            raise CheckpointError(
-                f"{self.path} must have the kernel of each adapter beside it, but got "
-                f"{next(iter(beside.values()))[0]!r} without one. Give lora all layers that share "
-                "a tied kernel, or write the adapters with export_safetensors."
-            )
 
     def describe(self, config: Mapping[str, Any], renames: Sequence[Rename]) -> bytes:
         """The contents of `config.json`; see `dump_config`."""
@@ -237,14 +221,13 @@ class _Tensors:
             match, keys = match_of[read]
             if not all(key in waiting for key in keys):
                 continue
-            leaves = {key.removeprefix(_PARAMS): waiting.pop(key) for key in keys}
-            if len(leaves) > len(match.ours):
+            leaves = {key: waiting.pop(key) for key in keys}
+            for key in self._beside.keys() & leaves:
                 assert self._alpha is not None  # checked earlier if there are adapters
-                tree = unflatten_dict({split_path(path): leaf for path, leaf in leaves.items()})
+                module = {x.rpartition("/")[2]: leaves[x] for x in (key, *self._beside[key])}
                 # Merge in float32: rounding to the kernel's dtype first would lose small changes.
-                merged = flatten_dict(merge_lora(tree, self._alpha, np.float32))
-                leaves = {join_path(path): leaf for path, leaf in merged.items()}
-            ours = [leaves[path] for path in match.ours]
+                leaves[key] = merge_lora(module, self._alpha, np.float32)["kernel"]
+            ours = [leaves[_PARAMS + path] for path in match.ours]
             for number, names in enumerate(match.theirs):
                 yield (
                     names[0],

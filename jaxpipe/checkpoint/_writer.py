@@ -32,7 +32,7 @@ from jaxpipe.state import Leaf, TrainState, state_arrays
 from jaxpipe.topology import mesh_shape
 
 from ._copies import Hashes, merge_hashes
-from ._describe import describe_layers, dump_scalars, library_versions, scalar_arrays
+from ._describe import adapter_keys, describe_layers, dump_scalars, library_versions, scalar_arrays
 from ._directory import (
     ARRAYS,
     COMMIT,
@@ -455,6 +455,7 @@ def _content(
         "zero_stage": pipeline.config.zero_optimization.stage,
         "layers": describe_layers(pipeline, leaves),
         "excluded": tuple(key for key in pipeline.catalog if key not in leaves),
+        "adapters": tuple(key for key in adapter_keys(pipeline) if key in leaves),
         "batch": dump_struct(tuple(batch)),
         "data_iterators": iterators,
         "client_state": json.loads(dump_json(dict(run.client_state))),

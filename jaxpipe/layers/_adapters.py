@@ -16,11 +16,16 @@ from flax.core import freeze, meta
 
 from jaxpipe.errors import LayerError
 
+from ._marks import MarkBox, Marked
 from ._sharding import unbox
 from ._tree import LORA_A, LORA_B, Place
 
 LINEN_PROJECTIONS = (nn.Dense, nn.DenseGeneral, nn.Einsum)
 NNX_PROJECTIONS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)
+
+
+class LoraParam(Marked):
+    """A parameter of an adapter."""
 
 
 class Adapters:
@@ -111,18 +116,21 @@ def adapted_call(call: Callable[..., Any], mark: LoraMark) -> Callable[..., Any]
         scope: Any = module.scope
         kernel = scope.get_variable("params", "kernel")
         # Not `module.param`, which may only be called from the module's own code.
-        if not scope.has_variable("params", LORA_A):
+        a, b = (scope.get_variable("params", name) for name in (LORA_A, LORA_B))
+        if module.is_initializing() and not isinstance(a, MarkBox | None):
+            raise _taken(module)
+        if a is None:
             shape_a, shape_b = adapters.shapes(jnp.shape(unbox(kernel)), len(axes))
             # Not `scope.make_rng`, which counts its calls: a module that `nn.scan` traces twice
             # would get different kernels than it does without adapters.
             key = jax.random.fold_in(scope.rngs["params"].as_jax_rng(), zlib.crc32(LORA_A.encode()))
             dtype = unbox(kernel).dtype
-            a = adapters.draw(key, shape_a, dtype)
-            b = jnp.zeros(shape_b, dtype)
-            scope.put_variable("params", LORA_A, _boxed_as(kernel, a, len(axes), is_first=True))
-            scope.put_variable("params", LORA_B, _boxed_as(kernel, b, len(axes), is_first=False))
-        a, b = (unbox(scope.get_variable("params", name)) for name in (LORA_A, LORA_B))
-        return adapters.added(y, x, a, b, axes)
+            a = _boxed_as(kernel, adapters.draw(key, shape_a, dtype), len(axes), is_first=True)
+            b = _boxed_as(kernel, jnp.zeros(shape_b, dtype), len(axes), is_first=False)
+        if scope.is_mutable_collection("params"):  # an initialisation, which may be given them
+            scope.put_variable("params", LORA_A, MarkBox(a, LoraParam))
+            scope.put_variable("params", LORA_B, MarkBox(b, LoraParam))
+        return adapters.added(y, x, unbox(a), unbox(b), axes)
 
     @functools.wraps(call)
     def run(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -151,6 +159,8 @@ class _AdaptedProjection(nnx.Module):
     def __init__(self, projection: Any, adapters: Adapters, rngs: nnx.Rngs) -> None:
         graph, state = nnx.split(projection)
         self.names = tuple(str(name) for name in state)
+        if LORA_A in self.names or LORA_B in self.names:
+            raise _taken(projection)
         for name in self.names:
             setattr(self, name, getattr(projection, name))
         # Stored without its variables, which would otherwise have two paths.
@@ -168,8 +178,8 @@ class _AdaptedProjection(nnx.Module):
             said = tuple(
                 {"out_sharding": _names(whole, num_inputs, is_first=is_a)} for is_a in (True, False)
             )
-        self.lora_a = nnx.Param(a, **said[0])
-        self.lora_b = nnx.Param(b, **said[1])
+        self.lora_a = LoraParam(a, **said[0])
+        self.lora_b = LoraParam(b, **said[1])
 
     def __call__(self, inputs: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
         projection = self.projection
@@ -249,6 +259,13 @@ def _contracted(
     if not contracted or not is_plain or outputs != uncontracted + features:
         raise _refused(module, f"the equation {equation!r}")
     return tuple(positions[letter] for letter in contracted)
+
+
+def _taken(module: Any) -> LayerError:
+    return LayerError(
+        f"lora's targets must have no parameters {LORA_A} and {LORA_B} of their own, but got a "
+        f"{type(module).__name__} with one. Rename it, or leave the module out of targets."
+    )
 
 
 def _refused(module: Any, what: str) -> LayerError:

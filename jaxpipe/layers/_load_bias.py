@@ -5,10 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx, struct
-from flax.core import meta
 
 from jaxpipe._typing import PyTree
+
+from ._marks import MarkBox, Marked
 
 _UNIT = 2.0**-80
 """What a load of 1 adds to a gradient.
@@ -18,29 +18,7 @@ gradients changes.
 """
 
 
-class LoadBiasBox(struct.PyTreeNode, meta.AxisMetadata[Any]):
-    """The mark in Flax Linen: a box around the value, in or around a box of partition metadata."""
-
-    value: Any
-
-    def unbox(self) -> Any:
-        """The value, or the box inside."""
-        return self.value
-
-    def replace_boxed(self, val: Any) -> "LoadBiasBox":
-        """The same mark of another value."""
-        return LoadBiasBox(val)
-
-    def add_axis(self, index: int, params: dict[Any, Any]) -> "LoadBiasBox":
-        """A parameter of a stack of layers has the mark of each layer's."""
-        return LoadBiasBox(meta.add_axis(self.value, index, params))
-
-    def remove_axis(self, index: int, params: dict[Any, Any]) -> "LoadBiasBox":
-        """Invert `add_axis`."""
-        return LoadBiasBox(meta.remove_axis(self.value, index, params))
-
-
-class LoadBias(nnx.Param[Any]):
+class LoadBias(Marked):
     """A parameter of an NNX module that a load moves, and not the optimiser; see `load_bias`."""
 
 
@@ -72,8 +50,8 @@ def load_bias(init: Callable[..., Any]) -> Callable[..., Any]:
         (3,)
     """
 
-    def marked(*args: Any, **kwargs: Any) -> LoadBiasBox:
-        return LoadBiasBox(init(*args, **kwargs))
+    def marked(*args: Any, **kwargs: Any) -> MarkBox:
+        return MarkBox(init(*args, **kwargs), LoadBias)
 
     return marked
 

@@ -3,7 +3,7 @@
 import copy
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
 import flax.linen as nn
@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 
 from jaxpipe._numbers import as_integer, as_number
-from jaxpipe._typing import PyTree
+from jaxpipe._typing import Path, PyTree
 from jaxpipe.errors import LayerError
 
 from ._adapters import Adapters
@@ -54,9 +54,9 @@ def lora(
     Raises:
         LayerError: The rank is not a positive integer, alpha is not a number, `targets` are not
             patterns, or no layer can have an adapter. When the model is traced: a pattern matches
-            no kernel, or a target already has an adapter, is shared with a layer without it, has
-            batch dims, or has an equation whose contracted dims are not the first dims of the
-            kernel.
+            no kernel, or a target already has an adapter or parameters of its names, is shared with
+            a layer without it, has batch dims, or has an equation whose contracted dims are not the
+            first dims of the kernel.
 
     Reference:
         LoRA: Low-Rank Adaptation of Large Language Models (Hu et al., 2021), section 4.1.
@@ -88,17 +88,19 @@ def lora(
     return adapted
 
 
-def check_targets(layers: Sequence[NamedLayer], paths: Sequence[ParamPaths]) -> None:
+def check_targets(
+    layers: Sequence[NamedLayer], paths: Sequence[ParamPaths], parameters: Collection[Path]
+) -> None:
     """Refuse patterns given to `lora` that match no kernel, and kernels with it in some layers.
 
-    `paths` are those of each layer's parameters.
+    `paths` are those of each layer's parameters, and `parameters` those of the adapters.
     """
     found = dict.fromkeys(each for named in layers for each in named.adapters)
     if not found:
         return
     of_layers = [set(each.paths.values()) for each in paths]
     every = sorted(set().union(*of_layers))
-    modules = [path[:-1] for path in every if path[-1] == LORA_A]
+    modules = sorted({path[:-1] for path in parameters})
     adapted = ["/".join((*module, "kernel")) for module in modules]
     kernels = ["/".join(path) for path in every if path[-1] == "kernel"]
     for module, name in zip(modules, adapted, strict=True):
@@ -121,7 +123,7 @@ def check_targets(layers: Sequence[NamedLayer], paths: Sequence[ParamPaths]) -> 
 
 
 def without_adapters(params: PyTree, _: PyTree = None) -> PyTree:
-    """The parameters with adapters that contribute nothing."""
+    """The parameters with adapters that contribute nothing, if only adapters have their names."""
     leaves = flatten_dict(params)
     return unflatten_dict(
         {
@@ -133,6 +135,9 @@ def without_adapters(params: PyTree, _: PyTree = None) -> PyTree:
 
 def merge_lora(params: PyTree, alpha: float, dtype: Any = None) -> dict[str, PyTree]:
     """Merge the adapters of a tree into plain parameters, as `jaxpipe.checkpoint` exports them.
+
+    A tree shows adapters only by their names. If other parameters of the model are called `lora_a`
+    or `lora_b`, use `jaxpipe.checkpoint.save_huggingface` with `lora_alpha`.
 
     Args:
         params: A model's tree, as `engine.module_state_dict()` returns it.

@@ -14,7 +14,10 @@ from jaxpipe.jaxpr import ClosedJaxpr, spec_axes
 from jaxpipe.partition import Tie
 from jaxpipe.topology import EXPERT, FSDP
 
+from ._adapters import LoraParam
 from ._axes import on_mesh
+from ._load_bias import LoadBias
+from ._marks import Marked, Marks, with_mark
 from ._param_paths import ParamPaths, merge_layers
 from ._precision import cast_floats
 from ._sharding import (
@@ -44,7 +47,7 @@ class ModelTrace:
         collection_specs: The same for collections.
         stage_dims: For each layer, the dims along which a pipeline splits parameters over the
             `stage` axis, by path.
-        param_marks: For each layer, the parameters that `load_bias` marks, by path.
+        param_marks: For each layer, the marks of parameters, by path.
         programs: Each layer's call in training; equal layers share one program.
         mesh: The mesh that the layers were traced on. Shapes are whole over its automatic axes, and
             one device's share over `stage` and `data`.
@@ -62,7 +65,7 @@ class ModelTrace:
     param_specs: tuple[Mapping[Path, PartitionSpec], ...]
     collection_specs: tuple[Mapping[Path, PartitionSpec], ...]
     stage_dims: tuple[Mapping[Path, int], ...]
-    param_marks: tuple[Mapping[Path, bool], ...]
+    param_marks: tuple[Marks, ...]
     programs: tuple[ClosedJaxpr, ...]
     mesh: AbstractMesh
     rules: Rules
@@ -96,12 +99,22 @@ class ModelTrace:
     @functools.cached_property
     def load_biases(self) -> frozenset[Path]:
         """Parameters that a load moves, by path in the model's tree; see `load_bias`."""
+        return self._with_mark(LoadBias)
+
+    @functools.cached_property
+    def adapters(self) -> frozenset[Path]:
+        """Parameters of the adapters of `lora`, by path in the model's tree."""
+        return self._with_mark(LoraParam)
+
+    def _with_mark(self, mark: type[Marked]) -> frozenset[Path]:
         pairs = zip(self.paths, self.param_marks, strict=True)
-        return frozenset(paths.paths[local] for paths, marks in pairs for local in marks)
+        return frozenset(
+            paths.paths[path] for paths, marks in pairs for path in with_mark(marks, mark)
+        )
 
     def cast_params(self, index: int, dtype: Any) -> PyTree:
         """The parameters of a layer in the dtypes that it computes with."""
-        return cast_floats(self.params[index], dtype, self.param_marks[index])
+        return cast_floats(self.params[index], dtype, with_mark(self.param_marks[index], LoadBias))
 
     def num_params(self) -> tuple[int, ...]:
         """The number of parameters of each layer that an optimiser updates.

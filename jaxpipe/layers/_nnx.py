@@ -21,7 +21,7 @@ from jaxpipe.jaxpr import ClosedJaxpr, value_numbers
 
 from ._adapters import LoraMark, adapted_nnx
 from ._axes import axis_fault, is_unbound_axis, on_mesh, one_device_mesh
-from ._load_bias import LoadBias, LoadBiasBox
+from ._marks import MarkBox, Marked
 from ._protocol import (
     TRAIN_FLAGS,
     Applied,
@@ -306,14 +306,16 @@ def _to_tree(state: nnx.State[Any, Any]) -> PyTree:
 def _to_boxes(state: nnx.State[Any, Any]) -> PyTree:
     """As `_to_tree`, but variables with metadata are put in boxes of `flax.core.meta`."""
 
-    def one(value: Any, spec: Any, is_marked: bool) -> Any:
+    def one(value: Any, spec: Any, mark: Any) -> Any:
         boxed = meta.Partitioned(value, tuple(spec)) if spec else value
-        return LoadBiasBox(boxed) if is_marked else boxed
+        return MarkBox(boxed, mark) if mark else boxed
 
     with nnx.logical_axis_rules(()):  # keep the module's logical names, for the model's rules
         specs = nnx.get_partition_spec(state)
     marks = jax.tree.map(
-        lambda x: x.replace(isinstance(x, LoadBias)) if isinstance(x, nnx.Variable) else False,
+        lambda x: (
+            x.replace(isinstance(x, Marked) and type(x)) if isinstance(x, nnx.Variable) else False
+        ),
         state,
         is_leaf=lambda x: isinstance(x, nnx.Variable),
     )

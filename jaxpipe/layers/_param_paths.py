@@ -10,7 +10,9 @@ from typing import Any
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.errors import LayerError
 
+from ._adapters import LoraParam
 from ._build import NamedLayer
+from ._marks import Marks, with_mark
 from ._tree import flatten_dict, split_attr, unflatten_dict
 
 
@@ -20,12 +22,13 @@ class ParamPaths:
     Args:
         named: The layer.
         params: The layer's own parameters, abstract or not.
+        marks: Their marks.
 
     Raises:
         LayerError: A path of `tied_weight_attr` names no parameter of the layer.
     """
 
-    def __init__(self, named: NamedLayer, params: PyTree) -> None:
+    def __init__(self, named: NamedLayer, params: PyTree, marks: Marks) -> None:
         local = list(flatten_dict(params))
         for attr in named.place.tied_paths or ():
             wanted = split_attr(attr)
@@ -36,6 +39,9 @@ class ParamPaths:
                     f"{attr!r}. Name one of its parameters: {known}."
                 )
         self.paths: dict[Path, Path] = {path: named.place.of(path) for path in local}
+        for path in with_mark(marks, LoraParam):
+            # A kernel has one adapter wherever it is used, and could not be merged with several.
+            self.paths[path] = (*named.place.of((*path[:-1], "kernel"))[:-1], path[-1])
 
 
 def layer_view(named: NamedLayer, tree: Mapping[str, Any]) -> PyTree:
@@ -49,8 +55,8 @@ def layer_view(named: NamedLayer, tree: Mapping[str, Any]) -> PyTree:
     shared = flatten_dict(tree.get("tied", {}).get(named.tied_key, {}))
     return unflatten_dict(
         {
+            **{path: leaf for path, leaf in shared.items() if named.place.sees(path)},
             **flatten_dict(unshared),
-            **{path: leaf for path, leaf in shared.items() if named.place.shares(path)},
         }
     )
 

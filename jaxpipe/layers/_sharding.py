@@ -16,7 +16,7 @@ from jaxpipe.errors import LayerError, nearest
 from jaxpipe.jaxpr import spec_axes
 from jaxpipe.topology import FSDP, MANUAL_AXES, automatic_axes
 
-from ._load_bias import LoadBiasBox
+from ._marks import MarkBox, Marks
 
 Rules = tuple[tuple[str, str | tuple[str, ...] | None], ...]
 
@@ -112,9 +112,9 @@ def unbox(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: [leaf, *_contents(leaf)][-1], tree, is_leaf=_is_box)
 
 
-def load_biases(tree: PyTree) -> frozenset[Path]:
-    """Parameters that `load_bias` marks."""
-    return frozenset(path for path, box in _boxes(tree) if isinstance(box, LoadBiasBox))
+def find_marks(tree: PyTree) -> Marks:
+    """The marks of parameters."""
+    return {path: box.mark for path, box in _boxes(tree) if isinstance(box, MarkBox)}
 
 
 def stage_dims(label: str, tree: PyTree) -> Mapping[Path, int]:

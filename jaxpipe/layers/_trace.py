@@ -1,6 +1,6 @@
 """The shapes of a model, found by abstract evaluation, layer by layer."""
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -13,7 +13,9 @@ from jaxpipe.jaxpr import constrained_axes
 
 from ._axes import on_mesh
 from ._build import NamedLayer, check_instances
+from ._load_bias import LoadBias
 from ._lora import check_targets
+from ._marks import Marked, Marks, with_mark
 from ._model_trace import ModelTrace
 from ._param_paths import ParamPaths
 from ._precision import cast_floats
@@ -60,7 +62,7 @@ def trace_layers(  # noqa: PLR0913  # one setting each
     trace, switches = on_mesh(
         mesh, lambda: _trace_layers(layers, inputs, side or {}, mesh, rules, compute_dtype, seen)
     )
-    check_targets(layers, trace.paths)
+    check_targets(layers, trace.paths, trace.adapters)
     warn_of_side(layers, side or {}, warned)
     warn_of_data(seen.over_data, warned)
     warn_of_switches(switches, warned)
@@ -91,7 +93,7 @@ def _trace_layers(  # noqa: PLR0913  # one setting each
     shared: dict[Path, tuple[str, Any]] = {}
     shared_specs: dict[Path, PartitionSpec | None] = {}
     shared_stage_dims: dict[Path, int | None] = {}
-    shared_marks: dict[Path, bool | None] = {}
+    shared_marks: dict[Path, type[Marked] | None] = {}
     known: dict[Hashable, int] = {}
     firsts: list[int] = []
     switches: dict[int, dict[str, bool]] = {}
@@ -120,21 +122,23 @@ def _trace_layers(  # noqa: PLR0913  # one setting each
             given = {
                 at[2:]: x
                 for at, (_, x) in shared.items()
-                if at[1] == named.tied_key and named.place.shares(at[2:])
+                if at[1] == named.tied_key and named.place.sees(at[2:])
             }
             call = Call(
                 named, before, boundaries[-1], side_struct, compute_dtype, mesh, rules, seen
             )
             params, collections, shardings = call.variables(unflatten_dict(given))
-            marks = _with_shared(ParamPaths(named, params), shardings[3], shared_marks)
+            marks = _with_shared(
+                ParamPaths(named, params, shardings[3]), shardings[3], shared_marks
+            )
             shardings = (*shardings[:3], marks)
-            computed = cast_floats(params, compute_dtype, marks)
+            computed = cast_floats(params, compute_dtype, with_mark(marks, LoadBias))
             with rules_in_force(rules):
                 program, outputs, aux = call.results(computed, collections)
                 call.check_evaluation(computed, collections)
                 switches[first] = call.open_switches(computed, collections)
         _check_params(named, params, shardings[3])
-        paths = ParamPaths(named, params)
+        paths = ParamPaths(named, params, shardings[3])
         _check_shared(named, paths, params, shared)
         boundaries.append(outputs)
         all_collections.append(collections)
@@ -175,7 +179,8 @@ def _side_struct(side: Mapping[str, PyTree]) -> dict[str, PyTree]:
     return struct_of(dict(side))
 
 
-def _check_params(named: NamedLayer, params: PyTree, marks: Collection[Path]) -> None:
+def _check_params(named: NamedLayer, params: PyTree, marks: Marks) -> None:
+    load_biases = with_mark(marks, LoadBias)
     for path, leaf in flatten_dict(params).items():
         where = f"parameter {'.'.join(path)!r} of layer {named.name}"
         if not isinstance(leaf, jax.ShapeDtypeStruct):
@@ -188,7 +193,7 @@ def _check_params(named: NamedLayer, params: PyTree, marks: Collection[Path]) ->
                 f"{where} must be floating point, but got {format_struct(leaf)}, which no "
                 "optimiser can update. Make it a constant inside the call."
             )
-        if path in marks and leaf.dtype.itemsize < 4:
+        if path in load_biases and leaf.dtype.itemsize < 4:
             raise LayerError(
                 f"{where} must be in float32 or wider, because load_bias marks it, but got "
                 f"{format_struct(leaf)}. Make it in float32, which nothing casts."

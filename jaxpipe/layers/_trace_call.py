@@ -23,7 +23,7 @@ from ._precision import init_inputs, widened
 from ._protocol import Layer, layer_rngs
 from ._sharding import (
     Rules,
-    load_biases,
+    find_marks,
     metadata_names,
     partition_specs,
     paths_over_data,
@@ -111,7 +111,7 @@ class Call:
         self.seen.names.update(*map(metadata_names, made))
         dims = stage_dims(self.named.name, made[0])
         of_params = with_fsdp(flatten_dict(params), of_params, dims, self.mesh)
-        marks = dict.fromkeys(load_biases(made[0]), True)
+        marks = find_marks(made[0])
         return params, collections, (of_params, of_collections, dims, marks)
 
     def results(self, params: PyTree, collections: PyTree) -> tuple[ClosedJaxpr, PyTree, PyTree]:

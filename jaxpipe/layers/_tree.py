@@ -31,10 +31,12 @@ class Place:
         """True if the parameter at this path inside the layer belongs to the tied key."""
         if self.tied_key is None or self.tied_paths is None:
             return self.tied_key is not None
-        if path[-1:] in ((LORA_A,), (LORA_B,)):
-            # A kernel has one adapter wherever it is used, and could not be merged with several.
-            path = (*path[:-1], "kernel")
         return any(path[: len(wanted)] == wanted for wanted in map(split_attr, self.tied_paths))
+
+    def sees(self, path: Path) -> bool:
+        """True if the layer gets the parameter at this path under the tied key, if there is one."""
+        is_adapter = path[-1:] in ((LORA_A,), (LORA_B,))
+        return self.shares(path) or (is_adapter and self.shares((*path[:-1], "kernel")))
 
     def of(self, path: Path) -> Path:
         """The path in the model's tree of the parameter at this path inside the layer."""

@@ -488,7 +488,7 @@ class Pipeline:
         """
         check_params_name(name, self.config)
         if name == "base":
-            check_base(map(join_path, self._params.struct), map(join_path, self._params.trained))
+            check_base(self.trace.adapters, self._params.trained)
         return dataclasses.replace(state, params=self._choosing[name](state))
 
     @off_mesh

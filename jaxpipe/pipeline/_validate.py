@@ -1,6 +1,5 @@
 """Checks of a pipeline's arguments: batches, parameter trees, meshes and optimisers."""
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,11 +14,11 @@ from jaxpipe.config import TrainConfig
 from jaxpipe.data import Batch, array_fault, split_entry
 from jaxpipe.errors import ConfigError, DataError, LayerError, PipelineError, TopologyError
 from jaxpipe.layers import (
-    LORA_PARAMETERS,
     ModelTrace,
     PipelineModule,
     flatten_dict,
     format_struct,
+    join_path,
     struct_of,
     unbox,
     unflatten_dict,
@@ -90,13 +89,12 @@ def check_params_name(name: Any, config: TrainConfig) -> None:
         )
 
 
-def check_base(paths: Iterable[str], trained: Iterable[str]) -> None:
+def check_base(adapters: frozenset[Path], trained: Iterable[Path]) -> None:
     """Raise ConfigError unless a model trains all of its adapters and nothing else.
 
     Otherwise the model without adapters would not be the model before training.
     """
-    adapters = {path for path in paths if re.search(LORA_PARAMETERS, path)}
-    differing = sorted(adapters.symmetric_difference(trained))
+    differing = sorted(map(join_path, adapters.symmetric_difference(trained)))
     if not adapters or differing:
         found = f"one in which {differing[0]} is the first to differ" if adapters else "no adapters"
         raise ConfigError(

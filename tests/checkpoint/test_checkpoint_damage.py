@@ -587,6 +587,7 @@ EDITS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "no-arrays": lambda index: index.pop("arrays"),
     "no-steps": lambda index: index.pop("global_steps"),
     "no-list": lambda index: index.update(leaves=[1]),
+    "adapter": lambda index: index.update(adapters=list(index["leaves"])[:1]),
     "dtype": lambda index: index["leaves"]["params/layers/0_Averaging/Dense_0/kernel"].update(
         dtype="int32"
     ),

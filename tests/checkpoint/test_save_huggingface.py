@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import time
@@ -16,17 +18,24 @@ import numpy as np
 import optax
 import pytest
 from _covering import slow_after, soak_after
-from _saved import saved
+from _saved import change_index, saved
+from _tolerances import assert_close
+from flax import nnx
 from safetensors import safe_open
 
 import jaxpipe
-from jaxpipe import PipeDataParallelTopology, PipelineModule
-from jaxpipe.checkpoint import load_safetensors, rename_back, save_huggingface
+from jaxpipe import LayerSpec, PipeDataParallelTopology, PipelineModule
+from jaxpipe.checkpoint import (
+    export_safetensors,
+    load_safetensors,
+    rename_back,
+    save_huggingface,
+)
 from jaxpipe.checkpoint.__main__ import main
 from jaxpipe.errors import CheckpointError, ConfigError
 from jaxpipe.layers import LORA_PARAMETERS, flatten_dict, lora, merge_lora
 from jaxpipe.models import LlamaConfig, llama, llama_names
-from jaxpipe.weights import Rename
+from jaxpipe.weights import Rename, stack
 
 ALPHA, LIMIT = 4.0, 3000
 SIZES: dict[str, Any] = {
@@ -255,21 +264,78 @@ def test_mistakes_write_nothing(
     assert not (tmp_path / "out").exists()
 
 
-class WithoutKernel(nn.Module):
+def test_older_checkpoints_have_adapters_by_name(runs: Runs, tmp_path: Path) -> None:
+    path, params = runs["adapters"]
+    tag, config = tmp_path / "run" / "global_step1", config_of(tied=True)
+    shutil.copytree(path / "global_step1", tag)
+    change_index(tag, lambda index: index.__delitem__("adapters"))
+    save_huggingface(tag, tmp_path / "out", llama_names(config), lora_alpha=ALPHA)
+    assert_holds(tmp_path / "out", merge_lora(params, ALPHA), config)
+
+
+class Own(nn.Module):
+    """The names of an adapter, and another formula."""
+
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        scale = self.param("lora_a", nn.initializers.ones, (1, 4))
-        return nn.Dense(4)(x * scale)
+        init = nn.initializers.lecun_normal()
+        kernel, a, b = (self.param(name, init, (4, 4)) for name in ("kernel", "lora_a", "lora_b"))
+        return x @ kernel + jnp.tanh(x @ a) @ b
 
 
-def test_adapters_without_a_kernel_are_not_left_out(tmp_path: Path) -> None:
-    module = PipelineModule([WithoutKernel()], num_stages=1)
-    engine = jaxpipe.initialize(model=module, config={"train_micro_batch_size_per_gpu": 2})[0]
-    engine.predict(np.ones((2, 4), np.float32))
-    engine.save_checkpoint(tmp_path / "run")
-    table = [Rename(name, f"0/Dense_0/{name}") for name in ("kernel", "bias")]
-    with pytest.raises(CheckpointError, match="kernel of each adapter.*0_WithoutKernel/lora_a"):
-        save_huggingface(tmp_path / "run", tmp_path / "out", table, lora_alpha=1.0)
+class OwnNNX(nnx.Module):
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        init = nnx.initializers.lecun_normal()
+        drawn = [nnx.Param(init(rngs.params(), (4, 4))) for _ in range(3)]
+        self.kernel, self.lora_a, self.lora_b = drawn
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x @ self.kernel[...] + jnp.tanh(x @ self.lora_a[...]) @ self.lora_b[...]
+
+
+@pytest.mark.parametrize("own", [Own, OwnNNX])
+@pytest.mark.parametrize("alpha", [None, ALPHA])
+def test_a_layer_may_have_the_names_of_adapters(
+    own: type, alpha: float | None, tmp_path: Path
+) -> None:
+    layers = [LayerSpec(each, *args) for each, args in ((nn.Dense, [4]), (own, [])) * 2]
+    x = np.asarray(jax.random.normal(jax.random.key(0), (2, 4)))
+
+    def engine_of(layers: list[Any]) -> Any:
+        return jaxpipe.initialize(
+            model=PipelineModule(
+                layers,
+                topology=PipeDataParallelTopology(2, 1),
+                loss_fn=lambda y, t: jnp.mean((y - t) ** 2),
+            ),
+            optimizer=optax.adam(1e-1),
+            config={"train_batch_size": 4, "gradient_accumulation_steps": 2},
+            example_batch=(x, x),
+        )[0]
+
+    plain = engine_of(layers)
+    engine = plain if alpha is None else engine_of(lora(layers, 2, alpha, "kernel"))
+    engine.train_batch(iter([(x, 3 * x)] * 2))
+    params, outputs = engine.module_state_dict(), engine.predict(x)
+    run, out = tmp_path / "run", tmp_path / "out"
+    engine.save_checkpoint(run)
+    [file] = export_safetensors(run, tmp_path / "model.safetensors")
+    jax.tree.map(np.testing.assert_array_equal, load_safetensors(file), params)
+
+    # Also in one tensor with leaves that have adapters.
+    paths = ["/".join(path[1:]) for path in flatten_dict(plain.module_state_dict())]
+    ours = [re.sub("_[A-Za-z]+", "", path, count=1) for path in paths]
+    square = tuple(path for path in ours if not path.endswith("bias"))
+    table = [Rename(path, path) for path in ours if path not in square]
+    table.append(Rename("square", square, stack()))
+    save_huggingface(run, out, table, lora_alpha=alpha)
+    plain.load_module_state_dict(plain.module.init(jax.random.key(1), x))
+    plain.load_huggingface(out, table)
+    assert_close(plain.predict(x), outputs)
+    engine.load_huggingface(out, table)
+    for path, leaf in flatten_dict(engine.module_state_dict()).items():
+        if own.__name__ in path[1]:
+            np.testing.assert_array_equal(leaf, flatten_dict(params)[path])
 
 
 def test_collections_have_no_names(tmp_path: Path) -> None:

@@ -41,7 +41,9 @@ def test_a_slash_in_a_name_stays_in_one_key() -> None:
 
 def test_paths_of_a_layer_lie_under_its_place_and_name() -> None:
     (named,) = _named(nn.Dense(3))
-    assert ParamPaths(named, {"kernel": 0}).paths == {("kernel",): ("layers", "0_Dense", "kernel")}
+    assert ParamPaths(named, {"kernel": 0}, {}).paths == {
+        ("kernel",): ("layers", "0_Dense", "kernel")
+    }
 
 
 def test_a_tied_layer_shares_everything_unless_told_what() -> None:
@@ -50,15 +52,15 @@ def test_a_tied_layer_shares_everything_unless_told_what() -> None:
         TiedLayerSpec("k", nn.Dense, 3, tied_weight_attr="a"),
         TiedLayerSpec("k", nn.Dense, 3, tied_weight_attr=["a.w", "c"]),
     )
-    assert set(ParamPaths(whole, OWN).paths.values()) == {
+    assert set(ParamPaths(whole, OWN, {}).paths.values()) == {
         ("tied", "k", *path) for path in flatten_dict(OWN)
     }
-    assert ParamPaths(part, OWN).paths == {
+    assert ParamPaths(part, OWN, {}).paths == {
         ("a", "w"): ("tied", "k", "a", "w"),
         ("a", "b"): ("tied", "k", "a", "b"),
         ("c",): ("layers", "1_Dense", "c"),
     }
-    assert ParamPaths(deep, OWN).paths == {
+    assert ParamPaths(deep, OWN, {}).paths == {
         ("a", "w"): ("tied", "k", "a", "w"),
         ("a", "b"): ("layers", "2_Dense", "a", "b"),
         ("c",): ("tied", "k", "c"),
@@ -72,7 +74,7 @@ def test_a_tied_attribute_that_names_nothing_shows_what_there_is(attr: str) -> N
         LayerError,
         match=rf"of layer 0_Dense, but got '{attr}'.*Name one of its parameters: a.w, a.b, c",
     ):
-        ParamPaths(named, OWN)
+        ParamPaths(named, OWN, {})
 
 
 def test_a_tied_attribute_of_a_layer_without_parameters() -> None:
@@ -92,7 +94,11 @@ def test_a_view_gathers_what_a_layer_owns_and_shares() -> None:
     )
     other = {"a": {"w": 1}, "d": 4}
     tree = merge_layers(
-        [ParamPaths(named[0], OWN), ParamPaths(named[1], other), ParamPaths(named[2], OWN)],
+        [
+            ParamPaths(named[0], OWN, {}),
+            ParamPaths(named[1], other, {}),
+            ParamPaths(named[2], OWN, {}),
+        ],
         [OWN, {"a": {"w": -1}, "d": 4}, OWN],
     )
     assert tree == {

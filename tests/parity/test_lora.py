@@ -267,6 +267,46 @@ def test_a_tied_kernel_with_an_adapter_in_one_layer_is_refused() -> None:
         model.trace(np.ones((2, DIM), np.float32))
 
 
+class Own(nn.Dense):
+    """A kernel, and parameters with the names of its adapter."""
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        init = nn.initializers.lecun_normal()
+        kernel, a, b = (
+            self.param(name, init, (DIM, DIM)) for name in ("kernel", "lora_a", "lora_b")
+        )
+        return inputs @ kernel + jnp.tanh(inputs @ a) @ b
+
+
+class OwnNNX(nnx.Linear):
+    def __init__(self, *args: Any, rngs: nnx.Rngs) -> None:
+        super().__init__(*args, rngs=rngs)
+        self.lora_b = nnx.Param(jnp.ones((DIM, DIM)))
+
+
+def test_a_parameter_with_the_name_of_an_adapter_is_not_shared_as_one() -> None:
+    own = TiedLayerSpec("own", Own, DIM, tied_weight_attr="kernel")
+    model = PipelineModule([*lora([nn.Dense(DIM)], 2, ALPHA, "kernel"), own, own], num_stages=1)
+    x = np.asarray(jax.random.normal(jax.random.key(0), (2, DIM)))
+    params = model.init(jax.random.key(1), x)
+    assert params["tied"]["own"].keys() == {"kernel"}
+    module = {
+        name: {**leaves, **params["tied"]["own"]} for name, leaves in params["layers"].items()
+    }
+    wanted = nn.Dense(DIM).apply({"params": params["layers"]["0_Dense"]}, x)
+    for name in ("1_Own", "2_Own"):
+        wanted = Own(DIM).apply({"params": module[name]}, wanted)
+    assert_close(model.apply(params, x), wanted)
+    assert {path[1] for path in model.trace(x).adapters} == {"0_Dense"}
+
+
+@pytest.mark.parametrize("layer", [LayerSpec(Own, DIM), LayerSpec(OwnNNX, DIM, DIM)])
+def test_a_target_that_has_the_name_of_an_adapter_is_refused(layer: LayerSpec) -> None:
+    with pytest.raises(LayerError, match=r"no parameters lora_a and lora_b of their own, .*Own"):
+        PipelineModule(lora([layer], 2, ALPHA, "kernel"), num_stages=1).trace(np.ones((2, DIM)))
+
+
 @pytest.mark.parametrize(
     "layer",
     [
