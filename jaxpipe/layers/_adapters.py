@@ -98,13 +98,25 @@ class LoraMark:
 
 def adapted_call(call: Callable[..., Any], mark: LoraMark) -> Callable[..., Any]:
     """The call of a Linen module, with adapters added to its targets."""
+    running: list[tuple[nn.Module, list[bool]]] = []
 
     def intercept(method: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
-        y = method(*args, **kwargs)
         module = context.module
         is_call = isinstance(module, LINEN_PROJECTIONS) and context.method_name == "__call__"
         adapters = mark.of(module.path) if is_call and module.scope is not None else None
         if adapters is None:
+            return method(*args, **kwargs)
+        # A subclass's call runs that of its base, which is the one that multiplies by the kernel.
+        outer = [bases for each, bases in running if each is module]
+        bases: list[bool] = []
+        running.append((module, bases))
+        try:
+            y = method(*args, **kwargs)
+        finally:
+            running.pop()
+        for each in outer:
+            each.append(True)
+        if bases:
             return y
         (x,) = args[:1] or (kwargs["inputs"],)
         equation = kwargs.get("einsum_str") or (

@@ -340,10 +340,20 @@ def test_a_kernel_that_is_not_contracted_in_order_is_refused(equation: str) -> N
         )
 
 
-def test_letters_before_an_ellipsis_are_the_first_dims() -> None:
-    layer = LayerSpec(nn.Einsum, (4, 4, 3), "b...d,bdf->...f")
+class ScaledDense(nn.Dense):
+    @nn.compact
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        return super().__call__(2 * super().__call__(3 * inputs))
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [LayerSpec(nn.Einsum, (4, 4, 3), "b...d,bdf->...f"), LayerSpec(ScaledDense, 4)],
+    ids=["letters-before-an-ellipsis", "calls-of-the-base-class"],
+)
+def test_the_adapter_is_that_of_the_merged_kernel(layer: LayerSpec) -> None:
     x = jax.random.normal(jax.random.key(0), (4, 4, 4))
-    model = PipelineModule(lora([layer], 2, ALPHA, "Einsum"), num_stages=1)
+    model = PipelineModule(lora([layer], 2, ALPHA, "kernel"), num_stages=1)
     params = jax.tree.map(lambda leaf: leaf + 0.1 * x.ravel()[0], model.init(jax.random.key(1), x))
     merged = PipelineModule([layer], num_stages=1).apply(merge_lora(params, ALPHA), x)
     assert_close(model.apply(params, x), merged)
