@@ -5,7 +5,6 @@
 from ._args import add_config_arguments, config_from_args
 from ._batch import BatchSizes, resolve_batch_sizes
 from ._checkpoint import CheckpointSection
-from ._classes import BatchConfig, FP16Config, TrainingConfig
 from ._cli import main
 from ._collect import Collector
 from ._ema import EMASection
@@ -23,13 +22,13 @@ from ._params import Params
 from ._precision import BF16Section, DataTypesSection, Dtype, FP16Section
 from ._profiler import FlopsProfilerSection
 from ._recompute import ActivationCheckpointingSection
-from ._section import without_secrets
-from ._struct import Config
+from ._section import Section, read_section, without_secrets
 from ._train import PipelineConfig, TrainConfig
 from ._values import (
     Reader,
     integer_of_at_least,
     number,
+    number_of_at_least,
     optional,
     read_flag,
     unless_auto,
@@ -40,16 +39,13 @@ from ._zero import ZeroSection
 __all__ = [
     "ActivationCheckpointingSection",
     "BF16Section",
-    "BatchConfig",
     "BatchSizes",
     "CSVMonitorSection",
     "CheckpointSection",
     "CometSection",
-    "Config",
     "ConfigWarning",
     "DataTypesSection",
     "EMASection",
-    "FP16Config",
     "FP16Section",
     "FlopsProfilerSection",
     "MLflowSection",
@@ -59,7 +55,6 @@ __all__ = [
     "TensorBoardSection",
     "TrackioSection",
     "TrainConfig",
-    "TrainingConfig",
     "WandbSection",
     "ZeroSection",
     "add_config_arguments",

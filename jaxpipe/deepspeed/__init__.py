@@ -2,16 +2,16 @@
 
 No other package of jaxpipe uses them.
 
-Some other DeepSpeed names are defined where the library needs them. Of these, this package
-re-exports `PipelineParallelGrid`, the type of `engine.grid`, and the struct classes of DeepSpeed
-0.3, which `load_config` reads. Methods of `PipelineEngine` and `PipelineModule` that are not
-supported raise an error that names the replacement.
+`PipelineParallelGrid`, the type of `engine.grid`, is defined where the library needs it. The struct
+classes are those of DeepSpeed 0.3; `initialize` and `load_config` read a `TrainingConfig`. Methods
+of `PipelineEngine` and `PipelineModule` that are not supported raise an error that names the
+replacement.
 """
 
-from jaxpipe.config import BatchConfig, Config, FP16Config, TrainingConfig
 from jaxpipe.topology import PipelineParallelGrid
 
 from ._checkpointing import CheckpointFunction, non_reentrant_checkpoint, reset, set_num_layers
+from ._classes import BatchConfig, FP16Config, TrainingConfig
 from ._rng_tracker import (
     CudaRNGStatesTracker,
     RNGState,
@@ -19,6 +19,7 @@ from ._rng_tracker import (
     model_parallel_cuda_manual_seed,
     model_parallel_reconfigure_tp_seed,
 )
+from ._struct import Config
 
 __all__ = [
     "BatchConfig",
