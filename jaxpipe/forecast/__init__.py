@@ -16,7 +16,15 @@ from jaxpipe.planner import (
 from ._cli import main
 from ._compile import CompiledStep, compilable_devices
 from ._devices import absent_devices
-from ._job import JOB_HELP, call_job, check_model, read_job, read_places, run_command, writable_file
+from ._job import (
+    call_job,
+    check_model,
+    job_parser,
+    read_job,
+    read_places,
+    run_command,
+    writable_file,
+)
 from ._plan import plan
 from ._result import Alternative, StepPlan
 
