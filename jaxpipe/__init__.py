@@ -29,55 +29,50 @@ Main entry points:
     `jaxpipe launch`, on the command line: starts the processes of a job.
 """
 
-from jaxpipe import checkpoint as checkpoint
-from jaxpipe import checkpointing as checkpointing
-from jaxpipe import config as config
-from jaxpipe import data as data
-from jaxpipe import deepspeed as deepspeed
-from jaxpipe import errors as errors
-from jaxpipe import forecast as forecast
-from jaxpipe import launch as launch
-from jaxpipe import layers as layers
-from jaxpipe import losses as losses
-from jaxpipe import models as models
-from jaxpipe import optim as optim
-from jaxpipe import partition as partition
-from jaxpipe import schedules as schedules
-from jaxpipe import topology as topology
-from jaxpipe import transformer as transformer
-from jaxpipe import weights as weights
-from jaxpipe.config import TrainConfig as TrainConfig
-from jaxpipe.config import add_config_arguments as add_config_arguments
-from jaxpipe.data import RepeatingLoader as RepeatingLoader
-from jaxpipe.deepspeed import PipelineParallelGrid as PipelineParallelGrid
-from jaxpipe.distributed import init_distributed as init_distributed
-from jaxpipe.engine import PipelineEngine as PipelineEngine
-from jaxpipe.engine import UnpipelinedEngine as UnpipelinedEngine
-from jaxpipe.engine import initialize as initialize
-from jaxpipe.executor import Metrics as Metrics
-from jaxpipe.executor import microbatch_key as microbatch_key
-from jaxpipe.forecast import plan as plan
-from jaxpipe.layers import LayerSpec as LayerSpec
-from jaxpipe.layers import PipelineModule as PipelineModule
-from jaxpipe.layers import TiedLayerSpec as TiedLayerSpec
-from jaxpipe.pipeline import Pipeline as Pipeline
-from jaxpipe.pipeline import describe_pipeline as describe_pipeline
-from jaxpipe.pipeline import make_pipeline as make_pipeline
-from jaxpipe.pipeline import mesh_for as mesh_for
-from jaxpipe.proof import prove as prove
-from jaxpipe.schedules import DataParallelSchedule as DataParallelSchedule
-from jaxpipe.schedules import GPipeSchedule as GPipeSchedule
-from jaxpipe.schedules import InferenceSchedule as InferenceSchedule
-from jaxpipe.schedules import OneFOneBSchedule as OneFOneBSchedule
-from jaxpipe.schedules import PipeSchedule as PipeSchedule
-from jaxpipe.schedules import TrainSchedule as TrainSchedule
-from jaxpipe.state import TrainState as TrainState
-from jaxpipe.topology import PipeDataParallelTopology as PipeDataParallelTopology
-from jaxpipe.topology import PipeModelDataParallelTopology as PipeModelDataParallelTopology
-from jaxpipe.topology import ProcessTopology as ProcessTopology
-from jaxpipe.transformer import DeepSpeedTransformerConfig as DeepSpeedTransformerConfig
-from jaxpipe.transformer import DeepSpeedTransformerLayer as DeepSpeedTransformerLayer
-from jaxpipe.transformer import attention as attention
+from jaxpipe import (
+    checkpoint,
+    checkpointing,
+    config,
+    data,
+    deepspeed,
+    errors,
+    forecast,
+    launch,
+    layers,
+    losses,
+    models,
+    optim,
+    partition,
+    schedules,
+    topology,
+    transformer,
+    weights,
+)
+from jaxpipe.config import TrainConfig, add_config_arguments
+from jaxpipe.data import RepeatingLoader
+from jaxpipe.deepspeed import PipelineParallelGrid
+from jaxpipe.distributed import init_distributed
+from jaxpipe.engine import PipelineEngine, UnpipelinedEngine, initialize
+from jaxpipe.executor import Metrics, microbatch_key
+from jaxpipe.forecast import plan
+from jaxpipe.layers import LayerSpec, PipelineModule, TiedLayerSpec
+from jaxpipe.pipeline import Pipeline, describe_pipeline, make_pipeline, mesh_for
+from jaxpipe.proof import prove
+from jaxpipe.schedules import (
+    DataParallelSchedule,
+    GPipeSchedule,
+    InferenceSchedule,
+    OneFOneBSchedule,
+    PipeSchedule,
+    TrainSchedule,
+)
+from jaxpipe.state import TrainState
+from jaxpipe.topology import (
+    PipeDataParallelTopology,
+    PipeModelDataParallelTopology,
+    ProcessTopology,
+)
+from jaxpipe.transformer import DeepSpeedTransformerConfig, DeepSpeedTransformerLayer, attention
 
 __version__ = "0.1.0"
 
@@ -118,6 +113,7 @@ __all__ = [
     "initialize",
     "launch",
     "layers",
+    "losses",
     "make_pipeline",
     "mesh_for",
     "microbatch_key",

@@ -2,7 +2,6 @@
 
 import datetime
 import math
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -20,16 +19,12 @@ from ._index import Index, StoredLayer
 from ._open import Checkpoint, open_checkpoint, reread
 from ._storage import file_sizes
 
-_WIDTH = 110
-_GLUE = "\0"  # a space at which lines are not broken
 _AXES = {"stage": "stage", "data": "replica", "model": "model shard"}
 _PARTS = {
     "params/": "parameters",
     "collections/": "beside the parameters",
     "opt_state/": "state of the optimiser",
 }
-
-Row = Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -51,7 +46,7 @@ def inspect_checkpoint(path: str | PathLike[str] | StorePath, tag: str | None = 
         tag: Name of the checkpoint. None selects the latest.
 
     Returns:
-        Lines of at most 110 characters, unless a name is longer, without a newline at the end.
+        Lines without a newline at the end. Those of layers are as long as the list of their shapes.
 
     Raises:
         CheckpointError: There is no checkpoint, or its index is damaged.
@@ -92,10 +87,7 @@ def _facts(checkpoint: Checkpoint) -> list[str]:
         "written with": ", ".join(versions),
         "beside it": _others(checkpoint),
     }
-    width = max(len(name) for name in facts) + 2
-    return [
-        line for name, text in facts.items() if text for line in _wrapped(name.ljust(width), text)
-    ]
+    return format_table([fact for fact in facts.items() if fact[1]], "<")
 
 
 def _moment(text: str) -> str:
@@ -121,79 +113,35 @@ def _others(checkpoint: Checkpoint) -> str:
 
 
 def _layers(index: Index) -> list[str]:
-    """Make a table of stages and their layers; equal neighbours share a row."""
-    rows: list[Row] = [("stage", "layers", "parameters", "size", "one microbatch before and after")]
-    details: list[str] = [""]
-    shown: dict[str, str] = {}
+    """Stages and their layers; equal neighbours share a row."""
+    rows = [("stage", "layers", "parameters", "size", "one microbatch before and after", "shapes")]
     for stage, members in groupby(index.layers, lambda layer: layer.stage):
         layers = list(members)
-        total = _sum(index.leaves, {key for layer in layers for key in layer.parameters})
-        rows.append(
-            (
-                str(stage),
-                counted(len(layers), "layer"),
-                f"{total.num_elements:,}",
-                format_bytes(total.num_bytes),
-                "",
-            )
-        )
-        details.append("")
-        for _, run in groupby(
+        rows.append(_row(index, str(stage), counted(len(layers), "layer"), layers, "", ""))
+        for (_, signature, shapes), run in groupby(
             layers, lambda layer: (layer.kind, layer.signature, _shapes(index, layer))
         ):
-            row, detail = _layer_row(index, list(run), shown)
-            rows.append(row)
-            details.append(detail)
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    lines: list[str] = []
-    for (stage, name, number, size, signature), detail in zip(rows, details, strict=True):
-        cells = (
-            stage.rjust(widths[0]),
-            name.ljust(widths[1]),
-            number.rjust(widths[2]),
-            size.rjust(widths[3]),
-            "",
-        )
-        lines += _wrapped("  ".join(cells), signature)
-        lines += _wrapped(" " * (widths[0] + 6), detail) if detail else []
-    return lines
+            equal = list(run)
+            names = [equal[0].name, *[layer.name for layer in equal[1:]][-1:]]
+            rows.append(_row(index, "", f"  {' .. '.join(names)}", equal, signature, shapes))
+    return format_table(rows, "><>><<")
 
 
-def _layer_row(index: Index, run: Sequence[StoredLayer], shown: dict[str, str]) -> tuple[Row, str]:
-    """Make the row for a run of equal layers, and the line below it.
-
-    Details that were shown for an earlier layer are not repeated.
-    """
-    first = run[0]
-    last = run[-1]
-    total = _sum(index.leaves, {key for layer in run for key in layer.parameters})
-    name = first.name if first is last else f"{first.name} .. {last.name}"
-    shapes = _shapes(index, first)
-    like = shown.setdefault(shapes, first.name)
-    detail = shapes if like == first.name else f"as {like}"
-    row = (
-        "",
-        f"  {name}",
-        f"{total.num_elements:,}",
-        format_bytes(total.num_bytes),
-        first.signature,
-    )
-    return row, f"{'each ' if len(run) > 1 else ''}{detail}" if shapes else ""
+def _row(
+    index: Index, stage: str, name: str, layers: Sequence[StoredLayer], *texts: str
+) -> tuple[str, ...]:
+    total = _sum(index.leaves, {key for layer in layers for key in layer.parameters})
+    return (stage, name, f"{total.num_elements:,}", format_bytes(total.num_bytes), *texts)
 
 
 def _shapes(index: Index, layer: StoredLayer) -> str:
-    """List the parameters of a layer with their shapes, by dtype.
-
-    Tied parameters are listed with their full path.
-    """
+    """The parameters of a layer with their shapes, by dtype; tied ones with their full path."""
     own = f"params/layers/{layer.name}/"
     by_dtype: dict[str, list[str]] = {}
     for key in layer.parameters:
         leaf = index.leaves[key]
         name = key.removeprefix(own).removeprefix("params/")
-        by_dtype.setdefault(leaf.dtype, []).append(
-            f"{name}{_GLUE}[{', '.join(map(str, leaf.shape))}]"
-        )
+        by_dtype.setdefault(leaf.dtype, []).append(f"{name} [{', '.join(map(str, leaf.shape))}]")
     return "; ".join(f"{dtype}: {', '.join(names)}" for dtype, names in by_dtype.items())
 
 
@@ -201,7 +149,7 @@ def _totals(checkpoint: Checkpoint) -> list[str]:
     index = checkpoint.index
     leaves = checkpoint.index.leaves
     uses = [key for layer in index.layers for key in layer.parameters]
-    rows: list[Row] = [("in all", "elements", "arrays", "size")]
+    rows = [("in all", "elements", "arrays", "size")]
     for prefix, name in _PARTS.items():
         total = _sum(leaves, [key for key in leaves if key.startswith(prefix)])
         if total.num_arrays:
@@ -235,19 +183,3 @@ def _sum(leaves: Mapping[str, Leaf], keys: Iterable[str]) -> _Totals:
         size * jnp.dtype(leaf.dtype).itemsize for size, leaf in zip(sizes, found, strict=True)
     )
     return _Totals(len(found), sum(sizes), num_bytes)
-
-
-def _wrapped(first: str, text: str) -> list[str]:
-    """Wrap a text after a prefix; further lines are indented to where the text begins.
-
-    Lines are not broken inside shapes.
-    """
-    glued = ""
-    depth = 0
-    for letter in text:
-        depth += (letter in "[(") - (letter in "])")
-        glued += _GLUE if letter == " " and depth else letter
-    width = max(_WIDTH - len(first), 30)
-    pieces = textwrap.wrap(glued, width, break_long_words=False, break_on_hyphens=False) or [""]
-    lines = [first + pieces[0], *(" " * len(first) + piece for piece in pieces[1:])]
-    return [line.replace(_GLUE, " ").rstrip() for line in lines]

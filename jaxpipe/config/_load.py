@@ -12,7 +12,6 @@ from jaxpipe._files import read_file
 from jaxpipe._paths import local_path
 from jaxpipe.errors import ConfigError, shown
 
-from ._classes import TrainingConfig
 from ._collect import Collector
 from ._section import idle_keys, join, read_section
 from ._train import TrainConfig
@@ -44,10 +43,10 @@ def load_config(
     closing bracket.
 
     Args:
-        config: A dictionary, the path of a JSON file, a `TrainConfig` (returned unchanged), a
-            `TrainingConfig`, or None for all defaults. Any object with `keys` and `[key]` counts
-            as a dictionary, also inside another, such as the containers of OmegaConf and
-            ml_collections.
+        config: A dictionary, the path of a JSON file, a `TrainConfig` (returned unchanged), an
+            object with `to_train_config()`, or None for all defaults. Any object with `keys` and
+            `[key]` counts as a dictionary, also inside another, such as the containers of OmegaConf
+            and ml_collections.
         errors: Collects the errors of single keys, to be raised later with others. By default they
             are raised here.
 
@@ -70,9 +69,9 @@ def _load(config: object, errors: Collector) -> TrainConfig:
         return TrainConfig()
     if isinstance(config, TrainConfig):
         return config
-    if isinstance(config, TrainingConfig):
+    if hasattr(type(config), "to_train_config"):
         with errors.catch():
-            return config.to_train_config()
+            return cast("Any", config).to_train_config()
         return TrainConfig()
     if _is_mapping(config):
         return _read(cast("Mapping[object, object]", config), errors)

@@ -11,9 +11,9 @@ import jax
 from jaxpipe._files import read_file, write_file
 from jaxpipe._paths import local_path
 from jaxpipe.errors import ConfigError, printable, shown
-from jaxpipe.planner import ASSUMED, HARDWARE
+from jaxpipe.planner import ASSUMED
 
-from ._job import JOB_HELP, read_job, read_places, run_command, writable_file
+from ._job import job_parser, read_job, read_places, run_command, writable_file
 from ._plan import plan
 
 
@@ -64,17 +64,13 @@ def _plan(args: argparse.Namespace) -> bool:
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=prog,
-        description="Plan the memory and step time of a training job. Needs no accelerator.",
-        epilog="JOB names a function without arguments. It returns (model, config, "
+    parser = job_parser(
+        prog,
+        "Plan the memory and step time of a training job. Needs no accelerator.",
+        "JOB names a function without arguments. It returns (model, config, "
         "example_batch), with an optimizer as a fourth entry if the configuration names none, or "
         "a dictionary of the arguments of jaxpipe.plan. The example of one replica's microbatch "
         "is enough for any number of devices.",
-    )
-    parser.add_argument("job", metavar="JOB", help=JOB_HELP)
-    parser.add_argument(
-        "--hardware", help=f"NAME:NUMBER, such as h200:64; names: {', '.join(HARDWARE)}"
     )
     parser.add_argument(
         "--schedules", metavar="LIST", help="such as 1f1b,zero-bubble; default: those of 'auto'"
@@ -85,9 +81,6 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--recompute", metavar="LIST", help="layers per recomputed group, 0 for none, such as 0,1"
-    )
-    parser.add_argument(
-        "--places", metavar="LIST", help="additional axes of the mesh, such as model=8"
     )
     parser.add_argument(
         "--measured-step", metavar="SECONDS", type=float, help="measured step time to compare with"
@@ -114,8 +107,6 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--target-config", metavar="FILE", help="XLA's description of a GPU, for --compile"
     )
-    parser.add_argument("--json", metavar="FILE", help="write all figures to this file")
-    parser.add_argument("--html", metavar="FILE", help="write a page with pictures to this file")
     return parser
 
 

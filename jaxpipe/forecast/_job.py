@@ -1,5 +1,6 @@
 """What commands on a job share: the job, axes, files to write, and the exit status."""
 
+import argparse
 import contextlib
 import inspect
 import os
@@ -12,11 +13,28 @@ from jaxpipe._imports import import_named, raised, user_code
 from jaxpipe._paths import local_path
 from jaxpipe.errors import ConfigError, JaxpipeError, nearest, shown
 from jaxpipe.layers import PipelineModule
-
-JOB_HELP = "FILE:FUNCTION or MODULE:FUNCTION, such as train.py:job"
-"""What the argument is, for help texts."""
+from jaxpipe.planner import HARDWARE
 
 _WRONG_USE = 2
+
+
+def job_parser(prog: str, description: str, epilog: str) -> argparse.ArgumentParser:
+    """Return a parser with the options of all commands on a job."""
+    parser = argparse.ArgumentParser(prog=prog, description=description, epilog=epilog)
+    parser.add_argument(
+        "job", metavar="JOB", help="FILE:FUNCTION or MODULE:FUNCTION, such as train.py:job"
+    )
+    parser.add_argument(
+        "--hardware",
+        metavar="NAME:NUMBER",
+        help=f"such as h200:64; names: {', '.join(HARDWARE)}",
+    )
+    parser.add_argument(
+        "--places", metavar="LIST", help="additional axes of the mesh, such as model=8"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write all results to this file")
+    parser.add_argument("--html", metavar="FILE", help="write a page with them to this file")
+    return parser
 
 
 def run_command(prog: str, work: Callable[[], bool]) -> int:

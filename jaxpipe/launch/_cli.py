@@ -10,17 +10,14 @@ from jaxpipe.distributed import DEFAULT_PORT, bracketed, read_address
 from jaxpipe.errors import LaunchError
 
 from ._attempts import run_attempts
-from ._cluster import ClusterJob
 from ._group import Limits
 from ._hostfile import choose_nodes, read_hostfile
-from ._kubernetes import jobset_manifest, kubernetes_manifest
 from ._layout import Layout, Node, equal_nodes, read_name, read_slots
 from ._node import NodeJob
 from ._options import read_options
 from ._ports import check_port, free_port, is_here
 from ._program import Program
 from ._remote import SSH, RemoteJob
-from ._slurm import slurm_script
 from ._variables import (
     forwarded,
     is_forwarded,
@@ -32,7 +29,6 @@ from ._variables import (
 
 _WRONG_USE = 2
 _LOOPBACK = "127.0.0.1"
-_FILE_GRACE_S = 120.0
 
 
 def launch(argv: Sequence[str], prog: str) -> int:
@@ -53,7 +49,6 @@ def launch(argv: Sequence[str], prog: str) -> int:
             "--nproc": _run_here,
             "--hostfile": _run_on_nodes,
             "--node-rank": _run_as_node,
-            "--write": _write,
         }
         return run[args.kind](args)
     except (LaunchError, OSError) as error:  # the latter for instance without free descriptors
@@ -282,37 +277,6 @@ def _options_of_node(args: argparse.Namespace) -> list[str]:
                 f"{value:g}" if isinstance(value, float) else str(value),
             ]
     return options
-
-
-def _write(args: argparse.Namespace) -> int:
-    for option, value in (("--num_nodes", args.num_nodes), ("--num_gpus", args.num_gpus)):
-        if value is None:
-            raise LaunchError(
-                f"--write must come with --num_nodes and --num_gpus, but got no {option}. "
-                "Give the number of nodes, and of GPUs on each."
-            )
-    job = ClusterJob(
-        program=_program(args),
-        num_nodes=args.num_nodes,
-        gpus_per_node=args.num_gpus,
-        processes_per_node=args.processes_per_node,
-        name=args.job_name or "jaxpipe",
-        time_limit=args.time,
-        image=args.image,
-        python=args.python or "python",
-        variables=read_exports(args.export),
-        port=args.port,
-        grace_s=_FILE_GRACE_S if args.grace is None else args.grace,
-        stall_timeout_s=args.stall_timeout,
-        max_restarts=args.max_restarts or 0,
-        cpus_per_process=args.cpus_per_process,
-        volume=args.volume,
-    )
-    make = {"slurm": slurm_script, "kubernetes": kubernetes_manifest, "jobset": jobset_manifest}[
-        args.write
-    ]
-    sys.stdout.write(make(job))
-    return 0
 
 
 def _program(args: argparse.Namespace) -> Program:

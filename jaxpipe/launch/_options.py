@@ -17,8 +17,6 @@ _USAGE = (
     "jaxpipe launch --nproc N [options] SCRIPT [arguments]\n"
     "       jaxpipe launch --num_gpus N [options] SCRIPT [arguments]\n"
     "       jaxpipe launch --hostfile FILE [options] SCRIPT [arguments]\n"
-    "       jaxpipe launch --write slurm|kubernetes|jobset --num_nodes N --num_gpus N "
-    "[options] SCRIPT [arguments]\n"
     "\n"
     "`python -m jaxpipe.launch` is the same as `jaxpipe launch`."
 )
@@ -37,27 +35,17 @@ _BELONGS = {
     "first_process": ("--node-rank",),
     "num_processes": ("--node-rank",),
     "node_rank": ("--node-rank",),
-    "num_nodes": ("--hostfile", "--node-rank", "--write"),
-    "num_gpus": ("--hostfile", "--node-rank", "--write"),
-    "processes_per_node": ("--hostfile", "--node-rank", "--write"),
-    "cpu_devices": ("--nproc", "--hostfile", "--node-rank"),
+    "num_nodes": ("--hostfile", "--node-rank"),
+    "num_gpus": ("--hostfile", "--node-rank"),
+    "processes_per_node": ("--hostfile", "--node-rank"),
     "coordinator": ("--hostfile", "--node-rank"),
-    "port": ("--nproc", "--hostfile", "--write"),
+    "port": ("--nproc", "--hostfile"),
     "dry_run": ("--nproc", "--hostfile"),
-    "log_dir": ("--nproc", "--hostfile", "--node-rank"),
-    "kill_grace": ("--nproc", "--hostfile", "--node-rank"),
-    "start_timeout": ("--nproc", "--hostfile", "--node-rank"),
-    "max_restarts": ("--nproc", "--hostfile", "--write"),
-    "job_name": ("--write",),
-    "image": ("--write",),
-    "time": ("--write",),
-    "cpus_per_process": ("--write",),
-    "volume": ("--write",),
+    "max_restarts": ("--nproc", "--hostfile"),
 }
 # Options that select the kind of launch, the first that is given. Without a hostfile, `--num_gpus`
 # and `--include` describe this machine.
 _KINDS = {
-    "write": "--write",
     "node_rank": "--node-rank",
     "hostfile": "--hostfile",
     "nproc": "--nproc",
@@ -107,7 +95,6 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     _add_program(parser)
     _add_places(parser)
     _add_limits(parser)
-    _add_files(parser)
     return parser
 
 
@@ -274,24 +261,6 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         type=_seconds,
         metavar="SECONDS",
         help="the same after a failure; default: 5",
-    )
-
-
-def _add_files(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("files for schedulers")
-    group.add_argument(
-        "--write",
-        choices=("slurm", "kubernetes", "jobset"),
-        help="print a job file without running anything",
-    )
-    group.add_argument("--job-name", metavar="NAME", help="jaxpipe")
-    group.add_argument("--image", metavar="IMAGE", help="container image")
-    group.add_argument("--time", metavar="[D-]HH:MM:SS", help="maximum run time")
-    group.add_argument(
-        "--cpus-per-process", type=_count, metavar="N", help="CPU cores of each process"
-    )
-    group.add_argument(
-        "--volume", metavar="CLAIM:PATH", help="Kubernetes volume claim for checkpoints"
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from jaxpipe._files import write_file
 from jaxpipe.distributed import simulate_devices
 from jaxpipe.errors import ConfigError, shown
-from jaxpipe.forecast import JOB_HELP, call_job, read_places, run_command, writable_file
+from jaxpipe.forecast import call_job, job_parser, read_places, run_command, writable_file
 
 from ._peer import prove_peer
 from ._proof import Claim, Proof
@@ -84,33 +84,24 @@ def _peer_proof(text: str) -> Proof:
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=prog,
-        description="Prove on simulated devices that a job's pipeline computes what its layers "
+    parser = job_parser(
+        prog,
+        "Prove on simulated devices that a job's pipeline computes what its layers "
         "compute one after another. Needs no accelerator.",
-        epilog="JOB names a function without arguments, as for jaxpipe plan. It returns (model, "
+        "JOB names a function without arguments, as for jaxpipe plan. It returns (model, "
         "config, example_batch), with an optimizer as a fourth entry if the configuration names "
         "none, or a dictionary of the arguments of jaxpipe.prove. With --peer, it returns "
         "(pipelined, sequential, arguments): two functions with the same arguments.",
     )
-    parser.add_argument("job", metavar="JOB", help=JOB_HELP)
     parser.add_argument(
         "--peer", action="store_true", help="compare a pipeline written by hand, see JOB"
-    )
-    parser.add_argument(
-        "--hardware", metavar="NAME:COUNT", help="compile for these devices too, such as h200:8"
     )
     parser.add_argument("--quick", action="store_true", help="only what takes seconds, for CI")
     parser.add_argument(
         "--as-is", action="store_true", help="prove the model at its own sizes, not a narrow copy"
     )
     parser.add_argument(
-        "--places", metavar="LIST", help="further axes of the mesh, such as model=2"
-    )
-    parser.add_argument(
         "--devices", type=int, default=_DEVICES, help=f"simulated devices (default {_DEVICES})"
     )
-    parser.add_argument("--json", metavar="FILE", help="write the proof to this file")
-    parser.add_argument("--html", metavar="FILE", help="write a page to this file")
     parser.add_argument("--badge", action="store_true", help="print a line for a README")
     return parser

@@ -189,7 +189,6 @@ def test_a_given_port(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None
             ("-H", "f", "--nproc", 1, "x.py"),
             "--nproc must not be given with --hostfile, but got --nproc 1.",
         ),
-        (("--nproc", 1, "--image", "a", "x.py"), "belongs to --write; leave one of them out."),
         (
             ("--nproc", 1, "--export", "1A=2", "x.py"),
             "--export must be NAME or NAME=VALUE, but got --export '1A=2'.",

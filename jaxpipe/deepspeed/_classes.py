@@ -4,15 +4,20 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, Self, cast
 
+from jaxpipe.config import (
+    Collector,
+    FP16Section,
+    Section,
+    TrainConfig,
+    number_of_at_least,
+    optional,
+    read_flag,
+    read_section,
+    resolve_batch_sizes,
+)
 from jaxpipe.errors import ConfigError, shown
 
-from ._batch import resolve_batch_sizes
-from ._collect import Collector
-from ._precision import FP16Section
-from ._section import Section, read_section
 from ._struct import Config
-from ._train import TrainConfig
-from ._values import number_of_at_least, optional, read_flag
 
 
 class BatchConfig(Config):

@@ -4,16 +4,8 @@ from typing import Any
 
 import pytest
 
-from jaxpipe.config import (
-    BatchConfig,
-    Config,
-    FP16Config,
-    FP16Section,
-    PipelineConfig,
-    TrainConfig,
-    TrainingConfig,
-    load_config,
-)
+from jaxpipe.config import FP16Section, PipelineConfig, TrainConfig, load_config
+from jaxpipe.deepspeed import BatchConfig, Config, FP16Config, TrainingConfig
 from jaxpipe.errors import ConfigError
 
 

@@ -5,9 +5,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import FrozenInstanceError
 from typing import Any, Self, cast
 
+from jaxpipe.config import Collector
 from jaxpipe.errors import ConfigError, nearest, shown
-
-from ._collect import Collector
 
 
 class Config(Mapping[str, Any]):
