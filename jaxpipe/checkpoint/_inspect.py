@@ -114,7 +114,8 @@ def _others(checkpoint: Checkpoint) -> str:
 
 def _layers(index: Index) -> list[str]:
     """Stages and their layers; equal neighbours share a row."""
-    rows = [("stage", "layers", "parameters", "size", "one microbatch before and after", "shapes")]
+    heads = ("stage", "layers", "parameters", "size", "one microbatch before and after", "shapes")
+    rows: list[tuple[str, ...]] = [heads]
     for stage, members in groupby(index.layers, lambda layer: layer.stage):
         layers = list(members)
         rows.append(_row(index, str(stage), counted(len(layers), "layer"), layers, "", ""))
