@@ -123,8 +123,8 @@ def save_huggingface(  # noqa: PLR0913  # one file or choice each
             collections (which no table can name), or has adapters although `lora_alpha` is not
             given. Also raised if the table does not name every leaf exactly once, `dtype` is not a
             floating-point dtype, the folder cannot be written, or another process is writing there.
-        ConfigError: `config` cannot be read, or describes parts, blocks or a head that the
-            checkpoint does not have.
+        ConfigError: `config` cannot be read, or describes parts, blocks, sizes of the embedding,
+            biases or a head that the checkpoint does not have.
     """
     check_shard_size(max_shard_bytes)
     contents = None if config is None else read_config_json(config)

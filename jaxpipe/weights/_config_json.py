@@ -20,13 +20,18 @@ CONFIG = "config.json"
 
 _HEAD = re.compile(r"(^|\.)lm_head\.weight$")
 _BLOCK = re.compile(r"(.*?\.)(\d+)\.")
-_WEIGHT_FORMATS = ("quantization_config", "compression_config")
+_WEIGHT_FORMATS = ("quantization_config", "compression_config", "quantization")
+_BIASES = {
+    "attention_bias": frozenset({"attention", "attn", "self_attn", "self_attention"}),
+    "mlp_bias": frozenset({"feed_forward", "mlp"}),
+}
+"""Modules whose products have biases where the key is true."""
 _WORDS = {
     "audio_config": ("audio",),
     "text_config": ("language", "text"),
     "vision_config": ("vision", "visual"),
 }
-"""Words in the names of tensors of usual parts of a model."""
+"""Words that begin steps in the names of tensors of usual parts of a model."""
 
 Source = str | PathLike[str] | StorePath | Mapping[str, Any]
 """A folder with a `config.json`, the file itself, or its contents."""
@@ -75,7 +80,8 @@ def dump_config(
 ) -> bytes:
     """Write the contents of `config.json` for the tensors that a folder holds.
 
-    Their dtype and format, and whether the head is tied, are those of the tensors.
+    Their dtype and format, and whether the head is tied, are those of the tensors, also in the
+    configurations of parts.
 
     Args:
         config: The contents, perhaps those of the base.
@@ -84,19 +90,15 @@ def dump_config(
         matches: Its entries for the model's leaves.
 
     Raises:
-        ConfigError: The contents describe a part of a model, a number of blocks or a head that the
-            tensors do not have. `transformers` would draw their weights at random.
+        ConfigError: The contents describe a part of a model, a number of blocks, a size of the
+            embedding, biases or a head that the tensors do not have. `transformers` would refuse
+            the folder or draw their weights at random.
     """
-    written = {key: value for key, value in config.items() if key not in _WEIGHT_FORMATS}
-    for key in written:
-        _check_part(key, written[key], tensors)
-    for key in ("num_hidden_layers", "n_layer"):
-        _check_blocks(key, written, tensors)
+    true: dict[str, Any] = {}
     dtypes = [x.dtype for x in tensors.values() if jnp.issubdtype(x.dtype, jnp.floating)]
     if dtypes:
-        # Before version 5 of `transformers` the key had another name. Version 5 reads both.
-        key = "torch_dtype" if "torch_dtype" in config else "dtype"
-        written[key] = jnp.result_type(*dtypes).name
+        # Before version 5 of `transformers` the key had the second name. Version 5 reads both.
+        true |= dict.fromkeys(("dtype", "torch_dtype"), jnp.result_type(*dtypes).name)
     heads = {name for rename in renames for name in rename.their_names if _HEAD.search(name)}
     if heads:
         if not any(heads.intersection(names) for match in matches for names in match.theirs):
@@ -105,20 +107,59 @@ def dump_config(
                 f"model without {min(heads, key=len)!r}. Make the table from the configuration "
                 "with tie_word_embeddings=True, if the head is tied."
             )
-        written["tie_word_embeddings"] = heads.isdisjoint(tensors)
-    return (json.dumps(written, indent=2, sort_keys=True) + "\n").encode()
+        true["tie_word_embeddings"] = heads.isdisjoint(tensors)
+    least = true.keys() - {"dtype" if "torch_dtype" in config else "torch_dtype"}
+    written = _described({**dict.fromkeys(least), **config}, tensors, true)
+    try:
+        return (json.dumps(written, indent=2, sort_keys=True) + "\n").encode()
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"a model's config.json must hold what JSON can, but got {error}. Convert it, for "
+            "instance an integer of NumPy to int."
+        ) from error
 
 
-def _check_part(key: str, value: Any, names: Iterable[str]) -> None:
-    """Refuse the configuration of a part of a model that has no tensors."""
-    is_part = isinstance(value, Mapping) and (key in _WORDS or "model_type" in value)
-    words = _WORDS.get(key, (key.removesuffix("_config"),))
-    if is_part and not any(word in name for name in names for word in words):
+def _described(
+    config: Mapping[str, Any],
+    tensors: Mapping[str, jax.ShapeDtypeStruct],
+    true: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Check a configuration, or that of a part, and set the keys of `true` that it has."""
+    written = {key: value for key, value in config.items() if key not in _WEIGHT_FORMATS}
+    written |= {key: value for key, value in true.items() if key in config}
+    for key, value in written.items():
+        if isinstance(value, Mapping) and (key in _WORDS or "model_type" in value):
+            written[key] = _described(value, _part_of(key, tensors), true)
+    for key in ("num_hidden_layers", "n_layer"):
+        _check_blocks(key, config, tensors)
+    _check_table(config, tensors)
+    for key, modules in _BIASES.items():
+        _check_biases(key, modules, config, tensors)
+    return written
+
+
+def _part_of(
+    key: str, tensors: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the tensors of a part of a model; refuses a part that has none."""
+    words = "|".join(_WORDS.get(key, (re.escape(key.removesuffix("_config")),)))
+    step = re.compile(rf"(^|[._])({words})")
+    found = {name: tensor for name, tensor in tensors.items() if step.search(name)}
+    if not found:
         raise ConfigError(
             f"config.json must describe the tensors that are written, but got {key} without any "
             "tensors of this part. Pass the configuration of the part that you trained, for "
             "instance LlamaConfig.from_huggingface(config).to_huggingface(max_position_embeddings)."
         )
+    return found
+
+
+def _wrong(told: str, held: str, key: str) -> ConfigError:
+    return ConfigError(
+        f"config.json must describe the tensors that are written, but got {told} and {held}. Pass "
+        "the configuration of the model that you trained.",
+        paths=[key],
+    )
 
 
 def _check_blocks(key: str, config: Mapping[str, Any], names: Iterable[str]) -> None:
@@ -131,9 +172,34 @@ def _check_blocks(key: str, config: Mapping[str, Any], names: Iterable[str]) -> 
     # Extra layers that predict several tokens are in the same list.
     extra = config.get("num_nextn_predict_layers") or 0
     if lists and isinstance(count, int) and not {count, count + extra}.intersection(counts):
-        raise ConfigError(
-            f"config.json must describe the tensors that are written, but got {key}={count} and "
-            f"tensors of {max(counts)} blocks. Pass the configuration of the model that you "
-            "trained.",
-            paths=[key],
-        )
+        raise _wrong(f"{key}={count}", f"tensors of {max(counts)} blocks", key)
+
+
+def _check_table(config: Mapping[str, Any], tensors: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    """Refuse sizes of the vocabulary and of an embedding that no table outside the blocks has."""
+    shapes = [
+        tensor.shape
+        for name, tensor in tensors.items()
+        if len(tensor.shape) == 2 and not _BLOCK.match(name)
+    ]
+    if not (shapes and isinstance(config.get("vocab_size"), int)):
+        return
+    width = "embedding_size" if "embedding_size" in config else "hidden_size"
+    for dim, key in (0, "vocab_size"), (1, width), (1, "n_embd"):
+        size = config.get(key)
+        sizes = [shape[dim] for shape in shapes]
+        if isinstance(size, int) and size not in sizes:
+            raise _wrong(f"{key}={size}", f"an embedding of shape {shapes[0]}", key)
+
+
+def _check_biases(
+    key: str, modules: frozenset[str], config: Mapping[str, Any], names: Iterable[str]
+) -> None:
+    """Refuse a flag for biases that the tensors do not have, or the other way round."""
+    has_biases = any(
+        name.endswith(".bias") and "norm" not in name and not modules.isdisjoint(name.split("."))
+        for name in names
+    )
+    is_told = config.get(key)
+    if isinstance(is_told, bool) and is_told != has_biases:
+        raise _wrong(f"{key}={is_told}", f"tensors {'with' if has_biases else 'without'} them", key)

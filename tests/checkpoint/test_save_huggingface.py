@@ -221,6 +221,21 @@ def test_adapters_of_narrow_weights_are_merged_before_rounding(dtype: Any, tmp_p
             ConfigError,
             "num_hidden_layers=5 and tensors of 4 blocks",
         ),
+        *(
+            (
+                "tied",
+                {"config": {"vocab_size": 32, key: value}},
+                ConfigError,
+                f"got {key}={value} and {held}",
+            )
+            for key, value, held in [
+                ("vocab_size", 33, r"an embedding of shape \(32, 16\)"),
+                ("hidden_size", 32, r"an embedding of shape \(32, 16\)"),
+                ("attention_bias", True, "tensors without them"),
+                ("mlp_bias", True, "tensors without them"),
+            ]
+        ),
+        ("tied", {"config": {"head_dim": np.int64(4)}}, ConfigError, "int64.*integer of NumPy"),
         (
             "tied",
             {"config": {}, "renames": lambda _: llama_names(config_of(tied=False))},
