@@ -12,7 +12,7 @@ import numpy as np
 from jaxpipe._numbers import as_number
 from jaxpipe.errors import ConfigError, LayerError, nearest, shown
 
-from ._rules import Rule, is_size
+from ._rules import Rule, is_positive, is_size
 
 _REQUIRED = {
     "linear": ("factor",),
@@ -117,17 +117,17 @@ class RotaryScaling:
                 "left out",
                 "Angles of that kind do not depend on it.",
             )
-            rule = "given and > 0" if name in required else "> 0"
+            rule = "given and > 0 in float32" if name in required else "> 0 in float32"
             if name in _FACTORS:
-                is_right = isinstance(value, tuple) and all(map(_is_positive, value))
-                rule = "a list of numbers > 0"
+                is_right = isinstance(value, tuple) and all(map(is_positive, value))
+                rule = "a list of numbers > 0 in float32"
             elif name == "original_max_position_embeddings":
                 is_right = is_size(value)
             elif name in ("mscale", "mscale_all_dim"):
-                is_right = _is_positive(value) or as_number(value) == 0
+                is_right = is_positive(value) or as_number(value) == 0
                 rule = ">= 0"  # 0 is as if it were left out
             else:
-                is_right = _is_positive(value)
+                is_right = is_positive(value)
             yield name, is_right, rule, "Copy it from the model's config.json."
         is_read = "truncate" in optional or self.truncate is True
         yield (
@@ -328,11 +328,6 @@ def check_packed(scaling: RotaryScaling | None, length: int, segment_ids: Any) -
             f"original_max_position_embeddings={scaling.original_max_position_embeddings}. Pack "
             "fewer texts."
         )
-
-
-def _is_positive(value: Any) -> bool:
-    number = as_number(value)
-    return number is not None and number > 0
 
 
 def _plain(theta: float, dim: int) -> np.ndarray:

@@ -39,6 +39,12 @@ def is_size(value: Any, least: int = 1) -> bool:
     return found is not None and found < _LARGEST
 
 
+def is_positive(value: Any, above: float = 0.0) -> bool:
+    """Whether a value is a finite number greater than `above`, in float32."""
+    number = as_number(value)
+    return number is not None and above < number <= _MOST and number >= _LEAST
+
+
 def are_sizes(config: object, names: Iterable[str], least: int = 1) -> Iterator[Rule]:
     """Require fields to be integers of at least `least`."""
     for name in names:
@@ -53,10 +59,9 @@ def are_sizes(config: object, names: Iterable[str], least: int = 1) -> Iterator[
 def are_positive(config: object, names: Iterable[str], above: float = 0.0) -> Iterator[Rule]:
     """Require fields to be finite numbers greater than `above`, in float32."""
     for name in names:
-        number = as_number(getattr(config, name))
         yield (
             name,
-            number is not None and above < number <= _MOST and number >= _LEAST,
+            is_positive(getattr(config, name), above),
             f"a finite number > {above:g}",
             "Pass one that float32 can hold.",
         )

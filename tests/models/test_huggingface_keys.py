@@ -372,6 +372,7 @@ ROTARY = [
     ({"rope_type": "linear", "factor": True}, "factor must be given and > 0"),
     ({**YARN, "factor": float("nan")}, "factor must be given and > 0"),
     ({**YARN, "attention_factor": -1.0}, "attention_factor must be > 0"),
+    ({**YARN, "beta_fast": 1e308}, "beta_fast must be > 0 in float32"),
     ({**YARN, "truncate": "no"}, "truncate must be"),
     (
         {**YARN, "original_max_position_embeddings": 1.5},
