@@ -89,15 +89,14 @@ def lora(
 
 
 def check_targets(layers: Sequence[NamedLayer], paths: Sequence[ParamPaths]) -> None:
-    """Refuse patterns given to `lora` that match no kernel, and kernels with it in some layers.
-
-    `paths` are those of each layer's parameters.
-    """
+    """Refuse `lora` targets that find no kernel, and tied kernels adapted only in some layers."""
     found = dict.fromkeys(each for named in layers for each in named.adapters)
     if not found:
         return
     of_layers = [set(each.paths.values()) for each in paths]
     every = sorted(set().union(*of_layers))
+    # An adapted kernel is recognised by what the layers have made: patterns also match kernels of
+    # modules that can have no adapter.
     modules = [path[:-1] for path in every if path[-1] == LORA_A]
     adapted = ["/".join((*module, "kernel")) for module in modules]
     kernels = ["/".join(path) for path in every if path[-1] == "kernel"]
@@ -178,6 +177,8 @@ def merge_lora(params: PyTree, alpha: float, dtype: Any = None) -> dict[str, PyT
 def _adapted(item: Any, adapters: Adapters) -> Any:
     """The layer, marked to have adapters if it can have any."""
     kind = _kind_of(item)
+    # An embedding has no kernel; the pipeline may split it over the stages, which needs it
+    # unmarked.
     if kind is None or issubclass(kind, (nn.Embed, nnx.Embed)):
         return item
     marked = copy.copy(item) if isinstance(item, LayerSpec) else LayerSpec(item)
@@ -192,6 +193,7 @@ def _kind_of(item: Any) -> type | None:
     kind: Any = item.typename
     if isinstance(kind, type):
         return kind if issubclass(kind, (nn.Module, nnx.Module)) else None
+    # What a callable makes is known only once it is called. A Linen module has no arrays yet.
     module = item.build()
     return type(module) if isinstance(module, nn.Module) else None
 
