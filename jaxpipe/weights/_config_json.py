@@ -73,21 +73,12 @@ def dump_config(
     renames: Sequence[Rename],
     matches: Iterable[Match],
 ) -> bytes:
-    """Write the contents of `config.json` for the tensors that a folder holds.
+    """Write `config.json` for the tensors that a folder holds, with their dtype and tied head.
 
-    Their dtype and format, and whether the head is tied, are those of the tensors.
-
-    Args:
-        config: The contents, perhaps those of the base.
-        tensors: The tensors by name.
-        renames: The table that named them.
-        matches: Its entries for the model's leaves.
-
-    Raises:
-        ConfigError: The contents describe a part of a model, a number of blocks or a head that the
-            tensors do not have. `transformers` would draw their weights at random.
+    `config` may be that of the base. `matches` are the entries of `renames` for the model's leaves.
     """
     written = {key: value for key, value in config.items() if key not in _WEIGHT_FORMATS}
+    # `transformers` would draw the weights of parts, blocks or a head without tensors at random.
     for key in written:
         _check_part(key, written[key], tensors)
     for key in ("num_hidden_layers", "n_layer"):
