@@ -19,9 +19,7 @@ class Arithmetic(NamedTuple):
     Attributes:
         dtype: The narrowest floating-point dtype of the outputs and of roundings that reach them;
             float64 if there are none.
-        operations: The largest number of roundings in a row inside a layer, at least 1. A rounding
-            in a wider dtype counts less, by the square of its unit, because random roundings add
-            up as squares.
+        operations: The largest number of roundings in a row inside a layer, at least 1.
     """
 
     dtype: np.dtype[Any]
@@ -34,17 +32,15 @@ class Arithmetic(NamedTuple):
 
 
 def arithmetic_of(programs: Sequence[ClosedJaxpr]) -> Arithmetic:
-    """Read dtype and roundings from the traced programs of the layers and the loss.
-
-    Scalars beside arrays, the losses and metrics that a layer reports, are left out: they are
-    rounded to float32 whatever the layer computes in.
-    """
+    """Read dtype and roundings from the traced programs of the layers and the loss."""
     counts = [_roundings_of(program.jaxpr, _results(program.jaxpr))[0] for program in programs]
     dtypes = {dtype for count in counts for dtype in count}
     outputs = [x for program in programs for x in program.jaxpr.outvars]
     dtypes |= {np.dtype(_aval(x).dtype) for x in outputs if _is_float(x) and _aval(x).ndim}
     narrowest = max(dtypes, key=_eps, default=np.dtype(np.float64))
     unit = _eps(narrowest)
+    # A rounding in a wider dtype counts less, by the square of its unit, because random roundings
+    # add up as squares.
     operations = [
         sum(number * (_eps(dtype) / unit) ** 2 for dtype, number in count.items())
         for count in counts
@@ -55,6 +51,8 @@ def arithmetic_of(programs: Sequence[ClosedJaxpr]) -> Arithmetic:
 def _results(jaxpr: Jaxpr) -> list[bool]:
     """Return for each output whether it is an array, or all True if none is."""
     are_arrays = [len(getattr(x.aval, "shape", ())) > 0 for x in jaxpr.outvars]
+    # Scalars beside arrays are the losses and metrics that a layer reports. They are rounded to
+    # float32 whatever the layer computes in.
     return are_arrays if any(are_arrays) else [True] * len(are_arrays)
 
 
@@ -63,14 +61,7 @@ def _eps(dtype: Any) -> float:
 
 
 def _roundings_of(jaxpr: Jaxpr, is_used: Sequence[bool]) -> tuple[_Counts, list[bool]]:
-    """Count the roundings that reach the used outputs, by their dtype.
-
-    A rounding does not reach an output through integers and booleans, such as indices. Those of a
-    scan's body count in each of its steps.
-
-    Returns:
-        The counts, and whether each input is used.
-    """
+    """Count the roundings that reach the used outputs, by dtype; and which inputs are used."""
     counts: _Counts = Counter()
     used = {x for x, flag in zip(jaxpr.outvars, is_used, strict=True) if flag and _is_float(x)}
     for eqn in reversed(jaxpr.eqns):
@@ -79,6 +70,7 @@ def _roundings_of(jaxpr: Jaxpr, is_used: Sequence[bool]) -> tuple[_Counts, list[
             continue
         inner, operands = _of_programs(eqn, outputs)
         counts.update(inner)
+        # A rounding does not reach an output through integers and booleans, such as indices.
         floats = [x for x, flag in zip(eqn.invars, operands, strict=True) if flag and _is_float(x)]
         used.update(x for x in floats if not isinstance(x, Literal))
         dtypes: list[np.dtype[Any]] = [
@@ -96,6 +88,7 @@ def _of_programs(eqn: Any, is_used: list[bool]) -> tuple[_Counts, list[bool]]:
     scan = scan_form(eqn)
     if program is not None:
         return _roundings_of(program.jaxpr, is_used)
+    # The roundings of a scan's body count in each of its steps.
     for inner in programs_inside(eqn):
         found, _ = _roundings_of(inner.jaxpr, [True] * len(inner.jaxpr.outvars))
         for dtype, number in found.items():

@@ -23,16 +23,9 @@ Rule = Callable[[Any, list[T]], list[T]]
 
 
 def output_dependence(jaxpr: Jaxpr, inputs: Sequence[int]) -> list[int]:
-    """Follow sets of inputs through a jaxpr.
+    """For each output, the union of the sets of inputs it is computed from, as bits of an integer.
 
     An output of an equation that is not followed inside depends on all inputs of that equation.
-
-    Args:
-        jaxpr: The traced function.
-        inputs: One set per input, as the bits of an integer.
-
-    Returns:
-        One set per output: the union of the sets of all inputs that it is computed from.
     """
 
     def rule(eqn: Any, sets: list[int]) -> list[int]:
@@ -44,14 +37,8 @@ def output_dependence(jaxpr: Jaxpr, inputs: Sequence[int]) -> list[int]:
 def follow(jaxpr: Jaxpr, inputs: Sequence[T], rule: Rule[T], nothing: T) -> list[T]:
     """Follow facts about values through a jaxpr, also inside calls, scans and conditionals.
 
-    Args:
-        jaxpr: The traced function.
-        inputs: The fact about each input. The operator `|` joins two facts.
-        rule: Applies to all other equations.
-        nothing: The fact about a constant.
-
-    Returns:
-        The fact about each output.
+    The operator `|` joins two facts. `rule` applies to all other equations; `nothing` is the fact
+    about a constant.
     """
     env: dict[Any, T] = dict(zip(jaxpr.invars, inputs, strict=True))
 

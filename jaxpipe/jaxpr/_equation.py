@@ -38,16 +38,9 @@ _AXIS_EFFECT = "NamedAxisEffect"
 
 
 class ScanForm(NamedTuple):
-    """An equation of `jax.lax.scan`.
+    """An equation of `jax.lax.scan`, whose `settings` are the keywords that determine how it runs.
 
     Its operands are `[*constants, *carry, *sliced]`, its results `[*carry, *stacked]`.
-
-    Attributes:
-        body: The program of a step.
-        num_consts: Number of operands that are the same in every step.
-        num_carry: Number of operands that are carried from step to step.
-        length: Number of steps.
-        settings: The keywords of `jax.lax.scan` that determine how it runs.
     """
 
     body: ClosedJaxpr
@@ -58,12 +51,10 @@ class ScanForm(NamedTuple):
 
 
 def name_of(eqn: Any) -> str:
-    """Return the name of an equation's primitive, as the sets of `primitives` list it.
-
-    An element-wise primitive that is in no set, such as one of a new JAX release, is returned as
-    `mul`, which is in the same sets as the other arithmetic.
-    """
+    """Return the name of an equation's primitive, as the sets of `primitives` list it."""
     name = eqn.primitive.name
+    # An element-wise primitive in no set, such as one of a new JAX release, counts as other
+    # arithmetic.
     return "mul" if not is_known(name) and _is_elementwise(eqn) else name
 
 
@@ -111,10 +102,7 @@ def scan_form(eqn: Any) -> ScanForm | None:
 
 
 def branches_of(eqn: Any) -> tuple[ClosedJaxpr, ...]:
-    """Return the programs that a `cond` or `switch` chooses from; empty for other equations.
-
-    Their inputs are the equation's operands after the index.
-    """
+    """Return the programs of a `cond` or `switch`, which take the operands after the index."""
     return tuple(eqn.params["branches"]) if eqn.primitive.name == COND else ()
 
 
@@ -129,10 +117,8 @@ def is_call(eqn: Any) -> bool:
 
 
 def programs_inside(eqn: Any) -> list[ClosedJaxpr]:
-    """Return the programs that an equation calls, repeats or chooses from, in parameter order.
-
-    Kernels of unknown content return none, because their programs do not work on arrays.
-    """
+    """Return the programs that an equation calls, repeats or chooses from, in parameter order."""
+    # Programs of kernels of unknown content do not work on arrays.
     if eqn.primitive.name in KERNELS:
         return []
     # Found by type, not by name: each primitive uses another name for the parameter with its
@@ -143,12 +129,7 @@ def programs_inside(eqn: Any) -> list[ClosedJaxpr]:
 def all_equations(
     eqns: Iterable[Any], follow: Callable[[Any], bool] = lambda eqn: True
 ) -> Iterator[Any]:
-    """Yield equations, each followed by the equations of the programs inside it.
-
-    Args:
-        eqns: The equations.
-        follow: Whether to look inside an equation.
-    """
+    """Yield equations, each followed by those inside it if `follow` is true of it."""
     for eqn in eqns:
         yield eqn
         if follow(eqn):
@@ -157,10 +138,7 @@ def all_equations(
 
 
 def called_program(eqn: Any) -> ClosedJaxpr | None:
-    """Return the program of a call, with the equation's inputs and outputs.
-
-    None for other equations.
-    """
+    """Return the program of a call, with the equation's inputs and outputs; None for others."""
     return programs_inside(eqn)[0] if is_call(eqn) else None
 
 
@@ -170,10 +148,7 @@ def region_policy(eqn: Any) -> Any:
 
 
 def recomputes_behind_barrier(eqn: Any) -> tuple[bool, ...]:
-    """Return for each operand of a differentiated `jax.checkpoint` whether it has a barrier.
-
-    Empty for other equations.
-    """
+    """Return for each operand of a differentiated `jax.checkpoint` whether it has a barrier."""
     mark = eqn.params.get("prevent_cse", False)
     # JAX stores one mark for all operands, or one for each.
     marks = mark if isinstance(mark, tuple) else (mark,) * len(eqn.invars)
@@ -227,10 +202,7 @@ def is_causal(eqn: Any) -> bool:
 
 
 def is_named(primitive: Any, params: Any, names: Iterable[str]) -> bool:
-    """True if a policy of `jax.checkpoint` is asked about a value with one of these names.
-
-    Values are named by `checkpoint_name`.
-    """
+    """True if a policy is asked about a value that `checkpoint_name` gave one of these names."""
     return primitive.name == NAMED and params["name"] in names
 
 
@@ -290,10 +262,8 @@ def replaced(eqn: Any, *, context: Any, operands: Sequence[Any]) -> Any:
 
 
 def unsharded(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Remove shardings from a program's equations, except sharding constraints.
-
-    Derivatives contain the shardings of the mesh on which they were traced.
-    """
+    """Remove shardings from a program's equations, except sharding constraints."""
+    # Derivatives contain the shardings of the mesh on which they were traced.
     names = ("sharding", "out_sharding")
 
     def one(eqn: Any) -> Any:

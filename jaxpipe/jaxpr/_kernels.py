@@ -95,10 +95,8 @@ class Kernel(NamedTuple):
         kind: `product` is a matrix product or convolution, `attention` attention as a whole,
             `other` any other kernel that moves bytes, and `reduce`, `gather`, `exchange` (among
             all) and `shift` (to the next device) are collectives over `axis`.
-        flops: FLOPs of products.
         num_bytes: Bytes that the kernel reads and writes, or that a collective leaves on a device.
         is_narrow: Whether a product's operands have at most 16 bits.
-        axis: Mesh axis of a collective.
         times: How often the kernel runs.
         result_bytes: Bytes of the results of a product or of attention.
         masked_flops: FLOPs that attention would have in addition without its mask.
@@ -121,19 +119,10 @@ def count_kernels(
     mesh: AbstractMesh | None = None,
     manual: Sequence[str] = (),
 ) -> list[Kernel]:
-    """Count the kernels that a function's outputs need.
+    """Count the kernels that a function's outputs need, on one device without a mesh.
 
-    Element-wise arithmetic is fused with the kernel that reads its results, except that the
-    operands of a product are first written by a separate kernel. A product over a sharded dim is
-    followed by a reduction.
-
-    Args:
-        function: The function.
-        args: Shapes and dtypes of the function's arguments.
-        specs: Shardings of the arguments' leaves over automatic axes; empty if they are not
-            sharded.
-        mesh: The mesh; None for one device.
-        manual: The manual axes of the mesh.
+    `specs` are the shardings of the arguments' leaves over the automatic axes; empty if they are
+    not sharded.
     """
     closed = live_program(function, *args)
     # Following shardings traces the whole program again, so it is skipped if nothing is sharded.
@@ -154,10 +143,7 @@ def num_flops(kernels: Iterable[Kernel]) -> int:
 
 
 def live_program(function: Callable[..., Any], *args: PyTree) -> ClosedJaxpr:
-    """Trace a function without its calls and without equations that no output needs.
-
-    `args` are shapes and dtypes.
-    """
+    """Trace a function without its calls and without equations that no output needs."""
     program = flatten(jax.make_jaxpr(function)(*args))
     part = needed_for(program, program.outputs)
 
@@ -178,10 +164,7 @@ def result_specs(
     mesh: AbstractMesh,
     manual: Sequence[str],
 ) -> list[P]:
-    """Return the shardings of the leaves of a function's results over automatic axes.
-
-    The arguments are those of `count_kernels`.
-    """
+    """Return the shardings of a function's results; the arguments are those of `count_kernels`."""
     closed = live_program(function, *args)
     found = followed_specs(unsharded(closed), specs, mesh, manual, ATTENTION_SCOPE)
     return [P() if isinstance(x, Constant) else found[x] for x in closed.jaxpr.outvars]
@@ -190,9 +173,8 @@ def result_specs(
 class _Fusion:
     """Arithmetic and reductions between two products, which form one kernel.
 
-    Attributes:
-        partial: Products that must still be reduced over an axis. If several are added up, their
-            sum is reduced once.
+    `partial` are products that must still be reduced over an axis. A sum of several is reduced
+    once.
     """
 
     def __init__(self, num_bytes: Callable[[Sequence[Any]], int]) -> None:
@@ -235,10 +217,7 @@ class _Fusion:
             yield self.partial.pop(x)
 
     def ended(self, values: Sequence[Any]) -> Iterator[Kernel]:
-        """Yield the kernel so far, which also writes these values.
-
-        Partial values are reduced first.
-        """
+        """Yield the kernel so far, which also writes these values; reductions come first."""
         for x in dict.fromkeys(self._root(x) for x in values if not isinstance(x, Constant)):
             if x in self.partial:
                 yield self.partial.pop(x)
@@ -283,6 +262,8 @@ class _Counter:
                 if name_of(eqn) in _FUSED | REDUCTIONS:
                     fusion.add(eqn)
                     continue
+                # Arithmetic is fused with the kernel that reads its results, except that the
+                # operands of a product are first written by a separate kernel.
                 yield from fusion.ended(eqn.invars)
                 for each in self._kernel(eqn):
                     # The reduction only runs when something reads the product, see `reduced`.
@@ -338,6 +319,7 @@ class _Counter:
                 is_narrow,
                 result_bytes=made,
             )
+            # A product over a sharded dim is followed by a reduction.
             for axis in axes:
                 yield Kernel("reduce", 0, self._bytes(eqn.outvars), axis=axis)
 
@@ -353,16 +335,14 @@ class _Counter:
         return share, [axis for dim in dims if dim < len(spec) for axis in spec_axes(spec[dim])]
 
     def _collectives(self, eqn: Any) -> Iterator[Kernel]:
-        """Yield the collectives that an equation names or, as a constraint, causes.
-
-        A constraint makes a divided value whole along a dim, or divides it along another dim.
-        """
+        """Yield the collectives that an equation names or, as a constraint, causes."""
         if eqn.primitive.name in _EXPLICIT:
             kind = _EXPLICIT[eqn.primitive.name]
             for x in eqn.outvars:
                 yield Kernel(kind, 0, self._bytes([x]), axis=axis_of(eqn))
             return
         before, after = (_dims(self._specs.get(x, P())) for x in (eqn.invars[0], eqn.outvars[0]))
+        # A constraint makes a divided value whole along a dim, or divides it along another dim.
         for axis, dim in before.items():
             if axis not in after:
                 yield Kernel("gather", 0, self._bytes(eqn.outvars), axis=axis)
@@ -456,12 +436,10 @@ def _moved_bytes(eqn: Any) -> int:
 
 
 def _product_flops(eqn: Any) -> int:
-    """Return the FLOPs of a product, convolution or fused attention.
-
-    A multiplication with its addition counts as two.
-    """
+    """Return the FLOPs of a product, convolution or fused attention."""
     name = eqn.primitive.name
     out = sum(math.prod(x.aval.shape) for x in eqn.outvars)
+    # A multiplication with its addition counts as two.
     if name == DOT:
         return 2 * out * math.prod(eqn.invars[0].aval.shape[dim] for dim in dot_contracted(eqn))
     if name == CONVOLUTION:

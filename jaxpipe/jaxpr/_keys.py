@@ -16,15 +16,8 @@ from ._primitives import CUSTOM_RULES
 def program_key(closed: ClosedJaxpr) -> Hashable:
     """Return a key for a traced program: its equations, shapes, constants and callbacks.
 
-    Constants are compared by value, including those that an inner `jax.jit` closes over, which the
-    printed form of a program omits. Python functions are compared by identity. Custom derivative
-    rules are ignored: if the derivative matters, differentiate first.
-
-    Args:
-        closed: The trace.
-
-    Returns:
-        A value that is equal for equal programs.
+    Constants are compared by value, Python functions by identity. Custom derivative rules are
+    ignored. If the derivative matters, differentiate first.
     """
     return _closed_key(closed.jaxpr, closed.consts)
 
@@ -67,6 +60,8 @@ def params_key(primitive: str, params: Mapping[str, Any]) -> Hashable:
 
 def value_key(value: Any) -> Hashable:
     """Return a value that is equal for equal parameters, including arrays and programs."""
+    # With the constants that an inner `jax.jit` closes over, which the printed form of a program
+    # omits.
     if isinstance(value, ClosedJaxpr):
         return _closed_key(value.jaxpr, value.consts)
     if isinstance(value, Jaxpr):

@@ -26,8 +26,6 @@ class _Value(NamedTuple):
     """The number of an array, or of each of its elements.
 
     Attributes:
-        shape: The array's shape.
-        number: The number.
         is_everywhere: True if `number` is that of each element: the same expression of scalars, and
             of the elements of `leaf` at the same index. It does not depend on `shape`.
         leaf: The divided array that the value is computed from, or None.
@@ -45,26 +43,15 @@ def value_numbers(
     table: Table | None = None,
     leaves: tuple[Sequence[Hashable], Sequence[Hashable]] | None = None,
 ) -> list[int]:
-    """Number the results of a traced program.
+    """Number the results of a traced program: equal for the same expressions of equal inputs.
 
-    Results have equal numbers if they are the same expressions of equal inputs. Calls and
-    conditionals are followed inside. Other inner programs, such as the body of a loop, are compared
-    as a whole.
+    `inputs` are identities; those with equal ones count as equal. `table` has the numbers assigned
+    so far and is extended; programs that are numbered with the same table can be compared.
 
     Two programs may hold different elements of an array that is divided, and in different shapes.
     Results that are divided like it have equal numbers only if each element is the same expression
-    of elements at its own index and of values that are whole.
-
-    Args:
-        closed: The trace.
-        inputs: The identity of each input; inputs with equal identities count as equal.
-        table: The numbers assigned so far, which this function extends. Programs that are numbered
-            with the same table can be compared. None for a new table.
-        leaves: For each input, and for each result, the identity of the array that it is divided
-            like, or None if it is whole. By default, all are whole.
-
-    Returns:
-        One number per output.
+    of elements at its own index and of values that are whole. `leaves` has, for each input and for
+    each result, the identity of the array that it is divided like, or None if it is whole.
     """
     table = {} if table is None else table
     jaxpr = closed.jaxpr
@@ -139,6 +126,7 @@ def _made(table: Table, eqn: Any, operands: list[_Value]) -> list[_Value]:
         # Also of a divided array. If it is repeated, the value is larger than its leaf, and only
         # equations that are not element-wise could make it a result.
         return [operands[0]._replace(shape=shapes[0])]
+    # Programs inside, such as the body of a loop, are compared as a whole.
     key = _number(table, name, params_key(name, eqn.params))
     is_elementwise = name_of(eqn) in ELEMENTWISE | CASTS
     return [

@@ -50,8 +50,6 @@ class Scan(NamedTuple):
     """A scan's body, and how the equation's operands and results correspond to the body's.
 
     Attributes:
-        body: The body.
-        form: The form of the equation.
         fixed: Pairs `(operand, body's input)` of values that are the same in every step.
         carried: The carries from step to step.
         sliced: Pairs `(operand, body's input)` of sliced values.
@@ -73,9 +71,7 @@ class Program:
     No variable occurs in two programs, so a set of variables can hold values of all bodies.
 
     Attributes:
-        inputs: The input variables.
-        outputs: The outputs, which are variables or literals.
-        eqns: The equations.
+        outputs: Variables or literals.
         consts: The arrays that the function closes over.
         scans: The scans among the equations, by index.
         variables: The inputs and all results of equations, including those in the bodies of scans.
@@ -92,10 +88,8 @@ class Program:
 def flatten(closed: ClosedJaxpr, *, moves: bool = False) -> Program:
     """Inline the calls of a traced function.
 
-    Args:
-        closed: The function.
-        moves: Whether to keep moves between memories. Without them, values in host memory are on
-            the device when the program starts.
+    Without `moves` between memories, values in host memory are on the device when the program
+    starts.
     """
     shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in closed.jaxpr.invars]
     # Traced again instead of edited: a program that is called twice gets different variables at
@@ -116,10 +110,8 @@ def flatten(closed: ClosedJaxpr, *, moves: bool = False) -> Program:
 
 
 def without_mesh(program: Program) -> Program:
-    """Convert a program to one for a single device, without sharding constraints and meshes.
-
-    A program that runs on another mesh than it was traced on must not refer to the latter.
-    """
+    """Convert a program to one for a single device, without sharding constraints and meshes."""
+    # A program that runs on another mesh than it was traced on must not refer to the latter.
     nowhere = on_no_mesh()
 
     def plain(value: Any) -> Any:
@@ -202,11 +194,9 @@ def _moves_memory(eqn: Any) -> bool:
 
 
 def _keeps_all_bits(eqn: Any) -> bool:
-    """True if an equation rounds to the precision that its operand already has.
-
-    `jax.checkpoint` adds such equations. Numbers of 16 bits are excluded: XLA may compute them with
-    higher precision, so rounding changes them.
-    """
+    """True if an equation rounds to the precision that its operand already has."""
+    # `jax.checkpoint` adds such equations. Numbers of 16 bits are excluded: XLA may compute them
+    # with higher precision, so rounding changes them.
     if eqn.primitive.name != ROUNDING or eqn.outvars[0].aval.dtype.itemsize < 4:
         return False
     bits = jnp.finfo(eqn.outvars[0].aval.dtype)
@@ -214,13 +204,11 @@ def _keeps_all_bits(eqn: Any) -> bool:
 
 
 def _behind_barrier(eqn: Any, values: list[Any]) -> list[Any]:
-    """Put the operands of recompute behind a barrier.
-
-    Otherwise XLA merges the recompute with the first computation and keeps all values in memory.
-    """
+    """Put the operands of recompute behind a barrier."""
     marks = recomputes_behind_barrier(eqn)
     if not marks:
         return values
+    # Otherwise XLA merges the recompute with the first computation and keeps all values in memory.
     barred = iter(
         jax.lax.optimization_barrier([x for x, m in zip(values, marks, strict=True) if m])
     )

@@ -32,12 +32,7 @@ _PASSING = CASTS | {NAMED, ROUNDING}
 
 
 def output_specs(closed: ClosedJaxpr) -> list[P]:
-    """Find the constraints that a program ends with.
-
-    Returns:
-        For each result the spec of the `jax.lax.with_sharding_constraint` that it comes from,
-        directly or through casts and calls; an empty spec if there is none.
-    """
+    """For each result, the spec of the constraint it comes from, also through casts and calls."""
     return [_spec_of(closed.jaxpr, variable) for variable in closed.jaxpr.outvars]
 
 
@@ -74,9 +69,8 @@ def propagated_specs(
     so it may divide more. If the rules leave a sharding open, as for a product over a sharded dim,
     the result counts as not sharded over that axis.
 
-    The program was traced on the mesh with all axes automatic except the `manual` ones. `specs` are
-    the shardings of its operands over the automatic axes; `kernel_scope` is as for
-    `followed_specs`.
+    The program was traced with all axes automatic except the `manual` ones. `specs` are the
+    shardings of its operands over the automatic axes.
     """
     seen = followed_specs(closed, specs, mesh, manual, kernel_scope)
     return [P() if isinstance(x, Literal) else seen[x] for x in closed.jaxpr.outvars]
@@ -89,10 +83,9 @@ def followed_specs(
     manual: Sequence[str],
     kernel_scope: str | None = None,
 ) -> dict[Any, P]:
-    """Follow shardings like `propagated_specs`, and return those of all variables of a program.
+    """Follow shardings like `propagated_specs`; return those of all variables, also in bodies.
 
-    Variables in the bodies of calls and loops are included. If `kernel_scope` is given, equations
-    in this named scope are treated as one kernel: their results are sharded like their operands of
+    Equations in the scope `kernel_scope` count as one kernel: results are sharded like operands of
     the same shape.
     """
     types = tuple(
@@ -201,11 +194,9 @@ def _results(eqn: Any, values: list[jax.Array], seen: dict[Any, P]) -> list[jax.
 
 
 def _blank(x: Any) -> jax.Array:
-    """Make an array of a variable's shape and dtype that is not sharded.
-
-    A key may have any generator.
-    """
+    """Make an array of a variable's shape and dtype that is not sharded."""
     if jnp.issubdtype(x.aval.dtype, jax.dtypes.prng_key):
+        # A key may have any generator.
         return jnp.broadcast_to(jax.random.key(0), x.aval.shape)
     return jnp.zeros(x.aval.shape, x.aval.dtype)
 

@@ -16,10 +16,7 @@ _FULL_BYTES = 4
 
 @dataclass
 class Slice:
-    """A part of a program: the variables that it needs or computes, and its equations.
-
-    `steps` are the ids of the equations that run.
-    """
+    """A part of a program: variables needed or computed, and ids of the equations that run."""
 
     variables: set[Any] = field(default_factory=set)
     steps: set[int] = field(default_factory=set)
@@ -31,13 +28,9 @@ def needed_for(
     given: Collection[Any] = frozenset(),
     forced: Set[int] = frozenset(),
 ) -> Slice:
-    """Find the equations that must run to compute some values.
+    """Find the equations that must run to compute some values, also in the bodies of scans.
 
-    Args:
-        program: The program.
-        wanted: The values: variables of the program and of its bodies. Literals are ignored.
-        given: Variables of the program and of its bodies that are already known.
-        forced: Ids of further equations that must run.
+    `given` variables are already known; `forced` are ids of further equations that must run.
     """
     goals = variables(wanted)
     part = Slice(set(goals))
@@ -65,13 +58,8 @@ def reached_from(
 ) -> set[Any]:
     """Find the variables that depend on some variables, or on the results of some equations.
 
-    Args:
-        program: The program.
-        found: Variables of the program to start from, which are included.
-        starts: Whether the results of an equation are included in any case. It is called with the
-            equation and the number of times that it runs.
-        blocked: Variables that are never included.
-        times: How often the program runs.
+    `starts(equation, number of its runs)` says whether its results are included in any case;
+    `blocked` variables never are.
     """
     reached = set(found)
     for i, eqn in enumerate(program.eqns):
@@ -144,20 +132,13 @@ def evaluate(  # noqa: PLR0913  # program, part, known and requested values
     taken: Sequence[Any],
     turns: Mapping[int, Callable[[Values], Values]] | None = None,
 ) -> tuple[Values, Values]:
-    """Run a part of a program.
+    """Run a part of a program; returns `(values of its own variables, values taken)`.
 
-    Args:
-        program: The program.
-        args: Values of the inputs that the part needs.
-        part: The part to run.
-        given: Values that are already known. Values of bodies are stacked.
-        taken: Variables to return. Later equations use them as they are returned, rounded to their
-            dtype: XLA may otherwise keep a 16-bit number in higher precision until it is stored.
-        turns: Functions that run after an equation, by the equation's index; see `turns_of`.
-
-    Returns:
-        `(values of the program's own variables, values taken)`. Values of bodies are stacked.
+    `args` are the inputs that the part needs, `given` values that are known. Values of bodies are
+    stacked. `turns` are those of `turns_of`.
     """
+    # Later equations use what is taken as it is returned, rounded to its dtype: XLA may otherwise
+    # keep a 16-bit number in higher precision until it is stored.
     narrow = {var for var in taken if _is_narrow(var)}
     env = {**program.consts, **given, **args}
     inner: Values = {}

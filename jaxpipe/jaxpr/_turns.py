@@ -30,15 +30,8 @@ def turns_of(
     until the previous group has been passed on. So the computation of the next group overlaps a
     group's collectives, and at most two groups are in memory.
 
-    Args:
-        program: The program.
-        part: The part of the program that runs.
-        groups: The results, divided into groups that are passed on together. Results that the part
-            does not compute are ignored.
-        hand_over: Maps a result's variable and value to the value that replaces it.
-
-    Returns:
-        The argument `turns` of `evaluate`.
+    `hand_over` maps a result's variable and value to the value that replaces it. Results that the
+    part does not compute are ignored.
     """
     given, last_read = _lifetimes(program, part)
     complete = [

@@ -15,13 +15,7 @@ _UPGRADES = ("jax_remat3", "jax_custom_jvp3", "jax_custom_vjp3", "jax_scan3")
 
 
 def check_jax() -> None:
-    """Check the installed JAX and its flags before anything is traced.
-
-    Warns if JAX is newer than the newest tested version.
-
-    Raises:
-        ConfigError: A flag is on with which programs cannot be read.
-    """
+    """Refuse flags under which programs cannot be read, and warn if JAX is newer than tested."""
     on = [name for name in _UPGRADES if getattr(jax.config, name, False)]
     if on:
         raise ConfigError(
@@ -42,10 +36,7 @@ def check_jax() -> None:
 
 
 def warn_of_unknown(names: Collection[str]) -> None:
-    """Warn about primitives that this library does not know.
-
-    Python shows each warning once.
-    """
+    """Warn about primitives that this library does not know; Python shows each warning once."""
     if names:
         noun = "primitive" if len(names) == 1 else "primitives"
         warnings.warn(

@@ -29,10 +29,7 @@ class LoraParam(Marked):
 
 
 class Adapters:
-    """Adapters that add `scale * x A B` to a projection; `rank` is the inner size of A and B.
-
-    A kernel has an adapter if a pattern of `targets` is found in its path.
-    """
+    """Adapters that add `scale * x A B` to kernels whose path matches a pattern of `targets`."""
 
     def __init__(self, rank: int, scale: float, targets: Sequence[re.Pattern[str]]) -> None:
         self.rank = rank
@@ -57,15 +54,13 @@ class Adapters:
 
     def draw(self, key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
         """Draw the initial values of A."""
+        # Variance 1 / inputs, so `x A` has the scale of `x`.
         return jax.random.normal(key, shape, dtype) * math.prod(shape[:-1]) ** -0.5
 
     def added(
         self, y: jax.Array, x: jax.Array, a: jax.Array, b: jax.Array, axes: Sequence[int]
     ) -> jax.Array:
-        """A module's output plus its adapter's output.
-
-        `axes` are the axes of the input that the adapter contracts.
-        """
+        """A module's output plus its adapter's; `axes` are the input's axes that A contracts."""
         a = a.astype(y.dtype)
         b = b.astype(y.dtype)
         inner = jnp.tensordot(x.astype(y.dtype), a, (tuple(axes), tuple(range(len(axes)))))
@@ -74,12 +69,7 @@ class Adapters:
 
 @dataclass(frozen=True)
 class LoraMark:
-    """The adapters of a layer at its position in the model.
-
-    Attributes:
-        place: The place of the layer's parameters in the model's tree.
-        adapters: The adapters of each call of `lora`; a kernel has at most one of them.
-    """
+    """The adapters of a layer, one `Adapters` for each call of `lora`, at the layer's place."""
 
     place: Place
     adapters: tuple[Adapters, ...]
@@ -102,6 +92,7 @@ def adapted_call(call: Callable[..., Any], mark: LoraMark) -> Callable[..., Any]
 
     def intercept(method: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
         module = context.module
+        # A module's other methods, such as `setup`, and an unbound module pass through here too.
         is_call = isinstance(module, LINEN_PROJECTIONS) and context.method_name == "__call__"
         adapters = mark.of(module.path) if is_call and module.scope is not None else None
         if adapters is None:
@@ -215,6 +206,7 @@ class _AdaptedProjection(nnx.Module):
         return nnx.merge(self.graph, nnx.State({name: getattr(self, name) for name in self.names}))
 
     def __getattr__(self, name: str) -> Any:
+        # Before `__init__` has set `graph`, `projection` would end here again.
         if name.startswith("_") or "graph" not in vars(self):
             raise AttributeError(name)
         return getattr(self.projection, name)
@@ -227,6 +219,7 @@ def _num_inputs(projection: Any) -> int:
     if equation is None:
         return len(axis) if isinstance(axis, (tuple, list)) else 1
     _, letters, outputs = re.split(",|->", equation.replace(" ", ""))
+    # `_contracted` checks at the call that these letters come first.
     return sum(letter not in outputs for letter in letters)
 
 
@@ -245,10 +238,7 @@ def _names(names: tuple[Any, ...], num_inputs: int, *, is_first: bool) -> tuple[
 def _contracted(
     module: Any, x: jax.Array, equation: str | None, axis: Any, batch: Any
 ) -> tuple[int, ...]:
-    """Axes of the input that a module's kernel contracts, in the order of the kernel's first dims.
-
-    Raises LayerError if the contracted dims are not the kernel's first dims.
-    """
+    """Axes of the input that the kernel contracts, in the order of the kernel's first dims."""
     if equation is None:
         if tuple(batch):
             raise _refused(module, f"batch dims {tuple(batch)}")
@@ -260,6 +250,8 @@ def _contracted(
     first, _, last = inputs.partition("...")
     positions = dict(zip(first, range(len(first)), strict=True))
     positions |= dict(zip(last, range(x.ndim - len(last), x.ndim), strict=True))
+    # A and B can only be added to a kernel `[contracted..., features...]` whose output appends the
+    # features to the input's other dims.
     contracted = [letter for letter in kernel if letter not in outputs]
     features = kernel[len(contracted) :]
     is_plain = (

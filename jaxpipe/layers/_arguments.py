@@ -76,11 +76,7 @@ def checked_interval(interval: Any) -> int:
 
 
 def checked_class_names(names: Any, layers: Sequence[str]) -> tuple[str, ...] | None:
-    """Class names of layers, or None.
-
-    Unless the list is empty, it must name one of `layers`, the class name of each layer of the
-    model.
-    """
+    """Class names of layers, or None; one must be in `layers`, the classes of the model."""
     if names is None:
         return None
     classes = list(dict.fromkeys(layers))
@@ -89,6 +85,7 @@ def checked_class_names(names: Any, layers: Sequence[str]) -> tuple[str, ...] | 
             "checkpointable_layers must be a list of class names, but got "
             f"checkpointable_layers={names!r}. Write for instance {classes[:1]}."
         )
+    # An empty list recomputes nothing. A list that matches nothing has a misspelt name.
     if names and not set(names) & set(classes):
         raise LayerError(
             "checkpointable_layers must name a class of the model's layers, but got "
@@ -118,10 +115,8 @@ class LossTerms(NamedTuple):
 
     Attributes:
         total: The sum of the losses, or their mean if `weight` is None.
-        weight: The weight of the sum. If None, the loss is a mean, and all microbatches count
-            equally.
-        metrics: Other numbers that the loss reports, by name, each a mean over the items that the
-            weight counts.
+        weight: The weight of the sum. None: all microbatches count equally.
+        metrics: By name, each a mean over the items that the weight counts.
     """
 
     total: jax.Array
@@ -139,10 +134,7 @@ class LossTerms(NamedTuple):
 
 
 def checked_loss(result: Any, *, has_loss_fn: bool) -> LossTerms:
-    """The result of `loss_fn` for a microbatch, as terms.
-
-    It must be a scalar, `(sum, weight)` or `(sum, weight, metrics)`, where every value is a scalar.
-    """
+    """Terms of `loss_fn`'s result: a scalar, `(sum, weight)` or `(sum, weight, metrics)`."""
     result, metrics = (
         (result[:2], result[2]) if isinstance(result, tuple) and len(result) == 3 else (result, {})
     )
@@ -173,6 +165,7 @@ def checked_loss(result: Any, *, has_loss_fn: bool) -> LossTerms:
             "weight), such as (jnp.sum(losses * mask), jnp.sum(mask)), or (sum, weight, {name: "
             "metric})."
         )
+    # The weight counts items, and is no part of what is differentiated.
     weight = jax.lax.stop_gradient(terms[1].astype(jnp.float32)) if len(terms) == 2 else None
     return LossTerms(terms[0], weight, _checked_metrics(metrics))
 

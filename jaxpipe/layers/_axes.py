@@ -31,10 +31,8 @@ def bound_axis(name: str) -> int:
 
 
 def is_unbound_axis(error: BaseException) -> bool:
-    """True if an error says that an axis name is unbound.
-
-    Python's own NameErrors, which carry the missing name, do not count.
-    """
+    """True if an error says that an axis name is unbound."""
+    # Python's own NameErrors carry the missing name; JAX's do not.
     return type(error) is NameError and error.name is None
 
 
@@ -46,20 +44,17 @@ def one_device_mesh(axes: Sequence[str]) -> AbstractMesh:
 def on_mesh(mesh: AbstractMesh, trace: Callable[[], T]) -> T:
     """Trace layers as they run on a mesh, `stage` and `data` manual and all other axes automatic.
 
-    Args:
-        mesh: The mesh. Programs traced on it can be evaluated on a mesh of devices whose
-            `abstract_mesh` it is. If this code already runs on a mesh, that mesh is kept.
-        trace: A function that traces layers abstractly and returns no traced values.
-
-    Returns:
-        The result of `trace`.
+    `trace` must return no traced values. Programs traced on an abstract mesh can be evaluated on a
+    mesh of devices whose `abstract_mesh` it is.
     """
     around = jax.sharding.get_abstract_mesh()
+    # A second `shard_map` over the same axes would be an error.
     if around.shape_tuple == mesh.shape_tuple and set(MANUAL_AXES) <= set(around.manual_axes):
         return trace()
     found: list[T] = []
 
     def run(place: Any) -> Any:
+        # Returned around the `shard_map`, whose own outputs must be arrays.
         found.append(trace())
         return place
 
@@ -78,23 +73,10 @@ def on_mesh(mesh: AbstractMesh, trace: Callable[[], T]) -> T:
 
 
 def call_on_one(axes: Sequence[str], function: Callable[..., PyTree], *args: PyTree) -> PyTree:
-    """Call layers on one device, without sharding constraints.
+    """Call layers on one device, all samples on one replica, without effect of constraints.
 
-    All samples are on one replica, and constraints have no effect.
-
-    Args:
-        axes: Automatic axes of length 1 that constraints may name. Without any, nothing is
-            compiled. If this code already runs on a mesh, that mesh is kept.
-        function: A function of trees of arrays. If it uses the axis `data`, that axis exists with
-            length 1. Values that the function closes over are not mapped over `data`, so that
-            random bits stay the same. `all_to_all` needs mapped arrays.
-        *args: Its arguments.
-
-    Returns:
-        The result of the function.
-
-    Raises:
-        LayerError: The mesh that the program has set lacks an axis that a constraint names.
+    `axes` are automatic axes of length 1 that constraints may name; without any, nothing is
+    compiled. If this code already runs on a mesh, that mesh is used.
     """
     around = jax.sharding.get_abstract_mesh()
 
@@ -104,6 +86,8 @@ def call_on_one(axes: Sequence[str], function: Callable[..., PyTree], *args: PyT
         except NameError as error:
             if not is_unbound_axis(error) or bound_axis(DATA):
                 raise
+        # Values that the function closes over, such as keys, are not mapped, so random bits stay
+        # the same. The arguments are, because `all_to_all` needs mapped arrays.
         # Map only if needed: a layer may call things that cannot be mapped, such as a callback to
         # the host.
         mapped = jax.vmap(function, axis_name=DATA, axis_size=1)
@@ -130,19 +114,13 @@ def call_on_one(axes: Sequence[str], function: Callable[..., PyTree], *args: PyT
 
 
 def mesh_for_init(names: Sequence[str]) -> AbstractMesh:
-    """The surrounding mesh with all its axes automatic, and with `names` as additional axes.
-
-    The partition metadata of new variables may name manual axes, or any of `names`.
-    """
+    """The surrounding mesh with all its axes automatic, and with `names` as additional axes."""
+    # Flax constrains new variables by their metadata, which may name manual axes or any of `names`.
     return _auto_mesh(dict.fromkeys(names, 1) | dict(jax.sharding.get_abstract_mesh().shape))
 
 
 def axis_fault(subject: str, error: BaseException, automatic: Sequence[str]) -> LayerError:
-    """Error for a collective over an axis that is not manual.
-
-    `subject` names the user of the axis, such as `layer 0_Block`; `error` is JAX's error, and
-    `automatic` are the mesh's automatic axes.
-    """
+    """Error for a collective over an axis that is not manual; `subject` such as `layer 0_Block`."""
     what = str(error).partition(". ")[0]
     named = next((axis for axis in automatic if what.endswith(f" {axis}")), None)
     if named is not None:

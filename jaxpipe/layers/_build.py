@@ -28,12 +28,9 @@ class NamedLayer:
     """A layer at its position in the model.
 
     Attributes:
-        index: Position in the whole model, from 0.
         place: The place of its parameters in the model's tree.
-        layer: The layer, which makes the variables and computes the outputs.
         is_marked: Whether its spec marks it to be recomputed in training.
-        instances: The built Linen modules in the layer, each with the path of its parameters inside
-            the layer.
+        instances: The built Linen modules in it, each with the path of its parameters inside it.
         adapters: Those of each call of `lora`.
         item: What the user's list has at this position.
     """
@@ -44,6 +41,7 @@ class NamedLayer:
     is_marked: bool = False
     instances: tuple[tuple[Path, nn.Module], ...] = ()
     adapters: tuple[Adapters, ...] = ()
+    # Not compared: a user's object need not have a useful `==`.
     item: Any = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
@@ -65,12 +63,12 @@ class NamedLayer:
 def as_layers(items: Iterable[Any] | nn.Sequential) -> tuple[NamedLayer, ...]:
     """Convert a list of layers, or a Linen `Sequential`, to the layer protocol.
 
-    Items are Linen modules, plain functions, `LayerSpec` and `TiedLayerSpec`, in order. Each layer
-    receives the output of the previous one as a single argument, even if it is a tuple or a
+    Each layer receives the previous output as a single argument, even if it is a tuple or a
     dictionary, which a Linen `Sequential` would unpack into several.
     """
     if isinstance(items, nn.Sequential):
         items = items.layers
+    # These may be iterable too, but not as a list of layers in order.
     if not isinstance(items, Iterable) or isinstance(
         items, (str, bytes, Mapping, Set, nn.Module, nnx.Module)
     ):
@@ -99,6 +97,7 @@ def _name(index: int, item: Any) -> NamedLayer:
                 f"{place.name}, but got train_flag({flag!r}). Name one of those of its call "
                 f"({known}), a boolean field, or a boolean attribute."
             )
+    # Before `remat_layer` wraps the layer: only the Linen layer knows its module.
     instances = tuple(_instances(layer.module)) if isinstance(layer, LinenLayer) else ()
     mark, adapters = (item.remat_mark, item.adapters) if isinstance(item, LayerSpec) else (None, ())
     if mark is not None:
@@ -134,6 +133,7 @@ def _instances(module: nn.Module, path: Path = ()) -> Iterator[tuple[Path, nn.Mo
     """A module and the modules in its fields, with the paths that Flax gives them."""
     yield path, module
     for field in dataclasses.fields(module):
+        # The parent leads back up to the module that holds this one.
         if field.name == "parent":
             continue
         value = getattr(module, field.name, None)
@@ -144,15 +144,16 @@ def _instances(module: nn.Module, path: Path = ()) -> Iterator[tuple[Path, nn.Mo
                 name = "_".join(
                     (field.name, *(jax.tree_util.keystr((key,), simple=True) for key in keys))
                 )
+                # An explicit name of the submodule wins over the field's, as in Flax.
                 yield from _instances(leaf, (*path, leaf.name or name))
 
 
 def check_instances(layers: Sequence[NamedLayer], variables: Sequence[Sequence[Path]]) -> None:
     """Refuse a module instance that two layers hold, unless they are tied or it has no variables.
 
-    Flax would share its variables, but a list of layers does not. `variables` are the paths of each
-    layer's parameters and collections, inside the layer.
+    `variables` are the paths of each layer's parameters and collections, inside the layer.
     """
+    # Flax would share the variables of one instance, but each layer of a list makes its own.
     owners: dict[int, NamedLayer] = {}
     for named, paths in zip(layers, variables, strict=True):
         for at, module in named.instances:
@@ -188,6 +189,7 @@ def _adapt_spec(index: int, spec: LayerSpec) -> Layer:
 
         return _checked(index, spec, lambda: EquinoxLayer(spec, forward_fn))
     flags = {**TRAIN_FLAGS, **spec.train_flags}
+    # A Linen module is only a description: building it allocates nothing.
     module = _checked(index, spec, spec.build)
     if not isinstance(module, nn.Module):
         return _adapt_function(index, module, forward_fn, flags)

@@ -31,15 +31,13 @@ from ._tree import flatten_dict, unflatten_dict
 class EquinoxLayer(Layer):
     """An Equinox module described by a `LayerSpec`, built with `key=` inside the tracing of `init`.
 
-    Equinox modules are written for one sample. Without `forward_fn` the module is called under
-    `jax.vmap` over the samples of a microbatch and of its side inputs, with a random key for each
-    sample if the call has an argument `key`. A `forward_fn` receives the module and the whole
-    microbatch, and one key if it has an argument `key`. Outside training the key is None, and the
-    module is in Equinox's inference mode.
+    Without `forward_fn` the module, which is written for one sample, is called under `jax.vmap`
+    over the samples of a microbatch and of its side inputs, with a key for each sample if the call
+    has an argument `key`. A `forward_fn` receives the whole microbatch, and one key. Outside
+    training the key is None, and the module is in Equinox's inference mode.
 
     Floating-point arrays are parameters, `layer/0/weight` for `module.layer[0].weight`; other
-    arrays keep the values they were built with. Raises LayerError if the spec fixes `key`, or if
-    the module holds `equinox.nn.State` or two arrays under one path.
+    arrays keep the values they were built with.
     """
 
     def __init__(self, spec: LayerSpec, forward_fn: Callable[..., Any] | None = None) -> None:
@@ -54,12 +52,15 @@ class EquinoxLayer(Layer):
             )
         flags = {**TRAIN_FLAGS, **spec.train_flags}
         parameters = inspect.signature(spec.typename).parameters
+        # Modules that draw nothing, such as pooling, need not take a key.
         self._takes_key = "key" in parameters or any(
             p.kind is p.VAR_KEYWORD for p in parameters.values()
         )
         arguments = (spec.module_args, tuple(spec.module_kwargs.items()))
         made_by = identity_of(spec.typename, *arguments, forward_fn, tuple(flags.items()))
         leaves, treedef = jax.tree.flatten(self._structure)
+        # The treedef covers static fields; Python numbers are leaves, and differ without showing in
+        # it.
         numbers = identity_of(*(leaf for leaf in leaves if not hasattr(leaf, "dtype")))
         self.identity = made_by, equal_or_same(treedef), numbers
         call = call_of(spec.typename) if forward_fn is None else forward_fn  # pyright: ignore[reportArgumentType]
@@ -105,8 +106,11 @@ class EquinoxLayer(Layer):
             args, kwargs = self.arguments.select(rngs=rngs, train=train, side={"key": key, **side})
             return self.forward_fn(module, inputs, *args, **kwargs), {**collections}, {}
         if key is not None:
+            # One key per sample: with a single key, `vmap` would give all samples the same dropout
+            # mask.
             key = jax.random.split(key, jax.tree.leaves(inputs)[0].shape[0])
         given = self.arguments.select(rngs=rngs, train=train, side={"key": key, **side})
+        # Flags and None are no arrays: `vmap` cannot map them.
         mapped, fixed = eqx.partition(given, eqx.is_array)
 
         def one(inputs: PyTree, mapped: PyTree) -> PyTree:

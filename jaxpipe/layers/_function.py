@@ -12,11 +12,7 @@ from ._protocol import TRAIN_FLAGS, Applied, CallArguments, Layer, Rngs, identit
 
 
 class FunctionLayer(Layer):
-    """A callable of its inputs, such as `jnp.tanh` or a lambda between two modules.
-
-    It is called as `function(inputs)`, with the standard arguments that its signature names.
-    `flags` are the names of training flags, with their values in training.
-    """
+    """A callable of its inputs, such as `jnp.tanh` or a lambda between two modules."""
 
     def __init__(
         self, function: Callable[..., Any], flags: Mapping[str, bool] = TRAIN_FLAGS

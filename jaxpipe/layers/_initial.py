@@ -23,10 +23,9 @@ from ._tree import flatten_dict, unflatten_dict
 def init_layer(
     named: NamedLayer, trace: ModelTrace, key: jax.Array, compute_dtype: Any = None
 ) -> tuple[PyTree, PyTree]:
-    """Make one layer's parameters and collections, with the paths inside the layer; traceable.
+    """Make one layer's parameters and collections, by path inside the layer; traceable.
 
-    Parameters that another layer of the same tied key makes are included, but their values are
-    meaningless. `key` is the layer's own key.
+    Parameters that another layer of the same tied key makes are included with meaningless values.
     """
     given: dict[Path, Any] = {}
     if named.tied_key is not None:
@@ -44,6 +43,7 @@ def init_layer(
             _, params, collections = named.layer.init(key, inputs, side=side, given=given)
         return widened(as_arrays(unbox((params, collections))), compute_dtype)
 
+    # Only shapes and dtypes matter, also for parameters that another layer makes.
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), structs)
     axes = automatic_axes(trace.mesh)
     try:
@@ -59,16 +59,13 @@ def init_params(
     trace: ModelTrace,
     key_of: Callable[[int], jax.Array],
 ) -> PyTree:
-    """Make a whole model's parameters; layers of equal code and shapes share one compiled program.
-
-    `make(index, trace, key)` returns the parameters and collections of layer `index`, made from the
-    layer's key.
-    """
+    """Make a whole model's parameters; `make(index, trace, key)` returns those of one layer."""
     programs: dict[int, Callable[..., PyTree]] = {}
     made: dict[int, dict[Path, jax.Array]] = {}
     leaves: dict[Path, jax.Array] = {}
     for path, (index, local) in trace.owners().items():
         if index not in made:
+            # Layers of equal code and shapes share one compiled program, and differ by their keys.
             first = trace.firsts[index]
             program = programs.setdefault(first, jax.jit(functools.partial(make, first, trace)))
             made[index] = flatten_dict(program(key_of(index))[0])
@@ -78,6 +75,7 @@ def init_params(
 
 def seeded_key(seed_fn: Callable[[int], jax.Array], seed: int) -> jax.Array:
     """The key that `seed_fn` makes from a seed; raises LayerError if the result is not a key."""
+    # The key is needed as a value even if the caller is being traced.
     with jax.ensure_compile_time_eval():
         key: Any = seed_fn(seed)
     if not isinstance(key, jax.Array):

@@ -31,10 +31,9 @@ _REPORTED = ("losses", "metrics")
 
 
 class LinenLayer(Layer):
-    """A Linen module, called by its `__call__` or by `forward_fn(bound_module, inputs)`.
+    """An unbound Linen module, called by its `__call__` or by `forward_fn(bound_module, inputs)`.
 
-    The module must be unbound. `flags` are the names of training flags, with their values in
-    training. A flag is an argument of the module's call, or a boolean field with its default value.
+    A training flag is an argument of the module's call, or a boolean field with its default value.
     `given` names the fields that the user set, which keep their values.
     """
 
@@ -58,6 +57,8 @@ class LinenLayer(Layer):
             f.name: (getattr(module, f.name, None), f.default) for f in dataclasses.fields(module)
         }
         flag_fields = [name for name, (value, _) in fields.items() if isinstance(value, bool)]
+        # A field with a common name may be the user's own choice for the model; one that
+        # `train_flag` names is always a flag.
         self._fields = {
             name: in_training
             for name, in_training in flags.items()
@@ -68,6 +69,7 @@ class LinenLayer(Layer):
             )
         }
         """The fields that each call sets."""
+        # Flax's `merge_param` refuses a value that is both a field and an argument.
         skip = [name for name in (*flags, "rngs") if fields.get(name, (None,))[0] is not None]
         self.arguments = CallArguments(self._call, 2, f"layer {self.class_name}", flags, skip)
         settings = tuple(flags.items()), tuple(self._fields)
@@ -89,6 +91,8 @@ class LinenLayer(Layer):
         args, kwargs = self.arguments.select(rngs=None, train=False, side=side)
         module = self._with_flags(train=False)
         if given:
+            # `init_with_output` would make the given parameters again; here the module makes only
+            # the others.
             call = nn.apply(self._call, module, mutable=DenyList(["intermediates"]))
             call = functools.partial(
                 call, {"params": given}, inputs, *args, rngs=layer_rngs(key), **kwargs
@@ -100,6 +104,7 @@ class LinenLayer(Layer):
         with nn.intercept_methods(_without_mesh_in_dense_general):
             outputs, variables = call()
         variables = dict(variables)
+        # Values of one call, which no later call reads.
         for name in ("intermediates", *_REPORTED):
             variables.pop(name, None)
         return outputs, variables.pop("params", {}), variables
@@ -114,11 +119,9 @@ class LinenLayer(Layer):
         train: bool,
         side: Mapping[str, PyTree],
     ) -> Applied:
-        """See `Layer.apply`; reports scalars that the module sows under `"losses"` and `"metrics"`.
-
-        Values sown under other names are not reported.
-        """
+        """See `Layer.apply`; reports scalars that the module sows as `"losses"` and `"metrics"`."""
         args, kwargs = self.arguments.select(rngs=rngs, train=train, side=side)
+        # Values sown under other names are dropped, because nothing here reads them.
         mutable = [*collections, *_REPORTED] if train else []
         run = nn.apply(self._call, self._with_flags(train=train), mutable=mutable)
         with nn.intercept_methods(_without_mesh_in_dense_general):
@@ -142,12 +145,10 @@ class LinenLayer(Layer):
 def _without_mesh_in_dense_general(
     call: Callable[..., Any], args: Any, kwargs: Any, context: Any
 ) -> Any:
-    """Call a method; calls `nn.DenseGeneral`, which attention uses, without a surrounding mesh.
-
-    Each call of `nn.DenseGeneral` also traces its initialiser, which applies the kernel's metadata
-    as a constraint while the kernel is still flat. On a mesh this fails if the metadata names more
-    than two dims, or an axis that is not automatic (Flax 0.12).
-    """
+    """Call a method; calls `nn.DenseGeneral`, which attention uses, without a surrounding mesh."""
+    # Each call of `nn.DenseGeneral` also traces its initialiser, which applies the kernel's
+    # metadata as a constraint while the kernel is still flat. On a mesh this fails if the metadata
+    # names more than two dims, or an axis that is not automatic (Flax 0.12).
     is_meant = isinstance(context.module, nn.DenseGeneral) and context.method_name == "__call__"
     if (
         not is_meant or jax.sharding.get_abstract_mesh().explicit_axes

@@ -183,6 +183,8 @@ def merge_lora(params: PyTree, alpha: float, dtype: Any = None) -> dict[str, PyT
 def _adapted(item: Any, adapters: Adapters) -> Any:
     """The layer, marked to have adapters if it can have any."""
     kind = _kind_of(item)
+    # An embedding has no kernel; the pipeline may split it over the stages, which needs it
+    # unmarked.
     if kind is None or issubclass(kind, (nn.Embed, nnx.Embed)):
         return item
     marked = copy.copy(item) if isinstance(item, LayerSpec) else LayerSpec(item)
@@ -197,6 +199,7 @@ def _kind_of(item: Any) -> type | None:
     kind: Any = item.typename
     if isinstance(kind, type):
         return kind if issubclass(kind, (nn.Module, nnx.Module)) else None
+    # What a callable makes is known only once it is called. A Linen module has no arrays yet.
     module = item.build()
     return type(module) if isinstance(module, nn.Module) else None
 

@@ -53,9 +53,8 @@ class _Flow:
 class _Uses:
     """What layers do with parameters, collected equation by equation.
 
-    Attributes:
-        multiplied: Parameters that features are multiplied with.
-        others: Parameters of which the inputs choose rows, and those that make the model's outputs.
+    `multiplied` are those that features are multiplied with; `others` those of which the inputs
+    choose rows, and those that make the model's outputs.
     """
 
     multiplied: set[Path] = field(default_factory=set[Path])
@@ -101,23 +100,15 @@ def _is(leaf: Any, kind: Any) -> bool:
 
 
 def hidden_matrices(trace: ModelTrace) -> frozenset[Path]:
-    """The parameters of two dims that a model multiplies its features with.
+    """The parameters of two dims that a model multiplies its features with, by path in its tree.
 
-    Not among them are embeddings, of which the inputs choose rows by a lookup or by a product with
-    ones and zeros, and output heads, whose products make the model's outputs: nothing from before
-    such a product reaches the output beside it, as in a residual connection, and no other product
-    with parameters follows. Names and classes do not matter.
-
-    Args:
-        trace: The model.
-
-    Returns:
-        Their paths in the model's tree.
+    Embeddings and output heads are not among them. Names and classes do not matter.
     """
     uses = _Uses()
     # Positions in a boundary of the values that reach the model's outputs without a product.
     reaching: set[Hashable] = {*range(len(jax.tree.leaves(trace.boundaries[-1])))}
     shapes: dict[Path, Any] = {}
+    # From the last layer, because what reaches the outputs is known there first.
     for index in reversed(range(len(trace.programs))):
         leaves = jax.tree.leaves_with_path(trace.params[index])
         local = [tuple(jax.tree_util.keystr((k,), simple=True) for k in keys) for keys, _ in leaves]
@@ -134,6 +125,8 @@ def hidden_matrices(trace: ModelTrace) -> frozenset[Path]:
         found = [outputs[i] for i in range(len(outputs)) if i in reaching]
         reaching = set()
         for flow in found:
+            # A head makes the outputs: nothing from before its product reaches the output beside
+            # it, as in a residual connection, and no other product with parameters follows.
             if not flow.sources & flow.fed:
                 uses.others |= flow.last
                 reaching |= flow.sources

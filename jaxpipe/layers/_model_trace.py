@@ -31,16 +31,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ModelTrace:
-    """Variables, inputs and outputs of the layers, as shapes and dtypes.
+    """Variables, inputs and outputs of the layers, as shapes and dtypes; one entry per layer.
 
     Attributes:
         boundaries: `boundaries[i]` is the input of layer i; the last one is the model's output.
-        params: Parameters of each layer, with the paths inside the layer.
+        params: With the paths inside the layer.
         paths: The paths of each layer's parameters in the model's tree.
-        side: Side inputs by name.
         firsts: For each layer, the index of the first layer with equal code, arguments and input
             shapes. A tied layer is never equal to another.
-        collections: Variables of each layer that are not parameters, such as batch statistics.
+        collections: Variables that are not parameters, such as batch statistics.
         aux: Scalars that each layer reports in training, `{"losses": {...}, "metrics": {...}}`.
         param_specs: For each layer, how parameters are sharded over the mesh's automatic axes, by
             path, with an entry for each dim. Parameters that are not sharded are left out.
@@ -82,11 +81,9 @@ class ModelTrace:
 
     @property
     def sample_axes(self) -> tuple[str, ...]:
-        """The automatic axes that may divide samples between layers, the outermost first.
-
-        `expert` is one of them if it divides only stacks of weights, `[E, ...]`. If layers of a
-        user divide features over it, XLA (JAX 0.10) may abort where it also divides samples.
-        """
+        """The automatic axes that may divide samples between layers, the outermost first."""
+        # `expert` may if it divides only stacks of weights, `[E, ...]`. If layers of a user divide
+        # features over it, XLA (JAX 0.10) may abort where it also divides samples.
         uses = {
             dim if set(spec_axes(names)) <= {EXPERT, FSDP} else None
             for specs in self.param_specs
@@ -117,17 +114,12 @@ class ModelTrace:
         return cast_floats(self.params[index], dtype, with_mark(self.param_marks[index], LoadBias))
 
     def num_params(self) -> tuple[int, ...]:
-        """The number of parameters of each layer that an optimiser updates.
-
-        Shared parameters count in every layer that uses them.
-        """
+        """Number of parameters of each layer; shared ones count in every layer that uses them."""
         return tuple(sum(math.prod(x.shape) for x in jax.tree.leaves(p)) for p in self.params)
 
     def num_own_params(self) -> tuple[int, ...]:
-        """As `num_params`, without parameters that are split over the `stage` axis.
-
-        Every stage holds the same number of those.
-        """
+        """As `num_params`, without parameters that are split over the `stage` axis."""
+        # Every stage has an equal share of the others, wherever the cuts are.
         layers = zip(map(flatten_dict, self.params), self.stage_dims, strict=True)
         return tuple(
             sum(math.prod(x.shape) for p, x in leaves.items() if p not in dims)
@@ -157,10 +149,7 @@ class ModelTrace:
         )
 
     def owners(self) -> dict[Path, tuple[int, Path]]:
-        """For each path in the model's tree, the layer that makes it and its path in that layer.
-
-        The first layer that holds a parameter makes it.
-        """
+        """For each path in the model's tree, the first layer that holds it, and the path inside."""
         found: dict[Path, tuple[int, Path]] = {}
         for index, paths in enumerate(self.paths):
             for local, at in paths.paths.items():
@@ -168,10 +157,7 @@ class ModelTrace:
         return found
 
     def tree_specs(self) -> dict[Path, PartitionSpec]:
-        """Shardings of parameters by path in the model's tree.
-
-        The first layer that holds a shared parameter decides its sharding.
-        """
+        """Shardings of parameters by path in the model's tree; a shared one has its owner's."""
         return {
             at: self.param_specs[index][local]
             for at, (index, local) in self.owners().items()

@@ -61,9 +61,7 @@ class NNXLayer(Layer):
 
     At each call, every random stream inside the module gets a new key from the layer's own key.
     Dropout therefore depends only on the step, microbatch, replica and layer, and not on how often
-    the module was called. A `forward_fn(module, inputs)` replaces `__call__`. Raises LayerError if
-    the spec fixes `rngs` or holds a built module, or if the class keeps a plain array. `lora` has
-    its adapters.
+    the module was called.
     """
 
     def __init__(
@@ -80,6 +78,7 @@ class NNXLayer(Layer):
         flags = {**TRAIN_FLAGS, **spec.train_flags}
         self._cls: Any = spec.typename
         parameters = inspect.signature(self._cls.__init__).parameters
+        # Modules without variables or streams need not take `rngs`.
         self._takes_rngs = "rngs" in parameters or any(
             p.kind is p.VAR_KEYWORD for p in parameters.values()
         )
@@ -146,12 +145,9 @@ class NNXLayer(Layer):
         train: bool,
         side: Mapping[str, PyTree],
     ) -> Applied:
-        """See `Layer.apply`.
-
-        Raises LayerError if the call writes a parameter, or if a module with random streams gets no
-        key in training.
-        """
+        """See `Layer.apply`; raises LayerError if the call writes a parameter."""
         graph, params_like, streams_like, rest_like = self._structure
+        # With a fixed key instead, every step would draw the same numbers.
         if train and rngs is None and jax.tree.leaves(streams_like):
             raise LayerError(
                 f"layer {self.class_name} must get a key in training, because it holds random "
@@ -185,6 +181,7 @@ class NNXLayer(Layer):
             return results, module, before, _by_name(nnx.state(module, nnx.Param))
 
         (outputs, losses, metrics), module, before, after = call(params)
+        # Once per mode: the check may trace the call again.
         if not self._writes_nothing[train]:
             self._check_written(
                 before, after, lambda: jax.make_jaxpr(lambda params: call(params)[2:])(params)
@@ -231,6 +228,8 @@ class NNXLayer(Layer):
         )
 
     def _build(self, key: jax.Array) -> Any:
+        # The metadata is read later, by the model's rules; eager sharding would need a mesh with
+        # its axes.
         with nnx.use_eager_sharding(False):
             rngs = nnx.Rngs(key)
             module = self.spec.build(rngs=rngs) if self._takes_rngs else self.spec.build()
@@ -258,11 +257,9 @@ class NNXLayer(Layer):
 
 
 def _holders(module: Any, name: str) -> list[nnx.Module]:
-    """The modules inside a module that have a boolean or undecided attribute of this name.
-
-    Methods of this name, such as `nnx.Module.train`, do not count.
-    """
+    """The modules inside a module that have a boolean or undecided attribute of this name."""
     nodes = [node for _, node in nnx.iter_modules(module)]
+    # Methods of this name, such as `nnx.Module.train`, are no booleans and drop out below.
     values = [vars(node).get(name, getattr(type(node), name, ...)) for node in nodes]
     return [
         node
@@ -338,6 +335,7 @@ def _fill(state: nnx.State[Any, Any], tree: PyTree) -> nnx.State[Any, Any]:
             else node
         )
 
+    # A copy, because the replacement happens in place.
     filled = jax.tree.map(lambda leaf: leaf, state)
     nnx.replace_by_pure_dict(filled, restore(nnx.to_pure_dict(state), tree))
     return filled

@@ -45,13 +45,11 @@ class ParamPaths:
 
 
 def layer_view(named: NamedLayer, tree: Mapping[str, Any]) -> PyTree:
-    """One layer's parameters from the model's tree, with the paths inside the layer.
-
-    A tied layer sees all parameters that its key shares, even those that only other layers use.
-    """
+    """One layer's parameters from the model's tree, with the paths inside the layer."""
     unshared = tree.get("layers", {}).get(named.name, {})
     if named.tied_key is None:
         return unshared
+    # Even parameters that only other layers use: the place does not know which ones this one reads.
     shared = flatten_dict(tree.get("tied", {}).get(named.tied_key, {}))
     return unflatten_dict(
         {
@@ -62,10 +60,7 @@ def layer_view(named: NamedLayer, tree: Mapping[str, Any]) -> PyTree:
 
 
 def merge_layers(all_paths: Sequence[ParamPaths], all_params: Sequence[PyTree]) -> PyTree:
-    """One tree from the parameters of single layers.
-
-    For shared parameters, the values of the first layer are used.
-    """
+    """One tree from the parameters of single layers; shared ones are the first layer's."""
     flat: dict[Path, Any] = {}
     for paths, params in zip(all_paths, all_params, strict=True):
         leaves = flatten_dict(params)

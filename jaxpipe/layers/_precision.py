@@ -11,15 +11,9 @@ from jaxpipe.jaxpr import ClosedJaxpr, all_equations, primitives
 
 
 def cast_floats(tree: PyTree, dtype: Any, uncast: Collection[Path] = ()) -> PyTree:
-    """The tree with its real floating-point leaves in `dtype`.
+    """The tree with its real floating-point leaves in `dtype`, except those at the paths `uncast`.
 
-    Args:
-        tree: Arrays, or their shapes and dtypes.
-        dtype: The dtype to cast to; None casts nothing.
-        uncast: Paths of leaves that keep their dtype.
-
-    Returns:
-        A tree of the same structure. Integers, booleans, complex numbers and keys are unchanged.
+    Leaves are arrays, or shapes and dtypes. A `dtype` of None casts nothing.
     """
     if dtype is None:
         return tree
@@ -37,24 +31,19 @@ def cast_floats(tree: PyTree, dtype: Any, uncast: Collection[Path] = ()) -> PyTr
 
 
 def init_inputs(tree: PyTree, compute_dtype: Any) -> PyTree:
-    """The layer's inputs, widened to at least float32, to initialise it with.
-
-    Parameters are made in float32 before they are cast. Combining them with narrow inputs would mix
-    dtypes in a way that no run does, and a loop fails if this changes the dtype of its carry. If
-    `compute_dtype` is None, nothing is cast, including the inputs.
-    """
+    """The layer's inputs, widened to at least float32, to initialise it with."""
     if compute_dtype is None:
         return tree
+    # Parameters are made in float32 before they are cast. Combining them with narrow inputs would
+    # mix dtypes in a way that no run does, and a loop fails if this changes the dtype of its carry.
     return jax.tree.map(lambda x: cast_floats(x, jnp.float32) if x.dtype.itemsize < 4 else x, tree)
 
 
 def widened(tree: PyTree, compute_dtype: Any) -> PyTree:
-    """The variables of a layer, in `compute_dtype` if that is wider than float32.
-
-    Layers make batch statistics in float32 and update them in the dtype that they compute in. Of
-    parameters, some initialisers follow JAX's default dtype and others name float32, so that the
-    users of a tied one would not agree.
-    """
+    """The variables of a layer, in `compute_dtype` if that is wider than float32."""
+    # Layers make batch statistics in float32 and update them in the dtype that they compute in. Of
+    # parameters, some initialisers follow JAX's default dtype and others name float32, so that the
+    # users of a tied one would not agree.
     is_wide = compute_dtype is not None and jnp.dtype(compute_dtype).itemsize > 4
     return cast_floats(tree, compute_dtype) if is_wide else tree
 

@@ -115,11 +115,7 @@ class Layer(abc.ABC):
 
 
 def named_scalars(label: str, tree: PyTree) -> dict[str, jax.Array]:
-    """Reports of a layer, `float32[]` by path joined with slashes; values of one name are summed.
-
-    `tree` is a nested dictionary whose leaves are arrays or tuples of arrays. Raises LayerError,
-    which calls the layer `label`, if a value is not a scalar.
-    """
+    """Reports of a layer, `float32[]` by path joined with slashes; equal names are summed."""
     found: dict[str, jax.Array] = {}
     for path, values in jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, tuple)):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -129,17 +125,16 @@ def named_scalars(label: str, tree: PyTree) -> dict[str, jax.Array]:
                     f"layer {label} must report scalars, but got {name} of shape "
                     f"{list(jnp.shape(value))}. Report its mean."
                 )
+            # A module that is called twice sows two values; the sum is what both add to the loss.
             found[name] = found.get(name, 0.0) + jnp.asarray(value, jnp.float32)
     return found
 
 
 def layer_rngs(key: jax.Array | None) -> Rngs | None:
-    """Split a layer's key into the streams that layers ask for.
-
-    A Linen layer derives any other stream from `"params"`.
-    """
+    """Split a layer's key into the streams that layers ask for."""
     if key is None:
         return None
+    # A Linen layer derives any other stream from `"params"`.
     return {"params": jax.random.fold_in(key, 0), "dropout": jax.random.fold_in(key, 1)}
 
 
@@ -151,19 +146,20 @@ def flag_values(flags: Mapping[str, bool], *, train: bool) -> dict[str, Any]:
 def identity_of(*parts: Any) -> Hashable:
     """A key that distinguishes layers without tracing them.
 
-    It does not use `==` and `repr`, which need not cover every attribute. Immutable values are
-    equal if all their contents are equal. Any other value is equal only to itself.
+    Immutable values are equal if all their contents are. Any other value equals only itself.
     """
     return tuple(map(_identity, parts))
 
 
 def _identity(value: Any) -> Hashable:
+    # Not by `==` and `repr` of whole objects, which need not cover every attribute.
     if value is None or type(value) in (bool, int, float, complex, str, bytes):
         return type(value), repr(value)  # distinguishes 1, 1.0 and True, and 0.0 and -0.0
     if type(value) is tuple:
         return tuple, identity_of(*value)
     if isinstance(value, FrozenDict):
         return FrozenDict, identity_of(*value.items())
+    # A mutable object may change after the comparison, so only frozen ones are read.
     is_frozen = getattr(getattr(type(value), "__dataclass_params__", None), "frozen", False)
     if isinstance(value, nn.Module) or (is_frozen and not hasattr(value, "__dict__")):
         attributes = {
@@ -177,12 +173,8 @@ def _identity(value: Any) -> Hashable:
 
 
 def equal_or_same(structure: Hashable) -> Hashable:
-    """The structure of a built module, as part of its key.
-
-    It is compared by identity if an attribute is not hashable.
-
-    Layers with the same arguments may differ in structure: a constructor may count the layers.
-    """
+    """The structure of a built module as part of its key, by identity if it is not hashable."""
+    # Arguments are not enough: a constructor may count the layers, and build each one differently.
     try:
         hash(structure)
     except TypeError:
@@ -192,6 +184,7 @@ def equal_or_same(structure: Hashable) -> Hashable:
 
 def call_of(cls: type) -> Callable[..., Any]:
     """The function that a module's class defines as its call; raises LayerError without one."""
+    # Not `hasattr`: every class is callable, so `cls.__call__` always exists, as its metaclass's.
     for base in cls.__mro__:
         if "__call__" in vars(base):
             return cls.__call__
@@ -211,13 +204,9 @@ class CallArguments:
     """Arguments of a callable other than its inputs, read once from its signature.
 
     A callable receives a flag such as `train` or `deterministic`, `rngs` or a side input only if
-    its signature names it. Arguments are passed by position where possible, because transformations
-    such as `flax.linen.remat` make only positional arguments static. Flax's norms do not receive a
-    side input `mask`.
-
-    `function` is the layer's call, or its spec's `forward_fn`; its first `num_leading` parameters
-    (a module, the inputs) are passed by position. `flags` are the names of training flags, with
-    their values in training. Names in `skip` already have a value.
+    its signature names it. `function` is the layer's call, or its spec's `forward_fn`; its first
+    `num_leading` parameters (a module, the inputs) are passed by position. Names in `skip` already
+    have a value.
     """
 
     def __init__(
@@ -231,6 +220,7 @@ class CallArguments:
         self._label = label
         self._flags = flags
         self._fixed: Mapping[str, bool] = {}
+        # Already set by the user's `functools.partial`.
         bound = function.keywords if isinstance(function, functools.partial) else ()
         try:
             parameters = list(inspect.signature(function).parameters.values())[num_leading:]
@@ -269,12 +259,11 @@ class CallArguments:
     def select(
         self, *, rngs: Any, train: bool, side: Mapping[str, PyTree]
     ) -> tuple[list[Any], dict[str, Any]]:
-        """Pick what the signature names: further positional arguments, and keyword arguments.
-
-        Raises LayerError for a parameter without a default that is neither a standard argument nor
-        a side input.
-        """
+        """Pick what the signature names: further positional arguments, and keyword arguments."""
+        # A fixed argument comes last, to override the flag or side input of its name.
         offered = {**side, **flag_values(self._flags, train=train), "rngs": rngs, **self._fixed}
+        # By position where possible, because transformations such as `flax.linen.remat` make only
+        # positional arguments static.
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
         in_order = True
@@ -286,6 +275,8 @@ class CallArguments:
             if required and name not in offered:
                 raise self._missing(name, side)
             if name not in offered or (name in self._skip and not required):
+                # A gap before a later positional argument is filled with None, so that must be the
+                # default.
                 in_order = in_order and parameter.default is None
                 gap.append(None)
             elif in_order:

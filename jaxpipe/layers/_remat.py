@@ -25,14 +25,11 @@ Call = Callable[[Any], Any]
 
 
 class RematMark:
-    """Marks a layer as recomputed, with the policy that says which values it keeps.
+    """Marks a layer as recomputed, with the `jax.checkpoint` policy that says what it keeps.
 
     Two marks are equal if their policies are the same function or were made in the same way, such
     as two results of `jax.checkpoint_policies.save_only_these_names("a")`. Layers with equal marks
-    can therefore be equivalent layers.
-
-    The policy is a `jax.checkpoint` policy; None keeps only the layer's inputs. Complex numbers are
-    always recomputed.
+    can therefore be equivalent layers. Complex numbers are always recomputed.
     """
 
     def __init__(self, policy: Callable[..., Any] | None = None) -> None:
@@ -45,6 +42,7 @@ class RematMark:
 
     def call(self, function: Call, inputs: PyTree) -> PyTree:
         """Call a function of a layer's inputs, recomputing it in the backward pass."""
+        # Without a policy only the layer's inputs are kept, stored as `recompute` is configured.
         if self.policy is None:
             return recompute.checkpoint(function, inputs)
         return jax.checkpoint(function, policy=without_complex(self.policy))(inputs)
@@ -111,10 +109,7 @@ def _content_key(value: Any) -> Hashable:
 
 
 def remat_layer(layer: Layer, mark: RematMark) -> Layer:
-    """A layer that recomputes itself in training, independently of its context.
-
-    It has the variables and the class name of `layer`, which is unchanged.
-    """
+    """A layer that recomputes itself in training, with the variables and name of `layer`."""
     return _RematLayer(layer, mark)
 
 
@@ -140,10 +135,7 @@ class _RematLayer(WrappedLayer):
 
 
 def group_layers(items: Sequence[T], interval: int) -> list[Sequence[T]]:
-    """Cut a run of layers into groups of `interval` consecutive layers.
-
-    If `interval` is 0, all layers form one group.
-    """
+    """Cut a run of layers into groups of `interval` consecutive layers; 0 makes all one group."""
     if interval == 0:
         return [items] if items else []
     return [items[i : i + interval] for i in range(0, len(items), interval)]
@@ -156,18 +148,11 @@ def chain(
     marked: Sequence[bool] | None = None,
     may_recompute: Sequence[bool] | None = None,
 ) -> Call:
-    """Chain calls; `remat` recomputes each group of `interval` consecutive calls.
-
-    An `interval` of 0 recomputes no group. A marked call is not part of a group: it recomputes
-    itself, and a `jax.checkpoint` around it would replace the mark's policy. The calls before and
-    after it in its group are recomputed separately. If one call of a group may not be recomputed,
-    the whole group is not, as with DeepSpeed's `checkpointable_layers`.
+    """Chain calls; `remat` recomputes each group of `interval` consecutive calls, with 0 none.
 
     `remat` has the signature of `jax.checkpoint`, which takes a function and returns one, or of
-    `jaxpipe.checkpointing.checkpoint`, which takes a function and its input and calls it. The
-    latter is recognised by `*args` or a second positional parameter without a default. `marked` and
-    `may_recompute` have one flag per call. None means that no call is marked, and that all calls
-    may be recomputed.
+    `jaxpipe.checkpointing.checkpoint`, which takes a function and its input and calls it.
+    `may_recompute` None allows all.
     """
 
     def compose(group: Sequence[Call]) -> Call:
@@ -184,7 +169,11 @@ def chain(
     wrapped: list[Call] = []
     for group_indices in group_layers(range(len(calls)), interval):
         unmarked = [i for i in group_indices if marked is None or not marked[i]]
+        # As with DeepSpeed's `checkpointable_layers`: if one call may not be recomputed, its whole
+        # group is not.
         is_recomputed = may_recompute is None or all(may_recompute[i] for i in unmarked)
+        # A marked call recomputes itself, and a `jax.checkpoint` around it would replace the mark's
+        # policy. The calls before and after it are recomputed separately.
         for piece in _pieces(group_indices, marked):
             group = compose([calls[i] for i in piece])
             if not is_recomputed or (marked is not None and marked[piece[0]]):
@@ -212,6 +201,7 @@ def _calls_at_once(remat: Callable[..., Any]) -> bool:
         parameters = inspect.signature(remat).parameters.values()
     except (TypeError, ValueError):
         return False
+    # Recognised by `*args`, or by a second positional parameter without a default.
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     required = [
         p for p in parameters if p.kind in positional and p.default is inspect.Parameter.empty

@@ -40,10 +40,9 @@ def compose_layers(  # noqa: PLR0913  # one setting each
 ) -> Runner:
     """The composition of some layers; `remat` wraps each group of `interval` layers in training.
 
-    `views` are their parameters, with the paths inside each layer. `offset` is added to the indices
-    wherever randomness is keyed by layer. An `interval` of 0 recomputes nothing. `checkpointable`
-    names the classes whose layers may be in a recomputed group; None allows all. `labels` are the
-    names of the layers in profiles; None uses their own names.
+    `views` are their parameters, with the paths inside each layer. `checkpointable` names the
+    classes whose layers may be in a recomputed group; None allows all. `labels` name layers in
+    profiles.
     """
 
     def run(
@@ -61,6 +60,8 @@ def compose_layers(  # noqa: PLR0913  # one setting each
         ) -> tuple[Any, ...]:
             x, extras = carried
             with jax.named_scope(label):
+                # The offset makes one program serve equivalent layers of other stages, each with
+                # its own key.
                 rngs = (
                     None
                     if key is None
@@ -81,6 +82,8 @@ def compose_layers(  # noqa: PLR0913  # one setting each
             checkpointable is None or named.layer.class_name in checkpointable for named in layers
         ]
         with rules_in_force(rules):
+            # Extras go through the chain as part of the carry, so a recomputed group returns them
+            # too.
             return chain(calls, interval if train else 0, remat, marked, may)((inputs, ()))
 
     return run

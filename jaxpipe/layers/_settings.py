@@ -13,11 +13,7 @@ from ._trainable import Trainable, checked_trainable
 
 @dataclass(frozen=True, eq=False)
 class ModuleSettings:
-    """Settings, with the names that the constructor of `PipelineModule` documents.
-
-    All are checked when the settings are made, except `checkpointable_layers`, which the module
-    compares with its layers.
-    """
+    """Checked settings, with the names that the constructor of `PipelineModule` documents."""
 
     loss_fn: Callable[..., Any] | None = None
     seed_layers: bool = False
@@ -26,6 +22,7 @@ class ModuleSettings:
     partition_method: str | Sequence[int] = "best"
     activation_checkpoint_interval: int = 0
     activation_checkpoint_func: Callable[..., Any] | None = None
+    # The module itself checks these names, because it knows its layers.
     checkpointable_layers: Sequence[str] | None = None
     compute_dtype: Any = None
     auto_cast: bool = False
@@ -47,4 +44,6 @@ class ModuleSettings:
             "activation_checkpoint_interval": checked_interval(self.activation_checkpoint_interval),
         }
         for name, value in found.items():
+            # The only way to set a field of a frozen dataclass, here to its checked and converted
+            # value.
             object.__setattr__(self, name, value)

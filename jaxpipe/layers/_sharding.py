@@ -53,6 +53,8 @@ def rules_in_force(rules: Rules) -> Generator[None]:
 
 def rules_on(mesh: AbstractMesh, rules: Rules) -> Rules:
     """The rules with only the mesh's automatic axes; empty if it has no automatic axes."""
+    # `stage` and `data` count as None, because the pipeline itself places weights and samples
+    # there.
     automatic = automatic_axes(mesh)
     if not automatic:
         return ()
@@ -70,10 +72,7 @@ def unused_rules(
 ) -> dict[str, str | None]:
     """Rules that no layer uses, each with the weight name that it may be meant for.
 
-    A program does not show the names in a constraint, only the axes that they were translated to.
-    A rule therefore counts as used if a constraint names one of its axes, unless a weight has a
-    similar name that no rule covers. `names` are the names in the metadata of weights, and `axes`
-    the axes that constraints in layers name.
+    `names` are those in the metadata of weights, `axes` those that constraints in layers name.
     """
     axes_of: dict[str, set[str]] = {}
     for name, to in rules_on(mesh, rules):
@@ -84,6 +83,9 @@ def unused_rules(
         for name, to in axes_of.items()
         if to and name not in names
     }
+    # A program does not show the names in a constraint, only the axes that they were translated to.
+    # A rule therefore counts as used if a constraint names one of its axes, unless a weight has a
+    # similar name that no rule covers.
     return {
         name: near for name, near in meant.items() if near is not None or not axes & axes_of[name]
     }
@@ -109,6 +111,7 @@ def check_rules(mesh: AbstractMesh, rules: Rules) -> None:
 
 def unbox(tree: PyTree) -> PyTree:
     """A tree of variables without Flax's partition metadata and other marks."""
+    # Boxes may be nested: a mark of `load_bias` in or around one of partition metadata.
     return jax.tree.map(lambda leaf: [leaf, *_contents(leaf)][-1], tree, is_leaf=_is_box)
 
 
@@ -118,11 +121,7 @@ def find_marks(tree: PyTree) -> Marks:
 
 
 def stage_dims(label: str, tree: PyTree) -> Mapping[Path, int]:
-    """Variables that a pipeline splits over its stages, with the dim, by Flax's partition metadata.
-
-    Variables with metadata are in boxes of `flax.core.meta`. Raises LayerError, which calls the
-    layer `label`, if a variable names the axis `stage` for more than one dim.
-    """
+    """Variables that a pipeline splits over its stages by their metadata, with the dim."""
     found = {}
     for path, leaf in _partitions(tree):
         dims = [
@@ -142,9 +141,7 @@ def partition_specs(
 ) -> Mapping[Path, PartitionSpec]:
     """Shardings of variables over the mesh's automatic axes, by Flax's partition metadata.
 
-    The spec of a sharded variable has an entry for each of its dims. If the mesh has no automatic
-    axes, metadata has no effect. Raises LayerError if a name is neither in a rule nor an axis, if
-    an axis is named for two dims, or if the axes of a dim do not divide its size.
+    Variables that are not sharded are left out; other specs have an entry for each dim.
     """
     if not automatic_axes(mesh):
         return {}
@@ -158,11 +155,9 @@ def partition_specs(
 
 
 def paths_over_data(label: str, tree: PyTree, mesh: AbstractMesh, rules: Rules) -> list[str]:
-    """Descriptions of the variables whose metadata names the axis `data` itself.
-
-    The list is empty unless the mesh has automatic axes. Logical names that a rule maps to `data`
-    do not count, because such a rule is used for activations too.
-    """
+    """Descriptions of the variables whose metadata names the axis `data` itself."""
+    # Without automatic axes, metadata has no effect. A logical name that a rule maps to `data` does
+    # not count, because such a rule is used for activations too.
     if not automatic_axes(mesh) or "data" in {name for name, _ in rules}:
         return []
     return [
@@ -181,24 +176,20 @@ def with_fsdp(
 ) -> Mapping[Path, PartitionSpec]:
     """Shardings with weights divided over the axis `fsdp`, along the largest dim that it divides.
 
-    A weight is unchanged if its metadata names the axis, if it has fewer than two dims, or if the
-    axis divides none of its dims. `specs` are the shardings by metadata, and `taken` the dims that
-    are split over the stages.
+    `taken` are the dims that are split over the stages.
     """
     length = mesh.shape.get(FSDP, 0)
     found = dict(specs)
     for path, leaf in params.items() if length else ():
         spec = specs.get(path, PartitionSpec(*[None] * len(leaf.shape)))
+        # Metadata that names the axis is the user's own choice of the dim.
         if len(leaf.shape) < 2 or any(FSDP in spec_axes(entry) for entry in spec):
             continue
 
         def size(
             dim: int, leaf: Any = leaf, spec: PartitionSpec = spec, path: Path = path
         ) -> tuple[int, bool]:
-            """Length of one device's share of a dim; 0 if it cannot be divided further.
-
-            Of two dims with equal shares, one that is still whole comes first.
-            """
+            """A device's share of a dim, 0 if it is not divisible; and whether it is whole."""
             shard_size = leaf.shape[dim] // math.prod(
                 mesh.shape[axis] for axis in spec_axes(spec[dim])
             )
@@ -206,6 +197,7 @@ def with_fsdp(
                 dim
             ] is None
 
+        # Of two dims with equal shares, one that is still whole comes first.
         dim = max(range(len(leaf.shape)), key=size)
         if size(dim)[0]:
             # After the other axes of the dim, so that each device divides its existing share.

@@ -23,9 +23,8 @@ from ._usage import check_held
 def layer_signature(named: NamedLayer, trace: ModelTrace, compute_dtype: Any = None) -> Hashable:
     """Key of a layer's program at its position in the model: its traces, constants and shapes.
 
-    Two layers with equal signatures compute the same function of (parameters, inputs, key, side)
-    and have the same gradient. The traces hold the layer's derivative, so custom derivative rules
-    are compared by what they compute. Raises LayerError if the layer cannot be differentiated.
+    Layers with equal keys compute the same function of (parameters, inputs, key, side), with the
+    same gradient. Raises LayerError if the layer cannot be differentiated.
     """
     params = trace.cast_params(named.index, compute_dtype)
     inputs = trace.boundaries[named.index]
@@ -42,6 +41,7 @@ def layer_signature(named: NamedLayer, trace: ModelTrace, compute_dtype: Any = N
         outputs, collections, aux = named.layer.apply(
             params, collections, inputs, rngs=rngs, train=train, side=side
         )
+        # Reported losses are differentiated too: they are added to the loss.
         return (outputs, aux.get("losses", {})), (collections, aux)
 
     def forward_and_backward(
@@ -52,6 +52,8 @@ def layer_signature(named: NamedLayer, trace: ModelTrace, compute_dtype: Any = N
         collections: PyTree,
         scale: jax.Array,
     ) -> PyTree:
+        # The derivative is part of the trace, so custom derivative rules are compared by what they
+        # compute. Only inexact values have one.
         leaves, treedef = jax.tree.flatten((params, inputs))
         inexact = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
 
@@ -121,16 +123,11 @@ def _cotangent(output: jax.Array, scale: jax.Array) -> Any:
 def layer_signatures(
     layers: Sequence[NamedLayer], trace: ModelTrace, compute_dtype: Any = None
 ) -> tuple[Hashable, ...]:
-    """The signatures of all layers of a model, as numbers that are equal for equivalent layers.
-
-    A layer that shares parameters is equivalent to no other.
-
-    Raises:
-        LayerError: A layer cannot be differentiated.
-    """
+    """The signatures of all layers of a model, as numbers that are equal for equivalent layers."""
 
     def signature_of(named: NamedLayer) -> Hashable:
         if named.tied_key:
+            # A layer that shares parameters is equivalent to no other.
             return "tied", named.index
         return trace.on_mesh(lambda: layer_signature(named, trace, compute_dtype))
 

@@ -17,10 +17,8 @@ from ._remat import RematMark
 
 
 def is_equinox(kind: type) -> bool:
-    """True if a class is an Equinox module.
-
-    The check compares names, so it does not import the library.
-    """
+    """True if a class is an Equinox module."""
+    # By name, because Equinox is an optional dependency that must not be imported to ask.
     return any(
         base.__name__ == "Module" and base.__module__.startswith("equinox.")
         for base in kind.__mro__

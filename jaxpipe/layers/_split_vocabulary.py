@@ -32,10 +32,8 @@ from ._wrapped import WrappedLayer
 class _SplitLayer(WrappedLayer):
     """A user's layer whose parameters are split over the stages.
 
-    Args:
-        layer: The user's layer, which defines names, initial values and arguments.
-        split: The layer that computes from whole parameters or slices.
-        specs: Axis names of its parameters.
+    The user's layer defines names, initial values and arguments; `split` computes, from whole
+    parameters or slices. `specs` are the axis names of each parameter.
     """
 
     def __init__(
@@ -76,23 +74,13 @@ class _SplitLayer(WrappedLayer):
 
 
 def split_layers(layers: Sequence[NamedLayer]) -> tuple[tuple[NamedLayer, ...], int]:
-    """The layers, with the first and the last one split over the stages.
+    """The layers with the first and the last one split over the stages, and the vocabulary's size.
 
     Names and initial values do not change.
-
-    Args:
-        layers: The layers of a model. The first is an `nn.Embed` or `nnx.Embed`. The last is an
-            `nn.Dense` or `nnx.Linear`, or uses the embedding's table through a `forward_fn` that
-            calls `attend`. Its logits may be `SoftCapped`.
-
-    Returns:
-        `(layers, size of the vocabulary)`.
-
-    Raises:
-        LayerError: The first or the last layer has another form.
     """
     first = layers[0]
     last = layers[-1]
+    # A layer in the trunk would receive one stage's slice where it needs the whole table.
     for named in layers[1:-1]:
         if named.tied_key is not None and named.tied_key in (first.tied_key, last.tied_key):
             wanted = "the only users of their parameters"
@@ -120,6 +108,7 @@ def _split_embed(named: NamedLayer, *, is_head: bool) -> tuple[Layer, int]:
     module, call = _module_of(
         named, (nn.Embed, nnx.Embed), "the first layer", "nn.Embed or nnx.Embed"
     )
+    # The user's layer still makes the initial values, so its initialiser need not be copied.
     args = module.num_embeddings, module.features, module.dtype, module.param_dtype
     split = LinenLayer(VocabEmbed(*args), _on_table(named, call, is_head=is_head))
     return _SplitLayer(named.layer, split, {"embedding": (STAGE, None)}), args[0]
@@ -163,6 +152,8 @@ def _on_table(
     if is_head:
         # On a stage's slice of the logits, a maximum or a mask would give a different result, and a
         # function before `attend` would receive only shares of the cotangent.
+        # Objects instead of arrays: any computation on them fails, so identity shows that `attend`
+        # is all.
         recorder = _Recorder()
         try:
             is_attend = call(recorder, recorder.x) is recorder.logits
@@ -234,12 +225,7 @@ def _refused(named: NamedLayer, place: str, wanted: str, found: str) -> LayerErr
 
 
 def split_vocabulary(module: Any) -> Any:
-    """The module with its embedding and head split over the stages; results and names are the same.
-
-    Raises:
-        LayerError: The first or the last layer has a form that cannot be split, or there is no
-            loss.
-    """
+    """The module with embedding and head split over the stages, with equal results and names."""
     if module.num_stages == 1:
         return module
     if module.loss_fn is None:
@@ -254,21 +240,17 @@ def split_vocabulary(module: Any) -> Any:
             f"for num_stages={module.num_stages}. Pad it to "
             f"{-(-size // module.num_stages) * module.num_stages}."
         )
+    # The rest, such as the cut and warnings already given, stays the module's.
     other = copy.copy(module)
     other.layers = layers
     return other
 
 
 def with_split_logits(outputs: PyTree, whole: PyTree) -> PyTree:
-    """A model's outputs as its loss receives them: slices of the last dim as `SplitLogits`.
-
-    `whole` has the shapes of outputs that are not split.
-
-    Raises:
-        LayerError: Another dim is split.
-    """
+    """A model's outputs as its loss receives them: slices of the last dim as `SplitLogits`."""
 
     def one(leaf: jax.Array, like: Any) -> Any:
+        # `whole` has the shapes of outputs that are not split.
         if leaf.shape == like.shape:
             return leaf
         if leaf.shape[:-1] != like.shape[:-1]:
@@ -286,10 +268,6 @@ def check_split_loss(module: Any, local: PyTree, whole: PyTree, labels: PyTree) 
     """Refuse a loss that cannot be computed from a stage's slice of the model's outputs.
 
     All arguments are shapes and dtypes. Call it where the axis `stage` is bound.
-
-    Raises:
-        LayerError: The loss uses split logits for anything other than a call of a loss in
-            `jaxpipe.losses`.
     """
     try:
         jax.eval_shape(

@@ -14,15 +14,7 @@ from jaxpipe.errors import LayerError
 
 
 def struct_of(tree: PyTree, name: str = "") -> PyTree:
-    """Shapes and dtypes that the arrays or Python numbers of a tree have on a device.
-
-    Args:
-        tree: The tree.
-        name: Its name in messages; paths to leaves begin with it.
-
-    Raises:
-        LayerError: A leaf is neither an array nor a number.
-    """
+    """Shapes and dtypes that leaves have on a device; `name` begins paths in messages."""
 
     def one(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
         dtype = getattr(leaf, "dtype", None)
@@ -34,6 +26,8 @@ def struct_of(tree: PyTree, name: str = "") -> PyTree:
                     "it, or leave it out of the batch."
                 )
             dtype = jnp.result_type(leaf)
+        # PRNG keys have an extended dtype, which cannot be canonicalised. Others lose 64 bits if
+        # x64 is off.
         is_extended = jnp.issubdtype(dtype, jax.dtypes.extended)
         return jax.ShapeDtypeStruct(
             np.shape(leaf), dtype if is_extended else jax.dtypes.canonicalize_dtype(dtype)
@@ -43,12 +37,11 @@ def struct_of(tree: PyTree, name: str = "") -> PyTree:
 
 
 def as_arrays(tree: PyTree) -> PyTree:
-    """Leaves as JAX arrays, like those that are sent between stages.
-
-    Unlike Python numbers, they promote with their own dtype.
-    """
+    """Leaves as JAX arrays, like those that are sent between stages."""
 
     def one(leaf: Any) -> jax.Array:
+        # `asarray` of a Python number is weakly typed. An array between stages promotes with its
+        # own dtype.
         array = jnp.asarray(leaf)
         is_extended = jnp.issubdtype(array.dtype, jax.dtypes.extended)
         return array if is_extended else jax.lax.convert_element_type(array, array.dtype)
@@ -76,13 +69,7 @@ def num_bytes(tree: PyTree) -> int:
 def device_bytes(
     tree: PyTree, mesh: Mesh | AbstractMesh | None = None, specs: PyTree = None
 ) -> int:
-    """Bytes on each device of all arrays of a tree, or of arrays of its shapes and dtypes.
-
-    Args:
-        tree: The tree.
-        mesh: The devices; None if leaves have their own shardings.
-        specs: How each leaf is sharded over the mesh.
-    """
+    """Bytes of a tree on each device; without a mesh, leaves have their own shardings."""
     leaves: list[Any] = jax.tree.leaves(tree)
     shardings = (
         [x.sharding for x in leaves]

@@ -46,15 +46,8 @@ def trace_layers(  # noqa: PLR0913  # one setting each
 ) -> ModelTrace:
     """Evaluate all layers abstractly, in training and in evaluation; nothing is allocated.
 
-    Warns of boolean arguments whose default keeps a layer from drawing random numbers or from
-    changing its collections in training. `warned` records the warnings already given and is
-    extended. Parameters have the dtypes they are made in, not `compute_dtype`.
-
-    Raises LayerError if a layer cannot accept the output of the previous one or changes the shapes
-    of its collections. The same holds if a layer has a parameter that is not a floating-point array
-    or cannot be sharded as its metadata says, shares a parameter whose shape differs from the one
-    it is tied to, or holds another layer's module instance. It is also raised if a side input has
-    the name of a standard argument, or if a rule names an axis that the mesh does not have.
+    `warned` records the warnings already given and is extended. Parameters have the dtypes they are
+    made in, not `compute_dtype`.
     """
     check_rules(mesh, rules)
     warned = set() if warned is None else warned
@@ -150,6 +143,7 @@ def _trace_layers(  # noqa: PLR0913  # one setting each
         programs.append(program)
         all_paths.append(paths)
         firsts.append(first)
+    # Without the collection's name, as paths inside the module.
     kept = ([path[1:] for path in flatten_dict(each)] for each in all_collections)
     check_instances(
         layers,
@@ -203,10 +197,7 @@ def _check_params(named: NamedLayer, params: PyTree, marks: Marks) -> None:
 def _with_shared(
     paths: ParamPaths, values: Mapping[Path, T], shared: dict[Path, T | None]
 ) -> Mapping[Path, T]:
-    """A layer's values by parameter.
-
-    Shared parameters have the values of the first layer with the key.
-    """
+    """A layer's values by parameter; shared ones have those of the first layer with the key."""
     found: dict[Path, T | None] = {}
     for path, at in paths.paths.items():
         value = values.get(path)

@@ -42,11 +42,9 @@ _ONLY_IN_TRAINING = (InvalidRngError, ModifyScopeVariableError)
 
 @dataclass
 class Seen:
-    """Facts about the layers, collected while they are traced.
+    """Facts about the layers, collected while they are traced, for warnings about the whole model.
 
-    Attributes:
-        over_data: Weights whose metadata names the axis `data`.
-        names: The names in the metadata of variables.
+    `over_data` are weights whose metadata names the axis `data`, `names` all names in metadata.
     """
 
     over_data: list[str] = field(default_factory=list[str])
@@ -115,10 +113,8 @@ class Call:
         return params, collections, (of_params, of_collections, dims, marks)
 
     def results(self, params: PyTree, collections: PyTree) -> tuple[ClosedJaxpr, PyTree, PyTree]:
-        """The layer's call in training, and the shapes of its outputs and reports.
-
-        `params` have the dtypes that the layer computes with, here and below.
-        """
+        """The layer's call in training, and the shapes of its outputs and reports."""
+        # `params` have the dtypes that the layer computes with, here and below.
         run = functools.partial(_train, self.named.layer)
         args = self._arguments(params, collections)
         program, (outputs, updated, aux) = self._naming_faults(
@@ -175,6 +171,7 @@ class Call:
 
         args = self._arguments(params, collections)
         try:
+            # The key is the last argument: used means that the layer draws.
             if not self._naming_faults(
                 lambda: used_inputs(run, *args)[-1], " in evaluation", _ONLY_IN_TRAINING
             ):
@@ -197,10 +194,7 @@ class Call:
         )
 
     def open_switches(self, params: PyTree, collections: PyTree) -> dict[str, bool]:
-        """Boolean arguments whose default keeps training from being random or moving collections.
-
-        The result maps each name to the opposite value.
-        """
+        """Boolean arguments whose default keeps `_effects` from training, with the other value."""
         layer = self.named.layer
         defaults = layer.arguments.open_switches(self.side)
         if not defaults:
@@ -219,11 +213,7 @@ class Call:
         return found
 
     def _effects(self, layer: Layer, params: PyTree, collections: PyTree) -> set[str]:
-        """Effects of a layer in training.
-
-        `"draws"` means that it draws random numbers, and `"moves"` that it changes collections
-        depending on its inputs.
-        """
+        """`"draws"` if training draws random numbers, `"moves"` if inputs change collections."""
         args = self._arguments(params, collections)
         draws = used_inputs(functools.partial(_train, layer), *args)[-1]
         moves = used_inputs(lambda *args: _train(layer, *args)[1], *args)[2]
@@ -292,10 +282,8 @@ def _check_leaves(named: NamedLayer, params: PyTree) -> None:
 
 
 def _without_sharding(tree: PyTree) -> PyTree:
-    """Shapes without the sharding that tracing on a mesh adds.
-
-    That sharding differs between inputs and results.
-    """
+    """Shapes without the sharding that tracing on a mesh adds."""
+    # That sharding differs between inputs and results.
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "dtype") else x, tree
     )

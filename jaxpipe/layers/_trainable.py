@@ -21,10 +21,7 @@ and `tied/embed/embedding`.
 
 
 def checked_trainable(trainable: Any) -> Any:
-    """Check the argument `trainable` and return it; None trains all parameters.
-
-    It is a pattern, a list of patterns, a predicate of paths or a tree of booleans.
-    """
+    """Check the argument `trainable` and return it; None trains all parameters."""
     if trainable is None or callable(trainable):
         return trainable
     patterns: Any = [trainable] if isinstance(trainable, str) else trainable
@@ -63,11 +60,7 @@ def checked_trainable(trainable: Any) -> Any:
 
 
 def frozen_paths(trainable: Trainable | None, paths: Sequence[Path]) -> frozenset[Path]:
-    """The parameters of a model that are not trained, from the result of `checked_trainable`.
-
-    Raises LayerError if a pattern or a path of the tree matches no parameter, the tree leaves one
-    out, or nothing is left to train.
-    """
+    """The parameters of a model that are not trained; every pattern and path must match one."""
     if trainable is None or not paths:
         return frozenset()
     names = {path: "/".join(path) for path in paths}

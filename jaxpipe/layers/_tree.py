@@ -50,11 +50,9 @@ def split_attr(attr: str) -> Path:
 
 
 def flatten_dict(tree: Any, prefix: Path = ()) -> dict[Path, Any]:
-    """Leaves of nested dictionaries by path; anything that is not a mapping is a leaf.
-
-    Flax's function of this name accepts only dictionaries and does not convert keys. NNX uses
-    integer keys for the modules of a list, but the names in our paths are strings.
-    """
+    """Leaves of nested dictionaries by path; anything that is not a mapping is a leaf."""
+    # Flax's function of this name accepts only dictionaries and does not convert keys. NNX uses
+    # integer keys for the modules of a list, but the names in our paths are strings.
     if not isinstance(tree, Mapping):
         return {prefix: tree}
     flat: dict[Path, Any] = {}
@@ -64,13 +62,12 @@ def flatten_dict(tree: Any, prefix: Path = ()) -> dict[Path, Any]:
 
 
 def join_path(path: Path) -> str:
-    """A path as one key, with its names separated by slashes.
-
-    A slash inside a name is written `%2F`, and a percent sign `%25`.
-    """
+    """A path as one key, with its names separated by slashes."""
+    # A percent sign is escaped as well, so that `split_path` can tell `%2F` in a name from a slash.
     return "/".join(name.replace("%", "%25").replace("/", "%2F") for name in path)
 
 
 def split_path(key: str) -> Path:
     """The inverse of `join_path`."""
+    # In the opposite order: `%252F` must become `%2F`, not a slash.
     return tuple(name.replace("%2F", "/").replace("%25", "%") for name in key.split("/"))

@@ -13,11 +13,8 @@ from ._structs import format_struct
 
 
 def used_inputs(function: Callable[..., PyTree], *args: PyTree) -> tuple[bool, ...]:
-    """For each argument, whether a function's outputs depend on any of its leaves.
-
-    Leaves are arrays or shapes. The function is traced, and operations that its outputs do not need
-    are dropped, including those inside calls, loops and branches.
-    """
+    """For each argument, arrays or shapes, whether the outputs depend on any of its leaves."""
+    # Operations that no output needs do not count, also inside calls, loops and branches.
     leaves = used_operands(jax.make_jaxpr(function)(*args).jaxpr)
     counts = [len(jax.tree.leaves(arg)) for arg in args]
     starts = [sum(counts[:i]) for i in range(len(counts))]
@@ -27,22 +24,13 @@ def used_inputs(function: Callable[..., PyTree], *args: PyTree) -> tuple[bool, .
 
 
 def check_held(subject: str, closed: ClosedJaxpr) -> None:
-    """Refuse a program that uses a value of another one, handed over by a Python object.
-
-    In one program, as on one device, such a value would be right; in another it is unknown. Which
-    layers share a program depends on the cut and on recompute.
-
-    Args:
-        subject: Whose program it is, such as `layer 0_Block`.
-        closed: The program, traced on its own.
-
-    Raises:
-        LayerError: It holds a traced value of another program.
-    """
+    """Refuse a program that uses a value of another one, handed over by a Python object."""
     # JAX makes a value of another trace a constant, and reports it only on lowering.
     held = next((value for value in closed.consts if isinstance(value, Tracer)), None)
     if held is not None:
         struct = jax.ShapeDtypeStruct(held.shape, held.dtype)
+        # In one program, as on one device, such a value would be right; in another it is unknown.
+        # Which layers share a program depends on the cut and on recompute.
         raise LayerError(
             f"{subject} must compute from its arguments alone, but got {format_struct(struct)} "
             "that an earlier call of this or another layer left on a Python object, such as an "

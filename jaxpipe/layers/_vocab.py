@@ -54,18 +54,12 @@ class VocabEmbed(nn.Module):
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Look up rows.
-
-        Args:
-            tokens: Integers in `[0, num_embeddings)`, of any shape. As in `flax.linen.Embed`,
-                negative values count from the end, and other values out of range give NaN.
-
-        Returns:
-            Their rows, `[..., features]`, the same on every stage.
-        """
+        """Look up rows, `[..., features]`, the same on every stage, of `tokens` of any shape."""
         table = self._table()
         if table.shape[0] == self.num_embeddings:
             return jnp.take(table, tokens, axis=0)
+        # As in `flax.linen.Embed`, negative values count from the end, and others out of range give
+        # NaN.
         # A lookup in the whole table does this by itself.
         size = self.num_embeddings
         tokens = signed(tokens)
@@ -133,14 +127,7 @@ class VocabHead(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Logits, or this stage's slice of them.
-
-        Args:
-            x: `[..., features]`.
-
-        Returns:
-            `[..., num_embeddings]`, or a slice of the last dim.
-        """
+        """Logits `[..., num_embeddings]` of `x`, `[..., features]`, or this stage's slice."""
         kernel = _split_param(
             self, "kernel", self.kernel_init, (None, STAGE), (x.shape[-1], self.num_embeddings)
         )

@@ -12,17 +12,13 @@ from ._protocol import Applied, Layer, Rngs
 
 
 class WrappedLayer(Layer):
-    """A layer that does what another does; subclasses change that.
-
-    Args:
-        layer: The other layer, which stays unchanged.
-        mark: What distinguishes it from layers that are otherwise equal.
-    """
+    """A layer that does what another does; subclasses change that."""
 
     def __init__(self, layer: Layer, mark: Hashable) -> None:
         self._layer = layer
         self.class_name = layer.class_name
         self.arguments = layer.arguments
+        # `mark` distinguishes it from layers that are otherwise equal.
         self.identity = layer.identity, mark
 
     @property

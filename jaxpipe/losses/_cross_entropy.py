@@ -179,7 +179,7 @@ def log_probs(
 
 
 class _Reduced(NamedTuple):
-    """The values that a loss needs from the logits of each position, equal on all stages, `[...]`.
+    """What a loss needs from the logits of each position, equal on all stages, `[...]`.
 
     Attributes:
         log_normaliser: Log of the sum of exponentials.
@@ -215,11 +215,9 @@ def _reduced(logits: Logits, labels: jax.Array, *, needs_mean: bool) -> _Reduced
 
 
 def _whole(labels: jax.Array) -> jax.Array:
-    """Keep labels whole over automatic axes.
-
-    If XLA divided labels that were shifted, such as `labels[:, 1:]`, it would move slices of them
-    between devices.
-    """
+    """Keep labels whole over automatic axes."""
+    # If XLA divided labels that were shifted, such as `labels[:, 1:]`, it would move slices of them
+    # between devices.
     has_axes = bool(jax.sharding.get_abstract_mesh().auto_axes)
     return jax.lax.with_sharding_constraint(labels, P()) if has_axes else labels
 

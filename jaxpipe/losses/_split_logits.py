@@ -56,11 +56,7 @@ class SplitLogits:
         return SplitLogits(self.local.astype(dtype), self.shape[-1])
 
     def __getitem__(self, index: Any) -> "SplitLogits":
-        """Index leading dims, such as `logits[:, :-1]`.
-
-        Raises:
-            LayerError: The index reaches the vocabulary dim, or could reach it.
-        """
+        """Index leading dims, such as `logits[:, :-1]`."""
         entries = index if isinstance(index, tuple) else (index,)
         if len(entries) >= self.ndim or any(
             x is None or isinstance(x, EllipsisType) for x in entries
@@ -100,11 +96,7 @@ def put_together(logits: Any) -> jax.Array:
 def over_samples(
     function: Callable[[PyTree, PyTree], PyTree], outputs: PyTree, labels: PyTree
 ) -> PyTree:
-    """Apply a function of outputs and labels to each sample as a microbatch of one.
-
-    The first dim of all leaves is the samples, including those of the result. Outputs may hold
-    split logits.
-    """
+    """Apply a function of outputs and labels to each sample, as microbatches of one."""
     leaves, treedef = jax.tree.flatten(outputs, is_leaf=lambda x: isinstance(x, SplitLogits))
     sizes = [x.shape[-1] if isinstance(x, SplitLogits) else None for x in leaves]
 
@@ -116,16 +108,14 @@ def over_samples(
         return function(jax.tree.unflatten(treedef, alone), jax.tree.map(lambda x: x[None], labels))
 
     arrays = [x.local if isinstance(x, SplitLogits) else x for x in leaves]
+    # The first dim of all leaves, split logits too, is the samples, also in the result.
     return jax.vmap(one)(arrays, labels)
 
 
 def local_indices(
     indices: jax.Array, local_size: int, whole_size: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Indices into this stage's slice of a dim, or the whole dim, and whether each is inside it.
-
-    Indices that are outside become 0.
-    """
+    """Indices into this stage's slice of a dim, or the whole dim, and whether each is inside it."""
     local = indices = signed(indices)
     if local_size != whole_size:
         num_stages = _num_stages()
@@ -137,6 +127,7 @@ def local_indices(
             )
         local = indices - local_size * jax.lax.axis_index(STAGE).astype(indices.dtype)
     is_here = (local >= 0) & (local < local_size)
+    # A valid index in any case, because the value is masked and not the lookup.
     return jnp.where(is_here, local, 0), is_here
 
 

@@ -79,6 +79,7 @@ class BertConfig:
     dtype: Any = None
 
     def __post_init__(self) -> None:
+        # First, because the layer's configuration is made from these fields.
         check_fields(self, self._rules())
         self.layer()  # checks more rules
 
@@ -159,21 +160,17 @@ class BertEmbeddings(nn.Module):
         *,
         train: bool = False,
     ) -> jax.Array:
-        """Add the embeddings to token embeddings `x`, `[B, T, H]`.
-
-        The other arguments are integers `[B, T]`; in a pipeline they are side inputs with the same
-        names. `token_type_ids` default to 0. `positions` default to 0 to T - 1, or start from 0 in
-        each segment. `segment_ids` are equal for all positions of one text. Raises LayerError if
-        the sequence is longer than `max_position_embeddings`.
-        """
+        """Add the embeddings to `x`, `[B, T, H]`; the other arguments are integers `[B, T]`."""
         config = self.config
         length = x.shape[1]
+        # Positions beyond the table would give NaN.
         if length > config.max_position_embeddings:
             raise LayerError(
                 "a sequence must have at most "
                 f"max_position_embeddings={config.max_position_embeddings} positions, but got "
                 f"{length}. Cut it into shorter ones."
             )
+        # A batch without types is one text, whose tokens are all of type 0, as in `transformers`.
         types = jnp.zeros((1, length), jnp.int32) if token_type_ids is None else token_type_ids
         positions = positions_of(length, segment_ids) if positions is None else positions
         x = x + _table(config, config.type_vocab_size, "token_type")(types)
@@ -207,6 +204,7 @@ class BertLogits(nn.Module):
         init = nn.initializers.normal(config.initializer_range)
         shape = (config.vocab_size, config.hidden_size)
         bias = self.param("bias", nn.initializers.zeros, shape[:1])
+        # As `nn.Embed.attend` does, which has no bias.
         x, table, bias = promote_dtype(
             x, self.param("embedding", init, shape), bias, dtype=config.dtype
         )
@@ -258,6 +256,7 @@ def bert(config: BertConfig, head: BertHead = "masked_lm") -> list[LayerSpec]:
             for _ in range(config.num_hidden_layers)
         ],
     ]
+    # The table is not tied: no other layer uses it.
     if head is None:
         return [LayerSpec(nn.Embed, *sizes, embedding_init=init), *layers]
     tied = "embedding"
@@ -306,6 +305,7 @@ def bert_names(config: BertConfig | Source, head: BertHead = "masked_lm") -> tup
     at = "cls.predictions"
     last = config.num_hidden_layers + 2
     decoder = f"{at}.decoder"
+    # Files may have the table under three names, of which the decoder's is a copy.
     tied = Rename((f"bert.{table}", table, f"{decoder}.weight"), "tied/embedding/embedding")
     transform = f"{at}.transform.dense"
     norm = f"{at}.transform.LayerNorm"
@@ -321,6 +321,7 @@ def bert_names(config: BertConfig | Source, head: BertHead = "masked_lm") -> tup
     passed = [*others, *(f"bert.{name}" for name in others)]
     heads = ("cls.seq_relationship", "classifier", "qa_outputs")
     passed += [f"{name}.{part}" for name in heads for part in ("weight", "bias")]
+    # Without a head, tensors of the head are in many files, and are left out.
     passed += (
         []
         if head

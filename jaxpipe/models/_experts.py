@@ -44,23 +44,20 @@ class Experts(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Map `[B, T, H]` to the same shape.
-
-        Reports the losses `balance` and `z_loss` if they have a weight. Reports the metric
-        `max_load`, the load of the busiest expert over the mean load, and with a capacity
-        `passed_by`, the fraction of choices over capacity.
-        """
+        """Map `[B, T, H]` to the same shape; reports weighted losses and loads of experts."""
         config = self.config
         normal = nn.initializers.normal(self.initializer_range)
         size = x.shape[-1]
         width = config.intermediate_size
 
         def weight(name: str, init: Any, *dims: tuple[int, str | None]) -> jax.Array:
+            # The metadata divides whole experts over `expert`, and their features over `model`.
             axes = (EXPERT, *(axis for _, axis in dims))
             shape = (dim for dim, _ in dims)
             value = self.param(name, Divided(init, axes), (config.num_experts, *shape))
             return value.astype(self.dtype or jnp.result_type(x, value))
 
+        # Width by columns up and by rows down, so `model` needs one sum, after `down`.
         wide = (width, MODEL)
         out = (size, None)
         gate, up = (weight(name, normal, out, wide) for name in ("gate", "up"))
@@ -73,6 +70,7 @@ class Experts(nn.Module):
             else None
             for name, dim in names.items()
         }
+        # The router gets these numbers too; it makes its logits in float32 or wider.
         x = x.astype(gate.dtype)
         routing = Router(config, self.initializer_range, name="router")(x)
         for name, value, loss in (
@@ -91,16 +89,20 @@ class Experts(nn.Module):
         choices = config.num_experts_per_tok
         layout = _Layout.of(x.shape[0], x.shape[1], num_experts)
         busiest = jnp.max(expert_loads(chosen, num_experts))
+        # The load of the busiest expert over the mean load.
         self.sow("metrics", "max_load", busiest * num_experts / choices)
         share = choices * layout.num_tokens / num_experts
         if config.capacity_factor is None:
+            # No expert gets a token twice, so it never needs more slots than there are tokens.
             room = min(layout.num_tokens, math.ceil(_ROOM * share))
             rest = f"choices beyond them in blocks of {min(BLOCK, room)}, nothing is dropped"
         else:
             # Sequences queue by themselves, so that no layout changes what is dropped.
             capacity = math.ceil(config.capacity_factor * choices * x.shape[1] / num_experts)
             has_room = within_capacity(chosen, num_experts, capacity, layout.samples)
+            # The fraction of choices over capacity.
             self.sow("metrics", "passed_by", jnp.mean(~has_room))
+            # `num_experts` means no expert: the choice is skipped and takes no slot.
             chosen = jnp.where(has_room, chosen, num_experts)
             room = min(layout.num_tokens, layout.num_sequences * capacity)
             rest = "choices beyond the capacity are dropped, because capacity_factor is set"
@@ -110,6 +112,7 @@ class Experts(nn.Module):
                 f"; the axis {EXPERT!r} does not divide the {x.shape[0]} samples, so that each of "
                 f"its {layout.num_shards} places computes the rest of the model for all of them"
             )
+        # A layer is traced several times, and many layers are equal.
         if is_first(note):
             log(logging.INFO, "%s", note)
         y = mixture(
@@ -144,8 +147,8 @@ class _Layout:
         expert: The automatic axis that divides experts, or None.
         num_shards: Size of that axis.
         splits: Whether devices of `expert` have the same tokens and take shares of them.
-        num_sequences: Number of samples of a group.
-        num_tokens: Number of tokens of a group.
+        num_sequences: Samples of a group.
+        num_tokens: Tokens of a group.
     """
 
     cut: tuple[int, int]
@@ -185,11 +188,13 @@ class _Layout:
         """Reshape `[B, T, ...]` to the tokens of each device, `[G, N, ...]`."""
         batch, length, width = values.shape
         blocks = self.cut[0], batch // self.cut[0], self.cut[1], length // self.cut[1]
+        # The blocks of devices first, so that no token leaves its device.
         values = values.reshape(*blocks, width).swapaxes(1, 2)
         values = values.reshape(math.prod(self.cut), blocks[1] * blocks[3], width)
         values = constrained(values, self._before or None)
         if self.splits:
             missing = self.num_shards * self.num_tokens - values.shape[1]
+            # Padding must not choose an expert, so the caller passes the value that fills it.
             values = jnp.pad(values, ((0, 0), (0, missing), (0, 0)), constant_values=fill)
             values = values.reshape(-1, self.num_tokens, width)
         return constrained(values, self.axes or None)

@@ -29,17 +29,12 @@ class Family:
             have are ignored.
         fixed: Fields of `LlamaConfig` that have the same value in every model of the family.
         keys: Keys of fields that only some families have, or that have another name here, by field.
-        defaults: Values of fields whose key is missing, where they differ from those of
-            `LlamaConfig`.
+        defaults: Values of fields whose key is missing, where `LlamaConfig` has others.
         sizes: Sizes whose keys published files leave out, by key.
-        windows: Which layers have a window.
         has_unrotated: Whether there are keys for layers without a rotary embedding.
-        has_latent: Whether it has multi-head latent attention.
         has_eight_bits: Whether files may hold matrices of eight bits with factors of blocks, which
             are read as their products.
-        mixture: Its experts.
-        computed: Keys of only this family that change results, with the values for which they do
-            not.
+        computed: Keys of only this family that change results, with the values that do not.
         ignored: Keys that do not change results in this family.
         text_of: The `model_type` of models with images whose text part is of this family.
         written_as: The `model_type` to write, if not the family's own.
@@ -86,6 +81,7 @@ def _experts(module: str, gate: str, up: str, down: str) -> tuple[Rename, ...]:
         _of_layers(
             f"{module}.experts.{{e}}.{theirs}.weight",
             f"feed_forward/experts/{ours}",
+            # Theirs is one tensor for each expert, ours one stack `[E, in, out]`.
             stack(transpose),
         )
         for ours, theirs in each.items()

@@ -85,6 +85,7 @@ class GPT2Config:
     dtype: Any = None
 
     def __post_init__(self) -> None:
+        # First, because the block's configuration is made from these fields.
         check_fields(self, self._rules())
         self.block()  # checks more rules
 
@@ -106,6 +107,7 @@ class GPT2Config:
         """
         keys = ConfigKeys(source, {"gpt2": _COMPUTED})
         config = cls(**read_fields(keys, cls))
+        # Two names of a size must agree, or it is unknown which one the weights have.
         for other, name in _OTHER_NAMES.items():
             keys.check(other, getattr(config, name))
         keys.finish()
@@ -149,11 +151,7 @@ class GPT2Config:
 
 
 class Positions(nn.Module):
-    """Adds learned position embeddings, then dropout.
-
-    `num_positions` is the length of the longest sequence, and `initializer_range` is the standard
-    deviation of the initial table. The sum is cast to `dtype`; with None it has the promoted dtype.
-    """
+    """Adds learned position embeddings, then dropout; `num_positions` is the longest sequence."""
 
     num_positions: int
     dropout_rate: float = 0.0
@@ -169,13 +167,9 @@ class Positions(nn.Module):
         *,
         train: bool = False,
     ) -> jax.Array:
-        """Add the embeddings to token embeddings `x`, `[B, T, H]`.
-
-        The other arguments are integers `[B, T]`; in a pipeline they are side inputs. `positions`
-        default to 0 to T - 1, or start from 0 in each segment. `segment_ids` are equal for all
-        positions of one text. Raises LayerError if the sequence is longer than `num_positions`.
-        """
+        """Add the embeddings to `x`, `[B, T, H]`; the other arguments are integers `[B, T]`."""
         length = x.shape[1]
+        # Positions beyond the table would give NaN.
         if length > self.num_positions:
             raise LayerError(
                 f"a sequence must have at most num_positions={self.num_positions} positions, but "
@@ -262,6 +256,7 @@ def gpt2_names(config: GPT2Config | Source) -> tuple[Rename, ...]:
         "attn_ob": ("attn.c_proj.bias", None),
         "attn_nw": ("ln_2.weight", None),
         "attn_nb": ("ln_2.bias", None),
+        # `Conv1D` of GPT-2 stores `[in, out]`, as we do.
         "inter_w": ("mlp.c_fc.weight", None),
         "inter_b": ("mlp.c_fc.bias", None),
         "output_w": ("mlp.c_proj.weight", None),
@@ -270,6 +265,7 @@ def gpt2_names(config: GPT2Config | Source) -> tuple[Rename, ...]:
     table = "wte.weight"
     head = "lm_head.weight"
     last = config.n_layer + 2
+    # An untied head is in files as torch's `Linear`, `[out, in]`.
     ends = [entry(table, "0/embedding"), Rename(head, f"{last + 1}/kernel", transpose)]
     tied = Rename((f"transformer.{table}", table, head), "tied/embedding/embedding")
     return (

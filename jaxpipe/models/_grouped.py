@@ -60,22 +60,22 @@ class FeedForward:
         equation: str = "ch,hi->ci",
         pin: Callable[[jax.Array], jax.Array] = lambda h: h,
     ) -> jax.Array:
-        """Map rows `[..., C, H]`, whose gates are `[..., C]`, to the same shape.
-
-        `equation` is that of the first product, and `pin` constrains the hidden values.
-        """
+        """Map rows `[..., C, H]`, with gates `[..., C]`; `pin` constrains the hidden values."""
         factors = gates[..., None]
 
         def product(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
             y = jnp.einsum(equation, x, kernel)
             return y if bias is None else y + bias
 
+        # As in Llama 4. In other families, gates scale what comes out.
         rows = rows * factors if self.scale_inputs else rows
         gate = product(rows, weights.gate, weights.gate_bias)
         up = product(rows, weights.up, weights.up_bias)
         if self.activation == "silu":
             h = nn.silu(gate) * up
         else:
+            # gpt-oss clamps before the activation; 7 and 1.702 are `swiglu_limit` and
+            # `swiglu_alpha`.
             gate = jnp.minimum(gate, 7.0)
             up = jnp.clip(up, -7.0, 7.0)
             h = (up + 1) * gate * nn.sigmoid(1.702 * gate)
@@ -107,9 +107,11 @@ class Queue(NamedTuple):
     @classmethod
     def of(cls, chosen: jax.Array, num_experts: int) -> "Queue":
         """Line up the experts `[choices * N]`; `num_experts` stands for none."""
+        # Stable, so that choices of one expert stay in the order of their turns.
         order = jnp.argsort(chosen, stable=True)
         loads = jnp.sum(chosen[:, None] == jnp.arange(num_experts)[None], axis=0)
         starts = jnp.cumsum(loads) - loads
+        # The second sort inverts the first: the position of each choice in `order`.
         return cls(order, starts, loads, jnp.argsort(order) - _taken(starts, chosen))
 
 
@@ -128,16 +130,10 @@ class Places(NamedTuple):
 
 @dataclass(frozen=True)
 class Groups:
-    """How G groups of tokens, of which each device has one, and E experts are divided over devices.
+    """How G groups of tokens, one for each device, and E experts are divided over devices.
 
     Rows of experts are `[E, G / P, P * C, ...]`, in which the P devices of the axis `expert` have
-    sent C rows each.
-
-    Attributes:
-        num_shards: Number P of devices over which experts are divided.
-        expert: The automatic axis over which they are divided, or None.
-        axes: The automatic axes over which groups are divided. `expert` is one of them.
-        features: The automatic axis over which hidden values are divided, or None.
+    sent C rows each. `axes` divide groups, `expert` among them; `features` divides hidden values.
     """
 
     num_shards: int
@@ -153,15 +149,9 @@ class Groups:
     def on_devices(self, function: Callable[..., Any], given: Any, made: Any) -> Callable[..., Any]:
         """Run a function on each device's group and experts, without the dim of groups.
 
-        XLA (JAX 0.10) aborts at reads at indices if one automatic axis divides the indices and
-        another the values. Here its partitioner does not see them.
-
-        Args:
-            function: The function. Its arguments must be divided over all axes that its results
-                are divided over if they have gradients, because sums of gradients are left to XLA.
-            given: Tree of the first dims of arguments: `g` is `[G, ...]`, and `eg` is
-                `[E, G / P, ...]`.
-            made: The same for its results.
+        `given` and `made` are trees of the first dims of arguments and results: `g` is `[G, ...]`,
+        and `eg` is `[E, G / P, ...]`. Arguments with gradients must be divided over all axes of the
+        results.
         """
 
         def run(*args: Any) -> Any:
@@ -172,6 +162,9 @@ class Groups:
             return run
         specs = {"g": P(self.axes), "eg": P(self.expert, self.others)}
         given_specs, made_specs = jax.tree.map(specs.__getitem__, (given, made))
+        # XLA (JAX 0.10) aborts at reads at indices if one automatic axis divides the indices and
+        # another the values. Here its partitioner does not see them. Sums of gradients are left to
+        # XLA, so an argument must be divided as the results are.
         return jax.shard_map(
             run,
             in_specs=given_specs,
@@ -182,6 +175,7 @@ class Groups:
 
     def exchanged(self, values: Any) -> Any:
         """Send row p of each array `[P, ...]` to device p of the axis, inside `on_devices`."""
+        # All experts are here, and P is 1.
         if self.expert is None:
             return values
         return jax.tree.map(lambda x: jax.lax.all_to_all(x, self.expert, 0, 0), values)
@@ -219,6 +213,7 @@ def within_capacity(chosen: jax.Array, num_experts: int, capacity: int, samples:
         ranks = jax.vmap(lambda each: Queue.of(each, num_experts).ranks)(_by_choice(chosen))
         return (ranks < capacity).reshape(len(chosen), chosen.shape[2], -1).swapaxes(1, 2)
 
+    # Below, sequences are lined up on their own devices, as in `Groups.on_devices`.
     if samples is None:
         return run(chosen)
     names = {samples} if isinstance(samples, str) else set(samples)
@@ -230,13 +225,10 @@ def within_capacity(chosen: jax.Array, num_experts: int, capacity: int, samples:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _dispatch(groups: Groups, num_rows: int, x: jax.Array, places: Places) -> jax.Array:
-    """Copy rows `[G, num_rows, H]` to the slots of their choices, `[E, G / P, P * room, H]`.
+    """Copy rows `[G, num_rows, H]` of tokens or choices to slots `[E, G / P, P * room, H]`."""
 
-    The rows are those of tokens or of choices. Empty slots are zero. It is linear and the transpose
-    of `_combine`. Both read rows at indices, because an addition at indices would be in any order
-    on GPUs.
-    """
-
+    # Linear, and the transpose of `_combine`. Both read rows at indices, because an addition at
+    # indices would be in any order on GPUs.
     def run(x: jax.Array, places: Places) -> jax.Array:
         # Empty slots hold a choice beyond the last.
         is_used = places.choices < len(places.slots)
@@ -287,20 +279,10 @@ def mixture(
     *,
     has_rest: bool,
 ) -> jax.Array:
-    """Sum the results of each token's experts.
+    """Sum the results of each token's experts, `[G, N, H]`, for tokens of the same shape.
 
-    Args:
-        groups: How tokens and experts are divided.
-        feed_forward: What an expert computes.
-        weights: The weights of all experts.
-        x: Tokens `[G, N, H]`.
-        gates: Gates of the choices, `[G, N, choices]`.
-        chosen: The experts, `[G, N, choices]`. E stands for none.
-        room: Number of slots of an expert for each group.
-        has_rest: Whether choices may have no slot.
-
-    Returns:
-        `[G, N, H]`.
+    `gates` and `chosen` are `[G, N, choices]`; the expert E means none. `room` is the number of
+    slots of an expert for each group. With `has_rest`, choices may have no slot.
     """
     (num_experts, *_), num_tokens = weights.gate.shape, x.shape[1]
 
@@ -318,6 +300,7 @@ def mixture(
         each = w[:, None] if num_groups == 1 else jnp.einsum("ehi,g->eghi", w, ones)
         return groups.pinned(each)
 
+    # The rounds read single experts on each device, so weights need the dim of groups.
     if has_rest:
         weights = jax.tree.map(by_group, weights)
         equation = "egch,eghi->egci"
@@ -326,6 +309,7 @@ def mixture(
         weights = ExpertWeights(*weights[:3], *biases)
         equation = "egch,ehi->egci"
     sent: Any = _dispatch(groups, num_tokens, x, places)
+    # By choice and not by token, because each choice has its own gate.
     factors: Any = _dispatch(groups, chosen.shape[1], gates[..., None], places)
     pin = partial(groups.pinned, features=groups.features)
     made = feed_forward(weights, sent, factors[..., 0], equation, pin)
@@ -345,6 +329,7 @@ def _line_up(chosen: jax.Array, num_experts: int, room: int) -> tuple[Queue, Pla
     queue = Queue.of(chosen, num_experts)
     turns = jnp.arange(room)[None]
     found = _taken(queue.order, queue.starts[:, None] + turns)
+    # Beyond the last choice: `_taken` reads zeros there.
     choices = jnp.where(turns < queue.loads[:, None], found, len(chosen))
     has_slot = (chosen < num_experts) & (queue.ranks < room)
     slots = jnp.where(has_slot, chosen * room + queue.ranks, num_experts * room)
@@ -355,9 +340,8 @@ def _line_up(chosen: jax.Array, num_experts: int, room: int) -> tuple[Queue, Pla
 class _Rounds:
     """The choices without a slot, in blocks of rows of one expert.
 
-    In each round, a device sends one block to each device of the axis, so that all of them must
-    take part in all rounds. The functions run inside `Groups.on_devices`, on one group `x`,
-    `[N, H]`, and on the device's experts.
+    In each round, a device sends one block to each device of the axis, so that all must take part
+    in all rounds. The functions run in `Groups.on_devices`, on one group `[N, H]` and its experts.
     """
 
     groups: Groups
@@ -376,6 +360,7 @@ class _Rounds:
 
         def add(number: jax.Array, y: jax.Array) -> jax.Array:
             experts, choices, tokens = self._choose(number, queue, len(x))
+            # The expert goes along with its rows, because each device chooses in its own order.
             given = experts, _taken(x, tokens), _taken(gates, choices)
             made = jax.lax.map(compute, self.groups.exchanged(given))
             return _added(y, tokens, self.groups.exchanged(made))
@@ -406,16 +391,14 @@ class _Rounds:
             drows, dfactors = self.groups.exchanged(back)
             return _added(dx, tokens, drows), _added(dgates, choices, dfactors), dweights
 
+        # The forward's values are not stored: their number is not known.
         zeros = jax.tree.map(jnp.zeros_like, (x, gates, weights))
         return jax.lax.fori_loop(0, self._number(queue), add, zeros)
 
     def _choose(
         self, number: jax.Array, queue: Queue, num_tokens: int
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return a round's experts `[P]`, counted on each device, and the rows of their blocks.
-
-        The rows are choices and their tokens, `[P, size]`. Empty rows are beyond the last.
-        """
+        """A round's experts `[P]`, counted on each device, and choices and tokens `[P, size]`."""
         counts = self._counts(queue)
         ends = jnp.cumsum(counts, axis=1)
         # Devices without a further block get an empty one of their last expert.
@@ -425,6 +408,7 @@ class _Rounds:
         turns = self.room + first[:, None] * self.size + jnp.arange(self.size)[None]
         found = _taken(queue.order, queue.starts[every][:, None] + turns)
         is_used = turns < queue.loads[every][:, None]
+        # Empty rows are beyond the last.
         choices = jnp.where(is_used, found, len(queue.order))
         return experts, choices, jnp.where(is_used, found % num_tokens, num_tokens)
 
@@ -436,6 +420,7 @@ class _Rounds:
     def _number(self, queue: Queue) -> jax.Array:
         most = jnp.max(self._counts(queue).sum(1))
         expert = self.groups.expert
+        # All devices of the axis must run the same number of exchanges.
         return most if expert is None else jax.lax.pmax(most, expert)
 
 
@@ -446,11 +431,9 @@ _OF_ROUNDS: tuple[Literal["g", "eg"], ...] = ("g", "g", "eg", "g")
 def _beyond(
     rounds: _Rounds, x: jax.Array, gates: jax.Array, weights: ExpertWeights, queue: Queue
 ) -> Any:
-    """Sum the results of each token's choices without a slot, `[G, N, H]`.
-
-    It has a derivative of its own, because JAX does not differentiate loops of unknown length in
-    reverse.
-    """
+    """Sum the results of each token's choices without a slot, `[G, N, H]`."""
+    # With a derivative of its own, because JAX does not differentiate loops of unknown length in
+    # reverse.
     return rounds.groups.on_devices(rounds.forward, _OF_ROUNDS, "g")(x, gates, weights, queue)
 
 
@@ -472,14 +455,11 @@ def _taken(values: jax.Array, at: jax.Array) -> jax.Array:
 
 
 def _added(values: jax.Array, at: jax.Array, rows: jax.Array) -> jax.Array:
-    """Add blocks of rows at indices `[blocks, size]`; rows beyond the last are dropped.
-
-    The indices of a block differ. Blocks are added in turn, because a sum of all would be in any
-    order on GPUs.
-    """
+    """Add blocks of rows at indices `[blocks, size]`, distinct in a block; others are dropped."""
 
     def add(values: jax.Array, block: Any) -> tuple[jax.Array, None]:
         at, rows = block
         return values.at[at].add(rows, mode="drop"), None
 
+    # In turn, because a sum of all would be in any order on GPUs.
     return jax.lax.scan(add, values, (at, rows))[0]

@@ -167,8 +167,7 @@ class ConfigKeys:
     """The keys of a `config.json`. `finish` checks all keys that were not read before.
 
     `families` maps each supported `model_type` to the values that it supports, and `sizes` some of
-    them to sizes that their files leave out. Raises ConfigError if there is no file, or its model
-    type is not supported.
+    them to sizes that their files leave out.
     """
 
     def __init__(
@@ -187,6 +186,7 @@ class ConfigKeys:
                 "jaxpipe.models, if there is one.",
                 paths=["model_type"],
             )
+        # A family's own entry wins: it may support values that others do not.
         self._computed = {**_COMPUTED, **families[self.model_type]}
         self._sizes = sizes.get(self.model_type, {})
 
@@ -207,6 +207,7 @@ class ConfigKeys:
     def size(self, key: str, default: int | None = None, least: int = 1) -> int:
         """Return an integer of at least `least`; it must exist if there is no default."""
         value = self.get(key, None)
+        # A null counts as missing.
         value = self._sizes.get(key, default) if value is None else value
         if value is None:
             return self.required(key)
@@ -233,13 +234,10 @@ class ConfigKeys:
         check_value(key, self.get(key, None), *allowed)
 
     def finish(self) -> None:
-        """Check the keys that were not read.
-
-        A key that is known to change results is refused unless its value is supported. Unknown keys
-        are named in one warning.
-        """
+        """Refuse unsupported values of keys that were not read; name unknown keys in a warning."""
         for key in self._computed.keys() - self._asked:
             self.check(key, *self._computed[key])
+        # Keys with an underscore, such as `_name_or_path`, are about the file.
         unknown = [
             key
             for key, value in self._values.items()
@@ -249,6 +247,7 @@ class ConfigKeys:
         ]
         if not unknown:
             return
+        # Only a key that is not in the file can have been meant.
         absent = {key for key in self._asked | set(self._computed) if key not in self._values}
         meant = {key: nearest(str(key), absent, 0.8) for key in unknown[:_SHOWN]}
         listed = ", ".join(

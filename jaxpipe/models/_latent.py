@@ -31,10 +31,6 @@ class LatentAttention(nn.Module):
 
     Heads are divided over `model`. The latents and the rotary key, which all heads share, are whole
     on each device of the axis.
-
-    Args:
-        config: The configuration; `config.latent` has the sizes.
-        kind: What distinguishes the block from other blocks.
     """
 
     config: LlamaConfig
@@ -75,7 +71,9 @@ class LatentAttention(nn.Module):
         else:
             latent = norm("query_norm", down("query_down", sizes.q_lora_rank))
             q = heads("query_up", sizes.head_dim, latent)
+        # One product for the latent and the shared rotary key, as in the files.
         both = down("key_value_down", rank + turned)
+        # The norm is for the latent alone: the rotary key is used as it is.
         latent = norm("key_value_norm", both[..., :rank])
         kv = heads("key_value_up", plain + sizes.v_head_dim, latent)
         q, of_query = q[..., :plain], q[..., plain:]
@@ -123,10 +121,8 @@ class LatentAttention(nn.Module):
 
 
 def _sharpness(scaling: RotaryScaling | None) -> float:
-    """The factor of the scores that `mscale_all_dim` sets, for all dims of a head.
-
-    Cosine and sine, which are multiplied only with the rotated dims, are divided by its root.
-    """
+    """The factor of the scores that `mscale_all_dim` sets, for all dims of a head."""
     if scaling is None or not scaling.mscale_all_dim or scaling.factor <= 1:
         return 1.0
+    # Cosine and sine, which are multiplied only with the rotated dims, are divided by its root.
     return (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1.0) ** 2

@@ -72,22 +72,10 @@ class LlamaBlock(nn.Module):
         *,
         train: bool = False,
     ) -> jax.Array:
-        """Run the block.
+        """Run the block on `[B, T, H]`; `positions` and `segment_ids` are integers `[B, T]`.
 
-        Args:
-            x: `[B, T, H]`.
-            positions: Integers `[B, T]` for the rotary embedding. None means 0 to T - 1, starting
-                from 0 in each segment. In a pipeline this is a side input of the same name.
-            segment_ids: Integers `[B, T]`. Positions see only positions of the same segment, so
-                that several texts can be packed into one sequence. In a pipeline this is a side
-                input of the same name.
-            train: Whether dropout is on.
-
-        Returns:
-            `[B, T, H]`.
-
-        Raises:
-            LayerError: There are segments, but the rotary angles depend on the length of a text.
+        In a pipeline these are side inputs. Positions default to 0 to T - 1, from 0 in each
+        segment. A token sees only tokens of its segment.
         """
         config = self.config
         if config.latent is None:
@@ -101,16 +89,14 @@ class LlamaBlock(nn.Module):
         mixture = LlamaMixture if self.kind.is_mixture else LlamaFeedForward
         y = self._added(mixture(config, name="feed_forward")(h))
         x = x + (_norm(config, "feed_forward_post_norm")(y) if config.post_norms else y)
+        # What leaves the block is pinned, because a pipeline stores it between actions.
         samples, length = self._axes(x)
         return x if length is None else constrained(x, samples, length)
 
     def _added(self, y: jax.Array) -> jax.Array:
-        """Sum the results of row-divided projections over `model`, and name the sum.
-
-        With the name, recompute can keep the sum instead of repeating it. The result is constrained
-        to be undivided over `model` first: if it were only constrained along the positions, XLA
-        would gather the gradient of the product twice.
-        """
+        """Sum the results of row-divided projections over `model`, and name the sum."""
+        # First undivided over `model`: if it were only constrained along the positions, XLA would
+        # gather the gradient of the product twice. With the name, recompute can keep the sum.
         y = constrained(y, *stream_axes(y.shape[0], y.shape[1]))
         return reduced(constrained(y, *self._axes(y)) if self.config.shard_sequence else y)
 
@@ -142,6 +128,7 @@ class LlamaAttention(nn.Module):
         def heads(name: str, num_heads: int) -> jax.Array:
             y = _columns(config, num_heads * config.head_dim, name, use_bias=config.qkv_bias)(x)
             samples, positions = stream_axes(batch, length)
+            # The axis may divide the heads of queries and not the fewer ones of keys.
             _, over = dividing_axes(batch, num_heads)
             return constrained(
                 y.reshape(batch, length, num_heads, config.head_dim), samples, positions, over
@@ -149,6 +136,7 @@ class LlamaAttention(nn.Module):
 
         q = heads("query", config.num_attention_heads)
         k, v = (heads(name, config.num_key_value_heads) for name in ("key", "value"))
+        # Before the rotation: the norm's factors belong to dims, which positions mix.
         if config.qk_norm:
             q = _norm(config, "query_norm")(q)
             k = _norm(config, "key_norm")(k)
@@ -191,11 +179,13 @@ class LlamaAttention(nn.Module):
         config = self.config
         if self.kind.rotary is not None:
             q, k = self.kind.rotary(positions, q, k)
+            # Llama 4 normalises after the rotation, and without a scale.
             if config.qk_l2_norm:
                 norm = nn.RMSNorm(config.rms_norm_eps, config.dtype, use_scale=False)
                 q = norm(q)
                 k = norm(k)
         elif config.attn_temperature_tuning:
+            # Positions grow beyond what 16 bits count exactly.
             wide: Any = np.promote_types(q.dtype, np.float32)
             steps = jnp.floor((positions.astype(wide) + 1) / config.floor_scale)
             factors = 1 + config.attn_scale * jnp.log1p(steps)
@@ -204,10 +194,7 @@ class LlamaAttention(nn.Module):
 
 
 class LlamaFeedForward(nn.Module):
-    """A gated network: `down(activation(gate(x)) * up(x))`.
-
-    Its width is `size`, or `config.intermediate_size` with None.
-    """
+    """A gated network of width `size`: `down(activation(gate(x)) * up(x))`."""
 
     config: LlamaConfig
     size: int | None = None
@@ -308,6 +295,7 @@ def llama(config: LlamaConfig, *, multi_token: bool = False) -> list[LayerSpec]:
     args = config.rms_norm_eps, config.dtype
     middle.append(LayerSpec(_norm_class(config), *args, forward_fn=norm))
     for depth in range(1, depths + 1):
+        # Like the last block, but always with experts if the model has any.
         kind = config.kind(config.num_hidden_layers - 1)
         extra = LlamaBlock(config, replace(kind, is_mixture=config.experts is not None))
         args = extra, of_table, depth == depths
@@ -332,6 +320,7 @@ def llama(config: LlamaConfig, *, multi_token: bool = False) -> list[LayerSpec]:
         kernel_init=kernel_init,
         forward_fn=None if cap is None else SoftCapped(cap),
     )
+    # The layers of `multi_token` look up tokens too, so the table is then tied.
     table_layer = embed(first) if depths else LayerSpec(nn.Embed, **table, forward_fn=first)
     return _marked(config, [table_layer, *middle, head], depths)
 
@@ -340,6 +329,7 @@ def _marked(config: LlamaConfig, layers: list[LayerSpec], depths: int) -> list[L
     """Mark the layers as causal, unless one of them looks ahead or at the length of a text."""
     scaling = config.rope_scaling
     experts = config.experts
+    # A capacity depends on the length, and first choices of later tokens go before second ones.
     uses_length = (scaling is not None and scaling.uses_length) or (
         experts is not None and experts.capacity_factor is not None
     )
@@ -413,6 +403,7 @@ def _in_whole(entry: Rename) -> Rename:
 
 def _scaled(embed: Any, tokens: jax.Array) -> jax.Array:
     rows = embed(tokens)
+    # Rounded to the dtype first, as in `transformers`: in bfloat16, sqrt(H) is another number.
     return rows * jnp.asarray(embed.features**0.5, rows.dtype)
 
 

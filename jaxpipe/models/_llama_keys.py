@@ -56,15 +56,14 @@ def read_text(source: Source) -> Mapping[str, Any]:
         raise wrong("text_config", "an object or null", text, "Copy it from the model's files")
     check_value("text_config.model_type", text.get("model_type"), whole, _TEXTS[whole])
     log(logging.INFO, "only the text part of the %s model is read", whole)
+    # The text part wins where both have a key.
     outer = {key: values[key] for key in _OF_THE_WHOLE if key in values}
     return {**outer, **text, "model_type": _TEXTS[whole]}
 
 
 def read_llama(keys: ConfigKeys, family: Family, defaults: dict[str, Any]) -> dict[str, Any]:
-    """Read the fields of a `LlamaConfig`; refuses values that the decoder does not support.
-
-    `defaults` are those of the fields of `LlamaConfig`.
-    """
+    """Read the fields of a `LlamaConfig`, whose defaults are given, or refuse what it cannot be."""
+    # A key that was asked for is not named in the warning of unknown ones.
     for key in family.ignored:
         keys.get(key, None)
     defaults = {**defaults, **family.defaults}
@@ -80,6 +79,7 @@ def read_llama(keys: ConfigKeys, family: Family, defaults: dict[str, Any]) -> di
             found[name] = keys.flag(key or name, default)
         else:
             found[name] = keys.get(key or name, default)
+    # Keys of other families must not contradict what this family computes.
     keys.check("qkv_bias", found.get("qkv_bias", False))
     for key in {"qk_norm", "use_qk_norm"} - set(family.keys.values()):
         keys.check(key, found.get("qk_norm", False))
@@ -202,6 +202,7 @@ def _kind(name: str, values: dict[str, Any]) -> str:
         got = kinds[0] if len(kinds) == 1 else kinds
         repair = "Correct it, or leave it out for no scaling"
         raise wrong(f"{name}.rope_type", "the name of one kind", got, repair)
+    # The first name of longrope, in Phi's files.
     kind = "longrope" if kinds[0] == "su" else kinds[0]
     if values.pop("mrope_section", None) is None:
         return kind
@@ -225,6 +226,7 @@ def _angles(
         check_value("rope_theta", theta, values["rope_theta"])
         theta = values.pop("rope_theta")
     found: dict[str, Any] = {"rope_theta": default_theta if theta is None else theta}
+    # Either place may have it.
     share = values.pop("partial_rotary_factor", None)
     if "partial_rotary_factor" in family.keys:
         outer = keys.get("partial_rotary_factor", None)

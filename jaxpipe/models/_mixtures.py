@@ -10,11 +10,7 @@ from ._rules import is_size
 
 
 class Mixture(ABC):
-    """How a family describes its mixture of experts.
-
-    Attributes:
-        has_shared: Whether the family has an expert that every token is sent to.
-    """
+    """How a family describes its mixture of experts; `has_shared` is an expert for every token."""
 
     has_shared: bool = False
 
@@ -24,19 +20,12 @@ class Mixture(ABC):
 
     @abstractmethod
     def write(self, config: Any, experts: ExpertsConfig) -> dict[str, Any]:
-        """Return the keys of a `config.json` for the mixture of a `LlamaConfig`.
-
-        Fields without a key are left out.
-        """
+        """Return the keys of a `config.json` for a mixture; fields without a key are left out."""
 
 
 @dataclass(frozen=True)
 class SameInAllLayers(Mixture):
-    """A mixture in every layer, as in Mixtral.
-
-    Attributes:
-        num_experts_per_tok: Default if the key is missing.
-    """
+    """A mixture in every layer, as in Mixtral, by default with `num_experts_per_tok`."""
 
     num_experts_per_tok: int
 
@@ -58,12 +47,7 @@ class SameInAllLayers(Mixture):
 
 @dataclass(frozen=True)
 class InSomeLayers(Mixture):
-    """A mixture in some layers, as in Qwen's MoE.
-
-    Attributes:
-        num_experts_per_tok: Default if the key is missing.
-        has_shared: See `Mixture`.
-    """
+    """A mixture in some layers, as in Qwen's MoE, by default with `num_experts_per_tok`."""
 
     num_experts_per_tok: int
     has_shared: bool = False
@@ -95,6 +79,7 @@ class InSomeLayers(Mixture):
             "num_experts_per_tok": experts.num_experts_per_tok,
             "moe_intermediate_size": experts.intermediate_size,
             "norm_topk_prob": experts.norm_topk_prob,
+            # The list is complete: without `decoder_sparse_step`, all other layers have experts.
             "mlp_only_layers": list(experts.dense_layers),
             **({_SHARED_SIZE: experts.shared_size} if self.has_shared else {}),
         }
@@ -114,10 +99,7 @@ class Clamped(SameInAllLayers):
 
 
 class InputScaled(Mixture):
-    """A mixture with a shared expert in some layers, whose gates scale inputs, as in Llama 4.
-
-    The shared expert is as wide as the others. Other layers have a key of their own for the width.
-    """
+    """A mixture with a shared expert in some layers, whose gates scale inputs, as in Llama 4."""
 
     has_shared = True
 
@@ -138,6 +120,7 @@ class InputScaled(Mixture):
             norm_topk_prob=False,
             gate="sigmoid",
             scale_inputs=True,
+            # As wide as the others. Layers without experts have a key of their own for the width.
             shared_size=size,
             shared_gate=False,
             dense_layers=tuple(layer for layer in layers if layer not in having),
@@ -180,6 +163,7 @@ class AfterDenseLayers(Mixture):
             keys.size("n_routed_experts"),
             keys.size("num_experts_per_tok", self.num_experts_per_tok),
             size,
+            # V2 does not divide gates; `Family.computed` refuses its key if it is true.
             norm_topk_prob=False,
             routed_scaling_factor=keys.get(
                 "routed_scaling_factor", 2.5 if self.is_grouped else 1.0

@@ -27,14 +27,9 @@ class MultiToken(nn.Module):
 
         norm(block(eh_proj(concat(enorm(embedding[next token]), hnorm(state)))))
 
-    States are `[B, 1 + depths, T, H]`, with the main model's normalised output first. At the last
-    positions, which have no such token in the sequence, the token is 0; the loss ignores them.
-
-    Args:
-        config: The configuration.
-        block: The block.
-        embedding: Initialiser of the table `[V, H]`, which is tied to the model's embedding.
-        is_last: Whether to return the states alone, for the head.
+    States are `[B, 1 + depths, T, H]`, with the main model's normalised output first. The
+    `embedding` table is tied to the model's. With `is_last` the states are returned alone, for the
+    head.
     """
 
     config: LlamaConfig
@@ -65,6 +60,8 @@ class MultiToken(nn.Module):
         # Whole along the positions: the next token may be on another device.
         stream = stream_axes(tokens.shape[0], tokens.shape[1])
         tokens = constrained(tokens, stream[0])
+        # The last positions have no next token in the sequence; theirs is 0, and the loss ignores
+        # them.
         tokens = constrained(jnp.pad(tokens[:, 1:], ((0, 0), (0, 1))), stream[0])
         rows = constrained(jnp.take(table, tokens, axis=0), *stream)
         joined = [norm("enorm")(rows), norm("hnorm")(states[:, -1])]
@@ -102,21 +99,14 @@ def block_and_carry(
 
 def norm_and_carry(norm: nn.Module, carried: Carried) -> Carried:
     """Normalise the residual stream: the states of depth 0, `[B, 1, T, H]`."""
+    # A dim for depths, to which `MultiToken` appends.
     return {**carried, "x": norm(carried["x"])[:, None]}
 
 
 def multi_token_names(
     names: Iterable[Rename], num_hidden_layers: int, num_extra: int
 ) -> tuple[Rename, ...]:
-    """Make the table of Hugging Face's names for the layers that predict several tokens.
-
-    In files they are the layers after the last block. Models without them skip their tensors.
-
-    Args:
-        names: The names of the weights of blocks.
-        num_hidden_layers: Number of blocks.
-        num_extra: Number of layers that predict several tokens.
-    """
+    """The table of Hugging Face's names for the layers that predict several tokens."""
     # The norm lies between the blocks and these layers.
     own = [
         Rename("model.layers.{i}.eh_proj.weight", "{i+2}/eh_proj/kernel", transpose),
@@ -134,6 +124,7 @@ def multi_token_names(
             for rename in names
         ),
     ]
+    # In files they are the layers after the last block. Models without them skip their tensors.
     layers = range(num_hidden_layers, num_hidden_layers + num_extra)
     in_files = [name for rename in own for name in rename.their_names]
     in_files += [f"model.layers.{{i}}.{name}" for name in _COPIES]
@@ -144,10 +135,7 @@ def multi_token_names(
 
 
 def with_copies(name: str, copy: int, num_hidden_layers: int, num_extra: int) -> tuple[str, ...]:
-    """Return the names of the embedding, or of the head, which files may repeat in extra layers.
-
-    `copy` is 0 for the embedding and 1 for the head.
-    """
+    """The names of the embedding (`copy` 0) or head (1), which files may repeat in extra layers."""
     layers = range(num_hidden_layers, num_hidden_layers + num_extra)
     return name, *(f"model.layers.{layer}.{_COPIES[copy]}" for layer in layers)
 

@@ -9,14 +9,7 @@ import numpy as np
 
 
 class ZeroCenteredRMSNorm(nn.Module):
-    """The norm of Gemma: `x / rms(x) * (1 + scale)`, computed in float32 or wider.
-
-    Weight decay thus pulls the factors to 1 instead of 0.
-
-    Args:
-        epsilon: Added to the mean of squares.
-        dtype: Dtype of the result. None uses the dtype that the input and the scale promote to.
-    """
+    """The norm of Gemma: `x / rms(x) * (1 + scale)`, computed in float32 or wider."""
 
     epsilon: float = 1e-6
     dtype: Any = None
@@ -24,6 +17,7 @@ class ZeroCenteredRMSNorm(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalise the last dim."""
+        # Centred at 0, so that weight decay pulls the factors to 1.
         scale = self.param("scale", nn.initializers.zeros, (x.shape[-1],))
         dtype = jnp.result_type(x, scale) if self.dtype is None else self.dtype
         wide = np.promote_types(dtype, np.float32)

@@ -7,11 +7,7 @@ from jaxpipe.transformer import constrained, stream_axes
 
 
 def positions_of(length: int, segment_ids: jax.Array | None) -> jax.Array:
-    """Return the positions of T tokens, `[B or 1, T]`, counted from 0 in each text.
-
-    `segment_ids` are integers `[B, T]` that are equal for all tokens of one text. None means that
-    all tokens are one text.
-    """
+    """Positions of tokens, `[B or 1, T]`, from 0 in each text of equal `segment_ids`, `[B, T]`."""
     index = jnp.arange(length)[None]
     if segment_ids is None:
         return index
@@ -27,13 +23,10 @@ def positions_of(length: int, segment_ids: jax.Array | None) -> jax.Array:
 def chunks_of(
     positions: jax.Array, segment_ids: jax.Array | None, size: int, batch: int
 ) -> jax.Array:
-    """Return integers `[B, T]` that are equal for tokens of the same chunk of the same text.
-
-    A chunk has `size` positions. `positions` are integers `[B or 1, T]`, and `segment_ids` are
-    those of `positions_of`.
-    """
+    """Integers `[B, T]`, equal for tokens of the same chunk of `size` positions of a text."""
     positions = jnp.broadcast_to(positions, (batch, positions.shape[1]))
     begins = positions[:, 1:] // size != positions[:, :-1] // size
     if segment_ids is not None:
         begins |= segment_ids[:, 1:] != segment_ids[:, :-1]
+    # Numbers of chunks only need to differ, so they count over texts.
     return jnp.pad(jnp.cumsum(begins, axis=1), ((0, 0), (1, 0)))

@@ -173,6 +173,7 @@ class RotaryScaling:
         values = {each.name: (getattr(self, each.name), each.default) for each in fields(self)}
         told = {name: value for name, (value, default) in values.items() if value != default}
         if self.rope_type in ("linear", "dynamic"):
+            # `dynamic` takes it from `max_position_embeddings`, and `linear` needs none.
             told.pop("original_max_position_embeddings", None)
         return told
 
@@ -213,6 +214,7 @@ class RotaryScaling:
                 high = math.ceil(high)
             low = max(low, 0)
             high = min(high, dim - 1)
+            # No ramp of width 0, as in `transformers`.
             ramp = (np.arange(dim // 2, dtype=np.float32) - low) / (high - low or 0.001)
             unscaled = 1 - np.clip(ramp, 0, 1)
         return (freq * unscaled + freq / self.factor * (1 - unscaled)).astype(np.float32)
@@ -262,6 +264,7 @@ class Rotary:
 
     def __call__(self, positions: jax.Array, *heads: jax.Array) -> list[jax.Array]:
         """Rotate arrays `[B, T, N, D]` by the angles of positions, integers `[B or 1, T]`."""
+        # In 16 bits, angles of large positions would be off by whole turns.
         wide: Any = np.promote_types(jnp.result_type(*heads), np.float32)
         cos, sin = rotary(positions, self.dim, self.theta, self.scaling, wide)
         return [rotate(x, cos, sin, interleave=self.interleave) for x in heads]
@@ -274,11 +277,7 @@ def rotary(
     scaling: RotaryScaling | None = None,
     dtype: Any = jnp.float32,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return cosine and sine of the angles of positions, each `dtype[B or 1, T, 1, D / 2]`.
-
-    `positions` are integers `[B or 1, T]`, `dim` is the size D of a head, and `theta` is the base
-    of the wavelengths.
-    """
+    """Cosine and sine of the angles of `positions`, `[B or 1, T]`, each `[B or 1, T, 1, D / 2]`."""
     # Constants computed by NumPy: XLA's powers differ in the last digits, and large positions
     # amplify the difference.
     freq = (
@@ -293,10 +292,7 @@ def rotary(
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleave: bool = False) -> jax.Array:
-    """Rotate pairs of dims of `[B, T, N, D]`, as many as there are angles; see `Rotary`.
-
-    Later dims are unchanged.
-    """
+    """Rotate the first dims of `[B, T, N, D]`, in pairs, as many as there are angles."""
     size = 2 * cos.shape[-1]
     turned = x[..., :size].astype(cos.dtype)
     rest = x[..., size:]
@@ -315,11 +311,7 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleave: bool = F
 
 
 def check_packed(scaling: RotaryScaling | None, length: int, segment_ids: Any) -> None:
-    """Refuse packed texts if the angles of each depend on its own length.
-
-    Raises:
-        LayerError: There are segments, and the sequence is long enough.
-    """
+    """Refuse packed texts if the angles of each depend on its own length."""
     if segment_ids is not None and scaling is not None and scaling.is_stretched(length):
         raise LayerError(
             "packed texts together must not be longer than the context at which "

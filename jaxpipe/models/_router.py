@@ -29,15 +29,7 @@ class Routing(NamedTuple):
 
 
 class Router(nn.Module):
-    """A linear layer to one logit per expert, and the choice of the best experts.
-
-    Logits, scores and gates are in float32 or wider in every compute dtype, because gates that are
-    nearly equal decide which expert is chosen.
-
-    Args:
-        config: The configuration of the mixture.
-        initializer_range: Standard deviation of initial weights.
-    """
+    """A linear layer to one logit per expert, and the choice of the best experts."""
 
     config: ExpertsConfig
     initializer_range: float = 0.02
@@ -48,6 +40,7 @@ class Router(nn.Module):
         config = self.config
         normal = nn.initializers.normal(self.initializer_range)
         kernel = self.param("kernel", normal, (x.shape[-1], config.num_experts))
+        # In every compute dtype, because gates that are nearly equal decide which expert is chosen.
         wide: Any = np.promote_types(jnp.result_type(x, kernel), np.float32)
         logits = jnp.einsum("bth,he->bte", x, kernel.astype(x.dtype), preferred_element_type=wide)
         if config.router_bias:
@@ -57,6 +50,7 @@ class Router(nn.Module):
             scores = whole = nn.softmax(logits)
         else:
             scores = nn.sigmoid(logits)
+            # The loss of balance needs scores that sum to 1.
             whole = scores / scores.sum(-1, keepdims=True)
         ranks = scores
         bias = None
@@ -84,6 +78,7 @@ class Router(nn.Module):
         if self.config.topk_group == groups:
             return ranks
         by_group = ranks.reshape(*ranks.shape[:-1], groups, size)
+        # DeepSeek V3: a group's score is the sum of its two best.
         best_two, _ = jax.lax.top_k(by_group, 2)
         _, best = jax.lax.top_k(best_two.sum(-1), self.config.topk_group)
         is_best = jax.nn.one_hot(best, groups, dtype=bool).any(-2)
@@ -96,12 +91,10 @@ def expert_loads(chosen: jax.Array, num_experts: int, dtype: Any = jnp.float32) 
 
 
 def balance_loss(routing: Routing) -> jax.Array:
-    """Loss that is least if all experts are equally busy.
+    """Loss that is least if all experts are equally busy: `E * sum(f * p)`.
 
-    `E * sum(f * p)`, in which f are the experts' choices per token and p their mean scores.
-
-    Reference:
-        Lepikhin et al., "GShard" (2021); with sigmoids, DeepSeek-V3 (2024), equation 17.
+    f are the experts' choices per token and p their mean scores. Lepikhin et al., "GShard" (2021);
+    with sigmoids, DeepSeek-V3 (2024), equation 17.
     """
     num_experts = routing.scores.shape[-1]
     busy = expert_loads(routing.chosen, num_experts, routing.scores.dtype)
@@ -109,9 +102,5 @@ def balance_loss(routing: Routing) -> jax.Array:
 
 
 def router_z_loss(routing: Routing) -> jax.Array:
-    """Loss that keeps logits small: the mean over tokens of `logsumexp(logits)` squared.
-
-    Reference:
-        Zoph et al., "ST-MoE" (2022), equation 5.
-    """
+    """Loss that keeps logits small (Zoph et al., "ST-MoE", 2022, equation 5)."""
     return jnp.mean(jax.nn.logsumexp(routing.logits, axis=-1) ** 2)

@@ -18,13 +18,11 @@ _MOST = 3.4e38
 
 
 def check_fields(config: Any, rules: Iterable[Rule]) -> None:
-    """Raise ConfigError for the first rule that a configuration breaks.
-
-    Later rules may rely on earlier ones.
-    """
+    """Raise ConfigError for the first rule that a configuration breaks."""
     for field in fields(config):
         # The dataclass is frozen; its numbers may be NumPy's.
         object.__setattr__(config, field.name, plain(getattr(config, field.name)))
+    # One at a time, and no further: later rules may rely on earlier ones.
     for name, holds, rule, repair in rules:
         if not holds:
             value = shown(getattr(config, name))

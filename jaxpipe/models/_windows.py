@@ -41,11 +41,7 @@ class NoWindows(Windows):
 
 @dataclass(frozen=True)
 class EveryLayer(Windows):
-    """All layers have `sliding_window`.
-
-    Attributes:
-        default: The window if the key is missing.
-    """
+    """All layers have `sliding_window`, by default `default`."""
 
     default: int | None
 
@@ -65,10 +61,7 @@ class EveryLayer(Windows):
 class WindowPattern(Windows):
     """The layers of `layer_types` have the window; by default all but every n-th layer.
 
-    Attributes:
-        default: The window if the key is missing.
-        every: n, if the key is missing.
-        key: Key of n, if there is one.
+    `default` is the window and `every` is n, if their keys are missing; `key` is that of n, if any.
     """
 
     default: int
@@ -93,15 +86,7 @@ class WindowPattern(Windows):
 
 @dataclass(frozen=True)
 class OptionalWindows(Windows):
-    """With `use_sliding_window`, the layers of `layer_types` have the window.
-
-    Without `layer_types`, these are the layers from `max_window_layers` on, or those without a
-    rotary embedding.
-
-    Attributes:
-        default: The window if the key is missing.
-        of_unrotated: Whether they are the layers without a rotary embedding.
-    """
+    """With `use_sliding_window`, the layers of `layer_types` have the window."""
 
     default: int | None
     of_unrotated: bool = False
@@ -117,6 +102,8 @@ class OptionalWindows(Windows):
             return {}
         kinds = keys.get("layer_types", None)
         if kinds is None:
+            # Without `layer_types`, those from `max_window_layers` on, or those without a rotary
+            # embedding.
             having = read_unrotated(keys) if self.of_unrotated else layers[first:]
             kinds = [SLIDING if layer in having else FULL for layer in layers]
         return {"sliding_window": window, "layer_types": kinds}
@@ -135,11 +122,7 @@ class OptionalWindows(Windows):
 
 @dataclass(frozen=True)
 class Chunks(Windows):
-    """The layers of `layer_types`, by default those with a rotary embedding, see a chunk.
-
-    Attributes:
-        default: Positions of a chunk if the key is missing.
-    """
+    """The layers of `layer_types`, by default those with a rotary embedding, see a chunk."""
 
     default: int
 
@@ -163,11 +146,7 @@ class Chunks(Windows):
 
 
 def read_unrotated(keys: ConfigKeys) -> tuple[int, ...]:
-    """Read the layers whose queries and keys are not rotated, counted from 0.
-
-    In `no_rope_layers`, 1 means that a layer is rotated. Without this key, every n-th layer is not
-    rotated, where n is `no_rope_layer_interval`.
-    """
+    """Read the layers whose queries and keys are not rotated, counted from 0."""
     num_layers = keys.size("num_hidden_layers")
     every = keys.size("no_rope_layer_interval", 4)
     marks = keys.get("no_rope_layers", None)
@@ -180,6 +159,7 @@ def read_unrotated(keys: ConfigKeys) -> tuple[int, ...]:
     ):
         rule = f"0 or 1 for each of num_hidden_layers={num_layers}"
         raise wrong("no_rope_layers", rule, marks, "Copy it from the model's config.json")
+    # In `no_rope_layers`, 1 means that a layer is rotated.
     return tuple(layer for layer, mark in enumerate(marks) if not mark)
 
 
@@ -196,6 +176,7 @@ def _window_of(config: Any) -> int | None:
 
 def _kinds_of(config: Any) -> list[str]:
     kinds = [config.kind(layer) for layer in range(config.num_hidden_layers)]
+    # All layers by name, because defaults differ from family to family.
     return [SLIDING if kind.window else CHUNKED if kind.chunk else FULL for kind in kinds]
 
 

@@ -83,12 +83,10 @@ def checkpoint(function: Callable[..., PyTree], *args: Any) -> PyTree:
 
 
 def _is_sharded_inside() -> bool:
-    """True if the surrounding mesh has automatic axes along which layers reduce.
-
-    Layers do not reduce along `fsdp`, `sequence` and `expert`, which divide no weights while they
-    are used, or only those of experts, to which tokens are sent.
-    """
+    """True if the surrounding mesh has automatic axes along which layers reduce."""
     mesh = jax.sharding.get_abstract_mesh()
+    # `fsdp` and `sequence` divide no weights while they are used, and `expert` only those of
+    # experts, to which tokens are sent.
     reducing = set(automatic_axes(mesh)) - {FSDP, SEQUENCE, EXPERT}
     return any(mesh.shape[axis] > 1 for axis in reducing)
 

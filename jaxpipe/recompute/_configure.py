@@ -21,12 +21,10 @@ ConfigLike = TrainConfig | Mapping[str, Any] | str | PathLike[str] | None
 
 @dataclass(frozen=True)
 class _Argument:
-    """An argument of `configure`.
+    """An argument of `configure`, with its `key` in the section `activation_checkpointing`.
 
-    Attributes:
-        key: The key in the section `activation_checkpointing`.
-        no_effect: Why the argument has no effect, either always or in the cases that `_resolve`
-            finds; None if it always has an effect.
+    `no_effect` is the reason why it has no effect, always or in the cases that `_resolve` finds;
+    None if it always has one.
     """
 
     key: str
@@ -157,11 +155,7 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
 
 
 def check_host_memory(platform: str, default: str, kinds: Collection[str]) -> None:
-    """Refuse TPUs, and devices that have no `pinned_host` memory separate from their default one.
-
-    `default` is the memory kind that holds a device's arrays, and `kinds` are all memory kinds that
-    it can address.
-    """
+    """Refuse TPUs, and devices without `pinned_host` memory apart from the kind `default`."""
     if platform == "tpu":
         # Seen with libtpu 0.0.42: an internal check of gather layouts fails. It cannot be caught.
         raise ConfigError(

@@ -35,13 +35,10 @@ class RecomputeSettings:
 
 @dataclass
 class Scope:
-    """The settings in force in one context.
+    """The settings in force in one context, and whether a call of `checkpoint` has used them.
 
-    Attributes:
-        settings: The settings.
-        is_followed: Whether a call of `checkpoint` has used them.
-        mesh: The mesh that a pipeline traces its programs for; None outside a pipeline.
-        notes: Notes that were already given about the layers traced in this context.
+    `mesh` is the one that a pipeline traces its programs for; None outside a pipeline. `notes` were
+    already given about the layers traced here.
     """
 
     settings: RecomputeSettings = RecomputeSettings()
@@ -81,18 +78,14 @@ def set_settings(settings: RecomputeSettings) -> None:
 
 
 def traced_mesh() -> Mesh | None:
-    """The mesh that a pipeline traces its programs for, unchanged; None outside a pipeline.
-
-    Variables are traced without a surrounding mesh, and an abstract mesh has no devices.
-    """
+    """The mesh that a pipeline traces its programs for, unchanged; None outside a pipeline."""
+    # Not the surrounding mesh: variables are traced without one, and an abstract mesh has no
+    # devices.
     return _SCOPE.get(Scope()).mesh
 
 
 def is_first(note: str) -> bool:
-    """True if a note about a layer is new in this trace of a model.
-
-    It is always true outside a pipeline.
-    """
+    """True if a note about a layer is new in this trace of a model; always outside a pipeline."""
     notes = _SCOPE.get(Scope()).notes
     is_new = note not in notes
     notes.add(note)
@@ -120,18 +113,14 @@ def use_settings(settings: RecomputeSettings, mesh: Mesh | None = None) -> Gener
 
 
 def warn_unfollowed(settings: RecomputeSettings) -> None:
-    """Warn of settings in a configuration that nothing in a whole traced model used.
-
-    Args:
-        settings: The settings. Those of `configure` do not warn, because they may be meant for
-            another model.
-    """
+    """Warn of settings in a configuration that nothing in a whole traced model used."""
     keys = {
         "partition_activations": settings.partition_activations,
         "cpu_checkpointing": settings.checkpoint_in_cpu,
         "profile": settings.profile,
     }
     asked = [f"activation_checkpointing.{key}" for key, value in keys.items() if value]
+    # Those of `configure` may be meant for another model.
     if asked and not settings.configured:
         warnings.warn(
             f"No effect: {' and '.join(asked)}, because no layer is recomputed. Set "

@@ -30,8 +30,7 @@ def call_with_stored_inputs(
 ) -> PyTree:
     """Call a function and store its floating-point inputs elsewhere until the backward needs them.
 
-    The backward pass calls the function again. The function may close over other arrays. `policy`
-    says which inner values are kept as well; they are not moved.
+    The backward calls it again. `policy` says which inner values are kept as well, unmoved.
     """
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arrays)
     used = {var for eqn in closed.jaxpr.eqns for var in eqn.invars if not isinstance(var, Literal)}
@@ -159,11 +158,7 @@ class _HostStore(_Store):
 
 
 class _SharedStore(_Store):
-    """Storage sharded along `dim` over the `model` axis; values are gathered again when needed.
-
-    The partitioner may propagate the sharding to operations that use the value, even before it is
-    stored.
-    """
+    """Storage sharded along `dim` over the `model` axis; values are gathered again when needed."""
 
     def __init__(self, dim: int, ndim: int) -> None:
         # The partitioner decides the other dims: samples may be sharded over other axes.
@@ -172,6 +167,8 @@ class _SharedStore(_Store):
         )
 
     def put(self, value: jax.Array) -> jax.Array:
+        # The partitioner may propagate the sharding to operations that use the value, even before
+        # it is stored.
         return lax.with_sharding_constraint(value, self._spec)
 
 
@@ -189,10 +186,7 @@ def _store_for(array: jax.Array, is_used: bool, settings: RecomputeSettings) -> 
 
 
 def _varying_axes(value: jax.Array) -> frozenset[str]:
-    """Mesh axes along which a value is known to vary.
-
-    The set is empty if the surrounding `shard_map` does not track this.
-    """
+    """Mesh axes along which a value is known to vary; none if `shard_map` does not track this."""
     aval = jax.typeof(value)
     tracked = getattr(aval, "manual_axis_type", None)  # newer; older versions of JAX have `vma`
     return frozenset(getattr(aval, "vma", ()) if tracked is None else tracked.varying)

@@ -335,9 +335,9 @@ def _by_heads(
 ) -> jax.Array:
     """Call a kernel on each device, for the device's own samples and heads.
 
-    JAX (0.10) cannot partition a kernel if other axes are manual. `spec_of` returns the sharding of
-    an array in `hides` from the axes of samples and of heads.
+    `spec_of(array, axes of samples, axes of heads)` is the sharding of an array in `hides`.
     """
+    # JAX (0.10) cannot partition a kernel if other axes are manual.
     mesh = jax.sharding.get_abstract_mesh()
     axes = set(mesh.auto_axes) if mesh.manual_axes else set[str]()
     if not axes:
@@ -356,10 +356,7 @@ def _is_boolean(mask: jax.Array | None) -> bool:
 
 
 def _boolean_mask(visibility: Visibility) -> jax.Array | None:
-    """Combine a boolean mask and segments into one mask, `[B or 1, N or 1, T or 1, S or 1]`.
-
-    Returns None if there is neither.
-    """
+    """Combine a boolean mask and segments into one mask of the form of `Visibility.mask`."""
     mask = visibility.mask if _is_boolean(visibility.mask) else None
     if visibility.query_segments is None or visibility.key_segments is None:
         return mask
@@ -368,10 +365,7 @@ def _boolean_mask(visibility: Visibility) -> jax.Array | None:
 
 
 def _sees_any(pattern: Pattern, mask: jax.Array, lengths: jax.Array | None) -> jax.Array:
-    """Return whether each query sees any key, `[B or 1, T, N or 1, 1]`.
-
-    The mask is `[B or 1, N or 1, T, S]`.
-    """
+    """Whether queries see any key, `[B or 1, T, N or 1, 1]`; the mask has `[..., T, S]`."""
     queries = jnp.arange(mask.shape[2])[:, None]
     keys = jnp.arange(mask.shape[3])[None]
     seen = jnp.ones((mask.shape[2], mask.shape[3]), bool)

@@ -33,10 +33,8 @@ class Pattern(NamedTuple):
     """Static settings of attention.
 
     Attributes:
-        causal: Whether queries see only keys up to their own position.
         window: Queries see only keys less than this many positions away. None means all.
         scale: Factor of the scores.
-        dropout_rate: Fraction of the probabilities that are dropped.
         soft_cap: Scores `s` become `soft_cap * tanh(s / soft_cap)`. None means no cap.
     """
 
@@ -55,8 +53,8 @@ class Visibility(NamedTuple):
             numbers that are added to the scores.
         lengths: int32 `[B]`. Keys from this position on are hidden.
         query_segments: int32 `[B, T]`. Queries see only keys of the same segment.
-        key_segments: int32 `[B, S]`, the segments of keys.
-        key: Key for the dropout of probabilities.
+        key_segments: int32 `[B, S]`.
+        key: For the dropout of probabilities.
     """
 
     mask: jax.Array | None = None
@@ -70,11 +68,10 @@ class Operands(NamedTuple):
     """The arrays of one attention.
 
     Attributes:
-        q: Queries `[B, T, N, D]`.
-        k: Keys `[B, S, K, D]`.
-        v: Values `[B, S, K, Dv]`.
+        q: `[B, T, N, D]`.
+        k: `[B, S, K, D]`.
+        v: `[B, S, K, Dv]`.
         sinks: Floats `[N]`, or None.
-        visibility: Arrays that hide keys.
     """
 
     q: jax.Array
@@ -125,10 +122,7 @@ def operand_gradients(dq: Any, dk: Any, dv: Any, to_sinks: Any) -> Operands:
 
 
 def named(out: jax.Array, log_sum: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Name the results of a forward, so that a policy can keep them.
-
-    Recompute then does not run the forward again.
-    """
+    """Name the results of a forward, so that recompute can keep them and not run it again."""
     return checkpoint_name(out, KERNEL), checkpoint_name(log_sum, KERNEL)
 
 
@@ -146,9 +140,7 @@ class Sums(NamedTuple):
 class Rows(NamedTuple):
     """What the backward needs of each query, in the layout of queries, `[B, K, G, T, 1]`.
 
-    Attributes:
-        log_sum: The logarithm of the sum of the softmax.
-        inner: The sum over keys of each probability times its gradient.
+    `inner` is the sum over keys of each probability times its gradient.
     """
 
     log_sum: jax.Array
@@ -367,10 +359,7 @@ class Blocks:
     def _scores(
         self, queries: jax.Array, keys: jax.Array, i: jax.Array, j: jax.Array
     ) -> tuple[jax.Array, jax.Array | float]:
-        """Compute the scores of a pair, and their derivative by the products of queries and keys.
-
-        Both are `[B, K, G, rows, cols]`. The scores are -inf where a key is hidden.
-        """
+        """Scores of a pair and their derivative by the products, both `[B, K, G, rows, cols]`."""
         query = self._query_block(queries, i)
         key = self._key_block(keys, j)
         scores = self._product("bkgtd,bksd->bkgts", query, key) * self._pattern.scale
@@ -406,19 +395,18 @@ class Blocks:
                 visible.append(mask)
             else:
                 scores = scores + mask.astype(scores.dtype)
+        # The exponential of -inf is 0, so hidden keys have no weight.
         if visible:
             scores = jnp.where(functools.reduce(jnp.logical_and, visible), scores, -jnp.inf)
         return scores, slope
 
     def _dropped(self, weights: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
-        """Apply dropout to the probabilities of a pair, or to their gradients.
-
-        The forward and the backward drop the same entries.
-        """
+        """Apply dropout to the probabilities of a pair, or to their gradients."""
         rate = self._pattern.dropout_rate
         key = self._visibility.key
         if not rate or key is None:
             return weights
+        # Keyed by the pair, so that the forward and the backward drop the same entries.
         place = i * (-(-self._num_keys // self._cols)) + j
         keep = jax.random.bernoulli(jax.random.fold_in(key, place), 1.0 - rate, weights.shape)
         return jnp.where(keep, weights / (1.0 - rate), 0.0)

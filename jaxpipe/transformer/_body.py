@@ -24,10 +24,10 @@ _KEPT = "transformer_product"
 
 @dataclass(frozen=True)
 class KeepNamed:
-    """A `jax.checkpoint` policy that keeps results with one of these names.
+    """A `jax.checkpoint` policy that keeps results with one of these names; equal for equal names.
 
-    Policies with the same names are equal. This is needed because layers are compared together with
-    their policies, and JAX's own policy of this kind is a new function each time.
+    JAX's own policy of this kind is a new function each time, but layers are compared together with
+    their policies.
     """
 
     names: frozenset[str]
@@ -48,12 +48,7 @@ class KeepKernels(KeepNamed):
 
 @dataclass(frozen=True)
 class Body:
-    """The layer as a function of weights, input, masks, and a key for dropout.
-
-    Attributes:
-        config: The configuration.
-        dtype: The dtype of computation.
-    """
+    """The layer as a function of weights, input, masks and a dropout key, computed in `dtype`."""
 
     config: DeepSpeedTransformerConfig
     dtype: Any
@@ -85,11 +80,7 @@ class Body:
         segment_ids: jax.Array | None,
         key: jax.Array | None,
     ) -> jax.Array:
-        """Run the layer on `x` of shape `[B, T, H]`.
-
-        `mask` has the form that `attention` takes, `lengths` are `[B]`, and `segment_ids` are
-        `[B, T]`. `key` is for dropout; None means no dropout.
-        """
+        """Run the layer on `[B, T, H]`, without dropout if there is no key."""
         config = self.config
         params = {name: value.astype(self.dtype) for name, value in params.items()}
         if key is not None:

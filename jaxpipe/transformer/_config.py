@@ -233,10 +233,8 @@ class DeepSpeedTransformerConfig:
         return self.normalize_invertible or self.gelu_checkpoint or self.attn_dropout_checkpoint
 
     def _rules(self) -> Iterator[tuple[str, bool, str, str]]:
-        """Yield fields with whether their rule holds, the rule, and the repair.
-
-        Later rules rely on earlier ones.
-        """
+        """Yield fields with whether their rule holds, the rule, and the repair."""
+        # Types first: later rules rely on earlier ones.
         for name in _INTEGERS:
             value = getattr(self, name)
             yield (

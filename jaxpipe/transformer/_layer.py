@@ -94,25 +94,13 @@ class DeepSpeedTransformerLayer(nn.Module):
         *,
         train: bool = False,
     ) -> jax.Array | tuple[jax.Array]:
-        """Run the layer.
+        """Run the layer on `[B, T, H]`, or a tuple with only this array; `huggingface` returns one.
 
-        Args:
-            hidden_states: `[B, T, H]`, or a tuple with only this array.
-            attention_mask: Booleans or integers `[B, T]`, true for positions that are seen. Or an
-                array `[B or 1, 1 or N, 1 or T, T]` of booleans, integers, or floats that are added
-                to the scores. In a pipeline this is a side input of the same name.
-            lengths: Integers `[B]`, the number of positions of each sample that are seen. cuDNN
-                supports lengths even where it does not support a mask.
-            segment_ids: Integers `[B, T]`. Positions see only positions of the same segment, so
-                that several texts can be packed into one sequence. In a pipeline this is a side
-                input of the same name.
-            train: Whether dropout is on.
-
-        Returns:
-            `[B, T, H]`, in a tuple with `huggingface`.
-
-        Raises:
-            LayerError: An argument does not fit the configuration.
+        `attention_mask` is `[B, T]`, true for positions that are seen, or `[B or 1, 1 or N, 1 or T,
+        T]` of booleans, integers, or floats that are added to the scores. `lengths` are `[B]`;
+        cuDNN supports them even where it does not support a mask. With `segment_ids`, `[B, T]`,
+        positions see only positions of their own segment. In a pipeline, these are side inputs of
+        the same names.
         """
         config = self.config
         x = _input(config, hidden_states)
@@ -166,10 +154,7 @@ class DeepSpeedTransformerLayer(nn.Module):
 
 
 class _Initial:
-    """Initial weights or biases; compared by identity, because arrays have no hash.
-
-    `name` is the name of the user's argument, and `arrays` are its eight arrays.
-    """
+    """Eight initial weights or biases; compared by identity, because arrays have no hash."""
 
     def __init__(self, name: str, arrays: Any, config: DeepSpeedTransformerConfig) -> None:
         hidden = config.hidden_size

@@ -49,10 +49,7 @@ def ring_refusal(
 
 
 def ring_attention(pattern: Pattern, given: Operands) -> jax.Array:
-    """Compute attention of as many queries as keys.
-
-    T is divided over the mesh axis `sequence`, also in the result `[B, T, N, Dv]`.
-    """
+    """Compute attention `[B, T, N, Dv]`; T queries and T keys are divided over `sequence`."""
     samples, heads = dividing_axes(given.q.shape[0], given.k.shape[2])
     ring = _Ring(pattern, _num_places(), samples, heads, shifts=traced_platform() != "cpu")
     if not _is_striped(pattern):
@@ -68,7 +65,6 @@ class _Ring(NamedTuple):
     """Static settings of a ring.
 
     Attributes:
-        pattern: Settings of attention.
         size: Number of devices.
         samples: Mesh axis or axes that divide samples, or None.
         heads: Mesh axis that divides heads, or None.
@@ -106,10 +102,8 @@ class _Ring(NamedTuple):
         return P(self.samples, SEQUENCE, self.heads) if x.ndim == 4 else P(self.samples, SEQUENCE)
 
     def mapped(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
-        """Map a function over the devices of a stage's replica.
-
-        All automatic axes are manual inside, because XLA cannot partition what is left.
-        """
+        """Map a function over the devices of a stage's replica."""
+        # All automatic axes are manual inside, because XLA cannot partition what is left.
         mesh = jax.sharding.get_abstract_mesh()
         return jax.shard_map(
             function,
@@ -139,10 +133,9 @@ class _Ring(NamedTuple):
     def round(
         self, turn: Callable[..., Any], state: Any, held: Any, place: jax.Array
     ) -> tuple[Any, Any]:
-        """Call `turn(state, held, back)` with what each device held at first, its own values first.
+        """Call `turn(state, held, back)` with what the device `back` places before this one had.
 
-        `back` counts the devices between this one and the one that the values come from. Returns
-        the state and the values that are held last.
+        Starts with its own, and returns the state and the values that are held last.
         """
 
         def body(carry: tuple[Any, Any], back: jax.Array) -> tuple[tuple[Any, Any], None]:

@@ -30,7 +30,6 @@ class Division(NamedTuple):
         samples: The axis or axes that divide samples, or None.
         heads: The axis or axes that divide heads while attention is computed, or None.
         way: How positions that are divided over `sequence` meet. None if they are not divided.
-        why: The reason for the way.
     """
 
     samples: Axes
@@ -58,11 +57,7 @@ class Division(NamedTuple):
 def division(
     over: OverSequence, pattern: Pattern, q: jax.Array, k: jax.Array, visibility: Visibility
 ) -> Division:
-    """Choose how attention is divided in the current trace.
-
-    Raises:
-        LayerError: `over` is not a way, or names one that is not possible.
-    """
+    """Choose how attention is divided here; raises LayerError if `over` is not possible."""
     if over not in get_args(OverSequence):
         raise LayerError(
             f"sequence must be one of {', '.join(get_args(OverSequence))}, but got {over!r}. "

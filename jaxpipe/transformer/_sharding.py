@@ -24,16 +24,9 @@ Axes = SpecEntry
 
 @dataclass(frozen=True)
 class Divided:
-    """An initialiser of a weight that is divided over mesh axes, if the mesh has them.
+    """An initialiser of a weight with an axis or None for each dim, if the mesh has them.
 
     The names are logical, because a mesh without an axis of such a name leaves the dim whole.
-
-    Attributes:
-        init: Makes the whole weight.
-        axes: An axis or None for each dim.
-        is_vocabulary: Whether a dim is the vocabulary. It is not divided if samples are divided
-            over `fsdp` or `expert` or positions over `sequence`, because XLA (JAX 0.10) aborts at
-            the cross entropy of logits that both axes divide.
     """
 
     init: Callable[..., Any]
@@ -43,33 +36,27 @@ class Divided:
     def __call__(self, *args: Any) -> Any:
         mesh = traced_mesh()
         known = () if mesh is None else mesh.axis_names
+        # XLA (JAX 0.10) aborts at the cross entropy of logits that two axes divide, so a dim of the
+        # vocabulary is whole if samples are divided over `fsdp` or `expert`, or positions over
+        # `sequence`.
         is_whole = self.is_vocabulary and any(axis in known for axis in (FSDP, EXPERT, SEQUENCE))
         axes = (None,) * len(self.axes) if is_whole else self.axes
         return nn.with_logical_partitioning(self.init, axes)(*args)
 
 
 def dividing(axis: str, size: int) -> str | None:
-    """Return the axis if it is automatic here and can divide a dim of this size; None otherwise.
-
-    An axis of size 1 does not count.
-    """
+    """Return the axis if it is automatic here, longer than 1 and divides this size; or None."""
     return axis if _dividing(size, axis) else None
 
 
 def dividing_axes(samples: int, features: int) -> tuple[Axes, str | None]:
-    """Return the automatic axes that divide samples, and heads or features, in the current trace.
-
-    Each is None if no axis divides the dim.
-    """
+    """Return the automatic axes that divide samples, and heads or features; None if none does."""
     return sample_axes(jax.sharding.get_abstract_mesh(), samples), dividing(MODEL, features)
 
 
 def stream_axes(samples: int, length: int, also: str | None = None) -> tuple[Axes, Axes]:
-    """Return the automatic axes that divide the samples and the positions of a residual stream.
-
-    Positions are divided over `sequence` and, if it is given, over the axis `also`. Each is None if
-    no axis divides the dim.
-    """
+    """Return the automatic axes that divide the samples and the positions of a residual stream."""
+    # Positions are divided over `sequence` and, with `shard_sequence`, over `model` too.
     axes = (SEQUENCE,) if also is None else (SEQUENCE, also)
     return dividing_axes(samples, 1)[0], _dividing(length, *axes)
 
@@ -79,10 +66,8 @@ def _dividing(size: int, *axes: str) -> Axes:
 
 
 def constrained(x: jax.Array, *axes: Axes) -> jax.Array:
-    """Constrain an array to be divided along its first dims by `axes` and whole along the others.
-
-    Without a mesh, the array is returned unchanged.
-    """
+    """Constrain an array to be divided along its first dims by `axes`, and whole along others."""
+    # Without a mesh there is nothing to constrain.
     return (
         jax.lax.with_sharding_constraint(x, P(*axes))
         if jax.sharding.get_abstract_mesh().auto_axes
@@ -91,10 +76,8 @@ def constrained(x: jax.Array, *axes: Axes) -> jax.Array:
 
 
 def summed(x: jax.Array, *axes: Axes) -> jax.Array:
-    """Constrain and name the result of a product whose summed dim is divided over devices.
-
-    The result is divided by `axes`. Its name marks it as reduced, so that recompute can keep it.
-    """
+    """Constrain and name the result of a product whose summed dim is divided over devices."""
+    # The name marks it as reduced, so that recompute can keep it.
     return reduced(constrained(x, *axes))
 
 

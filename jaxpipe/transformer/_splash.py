@@ -52,10 +52,9 @@ def splash_attention(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """Compute attention of `q` `[B, T, N, D]` to `k` `[B, S, K, D]` and `v` `[B, S, K, Dv]`.
+    """Compute attention, `[B, T, N, Dv]`, of q, k, v and sinks in the form of `Operands`.
 
-    Returns `[B, T, N, Dv]`. `sinks` are floats `[N]`. `segments` are int32 `[B, T]`, for both
-    queries and keys. With `interpret` it runs on any platform, slowly.
+    `segments` are `[B, T]`, for queries and keys. `interpret` runs on any platform, slowly.
     """
     kernel = _kernel(pattern, q.shape[2], q.shape[1], k.shape[1], interpret=interpret)
     queries, keys, values = (x.swapaxes(1, 2) for x in (q * pattern.scale, k, v))

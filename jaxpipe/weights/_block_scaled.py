@@ -15,12 +15,10 @@ _BLOCK = 128
 
 
 class BlockScaled:
-    """A matrix that is read slice by slice as `values * scales`, in float32.
+    """A matrix of eight bits, read slice by slice as `values * scales`, in float32.
 
-    Args:
-        values: A matrix of eight bits, `[rows, columns]`.
-        scales: A factor for each block of 128 rows and columns, `[rows / 128, columns / 128]`,
-            rounded up.
+    `scales` have a factor for each block of 128 rows and columns, `[rows / 128, columns / 128]`,
+    rounded up.
     """
 
     def __init__(self, values: Tensor, scales: Tensor) -> None:
@@ -38,18 +36,9 @@ class BlockScaled:
 def scales_of(
     source: AnyPath, dtypes: Mapping[str, str], shapes: Mapping[str, Shape]
 ) -> dict[str, str]:
-    """Find the scales of the matrices of eight bits in files.
+    """Names of the scales of the matrices of eight bits in files, by the name of the matrix.
 
-    Args:
-        source: The files, for error messages.
-        dtypes: Dtypes of all tensors by name, as safetensors calls them.
-        shapes: Their shapes.
-
-    Returns:
-        Names of the scales, by the name of the matrix.
-
-    Raises:
-        CheckpointError: A matrix has no scales, or scales for other blocks.
+    `dtypes` are safetensors' names. `source` is for error messages.
     """
     narrow = [name for name, dtype in dtypes.items() if dtype == _EIGHT_BITS]
     for name in narrow:

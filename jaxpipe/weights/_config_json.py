@@ -78,7 +78,7 @@ def dump_config(
     renames: Sequence[Rename],
     matches: Iterable[Match],
 ) -> bytes:
-    """Write the contents of `config.json` for the tensors that a folder holds.
+    """Write `config.json` for the tensors that a folder holds, with their dtype and tied head.
 
     Their dtype and format, and whether the head is tied, are those of the tensors, also in the
     configurations of parts.

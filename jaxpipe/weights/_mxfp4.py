@@ -30,9 +30,8 @@ _NUMBERS = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
 class Mxfp4Tensor:
     """A weight in MXFP4, as a tensor in bfloat16, which holds each of its numbers exactly.
 
-    Args:
-        blocks: The numbers, `uint8[E, out, in / 32, 16]`.
-        scales: The exponents, `uint8[E, out, in / 32]`.
+    `blocks` are the numbers, `uint8[E, out, in / 32, 16]`, `scales` the exponents without the last
+    dim.
     """
 
     def __init__(self, blocks: Tensor, scales: Tensor) -> None:

@@ -36,15 +36,9 @@ _LONGEST_HEADER = 100_000_000
 
 
 class StoreTensors:
-    """A safetensors file, with the methods of the library's `safe_open`.
+    """A safetensors file or object, with the methods of the library's `safe_open`.
 
-    Args:
-        path: The file, or the object on a store.
-
-    Raises:
-        OSError: The object does not exist, or the store does not answer.
-        ValueError: The object has no header.
-        SafetensorError: The library refuses the header.
+    Raises OSError if it cannot be read, and ValueError or SafetensorError for a bad header.
     """
 
     def __init__(self, path: AnyPath) -> None:

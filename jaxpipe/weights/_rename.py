@@ -57,11 +57,8 @@ class Rename:
 class Match:
     """An entry of a table for particular values of its counters.
 
-    Attributes:
-        theirs: The possible names of each tensor.
-        ours: Keys of the leaves.
-        shapes: Shapes of the leaves.
-        transform: Converts between tensors and leaves.
+    `theirs` are the possible names of each tensor, `ours` the keys of the leaves, with their
+    `shapes`.
     """
 
     theirs: tuple[tuple[str, ...], ...]
@@ -75,18 +72,9 @@ class Match:
 
 
 def match_renames(renames: Sequence[Rename], leaves: Mapping[str, Shape]) -> list[Match]:
-    """Find the entries of a table for the leaves of a model.
+    """Find a match for each entry of a table and each value of its counters.
 
-    Args:
-        renames: The table.
-        leaves: Shapes by path, such as `layers/3_Block/mlp/kernel` and `tied/embed/embedding`.
-
-    Returns:
-        A match for each entry and each value of its counters. Every leaf is in exactly one match.
-
-    Raises:
-        CheckpointError: A leaf is in no entry or in two, an entry lacks a counter that its names
-            need, or an entry's transform does not fit its leaves.
+    Every leaf, by a path such as `layers/3_Block/mlp/kernel`, is in exactly one match.
     """
     paths = {_short(key): key for key in leaves} | {key: key for key in leaves}
     found: list[Match] = []
@@ -133,11 +121,10 @@ def match_renames(renames: Sequence[Rename], leaves: Mapping[str, Shape]) -> lis
 def check_theirs(
     source: str, renames: Sequence[Rename], matches: Sequence[Match], theirs: Mapping[str, Shape]
 ) -> None:
-    """Compare the tensors that a table needs with the tensors that exist.
+    """Raise one CheckpointError with all tensors that are missing, left over or of another shape.
 
-    `matches` is the result of `match_renames`, and `source` names the tensors' location in error
-    messages. Raises one CheckpointError that lists all tensors that are missing, left over or of
-    another shape.
+    `matches` is the result of `match_renames`, and `source` names the tensors' location in
+    messages.
     """
     wanted = {name for match in matches for names in match.theirs for name in names}
     over = [name for name in theirs if name not in wanted and not _is_passed_over(name, renames)]
@@ -353,10 +340,8 @@ def _our_texts(renames: Sequence[Rename]) -> list[str]:
 
 
 def _with_nearest(names: Sequence[str], known: Sequence[str]) -> list[str]:
-    """Add the nearest known name to each name that will be shown.
-
-    Searching for all names would take minutes.
-    """
+    """Add the nearest known name to each name that will be shown."""
+    # Searching for all names would take minutes.
     near = [nearest(name, known) for name in names[:_SHOWN]]
     found = [
         name if other is None else f"{name} (nearest: {other})"

@@ -19,18 +19,10 @@ from ._transform import Index, Shape, Tensor
 
 
 class RenamedFiles:
-    """Safetensors files that contain the tensors of a table.
+    """Safetensors files that contain the tensors of a table, for leaves by path.
 
-    Weights in MXFP4 are read as floating-point numbers.
-
-    Args:
-        folder: A folder with one safetensors file or with the index of several, or the path of
-            such a file.
-        renames: The table.
-        leaves: Shapes and dtypes of our leaves, by path.
-
-    Raises:
-        CheckpointError: As for `checkpoint.load_huggingface`.
+    `folder` has one file or the index of several, or is the path of such a file. Raises
+    CheckpointError as `checkpoint.load_huggingface` does.
     """
 
     def __init__(
@@ -49,6 +41,7 @@ class RenamedFiles:
         self._scales = scales_of(folder, dtypes, theirs)
         for name in self._scales.values():
             del theirs[name]
+        # Packed weights appear as the floating-point tensors they are read as.
         self._packed = find_mxfp4(theirs, dtypes)
         for name, shape in self._packed.items():
             for stored in stored_names(name):

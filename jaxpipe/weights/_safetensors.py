@@ -51,14 +51,7 @@ _DEEPEST = 100
 
 @dataclass(frozen=True)
 class _File:
-    """A safetensors file to write.
-
-    Attributes:
-        name: Its final name.
-        header: Its first bytes.
-        starts: Offset of each tensor in the file, by name.
-        size: Bytes of header and tensors.
-    """
+    """A safetensors file to write, with the offset of each tensor in it, and the bytes of all."""
 
     name: str
     header: bytes
@@ -67,14 +60,7 @@ class _File:
 
 
 def check_shard_size(max_shard_bytes: int | None) -> None:
-    """Check the largest size of a shard.
-
-    Args:
-        max_shard_bytes: The size. None means no limit.
-
-    Raises:
-        CheckpointError: The size is not positive.
-    """
+    """Refuse a largest size of shards that is not positive; None means no limit."""
     if max_shard_bytes is not None and max_shard_bytes < 1:
         raise CheckpointError(
             f"max_shard_bytes must be at least 1, but got max_shard_bytes={max_shard_bytes}. Write "
@@ -91,26 +77,15 @@ def write_safetensors(
     max_shard_bytes: int | None,
     beside: Mapping[str, bytes] | None = None,
 ) -> list[AnyPath]:
-    """Write tensors to one file, or to several files and an index.
+    """Write tensors to one file, or to several files and an index; returns paths, the index last.
 
     Files get their final names once all of them are complete. For a store, they are written in the
     temporary directory and then uploaded; no other process may write them meanwhile.
 
-    Args:
-        source: Where the tensors come from, for error messages.
-        target: The file to write. Names of shards and of the index are derived from it.
-        tensors: Shapes and dtypes by name, in the order in which shards are filled.
-        values: All tensors, in any order. Each is written before the next is requested.
-        metadata: Metadata to store in the files.
-        max_shard_bytes: As for `export_safetensors`.
-        beside: Contents of further files in the folder, by name. They exist only while the tensors
-            are complete.
-
-    Returns:
-        The paths of the written files. Further files and an index come last.
-
-    Raises:
-        CheckpointError: As for `export_safetensors`.
+    Names of shards and of the index are derived from `target`. `tensors` are in the order in which
+    shards are filled, `values` in any order; each is written before the next is requested. `beside`
+    are contents of further files in the folder, which exist only while the tensors are complete.
+    `source` is for error messages.
     """
     for name, tensor in tensors.items():
         if tensor.dtype.name not in DTYPES:
@@ -252,17 +227,7 @@ def _tensor(tensors: Any, name: str) -> np.ndarray:
 
 
 def check_target(out: AnyPath) -> AnyPath:
-    """Check the name of a safetensors file to write.
-
-    Args:
-        out: The path of the file.
-
-    Returns:
-        The path.
-
-    Raises:
-        CheckpointError: The path does not end in `.safetensors`, or is a folder.
-    """
+    """Return the path of a safetensors file to write; refuses folders and other suffixes."""
     with readable(out):
         is_folder = out.is_dir()
     if not out.name.endswith(_SUFFIX) or out.name == _SUFFIX or is_folder:
@@ -324,10 +289,8 @@ def _lay_out(
 
 
 def _check_others(target: AnyPath, files: Sequence[_File], last: Iterable[str]) -> None:
-    """Refuse to write if other files of an older export with this name would remain.
-
-    Readers could not tell which export is meant.
-    """
+    """Refuse to write if other files of an older export with this name would remain."""
+    # Readers could not tell which export is meant.
     written = {*(file.name for file in files), *last}
     stem = target.name.removesuffix(_SUFFIX)
     others = sorted(
@@ -350,11 +313,9 @@ def _check_others(target: AnyPath, files: Sequence[_File], last: Iterable[str]) 
 
 @contextlib.contextmanager
 def _claimed(target: Path) -> Generator[None]:
-    """Claim a file for writing; refuse it if another process is writing it.
-
-    A claim ends with its process, even if the process is killed.
-    """
+    """Claim a file for writing; refuse it if another process is writing it."""
     path = target.with_name(f".{target.name}.writing")
+    # A claim by a lock ends with its process, even if the process is killed.
     with open_to_append(path) as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -435,14 +396,7 @@ def _resolve(path: AnyPath) -> AnyPath:
 
 
 def safetensors_files(path: AnyPath) -> dict[AnyPath, list[str]]:
-    """List the files that a path refers to, each with the names of its tensors.
-
-    Args:
-        path: A file, the index of shards, or a folder with one of these.
-
-    Returns:
-        Names of tensors by file.
-    """
+    """Names of tensors by file, for a file, the index of shards, or a folder with one of these."""
     with readable(path):
         return _files(_resolve(path))
 
