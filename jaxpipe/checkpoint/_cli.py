@@ -23,15 +23,9 @@ _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `python -m jaxpipe.checkpoint`.
-
-    Args:
-        argv: The arguments. None uses the arguments of the process.
-
-    Returns:
-        The exit status: 0 on success, 1 if there is no intact checkpoint. Wrong usage exits with 2.
-    """
+    """Run `python -m jaxpipe.checkpoint`; return 0, or 1 if there is no intact checkpoint."""
     try:
+        # Wrong usage exits here with 2.
         args = _parser().parse_args(argv)
         text = args.run(args)
     except JaxpipeError as error:

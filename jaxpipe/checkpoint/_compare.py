@@ -14,18 +14,15 @@ Leaves = Mapping[str, Leaf]
 
 @dataclass(frozen=True)
 class Comparison:
-    """The differences between a checkpoint's leaves and a pipeline's leaves.
+    """Keys of a checkpoint's leaves against a pipeline's; `misshapen` maps keys to both shapes."""
 
-    Attributes:
-        fitting: Keys that both have, with the same shape.
-        missing: Keys that the checkpoint lacks.
-        unexpected: Keys that the pipeline lacks.
-        misshapen: Keys that both have with different shapes, mapped to a text with both shapes.
-    """
-
+    # In both, with the same shape.
     fitting: tuple[str, ...]
+    # The checkpoint lacks them.
     missing: tuple[str, ...]
+    # The pipeline lacks them.
     unexpected: tuple[str, ...]
+    # In both, with different shapes.
     misshapen: Mapping[str, str]
 
     @property

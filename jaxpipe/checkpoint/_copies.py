@@ -16,12 +16,7 @@ Hashes = Mapping[str, Mapping[str, Sequence[str]]]
 def merge_hashes(
     reports: Sequence[Hashes], grids: Mapping[str, tuple[int, ...]], leaves: Mapping[str, Leaf]
 ) -> dict[str, dict[int, str]]:
-    """Merge all processes' reports into one hash per block, by array name and block number.
-
-    `grids` gives the number of blocks of each array along each dim. Raises CheckpointError if
-    replicas differ: Orbax divides the writing between replicas, so the files would hold a mixture
-    of their values.
-    """
+    """Merge all processes' reports into one hash per block; replicas that differ are an error."""
     holders: dict[tuple[str, int], dict[str, list[int]]] = {}
     for process, report in enumerate(reports):
         for name, blocks in report.items():
@@ -30,9 +25,11 @@ def merge_hashes(
                     holders.setdefault((name, int(number)), {}).setdefault(sha256, []).append(
                         process
                     )
+    # Orbax divides the writing between replicas: the files would hold a mixture of their values.
     differing: dict[str, str] = {}
     for (name, number), having in holders.items():
         if len(having) > 1:
+            # `grids` has the number of blocks along each dim.
             row = number // math.prod(grids[name][1:])
             # Two devices of one process can differ too.
             shares = " and in ".join(listed(processes) for processes in having.values())
@@ -53,10 +50,7 @@ def merge_hashes(
 
 
 def _leaves_in(leaves: Mapping[str, Leaf], array: str, row: int) -> list[str]:
-    """Return the keys of the leaves that have values in a row.
-
-    If the catalog does not know the array, return the array's name.
-    """
+    """Return the keys of the leaves with values in a row, or the array's name if there are none."""
     found = [
         key
         for key, leaf in leaves.items()

@@ -55,10 +55,8 @@ def library_versions() -> dict[str, str]:
 
 
 def scalar_arrays(pipeline: Pipeline, state: TrainState) -> dict[str, jax.Array]:
-    """Return the small arrays of a state, by name; each is on every device.
-
-    The loss scale is included only if it is dynamic.
-    """
+    """Return the small arrays of a state, by name; each is on every device."""
+    # Only a dynamic loss scale changes in training.
     loss_scale = {
         f"loss_scale/{jax.tree_util.keystr(path, simple=True)}": leaf
         for path, leaf in jax.tree.leaves_with_path(
@@ -92,10 +90,7 @@ def _has_moving_scale(pipeline: Pipeline) -> bool:
 def load_scalars(
     scalars: Mapping[str, Any], pipeline: Pipeline, *, loss_scale: bool
 ) -> dict[str, Any]:
-    """Make fields of a state, by name and on every device, from the result of `dump_scalars`.
-
-    With `loss_scale`, the loss scale is restored too if it is dynamic in both.
-    """
+    """Make fields of a state, by name and on every device, from the result of `dump_scalars`."""
     # `device_put` because `jax.transfer_guard` refuses implicit transfers to a device.
     words = jax.device_put(np.asarray(scalars["rng"]["words"], np.uint32))
     rng = jax.random.wrap_key_data(words, impl=scalars["rng"]["impl"])
@@ -107,6 +102,7 @@ def load_scalars(
     stored = scalars["loss_scale"]
     paths, treedef = jax.tree.flatten_with_path(pipeline.state_struct.loss_scale)
     names = [jax.tree_util.keystr(path, simple=True) for path, _ in paths]
+    # Restored only if the loss scale is dynamic in both.
     if loss_scale and _has_moving_scale(pipeline) and set(names) == set(stored):
         leaves = [
             np.asarray(stored[name], leaf.dtype)

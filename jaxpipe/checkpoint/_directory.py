@@ -57,10 +57,9 @@ class Commit:
     Attributes:
         sequence: Number of the checkpoint in its directory, in the order of commits.
         data: Name of the folder next to this file that holds the data.
-        index_sha256: Hash of the index, in hexadecimal.
-        global_steps: Batches trained.
+        index_sha256: Hexadecimal.
         is_latest: Whether the checkpoint can be found without its tag.
-        saved_at: Time of the save, in UTC.
+        saved_at: UTC.
     """
 
     sequence: int
@@ -102,10 +101,7 @@ def _is_name(tag: str) -> bool:
 
 
 def read_commit(folder: AnyPath) -> Commit | None:
-    """Read the commit in a tag's folder; None if nothing is committed.
-
-    Raises CheckpointError if the commit cannot be read, is damaged, or has an unknown format.
-    """
+    """Read the commit in a tag's folder; None if nothing is committed."""
     path = folder / COMMIT
     try:
         content = read_any(path)
@@ -239,10 +235,7 @@ def read_latest(save_dir: AnyPath) -> str | None:
 
 
 def commit(save_dir: AnyPath, tag: str, content: Commit) -> None:
-    """Turn a tag into a checkpoint, atomically, and make `latest` name it.
-
-    All data of the tag must be on disk.
-    """
+    """Turn a tag whose data is all on disk into a checkpoint, atomically; make `latest` name it."""
     text = json.dumps({"format": FORMAT, "version": VERSION, **asdict(content)}, indent=1)
     replace_file(save_dir / tag / COMMIT, text.encode())
     if content.is_latest:
@@ -259,17 +252,17 @@ def commit(save_dir: AnyPath, tag: str, content: Commit) -> None:
 
 
 def look_over(save_dir: AnyPath, known: dict[str, Commit]) -> list[AnyPath]:
-    """Add the directory's checkpoints to `known`, and remove what unfinished saves left there.
+    """Add the directory's checkpoints to `known`; return the data of unfinished saves, now removed.
 
-    Only tags that are not known yet are read, and the one that this job saved last, where old data
-    may have stayed: this job must have locked the directory, so that nobody else writes. Tags that
-    have gone are taken out of `known`. Data that no commit names is removed, and nothing else; what
-    cannot be removed is harmless: it stays, with a warning. Returns the removed paths.
+    This job must have locked the directory, so that nobody else writes. Only data that no commit
+    names is removed; what cannot be removed stays, with a warning, and is harmless.
     """
     # A new directory is listed twice: a store's first answer may be empty by mistake.
     folders = _tag_folders(save_dir) or _tag_folders(save_dir)
     for gone in known.keys() - {folder.name for folder in folders}:
         del known[gone]
+    # Known commits cannot change under the lock. The tag saved last is read again because its old
+    # data may have stayed.
     last = list(in_order(known))[-1:]
     new = [folder for folder in folders if folder.name not in known or folder.name in last]
     found = read_each(new, _look_at)
@@ -304,10 +297,7 @@ def make_data(folder: AnyPath, sequence: int) -> AnyPath:
 
 
 def remove_data(folder: AnyPath, but: str | None = None) -> list[AnyPath]:
-    """Remove all data in a tag's folder that jaxpipe made, except `but`; return the removed paths.
-
-    Warns about data that cannot be removed.
-    """
+    """Remove all data in a tag's folder that jaxpipe made, except `but`; return what is removed."""
     data = [path for path in folder.iterdir() if _DATA.fullmatch(path.name) and path.name != but]
     return [
         path for path in data if was_made_here(path, ARRAYS) and _is_removed(path, remove_marked)
@@ -337,10 +327,9 @@ def remove_old(
 ) -> None:
     """Remove checkpoints beyond the retention limits, from the directory and from `known`.
 
-    Only tags of the form `global_step<N>` are removed, and never links. `keep_last` is the number
-    of checkpoints to keep; None keeps all. Tags whose N is a multiple of `keep_every` are kept too,
-    and so are the checkpoint that is found without its tag and the one that `latest` still names.
-    This job must have locked the directory.
+    This job must have locked the directory. Only tags `global_step<N>` are removed, never links.
+    Kept: the last `keep_last` (None keeps all), each N that is a multiple of `keep_every`, the
+    checkpoint that is found without its tag, and the one that `latest` still names.
     """
     if keep_last is None:
         return

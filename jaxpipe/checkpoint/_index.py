@@ -27,11 +27,9 @@ INDEX = "index.json"
 
 @dataclass(frozen=True)
 class StoredArray:
-    """One global array on disk.
+    """One global array on disk, of shape `[num_rows, ...]`.
 
     Attributes:
-        shape: Its shape, `[num_rows, ...]`.
-        dtype: Its dtype, by name.
         grid: Number of blocks along each dim. The first dim is cut into rows; the others are cut
             if devices hold parts of a row.
         sha256: Hash of each block's bytes, in hexadecimal, with blocks along the last dim next to
@@ -66,9 +64,8 @@ class StoredLayer:
     """One layer of the model.
 
     Attributes:
-        name: Its name, which begins with its index in the model.
+        name: Begins with the layer's index in the model.
         kind: Name of its class or function.
-        stage: The stage that it was on.
         signature: Shapes and dtypes of its input and output for one microbatch.
         parameters: Keys of its parameters, including tied parameters.
     """
@@ -85,18 +82,12 @@ class Index:
     """Contents of a checkpoint.
 
     Attributes:
-        global_steps: Batches trained.
-        global_samples: Samples trained.
         mesh: Sizes of the mesh's axes.
-        zero_stage: Stage of ZeRO.
-        layers: The layers of the model.
         leaves: Where each leaf is stored, by key.
-        arrays: The global arrays, by name.
         scalars: `step`, `skipped_steps`, `rng` and `loss_scale` of the state.
         batch: Structure of a microbatch, if it consists of dictionaries, lists and tuples.
         data_iterators: State of each process's data iterator; None if it has no state.
         client_state: The caller's own state.
-        config: The configuration.
         versions: Versions of the libraries.
         excluded: Keys of frozen parameters that were left out.
         adapters: Keys of parameters of adapters.

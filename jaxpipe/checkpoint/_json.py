@@ -19,22 +19,14 @@ _SHOWN = 200
 
 
 def check_json(value: Any, where: str, depth: int = 0) -> None:
-    """Refuse a value that does not survive a round trip through JSON.
+    """Refuse a value that does not survive a round trip through JSON; `where` names it in errors.
 
-    NumPy scalars are allowed, and come back as Python numbers.
-
-    Args:
-        value: The value to check.
-        where: Name of the value in error messages.
-        depth: Number of lists and dictionaries that enclose it.
-
-    Raises:
-        CheckpointError: The value contains something other than None, booleans, numbers, strings,
-            lists and dictionaries with string keys; is nested too deeply, like a list that contains
-            itself; or contains an integer with too many digits.
+    NumPy scalars are allowed, and come back as Python numbers. `depth` counts the lists and
+    dictionaries around the value.
     """
     if isinstance(value, np.generic):
         value = value.item()
+    # A container that contains itself ends here too.
     if depth > _DEEPEST:
         raise CheckpointError(
             f"{where[:_SHOWN]}... must be nested at most {_DEEPEST} deep, as it is stored as JSON, "
@@ -82,19 +74,10 @@ def dump_json(value: Any) -> str:
 
 
 def encode_state(value: Any, where: str, depth: int = 0) -> Any:
-    """Encode the state of a data iterator as a JSON value.
+    """Encode the state of a data iterator as a JSON value; `where` and `depth` as for `check_json`.
 
-    Args:
-        value: JSON values, bytes, tuples, dictionaries with integer keys, NumPy arrays and torch
-            tensors. NumPy scalars become Python numbers.
-        where: Name of the value in error messages.
-        depth: Number of containers that enclose it.
-
-    Returns:
-        The JSON value.
-
-    Raises:
-        CheckpointError: The value contains another type.
+    Takes JSON values, bytes, tuples, dictionaries with integer keys, NumPy arrays and torch
+    tensors. NumPy scalars become Python numbers.
     """
     if depth > _DEEPEST:
         check_json(None, where, depth)
@@ -141,15 +124,7 @@ def _is_array(value: Any) -> bool:
 def decode_state(value: Any) -> Any:
     """Decode a result of `encode_state`.
 
-    Args:
-        value: The JSON value.
-
-    Returns:
-        The state.
-
-    Raises:
-        Exception: The value is not a result of `encode_state`. The error is a `KeyError`,
-            `AttributeError`, `TypeError` or `ValueError`.
+    Another value raises KeyError, AttributeError, TypeError or ValueError.
     """
     if isinstance(value, list):
         return [decode_state(item) for item in value]

@@ -122,10 +122,10 @@ def read_into(
     source: Source,
     when_read: Callable[[], None],
 ) -> TrainState:
-    """Replace leaves of a state by the leaves of a source, and delete the old ones.
+    """Replace leaves of a state by the leaves of a source; all processes must call this.
 
-    Without a state, all leaves must be read. `when_read` is called when everything has been read
-    and before anything changes; an error that it raises is passed on. All processes must call this.
+    Deletes the old leaves. Without a state, all leaves must be read. `when_read` is called when
+    everything has been read and before anything changes; an error that it raises is passed on.
     """
     wanted = pipeline.catalog
     struct = pipeline.state_struct
@@ -241,10 +241,7 @@ def read_leaves(checkpoint: Checkpoint, keys: Sequence[str]) -> Iterator[tuple[s
 
 
 def with_params(checkpoint: Checkpoint, params: str | None) -> Checkpoint:
-    """Select a checkpoint's parameters: `"ema"` for the average, None for the trained ones.
-
-    Raises CheckpointError if the checkpoint does not have them.
-    """
+    """Select a checkpoint's parameters: `"ema"` for the average, None for the trained ones."""
     if params is None:
         return checkpoint
     leaves = checkpoint.index.leaves
@@ -289,10 +286,7 @@ def _compare_optimizer(
     *,
     strict: bool | None,
 ) -> tuple[str, ...]:
-    """Return the keys of the optimiser's state to read.
-
-    With `strict=None`, differences are accepted because they follow from differences of the layers.
-    """
+    """Return the keys of the optimiser's state to read; `strict=None` accepts differences."""
     stored = checkpoint.index.leaves
     is_schedule = _schedule_keys({*stored, *wanted})
 
@@ -300,6 +294,7 @@ def _compare_optimizer(
         return key.startswith(_OPTIMIZER) and (lr_scheduler if is_schedule(key) else optimizer)
 
     found: Comparison = compare(stored, wanted, chosen)
+    # With `strict=None` they follow from differences of the layers.
     if optimizer and strict is not None and not found.is_exact:
         differing = {*found.missing, *found.unexpected, *found.misshapen}
         argument = (

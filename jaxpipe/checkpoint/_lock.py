@@ -62,14 +62,12 @@ class _Owner:
 
     Attributes:
         since: When the lock was taken, in seconds since the epoch.
-        pid: The process's number.
         start: When the process started, in clock ticks of its machine; empty if the system does not
             report it.
         place: Hash of everything that process numbers depend on (the machine, its last boot and
             the container) and of the directory. The directory is included so that the owner of the
             original does not appear to hold a copy of the directory.
         nonce: Random text that makes the file name unique.
-        host: The machine's name.
     """
 
     since: str
@@ -120,11 +118,7 @@ class DirectoryLock:
 
     @classmethod
     def begin_save(cls, save_dir: AnyPath) -> "DirectoryLock":
-        """Lock a directory for a save, or use the lock that a run of this process holds there.
-
-        Raises the errors of the class, and CheckpointError if another save of this process to the
-        directory is in progress.
-        """
+        """Lock a directory for a save, or use the lock that a run of this process holds there."""
         for file in _files(save_dir / LOCK):
             held = _HELD.get(file.name)
             if held is not None and held.is_at(file):
@@ -132,6 +126,7 @@ class DirectoryLock:
                     if not held._is_saving:
                         held._is_saving = True
                         return held
+        # Refuses a directory that this process is saving to already: its own file is there.
         return cls(save_dir)
 
     def end_save(self, run: object, *, is_kept: bool) -> None:
@@ -150,15 +145,12 @@ class DirectoryLock:
             self.release()
 
     def check(self) -> None:
-        """Make sure that this process still holds the lock.
-
-        Raises OSError if the lock is lost: this process missed its heartbeats for too long, or
-        somebody removed the file.
-        """
+        """Raise OSError unless this process still holds the lock."""
         with contextlib.suppress(FileNotFoundError):
             touch(self._file)
             if not isinstance(self._file, StorePath) or _is_alone(self._file):
                 return
+        # This process missed its heartbeats for too long, or somebody removed the file.
         others = [file for file in _files(self._file.parent) if file != self._file]
         names = " and ".join(_describe(_owner_of(file)) for file in others) or "nobody"
         if isinstance(self._file, StorePath):
@@ -283,10 +275,8 @@ def _take_on_store(save_dir: StorePath, owner: _Owner) -> None:
 
 
 def _is_alone(mine: StorePath) -> bool:
-    """Return False if another job took this one for dead and holds the lock too.
-
-    This can happen because a heartbeat may recreate the object after the other job removed it.
-    """
+    """Return False if another job took this one for dead and holds the lock too."""
+    # A heartbeat may recreate the object after the other job removed it.
     gives_up_by = time.monotonic() + _YIELD_S
     while others := [file for file in _files(mine.parent) if file != mine]:
         for file in others:
@@ -364,10 +354,7 @@ def _is_copy(file: AnyPath) -> bool:
 
 
 def _is_dead(other: _Owner, own: _Owner) -> bool:
-    """Whether a process of this place has ended, or this process has released the lock.
-
-    The start time is compared too, because process numbers are reused.
-    """
+    """Whether a process of this place has ended, or this process has released the lock."""
     if other.place != own.place:
         return False
     if other.pid == own.pid:
@@ -379,6 +366,7 @@ def _is_dead(other: _Owner, own: _Owner) -> bool:
         return True
     except (OSError, ValueError, OverflowError):
         return False
+    # Process numbers are reused.
     return _start_of(other.pid) not in ("", other.start)
 
 
@@ -387,10 +375,7 @@ def _is_alive(other: _Owner, own: _Owner) -> bool:
 
 
 def _start_of(pid: str) -> str:
-    """Return when a process of this place started.
-
-    Empty if the system does not report it, `ended` if the process has ended.
-    """
+    """When a process of this place started; empty if not reported, `ended` if it has ended."""
     try:
         # The second field is the program's name, which may contain spaces and brackets, so parse
         # what follows the last bracket.

@@ -138,20 +138,10 @@ def reread(
     read: Callable[[], T],
     agreed: Callable[[bool], bool] = bool,
 ) -> T:
-    """Read a checkpoint; retry if another job replaced or removed it meanwhile.
+    """Read the checkpoint at `path`; retry if another job replaced or removed it meanwhile.
 
-    Args:
-        path: As for `find_checkpoint`.
-        read: Finds the checkpoint and reads it.
-        agreed: Given whether this process sees that the directory has changed, returns whether any
-            process does.
-
-    Returns:
-        The result of `read`.
-
-    Raises:
-        CheckpointError: `read` raised it although the directory had not changed, or in every
-            attempt.
+    `agreed` is given whether this process sees that the directory has changed, and returns whether
+    any process does. An error of `read` is raised if it has not, or in the last attempt.
     """
     folder = any_path(path, "path")
     num_readings = 0
@@ -174,10 +164,7 @@ def reread(
 
 
 def _commits(folder: AnyPath) -> dict[str, Commit | None] | None:
-    """Return the commits in a directory of checkpoints, or in one checkpoint's folder, by tag.
-
-    Returns None if the storage fails.
-    """
+    """Return the commits in a directory, or in one checkpoint's folder; None if storage fails."""
     found: dict[str, Commit | None] = {}
     try:
         found.update(sound_tags(folder)[0])

@@ -58,12 +58,7 @@ def still_writing(data: AnyPath) -> Generator[None]:
 
 @dataclass(frozen=True)
 class Report:
-    """What a process has written.
-
-    Attributes:
-        sha256: Hashes of its blocks.
-        num_chunks: Number of chunks of arrays that it has written.
-    """
+    """What a process has written: hashes of its blocks, and its number of chunks of arrays."""
 
     sha256: Hashes
     num_chunks: int
@@ -75,10 +70,8 @@ def report(
     sha256: Mapping[str, Any] | None = None,
     num_chunks: int = 0,
 ) -> None:
-    """Report to process 0 that this process's blocks are on disk, with hashes, or why they are not.
-
-    The report is a message and not a part of the checkpoint, so it is not synced.
-    """
+    """Report to process 0 that this process's blocks are on disk, with hashes, or why not."""
+    # A message and not a part of the checkpoint, so it is not synced.
     # If syncing an existing report failed, process 0 would see success and this process a failure.
     send(
         _report_path(data, jax.process_index()),
@@ -131,10 +124,7 @@ def _without_report(data: AnyPath, among: Mapping[int, "_Silence"]) -> dict[int,
 
 
 class _Silence:
-    """The time without a heartbeat of a process.
-
-    The time in which this process itself was blocked by the storage does not count.
-    """
+    """The time without a heartbeat of a process."""
 
     def __init__(self) -> None:
         self._last = ""
@@ -145,6 +135,7 @@ class _Silence:
         said = ""
         with contextlib.suppress(OSError):
             said = path.read_text()
+        # Pauses and not a clock: the time in which storage blocked this process does not count.
         self._silent_s = self._silent_s + pause_s if said == self._last else 0.0
         self._last = said
         return self._silent_s

@@ -7,11 +7,9 @@ import numpy as np
 
 
 def snapshot(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Copy arrays to host memory, each row on the host of its device; blocks only for the copy.
-
-    Values and layout are unchanged. On CPU nothing is copied: as long as a view of a buffer exists,
-    a step that the buffer is donated to writes its results elsewhere.
-    """
+    """Copy arrays to host memory, each row on the host of its device; blocks only for the copy."""
+    # On CPU nothing is copied: as long as a view of a buffer exists, a step that the buffer is
+    # donated to writes its results elsewhere.
     return {
         name: _view(array) if _is_on_host(array) else _copy(array) for name, array in arrays.items()
     }

@@ -67,12 +67,10 @@ def to_finish(arrays: AnyPath) -> Generator[Path]:
 
 @contextlib.contextmanager
 def _as_plain_name(arrays: Path) -> Generator[Path]:
-    """Yield a path of a folder that Orbax and TensorStore read as it is meant.
-
-    Orbax 0.12 finds the written blocks by a glob pattern made from the whole path: one with a
-    bracket silently matches nothing. TensorStore reads a backslash as a slash, so that it writes to
-    another folder, and takes no path that is not UTF-8.
-    """
+    """Yield a path of a folder that Orbax and TensorStore read as it is meant."""
+    # Orbax 0.12 finds the written blocks by a glob pattern made from the whole path: one with a
+    # bracket silently matches nothing. TensorStore reads a backslash as a slash, so that it writes
+    # to another folder, and takes no path that is not UTF-8.
     name = str(arrays.absolute())
     if not set("[\\") & set(name) and name == name.encode(errors="replace").decode():
         yield arrays
@@ -90,10 +88,8 @@ def num_written(folder: Path, process_index: int) -> int:
 
 
 def check_arrays(arrays: AnyPath, num_chunks: int) -> None:
-    """Open the arrays as a reader does; raise OSError unless they hold that many chunks.
-
-    Neither a folder that a library takes for another nor a wrong listing raises an error before.
-    """
+    """Open the arrays as a reader does; raise OSError unless they hold that many chunks."""
+    # A folder that a library takes for another, or a wrong listing, shows only here.
     found = _Tree(arrays).num_chunks
     if found != num_chunks:
         raise OSError(f"{arrays} holds {found} of the {num_chunks} chunks that were written")
@@ -116,10 +112,7 @@ class Arrays:
 
     @contextlib.contextmanager
     def holding(self, names: Sequence[str]) -> Generator[Path]:
-        """Yield a folder with these arrays; on a file system, it is the folder of all arrays.
-
-        Raises OSError or ValueError if they are damaged or missing.
-        """
+        """Yield a folder with these arrays; on a file system, it is the folder of all arrays."""
         if not isinstance(self._path, StorePath):
             with _as_plain_name(self._path) as folder:
                 yield folder
@@ -143,16 +136,10 @@ class _Range:
 
 
 class _Tree:
-    """The tree of a TensorStore OCDBT database, which maps keys to the locations of values.
-
-    Args:
-        path: The database's folder, with its manifest.
-
-    Attributes:
-        num_chunks: How many chunks of arrays it holds.
-    """
+    """The tree of a TensorStore OCDBT database, which maps keys to the locations of values."""
 
     def __init__(self, path: AnyPath) -> None:
+        # Chunks of arrays, without their metadata.
         self.num_chunks = 0
         self._path = path
         self._values: dict[str, list[_Range]] = {}

@@ -70,10 +70,7 @@ def send(path: AnyPath, text: str) -> None:
 
 
 def sync_tree(folder: AnyPath) -> None:
-    """Sync everything below a folder to disk: first the files, then the folders' entries.
-
-    The entries of the two folders above are synced last.
-    """
+    """Sync everything below a folder to disk: files, folders, and last the two folders above."""
     if isinstance(folder, StorePath):
         return
 
@@ -81,6 +78,7 @@ def sync_tree(folder: AnyPath) -> None:
         raise error
 
     places = [(Path(place), names) for place, _, names in os.walk(folder, onerror=fail)]
+    # Contents first, so that no entry on disk names a file that is not.
     sync(place / name for place, names in places for name in names)
     sync(place for place, _ in places)
     sync([folder.parent, folder.parent.parent])

@@ -39,15 +39,15 @@ _READ_BYTES = 256 << 20
 
 
 def write_arrays(path: AnyPath, arrays: Mapping[str, jax.Array]) -> int:
-    """Write this process's blocks of global arrays, which must not change until this returns.
+    """Write this process's blocks of global arrays; return the number of chunks it has written.
 
-    `path` is a folder that all processes see. `finish_arrays` combines the blocks of all processes.
-    Returns the number of chunks that this process has written.
-    This uses Orbax's tree handler instead of its `save`, which synchronises the processes: if
-    storage failed in one process, the others would block.
+    The arrays must not change until this returns. `path` is a folder that all processes see;
+    `finish_arrays` combines their blocks.
     """
     ocp = _orbax()
     full = {name: array for name, array in arrays.items() if array.size}
+    # The tree handler instead of Orbax's `save`, which synchronises the processes: if storage
+    # failed in one process, the others would block.
     args = ocp.args.PyTreeSave(full, ocdbt_target_data_file_size=_FILE_BYTES)
     with to_write(path) as folder:
         _writer().save(_orbax_path(folder), args=args)
@@ -89,8 +89,8 @@ def read_arrays(
 ) -> Iterator[dict[str, np.ndarray]]:
     """Read global arrays into host memory, a few at a time, by name, and check their content.
 
-    `arrays` describes all arrays in the folder. `rows` names the arrays to read, and their rows
-    that will be used. Raises CheckpointError if an array cannot be read or a row is damaged.
+    `arrays` describes all arrays in the folder. `rows` names those to read, and the rows that will
+    be used, whose hashes are checked.
     """
     empty = [name for name in rows if not arrays[name].num_bytes]
     if empty:
@@ -131,10 +131,7 @@ def read_arrays(
 
 
 def _check_files(path: Path | str, most_bytes: int) -> None:
-    """Refuse files that would block a reader.
-
-    These are pipes instead of files, and files larger than everything that was written.
-    """
+    """Refuse files that would block a reader: pipes, and files larger than all that was written."""
     with os.scandir(path) as entries:
         for entry in entries:
             if entry.is_dir():
@@ -144,13 +141,13 @@ def _check_files(path: Path | str, most_bytes: int) -> None:
 
 
 def hash_blocks(arrays: Mapping[str, jax.Array]) -> dict[str, dict[int, list[str]]]:
-    """Hash every copy of this process's blocks, because Orbax chooses which copy it writes.
+    """Hash every copy of this process's blocks, in hexadecimal, by array name and block number.
 
-    Hashes are in hexadecimal, by array name and block number (see `StoredArray`). If all copies of
-    a block are equal, the block has one hash.
+    Equal copies of a block have one hash. Block numbers are as for `StoredArray`.
     """
     found: dict[str, dict[int, list[str]]] = {}
     for name, array in arrays.items():
+        # Orbax chooses which copy it writes.
         copies: dict[int, list[Any]] = {}
         for shard in array.addressable_shards:
             copies.setdefault(_number(array, shard.index), []).append(shard)
@@ -193,10 +190,8 @@ def _hash(block: np.ndarray) -> str:
 
 
 def make_bare(error: BaseException) -> None:
-    """Remove the hundreds of lines of Orbax from an error's traceback.
-
-    They are logged: at debug level, or as a warning if storage does not raise errors of that type.
-    """
+    """Remove the hundreds of lines of Orbax from an error's traceback, and log them."""
+    # Storage does not raise these types, so they are worth a warning.
     is_fault = isinstance(error, LookupError | TypeError | AttributeError)
     _LOGGER.log(logging.WARNING if is_fault else logging.DEBUG, "Orbax failed", exc_info=error)
     error.__cause__ = error.__context__ = error.__traceback__ = None
@@ -235,12 +230,10 @@ def _bytes(block: Any) -> np.ndarray:
 
 
 def _read(path: Path, arrays: Mapping[str, StoredArray]) -> Mapping[str, np.ndarray]:
-    """Read whole arrays, in this process only.
-
-    This uses Orbax's tree handler instead of its `load`, which synchronises all processes of the
-    job. Here each process reads only what it needs, which may be nothing, and a single process may
-    read a checkpoint by itself.
-    """
+    """Read whole arrays, in this process only."""
+    # The tree handler instead of Orbax's `load`, which synchronises all processes of the job. Each
+    # process reads only what it needs, which may be nothing, and a single process may read a
+    # checkpoint by itself.
     ocp = _orbax()
     like = {name: _like(array) for name, array in arrays.items()}
     as_numpy = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in arrays}

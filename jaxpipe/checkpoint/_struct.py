@@ -16,10 +16,7 @@ _MOST_BYTES = 1 << 62
 
 
 def dump_struct(tree: PyTree) -> Any:
-    """Convert the shapes and dtypes of a tree of dictionaries, lists and tuples to JSON.
-
-    Returns None if the tree has other nodes.
-    """
+    """Convert shapes and dtypes in dictionaries, lists and tuples to JSON; None for other nodes."""
     if isinstance(tree, dict):
         inner = {str(key): dump_struct(value) for key, value in tree.items()}
         is_plain = all(isinstance(key, str) for key in tree) and None not in inner.values()
@@ -35,17 +32,7 @@ def dump_struct(tree: PyTree) -> Any:
 
 
 def load_struct(given: Any) -> PyTree:
-    """Convert a result of `dump_struct` back.
-
-    Args:
-        given: The JSON value.
-
-    Returns:
-        The tree of shapes and dtypes.
-
-    Raises:
-        ValueError: The value is not a result of `dump_struct`.
-    """
+    """Convert a result of `dump_struct` back; ValueError for another value."""
     match given:
         case {"shape": shape, "dtype": dtype}:
             return jax.ShapeDtypeStruct(*checked_struct(shape, dtype))
@@ -62,10 +49,7 @@ def load_struct(given: Any) -> PyTree:
 
 
 def checked_struct(shape: Any, dtype: Any) -> tuple[tuple[int, ...], np.dtype]:
-    """Convert a shape and a dtype from JSON.
-
-    Raises ValueError if either is invalid, or the array would not fit in any memory.
-    """
+    """Convert a shape and a dtype from JSON; ValueError if invalid, or too large for any memory."""
     is_shape = isinstance(shape, list) and all(
         type(n) is int and 0 <= n < _MOST_BYTES for n in shape
     )

@@ -75,10 +75,7 @@ def _verify(checkpoint: Checkpoint) -> Verification:
 
 
 def _damaged(checkpoint: Checkpoint) -> tuple[dict[str, str], str]:
-    """Return the damage by array name, and the reason why the first array could not be read.
-
-    If anything is damaged, each array is read separately, so that one failure does not hide others.
-    """
+    """Return the damage by array name, and the reason why the first array could not be read."""
     stored = checkpoint.index.arrays
     with contextlib.suppress(CheckpointError):
         for _ in read_arrays(
@@ -88,6 +85,7 @@ def _damaged(checkpoint: Checkpoint) -> tuple[dict[str, str], str]:
         ):
             pass
         return {}, ""
+    # Something is damaged. Reading each array separately keeps one failure from hiding others.
     found: dict[str, str] = {}
     cause = ""
     for name, stored in checkpoint.index.arrays.items():

@@ -167,17 +167,15 @@ def _struct_of(leaf: Leaf) -> jax.ShapeDtypeStruct:
 
 
 class _Tensors:
-    """The leaves of a checkpoint as tensors with Hugging Face's names.
-
-    Floating-point tensors are converted to `dtype` unless it is None. `lora_alpha` is as for
-    `save_huggingface`.
-    """
+    """The leaves of a checkpoint as tensors with Hugging Face's names."""
 
     def __init__(
         self,
         checkpoint: Checkpoint,
         renames: Sequence[Rename],
+        # Of floating-point tensors; None converts none.
         dtype: jnp.dtype | None,
+        # As for `save_huggingface`.
         lora_alpha: float | None,
     ) -> None:
         self.path = checkpoint.path

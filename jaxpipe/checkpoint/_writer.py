@@ -476,13 +476,7 @@ def _index(job: _Job, reports: list[Hashes]) -> Index:
 
 
 def _clean_up(job: _Job, *, may_come: bool) -> bool:
-    """Remove the data of a failed save; return True, and keep it, if the commit had succeeded.
-
-    If one array cannot be written, Orbax abandons the writers of the others, which may recreate
-    folders. It does not report how many there are or when the last one ends. So the data is removed
-    repeatedly until it stays away. The next save removes data that appears even later, and all of
-    it if storage does not answer now.
-    """
+    """Remove the data of a failed save; return True, and keep it, if the commit had succeeded."""
     try:
         committed = read_commit(job.data.parent)
         if committed is not None and committed.data == job.data.name:
@@ -490,6 +484,10 @@ def _clean_up(job: _Job, *, may_come: bool) -> bool:
         if may_come:
             log(logging.WARNING, "%s is left for the next save to remove", job.data)
             return False
+        # If one array cannot be written, Orbax abandons the writers of the others, which may
+        # recreate folders, and does not report how many there are or when the last one ends. So
+        # the data is removed until it stays away. The next save removes data that appears even
+        # later, and all of it if storage does not answer now.
         num_quiet = 0
         deadline = time.monotonic() + _CLEANING_S
         while num_quiet < _QUIET_POLLS and time.monotonic() < deadline:
