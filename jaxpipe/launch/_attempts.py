@@ -30,13 +30,12 @@ def run_attempts(
     control: str | None = None,
     label: str = "launch",
 ) -> int:
-    """Run a group, and restart it after each failure, as often as the limits allow.
+    """Run a group, restart it as often as the limits allow, and return the last exit code.
 
-    After a second failure in a row that comes soon, it pauses first, for 1 s, 2 s, 4 s, ... up to
-    60 s. A request to end does not count as a failure. To continue from where the last attempt
-    stopped, the program itself must load its last checkpoint. `commands` takes the number of
-    restarts so far and a folder for heartbeat files. `control` is as for `StopRequests`. `label` is
-    the prefix in brackets of the launcher's own lines. Returns the exit code of the last attempt.
+    `commands` takes the number of restarts so far and a folder for heartbeat files. `control` is as
+    for `StopRequests`. To continue from where the last attempt stopped, the program itself must
+    load its last checkpoint. A second failure in a row that comes soon is followed by a pause of
+    1 s, 2 s, 4 s, ... up to 60 s. A request to end does not count as a failure.
     """
     before = restarts_before()
     with (

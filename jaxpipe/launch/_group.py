@@ -23,42 +23,39 @@ _NODE_MARGIN_S = 10.0
 
 @dataclass(frozen=True)
 class Limits:
-    """Time limits of a group, and its number of restarts.
+    """Time limits of a group, and its number of restarts; None sets no limit."""
 
-    `grace_s` is the time from a SIGTERM that the launcher passes on to SIGKILL. `kill_grace_s` is
-    the same after a failure, a stall or an interrupt. `stall_timeout_s` limits the time between two
-    steps of a process, and `start_timeout_s` the time until its first step. None sets no limit.
-    """
-
+    # From a SIGTERM that the launcher passes on to SIGKILL.
     grace_s: float = 30.0
+    # The same after a failure, a stall or an interrupt.
     kill_grace_s: float = 5.0
+    # Between two steps of a process.
     stall_timeout_s: float | None = None
+    # Until the first step of a process.
     start_timeout_s: float | None = None
     max_restarts: int = 0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a group.
+    """The result of a group."""
 
-    `exit_code` is 0, the exit code of the first process that failed, or 128 plus the number of a
-    signal. `reason` is a sentence that explains why it is not 0. `may_restart` is False after a
-    request to end. `failed` is the process on this node that failed first.
-    """
-
+    # 0, the exit code of the first process that failed, or 128 plus the number of a signal.
     exit_code: int
+    # A sentence that explains why it is not 0.
     reason: str = ""
+    # False after a request to end.
     may_restart: bool = True
+    # The process on this node that failed first.
     failed: Member | None = None
 
 
 def run_group(
     commands: Sequence[Command], limits: Limits, requests: StopRequests, output: Output
 ) -> Outcome:
-    """Start processes, wait for all of them, and end the others when one fails.
+    """Start processes, wait for all of them, and end the others when one fails; close `output`.
 
-    When this function returns or raises, every process that it started has ended, together with its
-    process group. `output` is closed at the end.
+    When this returns or raises, every process that it started has ended, with its process group.
     """
     members: list[Member] = []
     allow_files(len(commands))

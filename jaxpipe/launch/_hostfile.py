@@ -19,14 +19,7 @@ _PATIENCE_S = 10.0
 
 
 def read_hostfile(path: Path) -> tuple[Node, ...]:
-    """Read a file of lines `name slots=N`.
-
-    Empty lines and text after a `#` are ignored. Each node has slots 0 to N - 1. Raises LaunchError
-    if the file names no node, or names a node twice.
-
-    Reference:
-        DeepSpeed's hostfile.
-    """
+    """Read DeepSpeed's hostfile, of lines `name slots=N`; each node has slots 0 to N - 1."""
     try:
         lines = _read(path).decode("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -89,14 +82,10 @@ def choose_nodes(
     num_nodes: int | None = None,
     num_gpus: int | None = None,
 ) -> tuple[Node, ...]:
-    """Choose nodes and slots of a hostfile, in its order.
+    """Choose nodes and slots of a hostfile, in its order, by DeepSpeed's options of these names.
 
-    `include` and `exclude` are `NODE[:SLOTS]` joined by `@`. A node without slots means all of its
-    slots. `num_nodes` chooses the first nodes, and `num_gpus` the first slots of each. Raises
-    LaunchError if these ways are combined, if a node or slot is unknown, or if nothing is left.
-
-    Reference:
-        DeepSpeed's `--include`, `--exclude`, `--num_nodes` and `--num_gpus`.
+    `include` and `exclude` are `NODE[:SLOTS]` joined by `@`; a node without slots means all of its
+    slots. `num_nodes` chooses the first nodes, and `num_gpus` the first slots of each.
     """
     counted = num_nodes is not None or num_gpus is not None
     given = {

@@ -43,7 +43,6 @@ class Layout:
     Processes are numbered from `first_process`, in the order of the nodes. The devices of a node
     are divided over its processes in equal contiguous blocks. With `processes_per_node=None` each
     slot has its own process. `total` is the number of processes of the job, None if all are here.
-    Raises LaunchError if the slots of a node cannot be divided equally.
     """
 
     nodes: tuple[Node, ...]
@@ -106,11 +105,7 @@ class Layout:
 
 
 def read_nodes(text: str, option: str) -> list[tuple[str, tuple[int, ...] | None]]:
-    """Split `NAME:SLOT,SLOT@NAME` into names and slots, with None for a node without slots.
-
-    `option` is the name of the option in errors. Raises LaunchError also if a node or a slot is
-    named twice.
-    """
+    """Split `NAME:SLOT,SLOT@NAME` into names and slots, with None for a node without slots."""
     found: dict[str, tuple[int, ...] | None] = {}
     for part in text.split("@"):
         name, slots = _name_and_slots(part.strip())

@@ -27,16 +27,15 @@ _FILES_ELSE = 256
 
 @dataclass(frozen=True)
 class Command:
-    """A program to start, and its name in messages.
+    """A program to start, and its name in messages, for example `process 3` or `node worker-1`.
 
-    `name` is for example `process 3` or `node worker-1`. `label` is the prefix in brackets of each
-    line, unless it is empty. `environment` is the whole environment. The modification time of
-    `heartbeat` is when the program last finished a step.
-
-    `reach` is `"process"` for a process of the job on this node. `"messaged"` is for launchers on
-    other nodes that receive messages through the command's standard input, starting with the bytes
-    `first_input`. `"signalled"` is for launchers on other nodes to which the command forwards
-    SIGUSR1.
+    Attributes:
+        environment: The whole environment.
+        label: The prefix in brackets of each line, unless it is empty.
+        heartbeat: A file, modified whenever the program has finished a step.
+        reach: `"process"` for a process of the job on this node. For launchers on other nodes,
+            `"messaged"` if they receive messages through the command's standard input, starting
+            with the bytes `first_input`, or `"signalled"` if the command forwards SIGUSR1 to them.
     """
 
     name: str
@@ -58,14 +57,10 @@ def allow_files(num_members: int) -> None:
 
 
 class Member:
-    """A started process, in its own session and process group.
+    """A started process, in its own session and process group."""
 
-    It starts as a gate, which executes the program once the guard knows its number. If the launcher
-    is killed before that, the gate exits, so the program can never be left running. The process is
-    not reaped until `end`, so that its number, which is also the number of its group, is not
-    reused.
-    """
-
+    # The gate executes the program once the guard knows its number. If the launcher is killed
+    # before that, the gate exits, so the program can never be left running.
     # Python and not a shell, because shells drop variables with names that they do not accept.
     _GATE = """
 import os, signal, sys
@@ -95,6 +90,8 @@ except OSError as error:
                 "none. Install it, or correct its name."
             )
         try:
+            # Not reaped until `end`, so that its number, which is also the number of its group, is
+            # not reused.
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", self._GATE, command.reach, *words],
                 env=environment,
@@ -155,26 +152,22 @@ except OSError as error:
     def failure(self) -> tuple[int, float]:
         """A sort key for processes that failed together: the first is probably the cause.
 
-        If a process loses another one, either a collective raises an error, later than the
-        traceback of the lost process, or JAX ends the process. A process that ended in any other
-        way failed by itself. The key is how likely it is that another process was the cause, then
-        when this one failed.
+        How likely it is that another process was the cause, then when this one failed.
         """
         trouble_at = self.tail.trouble_at
         # It has recovered from an older error.
         if trouble_at is None or trouble_at < self._ended_at - _RECENT_S:
             trouble_at = math.inf
+        # If a process loses another one, either JAX ends the process, or a collective raises an
+        # error, later than the traceback of the lost process. A process that ended in any other way
+        # failed by itself.
         if self.tail.was_ended_by_jax:
             return 2, trouble_at
         has_raised = (self.exit_code() or 0) > 0 and trouble_at < math.inf
         return (1, trouble_at) if has_raised else (0, self._ended_at)
 
     def stop(self, number: int, grace_s: float) -> None:
-        """Ask the process to end. A stopped process is continued, so that it can.
-
-        The signal `number` is sent to its group. Launchers on other nodes send it to their
-        processes, which have `grace_s` to end.
-        """
+        """Ask the process's group to end; launchers on other nodes give theirs `grace_s`."""
         if self.command.reach == "messaged":
             self._send(f"stop {number} {grace_s}\n".encode())
             return
@@ -182,19 +175,18 @@ except OSError as error:
             self._signal(signal.SIGUSR1)
             return
         self._signal(number)
+        # A stopped process must continue to be able to end.
         self._signal(signal.SIGCONT)
 
     def let_go(self) -> None:
-        """Close the standard input of launchers on other nodes, so that they end their processes.
-
-        `end` waits for this.
-        """
+        """Close the standard input of launchers on other nodes: they then end their processes."""
         if self._process.stdin is not None:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
 
     def end(self) -> None:
         """End the whole process group, and reap the process."""
+        # These launchers end by themselves after `let_go`.
         if self.command.reach == "messaged":
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_REAP_S)

@@ -27,41 +27,33 @@ from ._variables import (
 
 @dataclass(frozen=True)
 class NodeJob:
-    """The processes of one node.
-
-    `node_rank` is the index of the node in `layout`. Each process runs `program`, with `exports` as
-    additional variables. `cpu_devices` is the number of simulated devices of each process, or None
-    for real devices. Without `binds_devices` each process sees all devices. With `is_alone` there
-    is no other node, and the coordinator accepts connections only from this machine.
-    """
+    """The processes of one node, each running `program`."""
 
     layout: Layout
+    # The index of the node in `layout`.
     node_rank: int
     program: Program
     python: str
+    # Additional variables of each process.
     exports: Mapping[str, str]
+    # Number of simulated devices of each process; None for real devices.
     cpu_devices: int | None = None
+    # If False, each process sees all devices.
     binds_devices: bool = True
+    # No other node: the coordinator accepts connections only from this machine.
     is_alone: bool = False
 
     def commands(
         self, coordinator: str, attempt: int, heartbeat_dir: Path | None
     ) -> tuple[Command, ...]:
-        """The commands of this node's processes, one for each.
-
-        `coordinator` is `host:port`. `attempt` is the number of restarts so far. Heartbeat files
-        are created in `heartbeat_dir`, unless it is None.
-        """
+        """The commands of this node's processes; `coordinator` is `host:port`, `attempt` from 0."""
         return tuple(
             self._command(slot, coordinator, attempt, heartbeat_dir)
             for slot in self._process_slots()
         )
 
     def shell_lines(self, coordinator: str) -> tuple[str, ...]:
-        """The commands for a shell, one line per process, with the variables that this node sets.
-
-        `coordinator` is `host:port`.
-        """
+        """The commands for a shell, one line per process, with the variables of this node."""
         return tuple(
             shlex.join(
                 [

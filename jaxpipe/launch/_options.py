@@ -55,11 +55,10 @@ _KINDS = {
 
 
 def read_options(argv: list[str], prog: str) -> argparse.Namespace:
-    """Read the launcher's arguments: options, then the script and its own arguments.
+    """Read the launcher's options, then the script and its own arguments.
 
-    `prog` is the command that the user typed. Options that were not given are None. `kind` is the
-    option that selects the kind of launch. Raises LaunchError if no option selects a kind, or if an
-    option does not belong to the selected kind.
+    `prog` is the command that the user typed. Options that were not given are None. `kind` of the
+    result is the option that selects the kind of launch.
     """
     args = _parser(prog).parse_args(argv)
     given = [name for name in _KINDS if getattr(args, name) is not None]

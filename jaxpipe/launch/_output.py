@@ -64,10 +64,7 @@ class _Source:
 
 
 class _Log:
-    """A process's file in `log_dir`.
-
-    If it cannot be written, this is reported once and everything else continues.
-    """
+    """A process's file in `log_dir`. A failure to write is reported once and ends nothing."""
 
     def __init__(self, path: Path, append: bool, say: Callable[[str], None]) -> None:
         self._path = path
@@ -144,11 +141,7 @@ class Output:
             target.close()
 
     def add(self, stdout: IO[bytes], stderr: IO[bytes], label: str, file_name: str) -> Tail:
-        """Add the pipes of a process, before `start`.
-
-        `label` is the prefix in brackets of each line, unless it is empty. `file_name` is the name
-        of the process's file in `log_dir`. Returns the tail of its standard error.
-        """
+        """Add the pipes of a process, before `start`; return the tail of its standard error."""
         log = (
             None
             if self._log_dir is None
@@ -179,10 +172,7 @@ class Output:
         self._is_ending = True
 
     def close(self) -> None:
-        """Wait until all output of the processes has been read.
-
-        Output that has not been written yet stays in memory.
-        """
+        """Wait until all output of the processes is read; what is unwritten stays in memory."""
         self._is_ending = True
         self._give_up_at = time.monotonic() + _CLOSING_S
         if self._thread is not None:
@@ -203,10 +193,9 @@ class Output:
         self._append = True
 
     def drain(self, must_end: Callable[[bool], bool]) -> None:
-        """Wait until all output that was read has been written.
+        """Wait until all output that was read has been written, or `must_end` returns True.
 
         `must_end` is called repeatedly, with True if the reader has read nothing for ten seconds.
-        If it returns True, the rest is abandoned.
         """
         self._wait_for_readers(must_end)
         for name, target in (("standard error", self._err), ("standard output", self._out)):

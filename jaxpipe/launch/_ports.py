@@ -26,10 +26,7 @@ def free_port() -> int:
 
 
 def check_port(port: int, option: str) -> None:
-    """Refuse a port that is in use on this machine, or that this user may not use.
-
-    `option` is the name of the option in errors.
-    """
+    """Refuse a port that is in use on this machine, or that this user may not use."""
     if not _is_free(port):
         raise LaunchError(
             f"{option} must be a free port of this machine, but got port {port}, which is in use. "
@@ -38,10 +35,7 @@ def check_port(port: int, option: str) -> None:
 
 
 def is_here(host: str) -> bool:
-    """True if a name, or an address without brackets, belongs to this machine, as `localhost`.
-
-    It does if a socket can be bound to it here.
-    """
+    """True if a socket can be bound here to a name, or to an address without brackets."""
     with contextlib.suppress(OSError, UnicodeError):
         for family, kind, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
             with contextlib.suppress(OSError), socket.socket(family, kind) as tried:

@@ -8,47 +8,27 @@ from jaxpipe.errors import LaunchError
 
 @dataclass(frozen=True)
 class Program:
-    """A script, a module or a command, with its arguments.
-
-    Args:
-        name: Path of the script, name of the module, or the command.
-        args: Arguments of the program.
-        kind: `"script"`, `"module"` or `"command"`.
-    """
+    """A script, a module or a command, with its arguments."""
 
     name: str
     args: tuple[str, ...] = ()
+    # `"script"`, `"module"` or `"command"`.
     kind: str = "script"
 
     def words(self, python: str) -> tuple[str, ...]:
-        """The command of one process.
-
-        Args:
-            python: The interpreter of scripts and modules, which runs with unbuffered output.
-
-        Returns:
-            The words of the command.
-        """
+        """The command of one process; `python` runs scripts and modules, with unbuffered output."""
         before = {"script": (python, "-u"), "module": (python, "-u", "-m"), "command": ()}[
             self.kind
         ]
         return (*before, self.name, *self.args)
 
     def options(self) -> tuple[str, ...]:
-        """The arguments with which the launcher runs the program.
-
-        Returns:
-            Options and arguments, which must come last.
-        """
+        """The arguments with which the launcher runs the program; they must come last."""
         before = {"script": (), "module": ("--module",), "command": ("--no-python",)}[self.kind]
         return (*before, self.name, *self.args)
 
     def check(self) -> None:
-        """Check that a script exists.
-
-        Raises:
-            LaunchError: The script is not a file.
-        """
+        """Raise LaunchError if a script is not a file."""
         if self.kind == "script" and not Path(self.name).is_file():
             raise LaunchError(
                 f"the script must be a file, but got {self.name!r} in {Path.cwd()}. Give its path, "

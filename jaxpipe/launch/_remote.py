@@ -17,31 +17,27 @@ CONTROL_OPTION = "--control"
 
 @dataclass(frozen=True)
 class RemoteJob:
-    """A job on the nodes of a hostfile.
-
-    On each node another launcher runs and starts the processes there. `launcher` is `"ssh"`,
-    `"srun"` or `"mpirun"`, and `launcher_args` are additional words for the last two. `python` is
-    the interpreter on the nodes. `options` are the options of the launcher there, before the
-    program. `variables` are on the nodes' command lines, which all users of a node can read.
-    `exports` may be secret: they are sent through standard input, or by mpirun. `ssh` is the
-    command that is called with a node's name and a shell line.
-    """
+    """A job on the nodes of a hostfile; another launcher on each starts the processes there."""
 
     layout: Layout
+    # `"ssh"`, `"srun"` or `"mpirun"`.
     launcher: str
+    # The interpreter on the nodes.
     python: str
+    # Of the launchers there, before the program.
     options: Sequence[str]
     program: Sequence[str]
+    # On the nodes' command lines, which all users of a node can read.
     variables: Mapping[str, str]
+    # May be secret: sent through standard input, or by mpirun.
     exports: Mapping[str, str]
+    # Called with a node's name and a shell line.
     ssh: Sequence[str] = SSH
+    # Additional words for srun and mpirun.
     launcher_args: Sequence[str] = ()
 
     def commands(self, coordinator: str, attempt: int) -> tuple[Command, ...]:
-        """The commands to run here: for ssh one per node, otherwise one for all nodes.
-
-        `coordinator` is `host:port`. `attempt` is the number of restarts so far.
-        """
+        """The commands to run here: for ssh one per node, otherwise one for all nodes."""
         # mpirun forwards its own stdin to only one node.
         control = "signal" if self.launcher == "mpirun" else "stdin"
         names = (
@@ -66,11 +62,10 @@ class RemoteJob:
     def words(
         self, coordinator: str, attempt: int = 0, control: str | None = None
     ) -> tuple[tuple[str, ...], ...]:
-        """The words of the commands.
+        """The words of the commands; `coordinator` is `host:port`, `attempt` from 0.
 
-        `coordinator` is `host:port`. `attempt` is the number of restarts so far. `control` is how
-        the launchers on the nodes receive requests, `"stdin"` or `"signal"`. None is for commands
-        that a user starts by hand.
+        The launchers on the nodes receive requests through `control`, `"stdin"` or `"signal"`. None
+        is for commands that a user starts by hand.
         """
         folder = str(Path.cwd())
         names = [node.name for node in self.layout.nodes]

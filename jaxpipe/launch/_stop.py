@@ -19,19 +19,16 @@ _ORPHAN_GRACE_S = 5.0
 
 @dataclass(frozen=True)
 class Stop:
-    """A request to end.
-
-    The signal `number` is sent to the processes, which have `grace_s` to end, or the time in the
-    limits if it is None. `reason` is a sentence. A request that `is_urgent` ends the wait for an
-    earlier one. A request that `is_remote` comes from a launcher on another node, which reports the
-    reason. The exit code here is then 0, because any other code would make a scheduler end the
-    other nodes too early.
-    """
+    """A request to end: the signal `number`, and a sentence with the reason."""
 
     number: int
+    # Time for the processes to end; None is the time in the limits.
     grace_s: float | None
     reason: str
+    # Ends the wait for an earlier request.
     is_urgent: bool = False
+    # From a launcher on another node, which reports the reason. The exit code here is then 0,
+    # because any other code would make a scheduler end the other nodes too early.
     is_remote: bool = False
 
 
@@ -42,8 +39,6 @@ class StopRequests:
     ones have no effect. A repeated interrupt ends the processes immediately. `control` is how
     another launcher sends requests: `"stdin"`, which is closed when that launcher is gone, or
     `"signal"`, which is SIGUSR1. None if there is no other launcher.
-
-    It must be entered in the main thread, because only that thread can catch signals.
     """
 
     def __init__(self, control: str | None = None) -> None:

@@ -19,18 +19,14 @@ _GONE = (errno.EPIPE, errno.EIO, errno.EBADF)
 
 
 class Target:
-    """A stream of this process, written by a separate thread.
-
-    A reader that stops reading (Ctrl-S in a terminal, a waiting pager) blocks only that thread. If
-    the reader is gone, output is discarded. `stream` is None if the launcher was started without
-    that stream.
-    """
+    """A stream of this process, written by a separate thread."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
         self._waiting: deque[bytes] = deque()
         self._num_bytes = 0
         self._changed = threading.Condition()
+        # If the launcher was started without that stream.
         self._is_gone = stream is None
         self._is_over = False
         self._lost_bytes = 0
@@ -39,6 +35,8 @@ class Target:
         if stream is not None:
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
+            # A reader that stops reading (Ctrl-S in a terminal, a waiting pager) blocks only this
+            # thread. If the reader is gone, output is discarded.
             threading.Thread(target=self._write_all, name="jaxpipe-writer", daemon=True).start()
 
     def has_room(self) -> bool:
@@ -46,10 +44,7 @@ class Target:
         return self._num_bytes < _BUFFER_BYTES
 
     def put(self, data: bytes, *, may_drop: bool = False) -> None:
-        """Queue whole lines to be written, without blocking.
-
-        With `may_drop`, they are dropped and counted if the queue is too long.
-        """
+        """Queue whole lines to be written; `may_drop` counts and drops them if too many wait."""
         with self._changed:
             if self._is_gone or not data:
                 return
@@ -68,10 +63,7 @@ class Target:
             return time.monotonic() - self._last_taken_at if self._waiting else None
 
     def missing(self) -> str:
-        """A clause about output that has not been written, and why.
-
-        Empty if all output has been written, or if the reader is gone.
-        """
+        """A clause about output that has not been written, and why; empty if there is none."""
         with self._changed:
             if self._waiting:
                 return (

@@ -45,18 +45,12 @@ def variable(name: str) -> str | None:
 
 
 def restarts_before() -> int:
-    """The number of restarts of the job before this launcher started.
-
-    The launcher or scheduler that started this one sets it in `JAXPIPE_RESTART`. 0 by default.
-    """
+    """The number of restarts before this launcher, set by the launcher or scheduler above it."""
     return whole_number(variable(RESTART) or "") or 0
 
 
 def forwarded() -> dict[str, str]:
-    """The variables that are always sent to other nodes.
-
-    They are `JAX_*`, `XLA_*`, `NCCL_*`, `CUDA_MODULE_LOADING` and `PYTHONPATH`.
-    """
+    """The variables always sent: `JAX_*`, `XLA_*`, `NCCL_*`, CUDA_MODULE_LOADING, PYTHONPATH."""
     mine = inherited()
     return {name: mine[name] for name in sorted(mine) if is_forwarded(name)}
 
@@ -77,12 +71,10 @@ def receive_variables(descriptor: int) -> Mapping[str, str]:
 
 
 def receive_line(descriptor: int) -> bytes:
-    """Read only the next line from a file descriptor.
-
-    Raises LaunchError if the other launcher is gone before it has sent the line.
-    """
+    """Read only the next line from a file descriptor."""
     line = b""
     while not line.endswith(b"\n"):
+        # One byte at a time: what follows the line is for another reader.
         byte = os.read(descriptor, 1)
         if not byte:
             raise LaunchError(
@@ -95,10 +87,7 @@ def receive_line(descriptor: int) -> bytes:
 
 
 def read_exports(exports: Sequence[str]) -> Mapping[str, str]:
-    """The variables of `--export NAME` and `--export NAME=VALUE`, in order.
-
-    Raises LaunchError also if an entry without a value names a variable that is not set here.
-    """
+    """The variables of `--export NAME=VALUE`, and of `--export NAME`, which must be set here."""
     found = {}
     for entry in exports:
         name, given, value = entry.partition("=")

@@ -21,11 +21,7 @@ class _Seen:
 
 
 class StallWatch:
-    """Watches the heartbeat files of a group.
-
-    A running process is late if its file has not changed for `stall_timeout_s`. Before the first
-    change, it is late if it has run for `start_timeout_s`. None sets no limit.
-    """
+    """Watches the heartbeat files of a group for processes without a step in time."""
 
     def __init__(
         self,
@@ -33,6 +29,7 @@ class StallWatch:
         stall_timeout_s: float | None,
         start_timeout_s: float | None,
     ) -> None:
+        # Seconds without a change of the file; `start_timeout_s` is until its first change.
         self._stall_timeout_s = stall_timeout_s
         self._start_timeout_s = start_timeout_s
         now = time.monotonic()
@@ -44,11 +41,7 @@ class StallWatch:
         ]
 
     def late(self) -> str | None:
-        """Check the files, and return a sentence about the process that has been late for longest.
-
-        A stopped process takes precedence, even if it is not late yet: the others wait for it.
-        Returns None if no process is late.
-        """
+        """Return a sentence about the process that has been late longest; None if none is."""
         now = time.monotonic()
         running = [seen for seen in self._all if seen.member.exit_code() is None]
         for seen in running:
@@ -60,6 +53,7 @@ class StallWatch:
         late = [seen for seen in running if now - seen.at > self._limit_s(seen)]
         if not late:
             return None
+        # A stopped process takes precedence, even if it is not late yet: the others wait for it.
         stopped = [seen for seen in running if seen.member.is_stopped]
         worst = min(stopped or late, key=lambda seen: seen.at)
         others = len([seen for seen in late if seen is not worst])
