@@ -11,14 +11,7 @@ DEFAULT_PORT = 29500
 
 
 def is_ipv6(host: str) -> bool:
-    """True for an IPv6 address without brackets.
-
-    Args:
-        host: A host.
-
-    Returns:
-        Whether it is one.
-    """
+    """True for an IPv6 address without brackets."""
     try:
         ipaddress.IPv6Address(host)
     except ValueError:
@@ -27,30 +20,12 @@ def is_ipv6(host: str) -> bool:
 
 
 def bracketed(host: str) -> str:
-    """Put an IPv6 address in brackets, so that a port can follow it.
-
-    Args:
-        host: A name, an IPv4 address, or an IPv6 address with or without brackets.
-
-    Returns:
-        The host in the form that a colon and a port may follow.
-    """
+    """Put an IPv6 address in brackets, so that a port can follow; another host is unchanged."""
     return f"[{host}]" if is_ipv6(host) else host
 
 
 def read_address(text: str, what: str = "the coordinator's address") -> tuple[str, int]:
-    """Split `host:port`.
-
-    Args:
-        text: The address, with an IPv6 host in brackets.
-        what: The name of the address in errors.
-
-    Returns:
-        The host, without brackets, and the port.
-
-    Raises:
-        LaunchError: The text does not have this form.
-    """
+    """Split `host:port`, with an IPv6 host in brackets; `what` names the address in errors."""
     before, _, after = text.rpartition(":")
     port = whole_number(after) or 0
     inner = before[1:-1] if before.startswith("[") and before.endswith("]") else ""

@@ -16,11 +16,7 @@ from ._gather import gather_numbers
 
 
 def check_devices() -> None:
-    """Let JAX initialise its devices, and raise a helpful error if it finds none.
-
-    Raises:
-        LaunchError: JAX finds no devices of a platform that it is configured to use.
-    """
+    """Let JAX initialise its devices, and raise a helpful error if it finds none."""
     try:
         jax.devices()
     # AssertionError: no plugin for the platform is installed.
@@ -35,11 +31,9 @@ def check_devices() -> None:
 
 
 def warn_of_unused_devices() -> None:
-    """Warn if the processes of this node together use fewer GPUs than it has.
-
-    All processes must call it. Under Slurm and Open MPI, JAX assumes one GPU per process, so a
-    single process on a node uses one of its GPUs and leaves the others idle.
-    """
+    """Warn if this node's processes leave GPUs unused; all processes must call this."""
+    # Under Slurm and Open MPI, JAX assumes one GPU per process, so a single process on a node uses
+    # one of its GPUs and leaves the others idle.
     platform = jax.local_devices()[0].platform
     own = [zlib.crc32(socket.gethostname().encode()), jax.local_device_count()]
     counts = gather_numbers(own)
@@ -56,11 +50,8 @@ def warn_of_unused_devices() -> None:
 
 
 def count_gpus(root: Path, environ: Mapping[str, str]) -> int:
-    """The number of NVIDIA GPUs that a process can see.
-
-    These are all GPUs that the driver knows, unless `CUDA_VISIBLE_DEVICES` excludes some. `root` is
-    the root of the file system.
-    """
+    """The number of NVIDIA GPUs that a process can see; `root` is the root of the file system."""
+    # All that the driver knows, unless `CUDA_VISIBLE_DEVICES` excludes some.
     known = len(list(root.glob("proc/driver/nvidia/gpus/*")))
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
@@ -69,10 +60,6 @@ def count_gpus(root: Path, environ: Mapping[str, str]) -> int:
 
 
 def simulate_devices(number: int) -> None:
-    """Make JAX simulate devices on the CPU. Must be called before anything uses JAX's devices.
-
-    Args:
-        number: The number of devices.
-    """
+    """Make JAX simulate devices on the CPU. Must be called before anything uses JAX's devices."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", number)

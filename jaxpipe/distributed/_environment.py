@@ -42,10 +42,9 @@ class Job:
 
 
 def find_job(environ: Mapping[str, str], port: int = DEFAULT_PORT) -> Job | None:
-    """The job that the environment describes, or None.
+    """The job that the environment describes, or None; `port` is for a coordinator without one.
 
-    `port` is the port of the coordinator if the environment gives none. Raises LaunchError if only
-    some variables of a launcher are set, or if one is not a valid number.
+    Raises LaunchError if only some variables of a launcher are set, or if one is invalid.
     """
     for find in (_from_jax, _from_torchrun, _from_skypilot, _from_schedulers):
         found = find(environ, port)
@@ -161,22 +160,15 @@ def _number(name: str, text: str) -> int:
 
 
 def compiler_variables() -> dict[str, str]:
-    """The environment variables that change what a compiled program computes.
-
-    Returns:
-        The variables by name, without flags that only set where a process writes.
-    """
+    """The environment variables that change what a compiled program computes."""
     flags = os.environ.get("XLA_FLAGS", "").split()
+    # Without flags that only set where a process writes.
     common = sorted(flag for flag in flags if not _OWN_FLAG.search(flag.partition("=")[0]))
     return {"XLA_FLAGS": " ".join(common), _TF32: os.environ.get(_TF32, "")}
 
 
 def asks_for_determinism() -> bool:
-    """True if XLA's flags request bitwise reproducible results on GPUs too.
-
-    Returns:
-        Whether `--xla_gpu_deterministic_ops` is set.
-    """
+    """True if XLA's flags request bitwise reproducible results on GPUs too."""
     flags = os.environ.get("XLA_FLAGS", "").split()
     return any(
         flag in ("--xla_gpu_deterministic_ops", "--xla_gpu_deterministic_ops=true")

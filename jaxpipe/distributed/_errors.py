@@ -13,21 +13,11 @@ T = TypeVar("T")
 
 
 def run_on_all(action: Callable[[], T], who: Sequence[int] | None = None) -> T | None:
-    """Run a function on some processes, and raise on all processes if it fails on one.
+    """Run a function on some processes (None: all), and raise on all if it fails on one.
 
-    All processes must call it. A failure of one process then does not leave the others waiting.
-
-    Args:
-        action: The function to run.
-        who: Indices of the processes that run it. None for all processes.
-
-    Returns:
-        The result of the function, or None on processes that did not run it.
-
-    Raises:
-        Exception: The error of the function on this process. If it failed on another process, a
-            `JaxpipeError` of the same class, with the index of the first process that failed and
-            its message.
+    All processes must call it. Returns None on processes that did not run it. If it failed on
+    another process, raises a `JaxpipeError` of the same class, with the index of the first process
+    that failed and its message.
     """
     result = None
     failure = ""
@@ -42,6 +32,7 @@ def run_on_all(action: Callable[[], T], who: Sequence[int] | None = None) -> T |
         # There is only one process. Counting processes would initialise JAX's devices, and there
         # may be none.
         raise own
+    # A failure of one process must not leave the others waiting.
     if jax.process_count() > 1:
         raise_on_all(own, gather_texts(failure))
     elif own is not None:
@@ -50,14 +41,7 @@ def run_on_all(action: Callable[[], T], who: Sequence[int] | None = None) -> T |
 
 
 def failure_of(error: Exception) -> str:
-    """Format an error for `raise_on_all`.
-
-    Args:
-        error: The error.
-
-    Returns:
-        The name of its class, a line break and its message.
-    """
+    """Format an error for `raise_on_all`: the name of its class, a line break and its message."""
     try:
         text = str(error)
     # A faulty class of the user: the other processes must still be informed.
@@ -67,15 +51,9 @@ def failure_of(error: Exception) -> str:
 
 
 def raise_on_all(own: Exception | None, failures: Sequence[str]) -> None:
-    """Raise an error if any process failed.
+    """Raise this process's error, or one that reports the first of the others.
 
-    Args:
-        own: The error of this process, or None.
-        failures: For each process its error from `failure_of`, or an empty string if it did not
-            fail.
-
-    Raises:
-        Exception: The error of this process, or one that reports the first error of the others.
+    `failures` has a text from `failure_of` for each process, empty if it did not fail.
     """
     if own is not None:
         raise own

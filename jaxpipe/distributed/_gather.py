@@ -14,16 +14,9 @@ from jaxpipe._mesh import off_mesh
 
 @off_mesh
 def gather_numbers(values: Sequence[int]) -> np.ndarray:
-    """Gather the numbers of all processes.
+    """Gather integers from 0 to 2**32 - 1 of all processes: `[num_processes, len(values)]`.
 
-    All processes must call it, with equally many numbers. If JAX knows the CPU devices of all
-    processes, the exchange runs on these and does not interrupt the accelerators.
-
-    Args:
-        values: Integers from 0 to 2**32 - 1.
-
-    Returns:
-        An array `[num_processes, len(values)]`, in the order of process indices.
+    All processes must call it, with equally many numbers.
     """
     own = np.asarray(values, np.uint32)[None]
     if jax.process_count() == 1:
@@ -38,16 +31,7 @@ def gather_numbers(values: Sequence[int]) -> np.ndarray:
 
 
 def gather_texts(text: str) -> list[str]:
-    """Gather a text of each process.
-
-    All processes must call it.
-
-    Args:
-        text: The text of this process.
-
-    Returns:
-        The texts, in the order of process indices.
-    """
+    """Gather a text of each process, by process index; all processes must call it."""
     # File names and error messages need not be valid UTF-8.
     own = text.encode(errors="surrogatepass")
     sizes = gather_numbers([len(own)])[:, 0]
@@ -101,6 +85,8 @@ def prime_factors(number: int) -> list[int]:
 
 
 def _devices() -> Sequence[Any]:
+    # An exchange on the CPU devices, if JAX knows those of all processes, does not interrupt the
+    # accelerators.
     try:
         found = jax.devices("cpu")
     except RuntimeError:

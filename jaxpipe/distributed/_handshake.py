@@ -17,17 +17,7 @@ from ._gather import gather_numbers
 
 
 def meet(call: str, timeout_s: float) -> None:
-    """Block until all processes have reached a call.
-
-    All processes must call it.
-
-    Args:
-        call: The name of the call in errors.
-        timeout_s: Seconds to wait.
-
-    Raises:
-        LaunchError: Some processes did not reach it in time, or ended.
-    """
+    """Block until all processes have reached a call, named `call` in errors; all must call this."""
     # Checked first, because counting processes initialises JAX's devices, which should not delay
     # the error for a wrong argument.
     if not jax.distributed.is_initialized() or jax.process_count() == 1:
@@ -50,15 +40,8 @@ def meet(call: str, timeout_s: float) -> None:
 def handshake(mesh: Mesh, timeout_s: float) -> None:
     """Send a number from every device to its neighbour along each axis.
 
-    All processes must call it.
-
-    Args:
-        mesh: The devices.
-        timeout_s: Seconds that one axis may take.
-
-    Raises:
-        LaunchError: An axis did not answer in time, or returned wrong numbers. The message names
-            the axis and the processes on both sides.
+    All processes must call this. Raises LaunchError if an axis takes longer than `timeout_s`, or
+    returns wrong numbers.
 
     Reference:
         DeepSpeed's pipeline engine exchanges a tensor between neighbours when it is built.
@@ -107,10 +90,7 @@ def _try_axis(mesh: Mesh, axis: str, timeout_s: float) -> None:
 
 
 def _run_in_time(run: Callable[[], Any], timeout_s: float, name: str) -> Any:
-    """Return the result of a function or the error that it raised.
-
-    Returns None if it takes longer than the timeout. It then continues in its own thread.
-    """
+    """Return a function's result or the error it raised; None if it is not done in time."""
     found: list[Any] = []
 
     def note() -> None:
@@ -122,6 +102,7 @@ def _run_in_time(run: Callable[[], Any], timeout_s: float, name: str) -> Any:
 
     thread = threading.Thread(target=note, daemon=True, name=name)
     thread.start()
+    # A function that takes longer continues in its own thread.
     thread.join(timeout_s)
     return found[0] if found else None
 

@@ -18,39 +18,27 @@ that step and its data.
 
 
 class Heartbeat:
-    """Touches a file and writes the name of the step whenever a step has finished on the devices.
-
-    It does nothing if the environment names no file.
-    """
+    """Touches a file and writes a step's name when the step has finished on the devices."""
 
     def __init__(self) -> None:
         path = os.environ.get(HEARTBEAT_FILE)
+        # Without a file nothing is reported.
         self._path = None if not path else Path(path)
         self._steps: queue.SimpleQueue[Any] = queue.SimpleQueue()
         if self._path is not None:
             threading.Thread(target=self._watch, daemon=True, name="heartbeat").start()
 
     def note(self, result: jax.Array, name: str = "") -> None:
-        """Watch a step that was started.
-
-        Args:
-            result: A result of the step, which is complete when the step has finished.
-            name: The text to write into the file when the step has finished.
-        """
+        """Report a step, under this name, once `result`, one of its results, is complete."""
         if self._path is not None:
             self._steps.put((result, name))
 
     def touch(self, name: str = "") -> None:
-        """Report that a step, or another long operation, has finished.
-
-        A file system without room must not end the job: the launcher then shows an older name, or
-        takes a job that cannot report anything for one that has stalled.
-
-        Args:
-            name: The text to write into the file.
-        """
+        """Report that a step, or another long operation, has finished, under this name."""
         if self._path is None:
             return
+        # A file system without room must not end the job: the launcher then shows an older name, or
+        # takes a job that cannot report anything for one that has stalled.
         if name:
             # A rename, so that the launcher never reads half a text.
             part = self._path.with_suffix(".part")

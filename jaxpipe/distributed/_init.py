@@ -126,14 +126,7 @@ def init_distributed(  # noqa: PLR0913  # DeepSpeed's arguments
 
 
 def names_other_processes() -> bool:
-    """True if the environment describes a job with other processes.
-
-    Returns:
-        Whether there are other processes.
-
-    Raises:
-        LaunchError: The environment is only partly set.
-    """
+    """True if the environment describes a job with other processes."""
     job = find_job(os.environ)
     return job is not None and not job.is_alone
 
@@ -227,12 +220,9 @@ def _join(job: Job, timeout_s: int, heartbeat_timeout_s: int) -> None:
 
 
 def _end_soon_after_an_error() -> None:
-    """Let an uncaught exception end this process without waiting for the others.
-
-    When a process ends, JAX waits for all processes to end, up to the heartbeat timeout. An error
-    in one process would become known only after that, through the errors of the others. Other exit
-    handlers get a few seconds.
-    """
+    """Let an uncaught exception end this process without waiting for the others."""
+    # When a process ends, JAX waits for all processes to end, up to the heartbeat timeout. An error
+    # in one process would become known only after that, through the errors of the others.
     show = sys.excepthook
     failures: list[int] = []
 
@@ -244,6 +234,7 @@ def _end_soon_after_an_error() -> None:
         os._exit(failures[0])
 
     def leave_late() -> None:
+        # For other exit handlers.
         time.sleep(_LAST_S)
         leave()
 

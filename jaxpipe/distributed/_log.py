@@ -8,13 +8,7 @@ from jaxpipe.errors import printable
 
 
 def log(level: int, message: str, *values: object) -> None:
-    """Write to the logger `jaxpipe` in process 0.
-
-    Args:
-        level: As for `logging.Logger.log`.
-        message: The message, with `%` placeholders for the values.
-        *values: The values.
-    """
+    """Write to the logger `jaxpipe` in process 0; `message` has `%` placeholders for the values."""
     if jax.process_index() == 0:
         text = message % values if values else message
         logging.getLogger("jaxpipe").log(level, "%s", printable(text))

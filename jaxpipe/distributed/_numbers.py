@@ -4,17 +4,8 @@ _MOST_DIGITS = 18
 
 
 def whole_number(text: str) -> int | None:
-    """Read a whole number.
-
-    Unlike `int`, it does not raise an error for more than 4300 digits.
-
-    Args:
-        text: Any text.
-
-    Returns:
-        The number. None if the text has other characters than digits, or if the number has more
-        than 18 digits.
-    """
+    """Read a whole number of at most 18 digits; None for any other text."""
+    # `int` raises an error for more than 4300 digits.
     digits = text.lstrip("0") or text[-1:]
     return (
         int(digits)

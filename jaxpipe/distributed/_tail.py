@@ -23,23 +23,15 @@ _OTHER_LINES = 5
 
 
 class Tail:
-    """The last output of a process on standard error.
-
-    Attributes:
-        trouble_at: When its last traceback began, by the monotonic clock. None without a traceback.
-    """
+    """The last output of a process on standard error."""
 
     def __init__(self) -> None:
         self._kept = b""
+        # When its last traceback began, by the monotonic clock.
         self.trouble_at: float | None = None
 
     def add(self, data: bytes, at: float) -> None:
-        """Append output.
-
-        Args:
-            data: The bytes that were written.
-            at: When they were read.
-        """
+        """Append output that was read at a time of the monotonic clock."""
         before = self._kept[-_LONGEST:]
         if any(match.end() > len(before) for match in _TROUBLE.finditer(before + data)):
             self.trouble_at = at
@@ -51,17 +43,11 @@ class Tail:
         return _ENDED_BY_JAX in self._kept
 
     def last_error(self) -> list[str]:
-        """The end of the last traceback, with the frame that raised, or the last lines without one.
-
-        The line of a process whose program has ended comes alone: what follows it is the stack of
-        JAX's threads.
-
-        Returns:
-            Lines without line endings. Empty if nothing was written.
-        """
+        """The end of the last traceback, with the frame that raised, else the last lines."""
         lines = re.split(r"\r\n|\r|\n", self._kept.decode(errors="replace").strip())
         trouble = [i for i, line in enumerate(lines) if _TROUBLE.search(line.encode())]
         first = trouble[-1] if trouble else None
+        # What follows it is the stack of JAX's threads.
         if first is not None and WAITS_AT_ITS_END in lines[first]:
             return [lines[first]]
         if first is None or len(lines) - first > _RECENT_LINES:
