@@ -72,21 +72,9 @@ def config_from_args(
 ) -> TrainConfig:
     """Read the configuration from the one argument that gives it.
 
-    As in DeepSpeed, the value of `args.deepspeed` does not matter.
-
-    Args:
-        args: A namespace or dictionary whose `deepspeed_config` is the path of the configuration.
-            Any object without this attribute is ignored.
-        config: A dictionary, a path, or a configuration.
-        config_params: DeepSpeed's older name of `config`.
-        errors: As for `load_config`.
-
-    Returns:
-        The configuration.
-
-    Raises:
-        ConfigError: None or several of the arguments give a configuration, `args` uses a name that
-            DeepSpeed has deprecated, or the configuration is wrong.
+    `config_params` is DeepSpeed's older name of `config`. `deepspeed_config` in `args`, a namespace
+    or a dictionary, is a path. As in DeepSpeed, the value of `args.deepspeed` does not matter.
+    `errors` is as for `load_config`.
     """
     for name in _DEPRECATED:
         value = _argument(args, name)

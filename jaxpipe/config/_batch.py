@@ -35,24 +35,12 @@ def resolve_batch_sizes(
     *,
     data_parallel_size: int,
 ) -> BatchSizes:
-    """Complete the sizes of a batch.
+    """Complete the sizes of a batch: any two of the first three determine the third.
 
     The sizes satisfy `train_batch_size = train_micro_batch_size_per_gpu x
-    gradient_accumulation_steps x data_parallel_size`. Any two of the first three determine the
-    third. If only one of the first two is given, there is one accumulation step.
-
-    Args:
-        train_batch_size: Samples per optimiser step, over all replicas.
-        train_micro_batch_size_per_gpu: Samples per microbatch on one replica.
-        gradient_accumulation_steps: Microbatches per step.
-        data_parallel_size: Number of replicas.
-
-    Returns:
-        All three sizes.
-
-    Raises:
-        ConfigError: A size is not a positive integer, neither of the first two is given, or no
-            sizes satisfy the equation.
+    gradient_accumulation_steps x data_parallel_size`: samples over all replicas are samples per
+    microbatch on one replica x microbatches x replicas. If only one of the first two is given,
+    there is one accumulation step.
 
     Example:
         >>> sizes = resolve_batch_sizes(64, 4, data_parallel_size=2)

@@ -12,16 +12,10 @@ _WRONG_USE = 2
 
 
 def main(argv: Sequence[str] | None, prog: str, names: Names) -> int:
-    """Run `jaxpipe config`.
+    """Run `jaxpipe config`; return 0, or 2 for an unknown key.
 
-    Args:
-        argv: The arguments. None uses the arguments of the process.
-        prog: The command that the user typed before them.
-        names: Maps the path of a key to the names that its value may have. Schedules, partition
-            methods and optimisers are defined in packages that this one does not import.
-
-    Returns:
-        0, or 2 for an unknown key.
+    `names` maps the path of a key to the names that its value may have: schedules, partition
+    methods and optimisers are defined in packages that this one does not import.
     """
     parser = argparse.ArgumentParser(
         prog=prog, description="The keys of the configuration, with their defaults and meanings."

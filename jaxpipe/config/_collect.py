@@ -14,10 +14,7 @@ class Collector:
 
     Reading continues with the default of a wrong value, so a later comparison of several values may
     fail only because of that default. The collector drops an error from a comparison if one of its
-    keys has already been refused.
-
-    Attributes:
-        source: File that the configuration was read from, or None if it was given in Python.
+    keys has already been refused. `source` is the file that was read, if any.
 
     Example:
         >>> errors = Collector()
@@ -37,13 +34,7 @@ class Collector:
     def catch(self, *, compares: bool = False) -> Generator[None]:
         """Collect the errors that a block raises, and continue after the block.
 
-        A list of errors is collected one by one.
-
-        Args:
-            compares: Whether the block compares values that may be defaults of wrong values.
-
-        Yields:
-            Nothing.
+        `compares` is True for a block whose values may be defaults of wrong values.
         """
         try:
             yield
@@ -52,12 +43,7 @@ class Collector:
             self.add(getattr(error, "errors", ()) or [error], compares=compares)
 
     def add(self, errors: Iterable[JaxpipeError], *, compares: bool = True) -> None:
-        """Collect errors without raising them.
-
-        Args:
-            errors: Single errors.
-            compares: As for `catch`.
-        """
+        """Collect single errors without raising them; `compares` as for `catch`."""
         for error in errors:
             paths = error.paths if isinstance(error, ConfigError) else ()
             if not (compares and self.refuses(*paths)):
@@ -76,34 +62,18 @@ class Collector:
         return len(self._errors) > _MOST_LINES
 
     def mark(self, path: str) -> None:
-        """Count a key as refused that no error names, such as the correct name of a misspelt key.
-
-        Args:
-            path: JSON path of the key.
-        """
+        """Count a key as refused that no error names: for a misspelt key, the correct name."""
         self._paths.add(path)
         self._around.update(_with_outer(path))
 
     def refuses(self, *paths: str) -> bool:
-        """True if an error concerns one of these keys, an object around it, or a key inside it.
-
-        Args:
-            *paths: JSON paths of the keys.
-
-        Returns:
-            Whether there is such an error.
-        """
+        """True if an error concerns one of these keys, an object around it, or a key inside it."""
         return any(
             path in self._around or not self._paths.isdisjoint(_with_outer(path)) for path in paths
         )
 
     def raise_all(self) -> None:
-        """Raise the collected errors, if there are any.
-
-        Raises:
-            ConfigError: A list of all errors, if there are several.
-            JaxpipeError: The error, if there is only one.
-        """
+        """Raise the error that was collected, or a ConfigError that lists all of them."""
         if not self._errors:
             return
         if len(self._errors) > 1:

@@ -161,10 +161,7 @@ class _Object(dict[object, object]):
 
 
 class _LongNumber:
-    """An integer with more digits than Python can read.
-
-    No reader accepts it, so it is refused at its path.
-    """
+    """An integer with more digits than Python can read; each reader refuses it at its path."""
 
     def __init__(self, digits: str) -> None:
         self._digits = digits

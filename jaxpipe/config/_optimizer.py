@@ -31,16 +31,14 @@ _REFUSED_TYPES = MappingProxyType(
 
 
 def read_optimizer_type(value: object, path: str) -> str:
-    """Read the name of an optimiser, and refuse the ones that exist only in PyTorch.
-
-    Whether the name exists is checked by `jaxpipe.optim`.
-    """
+    """Read the name of an optimiser, and refuse the ones that exist only in PyTorch."""
     name = read_text(value, path)
     if name.lower() in _REFUSED_TYPES:
         reason, instead = _REFUSED_TYPES[name.lower()]
         raise wrong_value(
             path, "an optimizer that JAX can run", value, f"Use {instead!r}: {name} {reason}"
         )
+    # Whether the name exists is checked by `jaxpipe.optim`.
     return name
 
 

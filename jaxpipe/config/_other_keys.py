@@ -25,41 +25,30 @@ from ._values import (
 
 
 class Unused(NamedTuple):
-    """A key that is accepted without effect.
-
-    Attributes:
-        reader: Checks its value.
-        reason: Why it has no effect, and what to use instead.
-        off: Values that ask for nothing, as in `Refusal`. They cause no warning.
-    """
+    """A key that is accepted without effect."""
 
     reader: Reader
+    # Why it has no effect, and what to use instead.
     reason: str
+    # Values that ask for nothing, as in `Refusal`. They cause no warning.
     off: tuple[object, ...] = (False,)
 
 
 class Refusal(NamedTuple):
-    """Why a key is refused.
-
-    Attributes:
-        reason: Why it is not supported.
-        repair: What to do instead.
-        off: Values that ask for nothing and are accepted, see `is_off`.
-        can_idle: Whether it is accepted in a section that is switched off.
-    """
+    """Why a key is refused."""
 
     reason: str
     repair: str
+    # Values that ask for nothing and are accepted, see `is_off`.
     off: tuple[object, ...] = (False,)
+    # Whether it is accepted in a section that is switched off.
     can_idle: bool = True
 
 
 def is_off(value: object, off: tuple[object, ...]) -> bool:
-    """True for a value that asks for nothing: None, or one of `off`.
-
-    An object in `off` matches every object that contains its entries. The empty object matches only
-    itself.
-    """
+    """True for a value that asks for nothing: None, or one of `off`."""
+    # An object in `off` matches every object that contains its entries. The empty object matches
+    # only itself.
     return value is None or any(_matches(value, other) for other in off)
 
 

@@ -13,11 +13,7 @@ from ._values import wrong_value
 
 
 class Params(Mapping[str, Any]):
-    """An immutable, hashable dictionary.
-
-    Args:
-        values: Its items, with tuples for lists and `Params` for dictionaries, see `read_params`.
-    """
+    """An immutable, hashable dictionary, with tuples for lists and `Params` for dictionaries."""
 
     __slots__ = ("_values",)
 
@@ -41,19 +37,7 @@ class Params(Mapping[str, Any]):
 
 
 def read_params(value: object, path: str) -> Params:
-    """Read a JSON object with any content.
-
-    Args:
-        value: The value. None is read as an empty object.
-        path: Its JSON path.
-
-    Returns:
-        A frozen copy, with lists as tuples.
-
-    Raises:
-        ConfigError: The value is not an object, a key is not a string, or a value inside is not a
-            JSON value. All errors are raised together.
-    """
+    """Read a JSON object with any content; None is an empty one. All errors are raised together."""
     if value is None:
         return Params({})
     if not isinstance(value, Mapping):
@@ -74,10 +58,7 @@ def read_params(value: object, path: str) -> Params:
 
 
 def infinite_in(value: object, path: str) -> Iterator[ConfigError]:
-    """An error for each number in the settings that is NaN, infinite, or too large for a float.
-
-    `value` is a result of `read_params`.
-    """
+    """An error for each number that is NaN, infinite, or too large for a float."""
     if isinstance(value, Params):
         for key, inner in value.items():
             yield from infinite_in(inner, join(path, key))

@@ -17,10 +17,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 def read_dtype(value: object, path: str) -> Dtype | None:
-    """Read a floating dtype by its short DeepSpeed name or long name, and return the long name.
-
-    None stays None.
-    """
+    """Read a floating dtype by DeepSpeed's short name or by a long one; return the long one."""
     match value.removeprefix("torch.") if isinstance(value, str) else value:
         case None:
             return None

@@ -46,18 +46,7 @@ class _Key:
 
 
 def reference_text(names: Names, path: str | None = None) -> str:
-    """The reference as plain text.
-
-    Args:
-        names: Maps the path of a key to the names that its value may have.
-        path: The path of a section or a key. None shows the whole configuration.
-
-    Returns:
-        The text. For a single key it includes the accepted values.
-
-    Raises:
-        ConfigError: The key does not exist. The error proposes the nearest keys.
-    """
+    """The reference of the configuration, a section or a key as text; `names` as for `main`."""
     if path is None:
         sections = (_section_lines(cls, names) for cls in _sections(TrainConfig))
         others = (
@@ -72,6 +61,7 @@ def reference_text(names: Names, path: str | None = None) -> str:
     keys = {key.path: key for cls in sections.values() for key in _keys(cls, names)}
     if found in keys:
         key = keys[found]
+        # The listing of a whole section leaves out the accepted values.
         facts = {"default": key.default, "values": key.values}
         lines = [_filled(f"{name:7}  {text}", 13) for name, text in facts.items()]
         return "\n".join([found, *lines, "", _filled(key.meaning)])
@@ -82,14 +72,7 @@ def reference_text(names: Names, path: str | None = None) -> str:
 
 
 def reference_markdown(names: Names) -> str:
-    """The reference as a page of Markdown.
-
-    Args:
-        names: As for `reference_text`.
-
-    Returns:
-        The page, with one table per section.
-    """
+    """The reference as a page of Markdown, with one table per section; `names` as for `main`."""
     lines = ["# Configuration keys", "", _PAGE, ""]
     for cls in _sections(TrainConfig):
         rows = [

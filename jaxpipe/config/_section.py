@@ -56,22 +56,12 @@ class Section:
 
 
 def setting(default: Any, reader: Reader, *, is_secret: bool = False) -> Any:
-    """Declare a key of a section, with the value that it has if it is absent.
-
-    The reader checks and converts the value. A secret value is neither shown nor stored.
-    """
+    """Declare a key of a section. A secret value is neither shown nor stored."""
     return field(default=default, repr=not is_secret, metadata={"reader": reader})
 
 
 def without_secrets(section: S) -> S:
-    """Replace the secret values of a section with their defaults.
-
-    Args:
-        section: The section.
-
-    Returns:
-        A copy that may be shown and stored.
-    """
+    """A copy of a section that may be shown and stored, with defaults for secret values."""
     inner = {x.name: getattr(section, x.name) for x in fields(section) if "section" in x.metadata}
     changes = {name: without_secrets(value) for name, value in inner.items() if value is not None}
     return replace(section, **changes, **{x.name: x.default for x in fields(section) if not x.repr})
@@ -83,16 +73,12 @@ def required(reader: Reader) -> Any:
 
 
 def subsection(cls: type[Section], *, absent: bool = False, instead: Reader | None = None) -> Any:
-    """Declare a key that holds an object.
-
-    The default is the section with its own defaults. With `absent` the default is None, which is
-    written as null in JSON. `instead` is called with a value that is not an object, to raise a
-    better error.
-    """
+    """Declare a key that holds an object. With `absent` the default is None, JSON's `null`."""
 
     def read(value: object, path: str) -> Section | None:
         if isinstance(value, cls) or (absent and value is None):
             return value
+        # `instead` raises a better error.
         if instead is not None:
             instead(value, path)
         keys = ", ".join(key.name for key in fields(cls))
@@ -109,10 +95,8 @@ def subsection(cls: type[Section], *, absent: bool = False, instead: Reader | No
 
 
 def key_meanings(cls: type[Section]) -> dict[str, str]:
-    """The meaning of each key of a section, on one line, from the attributes in its docstring.
-
-    Empty if Python runs without docstrings.
-    """
+    """The meaning of each key of a section, in one line, from the attributes in its docstring."""
+    # No docstring if Python runs without them.
     text = inspect.cleandoc(cls.__doc__ or "")
     block = re.search(r"^Attributes:\n(.*?)(?=^\S|\Z)", text, re.MULTILINE | re.DOTALL)
     entries = re.split(r"^    (?=\w+: )", block[1] if block else "", flags=re.MULTILINE)[1:]
@@ -146,9 +130,7 @@ def read_section(
 ) -> S | None:
     """Read one JSON object, and use the default instead of each wrong value.
 
-    `errors` collects everything that is wrong: keys that are unknown, refused, missing or given
-    under two names, contradictions, and values of the wrong type or out of range unless the
-    section's switch is false. Returns None if a key without a default is wrong.
+    `errors` collects everything that is wrong. Returns None if a key without a default is wrong.
     """
     known = {item.name: item for item in fields(cls)}
     values: dict[str, Any] = {}
@@ -211,10 +193,8 @@ def idle_keys(
 
 
 def join(path: str, key: str) -> str:
-    """The path of a key in the object at `path`, which is empty for the outermost object.
-
-    A long key, which is unknown, is cut, so that errors stay readable.
-    """
+    """The path of a key in the object at `path`, which is empty for the outermost object."""
+    # A long key, which is unknown, is cut, so that errors stay readable.
     return f"{path}.{cut(key)}" if path else cut(key)
 
 

@@ -23,17 +23,7 @@ _LARGEST = 2**63
 
 
 def wrong_value(path: str, rule: str, value: object, repair: str) -> ConfigError:
-    """The error for a value that breaks a rule.
-
-    Args:
-        path: JSON path of the key.
-        rule: What the value must be.
-        value: The value that was given.
-        repair: How to correct it.
-
-    Returns:
-        The error. A long value is shortened to one line.
-    """
+    """The error for a value that breaks a rule; a long value is shortened to one line."""
     if isinstance(value, str) and value == "auto":
         repair += "; 'auto' belongs to Hugging Face's Trainer, which writes its own arguments there"
     return ConfigError(
@@ -44,16 +34,9 @@ def wrong_value(path: str, rule: str, value: object, repair: str) -> ConfigError
 def integer_of_at_least(
     minimum: int, below: int | None = None, *, whole_floats: bool = False
 ) -> Reader:
-    """A reader of integers.
+    """A reader of integers below `below`, a power of two, or below 2**63.
 
-    Args:
-        minimum: The smallest accepted integer.
-        below: A power of two. Integers of at least `below` are refused. None refuses only integers
-            of more than 64 bits.
-        whole_floats: Whether to accept floats without a fraction, such as `1e3` in JSON.
-
-    Returns:
-        The reader.
+    `whole_floats` accepts floats without a fraction, such as `1e3` in JSON.
     """
     limit = below or _LARGEST
 
@@ -93,16 +76,7 @@ def number(
     below: float | None = None,
     repair: str = "Use a number such as 0.001, without quotes",
 ) -> Reader:
-    """A reader of finite numbers, stored as floats.
-
-    Args:
-        minimum: The smallest accepted number. None means no minimum.
-        below: Numbers of at least `below` are refused. None means no maximum.
-        repair: The repair that the error proposes.
-
-    Returns:
-        The reader.
-    """
+    """A reader of finite numbers from `minimum` up to, but not including, `below`, as floats."""
     limits = [f"of at least {minimum:g}"] if minimum is not None else []
     limits += [f"below {below:g}"] if below is not None else []
     rule = " ".join(["a finite number", " and ".join(limits)]).strip()
@@ -178,14 +152,7 @@ def read_object(value: object, path: str) -> Mapping[object, object]:
 
 
 def optional(reader: Reader) -> Reader:
-    """A reader that also accepts None, JSON's `null`.
-
-    Args:
-        reader: The reader of all other values.
-
-    Returns:
-        The reader.
-    """
+    """A reader that also accepts None, JSON's `null`."""
 
     def read(value: object, path: str) -> object:
         return None if value is None else reader(value, path)
@@ -212,30 +179,12 @@ def auto_or(reader: Reader) -> Reader:
 
 
 def unless_auto(value: T | Literal["auto"]) -> T | None:
-    """Replace `'auto'` with None.
-
-    Args:
-        value: A value that was read by a reader of `auto_or`.
-
-    Returns:
-        The value, or None for `'auto'`.
-    """
+    """Replace `'auto'` with None, in a value that was read by a reader of `auto_or`."""
     return None if isinstance(value, str) else value
 
 
 def read_flag(value: object, path: str) -> bool:
-    """Read a truth value.
-
-    Args:
-        value: The value.
-        path: Its JSON path.
-
-    Returns:
-        The truth value.
-
-    Raises:
-        ConfigError: The value is not a truth value.
-    """
+    """Read a truth value."""
     flag = as_flag(value)
     if flag is None:
         raise wrong_value(path, "true or false", value, "Use true or false without quotes")
@@ -243,10 +192,8 @@ def read_flag(value: object, path: str) -> bool:
 
 
 def read_schedule(value: object, path: str) -> str | type:
-    """Read a schedule: a name or a class.
-
-    Whether it is a schedule is checked by `jaxpipe.schedules`.
-    """
+    """Read a schedule: a name or a class."""
+    # Whether it is a schedule is checked by `jaxpipe.schedules`.
     if isinstance(value, type) or (isinstance(value, str) and value):
         return value
     raise wrong_value(
