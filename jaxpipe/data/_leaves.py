@@ -15,14 +15,7 @@ _WIDEST = (np.dtype(np.float64), np.dtype(np.complex128))
 
 
 def array_fault(leaf: Any) -> tuple[str, str] | None:
-    """The reason why a leaf is not an array of numbers.
-
-    Args:
-        leaf: Any object: a numpy or JAX array, a number, an object with `__array__`.
-
-    Returns:
-        What the leaf is instead, and the repair. None if the leaf is an array of numbers.
-    """
+    """What a leaf is instead of an array of numbers, and the repair; None if it is one."""
     if isinstance(leaf, np.ma.MaskedArray):
         return (
             f"a masked array of {leaf.dtype}{list(leaf.shape)}",
@@ -81,18 +74,10 @@ def _unreadable(leaf: jax.Array) -> tuple[str, str] | None:
 
 
 def host_array(leaf: Any, where: str) -> np.ndarray:
-    """Convert a leaf of a batch to a numpy array in the machine's byte order.
+    """Convert a leaf of a batch, named `where` in errors, to numpy in the machine's byte order.
 
-    Args:
-        leaf: Any object.
-        where: The name of the leaf in errors.
-
-    Returns:
-        The array. It may share the leaf's memory.
-
-    Raises:
-        DataError: The leaf is not an array of numbers, or its integers do not fit the dtype on the
-            device.
+    The array may share the leaf's memory. Raises DataError if the leaf is not an array of numbers,
+    or if its integers do not fit the dtype on the device.
     """
     fault = array_fault(leaf)
     if fault is not None:

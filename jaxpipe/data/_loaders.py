@@ -432,21 +432,13 @@ class EpochIterator:
         return batch
 
     def get_state(self) -> dict[str, int]:
-        """The position, for a checkpoint.
-
-        It has the number of the epoch, the number of samples that all shards have yielded, and the
-        values that the order depends on.
-        """
+        """The position, for a checkpoint, with the values that the order depends on."""
+        # What all shards have yielded.
         samples = min(self._position * self._loader.total_size, len(self._order))
         return {"epoch": self._epoch, "samples": samples, **self._loader.order_facts}
 
     def set_state(self, state: Mapping[str, int]) -> None:
-        """Continue from a saved position. The loader's next epoch is then the one after it.
-
-        `state` is a result of `get_state`. Warns if the epoch was started in another order: with
-        another seed, number of samples or `shuffle`. Raises DataError if the state is not a
-        position in an epoch of this loader.
-        """
+        """Continue from a result of `get_state`; the loader's next epoch is the one after it."""
         try:
             epoch = int(state["epoch"])
             samples = int(state["samples"])
@@ -478,6 +470,7 @@ class EpochIterator:
         self._loader.adopt(self, epoch)
         facts = self._loader.order_facts
         differing = [name for name in facts if state.get(name, facts[name]) != facts[name]]
+        # Another order, for example with another seed.
         if differing and position and not self.is_over:
             before = ", ".join(f"{name}={state[name]}" for name in differing)
             now = ", ".join(f"{name}={facts[name]}" for name in differing)

@@ -8,26 +8,12 @@ _WAYS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
 
 
 def has_place(source: Any) -> bool:
-    """True if an iterable can save and restore its position.
-
-    Args:
-        source: A loader or an iterator.
-
-    Returns:
-        Whether it has such a pair of methods.
-    """
+    """True if a loader or an iterator can save and restore its position."""
     return _way(source) is not None
 
 
 def get_place(source: Any) -> Any:
-    """Save the position of an iterable.
-
-    Args:
-        source: A loader or an iterator.
-
-    Returns:
-        The position, for `set_place`. None if the iterable cannot restore one.
-    """
+    """The position of a loader or an iterator; None if it cannot restore one."""
     way = _way(source)
     # A copy: some iterables return a dictionary that they keep changing, or keep the one that they
     # are given and change it.
@@ -35,12 +21,7 @@ def get_place(source: Any) -> Any:
 
 
 def set_place(source: Any, place: Any) -> None:
-    """Restore the position of an iterable.
-
-    Args:
-        source: A loader or an iterator for which `has_place` is true.
-        place: A position that `get_place` returned.
-    """
+    """Restore a position of a loader or an iterator for which `has_place` is true."""
     way = _way(source)
     assert way is not None, "has_place was asked"
     getattr(source, way[1])(copy.deepcopy(place))

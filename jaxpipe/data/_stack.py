@@ -33,13 +33,7 @@ class Batch(NamedTuple):
 
 
 class MicrobatchStack:
-    """The microbatches of one step, each copied into the stack when it is added.
-
-    Because entries are copied, an iterator may reuse the same array for the next entry.
-
-    Args:
-        num_microbatches: Number of microbatches in the step.
-    """
+    """The microbatches of one step, each copied: an iterator may reuse its arrays."""
 
     def __init__(self, num_microbatches: int) -> None:
         self._parts = [_TreeStack(num_microbatches, name, "entry") for name in Batch._fields]
@@ -50,16 +44,10 @@ class MicrobatchStack:
         return self._count
 
     def add(self, entry: Any) -> None:
-        """Copy the next microbatch.
+        """Copy the next microbatch, a tuple or list `(inputs, labels)` or `(inputs, labels, side)`.
 
-        Args:
-            entry: `(inputs, labels)` or `(inputs, labels, side)`, as a tuple or list. Each part is
-                a pytree of arrays or numbers. All entries have the same structure, shapes and
-                dtypes.
-
-        Raises:
-            DataError: The entry is not such a tuple, or its structure, shapes or dtypes differ from
-                the first entry. The message names the leaf and the entry.
+        Each part is a pytree of arrays or numbers. All entries have the same structure, shapes and
+        dtypes; otherwise DataError names the leaf and the entry.
         """
         split = split_entry(entry, f"entry {self._count}")
         self._num_parts = self._num_parts or len(entry)
@@ -74,20 +62,11 @@ class MicrobatchStack:
         self._count += 1
 
     def batch(self) -> Batch:
-        """The stacked microbatches.
-
-        Returns:
-            The batch. Each leaf is a read-only numpy array `[num_microbatches, ...]` with the dtype
-            of the entries.
-        """
+        """The stacked microbatches, as read-only numpy arrays `[num_microbatches, ...]`."""
         return Batch(*(part.tree() for part in self._parts))
 
     def entries(self) -> list[tuple[Any, ...]]:
-        """The entries that have been added so far.
-
-        Returns:
-            Their copies, each a tuple with as many parts as the entry had.
-        """
+        """Copies of the entries added so far, each a tuple with as many parts as the entry had."""
         if not self._count:
             return []
         batch = self.batch()[: self._num_parts]
@@ -95,20 +74,9 @@ class MicrobatchStack:
 
 
 def stack_microbatches(entries: Sequence[Any]) -> tuple[Any, ...]:
-    """Stack the entries of one step.
+    """Stack the entries of one step, as for `MicrobatchStack.add`, into one tuple of their parts.
 
-    Args:
-        entries: One `(inputs, labels)` or `(inputs, labels, side)` per microbatch, as tuples or
-            lists. Each part is a pytree of arrays or numbers. All entries have the same structure,
-            shapes and dtypes.
-
-    Returns:
-        One tuple of the same parts. Each leaf is a read-only numpy array `[num_microbatches, ...]`
-        with the dtype of the entries.
-
-    Raises:
-        DataError: There are no entries, an entry is not such a tuple, or structures, shapes or
-            dtypes differ. The message names the leaf and the entry.
+    Each leaf is a read-only numpy array `[num_microbatches, ...]`, with the dtype of the entries.
     """
     if not entries:
         raise DataError(
@@ -122,20 +90,7 @@ def stack_microbatches(entries: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def split_entry(entry: Any, name: str) -> Batch:
-    """Split an entry, or a whole batch in the same form, into its named parts.
-
-    Args:
-        entry: `(inputs, labels)` or `(inputs, labels, side)`, as a tuple or list. `side` may be
-            None.
-        name: The name of the entry in messages.
-
-    Returns:
-        The parts by name. `side` is empty if the entry has no side inputs.
-
-    Raises:
-        DataError: The entry is not such a tuple, or `side` is not a dictionary with strings as
-            keys.
-    """
+    """Split `(inputs, labels)` or `(inputs, labels, side)`, of a microbatch or a whole batch."""
     if not isinstance(entry, tuple | list) or len(entry) not in (2, 3):
         what = f"{type(entry).__name__}" + (
             f" of {len(entry)}" if isinstance(entry, tuple | list) else ""
@@ -158,11 +113,10 @@ def split_entry(entry: Any, name: str) -> Batch:
 
 
 def stack_trees(trees: Sequence[Any], name: str, item: str, repair: str = _REPAIR) -> Any:
-    """Stack pytrees leaf by leaf along a new leading dim, into numpy arrays.
+    """Stack at least one pytree, leaf by leaf along a new leading dim, into numpy arrays.
 
     In messages, `name` is the name of the trees, `item` the name of one of them, and `repair` what
-    to do if shapes or dtypes differ. At least one tree is required. Raises DataError if a leaf is
-    not an array of numbers, or if structures, shapes or dtypes differ.
+    to do if shapes or dtypes differ.
     """
     stack = _TreeStack(len(trees), name, item, repair)
     for tree in trees:
@@ -217,18 +171,7 @@ class _TreeStack:
 
 
 def structures_differ(first: Any, tree: Any, name: str, this: str, other: str) -> DataError:
-    """The error for two trees of different structure.
-
-    Args:
-        first: The tree with the expected structure.
-        tree: The tree with another structure.
-        name: The name of both trees, with which the paths of leaves begin.
-        this: Where `tree` was found.
-        other: Where `first` was found.
-
-    Returns:
-        An error that names the first leaf that is only in one of the trees.
-    """
+    """The error for two trees of different structure; `name` begins the paths of their leaves."""
     paths = [
         {name + jax.tree_util.keystr(path): None for path, _ in jax.tree.leaves_with_path(t)}
         for t in (first, tree)
