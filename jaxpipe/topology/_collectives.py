@@ -16,15 +16,7 @@ _LAX: Any = jax.lax
 
 
 def sum_over(tree: PyTree, axes: Axes) -> PyTree:
-    """`jax.lax.psum`, but returns the values themselves if all axes have length 1.
-
-    Args:
-        tree: A pytree of arrays.
-        axes: One or several manual axes.
-
-    Returns:
-        The sums, with the dtypes of the arrays.
-    """
+    """`jax.lax.psum` over manual axes, but the values themselves if all have length 1."""
     # The shortcut is required: if `stage` and `data` have length 1 and other axes do not, XLA drops
     # the manual region and then refuses its collectives (JAX 0.10: "must be in (partial) manual
     # partitioning mode").
@@ -34,27 +26,14 @@ def sum_over(tree: PyTree, axes: Axes) -> PyTree:
 
 
 def scatter_sum(tree: PyTree, axis: str) -> PyTree:
-    """`jax.lax.psum_scatter` along the first dim, which it removes.
-
-    Args:
-        tree: A pytree of arrays whose first dim is as long as the axis.
-        axis: A manual axis.
-
-    Returns:
-        The sums, without the first dim and with the dtypes of the arrays.
-    """
+    """`jax.lax.psum_scatter` over a manual axis, along the first dim, which it removes."""
     return _added(_LAX.psum_scatter, tree, axis)
 
 
 def broadcast_sum(tree: PyTree, axes: Axes) -> PyTree:
-    """Broadcast values over axes by a sum, which is exact.
+    """Broadcast values from one device along manual axes by a sum, which is exact.
 
-    Args:
-        tree: A pytree of arrays: the values on one device along the axes, zeros on the others.
-        axes: One or several manual axes.
-
-    Returns:
-        The values, on all devices along the axes.
+    The other devices along the axes have zeros.
     """
 
     def one(leaf: jax.Array) -> jax.Array:
@@ -65,26 +44,17 @@ def broadcast_sum(tree: PyTree, axes: Axes) -> PyTree:
 
 
 def axes_length(axes: Axes) -> int:
-    """The number of devices along axes.
-
-    Args:
-        axes: One or several manual axes.
-
-    Returns:
-        The product of their lengths.
-    """
+    """The number of devices along one or several manual axes."""
     names = (axes,) if isinstance(axes, str) else axes
     return math.prod(jax.lax.axis_size(axis) for axis in names)
 
 
 def _added(add: Callable[[PyTree, Axes], PyTree], tree: PyTree, axes: Axes) -> PyTree:
-    """Sums with the dtype of their operands, whatever dtype XLA computes them in.
-
-    Complex numbers are summed as separate real and imaginary parts. For TPUs, XLA (libtpu 0.0.42)
-    cannot scatter complex sums, and cannot compute them if there is an automatic axis. On CPUs,
-    bfloat16 is summed in float32. There XLA (JAX 0.10) aborts the process at a bfloat16 sum over a
-    manual axis if there is an automatic one ("Invalid binary instruction opcode copy").
-    """
+    """Sums with the dtype of their operands, whatever dtype XLA computes them in."""
+    # Complex numbers are summed as separate real and imaginary parts: for TPUs, XLA (libtpu 0.0.42)
+    # cannot scatter complex sums, and cannot compute them if there is an automatic axis. On CPUs,
+    # bfloat16 is summed in float32: there XLA (JAX 0.10) aborts the process at a bfloat16 sum over
+    # a manual axis if there is an automatic one ("Invalid binary instruction opcode copy").
     device: Any = jax.sharding.get_abstract_mesh().abstract_device
     widens = device is not None and device.device_kind == "cpu"
 

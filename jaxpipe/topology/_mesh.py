@@ -34,14 +34,7 @@ SpecEntry = str | tuple[str, ...] | None
 
 
 def automatic_axes(places: Mesh | AbstractMesh | ProcessTopology) -> tuple[str, ...]:
-    """The axes over which XLA splits the inside of a stage, following the layers' annotations.
-
-    Args:
-        places: A pipeline's mesh or topology.
-
-    Returns:
-        All axes except those of the stages and the replicas, in order.
-    """
+    """All axes but `stage` and `data`: XLA splits a stage's inside over them, as annotated."""
     if isinstance(places, ProcessTopology):
         return further_axes(places)
     return tuple(str(axis) for axis in places.axis_names if axis not in MANUAL_AXES)
@@ -108,18 +101,8 @@ def make_pipeline_mesh(topology: ProcessTopology, devices: Sequence[Any] | None 
 
 
 def mesh_shape(mesh: Mesh) -> dict[str, int]:
-    """The lengths of a pipeline mesh's axes.
-
-    Args:
-        mesh: A mesh that a user made.
-
-    Returns:
-        The lengths of `stage` and `data`, and of the automatic axes in the mesh's order.
-
-    Raises:
-        TopologyError: The mesh has no axis `stage` or `data`, or it has an axis named `pipe`, the
-            name of `stage` in topologies.
-    """
+    """The lengths of `stage` and `data`, and of the automatic axes in the mesh's order."""
+    # `pipe` is the name of `stage` in topologies.
     missing = [axis for axis in MANUAL_AXES if axis not in mesh.axis_names]
     if missing or "pipe" in mesh.axis_names:
         axes = ", ".join(f"{axis}={length}" for axis, length in mesh.shape.items())
@@ -136,31 +119,15 @@ def mesh_shape(mesh: Mesh) -> dict[str, int]:
 
 
 def num_batch_shards(mesh: Mesh) -> int:
-    """The number of parts into which a batch is divided.
-
-    Args:
-        mesh: A pipeline's mesh.
-
-    Returns:
-        The length of `data`, times the length of `fsdp` if the mesh has that axis.
-    """
+    """The number of parts into which a batch is divided."""
     lengths = mesh_shape(mesh)
     return lengths["data"] * lengths.get(FSDP, 1)
 
 
 def axes_dividing(mesh: Mesh | AbstractMesh, size: int, *axes: str) -> SpecEntry:
-    """The automatic axes that divide a dim.
-
-    Args:
-        mesh: The mesh.
-        size: Size of the dim.
-        axes: The axes that may divide it, the outermost first. Each divides what the axes before it
-            leave, if it can. Axes of length 1 do not count.
-
-    Returns:
-        An entry of a `PartitionSpec`: None, an axis, or several.
-    """
+    """The automatic axes, the outermost first, that divide a dim of this size."""
     found: list[str] = []
+    # Each divides what the axes before it leave, if it can. Axes of length 1 do not count.
     for axis in axes:
         length = mesh.shape[axis] if axis in mesh.auto_axes else 1
         if length > 1 and size and size % length == 0:
@@ -170,44 +137,19 @@ def axes_dividing(mesh: Mesh | AbstractMesh, size: int, *axes: str) -> SpecEntry
 
 
 def sample_axes(mesh: Mesh | AbstractMesh, num_samples: int) -> SpecEntry:
-    """The automatic axes that divide the samples of a replica: `fsdp`, then `expert`.
-
-    Args:
-        mesh: The mesh.
-        num_samples: Number of samples of a microbatch in a replica of axis `data`.
-
-    Returns:
-        As from `axes_dividing`. An axis that does not divide the number is left out: its devices
-        then have the same samples.
-    """
+    """The automatic axes that divide the samples of a microbatch in one replica of `data`."""
+    # Devices along an axis that does not divide the number have the same samples.
     return axes_dividing(mesh, num_samples, FSDP, EXPERT)
 
 
 def stages_cross_hosts(mesh: Mesh) -> bool:
-    """True if the first devices of the stages belong to more than one process.
-
-    A process counts as one host.
-
-    Args:
-        mesh: A mesh with `stage` as its first axis, as from `adopt_mesh`.
-
-    Returns:
-        Whether the stages are on several hosts.
-    """
+    """True if the first devices of the stages belong to several processes, each one host."""
     first_of_stages = mesh.devices.reshape(len(mesh.devices), -1)[:, 0]
     return len({device.process_index for device in first_of_stages}) > 1
 
 
 def with_fsdp_axis(mesh: Mesh) -> Mesh:
-    """Give a mesh an axis `fsdp`, unless it has one.
-
-    Args:
-        mesh: A mesh from `adopt_mesh`.
-
-    Returns:
-        A mesh with an axis `fsdp` that takes over the devices along `data`. `data` then has length
-        1.
-    """
+    """Give a mesh from `adopt_mesh` an axis `fsdp`, with the devices of `data`, if it has none."""
     if FSDP in mesh.axis_names:
         return mesh
     stages, replicas, *others = mesh.devices.shape
@@ -220,21 +162,9 @@ def with_fsdp_axis(mesh: Mesh) -> Mesh:
 
 
 def adopt_mesh(mesh: Mesh) -> Mesh:
-    """Convert a user's mesh to the form that the pipeline runs on.
-
-    `jax.make_mesh` creates axes of type `Explicit` by default, and users may list the axes in any
-    order.
-
-    Args:
-        mesh: A mesh with the axes `stage` and `data`, and possibly automatic ones.
-
-    Returns:
-        The same devices at the same coordinates, with `stage` and `data` first and all axes of type
-        `Auto`.
-
-    Raises:
-        TopologyError: The mesh has no axis `stage` or `data`, or it has an axis named `pipe`.
-    """
+    """Convert a user's mesh: the same coordinates, `stage` and `data` first, all axes `Auto`."""
+    # `jax.make_mesh` creates axes of type `Explicit` by default, and users may list the axes in any
+    # order.
     axes = tuple(mesh_shape(mesh))
     return _auto_mesh(mesh.devices.transpose([mesh.axis_names.index(axis) for axis in axes]), axes)
 
@@ -270,15 +200,7 @@ def mesh_topology(mesh: Mesh, given: ProcessTopology | None = None) -> ProcessTo
 
 
 def rank_devices(topology: ProcessTopology, mesh: Mesh) -> list[Any]:
-    """The devices of a mesh in the order of a topology's ranks.
-
-    Args:
-        topology: A topology whose axes are as long as the mesh's.
-        mesh: The mesh.
-
-    Returns:
-        For each rank, the device at its coordinate.
-    """
+    """The devices of a mesh in the order of a topology's ranks; the axes are equally long."""
     axes = {name: axis for axis, name in zip(topology.axes, _mesh_axes(topology.axes), strict=True)}
     coords = map(topology.get_coord, range(topology.world_size()))
     return [

@@ -10,27 +10,11 @@ from ._process import PipeDataParallelTopology, PipeModelDataParallelTopology, P
 def topology_for(
     num_stages: int | None, topology: ProcessTopology | None, num_devices: int, num_model: int = 1
 ) -> ProcessTopology:
-    """Choose the topology from `num_stages`, or check an explicit one.
+    """Choose the topology from `num_stages`, or check an explicit one, which is used unchanged.
 
     With only `num_stages`, the replicas use all devices: `num_data = num_devices // (num_stages *
-    num_model)`. An explicit topology is used unchanged, and may leave devices unused.
-
-    Args:
-        num_stages: Number of stages, or None if `topology` is given.
-        topology: A topology with axes `pipe` and `data`, and possibly more. None if `num_stages` is
-            given.
-        num_devices: Number of available devices.
-        num_model: Number of devices over which the layers of a stage are split. With an explicit
-            topology, either 1 or the length of its `model` axis.
-
-    Returns:
-        The explicit topology, or one over all devices with the axes `pipe`, `data`, and `model` if
-        `num_model` is above 1.
-
-    Raises:
-        TopologyError: Neither is given, or they disagree. The stages do not divide the devices. The
-            topology has no axis `pipe` or `data`, has an axis named `stage`, or needs more devices
-            than there are. A number is not a positive integer.
+    num_model)`. An explicit topology may leave devices unused. `num_model` is the number of devices
+    over which the layers of a stage are split: with an explicit topology, 1 or its `model` axis.
     """
     for name, value in (
         ("num_stages", num_stages),
@@ -60,11 +44,8 @@ def topology_for(
 
 
 def pipeline_dims(topology: ProcessTopology) -> dict[str, int]:
-    """The lengths of `pipe` and `data`, and of the further axes in the topology's order.
-
-    Raises TopologyError if `pipe` or `data` is missing, or if an axis is named `stage`, the name of
-    `pipe` in meshes.
-    """
+    """The lengths of `pipe` and `data`, and of the further axes in the topology's order."""
+    # `stage` is the name of `pipe` in meshes.
     missing = [axis for axis in ("pipe", "data") if axis not in topology.axes]
     if missing or "stage" in topology.axes:
         repair = (
@@ -83,10 +64,7 @@ def further_axes(topology: ProcessTopology) -> tuple[str, ...]:
 
 
 def check_places(topology: ProcessTopology, num_devices: int, source: str) -> None:
-    """Refuse a topology that needs more devices than there are.
-
-    `source` is how the devices were counted, for the message.
-    """
+    """Refuse a topology that needs more devices than there are, which `source` says in errors."""
     places = topology.world_size()
     if places > num_devices:
         raise TopologyError(
