@@ -13,22 +13,12 @@ _UPLOAD_EVERY_S = 10.0
 
 
 class RunFolder:
-    """A folder of growing files.
+    """A run's folder of growing files, in `output_path` (if empty, the working directory).
 
-    If the folder is on a store, the files grow in the temporary directory. Files that have changed
-    are uploaded with new values, at most every ten seconds, and at the end. Two runs that write to
-    one folder on a store overwrite each other's files.
-
-    Args:
-        output_path: Where to create the run's folder. If empty, the working directory.
-        job_name: Name of the run's folder.
-        goes_on: Whether to append to the files of an earlier run.
-
-    Raises:
-        OSError: The folder cannot be created, or the store does not answer.
-
-    Attributes:
-        path: Local folder to write to.
+    If the folder is on a store, the files grow in the temporary directory, at `path`. Files that
+    have changed are uploaded with new values, at most every ten seconds, and at the end. Two runs
+    that write to one folder on a store overwrite each other's files. With `goes_on` the files of an
+    earlier run grow further.
     """
 
     def __init__(self, output_path: str, job_name: str, *, goes_on: bool = False) -> None:

@@ -31,9 +31,6 @@ class MonitorLog:
     If a monitor raises, for example because its disk is full or its server is gone, it is switched
     off with one warning in the log, and the others continue. Queued events are written when the
     program ends.
-
-    Args:
-        monitors: The monitors that receive the events.
     """
 
     def __init__(self, monitors: Iterable[Monitor] = ()) -> None:
@@ -49,19 +46,11 @@ class MonitorLog:
         return not self._worker.monitors
 
     def add(self, monitor: Monitor) -> None:
-        """Add a monitor, which receives all later events.
-
-        Args:
-            monitor: The monitor.
-        """
+        """Add a monitor, which receives all later events."""
         self._worker.monitors.append(monitor)
 
     def put(self, record: Record) -> None:
-        """Queue events to be written when they are computed, and return immediately.
-
-        Args:
-            record: Function that makes the events.
-        """
+        """Queue the events that `record` makes, to be written when computed; return immediately."""
         if not self.is_empty:
             self._worker.put(record)
 

@@ -32,26 +32,12 @@ MONITOR_SECTIONS = tuple(_KINDS)
 
 
 def asks_for_monitors(config: TrainConfig) -> bool:
-    """True if the configuration enables a monitor.
-
-    Args:
-        config: The configuration.
-
-    Returns:
-        Whether any section is enabled.
-    """
+    """True if the configuration enables a monitor."""
     return any(getattr(config, section).enabled for section in _KINDS)
 
 
 def check_monitors(config: TrainConfig) -> None:
-    """Check that the libraries of the enabled monitors are installed.
-
-    Args:
-        config: The configuration.
-
-    Raises:
-        ConfigError: A library is not installed.
-    """
+    """Check that the libraries of the enabled monitors are installed."""
     for section, (_, library) in _KINDS.items():
         if library is None or not getattr(config, section).enabled:
             continue
@@ -65,17 +51,7 @@ def check_monitors(config: TrainConfig) -> None:
 
 
 def open_monitors(config: TrainConfig) -> list[Monitor]:
-    """Start the monitors that the configuration enables.
-
-    A monitor that cannot start, for example because its disk or server is not available, is left
-    out with a warning in the log.
-
-    Args:
-        config: The configuration, already checked by `check_monitors`.
-
-    Returns:
-        The monitors.
-    """
+    """Start the monitors that a configuration checked by `check_monitors` enables."""
     found: list[Monitor] = []
     for name, (start, _) in _KINDS.items():
         section = getattr(config, name)
@@ -84,6 +60,7 @@ def open_monitors(config: TrainConfig) -> list[Monitor]:
         try:
             found.append(start(section))
         except Exception as error:  # noqa: BLE001  # whatever these libraries raise
+            # For example, its disk or its server is not available.
             log(
                 logging.WARNING,
                 "%s could not start and is switched off, training goes on: %s: %s",
