@@ -110,13 +110,11 @@ class Config(Mapping[str, Any]):
         return True
 
     def _complete(self, **values: Any) -> Self:
-        """Set the fields that a subclass has inferred, and complete every inner `Config`.
-
-        Returns the configuration itself. Errors of the inner `resolve` calls are raised together.
-        """
+        """Set the fields that a subclass has inferred, and complete every inner `Config`."""
         # A new struct checks completed values like given ones. `__setattr__` refuses any other
         # change.
         self.__dict__.update(type(self)(**{**self, **values}))
+        # The errors of the inner `resolve` calls are raised together.
         errors = Collector()
         for value in self.values():
             if isinstance(value, Config):
