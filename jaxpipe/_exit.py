@@ -12,9 +12,7 @@ from typing import Any
 def before_exit(method: Callable[..., Any], work: str) -> None:
     """Call a bound method when the program ends, if its object still exists.
 
-    The method is called while executors still accept work, for which `atexit` is too late. Python
-    has no public hook that early. `concurrent.futures` uses the same private one. If the user
-    interrupts the method, the program fails and says that it was interrupted while doing `work`.
+    If the user interrupts it, the program fails and says that it was interrupted while `work`.
     """
     reference = weakref.WeakMethod(method)
 
@@ -29,14 +27,14 @@ def before_exit(method: Callable[..., Any], work: str) -> None:
             fail_at_exit(error)
             raise error from None  # so that no thread is waited for
 
+    # While executors still accept work, for which `atexit` is too late. Python has no public hook
+    # that early. `concurrent.futures` uses the same private one.
     getattr(threading, "_register_atexit", atexit.register)(call)
 
 
 def fail_at_exit(error: BaseException) -> None:
-    """Let the interpreter, which is about to exit, do so with status 120.
-
-    The error is written to standard error, without the traceback that Python would show.
-    """
+    """Let the interpreter, which is about to exit, do so with status 120, and print the error."""
+    # Without the traceback that Python would show.
     sys.stderr.write("".join(traceback.format_exception_only(error)))
     show = sys.unraisablehook
     sys.unraisablehook = lambda found: None if found.exc_value is error else show(found)

@@ -19,10 +19,8 @@ _NOT_SYNCED = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EISDIR, errno.EA
 
 
 def lacks_descriptors(error: BaseException) -> bool:
-    """Whether an operation failed because this process may not open more files.
-
-    The libraries raise many types for this, with the system's text in them.
-    """
+    """Whether an operation failed because this process may not open more files."""
+    # The libraries raise many types for this, with the system's text in them.
     return os.strerror(errno.EMFILE) in str(error)
 
 
@@ -34,18 +32,12 @@ def advice(error: BaseException, otherwise: str) -> str:
 
 
 def check_is_file(path: str | os.PathLike[str]) -> None:
-    """Refuse anything but a regular file before opening it, because opening affects some devices.
-
-    Raises OSError, also if nothing exists there.
-    """
+    """Raise OSError for anything but a regular file: opening affects some devices."""
     _check_mode(Path(path).stat().st_mode, path)
 
 
 def read_file(path: str | os.PathLike[str], most_bytes: int = LARGEST) -> bytes:
-    """Read a regular file, but not a pipe, which might never end, and not a device.
-
-    Raises OSError also if the file is larger than `most_bytes`.
-    """
+    """Read a regular file of at most `most_bytes`, but not a pipe, which might never end."""
     check_is_file(path)
     # O_NONBLOCK: opening a pipe that was created after the check would wait for its other end.
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
@@ -57,12 +49,10 @@ def read_file(path: str | os.PathLike[str], most_bytes: int = LARGEST) -> bytes:
 
 
 def write_file(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Write a file atomically. A link is replaced instead of followed.
-
-    Anything that is not a file, such as `/dev/stdout` or a pipe, is written to directly.
-    """
+    """Write a file atomically. A link is replaced instead of followed."""
     path = Path(path)
     data = content.encode() if isinstance(content, str) else content
+    # Such as `/dev/stdout` or a pipe, which must not be replaced.
     if path.exists() and not path.is_file():
         path.write_bytes(data)
         return

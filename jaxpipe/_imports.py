@@ -13,12 +13,11 @@ from jaxpipe.errors import ConfigError, JaxpipeError
 
 
 def import_named(text: str, what: str, example: str) -> Any:
-    """Import `module:name` or `file.py:name`.
+    """Import `module:name` or `file.py:name`, which `what`, such as `JOB`, names in errors.
 
     The module may be in the working directory, as with `python -m`. A file is imported with its
     folder first on `sys.path`, as with `python FILE`, or as part of the package that contains it.
-    `what` is its name in errors, for example `JOB` or `--renames`. `example` is a correct value.
-    Raises ConfigError also if the module raises an error or exits.
+    `example` is a correct value.
     """
     source, _, attribute = text.rpartition(":")
     if not (source and attribute):
@@ -70,14 +69,12 @@ def _module_of(file: Path, text: str, what: str) -> str:
 
 @contextlib.contextmanager
 def user_code(what: str, repair: str) -> Generator[None]:
-    """Convert what a user's code raises to a ConfigError, in one line between two texts.
-
-    A call of `sys.exit` counts as an error, because the command has not done its work by then.
-    """
+    """Convert what a user's code raises to a ConfigError, in one line between two texts."""
     try:
         yield
     except JaxpipeError:
         raise
+    # `sys.exit` is an error too: the command has not done its work by then.
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{what}{raised(error)}. {repair}") from error
 

@@ -15,11 +15,9 @@ NO_MESH = AbstractMesh((), ())
 
 
 def no_mesh() -> AbstractContextManager[None]:
-    """A context without the mesh that the caller has set with `jax.set_mesh`, in this thread.
-
-    The programs of this library name their own mesh, and JAX refuses them inside a mesh of other
-    devices or axes.
-    """
+    """A context without the mesh that the caller has set with `jax.set_mesh`, in this thread."""
+    # The programs of this library name their own mesh, and JAX refuses them inside a mesh of other
+    # devices or axes.
     try:
         return jax.set_mesh(None)
     except ValueError:  # JAX is tracing the caller's own jit

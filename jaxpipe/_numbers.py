@@ -6,10 +6,8 @@ from typing import Any, cast
 
 
 def plain(value: Any) -> Any:
-    """Convert NumPy numbers to Python numbers and arrays to lists. Other values are unchanged.
-
-    NumPy's integers are not instances of `int`, and its booleans are not numbers.
-    """
+    """Convert NumPy numbers to Python numbers and arrays to lists. Other values are unchanged."""
+    # NumPy's integers are not instances of `int`, and its booleans are not numbers.
     # Not by class, so that modules in plain Python need not import NumPy.
     is_array = hasattr(value, "dtype") and hasattr(value, "tolist")
     return value.tolist() if is_array and not isinstance(value, type) else value

@@ -23,9 +23,8 @@ def local_path(
     """The local file or directory for a user's path. A relative path stays relative.
 
     `~` and `~user` at the beginning are home directories. `file://` is followed by a local path,
-    which is percent-decoded. `name` is the name of the argument, option or key in errors. If the
-    path is empty or not on a file system, such as `s3://bucket/run`, this raises the exception that
-    `error` makes from a message.
+    which is percent-decoded. `name` is the name of the argument, option or key in errors, and
+    `error` makes the exception.
     """
     path: Any = os.fspath(given) if isinstance(given, str | PathLike) else None
     if not isinstance(path, str) or not path or "\0" in path:
@@ -54,13 +53,11 @@ def any_path(
     name: str,
     error: Callable[[str], Exception] = CheckpointError,
 ) -> AnyPath:
-    """The path for a user's path or URL, on a file system or on a store that fsspec opens.
-
-    The arguments are the same as for `local_path`. Chained fsspec URLs, such as
-    `simplecache::s3://bucket/run`, are refused, because they answer from a cache.
-    """
+    """The path for a user's path or URL, on a file system or on a store that fsspec opens."""
     if isinstance(given, StorePath):
         return given
+    # Chained fsspec URLs, such as `simplecache::s3://bucket/run`, are refused, because they answer
+    # from a cache.
     url = _URL.match(os.fspath(given)) if isinstance(given, str | PathLike) else None
     if url is None or url[1].lower() == "file" or "::" in url[1] or "\0" in url[0]:
         return local_path(given, name, error)

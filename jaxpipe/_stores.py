@@ -242,8 +242,7 @@ def remove_tree(folder: StorePath) -> None:
 def open_store(url: str, name: str, error: Callable[[str], Exception]) -> StorePath:
     """The path for a URL, after checking that its driver is installed. Sends no request.
 
-    `name` is the name of the argument, option or key in errors. Raises the exception that `error`
-    makes from a message.
+    `name` is the name of the argument, option or key in errors, and `error` makes the exception.
     """
     import fsspec
 
@@ -276,25 +275,20 @@ def open_store(url: str, name: str, error: Callable[[str], Exception]) -> StoreP
 
 
 def at_once(action: Callable[[T], R], items: Iterable[T]) -> list[R]:
-    """Apply a function to many objects, several at a time.
-
-    Raises the first error after all calls have ended.
-    """
+    """Apply a function to many objects, several at a time."""
     items = list(items)
     if len(items) < 2:
         return [action(item) for item in items]
+    # All calls end before the first error is raised.
     with ThreadPoolExecutor(_REQUESTS) as pool:
         return list(pool.map(action, items))
 
 
 @contextlib.contextmanager
 def staging_folder() -> Generator[Path]:
-    """A folder in the temporary directory for files that are sent to a store or read from it.
-
-    It is removed at the end. The folder of a process that was killed is removed by the next
-    process. `TMPDIR` sets the temporary directory.
-    """
+    """A folder in `TMPDIR` for files that are sent to a store or read from it, then removed."""
     top = Path(tempfile.gettempdir())
+    # Folders of processes that were killed.
     _remove_leftovers(top)
     folder = Path(tempfile.mkdtemp(prefix=_STAGING, dir=top))
     try:

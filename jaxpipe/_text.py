@@ -36,7 +36,7 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def format_table(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
-    """Format a table as lines without trailing spaces. The first row has the heads.
+    """Format a table, whose first row has the heads, as lines without trailing spaces.
 
     `sides` has `<` (left) or `>` (right) for each column, or one of them for all columns.
 

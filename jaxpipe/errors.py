@@ -87,15 +87,7 @@ class PipelineError(JaxpipeError, RuntimeError):
 
 
 def refused(name: str, reason: str) -> Callable[..., NoReturn]:
-    """Create a function for a DeepSpeed name without a meaning here. It raises `PipelineError`.
-
-    Args:
-        name: The name of the function in errors.
-        reason: Why it must not be called, and what to use instead.
-
-    Returns:
-        The function.
-    """
+    """Create a function that raises `PipelineError`, for a DeepSpeed name without meaning here."""
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise PipelineError(f"{name} must not be called: {reason}")
@@ -106,28 +98,14 @@ def refused(name: str, reason: str) -> Callable[..., NoReturn]:
 
 
 def masked(text: str) -> str:
-    """Replace passwords and tokens of URLs by `***`.
-
-    Args:
-        text: Any text.
-
-    Returns:
-        The text to show.
-    """
+    """Replace passwords and tokens of URLs by `***`."""
     for pattern, replacement in _SECRETS:
         text = pattern.sub(replacement, text)
     return text
 
 
 def printable(text: str) -> str:
-    """Mask passwords and tokens of URLs, and escape characters that are not printable.
-
-    Args:
-        text: Any text. Its lines stay.
-
-    Returns:
-        The text to show.
-    """
+    """Mask secrets of URLs, and escape what is not printable, except line breaks and tabs."""
     return "".join(
         letter if letter.isprintable() or letter in "\n\t" else repr(letter)[1:-1]
         for letter in masked(text)
@@ -135,18 +113,8 @@ def printable(text: str) -> str:
 
 
 def shown(value: object, text_of: Callable[[object], str] = repr) -> str:
-    """Format a value for an error, in about 80 characters.
-
-    A longer text is cut off. A value that cannot be formatted is shown by its type. Passwords and
-    tokens of URLs are masked before that, because a part of one would not be recognised.
-
-    Args:
-        value: The value.
-        text_of: Function that formats it.
-
-    Returns:
-        The text.
-    """
+    """Format a value for an error, in about 80 characters, or as its type if that fails."""
+    # Masked before it is cut off: a part of a password or token would not be recognised.
     if isinstance(value, str):
         value = masked(value)
         if len(value) > _LONGEST_SHOWN:
@@ -161,59 +129,26 @@ def shown(value: object, text_of: Callable[[object], str] = repr) -> str:
 
 
 def cut(text: str, text_of: Callable[[str], str] = str) -> str:
-    """Shorten a name of more than 80 characters for an error.
-
-    Args:
-        text: The name.
-        text_of: Function that formats its beginning.
-
-    Returns:
-        The name, or its beginning and its length.
-    """
+    """Shorten a name of more than 80 characters to its beginning and its length, for an error."""
     if len(text) <= _LONGEST_SHOWN:
         return text_of(text)
     return f"{text_of(text[:40])}... ({len(text)} characters)"
 
 
 def counted(number: int, noun: str, plural: str = "s") -> str:
-    """Format a number with its noun in the singular or plural.
-
-    Args:
-        number: The number.
-        noun: The noun in the singular.
-        plural: The ending of the plural.
-
-    Returns:
-        The text.
-    """
+    """Format a number with its noun in the singular, or in the plural with this ending."""
     return f"{number:,} {noun}{'' if number == 1 else plural}"
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Find the known name that is most similar to an unknown one, ignoring case.
-
-    Args:
-        name: The unknown name.
-        known: The known names.
-        cutoff: Minimum similarity, from 0 to 1.
-
-    Returns:
-        The name, or None if no name is similar enough.
-    """
+    """Find the known name that is most similar to an unknown one, ignoring case, or None."""
     return next(iter(near(name, known, 1, cutoff)), None)
 
 
 def near(name: str, known: Iterable[str], most: int, cutoff: float) -> list[str]:
-    """Find the known names that are most similar to an unknown one, ignoring case.
+    """Find the `most` known names that are most similar to an unknown one, best first.
 
-    Args:
-        name: The unknown name.
-        known: The known names.
-        most: Maximum number of names.
-        cutoff: Minimum similarity, from 0 to 1.
-
-    Returns:
-        The names, the most similar first.
+    `cutoff` is the minimum similarity, from 0 to 1. Case does not matter.
     """
     # Comparing long texts takes minutes.
     lowered = {each.lower(): each for each in known if len(each) <= _LONGEST_NAME}
