@@ -63,13 +63,10 @@ def describe_start(  # noqa: PLR0913  # one part or value each
     model_parameters: PyTree,
     num_samples: int | None,
 ) -> dict[str, dict[str, str]]:
-    """Describe the arguments of `initialize`, in the sections that `check_equal` compares.
-
-    `example_batch` is one entry. `num_samples` is the length of the training data, or None if there
-    are none or they have no length.
-    """
+    """Describe the arguments of `initialize`, in the sections that `check_equal` compares."""
     named = {name: getattr(module, name) for name in _SETTINGS}
     layers = {f"layers[{each.index}]": each.name for each in module.layers}
+    # `num_samples` is None without training data, or if they have no length.
     data = {"training_data": num_samples, "example_batch": _struct(example_batch)}
     flags = {name: getattr(jax.config, name, None) for name in _FLAGS}
     return {
@@ -102,14 +99,11 @@ def describe_leaves(tree: PyTree) -> dict[str, str]:
 
 
 def check_program(name: str, lowered: jax.stages.Lowered) -> None:
-    """Compare a program between the processes that run it together. All processes must call it.
-
-    The program shows differences that no other check finds, such as a constant in a layer, in the
-    loss or in the user's optimiser. Raises ConfigError if the programs differ, and quotes the first
-    line that does. `name` is the program's name in messages.
-    """
+    """Compare a program between the processes that run it together. All processes must call it."""
     if jax.process_count() == 1:
         return
+    # The program shows differences that no other check finds, such as a constant in a layer, in the
+    # loss or in the user's optimiser.
     lines = lowered.as_text().splitlines()
 
     def differs(count: int) -> bool:

@@ -23,11 +23,7 @@ This is DeepSpeed's default for `steps_per_print`.
 
 
 class Breakdown:
-    """Measures steps and shows their cost, as the configuration requests.
-
-    Attributes:
-        is_on: Whether the configuration requests any output.
-    """
+    """Measures steps and shows their cost, as the configuration requests."""
 
     def __init__(self, trainer: Trainer) -> None:
         config = trainer.config
@@ -50,10 +46,7 @@ class Breakdown:
         return self._take if profiles or self._is_due(step) else None
 
     def note(self, what: str) -> None:
-        """Record that a phase of the host's work has ended.
-
-        The phase began with the step, or at the end of the previous phase.
-        """
+        """Record the end of a phase of the host's work, begun by the step or the last phase."""
         now = time.perf_counter()
         self._totals[what] = self._totals.get(what, 0.0) + now - self._mark_s
         self._mark_s = now
@@ -65,15 +58,12 @@ class Breakdown:
     def show(
         self, pipeline: Pipeline, arguments: tuple[TrainState, Batch] | None
     ) -> Mapping[str, float]:
-        """Show the output that is due after a step of `pipeline`.
-
-        `arguments` are the state and the batch of the step's program, or their shapes. They are
-        None if the step ran as several calls. Returns the seconds of the step's phases, as
-        `phase_times` does; the result is empty if the step was not recorded.
-        """
+        """Show the output due after a step, and return the seconds of its phases by name."""
+        # Empty if the step was not recorded.
         phases = phase_times(self._recorded)
         step = self._trainer.global_steps
         report = self._trainer.compiler.report
+        # There are no `arguments` if the step ran as several calls.
         if self._shows_memory and arguments is not None:
             self._shows_memory = False
             report(memory_line(pipeline, pipeline.step.lower(*arguments).compile()))
@@ -123,10 +113,7 @@ class Breakdown:
 
 
 def stage_devices(devices: Any) -> dict[int, int]:
-    """Return the local number of one device for each stage that this process has devices of.
-
-    `devices` are the devices of the mesh, with stages along the first dim.
-    """
+    """Return one local device number for each stage here; `devices` is `[num_stages, ...]`."""
     own = {
         stage: [device for device in row.flat if device.process_index == jax.process_index()]
         for stage, row in enumerate(devices)

@@ -44,14 +44,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """Which parts of a checkpoint to load, as in the arguments of `Engine.load_checkpoint`.
-
-    Attributes:
-        strict: Raise an error unless the checkpoint has exactly the model's layers.
-        optimizer: Load the optimiser state and the loss scale.
-        lr_scheduler: Load the hyperparameters that the optimiser keeps.
-        module_only: Load only parameters and collections.
-    """
+    """Which parts of a checkpoint to load, as in the arguments of `Engine.load_checkpoint`."""
 
     strict: bool
     optimizer: bool
@@ -60,18 +53,14 @@ class LoadOptions:
 
 
 class Checkpointer:
-    """Writes and reads the checkpoints of an engine.
-
-    A checkpoint contains the state and the whole configuration of `trainer`, and the state of
-    `source`'s iterator. `when_loaded` is called as soon as a new state is in place, to discard data
-    about earlier steps.
-    """
+    """Writes and reads the checkpoints of an engine."""
 
     def __init__(
         self, trainer: Trainer, source: MicrobatchSource, when_loaded: Callable[[], None]
     ) -> None:
         self._trainer = trainer
         self._source = source
+        # Called as soon as a new state is in place, to discard data about earlier steps.
         self._when_loaded = when_loaded
         self._section = trainer.config.checkpoint
         self._writer = CheckpointWriter(self._section.keep_last, self._section.keep_every)
@@ -89,11 +78,7 @@ class Checkpointer:
         exclude_frozen: bool = False,
         is_last: bool = False,
     ) -> AnyPath:
-        """Write a checkpoint and return its folder; see `Engine.save_checkpoint`.
-
-        If `is_last`, a position in the data that cannot be stored is omitted instead of raising an
-        error.
-        """
+        """Write a checkpoint and return its folder; see `Engine.save_checkpoint`."""
         folder = any_path(save_dir, "save_dir")
         trainer = self._trainer
         pipeline = trainer.pipeline
@@ -101,6 +86,7 @@ class Checkpointer:
         trainer.block_until_ready()
         position = self._source.position
         nowhere = {"is_own": False, "state": None}
+        # The last save omits a position that cannot be stored, instead of failing.
         place = _what_fits(position, nowhere) if is_last else run_on_all(position)
         run = RunState(
             global_steps=trainer.global_steps,
@@ -125,10 +111,7 @@ class Checkpointer:
         return path
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is on disk.
-
-        Raises CheckpointError if it could not be written.
-        """
+        """Wait until the last checkpoint is on disk; raise CheckpointError if writing failed."""
         self._writer.wait()
 
     def load(
@@ -277,10 +260,7 @@ class Checkpointer:
 
 
 class _PreemptionWatch:
-    """Catches signals that announce the end of this process. All check between two batches.
-
-    It must be created in the main thread, because only that thread may catch signals.
-    """
+    """Catches signals that announce the end of this process. All check between two batches."""
 
     def __init__(self, signals: Sequence[signal.Signals]) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -294,11 +274,7 @@ class _PreemptionWatch:
             signal.signal(each, self._note)
 
     def exit_code(self) -> int | None:
-        """Return the exit status for the signal, the same on all processes. All must call it.
-
-        It is 128 plus the signal's number, whichever process received the signal, or None if no
-        process did.
-        """
+        """Return 128 plus the number of the signal that any process received. All must call it."""
         # `jax.experimental.multihost_utils.reached_preemption_sync_point` takes 0.03 ms and this
         # gather 4 ms (JAX 0.10.2, two processes that share two cores), but it cannot replace the
         # gather. It is always False in one process without jax.distributed. It handles only SIGTERM

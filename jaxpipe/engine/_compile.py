@@ -23,18 +23,12 @@ _EVERY_S = 20.0
 
 
 def print_line(line: str) -> None:
-    """Print a line for the person who watches a run.
-
-    It is printed to stderr, because stdout belongs to the program.
-    """
+    """Print a line for the person who watches a run, on stderr: stdout belongs to the program."""
     print(printable(line), file=sys.stderr, flush=True)  # noqa: T201  # the one place that prints
 
 
 class Compiler:
-    """Compiles each jitted function once, with one line before and one with the time after.
-
-    `reporter` receives the lines. None: they are dropped.
-    """
+    """Compiles each jitted function once, with one line before and one with the time after."""
 
     def __init__(self, reporter: Reporter | None) -> None:
         self._reporter = reporter
@@ -48,17 +42,14 @@ class Compiler:
     def compile(
         self, function: Any, args: tuple[Any, ...], name: str, describe: Callable[[], str]
     ) -> None:
-        """Compile a function whose arguments always have the same types, if not done before.
-
-        The next call finds the program in JAX's own cache. So the slow part runs before a state is
-        donated, and can be interrupted. `name` is the function's name in messages; `describe`
-        returns a description of the arguments, for example " for 4 microbatches". Raises
-        ConfigError if another process compiles a different program.
-        """
+        """Compile a function, whose arguments always have the same types, if not done before."""
         if function in self._compiled:
             return
+        # `describe` returns, for example, " for 4 microbatches".
         self.report(f"compiling {name}{describe()}")
         began = time.perf_counter()
+        # The next call finds the program in JAX's own cache. So the slow part runs before a state
+        # is donated, and can be interrupted.
         compile_program(function, *args, when_lowered=functools.partial(check_program, name))
         self._compiled.add(function)
         self.report(f"compiled {name} in {time.perf_counter() - began:.1f} s")

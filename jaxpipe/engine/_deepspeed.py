@@ -215,11 +215,7 @@ class _OptimizerNames:
 
 
 class LRScheduler:
-    """An engine's learning rate under the names of DeepSpeed's schedulers.
-
-    It is true, callable and equal to the given `schedule` if there is one, and has its attributes.
-    `get_lr` is the engine's.
-    """
+    """An engine's learning rate with DeepSpeed's names; otherwise behaves like `schedule`."""
 
     def __init__(self, schedule: optax.Schedule | None, get_lr: Callable[[], list[float]]) -> None:
         self._schedule = schedule

@@ -1396,10 +1396,7 @@ def _checked_progress(
 
 
 def _checked_count(reduce_output: Any, num_micro_batches: Any) -> int | None:
-    """Check arguments of `eval_batch` and return the count, a positive integer or None.
-
-    `reduce_output` must be `"avg"` or None.
-    """
+    """Check arguments of `eval_batch`, and return the count as a positive integer or None."""
     if reduce_output not in ("avg", None):
         raise ConfigError(
             f"reduce_output must be 'avg' or None, but got reduce_output={reduce_output!r}. Use "

@@ -50,26 +50,18 @@ class _Group:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The parameters that a call evaluates.
-
-    Attributes:
-        name: Suffix of the call's name that identifies the parameters. Empty for the trained
-            parameters.
-        state: Returns the state that contains them.
-    """
+    """The parameters that a call evaluates; `name` is a suffix of the call's name, or empty."""
 
     name: str
     state: Callable[[], TrainState]
 
 
 class Evaluator:
-    """Evaluates any number of samples with one program.
-
-    `take` makes all processes take the next batch, or none of them; see `Lockstep.take`.
-    """
+    """Evaluates any number of samples with one program."""
 
     def __init__(self, trainer: Trainer, take: Callable[..., tuple[Pipeline, Batch]]) -> None:
         self._trainer = trainer
+        # Makes all processes take the next batch, or none of them; see `Lockstep.take`.
         self._take = take
 
     def means(
@@ -220,11 +212,7 @@ class Evaluator:
         *,
         is_text: bool = False,
     ) -> Iterator[tuple[_Group, Pipeline, Any]]:
-        """Yield the values of `measure` group by group, one run of a program each.
-
-        If `measure` is None, the values are the group's `SampleTerms`. `is_text` is as for
-        `ProgramCache.get`.
-        """
+        """Yield groups, each run by a program, with the values of `measure` or `SampleTerms`."""
         trainer = self._trainer
         count = self._trainer.sizes.gradient_accumulation_steps
         for group in _groups(entries, count, self._size):
@@ -247,17 +235,13 @@ class Evaluator:
 
 
 def _groups(entries: Iterable[Any], num_microbatches: int, size: int) -> Iterator[_Group]:
-    """Group the entries of a loader by `num_microbatches`; an entry has at most `size` samples.
-
-    All processes iterate together. A process whose entries have ended yields its last group again,
-    and none of its samples count. Iteration ends when all processes have reached their end. Raises
-    DataError on all processes if one has an invalid entry or no entry at all.
-    """
+    """Group entries of at most `size` samples by `num_microbatches`. All processes must iterate."""
     iterator = iter(entries)
     last = None
     while True:
         group = run_on_all(lambda: _next_group(iterator, num_microbatches, size))
         has_entries = gather_numbers([group is not None, last is not None])
+        # Iteration ends when all processes have reached their end.
         if not has_entries[:, 0].any():
             return
         if not has_entries.any(axis=1).all():
@@ -266,6 +250,7 @@ def _groups(entries: Iterable[Any], num_microbatches: int, size: int) -> Iterato
                 "each process must have at least one sample to evaluate, but got none in processes "
                 f"{without}. Distribute the samples over all processes, or evaluate in one process."
             )
+        # A process whose entries have ended repeats its last group, and none of its samples count.
         if group is None:
             assert last is not None
             group = _Group(last.batch, (0,) * num_microbatches)
@@ -324,11 +309,7 @@ def _filled(entry: Any, number: int, size: int) -> tuple[tuple[Any, ...], int]:
 
 
 class _Sums:
-    """Sums over the samples that count, accumulated over groups in float64.
-
-    Attributes:
-        num_samples: Number of samples counted so far.
-    """
+    """Sums over the samples that count, accumulated over groups in float64."""
 
     def __init__(self) -> None:
         self.num_samples = 0
@@ -337,15 +318,12 @@ class _Sums:
         self._fault = ""
 
     def add(self, terms: SampleTerms, counted: np.ndarray) -> None:
-        """Add the values of a group; `counted` is bool `[num_microbatches, samples]`.
-
-        Raises PipelineError if only some samples of a microbatch count, and its loss or that of an
-        earlier microbatch is not the loss of its samples.
-        """
+        """Add the values of a group; `counted` is bool `[num_microbatches, samples]`."""
         terms = jax.tree.map(np.asarray, jax.device_get(terms))
         by_replica = counted.reshape(*terms.weights.shape, -1)
         is_whole = np.asarray(by_replica.all(-1))
         is_part = np.asarray(by_replica.any(-1)) & ~is_whole
+        # A fault of an earlier group counts too: the loss is one that samples do not add up to.
         self._fault = self._fault or _fault_of_samples(terms)
         of_microbatches: Any = terms.sums, terms.weights
         self._add(*(each[is_whole] for each in of_microbatches))
@@ -405,14 +383,7 @@ def _measure_log_probs(num_segments: int | None) -> Measure:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How new tokens are sampled.
-
-    Attributes:
-        max_new_tokens: Number of new tokens.
-        temperature: Divisor of the logits before sampling. 0 picks the most likely token.
-        seed: Seed of the sampling.
-        eos_token_id: The token that ends a text. None: no token does.
-    """
+    """How new tokens are sampled; see the arguments of `Engine.generate`."""
 
     max_new_tokens: int
     temperature: float
@@ -422,11 +393,7 @@ class Sampling:
 
 @functools.cache
 def _next_token(length: int) -> Measure:
-    """Return a function that samples the token after one position of each text of `length`.
-
-    Labels are `(positions, (sample, seed, shard, step), temperature)`. Logits may be split over the
-    stages; only the logits of one position are gathered.
-    """
+    """Return a function that samples the token after one position of each text of `length`."""
 
     def measure(logits: Any, labels: Any) -> jax.Array:
         positions, numbers, temperature = labels
@@ -437,6 +404,7 @@ def _next_token(length: int) -> Measure:
                 f"vocab_size], one for each token, but got {shown(logits)}."
             )
         at = logits[jnp.arange(positions.shape[0]), positions]
+        # Logits may be split over the stages; only those of one position are gathered.
         at = put_together(at).astype(jnp.float32)
         is_number = ~jnp.isnan(at).any(-1)
         keys = jax.vmap(_key_of)(numbers)
@@ -524,11 +492,8 @@ def _checked_prompts(
 
 
 def _counted(counts: Sequence[int], shard: int, size: int, num_samples: int) -> np.ndarray:
-    """Return which samples of all processes count: bool `[num_microbatches, num_samples]`.
-
-    `counts` and `shard` belong to this process. `size` is the microbatch size in one process. All
-    processes must call it.
-    """
+    """Return which samples count, bool `[num_microbatches, num_samples]`. All must call it."""
+    # `counts` and `shard` belong to this process, and `size` is the microbatch size in one process.
     rows = gather_numbers([shard, *counts])
     counted = np.zeros((len(counts), num_samples), bool)
     for index, *of_process in rows.tolist():

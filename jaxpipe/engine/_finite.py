@@ -15,17 +15,10 @@ from jaxpipe.state import TrainState
 
 
 class _Step(NamedTuple):
-    """A step that has not been checked.
+    """A step that has not been checked. The arrays are scalars on the devices."""
 
-    Attributes:
-        number: The step, counted from 1.
-        is_bad: Whether it must end training. bool scalar on the devices.
-        loss: Its loss, a scalar on the devices.
-        grad_norm: Its gradient norm, a scalar on the devices.
-    """
-
-    number: int
-    is_bad: Any
+    number: int  # counted from 1
+    is_bad: Any  # whether the step must end training
     loss: Any
     grad_norm: Any
 
@@ -65,10 +58,7 @@ class FiniteWatch:
         self._pending.append(_Step(number, is_bad, metrics["loss"], metrics["grad_norm"]))
 
     def check(self) -> None:
-        """Check the steps whose results have arrived. All processes must call it.
-
-        Raises PipelineError if one of them must end training.
-        """
+        """Check the steps whose results have arrived; may raise PipelineError. All must call it."""
         is_alone = jax.process_count() == 1  # otherwise processes could decide differently
         while self._pending and (
             len(self._pending) > 1 or (is_alone and self._pending[0].is_bad.is_ready())
@@ -76,10 +66,7 @@ class FiniteWatch:
             self._check_first()
 
     def check_all(self) -> None:
-        """Wait for all steps, and check those after which training may continue from the state.
-
-        Raises PipelineError if the norm of one of them was not finite and `nonfinite` is `"stop"`.
-        """
+        """Wait for all steps, and check those after which training may continue from the state."""
         while self._stops and self._pending:
             self._check_first()
 

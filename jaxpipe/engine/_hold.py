@@ -17,19 +17,14 @@ _SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, nam
 
 @contextlib.contextmanager
 def hold_signals() -> Generator[None]:
-    """Run signal handlers after the body instead of within it.
-
-    A step donates the buffers of the old state before it returns the new one. A handler that raises
-    in between, as Python's own handler of Ctrl-C does, would leave the engine without any state.
-    Signals that arrive are delivered at the end of the body, before the caller's next line. Signals
-    that end the process without a handler still do so immediately. The third signal of the same
-    kind is delivered immediately, so that a long body can be interrupted at the cost of the state.
-
-    Python runs handlers only in the main thread, so in other threads nothing is held back.
-    """
+    """Run signal handlers after the body instead of within it, if this is the main thread."""
+    # A step donates the buffers of the old state before it returns the new one. A handler that
+    # raises in between, as Python's own handler of Ctrl-C does, would leave the engine without any
+    # state. Python runs handlers only in the main thread, so in other threads nothing is held back.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    # Signals that end the process without a handler still do so immediately.
     handlers = {
         number: handler for number in _SIGNALS if callable(handler := signal.getsignal(number))
     }
@@ -37,6 +32,7 @@ def hold_signals() -> Generator[None]:
 
     def note(number: int, frame: FrameType | None) -> None:
         received[number] = received.get(number, 0) + 1
+        # So that a long body can be interrupted, at the cost of the state.
         if received[number] == PRESSES:
             del received[number]
             handlers[signal.Signals(number)](number, frame)

@@ -18,11 +18,7 @@ _MOST_ACTIONS = 4096
 def engine_html(
     title: str, module: PipelineModule, pipeline: Pipeline | None, facts: Mapping[str, object]
 ) -> str:
-    """Return HTML with an engine's facts, its layers by stage, and a drawing of its schedule.
-
-    The HTML is self-contained, and nothing is read from the devices. `pipeline` provides the
-    boundaries and the schedule; it is None if they are not known yet. `facts` are values by name.
-    """
+    """Return self-contained HTML: an engine's facts, its layers by stage and its schedule."""
     lines = [
         f"<div><p><b>{html.escape(title)}</b></p>",
         html_table((), [(k, str(v)) for k, v in facts.items()], cell_style=_CELL),
@@ -34,6 +30,7 @@ def engine_html(
             "batch.</p></div>"
         )
         return "\n".join(lines)
+    # Everything is known from shapes: nothing is read from the devices.
     num_params = pipeline.trace.num_params()
     ends = pipeline.ends.layers
     parts = zip(pipeline.parts, pipeline.parts[1:], pipeline.part_stages, strict=False)

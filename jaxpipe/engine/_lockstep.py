@@ -35,14 +35,12 @@ class Lockstep:
     Before they start anything in which all must take part, processes compare whether they have a
     batch, its shapes and the call. They also compare a checksum, because processes that contain
     parts of one replica must supply the same samples, and the settings that the user has changed
-    since the engine was made. `shard` is the data shard that this process supplies.
-
-    Attributes:
-        settings: Values set by calls, by name.
+    since the engine was made.
     """
 
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
+        # Values set by calls, by name.
         self.settings: dict[str, str] = {}
         self._is_alone = False
         """True once it is known that no other process supplies the same shard."""
@@ -50,15 +48,7 @@ class Lockstep:
     def take(
         self, call: str, read: Callable[[], tuple[T, Batch]], *, is_whole: bool = False
     ) -> tuple[T, Batch]:
-        """Take a batch for `call` and return the result of `read`. All processes must call it.
-
-        `read` returns a value and the batch of this process's replicas. With `is_whole`, each
-        process passes the batch of all replicas.
-
-        Raises StopIteration if the data of all processes have ended, and DataError if only some
-        have or the batches do not match. Raises ConfigError if `settings` differ. If `read` raises
-        an error, it is raised here, and an error of the same kind on the other processes.
-        """
+        """Take a batch for `call` and return the result of `read`. All processes must call it."""
         if jax.process_count() == 1:
             return read()
         found: tuple[T, Batch] | None = None
@@ -73,6 +63,7 @@ class Lockstep:
             error = caught
             failure = failure_of(caught)
         form = "" if found is None else f"{call} of {format_struct(struct_of(found[1]))}"
+        # With `is_whole`, each process passes the batch of all replicas.
         shard = 0 if is_whole else self._shard.index
         content = 0 if found is None or (self._is_alone and not is_whole) else _checksum(found[1])
         # One exchange for all questions, because every step waits for it. Text is exchanged only if
@@ -82,6 +73,7 @@ class Lockstep:
             [bool(failure), end is not None, zlib.crc32(form.encode()), content, shard, settings]
         )
         if gathered[:, 0].any():
+            # The other processes raise an error of the same kind.
             raise_on_all(error, gather_texts(failure))
         if len(set(gathered[:, 5].tolist())) > 1:
             repair = (

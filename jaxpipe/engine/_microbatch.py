@@ -88,15 +88,9 @@ class GradientAccumulator:
 def compile_forward(
     pipeline: Pipeline, num_microbatches: int
 ) -> Callable[..., tuple[PyTree, GradientAccumulator, jax.Array]]:
-    """Make the function that a step calls for each of its microbatches.
+    """Return the jitted `forward(state, batch, index)` for one of a step's microbatches.
 
-    The function is `forward(state, batch, index) -> (collections, accumulator, loss)`, jitted.
-    `index` counts the step's microbatches. `pipeline` must have one microbatch.
-
-    Layers see the cotangent of the mean over the step's microbatches, as in a whole batch. If
-    losses are `(sum, weight)`, later microbatches are assumed to have the weight of the current
-    one. This only makes a difference in a layer whose backward is not linear. Raises PipelineError
-    if losses are `(sum, weight)`, layers add losses, and a step has several microbatches.
+    `pipeline` must have one microbatch. Returns `(collections, accumulator, loss)`.
     """
     if num_microbatches > 1:
         _check_aux_losses(pipeline, num_microbatches)
@@ -104,6 +98,9 @@ def compile_forward(
     def jaxpipe_forward_backward(
         state: TrainState, batch: Batch, index: jax.Array
     ) -> tuple[PyTree, GradientAccumulator, jax.Array]:
+        # Layers see the cotangent of the mean over the step's microbatches, as in a whole batch. If
+        # losses are `(sum, weight)`, later microbatches are assumed to have the weight of the
+        # current one. This only makes a difference in a layer whose backward is not linear.
         metrics, gradients, collections = pipeline.partial_gradients(
             state, batch, index, np.int32(num_microbatches)
         )
@@ -116,19 +113,16 @@ def compile_forward(
 def compile_update(
     pipeline: Pipeline,
 ) -> Callable[[TrainState, PyTree, GradientAccumulator], tuple[TrainState, Metrics]]:
-    """Make the function that ends a step: it clips and applies the mean gradient.
-
-    The function is `update(state, collections, accumulator) -> (state, metrics)`, jitted, and
-    donates the state. `collections` are the collections before the step; they are restored if
-    gradients overflow. `pipeline` may be any pipeline whose state has the same structure.
-    """
+    """Return the jitted `update(state, collections, accumulator)`, which donates the state."""
 
     def jaxpipe_update(
         state: TrainState, collections: PyTree, total: GradientAccumulator
     ) -> tuple[TrainState, Metrics]:
         new = state.collections
         metrics, gradients = total.mean()
+        # Any pipeline whose state has the same structure will do.
         state, more = pipeline.update(state, gradients)
+        # If gradients overflow, the collections before the step are restored.
         return dataclasses.replace(state, collections=collections_after(more, collections, new)), {
             **metrics,
             **more,

@@ -12,12 +12,7 @@ from jaxpipe.pipeline import Pipeline, check_opt_state, check_params, read_param
 
 @dataclass(frozen=True)
 class ModelTree:
-    """The tree structure of the user's parameters and collections.
-
-    Attributes:
-        layer: Name of the single layer that is the user's model; its own tree is used. None: the
-            tree of all layers, as `PipelineModule.init` returns it.
-    """
+    """Structure of the user's trees: that of the single layer `layer`, or of all layers if None."""
 
     layer: str | None = None
 
@@ -72,11 +67,7 @@ class ModelTree:
 
 
 def merge_params(present: PyTree, given: PyTree) -> PyTree:
-    """Replace the parameters that `given` has with the same shape, and warn about the others.
-
-    `given` may lack parameters, contain unknown ones, or have different shapes. Raises LayerError
-    if a leaf is not a floating-point array.
-    """
+    """Replace the parameters that `given` has with the same shape, and warn about the others."""
     now = flatten_dict(present)
     new = flatten_dict(read_params(given))
     fits = {

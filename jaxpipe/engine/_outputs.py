@@ -23,13 +23,7 @@ def split_samples(
     labels: PyTree = (),
     call: str = "predict",
 ) -> tuple[Batch, int]:
-    """Split samples into microbatches, and pad the last one with copies of the last sample.
-
-    `inputs`, `labels` and `side` have leaves `[num_samples, ...]`. `size` is the number of samples
-    per microbatch over all replicas. `call` is used in errors. Returns the batch, with leaves
-    `[num_microbatches, size, ...]`, and the number of samples. Raises DataError if there are no
-    samples, the leaves have different numbers of samples, or a leaf is not a numeric array.
-    """
+    """Split `[num_samples, ...]` into `[num_microbatches, size, ...]`, and count the samples."""
     if hasattr(inputs, "__next__"):
         raise DataError(
             f"{call} must be given the inputs of all samples as arrays, but got a "
@@ -69,10 +63,7 @@ def split_samples(
 
 
 def join_samples(outputs: PyTree, num_samples: int, mesh: Mesh) -> PyTree:
-    """Join the outputs of microbatches, on every device.
-
-    Leaves `[num_microbatches, size, ...]` become `[num_samples, ...]`, without the padding.
-    """
+    """Join outputs `[num_microbatches, size, ...]` to `[num_samples, ...]`, on every device."""
     # In a program, because the host cannot slice rows on the devices of other processes.
     return jax.jit(_join, static_argnums=1, out_shardings=NamedSharding(mesh, P()))(
         outputs, num_samples
@@ -84,10 +75,7 @@ def _join(outputs: PyTree, num_samples: int) -> PyTree:
 
 
 def check_outputs(pipeline: Pipeline) -> None:
-    """Raise LayerError if an output leaf of the model has no sample dim.
-
-    The outputs of microbatches could not be joined.
-    """
+    """Raise LayerError if an output leaf has no sample dim, so that outputs cannot be joined."""
     struct: Any = pipeline.trace.boundaries[-1]
     size = jax.tree.leaves(pipeline.microbatch_struct)[0].shape[0]
     if any(leaf.shape[:1] != (size,) for leaf in jax.tree.leaves(struct)):

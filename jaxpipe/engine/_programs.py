@@ -52,15 +52,11 @@ class ProgramCache:
     """Creates and caches pipelines that all share one state structure.
 
     There is one `Pipeline` for each batch shape and number of microbatches. A pipeline traces its
-    layers once, so there is also one for each `jax.default_matmul_precision`. Without `optimizer`,
-    nothing is trained. `replicas` are the replicas whose samples this process supplies.
-    `planned_microbatches` returns the number of microbatches of a training step. Schedule and
-    boundaries are chosen for this number, whatever the first batch has.
+    layers once, so there is also one for each `jax.default_matmul_precision`.
 
     Attributes:
         module: The layers. Once the boundaries are known, they are included.
         latest: The pipeline of the last batch with labels, or of the last batch if none had labels.
-            None before the first batch.
     """
 
     def __init__(
@@ -78,11 +74,14 @@ class ProgramCache:
         self._given = module, config
         self._config = config
         self._recompute = settings_for(config, mesh)
+        # The replicas whose samples this process supplies.
         self._replicas = replicas
         self._num_replicas = num_batch_shards(mesh)
         self._microbatch_size = config.batch_sizes(
             self._num_replicas
         ).train_micro_batch_size_per_gpu
+        # The number of microbatches of a training step. Schedule and boundaries are chosen for it,
+        # whatever the first batch has.
         self._planned_microbatches = planned_microbatches
         self._programs: OrderedDict[Hashable, Pipeline] = OrderedDict()
         self._of_texts: OrderedDict[Hashable, Pipeline] = OrderedDict()
@@ -97,10 +96,7 @@ class ProgramCache:
         return len(self._programs)
 
     def for_batch(self, batch: Batch, num_microbatches: int, **options: Any) -> Pipeline:
-        """Return the pipeline for a batch; see `get`.
-
-        The batch has leaves `[num_microbatches, samples, ...]`.
-        """
+        """Return the pipeline for a batch `[num_microbatches, samples, ...]`; see `get`."""
         return self.get(_entry_of(batch), num_microbatches, **options)
 
     def get(
@@ -115,15 +111,10 @@ class ProgramCache:
     ) -> Pipeline:
         """Return the pipeline for the shapes of an entry, created if the shapes are new.
 
-        `entry` is `(inputs, labels)` or `(inputs, labels, side)` of arrays or shapes, with leaves
-        `[microbatch_size * replicas, ...]` for the replicas of this process, or for all replicas
-        with `is_whole`. Without `has_labels`, the labels are not meant for the model and often
-        empty, and the pipeline only predicts. With `is_text`, it is one of many that `generate`
-        needs, and does not replace others. `microbatch_size` is the number of samples per
-        microbatch and replica. None: the configured number.
-
-        Raises DataError if the leading size is wrong, the structure or dtypes differ from those of
-        the first batch, or the shapes would need another state structure.
+        `entry` has leaves `[microbatch_size * replicas, ...]` for the replicas of this process, or
+        for all with `is_whole`. Without `has_labels`, the labels are not meant for the model and
+        often empty, and the pipeline only predicts. With `is_text`, it is one of many that
+        `generate` needs, and does not replace others.
         """
         struct = self._whole(entry, is_whole, microbatch_size or self._microbatch_size)
         self._check_like(struct, has_labels)

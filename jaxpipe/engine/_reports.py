@@ -24,15 +24,7 @@ RATE = "learning_rate"
 
 
 class Reports:
-    """Hyperparameters, metrics and counts of a training run.
-
-    Values are fetched from the devices only on request. `schedules` are the hyperparameters that
-    follow a schedule.
-
-    Attributes:
-        metrics: Metrics of the last step. None before the first step.
-        evaluation: Result of the last `evaluate` call. None before the first call.
-    """
+    """Hyperparameters, metrics and counts of a training run, fetched from devices on request."""
 
     def __init__(self, trainer: Trainer, schedules: Mapping[str, optax.Schedule]) -> None:
         self._trainer = trainer
@@ -112,15 +104,13 @@ class Reports:
         return self._num_tokens
 
     def start_rates(self) -> dict[str, jax.Array]:
-        """Return the learning rates of the next update, computed asynchronously.
-
-        The name `lr` is DeepSpeed's.
-        """
+        """Return the learning rates of the next update, computed asynchronously."""
         if self._trainer.optimizer is None:
             return {}
         # No need to block: this program has no collectives, so it cannot wait for another program.
         found = self._access_to_state().start_read(self._trainer.state.opt_state)
         rates = {name: value for name, value in found.items() if name.endswith(RATE)}
+        # The name `lr` is DeepSpeed's.
         return {"lr" if name == RATE else name: value for name, value in rates.items()}
 
     def flops_per_sample(self) -> float:

@@ -35,10 +35,8 @@ class RunLog:
         self._clock = None
 
     def start_clock(self) -> None:
-        """Start measuring speed, unless the clock is already running.
-
-        The first batch includes compilation and does not count.
-        """
+        """Start measuring speed, unless the clock is already running."""
+        # At the end of the first batch, which includes compilation and does not count.
         if self._clock is None:
             self._clock = self._now()
 
@@ -80,10 +78,7 @@ class RunLog:
         return None if section is None else as_integer(section.params.get("total_num_steps"))
 
     def show_step(self) -> None:
-        """Wait for the last batch, and show it with the speed since the last line.
-
-        All processes must call it.
-        """
+        """Wait for the last batch, and show it with its speed. All processes must call it."""
         # Waits for the batch and fetches all its metrics in one call.
         metrics = jax.device_get(self._reports.metrics)
         assert metrics is not None, "a step has ended"

@@ -28,7 +28,6 @@ class _Pulled:
     """Entries pulled for a batch that has not run yet.
 
     Attributes:
-        iterator: The iterator they were pulled from.
         state: The iterator's state before the pull. None: it cannot be restored.
         entries: The entries as pulled, and copies of entries that an interrupt left over.
         num_mapped: Number of entries, from the first, that have already been mapped.
@@ -90,10 +89,7 @@ class MicrobatchSource:
         return get_place(self._data_iter if self._trained is None else self._trained)
 
     def position(self) -> dict[str, Any]:
-        """Return the position in the data for a checkpoint: `set_state`'s arguments as JSON.
-
-        Warns, once, if there is no position.
-        """
+        """Return `set_state`'s arguments as JSON; warn once if there is no position."""
         state = self.get_state()
         why = None
         # An iterator that yields a single batch was made for that batch, so the caller knows the
@@ -120,21 +116,16 @@ class MicrobatchSource:
         return {**encoded, "why_none": why}
 
     def set_state(self, state: Any, *, is_own: bool, why_none: str | None = None) -> None:
-        """Resume from an iterator's state in another run.
-
-        `state` is the result of `get_state` in that run, and `is_own` the property's value. Without
-        a state, iterators keep their positions. With `is_own`, the default iterator is set to the
-        state immediately. Otherwise, or if there is no default iterator, the next iterator that
-        training reads is. `why_none` is the reason for a warning that there is no state. None:
-        there is a state, or none is needed. Raises DataError if the default iterator is of another
-        kind.
-        """
+        """Resume from an iterator's state in another run: its `get_state` and `is_own`."""
         if why_none is not None:
             warnings.warn(
                 f"the checkpoint holds no place in the data, because {why_none}: training goes on "
                 f"from the iterator's current position. {_REPAIR}",
                 stacklevel=2,
             )
+        # Without a state, iterators keep their positions. The state is set immediately if the
+        # default iterator is meant and exists; otherwise the next iterator that training reads gets
+        # it.
         waits = state is not None and not (is_own and self._data_iter is not None)
         if state is not None and not waits:
             self._has_moved = True
@@ -175,14 +166,11 @@ class MicrobatchSource:
 
     @contextlib.contextmanager
     def transaction(self) -> Generator[None]:
-        """Undo the body's pulls if an interrupt ends it before `commit` is called.
-
-        An iterator with a state is set back to its earlier position. For any other iterator, the
-        entries are kept for the next batch that is pulled from it. An ordinary error is not an
-        interrupt: its cause, such as an invalid entry, would occur again.
-        """
+        """Undo the body's pulls if an interrupt ends it before `commit` is called."""
         try:
             yield
+        # An ordinary error is not an interrupt: its cause, such as an invalid entry, would occur
+        # again.
         except Exception:
             self.commit()
             raise
@@ -194,6 +182,8 @@ class MicrobatchSource:
                     "microbatches had been pulled. The next batch from the same iterator begins "
                     "with them."
                 )
+            # Without a state to return to, the entries are kept for the next batch from this
+            # iterator.
             if pulled.state is None:
                 pulled.detach()
             else:
@@ -217,18 +207,7 @@ class MicrobatchSource:
         has_labels: bool = True,
         is_training: bool = False,
     ) -> Batch:
-        """Pull a batch with leaves `[num_microbatches, ...]`, as numpy arrays.
-
-        If a batch cannot be completed, the entries pulled for it are lost. A message says how many,
-        and they are not used again. `data_iter=None` reads the default iterator, which is for
-        training. `what` names the batch in messages. Without `has_labels`, the labels of every
-        entry are dropped, whatever they are. With `is_training`, `get_state` returns the state of
-        this iterator.
-
-        Raises StopIteration if the iterator ended in training, with a log line if it ended within a
-        batch, and DataError if it ended in an evaluation. An error of the iterator gets a note that
-        says how many entries had been pulled.
-        """
+        """Pull a batch `[num_microbatches, ...]` of numpy arrays. None: the default iterator."""
         iterator = self._data_iter if data_iter is None else _checked_iterator(data_iter)
         if iterator is None:
             raise PipelineError(
@@ -256,6 +235,7 @@ class MicrobatchSource:
                     if index < pulled.num_mapped
                     else self._mapped(entry, has_labels=has_labels)
                 )
+        # The entries of a batch that cannot be completed are lost. The message says how many.
         except StopIteration as error:
             raise _end_of(
                 iterator, len(stack), num_microbatches, what, is_training=is_training

@@ -20,14 +20,7 @@ _EVALUATION = "Evaluation/Samples/"
 
 
 class Telemetry:
-    """Sends the metrics of each step to the monitors when the devices have computed them.
-
-    `breakdown` receives the duration of calls outside steps. `monitors` are the user's.
-
-    Attributes:
-        is_on: Whether there are or were monitors. It is the same in all processes, because every
-            process takes part in the programs that read the state.
-    """
+    """Sends the metrics of each step to the monitors when the devices have computed them."""
 
     def __init__(
         self, trainer: Trainer, reports: Reports, breakdown: Breakdown, monitors: Sequence[Monitor]
@@ -38,6 +31,8 @@ class Telemetry:
         config = trainer.config
         self._log = MonitorLog(monitors)
         self._speed = _Speed()
+        # The same in all processes, because every process takes part in the programs that read the
+        # state.
         self.is_on = bool(monitors) or asks_for_monitors(config)
 
     def open(self) -> None:
@@ -134,19 +129,13 @@ class Telemetry:
 
 
 class _Speed:
-    """Samples and tokens per second, from the end of one step to the end of the next.
-
-    It is used only by the thread that waits for steps.
-    """
+    """Samples and tokens per second of a step. Used only by the thread that waits for steps."""
 
     def __init__(self) -> None:
         self._last: tuple[int, int | None, float] | None = None
 
     def after(self, num_samples: int, num_tokens: int | None) -> Mapping[str, float]:
-        """Return the speed of the step that has just ended; empty for the first, which compiled.
-
-        The arguments are the samples and tokens trained so far. Tokens are None if not counted.
-        """
+        """Return a step's speed from the totals so far; empty for the first, which compiled."""
         now = time.perf_counter()
         last = self._last
         self._last = (num_samples, num_tokens, now)

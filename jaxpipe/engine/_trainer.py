@@ -29,18 +29,12 @@ from ._programs import ProgramCache, describe_batch
 class Trainer:
     """The single `TrainState` of an engine, its counters, and the programs that run on it.
 
-    Without `optimizer`, nothing is trained. `tree` is the structure of the user's parameters, and
-    thus of `model_parameters`. If `model_parameters` is None, parameters are initialised from
-    `base_seed`. `reporter` receives one line before and one after each compile.
+    Without `optimizer`, nothing is trained. Without `model_parameters`, parameters are initialised
+    from `base_seed`.
 
     Attributes:
-        sizes: Batch sizes.
         num_replicas: Number of replicas: the size of `data`, times that of `fsdp`.
         data_shard: The replicas whose samples this process supplies.
-        programs: One `Pipeline` for each batch shape.
-        compiler: Compiles programs and reports progress lines.
-        watch: Checks that the gradients of past steps were finite.
-        heartbeat: Signals to the launcher that steps finish.
         model_parameters: Initial parameters of all layers, until the state is made from them. None
             afterwards, or if none were given.
         global_steps: Number of batches trained so far.
@@ -103,10 +97,7 @@ class Trainer:
 
     @property
     def state(self) -> TrainState:
-        """The current state, created on first use.
-
-        Raises PipelineError if no shapes are known yet, or the state has been lost.
-        """
+        """The current state, created on first use. Raises PipelineError if it has been lost."""
         if self._state is None:
             pipeline = self.pipeline
             given = self.model_parameters
@@ -148,24 +139,17 @@ class Trainer:
             self.tree.check(self.pipeline, self.model_parameters)
 
     def prepare(self, name: str, function: Callable[..., Any], *args: Any) -> TrainState:
-        """Prepare a call of a program on the state, and return the state to call it with.
-
-        This creates the state, waits for the previous program and compiles the new one. The program
-        is `function(state, *args)`, jitted, and `name` is its name in messages. If it takes a
-        batch, the batch is the first of `args`.
-        """
+        """Wait for the last program and compile `function(state, *args)`; return its state."""
         state = self.state
         self.block_until_ready()
+        # A batch is the first argument after the state.
         is_batch = bool(args) and isinstance(args[0], Batch)
         describe = functools.partial(describe_batch, args[0]) if is_batch else str
         self.compiler.compile(function, (state, *args), name, describe)
         return state
 
     def launch(self, function: Callable[..., Any], state: TrainState, *args: Any) -> Any:
-        """Call a program that has been prepared.
-
-        If it donates the state's buffers, signals must be held.
-        """
+        """Call a prepared program. If it donates the state's buffers, signals must be held."""
         results = function(state, *args)
         # The last leaf is never part of the state, whose buffers will be donated.
         self.note_in_flight(jax.tree.leaves(results)[-1])
@@ -178,10 +162,7 @@ class Trainer:
         *args: Any,
         chosen: Callable[[], TrainState] | None = None,
     ) -> Any:
-        """Prepare and call a program that does not change the state.
-
-        `chosen` returns the state to run it on instead of the current one.
-        """
+        """Prepare and call a program on the state, or on `chosen()`, without changing it."""
         state = self.prepare(name, function, *args)
         return self.launch(function, chosen() if chosen else state, *args)
 
@@ -201,22 +182,17 @@ class Trainer:
         self.heartbeat.note(result, f"on {self._place} at global_steps={self.global_steps}")
 
     def block_until_ready(self) -> None:
-        """On simulated devices, wait for the program in flight before the next one starts.
-
-        Simulated devices share one thread pool, and a collective blocks its thread until all
-        devices have joined. Two programs in flight could block all threads and deadlock.
-        """
+        """On simulated devices, wait for the program in flight before the next one starts."""
+        # Simulated devices share one thread pool, and a collective blocks its thread until all
+        # devices have joined. Two programs in flight could block all threads and deadlock.
         if self.mesh.devices.flat[0].platform == "cpu":
             jax.block_until_ready(self._in_flight)
 
     def build_for(self, batch: Any) -> Callable[[], None]:
-        """Build the pipeline for a microbatch of another run, unless shapes are known.
-
-        `batch` is `(inputs, labels, side)` with shapes and dtypes, or None if they are not known.
-        Returns a function that undoes the build.
-        """
+        """Build the pipeline for an entry of another run, if shapes are new; return its undo."""
         if self.programs.latest is not None:
             return lambda: None
+        # None: the other run did not store its shapes.
         if batch is not None:
             batch = split_entry(batch, "the checkpoint's batch")
             size = self.sizes.train_micro_batch_size_per_gpu * len(self.data_shard.replicas)

@@ -16,20 +16,14 @@ T = TypeVar("T")
 
 
 class Turn:
-    """A re-entrant lock of an engine, for one thread at a time.
-
-    A second thread gets an error instead of blocking. With several processes, all must make their
-    calls in the same order, which a lock within one process cannot ensure.
-
-    Attributes:
-        users_mesh: Makes a context with the mesh that was set around the call, for the user's own
-            code, which the engine leaves.
-    """
+    """A re-entrant lock of an engine: a call in a second thread raises an error."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._depth = 0
         self._holder = ("", "")
+        # Makes a context with the mesh that was set around the call, for the user's own code: the
+        # engine itself leaves that mesh.
         self.users_mesh: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         self._readers: list[str] = []
         """Calls in progress that use one state from their beginning to their end."""
@@ -41,11 +35,7 @@ class Turn:
 
     @contextlib.contextmanager
     def of(self, call: str, *, reads: bool = False, replaces: bool = False) -> Generator[None]:
-        """Make a call that may read one state from its beginning to its end, or replace it.
-
-        Raises PipelineError if another thread is in a call, or if the call replaces the state that
-        a call in progress reads.
-        """
+        """Make a call that may read one state from its beginning to its end, or replace it."""
         self._take(call)
         try:
             if replaces and self._readers:
@@ -68,6 +58,8 @@ class Turn:
 
     def _take(self, call: str) -> None:
         name = threading.current_thread().name
+        # An error instead of blocking: with several processes, all must make their calls in the
+        # same order, which a lock within one process cannot ensure.
         if not self._lock.acquire(blocking=False):
             holder, running = self._holder
             raise PipelineError(
@@ -110,20 +102,16 @@ R = TypeVar("R")
 
 
 def one_thread(method: Callable[Concatenate[Self, P], R]) -> Callable[Concatenate[Self, P], R]:
-    """Make a method raise an error while another thread is in a method decorated like it.
-
-    Use it, or one of the two below, for methods that read or replace the state. Steps donate the
-    buffers of their state, so a second thread would see a deleted state, or start a program while
-    another one uses the same devices.
-    """
+    """Make a method raise an error while another thread is in a method decorated like it."""
+    # Every method that reads or replaces the state needs it, or one of the two below. Steps donate
+    # the buffers of their state, so a second thread would see a deleted state, or start a program
+    # while another one uses the same devices.
     return _guarded(method)
 
 
 def reads_state(method: Callable[Concatenate[Self, P], R]) -> Callable[Concatenate[Self, P], R]:
-    """Like `one_thread`, for a method that runs several programs on one state.
-
-    Meanwhile no method decorated with `replaces_state` may be called, which a loader could do.
-    """
+    """Like `one_thread`, for a method that runs several programs on one state."""
+    # Meanwhile a loader, for one, could call a method that replaces the state.
     return _guarded(method, reads=True)
 
 

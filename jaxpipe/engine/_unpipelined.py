@@ -30,11 +30,7 @@ from ._turn import one_thread, replaces_state
 
 
 def as_one_stage(model: Any, loss_fn: Callable[[PyTree, PyTree], Any] | None) -> PipelineModule:
-    """Wrap a plain model in a `PipelineModule` of one layer.
-
-    `model` is a Linen module, a `LayerSpec` of a Linen or NNX class, or a function of the inputs.
-    Without `loss_fn`, its output is the loss.
-    """
+    """Wrap a plain model in a `PipelineModule`; without `loss_fn`, its output is the loss."""
     if isinstance(model, TiedLayerSpec) or not (
         isinstance(model, (nn.Module, nnx.Module, LayerSpec)) or callable(model)
     ):
@@ -47,10 +43,7 @@ def as_one_stage(model: Any, loss_fn: Callable[[PyTree, PyTree], Any] | None) ->
 
 
 def further_inputs(model: Any) -> tuple[str, ...]:
-    """Return the names of a plain model's positional arguments after the first.
-
-    `model` is as for `as_one_stage`. The result is empty if the call has no signature.
-    """
+    """Return the names of a model's positional arguments after the first; empty if unknown."""
     is_class = isinstance(model, LayerSpec) and isinstance(model.typename, type)
     call = (
         model.typename.__call__
@@ -71,10 +64,9 @@ class _OpenBatch:
     """Microbatches that `forward`, `backward` and `step` have trained since the last update.
 
     Attributes:
-        index: Index of the current microbatch in its batch.
         pending: Loss and gradients of the last forward, and the number of samples by which its
             microbatch is smaller than a full one. None: no forward is pending.
-        total: Gradients that backward has accumulated. None: none yet.
+        total: Gradients that backward has accumulated.
         awaits_step: True if a backward has not been followed by its step.
         collections: Collections before the first forward.
         missing: Number of samples by which the microbatches are smaller than full ones.
@@ -360,10 +352,7 @@ class UnpipelinedEngine(Engine):
         self._batch = _OpenBatch()
 
     def _size_of(self, inputs: PyTree) -> int:
-        """Return the samples per replica in a microbatch `[1, samples, ...]`.
-
-        There may be fewer than configured.
-        """
+        """Return the samples per replica of `[1, samples, ...]`, at most as configured."""
         num_replicas = len(self.data_shard.replicas)
         shapes = [leaf.shape for leaf in jax.tree.leaves(inputs)]
         num_samples = shapes[0][1] if shapes and len(shapes[0]) > 1 else 0

@@ -23,7 +23,6 @@ class Action(NamedTuple):
     """An action of a device: what it computes, and where it writes the result.
 
     Attributes:
-        plan: How the action runs in these ticks.
         now: Reads the microbatch and the chunk from a tick's row.
         functions: The computations, one for each kind in the plan, called with `(virtual stage,
             carry, row, values)`. All return trees with the same structure, shapes and dtypes.
@@ -51,14 +50,11 @@ def run_action(
     values: PyTree = None,
     nothing: PyTree = None,
 ) -> tuple[Any, Any]:
-    """Run an action in a tick, or its replacement where the stage is idle.
-
-    The functions and `write` must depend on the tick only through their arguments. `values` are the
-    action's further inputs. `nothing` replaces the values for the other actions where the action is
-    a loop that runs zero times. Returns the next carry and the values for the tick's other actions.
-    """
+    """Run a tick's action, or its replacement if idle; return the carry and values for others."""
     idle = action.plan.idle
 
+    # Functions and `write` must depend on the tick only through their arguments: in a loop,
+    # anything else would be computed outside it.
     def act(carry: Any, row: Row, values: PyTree) -> tuple[Any, Any]:
         which, branches = _branches(action, stage, placement, carry, row, values)
         is_busy = action.now(row).microbatch >= 0
@@ -82,6 +78,7 @@ def run_action(
         read, zero, _ = jax.lax.optimization_barrier((values, jnp.int32(0), number))
         return act(before[0], jax.tree.map(lambda entry: entry + zero, row), read)
 
+    # `nothing` replaces the values for the other actions where the loop runs zero times.
     return once(action.now(row).microbatch >= 0, one_round, (carry, nothing))
 
 
@@ -110,10 +107,8 @@ def _branches(
 
 
 def run_on_all_stages(idle: Idle, microbatch: jax.Array, compute: Callable[[], PyTree]) -> PyTree:
-    """Run a computation that all stages run together, or treat it as idle if the microbatch is -1.
-
-    The computation may contain collectives over the stages: all stages take the same branch.
-    """
+    """Run a computation on all stages together, or treat it as idle if the microbatch is -1."""
     if idle in (Idle.NEVER, Idle.COMPUTE):
         return compute()
+    # The computation may contain collectives over the stages: all stages take the same branch.
     return run_or_zeros(jnp.where(microbatch >= 0, 0, -1), [compute])

@@ -70,11 +70,11 @@ class DeviceBatch:
     ) -> Microbatch:
         """Return the data of a tick's actions; index -1 (idle) gives microbatch 0.
 
-        The result combines three microbatches: the inputs of the one that enters the model, the
-        labels of the one that reaches the loss, and the context of microbatch `index`. All stages
-        must call this together with the same `input_index` and `loss_index`, because it gathers
-        shards.
+        All stages must call this together with the same `input_index` and `loss_index`, because it
+        gathers shards.
         """
+        # Three microbatches: the one that enters the model, the one that reaches the loss, and the
+        # one whose context the action uses.
         return Microbatch(self.inputs(input_index), self.labels(loss_index), self.context(index))
 
     def context(self, index: jax.Array) -> tuple[jax.Array, PyTree]:
@@ -130,45 +130,36 @@ def microbatch_key(
 
 
 def batch_shard_dims(struct: Batch, num_microbatches: int, num_stages: int) -> Batch:
-    """Choose the leaves of a batch to shard over the stages: those of at least `LARGE` bytes.
-
-    Each large leaf of inputs and labels gets the first dim of a microbatch that is divisible by
-    `num_stages`, or `WHOLE`. Side inputs are `WHOLE`, because in a tick each stage reads the side
-    inputs of another microbatch, so there is no common one to gather. `struct` is one microbatch of
-    one replica.
-    """
+    """Choose the dim along which each leaf of a batch is sharded over the stages, or `WHOLE`."""
 
     def choose(leaf: Any) -> int:
+        # `struct` is one microbatch of one replica.
         is_large = math.prod(leaf.shape) * leaf.dtype.itemsize * num_microbatches >= LARGE
         if num_stages == 1 or not is_large:
             return WHOLE
         return next((d for d, n in enumerate(leaf.shape) if n and n % num_stages == 0), WHOLE)
 
     inputs, labels = jax.tree.map(choose, (struct.inputs, struct.labels))
+    # Side inputs are whole: in a tick each stage reads those of another microbatch, so there is no
+    # common one to gather.
     return Batch(inputs, labels, jax.tree.map(lambda _: WHOLE, struct.side))
 
 
 def batch_spec(dim: int) -> P:
-    """Return the sharding of a leaf `[num_microbatches, microbatch_size * replicas, ...]`.
-
-    `dim` is the dim of a microbatch that is sharded over the stages, or `WHOLE`.
-    """
+    """Return the sharding of `[num_microbatches, microbatch_size * replicas, ...]` by `dim`."""
     if dim == WHOLE:
         return P(None, "data")
     return P(None, ("data", "stage")) if dim == 0 else P(None, "data", *[None] * (dim - 1), "stage")
 
 
 def samples_spec(leaf: Any, mesh: AbstractMesh, axes: Sequence[str] = (FSDP,)) -> P:
-    """Return the sharding of a microbatch over automatic axes.
-
-    The samples are divided over `axes`, such as `ModelTrace.sample_axes`, as far as their number is
-    divisible, and the positions of `[samples, positions, ...]` over `sequence` where theirs is.
-    """
+    """Return the sharding of a microbatch `[samples, positions, ...]` over automatic axes."""
     # Integer leaves are small and are not divided: XLA (JAX 0.10) aborts ("Check failed:
     # partition_group_list.num_replica_groups()") at a lookup with divided indices in a table that
     # is divided over another axis.
     if not jnp.issubdtype(leaf.dtype, jnp.inexact):
         return P()
+    # Each dim is divided as far as its size is divisible.
     samples = axes_dividing(mesh, leaf.shape[0], *axes) if leaf.ndim else None
     positions = axes_dividing(mesh, leaf.shape[1], SEQUENCE) if leaf.ndim >= 3 else None
     return P(samples, positions) if positions else P(samples) if samples else P()

@@ -12,16 +12,11 @@ from jaxpipe.state import ModelCollections, ModelParams
 
 @dataclass(frozen=True)
 class Blueprint:
-    """A model that is cut into virtual stages.
+    """A model that is cut into virtual stages, which are counted from the model's input.
 
     Attributes:
-        module: The model.
-        trace: The shapes of the model.
         signatures: A value per layer, equal for layers that run the same program.
-        cuts: The virtual stages, counted from the model's input.
-        placement: The stage and chunk of each virtual stage.
         params: The layout of the parameters, in the dtype that the layers compute in.
-        collections: The layout of the layers' collections.
         context: Shapes and dtypes of a microbatch's key and side inputs.
     """
 

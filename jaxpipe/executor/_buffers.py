@@ -56,10 +56,8 @@ def run_or_zeros(which: jax.Array, branches: Sequence[Callable[[], PyTree]]) -> 
 
 
 def once(predicate: jax.Array, function: Callable[[Any, PyTree], PyTree], value: PyTree) -> PyTree:
-    """Return `function(0, value)` if the predicate is true, else the value.
-
-    This is a loop that runs zero or one time and writes its result in place.
-    """
+    """Return `function(0, value)` if the predicate is true, else the value."""
+    # A loop that runs zero or one time writes its result in place.
     return jax.lax.fori_loop(0, predicate.astype(jnp.int32), function, value)
 
 

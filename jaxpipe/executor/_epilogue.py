@@ -15,18 +15,12 @@ from ._segment import Segment
 
 
 class Epilogue:
-    """The loss of one microbatch and its gradients, without residuals: no ring holds the logits.
-
-    `activations` is the common form of the outputs of virtual stages, and `gradients` the common
-    form of their gradients.
-
-    Attributes:
-        aux: The values that the layers report.
-    """
+    """The loss of one microbatch and its gradients, without residuals: no ring holds the logits."""
 
     def __init__(self, blueprint: Blueprint, activations: Packing, gradients: Packing) -> None:
         self._module = blueprint.module
         self._last = len(blueprint.cuts) - 1
+        # The common forms of the outputs of virtual stages, and of their gradients.
         self._activations = activations
         self._gradients = gradients
         self._segment = Segment(blueprint, self._last, [cut.epilogue for cut in blueprint.cuts])
@@ -48,11 +42,7 @@ class Epilogue:
         batch: Microbatch,
         cotangents: tuple[jax.Array, jax.Array],
     ) -> LossResult:
-        """Compute the loss of one microbatch and its gradients, from the trunk's packed output.
-
-        The loss and the losses that layers report are multiplied by `cotangents` before they are
-        differentiated.
-        """
+        """Compute a microbatch's loss and its gradients, from the trunk's packed output."""
         segment = self._segment
         inputs = self._activations.unpack(self._last, output)
         full_context = (0, *batch.context, segment.collections(collections))

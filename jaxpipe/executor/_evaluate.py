@@ -21,12 +21,7 @@ Measure = Callable[[PyTree, PyTree], PyTree]
 
 
 class EvaluateCarry(NamedTuple):
-    """Carry of a device from tick to tick.
-
-    Attributes:
-        activations: Buffers of the activations between stages.
-        results: The measured values, `[num_microbatches, ...]`.
-    """
+    """Carry of a device from tick to tick; `results` are `[num_microbatches, ...]`."""
 
     activations: TransferBuffers[PyTree]
     results: PyTree
@@ -36,11 +31,7 @@ class EvaluateLoop(TickLoop):
     """A forward-only tick program, bound to the computations of a model's stages."""
 
     def run(self, device: Device, measure: Measure) -> PyTree:
-        """Run the program and measure each microbatch on the stage of the last virtual stage.
-
-        Returns leaves `[num_microbatches, ...]`, which are zero on the other stages. If the last
-        layers are vocabulary-parallel, all stages compute the measurement.
-        """
+        """Return each microbatch's measurement, `[num_microbatches, ...]`, zero on other stages."""
 
         # Only traced for shapes, so it may use a microbatch index that does not exist.
         def start() -> PyTree:

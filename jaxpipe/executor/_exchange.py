@@ -19,8 +19,7 @@ class Channel:
     is sent at the beginning of the next tick. The same holds on GPU for schedules that send both
     ways and run forwards and backwards on different stages.
 
-    `depth` is the number of slots of each buffer. `unbuffered` marks the buffers that the tick
-    program does not need.
+    `depth` is the number of slots of each buffer. `unbuffered` marks those that are not needed.
     """
 
     def __init__(

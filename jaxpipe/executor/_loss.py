@@ -37,13 +37,8 @@ class SampleTerms(NamedTuple):
 class Objective:
     """Loss of a batch: the mean over microbatches and replicas, or a weighted mean.
 
-    A weighted mean is the sum of the losses divided by the sum of their weights. `outputs` and
-    `labels` are the shapes and dtypes of a microbatch, `num_terms` is the number of microbatches
-    times replicas. Raises LayerError if the loss is not a scalar, or if its weight depends on the
-    model's output.
-
-    Attributes:
-        metric_names: Names of the metrics that `loss_fn` returns, in order.
+    A weighted mean is the sum of the losses divided by the sum of their weights. `num_terms` is the
+    number of microbatches times replicas.
     """
 
     def __init__(
@@ -55,6 +50,7 @@ class Objective:
         closed, terms = jax.make_jaxpr(module.loss_terms, return_shape=True)(outputs, labels)
         check_held("loss_fn", closed)
         self.is_weighted = terms.weight is not None
+        # In the order of the values that `measure` returns after the loss.
         self.metric_names = tuple(sorted(terms.metrics))
         if self.is_weighted:
             # The divisor is needed before the first loss, so weights are computed in advance, from
@@ -71,10 +67,7 @@ class Objective:
                 )
 
     def divisor(self, labels: Callable[[jax.Array], PyTree], num_microbatches: int) -> jax.Array:
-        """Compute the divisor of the sum of all losses, `float32[]`, equal on all devices.
-
-        Must be called inside `shard_map`. `labels` returns this replica's labels of a microbatch.
-        """
+        """Compute the divisor of the sum of all losses, `float32[]`. Must be in `shard_map`."""
         if not self.is_weighted:
             return jnp.float32(self.num_terms)
         # The outputs are replaced by zeros: the weight does not depend on them, so XLA removes all
@@ -120,12 +113,10 @@ def loss_divisor(weight: jax.Array) -> jax.Array:
 def gather_values(
     values: jax.Array, names: Sequence[Sequence[tuple[str, str]]], divisor: Any
 ) -> dict[str, dict[str, jax.Array]]:
-    """Gather the values that the layers of all stages report, on every device.
-
-    `values` are this stage's sums over microbatches, `float32[n]`. `names` has the kind and name
-    of each value of each stage, empty for padding. `divisor` is the number of microbatches times
-    replicas. Returns `{"losses": {name: mean}, "metrics": {name: mean}}`.
-    """
+    """Return `{"losses": {name: mean}, "metrics": {name: mean}}` of all stages, on every device."""
+    # `values` are this stage's sums over microbatches, `float32[n]`. `names` has the kind and name
+    # of each value of each stage, empty for padding. `divisor` is the number of microbatches times
+    # replicas.
     found: dict[str, dict[str, jax.Array]] = {"losses": {}, "metrics": {}}
     if values.shape[0] == 0:
         return found

@@ -59,10 +59,7 @@ class Packing:
         )
 
     def constrain(self, tree: PyTree, num_lead: int = 0) -> PyTree:
-        """Shard a tree in common form over automatic axes like its members.
-
-        Its leaves have `num_lead` leading dims, such as a ring's slots.
-        """
+        """Shard a tree in common form like its members, after `num_lead` dims, as in a ring."""
         if self._spec is None:
             return tree
         return jax.tree.map(

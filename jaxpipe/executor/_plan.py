@@ -22,7 +22,6 @@ class Plan:
 
     Attributes:
         config: The configuration, with the schedule and the skipping of idle actions decided.
-        schedule: The training schedule's class.
         program: The lowered schedule, with the stage and chunk of each virtual stage and the plan
             of each run of ticks.
         idle: The idle policy of these plans.

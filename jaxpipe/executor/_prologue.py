@@ -33,12 +33,9 @@ class Prologue:
     `arriving` is the common form of the outputs of virtual stages. `leaving` is the common form of
     the prologues' outputs, or `arriving` if there is no trunk. Member v belongs to virtual stage v.
     `gradients` are the members of the common form of gradients: one for the output of each virtual
-    stage, and one more for the input of the first, if it has a gradient. With `split` the split
-    backward is built too.
+    stage, and one more for the input of the first, if it has a gradient.
 
     Attributes:
-        aux: The values that the prologue of each virtual stage reports.
-        num_reported: Length of the vector of reported values.
         residuals: Shapes and dtypes of the residuals from `forward` to `backward`, in common form.
         pending: Shapes and dtypes of the values that a split backward keeps for the weight
             gradient, in common form.
@@ -138,10 +135,7 @@ class Prologue:
         *,
         split: bool,
     ) -> BackwardResult:
-        """Run the backward, with all results in common form.
-
-        A split backward leaves the gradients that can wait to `backward_weight`.
-        """
+        """Run the backward, with `split` without gradients that can wait, in common form."""
         gives = self._has_immediate or not split
         if self._is_empty:
             off_trunk = self._programs[0].off_trunk({}) if gives else None
@@ -214,10 +208,7 @@ class Prologue:
         )
 
     def _sharing_key(self, segment: Segment) -> Any:
-        """Return a value that is equal for virtual stages that can share a branch.
-
-        They have equal layers, with parameters in the same slots.
-        """
+        """Return a value that is equal for equal layers with parameters in the same slots."""
         v = segment.virtual_stage
         stage = segment.stage
         layers = segment.layers

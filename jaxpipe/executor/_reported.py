@@ -14,8 +14,6 @@ _KINDS = ("losses", "metrics")
 class ReportedValues:
     """Scalars that some layers report, as one vector.
 
-    `layers` are all layers of the model. `indices` select some of them, in order.
-
     Attributes:
         names: `("losses" or "metrics", "layer/name")` of each slot.
         has_losses: Whether any slot is added to the loss.
@@ -33,11 +31,8 @@ class ReportedValues:
         self.has_losses = any(kind == "losses" for kind, _ in self.names)
 
     def collect(self, reported: Sequence[PyTree], size: int) -> tuple[jax.Array, jax.Array]:
-        """Return the sum of the reported losses, and all reported values as `float32[size]`.
-
-        `reported` has `{"losses": {...}, "metrics": {...}}` for each layer. `size` is at least the
-        number of slots.
-        """
+        """Return the sum of the layers' losses, and all reported values as `float32[size]`."""
+        # `reported` has `{"losses": {...}, "metrics": {...}}` for each layer.
         values = [
             aux[kind][name]
             for aux in reported

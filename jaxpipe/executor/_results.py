@@ -8,14 +8,7 @@ from jaxpipe._typing import PyTree
 
 
 class ForwardResult(NamedTuple):
-    """Result of a forward in training.
-
-    Attributes:
-        output: The output.
-        residuals: The values that the backward needs.
-        collections: The collections after the forward.
-        reported: The values that the layers report.
-    """
+    """Result of a forward in training; `residuals` are the values that the backward needs."""
 
     output: PyTree
     residuals: PyTree
@@ -65,7 +58,6 @@ class LossResult(NamedTuple):
         grads: Gradients of the trained parameters.
         output_grad: Gradient of the last virtual stage's output, in common form.
         collections: The stage's collections afterwards.
-        reported: The values that the layers report.
     """
 
     sums: jax.Array

@@ -30,10 +30,8 @@ class Segment:
     parameters. `split` means that the schedule has split backwards.
 
     Attributes:
-        stage: The stage of the virtual stage.
         names: Names of the layers' parameters.
         frozen: Names of the parameters that have no gradient.
-        aux: The values that the layers report.
         num_reported: Length of the vector of reported values, the largest of all virtual stages.
     """
 
@@ -144,10 +142,7 @@ class Segment:
     def _reduced_in_turns(
         self,
     ) -> tuple[list[list[int]], Callable[[int, jax.Array], jax.Array] | None]:
-        """For each layer the parameters whose gradients are divided over `fsdp` again.
-
-        They are indices among all leaves. The function divides such a gradient.
-        """
+        """Per layer the leaves whose gradients are divided over `fsdp` again, and the division."""
         params = self._blueprint.params
         whole = self._specs_in(params.gathered)
         divided = self._specs_in(params.grad_layout)
@@ -175,10 +170,8 @@ class Segment:
         return [] if self.split is None else self.split.pending
 
     def serve(self, virtual_stage: int, layers: range) -> None:
-        """Let another virtual stage run this program for its own, equal layers.
-
-        Profiles name those layers too.
-        """
+        """Let another virtual stage run this program for its own, equal layers."""
+        # Profiles name those layers too.
         self._serves[virtual_stage] = layers
 
     def take(self, storage: Storage) -> dict[str, jax.Array]:
@@ -235,10 +228,8 @@ class Segment:
     def run(
         self, params: PyTree, inputs: PyTree, context: tuple[Any, ...], *, train: bool
     ) -> tuple[PyTree, Sequence[tuple[Any, ...]]]:
-        """Run the layers. Returns the outputs, and per layer its collections and reported values.
-
-        `params` are prepared. `context` is `(offset, key, side inputs, collections)`.
-        """
+        """Run the layers; return the outputs, and each layer's collections and reported values."""
+        # `params` are prepared.
         module = self._blueprint.module
         (offset, key, side, collections) = context
         if not self._scan:
@@ -304,12 +295,7 @@ class Segment:
         return self.split.backward_weight(params, residuals, pending)
 
     def off_trunk(self, grads: Mapping[str, jax.Array | None]) -> Storage:
-        """Convert gradients to the form in which a stage sums its gradients off the trunk.
-
-        Missing gradients become zeros. Packed gradients keep the dtype that their layers compute
-        in, if all gradients of a buffer share it: float32 sums are twice as wide as bfloat16
-        gradients.
-        """
+        """Convert gradients to the form of a stage's sums off the trunk; missing ones are zeros."""
         params = self._blueprint.params
         # First whole along `fsdp`, then divided: to reshard from another axis to `fsdp`, XLA would
         # move slices between devices, here inside a branch.
@@ -329,6 +315,8 @@ class Segment:
             for name, like in layout.stacked.items()
             if name in params.stacked_off_trunk
         }
+        # Packed gradients keep the dtype that their layers compute in, if all gradients of a buffer
+        # share it: float32 sums are twice as wide as bfloat16 gradients.
         return Storage(layout.pack_buffers(self.stage, given, params.grad_dtypes), common)
 
     def _label(self, start: int, stop: int | None, step: int = 1) -> str:

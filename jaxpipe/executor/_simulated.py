@@ -73,11 +73,7 @@ def _stages_share_process(mesh: Mesh) -> bool:
 
 
 def check_branches(text: str) -> None:
-    """Raise LayerError for a compiled program that would deadlock.
-
-    A program deadlocks if it moves slices from device to device inside a branch. `text` is the
-    result of `jax.stages.Compiled.as_text`.
-    """
+    """Raise LayerError if a compiled program moves slices in a branch, where it would deadlock."""
     computations = _computations(text)
     # Collect all computations called from a branch: a loop inside a branch is part of the branch.
     inside: set[str] = set()
@@ -134,15 +130,13 @@ def compile_program(
     *args: Any,
     when_lowered: Callable[[jax.stages.Lowered], object] = lambda lowered: None,
 ) -> jax.stages.Compiled:
-    """Compile a jitted function in advance, so that its next call finds the program in memory.
-
-    Programs for several CPU devices bypass JAX's cache on disk. `args` may be shapes and dtypes
-    with shardings; the first leaf determines the devices. `when_lowered` is called before the
-    program is compiled, and its exceptions are propagated.
-    """
+    """Compile a jitted function in advance, so that its next call finds the program in memory."""
+    # `args` may be shapes and dtypes with shardings; the first leaf determines the devices.
     sharding = getattr(jax.tree.leaves(args)[0], "sharding", None)
     devices = () if sharding is None else sharding.device_set
     are_simulated = len(devices) > 1 and next(iter(devices)).platform == "cpu"
+    # A program from the cache on disk may deadlock on several CPU devices: see the top of this
+    # file.
     with without_cache() if are_simulated else contextlib.nullcontext():
         lowered = function.lower(*args)
         when_lowered(lowered)
@@ -163,10 +157,8 @@ _ONE_AT_A_TIME = threading.RLock()
 
 @contextlib.contextmanager
 def without_cache() -> Generator[None]:
-    """Disable JAX's persistent compilation cache inside the context.
-
-    Also used for devices that do not exist on this machine, which cannot read the cache.
-    """
+    """Disable JAX's persistent compilation cache inside the context."""
+    # Also needed for devices that do not exist on this machine, which cannot read the cache.
     with _ONE_AT_A_TIME:
         settings: dict[str, Any] = jax.config.values
         if not (settings["jax_enable_compilation_cache"] and settings["jax_compilation_cache_dir"]):

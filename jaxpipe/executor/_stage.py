@@ -34,12 +34,7 @@ from ._vocab_parallel import VocabInput, VocabLoss
 
 
 class Weights(NamedTuple):
-    """A device's parameters in the dtype that the layers compute in.
-
-    Attributes:
-        storage: All parameters.
-        trunk: The trunk's parameters, as `Trunk.prepare` returns them.
-    """
+    """A device's parameters in the layers' compute dtype: all, and the trunk's as prepared."""
 
     storage: PyTree
     trunk: PyTree
@@ -55,7 +50,6 @@ class Stage:
 
     Attributes:
         last: The last virtual stage; 0 if there is only one.
-        sample_axes: The automatic axes that may divide samples.
         vocab_input: The vocabulary-parallel layers before the first virtual stage, or None.
         vocab_loss: The vocabulary-parallel layers after the last virtual stage and the loss, or
             None.
@@ -143,10 +137,7 @@ class Stage:
 
     @property
     def aux_names(self) -> list[list[tuple[str, str]]]:
-        """Kind and name of each value that each stage reports.
-
-        The order is the prologue (padded) and the trunk of each chunk, then the epilogue.
-        """
+        """Kind and name of each stage's reported values: of all chunks, then of the epilogue."""
         names = []
         for s, chunks in enumerate(self.placement.virtual):
             of_stage: list[tuple[str, str]] = []
@@ -193,11 +184,7 @@ class Stage:
         *,
         split: bool,
     ) -> StageBackwardResult:
-        """Run the backward of trunk and prologue from the output's gradient, in common form.
-
-        A split backward leaves the weight gradients to `backward_weight`, except those that the
-        input gradient computes anyway.
-        """
+        """Run the backward of trunk and prologue from the output's gradient, in common form."""
         of_prologue, of_trunk = residuals
         if not (self.trunk.is_empty or self.gradients.is_identity):
             # Only the input of the first virtual stage differs: all trunks' outputs are alike.
@@ -208,18 +195,18 @@ class Stage:
         prologue = self.prologue.backward(
             at, weights.storage, of_prologue, trunk.input_grad, reported_cotangent, split=split
         )
+        # A split backward has left the weight gradients to `backward_weight`, except those that the
+        # input gradient computes anyway.
         pending = prologue.pending, trunk.pending
         return StageBackwardResult(trunk.grads, prologue.grads, prologue.input_grad, pending)
 
     def backward_weight(
         self, at: VirtualStage, weights: Weights, residuals: PyTree, pending: PyTree
     ) -> tuple[PyTree, PyTree]:
-        """Compute the gradients that a split backward left, for the trunk and other parameters.
-
-        Gradients that the split backward computed are None or zero. The second tree is None if the
-        split backward computed all of its gradients.
-        """
+        """Compute the gradients that a split backward left, for the trunk and other parameters."""
         trunk = self.trunk.backward_weight(at, weights.trunk, residuals[1], pending[1])
+        # None: the split backward computed all gradients off the trunk. In the trees, those that it
+        # computed are None or zero.
         if not self.prologue.has_deferred:
             return trunk, None
         return trunk, self.prologue.backward_weight(at, weights.storage, residuals[0], pending[0])
@@ -268,13 +255,11 @@ class Stage:
 
 
 def boundary_specs(module: PipelineModule, trace: ModelTrace, stops: Sequence[int]) -> list[PyTree]:
-    """Find the shardings of boundaries over automatic axes.
+    """Return shardings of boundaries over automatic axes; a stop counts the layers before it."""
 
-    A boundary is sharded as the layer before it constrains its output. A value that no layer
-    constrains is not sharded, except as `samples_spec` says. Otherwise XLA might shard it
-    differently on neighbouring stages. A boundary is given as the number of layers before it.
-    """
-
+    # A boundary is sharded as the layer before it constrains its output. A value that no layer
+    # constrains is not sharded, except as `samples_spec` says. Otherwise XLA might shard it
+    # differently on neighbouring stages.
     def specs(stop: int) -> PyTree:
         struct = trace.boundaries[stop]
         # No layer constrains the model's inputs, and without automatic axes nothing is sharded.

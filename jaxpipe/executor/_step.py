@@ -42,8 +42,7 @@ class DevicePrograms:
     """The functions of one device, inside `shard_map`.
 
     States and batches are passed with their rows, the first dim of each array, which these
-    functions drop. `config` is read for clipping and the loss scale. `shard_dims` has the dim along
-    which each leaf of a batch is sharded over the stages, or `WHOLE`.
+    functions drop.
     """
 
     def __init__(
@@ -92,10 +91,7 @@ class DevicePrograms:
         return dataclasses.replace(state, collections=new), {**metrics, **more}
 
     def gradients(self, state: TrainState, batch: Batch) -> tuple[GradientMetrics, PyTree, PyTree]:
-        """Compute metrics, mean gradients and the collections after the batch.
-
-        The gradients have the layout of the trained parameters.
-        """
+        """Compute metrics, mean gradients laid out like trained parameters, and collections."""
         partial, grads, collections = self._gradients(state, batch)
         # Same as in `update`: the norm of the scaled gradients, divided by the scale.
         norm = global_norm(self._tied, self._sharding, self._shard_kind(), grads)
@@ -107,11 +103,8 @@ class DevicePrograms:
     def partial_gradients(
         self, state: TrainState, batch: Batch, first: jax.Array | int, num_parts: jax.Array | int
     ) -> tuple[PartialMetrics, PyTree, PyTree]:
-        """Compute the gradients of one of `num_parts` parts of a step, without their norm.
-
-        The part begins with microbatch `first`. Its loss is the sum over the part, divided by
-        `num_parts`.
-        """
+        """Compute the gradients of one of `num_parts` parts of a step, from microbatch `first`."""
+        # Without their norm. The part's loss is the sum over the part, divided by `num_parts`.
         metrics, grads, collections = self._gradients(state, batch, first, num_parts)
         # 1 for a part of weight 0, whose gradients are 0 and remain 0.
         factor = loss_divisor(metrics["weight"])
@@ -175,10 +168,7 @@ class DevicePrograms:
         return jax.tree.map(jnp.atleast_1d, self._whole(outputs))
 
     def _means(self, terms: tuple[jax.Array, jax.Array]) -> EvaluationMetrics:
-        """Compute the losses of batch and microbatches from this device's sums and weights.
-
-        A loss is 0 if its weight is 0.
-        """
+        """Compute the losses of batch and microbatches from this device's sums and weights."""
         sums, weights = sum_over(terms, ("stage", "data"))
         loss, of_loss = self._objective.named(
             jnp.sum(sums, axis=0) / loss_divisor(jnp.sum(weights))
@@ -277,13 +267,12 @@ class DevicePrograms:
     def _cotangents(
         self, state: TrainState, divisor: jax.Array, num_parts: jax.Array | int
     ) -> LossCotangents:
-        """Compute the factors of the losses before differentiation.
-
-        With these factors the losses of all microbatches and replicas add up to the loss of the
-        step times the loss scale. Each layer's backward therefore sees the cotangent that
-        `jax.grad` of that loss would pass to it, in every precision. A division after the backward
-        would be wrong for a backward that is not linear, such as one that clips or rounds.
-        """
+        """Compute the factors of the losses before differentiation."""
+        # With these factors the losses of all microbatches and replicas add up to the loss of the
+        # step times the loss scale. Each layer's backward therefore sees the cotangent that
+        # `jax.grad` of that loss would pass to it, in every precision. A division after the
+        # backward would be wrong for a backward that is not linear, such as one that clips or
+        # rounds.
         # float16 cannot represent numbers below 6e-8, and most cotangents of a mean over a large
         # batch would be smaller. Without a scaler the scale is 1.
         scale = self._loss_scale(state)
@@ -343,17 +332,13 @@ class DevicePrograms:
         return {name: norm / self._loss_scale(state) for name, norm in found.items()}
 
     def _same_tied(self, trained: Storage) -> Storage:
-        """Give all copies of tied parameters the values of one stage.
-
-        Two programs may round equal sums differently.
-        """
+        """Give all copies of tied parameters the values of one stage."""
+        # Two programs may round equal sums differently.
         return broadcast_tied(self._tied, self._sharding.trained, self._shard_kind(), trained)
 
     def _without_frozen(self, stage: jax.Array, grads: Storage) -> Storage:
-        """Zero the gradients of trunk parameters that this stage has frozen.
-
-        Another stage trains the parameters in the same slots.
-        """
+        """Zero the gradients of trunk parameters that this stage has frozen."""
+        # Another stage trains the parameters in the same slots.
         zeroed = {
             name: jnp.where(jnp.asarray(is_frozen)[stage], 0, grads.stacked[name])
             for name, is_frozen in self._stage.params.partly_frozen.items()
@@ -394,10 +379,7 @@ class DevicePrograms:
 
 
 def collections_after(metrics: UpdateMetrics, old: PyTree, new: PyTree) -> PyTree:
-    """Return the collections after an update.
-
-    A skipped step leaves the batch statistics unchanged too.
-    """
+    """Return the collections after an update; a skipped one leaves batch statistics unchanged."""
     return select(metrics["overflow"], old, new) if "overflow" in metrics else new
 
 

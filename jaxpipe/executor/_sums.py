@@ -12,10 +12,7 @@ from ._stage import Stage
 
 
 class GradientSums:
-    """Adds gradients to a stage's sums, of its trunk and of its other parameters.
-
-    The sums are arguments and results. The trunk has one tree per chunk.
-    """
+    """Adds gradients to a stage's sums, which are passed and returned; one tree per trunk chunk."""
 
     def __init__(self, stage: Stage, num_chunks: int) -> None:
         self._stage = stage
@@ -64,10 +61,7 @@ class GradientSums:
         return self._stage.pin_trunk_grads(jax.tree.unflatten(treedef, added))
 
     def add_off_trunk(self, sums: Storage, grads: Storage) -> Storage:
-        """Add gradients of parameters off the trunk.
-
-        Actions without such gradients pass zeros.
-        """
+        """Add gradients of parameters off the trunk; actions without such gradients pass zeros."""
         return self._stage.pin_off_trunk(
             jax.tree.map(lambda total, g: total + g.astype(total.dtype), sums, grads)
         )

@@ -20,12 +20,7 @@ _Carry = TypeVar("_Carry")
 
 
 class LossCotangents(NamedTuple):
-    """Factors of the losses before differentiation.
-
-    Attributes:
-        main: Factor of the loss that `loss_fn` returns.
-        reported: Factor of the losses that layers report.
-    """
+    """Factors before differentiation of `loss_fn`'s loss and of the losses that layers report."""
 
     main: jax.Array
     reported: jax.Array
@@ -33,15 +28,7 @@ class LossCotangents(NamedTuple):
 
 @dataclass(frozen=True)
 class Device:
-    """A device inside `shard_map`: its stage, weights and batch.
-
-    Attributes:
-        stage: Index along the `stage` axis.
-        weights: The parameters, in the dtype that the layers compute in.
-        collections: The stage's collections.
-        batch: The batch of the device's replica.
-        cotangents: Factors of the losses.
-    """
+    """A device inside `shard_map`: its stage, weights in the compute dtype, and replica's batch."""
 
     stage: jax.Array
     weights: Weights
@@ -51,15 +38,13 @@ class Device:
 
 
 class TickLoop:
-    """A tick program, bound to the computations of a model's stages.
-
-    With `sends_early`, activations are sent at the end of the tick that computes them, not at the
-    beginning of the next.
-    """
+    """A tick program, bound to the computations of a model's stages."""
 
     def __init__(self, stage: Stage, program: TickProgram, *, sends_early: bool) -> None:
         self.stage = stage
         self.program = program
+        # Whether activations are sent at the end of the tick that computes them, instead of at the
+        # beginning of the next.
         self.sends_early = sends_early
         self.activations = Channel(
             stage.activations,
@@ -105,10 +90,7 @@ class TickLoop:
         values: PyTree = None,
         nothing: PyTree = None,
     ) -> tuple[_Carry, Any]:
-        """Run a tick's action. Returns the next carry and the values for the tick's other actions.
-
-        See `_actions`.
-        """
+        """Run a tick's action; see `run_action` of `_actions`."""
         return run_action(action, device.stage, self.stage.placement, carry, row, values, nothing)
 
     def entering(self, device: Device, index: jax.Array, *, train: bool) -> PyTree:

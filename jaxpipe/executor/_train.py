@@ -30,9 +30,7 @@ from ._virtual_stage import VirtualStage
 
 
 class TrainCarry(NamedTuple):
-    """Carry of a device from tick to tick.
-
-    After the last tick it holds the sums over the microbatches of a batch.
+    """Carry of a device from tick to tick; after the last tick, the sums over a batch.
 
     Attributes:
         activations: Buffers of the activations between stages.
@@ -77,11 +75,7 @@ class TrainCarry(NamedTuple):
 
 
 class TrainLoop(TickLoop):
-    """A training program, bound to the computations of a model's stages.
-
-    With `sends_early`, activations are sent at the end of the tick that computes them, not at the
-    beginning of the next.
-    """
+    """A training program, bound to the computations of a model's stages."""
 
     def __init__(self, stage: Stage, program: TickProgram, *, sends_early: bool) -> None:
         super().__init__(stage, program, sends_early=sends_early)
@@ -95,10 +89,7 @@ class TrainLoop(TickLoop):
         self._sums = GradientSums(stage, program.num_chunks)
 
     def run(self, device: Device, num_loss_sums: int) -> TrainCarry:
-        """Run the whole program and return the carry after its last tick.
-
-        `num_loss_sums` is the length of the vector of loss sums.
-        """
+        """Run the whole program and return the carry after its last tick."""
         stage = self.stage
         program = self.program
         loss_slots = 0 if program.fuses_loss else program.residual_slots
@@ -189,10 +180,7 @@ class TrainLoop(TickLoop):
     def _forward(
         self, device: Device, run: TickRun, plan: ActionPlan, labels: PyTree, loss_gradient: PyTree
     ) -> Action:
-        """Make the action of a forward and the loss after it.
-
-        It passes the gradient of the output on to the tick's backward.
-        """
+        """Make the action of a forward and its loss, which passes its gradient to the backward."""
         stage = self.stage
 
         def compute(
@@ -326,11 +314,9 @@ class TrainLoop(TickLoop):
         return carry, result.output_grad
 
     def _vocab_input(self, device: Device, run: TickRun, carry: TrainCarry, row: Row) -> TrainCarry:
-        """Run the first layers on all stages.
-
-        Their forward is for the next tick, their backward for the previous one. No action of this
-        tick needs either, so its matrix products overlap their collectives over the stages.
-        """
+        """Run the first layers on all stages, forward for the next tick, backward for the last."""
+        # No action of this tick needs either, so its matrix products overlap their collectives over
+        # the stages.
         leaving = carry.leaving
         last = row.last_input_grad_microbatch
         following = row.next_input_microbatch
@@ -359,10 +345,7 @@ class TrainLoop(TickLoop):
         return self.stage.vocab_input.gradients(device.weights.storage, inputs, context, gradient)
 
     def _backward(self, device: Device, run: TickRun, plan: ActionPlan) -> Action:
-        """Make the action of a backward, whole or of the input only.
-
-        Its cotangents are the gradients that arrived, or those of the loss.
-        """
+        """Make the action of a backward, whole or of the input only."""
         stage = self.stage
         kinds = plan.splits
 
@@ -474,10 +457,7 @@ def _plus_vocab(carry: TrainCarry, grads: dict[str, jax.Array]) -> TrainCarry:
 
 
 def _fill(split: StageBackwardResult, whole: StageBackwardResult) -> StageBackwardResult:
-    """Fill a split backward's result to the structure of a whole backward's.
-
-    The gradients that it leaves for later become zeros.
-    """
+    """Fill a split backward's result to the structure of a whole backward's, with zeros."""
     leaves, treedef = jax.tree.flatten(whole.trunk)
     pairs = zip(treedef.flatten_up_to(split.trunk), leaves, strict=True)
     trunk = jax.tree.unflatten(treedef, [zeros_of(x) if g is None else g for g, x in pairs])

@@ -25,11 +25,9 @@ class Trunk:
     With `scan`, equal layers run as one `lax.scan`, so that the program's size does not grow with
     their number. Their parameters are then stacked once per step. Layers that differ from one
     another, keep collections or report values are never scanned. `join` stacks the parameters of
-    all chunks, for chunks that are arrays. With `split` the split backward is built too.
+    all chunks, for chunks that are arrays.
 
     Attributes:
-        aux: The values that the trunk of each virtual stage reports.
-        is_empty: Whether the stages have no layers in common.
         struct: Shapes and dtypes of one chunk's prepared parameters.
         sums: Shapes and dtypes of the summed gradients; None for frozen parameters.
         specs: Shardings of the parameters' gradients over automatic axes.
@@ -74,10 +72,7 @@ class Trunk:
         return [] if self.is_empty else self._program.residual_specs
 
     def prepare(self, stacked: dict[str, jax.Array]) -> PyTree:
-        """Convert the trunk's parameters to the form that its actions use.
-
-        This is one tree per chunk, or one tree with all chunks along a new first dim.
-        """
+        """Convert the trunk's parameters for its actions: a tree per chunk, or chunks stacked."""
         each = [
             self._program.prepare(
                 dict(zip(self._program.names, (stacked[name] for name in chunk.names), strict=True))

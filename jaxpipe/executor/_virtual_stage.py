@@ -11,17 +11,11 @@ from jaxpipe.schedules import Placement
 
 @dataclass(frozen=True)
 class VirtualStage:
-    """The virtual stage that an action of this device works on.
-
-    Attributes:
-        stage: Index along the `stage` axis.
-        chunk: A number if the program is compiled for one chunk, otherwise an array.
-        placement: The virtual stage of each chunk of each stage.
-    """
+    """The virtual stage that an action of this device works on."""
 
     stage: jax.Array
-    chunk: jax.Array | int
-    placement: Placement
+    chunk: jax.Array | int  # a number if the program is compiled for one chunk
+    placement: Placement  # the virtual stage of each chunk of each stage
 
     @property
     def index(self) -> jax.Array:

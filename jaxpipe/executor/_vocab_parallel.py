@@ -36,14 +36,11 @@ Leaves = dict[str, jax.Array]
 
 
 class VocabInput:
-    """The first layers, without residuals: their backward runs the forward again.
-
-    The last member of `gradients` is the gradient of the layers' output. Raises LayerError if a
-    layer does not accept slices, or if the output is not complete on every stage.
-    """
+    """The first layers, without residuals: their backward runs the forward again."""
 
     def __init__(self, blueprint: Blueprint, layers: range, gradients: Packing) -> None:
         self._gradients = gradients
+        # The last member of the common form is the gradient of these layers' output.
         self._member = len(blueprint.cuts)
         self._segment = Segment(blueprint, 0, [layers])
         wanted = format_struct(blueprint.trace.boundaries[layers.stop])
@@ -62,10 +59,7 @@ class VocabInput:
     def gradients(
         self, storage: PyTree, inputs: PyTree, context: Context, gradient: PyTree
     ) -> Leaves:
-        """Compute gradients by name.
-
-        The output's gradient is zero on all stages but the one of the first virtual stage.
-        """
+        """Compute gradients by name. `gradient` is zero but on the first virtual stage's stage."""
         given = self._gradients.unpack(self._member, gradient)
         trained, frozen = self._segment.divided(self._segment.take(storage))
 
@@ -87,9 +81,6 @@ class VocabLoss:
     of the whole, and a layer whose backward is not linear must not see parts. Within a split layer
     it does see them: the input that `VocabHead` gets from its own layer has the cotangent of one
     slice of the logits.
-
-    `activations` is the common form of the outputs of virtual stages, and `gradients` the common
-    form of their gradients.
     """
 
     def __init__(
@@ -108,16 +99,14 @@ class VocabLoss:
         self._sharded = Segment(blueprint, 0, [range(first, layers.stop)])
 
     def check_loss(self, labels: PyTree) -> None:
-        """Find out whether the loss accepts slices of the outputs or needs complete outputs.
-
-        `labels` are shapes and dtypes of a microbatch's labels. Raises LayerError if the loss does
-        not accept slices and has its own collectives over the stages.
-        """
+        """Find out whether the loss accepts slices of the outputs or needs complete outputs."""
         if format_struct(self._outputs_struct) == format_struct(self._whole):
             return
         try:
             check_split_loss(self._module, self._outputs_struct, self._whole, labels)
         except LayerError as error:
+            # A loss with its own collectives over the stages cannot be given whole outputs on each
+            # of them.
             if _AXIS in effect_axes(jax.make_jaxpr(self._module.loss_terms)(self._whole, labels)):
                 raise
             self._gathers = True
@@ -129,10 +118,7 @@ class VocabLoss:
             )
 
     def outputs(self, storage: PyTree, output: PyTree, context: Context) -> PyTree:
-        """Compute this stage's slices of the model's output as `SplitLogits`, outside training.
-
-        The trunk's output is only valid on the stage of the last virtual stage.
-        """
+        """Compute this stage's slices of the model's output as `SplitLogits`, outside training."""
         inputs = self._activations.unpack(self._last, output)
         params = self._unsharded.take(storage), self._sharded.take(storage)
         return self._outputs(*params, inputs, context, train=False)
@@ -149,12 +135,10 @@ class VocabLoss:
         batch: Microbatch,
         cotangent: jax.Array,
     ) -> LossResult:
-        """Compute the loss of one microbatch and its gradients by name, from the trunk's output.
-
-        The output, in common form, is only valid where `is_last` is true: on the stage of the last
-        virtual stage. Elsewhere the loss sums and the output's gradient are zero. All stages have
-        the same labels.
-        """
+        """Compute a microbatch's loss and gradients by name, from the trunk's packed output."""
+        # The output is only valid where `is_last` is true: on the stage of the last virtual stage.
+        # Elsewhere the loss sums and the output's gradient are zero. All stages have the same
+        # labels.
         inputs = self._activations.unpack(self._last, output)
 
         def scaled_loss(
