@@ -59,7 +59,7 @@ class VocabInput:
     def gradients(
         self, storage: PyTree, inputs: PyTree, context: Context, gradient: PyTree
     ) -> Leaves:
-        """Compute gradients by name. `gradient` is zero but on the first virtual stage's stage."""
+        """Compute gradients by name. `gradient` is zero except at the first virtual stage."""
         given = self._gradients.unpack(self._member, gradient)
         trained, frozen = self._segment.divided(self._segment.take(storage))
 
