@@ -99,7 +99,7 @@ class VocabLoss:
         self._sharded = Segment(blueprint, 0, [range(first, layers.stop)])
 
     def check_loss(self, labels: PyTree) -> None:
-        """Find out whether the loss accepts slices of the outputs or needs complete outputs."""
+        """Find out from shapes of labels whether the loss accepts slices of the outputs."""
         if format_struct(self._outputs_struct) == format_struct(self._whole):
             return
         try:
