@@ -24,7 +24,7 @@ _CHEAP = (
 
 
 def is_cheap(eqn: Any) -> bool:
-    """True if an equation may be recomputed: element-wise, or a change of shape, dtype or memory."""
+    """True if an equation may be recomputed: it is element-wise, or changes shape or memory."""
     return name_of(eqn) in _CHEAP
 
 

@@ -107,7 +107,7 @@ def write_leaf(
             for i, index in enumerate(span.rows):
                 # The last piece may be short, followed by padding.
                 piece = flat[i * size : (i + 1) * size]
-                # Rows that are missing here are on other devices.
+                # Missing rows belong to other stages or processes.
                 if (span.array, index) in rows:
                     rows[span.array, index][span.start : span.start + piece.size] = piece
 
