@@ -45,9 +45,9 @@ def pending_values(
     The choice stores the fewest bytes, and nothing expensive runs twice. B may not compute a chosen
     value for its own goals. It is then extended by the equations of this value, which only B runs.
 
-    `forced` are ids of equations that B must also run. Variables that are not `batch_dependent` are
-    computed from the parameters. B must not compute `weight_only` variables for W. W can read
-    `residuals`. Returns variables of the program and of its bodies, in the program's order.
+    B must also run the equations with ids in `forced`, and must not compute `weight_only` variables
+    for W. Variables that are not `batch_dependent` are computed from the parameters. Returns
+    variables of the program and of its bodies, in the program's order.
     """
     part = needed_for(program, input_goals, forced=forced)
     while True:
@@ -80,12 +80,9 @@ def smallest_cut(
 ) -> tuple[list[Any], float]:
     """Find the cheapest values from which the goals follow without expensive recomputation.
 
-    Goals are variables of the program and of its bodies, or literals. Only `batch_dependent` values
-    are stored, and `computed` values are only recomputed if that is cheap. `price` takes a variable
-    and its bytes, and is infinite for values that cannot be stored.
-
-    Returns `(variables in the program's order, their price)`. Of several sets with equal price it
-    is the one nearest to the goals, which leaves the least to recompute.
+    Only `batch_dependent` values are stored, and `computed` values are only recomputed if that is
+    cheap. `price` takes a variable and its bytes, and is infinite for values that cannot be stored.
+    Returns `(variables in the program's order, their price)`.
     """
     # The cut is ordered like the program: sets have no order, and all processes must lower the same
     # program.
@@ -110,10 +107,7 @@ def smallest_cut(
 def _origins(
     program: Program, part: Slice, computed: Set[Any]
 ) -> Iterator[tuple[Any, Sequence[Any] | None]]:
-    """Yield each value of a part and the operands that it is computed from.
-
-    The operands are None if the value must not be recomputed.
-    """
+    """Yield each value of a part and its operands, or None if it must not be recomputed."""
     for i, eqn in enumerate(program.eqns):
         if id(eqn) not in part.steps:
             continue
@@ -153,9 +147,8 @@ def min_cut(
 ) -> set[Any]:
     """Find the cheapest values that the goals can be computed from.
 
-    Of several sets with equal price it is the one nearest to the goals. `prices` are integers or
-    infinity, and values without a price cannot be stored. Values in `fixed` are not recomputed.
-    `uses` are pairs `(operand, value computed from it)`.
+    `prices` are integers or infinity, and values without a price cannot be stored. Values in
+    `fixed` are not recomputed. `uses` are pairs `(operand, value computed from it)`.
     """
     fixed = list(fixed)
     uses = list(uses)
@@ -182,6 +175,7 @@ def min_cut(
     starts, ends = np.array(list(capacities), np.int32).T  # SciPy 1.14 only accepts int32 indices
     shape = (sink + 1, sink + 1)
     graph = csr_array((np.array(list(capacities.values()), np.int32), (starts, ends)), shape)
+    # Of several sets with equal price, the one nearest to the goals leaves the least to recompute.
     # More could flow from these nodes to the goals. They are the goals' side of the cut that is
     # nearest to the goals.
     residual = (graph - maximum_flow(graph, source, sink).flow) > 0

@@ -24,20 +24,15 @@ _CHEAP = (
 
 
 def is_cheap(eqn: Any) -> bool:
-    """True if an equation may be recomputed to reduce residuals.
-
-    Cheap equations are element-wise, or only change shape, dtype or memory.
-    """
+    """True if an equation may be recomputed: it is element-wise, or changes shape or memory."""
     return name_of(eqn) in _CHEAP
 
 
 def is_kept_in_branches(primitive: Any, *inputs: Any, **params: Any) -> bool:
-    """Decide what JAX keeps in a branch of a `cond`, as a policy of `jax.checkpoint`.
-
-    In a branch JAX keeps a value or recomputes it, but cannot keep a later value instead. So the
-    policy keeps comparisons, of one byte per element, instead of the random bits from which dropout
-    masks are made.
-    """
+    """Decide what JAX keeps in a branch of a `cond`, as a policy of `jax.checkpoint`."""
+    # In a branch JAX keeps a value or recomputes it, but cannot keep a later value instead. So the
+    # policy keeps comparisons, of one byte per element, instead of the random bits from which
+    # dropout masks are made.
     return (
         primitive.name in primitives.COMPARISONS
         or primitive.name not in _CHEAP | primitives.RANDOM_BITS
@@ -45,11 +40,9 @@ def is_kept_in_branches(primitive: Any, *inputs: Any, **params: Any) -> bool:
 
 
 def without_complex(policy: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a policy of `jax.checkpoint` that recomputes complex values and otherwise asks `policy`.
-
-    JAX (0.10) rounds the values that a policy keeps to their own precision, and raises for complex
-    values.
-    """
+    """Return a policy of `jax.checkpoint`: recompute complex values, and otherwise ask `policy`."""
+    # JAX (0.10) rounds the values that a policy keeps to their own precision, and raises for
+    # complex values.
     return functools.partial(_decide, policy)
 
 

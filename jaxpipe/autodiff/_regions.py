@@ -39,12 +39,10 @@ Custom rules are not included, because JAX differentiates them as a whole.
 
 
 def find_regions(closed: ClosedJaxpr) -> list[set[int]]:
-    """Find the regions of a function: for each kind the ids of equations with the same program.
-
-    Regions with only arithmetic are left out.
-    """
+    """Find a function's regions: for each kind the ids of equations with the same program."""
     kinds: dict[str, set[int]] = {}
     for eqn in _with_inside(closed.jaxpr.eqns):
+        # Regions with only arithmetic are always inlined; see `arrange`.
         if _is_region(eqn) and not _is_light(eqn):
             # Compared as printed: layers of one kind are decided together, and differences between
             # constants do not matter here.
@@ -55,12 +53,10 @@ def find_regions(closed: ClosedJaxpr) -> list[set[int]]:
 def arrange(closed: ClosedJaxpr, regions: Set[int]) -> Callable[..., list[Any]]:
     """Make a function that computes the same as a traced one and keeps less for its backward.
 
-    Regions whose ids are not in `regions` are inlined, and regions with only arithmetic are always
-    inlined: values that follow by cheap equations are recomputed in any case, if less is kept then.
-    JAX would keep all values of a branch, including its weights. A branch is therefore made to
-    recompute its cheap equations. A branch that contains a region recomputes everything, except for
-    the values that the region keeps by name.
+    Regions whose ids are not in `regions` are inlined, and regions with only arithmetic always.
     """
+    # Regions with only arithmetic are not needed: values that follow by cheap equations are
+    # recomputed in any case, if less is kept then.
     return lambda *args: _run(closed.jaxpr, closed.consts, args, regions)
 
 
@@ -74,6 +70,9 @@ def _run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], regions: Set[
 
 def _equation(eqn: Any, values: list[Any], regions: Set[int]) -> list[Any]:
     if branches_of(eqn):
+        # JAX would keep all values of a branch, including its weights. A branch is therefore made
+        # to recompute its cheap equations. A branch that contains a region recomputes everything,
+        # except for the values that the region keeps by name.
         inside = [region_policy(x) for x in _with_inside([eqn]) if id(x) in regions]
         policy = (save_reduced if save_reduced in inside else None) if inside else _KEPT_IN_BRANCHES
         # No barrier: a branch of the backward is a separate program, and XLA merges nothing of the

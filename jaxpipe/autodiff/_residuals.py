@@ -138,13 +138,12 @@ class Residuals:
     ) -> tuple[PyTree, list[jax.Array]]:
         """Compute gradients of the parameters, and of the inputs' differentiable leaves.
 
-        `cotangents` are gradients of the differentiable leaves of the outputs. Frozen parameters
-        have gradient None. Each group has the indices of one layer's parameter leaves. Their
-        gradients are replaced by `reduce(index, gradient)`, which the backward of the preceding
-        layer overlaps.
+        Frozen parameters have None. Each group has the indices of one layer's parameter leaves,
+        whose gradients become `reduce(index, gradient)`.
         """
         args = [*jax.tree.leaves(params), *residuals, *cotangents]
         turns: Turns = {}
+        # The backward of the preceding layer overlaps the reductions of a group.
         if reduce is not None:
             grads = self.param_gradients
             indices = {
@@ -168,10 +167,7 @@ class Residuals:
 
     @property
     def param_gradients(self) -> list[Any]:
-        """The program's outputs that are gradients of parameters, one for each leaf.
-
-        Frozen leaves have None.
-        """
+        """The program's outputs that are gradients of parameter leaves; None if frozen."""
         grads = iter(self.program.outputs)
         return [
             None if i in self._frozen else next(grads)
@@ -184,15 +180,12 @@ class Residuals:
         return list(self.program.outputs[len(jax.tree.leaves(self._params)) - len(self._frozen) :])
 
     def specs(self, params: Sequence[P], inputs: Sequence[P], mesh: AbstractMesh) -> list[P]:
-        """Find the residuals' shardings over automatic axes. XLA may divide them further.
-
-        `params` and `inputs` have a spec for each leaf. If the outputs have the shapes and dtypes
-        of the inputs and are constrained, their specs are used for the inputs. `mesh` is the
-        current mesh.
-        """
+        """Find the residuals' shardings over automatic axes. XLA may divide them further."""
         closed = jax.make_jaxpr(self.forward)(*self._arguments)
         _, given, context = map(jax.tree.leaves, self._arguments)
         outgoing = list(zip(closed.out_avals, output_specs(closed), strict=True))[: len(given)]
+        # If the outputs have the shapes and dtypes of the inputs and are constrained, their specs
+        # are used for the inputs.
         are_alike = [(out.shape, out.dtype) for out, _ in outgoing] == [
             (x.shape, x.dtype) for x in given
         ]
@@ -207,10 +200,7 @@ class Residuals:
 
     @functools.cached_property
     def program(self) -> Program:
-        """The backward as a function of parameters, residuals and cotangents.
-
-        It includes the recomputed parts of the forward.
-        """
+        """The backward, with recompute, as a function of parameters, residuals and cotangents."""
 
         def pull(
             params: PyTree, residuals: Sequence[jax.Array], cotangents: Sequence[jax.Array]
@@ -240,11 +230,9 @@ class Residuals:
 
 
 def _fewest_bytes(kinds: list[set[int]], cut: Callable[[Sequence[set[int]]], "_Cut"]) -> "_Cut":
-    """Find the cut that stores the fewest bytes.
-
-    The candidates are the cut with all kinds of regions, cuts from which one kind after another is
-    removed, and the cut without regions.
-    """
+    """Find the cut that stores the fewest bytes."""
+    # The candidates are the cut with all kinds of regions, cuts from which one kind after another
+    # is removed, and the cut without regions.
     best = cut(kinds)
     while len(kinds) > 1:
         without = (
@@ -266,8 +254,7 @@ class _Cut:
 
     The residuals are the smallest values from which the kept values can be computed. `function`
     takes the leaves of `(params, inputs, context)`, which are given as shapes and dtypes. `results`
-    is the structure of its results, `(outputs, others)`. `frozen` are the indices of parameter
-    leaves without a gradient.
+    is the structure of its results, `(outputs, others)`.
 
     Attributes:
         program: The forward, including its moves between memories.
@@ -347,15 +334,10 @@ class _Cut:
 
 
 class Encoding(NamedTuple):
-    """How a value is stored as numbers in a device array, as rings and branches require.
+    """How a value is stored as numbers in a device array, as rings and branches require."""
 
-    Attributes:
-        key_impl: The key's generator, if the value is a PRNG key; otherwise None.
-        is_hosted: Whether the value is in host memory.
-    """
-
-    key_impl: Any
-    is_hosted: bool
+    key_impl: Any  # the generator of a PRNG key; otherwise None
+    is_hosted: bool  # whether the value is in host memory
 
     @staticmethod
     def of(value: jax.Array) -> "Encoding":

@@ -140,11 +140,7 @@ class SplitBackward:
     def backward_input(
         self, params: PyTree, residuals: Sequence[jax.Array], cotangents: Sequence[jax.Array]
     ) -> tuple[PyTree, list[jax.Array], list[jax.Array]]:
-        """Run B: compute the input gradients, from the arguments of `Residuals.backward`.
-
-        Returns `(gradients of the parameters, gradients of the inputs' differentiable leaves,
-        values for W)`. Gradients of parameters are None if W computes them or they are frozen.
-        """
+        """Run B; return gradients of parameters, or None, and of the inputs, and values for W."""
         args = [*jax.tree.leaves(params), *residuals, *cotangents]
         env = dict(zip(self._program.inputs, args, strict=True))
         values, handed = evaluate(self._program, env, self._input_part, {}, self._pending)
@@ -154,16 +150,14 @@ class SplitBackward:
         pending = [
             code.encode(handed[x]) for code, x in zip(self._encodings, self._pending, strict=True)
         ]
+        # Gradients of parameters are None if W computes them or they are frozen.
         return self._tree(self.immediate, values), [value_of(values, x) for x in self._dx], pending
 
     def backward_weight(
         self, params: PyTree, residuals: Sequence[jax.Array | None], pending: Sequence[jax.Array]
     ) -> PyTree:
-        """Run W: compute the gradients of the weights; None for those that B computes.
-
-        Residuals that are not in `weight_reads` may have any value. `pending` are the values that B
-        returned.
-        """
+        """Run W: compute the gradients of the weights; None for those that B computes."""
+        # Residuals that are not in `weight_reads` may have any value.
         env = dict(zip(self._program.inputs, [*jax.tree.leaves(params), *residuals], strict=False))
         values = [code.decode(x) for code, x in zip(self._encodings, pending, strict=True)]
         given = dict(zip(self._pending, values, strict=True))
@@ -187,10 +181,7 @@ def _with_product(program: Program, part: Slice, largest: int) -> set[Any]:
 
 
 def _shared(program: Program, part: Slice, var: Any) -> str:
-    """Name the primitive that computes a value together with others that a part needs.
-
-    Empty if there is none.
-    """
+    """Name the primitive that computes a value with others that a part needs; empty if none."""
     # Backwards through equations that only change the form, up to the one that computes the value.
     for i in reversed(range(len(program.eqns))):
         eqn = program.eqns[i]
@@ -210,10 +201,7 @@ def _shared(program: Program, part: Slice, var: Any) -> str:
 
 
 def split_backward(residuals: Residuals, params: PyTree, layers: str) -> SplitBackward:
-    """Split a backward into B and W.
-
-    Logs a line if the backward of these layers cannot be split completely.
-    """
+    """Split a backward into B and W, and log a line if it cannot be split completely."""
     split = SplitBackward(residuals, params)
     if split.reason and split.immediate:
         log(

@@ -111,10 +111,10 @@ class ProgramCache:
     ) -> Pipeline:
         """Return the pipeline for the shapes of an entry, created if the shapes are new.
 
-        `entry` has leaves `[microbatch_size * replicas, ...]` for the replicas of this process, or
-        for all with `is_whole`. Without `has_labels`, the labels are not meant for the model and
-        often empty, and the pipeline only predicts. With `is_text`, it is one of many that
-        `generate` needs, and does not replace others.
+        `entry` has arrays or shapes `[microbatch_size * replicas, ...]` for the replicas of this
+        process, or for all with `is_whole`. Without `has_labels`, the labels are not meant for the
+        model and often empty, and the pipeline only predicts. With `is_text`, it is one of many
+        that `generate` needs, and does not replace others.
         """
         struct = self._whole(entry, is_whole, microbatch_size or self._microbatch_size)
         self._check_like(struct, has_labels)

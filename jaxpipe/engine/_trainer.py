@@ -189,7 +189,7 @@ class Trainer:
             jax.block_until_ready(self._in_flight)
 
     def build_for(self, batch: Any) -> Callable[[], None]:
-        """Build the pipeline for an entry of another run, if shapes are new; return its undo."""
+        """Build the pipeline for an entry of another run if none is built; return its undo."""
         if self.programs.latest is not None:
             return lambda: None
         # None: the other run did not store its shapes.

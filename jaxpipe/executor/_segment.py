@@ -229,7 +229,7 @@ class Segment:
         self, params: PyTree, inputs: PyTree, context: tuple[Any, ...], *, train: bool
     ) -> tuple[PyTree, Sequence[tuple[Any, ...]]]:
         """Run the layers; return the outputs, and each layer's collections and reported values."""
-        # `params` are prepared.
+        # `params` have the form that `prepare` returns.
         module = self._blueprint.module
         (offset, key, side, collections) = context
         if not self._scan:

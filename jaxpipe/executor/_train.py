@@ -180,7 +180,7 @@ class TrainLoop(TickLoop):
     def _forward(
         self, device: Device, run: TickRun, plan: ActionPlan, labels: PyTree, loss_gradient: PyTree
     ) -> Action:
-        """Make the action of a forward and its loss, which passes its gradient to the backward."""
+        """Make the action of a forward and its loss, whose gradient it passes to the backward."""
         stage = self.stage
 
         def compute(

@@ -59,7 +59,7 @@ class VocabInput:
     def gradients(
         self, storage: PyTree, inputs: PyTree, context: Context, gradient: PyTree
     ) -> Leaves:
-        """Compute gradients by name. `gradient` is zero but on the first virtual stage's stage."""
+        """Compute gradients by name. `gradient` is zero except at the first virtual stage."""
         given = self._gradients.unpack(self._member, gradient)
         trained, frozen = self._segment.divided(self._segment.take(storage))
 
@@ -99,7 +99,7 @@ class VocabLoss:
         self._sharded = Segment(blueprint, 0, [range(first, layers.stop)])
 
     def check_loss(self, labels: PyTree) -> None:
-        """Find out whether the loss accepts slices of the outputs or needs complete outputs."""
+        """Find out from shapes of labels whether the loss accepts slices of the outputs."""
         if format_struct(self._outputs_struct) == format_struct(self._whole):
             return
         try:

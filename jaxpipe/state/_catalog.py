@@ -47,8 +47,6 @@ class Leaf:
     """One array of the model, with the shape that it has without a pipeline.
 
     Attributes:
-        shape: Shape of the leaf.
-        dtype: Name of the leaf's dtype.
         grid: Number of slices along each dim.
         copies: The stored copies of the leaf, each as the spans of its slices in row-major order.
             Each copy is complete, and all are equal: tied layers are stored on several stages.
@@ -78,10 +76,7 @@ Rows = Mapping[tuple[str, int], np.ndarray]
 
 
 def read_leaf(leaf: Leaf, row: Callable[[str, int], np.ndarray]) -> np.ndarray:
-    """Assemble a leaf from its first copy.
-
-    `row` returns a flattened row of an array by the array's name and the row's index.
-    """
+    """Assemble a leaf from its first copy; `row` returns a flat row by array name and index."""
     shape = leaf.slice_shape()
     slices = []
     # One copy is enough: `broadcast_tied` keeps the copies of a parameter bitwise equal.
@@ -102,10 +97,7 @@ def read_leaf(leaf: Leaf, row: Callable[[str, int], np.ndarray]) -> np.ndarray:
 def write_leaf(
     leaf: Leaf, value: np.ndarray, rows: MutableMapping[tuple[str, int], np.ndarray]
 ) -> None:
-    """Write a leaf into all its copies.
-
-    `rows` has flattened rows by array name and index. Missing rows are skipped.
-    """
+    """Write a leaf into all its copies, in flattened rows by array name and index."""
     value = value.reshape(leaf.shape)
     for copy in leaf.copies:
         for span, at in zip(copy, leaf.slices(), strict=True):
@@ -115,6 +107,7 @@ def write_leaf(
             for i, index in enumerate(span.rows):
                 # The last piece may be short, followed by padding.
                 piece = flat[i * size : (i + 1) * size]
+                # Missing rows belong to other stages or processes.
                 if (span.array, index) in rows:
                     rows[span.array, index][span.start : span.start + piece.size] = piece
 
@@ -127,10 +120,7 @@ def opt_state_keys(state: PyTree) -> list[str]:
 def make_catalog(
     params: ModelParams, sharding: ZeroSharding, updater: Updater, collections: ModelCollections
 ) -> Catalog:
-    """Make the catalog of a pipeline's state.
-
-    Its keys are `params/<path>`, `opt_state/<path>` and `collections/<path>`.
-    """
+    """Make the catalog: keys `params/<path>`, `opt_state/<path>` and `collections/<path>`."""
     master = sharding.master
     names = [{path: name for name, path in leaves.paths.items()} for leaves in params.stages]
     drafts: dict[str, _Draft] = {}

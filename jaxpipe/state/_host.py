@@ -27,11 +27,8 @@ Source = Callable[[Sequence[str]], Iterable[tuple[str, Any]]]
 
 
 def state_arrays(state: TrainState) -> dict[str, Any]:
-    """Return the sharded arrays of a state, `[num_rows, ...]`, by name.
-
-    Names look like `params/stacked/trunk/0/kernel`. PRNG keys are returned as their words. The
-    state may consist of shapes and dtypes.
-    """
+    """Return a state's sharded arrays `[num_rows, ...]` by name; PRNG keys as their words."""
+    # Names look like `params/stacked/trunk/0/kernel`. The state may consist of shapes and dtypes.
     return {
         name: leaf
         for field in _FIELDS
@@ -40,10 +37,7 @@ def state_arrays(state: TrainState) -> dict[str, Any]:
 
 
 def from_words(like: Any, words: Any) -> Any:
-    """Convert an array of `state_arrays` or a catalog back to the dtype of `like`.
-
-    PRNG keys are made from their words.
-    """
+    """Convert an array of `state_arrays` or a catalog back to the dtype or keys of `like`."""
     if not is_key(like.dtype):
         return words
     return jax.random.wrap_key_data(words, impl=jax.random.key_impl(jnp.zeros((), like.dtype)))
@@ -62,11 +56,7 @@ def with_arrays(state: TrainState, arrays: Mapping[str, jax.Array]) -> TrainStat
 def read_leaves(
     catalog: Catalog, field: str, storage: PyTree, keys: Iterable[str]
 ) -> dict[str, np.ndarray]:
-    """Read leaves of a state's field, or of arrays laid out like it, such as gradients.
-
-    All processes must call this, and each gets all leaves on its host. `field` is `params`,
-    `opt_state` or `collections`, and `storage` is the value of this field.
-    """
+    """Read leaves of a field, or of arrays laid out like it, to every host. All must call it."""
     # JAX cannot read an array without elements that a program has returned on several devices.
     storage = jax.tree.map(lambda x: x if x.size else jnp.zeros(x.shape, x.dtype), storage)
     if all(leaf.is_fully_addressable for leaf in jax.tree.leaves(storage)):
@@ -87,15 +77,14 @@ def read_leaves(
 def place_leaves(
     catalog: Catalog, like: Mapping[str, Any], keys: Sequence[str], source: Source, num_stages: int
 ) -> dict[str, Any]:
-    """Build global arrays of a state from leaves on the host.
-
-    Host memory holds the rows of one stage at a time, and only leaves that are on a device of this
-    process are requested from `source`. `like` has the shapes, dtypes and shardings of the state's
-    arrays by name. Other elements of the same arrays are zero. Pass the result to `with_arrays`.
-    """
+    """Build global arrays of a state, for `with_arrays`, from leaves on the host."""
+    # `like` has the shapes, dtypes and shardings of the state's arrays. Elements of these arrays
+    # that belong to other leaves are zero.
     names = {span.array: None for key in keys for copy in catalog[key].copies for span in copy}
     structs = {name: like[name] for name in names}
     shards: dict[str, list[jax.Array]] = {name: [] for name in structs}
+    # Host memory holds the rows of one stage at a time, and only leaves that are on a device of
+    # this process are requested from `source`.
     for stage in range(num_stages):
         rows = HostRows(structs, stage, num_stages)
         rows.fill(catalog, keys, source)
@@ -107,9 +96,9 @@ def place_leaves(
 class HostRows(dict[tuple[str, int], np.ndarray]):
     """Flattened rows of global arrays on this process's devices, by array name and row.
 
-    `arrays` are arrays, or shapes, dtypes and shardings, by name. Rows start with the arrays'
-    values, or with zeros. Only the rows of `stage` are included. All `num_stages` stages have the
-    same number of rows.
+    `arrays` are arrays, or shapes, dtypes and shardings. Rows start with the arrays' values, or
+    with zeros. Only the rows of `stage` are included. All `num_stages` stages have the same number
+    of rows.
     """
 
     def __init__(self, arrays: Mapping[str, Any], stage: int = 0, num_stages: int = 1) -> None:
@@ -134,10 +123,7 @@ class HostRows(dict[tuple[str, int], np.ndarray]):
                     self._view(name, shard.index)[...] = np.asarray(shard.data)[0]
 
     def fill(self, catalog: Catalog, keys: Iterable[str], source: Source) -> None:
-        """Write all leaves with elements in these rows, each into all its copies.
-
-        Only the leaves that are needed are requested from `source`.
-        """
+        """Write all leaves with elements in these rows; no others are requested from `source`."""
         for key, value in source([key for key in keys if self._holds(catalog[key])]):
             write_leaf(catalog[key], np.asarray(value), self)
 
@@ -170,10 +156,7 @@ class HostRows(dict[tuple[str, int], np.ndarray]):
 
 
 def place_everywhere(tree: PyTree, mesh: Mesh) -> PyTree:
-    """Put small host values onto every device. All processes must pass the same values.
-
-    Numbers, arrays and keys become arrays that are replicated on all devices.
-    """
+    """Put small host values onto every device. All processes must pass the same values."""
     sharding = NamedSharding(mesh, P())
 
     def place(leaf: Any) -> jax.Array:
@@ -189,18 +172,15 @@ def place_everywhere(tree: PyTree, mesh: Mesh) -> PyTree:
 
 
 def place_samples(leaf: Any, like: Any, replicas: range, num_replicas: int) -> jax.Array:
-    """Put the samples of some replicas onto their devices, as part of a global array.
-
-    `leaf` is `[num_microbatches, microbatch_size * len(replicas), ...]`. The result has the samples
-    of all `num_replicas` replicas of the mesh. `like` is sharded over `data` along dim 1, and may
-    be sharded over `stage` along another dim. All devices of this process must belong to
-    `replicas`.
-    """
+    """Put the samples of `replicas` onto their devices, as part of the array of all replicas."""
     value = np.asarray(jax.device_get(leaf) if isinstance(leaf, jax.Array) else owned(leaf))
     # The indices below are indices of the global array, but `value` starts with the samples of
     # `replicas`.
     first = replicas.start * (like.shape[1] // num_replicas)
 
+    # `leaf` is `[num_microbatches, microbatch_size * len(replicas), ...]`. `like` is sharded over
+    # `data` along dim 1, and may be sharded over `stage` along another dim. All devices of this
+    # process belong to `replicas`.
     indices = like.sharding.addressable_devices_indices_map(like.shape).values()
     spans = [slice(*index[1].indices(like.shape[1])) for index in indices]
     blocks = [
@@ -211,17 +191,13 @@ def place_samples(leaf: Any, like: Any, replicas: range, num_replicas: int) -> j
 
 
 def owned(leaf: Any) -> Any:
-    """Return an array's values in memory that the caller cannot overwrite.
-
-    On CPU a device array may alias the caller's memory, even with `device_put(may_alias=False)` on
-    numpy arrays (seen with JAX 0.10). On other devices the transfer may not have begun when the
-    caller writes the next values.
-
-    A numpy array, or an object that numpy can convert to one, is copied unless it and all memory
-    that it views are read-only. Anything else, such as a device array, is returned unchanged.
-    """
+    """Return an array's values in memory that the caller cannot overwrite."""
+    # On CPU a device array may alias the caller's memory, even with `device_put(may_alias=False)`
+    # on numpy arrays (seen with JAX 0.10). On other devices the transfer may not have begun when
+    # the caller writes the next values.
     if isinstance(leaf, jax.Array) or not hasattr(leaf, "__array__"):
         return leaf
+    # A copy, unless the array and all memory that it views are read-only.
     value = seen = np.asarray(leaf)
     while isinstance(seen, np.ndarray):
         if seen.flags.writeable:

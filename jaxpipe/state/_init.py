@@ -32,31 +32,20 @@ from ._zero import ShardLayout
 
 @dataclass(frozen=True)
 class _Slot:
-    """One leaf among those that a run makes.
-
-    Attributes:
-        leaf: The leaf, with its name on the first stage that makes it.
-        target: Index of the array that the leaf is written into.
-        is_flat: Whether that array is a flat buffer. Otherwise it holds only the leaf.
-    """
+    """One leaf among those that a run makes, with its name on the first stage that makes it."""
 
     leaf: MadeLeaf
-    target: int
-    is_flat: bool
+    target: int  # index of the array that the leaf is written into
+    is_flat: bool  # whether that array is a flat buffer, instead of only the leaf
 
 
 @dataclass
 class _Round:
-    """One run of a recipe, in which every device makes at most one layer.
-
-    Attributes:
-        slots: The leaves.
-        targets: Names of the arrays that the leaves are written into.
-        layers: For each kind of shard the layer, and the offset of each slot in a flat buffer.
-    """
+    """One run of a recipe, in which every device makes at most one layer."""
 
     slots: tuple[_Slot, ...]
-    targets: tuple[str, ...]
+    targets: tuple[str, ...]  # names of the arrays that the leaves are written into
+    # For each kind of shard the layer, and the offset of each slot in a flat buffer.
     layers: dict[int, tuple[int, list[int]]]
 
 
@@ -91,14 +80,10 @@ class StageInit:
         place_on_host: Callable[[Sequence[str]], Mapping[str, jax.Array]],
         keys: Sequence[str],
     ) -> dict[str, jax.Array]:
-        """Make the arrays of a state's field, by name. All processes must call this.
-
-        `structs` has the shapes, dtypes and shardings of the arrays, and `keys` all leaves in the
-        catalog. `place_on_host` takes the keys of some leaves and makes the arrays that contain
-        them from values in host memory.
-        """
+        """Make the arrays of a state's field, by name. All processes must call this."""
         on_host = [key for key in keys if self._recipe(self._maker(key)[0]).fault]
         self._report([self._maker(key)[0] for key in on_host], made.field)
+        # `place_on_host` makes the arrays that contain these leaves from values in host memory.
         arrays = dict(place_on_host(on_host) if on_host else {})
         left = {name: like for name, like in structs.items() if name not in arrays}
         arrays |= _zeros(left)
@@ -110,10 +95,8 @@ class StageInit:
         return arrays
 
     def source(self, keys: Sequence[str]) -> Iterator[tuple[str, Any]]:
-        """Yield leaves in host memory, by their keys in the catalog.
-
-        The leaves of a layer are made together, once per call.
-        """
+        """Yield leaves in host memory, by their keys in the catalog."""
+        # The leaves of a layer are made together, once per call.
         made: dict[int, dict[tuple[str, Path], Any]] = {}
         for key in keys:
             index, name = self._maker(key)
@@ -289,10 +272,7 @@ class StageInit:
         made: MadeField,
         shardings: list[NamedSharding],
     ) -> Callable[..., list[jax.Array]]:
-        """Return the jitted program that writes each device's part of drawn leaves to its arrays.
-
-        All rounds of a recipe whose leaves are stored alike share one program.
-        """
+        """Return the jitted program that writes each device's part of drawn leaves into arrays."""
         sharding = made.sharding
         specs = [one.spec for one in shardings]
 
@@ -349,6 +329,7 @@ class StageInit:
         mapped = jax.shard_map(put, mesh=mesh, in_specs=in_specs, out_specs=specs, check_vma=False)
         # Donated, so that the arrays are never in memory twice while they are filled.
         jitted = jax.jit(mapped, out_shardings=shardings, donate_argnums=(0,))
+        # All rounds of a recipe whose leaves are stored alike share one program.
         return self._programs.setdefault(
             (recipe.number, tuple(described), tuple(shardings)), jitted
         )

@@ -73,7 +73,6 @@ class Layout:
     change the offsets of the others.
 
     Attributes:
-        frozen: Names of leaves that are not trained.
         specs: Shardings of the leaves of all stages, if a name means the same on all stages.
         buffers: Shapes and dtypes of the packed buffers of a stage.
     """
@@ -136,12 +135,8 @@ class Layout:
         whole_along: str | None = None,
         frozen: bool = True,
     ) -> "Layout":
-        """Make the layout of the same leaves in other dtypes.
-
-        `change` returns the new shape and dtype of a leaf, given its name. Only the dtype may
-        differ. No leaf is sharded over the automatic axis `whole_along`. Without `frozen`, leaves
-        that are not trained are left out, and the others keep their offsets.
-        """
+        """Make the layout of the same leaves in the dtypes that `change(name, leaf)` returns."""
+        # The leaves that stay keep their offsets, because frozen ones have separate buffers.
         left_out = frozenset[str]() if frozen else self.frozen
         stages = [
             {name: change(name, self.struct_of(s, name)) for name in names if name not in left_out}
@@ -150,6 +145,7 @@ class Layout:
         # A leaf that had a sharding keeps its dims, even if no axis is left.
         specs = [
             {
+                # No leaf is sharded over the automatic axis `whole_along`.
                 name: spec_without(spec, whole_along)
                 for name, spec in of_stage.items()
                 if name not in left_out
@@ -159,16 +155,13 @@ class Layout:
         return Layout(stages, specs=specs, frozen=self.frozen - left_out)
 
     def renamed_buffers(self, other: "Layout") -> Mapping[str, str] | None:
-        """Map this layout's buffers to those of a layout with the same leaves in the same order.
-
-        Returns None if the buffers do not correspond, for example if leaves of different dtypes
-        here share a dtype there.
-        """
+        """Map the buffers to those of a layout with the same leaves. None: they differ."""
         found: dict[str, str] = {}
         for mine, theirs in zip(self._slots, other._slots, strict=True):
             for name, slot in mine.items():
                 same = found.setdefault(slot.buffer, theirs[name].buffer)
                 if (same, slot.offset) != (theirs[name].buffer, theirs[name].offset):
+                    # For example, leaves of different dtypes here share a dtype there.
                     return None
         return found if len(set(found.values())) == len(found) else None
 
@@ -193,11 +186,8 @@ class Layout:
         return Storage({name: self._buffer_specs.get(name, P()) for name in self.buffers}, stacked)
 
     def constrain(self, storage: Storage) -> Storage:
-        """Shard each array of a storage as the layout says.
-
-        Call this where a program makes arrays: zeros have no sharding, and XLA might then replicate
-        the values that are added to them.
-        """
+        """Shard each array of a storage as laid out. Call this where a program makes arrays."""
+        # Zeros have no sharding, and XLA might replicate the values that are added to them.
         return jax.tree.map(constrained, storage, self.spec())
 
     def zeros(self) -> Storage:
@@ -237,10 +227,7 @@ class Layout:
     def pack_buffers(
         self, stage: int, leaves: Mapping[str, jax.Array], dtypes: Mapping[str, Any] | None = None
     ) -> dict[str, jax.Array]:
-        """Make a stage's packed buffers, by default in their own dtypes.
-
-        Missing leaves are zero.
-        """
+        """Make a stage's packed buffers, in their own or other dtypes; missing leaves are zero."""
         buffers = {}
         for buffer, own in self.buffers.items():
             like = jax.ShapeDtypeStruct(own.shape, (dtypes or {}).get(buffer, own.dtype))
@@ -318,14 +305,10 @@ def as_words(struct: Any) -> Any:
 
 
 def constrained(leaf: jax.Array, spec: P) -> jax.Array:
-    """Shard an array inside a program over automatic axes.
-
-    It is whole along dims without an entry in the spec.
-
-    Call this for arrays that are not sharded too. If the choice is left to XLA, it may shard an
-    array because its neighbours are sharded. Gathering it again costs collectives, which may
-    deadlock inside the branches of a conditional.
-    """
+    """Shard an array inside a program over automatic axes; whole along dims without an entry."""
+    # Also needed for arrays that are not sharded. If the choice is left to XLA, it may shard an
+    # array because its neighbours are sharded. Gathering it again costs collectives, which may
+    # deadlock inside the branches of a conditional.
     return jax.lax.with_sharding_constraint(leaf, spec) if has_automatic_axes() else leaf
 
 
@@ -339,14 +322,12 @@ def _whole(leaf: jax.Array) -> jax.Array:
 
 
 def _kind(like: jax.ShapeDtypeStruct, spec: P) -> str:
-    """Return a name that is equal for sharded leaves that can share an array.
-
-    It is part of the names of arrays in checkpoints.
-    """
+    """Return a name that is equal for sharded leaves that can share an array."""
     axes = [
         "+".join(axis) if isinstance(axis, tuple) else axis if isinstance(axis, str) else "_"
         for axis in spec
     ]
+    # Part of the names of arrays in checkpoints.
     return f"{like.dtype.name}.{'x'.join(map(str, like.shape))}.{'-'.join(axes)}"
 
 

@@ -13,44 +13,27 @@ from ._zero import Replicated, ShardLayout
 
 @dataclass(frozen=True)
 class MadeLeaf:
-    """One leaf that a layer makes, with its name in a layout.
-
-    Attributes:
-        name: The leaf's name in the layout.
-        index: Index of the layer that makes the leaf.
-        local: The leaf's path inside the layer.
-        stage_dim: The dim along which the leaf is sliced over the stages, or None.
-    """
+    """One leaf that a layer makes, with its name in a layout."""
 
     name: str
-    index: int
-    local: Path
-    stage_dim: int | None = None
+    index: int  # of the layer that makes the leaf
+    local: Path  # inside the layer
+    stage_dim: int | None = None  # the dim sliced over the stages
 
 
 @dataclass(frozen=True)
 class MadeField:
-    """The leaves of one field of a state that layers make, with their layout.
+    """The leaves of one field of a state that layers make, with their layout."""
 
-    Attributes:
-        field: `params` or `collections`.
-        sharding: How the leaves are cut into shards.
-        rows: Sharding of the rows of the global arrays over the mesh.
-        shard_kinds: The leaves of each kind of shard.
-    """
-
-    field: str
+    field: str  # `params` or `collections`
     sharding: ShardLayout
-    rows: P
-    shard_kinds: tuple[tuple[MadeLeaf, ...], ...]
+    rows: P  # sharding of the rows of the global arrays over the mesh
+    shard_kinds: tuple[tuple[MadeLeaf, ...], ...]  # the leaves of each kind of shard
 
 
 def made_params(params: ModelParams, trace: ModelTrace, master: ShardLayout, rows: P) -> MadeField:
-    """List the parameters that layers make.
-
-    A tied parameter is made by the first layer that holds it, on every stage that holds it. `rows`
-    is the spec of the rows of the global arrays.
-    """
+    """List the parameters that layers make; `rows` shards the rows of the global arrays."""
+    # A tied parameter is made by the first layer that holds it, on every stage that holds it.
     owners = trace.owners()
     dims = params.stage_dims
     shard_kinds = []

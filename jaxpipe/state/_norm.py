@@ -23,11 +23,9 @@ def global_norm(
     shard_kind: jax.Array,
     shard: Storage,
 ) -> jax.Array:
-    """Compute the L2 norm of the whole model's gradient, `float32[]`, equal on all devices.
-
-    Every element counts once, even if several replicas or several holders of a tied parameter have
-    it. Arrays are global along automatic axes. `tied` has the stages that hold each tied parameter.
-    """
+    """Compute the L2 norm of the whole model's gradient, `float32[]`, equal on all devices."""
+    # Every element counts once, even if several holders of a tied parameter have it. Arrays are
+    # global along automatic axes.
     counted = drop_copies(tied, sharding.trained, shard_kind, shard)
     squares = _sum_squares(counted)
     # Summed only over the axes along which shards differ: replicas with equal shards count once.
@@ -42,13 +40,10 @@ def layer_norms(
     shard_kind: jax.Array,
     shard: Storage,
 ) -> dict[str, jax.Array]:
-    """Compute L2 norms of the gradients of each layer, and of each tied layer's parameters.
-
-    Results are keyed by the layer's name, or by the key of the tied layer. Otherwise this works
-    like `global_norm`. `paths` has, for each stage, the path of each trained parameter by name.
-    """
+    """Compute gradient norms by layer name, or by the key of a tied layer; see `global_norm`."""
     counted = drop_copies(tied, sharding.trained, shard_kind, shard)
     layout = sharding.trained
+    # `paths` has, for each stage, the path of each trained parameter by name.
     named = {path: _layer_of(path) for of_stage in paths for path in of_stage.values()}
     layers = sorted(set(named.values()))
 

@@ -69,7 +69,6 @@ class ModelParams:
     that layers compute with are whole along `fsdp` for the whole step.
 
     Attributes:
-        stages: Names and paths of each stage.
         struct: Shapes and dtypes of the master parameters by path in the model's tree. Parameters
             that are sliced over the stages have the shape of a slice.
         trained: Shapes and dtypes of the trained parameters by path.
@@ -198,13 +197,7 @@ class ModelParams:
 
 
 class ModelCollections:
-    """Names and layout of collections: variables other than parameters, such as batch statistics.
-
-    Attributes:
-        struct: Shapes and dtypes by path: the layer's name, then the path inside the layer's
-            collections.
-        layout: Layout of the collections.
-    """
+    """Names and layout of collections: variables that are not parameters, like batch statistics."""
 
     def __init__(
         self,
@@ -215,6 +208,7 @@ class ModelCollections:
     ) -> None:
         flat = [flatten_dict(tree) if tree else {} for tree in trace.collections]
         paths = [{local: (named.name, *local) for local in flat[named.index]} for named in layers]
+        # By path: the layer's name, then the path inside the layer's collections.
         self.struct: Mapping[Path, Any] = {
             p[at]: flat[i][at] for i, p in enumerate(paths) for at in p
         }
@@ -278,10 +272,7 @@ def _frozen_names(stages: Sequence[StageLeaves], frozen: Collection[Path]) -> fr
 
 
 def _packed_dtypes(layout: Layout, other: Layout) -> Mapping[str, Any]:
-    """Return for each packed buffer the dtype that its leaves have in another layout.
-
-    It is the buffer's own dtype if the leaves' dtypes differ.
-    """
+    """Return each packed buffer's dtype of leaves in `other`, or its own dtype if they differ."""
     found: dict[str, set[Any]] = {}
     for stage in range(layout.num_stages):
         for name in layout.names(stage):
@@ -300,10 +291,7 @@ def specs_of(stage: StageLeaves, specs: Mapping[Path, P]) -> Specs:
 
 
 def grad_accum_struct(leaf: Any, grad_dtype: Any = None) -> Any:
-    """Return shape and dtype of the sum of a parameter's gradients.
-
-    `grad_dtype` None means float32, or the parameter's dtype if it is wider.
-    """
+    """Return shape and dtype of the sum of a parameter's gradients, at least float32 by default."""
     if grad_dtype is None and jnp.issubdtype(leaf.dtype, jnp.floating):
         grad_dtype = np.promote_types(leaf.dtype, np.float32)
     return cast_floats(leaf, grad_dtype)
@@ -325,17 +313,15 @@ def check_collections(layers: Sequence[NamedLayer], trace: ModelTrace) -> None:
 
 
 def mean_over_replicas(storage: Storage) -> Storage:
-    """Average the floating-point leaves of collections over the `data` axis.
-
-    Integers, which count calls, are equal on all replicas.
-    """
+    """Average the floating-point leaves of collections over the `data` axis."""
     if axes_length("data") == 1:
         return storage
 
     def one(leaf: jax.Array) -> jax.Array:
         if jnp.issubdtype(leaf.dtype, jnp.inexact):
             return sum_over(leaf, "data") / axes_length("data")
-        # The integers are equal, so their maximum is the value. A mean would be floating point.
+        # Integers count calls and are equal, so their maximum is the value. A mean would not be an
+        # integer.
         return jax.lax.pmax(leaf, "data")
 
     return jax.tree.map(one, storage)
@@ -347,12 +333,7 @@ def name_leaves(
     placement: Placement,
     everywhere: Sequence[int] = (),
 ) -> tuple[StageLeaves, ...]:
-    """Name the leaves of every stage.
-
-    The name of a trunk leaf contains the layer's index in the trunk of its chunk. Other names are
-    the leaf's path. `paths` maps, for each layer, paths inside the layer to paths in the model's
-    tree. The layers in `everywhere` are on all stages.
-    """
+    """Name each stage's leaves; `paths` maps a layer's inner paths to those in the model's tree."""
     stages = []
     for virtual_stages in placement.virtual:
         stage = StageLeaves({}, {}, {})

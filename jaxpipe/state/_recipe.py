@@ -28,18 +28,13 @@ _THREEFRY = "key<fry>"
 
 @dataclass(frozen=True)
 class Recipe:
-    """The program that makes a layer's leaves from its key.
+    """The program that makes a layer's leaves from its key."""
 
-    Attributes:
-        number: Number of the program; equal programs have equal numbers.
-        program: The program.
-        leaves: The program's variables that are leaves, by field and path inside the layer.
-        fault: Why the program can only run on the host; empty if it can run on any device.
-    """
-
-    number: int
+    number: int  # equal programs have equal numbers
     program: Program
+    # The program's variables that are leaves, by field and path inside the layer.
     leaves: Mapping[tuple[str, Path], Any]
+    # Why the program can only run on the host; empty if it can run on any device.
     fault: str
 
     def run(self, key: jax.Array, wanted: Sequence[tuple[str, Path]]) -> list[jax.Array]:

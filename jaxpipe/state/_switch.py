@@ -13,12 +13,9 @@ from jaxpipe.jaxpr import program_key
 def switch_stages(
     stage: jax.Array, numbers: Sequence[int], function: Callable[..., Any], *args: Any
 ) -> Any:
-    """Run `function(numbers[stage], *args)`, traced for each number.
-
-    Equal traces share one branch, and if all are equal there is no conditional. That matters
-    because XLA schedules nothing across a conditional, and compiles every branch on every device.
-    `stage` may be another index.
-    """
+    """Run `function(numbers[stage], *args)`; numbers with equal traces share a branch."""
+    # If all traces are equal there is no conditional. That matters because XLA schedules nothing
+    # across a conditional, and compiles every branch on every device.
     # Traces are compared instead of the numbers. This avoids a conditional if stages only differ in
     # ways that the program does not show, such as names. With one number nothing needs to be
     # compared or traced.
@@ -37,10 +34,7 @@ def switch_table(
     branches: Sequence[Callable[..., Any]] | Mapping[int, Callable[..., Any]],
     *args: Any,
 ) -> Any:
-    """Run `branches[table[index]]`, where the table says which indices share a branch.
-
-    Branches that are not in the table are not compiled.
-    """
+    """Run `branches[table[index]]`; branches that are not in the table are not compiled."""
     used = sorted(set(table))
     if len(used) == 1:
         return branches[used[0]](*args)

@@ -38,10 +38,7 @@ def broadcast_tied(
 def drop_copies(
     tied: Tied, sharding: ShardLayout, shard_kind: jax.Array, shard: Storage
 ) -> Storage:
-    """Replace tied parameters with zeros on all stages but their owners.
-
-    A sum over the stages then counts each parameter once.
-    """
+    """Zero tied parameters on all stages but their owners, so that sums count each once."""
     layout = sharding.shards
     stages = sharding.stages_of_shard_kinds
     stacked, tied = _by_storage(tied, layout)
@@ -74,10 +71,8 @@ def _exchange(
     *,
     is_sum: bool,
 ) -> Storage:
-    """Give all holders of tied leaves the sum over the stages, or the owner's value.
-
-    `layout` has an entry for each kind of shard, and `stages` has the stage of each kind.
-    """
+    """Give all holders of tied leaves the sum over the stages, or the owner's value."""
+    # `layout` has an entry for each kind of shard, and `stages` has the stage of each kind.
     stacked, tied = _by_storage(tied, layout)
     if stacked:
         given = {name: storage.stacked[name] for name in stacked}

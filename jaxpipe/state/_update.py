@@ -38,10 +38,10 @@ class Updater:
     parameters, and all others. If the optimiser treats the trunks of all stages alike, one program
     without a conditional updates them, the program of the first stage.
 
-    `sharding` is the sharding of the trained parameters. A trunk parameter that only some stages
-    train is in the shards of all stages, and is not changed where it is frozen. Raises ConfigError
-    if the optimiser needs more than gradients, state and parameters, if it couples parameters in
-    different shards, or if its treatment of a parameter depends on the rest of the tree.
+    A trunk parameter that only some stages train is in the shards of all stages, and is not changed
+    where it is frozen. Raises ConfigError if the optimiser needs more than gradients, state and
+    parameters, if it couples parameters in different shards, or if its treatment of a parameter
+    depends on the rest of the tree.
     """
 
     def __init__(
@@ -128,13 +128,11 @@ class Updater:
         return {name: layout.constrain(state[name]) for name, layout in self._layouts.items()}
 
     def leaves(self, shard_kind: int) -> Iterator[tuple[str, Layout, str, str, Path | None]]:
-        """Yield `(group, its layout, name, label, path)` for each leaf of a shard's state.
-
-        The label is the leaf's path in the optimiser state of the whole model. The path is that of
-        the leaf's parameter, or None if it belongs to none.
-        """
+        """Yield `(group, its layout, name, label, path)` for each leaf of a shard's state."""
         paths = self._params.trained_paths[self._sharding.stage_of(shard_kind)]
         for group, groups in self._groups.items():
+            # The label is the leaf's path in the optimiser state of the whole model, and the path
+            # that of its parameter, if it belongs to one.
             for name, (label, path) in groups[shard_kind].labels(paths).items():
                 yield group, self._layouts[group], name, label, path
 
@@ -172,10 +170,7 @@ class Updater:
     def update(
         self, shard_kind: jax.Array, shard: Storage, grads: Storage, state: PyTree
     ) -> tuple[Storage, PyTree]:
-        """Update this device's shard and return `(parameters, optimiser state)`.
-
-        `grads` are mean gradients in the shard's layout.
-        """
+        """Return `(parameters, optimiser state)` of this device's shard after mean gradients."""
         stacked = {}
         packed = shard.packed
         new_state = {}
@@ -196,11 +191,7 @@ class Updater:
         shard: Storage,
         state: PyTree,
     ) -> Storage:
-        """Return parameters that replace this device's shard.
-
-        `choice` maps a tree of parameters, with their paths in the model, and the optimiser's state
-        for it to another tree of parameters.
-        """
+        """Return parameters that replace this device's shard: `choice(tree, optimiser state)`."""
         stacked = {}
         packed = shard.packed
         for name, names, has_packed in self._divided(shard):
@@ -279,11 +270,7 @@ _NOTHING = optax.identity()  # for a group without parameters, if the other grou
 
 
 class _Group:
-    """The optimiser on some parameters of one shard, as a tree with the model's paths.
-
-    `shared_names` are parameters that all stages hold under the same name. Their state also has the
-    same name on all stages, and is stacked like the parameters.
-    """
+    """The optimiser on some parameters of one shard, as a tree with the model's paths."""
 
     def __init__(
         self,
@@ -303,6 +290,8 @@ class _Group:
         state = state_struct(optimizer, self.struct)
         leaves, self._treedef = jax.tree.flatten(state)
         self._state_paths = leaf_paths(state)
+        # All stages hold these parameters under the same name. Their state also has the same name
+        # on all stages, and is stacked like the parameters.
         named = {path for name, path in paths.items() if name in shared_names}
         names = [
             join_path(at) if find_param(at, named) else str(i)
@@ -319,10 +308,7 @@ class _Group:
                 self.state_specs[name] = layout.specs[param]
 
     def labels(self, real: Paths) -> dict[str, tuple[str, Path | None]]:
-        """Return the path of each leaf of the state, and the parameter it belongs to.
-
-        The paths contain the real paths of parameters.
-        """
+        """Return each state leaf's path, with the `real` paths of parameters, and its parameter."""
         known = {path: real[name] for name, path in self.paths.items()}
         found: dict[str, tuple[str, Path | None]] = {}
         for leaf, at in zip(self.state_leaves, self._state_paths, strict=True):

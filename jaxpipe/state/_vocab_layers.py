@@ -47,13 +47,7 @@ class VocabLayers:
 def find_vocab_layers(
     layers: Sequence[NamedLayer], trace: ModelTrace, cuts: Sequence[StageCut], num_stages: int
 ) -> tuple[VocabLayers, tuple[StageCut, ...]]:
-    """Find the vocabulary-parallel layers, and remove them from the virtual stages.
-
-    Returns `(vocabulary-parallel layers, cuts without them)`. With one stage there are none. Raises
-    LayerError if a split parameter does not belong to the first or last layers or cannot be
-    divided, if such a layer keeps collections or reports values, or if another layer has
-    collectives over the stages.
-    """
+    """Find the vocabulary-parallel layers, and return them with the cuts without them."""
     marked = [i for i, dims in enumerate(trace.stage_dims) if dims]
     # With one stage nothing is sliced, and these layers are ordinary layers.
     if num_stages == 1:

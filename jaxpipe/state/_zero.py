@@ -75,10 +75,7 @@ class ShardLayout(abc.ABC):
         )
 
     def rows_of(self, shard_kind: int) -> tuple[int, ...]:
-        """Return the rows of the global arrays that are shards of a kind.
-
-        Rows are ordered by stage, then by replica.
-        """
+        """Return the rows of global arrays that are shards of a kind, by stage, then replica."""
         return (
             tuple(range(shard_kind * self.num_shards, (shard_kind + 1) * self.num_shards))
             if self.is_uniform
@@ -86,10 +83,7 @@ class ShardLayout(abc.ABC):
         )
 
     def block_counts(self, name: str) -> tuple[int, ...]:
-        """Return the number of blocks along each dim of a leaf, each of which is cut into shards.
-
-        Empty if the leaf is not cut into blocks.
-        """
+        """Return the number of blocks along each dim of a leaf that is cut by blocks, or empty."""
         return ()
 
     def piece_of(self, name: str, leaf: jax.Array, replica: jax.Array) -> jax.Array:
@@ -157,7 +151,7 @@ class ByElements(_Sharded):
     masks by `ndim`, such as those that exclude biases from weight decay, treat the piece like the
     leaf. A leaf that is sharded over automatic axes is cut block by block, so that no element moves
     along these axes. A piece of a leaf with m blocks has the shape `[1, m * k]`, contains a piece
-    of each block, and is sharded over the last dim. `gathered` is the layout of the whole storage.
+    of each block, and is sharded over the last dim.
     """
 
     is_uniform = True
@@ -186,10 +180,7 @@ class ByElements(_Sharded):
         )
 
     def block_counts(self, name: str) -> tuple[int, ...]:
-        """See `ShardLayout.block_counts`.
-
-        There is one block for each index along the axes that the leaf is sharded over.
-        """
+        """See `ShardLayout.block_counts`: a block per index along the axes that shard the leaf."""
         return self._blocks.get(name, ())
 
     def piece_of(self, name: str, leaf: jax.Array, replica: jax.Array) -> jax.Array:
@@ -265,12 +256,9 @@ class ByElements(_Sharded):
 
 
 class ByLeaves(_Sharded):
-    """Every leaf is whole in the shard of one replica.
+    """Every leaf is whole in the shard of one replica, for optimisers such as LAMB that need that.
 
-    This is for optimisers that treat a leaf as a whole, such as LAMB. Leaves are assigned in order
-    of decreasing size to the replica with the fewest elements so far. `tied` leaves, which several
-    stages hold, are assigned to the same replica on each stage, because a sum over the stages is
-    among devices of the same replica.
+    Leaves are assigned in order of decreasing size to the replica with the fewest elements so far.
     """
 
     is_uniform = False
@@ -299,6 +287,8 @@ class ByLeaves(_Sharded):
         """Choose the replica that owns each leaf of a stage."""
         names = self.gathered.names(stage)
         used = [0] * self.num_shards
+        # Tied leaves are assigned to the same replica on each stage that holds them, because a sum
+        # over the stages is among devices of the same replica.
         owner = {name: i % self.num_shards for i, name in enumerate(tied)}
         sizes = {name: math.prod(self.gathered.struct_of(stage, name).shape) for name in names}
         frozen = self.gathered.frozen
@@ -375,10 +365,7 @@ class ZeroSharding:
     def reduce_gradients(
         self, stage: jax.Array, shard_kind: jax.Array, storage: Storage
     ) -> Storage:
-        """Sum a stage's gradients over all replicas, and return this device's shard.
-
-        The shard has the layout of the trained parameters.
-        """
+        """Sum gradients over all replicas; return this device's shard, laid out like `trained`."""
         # Summed in the accumulation dtype, which may be wider than the dtype of the master
         # parameters, and cast once.
         return _cast(
@@ -395,11 +382,7 @@ def zero_sharding(
     num_shards: int,
     mesh: Mapping[str, int],
 ) -> ZeroSharding:
-    """Choose how a model's parameters are cut into shards.
-
-    `num_shards` is 1, or the size of the `data` axis with ZeRO-1. If the optimiser does not update
-    element by element, whole leaves are distributed over the replicas.
-    """
+    """Choose how parameters are cut; `num_shards` is 1, or the size of `data` with ZeRO-1."""
     layouts = (
         params.master_layout,
         params.master_layout.cast(frozen=False),
@@ -412,6 +395,7 @@ def zero_sharding(
     # Checked for the layout that is updated, on behalf of all: they only differ in dtypes and in
     # frozen leaves.
     if any(_needs_whole(params, shards[1], s, optimizer) for s in range(len(params.stages))):
+        # The optimiser does not update element by element.
         return ZeroSharding(*(ByLeaves(x, num_shards, tuple(params.tied)) for x in layouts))
     return ZeroSharding(*shards)
 
