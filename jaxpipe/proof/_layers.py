@@ -15,7 +15,7 @@ from jaxpipe.jaxpr import all_equations, arithmetic_of, primitives, programs_ins
 from jaxpipe.layers import NamedLayer, PipelineModule, call_on_one, layer_view
 
 from ._bound import bounds, distance
-from ._job import Job, Precision
+from ._job import Job, Precision, is_key
 from ._plain import Start, cut_samples, microbatch_of
 from ._shake import Shaking, shaken
 
@@ -134,11 +134,7 @@ def _trace_faults(named: NamedLayer, traced: Any, again: Any) -> Iterator[Fault]
 def _constants(traced: Any) -> list[bytes]:
     inner = (each for eqn in all_equations(traced.jaxpr.eqns) for each in programs_inside(eqn))
     constants = (x for program in (traced, *inner) for x in program.consts)
-    return [np.asarray(x).tobytes() for x in constants if not _is_key(x)]
-
-
-def _is_key(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return [np.asarray(x).tobytes() for x in constants if not is_key(x)]
 
 
 def _groups(num_samples: int) -> list[np.ndarray]:
@@ -193,7 +189,7 @@ def _unmixed_leaf(
     A scalar, such as a loss that is handed on, belongs to all of them.
     """
     first = leaves[0]
-    if np.ndim(first) == 0 or _is_key(first) or not groups:
+    if np.ndim(first) == 0 or is_key(first) or not groups:
         return list(leaves), False
     moved = [_differs(first, leaf, unit) for leaf in leaves[1:]]
     axes = [axis for axis, size in enumerate(first.shape) if size == len(groups[0])]
