@@ -22,15 +22,26 @@ from ._params import Params
 from ._precision import BF16Section, DataTypesSection, Dtype, FP16Section
 from ._profiler import FlopsProfilerSection
 from ._recompute import ActivationCheckpointingSection
-from ._section import Section, read_section, without_secrets
+from ._section import (
+    Section,
+    read_section,
+    read_whole,
+    required,
+    setting,
+    subsection,
+    without_secrets,
+)
 from ._train import PipelineConfig, TrainConfig
 from ._values import (
     Reader,
     integer_of_at_least,
+    list_of,
     number,
     number_of_at_least,
+    one_of_exactly,
     optional,
     read_flag,
+    read_object,
     unless_auto,
     wrong_value,
 )

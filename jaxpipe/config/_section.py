@@ -12,7 +12,7 @@ from jaxpipe._numbers import as_flag, plain
 from jaxpipe.errors import ConfigError, cut, nearest, shown
 
 from ._collect import Collector
-from ._other_keys import REFUSED, UNUSED, is_off
+from ._other_keys import REFUSED, UNUSED, Refusal, Unused, is_off
 from ._values import Reader, wrong_value
 
 S = TypeVar("S", bound="Section")
@@ -20,22 +20,24 @@ S = TypeVar("S", bound="Section")
 
 @dataclass(frozen=True)
 class Section:
-    """One JSON object of the configuration: a frozen dataclass whose fields are its keys.
+    """One JSON object of a configuration: a frozen dataclass whose fields are its keys.
 
     A subclass declares each key with `required`, `setting` or `subsection`. Every instance is
     checked key by key, whether it is read from JSON or created with keywords. Rules between keys
-    belong in `check`. All errors are raised together. Keys in `UNUSED` and `REFUSED` are not
-    fields.
+    belong in `check`. All errors are raised together. Keys in `UNUSED`, `REFUSED` and `other_keys`
+    are not fields.
 
     Attributes:
         path: JSON path of the section in the configuration.
         aliases: Other names of its keys.
         switch: The key that must be true for the others to have an effect, or None.
+        other_keys: Keys that have no effect or are refused, beside those of DeepSpeed's file.
     """
 
     path: ClassVar[str] = ""
     aliases: ClassVar[Mapping[str, str]] = MappingProxyType({})
     switch: ClassVar[str | None] = None
+    other_keys: ClassVar[Mapping[str, Unused | Refusal]] = MappingProxyType({})
 
     def __post_init__(self) -> None:
         errors = Collector()
@@ -44,7 +46,9 @@ class Section:
             # The dataclass is frozen, but readers convert values: a list becomes a tuple, so that
             # the section can be hashed.
             object.__setattr__(self, item.name, value)
-        errors.add(self.check())
+        if not any(getattr(self, item.name) is MISSING for item in fields(self)):
+            self._complete()
+            errors.add(self.check())
         errors.raise_all()
 
     def check(self) -> Iterable[ConfigError]:
@@ -54,10 +58,27 @@ class Section:
         """
         return ()
 
+    def _complete(self) -> None:
+        """Set fields whose defaults depend on other fields."""
 
-def setting(default: Any, reader: Reader, *, is_secret: bool = False) -> Any:
-    """Declare a key of a section. A secret value is neither shown nor stored."""
-    return field(default=default, repr=not is_secret, metadata={"reader": reader})
+    def _wrong(self, name: str, rule: str, repair: str) -> ConfigError:
+        return wrong_value(join(self.path, name), rule, getattr(self, name), repair)
+
+
+def setting(
+    default: Any,
+    reader: Reader,
+    *,
+    is_secret: bool = False,
+    is_hidden: bool = False,
+    compare: bool = True,
+) -> Any:
+    """Declare a key of a section, with a reader that checks and converts its value.
+
+    A secret value is neither shown nor stored. A hidden one can be set from Python only.
+    """
+    metadata = {"reader": reader, "is_hidden": is_hidden}
+    return field(default=default, repr=not is_secret, compare=compare, metadata=metadata)
 
 
 def without_secrets(section: S) -> S:
@@ -126,14 +147,23 @@ def _inner_keys(cls: type[Section]) -> Iterator[str]:
 
 
 def read_section(
-    cls: type[S], mapping: Mapping[object, object], path: str, errors: Collector
+    cls: type[S],
+    mapping: Mapping[object, object],
+    path: str,
+    errors: Collector,
+    hidden: Mapping[str, object] = MappingProxyType({}),
 ) -> S | None:
     """Read one JSON object, and use the default instead of each wrong value.
 
-    `errors` collects everything that is wrong. Returns None if a key without a default is wrong.
+    `errors` collects everything that is wrong. `hidden` has values of hidden keys. Returns None if
+    a key without a default is wrong.
     """
-    known = {item.name: item for item in fields(cls)}
-    values: dict[str, Any] = {}
+    every = {item.name: item for item in fields(cls)}
+    known = {name: every[name] for name in _names(cls)}
+    values: dict[str, Any] = {
+        name: _read_value(every[name], value, join(path, name), errors)
+        for name, value in hidden.items()
+    }
     off = _is_switched_off(cls, mapping)
     # A section that is explicitly off uses none of its values, so their errors are ignored. A
     # section without its switch may be meant to be on.
@@ -142,14 +172,14 @@ def read_section(
         with errors.catch():
             name = cls.aliases.get(_checked_key(key, path), str(key))
             if name not in known:
-                if not (says_off and join(cls.path, name) in UNUSED):
+                if not (says_off and isinstance(_other_key(cls, name), Unused)):
                     _check_other_key(cls, name, value, path, errors, off=off)
                 continue
             if name in values:
                 raise _given_twice(cls, mapping, name, path)
             found = Collector() if says_off and name != cls.switch else errors
             values[name] = _read_value(known[name], value, join(path, str(key)), found)
-    for name, item in known.items():
+    for name, item in every.items():
         if name not in values:
             values[name] = default_of(item)
             if values[name] is MISSING:
@@ -170,6 +200,19 @@ def read_section(
     return section
 
 
+def read_whole(
+    cls: type[S],
+    mapping: Mapping[Any, object],
+    hidden: Mapping[str, object] = MappingProxyType({}),
+) -> S:
+    """Read one JSON object as `read_section` does, and raise everything that is wrong."""
+    errors = Collector()
+    found = read_section(cls, mapping, cls.path, errors, hidden)
+    errors.raise_all()
+    # Made again by the class, which may derive values.
+    return replace(cast("S", found))
+
+
 def idle_keys(
     cls: type[Section], mapping: Mapping[object, object], path: str = ""
 ) -> Iterator[tuple[str, str]]:
@@ -180,14 +223,13 @@ def idle_keys(
     off = _is_switched_off(cls, mapping)
     for key, value in mapping.items():
         name = cls.aliases.get(str(key), str(key))
-        own = join(cls.path, name)
         where = join(path, str(key))
-        other = UNUSED.get(own) or REFUSED.get(own)
+        other = _other_key(cls, name)
         asks = name != cls.switch and not is_off(value, other.off if other else (False,))
         if off and asks:
             yield where, f"without {join(path, str(cls.switch))}=true the section is off"
-        elif own in UNUSED and asks:
-            yield where, UNUSED[own].reason
+        elif isinstance(other, Unused) and asks:
+            yield where, other.reason
         elif name in inner and isinstance(value, Mapping):
             yield from idle_keys(inner[name], cast("Mapping[object, object]", value), where)
 
@@ -245,36 +287,42 @@ def _given_twice(
 def _check_other_key(
     cls: type[Section], key: str, value: object, path: str, errors: Collector, *, off: bool
 ) -> None:
-    own = join(cls.path, key)
     where = join(path, key)
-    if own in UNUSED:
-        if not is_off(value, UNUSED[own].off):
-            UNUSED[own].reader(value, where)
-        return
-    if own not in REFUSED:
+    other = _other_key(cls, key)
+    if other is None:
         near = None if errors.is_long else _nearest(cls, key)
         if near:
             errors.mark(join(path, near))
             raise ConfigError(
                 f"{where} is not a known key. Did you mean {join(path, near)}?", paths=[where]
             )
-        names = ", ".join(join(path, item.name) for item in fields(cls))
+        names = ", ".join(join(path, name) for name in _names(cls))
         raise ConfigError(
             f"{where} is not a known key. Remove it, or use one of {names}.", paths=[where]
         )
-    refusal = REFUSED[own]
-    if is_off(value, refusal.off) or (off and refusal.can_idle):
+    if is_off(value, other.off):
         return
-    raise ConfigError(
-        f"{where} must not be set: {refusal.reason}, but got {where}={shown(value)}. "
-        f"{refusal.repair}.",
-        paths=[where],
-    )
+    if isinstance(other, Unused):
+        other.reader(value, where)
+    elif not (off and other.can_idle):
+        raise ConfigError(
+            f"{where} must not be set: {other.reason}, but got {where}={shown(value)}. "
+            f"{other.repair}.",
+            paths=[where],
+        )
+
+
+def _other_key(cls: type[Section], name: str) -> Unused | Refusal | None:
+    own = join(cls.path, name)
+    return cls.other_keys.get(name) or UNUSED.get(own) or REFUSED.get(own)
+
+
+def _names(cls: type[Section]) -> list[str]:
+    return [item.name for item in fields(cls) if not item.metadata.get("is_hidden")]
 
 
 def _nearest(cls: type[Section], key: str) -> str | None:
     """The known key nearest to an unknown one, relative to its section."""
-    names = [item.name for item in fields(cls)]
     candidates = _other_keys(cls)
     for item in fields(cls):
         if "section" in item.metadata:
@@ -282,7 +330,7 @@ def _nearest(cls: type[Section], key: str) -> str | None:
             keys = (*(key.name for key in fields(inner)), *_other_keys(inner))
             candidates = {name: f"{item.name}.{name}" for name in keys} | candidates
     # Last, so that a key of the section itself wins over a key of the same name in an inner one.
-    candidates |= {name: name for name in (*cls.aliases, *names)}
+    candidates |= {name: name for name in (*cls.aliases, *_names(cls))}
     near = nearest(key, candidates, cutoff=0.7)
     return candidates[near] if near else None
 
@@ -290,4 +338,5 @@ def _nearest(cls: type[Section], key: str) -> str | None:
 def _other_keys(cls: type[Section]) -> dict[str, str]:
     """Keys of a section that are not fields."""
     names = [other.rpartition(".") for other in (*UNUSED, *REFUSED)]
-    return {name: name for parent, _, name in names if parent == cls.path}
+    found = {name: name for parent, _, name in names if parent == cls.path}
+    return found | {name: name for name in cls.other_keys}

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar, cast
 from jaxpipe._numbers import as_flag, as_integer, as_number
 from jaxpipe._paths import any_path, local_path
 from jaxpipe._stores import AnyPath
-from jaxpipe.errors import ConfigError, shown
+from jaxpipe.errors import ConfigError, nearest, shown
 
 from ._collect import Collector
 
@@ -73,11 +73,13 @@ def integer_between(minimum: int, maximum: int) -> Reader:
 def number(
     minimum: float | None = None,
     *,
+    above: float | None = None,
     below: float | None = None,
     repair: str = "Use a number such as 0.001, without quotes",
 ) -> Reader:
-    """A reader of finite numbers from `minimum` up to, but not including, `below`, as floats."""
+    """A reader of finite numbers from `minimum`, or above and below limits, as floats."""
     limits = [f"of at least {minimum:g}"] if minimum is not None else []
+    limits += [f"above {above:g}"] if above is not None else []
     limits += [f"below {below:g}"] if below is not None else []
     rule = " ".join(["a finite number", " and ".join(limits)]).strip()
 
@@ -86,6 +88,7 @@ def number(
         if (
             found is None
             or (minimum is not None and found < minimum)
+            or (above is not None and found <= above)
             or (below is not None and found >= below)
         ):
             raise wrong_value(path, rule, value, repair)
@@ -99,12 +102,7 @@ def number_of_at_least(minimum: float) -> Reader:
     return number(minimum, repair=f"Use for instance {max(minimum, 1.0):g}")
 
 
-def read_positive_number(value: object, path: str) -> float:
-    """Read a finite number above zero."""
-    number = as_number(value)
-    if number is None or number <= 0:
-        raise wrong_value(path, "a finite number above 0", value, "Use for instance 1.0")
-    return number
+read_positive_number = number(above=0, repair="Use for instance 1.0")
 
 
 def read_text(value: object, path: str) -> str:
@@ -140,6 +138,38 @@ def one_of(*names: str) -> Reader:
                 path, f"one of {', '.join(map(repr, names))}", value, f"Use {names[-1]!r}"
             )
         return known[value.lower()]
+
+    return read
+
+
+def one_of_exactly(*names: str, repair: str | None = None) -> Reader:
+    """A reader of these names; it suggests the one nearest to another string."""
+    rule = f"one of {', '.join(map(repr, names))}"
+
+    def read(value: object, path: str) -> str:
+        if isinstance(value, str) and value in names:
+            return value
+        near = nearest(value, names, cutoff=0.5) if isinstance(value, str) else None
+        raise wrong_value(path, rule, value, repair or f"Use {near or names[0]!r}")
+
+    return read
+
+
+def list_of(
+    reader: Reader, rule: str = "a list", repair: str = "Write it in square brackets"
+) -> Reader:
+    """A reader of lists, as tuples, whose items `reader` reads."""
+
+    def read(value: object, path: str) -> tuple[Any, ...]:
+        if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+            raise wrong_value(path, rule, value, repair)
+        errors = Collector()
+        found: list[Any] = []
+        for index, item in enumerate(cast("Sequence[object]", value)):
+            with errors.catch():
+                found.append(reader(item, f"{path}[{index}]"))
+        errors.raise_all()
+        return tuple(found)
 
     return read
 
@@ -205,19 +235,9 @@ def read_partition(value: object, path: str) -> str | tuple[int, ...]:
     """Read a partition method: a name, or a sequence of layer boundaries as a tuple."""
     if isinstance(value, str) and value:
         return value
-    boundaries: Sequence[object] = ()
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        boundaries = cast("Sequence[object]", value)
+    rule = "the name of a partition method or a list of boundaries"
+    repair = "Use 'best', or boundaries such as [0, 3, 6]"
+    boundaries = list_of(integer_of_at_least(0), rule, repair)(value, path)
     if not boundaries:
-        rule = "the name of a partition method or a list of boundaries"
-        raise wrong_value(
-            path, rule, cast("object", value), "Use 'best', or boundaries such as [0, 3, 6]"
-        )
-    boundary = integer_of_at_least(0)
-    errors = Collector()
-    found: list[int] = []
-    for index, item in enumerate(boundaries):
-        with errors.catch():
-            found.append(boundary(item, f"{path}[{index}]"))
-    errors.raise_all()
-    return tuple(found)
+        raise wrong_value(path, rule, cast("object", value), repair)
+    return boundaries

@@ -1,6 +1,5 @@
 """BERT: bidirectional `DeepSpeedTransformerLayer`s with post-layer normalisation."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -9,22 +8,23 @@ import jax
 import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
 
+from jaxpipe.config import Section, one_of_exactly, setting
 from jaxpipe.errors import ConfigError, LayerError
 from jaxpipe.layers import LayerSpec, TiedLayerSpec
-from jaxpipe.transformer import DeepSpeedTransformerConfig, DeepSpeedTransformerLayer
+from jaxpipe.transformer import (
+    DeepSpeedTransformerConfig,
+    DeepSpeedTransformerLayer,
+    read_float_dtype,
+)
 from jaxpipe.weights import Rename, Source, Transform, linear, merge, stack, transpose
 
 from ._activations import ACTIVATIONS
 from ._huggingface import ConfigKeys, read_fields, shared_fields
 from ._positions import positions_of
-from ._rules import Rule, are_deviations, are_positive, are_shares, are_sizes, check_fields
+from ._readers import read_deviation, read_positive, read_share, read_size
 
 BertHead = Literal["masked_lm"] | None
 
-_SIZES = (
-    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
-    *("max_position_embeddings", "type_vocab_size"),
-)
 _COMPUTED = {
     "is_decoder": (False,),
     "position_embedding_type": ("absolute",),
@@ -33,7 +33,7 @@ _COMPUTED = {
 
 
 @dataclass(frozen=True)
-class BertConfig:
+class BertConfig(Section):
     """Configuration of BERT, with Hugging Face's names where they exist.
 
     Attributes:
@@ -64,23 +64,23 @@ class BertConfig:
         768
     """
 
-    vocab_size: int = 30522
-    hidden_size: int = 768
-    num_hidden_layers: int = 12
-    num_attention_heads: int = 12
-    intermediate_size: int = 3072
-    hidden_act: str = "gelu"
-    hidden_dropout_prob: float = 0.1
-    attention_probs_dropout_prob: float = 0.1
-    max_position_embeddings: int = 512
-    type_vocab_size: int = 2
-    initializer_range: float = 0.02
-    layer_norm_eps: float = 1e-12
-    dtype: Any = None
+    vocab_size: int = setting(30522, read_size)
+    hidden_size: int = setting(768, read_size)
+    num_hidden_layers: int = setting(12, read_size)
+    num_attention_heads: int = setting(12, read_size)
+    intermediate_size: int = setting(3072, read_size)
+    hidden_act: str = setting("gelu", one_of_exactly(*ACTIVATIONS))
+    hidden_dropout_prob: float = setting(0.1, read_share)
+    attention_probs_dropout_prob: float = setting(0.1, read_share)
+    max_position_embeddings: int = setting(512, read_size)
+    type_vocab_size: int = setting(2, read_size)
+    initializer_range: float = setting(0.02, read_deviation)
+    layer_norm_eps: float = setting(1e-12, read_positive)
+    dtype: Any = setting(None, read_float_dtype)
 
     def __post_init__(self) -> None:
         # First, because the layer's configuration is made from these fields.
-        check_fields(self, self._rules())
+        super().__post_init__()
         self.layer()  # checks more rules
 
     @classmethod
@@ -135,14 +135,6 @@ class BertConfig:
             activation=ACTIVATIONS[self.hidden_act],
             dtype=self.dtype,
         )
-
-    def _rules(self) -> Iterator[Rule]:
-        yield from are_sizes(self, _SIZES)
-        yield from are_shares(self, ("hidden_dropout_prob", "attention_probs_dropout_prob"))
-        yield from are_positive(self, ("layer_norm_eps",))
-        yield from are_deviations(self, ("initializer_range",))
-        is_known = isinstance(self.hidden_act, str) and self.hidden_act in ACTIVATIONS
-        yield "hidden_act", is_known, f"one of {', '.join(ACTIVATIONS)}", "Use one of them."
 
 
 class BertEmbeddings(nn.Module):

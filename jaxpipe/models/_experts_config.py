@@ -1,27 +1,30 @@
 """Configuration of a mixture of experts."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxpipe._numbers import as_number
-
-from ._rules import (
-    Rule,
-    are_deviations,
-    are_flags,
-    are_positive,
-    are_sizes,
-    check_fields,
-    is_size,
+from jaxpipe.config import (
+    Section,
+    number,
+    one_of_exactly,
+    optional,
+    read_flag,
+    required,
+    setting,
 )
+from jaxpipe.errors import ConfigError
+
+from ._readers import read_count, read_deviation, read_layers, read_positive, read_size
 
 GATES = ("softmax", "sigmoid")
 ACTIVATIONS = ("silu", "clamped")
 
+_read_capacity = number(above=0.0, repair="Use 1.25, or None for the exact mixture")
+
 
 @dataclass(frozen=True)
-class ExpertsConfig:
+class ExpertsConfig(Section):
     """Configuration of a mixture of experts.
 
     Attributes:
@@ -62,67 +65,42 @@ class ExpertsConfig:
         et al., "Mixtral of Experts" (2024); DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024).
     """
 
-    num_experts: int
-    num_experts_per_tok: int
-    intermediate_size: int
-    norm_topk_prob: bool = True
-    gate: Literal["softmax", "sigmoid"] = "softmax"
-    correction_bias: bool = False
-    n_group: int = 1
-    topk_group: int = 1
-    routed_scaling_factor: float = 1.0
-    router_bias: bool = False
-    expert_bias: bool = False
-    activation: Literal["silu", "clamped"] = "silu"
-    scale_inputs: bool = False
-    shared_size: int = 0
-    shared_gate: bool = True
-    dense_layers: tuple[int, ...] = ()
-    capacity_factor: float | None = None
-    balance: float = 0.0
-    z_loss: float = 0.0
+    num_experts: int = required(read_size)
+    num_experts_per_tok: int = required(read_size)
+    intermediate_size: int = required(read_size)
+    norm_topk_prob: bool = setting(True, read_flag)
+    gate: Literal["softmax", "sigmoid"] = setting("softmax", one_of_exactly(*GATES))
+    correction_bias: bool = setting(False, read_flag)
+    n_group: int = setting(1, read_size)
+    topk_group: int = setting(1, read_size)
+    routed_scaling_factor: float = setting(1.0, read_positive)
+    router_bias: bool = setting(False, read_flag)
+    expert_bias: bool = setting(False, read_flag)
+    activation: Literal["silu", "clamped"] = setting("silu", one_of_exactly(*ACTIVATIONS))
+    scale_inputs: bool = setting(False, read_flag)
+    shared_size: int = setting(0, read_count)
+    shared_gate: bool = setting(True, read_flag)
+    dense_layers: tuple[int, ...] = setting((), read_layers)
+    capacity_factor: float | None = setting(None, optional(_read_capacity))
+    balance: float = setting(0.0, read_deviation)
+    z_loss: float = setting(0.0, read_deviation)
 
-    def __post_init__(self) -> None:
-        check_fields(self, self._rules())
-
-    def _rules(self) -> Iterator[Rule]:
-        sizes = ("num_experts", "num_experts_per_tok", "intermediate_size", "n_group", "topk_group")
-        yield from are_sizes(self, sizes)
-        yield from are_sizes(self, ("shared_size",), least=0)
-        is_less = self.num_experts_per_tok <= self.num_experts
-        rule = f"at most num_experts={self.num_experts}"
-        yield "num_experts_per_tok", is_less, rule, "A token passes each expert once."
-        flags = "norm_topk_prob", "correction_bias", "router_bias", "expert_bias", "scale_inputs"
-        yield from are_flags(self, (*flags, "shared_gate"))
-        for name, known in {"gate": GATES, "activation": ACTIVATIONS}.items():
-            rule = " or ".join(map(repr, known))
-            yield name, getattr(self, name) in known, rule, "Pass one of them."
-        yield from self._group_rules()
-        yield from are_positive(self, ("routed_scaling_factor",))
-        dense = self.dense_layers
-        are_layers = isinstance(dense, tuple) and all(is_size(layer, 0) for layer in dense)
-        yield (
-            "dense_layers",
-            are_layers,
-            "a tuple of numbers of layers",
-            "Layers are counted from 0.",
-        )
-        room = as_number(self.capacity_factor)
-        is_room = self.capacity_factor is None or (room is not None and room > 0)
-        yield "capacity_factor", is_room, "> 0 or None", "Use 1.25, or None for the exact mixture."
-        yield from are_deviations(self, ("balance", "z_loss"))
-
-    def _group_rules(self) -> Iterator[Rule]:
+    def check(self) -> Iterable[ConfigError]:
+        """Refuse numbers of experts and groups that contradict each other."""
         size = self.num_experts // self.n_group
-        is_even = self.num_experts % self.n_group == 0
-        rule = f"a divisor of num_experts={self.num_experts}"
-        yield "n_group", is_even, rule, "Groups have equal numbers of experts."
-        is_less = self.topk_group <= self.n_group
-        rule = f"at most n_group={self.n_group}"
-        yield "topk_group", is_less, rule, "Each group is chosen once."
-        has_pairs = size >= 2 or self.topk_group == self.n_group
-        rule = f"at most half of num_experts={self.num_experts} with topk_group < n_group"
-        yield "n_group", has_pairs, rule, "A group's score is the sum of its two best experts."
-        enough = self.num_experts_per_tok <= self.topk_group * size
-        rule = f"at most {self.topk_group * size}, the experts of topk_group={self.topk_group}"
-        yield "num_experts_per_tok", enough, rule, "Choose from more groups."
+        for name, most, repair in (
+            ("num_experts_per_tok", "num_experts", "A token passes each expert once"),
+            ("topk_group", "n_group", "Each group is chosen once"),
+        ):
+            limit = getattr(self, most)
+            if getattr(self, name) > limit:
+                yield self._wrong(name, f"at most {most}={limit}", repair)
+        if self.num_experts % self.n_group:
+            rule = f"a divisor of num_experts={self.num_experts}"
+            yield self._wrong("n_group", rule, "Groups have equal numbers of experts")
+        if size < 2 and self.topk_group < self.n_group:
+            rule = f"at most half of num_experts={self.num_experts} with topk_group < n_group"
+            yield self._wrong("n_group", rule, "A group's score is the sum of its two best experts")
+        if self.num_experts_per_tok > self.topk_group * size:
+            rule = f"at most {self.topk_group * size}, the experts of topk_group={self.topk_group}"
+            yield self._wrong("num_experts_per_tok", rule, "Choose from more groups")

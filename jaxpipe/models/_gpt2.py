@@ -1,30 +1,24 @@
 """GPT-2: causal `DeepSpeedTransformerLayer`s with pre-layer normalisation."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import flax.linen as nn
 import jax
 
+from jaxpipe.config import Section, optional, read_flag, setting
 from jaxpipe.errors import LayerError
 from jaxpipe.layers import LayerSpec, TiedLayerSpec
-from jaxpipe.transformer import DeepSpeedTransformerConfig, DeepSpeedTransformerLayer
+from jaxpipe.transformer import (
+    DeepSpeedTransformerConfig,
+    DeepSpeedTransformerLayer,
+    read_float_dtype,
+)
 from jaxpipe.weights import Rename, Source, Transform, conv1d, merge, transpose
 
 from ._huggingface import ConfigKeys, read_fields, shared_fields
 from ._positions import positions_of
-from ._rules import (
-    Rule,
-    are_deviations,
-    are_flags,
-    are_positive,
-    are_shares,
-    are_sizes,
-    check_fields,
-)
-
-_SIZES = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
+from ._readers import read_deviation, read_positive, read_share, read_size
 
 _COMPUTED = {
     **dict.fromkeys(("activation_function", "hidden_act"), ("gelu_new", "gelu_pytorch_tanh")),
@@ -40,7 +34,7 @@ _OTHER_NAMES = {
 
 
 @dataclass(frozen=True)
-class GPT2Config:
+class GPT2Config(Section):
     """Configuration of GPT-2, with Hugging Face's names where they exist.
 
     Attributes:
@@ -70,23 +64,23 @@ class GPT2Config:
         768
     """
 
-    vocab_size: int = 50257
-    n_positions: int = 1024
-    n_embd: int = 768
-    n_layer: int = 12
-    n_head: int = 12
-    n_inner: int | None = None
-    resid_pdrop: float = 0.1
-    embd_pdrop: float = 0.1
-    attn_pdrop: float = 0.1
-    layer_norm_epsilon: float = 1e-5
-    initializer_range: float = 0.02
-    tie_word_embeddings: bool = True
-    dtype: Any = None
+    vocab_size: int = setting(50257, read_size)
+    n_positions: int = setting(1024, read_size)
+    n_embd: int = setting(768, read_size)
+    n_layer: int = setting(12, read_size)
+    n_head: int = setting(12, read_size)
+    n_inner: int | None = setting(None, optional(read_size))
+    resid_pdrop: float = setting(0.1, read_share)
+    embd_pdrop: float = setting(0.1, read_share)
+    attn_pdrop: float = setting(0.1, read_share)
+    layer_norm_epsilon: float = setting(1e-5, read_positive)
+    initializer_range: float = setting(0.02, read_deviation)
+    tie_word_embeddings: bool = setting(True, read_flag)
+    dtype: Any = setting(None, read_float_dtype)
 
     def __post_init__(self) -> None:
         # First, because the block's configuration is made from these fields.
-        check_fields(self, self._rules())
+        super().__post_init__()
         self.block()  # checks more rules
 
     @classmethod
@@ -141,13 +135,6 @@ class GPT2Config:
             causal=True,
             dtype=self.dtype,
         )
-
-    def _rules(self) -> Iterator[Rule]:
-        yield from are_sizes(self, _SIZES if self.n_inner is None else (*_SIZES, "n_inner"))
-        yield from are_shares(self, ("resid_pdrop", "embd_pdrop", "attn_pdrop"))
-        yield from are_positive(self, ("layer_norm_epsilon",))
-        yield from are_deviations(self, ("initializer_range",))
-        yield from are_flags(self, ("tie_word_embeddings",))
 
 
 class Positions(nn.Module):

@@ -6,11 +6,16 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
 
-from jaxpipe.config import ConfigWarning
+from jaxpipe.config import (
+    ConfigWarning,
+    integer_of_at_least,
+    optional,
+    read_flag,
+    read_object,
+    wrong_value,
+)
 from jaxpipe.errors import ConfigError, nearest, shown
 from jaxpipe.weights import Source, read_config_json
-
-from ._rules import is_size
 
 Computed = Mapping[str, tuple[Any, ...]]
 """Keys that change what a model computes, each with the values that our layers support."""
@@ -211,23 +216,15 @@ class ConfigKeys:
         value = self._sizes.get(key, default) if value is None else value
         if value is None:
             return self.required(key)
-        if not is_size(value, least):
-            raise wrong(key, f"an integer from {least} to below 2**31", value, "Correct it")
-        return value
+        return integer_of_at_least(least, below=2**31)(value, key)
 
     def flag(self, key: str, default: bool) -> bool:  # noqa: FBT001  # the value of a switch
         """Return a boolean."""
-        value = self.get(key, default)
-        if not isinstance(value, bool):
-            raise wrong(key, "true or false", value, "Correct it")
-        return value
+        return read_flag(self.get(key, default), key)
 
     def mapping(self, key: str) -> dict[str, Any]:
         """Return an object, or an empty one if it is missing."""
-        value = self.get(key, None)
-        if value is not None and not isinstance(value, Mapping):
-            raise wrong(key, "an object or null", value, "Copy it from the model's config.json")
-        return dict(value or {})
+        return dict(optional(read_object)(self.get(key, None), key) or {})
 
     def check(self, key: str, *allowed: Any) -> None:
         """Refuse all but some values of a key; None is always allowed."""
@@ -286,11 +283,4 @@ def check_value(key: str, value: Any, *allowed: Any) -> None:
         "The layers here compute nothing else: use your own model, or weights that were made "
         "with this value"
     )
-    raise wrong(key, " or ".join(map(shown, allowed)) or "left out", value, repair)
-
-
-def wrong(key: str, rule: str, value: Any, repair: str) -> ConfigError:
-    """Make the error for a key whose value breaks a rule."""
-    return ConfigError(
-        f"{key} must be {rule}, but got {key}={shown(value)}. {repair}.", paths=[key]
-    )
+    raise wrong_value(key, " or ".join(map(shown, allowed)) or "left out", value, repair)

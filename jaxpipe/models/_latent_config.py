@@ -1,15 +1,18 @@
 """Sizes of multi-head latent attention."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from jaxpipe.config import Section, optional, read_flag, required, setting
+from jaxpipe.errors import ConfigError
+
 from ._huggingface import ConfigKeys
-from ._rules import Rule, are_flags, are_sizes, check_fields, is_size
+from ._readers import read_size
 
 
 @dataclass(frozen=True)
-class LatentConfig:
+class LatentConfig(Section):
     """Sizes of multi-head latent attention, with Hugging Face's names.
 
     Keys and values of all heads are computed from one small vector per token, the latent, and from
@@ -33,29 +36,22 @@ class LatentConfig:
         DeepSeek-AI, "DeepSeek-V2" (2024), section 2.1.
     """
 
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-    q_lora_rank: int | None = None
-    rope_interleave: bool = True
-
-    def __post_init__(self) -> None:
-        check_fields(self, self._rules())
+    kv_lora_rank: int = required(read_size)
+    qk_nope_head_dim: int = required(read_size)
+    qk_rope_head_dim: int = required(read_size)
+    v_head_dim: int = required(read_size)
+    q_lora_rank: int | None = setting(None, optional(read_size))
+    rope_interleave: bool = setting(True, read_flag)
 
     @property
     def head_dim(self) -> int:
         """Dims of a head's queries and keys."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
-    def _rules(self) -> Iterator[Rule]:
-        sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        yield from are_sizes(self, sizes)
-        is_even = self.qk_rope_head_dim % 2 == 0
-        yield "qk_rope_head_dim", is_even, "even", "Positions turn pairs of dims."
-        is_rank = self.q_lora_rank is None or is_size(self.q_lora_rank)
-        yield "q_lora_rank", is_rank, "an integer >= 1 or None", "None has no latent of queries."
-        yield from are_flags(self, ("rope_interleave",))
+    def check(self) -> Iterable[ConfigError]:
+        """Refuse an odd number of rotated dims."""
+        if self.qk_rope_head_dim % 2:
+            yield self._wrong("qk_rope_head_dim", "even", "Positions turn pairs of dims")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the keys and values of a `config.json`."""

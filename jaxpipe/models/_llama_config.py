@@ -1,14 +1,22 @@
 """Configuration of the Llama decoder, and conversion from and to Hugging Face's `config.json`."""
 
-from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, field, fields, replace
+from collections.abc import Iterable
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, get_args
 
-import jax.numpy as jnp
-
-from jaxpipe._numbers import as_number
+from jaxpipe.config import (
+    Section,
+    list_of,
+    one_of_exactly,
+    optional,
+    read_flag,
+    required,
+    setting,
+    subsection,
+    wrong_value,
+)
 from jaxpipe.errors import ConfigError
-from jaxpipe.transformer import OverSequence
+from jaxpipe.transformer import OverSequence, read_float_dtype
 from jaxpipe.weights import Rename, Source
 
 from ._activations import ACTIVATIONS
@@ -16,19 +24,28 @@ from ._experts_config import ExpertsConfig
 from ._families import FAMILIES, Family
 from ._huggingface import ConfigKeys
 from ._latent_config import LatentConfig
-from ._llama_keys import SIZES, read_llama, read_text, write_llama
-from ._rotary import Rotary, RotaryScaling
-from ._rules import (
-    Rule,
-    are_deviations,
-    are_flags,
-    are_positive,
-    are_shares,
-    are_sizes,
-    check_fields,
-    is_size,
+from ._llama_keys import read_llama, read_text, write_llama
+from ._readers import (
+    read_base,
+    read_count,
+    read_deviation,
+    read_layers,
+    read_positive,
+    read_share,
+    read_size,
 )
+from ._rotary import Rotary, RotaryScaling
 from ._windows import CHUNKED, FULL, SLIDING
+
+
+def _read_part(value: object, path: str) -> float:
+    part = read_positive(value, path)
+    if part > 1:
+        raise wrong_value(path, "in (0, 1]", value, "Use 1.0 to rotate all dims")
+    return part
+
+
+_read_kinds = optional(list_of(one_of_exactly(FULL, SLIDING, CHUNKED)))
 
 
 @dataclass(frozen=True)
@@ -51,7 +68,7 @@ class BlockKind:
 
 
 @dataclass(frozen=True)
-class LlamaConfig:
+class LlamaConfig(Section):
     """Configuration of a decoder, with Hugging Face's names where they exist.
 
     Attributes:
@@ -128,64 +145,59 @@ class LlamaConfig:
         8
     """
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int = None  # pyright: ignore[reportAssignmentType]  # an integer once it is made
-    head_dim: int = None  # pyright: ignore[reportAssignmentType]
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    rope_scaling: RotaryScaling | None = None
-    qkv_bias: bool = False
-    out_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    sliding_window: int | None = None
-    layer_types: tuple[str, ...] | None = None
-    tie_word_embeddings: bool = False
-    attention_dropout: float = 0.0
-    initializer_range: float = 0.02
-    hidden_act: str = "silu"
-    partial_rotary_factor: float = 1.0
-    rope_local_base_freq: float | None = None
-    nope_layers: tuple[int, ...] = ()
-    zero_centered_norms: bool = False
-    post_norms: bool = False
-    scale_embeddings: bool = False
-    query_pre_attn_scalar: float | None = None
-    attn_logit_softcapping: float | None = None
-    final_logit_softcapping: float | None = None
-    rope_interleave: bool = False
-    qk_l2_norm: bool = False
-    attn_temperature_tuning: bool = False
-    floor_scale: int = 8192
-    attn_scale: float = 0.1
-    attention_sinks: bool = False
-    attention_chunk_size: int | None = None
-    experts: ExpertsConfig | None = None
-    latent: LatentConfig | None = None
-    num_nextn_predict_layers: int = 0
-    dtype: Any = None
-    shard_sequence: bool = False
-    sequence: OverSequence = "auto"
-    family: str | None = field(default=None, compare=False)
+    vocab_size: int = required(read_size)
+    hidden_size: int = required(read_size)
+    intermediate_size: int = required(read_size)
+    num_hidden_layers: int = required(read_size)
+    num_attention_heads: int = required(read_size)
+    num_key_value_heads: int = setting(None, optional(read_size))
+    head_dim: int = setting(None, optional(read_size))
+    rms_norm_eps: float = setting(1e-6, read_positive)
+    rope_theta: float = setting(10000.0, read_base)
+    rope_scaling: RotaryScaling | None = subsection(RotaryScaling, absent=True)
+    qkv_bias: bool = setting(False, read_flag)
+    out_bias: bool = setting(False, read_flag)
+    mlp_bias: bool = setting(False, read_flag)
+    qk_norm: bool = setting(False, read_flag)
+    sliding_window: int | None = setting(None, optional(read_size))
+    layer_types: tuple[str, ...] | None = setting(
+        None, optional(list_of(one_of_exactly(FULL, SLIDING, CHUNKED)))
+    )
+    tie_word_embeddings: bool = setting(False, read_flag)
+    attention_dropout: float = setting(0.0, read_share)
+    initializer_range: float = setting(0.02, read_deviation)
+    hidden_act: str = setting("silu", one_of_exactly(*ACTIVATIONS))
+    partial_rotary_factor: float = setting(1.0, _read_part)
+    rope_local_base_freq: float | None = setting(None, optional(read_base))
+    nope_layers: tuple[int, ...] = setting((), read_layers)
+    zero_centered_norms: bool = setting(False, read_flag)
+    post_norms: bool = setting(False, read_flag)
+    scale_embeddings: bool = setting(False, read_flag)
+    query_pre_attn_scalar: float | None = setting(None, optional(read_positive))
+    attn_logit_softcapping: float | None = setting(None, optional(read_positive))
+    final_logit_softcapping: float | None = setting(None, optional(read_positive))
+    rope_interleave: bool = setting(False, read_flag)
+    qk_l2_norm: bool = setting(False, read_flag)
+    attn_temperature_tuning: bool = setting(False, read_flag)
+    floor_scale: int = setting(8192, read_size)
+    attn_scale: float = setting(0.1, read_positive)
+    attention_sinks: bool = setting(False, read_flag)
+    attention_chunk_size: int | None = setting(None, optional(read_size))
+    experts: ExpertsConfig | None = subsection(ExpertsConfig, absent=True)
+    latent: LatentConfig | None = subsection(LatentConfig, absent=True)
+    num_nextn_predict_layers: int = setting(0, read_count)
+    dtype: Any = setting(None, read_float_dtype)
+    shard_sequence: bool = setting(False, read_flag)
+    sequence: OverSequence = setting("auto", one_of_exactly(*get_args(OverSequence)))
+    family: str | None = setting(None, optional(one_of_exactly(*FAMILIES)), compare=False)
 
-    def __post_init__(self) -> None:
-        can_divide = is_size(self.hidden_size) and is_size(self.num_attention_heads)
-        size = self.hidden_size // self.num_attention_heads if can_divide else None
-        size = self.latent.qk_rope_head_dim if isinstance(self.latent, LatentConfig) else size
-        for name, default in {
-            "num_key_value_heads": self.num_attention_heads,
-            "head_dim": size,
-        }.items():
+    def _complete(self) -> None:
+        heads = self.num_attention_heads
+        latent = self.latent
+        size = self.hidden_size // heads if latent is None else latent.qk_rope_head_dim
+        for name, default in {"num_key_value_heads": heads, "head_dim": size}.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, default)
-        for name in ("layer_types", "nope_layers"):
-            if isinstance(getattr(self, name), list):
-                object.__setattr__(self, name, tuple(getattr(self, name)))
-        check_fields(self, self._rules())
 
     @classmethod
     def from_huggingface(cls, source: Source) -> "LlamaConfig":
@@ -317,137 +329,77 @@ class LlamaConfig:
     def _rotated_dims(self) -> int:
         return int(self.head_dim * self.partial_rotary_factor)
 
-    def _rules(self) -> Iterator[Rule]:
-        yield from are_sizes(self, (*SIZES, "num_key_value_heads", "head_dim"))
+    def check(self) -> Iterable[ConfigError]:
+        """Refuse sizes and parts that contradict each other."""
         heads = self.num_attention_heads
-        kv_heads = self.num_key_value_heads
-        yield (
-            *(
-                "num_key_value_heads",
-                heads % kv_heads == 0,
-                f"a divisor of num_attention_heads={heads}",
-            ),
-            "Each of these heads serves an equal number of heads of queries.",
-        )
-        yield from are_sizes(self, ("num_nextn_predict_layers",), least=0)
-        are_plain = not (self.scale_embeddings or self.zero_centered_norms)
-        rule = "0 with scale_embeddings or zero_centered_norms"
-        has_extra = self.num_nextn_predict_layers > 0
-        yield "num_nextn_predict_layers", are_plain or not has_extra, rule, "Leave it out."
-        yield from self._latent_rules()
-        share = as_number(self.partial_rotary_factor)
-        is_share = share is not None and 0 < share <= 1
-        yield "partial_rotary_factor", is_share, "in (0, 1]", "Use 1.0 to rotate all dims."
-        dims = self._rotated_dims
-        if dims == self.head_dim:
-            yield "head_dim", dims % 2 == 0, "even", "Positions turn pairs of dims."
-        rule = f"a share of an even number of the head_dim={self.head_dim} dims"
-        yield "partial_rotary_factor", dims > 0 and dims % 2 == 0, rule, "Pairs are rotated."
-        is_scaling = self.rope_scaling is None or isinstance(self.rope_scaling, RotaryScaling)
-        yield (
-            "rope_scaling",
-            is_scaling,
-            "a RotaryScaling or None",
-            "Make one with RotaryScaling.from_dict.",
-        )
-        is_dynamic = self.rope_scaling is not None and self.rope_scaling.rope_type == "dynamic"
-        yield (
-            "head_dim",
-            dims > 2 or not is_dynamic,
-            "> 2 with rope_type='dynamic'",
-            "It is divided by D - 2.",
-        )
-        for name in ("short_factor", "long_factor"):
-            factors = getattr(self.rope_scaling, name, None)
-            is_each = factors is None or len(factors) == dims // 2
-            rule = f"a scaling with one {name} for each of the {dims // 2} pairs of rotated dims"
-            yield "rope_scaling", is_each, rule, "Copy the list from the model's config.json."
-        window = self.sliding_window
-        yield (
-            "sliding_window",
-            window is None or is_size(window),
-            "an integer >= 1 or None",
-            "It counts positions.",
-        )
-        chunk = self.attention_chunk_size
-        is_chunk = chunk is None or is_size(chunk)
-        yield "attention_chunk_size", is_chunk, "an integer >= 1 or None", "It counts positions."
-        yield from are_sizes(self, ("floor_scale",))
-        yield from are_positive(self, ("rms_norm_eps", "attn_scale"))
-        caps = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
-        yield from are_positive(self, [name for name in caps if getattr(self, name) is not None])
-        if self.rope_local_base_freq is not None:
-            yield from are_positive(self, ("rope_local_base_freq",), above=1.0)
-        is_known = isinstance(self.hidden_act, str) and self.hidden_act in ACTIVATIONS
-        yield "hidden_act", is_known, f"one of {', '.join(ACTIVATIONS)}", "Use one of them."
-        is_silu = self.experts is None or self.hidden_act == "silu"
-        yield "hidden_act", is_silu, "'silu' with experts", "Experts compute nothing else."
-        yield from are_positive(self, ("rope_theta",), above=1.0)
-        yield from are_deviations(self, ("initializer_range",))
-        yield from are_shares(self, ("attention_dropout",))
-        flags = (
-            "qkv_bias",
-            "out_bias",
-            "mlp_bias",
-            "qk_norm",
-            "zero_centered_norms",
-            "post_norms",
-            "scale_embeddings",
-            "attention_sinks",
-            "rope_interleave",
-            "qk_l2_norm",
-            "attn_temperature_tuning",
-            "tie_word_embeddings",
-            "shard_sequence",
-        )
-        yield from are_flags(self, flags)
-        ways = get_args(OverSequence)
-        yield "sequence", self.sequence in ways, f"one of {', '.join(ways)}", 'Use "auto".'
-        dense = () if self.experts is None else self.experts.dense_layers
-        are_there = all(layer < self.num_hidden_layers for layer in dense)
-        rule = f"a mixture with dense_layers below num_hidden_layers={self.num_hidden_layers}"
-        yield "experts", are_there, rule, "Layers are counted from 0."
-        skipped = self.nope_layers
-        are_layers = isinstance(skipped, tuple) and all(
-            is_size(layer, 0) and layer < self.num_hidden_layers for layer in skipped
-        )
-        rule = f"a tuple of layers below num_hidden_layers={self.num_hidden_layers}"
-        yield "nope_layers", are_layers, rule, "Layers are counted from 0."
-        kinds = self.layer_types
-        is_listed = kinds is None or (
-            isinstance(kinds, tuple) and len(kinds) == self.num_hidden_layers
-        )
-        rule = (
-            f"None or one of {FULL!r}, {SLIDING!r} and {CHUNKED!r} for each of "
-            f"num_hidden_layers={self.num_hidden_layers}"
-        )
-        are_known = is_listed and all(kind in (FULL, SLIDING, CHUNKED) for kind in kinds or ())
-        yield "layer_types", are_known, rule, "Layers of other types are not known here."
-        for name, kind in {"sliding_window": SLIDING, "attention_chunk_size": CHUNKED}.items():
-            is_given = getattr(self, name) is not None or kind not in (kinds or ())
-            yield name, is_given, f"given for layers of {kind!r}", "Pass it."
-        is_float = self.dtype is None or jnp.issubdtype(self.dtype, jnp.floating)
-        yield "dtype", is_float, "a floating-point dtype or None", "Leave it out."
-        is_known = self.family is None or self.family in FAMILIES
-        yield "family", is_known, f"None or one of {', '.join(FAMILIES)}", "Leave it out."
+        if self.head_dim < 1:
+            rule = f"at least num_attention_heads={heads} without head_dim"
+            yield self._wrong("hidden_size", rule, "A head has a dim or more")
+        if heads % self.num_key_value_heads:
+            rule = f"a divisor of num_attention_heads={heads}"
+            repair = "Each of these heads serves an equal number of heads of queries"
+            yield self._wrong("num_key_value_heads", rule, repair)
+        if self.num_nextn_predict_layers and (self.scale_embeddings or self.zero_centered_norms):
+            rule = "0 with scale_embeddings or zero_centered_norms"
+            yield self._wrong("num_nextn_predict_layers", rule, "Leave it out")
+        if self.experts is not None and self.hidden_act != "silu":
+            yield self._wrong("hidden_act", "'silu' with experts", "Experts compute nothing else")
+        yield from self._check_latent()
+        yield from self._check_rotary()
+        yield from self._check_layers()
 
-    def _latent_rules(self) -> Iterator[Rule]:
+    def _check_latent(self) -> Iterable[ConfigError]:
         latent = self.latent
         if latent is None:
             return
-        is_latent = isinstance(latent, LatentConfig)
-        yield "latent", is_latent, "a LatentConfig or None", "Make one with its sizes."
-        rule = f"latent.qk_rope_head_dim={latent.qk_rope_head_dim} or None"
-        is_right = self.head_dim == latent.qk_rope_head_dim
-        yield "head_dim", is_right, rule, "latent has the other sizes of a head."
-        is_right = self.num_key_value_heads == self.num_attention_heads
-        rule = f"num_attention_heads={self.num_attention_heads} with latent"
-        yield "num_key_value_heads", is_right, rule, "Each head has its own keys and values."
-        defaults = {each.name: each.default for each in fields(self)}
-        for name in _NOT_LATENT:
-            is_default = getattr(self, name) == defaults[name]
-            rule = f"{defaults[name]} with latent"
-            yield name, is_default, rule, "Latent attention computes nothing of the kind."
+        if self.head_dim != latent.qk_rope_head_dim:
+            rule = f"latent.qk_rope_head_dim={latent.qk_rope_head_dim} or None"
+            yield self._wrong("head_dim", rule, "latent has the other sizes of a head")
+        if self.num_key_value_heads != self.num_attention_heads:
+            rule = f"num_attention_heads={self.num_attention_heads} with latent"
+            yield self._wrong("num_key_value_heads", rule, "Each head has its own keys and values")
+        for each in fields(self):
+            if each.name in _NOT_LATENT and getattr(self, each.name) != each.default:
+                repair = "Latent attention computes nothing of the kind"
+                yield self._wrong(each.name, f"{each.default} with latent", repair)
+
+    def _check_rotary(self) -> Iterable[ConfigError]:
+        dims = self._rotated_dims
+        scaling = self.rope_scaling
+        if dims % 2 and dims == self.head_dim:
+            yield self._wrong("head_dim", "even", "Positions turn pairs of dims")
+        elif dims % 2 or dims == 0:
+            rule = f"a share of an even number of the head_dim={self.head_dim} dims"
+            yield self._wrong("partial_rotary_factor", rule, "Pairs are rotated")
+        if dims <= 2 and scaling is not None and scaling.rope_type == "dynamic":
+            yield self._wrong("head_dim", "> 2 with rope_type='dynamic'", "It is divided by D - 2")
+        for name in ("short_factor", "long_factor"):
+            factors = getattr(scaling, name, None)
+            if factors is not None and len(factors) != dims // 2:
+                rule = (
+                    f"a scaling with one {name} for each of the {dims // 2} pairs of rotated dims"
+                )
+                yield self._wrong(
+                    "rope_scaling", rule, "Copy the list from the model's config.json"
+                )
+
+    def _check_layers(self) -> Iterable[ConfigError]:
+        count = self.num_hidden_layers
+        dense = () if self.experts is None else self.experts.dense_layers
+        for name, layers, rule in (
+            ("experts", dense, "a mixture with dense_layers"),
+            ("nope_layers", self.nope_layers, "a tuple of layers"),
+        ):
+            if any(layer >= count for layer in layers):
+                rule += f" below num_hidden_layers={count}"
+                yield self._wrong(name, rule, "Layers are counted from 0")
+        kinds = self.layer_types
+        if kinds is not None and len(kinds) != count:
+            rule = f"None or one type for each of num_hidden_layers={count}"
+            yield self._wrong("layer_types", rule, "Name them all, or leave it out")
+        for name, kind in {"sliding_window": SLIDING, "attention_chunk_size": CHUNKED}.items():
+            if getattr(self, name) is None and kind in (kinds or ()):
+                yield self._wrong(name, f"given for layers of {kind!r}", "Pass it")
 
 
 _NOT_LATENT = (

@@ -4,11 +4,12 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from jaxpipe.config import wrong_value
 from jaxpipe.distributed import log
 from jaxpipe.weights import Source, read_config_json
 
 from ._families import FAMILIES, Family
-from ._huggingface import ConfigKeys, check_value, wrong
+from ._huggingface import ConfigKeys, check_value
 from ._latent_config import read_latent
 from ._rotary import RotaryScaling
 from ._windows import FULL, SLIDING, read_unrotated, write_unrotated
@@ -53,7 +54,9 @@ def read_text(source: Source) -> Mapping[str, Any]:
     text = values.get("text_config")
     text = values if text is None else text
     if not isinstance(text, Mapping):
-        raise wrong("text_config", "an object or null", text, "Copy it from the model's files")
+        raise wrong_value(
+            "text_config", "an object or null", text, "Copy it from the model's files"
+        )
     check_value("text_config.model_type", text.get("model_type"), whole, _TEXTS[whole])
     log(logging.INFO, "only the text part of the %s model is read", whole)
     # The text part wins where both have a key.
@@ -143,7 +146,7 @@ def _check_eight_bits(keys: ConfigKeys) -> None:
         if found and found.get(key, value) != value:
             rule = f"{value!r}, as matrices in this format are read as numbers"
             repair = "Write the weights in BF16, dequantised, and remove quantization_config"
-            raise wrong(f"quantization_config.{key}", rule, found[key], repair)
+            raise wrong_value(f"quantization_config.{key}", rule, found[key], repair)
 
 
 _CONTEXT = "original_max_position_embeddings"
@@ -159,7 +162,7 @@ def _rotary(keys: ConfigKeys, family: Family, defaults: dict[str, Any]) -> dict[
     ]
     if found[0] != found[-1]:
         repair = "Remove one of them"
-        raise wrong(names[1], "left out if rope_parameters differ", given[names[1]], repair)
+        raise wrong_value(names[1], "left out if rope_parameters differ", given[names[1]], repair)
     return found[0]
 
 
@@ -177,7 +180,7 @@ def _rotary_of(
         found = _angles(keys, family, f"{name}.{SLIDING}", own, None, local)
         if found["rope_scaling"] is not None:
             rule = "that of angles without scaling"
-            raise wrong(f"{name}.{SLIDING}", rule, own, "Use a model of your own")
+            raise wrong_value(f"{name}.{SLIDING}", rule, own, "Use a model of your own")
         local = found["rope_theta"]
         values = _of_kind(name, values, FULL)
         name = f"{name}.{FULL}"
@@ -191,7 +194,7 @@ def _of_kind(name: str, values: dict[str, Any], kind: str) -> dict[str, Any]:
     own = values.get(kind)
     if other is not None or not isinstance(own, dict | None):
         rule = f"one object for {FULL} and one for {SLIDING}"
-        raise wrong(name, rule, values, "Copy it from the model's config.json")
+        raise wrong_value(name, rule, values, "Copy it from the model's config.json")
     return dict(own or {})
 
 
@@ -201,7 +204,7 @@ def _kind(name: str, values: dict[str, Any]) -> str:
     if kinds[0] is None or kinds[0] != kinds[-1]:
         got = kinds[0] if len(kinds) == 1 else kinds
         repair = "Correct it, or leave it out for no scaling"
-        raise wrong(f"{name}.rope_type", "the name of one kind", got, repair)
+        raise wrong_value(f"{name}.rope_type", "the name of one kind", got, repair)
     # The first name of longrope, in Phi's files.
     kind = "longrope" if kinds[0] == "su" else kinds[0]
     if values.pop("mrope_section", None) is None:
@@ -241,7 +244,7 @@ def _angles(
             key = next(iter(values))
             rule = "left out, as angles without scaling do not depend on it"
             repair = "Correct its name, or give the rope_type that it belongs to"
-            raise wrong(f"{name}.{key}", rule, values[key], repair)
+            raise wrong_value(f"{name}.{key}", rule, values[key], repair)
         return {**found, "rope_scaling": None}
     longest = keys.get("max_position_embeddings", 0)
     context = longest

@@ -4,9 +4,11 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jaxpipe._numbers import as_integer
+from jaxpipe.config import wrong_value
+
 from ._experts_config import ExpertsConfig
-from ._huggingface import ConfigKeys, check_value, wrong
-from ._rules import is_size
+from ._huggingface import ConfigKeys, check_value
 
 
 class Mixture(ABC):
@@ -208,10 +210,10 @@ _SHARED_SIZE = "shared_expert_intermediate_size"
 def check_layers(key: str, value: Any, num_layers: int) -> None:
     """Refuse what is not a list of layers, counted from 0."""
     if not isinstance(value, list | tuple) or not all(
-        is_size(layer, 0) and layer < num_layers for layer in value
+        as_integer(layer, 0) is not None and layer < num_layers for layer in value
     ):
         rule = f"numbers of layers below num_hidden_layers={num_layers}"
-        raise wrong(key, rule, value, "Correct it")
+        raise wrong_value(key, rule, value, "Correct it")
 
 
 def _number(keys: ConfigKeys) -> int:

@@ -1,18 +1,27 @@
 """Rotary position embedding, and scaling of its angles for longer contexts than in training."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe._numbers import as_number
-from jaxpipe.errors import ConfigError, LayerError, nearest, shown
+from jaxpipe.config import (
+    Section,
+    list_of,
+    one_of_exactly,
+    optional,
+    read_flag,
+    read_whole,
+    required,
+    setting,
+)
+from jaxpipe.errors import ConfigError, LayerError
 
-from ._rules import Rule, is_positive, is_size
+from ._readers import LEAST, read_count, read_deviation, read_positive
 
 _REQUIRED = {
     "linear": ("factor",),
@@ -29,12 +38,14 @@ _OPTIONAL = {
 }
 """Optional fields of each kind of scaling."""
 
-_FACTORS = ("short_factor", "long_factor")
-"""Fields with a factor for each pair of dims."""
+_read_kind = one_of_exactly(
+    *_REQUIRED, repair="Angles of other kinds are not known here: use another model"
+)
+_read_factors = optional(list_of(read_positive, "a list of numbers"))
 
 
 @dataclass(frozen=True)
-class RotaryScaling:
+class RotaryScaling(Section):
     """Scaling of the rotary embedding for longer contexts than in training.
 
     Fields have the names of Hugging Face's `rope_parameters`.
@@ -71,79 +82,42 @@ class RotaryScaling:
         "LongRoPE" (2024).
     """
 
-    rope_type: str
-    factor: float = 0.0
-    original_max_position_embeddings: int = 0
-    low_freq_factor: float = 0.0
-    high_freq_factor: float = 0.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-    short_factor: tuple[float, ...] | None = None
-    long_factor: tuple[float, ...] | None = None
+    path: ClassVar[str] = "rope_parameters"
 
-    def __post_init__(self) -> None:
-        for name in _FACTORS:
-            if isinstance(getattr(self, name), list):
-                object.__setattr__(self, name, tuple(getattr(self, name)))
-        if not isinstance(self.rope_type, str) or self.rope_type not in _REQUIRED:
-            raise ConfigError(
-                f"rope_parameters.rope_type must be one of default, {', '.join(_REQUIRED)}, but "
-                f"got rope_type={shown(self.rope_type)}. Angles of other kinds are not known here: "
-                "use another model."
-            )
-        for name, holds, rule, repair in self._rules():
-            if not holds:
-                raise ConfigError(
-                    f"rope_parameters.{name} must be {rule} with rope_type={self.rope_type!r}, but "
-                    f"got {name}={shown(getattr(self, name))}. {repair}"
-                )
+    rope_type: str = required(_read_kind)
+    factor: float = setting(0.0, read_deviation)
+    original_max_position_embeddings: int = setting(0, read_count)
+    low_freq_factor: float = setting(0.0, read_deviation)
+    high_freq_factor: float = setting(0.0, read_deviation)
+    beta_fast: float = setting(32.0, read_positive)
+    beta_slow: float = setting(1.0, read_positive)
+    attention_factor: float | None = setting(None, optional(read_positive))
+    mscale: float | None = setting(None, optional(read_deviation))
+    mscale_all_dim: float | None = setting(None, optional(read_deviation))
+    truncate: bool = setting(True, read_flag)
+    short_factor: tuple[float, ...] | None = setting(None, _read_factors)
+    long_factor: tuple[float, ...] | None = setting(None, _read_factors)
 
-    def _rules(self) -> Iterator[Rule]:
-        required = _REQUIRED[self.rope_type]
-        optional = _OPTIONAL.get(self.rope_type, ())
-        for field in fields(self):
-            name = field.name
-            value = getattr(self, field.name)
-            is_default = value == field.default and not isinstance(value, bool)
-            if name in ("rope_type", "truncate") or (is_default and name not in required):
-                continue
-            yield (
-                name,
-                name in (*required, *optional),
-                "left out",
-                "Angles of that kind do not depend on it.",
+    def check(self) -> Iterable[ConfigError]:
+        """Refuse fields that are missing, or that the kind does not have."""
+        needed = _REQUIRED[self.rope_type]
+        known = ("rope_type", *needed, *_OPTIONAL.get(self.rope_type, ()))
+        kind = f"with rope_type={self.rope_type!r}"
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name not in known and value != each.default:
+                repair = "Angles of that kind do not depend on it"
+                yield self._wrong(each.name, f"left out {kind}", repair)
+            # Smaller numbers are flushed to zero.
+            is_given = each.name not in needed or (
+                value >= LEAST if isinstance(value, float | int) else value is not None
             )
-            rule = "given and > 0 in float32" if name in required else "> 0 in float32"
-            if name in _FACTORS:
-                is_right = isinstance(value, tuple) and all(map(is_positive, value))
-                rule = "a list of numbers > 0 in float32"
-            elif name == "original_max_position_embeddings":
-                is_right = is_size(value)
-            elif name in ("mscale", "mscale_all_dim"):
-                is_right = is_positive(value) or as_number(value) == 0
-                rule = ">= 0"  # 0 is as if it were left out
-            else:
-                is_right = is_positive(value)
-            yield name, is_right, rule, "Copy it from the model's config.json."
-        is_read = "truncate" in optional or self.truncate is True
-        yield (
-            "truncate",
-            isinstance(self.truncate, bool) and is_read,
-            "left out",
-            "Only yarn has it: True or False.",
-        )
-        if self.rope_type == "llama3":
-            is_ramp = self.low_freq_factor <= self.high_freq_factor
-            yield (
-                "high_freq_factor",
-                is_ramp,
-                f">= low_freq_factor={self.low_freq_factor}",
-                "Copy both.",
-            )
+            if not is_given:
+                repair = "Copy it from the model's config.json"
+                yield self._wrong(each.name, f"given and > 0 {kind}", repair)
+        if self.low_freq_factor > self.high_freq_factor:
+            rule = f">= low_freq_factor={self.low_freq_factor}"
+            yield self._wrong("high_freq_factor", rule, "Copy both")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "RotaryScaling":
@@ -158,15 +132,7 @@ class RotaryScaling:
         Raises:
             ConfigError: There is an unknown key, or the fields are invalid.
         """
-        known = [field.name for field in fields(cls)]
-        for name, value in values.items():
-            if name not in known:
-                guess = nearest(str(name), known)
-                hint = f"Did you mean {guess}?" if guess else f"Known are {', '.join(known)}."
-                raise ConfigError(
-                    f"rope_parameters.{name}={shown(value)} is not a known key. {hint}"
-                )
-        return cls(**values)
+        return read_whole(cls, values)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the value of `rope_scaling` in a `config.json`."""

@@ -4,8 +4,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
-from ._huggingface import ConfigKeys, wrong
-from ._rules import is_size
+from jaxpipe._numbers import as_integer
+from jaxpipe.config import wrong_value
+
+from ._huggingface import ConfigKeys
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
@@ -155,10 +157,10 @@ def read_unrotated(keys: ConfigKeys) -> tuple[int, ...]:
     if (
         not isinstance(marks, list | tuple)
         or len(marks) != num_layers
-        or not all(is_size(mark, 0) and mark < 2 for mark in marks)
+        or not all(as_integer(mark, 0) in (0, 1) for mark in marks)
     ):
         rule = f"0 or 1 for each of num_hidden_layers={num_layers}"
-        raise wrong("no_rope_layers", rule, marks, "Copy it from the model's config.json")
+        raise wrong_value("no_rope_layers", rule, marks, "Copy it from the model's config.json")
     # In `no_rope_layers`, 1 means that a layer is rotated.
     return tuple(layer for layer, mark in enumerate(marks) if not mark)
 
@@ -195,4 +197,4 @@ def _check_kinds(keys: ConfigKeys, kind: str) -> None:
             "model of your own"
         )
         rule = f"{kind!r} for each of num_hidden_layers={num_layers}"
-        raise wrong("layer_types", rule, kinds, repair)
+        raise wrong_value("layer_types", rule, kinds, repair)

@@ -8,6 +8,7 @@ from ._sequence import OverSequence
 
 # isort: split
 # For other rooms.
+from ._config import read_float_dtype
 from ._sharding import MODEL, Axes, Divided, constrained, dividing, dividing_axes, stream_axes
 
 __all__ = [

@@ -12,44 +12,55 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe._files import read_file
-from jaxpipe._numbers import plain
 from jaxpipe._paths import local_path
-from jaxpipe.config import ConfigWarning
+from jaxpipe.config import (
+    ConfigWarning,
+    Section,
+    integer_of_at_least,
+    number,
+    one_of_exactly,
+    read_flag,
+    read_whole,
+    setting,
+    wrong_value,
+)
 from jaxpipe.distributed import asks_for_determinism
-from jaxpipe.errors import ConfigError, nearest, shown
+from jaxpipe.errors import ConfigError, shown
 
 from ._attention import Implementation
 
 Recompute = Literal["kernels", "all"] | Callable[..., Any] | None
 
-_INTEGERS = (
-    *(
-        "batch_size",
-        "hidden_size",
-        "intermediate_size",
-        "heads",
-        "num_hidden_layers",
-        "local_rank",
-        "seed",
-    ),
-    "max_seq_length",
-)
-_NUMBERS = ("attn_dropout_ratio", "hidden_dropout_ratio", "initializer_range", "layer_norm_eps")
-_FLAGS = (
-    *(
-        "fp16",
-        "pre_layer_norm",
-        "normalize_invertible",
-        "gelu_checkpoint",
-        "adjust_init_range",
-        "causal",
-    ),
-    *("attn_dropout_checkpoint", "stochastic_mode", "huggingface", "training"),
-)
+_ANY = -1
+"""Stands for a number that is not given."""
+
+_read_integer = integer_of_at_least(_ANY)
+_read_ratio = number(below=1.0, repair="Pass the fraction to drop, or a negative number for none")
+
+
+def read_float_dtype(value: Any, path: str) -> Any:
+    """Read a floating-point dtype, or None."""
+    if value is not None and not jnp.issubdtype(value, jnp.floating):
+        raise wrong_value(path, "a floating-point dtype or None", value, "Leave it out")
+    return value
+
+
+def _read_activation(value: Any, path: str) -> Any:
+    if not callable(value):
+        repair = "Pass jax.nn.gelu or the like"
+        raise wrong_value(path, "a function of an array", value, repair)
+    return value
+
+
+def _read_recompute(value: Any, path: str) -> Recompute:
+    if value not in (None, "kernels", "all") and not callable(value):
+        rule = 'None, "kernels", "all" or a jax.checkpoint policy'
+        raise wrong_value(path, rule, value, "Leave it out")
+    return value
 
 
 @dataclasses.dataclass(frozen=True)
-class DeepSpeedTransformerConfig:
+class DeepSpeedTransformerConfig(Section):
     """Configuration of a `DeepSpeedTransformerLayer`, with DeepSpeed's names.
 
     -1 means that a field is not given.
@@ -116,44 +127,44 @@ class DeepSpeedTransformerConfig:
         keyword-only, and fields from `causal` on do not exist in DeepSpeed.
     """
 
-    batch_size: int = -1
-    hidden_size: int = -1
-    intermediate_size: int = -1
-    heads: int = -1
-    attn_dropout_ratio: float = -1
-    hidden_dropout_ratio: float = -1
-    num_hidden_layers: int = -1
-    initializer_range: float = -1
-    local_rank: int = -1
-    seed: int = -1
-    fp16: bool = False
-    pre_layer_norm: bool = True
-    normalize_invertible: bool = False
-    gelu_checkpoint: bool = False
-    adjust_init_range: bool = True
-    attn_dropout_checkpoint: bool = False
-    stochastic_mode: bool = False
-    huggingface: bool = False
-    training: bool = True
+    batch_size: int = setting(_ANY, _read_integer)
+    hidden_size: int = setting(_ANY, _read_integer)
+    intermediate_size: int = setting(_ANY, _read_integer)
+    heads: int = setting(_ANY, _read_integer)
+    attn_dropout_ratio: float = setting(_ANY, _read_ratio)
+    hidden_dropout_ratio: float = setting(_ANY, _read_ratio)
+    num_hidden_layers: int = setting(_ANY, _read_integer)
+    initializer_range: float = setting(_ANY, number())
+    local_rank: int = setting(_ANY, _read_integer)
+    seed: int = setting(_ANY, _read_integer)
+    fp16: bool = setting(False, read_flag)
+    pre_layer_norm: bool = setting(True, read_flag)
+    normalize_invertible: bool = setting(False, read_flag)
+    gelu_checkpoint: bool = setting(False, read_flag)
+    adjust_init_range: bool = setting(True, read_flag)
+    attn_dropout_checkpoint: bool = setting(False, read_flag)
+    stochastic_mode: bool = setting(False, read_flag)
+    huggingface: bool = setting(False, read_flag)
+    training: bool = setting(True, read_flag)
     _: dataclasses.KW_ONLY
-    max_seq_length: int = -1
-    causal: bool = False
-    layer_norm_eps: float = 1e-12
-    dtype: Any = None
-    activation: Callable[[jax.Array], jax.Array] = jax.nn.gelu
-    attention: Implementation = "auto"
-    recompute: Recompute = None
+    max_seq_length: int = setting(_ANY, _read_integer)
+    causal: bool = setting(False, read_flag)
+    layer_norm_eps: float = setting(1e-12, number())
+    dtype: Any = setting(None, read_float_dtype)
+    activation: Callable[[jax.Array], jax.Array] = setting(jax.nn.gelu, _read_activation)
+    attention: Implementation = setting("auto", one_of_exactly(*get_args(Implementation)))
+    recompute: Recompute = setting(None, _read_recompute)
 
     def __post_init__(self) -> None:
-        for name in (*_INTEGERS, *_NUMBERS, *_FLAGS):
-            # The dataclass is frozen; its numbers may be NumPy's.
-            object.__setattr__(self, name, plain(getattr(self, name)))
-        for name, holds, rule, repair in self._rules():
-            if not holds:
-                got = f"{name}={getattr(self, name)!r}"
-                raise ConfigError(
-                    f"DeepSpeedTransformerConfig.{name} must be {rule}, but got {got}. {repair}"
-                )
+        super().__post_init__()
+        if self.local_rank >= 0:
+            self._warn(f"local_rank={self.local_rank}", "the mesh decides which devices compute")
+        if self.attn_dropout_checkpoint and self.attention != "xla":
+            self._warn(
+                "attn_dropout_checkpoint", f"attention={self.attention!r} keeps no probabilities"
+            )
+
+    def _complete(self) -> None:
         defaults = {"intermediate_size": 4 * self.hidden_size, "initializer_range": 0.02}
         defaults |= {"attn_dropout_ratio": 0.0, "hidden_dropout_ratio": 0.0}
         for name, default in defaults.items():
@@ -161,12 +172,6 @@ class DeepSpeedTransformerConfig:
                 name == "intermediate_size" and self.intermediate_size == 0
             ):
                 object.__setattr__(self, name, default)
-        if self.local_rank >= 0:
-            self._warn(f"local_rank={self.local_rank}", "the mesh decides which devices compute")
-        if self.attn_dropout_checkpoint and self.attention != "xla":
-            self._warn(
-                "attn_dropout_checkpoint", f"attention={self.attention!r} keeps no probabilities"
-            )
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "DeepSpeedTransformerConfig":
@@ -181,13 +186,7 @@ class DeepSpeedTransformerConfig:
         Raises:
             ConfigError: There is an unknown key or an invalid value.
         """
-        known = [field.name for field in dataclasses.fields(cls)]
-        for name in values:
-            if name not in known:
-                guess = nearest(str(name), known)
-                hint = f"Did you mean {guess}?" if guess else f"Use one of {', '.join(known)}."
-                raise ConfigError(f"{name} is not a field of DeepSpeedTransformerConfig. {hint}")
-        return cls(**values)
+        return read_whole(cls, values)
 
     @classmethod
     def from_json_file(cls, path: str | PathLike[str]) -> "DeepSpeedTransformerConfig":
@@ -232,83 +231,31 @@ class DeepSpeedTransformerConfig:
         """Whether any memory switch is on."""
         return self.normalize_invertible or self.gelu_checkpoint or self.attn_dropout_checkpoint
 
-    def _rules(self) -> Iterator[tuple[str, bool, str, str]]:
-        """Yield fields with whether their rule holds, the rule, and the repair."""
-        # Types first: later rules rely on earlier ones.
-        for name in _INTEGERS:
-            value = getattr(self, name)
-            yield (
-                name,
-                isinstance(value, int) and not isinstance(value, bool),
-                "an integer",
-                "Pass one.",
-            )
-        for name in _NUMBERS:
-            value = getattr(self, name)
-            yield (
-                name,
-                isinstance(value, (int, float)) and not isinstance(value, bool),
-                "a number",
-                "Pass one.",
-            )
-        for name in _FLAGS:
-            yield name, isinstance(getattr(self, name), bool), "True or False", "Pass a boolean."
-        names = get_args(Implementation)
-        yield "attention", self.attention in names, f"one of {', '.join(names)}", 'Use "auto".'
-        yield (
-            "activation",
-            callable(self.activation),
-            "a function of an array",
-            "Pass jax.nn.gelu or the like.",
-        )
-        is_policy = self.recompute in (None, "kernels", "all") or callable(self.recompute)
-        yield (
-            "recompute",
-            is_policy,
-            'None, "kernels", "all" or a jax.checkpoint policy',
-            "Leave it out.",
-        )
-        is_float = self.dtype is None or jnp.issubdtype(self.dtype, jnp.floating)
-        yield "dtype", is_float, "a floating-point dtype or None", "Leave it out."
-        yield "hidden_size", self.hidden_size >= 1, "given and >= 1", "Pass hidden_size=."
-        yield "heads", self.heads >= 1, "given and >= 1", "Pass heads=."
-        size = math.ceil(self.hidden_size / self.heads)
-        repair = f"Use {size * self.heads}, {size} a head."
-        yield (
-            "hidden_size",
-            self.hidden_size % self.heads == 0,
-            f"a multiple of heads={self.heads}",
-            repair,
-        )
+    def check(self) -> Iterator[ConfigError]:
+        """Refuse sizes that are missing, and values that contradict each other."""
+        for name in ("hidden_size", "heads"):
+            if getattr(self, name) < 1:
+                yield self._wrong(name, "given and >= 1", f"Pass {name}=")
+        size = math.ceil(self.hidden_size / (self.heads or 1))
+        if self.heads > 0 and self.hidden_size % self.heads:
+            repair = f"Use {size * self.heads}, {size} a head"
+            yield self._wrong("hidden_size", f"a multiple of heads={self.heads}", repair)
         for name in ("batch_size", "max_seq_length"):
-            value = getattr(self, name)
-            yield name, value == -1 or value >= 1, ">= 1, or -1 for any number", "Leave it out."
-        for name in ("attn_dropout_ratio", "hidden_dropout_ratio"):
-            yield (
-                name,
-                getattr(self, name) < 1,
-                "less than 1, or negative for none",
-                "Pass the fraction to drop.",
-            )
-        is_given = self.num_hidden_layers >= 1 or not self.adjust_init_range
-        yield (
-            "num_hidden_layers",
-            is_given,
-            "given with adjust_init_range",
-            "Pass it, or adjust_init_range=False.",
-        )
-        is_one = not self.fp16 or self.dtype is None or jnp.dtype(self.dtype) == jnp.float16
-        yield "dtype", is_one, "float16 or None with fp16=True", "Leave one of them out."
-        can_drop = (
-            self.attention not in ("cudnn", "splash", "xla")
-            or self.attn_dropout_ratio <= 0
-            or not self.training
-        )
-        rule = f"0 with attention={self.attention!r}, which does not support dropout"
-        yield "attn_dropout_ratio", can_drop, rule, 'Use attention="blocked".'
-        is_free = not self.stochastic_mode or not asks_for_determinism()
-        rule = "False where XLA_FLAGS asks for deterministic operations"
-        yield "stochastic_mode", is_free, rule, "Leave out one of them."
+            if getattr(self, name) == 0:
+                yield self._wrong(name, ">= 1, or -1 for any number", "Leave it out")
+        if self.num_hidden_layers < 1 and self.adjust_init_range:
+            rule = "given with adjust_init_range"
+            yield self._wrong("num_hidden_layers", rule, "Pass it, or adjust_init_range=False")
+        if self.fp16 and self.dtype is not None and jnp.dtype(self.dtype) != jnp.float16:
+            rule = "float16 or None with fp16=True"
+            yield self._wrong("dtype", rule, "Leave one of them out")
+        drops = self.training and self.attn_dropout_ratio > 0
+        if drops and self.attention in ("cudnn", "splash", "xla"):
+            rule = f"0 with attention={self.attention!r}, which does not support dropout"
+            yield self._wrong("attn_dropout_ratio", rule, 'Use attention="blocked"')
+        if self.stochastic_mode and asks_for_determinism():
+            rule = "False where XLA_FLAGS asks for deterministic operations"
+            yield self._wrong("stochastic_mode", rule, "Leave out one of them")
 
     def _warn(self, what: str, why: str) -> None:
         warnings.warn(
