@@ -195,9 +195,9 @@ def file_sizes(folder: AnyPath) -> list[int]:
 
 
 def touch(file: AnyPath) -> None:
-    """Update the modification time of a file; raises FileNotFoundError if it does not exist."""
+    """Update the modification time of an empty file, which must exist on a file system."""
     if isinstance(file, StorePath):
-        file.write_bytes(file.read_bytes())
+        file.write_bytes(b"")
     else:
         os.utime(file)
 
