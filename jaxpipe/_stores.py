@@ -140,10 +140,17 @@ class StorePath:
             return self.driver.head(self.key)["last_modified"].timestamp()
 
     def read_bytes(self, start: int = 0, stop: int | None = None) -> bytes:
-        """Read an object, or a range of its bytes."""
-        options = {} if stop is None else {"range": (start, stop)}
-        with self.asking():
-            return bytes(self.driver.get(self.key, options=options).bytes())
+        """Read an object, or a range of its bytes, with several requests if it is long."""
+
+        def read(options: Any) -> bytes:
+            with self.asking():
+                return bytes(self.driver.get(self.key, options=options).bytes())
+
+        if stop is None:
+            return read({})
+        starts = range(start, stop, _RANGE_BYTES)
+        parts = [{"range": (at, min(at + _RANGE_BYTES, stop))} for at in starts]
+        return b"".join(at_once(read, parts))
 
     def read_text(self) -> str:
         """Read an object as text."""
@@ -157,32 +164,6 @@ class StorePath:
     def write_text(self, content: str) -> None:
         """Write an object in one request."""
         self.write_bytes(content.encode())
-
-    def read_version(self) -> tuple[str, Mapping[str, str]]:
-        """Read an object as text, and its version; both are empty if it does not exist."""
-        try:
-            with self.asking():
-                found = self.driver.get(self.key)
-                # Amazon and Azure name an ETag, Google a generation.
-                names = [name for name in ("e_tag", "version") if found.meta[name]]
-                return bytes(found.bytes()).decode(), {name: found.meta[name] for name in names}
-        except FileNotFoundError:
-            return "", {}
-
-    def replace_version(self, version: Mapping[str, str], content: str) -> bool:
-        """Write text if the object still has this version; return whether it was written.
-
-        If the answer to a request is lost, its second attempt finds another version: that of the
-        first.
-        """
-        from obstore.exceptions import AlreadyExistsError, PreconditionError
-
-        with self.asking(writes=True):
-            try:
-                self.driver.put(self.key, content.encode(), mode=version or "create")
-            except (AlreadyExistsError, PreconditionError):
-                return False
-        return True
 
     def unlink(self, missing_ok: bool = False) -> None:
         """Remove an object."""
@@ -231,11 +212,32 @@ def upload(file: Path, to: StorePath) -> None:
         to.driver.put(to.key, file, chunk_size=part, max_concurrency=4)
 
 
-def read_range(file: StorePath, start: int, stop: int) -> bytes:
-    """Read a range of bytes of any size, with several concurrent requests."""
-    starts = range(start, stop, _RANGE_BYTES)
-    parts = at_once(lambda at: file.read_bytes(at, min(at + _RANGE_BYTES, stop)), starts)
-    return b"".join(parts)
+def read_version(file: StorePath) -> tuple[str, Mapping[str, str]]:
+    """Read an object as text, and its version; both are empty if it does not exist."""
+    try:
+        with file.asking():
+            found = file.driver.get(file.key)
+            # Amazon and Azure name an ETag, Google a generation.
+            names = [name for name in ("e_tag", "version") if found.meta[name]]
+            return bytes(found.bytes()).decode(), {name: found.meta[name] for name in names}
+    except FileNotFoundError:
+        return "", {}
+
+
+def replace_version(file: StorePath, version: Mapping[str, str], content: str) -> bool:
+    """Write text if an object still has this version; return whether it was written.
+
+    False also if it was written and the answer was lost: the request is repeated, and then finds
+    the version that it has written itself.
+    """
+    from obstore.exceptions import AlreadyExistsError, PreconditionError
+
+    with file.asking(writes=True):
+        try:
+            file.driver.put(file.key, content.encode(), mode=version or "create")
+        except (AlreadyExistsError, PreconditionError):
+            return False
+    return True
 
 
 def remove_tree(folder: StorePath) -> None:

@@ -39,7 +39,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxpipe._stores import AnyPath, StorePath
+from jaxpipe._stores import AnyPath, StorePath, read_version, replace_version
 from jaxpipe.errors import CheckpointError
 
 from ._storage import changed, identity, is_same, touch
@@ -113,7 +113,7 @@ class DirectoryLock:
         try:
             _take(save_dir, self._owner)
         except BaseException:
-            del _HELD[self._owner.name]
+            self.release()  # it may have been taken, with the answer lost
             raise
         threading.Thread(target=self._beat, daemon=True, name="checkpoint lock").start()
         if on_store:
@@ -244,7 +244,7 @@ def _take(save_dir: AnyPath, owner: _Owner) -> None:
         (mine / owner.name).touch()
         while not _renamed(mine, folder, owner):
             for file, other in _owners(folder):
-                _wait_until_gone(save_dir, file, other, owner, mine / owner.name)
+                _wait_until_gone(file, other, owner, mine / owner.name)
                 file.unlink(missing_ok=True)
             # Some systems do not let a rename replace an empty folder.
             with contextlib.suppress(OSError):
@@ -272,12 +272,12 @@ def _take_on_store(save_dir: StorePath, owner: _Owner) -> None:
             return
         if name:
             try:
-                _wait_until_gone(save_dir, file, _owner_of(name), owner, clock)
+                _wait_until_gone(file, _owner_of(name), owner, clock)
             finally:
                 with contextlib.suppress(OSError):
                     clock.unlink()
         # Whether this has succeeded is read, because the answer may be that to a second attempt.
-        file.replace_version(version, owner.name)
+        replace_version(file, version, owner.name)
 
 
 def _replace(file: StorePath, owner: _Owner, content: str) -> bool:
@@ -287,13 +287,13 @@ def _replace(file: StorePath, owner: _Owner, content: str) -> bool:
         name, version = _read(file)
         if name != owner.name:
             return False
-        if file.replace_version(version, content):
+        if replace_version(file, version, content):
             return True
 
 
 def _read(file: StorePath) -> tuple[str, Mapping[str, str]]:
     """Read an owner's name, which is empty if the lock is free, and the version of the object."""
-    content, version = file.read_version()
+    content, version = read_version(file)
     return content.partition("\n")[0], version
 
 
@@ -335,14 +335,12 @@ def _owner_of(name: str) -> _Owner:
     return _Owner(*found.groups()) if found else _Owner("", "", "", "", "", name)
 
 
-def _wait_until_gone(
-    save_dir: AnyPath, file: AnyPath, other: _Owner, own: _Owner, clock: AnyPath
-) -> None:
+def _wait_until_gone(file: AnyPath, other: _Owner, own: _Owner, clock: AnyPath) -> None:
     """Block until an owner is known to be dead; raise as soon as it is known to be alive."""
     first = changed(file)
     while not _is_gone(file, other, own, clock):
         if _is_alive(other, own) or changed(file) not in (first, None):
-            raise _held(save_dir, other, own)
+            raise _held(file.parent.parent, other, own)
         time.sleep(_POLL_S)
 
 

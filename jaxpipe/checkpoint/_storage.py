@@ -8,18 +8,15 @@ steps on a file system are a single write on a store.
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 from jaxpipe._files import advice, sync
-from jaxpipe._stores import AnyPath, StoreError, StorePath, at_once, remove_tree
+from jaxpipe._stores import AnyPath, StoreError, StorePath, remove_tree
 
 PARTIAL = ".partial"
 MARK = ".jaxpipe"
 """Name of the mark in a folder of data that a save has made."""
-
-T = TypeVar("T")
 
 
 class NotSyncedError(OSError):
@@ -164,12 +161,6 @@ def present(folder: AnyPath, names: Iterable[str]) -> set[str]:
     if isinstance(folder, StorePath):
         return {path.name for path in folder.iterdir()} & set(names)  # one request for all
     return {name for name in names if (folder / name).exists()}
-
-
-def read_each(paths: Sequence[AnyPath], action: Callable[[AnyPath], T]) -> list[T]:
-    """Apply an action to several files; requests to a store run in parallel."""
-    on_store = any(isinstance(path, StorePath) for path in paths)
-    return at_once(action, paths) if on_store else [action(path) for path in paths]
 
 
 def size(path: AnyPath) -> int:
