@@ -28,6 +28,7 @@ class DiskStore:
     It has the methods of obstore's stores. The version of an object is a hash of its content.
     """
 
+    protocol: ClassVar[str] = "disk"
     number: ClassVar[int] = 0
     calls: ClassVar[list[tuple[str, str]]] = []
     hook: ClassVar[Callable[[int, str, str, bool], None] | None] = None
