@@ -93,6 +93,11 @@ def read_any(path: AnyPath, start: int = 0, stop: int | None = None) -> bytes:
         return file.read(stop - start)
 
 
+def size_of(path: AnyPath) -> int:
+    """The size of a file in bytes."""
+    return path.size() if isinstance(path, StorePath) else path.stat().st_size
+
+
 @contextlib.contextmanager
 def readable(path: AnyPath) -> Generator[None]:
     """Convert errors of the file system to a CheckpointError that names the path."""

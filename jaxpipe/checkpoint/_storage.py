@@ -163,11 +163,6 @@ def present(folder: AnyPath, names: Iterable[str]) -> set[str]:
     return {name for name in names if (folder / name).exists()}
 
 
-def size(path: AnyPath) -> int:
-    """Return the size of a file in bytes."""
-    return path.size() if isinstance(path, StorePath) else path.stat().st_size
-
-
 def link_of(path: AnyPath) -> Path | None:
     """Return the target of a link; None if the path is not a link."""
     return path.readlink() if isinstance(path, Path) and path.is_symlink() else None

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import safe_open
 
-from jaxpipe._paths import read_any
+from jaxpipe._paths import read_any, size_of
 from jaxpipe._stores import AnyPath, StorePath, staging_folder
 
 DTYPES = {
@@ -42,7 +42,7 @@ class StoreTensors:
     """
 
     def __init__(self, path: AnyPath) -> None:
-        size = path.size() if isinstance(path, StorePath) else path.stat().st_size
+        size = size_of(path)
         (length,) = struct.unpack("<Q", read_any(path, 0, 8).ljust(8, b"\xff"))
         begin = 8 + length
         if begin > size or length > _LONGEST_HEADER:

@@ -962,6 +962,22 @@ def served(wraps: Callable[[Application], Application], protocol: str) -> Iterat
     _driver.cache_clear()
 
 
+def test_a_profile_of_aws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("boto3")
+    keys = "aws_access_key_id = mine\naws_secret_access_key = secret"
+    (tmp_path / "credentials").write_text(f"[work]\n{keys}\n")
+    (tmp_path / "config").write_text("[profile work]\nregion = eu-west-3\n")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_PROFILE", "work")
+    bucket = _driver("s3", "of-a-profile")
+    assert bucket.credential_provider()["access_key_id"] == "mine"
+    assert bucket.config["region"] == "eu-west-3"
+    monkeypatch.setenv("AWS_PROFILE", "other")
+    with pytest.raises(CheckpointError, match=r"s3://.*profile \(other\) could not be found"):
+        any_path("s3://of-another/run", "save_dir")
+
+
 SERVERS = {
     "s3": functools.partial(served, lambda app: app, "s3"),
     "gs": functools.partial(served, serves_google, "gs"),
