@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import safe_open
 
-from jaxpipe._paths import read_any
-from jaxpipe._stores import AnyPath, StorePath, read_range, staging_folder
+from jaxpipe._paths import read_any, size_of
+from jaxpipe._stores import AnyPath, StorePath, staging_folder
 
 DTYPES = {
     "bool": "BOOL",
@@ -42,12 +42,12 @@ class StoreTensors:
     """
 
     def __init__(self, path: AnyPath) -> None:
-        size = path.size() if isinstance(path, StorePath) else path.stat().st_size
-        (length,) = struct.unpack("<Q", _range(path, 0, 8).ljust(8, b"\xff"))
+        size = size_of(path)
+        (length,) = struct.unpack("<Q", read_any(path, 0, 8).ljust(8, b"\xff"))
         begin = 8 + length
         if begin > size or length > _LONGEST_HEADER:
             raise ValueError(f"a header of {length} bytes in a file of {size}")
-        content = _range(path, 8, begin)
+        content = read_any(path, 8, begin)
         if isinstance(path, StorePath):
             _check_header(content, size)
         header = json.loads(content)
@@ -96,7 +96,7 @@ class _Tensor:
     def _fetched(self) -> np.ndarray:
         if self.dtype not in _NAMES:
             raise ValueError(f"the dtype {self.dtype} is not supported by numpy")
-        content = _range(self.path, self.start, self.stop)
+        content = read_any(self.path, self.start, self.stop)
         return np.frombuffer(content, jnp.dtype(_NAMES[self.dtype])).reshape(self.shape)
 
 
@@ -109,9 +109,3 @@ def _check_header(content: bytes, size: int) -> None:
             handle.truncate(size)
         with safe_open(str(file), framework="numpy"):
             pass
-
-
-def _range(path: AnyPath, start: int, stop: int) -> bytes:
-    if isinstance(path, StorePath):
-        return read_range(path, start, stop)
-    return read_any(path, start, stop)
