@@ -36,7 +36,7 @@ def cut_parts(
     signatures: Sequence[Hashable],
     memory: StageMemory | None = None,
 ) -> tuple[int, ...]:
-    """Cut a model by its partition method; only `"profile"` respects the limit in `memory`."""
+    """Cut a model by its partition method; `memory` is that of its parts, for `"profile"`."""
     profile = dataclasses.replace(costs, memory=memory)
     return module.partition(trace, num_parts, profile=profile, signatures=signatures)
 
