@@ -16,10 +16,9 @@ from jaxpipe.compiled import (
     DUMP_OPTION,
     Module,
     StepReading,
-    known_rounds,
+    host_waits,
     read_step,
     read_thunks,
-    steady_launches,
 )
 from jaxpipe.distributed import compiles_for_tpus_anywhere
 from jaxpipe.errors import ConfigError
@@ -173,9 +172,9 @@ def compile_step(label: str, counted_bytes: float, build: Any) -> CompiledStep:
     is_gpu = pipeline.mesh.devices.flat[0].platform in ("gpu", "cuda")
     with tempfile.TemporaryDirectory(prefix="jaxpipe-") as folder, without_cache():
         compiled = lowered.compile(compiler_options={DUMP_OPTION: folder} if is_gpu else None)
-        thunks, names = read_thunks(Path(folder)) if is_gpu else ([], {})
-    module = Module(compiled.as_text() or "")
-    launches = steady_launches(thunks, known_rounds(names, module)) if is_gpu else None
+        module = Module(compiled.as_text() or "")
+        thunks = read_thunks(Path(folder), module.steady_loop()) if is_gpu else []
+    waits = host_waits(thunks, module) if is_gpu else None
     memory = compiled.memory_analysis()
     if memory is None:
         raise ConfigError(
@@ -191,5 +190,5 @@ def compile_step(label: str, counted_bytes: float, build: Any) -> CompiledStep:
         total,
         counted_bytes,
         time.perf_counter() - start,
-        read_step(module, dict(pipeline.mesh.shape), launches),
+        read_step(module, dict(pipeline.mesh.shape), waits),
     )
