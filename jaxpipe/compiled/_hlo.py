@@ -41,15 +41,7 @@ class Array:
 
 @dataclass(frozen=True, eq=False)
 class Instruction:
-    """One line of a computation, in the order in which it runs.
-
-    Attributes:
-        name: Its name.
-        arrays: Its results.
-        op: What it does.
-        rest: What follows the opening bracket of its operands.
-        is_root: Whether it is the computation's result.
-    """
+    """One line of a computation, in the order of the run; `rest` follows its opening bracket."""
 
     name: str
     arrays: tuple[Array, ...]
@@ -60,6 +52,7 @@ class Instruction:
     @cached_property
     def operands(self) -> tuple[str, ...]:
         """Names of its operands."""
+        # Attributes after the closing bracket name other computations with % too.
         depth = 1
         for i, char in enumerate(self.rest):
             depth += (char == "(") - (char == ")")
@@ -127,6 +120,7 @@ class Instruction:
             return tuple(
                 tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", listed)
             )
+        # XLA's short form: the groups are the rows of an iota that is reshaped and transposed.
         found = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", self.rest)
         if not found:
             return ()
@@ -149,11 +143,7 @@ class Instruction:
 
 
 class Module:
-    """The computations of a compiled program, by name.
-
-    Args:
-        text: What `compiled.as_text()` gives.
-    """
+    """The computations of a compiled program, by name, from the text of `compiled.as_text()`."""
 
     def __init__(self, text: str) -> None:
         self.computations: dict[str, dict[str, Instruction]] = {}
@@ -228,6 +218,7 @@ class Module:
             for loop in loops
             if any(line.op.startswith("collective-permute") for line in self.all_lines(loop.body))
         ]
+        # A loop of unknown length counts as none, and wins only where no other is known.
         return max(
             exchanging or loops,
             key=lambda loop: self.trip_count(loop) * len(self.lines(loop.body)),

@@ -85,6 +85,7 @@ class _Reader:
             kind = self._kind(line)
             if kind is None:
                 continue
+            # Nothing runs beside a collective without an end of its own, nor beside a sync one.
             end = begin
             if line.op.endswith("-start") and not line.is_sync:
                 end = next(
@@ -107,6 +108,7 @@ class _Reader:
 
     def _kind(self, line: Instruction) -> str | None:
         """The kind of the collective that a line starts, or None."""
+        # XLA wraps collectives without a start of their own, such as reduce-scatter on GPUs.
         if line.op == "async-start" and line.called:
             inside = self._module.lines(line.called)
             return next((each.op for each in inside if each.op in COLLECTIVES), None)
@@ -117,10 +119,12 @@ class _Reader:
         if line.op == "async-start":
             line = next(x for x in self._module.lines(line.called) if x.op in COLLECTIVES)
         if line.pairs:
+            # All devices of a permute wait for each other in one communicator.
             return (frozenset(device for pair in line.pairs for device in pair),)
         return tuple(map(frozenset, line.groups)) or (frozenset(range(self._num_devices)),)
 
     def _num_stages(self, devices: frozenset[int]) -> int:
+        # Devices of a mesh are numbered along its axes, the last one fastest.
         names = list(self._axes)
         after = math.prod(self._axes[name] for name in names[names.index(_STAGE) + 1 :])
         return len({device // after % self._axes[_STAGE] for device in devices})
@@ -137,6 +141,7 @@ class _Reader:
 def _overlapping(found: list[_Collective]) -> Iterator[str]:
     for i, one in enumerate(found):
         for other in found[i + 1 :]:
+            # Within one communicator they run one after the other, on all devices alike.
             if not one.begin < other.begin < one.end or set(one.groups) == set(other.groups):
                 continue
             if any(a & b for a in one.groups for b in other.groups):

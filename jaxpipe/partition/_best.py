@@ -56,12 +56,7 @@ class Tick:
 
 
 def tick_of(profile: Profile, boundaries: Sequence[int]) -> Tick:
-    """The tick of a cut.
-
-    Args:
-        profile: Times, parameters and signatures of the layers.
-        boundaries: The boundaries of the parts.
-    """
+    """The tick of a cut."""
     seconds = profile.seconds()
     slowest = max(sum(seconds[first:end]) for first, end in pairwise(boundaries))
     num_params = _unsharded_params(profile)
@@ -192,10 +187,7 @@ def _unsharded_params(profile: Profile) -> list[int]:
 
 
 def _ends(sizes: Sequence[int], of_kind: Sequence[int], start: int, each: int, most: int) -> int:
-    """The allowed ends of a part that begins at `start`, as bits.
-
-    A part ends after a layer of the kind, or at the end of the model.
-    """
+    """The ends, as bits, of a part from `start`: after a layer of the kind, or the last layer."""
     ends = count = size = 0
     for index in range(start, len(sizes)):
         count = count + of_kind[index]

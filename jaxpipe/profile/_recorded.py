@@ -60,17 +60,10 @@ class Operation(NamedTuple):
 
 
 def record(run: Callable[[], T], text: str) -> tuple[T, list[Operation]]:
-    """Record the operations that this process's devices run in a call.
+    """Return the result of a call and the operations that the devices of this process ran in it.
 
-    Args:
-        run: Runs a compiled program. It may return before the program has ended.
-        text: The program's text, from `jax.stages.Compiled.as_text`.
-
-    Returns:
-        The result of the call, and the program's operations in the order of their start.
-
-    Raises:
-        RuntimeError: Another profile is being recorded. `run` has not been called.
+    `text` is the compiled program. Raises RuntimeError, without calling, if another profile is
+    being recorded.
     """
     scopes = dict(_scopes(text))
     module = text.split(None, 2)[1].rstrip(",")
@@ -112,10 +105,7 @@ def _stopped(folder: str, module: str, scopes: Mapping[str, _Scope]) -> list[Ope
 
 
 def _scopes(text: str) -> Iterator[tuple[str, _Scope]]:
-    """Yield the name of each instruction with its phase, depth, ticks and the words of its path.
-
-    Instructions that only contain others are skipped.
-    """
+    """Yield the name of each instruction with its phase, depth, ticks and the words of its path."""
     for line in chain.from_iterable(lines.values() for lines in Module(text).computations.values()):
         # The events of these only contain events of other instructions.
         if line.op in ("while", "conditional", "call"):
