@@ -14,7 +14,7 @@ from jaxpipe._typing import PyTree
 from jaxpipe.optim import next_hyperparams, read_hyperparams, replace_hyperparams, set_hyperparams
 from jaxpipe.state import Updater, ZeroSharding, place_everywhere, switch_stages
 
-from ._program import Program, on_each_device
+from ._program import Compiled
 
 
 class Hyperparams:
@@ -50,11 +50,15 @@ class Hyperparams:
         rows = sharding.row_spec
         known = read_hyperparams(self._blank(0)) or {}
         self.names = tuple(name for name, value in known.items() if np.ndim(value) == 0)
-        self._read = Program(on_each_device(self._values, mesh, (rows,), rows), mesh)
+        self._read: Compiled[..., Any] = Compiled(
+            "read_hyperparams", self._values, mesh, ((rows,), rows)
+        )
         # The state must keep its shardings, because the next step is compiled for them.
-        self._write = Program(
-            on_each_device(self._changed, mesh, (rows, P()), rows),
+        self._write: Compiled[..., Any] = Compiled(
+            "set_hyperparams",
+            self._changed,
             mesh,
+            ((rows, P()), rows),
             out_shardings=shardings,
             donate_argnums=0,
         )
