@@ -35,13 +35,8 @@ class Program(Generic[_Result]):
     """A jitted function of a state or a part of it, on the devices of a mesh.
 
     It runs on that mesh whatever mesh the program has set, and its first call checks that the
-    devices of a process cannot deadlock.
-
-    Args:
-        function: The function.
-        mesh: The mesh that it runs on.
-        takes_batch: Whether the second argument is a batch, which may be a plain tuple.
-        **options: Further arguments of `jax.jit`.
+    devices of a process cannot deadlock. With `takes_batch`, the second argument is a batch, which
+    may be a plain tuple. `options` are further arguments of `jax.jit`.
     """
 
     def __init__(

@@ -9,8 +9,8 @@ from heapq import heappop, heappush
 class Slots:
     """Slots of the values of one buffer of one stage."""
 
-    # The slot of each unit, or -1 if it never enters. There is an additional -1 at the end, so that
-    # index -1 (idle) is -1.
+    # The slot of each unit, or -1 if it never enters. Idle actions have index -1, for which there
+    # is a further -1 at the end.
     slot_of: tuple[int, ...]
     depth: int
     # For each tick the lowest slot that no value uses in that tick, at most `depth`.
