@@ -361,10 +361,7 @@ class Pipeline:
         return jax.tree.map(placed, struct)
 
     def _rows(self, struct: PyTree, spec: PyTree, *, by_replica: bool = True) -> PyTree:
-        """Return shapes, dtypes and shardings of global arrays, given those of a row.
-
-        Each replica may have its own rows.
-        """
+        """Return shapes, dtypes and shardings of global arrays, given those of a row."""
         rows = self._sharding.row_spec
         num_rows = self._sharding.num_rows
         if not by_replica:
@@ -396,10 +393,8 @@ class Pipeline:
         return jax.tree.map(sharded, self._entry, self._batch_specs)
 
     def _batch_sharding(self, spec: P) -> NamedSharding:
-        """Return the sharding of a batch leaf, given its spec over the manual axes.
-
-        Samples are also divided over `fsdp`.
-        """
+        """Return the sharding of a batch leaf, given its spec over the manual axes."""
+        # Samples are also divided over `fsdp`, which is no manual axis.
         if FSDP in self.mesh.axis_names and spec == P(None, "data"):
             spec = P(None, ("data", FSDP))
         return NamedSharding(self.mesh, spec)
@@ -831,9 +826,6 @@ def _from_tree(field: str, tree: PyTree) -> Source:
 
 
 def _scaled(x: Any, num_replicas: int, num_given: int) -> Any:
-    """Return the shape of a whole batch, given the shape for some of the replicas.
-
-    A shape that does not divide evenly is returned unchanged.
-    """
+    """Return the shape of a whole batch, given that for some replicas; as it is if uneven."""
     size, rest = divmod(x.shape[1] * num_replicas, num_given) if len(x.shape) > 1 else (0, 1)
     return x if rest else jax.ShapeDtypeStruct((x.shape[0], size, *x.shape[2:]), x.dtype)

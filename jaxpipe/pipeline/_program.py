@@ -22,17 +22,10 @@ class Compiled(Generic[_Arguments, _Result]):
     """A function of every device of a mesh, compiled for all of them at its first call.
 
     It runs on that mesh whatever mesh the program has set, and its first call checks that the
-    devices of a process cannot deadlock.
-
-    Args:
-        name: Its name in profiles and in HLO, after `jaxpipe_`.
-        function: The function of one device's shards.
-        mesh: The mesh that it runs on.
-        specs: Partition specs of its arguments and of its result.
-        check_batch: Raises an error for a batch that does not fit. None: it takes no batch.
-            Otherwise its second argument is one, which may be a plain tuple.
-        tracing: Makes the context in which the function is traced.
-        **options: Further arguments of `jax.jit`.
+    devices of a process cannot deadlock. It is called `jaxpipe_` + `name` in profiles and in HLO.
+    `check_batch` raises an error for a batch that does not fit; with it the second argument is a
+    batch, which may be a plain tuple. `tracing` makes the context in which the function is traced.
+    `options` are further arguments of `jax.jit`.
     """
 
     def __init__(

@@ -333,10 +333,7 @@ def _by_heads(
     hides: PyTree,
     spec_of: Callable[[jax.Array, Any, Any], P],
 ) -> jax.Array:
-    """Call a kernel on each device, for the device's own samples and heads.
-
-    `spec_of(array, axes of samples, axes of heads)` is the sharding of an array in `hides`.
-    """
+    """Call a kernel on each device, for its own samples and heads; `spec_of` shards `hides`."""
     # JAX (0.10) cannot partition a kernel if other axes are manual.
     mesh = jax.sharding.get_abstract_mesh()
     axes = set(mesh.auto_axes) if mesh.manual_axes else set[str]()

@@ -24,16 +24,12 @@ OverSequence = Literal["auto", "ulysses", "ring"]
 
 
 class Division(NamedTuple):
-    """Which mesh axes divide attention.
-
-    Attributes:
-        samples: The axis or axes that divide samples, or None.
-        heads: The axis or axes that divide heads while attention is computed, or None.
-        way: How positions that are divided over `sequence` meet. None if they are not divided.
-    """
+    """Which mesh axes divide attention."""
 
     samples: Axes
+    # While attention is computed.
     heads: Axes
+    # How positions that are divided over `sequence` meet. None if they are not divided.
     way: Literal["ulysses", "ring", "whole"] | None = None
     why: str = ""
 

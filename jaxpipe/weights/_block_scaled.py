@@ -36,10 +36,7 @@ class BlockScaled:
 def scales_of(
     source: AnyPath, dtypes: Mapping[str, str], shapes: Mapping[str, Shape]
 ) -> dict[str, str]:
-    """Names of the scales of the matrices of eight bits in files, by the name of the matrix.
-
-    `dtypes` are safetensors' names. `source` is for error messages.
-    """
+    """Names of the scales of the matrices of eight bits in files, by the name of the matrix."""
     narrow = [name for name, dtype in dtypes.items() if dtype == _EIGHT_BITS]
     for name in narrow:
         wanted = tuple(-(-size // _BLOCK) for size in shapes[name])

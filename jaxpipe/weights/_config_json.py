@@ -78,22 +78,13 @@ def dump_config(
     renames: Sequence[Rename],
     matches: Iterable[Match],
 ) -> bytes:
-    """Write `config.json` for the tensors that a folder holds, with their dtype and tied head.
+    """Write `config.json` for the tensors that a folder holds, from the contents `config`.
 
-    Their dtype and format, and whether the head is tied, are those of the tensors, also in the
-    configurations of parts.
-
-    Args:
-        config: The contents, perhaps those of the base.
-        tensors: The tensors by name.
-        renames: The table that named them.
-        matches: Its entries for the model's leaves.
-
-    Raises:
-        ConfigError: The contents describe a part of a model, a number of blocks, a size of the
-            embedding, biases or a head that the tensors do not have. `transformers` would refuse
-            the folder or draw their weights at random.
+    Raises ConfigError if these describe weights that the tensors do not have: `transformers` would
+    refuse the folder or draw them at random.
     """
+    # The dtype, and whether the head is tied, are those of the tensors, also in the configurations
+    # of parts: `config` may be that of the base.
     true: dict[str, Any] = {}
     dtypes = [x.dtype for x in tensors.values() if jnp.issubdtype(x.dtype, jnp.floating)]
     if dtypes:

@@ -36,10 +36,7 @@ _LONGEST_HEADER = 100_000_000
 
 
 class StoreTensors:
-    """A safetensors file or object, with the methods of the library's `safe_open`.
-
-    Raises OSError if it cannot be read, and ValueError or SafetensorError for a bad header.
-    """
+    """A safetensors file or object, with the methods and errors of the library's `safe_open`."""
 
     def __init__(self, path: AnyPath) -> None:
         size = size_of(path)

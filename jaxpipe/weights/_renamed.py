@@ -21,8 +21,7 @@ from ._transform import Index, Shape, Tensor
 class RenamedFiles:
     """Safetensors files that contain the tensors of a table, for leaves by path.
 
-    `folder` has one file or the index of several, or is the path of such a file. Raises
-    CheckpointError as `checkpoint.load_huggingface` does.
+    `folder` has one file or the index of several, or is the path of such a file.
     """
 
     def __init__(
