@@ -64,6 +64,7 @@ def division(
     size = mesh.shape[SEQUENCE] if SEQUENCE in mesh.auto_axes else 1
     if size == 1:
         return Division(samples, model)
+    # By heads, both axes divide the heads of keys, of which each device needs a whole number.
     parts = size * (1 if model is None else mesh.shape[model])
     by_heads = (
         None if k.shape[2] % parts == 0 else f"{parts} places do not divide {k.shape[2]} key heads"

@@ -99,6 +99,7 @@ def dump_config(
                 "with tie_word_embeddings=True, if the head is tied."
             )
         true["tie_word_embeddings"] = heads.isdisjoint(tensors)
+    # One of the two names of the dtype suffices: the one that the contents have.
     least = true.keys() - {"dtype" if "torch_dtype" in config else "torch_dtype"}
     written = _described({**dict.fromkeys(least), **config}, tensors, true)
     try:
@@ -116,6 +117,7 @@ def _described(
     true: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Check a configuration, or that of a part, and set the keys of `true` that it has."""
+    # Tensors are written as plain numbers, whatever format the weights of the base have.
     written = {key: value for key, value in config.items() if key not in _WEIGHT_FORMATS}
     written |= {key: value for key, value in true.items() if key in config}
     for key, value in written.items():

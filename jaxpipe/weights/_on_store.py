@@ -40,6 +40,7 @@ class StoreTensors:
 
     def __init__(self, path: AnyPath) -> None:
         size = size_of(path)
+        # Of less than 8 bytes, the filling makes a length that no file has.
         (length,) = struct.unpack("<Q", read_any(path, 0, 8).ljust(8, b"\xff"))
         begin = 8 + length
         if begin > size or length > _LONGEST_HEADER:
@@ -69,6 +70,7 @@ class StoreTensors:
 
     def get_slice(self, name: str) -> "_Tensor":
         """Return a tensor that is fetched when it is first indexed."""
+        # A copy, with which the bytes that it fetches are freed.
         return replace(self._tensors[name])
 
 

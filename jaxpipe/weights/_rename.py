@@ -71,6 +71,7 @@ class Match:
 
 def match_renames(renames: Sequence[Rename], leaves: Mapping[str, Shape]) -> list[Match]:
     """Find a match for each entry of a table and value of its counters; each leaf is in one."""
+    # An entry may write a path in short, `3/mlp/kernel`, or whole, `layers/3_Block/mlp/kernel`.
     paths = {_short(key): key for key in leaves} | {key: key for key in leaves}
     found: list[Match] = []
     entry_of: dict[str, Rename] = {}
@@ -246,6 +247,7 @@ def _matched(text: str, name: str) -> dict[str, int] | None:
     end = 0
     steps: list[tuple[str, int]] = []
     for mark in _COUNTER.finditer(text):
+        # Without leading zeros, which `_filled` would not write back.
         pattern += re.escape(text[end : mark.start()]) + "(0|[1-9][0-9]{0,8})"
         steps.append((mark[1], int(mark[2] or 0)))
         end = mark.end()
@@ -255,6 +257,7 @@ def _matched(text: str, name: str) -> dict[str, int] | None:
     counters: dict[str, int] = {}
     for (counter, step), digits in zip(steps, found.groups(), strict=True):
         value = int(digits) - step
+        # A counter that occurs twice in a name must have one value.
         if value < 0 or counters.setdefault(counter, value) != value:
             return None
     return counters
