@@ -260,6 +260,7 @@ def rotary(
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleave: bool = False) -> jax.Array:
     """Rotate the first dims of `[B, T, N, D]`, in pairs, as many as there are angles."""
     size = 2 * cos.shape[-1]
+    # In the dtype of the angles, which is wider than 16 bits; the result is rounded once.
     turned = x[..., :size].astype(cos.dtype)
     rest = x[..., size:]
     if interleave:
