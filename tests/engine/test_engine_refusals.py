@@ -197,7 +197,6 @@ ARGUMENTS: list[tuple[type[Exception], str, dict[str, Any]]] = [
     ),
     (PartitionError, r"partition_method=\[0, 2, 2\]", shown(**piped(partition=[0, 2, 2]))),
     (DataError, r"len\(dataset\)=1 and batch_size=2\. Add samples", {"training_data": ROWS[:1]}),
-    (DataError, r"must have a length and indexing", {"training_data": iter(ROWS)}),
     # Parameters that are none, though no shapes are known.
     *(
         (
