@@ -2,8 +2,9 @@
 
 import re
 
+from benchmarks._kernels import Kernels
 from benchmarks.gpu_program._cost import Cost, Costs
-from jaxpipe.compiled import Instruction, Module
+from jaxpipe.compiled import Instruction
 from jaxpipe.forecast import HARDWARE, kernel_s
 
 CLOCK_HZ = {"v5e": 1.5e9, "v5p": 1.75e9}
@@ -29,7 +30,7 @@ class CycleCosts(Costs):
     sparse cores do.
     """
 
-    def __init__(self, module: Module, kind: str) -> None:
+    def __init__(self, module: Kernels, kind: str) -> None:
         super().__init__(module, HARDWARE[kind])
         self._clock_hz, self._dims = CLOCK_HZ[kind], _DIMS[kind]
 

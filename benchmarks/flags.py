@@ -25,17 +25,13 @@ from typing import Any
 import jax
 
 from benchmarks._compiled import GRAPHS, GRAPHS_OPTION, first_line, planned_bytes
+from benchmarks._kernels import Kernels
+from benchmarks._launches import steady_launches
 from benchmarks._table import print_head, print_row
 from benchmarks.gpu_program._cost import Costs
 from benchmarks.gpu_program._jobs import SMOKE, Job
 from benchmarks.gpu_program._project import Simulation
-from jaxpipe.compiled import (
-    DUMP_OPTION,
-    Module,
-    known_rounds,
-    read_thunks,
-    steady_launches,
-)
+from jaxpipe.compiled import DUMP_OPTION
 from jaxpipe.executor import without_cache
 from jaxpipe.forecast import HARDWARE
 
@@ -113,11 +109,12 @@ def row_of(job: Job, flags: dict[str, Any]) -> list[str]:
             compiled = lowered.compile(compiler_options={**flags, DUMP_OPTION: folder})
         except Exception as error:  # noqa: BLE001 - what a compiler says of a flag is of any kind
             return [f"refused: {first_line(error)}"]
-        thunks, names = read_thunks(Path(folder))
-    text = compiled.as_text()
-    assert text is not None
+        text = compiled.as_text()
+        assert text is not None
+        module = Kernels(text)
+        launches = steady_launches(Path(folder), module)
     total = planned_bytes(compiled)
-    module, block = Module(text), type(job.block).__name__
+    block = type(job.block).__name__
     costs = Costs(module, HARDWARE["h200"], job.hosts)
     try:
         found = Simulation(costs, pipeline.program, job.num_devices, block).run()
@@ -129,8 +126,7 @@ def row_of(job: Job, flags: dict[str, Any]) -> list[str]:
         times = [f"{1e3 * found.step_s:.1f}", f"{1e3 * exposed:.2f}"]
     if unrolled := ticks_a_round(module):
         times = [f"a round holds {unrolled} ticks", "-"]
-    launches = steady_launches(thunks, known_rounds(names, module))
-    counts = launches.graphs, launches.collectives, launches.conditionals + launches.loops
+    counts = launches.graphs, launches.collectives, launches.waits
     return [f"{total / 1e9:.2f}", *times, *map(str, counts)]
 
 
@@ -144,7 +140,7 @@ def row_in_process(job: Job, flags: dict[str, Any]) -> list[str]:
             return ["the compiler aborts"]
 
 
-def ticks_a_round(module: Module) -> int:
+def ticks_a_round(module: Kernels) -> int:
     """Ticks that a round of the longest loop over ticks holds where XLA has unrolled it; 0: one."""
     lengths = [(0, 1)]
     for line in module.loops():

@@ -50,13 +50,13 @@ from jax.sharding import PartitionSpec as P
 from benchmarks._compiled import planned_bytes
 from benchmarks._cycles import CycleCosts
 from benchmarks._jax_forms import FORMS, Form, Model, OneProgram
+from benchmarks._kernels import Kernels
 from benchmarks._table import print_head, print_row
 from benchmarks.gpu_program._cost import Costs
 from benchmarks.gpu_program._jobs import Job
 from benchmarks.gpu_program._models import Embed, Head, attend, cross_entropy
 from benchmarks.gpu_program._project import Simulation, lockstep
 from jaxpipe.checkpointing import current_settings, use_settings
-from jaxpipe.compiled import Module
 from jaxpipe.executor import without_cache
 from jaxpipe.forecast import HARDWARE
 
@@ -178,7 +178,7 @@ def measure(name: str, recompute: str, job: Job, text_at: Path | None) -> Found:
     assert text is not None
     if text_at is not None:
         text_at.write_text(text)
-    module, machine = Module(text), HARDWARE[job.kind]
+    module, machine = Kernels(text), HARDWARE[job.kind]
     is_tpu = machine.platform == "tpu"
     costs = CycleCosts(module, job.kind) if is_tpu else Costs(module, machine, job.hosts)
     if pipeline is None:

@@ -29,101 +29,10 @@ Main entry points:
     `jaxpipe launch`, on the command line: starts the processes of a job.
 """
 
-from jaxpipe import (
-    checkpoint,
-    checkpointing,
-    config,
-    data,
-    deepspeed,
-    errors,
-    forecast,
-    launch,
-    layers,
-    losses,
-    models,
-    optim,
-    partition,
-    schedules,
-    topology,
-    transformer,
-    weights,
-)
-from jaxpipe.config import TrainConfig, add_config_arguments
-from jaxpipe.data import RepeatingLoader
-from jaxpipe.deepspeed import PipelineParallelGrid
-from jaxpipe.distributed import init_distributed
-from jaxpipe.engine import PipelineEngine, UnpipelinedEngine, initialize
-from jaxpipe.executor import Metrics, microbatch_key
-from jaxpipe.forecast import plan
-from jaxpipe.layers import LayerSpec, PipelineModule, TiedLayerSpec
-from jaxpipe.pipeline import Pipeline, describe_pipeline, make_pipeline, mesh_for
-from jaxpipe.proof import prove
-from jaxpipe.schedules import (
-    DataParallelSchedule,
-    GPipeSchedule,
-    InferenceSchedule,
-    OneFOneBSchedule,
-    PipeSchedule,
-    TrainSchedule,
-)
-from jaxpipe.state import TrainState
-from jaxpipe.topology import (
-    PipeDataParallelTopology,
-    PipeModelDataParallelTopology,
-    ProcessTopology,
-)
-from jaxpipe.transformer import DeepSpeedTransformerConfig, DeepSpeedTransformerLayer, attention
+import lazy_loader
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "DataParallelSchedule",
-    "DeepSpeedTransformerConfig",
-    "DeepSpeedTransformerLayer",
-    "GPipeSchedule",
-    "InferenceSchedule",
-    "LayerSpec",
-    "Metrics",
-    "OneFOneBSchedule",
-    "PipeDataParallelTopology",
-    "PipeModelDataParallelTopology",
-    "PipeSchedule",
-    "Pipeline",
-    "PipelineEngine",
-    "PipelineModule",
-    "PipelineParallelGrid",
-    "ProcessTopology",
-    "RepeatingLoader",
-    "TiedLayerSpec",
-    "TrainConfig",
-    "TrainSchedule",
-    "TrainState",
-    "UnpipelinedEngine",
-    "add_config_arguments",
-    "attention",
-    "checkpoint",
-    "checkpointing",
-    "config",
-    "data",
-    "deepspeed",
-    "describe_pipeline",
-    "errors",
-    "forecast",
-    "init_distributed",
-    "initialize",
-    "launch",
-    "layers",
-    "losses",
-    "make_pipeline",
-    "mesh_for",
-    "microbatch_key",
-    "models",
-    "optim",
-    "partition",
-    "plan",
-    "prove",
-    "schedules",
-    "topology",
-    "transformer",
-    "weights",
-]
+# The stub names everything once, for type checkers and for this call. JAX is imported with the
+# first name that needs it, so that `jaxpipe --help` and `jaxpipe.config` answer at once.
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

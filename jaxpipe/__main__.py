@@ -5,22 +5,9 @@ import sys
 from collections.abc import Sequence
 
 from jaxpipe import __version__
-from jaxpipe.config import main as config
 from jaxpipe.errors import nearest
-from jaxpipe.forecast import main as plan
-from jaxpipe.launch import launch
-from jaxpipe.optim import optim_values
-from jaxpipe.partition import METHOD_NAMES
-from jaxpipe.proof import main as prove
-from jaxpipe.schedules import schedule_names
 
 _WRONG_USE = 2
-_COMMANDS = {
-    "launch": (launch, "[options] SCRIPT [arguments]"),
-    "plan": (plan, "[options] FILE:FUNCTION"),
-    "prove": (prove, "[options] FILE:FUNCTION"),
-    "config": (lambda words, prog: config(words, prog, _values()), "[KEY]"),
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,14 +45,46 @@ def _run(words: list[str]) -> int:
     return _WRONG_USE
 
 
-def _values() -> dict[str, str]:
-    """Maps the path of a key to the names that its value may have, from other packages."""
-    schedules = ", ".join(map(repr, ["auto", *schedule_names()]))
-    return {
-        "pipeline.schedule": schedules,
+def _launch(words: list[str], prog: str) -> int:
+    from jaxpipe.launch import launch
+
+    return launch(words, prog)
+
+
+def _plan(words: list[str], prog: str) -> int:
+    from jaxpipe.forecast import main
+
+    return main(words, prog)
+
+
+def _prove(words: list[str], prog: str) -> int:
+    from jaxpipe.proof import main
+
+    return main(words, prog)
+
+
+def _config(words: list[str], prog: str) -> int:
+    from jaxpipe.config import main
+    from jaxpipe.optim import optim_values
+    from jaxpipe.partition import METHOD_NAMES
+    from jaxpipe.schedules import schedule_names
+
+    # Names that keys may have as values, from the packages that define them.
+    values = {
+        "pipeline.schedule": ", ".join(map(repr, ["auto", *schedule_names()])),
         "pipeline.partition": METHOD_NAMES,
         **optim_values(),
     }
+    return main(words, prog, values)
+
+
+# Each command imports what it needs, most of them JAX, when it runs.
+_COMMANDS = {
+    "launch": (_launch, "[options] SCRIPT [arguments]"),
+    "plan": (_plan, "[options] FILE:FUNCTION"),
+    "prove": (_prove, "[options] FILE:FUNCTION"),
+    "config": (_config, "[KEY]"),
+}
 
 
 if __name__ == "__main__":

@@ -53,11 +53,10 @@ def any_path(
     name: str,
     error: Callable[[str], Exception] = CheckpointError,
 ) -> AnyPath:
-    """The path for a user's path or URL, on a file system or on a store that fsspec opens."""
+    """The path for a user's path or URL, on a file system or on a store that obstore opens."""
     if isinstance(given, StorePath):
         return given
-    # Chained fsspec URLs, such as `simplecache::s3://bucket/run`, are refused, because they answer
-    # from a cache.
+    # Nested URLs, such as `simplecache::s3://bucket/run`, name no store.
     url = _URL.match(os.fspath(given)) if isinstance(given, str | PathLike) else None
     if url is None or url[1].lower() == "file" or "::" in url[1] or "\0" in url[0]:
         return local_path(given, name, error)
@@ -86,12 +85,17 @@ def _path_of_url(
 def read_any(path: AnyPath, start: int = 0, stop: int | None = None) -> bytes:
     """Read a small file, or a range of bytes of any file. Raises OSError."""
     if isinstance(path, StorePath):
-        return path.read_bytes() if stop is None else path.read_bytes(start, stop)
+        return path.read_bytes(start, stop)
     if stop is None:
         return read_file(path)
     with path.open("rb") as file:
         file.seek(start)
         return file.read(stop - start)
+
+
+def size_of(path: AnyPath) -> int:
+    """The size of a file in bytes."""
+    return path.size() if isinstance(path, StorePath) else path.stat().st_size
 
 
 @contextlib.contextmanager

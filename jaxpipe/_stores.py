@@ -1,11 +1,13 @@
-"""Paths on object stores, such as `s3://bucket/run`, through the drivers of fsspec."""
+"""Paths on object stores, such as `s3://bucket/run`, through obstore."""
 
 import contextlib
+import datetime
 import errno
 import fcntl
+import functools
 import shutil
 import tempfile
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,14 +20,20 @@ _REQUESTS = 16
 _RANGE_BYTES = 1 << 25
 _STAGING = "jaxpipe-staging-"
 _CLAIM = ".in_use"
-_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
+_PART_BYTES = 5 << 20
+_CLIENT: Any = {
+    "allow_http": True,  # for the address of a server that the user has given
+    # A read of 64 MB takes longer than the 30 s of the default on a slow network.
+    "timeout": datetime.timedelta(minutes=10),
+    "read_timeout": datetime.timedelta(seconds=30),
+}
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 class StoreError(OSError):
-    """A request failed or was not answered, after the retries of the store's driver."""
+    """A request failed or was not answered, after retries."""
 
 
 @dataclass(frozen=True)
@@ -39,25 +47,14 @@ class StorePath:
 
     Attributes:
         url: The URL that the user gave, without a slash at its end. `str` masks its secrets.
-        driver: The file system of fsspec.
-        key: The name of the object for the driver.
+        driver: The store of obstore.
+        key: The name of the object in the bucket.
     """
 
     url: str
     driver: Any = field(repr=False, compare=False)
     key: str = field(repr=False, compare=False)
-    _listed_as: str = field(default="", repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        # Drivers of stores with versions cut `?versionId=` or `#` and what follows off some paths,
-        # so that some requests would reach another object than others.
-        split = getattr(self.driver, "split_path", None)
-        if split is not None and "/".join(split(self.key)[:2]).strip("/") != self.key.strip("/"):
-            raise StoreError(
-                errno.EINVAL,
-                "a part of this name means the version of an object to the store's driver",
-                str(self),
-            )
+    _is_folder: bool | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
         return masked(self.url)
@@ -95,57 +92,65 @@ class StorePath:
 
     def exists(self) -> bool:
         """True for an object and for a folder."""
-        with self.asking():
-            return self.driver.exists(self.key)
+        try:
+            self.size()
+        except FileNotFoundError:
+            return self.is_dir()
+        return True
 
     def is_dir(self) -> bool:
         """True for a folder."""
-        if self._listed_as:
-            return self._listed_as == "directory"
+        if self._is_folder is not None:
+            return self._is_folder
         with self.asking():
-            return self.driver.isdir(self.key)
+            return any(self.driver.list(self.key))
 
     def iterdir(self) -> "list[StorePath]":
         """The objects and folders directly in a folder. Empty if it does not exist."""
-        try:
-            with self.asking():
-                found = self.driver.ls(self.key, detail=True)
-        except FileNotFoundError:
-            return []
-        prefix = self.key.rstrip("/") + "/"
-        names = {each["name"].rstrip("/"): each["type"] for each in found}
+        with self.asking():
+            found = self.driver.list_with_delimiter(self.key)
+        keys = dict.fromkeys(found["common_prefixes"], True)
+        keys |= {each["path"]: False for each in found["objects"]}
+        prefix = self.key + "/"
         return [
-            StorePath(f"{self.url}/{key.removeprefix(prefix)}", self.driver, key, kind)
-            for key, kind in sorted(names.items())
-            # Some drivers list an object as its own only content, or the marker of a folder.
-            if key.startswith(prefix) and key != prefix
+            StorePath(f"{self.url}/{key.removeprefix(prefix)}", self.driver, key, is_folder)
+            for key, is_folder in sorted(keys.items())
+            if key.startswith(prefix)  # not the marker of the folder itself
         ]
 
     def files(self) -> "dict[StorePath, int]":
         """All objects below a folder, with their sizes in bytes."""
-        prefix = self.key.rstrip("/") + "/"
+        prefix = self.key + "/"
         with self.asking():
-            found: dict[str, Any] = self.driver.find(self.key, detail=True)
-        return {
-            self / key.removeprefix(prefix): int(each["size"] or 0)
-            for key, each in found.items()
-            if key.startswith(prefix)
-        }
+            return {
+                self / each["path"].removeprefix(prefix): each["size"]
+                for page in self.driver.list(self.key)
+                for each in page
+                if each["path"].startswith(prefix)
+            }
 
     def size(self) -> int:
         """The size of an object in bytes."""
         with self.asking():
-            return self.driver.size(self.key)
+            return self.driver.head(self.key)["size"]
 
     def modified(self) -> float:
         """When an object was last written, in seconds of the store's clock."""
         with self.asking():
-            return self.driver.modified(self.key).timestamp()
+            return self.driver.head(self.key)["last_modified"].timestamp()
 
-    def read_bytes(self, start: int | None = None, stop: int | None = None) -> bytes:
-        """Read an object, or a range of its bytes."""
-        with self.asking():
-            return self.driver.cat_file(self.key, start=start, end=stop)
+    def read_bytes(self, start: int = 0, stop: int | None = None) -> bytes:
+        """Read an object, or a range of its bytes, with several requests if it is long."""
+
+        def read(options: Any) -> bytes:
+            with self.asking():
+                return bytes(self.driver.get(self.key, options=options).bytes())
+
+        if stop is None:
+            return read({})
+        starts = range(start, stop, _RANGE_BYTES)
+        parts = [{"range": (at, min(at + _RANGE_BYTES, stop))} for at in starts]
+        return b"".join(at_once(read, parts))
 
     def read_text(self) -> str:
         """Read an object as text."""
@@ -154,7 +159,7 @@ class StorePath:
     def write_bytes(self, content: bytes) -> None:
         """Write an object in one request, so that readers see either the old or the new one."""
         with self.asking(writes=True):
-            self.driver.pipe_file(self.key, content)
+            self.driver.put(self.key, content)
 
     def write_text(self, content: str) -> None:
         """Write an object in one request."""
@@ -164,114 +169,125 @@ class StorePath:
         """Remove an object."""
         try:
             with self.asking():
-                self.driver.rm_file(self.key)
+                self.driver.delete(self.key)
         except FileNotFoundError:
             if not missing_ok:
                 raise
 
     def rmdir(self) -> None:
-        """Remove a folder if it is empty and the store has real folders."""
-        # For a bucket, some drivers would remove the bucket itself.
-        if "/" in self.key.strip("/"):
-            with contextlib.suppress(Exception):
-                if self.driver.isdir(self.key) and not self.iterdir():
-                    self.driver.rmdir(self.key)
+        """Do nothing: stores have no folders."""
 
     @contextlib.contextmanager
     def asking(self, *, writes: bool = False) -> Generator[None]:
         """Convert all errors of drivers to StoreError or FileNotFoundError."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001  # errors of botocore and aiohttp are not OSErrors
-            first = _first_line(error, self.url)
+        except Exception as error:  # noqa: BLE001  # errors of obstore are not OSErrors
+            first = _first_line(error)
             if isinstance(error, FileNotFoundError) and not writes:
                 raise FileNotFoundError(
                     errno.ENOENT, f"nothing is there: {first}", str(self)
-                ) from _without_secrets(error, self.url)
+                ) from _without_secrets(error)
             raise StoreError(
                 errno.EIO, f"{type(error).__name__}: {first}", str(self)
-            ) from _without_secrets(error, self.url)
+            ) from _without_secrets(error)
 
 
 AnyPath = Path | StorePath
 
 
-def _masked(error: Exception, url: str) -> str:
-    """The text of a driver's error, which may name the URL without its scheme."""
-    scheme, _, rest = url.partition("://")
-    login = rest[: rest.rfind("@") + 1]
-    text = str(error)
-    return masked(text.replace(login, masked(f"{scheme}://{login}")[len(scheme) + 3 :]))
+def _first_line(error: Exception) -> str:
+    return (masked(str(error)).strip().splitlines() or [""])[0][:300]
 
 
-def _first_line(error: Exception, url: str) -> str:
-    return (_masked(error, url).strip().splitlines() or [""])[0][:300]
-
-
-def _without_secrets(error: Exception, url: str) -> Exception | None:
+def _without_secrets(error: Exception) -> Exception | None:
     """Return an error that may be shown as a cause; None for one that shows a secret."""
-    return error if _masked(error, url) == str(error) else None
+    return error if masked(str(error)) == str(error) else None
 
 
 def upload(file: Path, to: StorePath) -> None:
-    """Copy a file of any size to a store. Until it is complete, readers may see a part of it."""
+    """Copy a file of any size to a store. Until it is complete, readers see nothing of it."""
+    part = max(_PART_BYTES, file.stat().st_size // 9000)  # S3 allows an upload 10,000 parts
     with to.asking(writes=True):
-        to.driver.put_file(str(file), to.key)
+        to.driver.put(to.key, file, chunk_size=part, max_concurrency=4)
 
 
-def read_range(file: StorePath, start: int, stop: int) -> bytes:
-    """Read a range of bytes of any size, with several concurrent requests."""
-    starts = range(start, stop, _RANGE_BYTES)
-    parts = at_once(lambda at: file.read_bytes(at, min(at + _RANGE_BYTES, stop)), starts)
-    return b"".join(parts)
+def read_version(file: StorePath) -> tuple[str, Mapping[str, str]]:
+    """Read an object as text, and its version; both are empty if it does not exist."""
+    try:
+        with file.asking():
+            found = file.driver.get(file.key)
+            # Amazon and Azure name an ETag, Google a generation.
+            names = [name for name in ("e_tag", "version") if found.meta[name]]
+            return bytes(found.bytes()).decode(), {name: found.meta[name] for name in names}
+    except FileNotFoundError:
+        return "", {}
+
+
+def replace_version(file: StorePath, version: Mapping[str, str], content: str) -> bool:
+    """Write text if an object still has this version; return whether it was written.
+
+    False also if it was written and the answer was lost: the request is repeated, and then finds
+    the version that it has written itself.
+    """
+    from obstore.exceptions import AlreadyExistsError, PreconditionError
+
+    with file.asking(writes=True):
+        try:
+            file.driver.put(file.key, content.encode(), mode=version or "create")
+        except (AlreadyExistsError, PreconditionError):
+            return False
+    return True
 
 
 def remove_tree(folder: StorePath) -> None:
     """Remove all objects below a folder."""
-    files = list(folder.files())
-    at_once(lambda file: file.unlink(missing_ok=True), files)
-    if files and folder.exists():  # a store with real folders
-        above = {file.parent for file in files} - {folder}
-        while above:
-            for each in above:
-                each.rmdir()
-            above = {each.parent for each in above} - {folder}
-        folder.rmdir()
+    at_once(lambda file: file.unlink(missing_ok=True), folder.files())
 
 
 def open_store(url: str, name: str, error: Callable[[str], Exception]) -> StorePath:
-    """The path for a URL, after checking that its driver is installed. Sends no request.
+    """The path for a URL. Sends no request.
 
     `name` is the name of the argument, option or key in errors, and `error` makes the exception.
     """
-    import fsspec
-
-    scheme = url.partition(":")[0]
+    scheme, _, rest = url.partition("://")
+    bucket, _, key = rest.partition("/")
     try:
         url.encode()  # names of objects are UTF-8
-        # Other processes also write there, so an earlier listing may be out of date.
-        driver, key = fsspec.core.url_to_fs(url, use_listings_cache=False)
-        path = StorePath(url.rstrip("/"), driver, str(key).rstrip("/"))
-    except ImportError as missing:
-        extra = _EXTRAS.get(scheme.lower())
-        repair = f"pip install 'jaxpipe[{extra}]'" if extra else "Install it"
-        raise error(
-            f"{name} must lie on a file system, or on a store whose driver for fsspec is installed,"
-            f" but got {name}={shown(url)}: {missing}. Nothing was read or written. {repair}."
-        ) from missing
+        path = StorePath(url.rstrip("/"), _driver(scheme, bucket), key.rstrip("/"))
     except Exception as refused:  # noqa: BLE001  # drivers read their settings here
         raise error(
-            f"{name} must lie on a file system, or on a store that fsspec opens, but got "
+            f"{name} must lie on a file system, or on a store that obstore opens, but got "
             f"{name}={shown(url)}, for which it fails with {type(refused).__name__}: "
-            f"{_first_line(refused, url)}. Nothing was read or written. Give a directory or a URL "
+            f"{_first_line(refused)}. Nothing was read or written. Give a directory or a URL "
             "such as 's3://bucket/run'."
-        ) from _without_secrets(refused, url)
-    if not path.key.strip("/"):
+        ) from _without_secrets(refused)
+    if not path.key:
         raise error(
             f"{name} must name a folder on the store, but got {name}={shown(url)}. Write for "
             f"instance {scheme + '://bucket/run'!r}."
         )
     return path
+
+
+@functools.cache
+def _driver(scheme: str, bucket: str) -> Any:
+    """The one store of a bucket, which keeps its connections, and in memory its objects."""
+    from obstore.store import MemoryStore, from_url
+
+    if scheme == "memory":
+        return MemoryStore()
+    options: dict[str, Any] = {}
+    if scheme in ("s3", "s3a"):
+        # obstore itself reads the environment and asks the machine, but reads no profiles.
+        with contextlib.suppress(ImportError, ValueError):  # without boto3, or without credentials
+            from obstore.auth.boto3 import Boto3CredentialProvider
+
+            # boto3 renews credentials at the latest ten minutes before they expire.
+            ttl = datetime.timedelta(minutes=5)
+            options["credential_provider"] = Boto3CredentialProvider(ttl=ttl)
+    scheme = "gs" if scheme == "gcs" else scheme
+    return from_url(f"{scheme}://{bucket}", client_options=_CLIENT, **options)
 
 
 def at_once(action: Callable[[T], R], items: Iterable[T]) -> list[R]:

@@ -159,9 +159,8 @@ TAKERS_OF_STORES: dict[str, Callable[[Any, str], Any]] = {
     "save_huggingface_of": lambda engine, url: checkpoint.save_huggingface(url, "out", []),
 }
 NO_STORES = {
-    "oci://bucket/run": r"whose driver for fsspec is installed, .*: Install ocifs .* Install it\.",
-    "nothing://bucket/run": r"that fsspec opens, .* ValueError: Protocol not known: nothing\. .* "
-    "Give a directory or a URL",
+    "nothing://bucket/run": r"that obstore opens, .* GenericError: Generic URL error: Unable to "
+    r"recognise URL .nothing://bucket.\. .* Give a directory or a URL",
     "memory://": "must name a folder on the store, .* 'memory://bucket/run'",
     "simplecache::memory://run": "must lie on a file system of this machine, .* memory:// is none",
 }
@@ -198,13 +197,13 @@ def test_a_store_that_cannot_be_opened(
 
 
 def test_paths_on_stores() -> None:
-    path = any_path("MEMORY://a//b/ c#?%20/", "save_dir")
+    path = any_path("MEMORY://a/b/ c#?%20/", "save_dir")
     assert isinstance(path, StorePath)
-    assert str(path) == "memory://a//b/ c#?%20"
+    assert str(path) == "memory://a/b/ c#?%20"
     assert (path / "x").parent == path == path.absolute()
     assert any_path(path, "save_dir") is path
     assert any_path(Path("memory://a/b"), "save_dir") == any_path("memory://a/b", "save_dir")
-    assert any_path("memory://a", "save_dir").parent == any_path("memory://a", "save_dir")
+    assert path.parent.parent.parent == path.parent.parent
     assert any_path("a:b/c", "save_dir") == Path("a:b/c")
 
 
@@ -228,7 +227,7 @@ def test_the_command_lines(
         told.append((checkpoint_command(words), capsys.readouterr().err))
     for code, text in told:
         assert code == 1
-        assert "Install ocifs" in text
+        assert "Give a directory or a URL" in text
         assert len(text.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
 

@@ -19,9 +19,10 @@ from jax.sharding import SingleDeviceSharding
 
 import jaxpipe
 from benchmarks._compiled import GRAPHS, GRAPHS_OPTION, first_line, planned_bytes
+from benchmarks._launches import steady_launches
 from benchmarks.gpu_program._jobs import JOBS, SMOKE, Job
 from benchmarks.gpu_program._models import HEAD_DIM
-from jaxpipe.compiled import DUMP_OPTION, Module, known_rounds, read_thunks, steady_launches
+from jaxpipe.compiled import DUMP_OPTION, Module
 from jaxpipe.executor import without_cache
 from jaxpipe.forecast import HARDWARE, Hardware, compilable_devices
 from jaxpipe.planner import named_hardware
@@ -377,13 +378,12 @@ class _Measured:
 
 def _launches(compiled: jax.stages.Compiled, folder: Path) -> str:
     try:
-        thunks, names = read_thunks(folder)
-        found = steady_launches(thunks, known_rounds(names, Module(compiled.as_text() or "")))
+        found = steady_launches(folder, Module(compiled.as_text() or ""))
     except Exception as error:  # noqa: BLE001 - another XLA may list its thunks in another way
         return f"cannot be read: {first_line(error)}"
     return (
         f"{found.graphs} graphs of {found.in_graphs} kernels, {found.alone} kernels, "
-        f"{found.conditionals + found.loops} waits"
+        f"{found.waits} waits"
     )
 
 

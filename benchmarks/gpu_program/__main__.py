@@ -37,8 +37,10 @@ from typing import Any
 import jax
 
 from benchmarks._compiled import GRAPHS, GRAPHS_OPTION, planned_bytes
+from benchmarks._kernels import Kernels
+from benchmarks._launches import steady_launches
 from benchmarks._table import print_head, print_row
-from jaxpipe.compiled import DUMP_OPTION, Module, known_rounds, read_thunks, steady_launches
+from jaxpipe.compiled import DUMP_OPTION
 from jaxpipe.executor import without_cache
 from jaxpipe.forecast import HARDWARE
 
@@ -57,15 +59,16 @@ def measure(job: Job, text_at: Path | None, *, loops_in_graphs: bool = False) ->
         options: dict[str, Any] = {DUMP_OPTION: folder}
         options |= {GRAPHS_OPTION: f"{GRAPHS},WHILE"} if loops_in_graphs else {}
         compiled = lowered.compile(compiler_options=options)
-        thunks, names = read_thunks(Path(folder))
-    compile_s = time.perf_counter() - start
-    memory, text = compiled.memory_analysis(), compiled.as_text()
-    assert memory is not None
-    assert text is not None
+        compile_s = time.perf_counter() - start
+        memory, text = compiled.memory_analysis(), compiled.as_text()
+        assert memory is not None
+        assert text is not None
+        module = Kernels(text)
+        launches = steady_launches(Path(folder), module)
     if text_at is not None:
         text_at.write_text(text)
     total = planned_bytes(compiled)
-    counted, module, block = job.plan().candidates[0], Module(text), type(job.block).__name__
+    counted, block = job.plan().candidates[0], type(job.block).__name__
     real, ideal = (
         Simulation(
             Costs(module, machine, job.hosts), pipeline.program, job.num_devices, block
@@ -83,7 +86,7 @@ def measure(job: Job, text_at: Path | None, *, loops_in_graphs: bool = False) ->
             name: size / 1e9 for name, size in dataclasses.asdict(counted.memory).items()
         },
         "counted_step_ms": counted.step_s * 1e3,
-        "launches": dataclasses.asdict(steady_launches(thunks, known_rounds(names, module))),
+        "launches": dataclasses.asdict(launches),
         "real": _projected(job, real),
         "ideal": _projected(job, ideal),
     }
@@ -108,8 +111,7 @@ LAUNCHES = {
     "in_graphs": "kernels in graphs",
     "alone": "kernels alone",
     "collectives": "collectives",
-    "conditionals": "conditionals that wait",
-    "loops": "loops that wait",
+    "waits": "waits",
 }
 """Keys and headings of what a tick launches."""
 

@@ -6,7 +6,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from jaxpipe.compiled import Instruction, Module
+from benchmarks._kernels import Kernels
+from jaxpipe.compiled import Instruction
 from jaxpipe.forecast import Hardware, collective_s, kernel_s
 
 CATEGORIES = (
@@ -82,7 +83,7 @@ class Costs:
         hosts: The host of each device; by default devices fill one host after another.
     """
 
-    def __init__(self, module: Module, machine: Hardware, hosts: Sequence[int] = ()) -> None:
+    def __init__(self, module: Kernels, machine: Hardware, hosts: Sequence[int] = ()) -> None:
         self.module, self.machine, self._hosts = module, machine, hosts
 
     @functools.cache  # noqa: B019 - a module is looked at once, and its loops tick by tick

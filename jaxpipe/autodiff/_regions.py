@@ -51,12 +51,9 @@ def find_regions(closed: ClosedJaxpr) -> list[set[int]]:
 
 
 def arrange(closed: ClosedJaxpr, regions: Set[int]) -> Callable[..., list[Any]]:
-    """Make a function that computes the same as a traced one and keeps less for its backward.
-
-    Regions whose ids are not in `regions` are inlined, and regions with only arithmetic always.
-    """
-    # Regions with only arithmetic are not needed: values that follow by cheap equations are
-    # recomputed in any case, if less is kept then.
+    """Make a function that computes the same as a traced one and keeps less for its backward."""
+    # Regions whose ids are not in `regions` are inlined, and regions with only arithmetic always:
+    # values that follow by cheap equations are recomputed in any case, if less is kept then.
     return lambda *args: _run(closed.jaxpr, closed.consts, args, regions)
 
 

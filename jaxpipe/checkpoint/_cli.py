@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxpipe._imports import import_named
-from jaxpipe._paths import any_path
+from jaxpipe._paths import any_path, size_of
 from jaxpipe._stores import AnyPath
 from jaxpipe._text import format_bytes
 from jaxpipe.errors import ConfigError, JaxpipeError, counted, printable, shown
 from jaxpipe.weights import Rename
 
 from ._inspect import inspect_checkpoint
-from ._storage import size
 from ._verify import verify_checkpoint
 from ._weights import export_safetensors, save_huggingface
 
@@ -135,7 +134,7 @@ def _export(args: argparse.Namespace) -> str:
             lora_alpha=args.lora_alpha,
             **options,
         )
-    return "\n".join(f"{path}  {format_bytes(size(path))}" for path in written)
+    return "\n".join(f"{path}  {format_bytes(size_of(path))}" for path in written)
 
 
 def _renames(text: str | None, config: str | None) -> Sequence[Rename]:

@@ -21,7 +21,7 @@ from typing import Any
 
 from jaxpipe._files import parse_json
 from jaxpipe._paths import any_path, read_any
-from jaxpipe._stores import AnyPath, StorePath
+from jaxpipe._stores import AnyPath, StorePath, at_once
 from jaxpipe.distributed import log
 from jaxpipe.errors import CheckpointError, shown
 
@@ -30,7 +30,6 @@ from ._storage import (
     PARTIAL,
     make_marked,
     partials,
-    read_each,
     remove_marked,
     repair,
     replace_file,
@@ -198,7 +197,7 @@ def _look_for_tags(save_dir: AnyPath) -> tuple[dict[str, Commit], dict[str, Chec
             f"{save_dir} must be a directory that can be listed, but got {error.strerror or error}."
             f" {repair(save_dir, 'Check its permissions', error)}."
         ) from error
-    found = dict(zip((path.name for path in folders), read_each(folders, _try_commit), strict=True))
+    found = dict(zip((path.name for path in folders), at_once(_try_commit, folders), strict=True))
     return (
         {name: each for name, each in found.items() if isinstance(each, Commit)},
         {name: each for name, each in found.items() if isinstance(each, CheckpointError)},
@@ -265,7 +264,7 @@ def look_over(save_dir: AnyPath, known: dict[str, Commit]) -> list[AnyPath]:
     # data may have stayed.
     last = list(in_order(known))[-1:]
     new = [folder for folder in folders if folder.name not in known or folder.name in last]
-    found = read_each(new, _look_at)
+    found = at_once(_look_at, new)
     known.update({folder.name: each for folder, (each, _) in zip(new, found, strict=True) if each})
     return [path for _, left in found for path in left] + _remove_partial(save_dir)
 

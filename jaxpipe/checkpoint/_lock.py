@@ -10,11 +10,15 @@ written and fits on a full disk: its name identifies the owner, and its modifica
 owner's last heartbeat. The file of a dead owner is removed by its name. Names are unique, so
 processes that take over at the same time cannot remove each other's files.
 
-Object stores have no rename, and not every store supports conditional writes. On a store, each
-process writes its own object and then lists the folder. The process that finds only its own object
-holds the lock. Of two processes, the later one to write finds the other's object if lists show all
-earlier writes, as they do on S3, Google Cloud Storage and Azure. So two processes never both hold
-the lock.
+An object store has no rename, but conditional writes. There the lock is one object, whose content
+names the owner:
+
+    save_dir/.lock/owner
+
+It is created only if it does not exist, and every later write (a heartbeat, a release, the takeover
+from a dead owner) names the version that it replaces. So of several writers one succeeds, and a
+request that arrives late changes nothing. A release leaves the object empty: stores delete without
+a condition, so a delayed deletion could remove the lock of the next owner.
 """
 
 import atexit
@@ -30,11 +34,12 @@ import socket
 import threading
 import time
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxpipe._stores import AnyPath, StorePath
+from jaxpipe._stores import AnyPath, StorePath, read_version, replace_version
 from jaxpipe.errors import CheckpointError
 
 from ._storage import changed, identity, is_same, touch
@@ -45,10 +50,7 @@ _BEAT_S = 5.0
 _SILENT_S = 60.0
 """Seconds between heartbeats, and seconds without one after which a remote owner counts as dead."""
 _POLL_S = 0.25
-_YIELD_S = 2.0
-"""Seconds for which one of two contenders on a store waits for the other to withdraw."""
-_TAKEN_TEXT = "taken"
-"""Content of the owner's object on a store; the object of a contender is empty."""
+_OBJECT = "owner"
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST)
 _NAME = re.compile(
     r"([0-9]{1,11})-([0-9]{1,10})-([0-9]*)-([0-9a-f]{8})-([0-9a-f]{8})-(.+)", re.DOTALL
@@ -98,7 +100,8 @@ class DirectoryLock:
     def __init__(self, save_dir: AnyPath) -> None:
         self.known: dict[str, Any] = {}
         self._owner = _new_owner(save_dir)
-        self._file = save_dir / LOCK / self._owner.name
+        on_store = isinstance(save_dir, StorePath)
+        self._file = save_dir / LOCK / (_OBJECT if on_store else self._owner.name)
         self._runs: set[int] = set()
         self._is_saving = True
         self._is_held = True
@@ -110,17 +113,17 @@ class DirectoryLock:
         try:
             _take(save_dir, self._owner)
         except BaseException:
-            del _HELD[self._owner.name]
+            self.release()  # it may have been taken, with the answer lost
             raise
         threading.Thread(target=self._beat, daemon=True, name="checkpoint lock").start()
-        if isinstance(save_dir, StorePath):
+        if on_store:
             atexit.register(self._end)
 
     @classmethod
     def begin_save(cls, save_dir: AnyPath) -> "DirectoryLock":
         """Lock a directory for a save, or use the lock that a run of this process holds there."""
-        for file in _files(save_dir / LOCK):
-            held = _HELD.get(file.name)
+        for file, owner in _owners(save_dir / LOCK):
+            held = _HELD.get(owner.name)
             if held is not None and held.is_at(file):
                 with _GUARD:
                     if not held._is_saving:
@@ -147,14 +150,11 @@ class DirectoryLock:
     def check(self) -> None:
         """Raise OSError unless this process still holds the lock."""
         with contextlib.suppress(FileNotFoundError):
-            touch(self._file)
-            if not isinstance(self._file, StorePath) or _is_alone(self._file):
-                return
+            self._touch()
+            return
         # This process missed its heartbeats for too long, or somebody removed the file.
-        others = [file for file in _files(self._file.parent) if file != self._file]
-        names = " and ".join(_describe(_owner_of(file)) for file in others) or "nobody"
-        if isinstance(self._file, StorePath):
-            self.release()  # while two processes have the lock, neither may commit
+        owners = [owner for _, owner in _owners(self._file.parent) if owner != self._owner]
+        names = " and ".join(map(_describe, owners)) or "nobody"
         raise OSError(f"this job lost its lock on the directory, which is now held by {names}")
 
     def release(self) -> None:
@@ -191,8 +191,19 @@ class DirectoryLock:
         self._is_held = False
         self._wakes.put(None)
 
+    def _touch(self) -> None:
+        """Give a sign of life; raises FileNotFoundError if the lock is lost."""
+        if not isinstance(self._file, StorePath):
+            touch(self._file)
+        # New at each write, because the version of an object may be a hash of its content.
+        elif not _replace(self._file, self._owner, f"{self._owner.name}\n{secrets.token_hex(8)}"):
+            raise FileNotFoundError(errno.ENOENT, "the lock is lost", str(self._file))
+
     def _remove_file(self) -> None:
         with contextlib.suppress(OSError):
+            if isinstance(self._file, StorePath):
+                _replace(self._file, self._owner, "")
+                return
             self._file.unlink()
         with contextlib.suppress(OSError):  # another job has taken it since
             self._file.parent.rmdir()
@@ -204,9 +215,7 @@ class DirectoryLock:
             if not self._is_held:
                 break
             try:
-                touch(self._file)
-                if not self._is_held:  # so `touch` may have written it again
-                    self._file.unlink(missing_ok=True)
+                self._touch()
             except FileNotFoundError:  # the lock is lost
                 self._wakes.get()
             except OSError:  # an outage, which may end
@@ -234,8 +243,8 @@ def _take(save_dir: AnyPath, owner: _Owner) -> None:
     try:
         (mine / owner.name).touch()
         while not _renamed(mine, folder, owner):
-            for file in _files(folder):
-                _wait_until_gone(save_dir, file, owner, mine / owner.name)
+            for file, other in _owners(folder):
+                _wait_until_gone(file, other, owner, mine / owner.name)
                 file.unlink(missing_ok=True)
             # Some systems do not let a rename replace an empty folder.
             with contextlib.suppress(OSError):
@@ -249,47 +258,43 @@ def _take(save_dir: AnyPath, owner: _Owner) -> None:
             for path in save_dir.iterdir()
             if _TEMPORARY.fullmatch(path.name) and not path.is_symlink()
         ]:
-            if all(_is_gone(file, owner, folder / owner.name) for file in _files(left) or [left]):
+            owners = _owners(left) or [(left, _owner_of(left.name))]
+            if all(_is_gone(file, other, owner, folder / owner.name) for file, other in owners):
                 _remove(left)
 
 
 def _take_on_store(save_dir: StorePath, owner: _Owner) -> None:
-    mine = save_dir / LOCK / owner.name
-    mine.write_bytes(b"")
-    try:
-        withdraws_by = time.monotonic() + _YIELD_S
-        while others := [file for file in _files(mine.parent) if file != mine]:
-            for file in others:
-                # If two processes start at the same time, the one with the later name withdraws as
-                # soon as it sees a heartbeat of the other, unless it already holds the lock.
-                touch(mine)
-                if file.name < owner.name or time.monotonic() > withdraws_by:
-                    _wait_until_gone(save_dir, file, owner, mine)
-                    file.unlink(missing_ok=True)
-            time.sleep(_POLL_S)
-        mine.write_text(_TAKEN_TEXT)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            mine.unlink(missing_ok=True)
-        raise
+    file = save_dir / LOCK / _OBJECT
+    clock = file.with_name(owner.name)
+    while True:
+        name, version = _read(file)
+        if name == owner.name:
+            return
+        if name:
+            try:
+                _wait_until_gone(file, _owner_of(name), owner, clock)
+            finally:
+                with contextlib.suppress(OSError):
+                    clock.unlink()
+        # Whether this has succeeded is read, because the answer may be that to a second attempt.
+        replace_version(file, version, owner.name)
 
 
-def _is_alone(mine: StorePath) -> bool:
-    """Return False if another job took this one for dead and holds the lock too."""
-    # A heartbeat may recreate the object after the other job removed it.
-    gives_up_by = time.monotonic() + _YIELD_S
-    while others := [file for file in _files(mine.parent) if file != mine]:
-        for file in others:
-            with contextlib.suppress(FileNotFoundError):
-                if isinstance(file, StorePath) and file.read_text() == _TAKEN_TEXT:
-                    return False
-        # The others are contenders, which withdraw when they see this object change, or were
-        # killed.
-        if time.monotonic() > gives_up_by:
+def _replace(file: StorePath, owner: _Owner, content: str) -> bool:
+    """Replace an owner's object; False if it is another's."""
+    # More than once if the answer is lost, or two threads write at the same time.
+    while True:
+        name, version = _read(file)
+        if name != owner.name:
+            return False
+        if replace_version(file, version, content):
             return True
-        time.sleep(_POLL_S)
-        touch(mine)
-    return True
+
+
+def _read(file: StorePath) -> tuple[str, Mapping[str, str]]:
+    """Read an owner's name, which is empty if the lock is free, and the version of the object."""
+    content, version = read_version(file)
+    return content.partition("\n")[0], version
 
 
 def _renamed(mine: Path, folder: Path, owner: _Owner) -> bool:
@@ -308,48 +313,50 @@ def _renamed(mine: Path, folder: Path, owner: _Owner) -> bool:
 def _remove(folder: Path) -> None:
     """Remove a folder that this module made, unless it has other files in it."""
     with contextlib.suppress(OSError):
-        for file in [file for file in _files(folder) if _owner_of(file).pid]:
-            file.unlink()
+        for file, owner in _owners(folder):
+            if owner.pid:
+                file.unlink()
         folder.rmdir()
 
 
-def _files(folder: AnyPath) -> list[AnyPath]:
-    try:
-        return list(folder.iterdir())
-    except FileNotFoundError:
-        return []
+def _owners(folder: AnyPath) -> list[tuple[AnyPath, _Owner]]:
+    """The files of a lock, and their owners."""
+    if isinstance(folder, StorePath):
+        name, _ = _read(folder / _OBJECT)
+        return [(folder / _OBJECT, _owner_of(name))] if name else []
+    with contextlib.suppress(FileNotFoundError):
+        return [(file, _owner_of(file.name)) for file in folder.iterdir()]
+    return []
 
 
-def _owner_of(file: AnyPath) -> _Owner:
-    """Parse the owner from a file's name; for any other name, only the host is filled in."""
-    found = _NAME.fullmatch(file.name)
-    return _Owner(*found.groups()) if found else _Owner("", "", "", "", "", file.name)
+def _owner_of(name: str) -> _Owner:
+    """Parse an owner's name; for any other name, only the host is filled in."""
+    found = _NAME.fullmatch(name)
+    return _Owner(*found.groups()) if found else _Owner("", "", "", "", "", name)
 
 
-def _wait_until_gone(save_dir: AnyPath, file: AnyPath, own: _Owner, clock: AnyPath) -> None:
+def _wait_until_gone(file: AnyPath, other: _Owner, own: _Owner, clock: AnyPath) -> None:
     """Block until an owner is known to be dead; raise as soon as it is known to be alive."""
     first = changed(file)
-    other = _owner_of(file)
-    while not _is_gone(file, own, clock):
+    while not _is_gone(file, other, own, clock):
         if _is_alive(other, own) or changed(file) not in (first, None):
-            raise _held(save_dir, other, own)
+            raise _held(file.parent.parent, other, own)
         time.sleep(_POLL_S)
 
 
-def _is_gone(file: AnyPath, own: _Owner, clock: AnyPath) -> bool:
+def _is_gone(file: AnyPath, other: _Owner, own: _Owner, clock: AnyPath) -> bool:
     """Whether an owner has died, or has missed heartbeats by the clock of the file system."""
     touch(clock)
     found = changed(file)
     now = changed(clock)
-    other = _owner_of(file)
-    if found is None or now is None or _is_dead(other, own) or _is_copy(file):
+    if found is None or now is None or _is_dead(other, own) or _is_copy(file, other):
         return True
     return not _is_alive(other, own) and now - found > _SILENT_S
 
 
-def _is_copy(file: AnyPath) -> bool:
+def _is_copy(file: AnyPath, owner: _Owner) -> bool:
     """Whether a file is a copy of this process's lock, made by copying its directory."""
-    held = _HELD.get(file.name)
+    held = _HELD.get(owner.name)
     return held is not None and not held.is_at(file)
 
 

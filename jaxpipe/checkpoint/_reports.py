@@ -14,10 +14,10 @@ from typing import Any
 
 import jax
 
-from jaxpipe._stores import AnyPath
+from jaxpipe._stores import AnyPath, at_once
 
 from ._copies import Hashes
-from ._storage import present, read_each, send
+from ._storage import present, send
 
 _BEAT_S = 5.0
 """Seconds between heartbeats of a process that is writing."""
@@ -105,7 +105,7 @@ def collect(data: AnyPath, check: Callable[[], object]) -> list[Report]:
         time.sleep(pause_s)
         pause_s = min(1.1 * pause_s, _LONGEST_PAUSE_S)
     paths = [_report_path(data, i) for i in range(jax.process_count())]
-    reports = read_each(paths, lambda path: json.loads(path.read_text()))
+    reports = at_once(lambda path: json.loads(path.read_text()), paths)
     failed = [f"process {i}: {each['error']}" for i, each in enumerate(reports) if each["error"]]
     if failed:
         raise OSError("; ".join(failed))
@@ -115,7 +115,7 @@ def collect(data: AnyPath, check: Callable[[], object]) -> list[Report]:
 def remove_reports(data: AnyPath) -> None:
     """Remove the processes' reports, which no reader needs."""
     told = [path for path in data.iterdir() if _TOLD.fullmatch(path.name)]
-    read_each(told, lambda path: path.unlink())
+    at_once(lambda path: path.unlink(), told)
 
 
 def _without_report(data: AnyPath, among: Mapping[int, "_Silence"]) -> dict[int, "_Silence"]:

@@ -1,7 +1,7 @@
 """Arrays on an object store, staged in local files that Orbax writes and reads.
 
 Orbax and TensorStore have their own drivers for some stores, but Orbax 0.12 opens only `gs://`,
-and both take credentials and addresses from other sources than fsspec, which writes the rest of a
+and both take credentials and addresses from other sources than obstore, which writes the rest of a
 checkpoint. Staging works the same way for all stores. Each process writes its blocks to its own
 folder in the temporary directory, and uploads that folder. Process 0 combines all blocks by
 reference; for that it needs the nodes of their B-trees but no values. A reader downloads the nodes,

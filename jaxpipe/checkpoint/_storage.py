@@ -8,18 +8,15 @@ steps on a file system are a single write on a store.
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 from jaxpipe._files import advice, sync
-from jaxpipe._stores import AnyPath, StoreError, StorePath, at_once, remove_tree
+from jaxpipe._stores import AnyPath, StoreError, StorePath, remove_tree
 
 PARTIAL = ".partial"
 MARK = ".jaxpipe"
 """Name of the mark in a folder of data that a save has made."""
-
-T = TypeVar("T")
 
 
 class NotSyncedError(OSError):
@@ -166,17 +163,6 @@ def present(folder: AnyPath, names: Iterable[str]) -> set[str]:
     return {name for name in names if (folder / name).exists()}
 
 
-def read_each(paths: Sequence[AnyPath], action: Callable[[AnyPath], T]) -> list[T]:
-    """Apply an action to several files; requests to a store run in parallel."""
-    on_store = any(isinstance(path, StorePath) for path in paths)
-    return at_once(action, paths) if on_store else [action(path) for path in paths]
-
-
-def size(path: AnyPath) -> int:
-    """Return the size of a file in bytes."""
-    return path.size() if isinstance(path, StorePath) else path.stat().st_size
-
-
 def link_of(path: AnyPath) -> Path | None:
     """Return the target of a link; None if the path is not a link."""
     return path.readlink() if isinstance(path, Path) and path.is_symlink() else None
@@ -195,9 +181,9 @@ def file_sizes(folder: AnyPath) -> list[int]:
 
 
 def touch(file: AnyPath) -> None:
-    """Update the modification time of a file; raises FileNotFoundError if it does not exist."""
+    """Update the modification time of an empty file, which must exist on a file system."""
     if isinstance(file, StorePath):
-        file.write_bytes(file.read_bytes())
+        file.write_bytes(b"")
     else:
         os.utime(file)
 

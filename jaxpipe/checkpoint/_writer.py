@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpipe._exit import before_exit, fail_at_exit
 from jaxpipe._paths import any_path
@@ -52,7 +53,6 @@ from ._index import INDEX, Index, StoredArray, dump_index
 from ._json import check_json, dump_json
 from ._lock import DirectoryLock
 from ._reports import collect, remove_reports, report, still_writing
-from ._snapshot import snapshot
 from ._storage import (
     NotSyncedError,
     link_of,
@@ -169,7 +169,7 @@ class CheckpointWriter:
         tag = self._agreed_tag(step_tag(run.global_steps) if tag is None else tag)
         # Everything that can be refused is refused before anything is locked or written.
         run_on_all(lambda: _check_client_state(run.client_state))
-        hold = snapshot if background else dict
+        hold = _snapshot if background else dict
         frozen = (
             {join_path(("params", *path)) for path in pipeline.trace.frozen}
             if exclude_frozen
@@ -533,3 +533,28 @@ def _failure(job: _Job, error: BaseException, *, is_there: bool, may_come: bool)
 def _first_line(error: BaseException) -> str:
     first = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {first[:300]}"
+
+
+def _snapshot(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Copy arrays to host memory, each row on the host of its device; blocks only for the copy."""
+    # On CPU nothing is copied: as long as a view of a buffer exists, a step that the buffer is
+    # donated to writes its results elsewhere.
+    return {
+        name: _view(array) if _is_on_host(array) else _copy(array) for name, array in arrays.items()
+    }
+
+
+def _is_on_host(array: jax.Array) -> bool:
+    return all(device.platform == "cpu" for device in array.sharding.device_set)
+
+
+def _view(array: jax.Array) -> jax.Array:
+    shards = [
+        jax.device_put(np.asarray(shard.data), shard.device, may_alias=True)
+        for shard in array.addressable_shards
+    ]
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
+
+
+def _copy(array: jax.Array) -> jax.Array:
+    return jax.device_put(array, array.sharding.with_memory_kind("pinned_host"))

@@ -2,12 +2,4 @@
 
 from ._hlo import COLLECTIVES, Array, Instruction, Module
 from ._reading import StepReading, read_step
-from ._thunks import (
-    DUMP_OPTION,
-    Launches,
-    Thunk,
-    known_rounds,
-    parse_thunks,
-    read_thunks,
-    steady_launches,
-)
+from ._thunks import DUMP_OPTION, Thunk, host_waits, parse_thunks, read_thunks

@@ -2,8 +2,8 @@
 
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from jaxpipe.errors import LaunchError, shown
 
@@ -49,49 +49,65 @@ def find_job(environ: Mapping[str, str], port: int = DEFAULT_PORT) -> Job | None
     for find in (_from_jax, _from_torchrun, _from_skypilot, _from_schedulers):
         found = find(environ, port)
         if found is not None:
+            if found.coordinator_address is not None:
+                read_address(found.coordinator_address)
             return found
     return None
 
 
 def _from_jax(environ: Mapping[str, str], port: int) -> Job | None:
+    del port  # part of the address
     names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-    if not any(name in environ for name in names[1:]):
-        return None
+    job = _from_variables("the variables JAX_*", environ, names)
     ids = environ.get("JAX_LOCAL_DEVICE_IDS")
-    local = (
-        None if not ids else tuple(_number("JAX_LOCAL_DEVICE_IDS", part) for part in ids.split(","))
-    )
-    if environ.get(names[1]) == "1":
-        return Job("JAX_NUM_PROCESSES", num_processes=1, process_id=0, local_device_ids=local)
-    _check_whole(environ, names, names)
-    return _job("the variables JAX_*", environ[names[0]], environ, names[1], names[2], local)
+    if job is None or not ids:
+        return job
+    local = tuple(_number("JAX_LOCAL_DEVICE_IDS", part) for part in ids.split(","))
+    return replace(job, local_device_ids=local)
 
 
 def _from_torchrun(environ: Mapping[str, str], port: int) -> Job | None:
     names = ("MASTER_ADDR", "WORLD_SIZE", "RANK")
-    if not any(name in environ for name in names[1:]):
-        return None
-    if environ.get("WORLD_SIZE") == "1":
-        return Job("WORLD_SIZE", num_processes=1, process_id=0)
-    _check_whole(environ, names, (*names, "MASTER_PORT"))
+    job = _from_variables("torchrun's MASTER_ADDR, WORLD_SIZE and RANK", environ, names)
+    if job is None or job.is_alone:
+        return job
     port = _number("MASTER_PORT", environ.get("MASTER_PORT", str(port)))
     local = None
     if environ.get("LOCAL_WORLD_SIZE", "1") != "1" and "LOCAL_RANK" in environ:
         local = (_number("LOCAL_RANK", environ["LOCAL_RANK"]),)
     address = f"{bracketed(environ['MASTER_ADDR'])}:{port}"
-    return _job(
-        "torchrun's MASTER_ADDR, WORLD_SIZE and RANK", address, environ, "WORLD_SIZE", "RANK", local
-    )
+    return replace(job, coordinator_address=address, local_device_ids=local)
 
 
 def _from_skypilot(environ: Mapping[str, str], port: int) -> Job | None:
     names = ("SKYPILOT_NODE_IPS", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK")
-    if not any(name in environ for name in names):
+    job = _from_variables("SkyPilot's SKYPILOT_NODE_IPS", environ, names)
+    if job is None or job.is_alone:
+        return job
+    first = (environ["SKYPILOT_NODE_IPS"].split() or [""])[0]
+    return replace(job, coordinator_address=f"{bracketed(first)}:{port}")
+
+
+def _from_variables(
+    source: str, environ: Mapping[str, str], names: tuple[str, str, str]
+) -> Job | None:
+    """The job of an address, a number of processes and an index; None without the latter two."""
+    address, count, index = names
+    if count not in environ and index not in environ:
         return None
-    _check_whole(environ, names, names)
-    first = (environ[names[0]].split() or [""])[0]
-    address = f"{bracketed(first)}:{port}"
-    return _job("SkyPilot's SKYPILOT_NODE_IPS", address, environ, names[1], names[2], None)
+    if environ.get(count) == "1":
+        return Job(count, num_processes=1, process_id=0)
+    missing = [name for name in names if not environ.get(name)]
+    if missing:
+        given = ", ".join(f"{name}={environ[name]}" for name in names if name in environ)
+        raise LaunchError(
+            f"the environment must give {', '.join(names)} together, but got {given} without "
+            f"{', '.join(missing)}. Set what is missing, or remove the others to run one process."
+        )
+    num_processes = _number(count, environ[count])
+    process_id = _number(index, environ[index])
+    check_index(process_id, num_processes, index, count)
+    return Job(source, environ[address], num_processes, process_id)
 
 
 def _from_schedulers(environ: Mapping[str, str], port: int) -> Job | None:
@@ -114,21 +130,6 @@ def _from_schedulers(environ: Mapping[str, str], port: int) -> Job | None:
     return None
 
 
-def _job(
-    source: str,
-    address: str,
-    environ: Mapping[str, str],
-    count: str,
-    index: str,
-    local: tuple[int, ...] | None,
-) -> Job:
-    num_processes = _number(count, environ[count])
-    process_id = _number(index, environ[index])
-    check_index(process_id, num_processes, index, count)
-    read_address(address)
-    return Job(source, address, num_processes, process_id, local)
-
-
 def check_index(
     process_id: int, num_processes: int, index: str = "process_id", count: str = "num_processes"
 ) -> None:
@@ -137,16 +138,6 @@ def check_index(
         raise LaunchError(
             f"{index} must be in [0, {count}={num_processes}), but got {index}={process_id}. "
             "Processes are counted from 0."
-        )
-
-
-def _check_whole(environ: Mapping[str, str], needed: Sequence[str], shown: Sequence[str]) -> None:
-    missing = [name for name in needed if not environ.get(name)]
-    if missing:
-        given = ", ".join(f"{name}={environ[name]}" for name in shown if name in environ)
-        raise LaunchError(
-            f"the environment must give {', '.join(needed)} together, but got {given} without "
-            f"{', '.join(missing)}. Set what is missing, or remove the others to run one process."
         )
 
 

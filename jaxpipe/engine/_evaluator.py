@@ -36,15 +36,12 @@ _SAME = 0.02
 
 @dataclass(frozen=True)
 class _Group:
-    """Microbatches for one run of a program.
+    """Microbatches for one run of a program."""
 
-    Attributes:
-        batch: Leaves `[num_microbatches, samples, ...]`. Microbatches that are not full are padded
-            with copies of their last sample. Missing microbatches are copies of the last one.
-        counts: Number of samples that count in each microbatch, from its first.
-    """
-
+    # Leaves `[num_microbatches, samples, ...]`. Microbatches that are not full are padded with
+    # copies of their last sample. Missing microbatches are copies of the last one.
     batch: Batch
+    # Number of samples that count in each microbatch, from its first.
     counts: tuple[int, ...]
 
 

@@ -88,10 +88,7 @@ class GradientAccumulator:
 def compile_forward(
     pipeline: Pipeline, num_microbatches: int
 ) -> Callable[..., tuple[PyTree, GradientAccumulator, jax.Array]]:
-    """Return the jitted `forward(state, batch, index)` for one of a step's microbatches.
-
-    `pipeline` must have one microbatch. Returns `(collections, accumulator, loss)`.
-    """
+    """Return the jitted `forward(state, batch, index)` of a pipeline with one microbatch."""
     if num_microbatches > 1:
         _check_aux_losses(pipeline, num_microbatches)
 

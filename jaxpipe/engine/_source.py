@@ -25,21 +25,18 @@ _REPAIR = (
 
 @dataclass
 class _Pulled:
-    """Entries pulled for a batch that has not run yet.
-
-    Attributes:
-        state: The iterator's state before the pull. None: it cannot be restored.
-        entries: The entries as pulled, and copies of entries that an interrupt left over.
-        num_mapped: Number of entries, from the first, that have already been mapped.
-        count: Number of entries that the batch needs.
-        stack: Copies of the entries that have been checked.
-    """
+    """Entries pulled for a batch that has not run yet."""
 
     iterator: Any
+    # The iterator's state before the pull. None: it cannot be restored.
     state: Any = None
+    # The entries as pulled, and copies of entries that an interrupt left over.
     entries: list[Any] = field(default_factory=list)
+    # Number of entries, from the first, that have already been mapped.
     num_mapped: int = 0
+    # Number of entries that the batch needs.
     count: int = 0
+    # Copies of the entries that have been checked.
     stack: MicrobatchStack = field(default_factory=lambda: MicrobatchStack(0))
 
     def detach(self) -> None:

@@ -57,22 +57,19 @@ def further_inputs(model: Any) -> tuple[str, ...]:
 
 @dataclass
 class _OpenBatch:
-    """Microbatches that `forward`, `backward` and `step` have trained since the last update.
-
-    Attributes:
-        pending: Loss and gradients of the last forward, and the number of samples by which its
-            microbatch is smaller than a full one. None: no forward is pending.
-        total: Gradients that backward has accumulated.
-        awaits_step: True if a backward has not been followed by its step.
-        collections: Collections before the first forward.
-        missing: Number of samples by which the microbatches are smaller than full ones.
-    """
+    """Microbatches that `forward`, `backward` and `step` have trained since the last update."""
 
     index: int = 0
+    # Loss and gradients of the last forward, and the number of samples by which its microbatch is
+    # smaller than a full one. None: no forward is pending.
     pending: tuple[jax.Array, GradientAccumulator, int] | None = None
+    # What `backward` has accumulated.
     total: GradientAccumulator | None = None
+    # True if a backward has not been followed by its step.
     awaits_step: bool = False
+    # Those before the first forward.
     collections: PyTree = None
+    # Number of samples by which the microbatches are smaller than full ones.
     missing: int = 0
 
 

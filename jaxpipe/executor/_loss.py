@@ -37,9 +37,8 @@ class SampleTerms(NamedTuple):
 class Objective:
     """Loss of a batch: the mean over microbatches and replicas, or a weighted mean.
 
-    A weighted mean is the sum of the losses divided by the sum of their weights. `outputs` and
-    `labels` are the shapes and dtypes of a microbatch. `num_terms` is the number of microbatches
-    times replicas.
+    A weighted mean is the sum of the losses divided by the sum of their weights. `num_terms` is the
+    number of microbatches times replicas.
     """
 
     def __init__(

@@ -12,16 +12,12 @@ _KINDS = ("losses", "metrics")
 
 
 class ReportedValues:
-    """Scalars that some layers report, as one vector.
-
-    Attributes:
-        names: `("losses" or "metrics", "layer/name")` of each slot.
-        has_losses: Whether any slot is added to the loss.
-    """
+    """Scalars that some layers report, as one vector."""
 
     def __init__(
         self, layers: Sequence[NamedLayer], trace: ModelTrace, indices: Sequence[int]
     ) -> None:
+        # `("losses" or "metrics", "layer/name")` of each slot. Losses are added to the main loss.
         self.names = tuple(
             (kind, f"{layers[i].name}/{name}")
             for i in indices

@@ -19,9 +19,8 @@ process, their program is checked like that of simulated devices. See `is_checke
 """
 
 import contextlib
-import re
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
@@ -29,16 +28,9 @@ import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
+from jaxpipe.compiled import Module
 from jaxpipe.errors import LayerError
 from jaxpipe.topology import automatic_axes
-
-_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
-_CALLED = re.compile(
-    r"(?:to_apply|calls|body|condition|true_computation|false_computation)=%?([\w.\-]+)"
-)
-_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-_SHIFT = re.compile(r" collective-permute(?:-start)?\(")
-_OP_NAME = re.compile(r'op_name="([^"]*)"')
 
 
 def loops_idle(mesh: Mesh) -> bool:
@@ -74,27 +66,24 @@ def _stages_share_process(mesh: Mesh) -> bool:
 
 def check_branches(text: str) -> None:
     """Raise LayerError if a compiled program moves slices in a branch, where it would deadlock."""
-    computations = _computations(text)
-    # Collect all computations called from a branch: a loop inside a branch is part of the branch.
-    inside: set[str] = set()
-    left = [name for lines in computations.values() for line in lines for name in _branches(line)]
-    while left:
-        name = left.pop()
-        if name not in inside and name in computations:
-            inside.add(name)
-            left += [
-                called
-                for line in computations[name]
-                for called in (*_CALLED.findall(line), *_branches(line))
-            ]
-    shifts = [line for name in sorted(inside) for line in computations[name] if _SHIFT.search(line)]
+    module = Module(text)
+    # A loop inside a branch is part of the branch.
+    branches = {
+        name
+        for lines in module.computations.values()
+        for line in lines.values()
+        if line.op == "conditional"
+        for name in line.branches
+    }
+    shifts = [
+        line
+        for name in sorted(branches)
+        for line in module.all_lines(name)
+        if line.op.removesuffix("-start") == "collective-permute"
+    ]
     if shifts:
-        found = _OP_NAME.search(shifts[0])
-        where = (
-            found.group(1).rpartition("branch_")[2].partition("/")[2]
-            if found
-            else "an operation without a name"
-        )
+        path = shifts[0].scope.rpartition("branch_")[2].partition("/")[2]
+        where = path or "an operation without a name"
         raise LayerError(
             "layers that only some stages run must not cut what is sharded at other places than "
             f"the mesh does, but got {len(shifts)} slices that are moved from device to device, "
@@ -103,26 +92,6 @@ def check_branches(text: str) -> None:
             "make the array whole along the dim that is cut, or replace a weight that combines "
             "several, such as query, key and value, by separate weights."
         )
-
-
-def _computations(text: str) -> Mapping[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    lines: list[str] = []
-    for line in text.splitlines():
-        head = _COMPUTATION.match(line)
-        if head:
-            lines = found[head.group(1)] = []
-        else:
-            lines.append(line)
-    return found
-
-
-def _branches(line: str) -> list[str]:
-    if " conditional(" not in line:
-        return []
-    # XLA prints two branches as `true_computation` and `false_computation`, others as one list.
-    listed = _BRANCHES.search(line)
-    return re.findall(r"[\w.\-]+", listed.group(1)) if listed else _CALLED.findall(line)
 
 
 def compile_program(

@@ -18,15 +18,7 @@ from ._plan import plan
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpipe.forecast") -> int:
-    """Run `jaxpipe plan`.
-
-    Args:
-        argv: The arguments. None means those of the process.
-        prog: The command that the user typed before the arguments.
-
-    Returns:
-        0 if a candidate fits, 1 if nothing fits, 2 if the arguments or the job are wrong.
-    """
+    """Run `jaxpipe plan`; 0 if a candidate fits, 1 if nothing fits, 2 if the job is wrong."""
     args = _parser(prog).parse_args(argv)
     # Planning needs no accelerator and must not occupy one.
     jax.config.update("jax_platforms", "cpu")

@@ -16,10 +16,9 @@ from jaxpipe.compiled import (
     DUMP_OPTION,
     Module,
     StepReading,
-    known_rounds,
+    host_waits,
     read_step,
     read_thunks,
-    steady_launches,
 )
 from jaxpipe.distributed import compiles_for_tpus_anywhere
 from jaxpipe.errors import ConfigError
@@ -96,6 +95,8 @@ def target_config(hardware: Hardware) -> str:
             "target_config=<text of XLA's GpuTargetConfigProto>, or plan without compiling."
         )
     text = _H200.read_text()
+    # Changed hardware, such as `--memory-gb`, changes the description: XLA schedules for the memory
+    # and the bandwidth that it is told.
     unlike = dict(_UNLIKE[hardware.name])
     known = HARDWARE[hardware.name]
     if hardware.memory_bytes != known.memory_bytes:
@@ -111,10 +112,6 @@ def compilable_devices(hardware: Hardware, count: int, target: str | None = None
     """Return devices that programs can be compiled for, host by host.
 
     XLA gets their description from `target`, or from `target_config` if that is None.
-
-    Raises:
-        ConfigError: The CUDA plugin or libtpu is not installed, the devices do not fill their
-            hosts, or there is no description of the hardware.
     """
     if hardware.name in _TPUS and target is None:
         return _tpus(hardware, count)
@@ -124,6 +121,7 @@ def compilable_devices(hardware: Hardware, count: int, target: str | None = None
             "compiling for GPUs needs JAX's CUDA plugin, but got none installed. Run pip install "
             "'jaxpipe[cuda13]', which needs no GPU, or plan without compiling."
         )
+    # XLA takes hosts of equally many devices.
     hosts = max(1, -(-count // hardware.devices_per_host))
     if count % hosts:
         raise ConfigError(
@@ -144,6 +142,7 @@ def _tpus(hardware: Hardware, count: int) -> Sequence[Any]:
             "install 'jaxpipe[tpu]', which needs no TPU, or plan without compiling."
         )
     compiles_for_tpus_anywhere()
+    # A slice near a cube has the shortest ways between its chips.
     sides = [1] * _TPUS[hardware.name]
     left = count
     while left % 2 == 0:
@@ -154,6 +153,7 @@ def _tpus(hardware: Hardware, count: int) -> Sequence[Any]:
             "programs for TPUs must be compiled for a number of chips that is a power of two, but "
             f"got {count}. Round it."
         )
+    # Slices are named by their sides in increasing order, with those of one chip last.
     sides.sort(key=lambda side: (side == 1, side))
     name = f"{hardware.name}:{'x'.join(map(str, sides))}"
     try:
@@ -171,17 +171,19 @@ def compile_step(label: str, counted_bytes: float, build: Any) -> CompiledStep:
     pipeline = build()
     lowered = pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct)
     is_gpu = pipeline.mesh.devices.flat[0].platform in ("gpu", "cuda")
+    # A program from JAX's cache on disk would leave no dump, and needs the devices to be read.
     with tempfile.TemporaryDirectory(prefix="jaxpipe-") as folder, without_cache():
         compiled = lowered.compile(compiler_options={DUMP_OPTION: folder} if is_gpu else None)
-        thunks, names = read_thunks(Path(folder)) if is_gpu else ([], {})
-    module = Module(compiled.as_text() or "")
-    launches = steady_launches(thunks, known_rounds(names, module)) if is_gpu else None
+        module = Module(compiled.as_text() or "")
+        thunks = read_thunks(Path(folder), module.steady_loop()) if is_gpu else []
+    waits = host_waits(thunks, module) if is_gpu else None
     memory = compiled.memory_analysis()
     if memory is None:
         raise ConfigError(
             "the backend must report the memory of programs, but got no report. Plan without "
             "compiling."
         )
+    # A donated argument and its output are one array.
     total = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     total += memory.output_size_in_bytes - memory.alias_size_in_bytes
     return CompiledStep(
@@ -191,5 +193,5 @@ def compile_step(label: str, counted_bytes: float, build: Any) -> CompiledStep:
         total,
         counted_bytes,
         time.perf_counter() - start,
-        read_step(module, dict(pipeline.mesh.shape), launches),
+        read_step(module, dict(pipeline.mesh.shape), waits),
     )

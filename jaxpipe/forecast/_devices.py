@@ -22,14 +22,7 @@ class _NoClient:
 
 @dataclass(frozen=True)
 class AbsentDevice:
-    """An absent device, with the attributes that a mesh and the planner need.
-
-    Attributes:
-        id: The device's number.
-        process_index: The process that would own the device.
-        device_kind: The device's name.
-        platform: `"gpu"` or `"tpu"`.
-    """
+    """An absent device, with the attributes that a mesh and the planner need."""
 
     id: int
     process_index: int

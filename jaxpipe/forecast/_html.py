@@ -45,10 +45,7 @@ def body_of(
     title: str,
     level: int = 1,
 ) -> str:
-    """Return the body of the page, as notebooks show it.
-
-    Headings start at `level`, so that a notebook's own headings can be above them.
-    """
+    """Return the body of the page, as notebooks show it below their own headings."""
     shown = plan.shown
     inner = f"h{level + 1}"
     parts = [f"<h{level}>Plan</h{level}>", f"<p>{html.escape(title)}</p>"]

@@ -37,17 +37,14 @@ def job_parser(prog: str, description: str, epilog: str) -> argparse.ArgumentPar
 
 
 def run_command(prog: str, work: Callable[[], bool]) -> int:
-    """Return the exit status of a command on a job: 0 or 1, as `work` returns True or False.
-
-    It is 2 if `work` raises an error for the user, which is written to standard error. The
-    same holds if the job's layers, which are called only while the command works, end the program.
-    """
+    """Return the exit status of a command: 0 or 1, as `work` returns; 2 after an error."""
     try:
         with _no_end():
             return 0 if work() else 1
     except (JaxpipeError, OSError) as error:
         message = str(error)
     except SystemExit as error:
+        # Layers are called only while the command works, and may end the program, too.
         message = f"the job must not end the program, but got {raised(error)}. Remove the call."
     sys.stderr.write(f"{prog}: {message}\n")
     return _WRONG_USE

@@ -337,6 +337,7 @@ class _Setup:
         with self._tracing():
             for interval in asked.recompute:
                 counted = self.traced.counted.recomputing(interval)
+                # Two methods may give the same cut, which is then listed once.
                 for method in asked.partitions:
                     try:
                         some = candidates(self._job(counted, method), asked.schedules)
@@ -516,13 +517,7 @@ _MOST_INSIDE = 8
 
 @dataclasses.dataclass(frozen=True)
 class _Change:
-    """Another setting for the same batch on the same devices.
-
-    Attributes:
-        words: The setting, as text.
-        made: Returns the job with the setting.
-        divides: Whether the setting is useful only if it divides the weights further.
-    """
+    """Another setting for the same batch on the same devices; `made` returns the job with it."""
 
     words: str
     made: Callable[[], _Setup]

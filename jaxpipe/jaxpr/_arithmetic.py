@@ -14,15 +14,12 @@ _Counts = Counter[np.dtype[Any]]
 
 
 class Arithmetic(NamedTuple):
-    """What determines rounding in a program.
+    """What determines rounding in a program."""
 
-    Attributes:
-        dtype: The narrowest floating-point dtype of the outputs and of roundings that reach them;
-            float64 if there are none.
-        operations: The largest number of roundings in a row inside a layer, at least 1.
-    """
-
+    # The narrowest floating-point dtype of the outputs and of roundings that reach them; float64 if
+    # there are none.
     dtype: np.dtype[Any]
+    # The largest number of roundings in a row inside a layer, at least 1.
     operations: float
 
     @property

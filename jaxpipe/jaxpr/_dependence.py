@@ -23,11 +23,9 @@ Rule = Callable[[Any, list[T]], list[T]]
 
 
 def output_dependence(jaxpr: Jaxpr, inputs: Sequence[int]) -> list[int]:
-    """For each output, the union of the sets of inputs it is computed from, as bits of an integer.
+    """For each output, the union of the sets of inputs it is computed from, as bits of integers."""
 
-    An output of an equation that is not followed inside depends on all inputs of that equation.
-    """
-
+    # An output of an equation that is not followed inside depends on all of its inputs.
     def rule(eqn: Any, sets: list[int]) -> list[int]:
         return [functools.reduce(operator.or_, sets, 0)] * len(eqn.outvars)
 

@@ -119,11 +119,7 @@ def count_kernels(
     mesh: AbstractMesh | None = None,
     manual: Sequence[str] = (),
 ) -> list[Kernel]:
-    """Count the kernels that a function's outputs need, on one device without a mesh.
-
-    `specs` are the shardings of the arguments' leaves over the automatic axes; empty if they are
-    not sharded.
-    """
+    """Count the kernels that a function's outputs need; `specs` shard the arguments' leaves."""
     closed = live_program(function, *args)
     # Following shardings traces the whole program again, so it is skipped if nothing is sharded.
     found: Mapping[Any, P] = {}
@@ -171,14 +167,11 @@ def result_specs(
 
 
 class _Fusion:
-    """Arithmetic and reductions between two products, which form one kernel.
-
-    `partial` are products that must still be reduced over an axis. A sum of several is reduced
-    once.
-    """
+    """Arithmetic and reductions between two products, which form one kernel."""
 
     def __init__(self, num_bytes: Callable[[Sequence[Any]], int]) -> None:
         self._num_bytes = num_bytes
+        # Products that must still be reduced over an axis. A sum of several is reduced once.
         self.partial: dict[Any, Kernel] = {}
         self._sources: dict[Any, frozenset[Any]] = {}
         """The values from which arithmetic computes results that are not written yet."""

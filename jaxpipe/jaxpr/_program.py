@@ -86,11 +86,7 @@ class Program:
 
 
 def flatten(closed: ClosedJaxpr, *, moves: bool = False) -> Program:
-    """Inline the calls of a traced function.
-
-    Without `moves` between memories, values in host memory are on the device when the program
-    starts.
-    """
+    """Inline the calls of a traced function. Without `moves`, all values are on the device."""
     shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in closed.jaxpr.invars]
     # Traced again instead of edited: a program that is called twice gets different variables at
     # each call.

@@ -1,12 +1,6 @@
 """Starting the processes of a job, and connecting them to each other."""
 
-from jaxpipe.distributed import (
-    HEARTBEAT_FILE,
-    Heartbeat,
-    Job,
-    init_distributed,
-    names_other_processes,
-)
+from jaxpipe.distributed import Job, init_distributed
 
 from ._cli import launch
 

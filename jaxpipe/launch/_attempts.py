@@ -1,13 +1,11 @@
 """Restarting a group after a failure."""
 
-import contextlib
-import tempfile
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ._group import Limits, run_group
-from ._members import Command
+from ._commands import Command
+from ._group import Group, Limits
 from ._output import Output
 from ._stop import StopRequests
 from ._variables import restarts_before
@@ -19,7 +17,7 @@ _SOON_S = 60.0
 _LONGEST_PAUSE_S = 60.0
 _POLL_S = 0.05
 
-MakeCommands = Callable[[int, Path | None], Sequence[Command]]
+MakeCommands = Callable[[int], Sequence[Command]]
 
 
 def run_attempts(
@@ -32,10 +30,10 @@ def run_attempts(
 ) -> int:
     """Run a group, restart it as often as the limits allow, and return the last exit code.
 
-    `commands` takes the number of restarts so far and a folder for heartbeat files. `control` is as
-    for `StopRequests`. To continue from where the last attempt stopped, the program itself must
-    load its last checkpoint. A second failure in a row that comes soon is followed by a pause of
-    1 s, 2 s, 4 s, ... up to 60 s. A request to end does not count as a failure.
+    `commands` takes the number of restarts so far. `control` is as for `StopRequests`. To continue
+    from where the last attempt stopped, the program itself must load its last checkpoint. A second
+    failure in a row that comes soon is followed by a pause of 1 s, 2 s, 4 s, ... up to 60 s. A
+    request to end does not count as a failure.
     """
     before = restarts_before()
     with (
@@ -60,43 +58,20 @@ def _run_all(
     done = 0
     pause_s = 0.0
     while True:
-        attempt = before + done
         began = time.monotonic()
-        with _heartbeat_dir(limits) as heartbeat_dir:
-            outcome = run_group(commands(attempt, heartbeat_dir), limits, requests, output)
+        exit_code = Group(commands(before + done), limits, requests, output).run()
         done += 1
-        if (
-            not limits.max_restarts
-            or not outcome.may_restart
-            or (outcome.exit_code == 0 and done == 1)
-        ):
-            return outcome.exit_code
-        is_over = outcome.exit_code == 0 or done > limits.max_restarts or bool(requests.received())
-        ended = (
-            f"Attempt {done} of {limits.max_restarts + 1} ended with exit code {outcome.exit_code}."
-        )
-        if is_over:
+        if not limits.max_restarts or requests.received() or (exit_code == 0 and done == 1):
+            return exit_code
+        ended = f"Attempt {done} of {limits.max_restarts + 1} ended with exit code {exit_code}."
+        if exit_code == 0 or done > limits.max_restarts:
             output.say(ended)
-            return outcome.exit_code
+            return exit_code
         is_soon = time.monotonic() - began < _SOON_S
         pause_s = min(max(2 * pause_s, 1.0), _LONGEST_PAUSE_S) if is_soon and done > 1 else 0.0
         output.say(f"{ended} Starting again{f' in {pause_s:g} s' if pause_s else ''}.")
-        if not _passes(pause_s, requests):
-            return outcome.exit_code
-
-
-def _passes(pause_s: float, requests: StopRequests) -> bool:
-    """Wait; returns False if the launcher is asked to end meanwhile."""
-    until = time.monotonic() + pause_s
-    while not requests.received() and time.monotonic() < until:
-        time.sleep(_POLL_S)
-    return not requests.received()
-
-
-@contextlib.contextmanager
-def _heartbeat_dir(limits: Limits) -> Generator[Path | None]:
-    if limits.stall_timeout_s is None and limits.start_timeout_s is None:
-        yield None
-        return
-    with tempfile.TemporaryDirectory(prefix="jaxpipe-heartbeat-") as folder:
-        yield Path(folder)
+        until = time.monotonic() + pause_s
+        while not requests.received() and time.monotonic() < until:
+            time.sleep(_POLL_S)
+        if requests.received():
+            return exit_code

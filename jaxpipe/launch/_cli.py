@@ -1,7 +1,7 @@
 """`jaxpipe launch`: from the command line to running processes."""
 
 import argparse
-import shlex
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,23 +9,14 @@ from pathlib import Path
 from jaxpipe.distributed import DEFAULT_PORT, bracketed, read_address
 from jaxpipe.errors import LaunchError
 
-from ._attempts import run_attempts
+from ._attempts import MakeCommands, run_attempts
+from ._commands import Command, check_script, node_commands, process_commands
 from ._group import Limits
 from ._hostfile import choose_nodes, read_hostfile
-from ._layout import Layout, Node, equal_nodes, read_name, read_slots
-from ._node import NodeJob
+from ._layout import Layout, Node, read_name, read_slots
 from ._options import read_options
 from ._ports import check_port, free_port, is_here
-from ._program import Program
-from ._remote import SSH, RemoteJob
-from ._variables import (
-    forwarded,
-    is_forwarded,
-    read_exports,
-    receive_line,
-    receive_variables,
-    variable,
-)
+from ._variables import read_exports, receive_line, variable
 
 _WRONG_USE = 2
 _LOOPBACK = "127.0.0.1"
@@ -57,33 +48,22 @@ def launch(argv: Sequence[str], prog: str) -> int:
 
 
 def _run_here(args: argparse.Namespace) -> int:
-    if args.cpu_devices is not None and args.devices_per_process is not None:
+    each = args.devices_per_process
+    if args.cpu_devices is not None and each is not None:
         raise LaunchError(
             "processes must have either simulated or real devices, but got --cpu-devices "
-            f"{args.cpu_devices} and --devices-per-process {args.devices_per_process}. Leave one "
-            "of them out."
+            f"{args.cpu_devices} and --devices-per-process {each}. Leave one of them out."
         )
-    layout = equal_nodes(["localhost"], args.nproc * (args.devices_per_process or 1), args.nproc)
-    binds_devices = args.nproc > 1 or args.devices_per_process is not None
-    return _run_alone(args, layout, binds_devices=binds_devices)
+    # A single process without a number sees all devices.
+    count = 0 if args.nproc == 1 and each is None else args.nproc * (each or 1)
+    return _run_alone(args, Layout((Node("localhost", tuple(range(count))),), args.nproc))
 
 
-def _run_alone(args: argparse.Namespace, layout: Layout, *, binds_devices: bool = True) -> int:
+def _run_alone(args: argparse.Namespace, layout: Layout) -> int:
     """Start all processes of a job on this machine."""
-    program = _program(args)
     if not args.dry_run:
-        program.check()
-    job = NodeJob(
-        layout=layout,
-        node_rank=0,
-        program=program,
-        python=args.python or sys.executable,
-        exports=read_exports(args.export),
-        cpu_devices=args.cpu_devices,
-        binds_devices=binds_devices,
-        is_alone=True,
-    )
-
+        check_script(args)
+    exports = read_exports(args.export)
     host, port = _address(args, _LOOPBACK)
     if host != _LOOPBACK and not is_here(host):
         raise LaunchError(
@@ -91,18 +71,13 @@ def _run_alone(args: argparse.Namespace, layout: Layout, *, binds_devices: bool 
             f"--coordinator {args.coordinator}. Leave it out, or name the nodes in a --hostfile."
         )
 
-    def coordinator() -> str:
+    def commands(attempt: int) -> Sequence[Command]:
         if port is not None:
             check_port(port, "--port")
-        return f"{bracketed(host)}:{port or free_port()}"
+        coordinator = f"{bracketed(host)}:{port or free_port()}"
+        return process_commands(args, layout, 0, coordinator, attempt, exports)
 
-    if args.dry_run:
-        return _print(job.shell_lines(coordinator()))
-    return run_attempts(
-        lambda attempt, folder: job.commands(coordinator(), attempt, folder),
-        _limits(args),
-        log_dir=args.log_dir,
-    )
+    return _run(args, commands, log_dir=args.log_dir)
 
 
 def _run_as_node(args: argparse.Namespace) -> int:
@@ -112,26 +87,17 @@ def _run_as_node(args: argparse.Namespace) -> int:
             f"every node the same, --coordinator HOST:{DEFAULT_PORT} with the host of node 0."
         )
     _, port = read_address(args.coordinator, "--coordinator")
-    sent = receive_variables(sys.stdin.fileno()) if args.control == "stdin" else {}
+    sent = json.loads(receive_line(sys.stdin.fileno())) if args.control == "stdin" else {}
     layout = _layout_of_node(args)
     rank = _node_rank(args.node_rank, layout)
-    program = _program(args)
-    program.check()
-    job = NodeJob(
-        layout=layout,
-        node_rank=rank,
-        program=program,
-        python=args.python or sys.executable,
-        exports={**sent, **read_exports(args.export)},
-        cpu_devices=args.cpu_devices,
-    )
-    if layout.process_slots(rank)[0].process_id == 0:
+    check_script(args)
+    exports = {**sent, **read_exports(args.export)}
+    if layout.first_on(rank) == 0:
         check_port(port, "--coordinator")
-    return run_attempts(
-        lambda attempt, folder: job.commands(args.coordinator, attempt, folder),
-        _limits(args),
+    return _run(
+        args,
+        lambda attempt: process_commands(args, layout, rank, args.coordinator, attempt, exports),
         log_dir=args.log_dir,
-        control=args.control,
         label=f"launch {layout.nodes[rank].name}",
     )
 
@@ -149,9 +115,9 @@ def _layout_of_node(args: argparse.Namespace) -> Layout:
             args.num_processes,
         )
     if args.layout is None and None not in counts:
-        return equal_nodes(
-            [f"node-{i}" for i in range(args.num_nodes)], args.num_gpus, args.processes_per_node
-        )
+        slots = tuple(range(args.num_gpus))
+        nodes = tuple(Node(f"node-{i}", slots) for i in range(args.num_nodes))
+        return Layout(nodes, args.processes_per_node)
     raise LaunchError(
         "--node-rank must come with either --layout or both --num_nodes and --num_gpus, but got "
         f"--layout {args.layout}, --num_nodes {args.num_nodes}, --num_gpus {args.num_gpus}. Give "
@@ -201,31 +167,13 @@ def _run_on_nodes(args: argparse.Namespace) -> int:
     if is_plain and len(chosen) == 1 and is_here(chosen[0].name):
         return _run_alone(args, layout)
     host, port = _address(args, chosen[0].name)
-    exports = read_exports(args.export)
-    job = RemoteJob(
-        layout=layout,
-        launcher=args.launcher or "ssh",
-        python=args.python or sys.executable,
-        options=_options_of_node(args),
-        program=_program(args).options(),
-        variables={
-            **forwarded(),
-            **{name: value for name, value in exports.items() if is_forwarded(name)},
-        },
-        exports={name: value for name, value in exports.items() if not is_forwarded(name)},
-        ssh=SSH if args.ssh_command is None else _words(args.ssh_command, "--ssh-command"),
-        launcher_args=_words(args.launcher_args or "", "--launcher-args"),
-    )
-
-    def coordinator(attempt: int) -> str:
-        # Unless it is given, each attempt uses another port, because processes of the last attempt
-        # may still use theirs.
-        return f"{bracketed(host)}:{port or DEFAULT_PORT + attempt}"
-
-    if args.dry_run:
-        return _print([shlex.join(words) for words in job.words(coordinator(0))])
-    return run_attempts(
-        lambda attempt, _: job.commands(coordinator(attempt), attempt), _limits(args, watches=False)
+    # Unless it is given, each attempt uses another port, because processes of the last attempt may
+    # still use theirs.
+    return _run(
+        args,
+        lambda attempt: node_commands(
+            args, layout, f"{bracketed(host)}:{port or DEFAULT_PORT + attempt}", attempt
+        ),
     )
 
 
@@ -240,7 +188,7 @@ def _nodes(args: argparse.Namespace) -> tuple[Node, ...]:
             f"--num_nodes must come with the names of the nodes, but got --num_nodes "
             f"{args.num_nodes} without --hostfile. Add --hostfile FILE, or leave --num_nodes out."
         )
-    return equal_nodes(["localhost"], args.num_gpus, None).nodes
+    return (Node("localhost", tuple(range(args.num_gpus))),)
 
 
 def _address(args: argparse.Namespace, host: str) -> tuple[str, int | None]:
@@ -257,55 +205,22 @@ def _address(args: argparse.Namespace, host: str) -> tuple[str, int | None]:
     return read_address(args.coordinator, "--coordinator")
 
 
-def _options_of_node(args: argparse.Namespace) -> list[str]:
-    """Options of this launcher that are passed on to the launchers on the nodes."""
-    names = (
-        "processes_per_node",
-        "cpu_devices",
-        "log_dir",
-        "stall_timeout",
-        "start_timeout",
-        "grace",
-        "kill_grace",
-    )
-    options = []
-    for name in names:
-        value = getattr(args, name)
-        if value is not None:
-            options += [
-                f"--{name.replace('_', '-')}",
-                f"{value:g}" if isinstance(value, float) else str(value),
-            ]
-    return options
-
-
-def _program(args: argparse.Namespace) -> Program:
-    kind = "module" if args.module else "command" if args.no_python else "script"
-    return Program(args.script, tuple(args.args), kind)
-
-
-def _limits(args: argparse.Namespace, *, watches: bool = True) -> Limits:
-    """The limits. A launcher of other launchers does not watch steps itself."""
+def _run(
+    args: argparse.Namespace,
+    commands: MakeCommands,
+    *,
+    log_dir: Path | None = None,
+    label: str = "launch",
+) -> int:
+    if args.dry_run:
+        sys.stdout.write("".join(f"{command}\n" for command in commands(0)))
+        return 0
     usual = Limits()
-    return Limits(
+    limits = Limits(
         grace_s=usual.grace_s if args.grace is None else args.grace,
         kill_grace_s=usual.kill_grace_s if args.kill_grace is None else args.kill_grace,
-        stall_timeout_s=args.stall_timeout if watches else None,
-        start_timeout_s=args.start_timeout if watches else None,
+        stall_timeout_s=args.stall_timeout,
+        start_timeout_s=args.start_timeout,
         max_restarts=args.max_restarts or 0,
     )
-
-
-def _words(text: str, option: str) -> list[str]:
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise LaunchError(
-            f"{option} must be words as a shell takes them, but got {text!r}: {error}. Close the "
-            "quotation."
-        ) from error
-
-
-def _print(lines: Sequence[str]) -> int:
-    sys.stdout.write("".join(f"{line}\n" for line in lines))
-    return 0
+    return run_attempts(commands, limits, log_dir=log_dir, control=args.control, label=label)

@@ -1,9 +1,6 @@
 """Reading hostfiles, and choosing nodes and slots from them."""
 
-import errno
-import os
 import re
-import select
 from pathlib import Path
 
 from jaxpipe.distributed import whole_number
@@ -13,15 +10,13 @@ from ._layout import Node, read_name, read_nodes
 
 _LINE = re.compile(r"(\S+)\s+slots=([0-9]+)")
 _MAX_SLOTS = 4096
-_MOST_BYTES = 1 << 24
 _MOST_LISTED = 20
-_PATIENCE_S = 10.0
 
 
 def read_hostfile(path: Path) -> tuple[Node, ...]:
     """Read DeepSpeed's hostfile, of lines `name slots=N`; each node has slots 0 to N - 1."""
     try:
-        lines = _read(path).decode("utf-8-sig").splitlines()
+        lines = path.read_text("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(
             f"--hostfile must be a text file that can be read, but got {path}: {error}. Give the "
@@ -54,24 +49,6 @@ def read_hostfile(path: Path) -> tuple[Node, ...]:
             "Write a line such as 'worker-0 slots=8'."
         )
     return tuple(nodes.values())
-
-
-def _read(path: Path) -> bytes:
-    """Read a file or a pipe of `<(command)`, without blocking on a pipe that nobody writes to."""
-    data = b""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        while True:
-            if not select.select([descriptor], [], [], _PATIENCE_S)[0]:
-                raise OSError(errno.ETIMEDOUT, f"nothing came from it for {_PATIENCE_S:g} s")
-            more = os.read(descriptor, _MOST_BYTES)
-            data += more
-            if len(data) > _MOST_BYTES:
-                raise OSError(errno.EFBIG, f"it has more than {_MOST_BYTES} bytes")
-            if not more:
-                return data
-    finally:
-        os.close(descriptor)
 
 
 def choose_nodes(

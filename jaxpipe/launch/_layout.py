@@ -1,9 +1,7 @@
 """Assignment of processes to nodes and devices."""
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from jaxpipe.distributed import bracketed, is_ipv6, whole_number
 from jaxpipe.errors import LaunchError, shown
@@ -26,14 +24,6 @@ class Node:
 
     def __str__(self) -> str:
         return f"{bracketed(self.name)}:{','.join(map(str, self.slots))}"
-
-
-@dataclass(frozen=True)
-class ProcessSlot:
-    """The index of a process in the job, and the local numbers of its devices."""
-
-    process_id: int
-    devices: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -65,24 +55,17 @@ class Layout:
         """The number of processes on all nodes of the job together."""
         return sum(map(self._on, self.nodes)) if self.total is None else self.total
 
-    def apart(self) -> list["Layout"]:
-        """The layout of each node alone, in order."""
-        firsts = accumulate(map(self._on, self.nodes), initial=self.first_process)
-        total = self.num_processes
-        return [
-            Layout((node,), self.processes_per_node, first, total)
-            for node, first in zip(self.nodes, firsts, strict=False)
-        ]
+    def first_on(self, rank: int) -> int:
+        """The index of the first process of a node."""
+        return self.first_process + sum(map(self._on, self.nodes[:rank]))
 
-    def process_slots(self, node_rank: int) -> tuple[ProcessSlot, ...]:
-        """The processes of the node with this index, in order."""
-        node = self.nodes[node_rank]
-        count = self._on(node)
-        first = self.first_process + sum(map(self._on, self.nodes[:node_rank]))
-        each = len(node.slots) // count
-        return tuple(
-            ProcessSlot(first + i, node.slots[i * each : (i + 1) * each]) for i in range(count)
-        )
+    def devices(self, rank: int) -> dict[int, tuple[int, ...]]:
+        """The processes of a node by their indices in the job, with their devices."""
+        slots = self.nodes[rank].slots
+        count = self._on(self.nodes[rank])
+        first = self.first_on(rank)
+        each = len(slots) // count
+        return {first + i: slots[i * each : (i + 1) * each] for i in range(count)}
 
     def rank_of(self, text: str, source: str) -> int:
         """The index of a node from its index or name. Errors name `source` as the origin."""
@@ -137,12 +120,6 @@ def read_slots(text: str, option: str) -> tuple[Node, ...]:
         if slots is None:
             raise _wrong(option, text, f"{name!r} comes without slots")
     return tuple(Node(name, slots or ()) for name, slots in nodes)
-
-
-def equal_nodes(names: Sequence[str], num_slots: int, processes_per_node: int | None) -> Layout:
-    """The layout of nodes that each have the slots 0 to `num_slots - 1`."""
-    slots = tuple(range(num_slots))
-    return Layout(tuple(Node(name, slots) for name in names), processes_per_node)
 
 
 def _wrong(option: str, text: str, why: str) -> LaunchError:

@@ -9,42 +9,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
+from jaxpipe.distributed import HEARTBEAT_FILE
 from jaxpipe.errors import LaunchError
 
+from ._commands import Command
 from ._output import Output
+from ._variables import inherited
 
 _REAP_S = 5.0
 _RECENT_S = 60.0
-_PIECE_BYTES = 65536
 # Of one process: its three pipes and its log. The others are those of the launcher itself.
 _FILES_EACH = 4
 _FILES_ELSE = 256
-
-
-@dataclass(frozen=True)
-class Command:
-    """A program to start, and its name in messages, for example `process 3` or `node worker-1`.
-
-    Attributes:
-        environment: The whole environment.
-        label: The prefix in brackets of each line, unless it is empty.
-        heartbeat: A file, modified whenever the program has finished a step.
-        reach: `"process"` for a process of the job on this node. For launchers on other nodes,
-            `"messaged"` if they receive messages through the command's standard input, starting
-            with the bytes `first_input`, or `"signalled"` if the command forwards SIGUSR1 to them.
-    """
-
-    name: str
-    words: tuple[str, ...]
-    environment: Mapping[str, str]
-    label: str = ""
-    heartbeat: Path | None = None
-    reach: str = "process"
-    first_input: bytes = b""
 
 
 def allow_files(num_members: int) -> None:
@@ -56,18 +34,60 @@ def allow_files(num_members: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
+class Guard:
+    """Ends the process groups if this process is killed. It is started before any of them.
+
+    A small shell reads the numbers of the groups from a pipe. If the pipe closes without the word
+    `done`, the shell sends SIGTERM to the groups, and SIGKILL five seconds later.
+    """
+
+    _SCRIPT = """
+groups=
+while read -r word; do
+    [ "$word" = done ] && exit
+    groups="$groups -$word"
+done
+[ -n "$groups" ] || exit
+kill -s TERM -- $groups
+sleep 5
+kill -s KILL -- $groups
+"""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            ["/bin/sh", "-c", self._SCRIPT],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None
+        self._pipe = self._process.stdin
+
+    @property
+    def descriptor(self) -> int:
+        """The pipe to which each process writes the number of its group."""
+        return self._pipe.fileno()
+
+    def dismiss(self) -> None:
+        """End the guard, after all groups have ended."""
+        with contextlib.suppress(OSError):  # it was killed
+            self._pipe.write(b"done\n")
+        self._process.communicate()
+
+
 class Member:
     """A started process, in its own session and process group."""
 
-    # The gate executes the program once the guard knows its number. If the launcher is killed
-    # before that, the gate exits, so the program can never be left running.
+    # The gate tells the guard its number and then executes the program. It holds the guard's pipe
+    # open until then, so if the launcher is killed meanwhile, the guard ends the program too.
     # Python and not a shell, because shells drop variables with names that they do not accept.
     _GATE = """
 import os, signal, sys
-if not os.read(0, 1):
-    sys.exit()
-if sys.argv[1] != "messaged":
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+guard = int(sys.argv[1])
+os.write(guard, b"%d\\n" % os.getpid())
+os.close(guard)
 for number in (signal.SIGPIPE, signal.SIGXFSZ):
     signal.signal(number, signal.SIG_DFL)
 try:
@@ -77,48 +97,55 @@ except OSError as error:
     sys.exit(127)
 """
 
-    def __init__(self, command: Command, output: Output, guard: "Guard") -> None:
+    def __init__(
+        self, command: Command, output: Output, guard: Guard, heartbeat_dir: str | None
+    ) -> None:
         self.command = command
+        # A file that the program modifies whenever it has finished a step.
+        self.heartbeat: Path | None = None
         self._exit_code: int | None = None
         self._ended_at = 0.0
-        self._unsent = b""
-        environment = dict(command.environment)
+        self._unsent = command.first_input
+        environment = {**inherited(), **command.variables}
         words = command.words
         if shutil.which(words[0], path=environment.get("PATH", os.defpath)) is None:
             raise LaunchError(
                 f"{command.name} must run a program that is there, but got {words[0]!r}, which is "
                 "none. Install it, or correct its name."
             )
+        if heartbeat_dir is not None and command.control is None:
+            self.heartbeat = Path(heartbeat_dir, command.label)
+            self.heartbeat.touch()
+            os.utime(self.heartbeat, (0, 0))  # so that even an early first step changes the time
+            environment[HEARTBEAT_FILE] = str(self.heartbeat)
         try:
             # Not reaped until `end`, so that its number, which is also the number of its group, is
             # not reused.
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", self._GATE, command.reach, *words],
+                [sys.executable, "-I", "-S", "-c", self._GATE, str(guard.descriptor), *words],
                 env=environment,
-                stdin=subprocess.PIPE,
+                stdin=subprocess.PIPE if command.control == "stdin" else subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 bufsize=0,
                 start_new_session=True,
+                pass_fds=[guard.descriptor],
             )
-        except (OSError, ValueError) as error:
+        except OSError as error:
             raise LaunchError(
                 f"{command.name} must be started, but got {words[0]!r}: {error}. Shorten its "
                 "arguments, end other processes, or raise a limit that ulimit -a shows."
             ) from error
-        guard.add(self.pid)
-        stdin = self._process.stdin
         stdout = self._process.stdout
         stderr = self._process.stderr
-        assert stdin is not None and stdout is not None and stderr is not None  # noqa: PT018
+        assert stdout is not None and stderr is not None  # noqa: PT018
         self.tail = output.add(
             stdout, stderr, command.label, f"{command.name.replace(' ', '-')}.log"
         )
-        # A node that does not read, or not yet, must not block this process.
-        os.set_blocking(stdin.fileno(), False)
-        self._send(b"\n" + command.first_input)
-        if command.reach != "messaged":
-            stdin.close()
+        if self._process.stdin is not None:
+            # A node that does not read, or not yet, must not block this process.
+            os.set_blocking(self._process.stdin.fileno(), False)
+            self._send()
 
     @property
     def pid(self) -> int:
@@ -131,7 +158,7 @@ except OSError as error:
     def exit_code(self) -> int | None:
         """The exit code, or minus the number of the signal that ended it. None while it runs."""
         if self._unsent:
-            self._send(b"")
+            self._send()
         if self._exit_code is None:
             state = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if state is not None:
@@ -168,15 +195,14 @@ except OSError as error:
 
     def stop(self, number: int, grace_s: float) -> None:
         """Ask the process's group to end; launchers on other nodes give theirs `grace_s`."""
-        if self.command.reach == "messaged":
-            self._send(f"stop {number} {grace_s}\n".encode())
-            return
-        if self.command.reach == "signalled":
+        if self.command.control == "stdin":
+            self._unsent += f"stop {number} {grace_s}\n".encode()
+        elif self.command.control == "signal":
             self._signal(signal.SIGUSR1)
-            return
-        self._signal(number)
-        # A stopped process must continue to be able to end.
-        self._signal(signal.SIGCONT)
+        else:
+            self._signal(number)
+            # A stopped process must continue to be able to end.
+            self._signal(signal.SIGCONT)
 
     def let_go(self) -> None:
         """Close the standard input of launchers on other nodes: they then end their processes."""
@@ -187,7 +213,7 @@ except OSError as error:
     def end(self) -> None:
         """End the whole process group, and reap the process."""
         # These launchers end by themselves after `let_go`.
-        if self.command.reach == "messaged":
+        if self.command.control == "stdin":
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_REAP_S)
                 return
@@ -196,70 +222,14 @@ except OSError as error:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_REAP_S)
 
-    def _send(self, data: bytes) -> None:
-        """Send what fits into the pipe. `exit_code` sends the rest, a piece at each call."""
+    def _send(self) -> None:
+        """Send what fits into the pipe; the next call sends more."""
         assert self._process.stdin is not None
-        self._unsent += data
-        try:
-            while self._unsent:
-                number = os.write(self._process.stdin.fileno(), self._unsent[:_PIECE_BYTES])
-                self._unsent = self._unsent[number:]
-        except BlockingIOError:
-            pass
-        except (OSError, ValueError):  # it has ended, or was let go
-            self._unsent = b""
+        with contextlib.suppress(OSError):  # it has ended
+            sent = self._process.stdin.write(self._unsent)
+            self._unsent = self._unsent[sent or 0 :]  # None if nothing fits
 
     def _signal(self, number: int) -> None:
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, number)
-
-
-class Guard:
-    """Ends the process groups if this process is killed. It is started before any of them.
-
-    A small shell reads the numbers of the groups from a pipe that only this process holds open. If
-    the pipe closes without the word `done`, the shell sends SIGTERM to the groups, and SIGKILL five
-    seconds later.
-    """
-
-    _SCRIPT = """
-groups=
-while read -r word; do
-    [ "$word" = done ] && exit
-    groups="$groups -$word"
-done
-[ -n "$groups" ] || exit
-kill -s TERM -- $groups
-sleep 5
-kill -s KILL -- $groups
-"""
-
-    def __init__(self) -> None:
-        try:
-            self._process = subprocess.Popen(
-                ["/bin/sh", "-c", self._SCRIPT],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                bufsize=0,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise LaunchError(
-                f"/bin/sh must be started, but got {error}. End other processes."
-            ) from error
-
-    def add(self, group: int) -> None:
-        """Guard another group, by its number."""
-        self._send(f"{group}\n")
-
-    def dismiss(self) -> None:
-        """End the guard, after all groups have ended."""
-        self._send("done\n")
-        self._process.communicate()
-
-    def _send(self, line: str) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # the guard was killed
-            self._process.stdin.write(line.encode())

@@ -9,8 +9,6 @@ from jaxpipe._paths import local_path
 from jaxpipe.distributed import whole_number
 from jaxpipe.errors import LaunchError, shown
 
-from ._remote import CONTROL_OPTION
-
 _MOST = 65536
 
 _USAGE = (
@@ -219,7 +217,7 @@ def _add_places(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="print the commands without running them",
     )
-    parser.add_argument(CONTROL_OPTION, choices=("stdin", "signal"), help=argparse.SUPPRESS)
+    parser.add_argument("--control", choices=("stdin", "signal"), help=argparse.SUPPRESS)
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:

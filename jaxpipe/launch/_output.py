@@ -20,13 +20,44 @@ from ._target import Target, is_same
 
 # A carriage return also ends a line, because progress bars write them. One at the very end may be
 # the first half of "\r\n".
-_END = re.compile(rb"\r\n|\n|\r(?=[^\n])")
+_END = re.compile(rb"(\r\n|\n|\r(?=[^\n]))")
 _CHUNK = 65536
 _LONGEST = 1 << 20
 _POLL_S = 0.1
+_ROOM_POLL_S = 0.01
 _CLOSING_S = 2.0
 _PATIENCE_S = 10.0
 _STUCK_S = 60.0
+
+
+class _Log:
+    """A process's file in `log_dir`. A failure to write is reported once and ends nothing."""
+
+    def __init__(self, path: Path, append: bool, say: Callable[[str], None]) -> None:
+        self._path = path
+        self._append = append
+        self._say = say
+        self._has_failed = False
+        self._file: IO[bytes] | None = None
+
+    def write(self, data: bytes) -> None:
+        if self._has_failed:
+            return
+        try:
+            if self._file is None:
+                self._file = open_to_append(self._path, anew=not self._append)
+            while data:
+                data = data[self._file.write(data) :]
+        except OSError as error:
+            self._has_failed = True
+            self._say(
+                f"{self._path} cannot be written: {error.strerror}. It lacks lines from here on."
+            )
+
+    def close(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
 
 
 @dataclass
@@ -36,65 +67,22 @@ class _Source:
     pipe: IO[bytes]
     prefix: bytes
     target: Target
-    log: "_Log | None"
+    log: _Log | None
     tail: Tail | None = None
     pending: bytes = b""
 
     def lines(self, data: bytes) -> bytes:
-        """The lines that more bytes complete, each with the prefix."""
-        text = self.pending + data
-        out = []
-        begin = 0
-        # Earlier bytes have already been searched.
-        for match in _END.finditer(text, max(len(self.pending) - 1, 0)):
-            line = text[begin : match.start()]
-            begin = match.end()
-            if line or match[0] != b"\r":
-                out.append(self.prefix + line + b"\n")
-        self.pending = text[begin:]
-        if len(self.pending) > _LONGEST:
-            out.append(self.rest())
-        return b"".join(out)
-
-    def rest(self) -> bytes:
-        """The last line, if it has no line ending."""
-        text = self.pending.rstrip(b"\r")
-        self.pending = b""
-        return self.prefix + text + b"\n" if text else b""
-
-
-class _Log:
-    """A process's file in `log_dir`. A failure to write is reported once and ends nothing."""
-
-    def __init__(self, path: Path, append: bool, say: Callable[[str], None]) -> None:
-        self._path = path
-        self._say = say
-        self._has_failed = False
-        self._file: IO[bytes] | None = None
-        try:
-            self._file = open_to_append(path, anew=not append)
-        except OSError as error:
-            self._tell(error)
-
-    def write(self, data: bytes) -> None:
-        left = memoryview(data)
-        try:
-            while left and self._file is not None:
-                left = left[self._file.write(left) :]
-        except OSError as error:
-            self._tell(error)
-
-    def close(self) -> None:
-        if self._file is not None:
-            with contextlib.suppress(OSError):
-                self._file.close()
-
-    def _tell(self, error: OSError) -> None:
-        if not self._has_failed:
-            self._has_failed = True
-            self._say(
-                f"{self._path} cannot be written: {error.strerror}. It lacks lines from here on."
-            )
+        """The lines that more bytes complete, each with the prefix. No bytes complete the last."""
+        parts = _END.split(self.pending + data)
+        self.pending = parts.pop()
+        lines = [
+            line for line, end in zip(parts[::2], parts[1::2], strict=True) if line or end != b"\r"
+        ]
+        rest = self.pending.rstrip(b"\r")
+        if rest and (not data or len(rest) > _LONGEST):
+            lines.append(rest)
+            self.pending = b""
+        return b"".join(self.prefix + line + b"\n" for line in lines)
 
 
 class Output:
@@ -214,27 +202,23 @@ class Output:
     def _copy(self) -> None:
         sources = {source.pipe.fileno(): source for source in self._sources}
         while sources:
-            wanted = [
-                pipe
-                for pipe, source in sources.items()
-                if self._is_ending or source.target.has_room()
-            ]
-            answered = wait(wanted, _POLL_S if len(wanted) == len(sources) else _POLL_S / 10)
-            ready = [pipe for pipe in wanted if pipe in answered]
-            now = time.monotonic()
+            ready = [pipe for pipe in wait(sources, _POLL_S) if isinstance(pipe, int)]
             for pipe in ready:
                 data = os.read(pipe, _CHUNK)
-                self._pass_on(sources[pipe], data, now)
+                self._pass_on(sources[pipe], data)
                 if not data:
                     del sources[pipe]
-            if self._give_up_at is not None and now > self._give_up_at and not ready:
+            if not ready and self._give_up_at is not None and time.monotonic() > self._give_up_at:
                 break
         for source in sources.values():
-            self._pass_on(source, b"", time.monotonic())
+            self._pass_on(source, b"")
 
-    def _pass_on(self, source: _Source, data: bytes, at: float) -> None:
+    def _pass_on(self, source: _Source, data: bytes) -> None:
         if source.tail is not None:
-            source.tail.add(data, at)
+            source.tail.add(data, time.monotonic())
         if source.log is not None:
             source.log.write(data)
-        source.target.put(source.lines(data) if data else source.rest(), may_drop=self._is_ending)
+        # Until there is room the pipes fill up, which blocks the processes.
+        while not self._is_ending and not source.target.has_room():
+            time.sleep(_ROOM_POLL_S)
+        source.target.put(source.lines(data))

@@ -10,19 +10,14 @@ from jaxpipe.errors import LaunchError
 # the coordinator does.
 _FIRST = 20000
 _LAST = 32000
-_TRIES = 100
 
 
 def free_port() -> int:
     """A port of this machine that is not in use."""
     numbers = random.SystemRandom()
-    for _ in range(_TRIES):
-        port = numbers.randrange(_FIRST, _LAST)
-        if _is_free(port):
-            return port
-    with socket.socket() as any_free:
-        any_free.bind(("", 0))
-        return any_free.getsockname()[1]
+    while not _is_free(port := numbers.randrange(_FIRST, _LAST)):
+        pass
+    return port
 
 
 def check_port(port: int, option: str) -> None:

@@ -1,15 +1,15 @@
 """Requests to end the job: signals, and messages from another launcher."""
 
-import os
 import select
 import signal
 import sys
-import threading
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 from jaxpipe.errors import LaunchError
+
+from ._variables import receive_line
 
 # mpirun ends its processes immediately at SIGTERM, but forwards SIGUSR1.
 _AS_TERM = (signal.SIGHUP, signal.SIGUSR1)
@@ -46,15 +46,8 @@ class StopRequests:
         self._control = sys.stdin.fileno() if control == "stdin" else None
         self._received: list[Stop] = []
         self._before: dict[signal.Signals, Any] = {}
-        self._unread = b""
 
     def __enter__(self) -> "StopRequests":
-        if threading.current_thread() is not threading.main_thread():
-            raise LaunchError(
-                "the launcher must run in the main thread, which alone may catch signals, but got "
-                f"thread={threading.current_thread().name!r}. Call it there, or start it as a "
-                "program."
-            )
         for number in _SIGNALS:
             # SIGHUP stays ignored if it already is, for example under nohup.
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
@@ -81,13 +74,12 @@ class StopRequests:
 
     def _read_control(self) -> None:
         while self._control is not None and select.select([self._control], [], [], 0)[0]:
-            data = os.read(self._control, 4096)
-            if not data:
+            try:
+                _, number, grace_s = receive_line(self._control).split()
+            except LaunchError:
                 self._control = None
                 reason = "The launcher that started this node is gone."
                 self._received.append(Stop(signal.SIGTERM, _ORPHAN_GRACE_S, reason, is_urgent=True))
-            *lines, self._unread = (self._unread + data).split(b"\n")
-            for line in lines:
-                _, number, grace_s = line.split()
+            else:
                 reason = "The launcher that started this node ends it."
                 self._received.append(Stop(int(number), float(grace_s), reason, is_remote=True))

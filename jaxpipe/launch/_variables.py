@@ -1,11 +1,10 @@
 """The environment variables that the launcher reads and sets."""
 
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
 
-from jaxpipe.distributed import whole_number
+from jaxpipe.distributed import HEARTBEAT_FILE, whole_number
 from jaxpipe.errors import LaunchError
 
 COORDINATOR = "JAX_COORDINATOR_ADDRESS"
@@ -22,7 +21,6 @@ By default CUDA loads a kernel at its first launch, and first waits for the runn
 device. Stages take their branches at different ticks, so a running exchange may itself wait for
 this stage, which is a deadlock. With `EAGER`, kernels are loaded together with their program.
 """
-HEARTBEAT_FILE = "JAXPIPE_HEARTBEAT_FILE"
 RESTART = "JAXPIPE_RESTART"
 
 # The variables that identify a process in the job. Each launcher sets them itself.
@@ -60,18 +58,8 @@ def is_forwarded(name: str) -> bool:
     return name != LOCAL_DEVICES and (name.startswith(_FORWARDED) or name in _ALSO)
 
 
-def dump_variables(variables: Mapping[str, str]) -> bytes:
-    """The line of variables that a launcher on another node reads first."""
-    return json.dumps(dict(variables)).encode() + b"\n"
-
-
-def receive_variables(descriptor: int) -> Mapping[str, str]:
-    """Read only the line from `dump_variables` from a file descriptor."""
-    return json.loads(receive_line(descriptor))
-
-
 def receive_line(descriptor: int) -> bytes:
-    """Read only the next line from a file descriptor."""
+    """Read only the next line that another launcher sends; LaunchError if there is none."""
     line = b""
     while not line.endswith(b"\n"):
         # One byte at a time: what follows the line is for another reader.

@@ -25,23 +25,18 @@ from ._tree import Place
 
 @dataclass(frozen=True)
 class NamedLayer:
-    """A layer at its position in the model.
-
-    Attributes:
-        place: The place of its parameters in the model's tree.
-        is_marked: Whether its spec marks it to be recomputed in training.
-        instances: The built Linen modules in it, each with the path of its parameters inside it.
-        adapters: Those of each call of `lora`.
-        item: What the user's list has at this position.
-    """
+    """A layer at its position in the model."""
 
     index: int
     place: Place
     layer: Layer
+    # Whether its spec marks it to be recomputed in training.
     is_marked: bool = False
+    # The built Linen modules in it, each with the path of its parameters inside it.
     instances: tuple[tuple[Path, nn.Module], ...] = ()
+    # Those of each call of `lora`.
     adapters: tuple[Adapters, ...] = ()
-    # Not compared: a user's object need not have a useful `==`.
+    # What the user's list has here. Not compared: an object need not have a useful `==`.
     item: Any = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
@@ -61,11 +56,9 @@ class NamedLayer:
 
 
 def as_layers(items: Iterable[Any] | nn.Sequential) -> tuple[NamedLayer, ...]:
-    """Convert a list of layers, or a Linen `Sequential`, to the layer protocol.
-
-    Each layer receives the previous output as a single argument, even if it is a tuple or a
-    dictionary, which a Linen `Sequential` would unpack into several.
-    """
+    """Convert a list of layers, or a Linen `Sequential`, to the layer protocol."""
+    # Each layer receives the previous output as a single argument, even if it is a tuple or a
+    # dictionary, which a Linen `Sequential` would unpack into several.
     if isinstance(items, nn.Sequential):
         items = items.layers
     # The order of a set differs between hosts.
@@ -146,10 +139,7 @@ def _instances(module: nn.Module, path: Path = ()) -> Iterator[tuple[Path, nn.Mo
 
 
 def check_instances(layers: Sequence[NamedLayer], variables: Sequence[Sequence[Path]]) -> None:
-    """Refuse a module instance that two layers hold, unless they are tied or it has no variables.
-
-    `variables` are the paths of each layer's parameters and collections, inside the layer.
-    """
+    """Refuse a module instance in two layers, unless they are tied or it has no variables."""
     # Flax would share the variables of one instance, but each layer of a list makes its own.
     owners: dict[int, NamedLayer] = {}
     for named, paths in zip(layers, variables, strict=True):

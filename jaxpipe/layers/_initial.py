@@ -22,11 +22,9 @@ from ._tree import flatten_dict, unflatten_dict
 def init_layer(
     named: NamedLayer, trace: ModelTrace, key: jax.Array, compute_dtype: Any = None
 ) -> tuple[PyTree, PyTree]:
-    """Make one layer's parameters and collections, by path inside the layer; traceable.
-
-    Parameters that another layer of the same tied key makes are included with meaningless values.
-    """
+    """Make one layer's parameters and collections, by path inside the layer; traceable."""
     given: dict[Path, Any] = {}
+    # Parameters that another layer of the same tied key makes have meaningless values here.
     if named.tied_key is not None:
         owners = trace.owners()
         leaves = flatten_dict(trace.params[named.index])

@@ -86,10 +86,7 @@ def lora(
 def check_targets(
     layers: Sequence[NamedLayer], paths: Sequence[ParamPaths], parameters: Collection[Path]
 ) -> None:
-    """Refuse patterns given to `lora` that match no kernel, and kernels with it in some layers.
-
-    `paths` are those of each layer's parameters, and `parameters` those of the adapters.
-    """
+    """Refuse patterns of `lora` that match no kernel, and kernels adapted in some layers only."""
     found = dict.fromkeys(each for named in layers for each in named.adapters)
     if not found:
         return

@@ -100,9 +100,9 @@ def _is(leaf: Any, kind: Any) -> bool:
 
 
 def hidden_matrices(trace: ModelTrace) -> frozenset[Path]:
-    """The parameters of two dims that a model multiplies its features with, by path in its tree.
+    """The matrices that a model multiplies features with, apart from embeddings and output heads.
 
-    Embeddings and output heads are not among them. Names and classes do not matter.
+    Only what the layers compute decides; names and classes do not matter.
     """
     uses = _Uses()
     # Positions in a boundary of the values that reach the model's outputs without a product.

@@ -59,8 +59,8 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         partition_method: `"best"` (shortest tick, from the slowest stage's operations and bytes
             counted in traces and the cost of layers outside the repeated run), `"parameters"`
             (minimises the parameter count of the largest stage, DeepSpeed's default), `"profile"`
-            (minimises the time of the slowest stage, measured when an engine is built;
-            `"profile:flops"` uses counted operations and bytes instead), `"uniform"`,
+            (as `"best"`, from times measured when an engine is built and within the device's
+            memory; `"profile:flops"` uses counted operations and bytes instead), `"uniform"`,
             `"type:regex"`, `"trunk"`, or explicit boundaries such as `[0, 3, 6]`.
         activation_checkpoint_interval: Recompute in groups of this many layers; 0 keeps all
             activations.

@@ -17,16 +17,7 @@ from ._tree import flatten_dict, split_attr, unflatten_dict
 
 
 class ParamPaths:
-    """Maps the paths inside one layer to the paths in the model's tree.
-
-    Args:
-        named: The layer.
-        params: The layer's own parameters, abstract or not.
-        marks: Their marks.
-
-    Raises:
-        LayerError: A path of `tied_weight_attr` names no parameter of the layer.
-    """
+    """Maps the paths inside one layer to the paths in the model's tree."""
 
     def __init__(self, named: NamedLayer, params: PyTree, marks: Marks) -> None:
         local = list(flatten_dict(params))

@@ -57,10 +57,8 @@ def rules_on(mesh: AbstractMesh, rules: Rules) -> Rules:
 def unused_rules(
     mesh: AbstractMesh, rules: Rules, names: set[str], axes: set[str]
 ) -> dict[str, str | None]:
-    """Rules that no layer uses, each with the weight name that it may be meant for.
-
-    `names` are those in the metadata of weights, `axes` those that constraints in layers name.
-    """
+    """Rules that no layer uses, each with the weight name that it may be meant for."""
+    # `names` are those in the metadata of weights, `axes` those that constraints in layers name.
     axes_of: dict[str, set[str]] = {}
     for name, to in rules_on(mesh, rules):
         axes_of.setdefault(name, set()).update(spec_axes(to))
@@ -161,10 +159,7 @@ def with_fsdp(
     taken: Mapping[Path, int],
     mesh: AbstractMesh,
 ) -> Mapping[Path, PartitionSpec]:
-    """Shardings with weights divided over the axis `fsdp`, along the largest dim that it divides.
-
-    `taken` are the dims that are split over the stages.
-    """
+    """Shardings with weights divided over `fsdp` too, along the largest dim that it divides."""
     length = mesh.shape.get(FSDP, 0)
     found = dict(specs)
     for path, leaf in params.items() if length else ():
@@ -177,6 +172,7 @@ def with_fsdp(
             dim: int, leaf: Any = leaf, spec: PartitionSpec = spec, path: Path = path
         ) -> tuple[int, bool]:
             """A device's share of a dim, 0 if it is not divisible; and whether it is whole."""
+            # A dim that is split over the stages (`taken`) is not divided further.
             shard_size = leaf.shape[dim] // math.prod(
                 mesh.shape[axis] for axis in spec_axes(spec[dim])
             )

@@ -74,10 +74,7 @@ class _SplitLayer(WrappedLayer):
 
 
 def split_layers(layers: Sequence[NamedLayer]) -> tuple[tuple[NamedLayer, ...], int]:
-    """The layers with the first and the last one split over the stages, and the vocabulary's size.
-
-    Names and initial values do not change.
-    """
+    """The layers with the first and the last one split over the stages, and the vocabulary size."""
     first = layers[0]
     last = layers[-1]
     # A layer in the trunk would receive one stage's slice where it needs the whole table.
@@ -265,10 +262,7 @@ def with_split_logits(outputs: PyTree, whole: PyTree) -> PyTree:
 
 
 def check_split_loss(module: Any, local: PyTree, whole: PyTree, labels: PyTree) -> None:
-    """Refuse a loss that cannot be computed from a stage's slice of the model's outputs.
-
-    All arguments are shapes and dtypes. Call it where the axis `stage` is bound.
-    """
+    """Refuse a loss that slices of logits do not suffice for. Call it where `stage` is bound."""
     try:
         jax.eval_shape(
             lambda y, t: module.loss_terms(with_split_logits(y, whole), t), local, labels

@@ -42,12 +42,11 @@ _ONLY_IN_TRAINING = (InvalidRngError, ModifyScopeVariableError)
 
 @dataclass
 class Seen:
-    """Facts about the layers, collected while they are traced, for warnings about the whole model.
+    """Facts about the layers, collected while they are traced, for warnings about the model."""
 
-    `over_data` are weights whose metadata names the axis `data`, `names` all names in metadata.
-    """
-
+    # Weights whose metadata names the axis `data`.
     over_data: list[str] = field(default_factory=list[str])
+    # All names in metadata.
     names: set[str] = field(default_factory=set[str])
 
 

@@ -15,16 +15,13 @@ LORA_B = "lora_b"
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a layer's parameters in the model's tree.
+    """The place of a layer's parameters in the model's tree."""
 
-    Attributes:
-        name: `<index>_<class name>`, the key of the parameters of this layer alone.
-        tied_key: The key of the parameters that it shares. None: it shares none.
-        tied_paths: Dotted paths of the parameters that it shares. None: all of them.
-    """
-
+    # `<index>_<class name>`, the key of the parameters of this layer alone.
     name: str
+    # The key of the parameters that it shares. None: it shares none.
     tied_key: str | None = None
+    # Dotted paths of the parameters that it shares. None: all of them.
     tied_paths: tuple[str, ...] | None = None
 
     def shares(self, path: Path) -> bool:

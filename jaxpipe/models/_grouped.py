@@ -116,15 +116,12 @@ class Queue(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Which choices have which slots. In all groups, it begins with a dim G.
+    """Which choices have which slots. In all groups, it begins with a dim G."""
 
-    Attributes:
-        choices: The choice in each slot, `[E, room]`, or `choices * N` if it is empty.
-        slots: The slot of each choice, `[choices * N]`, or `E * room` if it has none. Slot
-            `e * room + r` belongs to expert e.
-    """
-
+    # The choice in each slot, `[E, room]`, or `choices * N` if it is empty.
     choices: jax.Array
+    # The slot of each choice, `[choices * N]`, or `E * room` if it has none. Slot `e * room + r`
+    # belongs to expert e.
     slots: jax.Array
 
 
@@ -150,8 +147,7 @@ class Groups:
         """Run a function on each device's group and experts, without the dim of groups.
 
         `given` and `made` are trees of the first dims of arguments and results: `g` is `[G, ...]`,
-        and `eg` is `[E, G / P, ...]`. Arguments with gradients must be divided over all axes of the
-        results.
+        and `eg` is `[E, G / P, ...]`.
         """
 
         def run(*args: Any) -> Any:
@@ -164,7 +160,7 @@ class Groups:
         given_specs, made_specs = jax.tree.map(specs.__getitem__, (given, made))
         # XLA (JAX 0.10) aborts at reads at indices if one automatic axis divides the indices and
         # another the values. Here its partitioner does not see them. Sums of gradients are left to
-        # XLA, so an argument must be divided as the results are.
+        # XLA, so an argument with a gradient must be divided over all axes of the results.
         return jax.shard_map(
             run,
             in_specs=given_specs,

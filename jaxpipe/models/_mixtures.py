@@ -66,6 +66,7 @@ class InSomeLayers(Mixture):
             keys.size("moe_intermediate_size"),
             norm_topk_prob=keys.flag("norm_topk_prob", False),
             shared_size=keys.size(_SHARED_SIZE, least=0) if self.has_shared else 0,
+            # Every `step`-th layer has experts, counted from 1.
             dense_layers=tuple(
                 layer for layer in range(num_layers) if layer in dense or (layer + 1) % step
             ),
@@ -168,8 +169,10 @@ class AfterDenseLayers(Mixture):
             routed_scaling_factor=keys.get(
                 "routed_scaling_factor", 2.5 if self.is_grouped else 1.0
             ),
+            # The shared experts are stored as one that is as wide as all of them.
             shared_size=size * keys.size("n_shared_experts", least=0),
             shared_gate=False,
+            # Here every `step`-th layer is counted from 0.
             dense_layers=tuple(layer for layer in layers if layer < first or layer % step),
         )
         if not self.is_grouped:
@@ -218,5 +221,6 @@ def _number(keys: ConfigKeys) -> int:
     """Read the number of experts, which has one of two keys."""
     local = keys.get("num_local_experts", None)
     number = keys.size("num_experts" if local is None else "num_local_experts")
+    # If a file has both keys, they must agree.
     keys.check("num_experts", number)
     return number

@@ -108,6 +108,7 @@ class RotaryScaling:
         for field in fields(self):
             name = field.name
             value = getattr(self, field.name)
+            # True equals 1.0, which is a default, but is no number.
             is_default = value == field.default and not isinstance(value, bool)
             if name in ("rope_type", "truncate") or (is_default and name not in required):
                 continue
@@ -294,6 +295,7 @@ def rotary(
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleave: bool = False) -> jax.Array:
     """Rotate the first dims of `[B, T, N, D]`, in pairs, as many as there are angles."""
     size = 2 * cos.shape[-1]
+    # In the dtype of the angles, which is wider than 16 bits; the result is rounded once.
     turned = x[..., :size].astype(cos.dtype)
     rest = x[..., size:]
     if interleave:

@@ -91,11 +91,9 @@ def expert_loads(chosen: jax.Array, num_experts: int, dtype: Any = jnp.float32) 
 
 
 def balance_loss(routing: Routing) -> jax.Array:
-    """Loss that is least if all experts are equally busy: `E * sum(f * p)`.
-
-    f are the experts' choices per token and p their mean scores. Lepikhin et al., "GShard" (2021);
-    with sigmoids, DeepSeek-V3 (2024), equation 17.
-    """
+    """Loss that is least if all experts are equally busy: `E * sum(f * p)`."""
+    # f are the experts' choices per token and p their mean scores. Lepikhin et al., "GShard"
+    # (2021); with sigmoids, DeepSeek-V3 (2024), equation 17.
     num_experts = routing.scores.shape[-1]
     busy = expert_loads(routing.chosen, num_experts, routing.scores.dtype)
     return num_experts * jnp.sum(busy * routing.scores.mean((0, 1)))

@@ -15,12 +15,7 @@ from ._recipe import Factory, Hyperparams, Recipe, clipping_refused
 
 
 class SquaresState(NamedTuple):
-    """Sums of squared gradients.
-
-    Attributes:
-        step: Updates so far, int32.
-        total: The sums.
-    """
+    """Sums of squared gradients, `total`, after `step` updates."""
 
     step: jax.Array
     total: PyTree
@@ -29,10 +24,8 @@ class SquaresState(NamedTuple):
 def scale_by_total_squares(
     initial: float, eps: float, lr_decay: float
 ) -> optax.GradientTransformation:
-    """Adagrad's direction, `g / (sqrt(sum of g * g) + eps) / (1 + count * lr_decay)`.
-
-    The sum starts from `initial`; `count` is the number of updates before this one.
-    """
+    """Adagrad's direction, `g / (sqrt(sum of g * g) + eps) / (1 + step * lr_decay)`."""
+    # `optax.scale_by_rss` adds `eps` inside the square root, and has no `lr_decay`.
 
     def init(params: PyTree) -> SquaresState:
         return SquaresState(jnp.zeros([], jnp.int32), optax.tree.full_like(params, initial))

@@ -16,13 +16,9 @@ from ._recipe import SECTION, Factory, Hyperparams, Recipe, clipping_refused
 
 
 class MomentsState(NamedTuple):
-    """Averages of the gradients and of their squares.
+    """Averages of the gradients, `mu`, and of their squares, `nu`, after `step` updates.
 
-    Attributes:
-        step: Updates so far, int32.
-        mu: Average gradient.
-        nu: Average squared gradient.
-        nu_max: The largest `nu` so far with AMSGrad, otherwise an empty tuple.
+    `nu_max` is the largest `nu` so far with AMSGrad, otherwise an empty tuple.
     """
 
     step: jax.Array
@@ -40,12 +36,11 @@ def scale_by_moments(
     amsgrad: bool = False,
     eps_inside_sqrt: bool = False,
 ) -> optax.GradientTransformation:
-    """Adam's direction, `mu / (sqrt(nu) + eps)`, in the variants of DeepSpeed and PyTorch.
-
-    `bias_correction` divides both averages by the total weight of the gradients so far. With
-    `amsgrad`, `nu` is the largest value so far, before the correction, as in PyTorch.
-    `eps_inside_sqrt` adds `eps` inside the square root.
-    """
+    """Adam's direction, `mu / (sqrt(nu) + eps)`, in the variants of DeepSpeed and PyTorch."""
+    # Optax's `scale_by_adam` cannot leave out the bias correction, loses digits in it (see
+    # `average_weight`), and widens bfloat16 moments if `b1` and `b2` are arrays in the state. Its
+    # `scale_by_amsgrad` corrects the largest `nu` differently: PyTorch takes the maximum before
+    # the correction.
 
     def init(params: PyTree) -> MomentsState:
         mu = optax.tree.zeros_like(params)
@@ -84,11 +79,9 @@ def scale_by_moments(
 
 
 def average_weight(decay: Any, count: jax.Array) -> jax.Array:
-    """Sum of the weights of an exponential average, `1 - decay**count`, for a count of at least 1.
-
-    The result is a float32 scalar, accurate to float32 precision even if `decay` is close to 1.
-    """
-    # `1 - decay**count` would round the power to float32 first, and then cancel most of its digits.
+    """Sum of the weights of an exponential average, `1 - decay**count`, a float32 scalar."""
+    # `1 - decay**count` would round the power to float32 first, and then cancel most of its digits
+    # if `decay` is close to 1.
     return -jnp.expm1(count.astype(jnp.float32) * jnp.log1p(jnp.asarray(decay, jnp.float32) - 1))
 
 

@@ -10,17 +10,12 @@ from jaxpipe._typing import PyTree
 
 
 class AverageState(NamedTuple):
-    """An optimiser's state with an average of the parameters.
-
-    Attributes:
-        ema_updates: Updates so far.
-        params_ema: The average, a tree like the parameters.
-        averaged_optimizer: The optimiser's own state. Paths of leaves leave out this name, so that
-            leaves have the same names in a checkpoint with and without an average.
-    """
+    """An optimiser's state with an average of the parameters, after `ema_updates` updates."""
 
     ema_updates: jax.Array
     params_ema: PyTree
+    # Paths of leaves leave out this name, so that leaves have the same names in a checkpoint with
+    # and without an average.
     averaged_optimizer: PyTree
 
 
@@ -32,13 +27,8 @@ def with_average(
 ) -> optax.GradientTransformation:
     """The optimiser, extended to average the parameters after each of its updates.
 
-    `average = d * average + (1 - d) * parameters`, starting from the initial parameters. The
-    average is in float32 or wider, because bfloat16 would round its steps away. `d` is the decay.
-    With `warms_up` it is at most `(1 + t) / (10 + t)` in update `t`, counted from 1, so that the
-    initial parameters are forgotten quickly.
-
-    Reference:
-        Polyak and Juditsky (1992); the warm-up as in `tf.train.ExponentialMovingAverage`.
+    `average = d * average + (1 - d) * parameters`, starting from the initial parameters (Polyak
+    and Juditsky, 1992).
     """
 
     def init(params: PyTree) -> AverageState:
@@ -53,6 +43,8 @@ def with_average(
         # In float64, because float32 leaves few digits of 1 - d near d = 1, or none.
         share = jnp.asarray(1.0 - decay)
         if warms_up:
+            # The decay is at most `(1 + t) / (10 + t)` in update `t`, counted from 1, as in
+            # `tf.train.ExponentialMovingAverage`: the initial parameters are forgotten quickly.
             share = jnp.maximum(share, (9 / (10 + count)).astype(share.dtype))
 
         def average(before: jax.Array, now: jax.Array) -> jax.Array:
@@ -80,4 +72,5 @@ def average_of(params: PyTree, state: PyTree) -> PyTree:
 
 
 def _wide(leaf: jax.Array) -> jax.Array:
+    # bfloat16 would round the steps of the average away.
     return jnp.asarray(leaf, jnp.promote_types(leaf.dtype, jnp.float32))

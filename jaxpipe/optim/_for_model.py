@@ -17,9 +17,6 @@ class MatrixOptimizer(optax.GradientTransformation):
     """An optimiser that treats hidden matrices differently from all other parameters.
 
     As it is, it takes every parameter of two dims for one. A pipeline makes it again for its model.
-
-    Args:
-        make: Makes the optimiser, given how to recognise hidden matrices.
     """
 
     make: Callable[[Matrices], optax.GradientTransformation]
@@ -34,17 +31,10 @@ class MatrixOptimizer(optax.GradientTransformation):
 def for_model(
     optimizer: optax.GradientTransformation, trace: ModelTrace, bias_rate: float
 ) -> optax.GradientTransformation:
-    """The optimiser for the trees of a model.
+    """The optimiser for the trees of a model, which knows the model's hidden matrices.
 
-    Args:
-        optimizer: The optimiser as the user or the configuration describes it.
-        trace: The model.
-        bias_rate: By how much a step moves the parameters that a load moves.
-
-    Returns:
-        The optimiser, which knows the model's hidden matrices. It moves the parameters that
-        `jaxpipe.layers.load_bias` marks by the signs of their loads; the user's part of it does not
-        see them.
+    It moves the parameters that `jaxpipe.layers.load_bias` marks by `bias_rate` against the signs
+    of their loads. The optimiser that is passed in does not see these parameters.
     """
     optimizer = for_matrices(optimizer, trace)
     if not trace.load_biases:

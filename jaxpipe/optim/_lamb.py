@@ -17,11 +17,8 @@ from ._recipe import SECTION, Factory, Hyperparams, Recipe, clipping_refused
 
 
 def scale_by_lamb_coefficient(min_coeff: float, max_coeff: float) -> optax.GradientTransformation:
-    """Scale each update by the norm of its parameter divided by its own norm, within limits.
-
-    If one of the norms is 0, the scale is 1, whatever the limits are. `update` needs the
-    parameters.
-    """
+    """Scale each update by the norm of its parameter divided by its own norm, within limits."""
+    # `optax.scale_by_trust_ratio` limits the norms, not their ratio.
 
     def scaled(update: jax.Array, param: jax.Array) -> jax.Array:
         # In float32 for any dtype of the leaf: a bfloat16 sum stops growing after a few hundred
@@ -29,6 +26,7 @@ def scale_by_lamb_coefficient(min_coeff: float, max_coeff: float) -> optax.Gradi
         norms = [
             jnp.sqrt(jnp.sum(jnp.square(jnp.abs(x).astype(jnp.float32)))) for x in (param, update)
         ]
+        # If one of the norms is 0, the scale is 1, whatever the limits are.
         usable = (norms[0] != 0) & (norms[1] != 0)
         # Replace the divisor and not only the quotient: `jnp.where` computes both sides, and
         # jax_debug_nans fails at 0 / 0.
@@ -44,11 +42,7 @@ def scale_by_lamb_coefficient(min_coeff: float, max_coeff: float) -> optax.Gradi
 
 
 def lamb_recipe() -> Recipe:
-    """The recipe of `Lamb`.
-
-    The bias correction is applied to the two averages, as in the paper and in DeepSpeed's later
-    releases; DeepSpeed up to 0.19.8 multiplied the step by it after computing the norms.
-    """
+    """The recipe of `Lamb`."""
     return Recipe(
         params={
             "lr": (0.001, number(0.0)),
@@ -78,6 +72,9 @@ def _build(values: Mapping[str, Any]) -> tuple[Factory, Hyperparams]:
         learning_rate: Any, b1: Any, b2: Any, weight_decay: Any
     ) -> optax.GradientTransformation:
         return optax.chain(
+            # The bias correction is applied to the two averages, as in the paper and in
+            # DeepSpeed's later releases. DeepSpeed up to 0.19.8 multiplied the step by it after
+            # computing the norms.
             scale_by_moments(
                 b1,
                 b2,

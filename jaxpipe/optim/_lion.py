@@ -12,11 +12,7 @@ from ._recipe import Factory, Hyperparams, Recipe, clipping_refused
 
 
 def lion_recipe() -> Recipe:
-    """The recipe of `Lion`.
-
-    If the interpolated gradient is exactly 0, a parameter does not change, as in the paper.
-    DeepSpeed's kernel adds the learning rate to it.
-    """
+    """The recipe of `Lion`."""
     return Recipe(
         params={
             "lr": (0.001, number(0.0)),
@@ -34,6 +30,8 @@ def _build(values: Mapping[str, Any]) -> tuple[Factory, Hyperparams]:
         learning_rate: Any, b1: Any, b2: Any, weight_decay: Any
     ) -> optax.GradientTransformation:
         return optax.chain(
+            # If the interpolated gradient is exactly 0, a parameter does not change, as in the
+            # paper. DeepSpeed's kernel adds the learning rate to it.
             optax.scale_by_lion(b1, b2),
             optax.add_decayed_weights(weight_decay),
             optax.scale_by_learning_rate(learning_rate),

@@ -22,11 +22,7 @@ _NORM_EPS = 1e-7
 
 
 class MuonState(NamedTuple):
-    """Average gradients.
-
-    Attributes:
-        momentum: The averages.
-    """
+    """Average gradients."""
 
     momentum: PyTree
 
@@ -34,10 +30,11 @@ class MuonState(NamedTuple):
 def scale_by_orthogonal_momentum(momentum: Any) -> optax.GradientTransformation:
     """The nearest orthogonal matrix to a matrix's average gradient, scaled for its shape.
 
-    The average is `m = momentum * m + (1 - momentum) * g`. Five Newton-Schulz iterations in the
-    gradient's dtype orthogonalise `momentum * m + (1 - momentum) * g`. The scale is
-    `sqrt(max(1, outputs / inputs))`, for matrices of shape `[inputs, outputs]`.
+    The average is `m = momentum * m + (1 - momentum) * g`, for matrices `[inputs, outputs]`.
     """
+    # `optax.contrib.scale_by_muon` corrects the bias of both terms of Nesterov's look-ahead, by
+    # different factors, which changes the direction (by 18 % in five updates of random gradients).
+    # Its Newton-Schulz iterations alone are not public.
 
     def init(params: PyTree) -> MuonState:
         return MuonState(optax.tree.zeros_like(params))
@@ -67,10 +64,7 @@ def _scaled_orthogonal(matrix: jax.Array) -> jax.Array:
 
 
 def orthogonalize(matrix: jax.Array) -> jax.Array:
-    """Bring all singular values of a matrix close to 1, by Newton-Schulz iterations.
-
-    The singular vectors do not change. The resulting singular values are about 0.7 to 1.2.
-    """
+    """Bring all singular values of a matrix to about 0.7 to 1.2, by Newton-Schulz iterations."""
     a, b, c = _COEFFICIENTS
     # Contract over the long side: `x @ x.T` and the products with it are then smaller.
     tall = matrix.shape[0] > matrix.shape[1]
@@ -85,13 +79,7 @@ def orthogonalize(matrix: jax.Array) -> jax.Array:
 
 
 def muon_recipe() -> Recipe:
-    """The recipe of `Muon`.
-
-    It orthogonalises the hidden matrices of the model, see `jaxpipe.layers.hidden_matrices`, which
-    DeepSpeed recognises by their names. DeepSpeed also orthogonalises parameters with more dims. In
-    Flax these can be read as matrices in several ways, so Adam updates them. Both values of
-    `ns_method` are the same iteration, which DeepSpeed runs in half precision and we do not.
-    """
+    """The recipe of `Muon`, which orthogonalises the model's hidden matrices."""
     heads = ("the heads in a matrix are not known", "Remove the key")
     return Recipe(
         params={
@@ -104,6 +92,8 @@ def muon_recipe() -> Recipe:
             "weight_decay": (0.0, number(0.0)),
             "adam_w_mode": (True, read_flag),
             "torch_adam": (False, read_flag),
+            # Both are the same iteration. DeepSpeed runs it in half precision, and we in the
+            # gradient's dtype.
             "ns_method": ("gram", one_of("gram", "standard")),
         },
         build=_build,
@@ -145,6 +135,9 @@ def _build(values: Mapping[str, Any]) -> tuple[Factory, Hyperparams]:
         parts = [direction, decayed] if values["adam_w_mode"] else [decayed, direction]
         rest = optax.chain(*parts, optax.scale_by_learning_rate(adam_learning_rate))
 
+        # DeepSpeed recognises hidden matrices by their names. It also orthogonalises parameters
+        # with more dims. In Flax these can be read as matrices in several ways, so Adam updates
+        # them.
         def labels(params: PyTree) -> PyTree:
             is_matrix = (values.get("matrices") or _have_two_dims)(params)
             return jax.tree.map(lambda is_one: "muon" if is_one else "adam", is_matrix)

@@ -57,11 +57,7 @@ def optax_optimizers() -> dict[str, Callable[..., Any]]:
 def check_arguments(
     section: str, name: str, function: Callable[..., Any], arguments: Mapping[str, Any]
 ) -> None:
-    """Compare arguments with a function's parameters.
-
-    Raises ConfigError that lists all unknown arguments and all missing ones without a default.
-    `section` is the JSON path of the arguments.
-    """
+    """Refuse unknown arguments of a function, and missing ones, in one error."""
     parameters = inspect.signature(function).parameters
     errors = Collector()
     errors.add(
@@ -78,10 +74,7 @@ def check_arguments(
 def rejected(
     section: str, name: str, arguments: Mapping[str, Any], error: Exception
 ) -> ConfigError:
-    """Error for arguments whose names are right but whose values optax cannot use.
-
-    `section` is their JSON path, and `error` is the exception that optax raised.
-    """
+    """Error for arguments whose names are right but whose values optax cannot use."""
     first = (str(error).splitlines() or [type(error).__name__])[0]
     return ConfigError(
         f"{section} must be arguments that optax's {name} accepts, but got "

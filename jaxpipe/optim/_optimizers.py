@@ -106,21 +106,7 @@ def make_optimizer(
 def hyperparam_schedules(
     name: str, params: Mapping[str, Any] | None, schedule: optax.Schedule | None
 ) -> dict[str, optax.Schedule]:
-    """The hyperparameters that follow a schedule in the optimiser that `make_optimizer` makes.
-
-    The arguments are those of `make_optimizer`.
-
-    Args:
-        name: `optimizer.type`.
-        params: `optimizer.params`.
-        schedule: The learning rate.
-
-    Returns:
-        Name to schedule, as `next_hyperparams` takes it.
-
-    Raises:
-        ConfigError: As `make_optimizer` raises it.
-    """
+    """The hyperparameters that follow a schedule in the optimiser of `make_optimizer`, by name."""
     params = {} if params is None else params
     recipe = _find(name)
     if recipe is None:
@@ -131,18 +117,9 @@ def hyperparam_schedules(
 
 
 def optimizer_lr(name: str, params: Mapping[str, Any] | None = None) -> float | None:
-    """The learning rate that the configuration's `optimizer` itself sets.
+    """The learning rate that the configuration's `optimizer` itself sets; for Muon, of matrices.
 
-    Args:
-        name: `optimizer.type`.
-        params: `optimizer.params`.
-
-    Returns:
-        The rate, or DeepSpeed's default if `params` leaves it out; for Muon, the rate of matrices.
-        None for an optax optimiser without a learning rate, or with a schedule.
-
-    Raises:
-        ConfigError: As `make_optimizer` raises it.
+    None for an optax optimiser without a learning rate, or with a schedule.
     """
     params = {} if params is None else params
     recipe = _find(name)
@@ -158,16 +135,7 @@ def with_schedule(
 ) -> optax.GradientTransformation:
     """Give an optimiser a learning-rate schedule that can be read from its state.
 
-    Args:
-        factory: A constructor with an argument `learning_rate`, such as `optax.adamw` or
-            `functools.partial(optax.sgd, momentum=0.9)`.
-        schedule: The learning rate. `OneCycle` cycles the factory's `b1` or `momentum` too.
-
-    Returns:
-        The transformation.
-
-    Raises:
-        ConfigError: The factory does not take a learning rate.
+    `OneCycle` cycles the factory's `b1` or `momentum` too.
 
     Example:
         >>> optimizer = with_schedule(optax.sgd, lambda count: 0.5**count)
@@ -181,20 +149,7 @@ def with_schedule(
 def factory_schedules(
     factory: Callable[..., optax.GradientTransformation], schedule: optax.Schedule | None
 ) -> dict[str, optax.Schedule]:
-    """The hyperparameters that follow a schedule in the optimiser that `with_schedule` makes.
-
-    The arguments are those of `with_schedule`.
-
-    Args:
-        factory: The constructor.
-        schedule: The learning rate.
-
-    Returns:
-        Name to schedule, as `next_hyperparams` takes it.
-
-    Raises:
-        ConfigError: The factory does not take a learning rate.
-    """
+    """The hyperparameters that follow a schedule in the optimiser of `with_schedule`, by name."""
     momentum = _momentum_of(_parameters(factory))
     if schedule is None:
         return {}
@@ -267,10 +222,8 @@ def _make_optax_optimizer(
 
 
 def _try_out(optimizer: optax.GradientTransformation) -> None:
-    """Trace an update of a matrix with the arguments that the engine passes.
-
-    These do not include the loss or other extra arguments.
-    """
+    """Trace an update of a matrix."""
+    # With the arguments that the engine passes: without the loss or other extra arguments.
     tree = {"w": jax.ShapeDtypeStruct((4, 4), jnp.float32)}
     state = jax.eval_shape(optimizer.init, tree)
     jax.eval_shape(optimizer.update, tree, state, tree)
@@ -279,10 +232,7 @@ def _try_out(optimizer: optax.GradientTransformation) -> None:
 def _inject(
     factory: Callable[..., optax.GradientTransformation], arguments: Mapping[str, Any]
 ) -> optax.GradientTransformation:
-    """Call a factory so that its learning rate and its momentum are stored in the state.
-
-    All other arguments are constants.
-    """
+    """Call a factory so that its learning rate and its momentum are stored in the state."""
     parameters = _parameters(factory)
     # By default, optax would store every number in the state, and numbers that Python code compares
     # would become tracers.

@@ -10,10 +10,8 @@ from ._schedules import deepspeed_schedules
 
 
 def optim_values() -> dict[str, str]:
-    """DeepSpeed's names and their parameters, by the path of the key that accepts them.
-
-    Optax's names are only mentioned, because they change from release to release.
-    """
+    """DeepSpeed's names and their parameters, by the path of the key that accepts them."""
+    # Optax's names are only mentioned, because they change from release to release.
     optimizers = {
         name: {key: default for key, (default, _) in recipe.params.items()}
         for name, recipe in deepspeed_optimizers().items()

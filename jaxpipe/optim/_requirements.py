@@ -26,14 +26,7 @@ from ._trace import OptimizerTrace, find_param, owner_of, trace_optimizer
 
 
 def check_leafwise(trace: OptimizerTrace) -> None:
-    """Refuse an optimiser whose update of one parameter uses another parameter's gradient.
-
-    Args:
-        trace: The trace of the optimiser on all parameters.
-
-    Raises:
-        ConfigError: A result depends on more than one parameter.
-    """
+    """Refuse an optimiser whose update of one parameter uses another parameter's gradient."""
     # One bit per parameter, shared by its gradient. State has no bits: an update that uses the
     # state of a parameter on another device becomes a different expression in a tree without that
     # parameter, and `check_separable` refuses it.
@@ -62,17 +55,8 @@ def check_separable(
 ) -> None:
     """Refuse an optimiser whose treatment of a parameter depends on which others are in its tree.
 
-    Every result for a part, including state, must be the same expression as in the whole tree. For
-    a part without parameters, only counts and keys are compared.
-
-    Args:
-        optimizer: The optimiser.
-        whole: Its trace on all parameters.
-        struct: Shapes and dtypes of all parameters by path.
-        parts: The paths of the parameters that are updated together.
-
-    Raises:
-        ConfigError: A result differs.
+    Every result for a part, including state, must be the same expression as in the whole tree.
+    `struct` are shapes and dtypes of all parameters, `parts` those that are updated together.
     """
     table: dict[Hashable, int] = {}
     wanted = whole.number_results(_by_path, table)
@@ -96,15 +80,7 @@ def check_separable(
 def is_uniform_over_stages(trace: OptimizerTrace, stages: Sequence[Mapping[Path, str]]) -> bool:
     """True if an optimiser treats parameters of one name in the same way on all stages.
 
-    The parameters have the paths that they have in the model.
-
-    Args:
-        trace: The trace of the optimiser on all parameters.
-        stages: For each stage, names of some parameters by path.
-
-    Returns:
-        True if the initial state and the update are the same expressions on all stages, and the
-        state has the same structure.
+    `trace` is that of all parameters. `stages` has, for each stage, names of some of them by path.
     """
     names = {path: name for stage in stages for path, name in stage.items()}
 
@@ -125,22 +101,9 @@ def params_needed_whole(
 ) -> list[Path]:
     """Find the parameters that an optimiser does not update element by element.
 
-    Each element of a parameter, and of state with its shape, must be the same expression in both
-    trees: of elements at its index, and of numbers that are the same for all.
-
-    Args:
-        optimizer: The optimiser.
-        whole: Shapes and dtypes of the parameters.
-        pieces: The same tree with the shapes of pieces.
-
-    Returns:
-        The paths of the parameters that must not be cut into these pieces, because the optimiser
-        reduces, multiplies matrices, draws random numbers, or looks at shapes or indices. All of
-        them if state that belongs to no parameter differs.
-
-    Raises:
-        ConfigError: The optimiser accepts only the whole model's tree, or needs more than
-            gradients, state and parameters.
+    Each element of a parameter, and of state with its shape, must be the same expression in the
+    tree of `whole` shapes and in that of the shapes of `pieces`: of elements at its index, and of
+    numbers that are the same for all.
     """
     first, second = (trace_optimizer(optimizer, tree) for tree in (whole, pieces))
     divided = dict(first.shaped_like_params().items() & second.shaped_like_params().items())
@@ -153,6 +116,7 @@ def params_needed_whole(
         for kind, path in results
         if wanted.get((kind, path)) != found.get((kind, path))
     }
+    # If state that belongs to no parameter differs, all of them.
     return [path for path in params if {path, None} & changed]
 
 

@@ -1,60 +1,16 @@
 """Stochastic gradient descent with PyTorch's parameters."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 
-from jaxpipe._typing import PyTree
 from jaxpipe.config import number, read_flag
 from jaxpipe.errors import ConfigError
 
 from ._adam import maximized
 from ._recipe import SECTION, Factory, Hyperparams, Recipe, clipping_refused
-
-
-class MomentumState(NamedTuple):
-    """A running sum of gradients.
-
-    Attributes:
-        step: Updates so far, int32.
-        momentum: The sum.
-    """
-
-    step: jax.Array
-    momentum: PyTree
-
-
-def scale_by_momentum(
-    momentum: Any, dampening: float, *, nesterov: bool
-) -> optax.GradientTransformation:
-    """PyTorch's momentum, `m = momentum * m + (1 - dampening) * g`.
-
-    The first `m` is `g` without dampening. With `nesterov` the direction is `g + momentum * m`
-    instead of `m`.
-    """
-
-    def init(params: PyTree) -> MomentumState:
-        return MomentumState(jnp.zeros([], jnp.int32), optax.tree.zeros_like(params))
-
-    def update(
-        updates: PyTree, state: Any, params: PyTree | None = None
-    ) -> tuple[PyTree, MomentumState]:
-        del params
-        # PyTorch starts the sum with the first gradient itself, not with 0 plus a dampened share of
-        # the gradient.
-        share = jnp.where(state.step == 0, 1.0, 1.0 - dampening)
-        total = jax.tree.map(
-            lambda g, m: (momentum * m + share * g).astype(m.dtype), updates, state.momentum
-        )
-        direction = (
-            jax.tree.map(lambda g, m: g + momentum * m, updates, total) if nesterov else total
-        )
-        return direction, MomentumState(jnp.asarray(optax.safe_increment(state.step)), total)
-
-    return optax.GradientTransformation(init, update)
 
 
 def sgd_recipe() -> Recipe:
@@ -92,12 +48,15 @@ def _build(values: Mapping[str, Any]) -> tuple[Factory, Hyperparams]:
     def with_momentum(
         learning_rate: Any, momentum: Any, weight_decay: Any
     ) -> optax.GradientTransformation:
-        return _chain(
-            values,
-            learning_rate,
-            weight_decay,
-            scale_by_momentum(momentum, dampening, nesterov=nesterov),
-        )
+        trace = optax.trace(momentum, nesterov)
+        if dampening:
+            # PyTorch starts the sum with the first gradient itself, not with 0 plus a dampened
+            # share of the gradient.
+            dampened = optax.scale_by_schedule(
+                lambda count: jnp.where(count == 0, 1.0, 1.0 - dampening)
+            )
+            trace = optax.chain(dampened, trace)
+        return _chain(values, learning_rate, weight_decay, trace)
 
     hyperparams = {"learning_rate": values["lr"], "weight_decay": values["weight_decay"]}
     if values["momentum"] == 0:

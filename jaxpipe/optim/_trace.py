@@ -22,11 +22,8 @@ from ._optax import REJECTIONS
 class OptimizerTrace:
     """An optimiser traced on the parameters of a model, or of a part of it.
 
-    Attributes:
-        init: Maps parameters to state.
-        update: Maps gradients, state and parameters to parameters and state.
-        params: The path of each parameter.
-        state: The path of each leaf of the state.
+    `init` maps parameters to state; `update` maps gradients, state and parameters to parameters
+    and state. `params` and `state` are the paths of the leaves.
     """
 
     init: ClosedJaxpr
@@ -55,11 +52,9 @@ class OptimizerTrace:
     ) -> dict[tuple[str, Path], int]:
         """Numbers for the results of the initial state and one update, equal for equal expressions.
 
-        Results are keyed by their kind, worded as in an error message, and their path. `label` maps
-        an input's kind, `"parameter"`, `"gradient"` or `"state"`, and its path to a label; inputs
-        with the same label count as equal. `table` has the expressions numbered so far, so that
-        several traces can be compared. If `divided` is given, the tree may hold pieces of the
-        parameters. It maps the leaves of the state that are cut like a parameter to this parameter.
+        Results are keyed by their kind, worded as in an error message, and their path. Inputs with
+        the same `label` count as equal. Traces that share a `table` can be compared. `divided` maps
+        the leaves of the state that are cut like a parameter to it, if the tree may hold pieces.
         """
         table = {} if table is None else table
         params, grads = (
@@ -82,19 +77,9 @@ class OptimizerTrace:
 def trace_optimizer(
     optimizer: optax.GradientTransformation, tree: PyTree, *, is_part: bool = False
 ) -> OptimizerTrace:
-    """Trace an optimiser.
+    """Trace an optimiser on parameters, given as shapes and dtypes, with the paths of the model.
 
-    Args:
-        optimizer: The optimiser.
-        tree: The parameters, as shapes and dtypes, with the paths of the model.
-        is_part: True if these are part of a model whose whole tree the optimiser accepts.
-
-    Returns:
-        The trace.
-
-    Raises:
-        ConfigError: The optimiser needs more than gradients, state and parameters, fails with them,
-            or accepts only the whole model's tree.
+    `is_part` means that they are part of a model whose whole tree the optimiser accepts.
     """
     # If the model's tree is accepted, a part cannot be refused because of a single parameter.
     refused = (lambda: None) if is_part else functools.partial(_refused_param, optimizer, tree)
@@ -106,18 +91,7 @@ def trace_optimizer(
 
 
 def state_struct(optimizer: optax.GradientTransformation, tree: PyTree) -> PyTree:
-    """Shapes and dtypes of an optimiser's state for a part of a model's parameters.
-
-    Args:
-        optimizer: The optimiser.
-        tree: The part, as shapes and dtypes, with the paths of the model.
-
-    Returns:
-        The state's shapes and dtypes.
-
-    Raises:
-        ConfigError: The optimiser accepts only the whole model's tree.
-    """
+    """Shapes and dtypes of an optimiser's state for a part of a model's parameters."""
     with _refusing(*_ANY_PART):
         return jax.eval_shape(optimizer.init, tree)
 
@@ -125,31 +99,23 @@ def state_struct(optimizer: optax.GradientTransformation, tree: PyTree) -> PyTre
 def apply_update(
     optimizer: optax.GradientTransformation, grads: PyTree, state: PyTree, params: PyTree
 ) -> tuple[Any, Any]:
-    """Apply one update to some parameters, from their gradients and state.
-
-    Returns:
-        `(parameters, state)`.
-    """
+    """Apply one update to some parameters; return `(parameters, state)`."""
     updates, state = optimizer.update(grads, state, params)
     return optax.apply_updates(params, updates), state
 
 
 def leaf_paths(tree: PyTree) -> list[Path]:
-    """The path of every leaf of a tree, as the names of its keys, attributes and indices.
-
-    An optimiser's state has the same paths with and without an average.
-    """
+    """The path of every leaf of a tree, as the names of its keys, attributes and indices."""
+    # An optimiser's state has the same paths with and without an average.
     paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
     named = [tuple(jax.tree_util.keystr((key,), simple=True) for key in path) for path in paths]
     return [path[1:] if path[:1] == (AVERAGED,) else path for path in named]
 
 
 def find_param(state_path: Path, known: Collection[Path]) -> tuple[int, int] | None:
-    """Start and end of a parameter's path inside the path of a leaf of the state.
-
-    optax wraps trees of parameters in its own states, so the path of a moment contains its
-    parameter's path between keys of the optimiser.
-    """
+    """Start and end of a parameter's path inside the path of a leaf of the state."""
+    # Optax wraps trees of parameters in its own states, so the path of a moment contains its
+    # parameter's path between keys of the optimiser.
     size = len(state_path)
     runs = ((i, j) for i in range(size) for j in range(i + 1, size + 1) if state_path[i:j] in known)
     return next(runs, None)

@@ -23,11 +23,7 @@ def effective_steps(warmup_num_steps: int) -> int:
 
 
 def warmup_fraction(iteration: jax.Array, num_steps: int, warmup_type: str) -> jax.Array:
-    """Progress of a warm-up, a float32 scalar, 0 at iteration 0.
-
-    It is `i / n` for `"linear"` and `log(i + 1) / log(n)` for `"log"`. Iterations are DeepSpeed's;
-    negative ones count as 0.
-    """
+    """Progress of a warm-up, a float32 scalar, 0 up to DeepSpeed's iteration 0."""
     reached = jnp.maximum(iteration, 0).astype(jnp.float32)
     if warmup_type == "linear":
         return reached / num_steps

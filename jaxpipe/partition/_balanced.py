@@ -47,11 +47,10 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
 def best_cut(
     weights: Sequence[int], num_parts: int, allowed: Sequence[Sequence[int]] | None = None
 ) -> list[int] | None:
-    """`partition_balanced` for checked weights, with optional restrictions on the parts.
+    """`partition_balanced` for checked weights; None if no cut is allowed.
 
     `allowed[part][start]` has the ends that the part may have if it begins at `start`, as the bits
-    of an integer; None allows all. There are from 1 to `len(weights)` parts. The result is None if
-    no cut is allowed.
+    of an integer; None allows all.
     """
     num_items = len(weights)
     # The sum of any part is the difference of two prefixes, so the optimum is among these, and
@@ -75,10 +74,7 @@ def best_cut(
 
 @dataclass(frozen=True)
 class _Limits:
-    """Limits of every part: bounds on the sum of its weights and on its number of items.
-
-    `allowed[part][start]` further restricts the ends of a part, as the bits of an integer.
-    """
+    """Bounds on the sum of the weights and on the number of items of every part."""
 
     prefix: list[int]
     num_parts: int
@@ -90,11 +86,7 @@ class _Limits:
 
 
 def _tighten(limits: _Limits, name: str, candidates: Sequence[int]) -> _Limits:
-    """Set one limit to the first candidate that still admits a cut.
-
-    `limits` must admit a cut. Candidates are ordered from the tightest to the loosest, and the last
-    one admits a cut.
-    """
+    """Set one limit to the first candidate, from the tightest on, that still admits a cut."""
 
     def admits(value: int) -> bool:
         tightened = replace(limits, **{name: value})
@@ -122,10 +114,7 @@ def _windows(limits: _Limits) -> list[int]:
 
 
 def _suffixes(limits: _Limits, windows: list[int]) -> list[int] | None:
-    """For each k from 0 to `num_parts`, the starts from which k parts can cover the rest, as bits.
-
-    The result is None if 0 is not a start for `num_parts` parts.
-    """
+    """For each k, the starts from which k parts cover the rest, as bits; None if 0 is not one."""
     num_items = len(windows)
     suffixes = [1 << num_items]
     for part in range(limits.num_parts - 1, -1, -1):

@@ -3,9 +3,12 @@
 A tick takes the time of the slowest part plus the cost, on all stages, of layers outside the trunk.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+
+from jaxpipe.errors import PartitionError
 
 from ._balanced import best_cut
 from ._checks import checked_parts, exact_weights
@@ -26,9 +29,8 @@ Among such cuts, the one with the fewest parameters outside the trunk is chosen,
 program is the same on all stages.
 """
 
-
 _LIGHTER = 0.9
-"""Factor by which each step of the search reduces the parameters of the largest part."""
+"""Factor by which each step of the search reduces the size of the largest part."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +56,7 @@ class Tick:
 
 
 def tick_of(profile: Profile, boundaries: Sequence[int]) -> Tick:
-    """The tick of a cut.
-
-    Args:
-        profile: Times, parameters and signatures of the layers.
-        boundaries: The boundaries of the parts.
-    """
+    """The tick of a cut."""
     seconds = profile.seconds()
     slowest = max(sum(seconds[first:end]) for first, end in pairwise(boundaries))
     num_params = _unsharded_params(profile)
@@ -80,13 +77,14 @@ def partition_best(profile: Profile, num_parts: int) -> list[int]:
     summed on every stage. Among cuts with about equally long ticks, the one with the fewest
     parameters outside the trunk is chosen.
 
-    The search considers the cut that minimises the largest part, the fastest cut, and slower cuts
-    whose largest parts have fewer and fewer parameters. It repeats this for each kind of repeated
-    layer, and for each number of them that all parts can have, among the cuts whose parts end
-    after such a layer.
+    If `profile.memory` has a limit, only cuts count whose stages need no more than that. The search
+    considers the cut that minimises the largest part, the fastest cut, and slower cuts whose
+    largest parts are smaller and smaller. It repeats this for each kind of repeated layer, and for
+    each number of them that all parts can have, among the cuts whose parts end after such a layer.
 
     Args:
-        profile: Times and parameters of the layers. Its signatures identify equivalent layers.
+        profile: Times and parameters of the layers. Its signatures identify equivalent layers, and
+            its memory describes `num_parts` parts.
         num_parts: Number of parts.
 
     Returns:
@@ -94,7 +92,8 @@ def partition_best(profile: Profile, num_parts: int) -> list[int]:
         increasing.
 
     Raises:
-        PartitionError: There are more parts than layers, or a time is negative or not finite.
+        PartitionError: There are more parts than layers, a time is negative or not finite, or no
+            cut was found within the limit.
 
     Example:
         >>> from jaxpipe.partition import LayerCost, Profile
@@ -107,45 +106,79 @@ def partition_best(profile: Profile, num_parts: int) -> list[int]:
     num_parts = checked_parts(len(weights), num_parts, "layers")
     cuts = _ever_lighter(profile, weights, num_parts, [1] * len(weights), 1)
     fastest_s = cuts[0][0].slowest_s
-    balanced = best_cut(_unsharded_params(profile), num_parts) or []
+    balanced = best_cut(_sizes(profile), num_parts) or []
     cuts.append((tick_of(profile, balanced), balanced))
     for kind in dict.fromkeys(profile.signatures):
         of_kind = [int(kind == other) for other in profile.signatures]
         for each in range(sum(of_kind) // num_parts, 0, -1):
             cuts += _ever_lighter(profile, weights, num_parts, of_kind, each)
-            if min(tick.seconds for tick, _ in cuts) <= fastest_s * _NEAR:
+            if _shortest_s(profile, cuts) <= fastest_s * _NEAR:
                 break  # a smaller trunk could not make a tick sufficiently shorter
-    shortest = min(tick.seconds for tick, _ in cuts)
-    return min(
+    limit_s = _shortest_s(profile, cuts) * _NEAR
+    found = [
         (tick.off_trunk, tick.seconds, cut)
         for tick, cut in cuts
-        if tick.seconds <= shortest * _NEAR
-    )[2]
+        if tick.seconds <= limit_s and _fits(profile, cut)
+    ]
+    if not found:
+        raise _too_small(profile, [cut for _, cut in cuts])
+    return min(found)[2]
 
 
 def _ever_lighter(
     profile: Profile, weights: Sequence[int], num_parts: int, of_kind: Sequence[int], each: int
 ) -> list[tuple[Tick, list[int]]]:
-    """Cuts whose parts all have `each` layers of a kind.
-
-    The result has the fastest cut, and slower cuts whose largest part is smaller.
-    """
-    num_params = _unsharded_params(profile)
-    most = sum(num_params)
+    """Cuts whose parts all have `each` layers of a kind: the fastest, and slower, smaller ones."""
+    sizes = _sizes(profile)
+    most = sum(sizes)
     found = list[tuple[Tick, list[int]]]()
     while True:
-        ends = [_ends(num_params, of_kind, start, each, most) for start in range(len(num_params))]
+        ends = [_ends(sizes, of_kind, start, each, most) for start in range(len(sizes))]
         cut = best_cut(weights, num_parts, [ends] * num_parts)
         tick = None if cut is None else tick_of(profile, cut)
-        if (
-            cut is None
-            or tick is None
-            or (found and tick.slowest_s >= min(tick.seconds for tick, _ in found))
-        ):
+        # Smaller parts only make the tick longer, so nothing that follows could be chosen.
+        if cut is None or tick is None or tick.slowest_s >= _shortest_s(profile, found):
             return found
         found.append((tick, cut))
-        largest = max(sum(num_params[first:end]) for first, end in pairwise(cut))
+        largest = max(sum(sizes[first:end]) for first, end in pairwise(cut))
         most = min(largest - 1, int(largest * _LIGHTER))
+
+
+def _shortest_s(profile: Profile, cuts: Sequence[tuple[Tick, list[int]]]) -> float:
+    """Seconds of the shortest tick among the cuts that fit; infinite if none fits."""
+    return min((tick.seconds for tick, cut in cuts if _fits(profile, cut)), default=math.inf)
+
+
+def _fits(profile: Profile, cut: Sequence[int]) -> bool:
+    memory = profile.memory
+    if memory is None or memory.limit_bytes is None:
+        return True
+    return max(profile.stage_bytes(cut)) <= memory.limit_bytes
+
+
+def _too_small(profile: Profile, cuts: Sequence[Sequence[int]]) -> PartitionError:
+    limit = 0 if profile.memory is None else profile.memory.limit_bytes
+    enough = min(max(profile.stage_bytes(cut)) for cut in cuts)
+    return PartitionError(
+        "limit_bytes (pipeline.memory_limit_gb if it is set, otherwise the device's memory) must "
+        f"leave room for every stage of some cut into {len(cuts[0]) - 1} parts, but got "
+        f"limit_bytes={limit:,}, and the smallest that a cut was found for is {enough:,}. Raise "
+        "the limit, recompute (activation_checkpoint_interval), use smaller microbatches, or more "
+        "stages."
+    )
+
+
+def _sizes(profile: Profile) -> list[int]:
+    """The size of each layer that the search reduces: its bytes if memory is known."""
+    memory = profile.memory
+    if memory is None:
+        return _unsharded_params(profile)
+    # Approximate: groups that are recomputed, and residuals that neighbours share, need less. What
+    # a cut really needs decides whether it fits.
+    return [
+        round(memory.bytes_per_param * num_params) + max(memory.in_flight) * layer.residual_bytes
+        for num_params, layer in zip(_unsharded_params(profile), profile.layers, strict=True)
+    ]
 
 
 def _unsharded_params(profile: Profile) -> list[int]:
@@ -153,19 +186,14 @@ def _unsharded_params(profile: Profile) -> list[int]:
     return [0 if layer.is_stage_sharded else layer.num_params for layer in profile.layers]
 
 
-def _ends(
-    num_params: Sequence[int], of_kind: Sequence[int], start: int, each: int, most: int
-) -> int:
-    """The allowed ends of a part that begins at `start`, as bits.
-
-    A part ends after a layer of the kind, or at the end of the model.
-    """
+def _ends(sizes: Sequence[int], of_kind: Sequence[int], start: int, each: int, most: int) -> int:
+    """The ends, as bits, of a part from `start`: after a layer of the kind, or the last layer."""
     ends = count = size = 0
-    for index in range(start, len(num_params)):
+    for index in range(start, len(sizes)):
         count = count + of_kind[index]
-        size = size + num_params[index]
+        size = size + sizes[index]
         if size > most:
             break
-        if count >= each and (of_kind[index] or index == len(num_params) - 1):
+        if count >= each and (of_kind[index] or index == len(sizes) - 1):
             ends |= 1 << (index + 1)
     return ends

@@ -18,10 +18,7 @@ def checked_count(value: object, name: str) -> int:
 
 
 def checked_parts(num_items: int, num_parts: object, items: str) -> int:
-    """A number of parts that leaves none of them empty; PartitionError if one would be empty.
-
-    `items` is the word for the items in the message.
-    """
+    """A number of parts that leaves none empty; `items` is the word for them in the error."""
     parts = checked_count(num_parts, "num_parts")
     if parts > num_items:
         raise PartitionError(
@@ -33,13 +30,7 @@ def checked_parts(num_items: int, num_parts: object, items: str) -> int:
 
 
 def exact_weights(weights: Sequence[object]) -> list[int]:
-    """The weights as integers in a common unit, without rounding.
-
-    If all weights are integers, they are unchanged. If some are floats or fractions, all are
-    multiplied by the smallest factor that makes every weight's exact value an integer, so that sums
-    and comparisons of sums are exact. Raises PartitionError for a weight that is a bool, not a real
-    number, not finite, or negative.
-    """
+    """The weights as integers in a common unit, so that sums and comparisons of sums are exact."""
     exact = [_exact(weight, index) for index, weight in enumerate(weights)]
     unit = math.lcm(*(weight.denominator for weight in exact))
     return [weight.numerator * (unit // weight.denominator) for weight in exact]

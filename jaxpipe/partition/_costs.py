@@ -84,7 +84,7 @@ class StageMemory:
         in_flight: For each part, the number of microbatches in flight that it has room for. For
             example, it is `min(M, 2 * S - 1)` on all of S stages for M microbatches and `"1f1b"`,
             because all devices hold rings of equal size.
-        stages: The stage of each part. If None, part p is on stage `p % num_stages`.
+        stages: The stage of each part. If None, part p is on stage p.
         bytes_per_param: Bytes of a parameter, its gradient and its optimiser state. 16 is the value
             for Adam with its two moments, if everything is float32.
         limit_bytes: Bytes that a stage may need; None means no limit.
@@ -110,10 +110,6 @@ class StageMemory:
                 f"bytes_per_param={self.bytes_per_param!r}. Use 16 for float32 parameters under "
                 "Adam."
             )
-
-    def stage_of(self, part: int, num_stages: int) -> int:
-        """The stage that holds a part."""
-        return part % num_stages if self.stages is None else self.stages[part]
 
 
 @dataclass(frozen=True)
@@ -182,6 +178,16 @@ class Profile:
         """Bytes that each part of a cut needs, without parameters that every stage holds."""
         cuts = enumerate(zip(boundaries[:-1], boundaries[1:], strict=True))
         return [_nth(self.needed_bytes(part, first), end - first) for part, (first, end) in cuts]
+
+    def stage_bytes(self, boundaries: Sequence[int]) -> list[int]:
+        """Bytes that each stage needs: for its parts, and for parameters that every stage holds."""
+        memory = self.memory or StageMemory((1,) * (len(boundaries) - 1))
+        sizes = self.part_bytes(boundaries)
+        stages = range(len(sizes)) if memory.stages is None else memory.stages
+        totals = [round(memory.bytes_per_param * self.stage_sharded_params)] * (max(stages) + 1)
+        for stage, size in zip(stages, sizes, strict=True):
+            totals[stage] += size
+        return totals
 
     def part_sizes(self, boundaries: Sequence[int]) -> list[tuple[int, int, int]]:
         """For each part of a cut, its parameters, residual bytes and recomputed bytes.

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Hashable, Iterable, Sequence, Sized
 from dataclasses import dataclass
 from numbers import Integral
-from typing import cast
+from typing import Literal, cast
 
 from jaxpipe.errors import PartitionError, nearest, shown
 
@@ -12,7 +12,6 @@ from ._balanced import partition_balanced
 from ._best import partition_best
 from ._checks import checked_count
 from ._costs import Profile
-from ._profile import partition_profile, profile_source
 from ._table import format_layers
 from ._trunk import partition_trunk
 from ._uniform import partition_uniform
@@ -55,6 +54,24 @@ def needs_shapes(method: str | Sequence[int]) -> bool:
     return is_method(method, "best", "parameters", "trunk")
 
 
+def profile_source(method: str | Sequence[int]) -> Literal["times", "counts"] | None:
+    """What `'profile'` cuts by: measured `"times"` or estimated `"counts"`; None for others."""
+    if not isinstance(method, str):
+        return None
+    name, colon, source = method.lower().partition(":")
+    if name != "profile":
+        return None
+    if not colon:
+        return "times"
+    if source != "flops":
+        raise PartitionError(
+            "partition_method must be 'profile' or 'profile:flops', but got "
+            f"partition_method={method!r}. Use 'profile' for measured times, or 'profile:flops' "
+            "for counted operations and bytes."
+        )
+    return "counts"
+
+
 def partition_layers(
     method: str | Sequence[int],
     *,
@@ -77,9 +94,8 @@ def partition_layers(
       match of the regular expression, ignoring case, and weight 0 for the others. Everything after
       the first colon is the expression, unchanged (DeepSpeed drops everything after a second colon,
       and turns `\S` into `\s`).
-    - `'profile'`: minimises the measured time of the slowest part, within a memory limit if there
-      is one (`partition_profile`); `'profile:flops'` uses times estimated from operations and bytes
-      instead.
+    - `'profile'`: as `'best'`, from measured times, and within a memory limit if there is one;
+      `'profile:flops'` uses times estimated from operations and bytes instead.
     - `'trunk'`: an equal number of repeated layers in each part. Layers before them are in the
       first part, and layers after them in the last. This suits the executor best.
     - A sequence of `num_parts + 1` boundaries, such as `[0, 3, 6, 9]`.
@@ -174,7 +190,7 @@ def _method(method: str, layers: _Layers) -> Callable[[str, _Layers], Sequence[i
     if name in methods:
         return methods[name]
     if profile_source(method) is not None:
-        return _profile
+        return _best
     near = nearest(name.split(":")[0], [*methods, "profile", _TYPE.rstrip(":")])
     hint = "'type:REGEX'" if near == "type" else f"{near!r}"
     raise PartitionError(
@@ -211,10 +227,6 @@ def _trunk(method: str, layers: _Layers) -> Sequence[int]:
 
 def _best(method: str, layers: _Layers) -> Sequence[int]:
     return partition_best(_known_profile(method, layers), layers.num_parts)
-
-
-def _profile(method: str, layers: _Layers) -> Sequence[int]:
-    return partition_profile(_known_profile(method, layers), layers.num_stages, layers.num_parts)
 
 
 def _known_profile(method: str, layers: _Layers) -> Profile:

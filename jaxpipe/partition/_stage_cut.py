@@ -25,24 +25,10 @@ class StageCut:
 
 
 def cut_stages(signatures: Sequence[Hashable], boundaries: Sequence[int]) -> tuple[StageCut, ...]:
-    """Find the trunk of each stage.
-
-    The trunk is the longest run of layers that ends every stage but the last and occurs in the
-    last.
-
-    If there is no such run, the epilogue is only the last layer. On a single stage, the epilogue is
-    all layers: a fused value and gradient then keeps nothing between forward and backward.
-
-    Args:
-        signatures: One value per layer, equal for equivalent layers; see
-            `jaxpipe.layers.layer_signatures`.
-        boundaries: Boundaries of the virtual stages.
-
-    Returns:
-        One cut per stage.
-    """
+    """The trunk of each stage: the longest run that all but the last end with, and the last has."""
     num_stages = len(boundaries) - 1
     if num_stages == 1:
+        # A fused value and gradient keeps nothing between forward and backward.
         return (StageCut(range(0), range(0), range(boundaries[1])),)
     stages = [list(signatures[boundaries[s] : boundaries[s + 1]]) for s in range(num_stages)]
     size = _common_suffix(stages[:-1])
@@ -59,6 +45,7 @@ def cut_stages(signatures: Sequence[Hashable], boundaries: Sequence[int]) -> tup
     ]
     first = boundaries[-2]
     last = boundaries[-1]
+    # Without a common run, only the last layer runs with the loss.
     start = last - 1 if offset is None else first + offset
     cuts.append(
         StageCut(range(first, start), range(start, start + size), range(start + size, last))

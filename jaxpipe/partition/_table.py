@@ -34,11 +34,7 @@ class Tie:
 
 
 def format_layers(names: Sequence[str], num_params: Sequence[int] | None) -> str:
-    """The numbered layer list that error messages show.
-
-    Each line comes after a newline and is indented. The middle of a list of more than 60 layers is
-    left out.
-    """
+    """The numbered layer list of error messages, each line after a newline and indented."""
     lines = [
         f"\n  {index}: {name}"
         + ("" if num_params is None else f" ({counted(num_params[index], 'parameter')})")
@@ -59,25 +55,10 @@ def format_partition(
     profile: Profile | None = None,
     ties: Sequence[Tie] = (),
 ) -> str:
-    """A partition as a table, one line per stage, to show before training starts.
+    """A partition as a table, one line per stage: layers, parameters, times and memory.
 
-    Args:
-        boundaries: `num_parts + 1` layer indices, first 0, last `len(names)`.
-        names: One name per layer.
-        num_params: Parameters per layer, with shared ones counted in each layer. None leaves out
-            the two columns that need them.
-        stages: The stage of each part, if stages hold several parts; None: part p is stage p.
-        profile: Costs of the layers, which add columns of times, and of memory if it is known; None
-            adds no columns.
-        ties: Parameters that layers share. They count once in each part that holds them, marked
-            with a star, and once in the total.
-
-    Returns:
-        Lines of equal width with the stage, its layers `[first, end)`, their names (equal
-        neighbours are counted), the stage's parameters and their share of the largest stage's,
-        milliseconds per microbatch and their share of the slowest stage's, and bytes. Further lines
-        follow with the totals, the shared parameters, the source of the times, and the parameters
-        that every stage also holds. There is no newline at the end.
+    None of `num_params` or `profile` leaves out their columns. `stages` has the stage of each part
+    if stages hold several; parameters of `ties` count once in each part.
 
     Example:
         >>> names = ["Embed", "Block", "Block", "Head"]

@@ -11,13 +11,8 @@ def partition_trunk(
 ) -> list[int]:
     """Cut so that every part holds the same number of the layer that the model repeats.
 
-    The repeated layer is the most frequent signature; its layers must be one contiguous run. Layers
-    before the run are put in the first part, and layers after it in the last. If there is only one
-    part, it holds everything. Raises PartitionError if no layer is repeated, two are repeated
-    equally often, the repeated layer is not one run, or `num_parts` does not divide its length.
-
-    Signatures are equal for equivalent layers. `listing` and `asked`, for example `num_stages=4`,
-    are used in messages. The result is `num_parts + 1` layer indices.
+    The repeated layer is the most frequent signature, in one contiguous run. `listing` and `asked`,
+    for example `num_stages=4`, are used in messages.
     """
     if num_parts == 1:
         return [0, len(signatures)]

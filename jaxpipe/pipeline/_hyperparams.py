@@ -14,24 +14,14 @@ from jaxpipe._typing import PyTree
 from jaxpipe.optim import next_hyperparams, read_hyperparams, replace_hyperparams, set_hyperparams
 from jaxpipe.state import Updater, ZeroSharding, place_everywhere, switch_stages
 
-from ._program import Program, on_each_device
+from ._program import Compiled
 
 
 class Hyperparams:
     """Reads and sets the hyperparameters that `optax.inject_hyperparams` keeps in the state.
 
-    Objects are made by `Pipeline.hyperparams`. The state is not moved: two small programs run on
-    its own devices. With several processes, all must make the same calls.
-
-    Args:
-        mesh: The devices.
-        sharding: How parameters and optimiser state are divided into shards.
-        updater: The optimiser.
-        schedules: Hyperparameters that follow a schedule, by name.
-        shardings: Shardings of the arrays of the optimiser state.
-
-    Attributes:
-        names: Names of the hyperparameters in the state. Empty if the optimiser keeps none there.
+    The state is not moved: two small programs run on its own devices. With several processes, all
+    must make the same calls.
     """
 
     def __init__(
@@ -50,25 +40,21 @@ class Hyperparams:
         rows = sharding.row_spec
         known = read_hyperparams(self._blank(0)) or {}
         self.names = tuple(name for name, value in known.items() if np.ndim(value) == 0)
-        self._read = Program(on_each_device(self._values, mesh, (rows,), rows), mesh)
+        self._read: Compiled[..., Any] = Compiled(
+            "read_hyperparams", self._values, mesh, ((rows,), rows)
+        )
         # The state must keep its shardings, because the next step is compiled for them.
-        self._write = Program(
-            on_each_device(self._changed, mesh, (rows, P()), rows),
+        self._write: Compiled[..., Any] = Compiled(
+            "set_hyperparams",
+            self._changed,
             mesh,
+            ((rows, P()), rows),
             out_shardings=shardings,
             donate_argnums=0,
         )
 
     def read(self, opt_state: PyTree) -> dict[str, float]:
-        """Return the hyperparameters of the next update.
-
-        Args:
-            opt_state: The state's `opt_state`.
-
-        Returns:
-            Numbers by name. A hyperparameter whose schedule is not known has the value of the last
-            update.
-        """
+        """Return the hyperparameters of the next update; of the last one without their schedule."""
         # Every shard of the state contains all of them, with equal values, so one local row is
         # enough.
         found = self.start_read(opt_state)
@@ -76,30 +62,11 @@ class Hyperparams:
         return {name: row[0].item() for name, row in jax.device_get(shards).items()}
 
     def start_read(self, opt_state: PyTree) -> Mapping[str, jax.Array]:
-        """Start the program of `read` without waiting for it.
-
-        Args:
-            opt_state: As for `read`.
-
-        Returns:
-            Arrays `[num_rows]` by name, each with equal elements.
-        """
+        """Start `read` without waiting; returns arrays `[num_rows]` of equal elements, by name."""
         return self._read(opt_state) if self.names else {}
 
     def write(self, opt_state: PyTree, values: Mapping[str, Any]) -> PyTree:
-        """Set hyperparameters for all updates from now on.
-
-        Args:
-            opt_state: The state's `opt_state`, which is donated.
-            values: Numbers by name.
-
-        Returns:
-            The new `opt_state`.
-
-        Raises:
-            ConfigError: The state keeps no hyperparameter of that name, the hyperparameter follows
-                a schedule, or a value is not a finite number. Nothing is donated in these cases.
-        """
+        """Set hyperparameters for all further updates. Donates `opt_state`, unless it raises."""
         # On zeros first, only to raise its errors, because the program that writes donates the
         # state.
         set_hyperparams(self._blank(0), **values)

@@ -100,14 +100,7 @@ def make_pipeline(
 
 
 class Prepared(NamedTuple):
-    """Arguments of a pipeline, completed by its configuration.
-
-    Attributes:
-        model: The model with the configuration's settings.
-        chosen: The optimiser and the schedule.
-        mesh: The mesh to run on.
-        sizes: The batch sizes.
-    """
+    """Arguments of a pipeline, completed by its configuration."""
 
     model: PipelineModule
     chosen: ChosenOptimizer
@@ -125,20 +118,7 @@ def prepare(
 ) -> Prepared:
     """Check a configuration against the model, the optimiser, the schedule and the devices.
 
-    Args:
-        model: The layers and how they are divided over the stages.
-        config: The configuration.
-        optimizer: As for `choose_optimizer`.
-        lr_scheduler: As for `choose_optimizer`.
-        mesh: The mesh. None: the mesh of the model's topology.
-        errors: Errors found when the configuration was read.
-
-    Returns:
-        The arguments to build a pipeline from.
-
-    Raises:
-        JaxpipeError: Arguments do not match, or `errors` is not empty. If there are several errors,
-            a `ConfigError` lists them all.
+    Raises what `errors`, those found when the configuration was read, and these checks contain.
     """
     # All checks run even if one fails, so that users see all errors together. These values are
     # placeholders.
@@ -201,20 +181,7 @@ def mesh_for(model: PipelineModule, devices: Sequence[Any] | None = None) -> Mes
 
 
 def configure_model(model: PipelineModule, config: TrainConfig) -> PipelineModule:
-    """Return the model with the settings of the configuration.
-
-    Args:
-        model: The layers and how they are divided over the stages.
-        config: The configuration. Its section `pipeline` is used, and the dtype that `fp16` and
-            `bf16` select.
-
-    Returns:
-        A model with the same layers.
-
-    Raises:
-        ConfigError: The configuration contradicts the model's constructor, or a memory limit is set
-            that nothing observes. The error lists all problems.
-    """
+    """Return the model with the settings of the configuration. Both must not contradict."""
     section = config.pipeline
     errors = Collector()
     if section.stages not in ("auto", model.num_stages):

@@ -32,18 +32,13 @@ _CONSTRUCTOR = (
 
 @dataclass(frozen=True)
 class ChosenOptimizer:
-    """The optimiser of a run, with its schedules.
+    """The optimiser of a run, with its schedules."""
 
-    Attributes:
-        transformation: The optimiser. None: the run only evaluates.
-        lr_scheduler: The schedule of its learning rate, if it was given separately from the
-            optimiser.
-        schedules: Schedules of hyperparameters in the optimiser state, by name, as
-            `jaxpipe.optim.next_hyperparams` takes them.
-    """
-
+    # None: the run only evaluates.
     transformation: optax.GradientTransformation | None
+    # That of the learning rate, if it was given separately from the optimiser.
     lr_scheduler: optax.Schedule | None = None
+    # Those of hyperparameters in the optimiser state, as `next_hyperparams` takes them.
     schedules: Mapping[str, optax.Schedule] = field(default_factory=dict)
 
 
@@ -56,21 +51,7 @@ def choose_optimizer(
 ) -> ChosenOptimizer:
     """Determine the optimiser and the schedule of a run, and combine them.
 
-    Args:
-        config: The configuration. Only its sections `optimizer`, `scheduler` and `ema` are read.
-        optimizer: An optax transformation. Or, for use with a schedule, a constructor that takes
-            `learning_rate`.
-        lr_scheduler: The learning rate as a function of the number of updates: an optax schedule,
-            or one of `jaxpipe.optim`.
-
-    Returns:
-        The optimiser and its schedules.
-
-    Raises:
-        ConfigError: The optimiser or the schedule is given in two places, is not valid, or has
-            wrong parameters; a schedule is given with an optimiser that is already built, or
-            without an optimiser; or a constructor is given without a schedule. One error lists all
-            problems.
+    For use with a schedule, `optimizer` is a constructor that takes `learning_rate`.
     """
     named = config.optimizer
     section = config.scheduler
@@ -119,11 +100,7 @@ def choose_optimizer(
 def optimizer_for(
     optimizer: optax.GradientTransformation, trace: ModelTrace, config: TrainConfig
 ) -> optax.GradientTransformation:
-    """Make a run's optimiser for its model, with the average of the section `ema` in its state.
-
-    Raises:
-        ConfigError: The configuration moves parameters by their load, and the model trains none.
-    """
+    """Make a run's optimiser for its model, with the average of the section `ema` in its state."""
     rate = config.pipeline.router_bias_update_rate
     if rate and not trace.load_biases - trace.frozen:
         raise ConfigError(

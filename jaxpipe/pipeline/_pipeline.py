@@ -74,7 +74,7 @@ from jaxpipe.state import (
 from jaxpipe.topology import FSDP, adopt_mesh, mesh_shape
 
 from ._hyperparams import Hyperparams
-from ._program import Compiled, Program, on_each_device
+from ._program import Compiled
 from ._traced import trace_model
 from ._validate import (
     check_base,
@@ -361,10 +361,7 @@ class Pipeline:
         return jax.tree.map(placed, struct)
 
     def _rows(self, struct: PyTree, spec: PyTree, *, by_replica: bool = True) -> PyTree:
-        """Return shapes, dtypes and shardings of global arrays, given those of a row.
-
-        Each replica may have its own rows.
-        """
+        """Return shapes, dtypes and shardings of global arrays, given those of a row."""
         rows = self._sharding.row_spec
         num_rows = self._sharding.num_rows
         if not by_replica:
@@ -396,10 +393,8 @@ class Pipeline:
         return jax.tree.map(sharded, self._entry, self._batch_specs)
 
     def _batch_sharding(self, spec: P) -> NamedSharding:
-        """Return the sharding of a batch leaf, given its spec over the manual axes.
-
-        Samples are also divided over `fsdp`.
-        """
+        """Return the sharding of a batch leaf, given its spec over the manual axes."""
+        # Samples are also divided over `fsdp`, which is no manual axis.
         if FSDP in self.mesh.axis_names and spec == P(None, "data"):
             spec = P(None, ("data", FSDP))
         return NamedSharding(self.mesh, spec)
@@ -698,8 +693,13 @@ class Pipeline:
         state = with_arrays(self.state_struct, arrays)
         # On the devices: the optimiser state is never in host memory, which may be too small.
         shardings = jax.tree.map(lambda x: x.sharding, self.state_struct.opt_state)
-        init = on_each_device(self._programs.init_optimizer, self.mesh, (rows,), rows)
-        init = jax.jit(init, out_shardings=shardings)
+        init: Compiled[..., PyTree] = Compiled(
+            "init_optimizer",
+            self._programs.init_optimizer,
+            self.mesh,
+            ((rows,), rows),
+            out_shardings=shardings,
+        )
         return dataclasses.replace(state, opt_state=init(state.params), **self.init_scalars())
 
     def _compile(self) -> None:
@@ -724,25 +724,16 @@ class Pipeline:
             donate: tuple[int, ...] = (),
             others: tuple[Any, ...] = (),
         ) -> Any:
-            in_specs = specs, self._batch_specs, *(other.spec for other in others)
-            mapped = on_each_device(function, self.mesh, in_specs, out_specs)
-
-            def checked(state: TrainState, batch: Batch, *rest: jax.Array) -> Any:
-                # Runs only when JAX traces, so batches that were placed manually are checked once
-                # and steps cost no more.
-                self.check_batch(batch)
-                with self._tracing():
-                    return mapped(state, batch, *rest)
-
-            checked.__name__ = f"jaxpipe_{name}"  # in profiles and in HLO
             # Outputs have the shardings of the inputs. Otherwise XLA may choose another sharding
             # over automatic axes.
-            given = (of_state, of_batch, *others)
-            return Program(
-                checked,
+            return Compiled(
+                name,
+                function,
                 self.mesh,
-                takes_batch=True,
-                in_shardings=given,
+                ((specs, self._batch_specs, *(other.spec for other in others)), out_specs),
+                check_batch=self.check_batch,
+                tracing=self._tracing,
+                in_shardings=(of_state, of_batch, *others),
                 out_shardings=out_shardings,
                 donate_argnums=donate,
             )
@@ -779,23 +770,37 @@ class Pipeline:
         )
         # It takes no batch, so nothing is checked. The gradients come from `gradients` and have the
         # state's structure.
-        update = on_each_device(programs.update, self.mesh, (specs, rows), (specs, P()))
-        self.update = Program(
-            update, self.mesh, out_shardings=(of_state, everywhere), donate_argnums=0
+        self.update = Compiled(
+            "update",
+            programs.update,
+            self.mesh,
+            ((specs, rows), (specs, P())),
+            out_shardings=(of_state, everywhere),
+            donate_argnums=0,
         )
-        restart = on_each_device(programs.restart_average, self.mesh, (specs,), rows)
         # Not donated, so that the state stays valid if this is interrupted.
-        restarting = Program(restart, self.mesh, out_shardings=of_state.opt_state)
+        restart: Compiled[[TrainState], PyTree] = Compiled(
+            "restart_average",
+            programs.restart_average,
+            self.mesh,
+            ((specs,), rows),
+            out_shardings=of_state.opt_state,
+        )
         self.restart_average = lambda state: (
             state
             if self.config.ema is None
-            else dataclasses.replace(state, opt_state=restarting(state))
+            else dataclasses.replace(state, opt_state=restart(state))
         )
-        self._choosing = {}
-        for name, choice in _CHOICES.items():
-            choose = functools.partial(programs.choose, choice)
-            mapped = on_each_device(choose, self.mesh, (specs,), rows)
-            self._choosing[name] = Program(mapped, self.mesh, out_shardings=of_state.params)
+        self._choosing: dict[str, Compiled[[TrainState], PyTree]] = {
+            name: Compiled(
+                f"choose_{name}",
+                functools.partial(programs.choose, choice),
+                self.mesh,
+                ((specs,), rows),
+                out_shardings=of_state.params,
+            )
+            for name, choice in _CHOICES.items()
+        }
 
 
 def _computing(
@@ -821,9 +826,6 @@ def _from_tree(field: str, tree: PyTree) -> Source:
 
 
 def _scaled(x: Any, num_replicas: int, num_given: int) -> Any:
-    """Return the shape of a whole batch, given the shape for some of the replicas.
-
-    A shape that does not divide evenly is returned unchanged.
-    """
+    """Return the shape of a whole batch, given that for some replicas; as it is if uneven."""
     size, rest = divmod(x.shape[1] * num_replicas, num_given) if len(x.shape) > 1 else (0, 1)
     return x if rest else jax.ShapeDtypeStruct((x.shape[0], size, *x.shape[2:]), x.dtype)

@@ -34,14 +34,6 @@ def trace_model(
     """Check a model against its mesh, trace it, and decide whether to split the vocabulary.
 
     `mesh` is the user's mesh. `example` is one microbatch of all replicas, as arrays or shapes.
-
-    Raises:
-        TopologyError: The mesh does not match the model's topology.
-        DataError: The length of a leaf of the example does not divide evenly over the replicas.
-        LayerError: Layers do not fit together, cannot be traced or split, or have variables that
-            gradients would replace.
-        ConfigError: The optimiser needs whole arrays, but each stage has a slice of them, or there
-            is nothing to move by its load.
     """
     # The mesh as given: the axes that ZeRO 2 and 3 change next are in no topology of the user's.
     check_mesh(module, mesh)
@@ -81,10 +73,7 @@ def _split_if_shorter(
     traced: Callable[[PipelineModule], Traced],
     num_microbatches: int,
 ) -> Traced:
-    """Split the vocabulary over the stages if that makes the step clearly shorter.
-
-    The model's layers and its loss must allow it.
-    """
+    """Split the vocabulary over the stages if layers and loss allow it and it pays clearly."""
     labels = whole.microbatch.labels
     # A split layer's weights can be divided only over the stages.
     specs = [*whole.trace.param_specs[0].values(), *whole.trace.param_specs[-1].values()]

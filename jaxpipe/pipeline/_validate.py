@@ -36,22 +36,9 @@ _DISABLE_JIT = "jax_disable_jit"
 def entry_struct(
     entry: Sequence[PyTree], microbatch_size: int, num_replicas: int, replicas: str = "replicas"
 ) -> Batch:
-    """Return the shapes of one entry of a data iterator.
+    """Return the shapes of one entry of a data iterator, with leaves `[samples, ...]`.
 
-    Args:
-        entry: `(inputs, labels)` or `(inputs, labels, side)`, with leaves `[microbatch_size *
-            num_replicas, ...]`.
-        microbatch_size: Samples per microbatch and replica.
-        num_replicas: Number of replicas that the entry is for.
-        replicas: Name of these replicas in the error.
-
-    Returns:
-        Shapes and dtypes. `side` is empty if the entry has none.
-
-    Raises:
-        DataError: The entry is not such a tuple, its side inputs are not a dictionary, its inputs
-            contain no array, or a leaf has another leading size. The error names the leaf.
-        LayerError: A leaf is neither an array nor a number.
+    The entry is for `num_replicas` replicas, which errors call `replicas`.
     """
     named = zip(Batch._fields, split_entry(entry, "the entry"), strict=True)
     struct = Batch(*(struct_of(tree, name) for name, tree in named))
@@ -90,10 +77,8 @@ def check_params_name(name: Any, config: TrainConfig) -> None:
 
 
 def check_base(adapters: frozenset[Path], trained: Iterable[Path]) -> None:
-    """Raise ConfigError unless a model trains all of its adapters and nothing else.
-
-    Otherwise the model without adapters would not be the model before training.
-    """
+    """Raise ConfigError unless a model trains all of its adapters and nothing else."""
+    # Otherwise the model without adapters would not be the model before training.
     differing = sorted(map(join_path, adapters.symmetric_difference(trained)))
     if not adapters or differing:
         found = f"one in which {differing[0]} is the first to differ" if adapters else "no adapters"
@@ -126,18 +111,7 @@ def check_batch(batch: Batch, wanted: Batch, microbatch_size: int, num_replicas:
 
 
 def read_params(tree: PyTree) -> PyTree:
-    """Check a user's parameter tree, and remove Flax's partition metadata.
-
-    Args:
-        tree: Nested dictionaries with numpy, JAX or torch arrays as leaves.
-
-    Returns:
-        The tree, with the same arrays as leaves.
-
-    Raises:
-        LayerError: The tree is not a dictionary, or leaves are not floating-point arrays. The error
-            names each leaf.
-    """
+    """Check a user's tree of numpy, JAX or torch arrays, and remove Flax's partition metadata."""
     if not isinstance(tree, Mapping):
         raise LayerError(
             f"the parameters must be a tree of dictionaries, but got a {type(tree).__name__}. Pass "
@@ -160,43 +134,19 @@ def check_params(
     struct: Mapping[Path, jax.ShapeDtypeStruct],
     repair: str = "Pass a tree as PipelineModule.init returns it for the same layers",
 ) -> PyTree:
-    """Check that a parameter tree is the model's.
-
-    Args:
-        tree: Parameters by layer, as `PipelineModule.init` returns them.
-        struct: Shapes and dtypes of the model's parameters by path.
-        repair: The advice in the error.
-
-    Returns:
-        The tree, as `read_params` returns it.
-
-    Raises:
-        LayerError: Leaves are not floating-point arrays, or parameters are missing, unexpected, of
-            the wrong shape, or complex although the model's are real. The error names each of them.
-    """
+    """Check that a parameter tree is the model's; returns it as `read_params` does."""
     tree = read_params(tree)
     _check_leaves("the parameters must be those of the model", flatten_dict(tree), struct, repair)
     return tree
 
 
 def check_opt_state(tree: PyTree, struct: PyTree) -> PyTree:
-    """Check that a tree has the leaves of an optimiser's state.
+    """Return a tree's leaves in the structure of an optimiser's state, and the words of PRNG keys.
 
-    Leaves are matched by their paths, so that a tree whose tuples a file has turned into
-    dictionaries or lists fits too.
-
-    Args:
-        tree: The tree, with arrays or numbers as leaves.
-        struct: The optimiser's own state, as shapes and dtypes.
-
-    Returns:
-        The leaves of `tree` in the structure of `struct`, and the words of PRNG keys.
-
-    Raises:
-        LayerError: Leaves are missing, unexpected, no arrays of numbers, of the wrong shape, or of
-            a dtype that would lose part of them. The error names each of them.
+    Raises LayerError with the name of each leaf that does not fit.
     """
     tree = unbox(tree)
+    # By paths, so that a tree whose tuples a file has turned into dictionaries or lists fits too.
     given = {
         path: words_of(leaf) if hasattr(leaf, "shape") else np.asarray(leaf)
         for path, leaf in zip(leaf_paths(tree), jax.tree.leaves(tree), strict=True)
@@ -238,11 +188,7 @@ def _check_leaves(
 
 
 def check_mesh(module: PipelineModule, mesh: Mesh) -> None:
-    """Check a pipeline's mesh against the model's topology and the job.
-
-    Raises:
-        TopologyError: The mesh has other axis lengths, or a process has no device in the mesh.
-    """
+    """Check a pipeline's mesh against the model's topology and the job's processes."""
     # A process without a device could run none of the mesh's programs, and the others would block
     # whenever all processes must agree.
     idle = sorted(
@@ -267,10 +213,7 @@ def check_mesh(module: PipelineModule, mesh: Mesh) -> None:
 def check_sharded(
     optimizer: optax.GradientTransformation, trace: ModelTrace, num_stages: int
 ) -> None:
-    """Raise ConfigError if the optimiser needs whole arrays of which each stage has a slice.
-
-    The update of a sliced parameter must be elementwise.
-    """
+    """Raise ConfigError unless the update of parameters that stages slice is elementwise."""
     shapes = flatten_dict(trace.tree())
     dims = trace.split_dims() if num_stages > 1 else {}
     whole = {path: shapes[path] for path in dims if path not in trace.frozen}

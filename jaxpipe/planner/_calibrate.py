@@ -24,28 +24,19 @@ _ROUNDS = 64
 
 
 def reference_hardware(mesh: Mesh) -> Hardware:
-    """Return the hardware of a mesh by the name of its devices, or a default accelerator.
-
-    The result is the same for each run and on every machine.
-    """
+    """Return the hardware of a mesh by name, or a default that is the same on every machine."""
     return named_hardware(mesh.devices.flat[0].device_kind) or HARDWARE[_REFERENCE]
 
 
 def hardware_of(mesh: Mesh) -> Hardware:
-    """Return the hardware of a mesh by the name of its devices, or as measured on them.
-
-    All processes must call this function.
-    """
+    """Return the hardware of a mesh by name, or measured on it; all processes must call this."""
     devices = runnable_devices(mesh)
     named = named_hardware(mesh.devices.flat[0].device_kind)
     return named or (_calibrated(tuple(devices)) if devices else HARDWARE[_REFERENCE])
 
 
 def limit_of(section: PipelineConfig, mesh: Mesh) -> float | None:
-    """Return the bytes that training may use on a device: the configured limit or the device's.
-
-    None if the device does not report a limit.
-    """
+    """Return the bytes of a device that training may use, as set or reported; None: unknown."""
     if section.memory_limit_gb != "auto":
         return section.memory_limit_gb * 1e9
     devices = runnable_devices(mesh)
@@ -56,10 +47,7 @@ def limit_of(section: PipelineConfig, mesh: Mesh) -> float | None:
 
 
 def usable_bytes(hardware: Hardware, mesh: Mesh) -> float:
-    """Return the bytes that training may use on a device of a mesh, without the communicators.
-
-    Raises ConfigError if the communicators leave no memory.
-    """
+    """Return the bytes of a device that training may use, without the communicators."""
     count = len(communicators(mesh))
     found = hardware.usable_bytes(count)
     if found <= 0:
@@ -73,10 +61,8 @@ def usable_bytes(hardware: Hardware, mesh: Mesh) -> float:
 
 
 def communicators(mesh: Mesh) -> tuple[str, ...]:
-    """Return the groups of devices with a communicator: each axis, and all devices.
-
-    XLA's exchanges between stages use all devices. An axis with all devices is the same group.
-    """
+    """Return the groups of devices with a communicator: each axis, and all devices."""
+    # XLA's exchanges between stages use all devices. An axis with all devices is the same group.
     axes = tuple(str(axis) for axis, size in mesh.shape.items() if size > 1)
     return axes if len(axes) <= 1 else ("all devices", *axes)
 

@@ -56,10 +56,7 @@ def auto_schedules() -> tuple[str, ...]:
 
 
 def limits_pending(section: PipelineConfig) -> bool:
-    """Return whether an explicit memory limit decides how many weight gradients may be pending.
-
-    This is possible only if the configuration names a schedule.
-    """
+    """Return whether a set memory limit decides how many weight gradients may be pending."""
     kind = schedule_names().get(section.schedule) if isinstance(section.schedule, str) else None
     is_open = section.max_pending_weights == "auto" and section.memory_limit_gb != "auto"
     return is_open and kind is not None and kind.min_pending is not None
@@ -70,10 +67,6 @@ def candidates(job: Job, asked: Asked) -> list[Forecast]:
 
     A candidate with split backwards that does not fit is followed by a second one, limited to as
     many pending weight gradients as fit.
-
-    Raises:
-        PartitionError: None of the requested cuts exists.
-        ScheduleError: None of the schedules supports the requested number of chunks.
     """
     found = list[Forecast]()
     errors = list[PartitionError]()
@@ -110,18 +103,15 @@ def candidates(job: Job, asked: Asked) -> list[Forecast]:
 
 
 def ranked(found: Sequence[Forecast]) -> list[Forecast]:
-    """Sort candidates, the best first; they must be given in order of simplicity.
-
-    The best is the simplest one within `CLEAR_GAIN` of the shortest step. The others are sorted by
-    step time, those that fit before those that do not. If none fits, the one that needs the least
-    memory is first.
-    """
+    """Sort candidates, the best first; they must be given in order of simplicity."""
     by_step = sorted(found, key=lambda one: (not one.fits, one.step_s))
     if by_step[0].fits:
+        # The simplest within `CLEAR_GAIN` of the shortest step.
         best = next(
             one for one in found if one.fits and one.step_s <= by_step[0].step_s * (1 + CLEAR_GAIN)
         )
     else:
+        # Nothing fits: the smallest is the nearest to something that would.
         best = min(by_step, key=lambda one: (one.memory.total, one.step_s))
     return [best, *(one for one in by_step if one is not best)]
 

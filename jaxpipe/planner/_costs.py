@@ -144,12 +144,6 @@ class Counted:
     """Layers of a traced model, counted lazily, and once for equal layers.
 
     `trace` has the shapes on the mesh of the job. Without `labels` the loss is not counted.
-
-    Attributes:
-        module: The model.
-        trace: The model's shapes.
-        labels: Shapes of a microbatch's labels, or None.
-        signatures: One value per layer; layers of the same kind have equal values.
     """
 
     def __init__(
@@ -189,11 +183,7 @@ class Counted:
         return Counted(module, self.trace, self.labels, plain=self._plain)
 
     def costs(self, hardware: Hardware, *, whole: bool = True) -> Profile:
-        """Return the costs of the layers on some hardware.
-
-        With `whole=False` only forwards and whole backwards are counted. Raises LayerError if a
-        layer cannot be differentiated.
-        """
+        """Return the costs of the layers; without `whole`, only of forwards and whole backwards."""
         axes = axes_inside(self.trace, hardware)
         layers = self._layers if whole else self._brief
         shared_bytes = self._shared_bytes if whole else [0] * len(layers)
@@ -301,10 +291,7 @@ class Counted:
     def _counted(
         self, work: LayerWork, specs: Sequence[P], residuals: Sequence[P], cost: LayerCost = NO_COST
     ) -> LayerCount:
-        """Count the forward and the backward.
-
-        `specs` and `residuals` are the shardings of the parameters and the residuals.
-        """
+        """Count forward and backward, by the shardings of parameters and residuals."""
         cotangents = work.cotangents
         backward = work.params, work.residuals.structs, cotangents
         return LayerCount(

@@ -17,12 +17,9 @@ from ._measure import measured_costs
 
 
 def costs_for_cut(counted: Counted, mesh: Mesh) -> Profile:
-    """Return the costs of layers on which a cut is based; all processes must call this function.
-
-    They are measured for `"profile"` and otherwise counted for the mesh's devices by name. For
-    unknown devices they are counted for a default accelerator, so that a model is cut in the same
-    way on every machine. Raises PartitionError if the mesh's devices cannot be measured.
-    """
+    """Return the costs of layers on which a cut is based; all processes must call this function."""
+    # Unknown devices are counted for a default accelerator, so that a model is cut in the same way
+    # on every machine.
     source = profile_source(counted.module.partition_method)
     costs = counted.costs(reference_hardware(mesh), whole=source is not None)
     return measured_costs(counted, mesh, costs) if source == "times" else costs
@@ -36,7 +33,7 @@ def cut_parts(
     signatures: Sequence[Hashable],
     memory: StageMemory | None = None,
 ) -> tuple[int, ...]:
-    """Cut a model by its partition method; only `"profile"` respects the limit in `memory`."""
+    """Cut a model by its partition method; `memory` is that of its parts, for `"profile"`."""
     profile = dataclasses.replace(costs, memory=memory)
     return module.partition(trace, num_parts, profile=profile, signatures=signatures)
 

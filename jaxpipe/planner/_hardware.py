@@ -204,10 +204,7 @@ def named_hardware(kind: str) -> Hardware | None:
 
 
 def read_hardware(text: str | tuple[Hardware, int]) -> tuple[Hardware, int]:
-    """Return the accelerator and the number of devices.
-
-    `text` is a string such as `"h200:64"` or a pair of a `Hardware` and the number.
-    """
+    """Return the accelerator and the number of devices of a string such as `"h200:64"`."""
     if isinstance(text, tuple):
         hardware, count = (*text, None, None)[:2]
         if (

@@ -34,13 +34,6 @@ def make_plan(
 
     Without an `optimizer`, the memory of Adam is assumed. The boundaries `parts`, for instance from
     another plan for the same model, are kept if given.
-
-    Raises:
-        ScheduleError: The schedule is unsound or does not support this number of chunks.
-        PartitionError: The layers cannot be cut as requested.
-        LayerError: A layer whose costs are needed cannot be differentiated.
-        ConfigError: Memory is estimated and the optimiser does not accept these parameters, or
-            `gather_weights` is set and no axis divides the weights.
     """
     module = traced.module
     trace = traced.trace

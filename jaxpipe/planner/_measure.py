@@ -29,16 +29,12 @@ Times = tuple[float, float, float]
 
 
 def measured_costs(counted: Counted, mesh: Mesh, costs: Profile) -> Profile:
-    """Return costs with the times that process 0 measures on its first device of the mesh.
-
-    All processes must call this function. A layer that is sharded over automatic axes is computed
-    whole on one device and counts with its share, without exchanges. A layer whose work all stages
-    share is not measured, and neither is the loss after it. Raises PartitionError if the mesh's
-    devices cannot be measured.
-    """
+    """Return costs with times of the first device; all processes must call this."""
     module = counted.module
     trace = counted.trace
     labels = counted.labels
+    # A layer that is sharded over automatic axes is computed whole on one device and counts with
+    # its share, without exchanges.
     num_shares = math.prod(mesh.shape[axis] for axis in automatic_axes(trace.mesh))
 
     def times(work: LayerWork) -> list[float]:
@@ -58,6 +54,7 @@ def measured_costs(counted: Counted, mesh: Mesh, costs: Profile) -> Profile:
                 counted.keys,
                 lambda i: [0.0] * 3 if is_shared[i] else times(layer_work(module, trace, i)),
             )
+            # A layer whose work all stages share is not measured, and neither is the loss after it.
             has_loss = labels is not None and module.loss_fn is not None and not is_shared[-1]
             return [*found, times(loss_work(module, trace, labels)) if has_loss else [0.0] * 3]
 
@@ -97,10 +94,7 @@ def _times_of(work: LayerWork) -> Times:
 
 
 def measured_s(function: Callable[..., Any], *structs: PyTree, rounds: int = 5) -> float:
-    """Measure the seconds of a call, as the median of some rounds.
-
-    The result includes at least the time to launch a program.
-    """
+    """Measure the seconds of a call with its launch, as the median of some rounds."""
     jitted = jax.jit(function)
     args = _filled(structs)
     jax.block_until_ready(jitted(*args))  # compiles; not measured
@@ -140,10 +134,9 @@ def runnable_devices(mesh: Mesh) -> list[Any]:
 
 
 def agreed(value: Any, pick: Callable[[list[Any]], Any] = lambda found: found[0]) -> Any:
-    """Return a value on which all processes agree, picked from their values.
+    """Return a value picked from those of all processes, by default that of process 0.
 
-    By default it is the value of process 0. All processes must call this function. The value must
-    be serialisable as JSON, which preserves every digit of a float.
+    All processes must call this. Values travel as JSON, which preserves every digit of a float.
     """
     if jax.process_count() == 1:
         return value

@@ -152,10 +152,7 @@ def working_bytes(
 
 
 def ring_bytes(costs: Profile, layers: range) -> tuple[int, int]:
-    """Return the bytes of residuals of one microbatch for some consecutive layers.
-
-    The second number is the bytes that their backward recomputes.
-    """
+    """Return the bytes of residuals of a microbatch, and those that their backward recomputes."""
     if not layers:
         return 0, 0
     profile = Profile(costs.layers[layers.start : layers.stop], interval=costs.interval)
@@ -184,14 +181,11 @@ def bytes_per_param(
     config: TrainConfig,
     optimizer: optax.GradientTransformation,
 ) -> float:
-    """Return the bytes that a device uses per parameter of its stage, averaged over the model.
-
-    They consist of the master parameter and its optimiser state, both divided over the replicas by
-    ZeRO-1, and the gradient. If layers compute in another dtype than the one of their parameters,
-    or weights are gathered, the copy that they compute with is added. For float32 with Adam the
-    result is 16. A frozen parameter is stored once, in the dtype of the computation. Raises
-    ConfigError if the optimiser does not accept these parameters.
-    """
+    """Return the bytes that a device uses per parameter of its stage, averaged over the model."""
+    # The master parameter and its optimiser state, both divided over the replicas by ZeRO-1, and
+    # the gradient: 16 for float32 with Adam. If layers compute in another dtype than that of their
+    # parameters, or weights are gathered, the copy that they compute with is added. A frozen
+    # parameter is stored once, in the dtype of the computation.
     compute_dtype = module.compute_dtype
     grad_dtype = config.data_types.grad_accum_dtype
     num_shards = trace.mesh.shape.get("data", 1) if config.zero_optimization.stage else 1

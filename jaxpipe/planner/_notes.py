@@ -28,8 +28,7 @@ def notes_on_cut(
 ) -> tuple[str, ...]:
     """Compare a cut with another one, and describe the time of the last layers and the loss.
 
-    The sentences are logged too. `split_note` explains why the vocabulary is split or not. The
-    result is empty if the work is unknown.
+    The sentences are logged too. `split_note` explains why the vocabulary is split or not.
     """
     if not tick_of(profile, parts).seconds:
         return ()

@@ -43,10 +43,8 @@ def plan_cut(
 ) -> Plan:
     """Make the decisions that follow from a schedule and a cut.
 
-    Nothing is measured, and the mesh's devices may be absent. `config` is the user's configuration,
-    and `section` is its `pipeline` section with the chosen schedule. Raises ScheduleError if the
-    schedule is unsound. Raises ConfigError if the section sets `gather_weights` and no axis divides
-    the weights, or sets `overlap_vocabulary` and no last layer is split.
+    Nothing is measured, and the mesh's devices may be absent. `section` is the section `pipeline`
+    of `config` with the chosen schedule.
     """
     schedule = schedule_of(section)
     vocab, _ = find_vocab_layers(
@@ -115,11 +113,7 @@ def lower_training(
     vocab: VocabLayers,
     mesh: Mesh,
 ) -> TickProgram:
-    """Return the tick program of a training schedule.
-
-    Losses run one tick later if that is requested or shortens the step. Raises ConfigError if it is
-    requested and no last layer is split.
-    """
+    """Return the tick program of a schedule, losses a tick later if that pays or is set."""
     wanted = unless_auto(section.overlap_vocabulary)
     num_stages = module.num_stages
     if wanted and not vocab.last and num_stages > 1:
@@ -153,13 +147,11 @@ def skips_idle(program: TickProgram, mesh: Mesh) -> bool:
 
 
 def _waits_amid_ticks(program: TickProgram) -> bool:
-    """Return whether stages that skip idle actions would wait in an exchange for a forward.
-
-    XLA (JAX 0.10) runs one exchange at a time. If activations are sent in both directions, a stage
-    has to wait for one of the two. A stage with only a backward would start it after its
-    neighbour's forward has ended, so that in most ticks of `"zero-bubble-v"` the two would run one
-    after the other.
-    """
+    """Return whether stages that skip idle actions would wait in an exchange for a forward."""
+    # XLA (JAX 0.10) runs one exchange at a time. If activations are sent in both directions, a
+    # stage has to wait for one of the two. A stage with only a backward would start it after its
+    # neighbour's forward has ended, so that in most ticks of "zero-bubble-v" the two would run one
+    # after the other.
     forward = program.tables.forward.chunk
     backward = program.tables.backward.chunk
     ticks = zip(zip(*forward, strict=True), zip(*backward, strict=True), strict=True)
@@ -174,11 +166,9 @@ def _waits_amid_ticks(program: TickProgram) -> bool:
 
 
 def _has_cheap_branches(program: TickProgram, mesh: Mesh) -> bool:
-    """Return whether actions of several chunks should branch on the chunk instead of copying.
-
-    Copying a chunk's weights takes 3 % of a tick of a 7B model on H200, a branch 0.1 %. But XLA
-    (JAX 0.10) runs one exchange at a time, overlapped by one branch, so schedules that send in both
-    directions need straight code. Collectives inside layers, along automatic axes, need it too.
-    """
+    """Return whether actions of several chunks should branch on the chunk instead of copying."""
+    # Copying a chunk's weights takes 3 % of a tick of a 7B model on H200, a branch 0.1 %. But XLA
+    # (JAX 0.10) runs one exchange at a time, overlapped by one branch, so schedules that send in
+    # both directions need straight code. Collectives inside layers, along automatic axes, too.
     sends_one_way = all(len(run.activation_sends) <= 1 for run in program.runs)
     return program.num_chunks > 1 and sends_one_way and not automatic_axes(mesh)

@@ -25,10 +25,7 @@ class Time(NamedTuple):
 
 
 def kernel_s(hardware: Hardware, flops: float, attention: float, num_bytes: float) -> float:
-    """Return the seconds of a kernel from its operations and the bytes that it moves.
-
-    `flops` are the operations of matrix products, `attention` those of fused attention.
-    """
+    """Seconds of a kernel by the operations of products and attention, and the bytes it moves."""
     arithmetic_s = flops / (hardware.flops_per_s * hardware.gemm_share)
     arithmetic_s += attention / (hardware.flops_per_s * hardware.attention_share)
     return max(arithmetic_s, bytes_s(hardware, num_bytes))
@@ -42,10 +39,7 @@ def bytes_s(hardware: Hardware, num_bytes: float) -> float:
 def collective_s(
     hardware: Hardware, kind: str, num_bytes: float, size: int, *, inside_host: bool
 ) -> float:
-    """Return the seconds of a collective of `size` devices without anything else running.
-
-    `kind` is HLO's name of the collective, and `num_bytes` are the bytes of the whole array.
-    """
+    """Seconds of a collective alone; `kind` is HLO's name, `num_bytes` those of the whole array."""
     if size < 2:
         return 0.0
     share = {"collective-permute": 1.0, "all-reduce": 2 * (size - 1) / size}.get(

@@ -13,13 +13,7 @@ from ._traced import Traced
 
 @dataclass(frozen=True)
 class SplitChoice:
-    """Whether to split the vocabulary over the stages, and why.
-
-    Attributes:
-        pays: Whether to split.
-        reason: What decided: the time of a step, or the memory of a device if one of the two does
-            not fit.
-    """
+    """Whether to split the vocabulary over the stages, and what decided: time or memory."""
 
     pays: bool
     reason: str
@@ -28,12 +22,7 @@ class SplitChoice:
 def choose_split(
     whole: Traced, split: Traced, num_microbatches: int, optimizer: optax.GradientTransformation
 ) -> SplitChoice:
-    """Compare a model with and without the split, by the candidates of `"auto"` and `plan`.
-
-    Layers are counted for the mesh's devices by name, or for a default accelerator, so that the
-    decision is the same on every machine. Raises JaxpipeError if one of the two is not possible
-    with the requested settings.
-    """
+    """Compare a model with and without the split, by the candidates of `"auto"` and `plan`."""
     section = whole.config.pipeline
     found = []
     for traced in (whole, split):
@@ -47,7 +36,7 @@ def choose_split(
             num_microbatches,
             config,
             optimizer,
-            reference_hardware(mesh),
+            reference_hardware(mesh),  # so that the decision is the same on every machine
             limit_of(section, mesh),
         )
         found.append(ranked(candidates(job, Asked.of(section)))[0])

@@ -42,26 +42,12 @@ class LayerProfile:
 
 
 def model_flops(pipeline: Pipeline) -> int:
-    """Count the FLOPs of a step, forward and backward on all replicas, without recompute.
-
-    Args:
-        pipeline: The pipeline.
-
-    Returns:
-        The number of FLOPs.
-    """
+    """Count the FLOPs of a step, forward and backward on all replicas, without recompute."""
     return sum(layer.flops for layer in layer_profiles(pipeline))
 
 
 def peak_flops(kind: str) -> float | None:
-    """Look up the peak FLOP/s of a device, for dense products in bfloat16.
-
-    Args:
-        kind: The device's name, as in `jax.Device.device_kind`.
-
-    Returns:
-        The peak, or None if the device is not known.
-    """
+    """Peak FLOP/s for dense products in bfloat16 of a `jax.Device.device_kind`; None: not known."""
     hardware = named_hardware(kind)
     return None if hardware is None else hardware.flops_per_s
 
@@ -71,15 +57,9 @@ def layer_profiles(
     operations: Sequence[Operation] = (),
     devices: Mapping[int, int] | None = None,
 ) -> list[LayerProfile]:
-    """Count the work of each layer of a pipeline, and find its time in a recorded step.
+    """Count the work of each layer, then of the loss, and find their times in recorded operations.
 
-    Args:
-        pipeline: The pipeline.
-        operations: The result of `record`. Empty if nothing was recorded.
-        devices: The device of each stage, as its number in this process.
-
-    Returns:
-        The layers in order, then the loss.
+    `devices` has the device of each stage, as its number in this process.
     """
     trace = pipeline.trace
     module = pipeline.module
@@ -229,15 +209,7 @@ def _si(number: float) -> str:
 
 
 def memory_line(pipeline: Pipeline, compiled: jax.stages.Compiled) -> str:
-    """Describe the contents of one device's memory in a step.
-
-    Args:
-        pipeline: The pipeline.
-        compiled: The compiled step.
-
-    Returns:
-        One line of text.
-    """
+    """Describe the contents of one device's memory in a step in one line."""
     struct = pipeline.state_struct
     sizes = {
         "parameters": struct.params,

@@ -5,11 +5,13 @@ import re
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 
+from jaxpipe.compiled import Module
 from jaxpipe.distributed import log
 
 T = TypeVar("T")
@@ -27,10 +29,6 @@ PHASES = (
 )
 """Scopes of the executor's operations, in the order of a step; the outermost one counts."""
 
-_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = ")
-_OP_NAME = re.compile(r'op_name="([^"]*)"')
-_CONTAINER = re.compile(r" (?:while|conditional|call)\(")
-"""Instructions whose events only contain events of other instructions."""
 _TICKS = re.compile(r"ticks_(\d+)_(\d+)")
 _Scope = tuple[str, int, tuple[int, int], frozenset[str]]
 _WORDS = re.compile(r"[/(),]+")
@@ -62,17 +60,10 @@ class Operation(NamedTuple):
 
 
 def record(run: Callable[[], T], text: str) -> tuple[T, list[Operation]]:
-    """Record the operations that this process's devices run in a call.
+    """Return the result of a call and the operations that the devices of this process ran in it.
 
-    Args:
-        run: Runs a compiled program. It may return before the program has ended.
-        text: The program's text, from `jax.stages.Compiled.as_text`.
-
-    Returns:
-        The result of the call, and the program's operations in the order of their start.
-
-    Raises:
-        RuntimeError: Another profile is being recorded. `run` has not been called.
+    `text` is the compiled program. Raises RuntimeError, without calling, if another profile is
+    being recorded.
     """
     scopes = dict(_scopes(text))
     module = text.split(None, 2)[1].rstrip(",")
@@ -114,20 +105,16 @@ def _stopped(folder: str, module: str, scopes: Mapping[str, _Scope]) -> list[Ope
 
 
 def _scopes(text: str) -> Iterator[tuple[str, _Scope]]:
-    """Yield the name of each instruction with its phase, depth, ticks and the words of its path.
-
-    Instructions that only contain others are skipped.
-    """
-    for line in text.splitlines():
-        named = _INSTRUCTION.match(line)
-        if named is None or _CONTAINER.search(line):
+    """Yield the name of each instruction with its phase, depth, ticks and the words of its path."""
+    for line in chain.from_iterable(lines.values() for lines in Module(text).computations.values()):
+        # The events of these only contain events of other instructions.
+        if line.op in ("while", "conditional", "call"):
             continue
-        path = _OP_NAME.search(line)
-        words = [] if path is None else _WORDS.split(path.group(1))
+        words = _WORDS.split(line.scope)
         phase = next((word for word in words if word in PHASES), "")
         ticks = next((found for word in words if (found := _TICKS.fullmatch(word))), None)
         both = (0, 0) if ticks is None else (int(ticks.group(1)), int(ticks.group(2)))
-        yield named.group(1), (phase, words.count("while"), both, frozenset(words))
+        yield line.name, (phase, words.count("while"), both, frozenset(words))
 
 
 def _operations(file: Path, module: str, scopes: Mapping[str, _Scope]) -> Iterator[Operation]:

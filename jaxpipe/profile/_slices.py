@@ -21,25 +21,10 @@ def measured_slices(
     devices: Mapping[int, int],
     layers: Sequence[str],
 ) -> tuple[Slice, ...]:
-    """Find the actions of a step among its operations.
+    """Find the actions of a step, with idle actions skipped, among its operations.
 
-    An action is the operations of one phase that a device runs between two exchanges. It also ends
-    when one of its operations is repeated, or when the next run of ticks begins. Only operations of
-    layers count, so idle actions are not found. A stage that has only last layers computes its
-    forward and backward together with the loss; it has only forwards, which include all of this.
-
-    Args:
-        program: The schedule that was run, with idle actions skipped.
-        operations: The result of `record`.
-        devices: The device of each stage, as its number in this process.
-        layers: Names of the layers.
-
-    Returns:
-        The actions of the program on these stages, with their times.
-
-    Raises:
-        PipelineError: The operations do not match the program, for example because idle actions are
-            computed.
+    `devices` has the device of each stage, as its number in this process. Raises PipelineError if
+    the operations do not match the program.
     """
     planned = timeline(program, 1.0, 2.0)
     names = set(layers)
@@ -55,6 +40,7 @@ def measured_slices(
                 if of_kind == ("forward" if is_fused else phase)
             ]
             wanted = [one for one in planned if one.stage == stage and one.kind in kinds]
+            # Operations of layers between two exchanges, so idle actions are not among them.
             spans = _actions(own, phase, names)
             if len(spans) != len(wanted):
                 raise PipelineError(

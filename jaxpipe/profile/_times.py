@@ -8,16 +8,10 @@ _EXCHANGES = ("send", "receive")
 
 
 def phase_times(operations: Sequence[Operation]) -> Mapping[str, float]:
-    """Compute the seconds of each phase of a step, as means over the recorded devices.
+    """Seconds of each phase of a step, as means over the recorded devices.
 
-    Args:
-        operations: The result of `record`.
-
-    Returns:
-        Seconds by phase: `forward`, `backward`, `weight_gradient`, `loss`, `gather`, `reduce` and
-        `update` if they occur. `exchange` is the time of sends and receives that no other phase
-        overlaps, including waiting for other stages. `other` is operations outside all phases,
-        `idle` is the remaining time, and `step` is the time from the first operation to the last.
+    `exchange` is what no other phase overlaps of sends and receives, including waiting for other
+    stages; `other` is outside all phases, and `idle` is the rest of `step`.
     """
     devices = sorted({each.device for each in operations})
     if not devices:

@@ -21,10 +21,9 @@ It also receives the name of the argument or field, and of the whole for a part 
 
 
 def with_arguments(model: PipelineModule, change: Change) -> PipelineModule:
-    """Return a model whose layers are made from changed arguments, default values among them.
+    """Return a model whose layers are made from changed arguments, nested and default values too.
 
-    Values inside dataclasses, tuples, lists and dictionaries are changed, too. Raises LayerError if
-    a value cannot be made again, or no layer from it.
+    Raises LayerError if a value or a layer cannot be made again.
     """
     copies = _Copies(change)
     return model.with_layers([copies.layer(named.name, named.item) for named in model.layers])
@@ -69,12 +68,14 @@ class _Copies:
 
     def _changed(self, name: str, value: Any) -> Any:
         """Change a value. One that stays equal stays the same object."""
+        # By name, too: `change` may treat equal values of two arguments differently.
         key = name, id(value)
         if key not in self._made:
             self._made[key] = value, self._made_again(name, value)
         return self._made[key][1]
 
     def _made_again(self, name: str, value: Any) -> Any:
+        # A member of an `IntEnum` would pass for a size.
         if isinstance(value, enum.Enum):
             return value
         parts = _parts(value)
@@ -120,26 +121,26 @@ def _is_named_tuple(value: Any) -> bool:
 def _parts(value: Any) -> Mapping[Any, Any]:
     """Return the parts of a value by name or index. Without any, it is changed as a whole."""
     if _is_record(value):
+        # Linen adds these two fields to every module. No argument of the user is in them.
         own = ("parent", "name") if isinstance(value, nn.Module) else ()
         fields = (f.name for f in dataclasses.fields(value) if f.init and f.name not in own)
         return {name: getattr(value, name) for name in fields}
     if _is_named_tuple(value):
         return value._asdict()
+    # No subclasses: `_with_parts` calls the type on its parts, which they may not accept.
     if type(value) in (tuple, list):
         return dict(enumerate(value))
     return value if type(value) in (dict, FrozenDict) else {}
 
 
 def _signature(spec: LayerSpec) -> tuple[list[str], dict[str, Any]]:
-    """Return the names of a spec's positional arguments, and the defaults of those it leaves out.
-
-    It is the signature that is called: of the constructor, whose class may hide it, and of a
-    decorated function's outermost one.
-    """
+    """Return the names of a spec's positional arguments, and the defaults that it leaves out."""
     made_by: Any = spec.typename
     number = len(spec.module_args)
     is_class = isinstance(made_by, type)
     try:
+        # The signature that is called: that of the constructor, which a class may hide, and the
+        # outermost one of a decorated function.
         signature = inspect.signature(
             made_by.__init__ if is_class else made_by, follow_wrapped=False
         )
@@ -148,6 +149,7 @@ def _signature(spec: LayerSpec) -> tuple[list[str], dict[str, Any]]:
     parameters = list(signature.parameters.values())[1 if is_class else 0 :]
     by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     by_name = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    # Arguments that `*args` takes have no names and follow the others.
     names = [p.name for p in parameters if p.kind in by_place][:number]
     defaults = {
         p.name: p.default

@@ -28,18 +28,14 @@ FLOAT32 = float(np.finfo(np.float32).eps) / 2
 
 
 class Difference(NamedTuple):
-    """A result of both programs.
+    """A result of both programs; the numbers are L2 norms."""
 
-    Attributes:
-        name: Kind and name, such as `gradient/layers/3_Block/kernel`.
-        difference: L2 norm of the difference.
-        bound: The largest difference that rounding explains.
-        size: L2 norm of the plain program's result.
-    """
-
+    # Kind and name, such as `gradient/layers/3_Block/kernel`.
     name: str
     difference: float
+    # The largest difference that rounding explains.
     bound: float
+    # Of the plain program's result.
     size: float
 
     @property
@@ -67,15 +63,13 @@ class Difference(NamedTuple):
 def differences_of(
     wanted: Mapping[str, Any], found: Mapping[str, Any], limits: Mapping[str, float]
 ) -> list[Difference]:
-    """Compare the results of two programs, given the bounds of their differences.
-
-    A result that only one of them has differs without bound.
-    """
+    """Compare the results of two programs, given the bounds of their differences."""
     both = [
         Difference(name, distance(found[name], value), limits[name], norm(value))
         for name, value in wanted.items()
         if name in found
     ]
+    # A result that only one program has is a fault of its own, whatever its bound.
     alone = [name for name in (*wanted, *found) if (name in wanted) is not (name in found)]
     return [*both, *(Difference(name, math.inf, 0.0, 0.0) for name in alone)]
 
@@ -92,24 +86,21 @@ def bounds(
 ) -> dict[str, float]:
     """Return the largest difference of each result that rounding explains, as an L2 norm.
 
-    Args:
-        plain: Results of the plain program, by name.
-        moved: The same with additional roundings.
-        arithmetic: The program's arithmetic.
-        num_terms: Number of microbatches times replicas.
-        sizes: For results that are sums over microbatches, the sums of absolute values.
-        stored: For results that are differences of stored numbers, how far storing moves them.
-        loss_unit: The least unit roundoff of numbers that are no arrays.
+    `moved` are the results `plain` with additional roundings; `num_terms` is the number of
+    microbatches times replicas.
     """
     floors = _floors(plain)
     found = {}
     for name, value in plain.items():
         move = max((distance(other[name], value) for other in moved), default=0.0)
+        # Roundings of a sum follow the absolute values of its terms, which may cancel in the sum.
         size = norm((sizes or {}).get(name, value))
+        # Numbers without dims are losses, which a pipeline adds up in float32 at best.
         unit = max(arithmetic.unit, loss_unit) if np.ndim(value) == 0 else arithmetic.unit
         found[name] = _DEVIATIONS * (
             math.sqrt(arithmetic.operations) * move
             + unit * (math.sqrt(num_terms) * size + floors[name])
+            # An update is the difference of two stored parameters, whose roundings it contains.
             + (stored or {}).get(name, 0.0)
         )
     return found
@@ -127,6 +118,7 @@ def _floors(plain: Mapping[str, Any]) -> dict[str, float]:
 def norm(x: Any) -> float:
     """The L2 norm of the finite numbers of an array, in float64; NaN if there are none."""
     x = wide(x)
+    # `distance` requires the other numbers to be the same in both programs.
     finite = x[np.isfinite(x)]
     if x.size and not finite.size:
         return math.nan
@@ -134,10 +126,7 @@ def norm(x: Any) -> float:
 
 
 def distance(found: Any, wanted: Any) -> float:
-    """The L2 norm of a difference, in float64.
-
-    It is infinite if shapes differ, or if numbers that are not finite are not the same.
-    """
+    """The L2 norm of a difference, in float64; infinite for other shapes or non-finite numbers."""
     found = wide(found)
     wanted = wide(wanted)
     if found.shape != wanted.shape:
@@ -147,6 +136,7 @@ def distance(found: Any, wanted: Any) -> float:
         return math.inf
     apart = np.abs(found[is_finite] - wanted[is_finite])
     apart = float(np.sqrt(np.sum(apart**2)))
+    # It is NaN where only `found` is, and NaN exceeds no bound.
     return apart if math.isfinite(apart) else math.inf
 
 

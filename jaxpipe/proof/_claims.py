@@ -37,14 +37,7 @@ def judged(
     *,
     loose: float = 0.1,
 ) -> Iterator[Any]:
-    """Yield what a claim says of the results that it compared.
-
-    Args:
-        differences: The results.
-        findings: Makes findings of those that rounding does not explain.
-        loose: A bound of this share of a result says little of it. If most are so, the claim is not
-            covered.
-    """
+    """Yield what a claim says of the results that it compared."""
     if not differences:
         yield NotCovered("there are no results to compare")
         return
@@ -59,6 +52,7 @@ def judged(
         yield from findings(wrong)
         return
     checked = [each for each in differences if each.size > 0]
+    # A bound of such a share of a result says little of it.
     wide = [each for each in checked if each.bound > loose * each.size]
     if wide:
         widest = max(wide, key=lambda each: each.bound / each.size)
@@ -79,6 +73,7 @@ def _nothing_compared(differences: Sequence[Difference]) -> Finding | None:
         if math.isinf(each.bound):
             text = "is not finite if values between layers are rounded once more"
             return Finding(each.name, f"{text}, so that nothing bounds its difference. {example}")
+    # Gradients decide where there are any: losses and outputs do not show a backward.
     of_gradients = [each for each in differences if each.name.startswith(("gradient/", "ragged/"))]
     compared = of_gradients or differences
     if all(each.size == 0 and each.difference == 0 for each in compared):
@@ -114,6 +109,7 @@ def _claim(name: str, statement: str, check: Callable[[], Iterator[Any]]) -> Cla
                 results |= found.results
             else:
                 figures |= found
+    # What the library refuses is a finding, and the other claims are still checked.
     except JaxpipeError as error:
         findings.append(Finding(name, str(error)))
     seconds = time.monotonic() - begun

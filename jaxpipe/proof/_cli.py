@@ -15,29 +15,24 @@ from ._proof import Claim, Proof
 from ._prove import prove_named, read_options
 
 _DEVICES = 24
+# Two functions, and the tuple of their arguments.
 _PAIR = 3
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpipe prove") -> int:
-    """Run `jaxpipe prove`.
-
-    Args:
-        argv: The arguments. None means those of the process.
-        prog: The command that the user typed before the arguments.
-
-    Returns:
-        0 if every claim holds, 1 if one is refused, 2 if the arguments or the job are wrong.
-    """
+    """Run `jaxpipe prove`; returns 0 if every claim holds, 1 if not, 2 for wrong arguments."""
     args = _parser(prog).parse_args(argv)
     return run_command(prog, lambda: _prove(args))
 
 
 def _prove(args: argparse.Namespace) -> bool:
     """Prove, print and write; returns whether every claim holds."""
+    # A proof takes a while: paths that cannot be written are refused before it.
     to_json = writable_file("--json", args.json)
     to_html = writable_file("--html", args.html)
     if args.devices < 1:
         raise ConfigError(f"--devices must be positive, but got {args.devices}. Leave it out.")
+    # Before the job is imported: once it makes an array, JAX takes no other number of devices.
     simulate_devices(args.devices)
     found = _peer_proof(args.job) if args.peer else _proof(args)
     about = [f"{key}: {value}" for key, value in found.job.items()]
@@ -56,6 +51,7 @@ def _proof(args: argparse.Namespace) -> Proof:
     options: dict[str, Any] = read_options(args.job) | (
         {} if places is None else {"places": places}
     )
+    # From these arguments `_member` makes the same job in another process.
     command = [*(["--as-is"] if args.as_is else []), args.job]
     command += [] if args.places is None else ["--places", args.places]
     return prove_named(
@@ -70,6 +66,7 @@ def _proof(args: argparse.Namespace) -> Proof:
 
 def _show(claim: Claim) -> None:
     sys.stdout.write(f"{claim}\n")
+    # Claims show as they are checked, also where Python buffers the output of a pipe.
     sys.stdout.flush()
 
 

@@ -29,12 +29,14 @@ def dataset_findings(job: Job) -> Iterator[Any]:
         batch = jax.tree.map(lambda *xs: np.concatenate([xs[0], xs[1][:2]]), *batches)
         engine = made_engine(job, job.module.num_stages, precision, start.params)
         full = [job.num_samples] * (job.num_microbatches + 1)
+        # The dataset ends inside the samples of the last replica, which has some and lacks others.
         counts = [*full, whole + size // 2]
         try:
             found = engine.evaluate(_dataset(batch, counts))
         except PipelineError:
             # The loss is not one of single samples. That of a replica's samples is.
             yield {"samples": "all of a replica's"}
+            # Then the last replica has none.
             counts = [*full, whole]
             found = engine.evaluate(_dataset(batch, counts))
         if found["num_samples"] != sum(counts):

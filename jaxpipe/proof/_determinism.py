@@ -18,6 +18,7 @@ def determinism_findings(job: Job) -> Iterator[Any]:
     pipeline = job.pipeline(OWN)
     seed = job.module.base_seed
     first = _step(job, pipeline, seed)
+    # The engine compiles its own pipeline, so that compilation is part of what is repeated.
     second = first_step(job).results
     for name, value in first.items():
         if not np.array_equal(value, second[name], equal_nan=True):

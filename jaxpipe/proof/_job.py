@@ -37,14 +37,10 @@ _OVERFLOWING = 2.0**40
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """The dtypes of a proof.
-
-    Attributes:
-        name: How the report calls them.
-        compute_dtype: The dtype that parameters and inputs are cast to. None: as the job has them.
-    """
+    """The dtypes of a proof."""
 
     name: str
+    # The dtype that parameters and inputs are cast to. None: as the job has them.
     compute_dtype: str | None
 
     @property
@@ -62,15 +58,7 @@ OWN = Precision("the job's dtypes", None)
 
 
 class Job:
-    """A model, its configuration and its data, at the sizes of the proof.
-
-    Args:
-        model: The model.
-        config: The configuration.
-        example_batch: One entry, `(inputs, labels)` or `(inputs, labels, side)`.
-        optimizer: An optax transformation, or None for the configuration's.
-        places: Lengths of axes of the mesh, beside those of the model's topology.
-    """
+    """A model, its configuration and its data, at the sizes of the proof."""
 
     def __init__(
         self,
@@ -118,6 +106,7 @@ class Job:
         self._starts: dict[str, Start] = {}
         self.wanted: dict[str, Any] = {}
         """Results of the plain program by precision, which several claims compare with."""
+        # 0: not searched yet.
         self._loss_scale = 0.0
         self.not_double = ""
         """Why layers do not compute in float64, if `finest` found that they do not."""
@@ -164,15 +153,13 @@ class Job:
         return values.reshape(self.num_microbatches, self.num_samples, *shape[1:])
 
     def config_in(self, precision: Precision) -> TrainConfig:
-        """Return the configuration for a precision: without loss scale and casts in float64.
-
-        A dynamic loss scale begins where training finds it, so that no step overflows. It moves
-        after few steps, so that a proof sees it move.
-        """
+        """Return the configuration for a precision: without loss scale and casts in float64."""
         if not precision.is_double:
             scale = self.loss_scale(precision)
             if scale is None or self.config.fp16.loss_scale:
                 return self.config
+            # A dynamic scale begins where training finds it, so that no step overflows. It moves
+            # after few steps, so that a proof sees it move.
             fp16 = dataclasses.replace(
                 self.config.fp16,
                 initial_scale_power=int(math.log2(scale)),
@@ -219,14 +206,12 @@ class Job:
         module: PipelineModule | None = None,
         example: Batch | None = None,
     ) -> Pipeline:
-        """Build the pipeline, of another module or for another example if they are given.
-
-        The job's own pipeline is built once for each precision. All have the schedule, the cut and
-        the split of the vocabulary of the first, in the job's dtypes.
-        """
+        """Build the pipeline, of another module or for another example if they are given."""
         is_own = module is None and example is None
         if is_own and precision.name in self._pipelines:
             return self._pipelines[precision.name]
+        # What "auto" leaves open is decided once, in the job's dtypes, so that all claims are about
+        # the same schedule, cut and split of the vocabulary.
         is_first = is_own and not precision.is_double
         first = None if is_first else self.pipeline(OWN)
         config = self.config_in(precision)
@@ -257,16 +242,13 @@ class Job:
         return self._plains[precision.name]
 
     def loss_scale(self, precision: Precision) -> float | None:
-        """Return the loss scale. None: the job or the precision has none.
-
-        A dynamic scale is halved until no gradient of the proof's batches overflows, and twice
-        more, because parameters move.
-        """
+        """Return the loss scale. None: the job or the precision has none."""
         fp16 = self.config.fp16
         if precision.is_double or not fp16.enabled:
             return None
         if not self._loss_scale:
             self._loss_scale = fp16.loss_scale or 2.0**fp16.initial_scale_power
+            # As training finds a dynamic scale: halved until no gradient overflows.
             while not self._is_finite(precision, self._loss_scale):
                 if fp16.loss_scale or self._loss_scale < 2 * fp16.min_loss_scale:
                     raise ConfigError(
@@ -276,6 +258,7 @@ class Job:
                     )
                 self._loss_scale /= 2
             if not fp16.loss_scale:
+                # Twice more, because gradients were those of the first parameters, which move.
                 self._loss_scale = max(self._loss_scale / 4, fp16.min_loss_scale)
         return self._loss_scale
 
@@ -300,14 +283,13 @@ class Job:
         return self.module.trace(*jax.tree.map(lambda x: x[0], (inputs, side)))
 
     def scales(self, precision: Precision) -> list[float | None]:
-        """Return the loss scale to set before each step of a proof. None: as it has become.
-
-        With a loss scale there are further steps. Some overflow, and the last one does not.
-        """
+        """Return the loss scale to set before each step of a proof. None: as it has become."""
         scale = self.loss_scale(precision)
         steps: list[float | None] = [None] * STEPS
         if scale is None:
             return steps
+        # Further steps overflow, which must change the scale alone. The last one does not, and
+        # shows that training goes on from there.
         overflows = [_OVERFLOWING, *[None] * (_GROWS_AFTER - 1)]
         return [*steps, *overflows, scale]
 
@@ -331,18 +313,15 @@ class Job:
 def on_simulated(
     model: PipelineModule, config: TrainConfig, places: Mapping[str, int]
 ) -> PipelineModule:
-    """Return a model on the topology of its proof.
-
-    It has the model's stages, three or two replicas, the further axes of the model's own topology
-    at the least length that divides theirs, and `places`. Layers may name these axes in
-    constraints.
-    """
+    """Return a model on its stages, two or three replicas, its own further axes and `places`."""
     own = {} if model.given_topology is None else axes_of(model.given_topology)
     if taken := {"data", "pipe", "stage"} & set(places):
         raise ConfigError(
             f"places must be further axes of the mesh, but got {sorted(taken)[0]!r}. A proof has "
             f"the model's {model.num_stages} stages and few replicas. Leave it out."
         )
+    # The model's own axes stay, because layers may name them in constraints. A length that divides
+    # their own divides the dims that they divide.
     further = {**{name: _least_divisor(length) for name, length in own.items()}, **places}
     others = model.num_stages * math.prod(
         length for name, length in further.items() if name not in ("data", "pipe")
@@ -381,15 +360,13 @@ def named(kind: str, tree: PyTree) -> dict[str, Any]:
 
 
 def _sized(config: TrainConfig, num_replicas: int) -> TrainConfig:
-    """Return the configuration for another number of replicas, at the same microbatch size.
-
-    A job's sizes multiply to its batch for its own number of replicas.
-    """
+    """Return the configuration for another number of replicas, at the same microbatch size."""
     micro = config.train_micro_batch_size_per_gpu
     total = config.train_batch_size
     number = config.gradient_accumulation_steps
     if total is None:
         return config
+    # The total goes: a job's sizes multiply to it for its own number of replicas alone.
     if micro is None:
         micro = max(total // (number or 1) // num_replicas, 1)
     return dataclasses.replace(
@@ -401,11 +378,9 @@ def _sized(config: TrainConfig, num_replicas: int) -> TrainConfig:
 
 
 def _microbatches(num_stages: int, given: int) -> int:
-    """Return an odd number, which shows a mean that is right for powers of two alone.
-
-    If the job has as many, it is above twice the number of stages, so that a schedule has a steady
-    part.
-    """
+    """Return the proof's number of microbatches, at least 3."""
+    # Odd, because that shows a mean that is right for powers of two alone. Above twice the number
+    # of stages if the job has as many, so that the schedule has a steady part.
     return min(max(given, 2), 2 * num_stages) | 1
 
 

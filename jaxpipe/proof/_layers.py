@@ -27,27 +27,16 @@ The program and its shapes stay the same, so that only sums over rows in another
 
 
 class Fault(NamedTuple):
-    """Something that a function of the user does and a pipeline does not allow.
+    """What a function of the user does that a pipeline does not allow, and what to do instead."""
 
-    Attributes:
-        where: The layer, or `loss_fn`.
-        what: What it does.
-        repair: What to do instead.
-    """
-
+    # The layer, or `loss_fn`.
     where: str
     what: str
     repair: str
 
 
 def layer_findings(job: Job, precision: Precision) -> Iterator[Fault | dict[str, str]]:
-    """Check every kind of layer, and the loss.
-
-    The model also runs with groups of samples replaced. Each two samples are in different groups.
-
-    Yields:
-        Faults, and figures that say what was not checked.
-    """
+    """Check every kind of layer and the loss; figures say what was not checked."""
     with jax.enable_x64(precision.is_double):
         module = job.module_in(precision)
         start = job.start(precision)
@@ -57,6 +46,7 @@ def layer_findings(job: Job, precision: Precision) -> Iterator[Fault | dict[str,
         key = jax.random.key(7)
         num_samples = len(jax.tree.leaves(one.inputs)[0])
         groups = _groups(num_samples)
+        # The model also runs with each group of samples replaced: others must not change.
         given = [one, *(_replaced(one, other, group) for group in groups)]
         inputs = [jax.tree.map(jnp.asarray, each.inputs) for each in given]
         streams = [jax.device_get(module.cast_inputs(each)) for each in inputs]
@@ -65,6 +55,7 @@ def layer_findings(job: Job, precision: Precision) -> Iterator[Fault | dict[str,
         units: dict[Any, float] = {}
         for named in module.layers:
             call = _Call(module, named, start, key)
+            # Equal layers on equal shapes are the same function: one trace and one fault suffice.
             kind = (named.layer.identity, str(jax.tree.map(jnp.shape, streams[0])))
             is_new = kind not in units
             if is_new:
@@ -72,6 +63,7 @@ def layer_findings(job: Job, precision: Precision) -> Iterator[Fault | dict[str,
                 units[kind] = arithmetic_of([traced]).unit
                 yield from _trace_faults(named, traced, call.trace(streams[0], one.side))
             results = [call(x, each.side) for x, each in zip(streams, given, strict=True)]
+            # Undone, so that later layers are not named for what this one mixes.
             streams, mixes = _unmixed(results, groups, units[kind])
             # The proof of the numbers compares batch statistics.
             if mixes and is_new and not call.keeps_collections:
@@ -115,6 +107,7 @@ class _Call:
 
 def _trace_faults(named: NamedLayer, traced: Any, again: Any) -> Iterator[Fault]:
     where = f"layer {named.name}"
+    # The text of a program does not contain the values of its constants.
     if str(traced) != str(again) or _constants(traced) != _constants(again):
         yield Fault(
             where,
@@ -140,6 +133,7 @@ def _constants(traced: Any) -> list[bytes]:
 def _groups(num_samples: int) -> list[np.ndarray]:
     """Return groups of samples, each followed by the other samples, that tell any two apart."""
     indices = np.arange(num_samples)
+    # Two indices differ in a bit: few groups separate all pairs.
     bits = (indices >> bit & 1 == 1 for bit in range((num_samples - 1).bit_length()))
     return [group for bit in bits for group in (bit, ~bit)]
 
@@ -162,15 +156,9 @@ def _along(group: np.ndarray, leaf: Any, axis: int) -> np.ndarray:
 def _unmixed(
     results: Sequence[PyTree], groups: Sequence[np.ndarray], unit: float
 ) -> tuple[list[PyTree], bool]:
-    """Undo what a sample changes in others.
+    """Undo what samples change in others; returns the results and whether anything was undone.
 
-    Args:
-        results: A layer's results, and those with the samples of each group replaced.
-        groups: The groups.
-        unit: The unit roundoff of the layer.
-
-    Returns:
-        `(results, whether anything was undone)`.
+    `results` are a layer's, and those with the samples of each of `groups` replaced.
     """
     leaves = [
         _unmixed_leaf(each, groups, unit)
@@ -184,20 +172,21 @@ def _unmixed(
 def _unmixed_leaf(
     leaves: Sequence[Any], groups: Sequence[np.ndarray], unit: float
 ) -> tuple[list[Any], bool]:
-    """As `_unmixed`. The samples are those along a dim, or each entry belongs to one sample.
-
-    A scalar, such as a loss that is handed on, belongs to all of them.
-    """
+    """As `_unmixed`, for one leaf."""
     first = leaves[0]
+    # A scalar, such as a loss that is handed on, belongs to all samples.
     if np.ndim(first) == 0 or is_key(first) or not groups:
         return list(leaves), False
     moved = [_differs(first, leaf, unit) for leaf in leaves[1:]]
+    # Samples may be along any dim of their number. Else each entry belongs to one sample, and must
+    # not move with both a group and the rest, which follow each other in `groups`.
     axes = [axis for axis, size in enumerate(first.shape) if size == len(groups[0])]
     by_axis = [
         [x & ~_along(group, first, axis) for x, group in zip(moved, groups, strict=True)]
         for axis in axes
     ]
     by_entry = [x & moved[i ^ 1] for i, x in enumerate(moved)]
+    # A dim of the same length that does not hold the samples has more that is foreign.
     foreign = min(by_axis or [by_entry], key=np.sum)
     own = [
         np.where(x & ~wrong, leaf, first)
@@ -226,11 +215,9 @@ def _changes(leaves: Sequence[Any]) -> bool:
 def _loss_findings(
     module: PipelineModule, streams: Sequence[PyTree], labels: PyTree, num_samples: int
 ) -> Iterator[Fault | dict[str, str]]:
-    """The loss of two microbatches together must be the mean, or the sum, of their losses.
-
-    `streams` are the outputs, and those with other samples.
-    """
+    """The loss of two microbatches together must be the mean, or the sum, of their losses."""
     outputs = streams[0]
+    # Leaves without a dim of samples must not change with them, or a half of them is not known.
     others = [
         leaves
         for leaves in zip(*map(jax.tree.leaves, streams), strict=True)

@@ -22,19 +22,14 @@ from ._wrapped import wrapped_module
 
 @dataclasses.dataclass(frozen=True)
 class Located:
-    """The place of a difference.
-
-    Attributes:
-        layer: The layer where it begins, or None if it was not found.
-        is_forward: Whether the layer's output differs already.
-        microbatch: The first microbatch that has it.
-        tick: The tick of that microbatch's action.
-        stage: The stage of the action.
-    """
+    """The place where a difference begins. None: it was not found."""
 
     layer: str | None
+    # Whether the layer's output differs already, and not its gradient alone.
     is_forward: bool
+    # The first that has the difference.
     microbatch: int | None = None
+    # Those of that microbatch's action.
     tick: int | None = None
     stage: int | None = None
 
@@ -97,6 +92,7 @@ def _tapped_differences(job: Job, precision: Precision) -> list[str]:
         key = f"{named.name}/{_TAP}"
         size = max(abs(wanted[f"{key}_size"]), 1.0)
         apart = abs(_joined(found, key, job.num_terms) - _joined(wanted, key, job.num_terms))
+        # Not `>`, which is false of NaN.
         if not apart <= allowed * size + _FINEST:
             names.append(named.name)
     return names
@@ -128,6 +124,8 @@ class _Tapped(WrappedLayer):
         size = jnp.float32(0)
         for leaf in jax.tree.leaves(outputs):
             if jnp.issubdtype(leaf.dtype, jnp.floating):
+                # Weights differ from entry to entry: a plain mean is the same if entries change
+                # places.
                 places = jnp.arange(leaf.size, dtype=jnp.float32).reshape(leaf.shape)
                 terms = jnp.cos(places).astype(leaf.dtype) * leaf
                 rest = rest + terms.mean()
@@ -151,9 +149,11 @@ def _microbatch(job: Job, precision: Precision) -> int | None:
         own, shares = labels
         result = loss_fn(outputs, own)
         first, *rest = result if isinstance(result, tuple) else (result,)
+        # The weight stays: the gradient is then the microbatch's share of that of the batch.
         scaled = first * shares.reshape(-1)[0].astype(first.dtype)
         return scaled if not rest else (scaled, *rest)
 
+    # Each row of `eye` leaves the loss of one microbatch alone.
     compared = compare_gradients(
         job, precision, module.replace(loss_fn=chosen), np.eye(job.num_microbatches)
     )

@@ -39,36 +39,29 @@ _IDS = ("_id", "_ids", "_idx", "_index", "_token")
 
 
 class Narrow(NamedTuple):
-    """A narrow copy.
-
-    Attributes:
-        model: The model.
-        example: One entry.
-        factor: The number `f`.
-        num_layers: The number of layers before and after.
-        why: Why the copy is not smaller. Empty if it is small enough.
-        is_small: Whether it has few parameters.
-    """
+    """A narrow copy: its model, and one entry."""
 
     model: PipelineModule
     example: Sequence[PyTree]
+    # The number `f`.
     factor: int
+    # Before and after.
     num_layers: tuple[int, int]
+    # Why the copy is not smaller. Empty if it is small enough.
     why: str = ""
+    # Whether it has few parameters.
     is_small: bool = False
 
 
 def narrowed(model: PipelineModule, example: Sequence[PyTree], pipeline: PipelineConfig) -> Narrow:
-    """Narrow a job until it has few parameters, or as far as its layers allow.
-
-    If the layers cannot be traced without some of them, all are kept. A model that cannot be traced
-    at its own sizes is returned as it is, and whoever builds its pipeline says what is wrong.
-    Boundaries that the user lists, in the model or in the configuration, keep all layers.
-    """
+    """Narrow a job until it has few parameters, or as far as its layers allow."""
+    # Boundaries that the user lists, in the model or in the configuration, count all layers.
     is_listed = not all(isinstance(x, str) for x in (model.partition_method, pipeline.partition))
     number = len(model.layers)
     entry = split_entry(example, "the example batch")
     why = ""
+    # If the layers cannot be traced without some of them, for example because `trainable` names a
+    # layer that is gone, all are kept.
     for depth in (number,) if is_listed else (_depth(model.num_stages, pipeline), number):
         try:
             found = _narrowest(_shallow(model, depth), entry)
@@ -76,6 +69,7 @@ def narrowed(model: PipelineModule, example: Sequence[PyTree], pipeline: Pipelin
             why = why or first_line(error)
             continue
         return found._replace(num_layers=(number, found.num_layers[1]), why=why or found.why)
+    # It cannot be traced at its own sizes. Whoever builds its pipeline says what is wrong.
     return Narrow(model, example, 1, (number, number), why)
 
 
@@ -88,6 +82,7 @@ def _depth(num_stages: int, pipeline: PipelineConfig) -> int:
         kind = resolve_schedule(pipeline.schedule)
         chunks = kind.num_chunks if kind.min_chunks is None else 2
     parts = num_stages * chunks
+    # A scan runs equal layers of a stage, so that one for each would leave nothing to scan.
     if pipeline.scan_trunk:
         return 2 * parts
     # A checkpoint must open with two other numbers of stages: smaller ones, or twice as many.
@@ -102,11 +97,7 @@ def fewer_stages(num_stages: int) -> list[int]:
 
 
 def _narrowest(model: PipelineModule, entry: Batch) -> Narrow:
-    """Divide the sizes of a model, as far as that lowers its number of parameters.
-
-    A factor with which the layers cannot be traced is skipped. Raises whatever its layers raise at
-    their own sizes.
-    """
+    """Divide the sizes of a model, as far as that lowers its number of parameters."""
     least = min(_sizes(model, entry), default=LEAST)
     largest = max(map(_largest, jax.tree.leaves((entry.inputs, entry.labels))), default=0)
     best = None
@@ -127,9 +118,12 @@ def _narrowest(model: PipelineModule, entry: Batch) -> Narrow:
             params = [x.shape for x in jax.tree.leaves(trace.tree())]
             shapes = [x.shape for x in jax.tree.leaves(trace.boundaries)]
             sizes = [size for shape in (*params, *shapes) for size in shape]
+            # The first factor is 1.
             own = own or sizes
             _check_sizes(sizes, own)
         except Exception as error:
+            # At other sizes the layers need not fit together, and the next factor is tried. At
+            # their own, the fault is the user's.
             if factor == 1:
                 raise
             why = f"divided by {factor}: {first_line(error)}"
@@ -173,11 +167,9 @@ def _is_same(named: Any, other: Any) -> bool:
 
 
 def _is_integer(name: str, value: Any) -> bool:
-    """Whether an argument is a size or an id.
-
-    What an integer means can be read from its name alone, here and for `_IDS`. A wrong guess makes
-    another copy, which both programs run, so it makes no proof wrong.
-    """
+    """Whether an argument is a size or an id."""
+    # What an integer means can be read from its name alone, here and for `_IDS`. A wrong guess
+    # makes another copy, which both programs run, so it makes no proof wrong.
     is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
     return is_integer and bool(value >= 0) and "seed" not in name
 
@@ -203,27 +195,22 @@ def _largest(leaf: Any) -> int:
 
 
 class _Division(NamedTuple):
-    """How the integers of a job are divided.
-
-    Attributes:
-        factor: The factor.
-        least: The least size that it divides.
-        largest: The largest integer in inputs and labels.
-    """
+    """How the integers of a job are divided."""
 
     factor: int
+    # The least size that it divides.
     least: int
+    # The largest integer in inputs and labels.
     largest: int
 
     def size(self, value: int) -> int:
         """Divide a size."""
+        # Up, and ids down, so that ids stay below the size of their vocabulary.
         return -(-value // self.factor) if value >= LEAST else value
 
     def ids_by(self, largest: int) -> int:
-        """Return the divisor of ids, given the largest of them.
-
-        Small ones may still index what is divided.
-        """
+        """Return the divisor of ids, given the largest of them."""
+        # Small ones may still index what is divided, so they must fit into its least size.
         return self.factor if largest >= LEAST else -(-(largest + 1) // self.size(self.least))
 
     def argument(self, name: str, value: Any) -> Any:
@@ -231,6 +218,7 @@ class _Division(NamedTuple):
         if not _is_integer(name, value):
             return value
         if name.endswith(_IDS):
+            # By the divisor of the tokens with which layers compare it.
             return int(value) // self.ids_by(max(value, self.largest))
         return self.size(int(value))
 

@@ -30,16 +30,12 @@ _EXACT = "scale"
 
 
 class Results(NamedTuple):
-    """Results of the plain program.
-
-    Attributes:
-        values: The results by name.
-        sizes: The sums of absolute values of those that are sums.
-        stored: How far storing in their dtype moves those that are differences of stored numbers.
-    """
+    """Results of the plain program, by name."""
 
     values: dict[str, Any]
+    # The sums of absolute values of those that are sums.
     sizes: dict[str, Any]
+    # How far storing in their dtype moves those that are differences of stored numbers.
     stored: dict[str, float]
 
 
@@ -104,13 +100,11 @@ def compare_ragged(job: Job, precision: Precision) -> list[Difference]:
 def compare_gradients(
     job: Job, precision: Precision, module: PipelineModule, shares: Iterable[np.ndarray]
 ) -> Iterator[list[Difference]]:
-    """Compare the loss and the gradients of a module whose labels are `(labels, shares)`.
-
-    Each of `shares` has a number for each microbatch, and gives one comparison.
-    """
+    """Compare loss and gradients once for each of `shares`; labels are `(labels, shares)`."""
     batch = job.batch_in(precision, 0)
 
     def with_shares(each: np.ndarray) -> Batch:
+        # Labels are cut by samples, so each sample carries the share of its microbatch.
         rows = np.ones((job.num_microbatches, job.num_samples)) * each[:, None]
         return batch._replace(labels=(batch.labels, rows.astype(np.float32)))
 
@@ -154,6 +148,7 @@ def nan_stays(job: Job) -> Iterator[Any]:
     if not any(map(is_float, jax.tree.leaves(batch.inputs))):
         yield NotCovered("no input is a floating-point number")
         return
+    # In the middle of the schedule, where other microbatches run before and after it.
     microbatch = job.num_microbatches // 2
     sample = job.num_samples - 1
 
@@ -183,15 +178,13 @@ def nan_stays(job: Job) -> Iterator[Any]:
 
 
 def weighted(module: PipelineModule) -> PipelineModule:
-    """Return a module whose labels are `(labels, weights)`, with a weight for each sample.
-
-    The weight of a microbatch is that of its first sample, times the weight that its loss has.
-    """
+    """Return a module whose labels are `(labels, weights)`, with a weight for each sample."""
     plain = module.loss_fn
 
     def loss_fn(outputs: Any, labels: Any) -> Any:
         own, weights = labels
         result = outputs if plain is None else plain(outputs, own)
+        # All samples of a microbatch have the same. It multiplies the weight that the loss has.
         share = weights.reshape(-1)[0]
         if not isinstance(result, tuple):
             return result * share.astype(result.dtype), share
@@ -226,6 +219,7 @@ def run_plain(job: Job, precision: Precision, start: Start, shake: Shake | None 
         if job.loss_scale(precision):
             scaling.count(overflow=not found.is_finite)
             values[f"{_EXACT}/after step {step}"] = np.float64(scaling.scale)
+            # Parameters, optimiser, collections and the average stand still at an overflow.
             if not found.is_finite:
                 continue
         params, opt_state = optimizer.update(at.params, opt_state, found.grads)
@@ -258,11 +252,8 @@ def _updates(kind: str, params: PyTree, before: PyTree) -> dict[str, Any]:
 
 
 def _reports(precision: Precision, reports: Mapping[str, Any]) -> dict[str, Any]:
-    """Name what layers and the loss report.
-
-    Rounding to 16 bits makes ties, between which counts such as an accuracy decide at random. So
-    they are compared in float64 alone.
-    """
+    """Name what layers and the loss report. Reports are compared in float64 alone."""
+    # Rounding to 16 bits makes ties, between which counts such as an accuracy decide at random.
     if not precision.is_double:
         return {}
     return {f"report/{name}": np.float64(x) for name, x in reports.items()}
@@ -324,16 +315,17 @@ def _with_scale(state: TrainState, scale: float | None) -> TrainState:
 
 
 def _leaves(outputs: list[Any]) -> list[Any]:
+    # The plain program joins the outputs of replicas to arrays, also where they are scalars.
     return [np.atleast_1d(x) for each in outputs for x in jax.tree.leaves(each)]
 
 
 def shakes_of(job: Job, pipeline: Pipeline) -> list[Shake]:
-    """Roundings that move a result by `sqrt(operations)` less than what is to be explained.
-
-    A sum of `n` terms is moved by `sqrt(n)` roundings, whatever layers compute.
-    """
+    """Roundings that move a result by `sqrt(operations)` less than what is to be explained."""
     arithmetic = arithmetic_in(pipeline)
+    # A sum of `n` terms is moved by `sqrt(n)` roundings, whatever layers compute. `bounds`
+    # multiplies by `sqrt(operations)`.
     of_sums = math.sqrt(job.num_terms / arithmetic.operations)
+    # A move by one unit in the last place: twice the unit roundoff.
     return [Shake(seed, of_sums, 2 * arithmetic.unit) for seed in _SEEDS]
 
 

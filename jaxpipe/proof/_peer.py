@@ -103,6 +103,7 @@ class _Pair:
         wanted, found = (_results(f, arguments) for f in (self._sequential, self._pipelined))
         shapes = [{name: np.shape(x) for name, x in each.items()} for each in (wanted, found)]
         if shapes[0] != shapes[1]:
+            # The names of all leaves that only one has, or that have another shape in each.
             unlike = sorted(dict(shapes[0].items() ^ shapes[1].items()))
             raise ConfigError(
                 "both functions must return the same tree of shapes, but got different ones at "
@@ -113,6 +114,7 @@ class _Pair:
             for seed in _SHAKES
         ]
         traced = jax.make_jaxpr(self._sequential)(*arguments)
+        # Losses of a jaxpipe pipeline are added up in float32. These need not be.
         limits = bounds(wanted, moved, arithmetic_of([traced]), self._num_terms, loss_unit=0.0)
         yield from judged(differences_of(wanted, found, limits))
 

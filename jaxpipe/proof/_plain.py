@@ -28,47 +28,35 @@ _EPSILON = 1e-6
 
 
 class Start(NamedTuple):
-    """What a program starts from.
-
-    Attributes:
-        params: The model's parameter tree.
-        collections: The collections of the layers that have any.
-    """
+    """What a program starts from."""
 
     params: PyTree
+    # By layer, of those that have any.
     collections: Mapping[str, PyTree]
 
 
 class Shake(NamedTuple):
-    """Additional roundings of a plain program.
-
-    Attributes:
-        seed: Decides their directions.
-        of_sums: How many roundings each term of a sum of gradients gets, where a value between
-            layers gets one.
-        least: The least relative move of a value between layers.
-    """
+    """Additional roundings of a plain program, of directions that `seed` decides."""
 
     seed: int
+    # How many each term of a sum of gradients gets, where a value between layers gets one.
     of_sums: float
+    # The least relative move of a value between layers.
     least: float
 
 
 class Gradients(NamedTuple):
-    """The result of one training batch.
+    """The result of one training batch."""
 
-    Attributes:
-        loss: The loss of the batch, including the losses that layers add.
-        grads: Mean gradients of the trained parameters, in float64.
-        sizes: Mean of the absolute values of the gradients of single microbatches, in float64.
-        collections: The collections after the batch, averaged over the replicas.
-        reports: What layers and the loss report, by kind and name: means over the batch.
-    """
-
+    # It contains the losses that layers add.
     loss: np.float64
+    # Means over the batch, in float64.
     grads: PyTree
+    # The same of the absolute values of the gradients of single microbatches.
     sizes: PyTree
+    # After the batch, averaged over the replicas.
     collections: Mapping[str, PyTree]
+    # Means over the batch, by kind and name.
     reports: dict[str, np.float64]
 
     @property
@@ -78,15 +66,10 @@ class Gradients(NamedTuple):
 
 
 class Evaluated(NamedTuple):
-    """The result of an evaluation.
-
-    Attributes:
-        loss: The loss of the batch.
-        sums: The sum of losses of each microbatch, over its samples.
-        outputs: The outputs of each microbatch.
-    """
+    """The result of an evaluation: the loss of the batch, and what each microbatch gives."""
 
     loss: np.float64
+    # Sums of the losses of samples.
     sums: list[float]
     outputs: list[PyTree]
 
@@ -102,16 +85,7 @@ def microbatch_of(batch: Batch, microbatch: int, replica: int, num_replicas: int
 
 
 class Plain:
-    """The plain program of a model.
-
-    Args:
-        module: The model.
-        num_replicas: Number of replicas along `data`.
-        sum_dtype: The dtype in which gradients of microbatches are added up, which decides how far
-            `shake` moves them. None: float32, or the gradients' dtype if that is wider.
-
-    Methods that take `shake` add roundings, between layers and of the sums of gradients.
-    """
+    """The plain program of a model. `shake` adds roundings, between layers and of gradient sums."""
 
     def __init__(self, module: PipelineModule, num_replicas: int, sum_dtype: Any = None) -> None:
         self._module = module
@@ -130,11 +104,7 @@ class Plain:
         shake: Shake | None = None,
         loss_scale: float | None = None,
     ) -> Gradients:
-        """Compute the loss and the mean gradients of a batch, and the collections after it.
-
-        A loss scale is a factor of the loss before it is differentiated, and a divisor of the
-        gradients.
-        """
+        """Compute the loss and the mean gradients of a batch, and the collections after it."""
         places = self._places(batch)
         num_terms = len(places)
         # Before anything is differentiated: a backward that clips or rounds is not linear.
@@ -150,6 +120,7 @@ class Plain:
         share = float(np.float32(1) / np.float32(weight or 1.0))
         with np.errstate(invalid="ignore"):  # infinities of both signs are added
             found = self._add_up(start, batch, step, factors, shake)
+            # The loss scale is a factor of the loss that is differentiated.
             grads, sizes = (
                 jax.tree.map(lambda x: x / scale, found[name]) for name in ("grads", "sizes")
             )
@@ -168,6 +139,7 @@ class Plain:
         rng = np.random.default_rng(shake.seed)
 
         def moved(grad: Any, size: Any, param: Any) -> Any:
+            # A pipeline adds up the gradients of microbatches in this dtype.
             dtype = self._sum_dtype or jnp.promote_types(param.dtype, jnp.float32)
             # A sum of exactly 0 is one of whole numbers, such as loads, which nothing rounds.
             signs = (rng.integers(0, 2, np.shape(grad)) * 2.0 - 1.0) * (grad != 0)
@@ -184,8 +156,7 @@ class Plain:
     ) -> Evaluated:
         """Compute losses and outputs of a batch outside training.
 
-        `counts` are the numbers of samples, from the first one, that count in the loss of each
-        microbatch. None: all of them.
+        Of each microbatch the first `counts` samples count in the loss. None: all of them.
         """
         params, shaking = _shaken(start.params, shake)
         sums = [0.0] * jax.tree.leaves(batch.inputs)[0].shape[0]
@@ -197,6 +168,7 @@ class Plain:
             total, weight, output = jax.device_get(found)
             outputs.append(output)
             size = jax.tree.leaves(one.inputs)[0].shape[0]
+            # Samples fill the replicas in order, so that the last ones have fewer or none.
             count = size if counts is None else min(max(counts[m] - r * size, 0), size)
             if 0 < count < size:
                 given = cut_samples((output, one.labels), size, slice(count))
@@ -235,8 +207,10 @@ class Plain:
         loss = added = 0.0
         reports: dict[str, float] = {}
         for m, r in self._places(batch):
+            # The pipeline's key of this microbatch, so that dropout draws the same masks.
             key = functools.reduce(jax.random.fold_in, (step, m, r), self._key)
             one = self._one(batch, m, r)
+            # A replica hands its collections, such as statistics, from microbatch to microbatch.
             found = self._differentiate(params, held[r], one, key, factors, shaking)
             (_, (value, of_layers, held[r], aux)), grad = jax.device_get(found)
             grad = jax.tree.map(lambda x: np.asarray(x, _wide(x)), grad)
@@ -302,12 +276,7 @@ class Plain:
 
 
 class LossScale:
-    """The loss scale of float16, as DeepSpeed's scaler under ZeRO moves it.
-
-    Args:
-        fp16: The section `fp16`.
-        scale: The scale of the first step.
-    """
+    """The loss scale of float16, moved as by DeepSpeed's scaler under ZeRO."""
 
     def __init__(self, fp16: FP16Section, scale: float) -> None:
         self.scale = scale
@@ -318,6 +287,7 @@ class LossScale:
     def count(self, *, overflow: bool) -> None:
         """Move the scale after a step."""
         fp16 = self._fp16
+        # A scale that the job sets is static.
         if fp16.loss_scale:
             return
         if overflow:
@@ -327,6 +297,7 @@ class LossScale:
             else:
                 self._overflows_left -= 1
             return
+        # This step is not counted yet: the scale grows with the first good step after a window.
         grows = self._good_steps > 0 and self._good_steps % fp16.loss_scale_window == 0
         self.scale *= 2 if grows else 1
         if grows or fp16.consecutive_hysteresis:
@@ -338,13 +309,7 @@ class Optimizer:
     """The user's optimiser and clipping, on the whole model's tree.
 
     Parameters that a load moves are not the optimiser's: they move by a rate, against the signs of
-    their gradients.
-
-    Args:
-        transformation: The optax transformation, which keeps no average.
-        config: The configuration, read for clipping, the average and the rate of biases.
-        trainable: What the model says of the parameters that are trained.
-        trace: The model on one device.
+    their gradients. The transformation keeps no average, which `average` computes.
     """
 
     def __init__(
@@ -376,6 +341,7 @@ class Optimizer:
 
     def update(self, params: PyTree, opt_state: PyTree, grads: PyTree) -> tuple[PyTree, PyTree]:
         """Apply one update; returns the new parameters and the optimiser's new state."""
+        # Frozen parameters count neither in the norm nor in the optimiser's state.
         trained = self.trained(params)
         grads = self.trained(grads)
         if self._limit:
@@ -408,6 +374,7 @@ class Optimizer:
         for count, params in enumerate(others, 1):
             decay = self._ema.decay
             if self._ema.warmup:
+                # As documented for `ema`: the first parameters are soon forgotten.
                 decay = min(decay, (1 + count) / (10 + count))
             average = jax.tree.map(
                 lambda old, new, decay=decay: (

@@ -21,9 +21,7 @@ _TIME_LIMIT_S = 600.0
 def process_findings(job: Job, command: Sequence[str] | None) -> Iterator[Any]:
     """Run the same steps in two processes, or three if devices are not shared out to two.
 
-    Args:
-        job: The job.
-        command: Arguments of `main` from which a process makes the job. None: it is not known.
+    Each makes the job from the arguments `command` of `_member.main`. None: they are not known.
     """
     if command is None:
         yield NotCovered("a function cannot be sent to other processes. Run jaxpipe prove.")
@@ -44,6 +42,7 @@ def process_findings(job: Job, command: Sequence[str] | None) -> Iterator[Any]:
         with np.load(to) as arrays:
             found = {name: arrays[name] for name in arrays.files}
     values, limits = wanted_of(job, job.finest)
+    # What `steps_of` gives: processes do not run the other results.
     kinds = ("loss", "scale", "update", "average", "collection")
     wanted = {name: x for name, x in values.items() if name.partition("/")[0] in kinds}
     yield from judged(differences_of(wanted, found, limits))

@@ -109,9 +109,7 @@ def prove_named(  # noqa: PLR0913  # those of `prove`
 ) -> Proof:
     """Prove a job.
 
-    `command` are the arguments with which another process can make the job, if this process does
-    nothing else. `when_checked` is called with each claim, and `how` holds further arguments of
-    `made_job`.
+    With the arguments `command`, another process makes the job; then this one does nothing else.
     """
     target = None if hardware is None else read_hardware(hardware)
     made = made_job(model, config, example_batch, as_is=as_is, **how)
@@ -121,6 +119,7 @@ def prove_named(  # noqa: PLR0913  # those of `prove`
     def program() -> Iterator[Any]:
         if target is None:
             return iter([NotCovered("name the hardware, such as h200:8 (--hardware)")])
+        # An example may have any number of samples. The plan takes one microbatch.
         one = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((job.microbatch_size, *x.shape[1:]), x.dtype),
             tuple(example_batch),
@@ -136,6 +135,7 @@ def prove_named(  # noqa: PLR0913  # those of `prove`
             "all of them."
         )
     if quick and only is None:
+        # Without float64, only the job's dtypes compare numbers.
         more = {"program": target, "dtypes": not job.finest.is_double}
         names = [name for name in checks if name in _QUICK or more.get(name)]
     unknown = set(names) - set(checks)
@@ -146,6 +146,7 @@ def prove_named(  # noqa: PLR0913  # those of `prove`
         )
     left_out = [name for name in checks if name not in names]
     chosen = {name: checks[name] for name in checks if name in names}
+    # The setting holds for all programs of a process, so only the command changes it.
     is_quick = command is not None and made.is_small
     with optimizing(fully=False) if is_quick else contextlib.nullcontext():
         claims = run_claims(chosen, when_checked)
@@ -166,16 +167,12 @@ def prove_named(  # noqa: PLR0913  # those of `prove`
 
 
 class Made(NamedTuple):
-    """A job at the sizes of its proof.
-
-    Attributes:
-        job: The job.
-        sizes: What the proof says of the sizes.
-        is_small: Whether its programs take longer to compile than to run.
-    """
+    """A job at the sizes of its proof."""
 
     job: Job
+    # What the proof says of the sizes.
     sizes: dict[str, str]
+    # Whether its programs take longer to compile than to run.
     is_small: bool
 
 
@@ -204,10 +201,8 @@ def made_job(
 
 
 def read_options(text: str) -> dict[str, Any]:
-    """Return the arguments of `made_job` from the job that a command line names.
-
-    A job may also name arguments of `plan`, which a proof does not need.
-    """
+    """Return the arguments of `made_job` from the job that a command line names."""
+    # A job may also name arguments of `plan`, which a proof does not need.
     known = inspect.signature(made_job).parameters
     return {name: value for name, value in read_job(text, plan).items() if name in known}
 

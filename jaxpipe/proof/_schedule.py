@@ -20,15 +20,15 @@ Ring = list[Any]
 class SymbolicRun:
     """Runs a tick program with buffers of exactly the stated depth, on names instead of arrays.
 
-    `run` raises ScheduleError, with the stage and the tick, at the first action that reads a value
-    other than the one it needs, at the first exchange that one side does not take part in, and for
-    an action that does not run exactly once.
+    `run` raises ScheduleError, with the stage and the tick, at the first read of a wrong value and
+    the first exchange that one side does not take part in, and if an action does not run once.
     """
 
     def __init__(self, program: TickProgram) -> None:
         self.program = program
         self.tables = program.tables
         self.last = program.num_stages * program.num_chunks - 1
+        # With the spill slot, to which idle forwards write residuals that nothing reads.
         depth = program.depth._replace(residuals=program.residual_slots)
         self.buffers: list[Buffers[Ring]] = [
             map_fields(lambda size: [None] * size, depth) for _ in range(program.num_stages)
@@ -73,7 +73,9 @@ class SymbolicRun:
             [(run.start, run.stop) for run in program.runs],
         )
         for run in program.runs:
+            # `self.tick` and `self.stage` are counted here so that each refusal can name them.
             for self.tick in range(run.start, run.stop):
+                # Values arrive before the actions of their tick, some of which use them at once.
                 self.exchange(
                     self.tables.activations,
                     lambda buffers: buffers.activations,
@@ -144,14 +146,12 @@ class SymbolicRun:
     def take(
         self, transfers: Transfers[Table], rings: TransferBuffers[Ring], *, unbuffered: bool
     ) -> Any:
-        """The value that an action reads, or None.
-
-        Received ones carry the tick of their arrival.
-        """
+        """The value that an action reads, or None."""
         received = self.at(transfers.read)
         local = self.at(transfers.local_read)
         self._require(received < 0 or local < 0, "an action must read one value")
         if received >= 0:
+            # `exchange` adds the tick of arrival to what is received.
             *named, arrived = self.read(rings.recv, transfers.read)
             self._require(
                 not unbuffered or arrived == self.tick,
@@ -172,6 +172,7 @@ class SymbolicRun:
                 is_written == (allowed and self.program.training),
                 "an idle forward must write its residuals to the slot that nothing reads",
             )
+            # These residuals belong to no microbatch. `read` refuses None.
             self.write(buffers.residuals, tables.residual_write, None)
             self._require(
                 self.at(transfers.write) == self.at(transfers.local_write) == -1,
@@ -195,6 +196,7 @@ class SymbolicRun:
                 announced,
             )
         if part == self.last:
+            # With delayed losses, the loss runs in the tick after its forward.
             at = self.tick + self.program.delays_loss
             lost = [row[at] for row in tables.loss_microbatch]
             self._require(
@@ -256,6 +258,7 @@ class SymbolicRun:
         self.write(buffers.gradients.local, transfers.local_write, ("grad", part, microbatch))
         self.write(buffers.pending, tables.pending_write, ("pending", part, microbatch, self.tick))
         self.once("B", part, microbatch)
+        # A backward that leaves no operands is whole, and contains the weight gradient.
         if self.at(tables.pending_write) < 0:
             self.once("W", part, microbatch)
 
@@ -298,6 +301,7 @@ def require_in_flight(program: TickProgram) -> None:
                 (actions.chunk[stage][tick], actions.microbatch[stage][tick])
                 for actions in (tables.forward, tables.backward, tables.weight)
             )
+            # The forward of a tick writes before the backward of the same tick frees its slot.
             if forward[1] >= 0:
                 alive.add(forward)
             peak = max(peak, len(alive))

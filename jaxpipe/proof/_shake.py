@@ -13,24 +13,19 @@ from ._wrapped import wrapped_module
 
 
 class Shaking(NamedTuple):
-    """How numbers are moved. Both may be traced, so that several seeds share a program.
+    """How numbers are moved. Both may be traced, so that several seeds share a program."""
 
-    Attributes:
-        key: Decides the signs.
-        least: The least relative move, that of the narrowest dtype in a layer. The unit in the last
-            place of a wider number is raised to it.
-    """
-
+    # Decides the signs.
     key: jax.Array
+    # The least relative move, that of the narrowest dtype in a layer. The unit in the last place of
+    # a wider number is raised to it.
     least: Any = 0.0
 
 
 def shaken(tree: PyTree, shaking: Shaking) -> PyTree:
-    """Move every floating-point number of a tree up or down by one unit in the last place.
-
-    The signs are random. Gradients that come back through the tree are moved in the same way.
-    """
+    """Move all floats of a tree, and gradients through it, by one unit in the last place."""
     leaves, structure = jax.tree.flatten(tree)
+    # Directions are random and independent, forward and backward.
     keys = jax.random.split(shaking.key, 2 * max(len(leaves), 1))
     least = jnp.float32(shaking.least)
     moved = [
@@ -81,6 +76,7 @@ class _Shaken(WrappedLayer):
     """A layer that shakes its outputs."""
 
     def __init__(self, layer: Layer, shaking: Shaking) -> None:
+        # Equal to no other layer, because its directions are others.
         super().__init__(layer, object())
         self._shaking = shaking
 

@@ -38,6 +38,8 @@ def state_findings(job: Job) -> Iterator[Any]:
         yield from _unlike("export_safetensors", held, again)
         next_loss = float(saved.train_batch(entries(job.batch_in(OWN, 2))))
         unit = arithmetic_of(list(job.pipeline(OWN).trace.programs))
+        # Other numbers of stages are other programs, so that roundings in all layers may move a
+        # loss.
         allowed = _DEVIATIONS * unit.unit * np.sqrt(unit.operations * len(job.module.layers))
         others = _other_stages(job)
         if not others:
@@ -48,6 +50,7 @@ def state_findings(job: Job) -> Iterator[Any]:
             where = f"checkpoint of {job.module.num_stages} stages, opened with {stages}"
             yield from _unlike(where, wanted, _everything(engine))
             loss = float(engine.train_batch(entries(job.batch_in(OWN, 2))))
+            # Not `>`, which is false of NaN.
             if not abs(loss - next_loss) <= allowed * max(abs(next_loss), 1.0):
                 yield Finding(where, f"the next loss is {loss!r}, and was {next_loss!r}.")
         yield {"opened with stages": others, "arrays": len(wanted)}

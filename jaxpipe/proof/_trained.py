@@ -16,14 +16,11 @@ from ._job import OWN, Job, Precision, axes_of, made_topology, named
 
 
 class FirstStep(NamedTuple):
-    """An engine that has trained on the first batch.
+    """An engine that has trained on the first batch."""
 
-    Attributes:
-        engine: The engine. One claim may train it on.
-        results: The loss, and the parameters after the step, by name.
-    """
-
+    # One claim may train it on.
     engine: PipelineEngine
+    # The loss, and the parameters after the step, by name.
     results: dict[str, Any]
 
 

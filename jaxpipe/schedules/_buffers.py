@@ -10,9 +10,7 @@ from ._instructions import BufferOpInstruction
 class BufferTracker:
     """Track the units that enter and leave the buffers of one stage.
 
-    `flags` stores the events of each unit and is shared with the walk, which updates it. `done`
-    stores for each chunk the events that free a unit's buffer. Raises ScheduleError if the number
-    of buffers is not a positive whole number.
+    `flags` are the events of each unit, which the walk updates; `done` those that free a buffer.
     """
 
     def __init__(self, schedule: PipeSchedule, flags: list[int], done: list[int]) -> None:
@@ -33,11 +31,7 @@ class BufferTracker:
         self._stage = schedule.stage_id
 
     def living(self, op: BufferOpInstruction, step: int) -> int:
-        """Return the unit that an instruction on a filled buffer works on.
-
-        Raises WalkError if the buffer does not exist, is empty, or contains a different unit than
-        the instruction names.
-        """
+        """Return the unit that an instruction on a filled buffer works on."""
         unit = self._living.get(op.buffer_id)
         if unit is None or unit < 0:
             self._require_buffer(op, step)
@@ -51,10 +45,9 @@ class BufferTracker:
         return unit
 
     def entering(self, op: BufferOpInstruction, step: int, event: int) -> int:
-        """Return the unit that a load, receive or forward works on.
+        """Return the unit that a load, receive or forward works on; it enters if it is not in yet.
 
-        The unit enters the buffer if it is not in it yet. `event` is the instruction's effect.
-        Raises WalkError if the buffer does not exist or is in use, or the unit cannot enter.
+        `event` is the instruction's effect.
         """
         current = self._living.get(op.buffer_id)
         if current is None:

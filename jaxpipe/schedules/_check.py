@@ -12,18 +12,13 @@ from ._walk import StageWalk
 
 @dataclass(frozen=True)
 class CheckedSchedule:
-    """A sound schedule, in which the microbatch of every instruction is known.
+    """A sound schedule, in which the microbatch of every instruction is known."""
 
-    Attributes:
-        schedules: The schedule object of every stage.
-        placement: The placement of the chunks.
-        stages: The actions of each stage.
-        training: Whether the schedule has backwards.
-    """
-
+    # One for each stage, as in `stages`.
     schedules: tuple[PipeSchedule, ...]
     placement: Placement
     stages: tuple[StageActions, ...]
+    # Whether there are backwards.
     training: bool
 
 

@@ -40,25 +40,17 @@ _LOCAL = {
 
 @dataclass
 class StageActions:
-    """Actions of one stage, by kind of instruction and step.
+    """Actions of one stage, by kind of instruction and step."""
 
-    Attributes:
-        rows: For each kind (`ROWS`) a list over the steps: the unit, or -1.
-        num_steps: Number of steps.
-        tied_reduction: Step of `ReduceTiedGrads`, or None.
-    """
-
+    # For each kind (`ROWS`) a list over the steps: the unit, or -1.
     rows: dict[str, list[int]]
     num_steps: int
+    # The step of `ReduceTiedGrads`.
     tied_reduction: int | None = None
 
 
 class WalkError(ScheduleError):
-    """An instruction is misplaced or missing.
-
-    Attributes:
-        step: The step of the misplaced instruction, or None if an instruction is missing.
-    """
+    """An instruction is misplaced in `step`, or missing if that is None."""
 
     def __init__(self, message: str, step: int | None) -> None:
         super().__init__(message)
@@ -67,23 +59,14 @@ class WalkError(ScheduleError):
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """The location of an instruction in a schedule.
-
-    Attributes:
-        op: The instruction.
-        stage: The stage.
-        step: The step.
-    """
+    """The location of an instruction in a schedule."""
 
     op: PipeInstruction
     stage: int
     step: int
 
     def refuse(self, rule: str, got: str, repair: str) -> WalkError:
-        """Return the error for this instruction; the caller raises it.
-
-        `rule` is the text that follows "must". `got` is what was found instead.
-        """
+        """Return the error for this instruction; `rule` is the text that follows "must"."""
         return WalkError(
             f"{self.op!r} must {rule}, but got {got} on stage={self.stage} at step={self.step}. "
             f"{repair}",
@@ -92,10 +75,7 @@ class Location:
 
 
 def first_lacking(bits: int, *, local: bool) -> str:
-    """Name the first missing instruction.
-
-    `bits` are the events that have not happened, at least one. A value that is `local` to the stage
-    has no send or receive; the name is then that of the instruction that replaces them.
-    """
+    """Name the first missing instruction, given the events that have not happened."""
     bit = bits & -bits
+    # A value that is local to the stage has no send or receive. Another instruction replaces them.
     return _LOCAL[bit] if local and bit in _LOCAL else _INSTRUCTION[bit]

@@ -15,11 +15,7 @@ def schedule_fault(
     stage: int | None = None,
     step: int | None = None,
 ) -> ScheduleError:
-    """Return the error for an unsound schedule, with the grid and the faulty cell marked.
-
-    `schedules` contains the object of every stage. `stage` and `step` locate the fault, if known.
-    `message` contains the values and the repair. The caller raises the error.
-    """
+    """Return the error for an unsound schedule, with the grid and the faulty cell marked."""
     lines = [message]
     mark = None
     if stage is not None and step is not None:

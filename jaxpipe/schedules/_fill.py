@@ -26,9 +26,8 @@ def fill_weights(
     - Every stage also gets one if some stage would otherwise have more than `max_pending`.
     - The remaining weight gradients run in additional steps at the end.
 
-    `forwards` and `backwards` contain for each stage the steps in which it runs a forward and an
-    input gradient. The result contains for each stage a row over the steps, including those added
-    at the end: the step of the input gradient that is completed, or -1.
+    The result contains for each stage a row over the steps, including those added at the end: the
+    step of the input gradient that is completed, or -1.
     """
     stages = range(len(forwards))
     num_steps = len(forwards[0])
@@ -73,11 +72,9 @@ def _reserve(has_room: Row, backwards: Row) -> list[int]:
 def _is_full(
     step: int, gets: list[bool], pending: list[list[int]], backwards: Sequence[Row], limit: int
 ) -> bool:
-    """Return whether a stage has no room for the input gradient of the next step.
-
-    Only stages that get no weight gradient in this step are checked.
-    """
+    """Return whether a stage has no room for the input gradient of the next step."""
     following = step + 1
+    # A stage that gets a weight gradient in this step makes room by that.
     return any(
         not runs and len(waiting) >= limit and following < len(row) and row[following]
         for runs, waiting, row in zip(gets, pending, backwards, strict=True)

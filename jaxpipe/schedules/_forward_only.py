@@ -23,13 +23,7 @@ def forward_schedule(schedule: type[PipeSchedule]) -> type[PipeSchedule]:
     If the stages have one chunk each, in order, the result is `InferenceSchedule`. Otherwise it
     consists of the training schedule's forwards, without the steps in which no stage runs or moves
     anything. That makes `vM + S - 1` steps for `"interleaved"` with M of at least S, and `2M + 2S -
-    2` for `"1f1b-v"`.
-
-    Args:
-        schedule: A training schedule class.
-
-    Returns:
-        The schedule class. Lower it with `training=False`.
+    2` for `"1f1b-v"`. Lower it with `training=False`.
 
     Example:
         >>> program = lower_schedule(forward_schedule(InterleavedSchedule), 8, 4, training=False)

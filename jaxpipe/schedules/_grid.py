@@ -98,10 +98,7 @@ def _line(
 def _visible(
     sizes: Sequence[int], room: int | None, centre: int | None, *, gap: int
 ) -> list[int | None]:
-    """Choose the indices that fit into `room`: those around `centre`, or from both ends.
-
-    None marks a gap.
-    """
+    """Choose the indices that fit: those around `centre`, or from both ends. None marks a gap."""
     count = len(sizes)
     if room is None or sum(sizes) <= room:
         return list(range(count))

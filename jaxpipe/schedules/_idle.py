@@ -25,9 +25,7 @@ class IdlePolicy:
             a branch. Backwards and weight gradients that are idle in more than a quarter of a run
             always use the loop.
         masks_ends: In a first and a last tick that are separate runs with actions of only one kind,
-            idle actions compute even if others are skipped. A branch cannot start before all that
-            it reads is available. Computing costs no time here, because the idle stages would wait
-            for the others anyway.
+            idle actions compute even if others are skipped.
         splits_first: All stages run the model's first layers together.
         splits_last: All stages run the model's last layers and the loss together.
     """
@@ -47,6 +45,8 @@ def with_idle(program: TickProgram, policy: IdlePolicy) -> TickProgram:
 def _planned(program: TickProgram, run: TickRun, policy: IdlePolicy) -> TickRun:
     kinds = run.has_forward + run.has_backward + run.has_weight
     is_end = run.stop - run.start == 1 and run in (program.runs[0], program.runs[-1])
+    # A branch cannot start before all that it reads is available. Computing costs no time here,
+    # because the idle stages would wait for the others anyway.
     is_masked_end = policy.masks_ends and is_end and kinds == 1
     tables = program.tables
     may_loop = policy.skips and program.training
@@ -114,10 +114,7 @@ def _busy_share(run: TickRun, microbatches: Table) -> float:
 
 
 def _of_all_stages(run: TickRun, microbatches: Table, *, is_harmless: bool = False) -> Idle | None:
-    """Return what all stages do in the ticks of a run in which a shared action has no microbatch.
-
-    None if no tick of the run has one.
-    """
+    """Return what stages do in ticks without a shared action; None if the run has none at all."""
     ticks = microbatches[0][run.start : run.stop]
     share = sum(microbatch >= 0 for microbatch in ticks) / len(ticks)
     if not share:

@@ -99,12 +99,7 @@ def lower_schedule(
 
 
 class _StageTables:
-    """The rows of one stage and the slots of its buffers.
-
-    Attributes:
-        tables: The rows. Rows that are the same on all stages are empty.
-        slots: The slots of the values of each buffer.
-    """
+    """The rows of one stage and the slots of its buffers."""
 
     def __init__(self, checked: CheckedSchedule, stage: int) -> None:
         self._microbatches = checked.schedules[0].micro_batches
@@ -134,6 +129,7 @@ class _StageTables:
         residuals = assign_slots(self._num_units, stored, [whole, weight])
         pending = assign_slots(self._num_units, split, [weight])
         self.slots = Buffers(act_slots, grad_slots, residuals, pending)
+        # Rows that are the same on all stages stay empty here: see `_with_model_ends`.
         self.tables: Tables[Row] = Tables(
             forward=self._actions(forward),
             backward=self._actions(backward),
@@ -168,8 +164,7 @@ class _StageTables:
     ) -> tuple[Transfers[Row], TransferBuffers[Slots]]:
         """Return the slots and partners of the inputs and outputs of one kind of action.
 
-        The rows contain units, tick by tick. `neighbours` contains for each chunk the source and
-        the target of its values.
+        The rows contain units. `neighbours` are the source and the target of each chunk's values.
         """
         # The ends of the model have no neighbour. The stage itself is a placeholder that no row
         # uses.
@@ -212,23 +207,18 @@ class _StageTables:
         return tuple([stages[unit // self._microbatches] if unit >= 0 else -1 for unit in units])
 
     def _handed(self, unit: int, to_local: list[int]) -> int:
-        """Return the unit, on another chunk of this stage, that uses a computed value.
-
-        -1 if no other chunk of this stage uses it.
-        """
+        """Return the unit, on another chunk of this stage, that uses a computed value, or -1."""
         if unit < 0:
             return -1
         chunk, microbatch = divmod(unit, self._microbatches)
         return -1 if to_local[chunk] < 0 else to_local[chunk] * self._microbatches + microbatch
 
     def _units_of(self, row: Sequence[int]) -> bytearray:
-        """Mark the units of a row.
-
-        The entry after the last unit, which idle actions index, stays 0.
-        """
+        """Mark the units of a row."""
         marks = bytearray(self._num_units + 1)
         for unit in row:
             marks[unit] = 1
+        # Idle actions are -1, and so index the entry after the last unit.
         marks[-1] = 0
         return marks
 

@@ -44,11 +44,7 @@ class Placement:
 
 
 def placement_of(schedules: Sequence[PipeSchedule]) -> Placement:
-    """Return the placement of a schedule's chunks, from the schedule object of every stage.
-
-    Raises ScheduleError if two chunks have the same virtual stage, a virtual stage is outside the
-    model, or consecutive virtual stages are on stages that are not neighbours on the ring.
-    """
+    """Return the placement of a schedule's chunks, from the schedule object of every stage."""
     one = schedules[0]
     stages = one.stages
     chunks = one.num_chunks

@@ -20,12 +20,7 @@ Sends = Mapping[int, tuple[tuple[int, int], ...]]
 
 
 class Actions(NamedTuple, Generic[T]):
-    """Actions of one kind: forward, backward or weight gradient.
-
-    Attributes:
-        microbatch: The microbatch, or -1 if the stage is idle.
-        chunk: The stage's chunk, or -1 if the stage is idle.
-    """
+    """Actions of one kind: forward, backward or weight gradient. Idle stages have -1 in both."""
 
     microbatch: T
     chunk: T
@@ -109,32 +104,24 @@ class Tables(NamedTuple, Generic[T]):
 
 
 class TransferBuffers(NamedTuple, Generic[T]):
-    """One entry for each buffer of one kind of transferred value.
+    """One entry for each buffer of one kind of transferred value."""
 
-    Attributes:
-        recv: The buffer of values that have arrived and are not used yet.
-        send: The buffer of values that were computed and are not sent yet.
-        local: The buffer of values passed between two chunks of one stage.
-    """
-
+    # Values that have arrived and are not used yet.
     recv: T
+    # Values that were computed and are not sent yet.
     send: T
+    # Values passed between two chunks of one stage.
     local: T
 
 
 class Buffers(NamedTuple, Generic[T]):
-    """One entry for each buffer of a stage.
-
-    Attributes:
-        activations: The buffers of activations.
-        gradients: The buffers of gradients.
-        residuals: The buffer of residuals, from a forward to its backward.
-        pending: The buffer of the operands that an input gradient leaves for its weight gradient.
-    """
+    """One entry for each buffer of a stage."""
 
     activations: TransferBuffers[T]
     gradients: TransferBuffers[T]
+    # From a forward to its backward.
     residuals: T
+    # The operands that an input gradient leaves for its weight gradient.
     pending: T
 
 
@@ -142,10 +129,7 @@ _STRUCTURES: tuple[Callable[..., Any], ...] = (Tables, Transfers, Actions, Buffe
 
 
 def map_fields(function: Callable[..., Any], *structures: Any) -> Any:
-    """Map a function over corresponding fields of structures, and return the same structure.
-
-    The structures are the named tuples of this module.
-    """
+    """Map a function over corresponding fields of named tuples of this module."""
     make: Callable[..., Any] = type(structures[0])  # pyright: ignore[reportUnknownVariableType]
     if make in _STRUCTURES:
         return make(*(map_fields(function, *each) for each in zip(*structures, strict=True)))
@@ -153,10 +137,7 @@ def map_fields(function: Callable[..., Any], *structures: Any) -> Any:
 
 
 class Idle(Enum):
-    """What a device does in a tick in which it has no action of a kind.
-
-    The values are the printed texts.
-    """
+    """What a device does in a tick in which it has no action of a kind. Values are for printing."""
 
     NEVER = "never idle"
     """No stage is idle in the run, so there is nothing to do."""

@@ -21,12 +21,7 @@ def tick_runs(num_ticks: int, tables: Tables[Table]) -> tuple[TickRun, ...]:
     Consecutive ticks form a run while the same kinds of action (forward, backward, weight) occur in
     them, on any stage. Exchanges do not affect the grouping. With one chunk per stage, stretches of
     at least `SHORT_RUN` ticks in which every stage runs all kinds are separate runs: the steady
-    part of a schedule then has no idle action and no branch. A schedule with alternating content
-    would have very many runs. If there are more than `MAX_RUNS`, neighbours shorter than
-    `SHORT_RUN` ticks are joined. If that is not enough, all runs but the first three and the last
-    three are joined.
-
-    The runs cover ticks 0 to `num_ticks` without gaps.
+    part of a schedule then has no idle action and no branch.
     """
     columns = _columns(tables)
     content = _content(columns)
@@ -39,6 +34,7 @@ def tick_runs(num_ticks: int, tables: Tables[Table]) -> tuple[TickRun, ...]:
     ):
         listed = list(ticks)
         pieces.append((listed[0], listed[-1] + 1, has))
+    # A schedule with alternating content would have very many runs.
     if len(pieces) > MAX_RUNS:
         pieces = _joined_short(pieces)
     # Content changes most at both ends, where the pipeline fills and drains, so the runs there stay
@@ -49,17 +45,9 @@ def tick_runs(num_ticks: int, tables: Tables[Table]) -> tuple[TickRun, ...]:
 
 
 def with_ends_apart(program: TickProgram) -> TickProgram:
-    """Make the first and the last tick separate runs.
-
-    A run of one tick is not a loop. Operations before the first tick and after the last, such as
-    the gathers of weights and the reductions of gradients, can then overlap its computation.
-
-    Args:
-        program: The program.
-
-    Returns:
-        The program with at most two additional runs. No run has a policy for idle actions.
-    """
+    """Make the first and the last tick separate runs. No run has a policy for idle actions then."""
+    # A run of one tick is not a loop. Operations before the first tick and after the last, such as
+    # the gathers of weights and the reductions of gradients, can then overlap its computation.
     last = program.num_ticks - 1
     content = _content(_columns(program.tables))
     inner = [(max(run.start, 1), min(run.stop, last), run) for run in program.runs]
@@ -83,10 +71,8 @@ def _columns(tables: Tables[Table]) -> list[list[tuple[int, ...]]]:
 
 
 def _content(columns: Sequence[Sequence[Sequence[int]]]) -> list[tuple[bool, bool, bool]]:
-    """Return for each tick which kinds occur.
-
-    All stages run one device program, so a kind occurs if any stage runs it.
-    """
+    """Return for each tick which kinds occur."""
+    # All stages run one device program, so a kind occurs if any stage runs it.
     forward, backward, weight = ([max(column) >= 0 for column in kind] for kind in columns)
     return list(zip(forward, backward, weight, strict=True))
 
@@ -117,11 +103,10 @@ def _run(piece: _Piece, tables: Tables[Table]) -> TickRun:
 
 
 def _action(chunks: Sequence[Row], pending: Sequence[Row] = ()) -> ActionPlan:
-    """Return the plan of one kind of action from its chunks in some ticks.
-
-    `pending` contains the slots that split backwards write; it is empty for other kinds.
-    """
+    """Return the plan of one kind of action from its chunks in some ticks."""
     found = {chunk for row in chunks for chunk in row}
+    # Only split backwards write a slot for the operands of their weight gradient. Other kinds have
+    # no such rows.
     at = (
         [each for rows in zip(chunks, pending, strict=True) for each in zip(*rows, strict=True)]
         if pending
@@ -134,10 +119,7 @@ def _action(chunks: Sequence[Row], pending: Sequence[Row] = ()) -> ActionPlan:
 
 
 def _steady(kinds: Sequence[Sequence[Sequence[int]]], forward_chunk: Table) -> list[bool]:
-    """Return for each tick whether it is in a long stretch without idle actions.
-
-    In this stretch every stage runs all kinds of action that occur.
-    """
+    """Return for each tick whether it is in a long stretch in which no stage is ever idle."""
     # With several chunks an action branches on its chunk anyway, so a run without idle actions
     # saves no branch.
     has_chunks = any(chunk > 0 for row in forward_chunk for chunk in row)
@@ -168,10 +150,7 @@ def _joined(pieces: list[_Piece]) -> _Piece:
 
 
 def _sends(send_to: Table, start: int, stop: int) -> Sends:
-    """Return which stages send to which in the exchanges of some ticks.
-
-    Ticks after the end of the program are ignored.
-    """
+    """Return which stages send to which in the exchanges of some ticks of the program."""
     found: dict[int, set[tuple[int, int]]] = {}
     for source, row in enumerate(send_to):
         for target in row[start:stop]:

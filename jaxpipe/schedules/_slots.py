@@ -7,17 +7,13 @@ from heapq import heappop, heappush
 
 @dataclass(frozen=True)
 class Slots:
-    """Slots of the values of one buffer of one stage.
+    """Slots of the values of one buffer of one stage."""
 
-    Attributes:
-        slot_of: The slot of each unit, or -1 if it never enters. There is an additional -1 at the
-            end, so that index -1 (idle) is -1.
-        depth: Number of slots.
-        vacant: For each tick the lowest slot that no value uses in that tick, at most `depth`.
-    """
-
+    # The slot of each unit, or -1 if it never enters. Idle actions have index -1, for which there
+    # is a further -1 at the end.
     slot_of: tuple[int, ...]
     depth: int
+    # For each tick the lowest slot that no value uses in that tick, at most `depth`.
     vacant: tuple[int, ...]
 
     def row(self, units: Sequence[int]) -> tuple[int, ...]:
@@ -35,18 +31,16 @@ def assign_slots(
 ) -> Slots:
     """Assign each value the lowest slot that is free during its lifetime.
 
-    Values are processed in the order in which they start to live, so the depth is the maximum
-    number of values alive at the same time.
-
-    `starts` contains for each tick the unit whose value starts to live. The rows of `ends` contain
-    the units whose values are used for the last time; -1 means no unit. With `frees_first`, a slot
-    that is freed in a tick can be reused by a value that starts in that tick (the exchange sends
-    before the stage computes). By default both values live in that tick.
+    `starts` contains for each tick the unit whose value starts to live, the rows of `ends` those
+    whose values are used for the last time; -1 means no unit. With `frees_first`, a slot that is
+    freed in a tick can be reused in that tick (the exchange sends before the stage computes).
     """
     slot_of = [-1] * (num_units + 1)
     free: list[int] = []
     depth = 0
     vacant: list[int] = []
+    # In the order in which values start to live, the depth is the maximum number of values alive at
+    # the same time.
     for tick, start in enumerate(starts):
         ending = [row[tick] for row in ends]
         if frees_first:

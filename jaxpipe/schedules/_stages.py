@@ -16,12 +16,7 @@ AnySchedule = str | type[PipeSchedule] | PipeSchedule | Sequence[PipeSchedule]
 def stage_schedules(
     schedule: AnySchedule, num_microbatches: int | None = None, num_stages: int | None = None
 ) -> tuple[PipeSchedule, ...]:
-    """Return the schedule object of every stage for one batch, stage 0 first.
-
-    `schedule` is a name or a class, which require both sizes, the object of one stage, or the
-    objects of all stages in order. Raises ScheduleError if the objects do not belong together, or
-    sizes are missing or out of range.
-    """
+    """Return the schedule object of every stage for one batch, stage 0 first."""
     if isinstance(schedule, PipeSchedule):
         schedules = _of_all_stages(type(schedule), schedule.micro_batches, schedule.stages)
     elif isinstance(schedule, (str, type)):

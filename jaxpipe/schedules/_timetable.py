@@ -181,10 +181,8 @@ class TimetableSchedule(PipeSchedule):
         return 0 <= action[1] < self.micro_batches
 
     def _begun(self, step: int, ends: list["_Ends"]) -> list[Action]:
-        """Return the actions that take a buffer at a step.
-
-        Their activation arrives in the step, or they need none and run in it.
-        """
+        """Return the actions that take a buffer at a step."""
+        # Their activation arrives in the step, or they need none and run in it.
         begun = (self.activation_at(step), True), (self.forward_at(step), False)
         return [
             action
@@ -193,11 +191,9 @@ class TimetableSchedule(PipeSchedule):
         ]
 
     def _freed(self, step: int, ends: list["_Ends"]) -> list[Action]:
-        """Return the actions whose buffers are free after a step.
-
-        A gradient that stays on this stage is used one step later.
-        """
+        """Return the actions whose buffers are free after a step."""
         last_of = self.weight_at if self.split_backward else self.backward_at
+        # A gradient that stays on this stage is used one step later.
         done = (last_of(step), False), (last_of(step - 1), True)
         return [
             action

@@ -9,12 +9,8 @@ from ._cost import Slice
 def trace_of(steps: Mapping[str, Sequence[Slice]]) -> dict[str, Any]:
     """Return steps in Chrome's trace format, with a process per step and a track per stage.
 
-    Args:
-        steps: Actions by the name of the step, such as `"planned"` and `"measured"`.
-
-    Returns:
-        An object to write as JSON and open in https://ui.perfetto.dev or chrome://tracing. The
-        category of an event is its kind.
+    The result is an object to write as JSON and open in https://ui.perfetto.dev or
+    chrome://tracing.
 
     Example:
         >>> from jaxpipe.schedules import lower_schedule, timeline

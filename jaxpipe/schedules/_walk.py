@@ -58,11 +58,7 @@ class _Rule:
 
 
 class StageWalk:
-    """Follow the instructions of one stage.
-
-    `training` means that there are backwards and an optimiser step. Raises ScheduleError if the
-    number of buffers is not a positive whole number.
-    """
+    """Follow the instructions of one stage."""
 
     def __init__(self, schedule: PipeSchedule, placement: Placement, *, training: bool) -> None:
         chunks = range(schedule.num_chunks)
@@ -89,8 +85,7 @@ class StageWalk:
     def run(self) -> StageActions:
         """Walk all steps and return the stage's actions, with the microbatch of every instruction.
 
-        Raises WalkError if an instruction is misplaced or missing, and ScheduleError if the steps
-        do not end.
+        Raises WalkError if an instruction is misplaced or missing.
         """
         steps = self._steps()
         actions = StageActions({name: [IDLE] * len(steps) for name in ROWS}, len(steps))
@@ -217,10 +212,7 @@ class StageWalk:
     def _close(
         self, op: PipeInstruction, commands: list[PipeInstruction], actions: StageActions
     ) -> None:
-        """Process a reduction or the optimiser step.
-
-        Raises WalkError for an instruction that this kind of schedule must not have.
-        """
+        """Process a reduction or the optimiser step, and refuse all other instructions."""
         location = Location(op, self._stage, self._step)
         kind = next(
             (

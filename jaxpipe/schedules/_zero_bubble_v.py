@@ -76,10 +76,8 @@ class ZeroBubbleVSchedule(FilledTimetable, FoldedTimetable):
 
     @functools.cached_property
     def _gradients(self) -> dict[int, int]:
-        """Microbatches by the turn in which their gradients enter.
-
-        A gradient enters in the first free turn after its microbatch has passed all virtual stages.
-        """
+        """Microbatches by the turn in which their gradients enter."""
         stages = self.stages
         micro_batches = self.micro_batches
+        # The first free turn after a microbatch has passed all virtual stages.
         return {m + max(stages, min(stages + m, micro_batches)): m for m in range(micro_batches)}

@@ -29,32 +29,27 @@ class Span:
 
     Concatenated row by row, they are the elements of a slice, followed by padding.
 
-    Attributes:
-        array: Name of the array, such as `params/stacked/trunk/0/kernel`.
-        rows: Indices along the array's first dim.
-        start: Index of the first element in each flattened row.
-        stop: Index after the last element.
     """
 
+    # Such as `params/stacked/trunk/0/kernel`.
     array: str
+    # Indices along the array's first dim.
     rows: tuple[int, ...]
+    # The elements of each flattened row.
     start: int
     stop: int
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """One array of the model, with the shape that it has without a pipeline.
-
-    Attributes:
-        grid: Number of slices along each dim.
-        copies: The stored copies of the leaf, each as the spans of its slices in row-major order.
-            Each copy is complete, and all are equal: tied layers are stored on several stages.
-    """
+    """One array of the model, with the shape that it has without a pipeline."""
 
     shape: tuple[int, ...]
     dtype: str
+    # Number of slices along each dim.
     grid: tuple[int, ...]
+    # The stored copies of the leaf, each as the spans of its slices in row-major order. Each is
+    # complete, and all are equal: tied layers are stored on several stages.
     copies: tuple[tuple[Span, ...], ...]
 
     def slice_shape(self) -> tuple[int, ...]:
@@ -177,18 +172,15 @@ def make_catalog(
 
 @dataclass(frozen=True)
 class _Draft:
-    """A leaf under construction.
+    """A leaf under construction."""
 
-    Attributes:
-        struct: Shape and dtype of a stage's part of the leaf.
-        stage_dim: The dim along which the leaf is sliced over the stages, or None.
-        blocks: Number of slices of a stage's part along each dim.
-        given: The parts so far: the stage, and the spans of its slices.
-    """
-
+    # Shape and dtype of a stage's part.
     struct: Any
+    # The dim along which the leaf is sliced over the stages.
     stage_dim: int | None
+    # Number of slices of a stage's part along each dim.
     blocks: Grid
+    # The parts so far: the stage, and the spans of its slices.
     given: list[tuple[int, Sequence[Span]]]
 
     def add(self, stage: int, spans: Sequence[Span]) -> None:

@@ -35,8 +35,7 @@ class StageLeaves:
     Attributes:
         off_trunk: Leaves of prologues, epilogue and vocabulary-parallel layers. The name is the
             path, so that a tied parameter has the same name on all stages.
-        trunk: Leaves of the trunk of every chunk. The names are the same on every stage, and the
-            paths differ.
+        trunk: Leaves of all trunks. Names are the same on every stage, and paths differ.
         layers: For each layer of the stage the names by path inside the layer.
     """
 

@@ -25,17 +25,13 @@ _STAGE = "stage"
 
 @dataclass(frozen=True)
 class VocabLayers:
-    """Vocabulary-parallel layers, which all stages run together.
+    """Vocabulary-parallel layers, which all stages run together."""
 
-    Attributes:
-        first: The first layers of the model, up to the last sliced one.
-        last: The layers after the trunk, up to the loss.
-        dims: The dims along which parameters are sliced over the stages, by path in the model's
-            tree.
-    """
-
+    # The model's first layers, up to the last sliced one.
     first: range = range(0)
+    # Those after the trunk, up to the loss.
     last: range = range(0)
+    # The dims along which parameters are sliced over the stages.
     dims: Mapping[Path, int] = field(default_factory=dict)
 
     @property

@@ -31,11 +31,9 @@ def scatter_sum(tree: PyTree, axis: str) -> PyTree:
 
 
 def broadcast_sum(tree: PyTree, axes: Axes) -> PyTree:
-    """Broadcast values from one device along manual axes by a sum, which is exact.
+    """Broadcast values from one device along manual axes; the others must have zeros."""
 
-    The other devices along the axes have zeros.
-    """
-
+    # A sum with zeros is exact.
     def one(leaf: jax.Array) -> jax.Array:
         number = leaf.astype(jnp.int32) if leaf.dtype == jnp.bool_ else leaf
         return sum_over(number, axes).astype(leaf.dtype)

@@ -160,6 +160,7 @@ def attention(  # noqa: PLR0913  # what may hide a key, one argument each
             )
         _report(given, f"blocked in a ring over {SEQUENCE!r}, because {divided.why}")
         return ring_attention(pattern, given)
+    # For the absent devices of a plan no kernel can be compiled, also if it was asked for.
     if implementation == "auto" or (implementation == "splash" and _is_absent()):
         implementation = _chosen(divided, pattern, given)
     elif refusal := _refusal(implementation, divided, pattern, given):
@@ -291,6 +292,7 @@ def _cudnn(
     q, k, _, _, visibility = given
     mask = _boolean_mask(visibility)
     if mask is not None:
+        # `_sees_any` reads all queries and keys off the mask. Samples and heads may stay 1.
         mask = jnp.broadcast_to(mask, (*mask.shape[:2], q.shape[1], k.shape[1]))
     hides = Visibility(mask, visibility.lengths)
 
@@ -333,10 +335,7 @@ def _by_heads(
     hides: PyTree,
     spec_of: Callable[[jax.Array, Any, Any], P],
 ) -> jax.Array:
-    """Call a kernel on each device, for the device's own samples and heads.
-
-    `spec_of(array, axes of samples, axes of heads)` is the sharding of an array in `hides`.
-    """
+    """Call a kernel on each device, for its own samples and heads; `spec_of` shards `hides`."""
     # JAX (0.10) cannot partition a kernel if other axes are manual.
     mesh = jax.sharding.get_abstract_mesh()
     axes = set(mesh.auto_axes) if mesh.manual_axes else set[str]()
@@ -404,6 +403,7 @@ def _xla(pattern: Pattern, given: Operands) -> jax.Array:
 def _jax_attention(
     pattern: Pattern, implementation: Literal["cudnn", "xla"]
 ) -> Callable[..., jax.Array]:
+    # JAX counts the keys on each side of a query, without the one at its own position.
     sides = (
         None
         if pattern.window is None

@@ -202,6 +202,7 @@ class Blocks:
             high, total, acc = (self._query_block(x, i) for x in carry)
             scores, _ = self._scores(queries, keys, i, j)
             higher = jnp.maximum(high, scores.max(-1, keepdims=True))
+            # The sums so far are relative to the old maximum.
             shrink = jnp.exp(high - higher)
             weights = jnp.exp(scores - higher)
             new = self._product(
@@ -215,6 +216,7 @@ class Blocks:
     @jax.named_scope(ATTENTION_SCOPE)
     def finish(self, sums: Sums, dtype: Any) -> tuple[jax.Array, jax.Array]:
         """Return the output `[B, T, N, Dv]` and the logarithms of the sums, `[B, K, G, T]`."""
+        # A query that sees no key has an empty sum, and gets zero instead of 0 / 0.
         sees = sums.total > 0
         total = jnp.where(sees, sums.total, 1.0)
         out = self._from_queries(jnp.where(sees, sums.acc / total, 0.0)).astype(dtype)
@@ -261,9 +263,11 @@ class Blocks:
             grad = self._query_block(grads, i)
             value = self._key_block(values, j)
             scores, slope = self._scores(queries, keys, i, j)
+            # Probabilities: the residual has the sum over all keys already.
             weights = jnp.exp(scores - self._query_block(rows.log_sum, i))
             to_values = self._product("bkgts,bkgtd->bksd", self._dropped(weights, i, j), grad)
             of_weights = self._dropped(self._product("bkgtd,bksd->bkgts", grad, value), i, j)
+            # The derivative of the softmax, then that of the scale and the cap.
             of_scores = weights * (of_weights - self._query_block(rows.inner, i)) * slope
             to_queries = self._product("bkgts,bksd->bkgtd", of_scores, key)
             to_keys = self._product("bkgts,bkgtd->bksd", of_scores, query)
@@ -372,6 +376,8 @@ class Blocks:
         rows = (i * self._rows + jnp.arange(self._rows)).reshape(1, 1, 1, -1, 1)
         cols = (j * self._cols + jnp.arange(self._cols)).reshape(1, 1, 1, 1, -1)
         visible = []
+        # Padding is known by the index in this device's array, all else by the position in the
+        # text.
         if self._num_keys % self._cols:
             visible.append(cols < self._num_keys)
         rows = rows * stride + first_query

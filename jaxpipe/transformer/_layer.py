@@ -67,6 +67,7 @@ class DeepSpeedTransformerLayer(nn.Module):
             )
         for name in ("initial_weights", "initial_biases"):
             value = getattr(self, name)
+            # Flax copies modules, with arrays that have been checked and wrapped before.
             if value is not None and not isinstance(value, _Initial):
                 object.__setattr__(self, name, _Initial(name, value, self.config))
         super().__post_init__()
@@ -177,6 +178,7 @@ class _Initial:
 
     def values(self, suffix: str) -> dict[str, np.ndarray]:
         """Return the arrays as the layer's weights (`"w"`) or biases (`"b"`)."""
+        # Given as `[outputs, inputs]`, as in torch.
         *qkv, ow, nw, inter, output, norm = [x.T for x in self.arrays]
         stacked = np.stack([x.reshape(*x.shape[:-1], self._heads, -1) for x in qkv], axis=-3)
         if suffix == "w":
@@ -267,5 +269,6 @@ def _warn_unused(config: DeepSpeedTransformerConfig, dtype: Any) -> None:
         unused["stochastic_mode"] = "there is no dropout, and float32 is what norms are computed in"
     for name, why in unused.items():
         message = f"No effect: {name} of DeepSpeedTransformerConfig, because {why}."
+        # A model traces equal layers many times.
         if is_first(message):
             warnings.warn(message, ConfigWarning, stacklevel=2)

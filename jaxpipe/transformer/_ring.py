@@ -36,6 +36,7 @@ def ring_refusal(
     """Return why a ring cannot compute this; None if it can."""
     size = _num_places()
     length = q.shape[1]
+    # To make stripes, each device cuts its piece into one part for every device.
     parts = size**2 if _is_striped(pattern) else size
     found = {
         "there is a mask": visibility.mask is not None,
@@ -142,6 +143,7 @@ class _Ring(NamedTuple):
             state, held = turn(*carry, back)
             return (state, self.passed(held, place)), None
 
+        # The last turn is outside the loop, because nothing needs to be passed on after it.
         turns = jnp.arange(self.size - 1, dtype=jnp.int32)
         (state, held), _ = lax.scan(body, (state, held), turns)
         return turn(state, held, jnp.int32(self.size - 1))
@@ -193,6 +195,7 @@ def _backward(ring: _Ring, residuals: Any, grad: jax.Array) -> tuple[Any, ...]:
         dk, dv = ring.passed(held[3:], places[0])
         to_sinks = own.sink_gradient(sinks, rows)
         if to_sinks is not None:
+            # Each device has the part from its own queries and samples, of its own heads.
             to_sinks = lax.psum(to_sinks, (SEQUENCE, *spec_axes(ring.samples)))
         return *own.gradients((dq, dk, dv), (q, k, v)), to_sinks
 

@@ -24,16 +24,12 @@ OverSequence = Literal["auto", "ulysses", "ring"]
 
 
 class Division(NamedTuple):
-    """Which mesh axes divide attention.
-
-    Attributes:
-        samples: The axis or axes that divide samples, or None.
-        heads: The axis or axes that divide heads while attention is computed, or None.
-        way: How positions that are divided over `sequence` meet. None if they are not divided.
-    """
+    """Which mesh axes divide attention."""
 
     samples: Axes
+    # While attention is computed.
     heads: Axes
+    # How positions that are divided over `sequence` meet. None if they are not divided.
     way: Literal["ulysses", "ring", "whole"] | None = None
     why: str = ""
 
@@ -68,6 +64,7 @@ def division(
     size = mesh.shape[SEQUENCE] if SEQUENCE in mesh.auto_axes else 1
     if size == 1:
         return Division(samples, model)
+    # By heads, both axes divide the heads of keys, of which each device needs a whole number.
     parts = size * (1 if model is None else mesh.shape[model])
     by_heads = (
         None if k.shape[2] % parts == 0 else f"{parts} places do not divide {k.shape[2]} key heads"

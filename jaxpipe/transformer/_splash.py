@@ -57,6 +57,7 @@ def splash_attention(
     `segments` are `[B, T]`, for queries and keys. `interpret` runs on any platform, slowly.
     """
     kernel = _kernel(pattern, q.shape[2], q.shape[1], k.shape[1], interpret=interpret)
+    # The kernels have heads before positions, and do not scale scores.
     queries, keys, values = (x.swapaxes(1, 2) for x in (q * pattern.scale, k, v))
     ids = None if segments is None else splash_attention_kernel.SegmentIds(segments, segments)
     call = functools.partial(kernel, sinks=sinks)
@@ -75,6 +76,7 @@ def _kernel(
         mask = splash_attention_mask.CausalMask(shape)
     else:
         mask = splash_attention_mask.FullMask(shape)
+    # `splash_refusal` has checked that the smallest block divides both.
     of_queries, of_keys = (next(block for block in _BLOCKS if not size % block) for size in shape)
     blocks = splash_attention_kernel.BlockSizes(
         block_q=of_queries,

@@ -27,6 +27,7 @@ class BlockScaled:
         self.shape = values.shape
 
     def __getitem__(self, at: Index, /) -> np.ndarray:
+        # A slice may begin and end inside of blocks: the scales of all that it overlaps are read.
         blocks = tuple(slice(x.start // _BLOCK, -(-x.stop // _BLOCK)) for x in at)
         scales = np.asarray(self._scales[blocks], np.float32)
         places = (np.arange(x.start, x.stop) // _BLOCK - x.start // _BLOCK for x in at)
@@ -36,12 +37,10 @@ class BlockScaled:
 def scales_of(
     source: AnyPath, dtypes: Mapping[str, str], shapes: Mapping[str, Shape]
 ) -> dict[str, str]:
-    """Names of the scales of the matrices of eight bits in files, by the name of the matrix.
-
-    `dtypes` are safetensors' names. `source` is for error messages.
-    """
+    """Names of the scales of the matrices of eight bits in files, by the name of the matrix."""
     narrow = [name for name, dtype in dtypes.items() if dtype == _EIGHT_BITS]
     for name in narrow:
+        # The last block of a dim may be smaller than the others.
         wanted = tuple(-(-size // _BLOCK) for size in shapes[name])
         found = shapes.get(name + _SUFFIX)
         if found != wanted or len(wanted) != 2:

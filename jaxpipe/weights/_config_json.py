@@ -78,22 +78,13 @@ def dump_config(
     renames: Sequence[Rename],
     matches: Iterable[Match],
 ) -> bytes:
-    """Write `config.json` for the tensors that a folder holds, with their dtype and tied head.
+    """Write `config.json` for the tensors that a folder holds, from the contents `config`.
 
-    Their dtype and format, and whether the head is tied, are those of the tensors, also in the
-    configurations of parts.
-
-    Args:
-        config: The contents, perhaps those of the base.
-        tensors: The tensors by name.
-        renames: The table that named them.
-        matches: Its entries for the model's leaves.
-
-    Raises:
-        ConfigError: The contents describe a part of a model, a number of blocks, a size of the
-            embedding, biases or a head that the tensors do not have. `transformers` would refuse
-            the folder or draw their weights at random.
+    Raises ConfigError if these describe weights that the tensors do not have: `transformers` would
+    refuse the folder or draw them at random.
     """
+    # The dtype, and whether the head is tied, are those of the tensors, also in the configurations
+    # of parts: `config` may be that of the base.
     true: dict[str, Any] = {}
     dtypes = [x.dtype for x in tensors.values() if jnp.issubdtype(x.dtype, jnp.floating)]
     if dtypes:
@@ -108,6 +99,7 @@ def dump_config(
                 "with tie_word_embeddings=True, if the head is tied."
             )
         true["tie_word_embeddings"] = heads.isdisjoint(tensors)
+    # One of the two names of the dtype suffices: the one that the contents have.
     least = true.keys() - {"dtype" if "torch_dtype" in config else "torch_dtype"}
     written = _described({**dict.fromkeys(least), **config}, tensors, true)
     try:
@@ -125,6 +117,7 @@ def _described(
     true: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Check a configuration, or that of a part, and set the keys of `true` that it has."""
+    # Tensors are written as plain numbers, whatever format the weights of the base have.
     written = {key: value for key, value in config.items() if key not in _WEIGHT_FORMATS}
     written |= {key: value for key, value in true.items() if key in config}
     for key, value in written.items():

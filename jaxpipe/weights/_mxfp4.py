@@ -44,6 +44,7 @@ class Mxfp4Tensor:
         experts, inputs, features = at
         if inputs.stop <= inputs.start:
             return np.zeros([max(each.stop - each.start, 0) for each in at], jnp.bfloat16)
+        # Blocks are decoded whole, and a slice may begin and end inside of them.
         first = inputs.start // _BLOCK
         last = -(-inputs.stop // _BLOCK)
         cut = slice(inputs.start - first * _BLOCK, inputs.stop - first * _BLOCK)
@@ -51,6 +52,7 @@ class Mxfp4Tensor:
         for expert in range(experts.start, experts.stop):  # one at a time, to save memory
             where = slice(expert, expert + 1), features, slice(first, last)
             values = _decoded(self._blocks[(*where, slice(0, _BLOCK // 2))], self._scales[where])
+            # Files have the outputs of a weight before its inputs.
             found.append(values[0, :, cut].T.astype(jnp.bfloat16))
         return np.stack(found)
 
@@ -78,6 +80,7 @@ def _decoded(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     numbers = _NUMBERS[np.stack([blocks & 0xF, blocks >> 4], -1)]
     numbers = numbers.reshape(*scales.shape, _BLOCK)
     scales = scales[..., None]
+    # Without the exponent that means NaN, with which `ldexp` would overflow in float32.
     factors = np.ldexp(np.float32(1), np.where(scales == _NAN, 0, scales.astype(np.int32) - _BIAS))
     values = numbers * np.where(scales == _NAN, np.float32(np.nan), factors)
     return values.reshape(*scales.shape[:-2], -1)

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import safe_open
 
-from jaxpipe._paths import read_any
-from jaxpipe._stores import AnyPath, StorePath, read_range, staging_folder
+from jaxpipe._paths import read_any, size_of
+from jaxpipe._stores import AnyPath, StorePath, staging_folder
 
 DTYPES = {
     "bool": "BOOL",
@@ -36,18 +36,16 @@ _LONGEST_HEADER = 100_000_000
 
 
 class StoreTensors:
-    """A safetensors file or object, with the methods of the library's `safe_open`.
-
-    Raises OSError if it cannot be read, and ValueError or SafetensorError for a bad header.
-    """
+    """A safetensors file or object, with the methods and errors of the library's `safe_open`."""
 
     def __init__(self, path: AnyPath) -> None:
-        size = path.size() if isinstance(path, StorePath) else path.stat().st_size
-        (length,) = struct.unpack("<Q", _range(path, 0, 8).ljust(8, b"\xff"))
+        size = size_of(path)
+        # Of less than 8 bytes, the filling makes a length that no file has.
+        (length,) = struct.unpack("<Q", read_any(path, 0, 8).ljust(8, b"\xff"))
         begin = 8 + length
         if begin > size or length > _LONGEST_HEADER:
             raise ValueError(f"a header of {length} bytes in a file of {size}")
-        content = _range(path, 8, begin)
+        content = read_any(path, 8, begin)
         if isinstance(path, StorePath):
             _check_header(content, size)
         header = json.loads(content)
@@ -72,6 +70,7 @@ class StoreTensors:
 
     def get_slice(self, name: str) -> "_Tensor":
         """Return a tensor that is fetched when it is first indexed."""
+        # A copy, with which the bytes that it fetches are freed.
         return replace(self._tensors[name])
 
 
@@ -96,7 +95,7 @@ class _Tensor:
     def _fetched(self) -> np.ndarray:
         if self.dtype not in _NAMES:
             raise ValueError(f"the dtype {self.dtype} is not supported by numpy")
-        content = _range(self.path, self.start, self.stop)
+        content = read_any(self.path, self.start, self.stop)
         return np.frombuffer(content, jnp.dtype(_NAMES[self.dtype])).reshape(self.shape)
 
 
@@ -109,9 +108,3 @@ def _check_header(content: bytes, size: int) -> None:
             handle.truncate(size)
         with safe_open(str(file), framework="numpy"):
             pass
-
-
-def _range(path: AnyPath, start: int, stop: int) -> bytes:
-    if isinstance(path, StorePath):
-        return read_range(path, start, stop)
-    return read_any(path, start, stop)

@@ -55,13 +55,11 @@ class Rename:
 
 @dataclass(frozen=True)
 class Match:
-    """An entry of a table for particular values of its counters.
+    """An entry of a table for particular values of its counters."""
 
-    `theirs` are the possible names of each tensor, `ours` the keys of the leaves, with their
-    `shapes`.
-    """
-
+    # The possible names of each tensor.
     theirs: tuple[tuple[str, ...], ...]
+    # The keys of the leaves.
     ours: tuple[str, ...]
     shapes: tuple[Shape, ...]
     transform: Transform = field(repr=False)
@@ -72,10 +70,8 @@ class Match:
 
 
 def match_renames(renames: Sequence[Rename], leaves: Mapping[str, Shape]) -> list[Match]:
-    """Find a match for each entry of a table and each value of its counters.
-
-    Every leaf, by a path such as `layers/3_Block/mlp/kernel`, is in exactly one match.
-    """
+    """Find a match for each entry of a table and value of its counters; each leaf is in one."""
+    # An entry may write a path in short, `3/mlp/kernel`, or whole, `layers/3_Block/mlp/kernel`.
     paths = {_short(key): key for key in leaves} | {key: key for key in leaves}
     found: list[Match] = []
     entry_of: dict[str, Rename] = {}
@@ -121,11 +117,7 @@ def match_renames(renames: Sequence[Rename], leaves: Mapping[str, Shape]) -> lis
 def check_theirs(
     source: str, renames: Sequence[Rename], matches: Sequence[Match], theirs: Mapping[str, Shape]
 ) -> None:
-    """Raise one CheckpointError with all tensors that are missing, left over or of another shape.
-
-    `matches` is the result of `match_renames`, and `source` names the tensors' location in
-    messages.
-    """
+    """Raise one CheckpointError with all tensors that are missing, left over or misshapen."""
     wanted = {name for match in matches for names in match.theirs for name in names}
     over = [name for name in theirs if name not in wanted and not _is_passed_over(name, renames)]
     missing: list[str] = []
@@ -255,6 +247,7 @@ def _matched(text: str, name: str) -> dict[str, int] | None:
     end = 0
     steps: list[tuple[str, int]] = []
     for mark in _COUNTER.finditer(text):
+        # Without leading zeros, which `_filled` would not write back.
         pattern += re.escape(text[end : mark.start()]) + "(0|[1-9][0-9]{0,8})"
         steps.append((mark[1], int(mark[2] or 0)))
         end = mark.end()
@@ -264,6 +257,7 @@ def _matched(text: str, name: str) -> dict[str, int] | None:
     counters: dict[str, int] = {}
     for (counter, step), digits in zip(steps, found.groups(), strict=True):
         value = int(digits) - step
+        # A counter that occurs twice in a name must have one value.
         if value < 0 or counters.setdefault(counter, value) != value:
             return None
     return counters

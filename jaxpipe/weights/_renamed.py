@@ -21,8 +21,7 @@ from ._transform import Index, Shape, Tensor
 class RenamedFiles:
     """Safetensors files that contain the tensors of a table, for leaves by path.
 
-    `folder` has one file or the index of several, or is the path of such a file. Raises
-    CheckpointError as `checkpoint.load_huggingface` does.
+    `folder` has one file or the index of several, or is the path of such a file.
     """
 
     def __init__(
@@ -39,6 +38,7 @@ class RenamedFiles:
                     self._file_of[name], theirs[name] = file, tuple(tensor.get_shape())
                     dtypes[name] = tensor.get_dtype()
         self._scales = scales_of(folder, dtypes, theirs)
+        # Tables do not name scales, which are read with their matrices.
         for name in self._scales.values():
             del theirs[name]
         # Packed weights appear as the floating-point tensors they are read as.
@@ -55,6 +55,7 @@ class RenamedFiles:
     def leaves(self, paths: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:
         """Yield the leaves at these paths."""
         with contextlib.ExitStack() as stack:
+            # Each file is opened once: many leaves come from one.
             opened: dict[AnyPath, Any] = {}
             for path in paths:
                 match = self._match_of[path]

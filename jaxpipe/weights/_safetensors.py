@@ -282,6 +282,7 @@ def _lay_out(
             "data_offsets": [offsets[name], end],
         }
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    # Spaces are part of the header, and let the tensors begin at a multiple of 8 bytes.
     text += b" " * (-len(text) % 8)
     begin = 8 + len(text)
     starts = {name: begin + offset for name, offset in offsets.items()}
@@ -355,12 +356,14 @@ def _write(
     for file in files:
         with open_to_change(partials[file.name]) as handle:
             handle.write(file.header)
+            # At full length at once, because tensors come in any order.
             handle.truncate(file.size)
     file_of = {name: file for file in files for name in file.starts}
     for name, value in values:
         file = file_of[name]
         with open_to_change(partials[file.name]) as handle:
             handle.seek(file.starts[name])
+            # As bytes, because arrays of bfloat16 are no buffers for Python.
             handle.write(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
     for partial in partials.values():
         with open_to_change(partial) as handle:

@@ -389,14 +389,14 @@ def test_leftovers_that_cannot_be_read_do_not_stop_a_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / ".lock-0123abcd").mkdir()
-    true = _lock._files
+    true = _lock._owners
 
-    def files(folder: Path) -> list[Path]:
+    def owners(folder: Path) -> list[Any]:
         if folder.name == ".lock-0123abcd":
             raise PermissionError(13, "Permission denied", str(folder))
         return true(folder)
 
-    monkeypatch.setattr(_lock, "_files", files)
+    monkeypatch.setattr(_lock, "_owners", owners)
     DirectoryLock(tmp_path).release()
 
 

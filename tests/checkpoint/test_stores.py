@@ -6,7 +6,6 @@ behind is whole.
 
 import contextlib
 import dataclasses
-import email.parser
 import functools
 import gc
 import itertools
@@ -21,13 +20,13 @@ import tempfile
 import threading
 import time
 import traceback
+import urllib.request
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import jax
 import numpy as np
 import pytest
@@ -41,13 +40,12 @@ from _train_and_save import KEEP_LAST, saves
 import jaxpipe
 from jaxpipe import checkpoint
 from jaxpipe._paths import any_path
-from jaxpipe._stores import StoreError, StorePath
+from jaxpipe._stores import StoreError, StorePath, _driver, upload
 from jaxpipe.checkpoint import (
     CheckpointWriter,
     RunState,
     _lock,
     _reports,
-    _storage,
     _writer,
     committed_tags,
     verify_checkpoint,
@@ -105,10 +103,16 @@ def on_disk(url: str) -> Path:
     return Path(url.removeprefix("disk://"))
 
 
+def store(url: str) -> StorePath:
+    found = any_path(url, "url")
+    assert isinstance(found, StorePath)
+    return found
+
+
 def names_in(url: str) -> set[str]:
-    """Objects below a folder."""
-    driver, key = fsspec.core.url_to_fs(url)
-    return {name.removeprefix(f"{key}/") for name in driver.find(key)}
+    """Objects below a folder, but for a lock that nobody holds."""
+    names = {file.url.removeprefix(f"{url}/"): size for file, size in store(url).files().items()}
+    return {name for name, size in names.items() if size or name != ".lock/owner"}
 
 
 def locks_in(url: str) -> set[str]:
@@ -152,16 +156,13 @@ def test_any_layout_in_any_other(source: Layout, target: Layout, memory: str) ->
 
 def test_the_format_is_that_on_disk(memory: str, tmp_path: Path) -> None:
     """A copy of either, without its empty folders, opens as the other."""
-    driver = fsspec.filesystem("memory")
     save(tmp_path / "here")
     for file in [file for file in (tmp_path / "here").rglob("*") if file.is_file()]:
-        driver.put_file(str(file), f"{memory}/up/{file.relative_to(tmp_path / 'here')}")
+        upload(file, store(f"{memory}/up/{file.relative_to(tmp_path / 'here')}"))
     assert leaves_of(f"{memory}/up") == leaves_of(tmp_path / "here")
     save(f"{memory}/there", "x")
     wait_until(lambda: not locks_in(f"{memory}/there"))
-    for name in names_in(f"{memory}/there"):
-        (tmp_path / "down" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "down" / name).write_bytes(driver.cat_file(f"{memory}/there/{name}"))
+    download(f"{memory}/there", tmp_path / "down")
     assert leaves_of(tmp_path / "down") == leaves_of(tmp_path / "here")
     assert verify_checkpoint(tmp_path / "down").tag == "x"
     # A checkpoint that came so is replaced whole, on either side.
@@ -226,13 +227,18 @@ def test_a_load_says_that_the_temporary_directory_is_full(memory: str) -> None:
     run.engine.load_checkpoint(memory)
 
 
+def download(url: str, to: Path) -> None:
+    for name in names_in(url):
+        (to / name).parent.mkdir(parents=True, exist_ok=True)
+        (to / name).write_bytes(store(f"{url}/{name}").read_bytes())
+
+
 def test_exports(memory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(f"{memory}/run")
     here = checkpoint.export_safetensors(f"{memory}/run", tmp_path / "model.safetensors")
     assert main(["export", f"{memory}/run", "--out", f"{memory}/model.safetensors"]) == 0
     assert f"{memory}/model.safetensors  " in capsys.readouterr().out
-    driver = fsspec.filesystem("memory")
-    assert driver.cat_file(f"{memory}/model.safetensors") == here[0].read_bytes()
+    assert store(f"{memory}/model.safetensors").read_bytes() == here[0].read_bytes()
     with pytest.raises(CheckpointError, match="without an export in other files, .* next to model"):
         checkpoint.export_safetensors(
             f"{memory}/run", f"{memory}/model.safetensors", max_shard_bytes=8
@@ -241,7 +247,7 @@ def test_exports(memory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
         f"{memory}/run", f"{memory}/parts/model.safetensors", max_shard_bytes=8
     )
     assert {path.name for path in written} == names_in(f"{memory}/parts")
-    driver.get(f"{memory}/parts", str(tmp_path / "parts"), recursive=True)
+    download(f"{memory}/parts", tmp_path / "parts")
     assert flatten_dict(checkpoint.load_safetensors(tmp_path / "parts")).keys() == (
         flatten_dict(checkpoint.load_params(f"{memory}/run")).keys()
     )
@@ -254,14 +260,13 @@ def test_on_the_command_line(memory: str, capsys: pytest.CaptureFixture[str]) ->
     assert main(["verify", memory]) == 0
     assert main(["verify", f"{memory}/nothing"]) == 1
     assert "no checkpoint. Pass the directory" in capsys.readouterr().err
-    driver = fsspec.filesystem("memory")
-    damaged = [f"{memory}/{name}" for name in names_in(memory) if "/d/" in name]
-    for name in damaged:
-        driver.pipe_file(name, bytes(255 - byte for byte in driver.cat_file(name)))
+    damaged = [store(f"{memory}/{name}") for name in names_in(memory) if "/d/" in name]
+    for file in damaged:
+        file.write_bytes(bytes(255 - byte for byte in file.read_bytes()))
     assert main(["verify", memory]) == 1
     assert "damaged" in capsys.readouterr().err
-    for name in damaged:
-        driver.rm_file(name)
+    for file in damaged:
+        file.unlink()
     with pytest.raises(CheckpointError, match="are damaged or missing: load another tag"):
         small().engine.load_checkpoint(memory)
 
@@ -272,15 +277,15 @@ def test_a_reader_asks_for_what_it_needs(disk: str) -> None:
     engine.save_checkpoint(disk)
     everything = sum(file.stat().st_size for file in on_disk(disk).rglob("*") if file.is_file())
     read: list[int] = []
-    true = DiskStore.cat_file
+    true = DiskStore.get
 
-    def cat_file(self: DiskStore, *args: Any, **kwargs: Any) -> bytes:
-        content = true(self, *args, **kwargs)
-        read.append(len(content))
-        return content
+    def get(self: DiskStore, *args: Any, **kwargs: Any) -> Any:
+        found = true(self, *args, **kwargs)
+        read.append(len(found.bytes()))
+        return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DiskStore, "cat_file", cat_file)
+        patch.setattr(DiskStore, "get", get)
         found = checkpoint.load_params(disk)
     num_bytes = sum(leaf.nbytes for leaf in flatten_dict(found).values())
     assert num_bytes < everything / 2
@@ -302,18 +307,16 @@ def test_ranges_of_a_file() -> None:
 # What other jobs do.
 
 
-def store(url: str) -> StorePath:
-    found = any_path(url, "url")
-    assert isinstance(found, StorePath)
-    return found
-
-
-def claim(url: str, content: str = "taken", **differs: str) -> StorePath:
-    """The lock as another process takes it, or asks for it."""
+def claim(url: str, **differs: str) -> StorePath:
+    """The lock as another process takes it."""
     owner = dataclasses.replace(_new_owner(store(url)), **differs)
-    file = store(url) / ".lock" / owner.name
-    file.write_text(content)
+    file = store(url) / ".lock" / "owner"
+    file.write_text(owner.name)
     return file
+
+
+def is_held_by(url: str, host: str) -> bool:
+    return f"-{host}" in (store(url) / ".lock" / "owner").read_text()
 
 
 @pytest.fixture
@@ -326,16 +329,16 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 def test_held_by_a_process_of_this_machine(memory: str, sleeper: subprocess.Popen[bytes]) -> None:
     pid = str(sleeper.pid)
-    file = claim(memory, pid=pid, start=_lock._start_of(pid), since="1700000000")
+    claim(memory, pid=pid, start=_lock._start_of(pid), since="1700000000", host="here")
     with pytest.raises(
         CheckpointError, match=rf"got save_dir='{memory}', .* held by process {pid} on .* Save"
     ):
         save(memory)
-    assert names_in(memory) == {f".lock/{file.name}"}
+    assert names_in(memory) == {".lock/owner"}
     sleeper.kill()
     sleeper.wait()
     save(memory)
-    assert not file.exists()
+    assert not is_held_by(memory, "here")
 
 
 def test_held_elsewhere_while_it_gives_signs_of_life(
@@ -346,7 +349,7 @@ def test_held_elsewhere_while_it_gives_signs_of_life(
 
     def beat() -> None:
         while not ended.wait(0.5):
-            file.write_text("taken")
+            file.write_text(file.read_text() + ".")
 
     thread = threading.Thread(target=beat)
     thread.start()
@@ -355,20 +358,14 @@ def test_held_elsewhere_while_it_gives_signs_of_life(
     ended.set()
     thread.join()
     save(memory)  # once it has been silent for long
-    assert not file.exists()
+    assert not is_held_by(memory, "far")
+    assert names_in(memory) & {".lock/owner"} == locks_in(memory)  # no clock is left
 
 
-@pytest.mark.parametrize("moment", ["commit", "sign of life"])
-def test_who_lost_the_lock_does_not_commit(
-    memory: str, moment: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_lost_the_lock_does_not_commit(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     true = _writer.collect
 
     def taken_over(data: StorePath, check: Callable[[], object]) -> Any:
-        own = (store(memory) / ".lock").iterdir()[0]
-        if moment == "commit":
-            own.unlink()
-        # else its own object came back after another had removed it
         claim(memory, place="89abcdef", host="far")
         return true(data, lambda: None)
 
@@ -382,20 +379,28 @@ def test_who_lost_the_lock_does_not_commit(
             save(memory, "after")
     assert list(committed_tags(memory)) == ["before"]
     assert leaves_of(memory) == wanted
-    (other,) = (store(memory) / ".lock").iterdir()  # its own is given back
-    other.unlink()
+    assert is_held_by(memory, "far")  # it gives back no lock but its own
+    (store(memory) / ".lock" / "owner").unlink()
     save(memory, "after")
 
 
-def test_one_that_asks_for_the_lock_does_not_take_it(
-    memory: str, monkeypatch: pytest.MonkeyPatch
+def test_an_answer_that_is_lost_does_not_lose_the_lock(
+    disk: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_lock, "_YIELD_S", 0.3)
-    writer, (pipeline, state) = CheckpointWriter(), (small().engine.pipeline, small().engine.state)
-    writer.save(memory, pipeline, state, RunState(global_steps=1), tag="a")
-    claim(memory, "", place="89abcdef", host="far")
-    writer.save(memory, pipeline, state, RunState(global_steps=1), tag="b")
-    assert list(committed_tags(memory)) == ["a", "b"]
+    """A driver repeats the request, and the store refuses the second one."""
+    true = DiskStore.put
+
+    def put(self: DiskStore, key: str, content: bytes | Path, **options: Any) -> None:
+        true(self, key, content, **options)
+        if "mode" in options:
+            true(self, key, content, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskStore, "put", put)
+        lock = DirectoryLock(store(disk))
+        assert locks_in(disk)
+        lock.release()
+    assert names_in(disk) == set()
 
 
 def test_a_lock_that_is_given_back_does_not_come_again(
@@ -408,9 +413,9 @@ def test_a_lock_that_is_given_back_does_not_come_again(
 
     def release(number: int, name: str, path: str, is_done: bool) -> None:
         if name == "put" and not is_done and not released.is_set():
+            released.set()
             lock.release()
             assert names_in(disk) == set()
-            released.set()
 
     with DiskStore.hooked(release):
         assert released.wait(10)
@@ -429,7 +434,7 @@ def test_a_store_that_does_not_answer_holds_up_nobody_who_drops_a_run(disk: str)
     assert len(locks_in(disk)) == 1
 
     def wait(number: int, name: str, path: str, is_done: bool) -> None:
-        if name == "delete" and not is_done:
+        if name == "put" and path.endswith("/owner") and not is_done:
             threads.add(threading.current_thread().name)
             assert may_end.wait(60)
 
@@ -449,23 +454,16 @@ def test_of_many_that_begin_at_once_one_gets_the_lock(
 ) -> None:
     """Each of a host of its own, so that none knows of another but by the store."""
     monkeypatch.setattr(_lock, "_POLL_S", 0.01)
-    monkeypatch.setattr(_lock, "_YIELD_S", 0.3)
     rng = random.Random(0)
     for number in range(4):
         folder = store(f"{memory}/{number}")
         own = _new_owner(folder)
-        # The one that takes it is not the first by its name.
-        owners = [
-            dataclasses.replace(own, place=f"{i:08x}", pid=str(rng.randrange(10_000)))
-            for i in range(6)
-        ]
+        owners = [dataclasses.replace(own, place=f"{i:08x}", host=f"host{i}") for i in range(6)]
         pauses = [rng.uniform(0, 0.03) for _ in owners]
         with ThreadPoolExecutor(len(owners)) as pool:
             got = list(pool.map(functools.partial(takes, folder, ended=[]), owners, pauses))
         assert sum(got) == 1
-        assert [file.name for file in (folder / ".lock").iterdir()] == [
-            owner.name for owner, has_it in zip(owners, got, strict=True) if has_it
-        ]
+        assert is_held_by(folder.url, owners[got.index(True)].host)
 
 
 def takes(folder: StorePath, owner: _Owner, pause_s: float, *, ended: list[str]) -> bool:
@@ -478,7 +476,7 @@ def takes(folder: StorePath, owner: _Owner, pause_s: float, *, ended: list[str])
         return False
     deadline = time.monotonic() + 10
     while len(ended) < 5 and time.monotonic() < deadline:
-        _storage.touch(folder / ".lock" / owner.name)
+        assert _lock._replace(folder / ".lock" / "owner", owner, f"{owner.name}\n{time.time()}")
         time.sleep(0.02)
     return True
 
@@ -512,11 +510,11 @@ class RefusedError(Exception):
     """What a driver raises: not always an OSError."""
 
 
-def test_a_driver_that_names_the_url_without_its_scheme() -> None:
+def test_a_driver_that_names_the_url() -> None:
     path = any_path("memory://user:s3cret@box/run", "save_dir")
     assert isinstance(path, StorePath)
     assert repr(path) == "StorePath('memory://user:***@box/run')"
-    text = "user:s3cret@box is no bucket"
+    text = "memory://user:s3cret@box is no bucket"
     with pytest.raises(StoreError) as caught, path.asking():
         raise ValueError(text)
     assert "s3cret" not in "".join(traceback.format_exception(caught.value))
@@ -649,17 +647,17 @@ def test_a_commit_whose_answer_is_lost(disk: str) -> None:
 def test_a_commit_that_comes_late(disk: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store does it once the driver has given up; what it names is there still."""
     late: dict[str, bytes] = {}
-    true = DiskStore.pipe_file
+    true = DiskStore.put
 
-    def pipe_file(self: DiskStore, path: str, value: bytes, **kwargs: Any) -> None:
-        if path.endswith("/commit.json"):
-            late[path] = value
+    def put(self: DiskStore, key: str, content: Any, **options: Any) -> None:
+        if key.endswith("/commit.json"):
+            late[f"/{key}"] = content
             raise RefusedError("timed out")
-        true(self, path, value, **kwargs)
+        true(self, key, content, **options)
 
     prepare(disk)
     with monkeypatch.context() as patch:
-        patch.setattr(DiskStore, "pipe_file", pipe_file)
+        patch.setattr(DiskStore, "put", put)
         with pytest.raises(CheckpointError, match=r"may be written or not, .* RefusedError"):
             save(disk, "new", trained())
     assert leaves_of(disk, "new") == params_of(small())
@@ -687,12 +685,12 @@ def test_loads_that_fail(disk: str) -> None:
 # A store that answers wrongly.
 
 
-@pytest.mark.parametrize("answer", ["none", "empty", "one is missing"])
+@pytest.mark.parametrize("answer", ["empty", "one is missing"])
 def test_a_wrong_listing_commits_nothing(
     disk: str, monkeypatch: pytest.MonkeyPatch, answer: str
 ) -> None:
     """One answer to a listing during a save, of any of its folders."""
-    true = DiskStore.ls
+    true = DiskStore.list_with_delimiter
     run = trained()
     with DiskStore.hooked(None):
         save(disk, "old", run)
@@ -701,21 +699,18 @@ def test_a_wrong_listing_commits_nothing(
         calls = itertools.count()
 
         def ls(
-            self: DiskStore,
-            path: str,
-            detail: bool = True,
-            calls: Iterator[int] = calls,
-            wrong: int = wrong,
-            **kwargs: Any,
-        ) -> list[Any]:
+            self: DiskStore, key: str, calls: Iterator[int] = calls, wrong: int = wrong
+        ) -> dict[str, list[Any]]:
+            found = true(self, key)
             if next(calls) != wrong:
-                return true(self, path, detail, **kwargs)
-            if answer == "none":
-                raise FileNotFoundError(path)
-            return true(self, path, detail, **kwargs)[1:] if answer == "one is missing" else []
+                return found
+            if answer == "empty":
+                return {"common_prefixes": [], "objects": []}
+            kind = max(found, key=lambda kind: len(found[kind]))
+            return {**found, kind: found[kind][1:]}
 
         with monkeypatch.context() as patch, contextlib.suppress(CheckpointError):
-            patch.setattr(DiskStore, "ls", ls)
+            patch.setattr(DiskStore, "list_with_delimiter", ls)
             save(disk, "new", run)
         for tag in ("old", "new"):
             verify_checkpoint(disk, tag)
@@ -896,67 +891,108 @@ def run_again(url: str, name: str) -> tuple[str, list[str]]:
 # Servers that speak the protocols of Amazon and Google.
 
 
+Application = Callable[[dict[str, Any], Callable[..., Any]], Any]
+
+
+def serves_google(app: Application) -> Application:
+    """Google's protocol is Amazon's with other names, and with generations in place of ETags."""
+
+    def serve(environ: dict[str, Any], start: Callable[..., Any]) -> Any:
+        generation = environ.pop("HTTP_X_GOOG_IF_GENERATION_MATCH", None)
+        if generation == "0":
+            environ["HTTP_IF_NONE_MATCH"] = "*"
+        elif generation is not None:
+            environ["HTTP_IF_MATCH"] = f'"{int(generation):032x}"'
+
+        def begin(status: str, headers: list[tuple[str, str]], *rest: Any) -> Any:
+            tag = next((value.strip('"') for name, value in headers if name == "ETag"), "-")
+            more = [] if "-" in tag else [("x-goog-generation", str(int(tag, 16)))]
+            return start(status, headers + more, *rest)
+
+        return app(environ, begin)
+
+    return serve
+
+
+def fails_often(app: Application) -> Application:
+    """Every third request is refused, or done without saying so."""
+    numbers, refused = itertools.count(), random.Random(0)
+
+    def serve(environ: dict[str, Any], start: Callable[..., Any]) -> Any:
+        number = next(numbers)
+        if number < 2 or number % 3 != 2:  # not the bucket's
+            return app(environ, start)
+        if refused.random() < 0.5:
+            b"".join(app(environ, lambda *_: None))
+        start("503 Slow Down", [("Content-Length", "0")])
+        return [b""]
+
+    return serve
+
+
 @contextlib.contextmanager
-def s3() -> Iterator[None]:
-    pytest.importorskip("s3fs")
-    server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    variables = {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-        "AWS_ACCESS_KEY_ID": "somebody",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }
+def served(wraps: Callable[[Application], Application], protocol: str) -> Iterator[str]:
+    """A bucket named `bucket` on a server, whose application is wrapped."""
+    moto = pytest.importorskip("moto.moto_server.threaded_moto_server")
+    true = moto.DomainDispatcherApplication
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moto, "DomainDispatcherApplication", lambda *args: wraps(true(*args)))
+        server = moto.ThreadedMotoServer(port=0, verbose=False)
+        server.start()
+        host, port = server.get_host_and_port()
+        variables = {
+            "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+            "AWS_ACCESS_KEY_ID": "somebody",
+            "AWS_SECRET_ACCESS_KEY": "secret",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "GOOGLE_BASE_URL": f"http://{host}:{port}",
+            "GOOGLE_BEARER_TOKEN": "secret",
+        }
         for name, value in variables.items():
             patch.setenv(name, value)
-        yield
-    server.stop()
-
-
-class _WholeParts(email.parser.BytesParser):
-    """The client ends a part with a bare newline; after a carriage return this loses a byte."""
-
-    def parsebytes(self, text: bytes, headersonly: bool = False) -> Any:
-        return super().parsebytes(text.replace(b"\n--==0==", b"\r\n--==0=="), headersonly)
-
-
-@contextlib.contextmanager
-def gs() -> Iterator[None]:
-    emulator = pytest.importorskip("gcp_storage_emulator.server")
-    server = emulator.create_server("localhost", 0, in_memory=True)
-    server.start()
-    port = server._api._httpd.server_address[1]
-    variables = {
-        "STORAGE_EMULATOR_HOST": f"http://localhost:{port}",
-        "GOOGLE_CLOUD_PROJECT": "project",
-        # Else it asks Google itself, and not the emulator, which kind of bucket it is.
-        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in variables.items():
-            patch.setenv(name, value)
-        patch.setattr(emulator, "BytesParser", _WholeParts)
-        pytest.importorskip("gcsfs")
-        yield
-    server.stop()
-
-
-@pytest.fixture(params=[s3, gs], ids=lambda start: start.__name__)
-def server(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The protocol of a store that has a bucket named `bucket`."""
-    with request.param():
-        protocol = request.param.__name__
-        fsspec.filesystem(protocol, use_listings_cache=False).mkdir("bucket")
-        yield protocol
+        _driver.cache_clear()
+        # What other tests have written stays in this process.
+        for path, method in (("moto-api/reset", "POST"), ("bucket", "PUT")):
+            url = f"http://{host}:{port}/{path}"
+            urllib.request.urlopen(urllib.request.Request(url, method=method)).close()
+        yield f"{protocol}://bucket"
         # A run that is dropped gives its lock back: while there is a server that can take it.
         gc.collect()
+        server.stop()
+    _driver.cache_clear()
+
+
+def test_a_profile_of_aws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("boto3")
+    keys = "aws_access_key_id = mine\naws_secret_access_key = secret"
+    (tmp_path / "credentials").write_text(f"[work]\n{keys}\n")
+    (tmp_path / "config").write_text("[profile work]\nregion = eu-west-3\n")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_PROFILE", "work")
+    bucket = _driver("s3", "of-a-profile")
+    assert bucket.credential_provider()["access_key_id"] == "mine"
+    assert bucket.config["region"] == "eu-west-3"
+    monkeypatch.setenv("AWS_PROFILE", "other")
+    with pytest.raises(CheckpointError, match=r"s3://.*profile \(other\) could not be found"):
+        any_path("s3://of-another/run", "save_dir")
+
+
+SERVERS = {
+    "s3": functools.partial(served, lambda app: app, "s3"),
+    "gs": functools.partial(served, serves_google, "gs"),
+    "s3 that fails": functools.partial(served, fails_often, "s3"),
+}
+
+
+@pytest.fixture(params=SERVERS)
+def bucket(request: pytest.FixtureRequest) -> Iterator[str]:
+    with SERVERS[request.param]() as url:
+        yield url
 
 
 @pytest.mark.slow
-def test_servers(server: str, tmp_path: Path) -> None:
-    bucket = f"{server}://bucket"
+def test_servers(bucket: str, tmp_path: Path) -> None:
     run = make_run(4096, checkpoint={"keep_last": 2})
     for step in range(4):
         run.engine.save_checkpoint(f"{bucket}/run", client_state={"step": step})
@@ -967,18 +1003,46 @@ def test_servers(server: str, tmp_path: Path) -> None:
     assert list(committed_tags(f"{bucket}/run")) == ["global_step2", "global_step3"]
     assert len(names_of_data(f"{bucket}/run")) == 2
     assert verify_checkpoint(f"{bucket}/run").num_bytes > 0
-    driver = fsspec.filesystem(server, use_listings_cache=False)
-    driver.get("bucket/run", str(tmp_path / "run"), recursive=True)
+    download(f"{bucket}/run", tmp_path / "run")
     assert leaves_of(tmp_path / "run") == leaves_of(f"{bucket}/run")
     checkpoint.export_safetensors(f"{bucket}/run", f"{bucket}/out/model.safetensors")
-    assert driver.ls("bucket/out", detail=False) == ["bucket/out/model.safetensors"]
+    assert names_in(f"{bucket}/out") == {"model.safetensors"}
     found = checkpoint.load_safetensors(f"{bucket}/out")
     jax.tree.map(np.testing.assert_array_equal, found, checkpoint.load_params(f"{bucket}/run"))
     monitor = CSVMonitor(CSVMonitorSection(True, f"{bucket}/logs", "job"))
     monitor([Event("a", 0.5, 8)])
     monitor.close()
-    assert driver.cat_file("bucket/logs/job/a.csv").split() == [b"step,a", b"8,0.5"]
-    with pytest.raises(
-        CheckpointError, match=r"gs://nothing|bucket does not exist .*Check the bucket, its"
-    ):
-        run.engine.save_checkpoint(f"{server}://nothing/run")
+    assert store(f"{bucket}/logs/job/a.csv").read_text().split() == ["step,a", "8,0.5"]
+    with pytest.raises(CheckpointError, match=r"bucket does not exist|NoSuchBucket|not found"):
+        run.engine.save_checkpoint(f"{bucket[:2]}://nothing/run")
+
+
+@pytest.mark.slow
+def test_the_lock_on_servers(bucket: str) -> None:
+    """Of many that ask at once one gets it; a dead owner's is taken over."""
+    folder = store(f"{bucket}/run")
+    file, own = folder / ".lock" / "owner", _new_owner(folder)
+
+    def takes(owner: _Owner) -> bool:
+        with contextlib.suppress(CheckpointError):
+            _lock._take_on_store(folder, owner)
+            return True
+        return False
+
+    with contextlib.ExitStack() as stack:
+        children = [stack.enter_context(subprocess.Popen(["sleep", "600"])) for _ in range(4)]
+        for child in children:
+            stack.callback(child.kill)
+        pids = [str(child.pid) for child in children]
+        owners = [dataclasses.replace(own, pid=pid, start=_lock._start_of(pid)) for pid in pids]
+        with ThreadPoolExecutor(len(owners)) as pool:
+            got = list(pool.map(takes, owners))
+        assert sum(got) == 1
+        first = owners[got.index(True)]
+        assert _lock._read(file)[0] == first.name
+    _lock._take_on_store(folder, own)
+    # The one that was taken for dead writes no more.
+    assert not _lock._replace(file, first, "")
+    assert _lock._replace(file, own, "")
+    _lock._take_on_store(folder, dataclasses.replace(own, nonce="1"))
+    assert locks_in(folder.url) == {".lock/owner"}

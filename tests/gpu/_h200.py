@@ -10,7 +10,6 @@ from typing import Any, Self
 import jax
 import numpy as np
 import optax
-from _hlo import Program
 from _settings import make_settings
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
@@ -21,14 +20,10 @@ from jaxpipe.executor import without_cache
 
 sys.path.append(str(Path(__file__).parents[2]))  # benchmarks are no part of the installed package
 
-from jaxpipe.compiled import (  # noqa: E402
-    DUMP_OPTION,
-    Launches,
-    Module,  # noqa: E402
-    known_rounds,
-    read_thunks,
-    steady_launches,
-)
+from _hlo import Program  # noqa: E402
+
+from benchmarks._launches import Launches, steady_launches  # noqa: E402
+from jaxpipe.compiled import DUMP_OPTION  # noqa: E402
 
 TARGET = Path(jaxpipe.__file__).parent / "forecast" / "h200_target.txtpb"
 
@@ -77,12 +72,11 @@ class Step:
     def of(cls, pipeline: Pipeline) -> Self:
         with tempfile.TemporaryDirectory() as folder:
             compiled = compile_step(pipeline, **{DUMP_OPTION: folder})
-            thunks, names = read_thunks(Path(folder))
-        text = compiled.as_text()
-        launches = steady_launches(thunks, known_rounds(names, Module(text)))
-        return cls(pipeline, Program(text), compiled.memory_analysis(), launches)
+            program = Program(compiled.as_text() or "")
+            launches = steady_launches(Path(folder), program)
+        return cls(pipeline, program, compiled.memory_analysis(), launches)
 
     @property
     def steady(self) -> list[Any]:
         """The loop in which most is sent, and most computed."""
-        return max(self.program.loops(), key=len)
+        return max(self.program.bodies(), key=len)

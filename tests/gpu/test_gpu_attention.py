@@ -79,7 +79,7 @@ def kernels(program: Program) -> list[tuple[int, int]]:
         target = re.compile(rf'custom_call_target="__cudnn\$fmha(ScaleBias)?{name}"')
         return sum(target.search(line.rest) is not None for line in body)
 
-    return [(count(body, "Softmax"), count(body, "SoftmaxBackward")) for body in program.loops()]
+    return [(count(body, "Softmax"), count(body, "SoftmaxBackward")) for body in program.bodies()]
 
 
 def most_scores(program: Program) -> int:
@@ -88,7 +88,10 @@ def most_scores(program: Program) -> int:
     Such as one a sample and head.
     """
     arrays = [
-        dims for body in program.computations.values() for line in body for dims in line.all_dims
+        array.dims
+        for body in program.computations.values()
+        for line in body.values()
+        for array in line.arrays
     ]
     return max((math.prod(dims[:-2]) for dims in arrays if dims[-2:] == (TIME, TIME)), default=0)
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from _h200 import Step, build, h200_mesh
+from _hlo import dims_of
 
 from jaxpipe import LayerSpec, PipelineModule
 from jaxpipe.models import ExpertsConfig, LlamaBlock, LlamaConfig
@@ -50,12 +51,12 @@ def step_of() -> Step:
 
 def test_each_token_is_sent_to_its_experts_and_back_once_in_each_direction() -> None:
     sent = [
-        (line.op.removesuffix("-start"), line.dims)
+        (line.op.removesuffix("-start"), dims_of(line))
         for line in step_of().steady
         if line.op.removesuffix("-start") in ("all-reduce", "all-to-all")
-        and line.group_size == PLACES
-        and line.dims[-1:] == (DIM,)
-        and math.prod(line.dims) >= TOKENS * DIM
+        and len(line.group) == PLACES
+        and dims_of(line)[-1:] == (DIM,)
+        and math.prod(dims_of(line)) >= TOKENS * DIM
     ]
     slots = PLACES, NUM_EXPERTS // PLACES, ROOM, DIM
     assert sent == [("all-to-all", slots)] * (4 * BLOCKS // STAGES)
@@ -74,5 +75,5 @@ def test_attention_and_the_stream_are_divided_by_samples() -> None:
 
 
 def all_dims() -> set[tuple[int, ...]]:
-    lines = [line for lines in step_of().program.computations.values() for line in lines]
-    return {dims for line in lines for dims in line.all_dims}
+    lines = [line for lines in step_of().program.computations.values() for line in lines.values()]
+    return {each.dims for line in lines for each in line.arrays}

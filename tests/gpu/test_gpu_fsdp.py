@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from _h200 import Step, build, h200_mesh
-from _hlo import Instruction
 
 from jaxpipe import LayerSpec, PipelineModule
+from jaxpipe.compiled import Instruction
 
 PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 pytestmark = [
@@ -59,7 +59,7 @@ def gathered(lines: list[Instruction]) -> int:
     """Weights that are whole after a gather among these instructions."""
     shapes = {(DIM, HIDDEN), (HIDDEN, DIM)}
     starts = [line for line in lines if re.match(r"all-gather(-start)?$", line.op)]
-    return sum(dims in shapes for line in starts for dims in line.all_dims)
+    return sum(each.dims in shapes for line in starts for each in line.arrays)
 
 
 def test_weights_are_gathered_in_every_tick_or_in_none() -> None:

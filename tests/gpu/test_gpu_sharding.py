@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from _h200 import Step, build, h200_mesh
+from _hlo import dims_of
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
@@ -53,11 +54,11 @@ class SplitStep(Step):
         """How many arrays of the residual stream's size a steady tick exchanges so over `model`."""
         least = SAMPLES * TIME * DIM // PLACES
         return sum(
-            line.num_operands  # several may go as one
+            len(line.operands)  # several may go as one
             for line in self.steady
             if line.op in (kind, f"{kind}-start")
-            and line.group_size == PLACES
-            and math.prod(line.dims) >= least
+            and len(line.group) == PLACES
+            and math.prod(dims_of(line)) >= least
         )
 
 
@@ -96,7 +97,7 @@ def test_a_stream_split_along_the_sequence_is_gathered_and_scattered() -> None:
 def test_exchanges_carry_the_share_of_a_place(form: str, share: int) -> None:
     step = step_of(form)
     sent = [line for line in step.steady if line.op == "collective-permute-start"]
-    assert [math.prod(line.dims) for line in sent] == [SAMPLES * TIME * DIM // share] * 2
+    assert [math.prod(dims_of(line)) for line in sent] == [SAMPLES * TIME * DIM // share] * 2
 
 
 @pytest.mark.parametrize("form", ["whole", "sequence"])

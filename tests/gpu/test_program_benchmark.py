@@ -13,14 +13,16 @@ ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT))  # benchmarks are no part of the installed package
 
 from benchmarks._cycles import CLOCK_HZ, CycleCosts  # noqa: E402
+from benchmarks._kernels import Kernels  # noqa: E402
+from benchmarks._launches import Launches  # noqa: E402
 from benchmarks.gpu_program._cost import Costs  # noqa: E402
 from benchmarks.gpu_program._jobs import Job  # noqa: E402
 from benchmarks.gpu_program._project import Simulation, lockstep  # noqa: E402
-from jaxpipe.compiled import Instruction, Launches, Module, parse_thunks, steady_launches  # noqa: E402  # noqa: E402
+from jaxpipe.compiled import Instruction, parse_thunks  # noqa: E402
 from jaxpipe.forecast import HARDWARE, Hardware  # noqa: E402
 from jaxpipe.schedules import lower_schedule, with_ends_apart  # noqa: E402
 
-MODULE = Module(Path(__file__).with_name("small_program.txt").read_text())
+MODULE = Kernels(Path(__file__).with_name("small_program.txt").read_text())
 ACTIVATION, RING, WEIGHT = 64 * 128 * 2, 4 * 64 * 128 * 2, 128 * 256
 
 
@@ -130,7 +132,7 @@ def test_stages_take_their_own_branches_and_wait_for_each_other() -> None:
             f"  %loop{i} = f32[1]{{0}} while(), condition=%no_loss, body=%body{i}, {scope}, {count}"
         )
     machine = Hardware("slow", 1e15, 1e9, 1.0, 1e9, traffic_share=1.0, latency_s=0.0, branch_s=0.0)
-    costs = Costs(Module("\n".join([*text, "}"])), machine)
+    costs = Costs(Kernels("\n".join([*text, "}"])), machine)
     found = Simulation(costs, program, 2, "Block").run()
     assert found.step_s == pytest.approx(program.num_ticks * 20 + 4 * 8, rel=1e-6)
     assert found.longest.total_s == pytest.approx(28, rel=1e-6)
@@ -157,7 +159,7 @@ def test_of_a_gather_outside_of_loops_what_the_first_tick_does_not_hide_counts()
     (steady,) = (run for run in program.runs if run.stop - run.start > 1)
     ticks = f'metadata={{op_name="step/ticks_{steady.start}_{steady.stop}/while"}}'
     loop = f"  %loop = f32[1]{{0}} while(), condition=%no_loss, body=%body0, {ticks}"
-    module = Module("\n".join([HEAD, TICK.format(i=0), GATHER, loop, "}"]))
+    module = Kernels("\n".join([HEAD, TICK.format(i=0), GATHER, loop, "}"]))
     machine = Hardware(
         "slow", 1e15, 1e9, 1.0, 1e9, 0.5, traffic_share=1.0, latency_s=0.0, branch_s=0.0
     )
@@ -190,7 +192,7 @@ def test_where_all_devices_do_the_same_an_exchange_costs_what_no_kernel_hides() 
     machine = Hardware(
         "slow", 1e15, 1e9, 1.0, 1.0, traffic_share=1.0, wire_share=1.0, latency_s=0.0, branch_s=0.0
     )
-    cost = lockstep(Costs(Module(LOCKSTEP), machine), "main", 4)
+    cost = lockstep(Costs(Kernels(LOCKSTEP), machine), "main", 4)
     assert cost.seconds == pytest.approx({"slices": 3 * 20, "exchange": 3 * (12 + 4)})
     assert cost.sent_bytes == pytest.approx(3 * (32 * 3 / 4 + 4))
 
@@ -229,7 +231,7 @@ ENTRY %main (a: bf16[64,128]) -> bf16[64,128] {
 
 def test_programs_for_tpus_are_read() -> None:
     """Products are convolutions there, and loops do not say how often they go round."""
-    module = Module(TPU)
+    module = Kernels(TPU)
     body, attention = module.computations["body"], 3 * 2 * 64 * 64 * 16
     assert module.trip_count(module.loops()[0]) == 7
     assert module.flops("body", body["product"]) == 2 * 64 * 128 * 32
@@ -244,7 +246,7 @@ def test_programs_for_tpus_are_read() -> None:
 
 
 def test_sums_over_all_chips_of_a_slice_use_all_links() -> None:
-    module = Module(LOCKSTEP)
+    module = Kernels(LOCKSTEP)
     lines, plain = module.computations["scan"], Costs(module, HARDWARE["v5p"])
     costs = CycleCosts(module, "v5p")
     assert costs.wire_s(lines["sum"], 2) == pytest.approx(plain.wire_s(lines["sum"], 2) / 3)
@@ -287,15 +289,27 @@ condition:
     020: kAsyncDone     [source | sink] async_id=9
 021: kCustomKernel  [source | sink] after
 """
+KNOWN = """
+%body (a.1: f32[1]) -> f32[1] {
+  %a.1 = f32[1]{0} parameter(0)
+  ROOT %blocks = f32[1]{0} while(%a.1), body=%x, backend_config={"known_trip_count":{"n":"4"}}
+}
+"""
 
 
 def test_what_waits_for_the_host_is_counted_outside_of_graphs() -> None:
-    thunks = parse_thunks(THUNKS)
-    assert [each.kind for each in thunks] == ["kCommandBuffer", "kWhile", "kCustomKernel"]
-    assert [each.part for each in thunks[1].inside][:2] == ["condition", "body"]
-    found = steady_launches(thunks, {2: 20, 17: 4})
-    assert found == Launches(graphs=1, in_graphs=3, alone=6, collectives=2, conditionals=1, loops=1)
-    assert steady_launches(thunks, {2: 20}).loops == 2
+    names = {"000": "graph", "002": "ticks", "014": "once", "017": "blocks"}
+    thunks = parse_thunks(THUNKS, names, "ticks")
+    assert [each.kind for each in thunks if each.in_graph] == [
+        "kCustomKernel",
+        "kConditional",
+        "kCopy",
+        "kCuDnn",
+    ]
+    module = Kernels(KNOWN)
+    found = Launches.of(thunks, module)
+    assert found == Launches(graphs=1, in_graphs=3, alone=6, collectives=2, waits=2)
+    assert Launches.of(thunks, Kernels("")).waits == 3
 
 
 @pytest.mark.gpu_aot

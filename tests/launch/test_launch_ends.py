@@ -4,18 +4,16 @@ import os
 import re
 import resource
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from _covering import slow_after, soak_after
 from _launching import is_running, launch, script, start, wait_until
 
-from jaxpipe.errors import LaunchError
-from jaxpipe.launch._members import Guard, allow_files
-from jaxpipe.launch._stop import StopRequests
+from jaxpipe.launch._members import Member, allow_files
 
 # Every program notes its processes in its folder, then does what the test is about.
 COMMON = """
@@ -332,16 +330,16 @@ time.sleep(300)
 def test_a_signal_while_processes_are_started(
     here: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
-    started = []
+    started: list[int] = []
 
-    def add(self: Guard, group: int) -> None:
-        started.append(group)
+    def start(self: Member, *arguments: Any) -> None:
+        real(self, *arguments)
+        started.append(self.pid)
         if len(started) == 2:
             os.kill(os.getpid(), number)
-        real(self, group)
 
-    real = Guard.add
-    monkeypatch.setattr(Guard, "add", add)
+    real = Member.__init__
+    monkeypatch.setattr(Member, "__init__", start)
     assert _run(here, 3, "note(); time.sleep(300)\n") == 128 + number
     assert len(started) == 3
     assert not any(map(is_running, started))
@@ -408,24 +406,6 @@ def test_the_launcher_is_killed(here: Path) -> None:
     with start("--nproc", 2, program, here) as launcher:
         wait_until(lambda: len(list(here.glob("ready-*"))) == 2)
         launcher.kill()
-
-
-def test_signals_are_the_main_threads() -> None:
-    caught = []
-
-    def enter() -> None:
-        try:
-            StopRequests().__enter__()
-        except LaunchError as error:
-            caught.append(str(error))
-
-    thread = threading.Thread(target=enter, name="another")
-    thread.start()
-    thread.join()
-    assert (
-        "must run in the main thread, which alone may catch signals, but got thread='another'. "
-        "Call it" in caught[0]
-    )
 
 
 def test_handlers_are_given_back(here: Path) -> None:

@@ -1,7 +1,7 @@
 import pytest
 
 from jaxpipe.errors import LaunchError
-from jaxpipe.launch._layout import Layout, Node, ProcessSlot, equal_nodes, read_slots
+from jaxpipe.launch._layout import Layout, Node, read_slots
 
 UNEVEN = (Node("a", (1, 3)), Node("b", (0, 1, 2, 3)))
 
@@ -9,27 +9,19 @@ UNEVEN = (Node("a", (1, 3)), Node("b", (0, 1, 2, 3)))
 def test_one_process_a_slot() -> None:
     layout = Layout(UNEVEN)
     assert layout.num_processes == 6
-    assert layout.process_slots(0) == (ProcessSlot(0, (1,)), ProcessSlot(1, (3,)))
-    assert layout.process_slots(1) == (
-        ProcessSlot(2, (0,)),
-        ProcessSlot(3, (1,)),
-        ProcessSlot(4, (2,)),
-        ProcessSlot(5, (3,)),
-    )
+    assert layout.devices(0) == {0: (1,), 1: (3,)}
+    assert layout.devices(1) == {2: (0,), 3: (1,), 4: (2,), 5: (3,)}
 
 
 def test_one_process_a_node() -> None:
     layout = Layout(UNEVEN, 1)
     assert layout.num_processes == 2
-    assert [layout.process_slots(rank) for rank in (0, 1)] == [
-        (ProcessSlot(0, (1, 3)),),
-        (ProcessSlot(1, (0, 1, 2, 3)),),
-    ]
+    assert [layout.devices(rank) for rank in (0, 1)] == [{0: (1, 3)}, {1: (0, 1, 2, 3)}]
 
 
 def test_processes_share_the_slots() -> None:
     layout = Layout(UNEVEN, 2)
-    assert layout.process_slots(1) == (ProcessSlot(2, (0, 1)), ProcessSlot(3, (2, 3)))
+    assert layout.devices(1) == {2: (0, 1), 3: (2, 3)}
 
 
 def test_slots_that_cannot_be_dealt() -> None:
@@ -58,7 +50,7 @@ def test_a_layout_without_slots() -> None:
 def test_nodes_by_number_and_name() -> None:
     layout = Layout(UNEVEN)
     assert [layout.rank_of(text, "--node-rank") for text in ("0", "1", "a", "b")] == [0, 1, 0, 1]
-    assert equal_nodes(["7", "3"], 1, None).rank_of("3", "--node-rank") == 1
+    assert Layout((Node("7", (0,)), Node("3", (0,)))).rank_of("3", "--node-rank") == 1
 
 
 @pytest.mark.parametrize("text", ["2", "-1", "c", "", "²"])

@@ -149,7 +149,7 @@ def test_checkpoints_on_a_store(tmp_path: Path) -> None:
         two,
         [
             ["train", 0, 1],
-            ["error", "save", "memory://run"],
+            ["error", "save", "memory://bucket/run"],
             ["save_in_outage", failed, True],
             ["save_in_outage", failed, False],
             ["save_often", path],

@@ -162,7 +162,8 @@ def test_products_are_counted_and_scans_as_often_as_they_run() -> None:
     assert all(0 < layer.weight_s < layer.backward_s for layer in costs.layers[1:])
     assert costs.layers[0].weight_s == costs.layers[0].backward_s
     for_cut = costs_for_cut(Counted(module, trace, None), MESH)
-    assert cut_parts(module, trace, for_cut, 2, costs.signatures) == (0, 3, 4)
+    # Layers so small take less time than the gradients of their parameters off the trunk.
+    assert cut_parts(module, trace, for_cut, 2, costs.signatures) == (0, 2, 4)
     assert for_cut.source == "counted for h100"
     assert for_cut == costs_for_cut(Counted(module.replace(), trace, None), MESH)
 
