@@ -22,7 +22,7 @@ from jaxpipe._typing import PyTree
 from jaxpipe.config import BatchSizes, TrainConfig, without_secrets
 from jaxpipe.data import Batch, LoaderIterator, RepeatingLoader, Shard, split_entry
 from jaxpipe.distributed import check_equal, run_on_all
-from jaxpipe.errors import ConfigError, LayerError, PipelineError
+from jaxpipe.errors import ConfigError, DataError, LayerError, PipelineError
 from jaxpipe.executor import Metrics
 from jaxpipe.layers import PipelineModule
 from jaxpipe.monitor import Monitor, check_monitors
@@ -632,7 +632,16 @@ class Engine(ABC):
         """Set the loader whose microbatches `train_batch()` reads, from a single `iter()` of it.
 
         The name is DeepSpeed's.
+
+        Raises:
+            DataError: The argument is not iterable.
         """
+        if not isinstance(loader, Iterable):
+            raise DataError(
+                "set_dataloader must be given an iterable, but got a "
+                f"{type(loader).__name__}. Pass a loader or a list of (inputs, labels), or wrap it "
+                "in RepeatingLoader(...) to repeat it endlessly."
+            )
         iterator = loader if isinstance(loader, Iterator) else LoaderIterator(loader)
         self._source.set_iterator(iterator)
         self.training_dataloader = loader

@@ -42,8 +42,8 @@ class LayerSpec:
         **module_kwargs: Keyword arguments of the class.
 
     Raises:
-        LayerError: `typename` is not callable, is a built NNX or Equinox module instead of its
-            class, or is a built Linen module with arguments; or `forward_fn` is not callable.
+        LayerError: `typename` is a built NNX or Equinox module instead of its class, or is a built
+            Linen module with arguments.
 
     Example:
         >>> import flax.linen as nn
@@ -228,7 +228,7 @@ class TiedLayerSpec(LayerSpec):
 
     Raises:
         LayerError: As in `LayerSpec`; or the key is not a non-empty string without a slash, or
-            `tied_weight_attr` holds anything but non-empty strings.
+            `tied_weight_attr` is empty or holds an empty string.
     """
 
     def __init__(

@@ -182,6 +182,27 @@ def test_contiguous_needs_the_number_of_checkpoints() -> None:
         checkpointing.configure(None, partition_activations=True, contiguous_checkpointing=True)
 
 
+@pytest.mark.parametrize(
+    "name", ["partition_activations", "contiguous_checkpointing", "checkpoint_in_cpu", "profile"]
+)
+def test_flags_are_booleans(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name}=1\. Pass a boolean"):
+        checkpointing.configure(None, **{name: 1})
+
+
+@pytest.mark.parametrize("value", [0, True, "3", 1.5])
+def test_the_number_of_checkpoints_is_a_positive_integer(value: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=r"num_checkpoints=.*Give the number of recomputed groups"
+    ):
+        checkpointing.configure(None, num_checkpoints=value)
+
+
+def test_partition_activations_in_checkpoint_wants_a_boolean() -> None:
+    with pytest.raises(ConfigError, match=r"partition_activations=None\. Pass a boolean"):
+        checkpointing.partition_activations_in_checkpoint(None)  # type: ignore[arg-type]
+
+
 def test_a_wrong_key_is_named() -> None:
     with pytest.raises(ConfigError, match=r"activation_checkpointing\.cpu_checkpoint"):
         checkpointing.configure(None, _section(cpu_checkpoint=True))
