@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import Any, Generic, Protocol, Self, TypeVar
 
@@ -181,9 +181,7 @@ class RepeatingLoader(LoaderIterator[T]):
 
     def __len__(self) -> int:
         """Number of items in a round. Raises TypeError if the loader has no length."""
-        if not isinstance(self.loader, Sized):
-            raise TypeError(f"object of type '{type(self.loader).__name__}' has no len()")
-        return len(self.loader)
+        return len(self.loader)  # pyright: ignore[reportArgumentType]
 
 
 class BatchLoader(Generic[T]):
@@ -213,10 +211,9 @@ class BatchLoader(Generic[T]):
         epoch: Number of the epoch that the next `iter()` starts, from 0. May be set.
 
     Raises:
-        DataError: The data set has no length, no indexing, or fewer samples than a batch. Or
-            `batch_size` or `seed` is not such an integer, `shuffle` is not a boolean, or
-            `collate_fn` is not a function. When iterated: samples cannot be stacked, or a sample
-            raised StopIteration.
+        DataError: The data set has fewer samples than a batch. Or `batch_size` or `seed` is not
+            such an integer, or `shuffle` is not a boolean. When iterated: samples cannot be
+            stacked, or a sample raised StopIteration.
         Exception: When iterated: any exception of the data set or of `collate_fn`, with a note that
             names the samples.
     """
@@ -232,12 +229,6 @@ class BatchLoader(Generic[T]):
         drop_last: bool = True,
         shard: Shard | None = None,
     ) -> None:
-        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-            raise DataError(
-                "A data set must have a length and indexing, but got "
-                f"dataset=<{type(dataset).__name__}>. Pass a sequence of samples; pass an iterator "
-                "of batches to train_batch directly."
-            )
         # The order of the data set depends on no seed.
         order_seed: Any = 0 if seed is None and as_flag(shuffle) is False else seed
         for name, value, minimum in (("batch_size", batch_size, 1), ("seed", order_seed, 0)):
@@ -249,11 +240,6 @@ class BatchLoader(Generic[T]):
         if as_flag(shuffle) is None:
             raise DataError(
                 f"shuffle must be true or false, but got shuffle={shuffle!r}. Pass True or False."
-            )
-        if collate_fn is not None and not callable(collate_fn):
-            raise DataError(
-                "collate_fn must be a function of a list of samples, but got "
-                f"collate_fn={collate_fn!r}. Pass None to stack their leaves."
             )
         self._shard, count = (0, 1) if shard is None else (shard.index, shard.count)
         if len(dataset) < batch_size * count:

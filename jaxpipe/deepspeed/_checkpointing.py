@@ -2,9 +2,8 @@
 
 import warnings
 
-from jaxpipe._numbers import as_integer
 from jaxpipe.config import ConfigWarning
-from jaxpipe.errors import ConfigError, refused
+from jaxpipe.errors import refused
 from jaxpipe.recompute import checkpoint
 
 non_reentrant_checkpoint = checkpoint
@@ -50,22 +49,10 @@ def set_num_layers(nlayers: int) -> None:
 
     Args:
         nlayers: Number of layers.
-
-    Raises:
-        ConfigError: `nlayers` is not a positive integer.
     """
-    _check_num_layers(nlayers)
     warnings.warn(
         "No effect: num_checkpoints (activation_checkpointing.number_checkpoints): there is no "
         "contiguous buffer to size.",
         ConfigWarning,
         stacklevel=2,
     )
-
-
-def _check_num_layers(nlayers: object) -> None:
-    if as_integer(nlayers, 1) is None:
-        raise ConfigError(
-            f"num_checkpoints must be an integer >= 1, but got num_checkpoints={nlayers!r}. Give "
-            "the number of recomputed groups, or remove the call."
-        )

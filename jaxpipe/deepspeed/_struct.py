@@ -72,14 +72,8 @@ class Config(Mapping[str, Any]):
             The configuration.
 
         Raises:
-            ConfigError: A key is not a string, or the class refuses the fields.
+            ConfigError: The class refuses the fields.
         """
-        for key in cast("Mapping[object, object]", mapping):
-            if not isinstance(key, str):
-                raise ConfigError(
-                    f"A field of {cls.__name__} must be a string, but got key={shown(key)}. Write "
-                    "it in quotes."
-                )
         return cls(**mapping)
 
     def resolve(self) -> Self:

@@ -65,11 +65,10 @@ class Evaluator:
         self, loader: Any, mapped: Callable[[Iterable[Any]], Iterator[Any]], params: str | None
     ) -> dict[str, Any]:
         """See `Engine.evaluate`. `mapped` converts entries to the form that a batch takes."""
-        if not isinstance(loader, Iterable) or isinstance(loader, RepeatingLoader):
+        if isinstance(loader, RepeatingLoader):
             raise DataError(
-                "evaluate must be given a loader that ends, but got a "
-                f"{type(loader).__name__}. Pass a list of (inputs, labels), or a loader that "
-                "yields its entries once."
+                "evaluate must be given a loader that ends, but got a RepeatingLoader. Pass a list "
+                "of (inputs, labels), or a loader that yields its entries once."
             )
         sums = _Sums()
         names = ()

@@ -24,12 +24,6 @@ def split_samples(
     call: str = "predict",
 ) -> tuple[Batch, int]:
     """Split `[num_samples, ...]` into `[num_microbatches, size, ...]`, and count the samples."""
-    if hasattr(inputs, "__next__"):
-        raise DataError(
-            f"{call} must be given the inputs of all samples as arrays, but got a "
-            f"{type(inputs).__name__}. For an iterator call eval_batch(data_iter, "
-            "return_logits=True, compute_loss=False)."
-        )
     given = split_entry((inputs, labels, side), call)
     named = {
         name: jax.tree.map_with_path(

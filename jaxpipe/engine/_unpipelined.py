@@ -7,10 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-import flax.linen as nn
 import jax
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 
 from jaxpipe._typing import PyTree
@@ -31,9 +29,7 @@ from ._turn import one_thread, replaces_state
 
 def as_one_stage(model: Any, loss_fn: Callable[[PyTree, PyTree], Any] | None) -> PipelineModule:
     """Wrap a plain model in a `PipelineModule`; without `loss_fn`, its output is the loss."""
-    if isinstance(model, TiedLayerSpec) or not (
-        isinstance(model, (nn.Module, nnx.Module, LayerSpec)) or callable(model)
-    ):
+    if isinstance(model, TiedLayerSpec):
         raise ConfigError(
             "initialize must be given a PipelineModule, a Linen module, a LayerSpec or a function, "
             f"but got model={model!r}. Write PipelineModule(layers, num_stages=...) for a list of "

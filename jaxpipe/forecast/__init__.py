@@ -18,7 +18,6 @@ from ._compile import CompiledStep, compilable_devices
 from ._devices import absent_devices
 from ._job import (
     call_job,
-    check_model,
     job_parser,
     read_job,
     read_places,

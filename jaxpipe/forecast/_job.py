@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 from jaxpipe._imports import import_named, raised, user_code
 from jaxpipe._paths import local_path
 from jaxpipe.errors import ConfigError, JaxpipeError, nearest, shown
-from jaxpipe.layers import PipelineModule
 from jaxpipe.planner import HARDWARE
 
 _WRONG_USE = 2
@@ -83,15 +82,6 @@ def read_job(text: str, function: Callable[..., Any]) -> dict[str, Any]:
             f"optimizer), but got {shown(found)}. Return such a tuple."
         )
     return dict(zip(names, found, strict=False))
-
-
-def check_model(model: object) -> None:
-    """Raise ConfigError unless a job's model is a PipelineModule."""
-    if not isinstance(model, PipelineModule):
-        raise ConfigError(
-            f"model must be a PipelineModule, but got model={shown(model)}. Put the layers into "
-            "jaxpipe.PipelineModule(layers, num_stages, loss_fn=...)."
-        )
 
 
 def call_job(text: str) -> Any:

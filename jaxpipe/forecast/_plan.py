@@ -10,7 +10,6 @@ import jax
 import optax
 
 from jaxpipe._mesh import off_mesh
-from jaxpipe._numbers import as_flag, as_integer, as_number, plain
 from jaxpipe._typing import PyTree
 from jaxpipe.config import Collector, TrainConfig, load_config, unless_auto
 from jaxpipe.errors import (
@@ -50,7 +49,6 @@ from jaxpipe.topology import (
 
 from ._compile import CompiledStep, compilable_devices, compile_step
 from ._devices import absent_devices
-from ._job import check_model
 from ._result import Alternative, StepPlan
 
 
@@ -137,13 +135,22 @@ def plan(  # noqa: PLR0913  # one argument for each choice
     """
     chosen_hardware, count = read_hardware(hardware)
     chosen_hardware = _changed(chosen_hardware, assume, memory_gb)
-    _check(model, measured_step_s, optimizer)
-    _check_flag("alternatives", alternatives)
-    _check_compiling(compiles, target_config)
+    if measured_step_s is not None and not 0 < measured_step_s < math.inf:
+        raise ConfigError(
+            "measured_step_s must be a positive number of seconds, but got "
+            f"measured_step_s={measured_step_s!r}. Leave it out if there is no run to compare "
+            "with."
+        )
+    if target_config is not None and not compiles:
+        raise ConfigError(
+            "target_config must be left out where nothing is compiled, but got "
+            f"target_config={shown(target_config)}. Set compiles=True (--compile), or leave it "
+            "out."
+        )
     errors = Collector()
     settings = load_config(config, errors)
     setup = _Setup(
-        model, settings, example_batch, chosen_hardware, count, optimizer, _lengths(places), errors
+        model, settings, example_batch, chosen_hardware, count, optimizer, places or {}, errors
     )
     asked = _Asked.read(setup.traced.module, settings, schedules, num_chunks, partition, recompute)
     found = setup.forecasts(asked)
@@ -170,75 +177,20 @@ def plan(  # noqa: PLR0913  # one argument for each choice
     return dataclasses.replace(step_plan, compiled=setup.compile(step_plan.shown, target_config))
 
 
-def _changed(hardware: Hardware, assume: Any, memory_gb: object) -> Hardware:
+def _changed(
+    hardware: Hardware, assume: str | Mapping[str, float] | None, memory_gb: float | None
+) -> Hardware:
     """Return the hardware with the user's assumptions."""
     if assume is not None:
-        if not isinstance(assume, str | Mapping):
-            raise ConfigError(
-                "assume must be a name such as 'fair' or a mapping of fields of Hardware, but got "
-                f"assume={shown(assume)}. Write for instance {{'gemm_share': 0.6}}."
-            )
         hardware = hardware.assuming(assume)
     if memory_gb is None:
         return hardware
-    size = as_number(memory_gb)
-    if size is None or size <= 0:
+    if not 0 < memory_gb < math.inf:
         raise ConfigError(
             f"memory_gb must be a positive number of GB, but got memory_gb={memory_gb!r}. Leave it "
             "out for the memory of the named hardware."
         )
-    return hardware.assuming({"memory_bytes": size * 1e9})
-
-
-def _check(model: object, measured_step_s: object, optimizer: object) -> None:
-    check_model(model)
-    if optimizer is not None and not isinstance(optimizer, optax.GradientTransformation):
-        raise ConfigError(
-            f"optimizer must be an optax transformation, but got optimizer={shown(optimizer)}. "
-            "Pass for instance optax.adamw(3e-4), or leave it out."
-        )
-    if measured_step_s is None:
-        return
-    seconds = as_number(measured_step_s)
-    if seconds is None or seconds <= 0:
-        raise ConfigError(
-            "measured_step_s must be a positive number of seconds, but got "
-            f"measured_step_s={measured_step_s!r}. Leave it out if there is no run to compare "
-            "with."
-        )
-
-
-def _check_flag(name: str, value: object) -> None:
-    if as_flag(value) is None:
-        raise ConfigError(
-            f"{name} must be True or False, but got {name}={shown(value)}. Pass one of these."
-        )
-
-
-def _check_compiling(compiles: object, target_config: object) -> None:
-    _check_flag("compiles", compiles)
-    if target_config is None:
-        return
-    if not isinstance(target_config, str):
-        raise ConfigError(
-            "target_config must be the text of XLA's GpuTargetConfigProto, but got target_config="
-            f"{shown(target_config)}. Read the file first."
-        )
-    if not compiles:
-        raise ConfigError(
-            "target_config must be left out where nothing is compiled, but got "
-            f"target_config={shown(target_config)}. Set compiles=True (--compile), or leave it "
-            "out."
-        )
-
-
-def _lengths(places: Mapping[str, int] | None) -> dict[str, int]:
-    if places is not None and not isinstance(places, Mapping):
-        raise TopologyError(
-            f"places must map names of axes to lengths, but got places={shown(places)}. Write for "
-            "instance places={'model': 8}."
-        )
-    return dict(places or {})
+    return hardware.assuming({"memory_bytes": memory_gb * 1e9})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,11 +217,6 @@ class _Asked:
             if section.schedule in schedule_names() and section.schedule not in names:
                 names.append(section.schedule)
         for name in names:
-            if not isinstance(name, str):
-                raise ConfigError(
-                    f"schedules must be names such as '1f1b', but got {shown(name)}. Known are "
-                    f"{', '.join(schedule_names())}."
-                )
             resolve_schedule(name)
         counts = _integers("num_chunks", num_chunks, 1)
         if counts is None and section.num_chunks != "auto":
@@ -297,11 +244,11 @@ def _hashable(method: Any) -> Any:
     )
 
 
-def _listed(name: str, given: Any) -> list[Any] | None:
-    values = plain(given)
+def _listed(name: str, values: Sequence[Any] | None) -> list[Any] | None:
     if values is None:
         return None
-    if isinstance(values, str) or not isinstance(values, Sequence) or not values:
+    # A single name would be read as a list of letters.
+    if isinstance(values, str) or not values:
         raise ConfigError(
             f"{name} must be a list with at least one entry, but got {name}={shown(values)}. Write "
             "[...] around it, or leave it out."
@@ -309,18 +256,16 @@ def _listed(name: str, given: Any) -> list[Any] | None:
     return list(values)
 
 
-def _integers(name: str, values: Any, least: int) -> tuple[int, ...] | None:
+def _integers(name: str, values: Sequence[int] | None, least: int) -> tuple[int, ...] | None:
     listed = _listed(name, values)
     if listed is None:
         return None
-    found = [as_integer(value, least) for value in listed]
-    if None in found:
-        wrong = shown(listed[found.index(None)])
+    if min(listed) < least:
         raise ConfigError(
             f"{name} must be integers of at least {least}, but got {name}={shown(values)} with "
-            f"{wrong}. Correct or remove it."
+            f"{min(listed)}. Correct or remove it."
         )
-    return tuple(dict.fromkeys(integer for integer in found if integer is not None))
+    return tuple(dict.fromkeys(listed))
 
 
 class _Setup:
@@ -495,13 +440,7 @@ class _Setup:
 
 def _topology(model: PipelineModule, count: int, places: Mapping[str, int]) -> ProcessTopology:
     for axis, size in places.items():
-        if (
-            not isinstance(axis, str)
-            or not axis.isidentifier()
-            or axis in (*MANUAL_AXES, "pipe")
-            or type(size) is not int
-            or size < 1
-        ):
+        if not axis.isidentifier() or axis in (*MANUAL_AXES, "pipe") or size < 1:
             raise TopologyError(
                 "places must map axis names, except 'stage' and 'data', to positive lengths, but "
                 f"got places={dict(places)}. Write for instance places={{'model': 8}}; the "

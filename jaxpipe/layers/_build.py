@@ -61,14 +61,11 @@ def as_layers(items: Iterable[Any] | nn.Sequential) -> tuple[NamedLayer, ...]:
     # dictionary, which a Linen `Sequential` would unpack into several.
     if isinstance(items, nn.Sequential):
         items = items.layers
-    # These may be iterable too, but not as a list of layers in order.
-    if not isinstance(items, Iterable) or isinstance(
-        items, (str, bytes, Mapping, Set, nn.Module, nnx.Module)
-    ):
-        shown = type(items).__name__ if isinstance(items, (nn.Module, nnx.Module)) else repr(items)
+    # The order of a set differs between hosts.
+    if isinstance(items, Set):
         raise LayerError(
             "layers must be an ordered iterable of layers or a Linen Sequential, but got "
-            f"layers={shown}. Write the model as a list, such as [LayerSpec(...), ...]."
+            f"layers={items!r}. Write the model as a list, such as [LayerSpec(...), ...]."
         )
     items = list(items)
     if not items:

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 
-from jaxpipe._numbers import as_flag
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.errors import LayerError, PartitionError, counted
 from jaxpipe.partition import Profile, is_method, needs_shapes, partition_layers, profile_source
@@ -136,11 +135,7 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         sharding_rules: Sequence[tuple[str, str | tuple[str, ...] | None]] | None = None,
         trainable: Trainable | None = None,
     ) -> None:
-        if as_flag(dynamic_shape) is None:
-            raise LayerError(
-                f"dynamic_shape must be True or False, but got dynamic_shape={dynamic_shape!r}. "
-                "Leave it out: shapes may always change from one batch to the next."
-            )
+        del dynamic_shape  # shapes may always change
         self.layers = as_layers(layers)
         self.num_stages = checked_stages(num_stages, topology)
         self._topology = topology

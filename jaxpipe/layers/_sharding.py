@@ -26,22 +26,9 @@ _PLACED = (*MANUAL_AXES, "pipe")
 
 def checked_rules(rules: Any) -> Rules:
     """Rules from logical names to mesh axes, in Flax's format."""
-    if rules is None:
-        return ()
-    found = []
-    for rule in rules if isinstance(rules, (list, tuple)) else [rules]:
-        pair = rule if isinstance(rule, (list, tuple)) and len(rule) == 2 else (None, None)
-        name = pair[0]
-        axes = tuple(pair[1]) if isinstance(pair[1], list) else pair[1]
-        each = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
-        if not isinstance(name, str) or not all(isinstance(axis, str) for axis in each):
-            raise LayerError(
-                "sharding_rules must be a sequence of (logical name, mesh axis), an axis being a "
-                "name, a tuple of names or None, but got "
-                f'{rule!r}. Write for instance sharding_rules=(("mlp", "model"),).'
-            )
-        found.append((name, axes))
-    return tuple(found)
+    return tuple(
+        (name, tuple(axes) if isinstance(axes, list) else axes) for name, axes in rules or ()
+    )
 
 
 @contextlib.contextmanager

@@ -42,8 +42,8 @@ class LayerSpec:
         **module_kwargs: Keyword arguments of the class.
 
     Raises:
-        LayerError: `typename` is not callable, is a built NNX or Equinox module instead of its
-            class, or is a built Linen module with arguments; or `forward_fn` is not callable.
+        LayerError: `typename` is a built NNX or Equinox module instead of its class, or is a built
+            Linen module with arguments.
 
     Example:
         >>> import flax.linen as nn
@@ -63,18 +63,11 @@ class LayerSpec:
     ) -> None:
         is_built = isinstance(typename, (nn.Module, nnx.Module)) or is_equinox(type(typename))
         takes_built = isinstance(typename, nn.Module) and not module_args and not module_kwargs
-        if not takes_built and (is_built or not callable(typename)):
+        if is_built and not takes_built:
             raise LayerError(
                 "LayerSpec must be given a class or a callable that makes a layer, but got "
-                "typename="
-                f"{type(typename).__name__ + ' instance' if is_built else repr(typename)}. Write "
-                "LayerSpec(Class, arguments...); only a Linen module may be a built one, without "
-                "arguments."
-            )
-        if forward_fn is not None and not callable(forward_fn):
-            raise LayerError(
-                "forward_fn must be callable as forward_fn(module, inputs), but got "
-                f"forward_fn={forward_fn!r}. Leave it out to call the layer itself."
+                f"typename={type(typename).__name__} instance. Write LayerSpec(Class, "
+                "arguments...); only a Linen module may be a built one, without arguments."
             )
         self.typename = typename
         self.forward_fn = forward_fn
@@ -158,7 +151,7 @@ class LayerSpec:
             >>> LayerSpec(nn.Dense, 4).train_flag("add_noise")
             Dense(4).train_flag('add_noise')
         """
-        if not isinstance(name, str) or not name.isidentifier():
+        if not name.isidentifier():
             raise LayerError(
                 f"train_flag must be given the name of an argument, but got name={name!r}. Write "
                 "for instance LayerSpec(...).train_flag('add_noise')."
@@ -235,7 +228,7 @@ class TiedLayerSpec(LayerSpec):
 
     Raises:
         LayerError: As in `LayerSpec`; or the key is not a non-empty string without a slash, or
-            `tied_weight_attr` holds anything but non-empty strings.
+            `tied_weight_attr` is empty or holds an empty string.
     """
 
     def __init__(
@@ -248,19 +241,14 @@ class TiedLayerSpec(LayerSpec):
         **module_kwargs: Any,
     ) -> None:
         super().__init__(typename, *module_args, forward_fn=forward_fn, **module_kwargs)
-        if not isinstance(key, str) or not key or "/" in key:
+        if not key or "/" in key:
             raise LayerError(
                 "TiedLayerSpec must have a non-empty string without '/' as its key, but got "
                 f"key={key!r}. The key names the shared parameters, as in tied/<key>."
             )
         self.key = key
         attrs = (tied_weight_attr,) if isinstance(tied_weight_attr, str) else tied_weight_attr
-        is_paths = (
-            isinstance(attrs, Sequence)
-            and len(attrs)
-            and all(isinstance(a, str) and a for a in attrs)
-        )
-        if attrs is not None and not is_paths:
+        if attrs is not None and not (attrs and all(attrs)):
             raise LayerError(
                 "tied_weight_attr must be a dotted path or a non-empty list of them, but got "
                 f"tied_weight_attr={tied_weight_attr!r}. Leave it out to share all parameters of "

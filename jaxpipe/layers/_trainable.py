@@ -24,30 +24,16 @@ def checked_trainable(trainable: Any) -> Any:
     """Check the argument `trainable` and return it; None trains all parameters."""
     if trainable is None or callable(trainable):
         return trainable
-    patterns: Any = [trainable] if isinstance(trainable, str) else trainable
-    if isinstance(patterns, Mapping):
-        wrong = [
-            path
-            for path, leaf in flatten_dict(patterns).items()
-            if not isinstance(leaf, (bool, np.bool_))
-        ]
-        if wrong:
-            raise LayerError(
-                "trainable as a tree must have True or False as its leaves, but got "
-                f"{type(flatten_dict(patterns)[wrong[0]]).__name__} at {'/'.join(wrong[0])}. Write "
-                "True for parameters to train."
-            )
-        return patterns
-    if (
-        not isinstance(patterns, (list, tuple))
-        or not patterns
-        or not all(isinstance(p, str) for p in patterns)
-    ):
-        raise LayerError(
-            "trainable must be a pattern, a list of patterns, a predicate of paths, a tree of "
-            f"booleans or None, but got trainable={trainable!r}. Write for instance "
-            "trainable=r'/lora_[ab]$' or trainable=['norm', '/bias$']."
-        )
+    if isinstance(trainable, Mapping):
+        for path, leaf in flatten_dict(trainable).items():
+            if not isinstance(leaf, (bool, np.bool_)):
+                raise LayerError(
+                    "trainable as a tree must have True or False as its leaves, but got "
+                    f"{type(leaf).__name__} at {'/'.join(path)}. Write True for parameters to "
+                    "train."
+                )
+        return trainable
+    patterns = (trainable,) if isinstance(trainable, str) else tuple(trainable)
     for pattern in patterns:
         try:
             re.compile(pattern)
@@ -56,7 +42,7 @@ def checked_trainable(trainable: Any) -> Any:
                 f"trainable must be regular expressions, but got {shown(pattern)}: {error}. Escape "
                 "literal text with re.escape."
             ) from error
-    return tuple(patterns)
+    return patterns
 
 
 def frozen_paths(trainable: Trainable | None, paths: Sequence[Path]) -> frozenset[Path]:

@@ -244,17 +244,16 @@ def _check_segments(labels: Any, segment_ids: Any, num_segments: Any) -> None:
 
 
 def _check(logits: Any, labels: Any, weights: Any, label_smoothing: Any, z_loss: Any) -> None:
-    if not isinstance(logits, SplitLogits | jax.Array | np.ndarray) or not logits.ndim:
+    if not logits.ndim:
         raise LayerError(
             f"logits must be an array [..., vocab_size], but got {shown(logits)}. Pass the model's "
             "output, or the entry of it that holds the logits."
         )
-    if not hasattr(labels, "dtype") or not jnp.issubdtype(labels.dtype, jnp.integer):
-        found = getattr(labels, "dtype", type(labels).__name__)
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise LayerError(
-            f"labels must be integers, the number of a class for each position, but got {found}. "
-            "Pass jnp.argmax of one-hot labels, or optax.softmax_cross_entropy where labels are "
-            "probabilities."
+            "labels must be integers, the number of a class for each position, but got "
+            f"{labels.dtype}. Pass jnp.argmax of one-hot labels, or optax.softmax_cross_entropy "
+            "where labels are probabilities."
         )
     shape = logits.shape[:-1]
     if labels.shape != shape and labels.shape == shape[:1] + shape[2:]:
@@ -270,11 +269,10 @@ def _check(logits: Any, labels: Any, weights: Any, label_smoothing: Any, z_loss:
             f"got {list(labels.shape)}. Shift labels in the data, or index both: logits[:, "
             ":-1] and labels[:, 1:]."
         )
-    if weights is not None and getattr(weights, "shape", None) != shape:
-        found = list(getattr(weights, "shape", ())) if hasattr(weights, "shape") else shown(weights)
+    if weights is not None and weights.shape != shape:
         raise LayerError(
-            f"weights must be an array of the shape of the labels, {list(shape)}, but got {found}. "
-            "Broadcast them with jnp.broadcast_to."
+            f"weights must be an array of the shape of the labels, {list(shape)}, but got "
+            f"{list(weights.shape)}. Broadcast them with jnp.broadcast_to."
         )
     if not 0 <= label_smoothing <= 1:
         raise LayerError(

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxpipe._numbers import as_number
 from jaxpipe.errors import LayerError
 
 from ._cross_entropy import Logits, cross_entropy
@@ -73,8 +72,7 @@ def multi_token_cross_entropy(  # noqa: PLR0913  # the arguments of `cross_entro
             f"vocab_size], but got shape {list(shape)}. Build the model with llama(config, "
             "multi_token=True), or use cross_entropy."
         )
-    share = as_number(extra_weight)
-    if share is None or share < 0:
+    if not extra_weight >= 0:
         raise LayerError(
             f"extra_weight must be at least 0, but got extra_weight={extra_weight!r}. Use for "
             "instance 0.3."
@@ -104,7 +102,7 @@ def multi_token_cross_entropy(  # noqa: PLR0913  # the arguments of `cross_entro
         weights = None if weights is None else _ahead(weights, 0)
         extra += at_depth(depth, labels, weights)[0] / (shape[1] - 1)
     metrics = {"next_token_loss": total / weight, "multi_token_loss": extra / weight}
-    return total + share * extra, weight, metrics
+    return total + extra_weight * extra, weight, metrics
 
 
 def next_token_logits(logits: Any, ndim: int) -> Any:

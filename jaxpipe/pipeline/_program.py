@@ -70,7 +70,9 @@ class Compiled(Generic[_Arguments, _Result]):
         """Run the function."""
         arguments = self._arguments(*args)
         with no_mesh():
-            if self._is_unchecked and not isinstance(jax.tree.leaves(arguments[0])[0], Tracer):
+            leaves = jax.tree.leaves(arguments)
+            # Without arguments, as for a model without parameters, the program does nothing.
+            if self._is_unchecked and leaves and not isinstance(leaves[0], Tracer):
                 # Compiled once: the call below uses the program that is compiled here.
                 compile_checked(self._jitted, self._mesh, *arguments)
                 self._is_unchecked = False

@@ -12,7 +12,7 @@ from jaxpipe._mesh import off_mesh
 from jaxpipe._typing import PyTree
 from jaxpipe.config import load_config
 from jaxpipe.errors import ConfigError
-from jaxpipe.forecast import Hardware, check_model, plan, read_hardware, read_job
+from jaxpipe.forecast import Hardware, plan, read_hardware, read_job
 from jaxpipe.layers import PipelineModule
 from jaxpipe.pipeline import ConfigLike
 
@@ -111,7 +111,6 @@ def prove_named(  # noqa: PLR0913  # those of `prove`
 
     With the arguments `command`, another process makes the job; then this one does nothing else.
     """
-    check_model(model)
     target = None if hardware is None else read_hardware(hardware)
     made = made_job(model, config, example_batch, as_is=as_is, **how)
     job = made.job

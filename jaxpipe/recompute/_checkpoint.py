@@ -9,7 +9,6 @@ import jax
 import numpy as np
 
 from jaxpipe._typing import PyTree
-from jaxpipe.errors import LayerError
 from jaxpipe.jaxpr import save_reduced
 from jaxpipe.topology import EXPERT, FSDP, SEQUENCE, automatic_axes
 
@@ -42,9 +41,6 @@ def checkpoint(function: Callable[..., PyTree], *args: Any) -> PyTree:
     Returns:
         The result of the function, with its leaves as arrays.
 
-    Raises:
-        LayerError: The function is not callable.
-
     Example:
         >>> import jax, jax.numpy as jnp
         >>> from jaxpipe.checkpointing import checkpoint
@@ -55,11 +51,6 @@ def checkpoint(function: Callable[..., PyTree], *args: Any) -> PyTree:
         DeepSpeed's `deepspeed.checkpointing.checkpoint`. Unlike in DeepSpeed, no argument has to
         require a gradient.
     """
-    if not callable(function):
-        raise LayerError(
-            "checkpoint must be given a function and its arguments, but got "
-            f"function={function!r}. Write checkpoint(function, x)."
-        )
     if any(module.is_initializing() for module in _linen_modules(function)):
         return function(*args)
     settings = follow_settings()

@@ -74,7 +74,7 @@ class PipeSchedule(ABC):
     def __init__(self, micro_batches: int, stages: int, stage_id: int) -> None:
         self.micro_batches = _size("micro_batches", micro_batches, "microbatches in a batch")
         self.stages = _size("stages", stages, "pipeline stages")
-        self.stage_id = _whole("stage_id", stage_id)
+        self.stage_id = operator.index(stage_id)  # also accepts NumPy integers
         if not 0 <= self.stage_id < self.stages:
             raise ScheduleError(
                 f"stage_id must be in [0, stages={stages}), but got stage_id={stage_id}. Stages "
@@ -167,17 +167,8 @@ class PipeSchedule(ABC):
         return iter(self.steps())
 
 
-def _whole(name: str, value: SupportsIndex) -> int:
-    try:
-        return operator.index(value)  # also accepts NumPy integers
-    except TypeError:
-        raise ScheduleError(
-            f"{name} must be a whole number, but got {name}={value!r}. Pass an int."
-        ) from None
-
-
 def _size(name: str, value: SupportsIndex, what: str) -> int:
-    size = _whole(name, value)
+    size = operator.index(value)
     if size < 1:
         raise ScheduleError(
             f"{name} must be at least 1, but got {name}={size}. Pass the number of {what}."

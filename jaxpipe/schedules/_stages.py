@@ -1,10 +1,9 @@
 """The schedule objects of all stages, from any accepted form of a schedule."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import islice
-from typing import cast
 
-from jaxpipe.errors import ScheduleError, shown
+from jaxpipe.errors import ScheduleError
 
 from ._base import PipeSchedule
 from ._instructions import PipeInstruction
@@ -30,7 +29,12 @@ def stage_schedules(
             )
         schedules = _of_all_stages(kind, num_microbatches, num_stages)
     else:
-        schedules = _listed_objects(schedule)
+        schedules = tuple(schedule)
+        if not schedules:
+            raise ScheduleError(
+                "A schedule must have at least one stage, but got stages=0. Pass one object per "
+                "stage."
+            )
     _require_alike(schedules, num_microbatches, num_stages)
     return schedules
 
@@ -41,31 +45,6 @@ def _of_all_stages(
     # The first object rejects sizes that are not numbers and converts the others.
     first = kind(num_microbatches, num_stages, 0)
     return (first, *(kind(num_microbatches, num_stages, stage) for stage in range(1, first.stages)))
-
-
-def _listed_objects(schedule: object) -> tuple[PipeSchedule, ...]:
-    if not isinstance(schedule, Iterable):
-        raise ScheduleError(
-            "A schedule must be a name, a PipeSchedule subclass, the object of one stage or the "
-            f"objects of all stages, but got schedule={shown(schedule)}. Pass a name such as "
-            "'1f1b'."
-        )
-    listed = tuple(cast("Iterable[object]", schedule))
-    if not listed:
-        raise ScheduleError(
-            "A schedule must have at least one stage, but got stages=0. Pass one object per stage."
-        )
-    objects = tuple(one for one in listed if isinstance(one, PipeSchedule))
-    if len(objects) < len(listed):
-        stage, wrong = next(
-            (at, one) for at, one in enumerate(listed) if not isinstance(one, PipeSchedule)
-        )
-        raise ScheduleError(
-            "A schedule in a list must be the PipeSchedule object of a stage, but got "
-            f"schedule[{stage}]={shown(wrong)}. Build it with micro_batches, stages and "
-            f"stage_id={stage}, or pass only a name."
-        )
-    return objects
 
 
 def listed_steps(schedule: PipeSchedule) -> list[Sequence[PipeInstruction]]:

@@ -84,16 +84,12 @@ class ProcessTopology:
         Raises:
             TopologyError: The rank is not in the topology.
         """
-        if (
-            isinstance(rank, bool)
-            or not isinstance(rank, Integral)
-            or not 0 <= rank < len(self._coords)
-        ):
+        if not 0 <= rank < len(self._coords):
             raise TopologyError(
                 f"rank must be in [0, {self.world_size()}) for a topology of {self.describe()}, "
                 f"but got rank={rank!r}. Ranks are counted from 0."
             )
-        return self._coords[int(rank)]
+        return self._coords[rank]
 
     def get_axis_names(self) -> list[str]:
         """The names of the axes.

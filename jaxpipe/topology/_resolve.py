@@ -1,6 +1,6 @@
 """Choice of the topology from a number of stages."""
 
-from numbers import Integral
+import operator
 
 from jaxpipe.errors import TopologyError
 
@@ -21,9 +21,7 @@ def topology_for(
         ("num_devices", num_devices),
         ("num_model", num_model),
     ):
-        if value is not None and (
-            isinstance(value, bool) or not isinstance(value, Integral) or value < 1
-        ):
+        if value is not None and operator.index(value) < 1:
             raise TopologyError(
                 f"{name} must be a positive integer, but got {name}={value!r}. Pass 1 or more."
             )

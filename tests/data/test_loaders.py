@@ -156,15 +156,6 @@ def test_a_data_set_smaller_than_a_batch() -> None:
         BatchLoader([], 1, seed=0)
 
 
-@pytest.mark.parametrize("dataset", [iter([1, 2]), 3, None, {1, 2}])
-def test_a_data_set_must_be_indexable(dataset: Any) -> None:
-    with pytest.raises(
-        DataError,
-        match=rf"length and indexing, but got dataset=<{type(dataset).__name__}>. Pass a seq",
-    ):
-        BatchLoader(dataset, 1, seed=0)
-
-
 @pytest.mark.parametrize(("name", "value"), [("batch_size", v) for v in (0, -1, True, 2.0)])
 def test_batch_size_must_be_a_positive_integer(name: str, value: Any) -> None:
     with pytest.raises(
@@ -588,10 +579,6 @@ def test_a_tuple_of_arrays_is_no_data_set() -> None:
             r"shuffle must be true or false, but got shuffle='no'\. Pass True or False",
         ),
         ({"shuffle": 0}, r"but got shuffle=0\. Pass True"),
-        (
-            {"collate_fn": 3},
-            r"collate_fn must be a function of .*but got collate_fn=3\. Pass None to stack",
-        ),
     ],
 )
 def test_arguments_of_another_kind(argument: dict[str, Any], match: str) -> None:

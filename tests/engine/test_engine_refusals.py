@@ -66,21 +66,6 @@ ARGUMENTS: list[tuple[type[Exception], str, dict[str, Any]]] = [
     ),
     (
         ConfigError,
-        r"given a PipelineModule, a Linen module.*got model=None\. Write PipelineModule",
-        {"model": None},
-    ),
-    (
-        ConfigError,
-        r"a LayerSpec or a function, but got model=3\. Write PipelineModule\(layers",
-        {"model": 3},
-    ),
-    (
-        ConfigError,
-        r"a LayerSpec or a function, but got model=\[[\s\S]*Write Pipe",
-        {"model": LAYERS},
-    ),
-    (
-        ConfigError,
         r"loss_fn must be None with a PipelineModule.*<function mean_sq.*Write P",
         {"loss_fn": mean_square},
     ),
@@ -197,7 +182,6 @@ ARGUMENTS: list[tuple[type[Exception], str, dict[str, Any]]] = [
     ),
     (PartitionError, r"partition_method=\[0, 2, 2\]", shown(**piped(partition=[0, 2, 2]))),
     (DataError, r"len\(dataset\)=1 and batch_size=2\. Add samples", {"training_data": ROWS[:1]}),
-    (DataError, r"must have a length and indexing", {"training_data": iter(ROWS)}),
     # Parameters that are none, though no shapes are known.
     *(
         (
@@ -396,12 +380,6 @@ CALLS: list[tuple[type[Exception], str, Callable[[PipelineEngine], Any]]] = [
         r"micro_batch_size=4 instead of 2\. Call set_tr",
         lambda e: e.set_train_micro_batch_size(4),
     ),
-    (
-        DataError,
-        r"an iterable, but got a int\. Pass a loader or a list",
-        lambda e: e.set_dataloader(3),
-    ),
-    (DataError, r"got fn=3\. Pass None to remove it", lambda e: e.set_batch_fn(3)),
     (ConfigError, r"but got monitor='print'\. Pass", lambda e: e.add_monitor("print")),
     (
         DataError,
@@ -447,11 +425,6 @@ CALLS: list[tuple[type[Exception], str, Callable[[PipelineEngine], Any]]] = [
         predicting({"a": X, "b": np.zeros((3, 1))}),
     ),
     (DataError, r"got no arrays\. Add the dim", predicting({})),
-    (
-        DataError,
-        r"got a list_iterator\. For an iterator call eval_batch\(data_iter, return",
-        predicting(iter([1])),
-    ),
     (
         DataError,
         r"inputs must have the dtype .*float32\[2, 4\], but got int32",

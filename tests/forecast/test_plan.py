@@ -386,9 +386,7 @@ def test_assumptions_have_names_and_may_be_given() -> None:
         ({"assume": {"gem_share": 0.5}}, "must name fields of Hardware, .* but got 'gem_share'"),
         ({"assume": {"gemm_share": 70}}, "must be a share of the peak, at most 1, .*=70"),
         ({"assume": {"gemm_share": "half"}}, "must be a positive number, but got .*'half'"),
-        ({"assume": 0.5}, "must be a name such as 'fair' or a mapping .* but got assume=0.5"),
         ({"memory_gb": 0}, "memory_gb must be a positive number of GB, but got memory_gb=0"),
-        ({"memory_gb": "much"}, "memory_gb must be a positive number of GB"),
     ],
 )
 def test_wrong_assumptions_are_refused(options: dict[str, Any], message: str) -> None:
@@ -535,7 +533,6 @@ def test_a_remainder_of_microbatches_takes_the_ticks_of_the_whole_program() -> N
         ({"hardware": (HARDWARE["h200"], 0)}, "positive number"),
         ({"hardware": "h200:3"}, "num_stages"),
         ({"hardware": "h200:1"}, "num_stages"),
-        ({"model": nn.Dense(3)}, "PipelineModule, but got model="),
         ({"config": {"train_micro_batch_size_per_gpu": "four"}}, "train_micro_batch_size_per_gpu"),
         ({"config": {}}, "train_batch_size"),
         ({"config": config(schedule="1f1b")}, "schedule"),
@@ -548,13 +545,10 @@ def test_a_remainder_of_microbatches_takes_the_ticks_of_the_whole_program() -> N
         ({"schedules": "1f1b"}, r"schedules must be a list"),
         ({"schedules": []}, "at least one entry"),
         ({"schedules": ["2f2b"]}, "2f2b"),
-        ({"schedules": [3]}, "names such as '1f1b'"),
         ({"schedules": ["auto"]}, "auto"),
         ({"num_chunks": [0]}, "num_chunks must be integers of at least 1"),
-        ({"num_chunks": [1.5]}, "1.5"),
         ({"num_chunks": [2]}, "num_chunks must suit"),
         ({"recompute": [-1]}, "recompute must be integers of at least 0"),
-        ({"recompute": 1}, "recompute must be a list"),
         ({"partition": ["smallest"]}, "smallest"),
         ({"partition": [[0, 3]]}, "boundaries"),
         ({"partition": [[0, 3, 99]]}, "99"),
@@ -562,11 +556,7 @@ def test_a_remainder_of_microbatches_takes_the_ticks_of_the_whole_program() -> N
         ({"places": {"model": 0}}, "positive lengths"),
         ({"places": {"model": 3}}, "3} |6 together"),
         ({"places": {"mo del": 1}}, "axis names, except 'stage' and 'data'"),
-        ({"places": 3}, "places must map names of axes to lengths, but got places=3"),
-        ({"places": "model"}, "places must map names"),
-        ({"compiles": "yes"}, "compiles must be True or False, but got compiles='yes'"),
         ({"target_config": "x"}, "target_config must be left out where nothing is compiled"),
-        ({"target_config": 3}, "text of XLA's GpuTargetConfigProto, but got target_config=3"),
         (
             {"model": jaxpipe.PipelineModule([nn.Dense(8) for _ in range(4)], 2)},
             "must be a floating-point scalar.*Without loss_fn",
@@ -577,7 +567,6 @@ def test_a_remainder_of_microbatches_takes_the_ticks_of_the_whole_program() -> N
             "set gradient_clipping",
         ),
         ({"measured_step_s": -1.0}, "positive number of seconds"),
-        ({"measured_step_s": "fast"}, "positive number of seconds"),
     ],
 )
 def test_wrong_inputs_are_named(changes: dict[str, Any], match: str) -> None:

@@ -134,20 +134,9 @@ def test_what_has_no_weights_or_shares_them_anyway_may_stand_at_two_places(layer
     PipelineModule(layers, num_stages=1).trace(INPUTS)
 
 
-@pytest.mark.parametrize("layers", [3, None, "dense", {"a": nn.Dense(3)}, {1}])
-def test_layers_must_be_an_ordered_iterable(layers: Any) -> None:
-    with pytest.raises(
-        LayerError, match=re.escape(f"but got layers={layers!r}") + ".*Write the model as a list"
-    ):
-        PipelineModule(layers, num_stages=1)
-
-
-@pytest.mark.parametrize("model", [nn.Dense(3), nnx.Sequential(nnx.Linear(3, 3, rngs=nnx.Rngs(0)))])
-def test_one_module_is_no_list_of_layers(model: Any) -> None:
-    with pytest.raises(
-        LayerError, match=f"but got layers={type(model).__name__}. Write the model as a list"
-    ):
-        PipelineModule(model, num_stages=1)
+def test_layers_must_be_ordered() -> None:
+    with pytest.raises(LayerError, match=r"but got layers=\{1\}. Write the model as a list"):
+        PipelineModule({1}, num_stages=1)
 
 
 def test_an_empty_list_is_refused() -> None:

@@ -145,7 +145,7 @@ def test_a_flag_that_the_layer_has_not_is_refused(spec: LayerSpec) -> None:
         PipelineModule([spec.train_flag("loud")], num_stages=1)
 
 
-@pytest.mark.parametrize("name", ["", 3, None, "not a name"])
+@pytest.mark.parametrize("name", ["", "not a name"])
 def test_a_flag_must_be_a_name(name: Any) -> None:
     with pytest.raises(
         LayerError,

@@ -82,15 +82,6 @@ def test_seeded_layers_depend_on_base_seed_and_place_alone(seed_fn: Any) -> None
     assert _equal(model.init_layer(0, trace, model.layer_key(KEY, 1))[0], by_hand)
 
 
-def test_a_seed_fn_must_make_a_key() -> None:
-    model = _short().replace(seed_layers=True, seed_fn=lambda seed: None)
-    with pytest.raises(
-        LayerError,
-        match=r"seed_fn must return a JAX key, but got None. Return jax.random.key\(seed\)",
-    ):
-        model.init(KEY, X)
-
-
 class _Grows(nn.Module):
     """A second use that makes a parameter the first one has not."""
 

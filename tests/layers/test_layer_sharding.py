@@ -269,26 +269,6 @@ def test_rules_stay_with_the_module() -> None:
     assert model.replace(sharding_rules=None).sharding_rules == ()
 
 
-@pytest.mark.parametrize(
-    ("rules", "shown"),
-    [
-        ("mlp", "'mlp'"),
-        (("mlp", "model"), "'mlp'"),
-        ([("mlp",)], r"\('mlp',\)"),
-        ([("mlp", 3)], r"\('mlp', 3\)"),
-        ([(1, "model")], r"\(1, 'model'\)"),
-        ({"mlp": "model"}, "{'mlp': 'model'}"),
-    ],
-)
-def test_rules_of_another_form(rules: Any, shown: str) -> None:
-    match = (
-        rf"sharding_rules must be a sequence of \(logical name, mesh axis\), .* but got {shown}. "
-        r"Write for instance"
-    )
-    with pytest.raises(LayerError, match=match):
-        PipelineModule([_dense()], topology=TOPOLOGY, sharding_rules=rules)
-
-
 @pytest.mark.parametrize("make", [_dense, _nnx])
 def test_a_name_that_is_neither_an_axis_nor_ruled(make: Any) -> None:
     match = (

@@ -42,8 +42,6 @@ def test_a_spec_without_a_class_name_prints_the_callable() -> None:
 @pytest.mark.parametrize(
     ("typename", "got"),
     [
-        ("Dense", "typename='Dense'"),
-        (None, "typename=None"),
         (nnx.Linear(2, 3, rngs=nnx.Rngs(0)), "typename=Linear instance"),
     ],
 )
@@ -67,20 +65,13 @@ def test_a_built_linen_module_takes_no_arguments() -> None:
         LayerSpec(dense, 3)
 
 
-@pytest.mark.parametrize("key", ["", "a/b", 3, None])
+@pytest.mark.parametrize("key", ["", "a/b"])
 def test_a_tied_key_must_name_a_subtree(key: Any) -> None:
     with pytest.raises(LayerError, match=rf"non-empty string without '/'.*key={key!r}.*tied/<key>"):
         TiedLayerSpec(key, nn.Dense, 3)
 
 
-def test_a_forward_fn_must_be_callable() -> None:
-    with pytest.raises(LayerError, match="forward_fn='attend'.*Leave it out"):
-        TiedLayerSpec("k", nn.Dense, 3, forward_fn="attend")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(LayerError, match="forward_fn=3.*Leave it out"):
-        LayerSpec(nn.Dense, 3, forward_fn=3)  # pyright: ignore[reportArgumentType]
-
-
-@pytest.mark.parametrize("attr", ["", [], ["kernel", ""], [3], 3])
+@pytest.mark.parametrize("attr", ["", [], ["kernel", ""]])
 def test_a_tied_attribute_must_be_a_path_or_paths(attr: Any) -> None:
     with pytest.raises(
         LayerError, match="tied_weight_attr must be a dotted path.*Leave it out to share all"

@@ -113,13 +113,6 @@ def test_shapes_of_anything_as_it_is_on_a_device(leaf: Any, text: str) -> None:
     assert not any(x.weak_type for x in jax.tree.leaves(struct))
 
 
-def test_what_is_no_array_is_refused() -> None:
-    with pytest.raises(
-        LayerError, match=r"array or a number, but got \['label'\] = str 'cat'. Convert it"
-    ):
-        struct_of({"x": X, "label": "cat"})
-
-
 def test_keys_and_masks_travel_between_layers() -> None:
     def split(inputs: Any) -> Any:
         key, x = inputs

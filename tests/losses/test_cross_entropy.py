@@ -169,22 +169,16 @@ def test_each_position_is_that_of_optax(labels_of: Any) -> None:
     ("changes", "match"),
     [
         (
-            {"logits": {"a": 1}},
-            r"logits must be an array .*got \{'a': 1\}. Pass the model's output",
+            {"logits": np.float32(1)},
+            r"logits must be an array .*got np.float32\(1.0\). Pass the model's output",
         ),
         (
             {"labels": np.zeros(SHAPE, np.float32)},
             r"labels must be integers, .* but got float32. Pass jnp.argmax",
         ),
-        ({"labels": 3}, "labels must be integers, .* but got int"),
         (
             {"labels": np.zeros((2, 4), int)},
             r"without their last dim, \[2, 5\], but got \[2, 4\]. Shift labels",
-        ),
-        (
-            {"weights": 2.0},
-            r"weights must be an array of the shape of the labels, \[2, 5\], but got 2.0. "
-            r"Broadcast",
         ),
         ({"weights": np.ones(5)}, r"\[2, 5\], but got \[5\]. Broadcast them"),
         ({"label_smoothing": 1.5}, r"must be in \[0, 1\], but got label_smoothing=1.5"),

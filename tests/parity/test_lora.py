@@ -237,10 +237,7 @@ def test_a_checkpoint_may_hold_the_adapters_alone(tmp_path: Path) -> None:
     [
         ((0, 1.0, "a"), r"rank must be an integer >= 1, but got rank=0"),
         ((2.0, 1.0, "a"), r"rank must be an integer >= 1, but got rank=2.0"),
-        ((2, "1", "a"), r"alpha must be a number, but got alpha='1'"),
-        ((2, float("nan"), "a"), r"alpha must be a number, but got alpha=nan"),
         ((2, 1.0, []), r"targets must be a pattern or a list of patterns, but got targets=\[\]"),
-        ((2, 1.0, [3]), r"targets must be a pattern or a list of patterns, but got targets=\[3\]"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: Any, match: str) -> None:

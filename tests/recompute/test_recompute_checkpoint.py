@@ -13,7 +13,7 @@ import pytest
 import jaxpipe
 from jaxpipe import LayerSpec, PipelineModule
 from jaxpipe.deepspeed import CheckpointFunction, non_reentrant_checkpoint
-from jaxpipe.errors import LayerError, PipelineError
+from jaxpipe.errors import PipelineError
 from jaxpipe.recompute import RecomputeSettings, checkpoint
 
 HOST = RecomputeSettings(checkpoint_in_cpu=True)
@@ -184,11 +184,6 @@ def test_linen_modules_may_call_it(cls: type, monkeypatch: pytest.MonkeyPatch) -
     for target in (f"{__name__}.checkpoint", "jaxpipe.checkpointing.checkpoint"):
         monkeypatch.setattr(target, lambda function, *args: function(*args))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), ours, grads())
-
-
-def test_a_function_is_wanted() -> None:
-    with pytest.raises(LayerError, match=r"function=3\. Write checkpoint\(function, x\)"):
-        checkpoint(3, jnp.ones(2))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -170,11 +170,6 @@ def test_set_num_layers_has_no_effect() -> None:
     assert checkpointing.current_settings() == before
 
 
-def test_set_num_layers_wants_a_number() -> None:
-    with pytest.raises(ConfigError, match=r"num_checkpoints=0\. Give the number"):
-        checkpointing.set_num_layers(0)
-
-
 def test_contiguous_needs_partitioned_activations() -> None:
     with pytest.raises(
         ConfigError, match=r"partition_activations=False\. Leave contiguous_checkpointing"

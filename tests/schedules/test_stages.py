@@ -26,15 +26,7 @@ def test_a_name_a_class_and_objects_mean_the_same(function: Callable[..., Any]) 
     [
         ("1f1", (3, 2), r"but got schedule='1f1'\. Did you mean '1f1b'"),
         ("1f1b", (), "must come with its sizes, but got num_microbatches=None, num_stages=None"),
-        (3, (3, 2), r"the objects of all stages, but got schedule=3\. Pass a name such as '1f1b'"),
-        (None, (), "but got schedule=None"),
         (int, (3, 2), r"but got schedule=<class 'int'>\. Pass the class itself"),
-        (
-            [OneFOneBSchedule(3, 2, 0), "1f1b"],
-            (),
-            r"but got schedule\[1\]='1f1b'\. Build it with .* stage_id=1",
-        ),
-        ([OneFOneBSchedule, OneFOneBSchedule], (3, 2), r"but got schedule\[0\]=<class"),
         ([], (), "at least one stage, but got stages=0"),
         (
             OneFOneBSchedule(3, 2, 0),

@@ -111,7 +111,7 @@ def test_get_rank_outside_the_topology(pipe: int, data: int) -> None:
         PipeDataParallelTopology(2, 4).get_rank(pipe=pipe, data=data)
 
 
-@pytest.mark.parametrize("rank", [8, -1, True, 1.0, None])
+@pytest.mark.parametrize("rank", [8, -1])
 def test_get_coord_outside_the_topology(rank: int) -> None:
     with pytest.raises(
         TopologyError, match=rf"\[0, 8\) .*pipe=2, data=4, but got rank={rank}. Ranks are counted"

@@ -135,7 +135,7 @@ def test_axes_a_pipeline_does_not_have(axes: list[str], match: str) -> None:
         topology_for(None, ProcessTopology(axes, [2] * len(axes)), 8)
 
 
-@pytest.mark.parametrize("value", [0, -1, True, 2.0, "4"])
+@pytest.mark.parametrize("value", [0, -1])
 def test_numbers_must_be_positive_integers(value: int) -> None:
     with pytest.raises(
         TopologyError, match=rf"num_stages must be a positive integer, but got num_stages={value!r}"
