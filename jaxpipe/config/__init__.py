@@ -18,17 +18,24 @@ from ._monitors import (
     WandbSection,
 )
 from ._optimizer import OptimizerSection, SchedulerSection
+from ._other_keys import Refusal, Unused
 from ._params import Params
 from ._precision import BF16Section, DataTypesSection, Dtype, FP16Section
 from ._profiler import FlopsProfilerSection
 from ._recompute import ActivationCheckpointingSection
 from ._section import (
     Section,
+    checked_key,
+    idle_keys,
+    join,
+    key_names,
+    missing_key,
     read_section,
     read_whole,
     required,
     setting,
     subsection,
+    unknown_key,
     without_secrets,
 )
 from ._train import PipelineConfig, TrainConfig

@@ -159,7 +159,7 @@ def read_section(
     a key without a default is wrong.
     """
     every = {item.name: item for item in fields(cls)}
-    known = {name: every[name] for name in _names(cls)}
+    known = {name: every[name] for name in key_names(cls)}
     values: dict[str, Any] = {
         name: _read_value(every[name], value, join(path, name), errors)
         for name, value in hidden.items()
@@ -170,7 +170,7 @@ def read_section(
     says_off = mapping.get(cls.switch, True) is False
     for key, value in mapping.items():
         with errors.catch():
-            name = cls.aliases.get(_checked_key(key, path), str(key))
+            name = cls.aliases.get(checked_key(key, path), str(key))
             if name not in known:
                 if not (says_off and isinstance(_other_key(cls, name), Unused)):
                     _check_other_key(cls, name, value, path, errors, off=off)
@@ -183,12 +183,7 @@ def read_section(
         if name not in values:
             values[name] = default_of(item)
             if values[name] is MISSING:
-                where = join(path, name)
-                given = shown(mapping)
-                message = (
-                    f"{where} must be given, but got {path}={given}. Add the key {name!r} there."
-                )
-                errors.add([ConfigError(message, paths=[where])])
+                errors.add([missing_key(path, name, mapping)])
     if any(value is MISSING for value in values.values()):
         return None
     # Set the fields without calling the class: after a wrong value its `check` would raise, but the
@@ -259,7 +254,8 @@ def _is_switched_off(cls: type[Section], mapping: Mapping[object, object]) -> bo
     return cls.switch is not None and as_flag(mapping.get(cls.switch, False)) is False
 
 
-def _checked_key(key: object, path: str) -> str:
+def checked_key(key: object, path: str) -> str:
+    """Refuse a key that is not a string."""
     if isinstance(key, str):
         return key
     raise ConfigError(
@@ -293,13 +289,7 @@ def _check_other_key(
         near = None if errors.is_long else _nearest(cls, key)
         if near:
             errors.mark(join(path, near))
-            raise ConfigError(
-                f"{where} is not a known key. Did you mean {join(path, near)}?", paths=[where]
-            )
-        names = ", ".join(join(path, name) for name in _names(cls))
-        raise ConfigError(
-            f"{where} is not a known key. Remove it, or use one of {names}.", paths=[where]
-        )
+        raise unknown_key(path, key, near, key_names(cls))
     if is_off(value, other.off):
         return
     if isinstance(other, Unused):
@@ -317,7 +307,23 @@ def _other_key(cls: type[Section], name: str) -> Unused | Refusal | None:
     return cls.other_keys.get(name) or UNUSED.get(own) or REFUSED.get(own)
 
 
-def _names(cls: type[Section]) -> list[str]:
+def unknown_key(path: str, key: str, near: str | None, names: Iterable[str]) -> ConfigError:
+    """Error for a key that the object at `path` does not have; `near` is the one that was meant."""
+    listed = ", ".join(join(path, name) for name in names)
+    repair = f"Did you mean {join(path, near)}?" if near else f"Remove it, or use one of {listed}."
+    where = join(path, key)
+    return ConfigError(f"{where} is not a known key. {repair}", paths=[where])
+
+
+def missing_key(path: str, key: str, given: object) -> ConfigError:
+    """Error for a key without a default that the object at `path` lacks."""
+    where = join(path, key)
+    message = f"{where} must be given, but got {path}={shown(given)}. Add the key {key!r} there."
+    return ConfigError(message, paths=[where])
+
+
+def key_names(cls: type[Section]) -> list[str]:
+    """Names of the keys that JSON can set."""
     return [item.name for item in fields(cls) if not item.metadata.get("is_hidden")]
 
 
@@ -330,7 +336,7 @@ def _nearest(cls: type[Section], key: str) -> str | None:
             keys = (*(key.name for key in fields(inner)), *_other_keys(inner))
             candidates = {name: f"{item.name}.{name}" for name in keys} | candidates
     # Last, so that a key of the section itself wins over a key of the same name in an inner one.
-    candidates |= {name: name for name in (*cls.aliases, *_names(cls))}
+    candidates |= {name: name for name in (*cls.aliases, *key_names(cls))}
     near = nearest(key, candidates, cutoff=0.7)
     return candidates[near] if near else None
 

@@ -1,7 +1,7 @@
 """Sizes of multi-head latent attention."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from jaxpipe.config import Section, optional, read_flag, required, setting
@@ -55,7 +55,7 @@ class LatentConfig(Section):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the keys and values of a `config.json`."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
 
 def read_latent(keys: ConfigKeys) -> LatentConfig:

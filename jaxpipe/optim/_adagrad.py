@@ -1,6 +1,6 @@
 """Adagrad with PyTorch's parameters."""
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import optax
 
 from jaxpipe._typing import PyTree
-from jaxpipe.config import number, read_flag
+from jaxpipe.config import number, read_flag, setting
 
 from ._adam import maximized
-from ._recipe import Factory, Hyperparams, Recipe, clipping_refused
+from ._for_model import Matrices
+from ._recipe import Factory, Hyperparams, OptimizerParams
 
 
 class SquaresState(NamedTuple):
@@ -45,32 +46,27 @@ def scale_by_total_squares(
     return optax.GradientTransformation(init, update)
 
 
-def adagrad_recipe() -> Recipe:
-    """The recipe of `Adagrad`."""
-    return Recipe(
-        params={
-            "lr": (0.01, number(0.0)),
-            "lr_decay": (0.0, number(0.0)),
-            "weight_decay": (0.0, number(0.0)),
-            "initial_accumulator_value": (0.0, number(0.0)),
-            "eps": (1e-10, number(0.0)),
-            "maximize": (False, read_flag),
-        },
-        build=_build,
-        refused=clipping_refused(),
-    )
+@dataclass(frozen=True)
+class Adagrad(OptimizerParams):
+    """Adagrad, as in PyTorch."""
 
+    lr: float = setting(0.01, number(0.0))
+    lr_decay: float = setting(0.0, number(0.0))
+    weight_decay: float = setting(0.0, number(0.0))
+    initial_accumulator_value: float = setting(0.0, number(0.0))
+    eps: float = setting(1e-10, number(0.0))
+    maximize: bool = setting(False, read_flag)
 
-def _build(values: Mapping[str, Any]) -> tuple[Factory, Hyperparams]:
-    def factory(learning_rate: Any, weight_decay: Any) -> optax.GradientTransformation:
-        return optax.chain(
-            *maximized(values["maximize"]),
-            # Before the sums, so that they include the decay with the gradient, as in PyTorch.
-            optax.add_decayed_weights(weight_decay),
-            scale_by_total_squares(
-                values["initial_accumulator_value"], values["eps"], values["lr_decay"]
-            ),
-            optax.scale_by_learning_rate(learning_rate),
-        )
+    def build(self, matrices: Matrices = None) -> tuple[Factory, Hyperparams]:
+        """See `OptimizerParams.build`."""
 
-    return factory, {"learning_rate": values["lr"], "weight_decay": values["weight_decay"]}
+        def factory(learning_rate: Any, weight_decay: Any) -> optax.GradientTransformation:
+            return optax.chain(
+                *maximized(self.maximize),
+                # Before the sums, so that they include the decay with the gradient, as in PyTorch.
+                optax.add_decayed_weights(weight_decay),
+                scale_by_total_squares(self.initial_accumulator_value, self.eps, self.lr_decay),
+                optax.scale_by_learning_rate(learning_rate),
+            )
+
+        return factory, {"learning_rate": self.lr, "weight_decay": self.weight_decay}

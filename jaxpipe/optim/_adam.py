@@ -1,18 +1,20 @@
 """Adam and AdamW with DeepSpeed's and PyTorch's parameters."""
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from jaxpipe._typing import PyTree
-from jaxpipe.config import number, read_flag
+from jaxpipe.config import number, optional, read_flag, setting
 from jaxpipe.errors import ConfigError
 
-from ._check import betas
-from ._recipe import SECTION, Factory, Hyperparams, Recipe, clipping_refused
+from ._check import read_betas
+from ._for_model import Matrices
+from ._recipe import Factory, Hyperparams, OptimizerParams
 
 
 class MomentsState(NamedTuple):
@@ -90,61 +92,59 @@ def maximized(maximize: bool) -> list[optax.GradientTransformation]:
     return [optax.scale(-1.0)] if maximize else []
 
 
-def adam_recipe(*, decoupled: bool) -> Recipe:
-    """The recipe of `Adam`, or of `AdamW` if `decoupled`: only AdamW's weight decay is allowed."""
-    return Recipe(
-        params={
-            "lr": (0.001, number(0.0)),
-            "betas": ((0.9, 0.999), betas),
-            "eps": (1e-8, number(0.0)),
-            "weight_decay": (None, number(0.0)),
-            "adam_w_mode": (True, read_flag),
-            "bias_correction": (True, read_flag),
-            "torch_adam": (False, read_flag),
-            "amsgrad": (False, read_flag),
-            "maximize": (False, read_flag),
-        },
-        build=_build_adamw if decoupled else _build_adam,
-        refused=clipping_refused(),
-        cycled="b1",
-    )
+@dataclass(frozen=True)
+class Adam(OptimizerParams):
+    """Adam, by default with decoupled weight decay."""
+
+    cycled: ClassVar[str | None] = "b1"
+
+    lr: float = setting(0.001, number(0.0))
+    betas: tuple[float, float] = setting((0.9, 0.999), read_betas)
+    eps: float = setting(1e-8, number(0.0))
+    weight_decay: float | None = setting(None, optional(number(0.0)))
+    adam_w_mode: bool = setting(True, read_flag)
+    bias_correction: bool = setting(True, read_flag)
+    torch_adam: bool = setting(False, read_flag)
+    amsgrad: bool = setting(False, read_flag)
+    maximize: bool = setting(False, read_flag)
+
+    def build(self, matrices: Matrices = None) -> tuple[Factory, Hyperparams]:
+        """See `OptimizerParams.build`."""
+        decay = self.weight_decay
+        if decay is None:
+            # `torch_adam` is PyTorch's own AdamW, which decays by 0.01 by default. DeepSpeed's
+            # kernels do not.
+            decay = 0.01 if self.torch_adam and self.adam_w_mode else 0.0
+
+        def factory(
+            learning_rate: Any, b1: Any, b2: Any, weight_decay: Any
+        ) -> optax.GradientTransformation:
+            direction = scale_by_moments(
+                b1,
+                b2,
+                self.eps,
+                bias_correction=self.bias_correction,
+                amsgrad=self.amsgrad,
+            )
+            decayed = optax.add_decayed_weights(weight_decay)
+            # AdamW adds the decay to Adam's direction. In Adam, the decay is part of the gradient
+            # that the moments average.
+            parts = [direction, decayed] if self.adam_w_mode else [decayed, direction]
+            return optax.chain(
+                *maximized(self.maximize), *parts, optax.scale_by_learning_rate(learning_rate)
+            )
+
+        b1, b2 = self.betas
+        return factory, {"learning_rate": self.lr, "b1": b1, "b2": b2, "weight_decay": decay}
 
 
-def _build_adamw(values: Mapping[str, Any]) -> tuple[Factory, Hyperparams]:
-    if not values["adam_w_mode"]:
-        path = f"{SECTION}.adam_w_mode"
-        raise ConfigError(
-            f"{path} must be true with optimizer.type='AdamW', but got {path}=False. Use "
-            "optimizer.type='Adam' for weight decay that is added to the gradient.",
-            paths=[path],
-        )
-    return _build_adam(values)
+@dataclass(frozen=True)
+class AdamW(Adam):
+    """Adam with decoupled weight decay only."""
 
-
-def _build_adam(values: Mapping[str, Any]) -> tuple[Factory, Hyperparams]:
-    decay = values["weight_decay"]
-    if decay is None:
-        # `torch_adam` is PyTorch's own AdamW, which decays by 0.01 by default. DeepSpeed's kernels
-        # do not.
-        decay = 0.01 if values["torch_adam"] and values["adam_w_mode"] else 0.0
-
-    def factory(
-        learning_rate: Any, b1: Any, b2: Any, weight_decay: Any
-    ) -> optax.GradientTransformation:
-        direction = scale_by_moments(
-            b1,
-            b2,
-            values["eps"],
-            bias_correction=values["bias_correction"],
-            amsgrad=values["amsgrad"],
-        )
-        decayed = optax.add_decayed_weights(weight_decay)
-        # AdamW adds the decay to Adam's direction. In Adam, the decay is part of the gradient that
-        # the moments average.
-        parts = [direction, decayed] if values["adam_w_mode"] else [decayed, direction]
-        return optax.chain(
-            *maximized(values["maximize"]), *parts, optax.scale_by_learning_rate(learning_rate)
-        )
-
-    b1, b2 = values["betas"]
-    return factory, {"learning_rate": values["lr"], "b1": b1, "b2": b2, "weight_decay": decay}
+    def check(self) -> Iterable[ConfigError]:
+        """Refuse weight decay that is added to the gradient."""
+        if not self.adam_w_mode:
+            rule = "true with optimizer.type='AdamW'"
+            repair = "Use optimizer.type='Adam' for weight decay that is added to the gradient"
+            yield self._wrong("adam_w_mode", rule, repair)

@@ -1,10 +1,10 @@
-"""Readers for the parameters of schedules and optimisers, and errors for unknown names."""
+"""Readers for the parameters of schedules and optimisers."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxpipe.config import Reader, integer_of_at_least, number, wrong_value
-from jaxpipe.errors import ConfigError, cut, nearest, shown
+from jaxpipe.errors import ConfigError, nearest, shown
 
 
 def unknown_name(path: str, name: object, known: Iterable[str]) -> ConfigError:
@@ -21,55 +21,12 @@ def unknown_name(path: str, name: object, known: Iterable[str]) -> ConfigError:
     )
 
 
-def unknown_param(section: str, name: object, known: Iterable[str]) -> ConfigError:
-    """Error for a parameter that an optimiser or schedule does not have.
-
-    It suggests the nearest name, or lists the known ones. `section` is the JSON path of the
-    parameters.
-    """
-    names = list(known)
-    if not isinstance(name, str):
-        message = (
-            f"A name in {section} must be a string, but got name={name!r}. Write it in quotes."
-        )
-        return ConfigError(message, paths=[section])
-    near = nearest(name, names, cutoff=0.5)
-    repair = (
-        f"Did you mean {section}.{near}?"
-        if near
-        else f"Remove it, or use one of {', '.join(names)}."
-    )
-    path = f"{section}.{cut(name)}"
-    return ConfigError(f"{path} is not a known parameter. {repair}", paths=[path])
-
-
-def missing_param(section: str, param: str, name: str) -> ConfigError:
-    """Error for a missing parameter that has no default.
-
-    `section` is the JSON path of the parameters; `name` is the optimiser or schedule.
-    """
-    path = f"{section}.{param}"
-    message = f"{path} must be given for {name}, but got {path}=None. Add {param} to {section}."
-    return ConfigError(message, paths=[path])
-
-
 def integer(minimum: int) -> Reader:
     """A reader of counts of at least `minimum`, which programs store as int32."""
     return integer_of_at_least(minimum, below=2**31, whole_floats=True)
 
 
-def one_of(*names: str) -> Reader:
-    """A reader that accepts only these names."""
-
-    def read(value: Any, path: str) -> str:
-        if value not in names:
-            raise unknown_name(path, value, names)
-        return value
-
-    return read
-
-
-def betas(value: Any, path: str) -> tuple[float, float]:
+def read_betas(value: Any, path: str) -> tuple[float, float]:
     """Read the two decay rates of Adam and its relatives, each at least 0 and below 1."""
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
         raise wrong_value(path, "a list of two numbers", value, "Use for instance [0.9, 0.999]")

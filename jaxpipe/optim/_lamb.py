@@ -1,19 +1,22 @@
 """LAMB with DeepSpeed's parameters."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from jaxpipe._typing import PyTree
-from jaxpipe.config import number, read_flag
+from jaxpipe.config import Refusal, Unused, number, read_flag, setting
 from jaxpipe.errors import ConfigError
 
 from ._adam import scale_by_moments
-from ._check import betas
-from ._recipe import SECTION, Factory, Hyperparams, Recipe, clipping_refused
+from ._check import read_betas
+from ._for_model import Matrices
+from ._recipe import NOT_PARAMS, Factory, Hyperparams, OptimizerParams
 
 
 def scale_by_lamb_coefficient(min_coeff: float, max_coeff: float) -> optax.GradientTransformation:
@@ -41,57 +44,56 @@ def scale_by_lamb_coefficient(min_coeff: float, max_coeff: float) -> optax.Gradi
     return optax.GradientTransformation(optax.init_empty_state, update)
 
 
-def lamb_recipe() -> Recipe:
-    """The recipe of `Lamb`."""
-    return Recipe(
-        params={
-            "lr": (0.001, number(0.0)),
-            "bias_correction": (True, read_flag),
-            "betas": ((0.9, 0.999), betas),
-            "eps": (1e-8, number(0.0)),
-            "eps_inside_sqrt": (False, read_flag),
-            "weight_decay": (0.0, number(0.0)),
-            "max_coeff": (10.0, number(0.0)),
-            "min_coeff": (0.01, number(0.0)),
-        },
-        build=_build,
-        refused=clipping_refused() | {"amsgrad": ("LAMB has no such variant", "Remove the key")},
-        cycled="b1",
+@dataclass(frozen=True)
+class Lamb(OptimizerParams):
+    """LAMB: Adam's step, scaled to the norm of each parameter."""
+
+    other_keys: ClassVar[Mapping[str, Unused | Refusal]] = MappingProxyType(
+        {**NOT_PARAMS, "amsgrad": Refusal("LAMB has no such variant", "Remove the key", off=())}
     )
+    cycled: ClassVar[str | None] = "b1"
 
+    lr: float = setting(0.001, number(0.0))
+    bias_correction: bool = setting(True, read_flag)
+    betas: tuple[float, float] = setting((0.9, 0.999), read_betas)
+    eps: float = setting(1e-8, number(0.0))
+    eps_inside_sqrt: bool = setting(False, read_flag)
+    weight_decay: float = setting(0.0, number(0.0))
+    max_coeff: float = setting(10.0, number(0.0))
+    min_coeff: float = setting(0.01, number(0.0))
 
-def _build(values: Mapping[str, Any]) -> tuple[Factory, Hyperparams]:
-    low = values["min_coeff"]
-    high = values["max_coeff"]
-    if low > high:
-        path = f"{SECTION}.min_coeff"
-        message = f"{path} must be at most max_coeff={high}, but got {path}={low}. Swap the two."
-        raise ConfigError(message, paths=[path])
+    def check(self) -> Iterable[ConfigError]:
+        """Refuse limits without anything between them."""
+        if self.min_coeff > self.max_coeff:
+            yield self._wrong("min_coeff", f"at most max_coeff={self.max_coeff}", "Swap the two")
 
-    def factory(
-        learning_rate: Any, b1: Any, b2: Any, weight_decay: Any
-    ) -> optax.GradientTransformation:
-        return optax.chain(
-            # The bias correction is applied to the two averages, as in the paper and in
-            # DeepSpeed's later releases. DeepSpeed up to 0.19.8 multiplied the step by it after
-            # computing the norms.
-            scale_by_moments(
-                b1,
-                b2,
-                values["eps"],
-                bias_correction=values["bias_correction"],
-                eps_inside_sqrt=values["eps_inside_sqrt"],
-            ),
-            # Before the coefficient, so that its norm covers the whole step, including the decay.
-            optax.add_decayed_weights(weight_decay),
-            scale_by_lamb_coefficient(low, high),
-            optax.scale_by_learning_rate(learning_rate),
-        )
+    def build(self, matrices: Matrices = None) -> tuple[Factory, Hyperparams]:
+        """See `OptimizerParams.build`."""
 
-    b1, b2 = values["betas"]
-    return factory, {
-        "learning_rate": values["lr"],
-        "b1": b1,
-        "b2": b2,
-        "weight_decay": values["weight_decay"],
-    }
+        def factory(
+            learning_rate: Any, b1: Any, b2: Any, weight_decay: Any
+        ) -> optax.GradientTransformation:
+            return optax.chain(
+                # The bias correction is applied to the two averages, as in the paper and in
+                # DeepSpeed's later releases. DeepSpeed up to 0.19.8 multiplied the step by it after
+                # computing the norms.
+                scale_by_moments(
+                    b1,
+                    b2,
+                    self.eps,
+                    bias_correction=self.bias_correction,
+                    eps_inside_sqrt=self.eps_inside_sqrt,
+                ),
+                # Before the coefficient, so that its norm covers the whole step with the decay.
+                optax.add_decayed_weights(weight_decay),
+                scale_by_lamb_coefficient(self.min_coeff, self.max_coeff),
+                optax.scale_by_learning_rate(learning_rate),
+            )
+
+        b1, b2 = self.betas
+        return factory, {
+            "learning_rate": self.lr,
+            "b1": b1,
+            "b2": b2,
+            "weight_decay": self.weight_decay,
+        }

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jaxpipe.config import number, read_flag
+from jaxpipe.config import number, read_flag, setting
 
-from ._base import LRSchedule, iteration_of, param
+from ._base import LRSchedule, iteration_of
 from ._check import integer
 
 
@@ -38,11 +38,11 @@ class LRRangeTest(LRSchedule):
         L. N. Smith, A disciplined approach to neural network hyper-parameters: Part 1 (2018).
     """
 
-    lr_range_test_min_lr: float = param(0.001, number(0.0))
-    lr_range_test_step_size: int = param(2000, integer(1))
-    lr_range_test_step_rate: float = param(1.0, number(0.0))
-    lr_range_test_staircase: bool = param(False, read_flag)
-    last_batch_iteration: int = param(-1, integer(-1))
+    lr_range_test_min_lr: float = setting(0.001, number(0.0))
+    lr_range_test_step_size: int = setting(2000, integer(1))
+    lr_range_test_step_rate: float = setting(1.0, number(0.0))
+    lr_range_test_staircase: bool = setting(False, read_flag)
+    last_batch_iteration: int = setting(-1, integer(-1))
 
     def __call__(self, count: ArrayLike) -> jax.Array:
         """The learning rate after `count` updates."""

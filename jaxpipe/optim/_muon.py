@@ -1,18 +1,21 @@
 """Muon with DeepSpeed's parameters: it orthogonalises matrices and uses Adam for the rest."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from jaxpipe._typing import PyTree
-from jaxpipe.config import number, optional, read_flag
+from jaxpipe.config import Refusal, Unused, number, one_of_exactly, optional, read_flag, setting
 
 from ._adam import scale_by_moments
-from ._check import betas, one_of
-from ._recipe import Factory, Hyperparams, Recipe, clipping_refused
+from ._check import read_betas
+from ._for_model import Matrices
+from ._recipe import NOT_PARAMS, Factory, Hyperparams, OptimizerParams
 
 # Coefficients of the quintic iteration, chosen for its slope at 0: small singular values grow fast,
 # and none converges to exactly 1.
@@ -78,78 +81,80 @@ def orthogonalize(matrix: jax.Array) -> jax.Array:
     return x.T if tall else x
 
 
-def muon_recipe() -> Recipe:
-    """The recipe of `Muon`, which orthogonalises the model's hidden matrices."""
-    heads = ("the heads in a matrix are not known", "Remove the key")
-    return Recipe(
-        params={
-            "lr": (None, optional(number(0.0))),
-            "muon_lr": (None, optional(number(0.0))),
-            "adam_lr": (None, optional(number(0.0))),
-            "momentum": (0.95, number(0.0, below=1.0)),
-            "betas": ((0.9, 0.95), betas),
-            "eps": (1e-10, number(0.0)),
-            "weight_decay": (0.0, number(0.0)),
-            "adam_w_mode": (True, read_flag),
-            "torch_adam": (False, read_flag),
-            # Both are the same iteration. DeepSpeed runs it in half precision, and we in the
-            # gradient's dtype.
-            "ns_method": ("gram", one_of("gram", "standard")),
-        },
-        build=_build,
-        refused=clipping_refused() | {"per_head_muon": heads},
-        by_matrix=True,
-    )
-
-
-def muon_rates(values: Mapping[str, Any]) -> tuple[float, float]:
-    """Learning rates of matrices and of all other parameters."""
-    pairs = (("muon_lr", 0.02), ("adam_lr", 3e-4))
-    rates = [
-        next(r for r in (values[name], values["lr"], default) if r is not None)
-        for name, default in pairs
-    ]
-    return rates[0], rates[1]
-
-
 def _have_two_dims(params: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: jnp.ndim(leaf) == 2, params)
 
 
-def _build(values: Mapping[str, Any]) -> tuple[Factory, Hyperparams]:
-    def factory(
-        learning_rate: Any,
-        adam_learning_rate: Any,
-        momentum: Any,
-        b1: Any,
-        b2: Any,
-        weight_decay: Any,
-    ) -> optax.GradientTransformation:
-        decayed = optax.add_decayed_weights(weight_decay)
-        direction = scale_by_moments(b1, b2, values["eps"])
-        matrices = optax.chain(
-            scale_by_orthogonal_momentum(momentum),
-            decayed,
-            optax.scale_by_learning_rate(learning_rate),
-        )
-        parts = [direction, decayed] if values["adam_w_mode"] else [decayed, direction]
-        rest = optax.chain(*parts, optax.scale_by_learning_rate(adam_learning_rate))
+@dataclass(frozen=True)
+class Muon(OptimizerParams):
+    """Muon, which orthogonalises the model's hidden matrices; Adam for all other parameters."""
 
-        # DeepSpeed recognises hidden matrices by their names. It also orthogonalises parameters
-        # with more dims. In Flax these can be read as matrices in several ways, so Adam updates
-        # them.
-        def labels(params: PyTree) -> PyTree:
-            is_matrix = (values.get("matrices") or _have_two_dims)(params)
-            return jax.tree.map(lambda is_one: "muon" if is_one else "adam", is_matrix)
+    other_keys: ClassVar[Mapping[str, Unused | Refusal]] = MappingProxyType(
+        {
+            **NOT_PARAMS,
+            "per_head_muon": Refusal("the heads in a matrix are not known", "Remove the key", ()),
+        }
+    )
+    by_matrix: ClassVar[bool] = True
 
-        return optax.multi_transform({"muon": matrices, "adam": rest}, labels)
+    lr: float | None = setting(None, optional(number(0.0)))
+    muon_lr: float | None = setting(None, optional(number(0.0)))
+    adam_lr: float | None = setting(None, optional(number(0.0)))
+    momentum: float = setting(0.95, number(0.0, below=1.0))
+    betas: tuple[float, float] = setting((0.9, 0.95), read_betas)
+    eps: float = setting(1e-10, number(0.0))
+    weight_decay: float = setting(0.0, number(0.0))
+    adam_w_mode: bool = setting(True, read_flag)
+    torch_adam: bool = setting(False, read_flag)
+    # Both are the same iteration. DeepSpeed runs it in half precision, and we in the gradient's
+    # dtype.
+    ns_method: str = setting("gram", one_of_exactly("gram", "standard"))
 
-    rate, adam_rate = muon_rates(values)
-    b1, b2 = values["betas"]
-    hyperparams = {
-        "momentum": values["momentum"],
-        "b1": b1,
-        "b2": b2,
-        "weight_decay": values["weight_decay"],
-    }
-    return factory, {"learning_rate": rate, "adam_learning_rate": adam_rate, **hyperparams}
+    def build(self, matrices: Matrices = None) -> tuple[Factory, Hyperparams]:
+        """See `OptimizerParams.build`."""
+
+        def factory(
+            learning_rate: Any,
+            adam_learning_rate: Any,
+            momentum: Any,
+            b1: Any,
+            b2: Any,
+            weight_decay: Any,
+        ) -> optax.GradientTransformation:
+            decayed = optax.add_decayed_weights(weight_decay)
+            direction = scale_by_moments(b1, b2, self.eps)
+            of_matrices = optax.chain(
+                scale_by_orthogonal_momentum(momentum),
+                decayed,
+                optax.scale_by_learning_rate(learning_rate),
+            )
+            parts = [direction, decayed] if self.adam_w_mode else [decayed, direction]
+            rest = optax.chain(*parts, optax.scale_by_learning_rate(adam_learning_rate))
+
+            # DeepSpeed recognises hidden matrices by their names. It also orthogonalises parameters
+            # with more dims. In Flax these can be read as matrices in several ways, so Adam updates
+            # them.
+            def labels(params: PyTree) -> PyTree:
+                is_matrix = (matrices or _have_two_dims)(params)
+                return jax.tree.map(lambda is_one: "muon" if is_one else "adam", is_matrix)
+
+            return optax.multi_transform({"muon": of_matrices, "adam": rest}, labels)
+
+        rate, adam_rate = self._rates
+        b1, b2 = self.betas
+        hyperparams = {
+            "momentum": self.momentum,
+            "b1": b1,
+            "b2": b2,
+            "weight_decay": self.weight_decay,
+        }
+        return factory, {"learning_rate": rate, "adam_learning_rate": adam_rate, **hyperparams}
+
+    @property
+    def _rates(self) -> tuple[float, float]:
+        """Learning rates of matrices and of all other parameters."""
+        pairs = ((self.muon_lr, 0.02), (self.adam_lr, 3e-4))
+        rates = [
+            next(r for r in (rate, self.lr, default) if r is not None) for rate, default in pairs
+        ]
+        return rates[0], rates[1]

@@ -1,5 +1,6 @@
 """A rate that rises and falls once, while the momentum does the opposite."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -7,9 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jaxpipe.config import number, optional, read_flag, wrong_value
+from jaxpipe.config import join, number, optional, read_flag, required, setting, wrong_value
+from jaxpipe.errors import ConfigError
 
-from ._base import SECTION, LRSchedule, iteration_of, param, required
+from ._base import LRSchedule, iteration_of
 from ._check import integer
 
 
@@ -62,27 +64,26 @@ class OneCycle(LRSchedule):
 
     cycle_min_lr: float = required(number(0.0))
     cycle_max_lr: float = required(number(0.0))
-    decay_lr_rate: float = param(0.0, number(0.0))
-    cycle_first_step_size: int = param(2000, integer(1))
-    cycle_second_step_size: int | None = param(None, optional(integer(0)))
-    cycle_first_stair_count: int = param(0, integer(0))
-    cycle_second_stair_count: int | None = param(None, optional(integer(0)))
-    decay_step_size: int = param(0, integer(0))
-    cycle_momentum: bool = param(True, read_flag)
-    cycle_min_mom: float = param(0.8, number(0.0, below=1.0))
-    cycle_max_mom: float = param(0.9, number(0.0, below=1.0))
-    decay_mom_rate: float = param(0.0, number(0.0))
-    last_batch_iteration: int = param(-1, integer(-1))
+    decay_lr_rate: float = setting(0.0, number(0.0))
+    cycle_first_step_size: int = setting(2000, integer(1))
+    cycle_second_step_size: int | None = setting(None, optional(integer(0)))
+    cycle_first_stair_count: int = setting(0, integer(0))
+    cycle_second_stair_count: int | None = setting(None, optional(integer(0)))
+    decay_step_size: int = setting(0, integer(0))
+    cycle_momentum: bool = setting(True, read_flag)
+    cycle_min_mom: float = setting(0.8, number(0.0, below=1.0))
+    cycle_max_mom: float = setting(0.9, number(0.0, below=1.0))
+    decay_mom_rate: float = setting(0.0, number(0.0))
+    last_batch_iteration: int = setting(-1, integer(-1))
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> Iterable[ConfigError]:
+        """Refuse stairs of a half that its computation in int32 cannot number."""
         for half, size, stairs in zip(("first", "second"), self._halves, self._stairs, strict=True):
             # `_climb` multiplies the two in int32.
             if size * stairs >= 2**31:
                 rule = f"below 2**31 / cycle_{half}_step_size={size}"
-                raise wrong_value(
-                    f"{SECTION}.cycle_{half}_stair_count", rule, stairs, "Use fewer stairs, or 0"
-                )
+                name = join(self.path, f"cycle_{half}_stair_count")
+                yield wrong_value(name, rule, stairs, "Use fewer stairs, or 0")
 
     @property
     def _halves(self) -> tuple[int, int]:

@@ -7,10 +7,8 @@ from typing import Any
 
 import optax
 
-from jaxpipe.config import Collector
-from jaxpipe.errors import ConfigError, shown
-
-from ._check import missing_param, unknown_param
+from jaxpipe.config import Collector, checked_key, missing_key, unknown_key
+from jaxpipe.errors import ConfigError, nearest, shown
 
 REJECTIONS = (
     TypeError,
@@ -60,14 +58,16 @@ def check_arguments(
     """Refuse unknown arguments of a function, and missing ones, in one error."""
     parameters = inspect.signature(function).parameters
     errors = Collector()
+    for argument in arguments:
+        with errors.catch():
+            if checked_key(argument, section) not in parameters:
+                near = nearest(argument, parameters, cutoff=0.5)
+                raise unknown_key(section, argument, near, parameters)
     errors.add(
-        unknown_param(section, argument, parameters)
-        for argument in arguments
-        if argument not in parameters
+        missing_key(section, parameter.name, arguments)
+        for parameter in parameters.values()
+        if parameter.default is inspect.Parameter.empty and parameter.name not in arguments
     )
-    for parameter in parameters.values():
-        if parameter.default is inspect.Parameter.empty and parameter.name not in arguments:
-            errors.add([missing_param(section, parameter.name, name)])
     errors.raise_all()
 
 

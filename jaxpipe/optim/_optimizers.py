@@ -11,19 +11,20 @@ import jax.numpy as jnp
 import optax
 
 from jaxpipe._numbers import as_number
+from jaxpipe.config import read_whole
 from jaxpipe.errors import ConfigError, shown
 
-from ._adagrad import adagrad_recipe
-from ._adam import adam_recipe
+from ._adagrad import Adagrad
+from ._adam import Adam, AdamW
 from ._check import unknown_name
 from ._for_model import Matrices, MatrixOptimizer
-from ._lamb import lamb_recipe
-from ._lion import lion_recipe
-from ._muon import muon_recipe
+from ._lamb import Lamb
+from ._lion import Lion
+from ._muon import Muon
 from ._one_cycle import OneCycle
 from ._optax import REJECTIONS, check_arguments, optax_optimizers, rejected
-from ._recipe import SECTION, Hyperparams, Recipe, read_params, warn_of_tuning
-from ._sgd import sgd_recipe
+from ._recipe import SECTION, Hyperparams, OptimizerParams, warn_of_tuning
+from ._sgd import SGD
 from ._warmup_cosine_lr import WarmupCosineLR
 from ._warmup_lr import WarmupLR
 
@@ -31,17 +32,9 @@ _RATE = "learning_rate"
 _ADAM_RATE = "adam_learning_rate"
 
 
-def deepspeed_optimizers() -> dict[str, Recipe]:
-    """Recipes of the supported DeepSpeed optimisers, by name."""
-    return {
-        "Adam": adam_recipe(decoupled=False),
-        "AdamW": adam_recipe(decoupled=True),
-        "Lamb": lamb_recipe(),
-        "Adagrad": adagrad_recipe(),
-        "Lion": lion_recipe(),
-        "SGD": sgd_recipe(),
-        "Muon": muon_recipe(),
-    }
+def deepspeed_optimizers() -> dict[str, type[OptimizerParams]]:
+    """The supported DeepSpeed optimisers, by name."""
+    return {cls.__name__: cls for cls in (Adam, AdamW, Lamb, Adagrad, Lion, SGD, Muon)}
 
 
 def make_optimizer(
@@ -82,25 +75,25 @@ def make_optimizer(
         ['b1', 'b2', 'learning_rate', 'weight_decay']
     """
     params = {} if params is None else params
-    recipe = _find(name)
-    if recipe is None:
+    cls = _find(name)
+    if cls is None:
         return _make_optax_optimizer(name, params, schedule)
-    if matrices is not None and not recipe.by_matrix:
+    if matrices is not None and not cls.by_matrix:
         raise ConfigError(
             f"matrices must be left out for an optimizer that treats all parameters alike, but got "
             f"optimizer.type={name!r}. Remove the argument, or use Muon."
         )
-    values = read_params(recipe, params)
-    warn_of_tuning(params)
+    values = read_whole(cls, params)
+    warn_of_tuning(cls, params)
 
     def make(matrices: Matrices) -> optax.GradientTransformation:
-        factory, hyperparams = recipe.build({**values, "matrices": matrices})
-        hyperparams |= _followed(recipe, params, hyperparams, schedule)
+        factory, hyperparams = values.build(matrices)
+        hyperparams |= _followed(cls, params, hyperparams, schedule)
         # Otherwise optax gives them a dtype that depends on the parameters in the tree. It may
         # round a rate, as bfloat16 would, and may differ on a device with other parameters.
         return optax.inject_hyperparams(factory, hyperparam_dtype=jnp.float32)(**hyperparams)
 
-    return MatrixOptimizer(make) if matrices is None and recipe.by_matrix else make(matrices)
+    return MatrixOptimizer(make) if matrices is None and cls.by_matrix else make(matrices)
 
 
 def hyperparam_schedules(
@@ -108,11 +101,11 @@ def hyperparam_schedules(
 ) -> dict[str, optax.Schedule]:
     """The hyperparameters that follow a schedule in the optimiser of `make_optimizer`, by name."""
     params = {} if params is None else params
-    recipe = _find(name)
-    if recipe is None:
+    cls = _find(name)
+    if cls is None:
         return factory_schedules(functools.partial(_optax_factory(name), **params), schedule)
-    hyperparams = recipe.build(read_params(recipe, params))[1]
-    followed = _followed(recipe, params, hyperparams, schedule)
+    hyperparams = read_whole(cls, params).build()[1]
+    followed = _followed(cls, params, hyperparams, schedule)
     return {key: cast(optax.Schedule, value) for key, value in followed.items() if callable(value)}
 
 
@@ -122,9 +115,9 @@ def optimizer_lr(name: str, params: Mapping[str, Any] | None = None) -> float | 
     None for an optax optimiser without a learning rate, or with a schedule.
     """
     params = {} if params is None else params
-    recipe = _find(name)
-    if recipe is not None:
-        return recipe.build(read_params(recipe, params))[1][_RATE]
+    cls = _find(name)
+    if cls is not None:
+        return read_whole(cls, params).build()[1][_RATE]
     default = inspect.signature(_optax_factory(name)).parameters[_RATE].default
     rate = params.get(_RATE, default)
     return as_number(rate)
@@ -158,11 +151,11 @@ def factory_schedules(
     return {_RATE: schedule}
 
 
-def _find(name: str) -> Recipe | None:
-    """The recipe of a DeepSpeed name; None for an optax name."""
+def _find(name: str) -> type[OptimizerParams] | None:
+    """The parameters of a DeepSpeed name; None for an optax name."""
     ours = deepspeed_optimizers()
     path = "optimizer.type"
-    lowered = {other.lower(): recipe for other, recipe in ours.items()}
+    lowered = {other.lower(): cls for other, cls in ours.items()}
     if isinstance(name, str) and name.lower() in lowered:
         return lowered[name.lower()]
     theirs = optax_optimizers()
@@ -174,7 +167,7 @@ def _find(name: str) -> Recipe | None:
 
 
 def _followed(
-    recipe: Recipe,
+    cls: type[OptimizerParams],
     params: Mapping[str, Any],
     hyperparams: Hyperparams,
     schedule: optax.Schedule | None,
@@ -190,9 +183,9 @@ def _followed(
         followed[_ADAM_RATE] = (
             replace(schedule, lr=hyperparams[_ADAM_RATE]) if relative else schedule
         )
-    if isinstance(schedule, OneCycle) and schedule.cycle_momentum and recipe.cycled in hyperparams:
-        followed[recipe.cycled] = schedule.momentum
-        if recipe.cycled == "b1" and "betas" not in params:
+    if isinstance(schedule, OneCycle) and schedule.cycle_momentum and cls.cycled in hyperparams:
+        followed[cls.cycled] = schedule.momentum
+        if cls.cycled == "b1" and "betas" not in params:
             followed["b2"] = schedule.cycled_b2
     return followed
 

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
+from jaxpipe.config import Section, key_names
+
 from ._optimizers import deepspeed_optimizers
 from ._schedules import deepspeed_schedules
 
@@ -12,14 +14,8 @@ from ._schedules import deepspeed_schedules
 def optim_values() -> dict[str, str]:
     """DeepSpeed's names and their parameters, by the path of the key that accepts them."""
     # Optax's names are only mentioned, because they change from release to release.
-    optimizers = {
-        name: {key: default for key, (default, _) in recipe.params.items()}
-        for name, recipe in deepspeed_optimizers().items()
-    }
-    schedules = {
-        name: {item.name: item.default for item in fields(cls) if not item.metadata["hidden"]}
-        for name, cls in deepspeed_schedules().items()
-    }
+    optimizers = {name: _defaults(cls) for name, cls in deepspeed_optimizers().items()}
+    schedules = {name: _defaults(cls) for name, cls in deepspeed_schedules().items()}
     return {
         "optimizer.type": f"{_names(optimizers)}, or one of optax or optax.contrib that takes "
         "learning_rate, such as 'adafactor'",
@@ -27,6 +23,11 @@ def optim_values() -> dict[str, str]:
         "scheduler.type": f"{_names(schedules)}, or one of optax, such as 'cosine_decay_schedule'",
         "scheduler.params": f"{_params(schedules)}; or what optax's function takes",
     }
+
+
+def _defaults(cls: type[Section]) -> dict[str, Any]:
+    defaults = {item.name: item.default for item in fields(cls)}
+    return {name: defaults[name] for name in key_names(cls)}
 
 
 def _names(found: Iterable[str]) -> str:

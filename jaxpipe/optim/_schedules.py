@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
+from jaxpipe.config import read_whole
 from jaxpipe.errors import ConfigError
 
 from ._base import SECTION, LRSchedule
@@ -60,7 +61,7 @@ def make_schedule(
     params = {} if params is None else params
     if name in ours:
         relative = name in ("WarmupLR", "WarmupCosineLR") and base_lr is not None
-        return ours[name].from_params(params, **({"lr": base_lr} if relative else {}))
+        return read_whole(ours[name], params, {"lr": base_lr} if relative else {})
     if name not in theirs:
         raise unknown_name("scheduler.type", name, [*ours, *theirs])
     return _make_optax_schedule(name, theirs[name], params)

@@ -5,16 +5,9 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.config import Reader
+from jaxpipe.config import one_of_exactly
 
-from ._check import one_of
-
-WARMUP_TYPES = ("log", "linear")
-
-
-def warmup_type_reader() -> Reader:
-    """A reader of `warmup_type`."""
-    return one_of(*WARMUP_TYPES)
+read_warmup_type = one_of_exactly("log", "linear")
 
 
 def effective_steps(warmup_num_steps: int) -> int:

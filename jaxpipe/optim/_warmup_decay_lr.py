@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jaxpipe.config import number
+from jaxpipe.config import number, required, setting
 
-from ._base import LRSchedule, iteration_of, param, required
+from ._base import LRSchedule, iteration_of
 from ._check import integer
-from ._warmup import effective_steps, warmup_fraction, warmup_type_reader
+from ._warmup import effective_steps, read_warmup_type, warmup_fraction
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class WarmupDecayLR(LRSchedule):
     """
 
     total_num_steps: int = required(integer(1))
-    warmup_min_lr: float = param(0.0, number(0.0))
-    warmup_max_lr: float = param(0.001, number(0.0))
-    warmup_num_steps: int = param(1000, integer(0))
-    warmup_type: str = param("log", warmup_type_reader())
-    last_batch_iteration: int = param(-1, integer(-1))
+    warmup_min_lr: float = setting(0.0, number(0.0))
+    warmup_max_lr: float = setting(0.001, number(0.0))
+    warmup_num_steps: int = setting(1000, integer(0))
+    warmup_type: str = setting("log", read_warmup_type)
+    last_batch_iteration: int = setting(-1, integer(-1))
 
     def __call__(self, count: ArrayLike) -> jax.Array:
         """The learning rate after `count` updates."""

@@ -1,17 +1,18 @@
 """A rate that rises, then stays constant."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jaxpipe.config import number, optional
+from jaxpipe.config import number, optional, setting
 from jaxpipe.errors import ConfigError
 
-from ._base import SECTION, LRSchedule, iteration_of, param
+from ._base import LRSchedule, iteration_of
 from ._check import integer
-from ._warmup import effective_steps, warmup_fraction, warmup_type_reader
+from ._warmup import effective_steps, read_warmup_type, warmup_fraction
 
 
 @dataclass(frozen=True)
@@ -41,22 +42,18 @@ class WarmupLR(LRSchedule):
         [0.0, 0.0, 0.025, 0.05, 0.075, 0.1, 0.1]
     """
 
-    warmup_min_lr: float = param(0.0, number(0.0))
-    warmup_max_lr: float | None = param(None, optional(number(0.0)))
-    warmup_num_steps: int = param(1000, integer(0))
-    warmup_type: str = param("log", warmup_type_reader())
-    last_batch_iteration: int = param(-1, integer(-1))
-    lr: float | None = param(None, optional(number(0.0)), hidden=True)
+    warmup_min_lr: float = setting(0.0, number(0.0))
+    warmup_max_lr: float | None = setting(None, optional(number(0.0)))
+    warmup_num_steps: int = setting(1000, integer(0))
+    warmup_type: str = setting("log", read_warmup_type)
+    last_batch_iteration: int = setting(-1, integer(-1))
+    lr: float | None = setting(None, optional(number(0.0)), is_hidden=True)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> Iterable[ConfigError]:
+        """Refuse a warm-up to no rate."""
         if self.warmup_max_lr is None and self.lr is None:
-            path = f"{SECTION}.warmup_max_lr"
-            raise ConfigError(
-                f"{path} must be a number if the optimizer has no lr of its own, but got "
-                f"{path}=None. Set warmup_max_lr, or optimizer.params.lr.",
-                paths=[path],
-            )
+            rule = "a number if the optimizer has no lr of its own"
+            yield self._wrong("warmup_max_lr", rule, "Set warmup_max_lr, or optimizer.params.lr")
 
     def __call__(self, count: ArrayLike) -> jax.Array:
         """The learning rate after `count` updates."""

@@ -216,10 +216,13 @@ def test_names_of_files_go_both_ways(*, multi_token: bool) -> None:
         ({"n_group": 7}, "n_group must be a divisor of num_experts=256, but got n_group=7"),
         ({"qk_head_dim": 64}, "qk_head_dim must be 192, but got qk_head_dim=64"),
         ({"qk_rope_head_dim": 7}, "qk_rope_head_dim must be even, but got qk_rope_head_dim=7"),
-        ({"q_lora_rank": 0}, "q_lora_rank must be an integer >= 1 or None, but got"),
+        ({"q_lora_rank": 0}, "q_lora_rank must be an integer of at least 1 .* but got"),
         ({"num_key_value_heads": 8}, "num_attention_heads=128 with latent, but got .*=8"),
         ({"head_dim": 128}, "head_dim must be latent.qk_rope_head_dim=64 or None, but got"),
-        ({"num_nextn_predict_layers": -1}, "num_nextn_predict_layers must be an integer >= 0"),
+        (
+            {"num_nextn_predict_layers": -1},
+            "num_nextn_predict_layers must be an integer of at least 0",
+        ),
         (
             {"quantization_config": {**EIGHT_BITS, "weight_block_size": [64, 64]}},
             r"weight_block_size must be \[128, 128\], .* but got .*\[64, 64\]. Write",

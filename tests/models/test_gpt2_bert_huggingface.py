@@ -192,8 +192,8 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
         "scale_attn_by_inverse_layer_idx must be False",
     ),
     (GPT2Config, {"n_head": 5}, "hidden_size must be a multiple of heads=5"),
-    (GPT2Config, {"n_layer": 0}, "n_layer must be an integer >= 1"),
-    (BertConfig, {"hidden_act": "tanh"}, "hidden_act must be one of gelu, gelu_new"),
+    (GPT2Config, {"n_layer": 0}, "n_layer must be an integer of at least 1"),
+    (BertConfig, {"hidden_act": "tanh"}, "hidden_act must be one of 'gelu', 'gelu_new'"),
     (
         BertConfig,
         {"position_embedding_type": "relative_key"},

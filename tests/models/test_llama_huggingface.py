@@ -410,15 +410,15 @@ def test_a_step_through_four_stages_of_two_replicas_is_theirs(family: str) -> No
 
 
 REFUSED = [
-    ({"hidden_act": "mish"}, "hidden_act must be one of gelu, .*, but got hidden_act='mish'"),
+    ({"hidden_act": "mish"}, "hidden_act must be one of 'gelu', .*, but got hidden_act='mish'"),
     (
         {"rope_parameters": {"rope_type": "proportional"}},
-        "rope_type must be one of .*, but got rope_type='proportional'",
+        "rope_type must be one of .*, but got .*rope_type='proportional'",
     ),
     ({"rope_parameters": {"rope_type": "linear"}}, "factor must be given and > 0"),
     (
         {"rope_scaling": {"type": "linear", "factor": 2.0, "fator": 1}},
-        "fator=1 is not a known key. Did you mean factor",
+        "fator is not a known key. Did you mean .*factor",
     ),
     (
         {"partial_rotary_factor": 0.5},
@@ -438,7 +438,7 @@ REFUSED = [
     ({"head_dim": 7}, "head_dim must be even"),
     (
         {"model_type": "qwen2", **WINDOWS, "layer_types": ["chunked"] * 2},
-        "layer_types must be None or one of",
+        r"layer_types\[0\] must be one of",
     ),
 ]
 

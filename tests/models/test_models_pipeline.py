@@ -281,7 +281,7 @@ def test_a_folder_is_read_and_what_would_change_numbers_is_refused(tmp_path: Pat
     assert hash(config) == hash(LlamaConfig.from_huggingface(path))
     with pytest.raises(
         ConfigError,
-        match=r"rope_type must be one of default, linear, .*, but got rope_type='proportional'",
+        match=r"rope_type must be one of 'linear', .*, but got .*rope_type='proportional'",
     ):
         LlamaConfig.from_huggingface({**values, "rope_parameters": {"rope_type": "proportional"}})
     with pytest.raises(ConfigError, match="logit_scale must be 1.0, but got logit_scale=0.5"):

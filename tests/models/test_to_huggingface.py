@@ -155,7 +155,7 @@ def test_a_configuration_does_not_forget_its_family() -> None:
     with pytest.raises(ConfigError, match="but got mlp_bias=True, which phi3 does not have"):
         dataclasses.replace(config, mlp_bias=True).to_huggingface(64)
     with pytest.raises(
-        ConfigError, match="family must be None or one of llama, .*, but got family='gemma'"
+        ConfigError, match="family must be one of 'llama', .*, but got family='gemma'"
     ):
         LlamaConfig(**SIZES, family="gemma")
 

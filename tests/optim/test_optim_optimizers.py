@@ -65,7 +65,7 @@ def test_optax_optimizers_by_name(name: str) -> None:
 def test_optimizers_that_need_more_than_gradients_are_refused(name: str) -> None:
     arguments = {} if name == "lbfgs" else {"learning_rate": 0.01}
     with pytest.raises(
-        ConfigError, match=rf"optimizer.params must be|optimizer.params.* must be given for {name}"
+        ConfigError, match=r"optimizer.params must be|optimizer.params.* must be given, but"
     ):
         make_optimizer(name, arguments)
 
@@ -207,7 +207,7 @@ def test_wrong_numbers_are_refused_by_path(name: str, value: Any) -> None:
 def test_clipping_is_refused_with_the_key_that_does_it(name: str) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"optimizer.params.max_grad_norm must be left out.*=1.0. Use gradient_clipp",
+        match=r"optimizer.params.max_grad_norm must not be set: .*=1.0. Use gradient_clipp",
     ):
         make_optimizer(name, {"max_grad_norm": 1.0})
 
@@ -218,7 +218,7 @@ def test_clipping_is_refused_with_the_key_that_does_it(name: str) -> None:
         (
             "Adam",
             {"learning_rate": 1},
-            r"optimizer.params.learning_rate is not a known parameter. Remove it, or use one ",
+            r"optimizer.params.learning_rate is not a known key. Remove it, or use one ",
         ),
         (
             "Adam",
@@ -228,7 +228,7 @@ def test_clipping_is_refused_with_the_key_that_does_it(name: str) -> None:
         (
             "Adam",
             {1: 1},
-            r"A name in optimizer.params must be a string, but got name=1. Write it in quotes",
+            r"A key of optimizer.params must be a string, but got key=1. Write it in quotes",
         ),
         (
             "Adam",
@@ -243,7 +243,7 @@ def test_clipping_is_refused_with_the_key_that_does_it(name: str) -> None:
         (
             "Adam",
             {"fused": "yes"},
-            r"optimizer.params.fused must be true, false or null, .*='yes'. Remove the key",
+            r"optimizer.params.fused must be true or false, .*='yes'. Use true or",
         ),
         (
             "AdamW",
@@ -253,18 +253,18 @@ def test_clipping_is_refused_with_the_key_that_does_it(name: str) -> None:
         (
             "SGD",
             {"nesterov": True},
-            r"optimizer.params.nesterov must be false .*=True, momentum=0 .*Set optimizer.para",
+            r"optimizer.params.nesterov must be false with momentum=0 .*=True. Set optimizer.para",
         ),
         (
             "SGD",
             {"nesterov": True, "momentum": 0.9, "dampening": 0.1},
-            r"=True, momentum=0.9 and dampening=0.1. Set ",
+            r"with momentum=0.9 and dampening=0.1, .*=True. Set ",
         ),
-        ("SGD", {"betas": [0.9, 0.9]}, r"optimizer.params.betas is not a known parameter"),
+        ("SGD", {"betas": [0.9, 0.9]}, r"optimizer.params.betas is not a known key"),
         (
             "Lamb",
             {"amsgrad": True},
-            r"optimizer.params.amsgrad must be left out, because .*=True. Remove the key",
+            r"optimizer.params.amsgrad must not be set: .*=True. Remove the key",
         ),
         (
             "Lamb",
@@ -274,12 +274,12 @@ def test_clipping_is_refused_with_the_key_that_does_it(name: str) -> None:
         (
             "Muon",
             {"per_head_muon": True},
-            r"optimizer.params.per_head_muon must be left out, because .*Remove the key",
+            r"optimizer.params.per_head_muon must not be set: .*Remove the key",
         ),
         (
             "Muon",
             {"ns_method": "gramm"},
-            r"optimizer.params.ns_method must be one of gram, standard, .*Did you mean 'gr",
+            r"optimizer.params.ns_method must be one of 'gram', 'standard', .*Use 'gram",
         ),
         (
             "Muon",
@@ -311,7 +311,7 @@ def test_clipping_is_refused_with_the_key_that_does_it(name: str) -> None:
         (
             "rmsprop",
             {"learning_rate": 0.1, "lr": 1},
-            r"optimizer.params.lr is not a known parameter",
+            r"optimizer.params.lr is not a known key",
         ),
         (
             "rmsprop",
@@ -321,8 +321,7 @@ def test_clipping_is_refused_with_the_key_that_does_it(name: str) -> None:
         (
             "rmsprop",
             {},
-            r"optimizer.params.learning_rate must be given for rmsprop, .*=None. Add learning_rate "
-            r"to opt",
+            r"optimizer.params.learning_rate must be given, .*={}. Add the key 'learning_rate'",
         ),
         (
             "rmsprop",

@@ -187,7 +187,7 @@ def test_an_integer_may_be_written_as_a_float() -> None:
 def test_other_wrong_values_are_refused_by_path() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"params\.warmup_type must be one of linear, log, but got .*'lin'. Did you",
+        match=r"params\.warmup_type must be one of 'log', 'linear', but got .*'lin'. Use",
     ):
         WarmupLR(lr=0.1, warmup_type="lin")
     with pytest.raises(

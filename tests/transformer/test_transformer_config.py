@@ -59,7 +59,9 @@ def test_files_and_dictionaries(tmp_path: Path) -> None:
     assert DeepSpeedTransformerConfig.from_json_file(path) == DeepSpeedTransformerConfig(
         **SIZES, seed=4
     )
-    with pytest.raises(ConfigError, match="hiden_size is not a field .* Did you mean hidden_size"):
+    with pytest.raises(
+        ConfigError, match="hiden_size is not a known key. Did you mean hidden_size"
+    ):
         DeepSpeedTransformerConfig.from_dict({"hiden_size": 3})
 
 
@@ -69,17 +71,20 @@ def test_files_and_dictionaries(tmp_path: Path) -> None:
         ({"hidden_size": -1}, "hidden_size must be given and >= 1, but got hidden_size=-1"),
         ({"heads": 0}, "heads must be given and >= 1, but got heads=0"),
         ({"heads": 5}, "a multiple of heads=5, but got hidden_size=12. Use 15, 3 a head"),
-        ({"heads": 1.5}, "heads must be an integer, but got heads=1.5"),
-        ({"seed": True}, "seed must be an integer, but got seed=True"),
+        ({"heads": 1.5}, "heads must be an integer .*, but got heads=1.5"),
+        ({"seed": True}, "seed must be an integer .*, but got seed=True"),
         ({"num_hidden_layers": -1}, "given with adjust_init_range, but got num_hidden_layers=-1"),
         (
             {"attn_dropout_ratio": 1},
-            "less than 1, or negative for none, but got attn_dropout_ratio=1",
+            "a finite number below 1, but got attn_dropout_ratio=1",
         ),
-        ({"hidden_dropout_ratio": "0.1"}, "a number, but got hidden_dropout_ratio='0.1'"),
+        (
+            {"hidden_dropout_ratio": "0.1"},
+            "a finite number below 1, but got hidden_dropout_ratio='0.1'",
+        ),
         ({"batch_size": 0}, ">= 1, or -1 for any number, but got batch_size=0"),
         ({"max_seq_length": -3}, "but got max_seq_length=-3"),
-        ({"fp16": 1}, "True or False, but got fp16=1"),
+        ({"fp16": 1}, "true or false, but got fp16=1"),
         (
             {"fp16": True, "dtype": "bfloat16"},
             "float16 or None with fp16=True, but got dtype='bfloat16'",
@@ -87,7 +92,7 @@ def test_files_and_dictionaries(tmp_path: Path) -> None:
         ({"dtype": "int32"}, "a floating-point dtype or None, but got dtype='int32'"),
         (
             {"attention": "flash"},
-            "auto, blocked, cudnn, splash, xla, but got attention='flash'",
+            "'auto', 'blocked', 'cudnn', 'splash', 'xla', but got attention='flash'",
         ),
         (
             {"attention": "cudnn", "attn_dropout_ratio": 0.1},
