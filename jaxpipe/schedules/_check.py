@@ -1,12 +1,15 @@
 """The proof that a schedule is sound."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from jaxpipe.errors import ScheduleError
 
 from ._base import PipeSchedule
 from ._events import StageActions, WalkError
-from ._fault import schedule_fault
+from ._grid import format_grid
 from ._placement import Placement, placement_of
-from ._stages import AnySchedule, stage_schedules
+from ._stages import AnySchedule, listed_steps, stage_schedules
 from ._walk import StageWalk
 
 
@@ -101,7 +104,7 @@ def checked_schedule(
         try:
             stages.append(StageWalk(one, placement, training=training).run())
         except WalkError as error:
-            raise schedule_fault(schedules, str(error), one.stage_id, error.step) from None
+            raise _fault(schedules, str(error), one.stage_id, error.step) from None
     checked = CheckedSchedule(schedules, placement, tuple(stages), training)
     _require_equal_steps(checked)
     for link in _LINKS:
@@ -114,7 +117,7 @@ def _require_equal_steps(checked: CheckedSchedule) -> None:
     counts = [actions.num_steps for actions in checked.stages]
     for stage, count in enumerate(counts):
         if count != counts[0]:
-            raise schedule_fault(
+            raise _fault(
                 checked.schedules,
                 f"All stages must take the same number of steps, but got {counts[0]} steps on "
                 f"stage=0 and {count} on stage={stage}. Pad the shorter one with empty steps.",
@@ -136,7 +139,7 @@ def _require_partners(checked: CheckedSchedule, link: _Link) -> None:
             chunk, microbatch = divmod(unit, microbatches)
             neighbour = neighbours[chunk]
             if neighbour is None or neighbour[0] == stage:
-                raise schedule_fault(
+                raise _fault(
                     checked.schedules,
                     f"{link.name} must have a partner on another stage, but got stage={stage}, "
                     f"step={step}, micro_batch_id={microbatch}, chunk_id={chunk}, where no other "
@@ -147,7 +150,7 @@ def _require_partners(checked: CheckedSchedule, link: _Link) -> None:
             found = checked.stages[neighbour[0]].rows[link.partner_row][step]
             if found != neighbour[1] * microbatches + microbatch:
                 got = "none" if found < 0 else f"that of micro_batch_id={found % microbatches}"
-                raise schedule_fault(
+                raise _fault(
                     checked.schedules,
                     f"{link.name} of micro_batch_id={microbatch} on stage={stage} must meet its "
                     f"{link.partner} in the same step, but got {got} on stage={neighbour[0]} at "
@@ -162,7 +165,7 @@ def _require_one_tied_reduction(checked: CheckedSchedule) -> None:
     steps = [actions.tied_reduction for actions in checked.stages]
     for stage, step in enumerate(steps):
         if step != steps[0]:
-            raise schedule_fault(
+            raise _fault(
                 checked.schedules,
                 "ReduceTiedGrads must be in the same step on all stages, because they wait for "
                 f"each other there, but got step={steps[0]} on stage=0 and step={step} on "
@@ -170,3 +173,27 @@ def _require_one_tied_reduction(checked: CheckedSchedule) -> None:
                 stage,
                 step,
             )
+
+
+def _fault(
+    schedules: Sequence[PipeSchedule],
+    message: str,
+    stage: int | None = None,
+    step: int | None = None,
+) -> ScheduleError:
+    """Return the error for an unsound schedule, with the grid and the faulty cell marked."""
+    lines = [message]
+    mark = None
+    if stage is not None and step is not None:
+        mark = (stage, step)
+        listed = listed_steps(schedules[stage])
+        if step < len(listed):
+            commands = listed[step]
+            shown = (
+                ", ".join(map(repr, commands))
+                if isinstance(commands, (list, tuple))
+                else repr(commands)
+            )
+            lines.append(f"Stage {stage} at step {step} holds: {shown or 'nothing'}.")
+    lines.append(format_grid(schedules, max_width=112, max_rows=16, mark=mark))
+    return ScheduleError("\n".join(lines))
