@@ -3,8 +3,9 @@
 The plan of an action says what a device does while its stage is idle, and this module does it.
 """
 
+import abc
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,27 +19,43 @@ from ._virtual_stage import VirtualStage
 Row = Tables[jax.Array]
 """One device's entries of the tables for one tick; every leaf `int32[]`."""
 
+Compute: TypeAlias = Callable[[VirtualStage, Any, Row, Any], Any]
+"""A computation, called with `(virtual stage, carry, row, values)`."""
 
-class Action(NamedTuple):
+
+class Action(abc.ABC):
     """An action of a device: what it computes, and where it writes the result.
 
-    Attributes:
-        now: Reads the microbatch and the chunk from a tick's row.
-        functions: The computations, one for each kind in the plan, called with `(virtual stage,
-            carry, row, values)`. All return trees with the same structure, shapes and dtypes.
-        write: Maps `(carry, row, values, result)` to the next carry and to the values that the
-            tick's other actions use.
-        which: Reads the index of the function from a tick's row.
-        chunk: Reads the chunk whose weights are used from a tick's row, where chunks are not
-            branches. It is the action's own chunk, or any chunk where the action is idle.
+    The computations and `write` must depend on the tick only through their arguments, because
+    `run_action` may call them in a loop.
     """
 
     plan: ActionPlan
-    now: Callable[[Row], Actions[jax.Array]]
-    functions: Sequence[Callable[[VirtualStage, Any, Row, Any], Any]]
-    write: Callable[[Any, Row, Any, Any], tuple[Any, Any]]
-    which: Callable[[Row], jax.Array | int] = lambda row: 0
-    chunk: Callable[[Row], jax.Array] | None = None
+
+    @abc.abstractmethod
+    def now(self, row: Row) -> Actions[jax.Array]:
+        """Microbatch and chunk of the action in a tick."""
+
+    @abc.abstractmethod
+    def compute(self, at: VirtualStage, carry: Any, row: Row, values: Any) -> Any:
+        """Run the action of a virtual stage."""
+
+    @abc.abstractmethod
+    def write(self, carry: Any, row: Row, values: Any, result: Any) -> tuple[Any, Any]:
+        """Return the next carry and the values that the tick's other actions use."""
+
+    @property
+    def functions(self) -> Sequence[Compute]:
+        """The computations, one for each kind in the plan, with results of one structure."""
+        return [self.compute]
+
+    def which(self, row: Row) -> jax.Array | int:
+        """Index of the computation in a tick."""
+        return 0
+
+    def chunk(self, row: Row) -> jax.Array:
+        """The chunk whose weights are used where chunks are not branches."""
+        return self.now(row).chunk
 
 
 def run_action(
@@ -53,8 +70,6 @@ def run_action(
     """Run a tick's action, or its replacement if idle; return the carry and values for others."""
     idle = action.plan.idle
 
-    # Functions and `write` must depend on the tick only through their arguments: in a loop,
-    # anything else would be computed outside it.
     def act(carry: Any, row: Row, values: PyTree) -> tuple[Any, Any]:
         which, branches = _branches(action, stage, placement, carry, row, values)
         is_busy = action.now(row).microbatch >= 0
@@ -96,7 +111,7 @@ def _branches(
         number = jnp.searchsorted(numbers, now.chunk, method="compare_all").astype(jnp.int32)
         which = which * len(chunks) + number
     elif len(chunks) > 1:
-        chunks = [jnp.maximum(now.chunk if action.chunk is None else action.chunk(row), 0)]
+        chunks = [jnp.maximum(action.chunk(row), 0)]
     return which, [
         lambda function=function, chunk=chunk: function(
             VirtualStage(stage, chunk, placement), carry, row, values

@@ -2,17 +2,19 @@
 
 import dataclasses
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxpipe._typing import PyTree
-from jaxpipe.schedules import TickRun, TransferBuffers
+from jaxpipe.schedules import ActionPlan, Actions, TickRun, TransferBuffers
 
 from ._actions import Action, Row, run_on_all_stages
 from ._batch import Microbatch
 from ._buffers import make_ring, write_ring_if
+from ._stage import Stage
 from ._tick_loop import Device, TickLoop
 from ._virtual_stage import VirtualStage
 
@@ -25,6 +27,27 @@ class EvaluateCarry(NamedTuple):
 
     activations: TransferBuffers[PyTree]
     results: PyTree
+
+
+@dataclass(frozen=True)
+class _Forward(Action):
+    """The forward of one virtual stage, whose output the tick itself sends."""
+
+    plan: ActionPlan
+    stage: Stage
+    device: Device
+    batch: Microbatch
+    arrived: PyTree
+
+    def now(self, row: Row) -> Actions[jax.Array]:
+        return row.forward
+
+    def compute(self, at: VirtualStage, carry: None, row: Row, values: None) -> PyTree:
+        device = self.device
+        return self.stage.evaluate(at, device.weights, self.batch, device.collections, self.arrived)
+
+    def write(self, carry: None, row: Row, values: None, result: PyTree) -> tuple[None, PyTree]:
+        return carry, result
 
 
 class EvaluateLoop(TickLoop):
@@ -66,16 +89,8 @@ class EvaluateLoop(TickLoop):
                 batch = dataclasses.replace(batch, inputs=inputs)
             batch = batch.without_key()
 
-            def forward(at: VirtualStage, _carry: None, _row: Row, _values: None) -> PyTree:
-                return self.stage.evaluate(at, device.weights, batch, device.collections, arrived)
-
             assert run.forward is not None
-            action = Action(
-                run.forward,
-                lambda row: row.forward,
-                [forward],
-                lambda carry, row, values, y: (carry, y),
-            )
+            action = _Forward(run.forward, self.stage, device, batch, arrived)
             _, output = self.run_action(device, action, None, row)
         activations = self.activations.send(
             activations, run.next_activation_sends, row.activations, device.stage, output

@@ -239,7 +239,7 @@ class DevicePrograms:
         # gradient is the sum.
         vocab = {
             name: g + off_trunk[name] if name in off_trunk else g
-            for name, g in sums.vocab_grads.items()
+            for name, g in sums.vocab.grads.items()
         }
         grads = Storage(
             sums.off_trunk_grads.packed,

@@ -1,15 +1,17 @@
 """The training loop: a tick program that sums the losses and gradients of a batch."""
 
 import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxpipe._typing import PyTree
-from jaxpipe.schedules import ActionPlan, Idle, TickProgram, TickRun, TransferBuffers
+from jaxpipe.schedules import ActionPlan, Actions, Idle, TickProgram, TickRun
 
-from ._actions import Action, Row, run_on_all_stages
+from ._actions import Action, Compute, Row
 from ._batch import Microbatch
 from ._buffers import (
     make_ring,
@@ -26,52 +28,27 @@ from ._results import ForwardResult, LossResult, StageBackwardResult
 from ._stage import Stage
 from ._sums import GradientSums
 from ._tick_loop import Device, TickLoop
+from ._train_carry import TrainCarry
 from ._virtual_stage import VirtualStage
+from ._vocab_ends import VocabEnds
 
 
-class TrainCarry(NamedTuple):
-    """Carry of a device from tick to tick; after the last tick, the sums over a batch.
+class ForwardValues(NamedTuple):
+    """What a forward reads: the model's inputs, and what arrived in common form.
 
-    Attributes:
-        activations: Buffers of the activations between stages.
-        collections: The stage's collections after the microbatches so far.
-        entering: Outputs of the vocabulary-parallel first layers for this tick's forward.
-        finished: The previous tick's output for the loss, if losses are delayed.
-        gradients: Buffers of the gradients between stages.
-        leaving: Gradient of the vocabulary-parallel first layers' outputs, from the previous tick,
-            for their backward.
-        loss: Sums of `LossTerms.sums` on the stage of the last virtual stage, 0 elsewhere.
-        loss_gradients: Gradients of the model's outputs until their backward, in the slots of the
-            residuals. Empty if every loss and its backward run in the same tick.
-        loss_reported: Summed values that the epilogue reports.
-        off_trunk_grads: Summed gradients of the stage's parameters off the trunk.
-        pending: Values that split backwards keep for their weight gradients, `[slots, ...]`.
-        reported: Summed values that prologues and trunks report, `[num_chunks, n]`.
-        residuals: Residuals of forwards until their backwards, `[slots, ...]`.
-        trunk_grads: Summed gradients of the trunk, one tree per chunk.
-        vocab_grads: Summed gradients of vocabulary-parallel layers, by name.
+    The gradient is for the tick's backward; the forward only passes it on.
     """
 
-    activations: TransferBuffers[PyTree]
-    collections: PyTree
-    entering: PyTree
-    finished: PyTree
-    gradients: TransferBuffers[PyTree]
-    leaving: PyTree
-    loss: jax.Array
-    loss_gradients: PyTree
-    loss_reported: jax.Array
-    off_trunk_grads: PyTree
-    pending: PyTree
-    reported: jax.Array
-    residuals: PyTree
-    trunk_grads: tuple[PyTree, ...]
-    vocab_grads: dict[str, jax.Array]
+    inputs: PyTree
+    activation: PyTree
+    gradient: PyTree
 
-    @property
-    def all_reported(self) -> jax.Array:
-        """Summed values that the stage's layers report."""
-        return jnp.concatenate([self.reported.reshape(-1), self.loss_reported])
+
+class Gradients(NamedTuple):
+    """Gradients for a tick's backward: of the loss of this tick's forward, and the one arrived."""
+
+    of_loss: PyTree
+    arrived: PyTree
 
 
 class TrainLoop(TickLoop):
@@ -81,11 +58,14 @@ class TrainLoop(TickLoop):
         super().__init__(stage, program, sends_early=sends_early)
         # Gradients are always sent at the beginning of the next tick, whose forward overlaps the
         # exchange.
-        depth = program.depth.gradients
-        unbuffered = program.unbuffered.gradients
-        self._gradients = Channel(
-            stage.gradients, program.num_stages, depth, unbuffered, sends_early=False
+        self.gradients = Channel(
+            stage.gradients,
+            program.num_stages,
+            program.depth.gradients,
+            program.unbuffered.gradients,
+            sends_early=False,
         )
+        self.vocab = VocabEnds(self)
         self._sums = GradientSums(stage, program.num_chunks)
 
     def run(self, device: Device, num_loss_sums: int) -> TrainCarry:
@@ -96,18 +76,14 @@ class TrainLoop(TickLoop):
         trunk_grads, off_trunk_grads = self._sums.zeros()
         carry = TrainCarry(
             activations=self.activations.empty(),
-            gradients=self._gradients.empty(),
-            residuals=self._to_memory(
-                make_ring(stage.residuals, program.residual_slots), jax.memory.Space.Host
-            ),
+            gradients=self.gradients.empty(),
+            residuals=self.to_host(make_ring(stage.residuals, program.residual_slots)),
             pending=make_ring(stage.pending, program.depth.pending),
             loss_gradients=make_ring(stage.gradients.struct, loss_slots) if loss_slots else (),
-            entering=self._first_entering(device),
-            leaving=stage.gradients.zeros() if stage.vocab_input else (),
+            vocab=self.vocab.begin(device),
             finished=stage.activations.zeros() if program.delays_loss else (),
             trunk_grads=trunk_grads,
             off_trunk_grads=off_trunk_grads,
-            vocab_grads=stage.zero_vocab_grads(),
             loss=jnp.zeros((num_loss_sums,), jnp.float32),
             collections=device.collections,
             reported=jnp.zeros((program.num_chunks, stage.num_reported), jnp.float32),
@@ -116,127 +92,53 @@ class TrainLoop(TickLoop):
         carry = self.scan(
             device, lambda run, carry, row: self._tick(device, run, carry, row), carry
         )
-        if stage.vocab_input is not None and program.ends_at_input:
-            first_stage = stage.placement.locations[0][0]
-            index = jnp.int32(program.tables.backward.microbatch[first_stage][-1])
-            carry = _plus_vocab(carry, self._vocab_input_gradients(device, index, carry.leaving))
-        return carry
-
-    def _first_entering(self, device: Device) -> PyTree:
-        """Compute the vocabulary-parallel first layers' outputs for the first tick's forward."""
-        if self.stage.vocab_input is None:
-            return ()
-        return self.entering(
-            device, jnp.int32(self.program.tables.input_microbatch[0][0]), train=True
-        )
+        return carry._replace(vocab=self.vocab.end(device, carry.vocab))
 
     def _tick(self, device: Device, run: TickRun, carry: TrainCarry, row: Row) -> TrainCarry:
-        inputs = carry.entering
-        carry, arrived = self._receive(device, run, carry, row)
+        inputs = carry.vocab.entering
+        carry, activation, gradient = self._receive(device, run, carry, row)
         # Outside all actions: idle stages take part too when inputs and labels are gathered from
         # shards.
         labels = device.batch.labels(row.loss_microbatch)
         if self.stage.vocab_input is None:
             inputs = device.batch.inputs(row.input_microbatch)
-        else:
-            carry = self._vocab_input(device, run, carry, row)
-        loss_gradient = self.stage.gradients.zeros()
-        gradient = arrived[1]
+        carry = carry._replace(vocab=self.vocab.tick(device, run, carry.vocab, row))
+        gradients = Gradients(self.stage.gradients.zeros(), gradient)
         if self.program.delays_loss:
-            carry, loss_gradient = self._loss(device, run, carry, row, labels, carry.finished)
+            carry, of_loss = self.loss(device, run, carry, row, labels, carry.finished)
+            gradients = gradients._replace(of_loss=of_loss)
         if run.forward is not None:
-            action = self._forward(device, run, run.forward, labels, loss_gradient)
-            values = (inputs, *arrived)
-            nothing = (loss_gradient, gradient)
-            carry, (loss_gradient, gradient) = self.run_action(
-                device, action, carry, row, values, nothing
-            )
+            forward = Forward(run.forward, self, device, run, labels, gradients.of_loss)
+            values = ForwardValues(inputs, activation, gradient)
+            carry, gradients = self.run_action(device, forward, carry, row, values, gradients)
         # With one virtual stage there is no separate backward: the epilogue is the whole model with
         # the loss.
         if run.backward is not None and self.stage.last:
             with jax.named_scope("backward"):
-                action = self._backward(device, run, run.backward)
-                carry, _ = self.run_action(device, action, carry, row, (gradient, loss_gradient))
+                backward = Backward(run.backward, self, device, run)
+                carry, _ = self.run_action(device, backward, carry, row, gradients)
         if run.weight is not None and self.stage.last:
             with jax.named_scope("weight_gradient"):
-                carry, _ = self.run_action(device, self._weight(device, run.weight), carry, row)
+                weight = Weight(run.weight, self, device)
+                carry, _ = self.run_action(device, weight, carry, row)
         return carry
 
     def _receive(
         self, device: Device, run: TickRun, carry: TrainCarry, row: Row
-    ) -> tuple[TrainCarry, tuple[PyTree, PyTree]]:
+    ) -> tuple[TrainCarry, PyTree, PyTree]:
         """Run the tick's exchanges. Returns the activation and the gradient for its actions."""
         activation, activations = self.activations.recv(
             carry.activations, run.activation_sends, row.activations, device.stage
         )
-        gradient, gradients = self._gradients.recv(
+        gradient, gradients = self.gradients.recv(
             carry.gradients, run.gradient_sends, row.gradients, device.stage
         )
         carry = carry._replace(activations=activations, gradients=gradients)
         if run.receives_first:
             activation, gradient = jax.lax.optimization_barrier((activation, gradient))
-        return carry, (activation, gradient)
+        return carry, activation, gradient
 
-    def _forward(
-        self, device: Device, run: TickRun, plan: ActionPlan, labels: PyTree, loss_gradient: PyTree
-    ) -> Action:
-        """Make the action of a forward and its loss, whose gradient it passes to the backward."""
-        stage = self.stage
-
-        def compute(
-            at: VirtualStage, carry: TrainCarry, row: Row, values: tuple[PyTree, ...]
-        ) -> ForwardResult:
-            inputs, arrived, _ = values
-            batch = Microbatch(inputs, None, device.batch.context(row.forward.microbatch))
-            with jax.named_scope("forward"):
-                return stage.forward(at, device.weights, batch, carry.collections, arrived)
-
-        def write(
-            carry: TrainCarry, row: Row, values: tuple[PyTree, ...], result: ForwardResult
-        ) -> tuple[TrainCarry, tuple[PyTree, PyTree]]:
-            output = result.output
-            gradient = values[2]
-            with jax.named_scope("forward"):
-                # An idle forward computes on garbage or returns zeros, and neither may replace the
-                # collections.
-                collections = select(
-                    row.forward.microbatch >= 0, result.collections, carry.collections
-                )
-                # Idle forwards write too: the program directs them to a slot that is not in use.
-                hosted = self._to_memory(result.residuals, jax.memory.Space.Host)
-                residuals = write_ring(carry.residuals, hosted, row.residual_write)
-                # Idle ticks report zeros, so nothing is added for chunk -1, the last chunk.
-                reported = carry.reported.at[row.forward.chunk].add(result.reported)
-                if self.sends_early:
-                    # Without the barrier XLA merges exchanges of gradients and activations in the
-                    # same direction, and then no action overlaps either of them.
-                    output, gradient = jax.lax.optimization_barrier((output, gradient))
-                activations = self.activations.send(
-                    carry.activations,
-                    run.next_activation_sends,
-                    row.activations,
-                    device.stage,
-                    output,
-                )
-            carry = carry._replace(
-                activations=activations,
-                residuals=residuals,
-                collections=collections,
-                reported=reported,
-            )
-            if self.program.delays_loss:
-                return carry._replace(finished=output), (loss_gradient, gradient)
-            carry, of_output = self._loss(device, run, carry, row, labels, output)
-            return carry, (of_output, gradient)
-
-        chunk = (
-            (lambda row: jnp.maximum(row.forward.chunk, row.backward.chunk))
-            if run.has_one_chunk
-            else None
-        )
-        return Action(plan, lambda row: row.forward, [compute], write, chunk=chunk)
-
-    def _loss(
+    def loss(
         self,
         device: Device,
         run: TickRun,
@@ -248,9 +150,14 @@ class TrainLoop(TickLoop):
         """Run the loss. Returns the output's gradient, on the stage of the last virtual stage."""
         if run.loss is None:
             return carry, self.stage.gradients.zeros()
-        run_loss = self._epilogue if self.stage.vocab_loss is None else self._vocab_loss
         with jax.named_scope("loss"):
-            carry, gradient = run_loss(device, run.loss, carry, row, labels, output)
+            if self.stage.vocab_loss is None:
+                carry, result = self._epilogue(device, run.loss, carry, row, labels, output)
+            else:
+                vocab, result = self.vocab.loss(device, run.loss, carry.vocab, row, labels, output)
+                carry = carry._replace(vocab=vocab)
+            carry = carry._replace(loss=carry.loss + result.sums)
+        gradient = result.output_grad
         if self.program.fuses_loss:
             return carry, gradient
         ring = write_ring_if(carry.loss_gradients, gradient, row.loss_gradient_write)
@@ -264,7 +171,7 @@ class TrainLoop(TickLoop):
         row: Row,
         labels: PyTree,
         output: PyTree,
-    ) -> tuple[TrainCarry, PyTree]:
+    ) -> tuple[TrainCarry, LossResult]:
         """Run the epilogue on the stage of the last virtual stage."""
         stage = self.stage
         storage = device.weights.storage
@@ -282,156 +189,21 @@ class TrainLoop(TickLoop):
         )
         carry = carry._replace(
             loss_reported=carry.loss_reported + result.reported,
-            loss=carry.loss + result.sums,
             collections=select(is_last, result.collections, collections),
             off_trunk_grads=self._sums.add_off_trunk(carry.off_trunk_grads, result.grads),
         )
-        return carry, result.output_grad
+        return carry, result
 
-    def _vocab_loss(
-        self,
-        device: Device,
-        idle: Idle,
-        carry: TrainCarry,
-        row: Row,
-        labels: PyTree,
-        output: PyTree,
-    ) -> tuple[TrainCarry, PyTree]:
-        """Run the last layers and the loss on all stages."""
-        layers = self.stage.vocab_loss
-        index = row.loss_microbatch
-        assert layers is not None
-        storage = device.weights.storage
-        cotangent = device.cotangents.main
-        is_last = (device.stage == self.stage.placement.locations[-1][0]) & (index >= 0)
-        batch = Microbatch(None, labels, device.batch.context(index))
+    def to_host(self, residuals: PyTree) -> PyTree:
+        """Move the residuals that are offloaded into host memory."""
+        return to_memory(residuals, self.stage.is_hosted, jax.memory.Space.Host)
 
-        def compute() -> LossResult:
-            return layers.loss_and_gradients(storage, is_last, output, batch, cotangent)
+    def read_residuals(self, carry: TrainCarry, slot: jax.Array) -> PyTree:
+        """Return the residuals in a slot, in device memory."""
+        residuals = read_ring(carry.residuals, slot)
+        return to_memory(residuals, self.stage.is_hosted, jax.memory.Space.Device)
 
-        result: LossResult = run_on_all_stages(idle, index, compute)
-        carry = _plus_vocab(carry._replace(loss=carry.loss + result.sums), result.grads)
-        return carry, result.output_grad
-
-    def _vocab_input(self, device: Device, run: TickRun, carry: TrainCarry, row: Row) -> TrainCarry:
-        """Run the first layers on all stages, forward for the next tick, backward for the last."""
-        # No action of this tick needs either, so its matrix products overlap their collectives over
-        # the stages.
-        leaving = carry.leaving
-        last = row.last_input_grad_microbatch
-        following = row.next_input_microbatch
-        if run.first_backward is not None:
-
-            def gradients() -> dict[str, jax.Array]:
-                return self._vocab_input_gradients(device, last, leaving)
-
-            carry = _plus_vocab(carry, run_on_all_stages(run.first_backward, last, gradients))
-            # Used once: a tick without a backward leaves zeros.
-            carry = carry._replace(leaving=self.stage.gradients.zeros())
-        if run.first is not None:
-
-            def outputs() -> PyTree:
-                return self.entering(device, following, train=True)
-
-            carry = carry._replace(entering=run_on_all_stages(run.first, following, outputs))
-        return carry
-
-    def _vocab_input_gradients(
-        self, device: Device, index: jax.Array, gradient: PyTree
-    ) -> dict[str, jax.Array]:
-        assert self.stage.vocab_input is not None
-        inputs = device.batch.inputs(index)
-        context = device.batch.context(index)
-        return self.stage.vocab_input.gradients(device.weights.storage, inputs, context, gradient)
-
-    def _backward(self, device: Device, run: TickRun, plan: ActionPlan) -> Action:
-        """Make the action of a backward, whole or of the input only."""
-        stage = self.stage
-        kinds = plan.splits
-
-        def compute(
-            at: VirtualStage, carry: TrainCarry, row: Row, values: PyTree, *, split: bool
-        ) -> Any:
-            arrived, loss_gradient = values
-            if not self.program.fuses_loss:
-                loss_gradient = read_ring(carry.loss_gradients, row.residual_read)
-            gradient = select(self.is_last(device, row.backward.chunk), loss_gradient, arrived)
-            residuals = self._read_residuals(carry.residuals, row.residual_read)
-            reported = device.cotangents.reported
-            return stage.backward(at, device.weights, residuals, gradient, reported, split=split)
-
-        def write(
-            carry: TrainCarry, row: Row, _: PyTree, result: StageBackwardResult
-        ) -> tuple[TrainCarry, None]:
-            pending = carry.pending
-            outgoing = result.input_grad
-            if True in kinds:
-                is_always_split = kinds == (True,) and plan.idle in (Idle.NEVER, Idle.LOOP)
-                write_slot = write_ring if is_always_split else write_ring_if
-                pending = write_slot(pending, result.pending, row.pending_write)
-            # No sends: gradients are never sent early.
-            gradients = self._gradients.send(
-                carry.gradients, {}, row.gradients, device.stage, outgoing
-            )
-            carry = carry._replace(pending=pending, gradients=gradients)
-            carry = self._plus(plan, carry, row.backward.chunk, result.trunk, result.off_trunk)
-            if stage.vocab_input is not None:
-                # All stages run the first layers' backward, whose psums add the cotangents of all
-                # stages, so only one of them may be nonzero.
-                leaving = select(
-                    self.is_first(device, row.backward.chunk), outgoing, zeros_of(outgoing)
-                )
-                carry = carry._replace(leaving=leaving)
-            return carry, None
-
-        functions = [functools.partial(compute, split=split) for split in kinds]
-        if len(functions) > 1:
-            whole, split = functions
-
-            def filled(*args: Any) -> StageBackwardResult:
-                # All branches of a switch must return the same type, so a split backward's missing
-                # gradients become zeros.
-                return _fill(split(*args), jax.eval_shape(lambda: whole(*args)))
-
-            functions = [whole, filled]
-        which = (
-            (lambda row: (row.pending_write >= 0).astype(jnp.int32))
-            if len(functions) > 1
-            else lambda row: 0
-        )
-        chunk = (
-            (lambda row: jnp.maximum(row.forward.chunk, row.backward.chunk))
-            if run.has_one_chunk
-            else None
-        )
-        return Action(plan, lambda row: row.backward, functions, write, which, chunk)
-
-    def _weight(self, device: Device, plan: ActionPlan) -> Action:
-        """Make the action of the weight gradient of a split backward."""
-
-        def compute(
-            at: VirtualStage, carry: TrainCarry, row: Row, _: PyTree
-        ) -> tuple[PyTree, PyTree]:
-            residuals = self._read_residuals(carry.residuals, row.weight_residual_read)
-            pending = read_ring(carry.pending, row.pending_read)
-            # Gathers weights separately, and only those that it reads: the weight gradient of a
-            # matrix product does not need the weight.
-            return self.stage.backward_weight(at, device.weights, residuals, pending)
-
-        def write(
-            carry: TrainCarry, row: Row, _: PyTree, grads: tuple[PyTree, PyTree]
-        ) -> tuple[TrainCarry, None]:
-            return self._plus(plan, carry, row.weight.chunk, *grads), None
-
-        return Action(plan, lambda row: row.weight, [compute], write)
-
-    def _to_memory(self, residuals: PyTree, space: Any) -> PyTree:
-        return to_memory(residuals, self.stage.is_hosted, space)
-
-    def _read_residuals(self, ring: PyTree, slot: jax.Array) -> PyTree:
-        return self._to_memory(read_ring(ring, slot), jax.memory.Space.Device)
-
-    def _plus(
+    def plus(
         self,
         plan: ActionPlan,
         carry: TrainCarry,
@@ -450,10 +222,179 @@ class TrainLoop(TickLoop):
         return carry
 
 
-def _plus_vocab(carry: TrainCarry, grads: dict[str, jax.Array]) -> TrainCarry:
-    sums = carry.vocab_grads
-    added = {name: sums[name] + g.astype(sums[name].dtype) for name, g in grads.items()}
-    return carry._replace(vocab_grads=sums | added)
+@dataclass(frozen=True)
+class Forward(Action):
+    """A forward and its loss, whose gradient it hands to the tick's backward.
+
+    `labels` are those of the tick's loss. `loss_gradient` is the gradient of a delayed loss, which
+    has run before.
+    """
+
+    plan: ActionPlan
+    loop: TrainLoop
+    device: Device
+    run: TickRun
+    labels: PyTree
+    loss_gradient: PyTree
+
+    def now(self, row: Row) -> Actions[jax.Array]:
+        return row.forward
+
+    def chunk(self, row: Row) -> jax.Array:
+        return _either_chunk(row) if self.run.has_one_chunk else row.forward.chunk
+
+    def compute(
+        self, at: VirtualStage, carry: TrainCarry, row: Row, values: ForwardValues
+    ) -> ForwardResult:
+        device = self.device
+        batch = Microbatch(values.inputs, None, device.batch.context(row.forward.microbatch))
+        with jax.named_scope("forward"):
+            return self.loop.stage.forward(
+                at, device.weights, batch, carry.collections, values.activation
+            )
+
+    def write(
+        self, carry: TrainCarry, row: Row, values: ForwardValues, result: ForwardResult
+    ) -> tuple[TrainCarry, Gradients]:
+        loop = self.loop
+        output = result.output
+        arrived = values.gradient
+        with jax.named_scope("forward"):
+            # An idle forward computes on garbage or returns zeros, and neither may replace the
+            # collections.
+            collections = select(row.forward.microbatch >= 0, result.collections, carry.collections)
+            # Idle forwards write too: the program directs them to a slot that is not in use.
+            residuals = write_ring(
+                carry.residuals, loop.to_host(result.residuals), row.residual_write
+            )
+            # Idle ticks report zeros, so nothing is added for chunk -1, the last chunk.
+            reported = carry.reported.at[row.forward.chunk].add(result.reported)
+            if loop.sends_early:
+                # Without the barrier XLA merges exchanges of gradients and activations in the same
+                # direction, and then no action overlaps either of them.
+                output, arrived = jax.lax.optimization_barrier((output, arrived))
+            activations = loop.activations.send(
+                carry.activations,
+                self.run.next_activation_sends,
+                row.activations,
+                self.device.stage,
+                output,
+            )
+        carry = carry._replace(
+            activations=activations,
+            residuals=residuals,
+            collections=collections,
+            reported=reported,
+        )
+        if loop.program.delays_loss:
+            return carry._replace(finished=output), Gradients(self.loss_gradient, arrived)
+        carry, of_loss = loop.loss(self.device, self.run, carry, row, self.labels, output)
+        return carry, Gradients(of_loss, arrived)
+
+
+@dataclass(frozen=True)
+class Backward(Action):
+    """A backward, whole or of the input only, as the kinds of its plan say."""
+
+    plan: ActionPlan
+    loop: TrainLoop
+    device: Device
+    run: TickRun
+
+    def now(self, row: Row) -> Actions[jax.Array]:
+        return row.backward
+
+    def chunk(self, row: Row) -> jax.Array:
+        return _either_chunk(row) if self.run.has_one_chunk else row.backward.chunk
+
+    def which(self, row: Row) -> jax.Array | int:
+        return (row.pending_write >= 0).astype(jnp.int32) if len(self.plan.splits) > 1 else 0
+
+    @property
+    def functions(self) -> Sequence[Compute]:
+        functions = [functools.partial(self.compute, split=split) for split in self.plan.splits]
+        if len(functions) == 1:
+            return functions
+        whole, split = functions
+
+        def filled(*args: Any) -> StageBackwardResult:
+            # All branches of a switch must return the same type, so a split backward's missing
+            # gradients become zeros.
+            return _fill(split(*args), jax.eval_shape(lambda: whole(*args)))
+
+        return [whole, filled]
+
+    def compute(
+        self,
+        at: VirtualStage,
+        carry: TrainCarry,
+        row: Row,
+        values: Gradients,
+        *,
+        split: bool = False,
+    ) -> StageBackwardResult:
+        loop = self.loop
+        device = self.device
+        of_loss = values.of_loss
+        if not loop.program.fuses_loss:
+            of_loss = read_ring(carry.loss_gradients, row.residual_read)
+        is_last = loop.is_last(device, row.backward.chunk)
+        gradient = select(is_last, of_loss, values.arrived)
+        residuals = loop.read_residuals(carry, row.residual_read)
+        reported = device.cotangents.reported
+        return loop.stage.backward(at, device.weights, residuals, gradient, reported, split=split)
+
+    def write(
+        self, carry: TrainCarry, row: Row, values: Gradients, result: StageBackwardResult
+    ) -> tuple[TrainCarry, None]:
+        loop = self.loop
+        plan = self.plan
+        pending = carry.pending
+        outgoing = result.input_grad
+        if True in plan.splits:
+            is_always_split = plan.splits == (True,) and plan.idle in (Idle.NEVER, Idle.LOOP)
+            write_slot = write_ring if is_always_split else write_ring_if
+            pending = write_slot(pending, result.pending, row.pending_write)
+        # No sends: gradients are never sent early.
+        gradients = loop.gradients.send(
+            carry.gradients, {}, row.gradients, self.device.stage, outgoing
+        )
+        carry = carry._replace(pending=pending, gradients=gradients)
+        carry = loop.plus(plan, carry, row.backward.chunk, result.trunk, result.off_trunk)
+        vocab = loop.vocab.leave(self.device, carry.vocab, row, outgoing)
+        return carry._replace(vocab=vocab), None
+
+
+@dataclass(frozen=True)
+class Weight(Action):
+    """The weight gradient of a split backward."""
+
+    plan: ActionPlan
+    loop: TrainLoop
+    device: Device
+
+    def now(self, row: Row) -> Actions[jax.Array]:
+        return row.weight
+
+    def compute(
+        self, at: VirtualStage, carry: TrainCarry, row: Row, values: None
+    ) -> tuple[PyTree, PyTree]:
+        loop = self.loop
+        residuals = loop.read_residuals(carry, row.weight_residual_read)
+        pending = read_ring(carry.pending, row.pending_read)
+        # Gathers weights separately, and only those that it reads: the weight gradient of a matrix
+        # product does not need the weight.
+        return loop.stage.backward_weight(at, self.device.weights, residuals, pending)
+
+    def write(
+        self, carry: TrainCarry, row: Row, values: None, result: tuple[PyTree, PyTree]
+    ) -> tuple[TrainCarry, None]:
+        return self.loop.plus(self.plan, carry, row.weight.chunk, *result), None
+
+
+def _either_chunk(row: Row) -> jax.Array:
+    """The chunk of a tick whose forward and backward work on the same one, or are idle."""
+    return jnp.maximum(row.forward.chunk, row.backward.chunk)
 
 
 def _fill(split: StageBackwardResult, whole: StageBackwardResult) -> StageBackwardResult:

@@ -3,6 +3,7 @@
 Each device sees its own row of the program, and runs the action that the row names.
 """
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -52,6 +53,22 @@ def make_loop(schedule: str, *, skip_idle: bool) -> TickLoop:
     return TickLoop(pipeline._stages, program, sends_early=not skip_idle)
 
 
+@dataclass(frozen=True)
+class Forward(Action):
+    """A forward that only says what it works on."""
+
+    plan: ActionPlan
+
+    def now(self, row: Row) -> Actions[jax.Array]:
+        return row.forward
+
+    def compute(self, at: VirtualStage, carry: Any, row: Row, values: Any) -> Any:
+        return row.forward.microbatch + 1, at.index + 1
+
+    def write(self, carry: Any, row: Row, values: Any, result: Any) -> tuple[Any, Any]:
+        return carry, result
+
+
 class Seen(NamedTuple):
     """Tick by tick which microbatch and virtual stage the forward worked on, plus 1.
 
@@ -69,19 +86,8 @@ def record(loop: TickLoop) -> Seen:
     none: Any = None
 
     def tick(device: Device, run: TickRun, carry: Seen, row: Row) -> Seen:
-        def forward(
-            at: VirtualStage, carry: Seen, row: Row, values: None
-        ) -> tuple[jax.Array, jax.Array]:
-            return row.forward.microbatch + 1, at.index + 1
-
         if run.forward is not None:
-            action = Action(
-                run.forward,
-                lambda row: row.forward,
-                [forward],
-                lambda carry, row, values, y: (carry, y),
-            )
-            carry, (microbatch, part) = loop.run_action(device, action, carry, row)
+            carry, (microbatch, part) = loop.run_action(device, Forward(run.forward), carry, row)
             microbatches = carry.microbatch.at[carry.tick].set(microbatch)
             parts = carry.virtual_stage.at[carry.tick].set(part)
             carry = carry._replace(microbatch=microbatches, virtual_stage=parts)
@@ -128,6 +134,15 @@ class OneRow(NamedTuple):
     forward: Actions[jax.Array]
 
 
+class Adding(Forward):
+    def compute(self, at: VirtualStage, carry: Any, row: Row, values: Any) -> jax.Array:
+        microbatch = row.forward.microbatch
+        return jnp.where(microbatch < 0, jnp.nan, 10.0 * microbatch + at.chunk) + values
+
+    def write(self, carry: Any, row: Row, values: Any, result: Any) -> tuple[Any, Any]:
+        return carry + result, result
+
+
 IDLE = [idle for idle in Idle if idle is not Idle.NEVER]
 
 
@@ -141,16 +156,7 @@ def test_what_an_idle_action_leaves(idle: Idle, chunks: tuple[int, ...]) -> None
     plan = ActionPlan(idle, chunks, branches_on_chunk=idle is Idle.BRANCH)
     placement = lower_schedule("interleaved", 2, 2).placement
 
-    def compute(at: VirtualStage, carry: jax.Array, row: Any, values: jax.Array) -> jax.Array:
-        microbatch = row.forward.microbatch
-        return jnp.where(microbatch < 0, jnp.nan, 10.0 * microbatch + at.chunk) + values
-
-    def write(
-        carry: jax.Array, row: Any, values: jax.Array, result: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        return carry + result, result
-
-    action = Action(plan, lambda row: row.forward, [compute], write)
+    action = Adding(plan)
 
     def run(microbatch: int, chunk: int) -> tuple[float, float]:
         entry = Actions(jnp.int32(microbatch), jnp.int32(chunk))

@@ -14,7 +14,8 @@ from jaxpipe.data import Batch
 from jaxpipe.executor._batch import WHOLE, DeviceBatch
 from jaxpipe.executor._stage import Weights
 from jaxpipe.executor._tick_loop import Device, LossCotangents
-from jaxpipe.executor._train import TrainCarry, TrainLoop
+from jaxpipe.executor._train import TrainLoop
+from jaxpipe.executor._train_carry import TrainCarry
 from jaxpipe.layers import VocabEmbed, VocabHead
 from jaxpipe.losses import SplitLogits
 
@@ -68,7 +69,7 @@ def trained(numbers: Numbers, inputs: Any = None) -> list[Sums]:
             carry.loss,
             carry.trunk_grads,
             carry.off_trunk_grads,
-            carry.vocab_grads,
+            carry.vocab.grads,
             carry.all_reported,
             carry.collections,
         )
