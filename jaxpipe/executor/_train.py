@@ -152,12 +152,12 @@ class TrainLoop(TickLoop):
             return carry, self.stage.gradients.zeros()
         with jax.named_scope("loss"):
             if self.stage.vocab_loss is None:
-                carry, result = self._epilogue(device, run.loss, carry, row, labels, output)
+                carry, gradient = self._epilogue(device, run.loss, carry, row, labels, output)
             else:
-                vocab, result = self.vocab.loss(device, run.loss, carry.vocab, row, labels, output)
-                carry = carry._replace(vocab=vocab)
-            carry = carry._replace(loss=carry.loss + result.sums)
-        gradient = result.output_grad
+                result = self.vocab.loss(device, run.loss, row, labels, output)
+                carry = carry._replace(loss=carry.loss + result.sums)
+                carry = carry._replace(vocab=self.vocab.plus(carry.vocab, result.grads))
+                gradient = result.output_grad
         if self.program.fuses_loss:
             return carry, gradient
         ring = write_ring_if(carry.loss_gradients, gradient, row.loss_gradient_write)
@@ -171,7 +171,7 @@ class TrainLoop(TickLoop):
         row: Row,
         labels: PyTree,
         output: PyTree,
-    ) -> tuple[TrainCarry, LossResult]:
+    ) -> tuple[TrainCarry, PyTree]:
         """Run the epilogue on the stage of the last virtual stage."""
         stage = self.stage
         storage = device.weights.storage
@@ -189,10 +189,11 @@ class TrainLoop(TickLoop):
         )
         carry = carry._replace(
             loss_reported=carry.loss_reported + result.reported,
+            loss=carry.loss + result.sums,
             collections=select(is_last, result.collections, collections),
             off_trunk_grads=self._sums.add_off_trunk(carry.off_trunk_grads, result.grads),
         )
-        return carry, result
+        return carry, result.output_grad
 
     def to_host(self, residuals: PyTree) -> PyTree:
         """Move the residuals that are offloaded into host memory."""

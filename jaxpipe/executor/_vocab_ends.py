@@ -44,7 +44,7 @@ class VocabEnds:
             return carry
         first_stage = self._stage.placement.locations[0][0]
         index = jnp.int32(self._loop.program.tables.backward.microbatch[first_stage][-1])
-        return _plus(carry, self._gradients(device, index, carry.leaving))
+        return self.plus(carry, self._gradients(device, index, carry.leaving))
 
     def tick(self, device: Device, run: TickRun, carry: VocabCarry, row: Row) -> VocabCarry:
         """Run the first layers, backward for the last tick and forward for the next."""
@@ -53,7 +53,7 @@ class VocabEnds:
         leaving = carry.leaving
         if run.first_backward is not None:
             last = row.last_input_grad_microbatch
-            carry = _plus(
+            carry = self.plus(
                 carry,
                 run_on_all_stages(
                     run.first_backward, last, lambda: self._gradients(device, last, leaving)
@@ -79,15 +79,9 @@ class VocabEnds:
         return carry._replace(leaving=select(is_first, gradient, zeros_of(gradient)))
 
     def loss(
-        self,
-        device: Device,
-        idle: Idle,
-        carry: VocabCarry,
-        row: Row,
-        labels: PyTree,
-        output: PyTree,
-    ) -> tuple[VocabCarry, LossResult]:
-        """Run the last layers and the loss. The result's gradients are in the carry."""
+        self, device: Device, idle: Idle, row: Row, labels: PyTree, output: PyTree
+    ) -> LossResult:
+        """Run the last layers and the loss."""
         layers = self._last
         index = row.loss_microbatch
         assert layers is not None
@@ -99,17 +93,16 @@ class VocabEnds:
         def compute() -> LossResult:
             return layers.loss_and_gradients(storage, is_last, output, batch, cotangent)
 
-        result: LossResult = run_on_all_stages(idle, index, compute)
-        return _plus(carry, result.grads), result
+        return run_on_all_stages(idle, index, compute)
+
+    def plus(self, carry: VocabCarry, grads: Leaves) -> VocabCarry:
+        """Add gradients by name to the sums."""
+        sums = carry.grads
+        added = {name: sums[name] + g.astype(sums[name].dtype) for name, g in grads.items()}
+        return carry._replace(grads=sums | added)
 
     def _gradients(self, device: Device, index: jax.Array, gradient: PyTree) -> Leaves:
         assert self._first is not None
         inputs = device.batch.inputs(index)
         context = device.batch.context(index)
         return self._first.gradients(device.weights.storage, inputs, context, gradient)
-
-
-def _plus(carry: VocabCarry, grads: Leaves) -> VocabCarry:
-    sums = carry.grads
-    added = {name: sums[name] + g.astype(sums[name].dtype) for name, g in grads.items()}
-    return carry._replace(grads=sums | added)
