@@ -11,7 +11,7 @@ from ._batch import Context, Microbatch
 from ._blueprint import Blueprint
 from ._packing import Packing
 from ._results import LossResult
-from ._segment import Segment
+from ._segment_program import SegmentProgram
 
 
 class Epilogue:
@@ -23,8 +23,11 @@ class Epilogue:
         # The common forms of the outputs of virtual stages, and of their gradients.
         self._activations = activations
         self._gradients = gradients
-        self._segment = Segment(blueprint, self._last, [cut.epilogue for cut in blueprint.cuts])
-        self.aux = self._segment.aux
+        self._program = SegmentProgram(
+            blueprint, self._last, [cut.epilogue for cut in blueprint.cuts]
+        )
+        self._segment = self._program.segment
+        self.aux = self._program.aux
 
     def outputs(
         self, storage: PyTree, collections: PyTree, output: PyTree, context: Context
@@ -32,7 +35,7 @@ class Epilogue:
         """Compute the model's output outside training, from the last trunk's output."""
         inputs = self._activations.unpack(self._last, output)
         full_context = (0, *context, self._segment.collections(collections))
-        return self._segment.run(self._segment.take(storage), inputs, full_context, train=False)[0]
+        return self._program.run(self._segment.take(storage), inputs, full_context, train=False)[0]
 
     def loss_and_gradients(
         self,
@@ -53,7 +56,7 @@ class Epilogue:
         ) -> tuple[jax.Array, tuple[Any, ...]]:
             leaves = {**trained, **frozen}
             inputs_now = replace_differentiable(inputs, values)
-            outputs, extras = segment.run(leaves, inputs_now, full_context, train=True)
+            outputs, extras = self._program.run(leaves, inputs_now, full_context, train=True)
             sums = self._module.loss_terms(outputs, batch.labels).sums()
             aux_loss, reported = self.aux.collect([aux for _, aux in extras], len(self.aux.names))
             new = segment.put(collections, [collection for collection, _ in extras])

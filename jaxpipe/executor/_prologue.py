@@ -19,7 +19,7 @@ from ._blueprint import Blueprint
 from ._buffers import select
 from ._packing import Packing
 from ._results import BackwardResult, ForwardResult
-from ._segment import Segment
+from ._segment_program import SegmentProgram
 from ._virtual_stage import VirtualStage
 
 
@@ -60,23 +60,23 @@ class Prologue:
         # The first virtual stage's input has a gradient only if vocabulary-parallel layers precede
         # it.
         self._before_first = len(cuts) if len(gradients) > len(cuts) else None
-        segments = [
-            Segment(blueprint, v, [cut.prologue for cut in cuts], split=split)
+        each = [
+            SegmentProgram(blueprint, v, [cut.prologue for cut in cuts], split=split)
             for v in range(len(cuts))
         ]
-        self.aux = [segment.aux for segment in segments]
-        self.num_reported = segments[0].num_reported
-        self._programs: list[Segment] = []
+        self.aux = [program.aux for program in each]
+        self.num_reported = each[0].num_reported
+        self._programs: list[SegmentProgram] = []
         self._program_of: list[int] = []
         known: dict[Any, int] = {}
-        for segment in segments:
-            key = self._sharing_key(segment)
+        for program in each:
+            key = self._sharing_key(program)
             if key not in known:
                 known[key] = len(self._programs)
-                self._programs.append(segment)
+                self._programs.append(program)
             self._program_of.append(known[key])
-            self._programs[known[key]].serve(segment.virtual_stage, segment.layers)
-        self.has_params = any(program.names for program in self._programs)
+            self._programs[known[key]].serve(program.virtual_stage, program.segment.layers)
+        self.has_params = any(program.segment.names for program in self._programs)
         self.has_deferred = any(
             program.split and program.split.deferred for program in self._programs
         )
@@ -113,12 +113,12 @@ class Prologue:
                 x, self._residuals.zeros(), collections, jnp.zeros((0,), jnp.float32)
             )
 
-        def run(number: int, program: Segment) -> ForwardResult:
+        def run(number: int, program: SegmentProgram) -> ForwardResult:
             x = self._unpacked(program, inputs, arrived)
-            full_context = (program.offset(at), *context, program.collections(collections))
-            result = program.forward(program.take(storage), x, full_context)
+            full_context = (program.offset(at), *context, program.segment.collections(collections))
+            result = program.forward(program.segment.take(storage), x, full_context)
             # Done inside the branch, which knows the collections of its own layers.
-            updated = program.put(collections, result.collections)
+            updated = program.segment.put(collections, result.collections)
             y = self._leaving.pack(program.virtual_stage, result.output)
             residuals = self._residuals.pack(number, result.residuals)
             return ForwardResult(y, residuals, updated, result.reported)
@@ -138,17 +138,17 @@ class Prologue:
         """Run the backward, with `split` without gradients that can wait, in common form."""
         gives = self._has_immediate or not split
         if self._is_empty:
-            off_trunk = self._programs[0].off_trunk({}) if gives else None
+            off_trunk = self._programs[0].segment.off_trunk({}) if gives else None
             return BackwardResult(off_trunk, gradient, self._pending.zeros())
 
-        def run(number: int, program: Segment) -> BackwardResult:
+        def run(number: int, program: SegmentProgram) -> BackwardResult:
             v = program.virtual_stage
             dy = self._outgoing.unpack(program.virtual_stage, gradient)
-            params = program.take(storage)
+            params = program.segment.take(storage)
             unpacked = self._residuals.unpack(number, residuals)
             result = program.backward(params, unpacked, dy, reported_cotangent, split=split)
             pending = self._pending.pack(number, result.pending) if split else self._pending.zeros()
-            off_trunk = program.off_trunk(result.grads) if gives else None
+            off_trunk = program.segment.off_trunk(result.grads) if gives else None
             member = v - 1 if v else self._before_first
             if member is None:
                 return BackwardResult(off_trunk, self._gradients.zeros(), pending)
@@ -163,10 +163,12 @@ class Prologue:
     ) -> PyTree:
         """Compute the gradients that a split backward left, in common form; the others are zero."""
 
-        def run(number: int, program: Segment) -> PyTree:
+        def run(number: int, program: SegmentProgram) -> PyTree:
             unpacked = self._residuals.unpack(number, residuals)
             left = self._pending.unpack(number, pending)
-            return program.off_trunk(program.backward_weight(program.take(storage), unpacked, left))
+            return program.segment.off_trunk(
+                program.backward_weight(program.segment.take(storage), unpacked, left)
+            )
 
         return self._switch(at, run)
 
@@ -183,10 +185,10 @@ class Prologue:
         if self._is_empty:
             return self._arrived_or_inputs(at, inputs, arrived)
 
-        def run(_: int, program: Segment) -> PyTree:
+        def run(_: int, program: SegmentProgram) -> PyTree:
             x = self._unpacked(program, inputs, arrived)
-            full_context = (program.offset(at), *context, program.collections(collections))
-            y = program.run(program.take(storage), x, full_context, train=False)[0]
+            full_context = (program.offset(at), *context, program.segment.collections(collections))
+            y = program.run(program.segment.take(storage), x, full_context, train=False)[0]
             return self._leaving.pack(program.virtual_stage, y)
 
         return self._switch(at, run)
@@ -194,11 +196,11 @@ class Prologue:
     def _arrived_or_inputs(self, at: VirtualStage, inputs: PyTree, arrived: PyTree) -> PyTree:
         return select(at.is_at(0), inputs, arrived) if 0 in at.candidates else arrived
 
-    def _unpacked(self, program: Segment, inputs: PyTree, arrived: PyTree) -> PyTree:
+    def _unpacked(self, program: SegmentProgram, inputs: PyTree, arrived: PyTree) -> PyTree:
         v = program.virtual_stage
         return self._arriving.unpack(v - 1, arrived) if v else inputs
 
-    def _switch(self, at: VirtualStage, run: Callable[[int, Segment], Any]) -> Any:
+    def _switch(self, at: VirtualStage, run: Callable[[int, SegmentProgram], Any]) -> Any:
         """Run the program of a virtual stage, which is one of its candidates."""
         wanted = {self._program_of[v] for v in at.candidates}
         # Virtual stages that this chunk can never be get any branch: their entries are not read.
@@ -207,9 +209,10 @@ class Prologue:
             at.index, table, [functools.partial(run, *each) for each in enumerate(self._programs)]
         )
 
-    def _sharing_key(self, segment: Segment) -> Any:
+    def _sharing_key(self, program: SegmentProgram) -> Any:
         """Return a value that is equal for equal layers with parameters in the same slots."""
-        v = segment.virtual_stage
+        v = program.virtual_stage
+        segment = program.segment
         stage = segment.stage
         layers = segment.layers
         blueprint = self._blueprint

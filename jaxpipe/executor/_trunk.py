@@ -11,8 +11,10 @@ from jaxpipe._typing import PyTree
 from ._batch import Context
 from ._blueprint import Blueprint
 from ._buffers import select
+from ._reported import ReportedValues
 from ._results import BackwardResult, ForwardResult
 from ._segment import Segment
+from ._segment_program import SegmentProgram
 from ._virtual_stage import VirtualStage
 
 
@@ -39,8 +41,7 @@ class Trunk:
 
     def __init__(self, blueprint: Blueprint, *, scan: bool, join: bool, split: bool) -> None:
         trunks = [cut.trunk for cut in blueprint.cuts]
-        each = [Segment(blueprint, v, trunks) for v in range(len(trunks))]
-        self.aux = [segment.aux for segment in each]
+        self.aux = [ReportedValues(blueprint.module.layers, blueprint.trace, x) for x in trunks]
         self.is_empty = not trunks[0]
         # A scan stacks the results of its body, so its layers' collections and reports would need
         # separate names.
@@ -51,16 +52,20 @@ class Trunk:
         # All trunks are the same program, which is built once from the layers of the first virtual
         # stage. The others differ only in their parameters and in the layer indices that are folded
         # into random keys.
-        self._program = Segment(
+        self._program = SegmentProgram(
             blueprint, 0, trunks, scan=scan and are_alike and is_plain, split=split
         )
         for v, layers in enumerate(trunks):
             self._program.serve(v, layers)
-        self._chunks = [each[v] for v in blueprint.placement.virtual[self._program.stage]]
+        self._segment = segment = self._program.segment
+        self._chunks = [
+            Segment(blueprint, segment.stage, trunks[v])
+            for v in blueprint.placement.virtual[segment.stage]
+        ]
         self._join = join and len(self._chunks) > 1
-        self.struct = self._program.struct
-        self.sums = self._program.sums
-        self.specs = self._program.specs
+        self.struct = segment.struct
+        self.sums = segment.sums
+        self.specs = segment.specs
         # Without a trunk, activations pass through in their common form.
         self.residuals = [] if self.is_empty else self._program.residuals.structs
         self.is_hosted = [] if self.is_empty else self._program.residuals.is_hosted
@@ -74,8 +79,8 @@ class Trunk:
     def prepare(self, stacked: dict[str, jax.Array]) -> PyTree:
         """Convert the trunk's parameters for its actions: a tree per chunk, or chunks stacked."""
         each = [
-            self._program.prepare(
-                dict(zip(self._program.names, (stacked[name] for name in chunk.names), strict=True))
+            self._segment.prepare(
+                dict(zip(self._segment.names, (stacked[name] for name in chunk.names), strict=True))
             )
             for chunk in self._chunks
         ]
@@ -86,12 +91,12 @@ class Trunk:
         """Convert gradients from one tree per chunk to gradients by name."""
         found: dict[str, jax.Array] = {}
         for chunk, tree in zip(self._chunks, grads, strict=True):
-            of_chunk = self._program.by_name(tree)
-            pairs = zip(chunk.names, self._program.names, strict=True)
+            of_chunk = self._segment.by_name(tree)
+            pairs = zip(chunk.names, self._segment.names, strict=True)
             found |= {
                 name: of_chunk[common]
                 for name, common in pairs
-                if common not in self._program.frozen
+                if common not in self._segment.frozen
             }
         return found
 
@@ -153,13 +158,13 @@ class Trunk:
 
     def _take(self, at: VirtualStage, params: PyTree) -> PyTree:
         if not self._join:
-            return self._program.gather(params[at.chunk])
+            return self._segment.gather(params[at.chunk])
         # This copies the chunk's parameters in every tick. A switch on the chunk would instead
         # prevent overlap on GPU.
         of_chunk = jax.tree.map(
             lambda x: jax.lax.dynamic_index_in_dim(x, at.chunk, keepdims=False), params
         )
-        return self._program.gather(of_chunk)
+        return self._segment.gather(of_chunk)
 
     def _collections_of(self, at: VirtualStage, collections: PyTree) -> list[PyTree]:
         each = [chunk.collections(collections) for chunk in self._chunks]

@@ -28,7 +28,7 @@ from ._blueprint import Blueprint
 from ._buffers import select, zeros_of
 from ._packing import Packing
 from ._results import LossResult
-from ._segment import Segment
+from ._segment_program import SegmentProgram
 
 _AXIS = "stage"
 Leaves = dict[str, jax.Array]
@@ -42,9 +42,9 @@ class VocabInput:
         self._gradients = gradients
         # The last member of the common form is the gradient of these layers' output.
         self._member = len(blueprint.cuts)
-        self._segment = Segment(blueprint, 0, [layers])
+        self._program = SegmentProgram(blueprint, 0, [layers])
         wanted = format_struct(blueprint.trace.boundaries[layers.stop])
-        found = format_struct(_outputs_struct(blueprint, self._segment))
+        found = format_struct(_outputs_struct(blueprint, self._program))
         if wanted != found:
             raise LayerError(
                 f"layer {blueprint.module.layers[layers.stop - 1].name}, which all stages run "
@@ -54,18 +54,20 @@ class VocabInput:
 
     def outputs(self, storage: PyTree, inputs: PyTree, context: Context, *, train: bool) -> PyTree:
         """Run the layers; `inputs` and `context` must be the same on all stages."""
-        return _run(self._segment, self._segment.take(storage), inputs, context, train=train)
+        return _run(
+            self._program, self._program.segment.take(storage), inputs, context, train=train
+        )
 
     def gradients(
         self, storage: PyTree, inputs: PyTree, context: Context, gradient: PyTree
     ) -> Leaves:
         """Compute gradients by name. `gradient` is zero except at the first virtual stage."""
         given = self._gradients.unpack(self._member, gradient)
-        trained, frozen = self._segment.divided(self._segment.take(storage))
+        trained, frozen = self._program.segment.divided(self._program.segment.take(storage))
 
         def outputs(trained: Leaves) -> list[jax.Array]:
             return differentiable(
-                _run(self._segment, {**trained, **frozen}, inputs, context, train=True)
+                _run(self._program, {**trained, **frozen}, inputs, context, train=True)
             )
 
         # The forward runs again: for an embedding it is a lookup, cheaper than a ring of residuals.
@@ -92,11 +94,11 @@ class VocabLoss:
         self._module = blueprint.module
         self._whole = blueprint.trace.boundaries[-1]
         self._last_stage = blueprint.placement.locations[-1][0]
-        self._outputs_struct = _outputs_struct(blueprint, Segment(blueprint, 0, [layers]))
+        self._outputs_struct = _outputs_struct(blueprint, SegmentProgram(blueprint, 0, [layers]))
         self._gathers = False  # whether the loss needs complete logits
         first = next(i for i in layers if blueprint.trace.stage_dims[i])
-        self._unsharded = Segment(blueprint, 0, [range(layers.start, first)])
-        self._sharded = Segment(blueprint, 0, [range(first, layers.stop)])
+        self._unsharded = SegmentProgram(blueprint, 0, [range(layers.start, first)])
+        self._sharded = SegmentProgram(blueprint, 0, [range(first, layers.stop)])
 
     def check_loss(self, labels: PyTree) -> None:
         """Find out from shapes of labels whether the loss accepts slices of the outputs."""
@@ -120,7 +122,7 @@ class VocabLoss:
     def outputs(self, storage: PyTree, output: PyTree, context: Context) -> PyTree:
         """Compute this stage's slices of the model's output as `SplitLogits`, outside training."""
         inputs = self._activations.unpack(self._last, output)
-        params = self._unsharded.take(storage), self._sharded.take(storage)
+        params = self._unsharded.segment.take(storage), self._sharded.segment.take(storage)
         return self._outputs(*params, inputs, context, train=False)
 
     def whole(self, outputs: PyTree) -> PyTree:
@@ -152,9 +154,8 @@ class VocabLoss:
             sums = jnp.where(is_last, self._module.loss_terms(outputs, batch.labels).sums(), 0.0)
             return sums[0] * cotangent, sums
 
-        parts = [
-            segment.divided(segment.take(storage)) for segment in (self._unsharded, self._sharded)
-        ]
+        segments = self._unsharded.segment, self._sharded.segment
+        parts = [segment.divided(segment.take(storage)) for segment in segments]
         trained, frozen = zip(*parts, strict=True)
         gradient = jax.grad(scaled_loss, argnums=(0, 1, 2), has_aux=True)
         (unsharded, sharded, dx), sums = gradient(*trained, differentiable(inputs))
@@ -181,12 +182,13 @@ class VocabLoss:
         return self.whole(outputs) if self._gathers else outputs
 
 
-def _outputs_struct(blueprint: Blueprint, segment: Segment) -> PyTree:
+def _outputs_struct(blueprint: Blueprint, program: SegmentProgram) -> PyTree:
     """Return shapes and dtypes of some layers' output on each of the stages that run them."""
+    segment = program.segment
     inputs = blueprint.trace.boundaries[segment.layers.start]
     layers = blueprint.module.layers
     try:
-        run = functools.partial(_run, segment, train=False)
+        run = functools.partial(_run, program, train=False)
         return jax.eval_shape(run, segment.struct, inputs, blueprint.context)
     except Exception as error:
         raise LayerError(
@@ -199,6 +201,7 @@ def _outputs_struct(blueprint: Blueprint, segment: Segment) -> PyTree:
 
 
 def _run(
-    segment: Segment, leaves: Leaves, inputs: PyTree, context: Context, *, train: bool
+    program: SegmentProgram, leaves: Leaves, inputs: PyTree, context: Context, *, train: bool
 ) -> PyTree:
-    return segment.run(leaves, inputs, (0, *context, [{} for _ in segment.layers]), train=train)[0]
+    full_context = (0, *context, [{} for _ in program.segment.layers])
+    return program.run(leaves, inputs, full_context, train=train)[0]
