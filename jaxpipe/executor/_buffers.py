@@ -11,8 +11,10 @@ import jax.numpy as jnp
 
 from jaxpipe._typing import PyTree
 
+from ._arrays import Ring
 
-def make_ring(struct: PyTree, num_slots: int) -> PyTree:
+
+def make_ring(struct: PyTree, num_slots: int) -> Ring:
     """Make a ring of empty slots for trees like `struct`, with leaves `[num_slots, ...]`."""
     # Zeros, not `jnp.empty`: masked actions read slots that were never written, and garbage there
     # may be NaN.
@@ -24,20 +26,20 @@ def to_memory(tree: PyTree, is_hosted: PyTree, space: Any) -> PyTree:
     return jax.tree.map(lambda x, moves: jax.device_put(x, space) if moves else x, tree, is_hosted)
 
 
-def read_ring(ring: PyTree, slot: jax.Array) -> PyTree:
+def read_ring(ring: Ring, slot: jax.Array) -> PyTree:
     """Return the value in a slot; slot -1 (idle) reads slot 0."""
     at = jnp.maximum(slot, 0)
     return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, at, keepdims=False), ring)
 
 
-def write_ring(ring: PyTree, value: PyTree, slot: jax.Array) -> PyTree:
+def write_ring(ring: Ring, value: PyTree, slot: jax.Array) -> Ring:
     """Overwrite a slot. The caller must direct idle writes to a slot that nothing reads."""
     return jax.tree.map(
         lambda leaf, x: jax.lax.dynamic_update_index_in_dim(leaf, x, slot, 0), ring, value
     )
 
 
-def write_ring_if(ring: PyTree, value: PyTree, slot: jax.Array) -> PyTree:
+def write_ring_if(ring: Ring, value: PyTree, slot: jax.Array) -> Ring:
     """Overwrite a slot, or leave the ring unchanged if the slot is -1."""
     # A select on one slot; a branch, or a select on the ring, would copy all of it.
     old = read_ring(ring, slot)

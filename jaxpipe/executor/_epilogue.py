@@ -6,7 +6,9 @@ import jax
 
 from jaxpipe._typing import PyTree
 from jaxpipe.autodiff import differentiable, replace_differentiable
+from jaxpipe.state import Storage
 
+from ._arrays import Packed
 from ._batch import Context, Microbatch
 from ._blueprint import Blueprint
 from ._packing import Packing
@@ -30,7 +32,7 @@ class Epilogue:
         self.aux = self._program.aux
 
     def outputs(
-        self, storage: PyTree, collections: PyTree, output: PyTree, context: Context
+        self, storage: Storage, collections: Storage, output: Packed, context: Context
     ) -> PyTree:
         """Compute the model's output outside training, from the last trunk's output."""
         inputs = self._activations.unpack(self._last, output)
@@ -39,9 +41,9 @@ class Epilogue:
 
     def loss_and_gradients(
         self,
-        storage: PyTree,
-        collections: PyTree,
-        output: PyTree,
+        storage: Storage,
+        collections: Storage,
+        output: Packed,
         batch: Microbatch,
         cotangents: tuple[jax.Array, jax.Array],
     ) -> LossResult:

@@ -12,6 +12,7 @@ from jaxpipe._typing import PyTree
 from jaxpipe.schedules import ActionPlan, Actions, TickRun, TransferBuffers
 
 from ._actions import Action, Row, run_on_all_stages
+from ._arrays import Packed, Ring
 from ._batch import Microbatch
 from ._buffers import make_ring, write_ring_if
 from ._stage import Stage
@@ -25,7 +26,7 @@ Measure = Callable[[PyTree, PyTree], PyTree]
 class EvaluateCarry(NamedTuple):
     """Carry of a device from tick to tick; `results` are `[num_microbatches, ...]`."""
 
-    activations: TransferBuffers[PyTree]
+    activations: TransferBuffers[Ring]
     results: PyTree
 
 
@@ -37,7 +38,7 @@ class _Forward(Action):
     stage: Stage
     device: Device
     batch: Microbatch
-    arrived: PyTree
+    arrived: Packed
 
     def now(self, row: Row) -> Actions[jax.Array]:
         return row.forward
@@ -114,7 +115,7 @@ class EvaluateLoop(TickLoop):
         return carry._replace(results=write_ring_if(carry.results, result, slot))
 
     def _measure(
-        self, device: Device, batch: Microbatch, output: PyTree, measure: Measure
+        self, device: Device, batch: Microbatch, output: Packed, measure: Measure
     ) -> PyTree:
         batch = batch.without_key()
         with jax.named_scope("loss"):

@@ -2,9 +2,9 @@
 
 import jax
 
-from jaxpipe._typing import PyTree
 from jaxpipe.schedules import Sends, TransferBuffers, Transfers
 
+from ._arrays import Packed, Ring
 from ._buffers import make_ring, read_ring, select, write_ring_if
 from ._packing import Packing
 
@@ -38,10 +38,10 @@ class Channel:
         self._sends_at_once = unbuffered.send
         self._sends_early = sends_early and unbuffered.send
 
-    def empty(self) -> TransferBuffers[PyTree]:
+    def empty(self) -> TransferBuffers[Ring]:
         """Make the buffers before the first tick; those that are not needed are empty trees."""
 
-        def ring(num_slots: int) -> PyTree:
+        def ring(num_slots: int) -> Ring:
             return (
                 self._form.constrain(make_ring(self._form.struct, num_slots), 1)
                 if num_slots
@@ -56,11 +56,11 @@ class Channel:
 
     def recv(
         self,
-        buffers: TransferBuffers[PyTree],
+        buffers: TransferBuffers[Ring],
         sends: Sends,
         row: Transfers[jax.Array],
         stage: jax.Array,
-    ) -> tuple[PyTree, TransferBuffers[PyTree]]:
+    ) -> tuple[Packed, TransferBuffers[Ring]]:
         """Run the exchange of a tick. Returns the value for the tick's action, and the buffers."""
         # With early sends the exchange ran at the end of the previous tick, so `send` already holds
         # the value that arrived.
@@ -84,12 +84,12 @@ class Channel:
 
     def send(
         self,
-        buffers: TransferBuffers[PyTree],
+        buffers: TransferBuffers[Ring],
         next_sends: Sends,
         row: Transfers[jax.Array],
         stage: jax.Array,
-        value: PyTree,
-    ) -> TransferBuffers[PyTree]:
+        value: Packed,
+    ) -> TransferBuffers[Ring]:
         """Pass on the output of a tick's action. `next_sends` are the sends after the tick."""
         with jax.named_scope("send"):
             value = self._form.constrain(value)
@@ -110,8 +110,8 @@ class Channel:
 
 
 def exchange(
-    value: PyTree, sends: Sends, stage: jax.Array, recv_from: jax.Array, num_stages: int
-) -> PyTree:
+    value: Packed, sends: Sends, stage: jax.Array, recv_from: jax.Array, num_stages: int
+) -> Packed:
     """Send a value and return what stage `recv_from` sent; if it is -1, return any value."""
     arrived = None
     for hop, pairs in sends.items():

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe._typing import PyTree
 from jaxpipe.state import Layout, Storage, constrained, has_automatic_axes
 
+from ._arrays import Packed
 from ._buffers import zeros_of
 
 
@@ -66,17 +67,17 @@ class Packing:
             lambda x, spec: constrained(x, P(*[None] * num_lead, *spec)), tree, self._spec
         )
 
-    def zeros(self) -> PyTree:
+    def zeros(self) -> Packed:
         """Make the common form, filled with zeros."""
         return self.constrain(zeros_of(self.struct))
 
-    def pack(self, member: int, tree: PyTree) -> PyTree:
+    def pack(self, member: int, tree: PyTree) -> Packed:
         """Convert a member to the common form."""
         if self.is_identity:
             return self.constrain(tree)
         return self._layout.pack_buffers(member, _by_number(jax.tree.leaves(tree)))
 
-    def unpack(self, member: int, packed: PyTree) -> PyTree:
+    def unpack(self, member: int, packed: Packed) -> PyTree:
         """Convert the common form back to the form of a member."""
         if self.is_identity:
             return self.constrain(packed)

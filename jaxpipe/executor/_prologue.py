@@ -12,8 +12,9 @@ import jax.numpy as jnp
 
 from jaxpipe._typing import PyTree
 from jaxpipe.autodiff import differentiable
-from jaxpipe.state import switch_table
+from jaxpipe.state import Storage, switch_table
 
+from ._arrays import Packed, Pending, Residuals
 from ._batch import Context
 from ._blueprint import Blueprint
 from ._buffers import select
@@ -100,10 +101,10 @@ class Prologue:
     def forward(
         self,
         at: VirtualStage,
-        storage: PyTree,
-        collections: PyTree,
+        storage: Storage,
+        collections: Storage,
         inputs: PyTree,
-        arrived: PyTree,
+        arrived: Packed,
         context: Context,
     ) -> ForwardResult:
         """Run the forward in training. The trunk's input and residuals are in common form."""
@@ -128,9 +129,9 @@ class Prologue:
     def backward(
         self,
         at: VirtualStage,
-        storage: PyTree,
-        residuals: PyTree,
-        gradient: PyTree,
+        storage: Storage,
+        residuals: Residuals,
+        gradient: Packed,
         reported_cotangent: jax.Array,
         *,
         split: bool,
@@ -159,7 +160,7 @@ class Prologue:
         return self._switch(at, run)
 
     def backward_weight(
-        self, at: VirtualStage, storage: PyTree, residuals: PyTree, pending: PyTree
+        self, at: VirtualStage, storage: Storage, residuals: Residuals, pending: Pending
     ) -> PyTree:
         """Compute the gradients that a split backward left, in common form; the others are zero."""
 
@@ -175,10 +176,10 @@ class Prologue:
     def evaluate(
         self,
         at: VirtualStage,
-        storage: PyTree,
-        collections: PyTree,
+        storage: Storage,
+        collections: Storage,
         inputs: PyTree,
-        arrived: PyTree,
+        arrived: Packed,
         context: Context,
     ) -> PyTree:
         """Run the forward outside training."""
@@ -193,10 +194,10 @@ class Prologue:
 
         return self._switch(at, run)
 
-    def _arrived_or_inputs(self, at: VirtualStage, inputs: PyTree, arrived: PyTree) -> PyTree:
+    def _arrived_or_inputs(self, at: VirtualStage, inputs: PyTree, arrived: Packed) -> PyTree:
         return select(at.is_at(0), inputs, arrived) if 0 in at.candidates else arrived
 
-    def _unpacked(self, program: SegmentProgram, inputs: PyTree, arrived: PyTree) -> PyTree:
+    def _unpacked(self, program: SegmentProgram, inputs: PyTree, arrived: Packed) -> PyTree:
         v = program.virtual_stage
         return self._arriving.unpack(v - 1, arrived) if v else inputs
 

@@ -5,13 +5,16 @@ from typing import NamedTuple
 import jax
 
 from jaxpipe._typing import PyTree
+from jaxpipe.state import Storage
+
+from ._arrays import Packed, Pending, Prepared, Residuals
 
 
 class ForwardResult(NamedTuple):
     """Result of a forward in training; `residuals` are the values that the backward needs."""
 
     output: PyTree
-    residuals: PyTree
+    residuals: Residuals
     collections: PyTree
     reported: jax.Array
 
@@ -29,7 +32,7 @@ class BackwardResult(NamedTuple):
 
     grads: PyTree
     input_grad: PyTree
-    pending: PyTree
+    pending: Pending
 
 
 class StageBackwardResult(NamedTuple):
@@ -44,10 +47,10 @@ class StageBackwardResult(NamedTuple):
             backward is not split.
     """
 
-    trunk: PyTree
-    off_trunk: PyTree
-    input_grad: PyTree
-    pending: PyTree
+    trunk: Prepared
+    off_trunk: Storage | None
+    input_grad: Packed
+    pending: Pending
 
 
 class LossResult(NamedTuple):
@@ -62,6 +65,6 @@ class LossResult(NamedTuple):
 
     sums: jax.Array
     grads: PyTree
-    output_grad: PyTree
+    output_grad: Packed
     collections: PyTree = ()
     reported: PyTree = ()

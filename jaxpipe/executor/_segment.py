@@ -12,6 +12,7 @@ from jaxpipe._typing import PyTree
 from jaxpipe.layers import flatten_dict
 from jaxpipe.state import Layout, Storage, constrained
 
+from ._arrays import ByName, Prepared
 from ._blueprint import Blueprint
 
 
@@ -47,7 +48,7 @@ class Segment:
         return self._leaves.trunk.keys() >= set(self.names)
 
     @functools.cached_property
-    def struct(self) -> PyTree:
+    def struct(self) -> Prepared:
         """Shapes and dtypes of the prepared parameters."""
         layout = self._blueprint.params.layout
         return jax.eval_shape(
@@ -55,7 +56,7 @@ class Segment:
         )
 
     @functools.cached_property
-    def sums(self) -> PyTree:
+    def sums(self) -> Prepared:
         """Shapes and dtypes of the parameters' summed gradients; None for frozen ones."""
         params = self._blueprint.params
         sums = {
@@ -96,7 +97,7 @@ class Segment:
             else specs
         )
 
-    def take(self, storage: Storage) -> dict[str, jax.Array]:
+    def take(self, storage: Storage) -> ByName:
         """Return the parameters by name, gathered."""
         leaves = {
             name: self._blueprint.params.layout.get(self.stage, name, storage)
@@ -104,7 +105,7 @@ class Segment:
         }
         return self.gather(leaves)
 
-    def gather(self, params: PyTree) -> PyTree:
+    def gather(self, params: Prepared) -> Prepared:
         """Prepared parameters, whole along `fsdp`, from the form kept through a step."""
         model = self._blueprint.params
         # Not where nothing is divided: the first layer would wait for the weights of the last.
@@ -115,7 +116,7 @@ class Segment:
         params = jax.lax.optimization_barrier(params)
         return jax.tree.map(constrained, params, self.specs_in(model.gathered))
 
-    def prepare(self, leaves: Mapping[str, jax.Array]) -> PyTree:
+    def prepare(self, leaves: Mapping[str, jax.Array]) -> Prepared:
         """Convert parameters by name to the form that programs take."""
         return (
             jax.tree.map(lambda *xs: jnp.stack(xs), *self.views(leaves))
@@ -123,7 +124,7 @@ class Segment:
             else leaves
         )
 
-    def by_name(self, grads: PyTree) -> Mapping[str, jax.Array]:
+    def by_name(self, grads: Prepared) -> Mapping[str, jax.Array]:
         """Convert gradients of prepared parameters to gradients by name."""
         if not self.is_scanned:
             return grads
@@ -144,9 +145,7 @@ class Segment:
         """Return the stage's collections with those of these layers replaced."""
         return self._blueprint.collections.put(self.stage, self.layers, storage, new)
 
-    def divided(
-        self, leaves: Mapping[str, jax.Array]
-    ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    def divided(self, leaves: Mapping[str, jax.Array]) -> tuple[ByName, ByName]:
         """Divide parameters by name into trained and frozen ones."""
         trained = {name: leaf for name, leaf in leaves.items() if name not in self.frozen}
         return trained, {name: leaf for name, leaf in leaves.items() if name in self.frozen}

@@ -13,6 +13,7 @@ from jaxpipe.autodiff import Residuals, SplitBackward, split_backward
 from jaxpipe.state import constrained
 from jaxpipe.topology import automatic_axes
 
+from ._arrays import Prepared
 from ._batch import samples_spec
 from ._blueprint import Blueprint
 from ._buffers import zeros_of
@@ -125,7 +126,7 @@ class SegmentProgram:
         return jnp.asarray(self._starts, jnp.int32)[at.index] - self.segment.layers.start
 
     def run(
-        self, params: PyTree, inputs: PyTree, context: tuple[Any, ...], *, train: bool
+        self, params: Prepared, inputs: PyTree, context: tuple[Any, ...], *, train: bool
     ) -> tuple[PyTree, Sequence[tuple[Any, ...]]]:
         """Run the layers; return the outputs, and each layer's collections and reported values."""
         # `params` are prepared.
@@ -157,14 +158,14 @@ class SegmentProgram:
         grouped = jax.tree.map(lambda leaf: leaf.reshape(-1, group, *leaf.shape[1:]), params)
         return jax.lax.scan(body, inputs, (starts, grouped))[0], [({}, {}) for _ in layers]
 
-    def forward(self, params: PyTree, inputs: PyTree, context: tuple[Any, ...]) -> ForwardResult:
+    def forward(self, params: Prepared, inputs: PyTree, context: tuple[Any, ...]) -> ForwardResult:
         """Run the layers in training."""
         (y, *_), (new, values), residuals = self.residuals.forward(params, inputs, context)
         return ForwardResult(y, residuals, new, values)
 
     def backward(
         self,
-        params: PyTree,
+        params: Prepared,
         residuals: list[jax.Array],
         gradient: list[jax.Array],
         reported_cotangent: jax.Array,
@@ -182,8 +183,8 @@ class SegmentProgram:
         return BackwardResult(grads, input_grad, zeros_of(self.pending))
 
     def backward_weight(
-        self, params: PyTree, residuals: list[jax.Array], pending: list[jax.Array]
-    ) -> PyTree:
+        self, params: Prepared, residuals: list[jax.Array], pending: list[jax.Array]
+    ) -> Prepared:
         """Compute the gradients that a split backward left."""
         assert self.split is not None
         return self.split.backward_weight(params, residuals, pending)
@@ -197,7 +198,7 @@ class SegmentProgram:
         return ",".join(dict.fromkeys(each))
 
     def _train(
-        self, params: PyTree, inputs: PyTree, context: tuple[Any, ...]
+        self, params: Prepared, inputs: PyTree, context: tuple[Any, ...]
     ) -> tuple[tuple[Any, ...], tuple[list[PyTree], jax.Array]]:
         y, extras = self.run(params, inputs, context, train=True)
         loss, values = self.aux.collect([reported for _, reported in extras], self.num_reported)

@@ -21,6 +21,7 @@ from jaxpipe.state import (
 )
 from jaxpipe.topology import automatic_axes
 
+from ._arrays import Packed, Pending, Prepared, Residuals
 from ._batch import Microbatch, samples_spec
 from ._blueprint import Blueprint
 from ._epilogue import Epilogue
@@ -36,8 +37,8 @@ from ._vocab_parallel import VocabInput, VocabLoss
 class Weights(NamedTuple):
     """A device's parameters in the layers' compute dtype: all, and the trunk's as prepared."""
 
-    storage: PyTree
-    trunk: PyTree
+    storage: Storage
+    trunk: Prepared
 
 
 class Stage:
@@ -159,8 +160,8 @@ class Stage:
         at: VirtualStage,
         weights: Weights,
         batch: Microbatch,
-        collections: PyTree,
-        arrived: PyTree,
+        collections: Storage,
+        arrived: Packed,
     ) -> ForwardResult:
         """Run prologue and trunk. The value that arrived and the output are in common form."""
         first = self.prologue.forward(
@@ -178,8 +179,8 @@ class Stage:
         self,
         at: VirtualStage,
         weights: Weights,
-        residuals: PyTree,
-        gradient: PyTree,
+        residuals: Residuals,
+        gradient: Packed,
         reported_cotangent: jax.Array,
         *,
         split: bool,
@@ -201,8 +202,8 @@ class Stage:
         return StageBackwardResult(trunk.grads, prologue.grads, prologue.input_grad, pending)
 
     def backward_weight(
-        self, at: VirtualStage, weights: Weights, residuals: PyTree, pending: PyTree
-    ) -> tuple[PyTree, PyTree]:
+        self, at: VirtualStage, weights: Weights, residuals: Residuals, pending: Pending
+    ) -> tuple[Prepared, Storage | None]:
         """Compute the gradients that a split backward left, for the trunk and other parameters."""
         trunk = self.trunk.backward_weight(at, weights.trunk, residuals[1], pending[1])
         # None: the split backward computed all gradients off the trunk. In the trees, those that it
@@ -216,8 +217,8 @@ class Stage:
         at: VirtualStage,
         weights: Weights,
         batch: Microbatch,
-        collections: PyTree,
-        arrived: PyTree,
+        collections: Storage,
+        arrived: Packed,
     ) -> PyTree:
         """Run prologue and trunk outside training."""
         x = self.prologue.evaluate(
@@ -226,11 +227,11 @@ class Stage:
         return self.trunk.evaluate(at, weights.trunk, collections, x, batch.context)
 
     @property
-    def trunk_grad_struct(self) -> PyTree:
+    def trunk_grad_struct(self) -> Prepared:
         """Shapes and dtypes of the summed gradients of one chunk's trunk."""
         return self.trunk.sums
 
-    def pin_trunk_grads(self, grads: PyTree) -> PyTree:
+    def pin_trunk_grads(self, grads: Prepared) -> Prepared:
         """Shard a chunk's summed trunk gradients over automatic axes like its parameters."""
         return jax.tree.map(constrained, grads, self.trunk.specs)
 
@@ -268,7 +269,7 @@ def boundary_specs(module: PipelineModule, trace: ModelTrace, stops: Sequence[in
         index = stop - 1
 
         def run(
-            params: PyTree, inputs: PyTree, key: jax.Array, side: PyTree, collections: PyTree
+            params: PyTree, inputs: PyTree, key: jax.Array, side: PyTree, collections: Storage
         ) -> PyTree:
             return module.run_layers([index], [params], train=True)(
                 inputs, key, side, [collections]

@@ -3,10 +3,10 @@
 import jax
 import jax.numpy as jnp
 
-from jaxpipe._typing import PyTree
 from jaxpipe.schedules import ActionPlan
 from jaxpipe.state import Storage
 
+from ._arrays import Prepared, TrunkSums
 from ._buffers import once, zeros_of
 from ._stage import Stage
 
@@ -18,7 +18,7 @@ class GradientSums:
         self._stage = stage
         self._num_chunks = num_chunks
 
-    def zeros(self) -> tuple[tuple[PyTree, ...], Storage]:
+    def zeros(self) -> tuple[TrunkSums, Storage]:
         """Make the initial sums, of the trunk and of the parameters off the trunk."""
         stage = self._stage
         trunk = [
@@ -33,8 +33,8 @@ class GradientSums:
         )
 
     def add_trunk(
-        self, sums: tuple[PyTree, ...], plan: ActionPlan, chunk: jax.Array, grads: PyTree
-    ) -> tuple[PyTree, ...]:
+        self, sums: TrunkSums, plan: ActionPlan, chunk: jax.Array, grads: Prepared
+    ) -> TrunkSums:
         """Add an action's gradients of its chunk; None: it has no gradient for the leaf."""
         if not jax.tree.leaves(grads):
             return sums
@@ -53,7 +53,7 @@ class GradientSums:
                 after[number] = self._plus_trunk(after[number], grads)
         return tuple(after)
 
-    def _plus_trunk(self, sums: PyTree, grads: PyTree) -> PyTree:
+    def _plus_trunk(self, sums: Prepared, grads: Prepared) -> Prepared:
         # Sums are wider than bfloat16, which would lose small terms over thousands of microbatches.
         leaves, treedef = jax.tree.flatten(sums)
         pairs = zip(leaves, treedef.flatten_up_to(grads), strict=True)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxpipe._typing import PyTree
 from jaxpipe.schedules import Table, TickProgram, TickRun
+from jaxpipe.state import Storage
 
 from ._actions import Action, Row, run_action
 from ._batch import DeviceBatch
@@ -32,7 +33,7 @@ class Device:
 
     stage: jax.Array
     weights: Weights
-    collections: PyTree
+    collections: Storage
     batch: DeviceBatch
     cotangents: LossCotangents
 

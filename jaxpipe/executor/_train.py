@@ -10,8 +10,10 @@ import jax.numpy as jnp
 
 from jaxpipe._typing import PyTree
 from jaxpipe.schedules import ActionPlan, Actions, Idle, TickProgram, TickRun
+from jaxpipe.state import Storage
 
 from ._actions import Action, Compute, Row
+from ._arrays import Packed, Prepared, Residuals
 from ._batch import Microbatch
 from ._buffers import (
     make_ring,
@@ -40,15 +42,15 @@ class ForwardValues(NamedTuple):
     """
 
     inputs: PyTree
-    activation: PyTree
-    gradient: PyTree
+    activation: Packed
+    gradient: Packed
 
 
 class Gradients(NamedTuple):
     """Gradients for a tick's backward: of the loss of this tick's forward, and the one arrived."""
 
-    of_loss: PyTree
-    arrived: PyTree
+    of_loss: Packed
+    arrived: Packed
 
 
 class TrainLoop(TickLoop):
@@ -125,7 +127,7 @@ class TrainLoop(TickLoop):
 
     def _receive(
         self, device: Device, run: TickRun, carry: TrainCarry, row: Row
-    ) -> tuple[TrainCarry, PyTree, PyTree]:
+    ) -> tuple[TrainCarry, Packed, Packed]:
         """Run the tick's exchanges. Returns the activation and the gradient for its actions."""
         activation, activations = self.activations.recv(
             carry.activations, run.activation_sends, row.activations, device.stage
@@ -145,8 +147,8 @@ class TrainLoop(TickLoop):
         carry: TrainCarry,
         row: Row,
         labels: PyTree,
-        output: PyTree,
-    ) -> tuple[TrainCarry, PyTree]:
+        output: Packed,
+    ) -> tuple[TrainCarry, Packed]:
         """Run the loss. Returns the output's gradient, on the stage of the last virtual stage."""
         if run.loss is None:
             return carry, self.stage.gradients.zeros()
@@ -170,8 +172,8 @@ class TrainLoop(TickLoop):
         carry: TrainCarry,
         row: Row,
         labels: PyTree,
-        output: PyTree,
-    ) -> tuple[TrainCarry, PyTree]:
+        output: Packed,
+    ) -> tuple[TrainCarry, Packed]:
         """Run the epilogue on the stage of the last virtual stage."""
         stage = self.stage
         storage = device.weights.storage
@@ -195,11 +197,11 @@ class TrainLoop(TickLoop):
         )
         return carry, result.output_grad
 
-    def to_host(self, residuals: PyTree) -> PyTree:
+    def to_host(self, residuals: Residuals) -> Residuals:
         """Move the residuals that are offloaded into host memory."""
         return to_memory(residuals, self.stage.is_hosted, jax.memory.Space.Host)
 
-    def read_residuals(self, carry: TrainCarry, slot: jax.Array) -> PyTree:
+    def read_residuals(self, carry: TrainCarry, slot: jax.Array) -> Residuals:
         """Return the residuals in a slot, in device memory."""
         residuals = read_ring(carry.residuals, slot)
         return to_memory(residuals, self.stage.is_hosted, jax.memory.Space.Device)
@@ -209,8 +211,8 @@ class TrainLoop(TickLoop):
         plan: ActionPlan,
         carry: TrainCarry,
         chunk: jax.Array,
-        trunk: PyTree,
-        off_trunk: PyTree,
+        trunk: Prepared,
+        off_trunk: Storage | None,
     ) -> TrainCarry:
         """Add an action's gradients to the carry; gradients of the trunk may be None."""
         carry = carry._replace(
@@ -236,7 +238,7 @@ class Forward(Action):
     device: Device
     run: TickRun
     labels: PyTree
-    loss_gradient: PyTree
+    loss_gradient: Packed
 
     def now(self, row: Row) -> Actions[jax.Array]:
         return row.forward
@@ -379,7 +381,7 @@ class Weight(Action):
 
     def compute(
         self, at: VirtualStage, carry: TrainCarry, row: Row, values: None
-    ) -> tuple[PyTree, PyTree]:
+    ) -> tuple[Prepared, Storage | None]:
         loop = self.loop
         residuals = loop.read_residuals(carry, row.weight_residual_read)
         pending = read_ring(carry.pending, row.pending_read)
@@ -388,7 +390,7 @@ class Weight(Action):
         return loop.stage.backward_weight(at, self.device.weights, residuals, pending)
 
     def write(
-        self, carry: TrainCarry, row: Row, values: None, result: tuple[PyTree, PyTree]
+        self, carry: TrainCarry, row: Row, values: None, result: tuple[Prepared, Storage | None]
     ) -> tuple[TrainCarry, None]:
         return self.loop.plus(self.plan, carry, row.weight.chunk, *result), None
 

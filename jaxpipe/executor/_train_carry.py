@@ -7,6 +7,9 @@ import jax.numpy as jnp
 
 from jaxpipe._typing import PyTree
 from jaxpipe.schedules import TransferBuffers
+from jaxpipe.state import Storage
+
+from ._arrays import ByName, Packed, Ring, TrunkSums
 
 
 class VocabCarry(NamedTuple):
@@ -19,8 +22,8 @@ class VocabCarry(NamedTuple):
     """
 
     entering: PyTree
-    leaving: PyTree
-    grads: dict[str, jax.Array]
+    leaving: Packed
+    grads: ByName
 
 
 class TrainCarry(NamedTuple):
@@ -43,18 +46,18 @@ class TrainCarry(NamedTuple):
         vocab: Carry of the vocabulary-parallel layers.
     """
 
-    activations: TransferBuffers[PyTree]
-    collections: PyTree
-    finished: PyTree
-    gradients: TransferBuffers[PyTree]
+    activations: TransferBuffers[Ring]
+    collections: Storage
+    finished: Packed
+    gradients: TransferBuffers[Ring]
     loss: jax.Array
-    loss_gradients: PyTree
+    loss_gradients: Ring
     loss_reported: jax.Array
-    off_trunk_grads: PyTree
-    pending: PyTree
+    off_trunk_grads: Storage
+    pending: Ring
     reported: jax.Array
-    residuals: PyTree
-    trunk_grads: tuple[PyTree, ...]
+    residuals: Ring
+    trunk_grads: TrunkSums
     vocab: VocabCarry
 
     @property

@@ -1,13 +1,13 @@
 """The trunk: the same layers in every virtual stage, run as one program without a conditional."""
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe._typing import PyTree
+from jaxpipe.state import Storage
 
+from ._arrays import ByName, Prepared, Residuals, TrunkSums
 from ._batch import Context
 from ._blueprint import Blueprint
 from ._buffers import select
@@ -76,7 +76,7 @@ class Trunk:
         """Shardings of the residuals over automatic axes, as far as they are known."""
         return [] if self.is_empty else self._program.residual_specs
 
-    def prepare(self, stacked: dict[str, jax.Array]) -> PyTree:
+    def prepare(self, stacked: ByName) -> Prepared:
         """Convert the trunk's parameters for its actions: a tree per chunk, or chunks stacked."""
         each = [
             self._segment.prepare(
@@ -87,9 +87,9 @@ class Trunk:
         # Once a step, outside the loop: inside, XLA would stack them again in every tick.
         return jax.tree.map(lambda *xs: jnp.stack(xs), *each) if self._join else each
 
-    def named(self, grads: Sequence[PyTree]) -> dict[str, jax.Array]:
+    def named(self, grads: TrunkSums) -> ByName:
         """Convert gradients from one tree per chunk to gradients by name."""
-        found: dict[str, jax.Array] = {}
+        found: ByName = {}
         for chunk, tree in zip(self._chunks, grads, strict=True):
             of_chunk = self._segment.by_name(tree)
             pairs = zip(chunk.names, self._segment.names, strict=True)
@@ -103,8 +103,8 @@ class Trunk:
     def forward(
         self,
         at: VirtualStage,
-        params: PyTree,
-        collections: PyTree,
+        params: Prepared,
+        collections: Storage,
         inputs: PyTree,
         context: Context,
     ) -> ForwardResult:
@@ -118,8 +118,8 @@ class Trunk:
     def backward(
         self,
         at: VirtualStage,
-        params: PyTree,
-        residuals: PyTree,
+        params: Prepared,
+        residuals: Residuals,
         gradient: list[jax.Array],
         reported_cotangent: jax.Array,
         *,
@@ -133,8 +133,8 @@ class Trunk:
         )
 
     def backward_weight(
-        self, at: VirtualStage, params: PyTree, residuals: PyTree, pending: list[jax.Array]
-    ) -> PyTree:
+        self, at: VirtualStage, params: Prepared, residuals: Residuals, pending: list[jax.Array]
+    ) -> Prepared:
         """Compute the gradients that a split backward left; the others are None."""
         return (
             {}
@@ -145,8 +145,8 @@ class Trunk:
     def evaluate(
         self,
         at: VirtualStage,
-        params: PyTree,
-        collections: PyTree,
+        params: Prepared,
+        collections: Storage,
         inputs: PyTree,
         context: Context,
     ) -> PyTree:
@@ -156,7 +156,7 @@ class Trunk:
         full_context = (self._program.offset(at), *context, self._collections_of(at, collections))
         return self._program.run(self._take(at, params), inputs, full_context, train=False)[0]
 
-    def _take(self, at: VirtualStage, params: PyTree) -> PyTree:
+    def _take(self, at: VirtualStage, params: Prepared) -> Prepared:
         if not self._join:
             return self._segment.gather(params[at.chunk])
         # This copies the chunk's parameters in every tick. A switch on the chunk would instead
@@ -166,13 +166,13 @@ class Trunk:
         )
         return self._segment.gather(of_chunk)
 
-    def _collections_of(self, at: VirtualStage, collections: PyTree) -> list[PyTree]:
+    def _collections_of(self, at: VirtualStage, collections: Storage) -> list[PyTree]:
         each = [chunk.collections(collections) for chunk in self._chunks]
         if isinstance(at.chunk, int):
             return each[at.chunk]
         return jax.tree.map(lambda *xs: jnp.stack(xs)[at.chunk], *each)
 
-    def _put(self, at: VirtualStage, collections: PyTree, new: list[PyTree]) -> PyTree:
+    def _put(self, at: VirtualStage, collections: Storage, new: list[PyTree]) -> Storage:
         if isinstance(at.chunk, int):
             return self._chunks[at.chunk].put(collections, new)
         for number, chunk in enumerate(self._chunks):

@@ -7,12 +7,12 @@ from jaxpipe._typing import PyTree
 from jaxpipe.schedules import Idle, TickRun
 
 from ._actions import Row, run_on_all_stages
+from ._arrays import ByName, Packed
 from ._batch import Microbatch
 from ._buffers import select, zeros_of
 from ._results import LossResult
 from ._tick_loop import Device, TickLoop
 from ._train_carry import VocabCarry
-from ._vocab_parallel import Leaves
 
 
 class VocabEnds:
@@ -69,7 +69,7 @@ class VocabEnds:
             carry = carry._replace(entering=entering)
         return carry
 
-    def leave(self, device: Device, carry: VocabCarry, row: Row, gradient: PyTree) -> VocabCarry:
+    def leave(self, device: Device, carry: VocabCarry, row: Row, gradient: Packed) -> VocabCarry:
         """Keep the gradient of the first virtual stage's input for the next tick."""
         if self._first is None:
             return carry
@@ -79,7 +79,7 @@ class VocabEnds:
         return carry._replace(leaving=select(is_first, gradient, zeros_of(gradient)))
 
     def loss(
-        self, device: Device, idle: Idle, row: Row, labels: PyTree, output: PyTree
+        self, device: Device, idle: Idle, row: Row, labels: PyTree, output: Packed
     ) -> LossResult:
         """Run the last layers and the loss."""
         layers = self._last
@@ -95,13 +95,13 @@ class VocabEnds:
 
         return run_on_all_stages(idle, index, compute)
 
-    def plus(self, carry: VocabCarry, grads: Leaves) -> VocabCarry:
+    def plus(self, carry: VocabCarry, grads: ByName) -> VocabCarry:
         """Add gradients by name to the sums."""
         sums = carry.grads
         added = {name: sums[name] + g.astype(sums[name].dtype) for name, g in grads.items()}
         return carry._replace(grads=sums | added)
 
-    def _gradients(self, device: Device, index: jax.Array, gradient: PyTree) -> Leaves:
+    def _gradients(self, device: Device, index: jax.Array, gradient: Packed) -> ByName:
         assert self._first is not None
         inputs = device.batch.inputs(index)
         context = device.batch.context(index)

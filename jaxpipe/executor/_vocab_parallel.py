@@ -21,8 +21,10 @@ from jaxpipe.errors import LayerError
 from jaxpipe.jaxpr import effect_axes
 from jaxpipe.layers import check_split_loss, format_struct, with_split_logits
 from jaxpipe.losses import put_together
+from jaxpipe.state import Storage
 from jaxpipe.topology import broadcast_sum
 
+from ._arrays import ByName, Packed
 from ._batch import Context, Microbatch
 from ._blueprint import Blueprint
 from ._buffers import select, zeros_of
@@ -31,8 +33,6 @@ from ._results import LossResult
 from ._segment_program import SegmentProgram
 
 _AXIS = "stage"
-Leaves = dict[str, jax.Array]
-"""Parameters, or their gradients, by name."""
 
 
 class VocabInput:
@@ -52,20 +52,20 @@ class VocabInput:
                 "slices with a psum or an all_gather over 'stage'."
             )
 
-    def outputs(self, storage: PyTree, inputs: PyTree, context: Context, *, train: bool) -> PyTree:
+    def outputs(self, storage: Storage, inputs: PyTree, context: Context, *, train: bool) -> PyTree:
         """Run the layers; `inputs` and `context` must be the same on all stages."""
         return _run(
             self._program, self._program.segment.take(storage), inputs, context, train=train
         )
 
     def gradients(
-        self, storage: PyTree, inputs: PyTree, context: Context, gradient: PyTree
-    ) -> Leaves:
+        self, storage: Storage, inputs: PyTree, context: Context, gradient: Packed
+    ) -> ByName:
         """Compute gradients by name. `gradient` is zero except at the first virtual stage."""
         given = self._gradients.unpack(self._member, gradient)
         trained, frozen = self._program.segment.divided(self._program.segment.take(storage))
 
-        def outputs(trained: Leaves) -> list[jax.Array]:
+        def outputs(trained: ByName) -> list[jax.Array]:
             return differentiable(
                 _run(self._program, {**trained, **frozen}, inputs, context, train=True)
             )
@@ -119,7 +119,7 @@ class VocabLoss:
                 error,
             )
 
-    def outputs(self, storage: PyTree, output: PyTree, context: Context) -> PyTree:
+    def outputs(self, storage: Storage, output: Packed, context: Context) -> PyTree:
         """Compute this stage's slices of the model's output as `SplitLogits`, outside training."""
         inputs = self._activations.unpack(self._last, output)
         params = self._unsharded.segment.take(storage), self._sharded.segment.take(storage)
@@ -131,9 +131,9 @@ class VocabLoss:
 
     def loss_and_gradients(
         self,
-        storage: PyTree,
+        storage: Storage,
         is_last: jax.Array,
-        output: PyTree,
+        output: Packed,
         batch: Microbatch,
         cotangent: jax.Array,
     ) -> LossResult:
@@ -144,7 +144,7 @@ class VocabLoss:
         inputs = self._activations.unpack(self._last, output)
 
         def scaled_loss(
-            unsharded: Leaves, sharded: Leaves, values: list[jax.Array]
+            unsharded: ByName, sharded: ByName, values: list[jax.Array]
         ) -> tuple[jax.Array, jax.Array]:
             inputs_now = replace_differentiable(inputs, values)
             leaves = {**unsharded, **frozen[0]}, {**sharded, **frozen[1]}
@@ -168,7 +168,7 @@ class VocabLoss:
         return LossResult(sums, {**unsharded, **sharded, **both}, output_grad)
 
     def _outputs(
-        self, unsharded: Leaves, sharded: Leaves, inputs: PyTree, context: Context, *, train: bool
+        self, unsharded: ByName, sharded: ByName, inputs: PyTree, context: Context, *, train: bool
     ) -> PyTree:
         handed = _run(self._unsharded, unsharded, inputs, context, train=train)
         # The transpose of this broadcast sends the cotangent back to the last stage. The broadcast
@@ -201,7 +201,7 @@ def _outputs_struct(blueprint: Blueprint, program: SegmentProgram) -> PyTree:
 
 
 def _run(
-    program: SegmentProgram, leaves: Leaves, inputs: PyTree, context: Context, *, train: bool
+    program: SegmentProgram, leaves: ByName, inputs: PyTree, context: Context, *, train: bool
 ) -> PyTree:
     full_context = (0, *context, [{} for _ in program.segment.layers])
     return program.run(leaves, inputs, full_context, train=train)[0]
