@@ -23,6 +23,7 @@ class Segment:
     layers are stacked along a new first dim, in one tree.
 
     Attributes:
+        leaves: The stage's parameters, of this segment and of the others.
         names: Names of the layers' parameters.
         frozen: Names of the parameters that have no gradient.
     """
@@ -34,18 +35,9 @@ class Segment:
         self.is_scanned = scan
         self.stage = stage
         self.layers = layers
-        self._leaves = blueprint.params.stages[stage]
-        self.names = tuple(self._leaves.names_of(layers))
+        self.leaves = blueprint.params.stages[stage]
+        self.names = tuple(self.leaves.names_of(layers))
         self.frozen = blueprint.params.frozen & frozenset(self.names)
-
-    def names_of(self, layer: int) -> list[str]:
-        """Names of one layer's parameters."""
-        return self._leaves.names_of([layer])
-
-    @property
-    def is_on_trunk(self) -> bool:
-        """Whether all its parameters are the trunk's."""
-        return self._leaves.trunk.keys() >= set(self.names)
 
     @functools.cached_property
     def struct(self) -> Prepared:
@@ -129,7 +121,7 @@ class Segment:
         if not self.is_scanned:
             return grads
         stacked = {path: leaf for path, leaf in flatten_dict(grads).items() if leaf is not None}
-        paths = [(position, self._leaves.layers[i]) for position, i in enumerate(self.layers)]
+        paths = [(position, self.leaves.layers[i]) for position, i in enumerate(self.layers)]
         return {
             n: stacked[path][position]
             for position, names in paths
@@ -177,4 +169,4 @@ class Segment:
 
     def views(self, leaves: Mapping[str, jax.Array]) -> list[PyTree]:
         """Leaves by name as each layer takes them."""
-        return [self._leaves.view(i, leaves) for i in self.layers]
+        return [self.leaves.view(i, leaves) for i in self.layers]

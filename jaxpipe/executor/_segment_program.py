@@ -93,12 +93,17 @@ class SegmentProgram:
         divided = segment.specs_in(params.grad_layout)
         # Scanned layers have one backward, whose gradients are complete only at its end. Layers
         # off the trunk run in branches, and `off_trunk` divides their gradients.
-        if segment.is_scanned or whole == divided or not segment.is_on_trunk:
+        if (
+            segment.is_scanned
+            or whole == divided
+            or not segment.leaves.trunk.keys() >= set(segment.names)
+        ):
             return [], None
         names = sorted(segment.names)  # as the leaves of a dictionary are
         reduced = [n for n in names if n not in segment.frozen and whole[n] != divided[n]]
         by_layer = [
-            [names.index(x) for x in segment.names_of(i) if x in reduced] for i in segment.layers
+            [names.index(x) for x in segment.leaves.names_of([i]) if x in reduced]
+            for i in segment.layers
         ]
         return by_layer, lambda i, grad: constrained(grad, divided[names[i]])
 

@@ -64,13 +64,12 @@ class Stage:
         self, module: PipelineModule, trace: ModelTrace, plan: Plan, *, trains: bool = True
     ) -> None:
         section = plan.config.pipeline
-        boundaries = plan.parts
         split = plan.program.has_split_backward
         self.placement = placement = plan.program.placement
         self.last = len(placement.locations) - 1
         self.cast_inputs = module.cast_inputs
         self.sample_axes = trace.sample_axes
-        cuts = cut_stages(plan.signatures, boundaries)
+        cuts = cut_stages(plan.signatures, plan.parts)
         self.ends, self.cuts = find_vocab_layers(module.layers, trace, cuts, module.num_stages)
         self.params = ModelParams(
             trace,
@@ -83,16 +82,7 @@ class Stage:
             trains=trains,
         )
         self.collections = ModelCollections(module.layers, trace, self.cuts, placement)
-        stops = [*boundaries[1:-1], self.cuts[-1].epilogue.start]
-        num_outputs = len(stops)
-        if self.ends.first:
-            stops.append(self.ends.first.stop)
-        outputs = [trace.boundaries[stop] for stop in stops]
-        specs = boundary_specs(module, trace, stops)
-        self.activations = Packing(outputs[:num_outputs], specs[:num_outputs])
-        self.gradients = Packing(
-            [differentiable(x) for x in outputs], list(map(_differentiable_specs, outputs, specs))
-        )
+        self.activations, self.gradients = self._common_forms(module, trace, plan.parts)
         context = (jax.eval_shape(lambda: jax.random.key(0)), dict(trace.side))
         blueprint = Blueprint(
             module,
@@ -119,17 +109,33 @@ class Stage:
         gradients = self.gradients.structs
         self.prologue = Prologue(blueprint, self.activations, leaving, gradients, split=split)
         self.epilogue = Epilogue(blueprint, self.activations, self.gradients)
-        self.vocab_input = self.vocab_loss = None
-        if self.ends.first:
-            self.vocab_input = VocabInput(blueprint, self.ends.first, self.gradients)
-        if self.ends.last:
-            self.vocab_loss = VocabLoss(blueprint, self.ends.last, self.activations, self.gradients)
+        first, last = self.ends.first, self.ends.last
+        self.vocab_input = VocabInput(blueprint, first, self.gradients) if first else None
+        self.vocab_loss = (
+            VocabLoss(blueprint, last, self.activations, self.gradients) if last else None
+        )
         self.residuals = (self.prologue.residuals, self.trunk.residuals)
         self.pending = (self.prologue.pending, self.trunk.pending)
         # Offloading by a layer's recompute policy works only in the trunk. The setting
         # `offload_activations` applies to all residuals.
         hosted = (jax.tree.map(lambda _: False, self.prologue.residuals), self.trunk.is_hosted)
         self.is_hosted = jax.tree.map(lambda moves: moves or section.offload_activations, hosted)
+
+    def _common_forms(
+        self, module: PipelineModule, trace: ModelTrace, parts: Sequence[int]
+    ) -> tuple[Packing, Packing]:
+        """Common forms of the virtual stages' outputs and of gradients."""
+        stops = [*parts[1:-1], self.cuts[-1].epilogue.start]
+        num_outputs = len(stops)
+        if self.ends.first:
+            stops.append(self.ends.first.stop)
+        outputs = [trace.boundaries[stop] for stop in stops]
+        specs = boundary_specs(module, trace, stops)
+        gradient_specs = list(map(_differentiable_specs, outputs, specs))
+        return (
+            Packing(outputs[:num_outputs], specs[:num_outputs]),
+            Packing([differentiable(x) for x in outputs], gradient_specs),
+        )
 
     @property
     def num_reported(self) -> int:
