@@ -148,19 +148,7 @@ class Checkpointer:
     def _load(
         self, load_dir: AnyPath, tag: str | None, what: LoadOptions
     ) -> tuple[str | None, dict[str, Any]]:
-        found = run_on_all(lambda: find_checkpoint(load_dir, tag))
-        # A network file system may show a new checkpoint to some processes later than to others.
-        tags = gather_texts(
-            ""
-            if found is None
-            else f"{found.tag} {found.commit.sequence} (index {found.commit.index_sha256[:12]})"
-        )
-        if len(set(tags)) > 1:
-            named = ", ".join(f"process {i}: {each or 'none'}" for i, each in enumerate(tags))
-            raise CheckpointError(
-                f"all processes must find the same checkpoint in {str(load_dir)!r}, but got "
-                f"{named}. Use one directory on a file system that all processes can see."
-            )
+        found = _found_by_all(load_dir, tag)
         if found is None:
             warnings.warn(
                 f"load_checkpoint found no checkpoint in {str(load_dir)!r}; the engine is "
@@ -303,6 +291,23 @@ def _what_fits(give: Callable[[], T], otherwise: T) -> T:
 def _check_item(key: Any, value: Any) -> bool:
     check_json({key: value}, "client_state")
     return True
+
+
+def _found_by_all(load_dir: AnyPath, tag: str | None) -> Checkpoint | None:
+    found = run_on_all(lambda: find_checkpoint(load_dir, tag))
+    # A network file system may show a new checkpoint to some processes later than to others.
+    tags = gather_texts(
+        ""
+        if found is None
+        else f"{found.tag} {found.commit.sequence} (index {found.commit.index_sha256[:12]})"
+    )
+    if len(set(tags)) > 1:
+        named = ", ".join(f"process {i}: {each or 'none'}" for i, each in enumerate(tags))
+        raise CheckpointError(
+            f"all processes must find the same checkpoint in {str(load_dir)!r}, but got "
+            f"{named}. Use one directory on a file system that all processes can see."
+        )
+    return found
 
 
 def _data_position(found: Checkpoint) -> dict[str, Any]:

@@ -119,19 +119,11 @@ def node_commands(
     exports = read_exports(args.export)
     # All users of a node can read its command lines. What may be secret is sent through standard
     # input, or by mpirun.
-    sent = {
-        name: value
-        for name, value in exports.items()
-        if control is not None and not is_forwarded(name)
-    }
-    variables = {
-        **forwarded(),
-        **{name: value for name, value in exports.items() if name not in sent},
-        **({RESTART: str(attempt)} if attempt else {}),
-    }
+    public = {n: value for n, value in exports.items() if control is None or is_forwarded(n)}
+    sent = {name: value for name, value in exports.items() if name not in public}
+    variables = forwarded() | public | ({RESTART: str(attempt)} if attempt else {})
     first_input = json.dumps(sent).encode() + b"\n"
     folder = str(Path.cwd())
-    names = [node.name for node in layout.nodes]
 
     def on_node(*place: str) -> list[str]:
         return [
@@ -143,21 +135,9 @@ def node_commands(
         ]
 
     if args.launcher == "srun":  # numbers the nodes in its own order
-        words = [
-            "srun",
-            f"--nodes={len(names)}",
-            f"--ntasks={len(names)}",
-            "--ntasks-per-node=1",
-            f"--nodelist={','.join(names)}",
-            "--cpu-bind=none",
-            "--kill-on-bad-exit=1",
-            f"--chdir={folder}",
-            *_words(args.launcher_args or "", "--launcher-args"),
-            # The layout of thousands of nodes is too long for an argument.
-            *on_node(
-                *("--layout", "-" if control else str(layout), "--node-rank", "@SLURMD_NODENAME")
-            ),
-        ]
+        # The layout of thousands of nodes is too long for an argument.
+        place = ("--layout", "-" if control else str(layout), "--node-rank", "@SLURMD_NODENAME")
+        words = [*_srun(layout, folder, args.launcher_args), *on_node(*place)]
         first_input += f"{layout}\n".encode()
         return [Command("srun", words, control=control, first_input=first_input)]
 
@@ -170,10 +150,11 @@ def node_commands(
         )
         for rank, node in enumerate(layout.nodes)
     ]
+    each = [(node.name, inner) for node, inner in zip(layout.nodes, on_each, strict=True)]
     if args.launcher == "mpirun":
         words = ["mpirun", *_words(args.launcher_args or "", "--launcher-args")]
         taken = [word for name in sent for word in ("-x", name)]
-        for i, (name, inner) in enumerate(zip(names, on_each, strict=True)):
+        for i, (name, inner) in enumerate(each):
             words += [":"] if i else []
             words += ["-np", "1", "-host", name, "-wdir", folder, *taken, *inner]
         return [Command("mpirun", words, sent, control=control)]
@@ -186,7 +167,22 @@ def node_commands(
             control=control,
             first_input=first_input,
         )
-        for name, inner in zip(names, on_each, strict=True)
+        for name, inner in each
+    ]
+
+
+def _srun(layout: Layout, folder: str, launcher_args: str | None) -> list[str]:
+    names = [node.name for node in layout.nodes]
+    return [
+        "srun",
+        f"--nodes={len(names)}",
+        f"--ntasks={len(names)}",
+        "--ntasks-per-node=1",
+        f"--nodelist={','.join(names)}",
+        "--cpu-bind=none",
+        "--kill-on-bad-exit=1",
+        f"--chdir={folder}",
+        *_words(launcher_args or "", "--launcher-args"),
     ]
 
 

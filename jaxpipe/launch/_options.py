@@ -90,7 +90,9 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     _add_program(parser)
-    _add_places(parser)
+    _add_here(parser)
+    _add_nodes(parser)
+    _add_either(parser)
     _add_limits(parser)
     return parser
 
@@ -121,7 +123,7 @@ def _add_program(parser: argparse.ArgumentParser) -> None:
     group.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGUMENTS")
 
 
-def _add_places(parser: argparse.ArgumentParser) -> None:
+def _add_here(parser: argparse.ArgumentParser) -> None:
     here = parser.add_argument_group("on this machine")
     here.add_argument("--nproc", type=_count, metavar="N", help="processes")
     here.add_argument(
@@ -130,6 +132,9 @@ def _add_places(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="GPUs of each process; default: 1, or all for a single process",
     )
+
+
+def _add_nodes(parser: argparse.ArgumentParser) -> None:
     hosts = parser.add_argument_group("on several nodes")
     hosts.add_argument(
         "-H",
@@ -204,6 +209,9 @@ def _add_places(parser: argparse.ArgumentParser) -> None:
     # Passed to the launcher on a node, whose layout is only its own.
     hosts.add_argument("--first-process", type=_whole, help=argparse.SUPPRESS)
     hosts.add_argument("--num-processes", type=_count, help=argparse.SUPPRESS)
+
+
+def _add_either(parser: argparse.ArgumentParser) -> None:
     both = parser.add_argument_group("on either")
     both.add_argument(
         "--cpu-devices", type=_count, metavar="K", help="simulated CPU devices of each process"
