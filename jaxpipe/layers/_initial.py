@@ -14,6 +14,7 @@ from ._axes import call_on_one
 from ._build import NamedLayer
 from ._model_trace import ModelTrace
 from ._precision import init_inputs, widened
+from ._protocol import LayerCall
 from ._sharding import rules_in_force, unbox
 from ._structs import as_arrays
 from ._tree import flatten_dict, unflatten_dict
@@ -37,8 +38,8 @@ def init_layer(
 
     def make(inputs: PyTree, side: PyTree, given: PyTree) -> tuple[PyTree, PyTree]:
         with rules_in_force(()):
-            _, params, collections = named.layer.init(key, inputs, side=side, given=given)
-        return widened(as_arrays(unbox((params, collections))), compute_dtype)
+            made = named.layer.init(key, LayerCall(inputs, side, given))
+        return widened(as_arrays(unbox(made)), compute_dtype)
 
     # Only shapes and dtypes matter, also for parameters that another layer makes.
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), structs)

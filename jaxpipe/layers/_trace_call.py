@@ -20,7 +20,7 @@ from jaxpipe.topology import MANUAL_AXES, automatic_axes
 from ._axes import axis_fault, is_unbound_axis, mesh_for_init
 from ._build import NamedLayer
 from ._precision import init_inputs, widened
-from ._protocol import Layer, layer_rngs
+from ._protocol import Layer, LayerCall, layer_rngs
 from ._sharding import (
     Rules,
     find_marks,
@@ -68,8 +68,8 @@ class Call:
 
         def make(x: PyTree, s: PyTree, given: PyTree) -> tuple[PyTree, PyTree]:
             with rules_in_force(()):
-                _, params, collections = self.named.layer.init(
-                    jax.random.key(0), x, side=s, given=given
+                params, collections = self.named.layer.init(
+                    jax.random.key(0), LayerCall(x, s, given)
                 )
             _check_leaves(self.named, params)
             return as_arrays(params), as_arrays(collections)
@@ -164,9 +164,7 @@ class Call:
             params: PyTree, collections: PyTree, x: PyTree, side: PyTree, key: jax.Array
         ) -> PyTree:
             rngs = {"params": key} if layer.holds_streams else None
-            return as_arrays(
-                layer.apply(params, collections, x, rngs=rngs, train=False, side=side)[0]
-            )
+            return as_arrays(layer.apply(LayerCall(x, side, params, collections, rngs))[0])
 
         args = self._arguments(params, collections)
         try:
@@ -291,9 +289,8 @@ def _without_sharding(tree: PyTree) -> PyTree:
 def _train(
     layer: Layer, params: PyTree, collections: PyTree, inputs: PyTree, side: PyTree, key: jax.Array
 ) -> tuple[PyTree, PyTree, PyTree]:
-    rngs = layer_rngs(key)
     outputs, updated, aux = layer.apply(
-        params, collections, inputs, rngs=rngs, train=True, side=side
+        LayerCall(inputs, side, params, collections, layer_rngs(key), train=True)
     )
     return as_arrays(outputs), as_arrays(updated), aux
 
