@@ -44,12 +44,12 @@ def init_layer(
     # Only shapes and dtypes matter, also for parameters that another layer makes.
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), structs)
     axes = automatic_axes(trace.mesh)
-    try:
-        return call_on_one((), make, *zeros)  # see `_Call.variables`
-    except Exception:
-        if not axes:
-            raise
-    return call_on_one((*axes, *(name for name, _ in trace.rules)), make, *zeros)
+    # A mesh of the user's may be around, on which metadata is a constraint in any case.
+    is_around = not jax.sharding.get_abstract_mesh().empty
+    if axes and (is_around or trace.init_on_mesh[named.index]):
+        axes = (*axes, *(name for name, _ in trace.rules))
+        return call_on_one(axes, make, *zeros)
+    return call_on_one((), make, *zeros)
 
 
 def init_params(
